@@ -11,20 +11,20 @@ if TYPE_CHECKING:
     from ckpttool.api.comparing import check, diff, since, steps
     from ckpttool.api.making import remap, swap_weights, undo, write
     from ckpttool.api.reading import explain, inspect, manifest, open_checkpoint, trace
-    from ckpttool.checkpoint import Checkpoint
     from ckpttool.checks import Checks
-    from ckpttool.edits.remap.result import Remap
-    from ckpttool.edits.swap.swap import Swap
-    from ckpttool.edits.undo import Undone
-    from ckpttool.errors import CkptError, Problem, Refused
+    from ckpttool.core.checkpoint import Checkpoint
+    from ckpttool.core.errors import CkptError, Problem, Refused
+    from ckpttool.core.names import Names
+    from ckpttool.core.plan import Plan
+    from ckpttool.diffing.history import Steps
+    from ckpttool.diffing.result import Diff
+    from ckpttool.diffing.three_way import Since
+    from ckpttool.inspection.explain import Explanation
+    from ckpttool.inspection.inspect import Inspection
     from ckpttool.live.swap import Swapped
-    from ckpttool.names import Names
-    from ckpttool.plan import Plan
-    from ckpttool.queries.diff.result import Diff
-    from ckpttool.queries.diff.since import Since
-    from ckpttool.queries.diff.steps import Steps
-    from ckpttool.queries.explanation import Explanation
-    from ckpttool.queries.inspection import Inspection
+    from ckpttool.remapping.plan import Remap
+    from ckpttool.remapping.undo import Undone
+    from ckpttool.swap.swap import Swap
 
     __version__: str
 
@@ -62,22 +62,22 @@ __all__ = [
 
 # Where the values and the verbs come from. Imported when they are asked for: nothing here costs start-up.
 _HOMES = {
-    "Checkpoint": "checkpoint",
+    "Checkpoint": "core.checkpoint",
     "Checks": "checks",
-    "CkptError": "errors",
-    "Diff": "queries.diff.result",
-    "Explanation": "queries.explanation",
-    "Inspection": "queries.inspection",
-    "Names": "names",
-    "Plan": "plan",
-    "Problem": "errors",
-    "Refused": "errors",
-    "Remap": "edits.remap.result",
-    "Since": "queries.diff.since",
-    "Steps": "queries.diff.steps",
-    "Swap": "edits.swap.swap",
+    "CkptError": "core.errors",
+    "Diff": "diffing.result",
+    "Explanation": "inspection.explain",
+    "Inspection": "inspection.inspect",
+    "Names": "core.names",
+    "Plan": "core.plan",
+    "Problem": "core.errors",
+    "Refused": "core.errors",
+    "Remap": "remapping.plan",
+    "Since": "diffing.three_way",
+    "Steps": "diffing.history",
+    "Swap": "swap.swap",
     "Swapped": "live.swap",
-    "Undone": "edits.undo",
+    "Undone": "remapping.undo",
     **dict.fromkeys(("check", "diff", "since", "steps"), "api.comparing"),
     **dict.fromkeys(("remap", "swap_weights", "undo", "write"), "api.making"),
     **dict.fromkeys(("explain", "inspect", "manifest", "open_checkpoint", "trace"), "api.reading"),

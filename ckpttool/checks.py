@@ -7,21 +7,20 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ckpttool.edits.mend import contract
-from ckpttool.edits.rules import file as rules
-from ckpttool.errors import CkptError, Problem
-from ckpttool.formats.containers import json_text
-from ckpttool.imports import DANGEROUS, UNKNOWN, Import
+from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.pickle_imports import DANGEROUS, UNKNOWN, Import
+from ckpttool.core.plan import SCHEMA as PLAN_SCHEMA
+from ckpttool.core.plan import Plan
+from ckpttool.core.schema import FLAG, PROBLEM, TEXT, TEXTS, list_of, nullable, record, unless_empty
+from ckpttool.core.text import shell, visible
+from ckpttool.core.values import dataclass, public
+from ckpttool.diffing.options import DiffOptions
+from ckpttool.fixes import candidates
+from ckpttool.formats import strict_json
 from ckpttool.io.files import look_anew
-from ckpttool.json_schema import FLAG, PROBLEM, TEXT, TEXTS, list_of, nullable, record, unless_empty
 from ckpttool.operands.checkpoint import open_operand
-from ckpttool.operands.model import ModelOperand, operand_of
-from ckpttool.operands.names_file import holds, is_names_file, read_names
-from ckpttool.plan import SCHEMA as PLAN_SCHEMA
-from ckpttool.plan import Plan
-from ckpttool.queries.diff.options import DiffOptions
-from ckpttool.values import dataclass, public
-from ckpttool.words import shell, visible
+from ckpttool.operands.model import ModelOperand, holds, is_names_file, operand_of, read_names
+from ckpttool.rules import parse as rules
 
 _SAYS = {
     DANGEROUS: "a dangerous import: it runs code when the pickle is loaded",
@@ -98,7 +97,7 @@ def _checked(path: str, kind: str, model: ModelOperand | None, options: DiffOpti
         if kind == "rules":
             rules.read(path)
         elif kind == "plan":
-            Plan.from_json(json_text.read_file(path, "write one with --save-plan"), path)
+            Plan.from_json(strict_json.read_file(path, "write one with --save-plan"), path)
         elif kind == "names":
             read_names(path)
         else:
@@ -131,7 +130,7 @@ def _of_the_file(error: CkptError, path: str) -> Problem:
 def _names(path: str, model: ModelOperand | None, options: DiffOptions) -> Checked:
     if model is None:
         return Checked(path, "names", notes=(_NOT_COMPARED,))
-    diff = contract.run(path, model, options)
+    diff = candidates.run(path, model, options)
     if diff.identical:
         return Checked(path, "names")
     found = (entry for entry in diff.entries if diff.weighs(entry))

@@ -8,21 +8,21 @@ from __future__ import annotations
 from typing import Any
 
 from ckpttool.checks import CHECKS
-from ckpttool.edits.remap.result import REMAP
-from ckpttool.edits.rules.ready import SETS
-from ckpttool.edits.swap.swap import SWAP
-from ckpttool.edits.undo import UNDONE
-from ckpttool.errors import CkptError
-from ckpttool.expression import DEFINITIONS
+from ckpttool.core.errors import CkptError
+from ckpttool.core.expression import DEFINITIONS
+from ckpttool.core.names import NAMES
+from ckpttool.core.plan import PLAN
+from ckpttool.core.schema import ERROR, Kind
+from ckpttool.diffing.history import STEPS
+from ckpttool.diffing.result import DIFF
+from ckpttool.diffing.three_way import SINCE
 from ckpttool.formats.manifest import STATEMENT
-from ckpttool.json_schema import ERROR, Kind
-from ckpttool.names import NAMES
-from ckpttool.plan import PLAN
-from ckpttool.queries.diff.result import DIFF
-from ckpttool.queries.diff.since import SINCE
-from ckpttool.queries.diff.steps import STEPS
-from ckpttool.queries.explanation import EXPLAIN
-from ckpttool.queries.inspection import INSPECT
+from ckpttool.inspection.explain import EXPLAIN
+from ckpttool.inspection.inspect import INSPECT
+from ckpttool.remapping.plan import REMAP
+from ckpttool.remapping.undo import UNDONE
+from ckpttool.rules.parse import SETS
+from ckpttool.swap.swap import SWAP
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 OBJECTS: dict[str, Kind] = {

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.accepted import _lines, judged
-from ckpttool.errors import CkptError
-from ckpttool.limits import Limits, limited
-from ckpttool.queries.diff.options import DiffOptions
-from ckpttool.queries.diff.result import HARMLESS, STATUSES, Diff, Entry
+from ckpttool.core.errors import CkptError
+from ckpttool.core.limits import Limits, limited
+from ckpttool.diffing.baseline import _lines, judged
+from ckpttool.diffing.options import DiffOptions
+from ckpttool.diffing.result import HARMLESS, STATUSES, Diff, Entry
 from command import Run
 
 MODEL = """

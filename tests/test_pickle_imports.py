@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import ckpttool
-from ckpttool.imports import DANGEROUS, KNOWN, OWN, UNKNOWN, verdict
+from ckpttool.core.pickle_imports import DANGEROUS, KNOWN, OWN, UNKNOWN, verdict
 from command import Run
 
 

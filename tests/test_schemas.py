@@ -15,8 +15,8 @@ from torch import nn
 
 import ckpttool
 import schemas
-from ckpttool.names import NAMES
-from ckpttool.plan import PLAN
+from ckpttool.core.names import NAMES
+from ckpttool.core.plan import PLAN
 from ckpttool.schemas import OBJECTS, schema
 from command import Run
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckpttool.cli.app import main
-from ckpttool.naming.wrappers.chain import COUNTER, canonical_keys
+from ckpttool.naming.wrappers import COUNTER, canonical_keys
 from command import Run
 from optimizer_support import same
 from wrapped_ranks import BLOCKS, CHAINS, PLAIN, TRAINED, Net, Wrapped, filename, net, tensors, wrap

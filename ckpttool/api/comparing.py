@@ -8,26 +8,26 @@ from typing import TYPE_CHECKING
 
 from ckpttool.api.reading import Ckpt, open_checkpoint
 from ckpttool.api.takes import takes
-from ckpttool.checkpoint import Checkpoint
-from ckpttool.errors import CkptError, Problem
-from ckpttool.formats.table import MANIFEST, MEMORY
-from ckpttool.io import work
+from ckpttool.core.checkpoint import Checkpoint
+from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.options import OptimizerOptions, several
+from ckpttool.core.text import plural
+from ckpttool.diffing.options import DiffOptions
+from ckpttool.distributed.job import only_first
+from ckpttool.formats.registry import MANIFEST, MEMORY
+from ckpttool.io import progress
 from ckpttool.io.files import exists, is_glob
-from ckpttool.io.together.job import only_first
 from ckpttool.operands.checkpoint import split
-from ckpttool.operands.names_file import is_names_file
-from ckpttool.options import OptimizerOptions, several
-from ckpttool.queries.diff.options import DiffOptions
-from ckpttool.words import plural
+from ckpttool.operands.model import is_names_file
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ckpttool.api.keywords import CheckKeywords, DiffKeywords
     from ckpttool.checks import Checks
-    from ckpttool.queries.diff.result import Diff
-    from ckpttool.queries.diff.since import Since
-    from ckpttool.queries.diff.steps import Steps
+    from ckpttool.diffing.history import Steps
+    from ckpttool.diffing.result import Diff
+    from ckpttool.diffing.three_way import Since
 
 
 @takes(DiffOptions)
@@ -45,19 +45,19 @@ def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Unpack[
 
 def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions, suggests: bool = False) -> Diff:
     """`diff`, with its options as a value; `suggests`: with the rules that lead from a checkpoint to a model too."""
+    from ckpttool.diffing.run import run
     from ckpttool.operands.model import ModelOperand, operand_of
     from ckpttool.operands.sections import read_for_model
-    from ckpttool.queries.diff.run import run
 
     if options.comparison is None:
         only_first()
     if is_names_file(left):
-        from ckpttool.edits.mend import contract
+        from ckpttool.fixes import candidates
 
         other = ModelOperand(right) if options.model is None and is_names_file(right) else None
         if right is not None and other is None:
             raise CkptError(f"{left} is a names file, and is compared with a model", hint="leave the checkpoint out")
-        return _judged(contract.run(str(left), other or operand_of(options), options), options)
+        return _judged(candidates.run(str(left), other or operand_of(options), options), options)
     model = operand_of(options)
     opened = [None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right)]
     first, second = (None if ckpt is None else read_for_model(ckpt, model) for ckpt in opened)
@@ -68,8 +68,8 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions, suggest
     if found.identical or only_beside or by_manifest:
         # Nothing to mend, or no values to mend it with: what could is a third of the program, and is not loaded.
         return _judged(found, options)
-    from ckpttool.edits.mend.attempt import Question
-    from ckpttool.edits.mend.run import answered
+    from ckpttool.fixes.suggest import answered
+    from ckpttool.fixes.trial import Question
 
     return _judged(answered(Question(first, second, options, model), found, suggests), options)
 
@@ -87,8 +87,8 @@ def steps(run: str | Sequence[Ckpt], **options: Unpack[DiffKeywords]) -> Steps:
 
 def steps_by(run: str | Sequence[Ckpt], options: DiffOptions) -> Steps:
     """`steps`, with its options as a value."""
-    from ckpttool.operands.steps import in_order, steps_in
-    from ckpttool.queries.diff.steps import compare_steps
+    from ckpttool.diffing.history import compare_steps
+    from ckpttool.operands.checkpoint import in_order, steps_in
 
     only_first()
     folder = run if isinstance(run, str) else None
@@ -100,7 +100,7 @@ def steps_by(run: str | Sequence[Ckpt], options: DiffOptions) -> Steps:
         found = [*(names if isinstance(run, str) else in_order(names))]
     else:
         found = [one if isinstance(one, str) else _numbered(one, number) for number, one in enumerate(run)]
-    with work.doing(f"comparing {len(found)} checkpoints", None):
+    with progress.doing(f"comparing {len(found)} checkpoints", None):
         return compare_steps(found, folder, options, others)
 
 
@@ -120,7 +120,7 @@ def since(base: Ckpt, left: Ckpt, right: Ckpt, **options: Unpack[DiffKeywords]) 
 
 def since_by(base: Ckpt, left: Ckpt, right: Ckpt, options: DiffOptions) -> Since:
     """`since`, with its options as a value."""
-    from ckpttool.queries.diff.since import compare_since
+    from ckpttool.diffing.three_way import compare_since
 
     if options.comparison is None:
         only_first()
@@ -137,7 +137,7 @@ def _numbered(ckpt: Ckpt, number: int) -> Checkpoint:
 def _judged(diff: Diff, options: DiffOptions) -> Diff:
     if not options.says_what_fails:
         return diff
-    from ckpttool.accepted import judged
+    from ckpttool.diffing.baseline import judged
 
     return judged(diff, options)
 

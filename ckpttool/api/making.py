@@ -8,26 +8,27 @@ from typing import TYPE_CHECKING, Any, overload
 
 from ckpttool.api.reading import Ckpt, open_checkpoint
 from ckpttool.api.takes import takes
-from ckpttool.checkpoint import Checkpoint
-from ckpttool.edits.remap.options import RemapOptions
-from ckpttool.edits.swap.options import SwapOptions
-from ckpttool.errors import CkptError
-from ckpttool.formats.table import MANIFEST
-from ckpttool.io import sources, work
+from ckpttool.core.checkpoint import Checkpoint
+from ckpttool.core.errors import CkptError
+from ckpttool.core.text import a
+from ckpttool.distributed.job import current
+from ckpttool.formats.registry import MANIFEST
+from ckpttool.io import progress as io_progress
+from ckpttool.io import sources
 from ckpttool.io.files import settle
-from ckpttool.io.together.job import current
 from ckpttool.operands.checkpoint import split
-from ckpttool.words import a
+from ckpttool.remapping.options import RemapOptions
+from ckpttool.swap.swap import SwapOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ckpttool.api.keywords import RemapKeywords, SwapKeywords, WriteKeywords
-    from ckpttool.edits.remap.result import Remap
-    from ckpttool.edits.swap.swap import Swap
-    from ckpttool.edits.undo import Undone
-    from ckpttool.io.work import Progress
+    from ckpttool.io.progress import Progress
     from ckpttool.live.swap import Swappable, Swapped
+    from ckpttool.remapping.plan import Remap
+    from ckpttool.remapping.undo import Undone
+    from ckpttool.swap.swap import Swap
 
 
 def _with_values(ckpt: Ckpt) -> Checkpoint:
@@ -53,7 +54,7 @@ def remap(
 
 def remap_by(ckpt: Ckpt, options: RemapOptions, progress: Progress | None = None) -> Remap:
     """`remap`, with its options as a value."""
-    from ckpttool.edits.run import run, undone
+    from ckpttool.remapping.run import run, undone
 
     if options.like is not None and not isinstance(options.like, str):
         options = replace(options, like=open_checkpoint(options.like))
@@ -62,7 +63,7 @@ def remap_by(ckpt: Ckpt, options: RemapOptions, progress: Progress | None = None
         return undone(ckpt, options)
     if options.in_place and not options.dry_run and isinstance(ckpt, str):
         _settle(ckpt)
-    with work.shown(progress):
+    with io_progress.shown(progress):
         return run(_with_values(ckpt), options)
 
 
@@ -112,12 +113,12 @@ def swap_weights(
 
 def swap_weights_by(program: str, new: Ckpt, options: SwapOptions, progress: Progress | None = None) -> Swap:
     """`swap_weights` into a file, with its options as a value."""
-    from ckpttool.edits.swap.run import run
+    from ckpttool.swap.swap import run
 
     options.check()
     if options.in_place and not options.dry_run:
         _settle(split(program)[0])
-    with work.shown(progress):
+    with io_progress.shown(progress):
         return run(program, _with_values(new), options)
 
 
@@ -136,7 +137,7 @@ def undo(path: str, *, force: bool = False, no_fsync: bool = False) -> Undone:
     `force`: also an edit that was begun on another machine or in another container, whose process has ended. Raises
     `CkptError` if there is nothing to undo, or if the file has changed since.
     """
-    from ckpttool.edits.undo import undo
+    from ckpttool.remapping.undo import undo
 
     sources.begin_call()
     return undo(path, fsync=not no_fsync, force=force)
@@ -153,7 +154,7 @@ def write(checkpoint: Checkpoint, out: str, **options: Unpack[WriteKeywords]) ->
     Raises `CkptError` where OUT exists (`force` overwrites
     it), `Refused` where its format cannot hold what is in the checkpoint.
     """
-    from ckpttool.edits.run import run
+    from ckpttool.remapping.run import run
 
     sources.begin_call()
     chosen = RemapOptions(out=out, **options)

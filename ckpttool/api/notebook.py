@@ -25,7 +25,7 @@ def html(result: Any) -> str | None:
     from ckpttool.report.renderers.html import fragment
 
     if type(result).__name__ == "Checkpoint":
-        from ckpttool.queries.inspection import inspect
+        from ckpttool.inspection.inspect import inspect
 
         result = inspect(result)
     module, function = _DOCUMENTS.get(type(result).__name__, (None, ""))

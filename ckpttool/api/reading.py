@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Union
 
-from ckpttool import values
 from ckpttool.api.notebook import html
 from ckpttool.api.takes import takes
-from ckpttool.checkpoint import Checkpoint
-from ckpttool.errors import CkptError
-from ckpttool.formats.table import MEMORY
+from ckpttool.core import values
+from ckpttool.core.checkpoint import Checkpoint
+from ckpttool.core.errors import CkptError
+from ckpttool.core.options import OptimizerOptions, several
+from ckpttool.core.text import a
+from ckpttool.formats.registry import MEMORY
 from ckpttool.io.files import read_on
 from ckpttool.operands.checkpoint import open_operand, split
-from ckpttool.options import OptimizerOptions, several
-from ckpttool.words import a
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ckpttool.api.keywords import OptimizerKeywords
-    from ckpttool.names import Names
-    from ckpttool.queries.explanation import Explanation
-    from ckpttool.queries.inspection import Inspection
+    from ckpttool.core.names import Names
+    from ckpttool.inspection.explain import Explanation
+    from ckpttool.inspection.inspect import Inspection
 
 values.to_html = html  # results know nothing of reports
 
@@ -57,14 +57,14 @@ def inspect(ckpt: Ckpt, *, stats: bool = False, filter: str | None = None) -> In
     `filter` is a pattern, as of `remap`'s `drop`, that names the tensors which are looked at; a note says how many
     others there are. Raises `CkptError` where something cannot be read.
     """
-    from ckpttool.queries import inspection
+    from ckpttool.inspection import inspect
 
     checkpoint = open_checkpoint(ckpt)
     if filter is not None:
-        from ckpttool.edits.remap.drop import only
+        from ckpttool.remapping.plan import only
 
         checkpoint = only(checkpoint, filter)
-    return inspection.inspect(checkpoint, stats=stats)
+    return inspect.inspect(checkpoint, stats=stats)
 
 
 @takes()
@@ -110,6 +110,6 @@ def explain(name: str, model: Any, **options: Unpack[OptimizerKeywords]) -> Expl
 
 def explain_by(name: str, options: OptimizerOptions) -> Explanation:
     """`explain`, with its options as a value."""
-    from ckpttool.queries import explanation
+    from ckpttool.inspection import explain
 
-    return explanation.explain(trace_by(options), name)
+    return explain.explain(trace_by(options), name)

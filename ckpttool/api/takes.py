@@ -8,7 +8,7 @@ from functools import wraps
 from inspect import Parameter, Signature
 from typing import Any, TypeVar
 
-from ckpttool.limits import spent
+from ckpttool.core.limits import spent
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -17,7 +17,7 @@ from ckpttool.cli.fields import Loaded, taken_by, with_common
 from ckpttool.cli.logs import collected, logged
 from ckpttool.cli.parse import parse
 from ckpttool.cli.streams import nothing_left, set_up
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
 from ckpttool.io import sources
 from ckpttool.io.interrupts import ended_by_signals
 

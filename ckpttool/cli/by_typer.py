@@ -15,9 +15,9 @@ from typer.main import get_command
 
 from ckpttool.cli.defaults import Default
 from ckpttool.cli.fields import Loaded, Taken
-from ckpttool.errors import CkptError
-from ckpttool.options import Argument
-from ckpttool.words import shell
+from ckpttool.core.errors import CkptError
+from ckpttool.core.options import Argument
+from ckpttool.core.text import shell
 
 # The headings of the help, and the options under each; what is under none is the command's own.
 _GROUPS = {
@@ -163,7 +163,7 @@ def _not_loaded() -> None:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from ckpttool import __version__  # which is looked up
+        from ckpttool import __version__
 
         typer.echo(f"ckpttool {__version__}")
         raise typer.Exit

@@ -16,10 +16,10 @@ from typing import Any
 from ckpttool.cli.fields import Taken
 from ckpttool.cli.parse import Unusual, value_of
 from ckpttool.cli.pyproject import PYPROJECT, table
-from ckpttool.errors import CkptError, Problem
-from ckpttool.options import Option
-from ckpttool.values import dataclass
-from ckpttool.words import shell, visible
+from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.options import Option
+from ckpttool.core.text import shell, visible
+from ckpttool.core.values import dataclass
 
 _PREFIX = "CKPTTOOL_"
 _KWARGS = "model-kwargs"  # the one option that may be a table
@@ -57,7 +57,7 @@ _BY_NAME = ("trainable_only", "optimizer", "to_optimizer", "world_size")
 
 def _asks_names(given: Mapping[str, Any]) -> bool:
     """Whether a remap is asked for what only a model's names can say."""
-    from ckpttool.naming.model_form import WORDS
+    from ckpttool.naming.convert import WORDS
 
     return any(given[name] in WORDS for name in ("to", "from_")) or any(given[name] for name in _BY_NAME)
 

@@ -11,13 +11,13 @@ from signal import Signals
 from typing import Any
 
 from ckpttool.cli.streams import clipped, for_log
-from ckpttool.errors import CkptError, Problem
-from ckpttool.io.interrupts import Ended
-from ckpttool.json_schema import ERROR
+from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.schema import ERROR
+from ckpttool.core.text import number, shell, visible
+from ckpttool.core.values import dataclass
+from ckpttool.io.interrupts import Terminated
 from ckpttool.report.collapse import collapse
 from ckpttool.report.renderers import json
-from ckpttool.values import dataclass
-from ckpttool.words import number, shell, visible
 
 _OS_HINTS = {
     errno.ENOENT: "check the path",
@@ -132,7 +132,7 @@ def _nearest(path: str) -> str:
 
 
 def _interrupt(error: KeyboardInterrupt) -> Failure:
-    if isinstance(error, Ended):
+    if isinstance(error, Terminated):
         return Failure(128 + error.number, f"ended by {Signals(error.number).name}")
     return Failure(128 + 2, "interrupted")
 

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from ckpttool.cli.progress import watched
 from ckpttool.cli.streams import quiet
-from ckpttool.limits import limited, raised
-from ckpttool.options import Argument, Option, option
-from ckpttool.values import dataclass
+from ckpttool.core.limits import limited, raised
+from ckpttool.core.options import Argument, Option, option
+from ckpttool.core.values import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

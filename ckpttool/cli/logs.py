@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ckpttool.errors import CkptError
-from ckpttool.words import number, visible
+from ckpttool.core.errors import CkptError
+from ckpttool.core.text import number, visible
 
 LEVELS = ("debug", "info", "warning", "error")
 

@@ -9,16 +9,16 @@ from typing import Annotated, Any
 
 from ckpttool.api import reading
 from ckpttool.cli.streams import for_log, is_quiet
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
+from ckpttool.core.options import option
+from ckpttool.core.values import dataclass
+from ckpttool.distributed.job import only_first
 from ckpttool.io import sources, write_file
 from ckpttool.io.pieces import Piece
-from ckpttool.io.together.job import only_first
-from ckpttool.options import option
 from ckpttool.report import FORMATS, check_format, format_of, render
 from ckpttool.report.document import Document, warnings_apart
 from ckpttool.report.renderers import json
 from ckpttool.report.renderers.text import Terminal, lines
-from ckpttool.values import dataclass
 
 All = Annotated[bool, option("--all", help="List every key instead of one line for each cause.")]
 Manifest = Annotated[

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpttool.cli.fields import Taken
-from ckpttool.errors import CkptError
-from ckpttool.options import Argument, Option
+from ckpttool.core.errors import CkptError
+from ckpttool.core.options import Argument, Option
 
 
 class Unusual(Exception):

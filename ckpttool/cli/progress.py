@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from ckpttool.cli.streams import is_quiet
-from ckpttool.io import work
-from ckpttool.io.together.job import current
-from ckpttool.words import human_bytes, plural
+from ckpttool.core.text import human_bytes, plural
+from ckpttool.distributed.job import current
+from ckpttool.io import progress
 
 PATIENCE = 1.0  # seconds before anything is shown
 
@@ -19,10 +19,10 @@ PATIENCE = 1.0  # seconds before anything is shown
 @contextmanager
 def watched(verbose: bool) -> Iterator[None]:
     """Inside, what takes long has a bar on a terminal; at the end, however it comes, the counts are said."""
-    work.begin()
+    progress.begin()
     begun = time.monotonic()
     try:
-        with work.shown(_bar):
+        with progress.shown(_bar):
             yield
     finally:
         if verbose and not is_quiet():
@@ -88,15 +88,17 @@ def _rich(knows_the_end: bool) -> Any:
 
 def _on_tracing(seconds: float) -> str:
     """What saves most of the time, where that went into importing torch and tracing one model."""
-    traced = work.counts.traced
-    if len(traced) != 1 or sum(traced.values()) < seconds / 2 or not work.counts.files:  # `trace` itself reads no file
+    traced = progress.counts.traced
+    if (
+        len(traced) != 1 or sum(traced.values()) < seconds / 2 or not progress.counts.files
+    ):  # `trace` itself reads no file
         return ""
     ((command, taken),) = traced.items()
     return f"hint: torch and the model's code took {taken:.2f} s; names.json in its place needs neither: {command}\n"
 
 
 def _line(seconds: float) -> str:
-    counts, job = work.counts, current()
+    counts, job = progress.counts, current()
     made = f"moved {human_bytes(counts.moved)}, computed {human_bytes(counts.computed)}"
     rank = "" if job is None else f" (rank {job.rank} of {job.size})"
     return (

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-from ckpttool.errors import CkptError
-from ckpttool.words import visible
+from ckpttool.core.errors import CkptError
+from ckpttool.core.text import visible
 
 PYPROJECT = "CKPTTOOL_PYPROJECT"  # names the file that is read, wherever it lies; empty for none
 _TABLE = b"tool.ckpttool"

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from ckpttool.cli.failures import Failure, OfAllRanks, failure_of
-from ckpttool.errors import Problem
-from ckpttool.io.together import job as together
-from ckpttool.io.together.job import FailedElsewhere, Job, Left
+from ckpttool.core.errors import Problem
+from ckpttool.distributed import job as together
+from ckpttool.distributed.job import FailedElsewhere, Job, RankDone
 
 SHARED = frozenset(("diff", "inspect", "remap", "swap-weights"))
 _HEARD = Failure(2)  # of a rank that stopped since another one failed: nothing of its own
@@ -24,7 +24,7 @@ def run(args: list[str], run_one: Callable[[list[str]], int]) -> int:
     if os.environ.get("RANK", "0") != "0":
         sys.stdout = sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
     from ckpttool import __version__
-    from ckpttool.io.together.torchrun import join
+    from ckpttool.distributed.torchrun import join
 
     job = join((__version__, *args))
     together.enter(job)
@@ -32,7 +32,7 @@ def run(args: list[str], run_one: Callable[[list[str]], int]) -> int:
         if not SHARED.intersection(args[:1]):
             job.only_first()
         mine: Failure | int = run_one(args)
-    except Left:
+    except RankDone:
         mine = 0
     except FailedElsewhere:
         mine = _HEARD

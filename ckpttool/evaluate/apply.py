@@ -9,13 +9,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ckpttool import expression as ex
-from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
-from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.evaluate import operators, without_torch
-from ckpttool.expression import Expression, Ref
-from ckpttool.plan import ModelRun, ModuleRename, Output, Plan, module_renames
-from ckpttool.words import plural, shell
+from ckpttool.core import expression as ex
+from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
+from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.expression import Expression, Ref
+from ckpttool.core.plan import ModelRun, ModuleRename, Output, Plan, module_renames
+from ckpttool.core.text import plural, shell
+from ckpttool.evaluate import index_eval, ops
 
 _OPAQUE = "only the model's own code can do it: name that, as in --model file.py:build, and no file of names"
 
@@ -60,7 +60,7 @@ def _by_section(plan: Plan) -> dict[str, Plan]:
 def _check_operators(plan: Plan) -> None:
     """Raises `CkptError` with every output that is made by an operator that no plan may hold."""
     names = ((name, output.key) for output in plan.computed for name in ex.operators(output.source))
-    found = dict.fromkeys((operators.problem(name), key) for name, key in names if name not in (ex.OPAQUE, *ex.BY_CODE))
+    found = dict.fromkeys((ops.problem(name), key) for name, key in names if name not in (ex.OPAQUE, *ex.BY_CODE))
     problems = [Problem(said, key) for said, key in found if said is not None]
     if problems:
         raise CkptError(
@@ -157,7 +157,7 @@ def _evaluate(outputs: list[Output], have: Entries, aliases: Mapping[str, str]) 
             same = ex.substitute(output.source, lambda key: Ref(aliases.get(key, key)))
             entry = computed.get(same)
             if entry is None:
-                entry = without_torch.entry_of(output.key, output.source, have) or _compute(output, have)
+                entry = index_eval.entry_of(output.key, output.source, have) or _compute(output, have)
                 if not ex.is_constant(same):  # constants that are equal are not tied
                     computed[same] = entry
             entries.append(replace(entry, key=output.key))
@@ -171,9 +171,9 @@ def _evaluate(outputs: list[Output], have: Entries, aliases: Mapping[str, str]) 
 
 
 def _compute(output: Output, have: Entries) -> TensorEntry:
-    from ckpttool.evaluate import with_torch  # torch is loaded only where something is computed
+    from ckpttool.evaluate import torch_eval
 
-    return with_torch.entry_of(output.key, output.source, {key: have[key] for key in ex.refs(output.source)})
+    return torch_eval.entry_of(output.key, output.source, {key: have[key] for key in ex.refs(output.source)})
 
 
 def _rename_modules(modules: Mapping[str, object], renamed: Mapping[str, str]) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ckpttool.checkpoint import (
+from ckpttool.core.checkpoint import (
     Checkpoint,
     Comparable,
     Digested,
@@ -17,14 +17,14 @@ from ckpttool.checkpoint import (
     Storage,
     TensorEntry,
 )
-from ckpttool.dtypes import PLAIN, itemsize
-from ckpttool.errors import Problem
-from ckpttool.evaluate import with_numpy
-from ckpttool.evaluate.with_numpy import Difference
+from ckpttool.core.dtypes import PLAIN, itemsize
+from ckpttool.core.errors import Problem
+from ckpttool.core.keys import dotted
+from ckpttool.evaluate import numpy_eval
+from ckpttool.evaluate.numpy_eval import Difference
 from ckpttool.io import ranges
 from ckpttool.io.pieces import Piece
 from ckpttool.io.ranges import stream
-from ckpttool.keys import dotted
 
 if TYPE_CHECKING:
     from ckpttool.io.ranges import Digest
@@ -60,7 +60,7 @@ def same_values(
     mine, yours = _in_order(left), _in_order(right)
     if mine is not None and yours is not None:
         return same_data(mine, yours)
-    pairs = with_numpy.in_step(elements(left), elements(right), itemsize(left.dtype))
+    pairs = numpy_eval.in_step(elements(left), elements(right), itemsize(left.dtype))
     return all(a == b for a, b in pairs)
 
 
@@ -149,13 +149,13 @@ def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) 
     left, right = _resolved(left), _resolved(right)
     if left.storage is None or right.storage is None:
         return Difference(f"{left.layout} tensors of other content, or not to be compared")
-    if with_numpy.reader(left.dtype) is not None:
-        return with_numpy.difference(left.dtype, elements(left), elements(right), rtol, atol)
+    if numpy_eval.reader(left.dtype) is not None:
+        return numpy_eval.difference(left.dtype, elements(left), elements(right), rtol, atol)
     if left.dtype not in PLAIN:
-        return with_numpy.other_bits(left.dtype, elements(left), elements(right))
-    from ckpttool.evaluate import with_torch
+        return numpy_eval.other_bits(left.dtype, elements(left), elements(right))
+    from ckpttool.evaluate import torch_eval
 
-    said = with_torch.difference(with_torch.load(left), with_torch.load(right), rtol, atol)
+    said = torch_eval.difference(torch_eval.load(left), torch_eval.load(right), rtol, atol)
     return None if said is None else Difference(said)
 
 
@@ -190,7 +190,7 @@ def elements(entry: TensorEntry) -> Iterator[bytes | memoryview]:
     if data is not None:
         yield from stream([Piece(data)])
     else:
-        yield from with_numpy.in_order(entry)
+        yield from numpy_eval.in_order(entry)
 
 
 def digest(entry: TensorEntry) -> bytes:

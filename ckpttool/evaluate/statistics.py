@@ -1,17 +1,17 @@
-"""What a tensor's values are like, streamed: smallest, largest, mean, zeros, NaN, infinities, and a hash of the bytes.
-
-numpy is imported when a tensor needs it.
-"""
+"""Describe and hash the values of tensors, streamed."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.checkpoint import TensorEntry
-from ckpttool.dtypes import itemsize
-from ckpttool.evaluate.compare import elements
-from ckpttool.evaluate.with_numpy import reader, whole_elements
-from ckpttool.values import dataclass
+from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.expression import Expression, Ref
+from ckpttool.core.values import dataclass
+from ckpttool.evaluate import index_eval
+from ckpttool.evaluate.compare import digest, elements
+from ckpttool.evaluate.numpy_eval import reader, whole_elements
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,3 +76,28 @@ class _Sums:
             self.most = most if self.most is None else max(self.most, most)
             self.total += float(values.sum(dtype=np.float64))
             self.finite += values.size
+
+
+class Digests:
+    """Hashes of the values over one section's keys, each read when it is first asked for."""
+
+    def __init__(self, entries: Mapping[str, TensorEntry | ExtraEntry]) -> None:
+        self._entries = entries
+        self._known: dict[Expression, bytes | None] = {}
+
+    def __call__(self, value: Expression) -> bytes | None:
+        """The hash of the value's bytes in row-major order; None where it is no dense tensor."""
+        if value not in self._known:
+            entry = made(value, self._entries)
+            self._known[value] = None if entry is None else digest(entry)
+        return self._known[value]
+
+
+def made(value: Expression, entries: Mapping[str, TensorEntry | ExtraEntry]) -> TensorEntry | None:
+    """The tensor that has the value, computed when it is read; None for a key that holds no dense tensor."""
+    found = index_eval.entry_of("", value, entries)
+    if found is None and not isinstance(value, Ref):
+        from ckpttool.evaluate import torch_eval
+
+        found = torch_eval.entry_of("", value, entries)
+    return found

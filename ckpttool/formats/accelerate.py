@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ckpttool.checkpoint import Checkpoint, Section
-from ckpttool.errors import CkptError, Problem
-from ckpttool.formats.recognise_file import sniff
-from ckpttool.formats.recognise_folder import fsdp_parts, locate, states_beside, weights_beside
-from ckpttool.formats.table import FORMATS
+from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.errors import CkptError, Problem
+from ckpttool.formats.detect import sniff
+from ckpttool.formats.detect_folder import fsdp_parts, locate, states_beside, weights_beside
+from ckpttool.formats.registry import FORMATS
 from ckpttool.io.files import is_dir
 from ckpttool.io.paths import join
 

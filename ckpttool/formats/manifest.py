@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
-from ckpttool.checkpoint import (
+from ckpttool.core.checkpoint import (
     KINDS,
     Checkpoint,
     Digested,
@@ -26,14 +26,14 @@ from ckpttool.checkpoint import (
     Unreached,
     contiguous_stride,
 )
-from ckpttool.dtypes import itemsize
-from ckpttool.errors import CkptError
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.errors import CkptError
+from ckpttool.core.schema import COUNT, DTYPE, SHAPE, TEXT, TEXTS, check, list_of, nullable, object_of, one_of, plain
+from ckpttool.distributed.job import Question, answers
 from ckpttool.evaluate.compare import sha256, sha256_of
-from ckpttool.formats.containers import json_text
+from ckpttool.formats import strict_json
 from ckpttool.formats.torch.tensors import kind
 from ckpttool.io import files, paths
-from ckpttool.io.together.deal import Question, answers
-from ckpttool.json_schema import COUNT, DTYPE, SHAPE, TEXT, TEXTS, check, list_of, nullable, object_of, one_of, plain
 
 _TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE = "urn:ckpttool:manifest:1"
@@ -197,7 +197,7 @@ def read(path: str) -> Checkpoint:
 
     Raises `CkptError`, every fault at its JSON path, for what is no such manifest.
     """
-    data = json_text.read_file(path, _AGAIN)
+    data = strict_json.read_file(path, _AGAIN)
     check(STATEMENT, data, f"{path} is no manifest of a checkpoint", _AGAIN)
     own, subjects = data["predicate"], {file["name"]: file["digest"]["sha256"] for file in data["subject"]}
     return Checkpoint(

@@ -1,13 +1,15 @@
-"""What a checkpoint's content tells of the way it was saved, where that explains why it is not what one expects."""
+"""What a checkpoint's content shows about how it was saved."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
-from ckpttool.checkpoint import Checkpoint, Section, TensorEntry, Unreached
-from ckpttool.keys import is_flat
-from ckpttool.words import human_bytes, plural, some
+from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry, Unreached
+from ckpttool.core.keys import is_flat
+from ckpttool.core.names import RUNTIME, SERIALIZED
+from ckpttool.core.text import human_bytes, plural, some
 
 _GATHER = "`ckpttool remap FOLDER -o whole.pt` gathers them from the folder of all ranks' files"
 PLACEHOLDER = (
@@ -83,3 +85,41 @@ def _deepspeed(others: Collection[str]) -> str:
 def is_placeholder(entry: TensorEntry) -> bool:
     """Whether the tensor is what DeepSpeed's ZeRO-3 leaves of a parameter on every rank: one dimension, no elements."""
     return entry.shape == (0,) and "float" in entry.dtype
+
+
+MARK = "ckpttool.form"
+
+
+def read_form(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint` with the marks of the file in `Section.form`, and nowhere else."""
+    form = _known(checkpoint.metadata.get(MARK))
+    metadata = {name: value for name, value in checkpoint.metadata.items() if name != MARK}
+    sections = tuple(_taken_off(section, form) for section in checkpoint.sections)
+    marked = sections != checkpoint.sections or metadata != checkpoint.metadata
+    return replace(checkpoint, sections=sections, metadata=metadata) if marked else checkpoint
+
+
+def _taken_off(section: Section, form: str | None) -> Section:
+    if section.modules is not None and MARK in section.modules:
+        mark = section.modules[MARK]
+        form = _known(mark.get("form") if isinstance(mark, Mapping) else None)
+        section = replace(section, modules={path: v for path, v in section.modules.items() if path != MARK})
+    return section if form is None else replace(section, form=form)
+
+
+def _known(form: object) -> str | None:
+    return next((known for known in (SERIALIZED, RUNTIME) if known == form), None)
+
+
+def write_form(checkpoint: Checkpoint, *, in_metadata: bool) -> Checkpoint:
+    """`checkpoint` with each section's form where its file will keep it; `in_metadata`: in ``__metadata__``."""
+    forms = [section.form for section in checkpoint.sections if section.form is not None]
+    if not forms:
+        return checkpoint
+    if in_metadata:
+        return replace(checkpoint, metadata={**checkpoint.metadata, MARK: forms[0]})
+    sections = tuple(
+        s if s.form is None else replace(s, modules={**(s.modules or {}), MARK: {"form": s.form}})
+        for s in checkpoint.sections
+    )
+    return replace(checkpoint, sections=sections)

@@ -1,13 +1,10 @@
-"""Objects made of parts: what a source in the same store has already is copied by the store, and never comes here.
-
-S3 joins the parts of a multipart upload, and a part may be a range of another object (``UploadPartCopy``); every part
-but the last has at least 5 MiB, so that much is sent before each range. Google's stores copy whole objects only.
-"""
+"""Compose objects from parts: what the same store already has is copied inside the store."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -16,18 +13,18 @@ from inspect import signature
 from itertools import pairwise
 from typing import Any
 
-from ckpttool.checkpoint import Span
-from ckpttool.errors import CkptError
-from ckpttool.io import work
+from ckpttool.core.checkpoint import Span
+from ckpttool.core.errors import CkptError
+from ckpttool.core.values import dataclass
+from ckpttool.io import progress
+from ckpttool.io.files import size as size_of
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Piece, Pieces, nbytes_of
 from ckpttool.io.ranges import stream
 from ckpttool.io.remote.errors import answered
-from ckpttool.io.remote.kept import Stat
-from ckpttool.io.remote.read import check_assumed, filesystem, forget, stat, there
+from ckpttool.io.remote.read import Stat, check_assumed, filesystem, forget, stat, there
 from ckpttool.io.sources import note_streamed
-from ckpttool.values import dataclass
 
 LEAST = 5 << 20  # bytes of any part but the last
 _SENT = 1 << 24  # bytes of a part that is sent; about two are in memory
@@ -278,10 +275,10 @@ class Upload:
                         answers.append(answer)
                     else:  # waits, so that never many are in memory
                         self.parts.append({**answer.result(), "MD5": self._md5(part)})
-                        work.has_written(len(part))
+                        progress.has_written(len(part))
                 for answer in answers:
                     self.parts.append(answer.result())
-                    work.has_written(self.copied[self.parts[-1]["PartNumber"]].length)
+                    progress.has_written(self.copied[self.parts[-1]["PartNumber"]].length)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -323,3 +320,57 @@ class Upload:
             "CopySourceRange": f"bytes={span.offset}-{span.offset + span.length - 1}",
             "CopySourceIfMatch": there(span.path).version[1],
         }
+
+
+_MOST = 1 << 26  # bytes beside the range that are read for it
+
+
+def is_copied(runs: Sequence[Pieces | Span], out: str) -> bool:
+    """Whether the object `out` is proved to be these runs, one of which is a range of another object there.
+
+    False also where that cannot be told: by a store that does not say these CRCs, or without ``awscrt``, which reckons
+    them. Raises `CkptError` where the source cannot be read.
+    """
+    spans = [(number, run) for number, run in enumerate(runs) if isinstance(run, Span)]
+    try:
+        from awscrt.checksums import combine_crc64nvme as combined
+    except ImportError:
+        return False
+    if len(spans) != 1:
+        return False
+    number, span = spans[0]
+    sent = [[] if isinstance(run, Span) else run for run in runs]
+    head, tail = ([piece for run in some for piece in run] for some in (sent[:number], sent[number + 1 :]))
+    size, end = size_of(span.path), span.offset + span.length
+    before, after = [Piece(Span(span.path, 0, span.offset))], [Piece(Span(span.path, end, size - end))]
+    theirs, ours = _of_object(span.path, size), _of_object(out, span.length + nbytes_of([*head, *tail]))
+    if theirs is None or ours is None or nbytes_of([*head, *tail, *before, *after]) > _MOST:
+        return False
+
+    def of_range(whole: int, head: Pieces, tail: Pieces, more: int) -> int:
+        """The CRC of the range, as it were with as many zeros behind it as both tails have bytes."""
+        zeros = nbytes_of(tail) + more
+        return int(combined(whole ^ _crc(tail), 0, more) ^ combined(_crc(head), 0, span.length + zeros))
+
+    return of_range(theirs, before, after, nbytes_of(tail)) == of_range(ours, head, tail, nbytes_of(after))
+
+
+def _crc(pieces: Pieces) -> int:
+    from awscrt.checksums import crc64nvme
+
+    found = 0
+    for data in stream(pieces):
+        found = crc64nvme(bytes(data), found)
+    return found
+
+
+def _of_object(url: str, nbytes: int) -> int | None:
+    """The CRC of all of the object, of so many bytes, that its store says; None where it says none."""
+    fs, path = filesystem(url)
+    bucket, key, version = fs.split_path(path)
+    with suppress(Exception):  # drivers and stores raise what they like at what they do not know
+        of = {"Bucket": bucket, "Key": key, **({"VersionId": version} if version else {})}
+        said = fs.call_s3("head_object", ChecksumMode="ENABLED", **of)
+        if (said["ContentLength"], said["ETag"]) == (nbytes, there(url).version[1]):
+            return int.from_bytes(b64decode(said["ChecksumCRC64NVME"]), "big")
+    return None

@@ -9,14 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from ckpttool.io import edit_journal, work
+from ckpttool.core.values import dataclass
+from ckpttool.io import edit_journal, progress
 from ckpttool.io.edit_journal import Change
-from ckpttool.io.journal import settle
-from ckpttool.io.kernel import NOT_HERE
+from ckpttool.io.journal import recover
 from ckpttool.io.patch import hashed, of_pieces
 from ckpttool.io.pieces import Edited
+from ckpttool.io.reflink import NOT_HERE
 from ckpttool.io.write_file import failing
-from ckpttool.values import dataclass
 
 _LINKED = "it has a second name (a hard link), which keeps the old content"
 _SHARED = "its shards are links to files that other folders may share"
@@ -73,14 +73,14 @@ def edit(files: Mapping[str, Edited] | None, folder: str, *, keep: bool, fsync: 
             return done
         if any(change.patch.shift and _is_mapped(place / name) for name, change in changes.items()):
             return Written("copied", reason=_MAPPED)
-        settle(place, changes)
+        recover(place, changes)
         try:
             edit_journal.edit(place, changes, keep=keep, fsync=fsync)
         except OSError as error:
             if error.errno in NOT_HERE and any(change.patch.shift for change in changes.values()):
                 return Written("copied", reason=_NO_ROOM)
             raise
-    work.has_written(nbytes)
+    progress.has_written(nbytes)
     return done
 
 

@@ -13,17 +13,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
+from ckpttool.core.text import shell
+from ckpttool.core.values import dataclass
 from ckpttool.io import old_files, sources
 from ckpttool.io import patch as patches
+from ckpttool.io.atomic_replace import confirm, sync_folder
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.old_files import record_of
 from ckpttool.io.patch import Patch
-from ckpttool.io.safe_path import is_nameable
-from ckpttool.io.switch import confirm, sync_folder
+from ckpttool.io.paths import is_nameable
 from ckpttool.io.temporary import EDIT, staged_file
-from ckpttool.values import dataclass
-from ckpttool.words import shell
 
 _SCHEMA = "ckpttool.edit/1"
 

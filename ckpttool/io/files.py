@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from ckpttool.errors import CkptError
-from ckpttool.io import journal, sources, work
+from ckpttool.core.errors import CkptError
+from ckpttool.io import journal, progress, sources
 from ckpttool.io.paths import is_url, parent
 
 _HINT = "check the path and its permissions"
@@ -62,13 +62,13 @@ class LocalFile(io.BufferedReader):
     def read(self, count: int | None = -1, /) -> bytes:
         """The next `count` bytes (default: all), fewer at the end of the file."""
         data = super().read(count)
-        work.has_read(len(data))
+        progress.has_read(len(data))
         return data
 
     def read_at(self, offset: int, count: int) -> bytes:
         """At most `count` bytes from byte `offset` on: fewer at the end of the file only."""
         data = os.pread(self.fileno(), count, offset)
-        work.has_read(len(data))
+        progress.has_read(len(data))
         return data
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
@@ -92,7 +92,7 @@ def opened(path: str, *, pipes: bool = False) -> Iterator[Source]:
     try:
         with LocalFile(_plain(path, pipes)) as file:
             sources.note_opened(path, file.fileno())
-            work.has_opened(path)
+            progress.has_opened(path)
             yield file
     except OSError as error:
         raise CkptError(f"cannot read {path}: {error.strerror or error}", hint=_HINT) from error
@@ -125,7 +125,7 @@ def sources_stay() -> Iterator[None]:
 
 def opened_at(urls: Iterable[str]) -> dict[str, object]:
     """What the stores have said of the files at these URLs, as far as they were asked."""
-    from ckpttool.io.remote.kept import kept
+    from ckpttool.io.remote.read import kept
 
     return {url: said for url in urls if (said := kept.stats.get(url)) is not None}
 
@@ -257,8 +257,8 @@ def settle(path: str) -> None:
         return
     for folder, names in places(path).items():
         if names is None:
-            journal.settle(os.path.dirname(folder), ())  # a new folder is made next to the old one
-        journal.settle(folder, names)
+            journal.recover(os.path.dirname(folder), ())  # a new folder is made next to the old one
+        journal.recover(folder, names)
 
 
 def places(path: str) -> dict[str, set[str] | None]:

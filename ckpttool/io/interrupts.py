@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-class Ended(KeyboardInterrupt):
+class Terminated(KeyboardInterrupt):
     """The program was asked to end by the signal `number`; like Ctrl-C it passes what catches errors."""
 
     def __init__(self, number: int) -> None:
@@ -64,7 +64,7 @@ def ended_by_signals() -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
-        raise Ended(number)
+        raise Terminated(number)
 
     before = {number: signal.getsignal(number) for number in ENDING if number != signal.SIGINT}
     before = {number: handler for number, handler in before.items() if handler == signal.SIG_DFL}

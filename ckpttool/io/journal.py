@@ -14,14 +14,14 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
+from ckpttool.core.text import shell
+from ckpttool.core.values import dataclass
 from ckpttool.io import temporary
+from ckpttool.io.atomic_replace import sync_folder
 from ckpttool.io.interrupts import uninterrupted
-from ckpttool.io.safe_path import is_nameable
-from ckpttool.io.switch import sync_folder
+from ckpttool.io.paths import is_nameable
 from ckpttool.io.temporary import JOURNAL
-from ckpttool.values import dataclass
-from ckpttool.words import shell
 
 NEW, OLD = "new", "old"
 
@@ -204,7 +204,7 @@ def check(folder: str | Path, names: Collection[str] | None, target: str) -> Non
         raise interrupted(target)
 
 
-def settle(folder: str | Path, names: Collection[str] | None = None) -> None:
+def recover(folder: str | Path, names: Collection[str] | None = None) -> None:
     """Ends what dead processes began with these files (None: with any in the folder), and removes what they left.
 
     An edit of a file is rolled back, a replacement finished. Raises `CkptError` if something was begun that this user

@@ -10,12 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from shlex import quote
 
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
+from ckpttool.core.values import dataclass
 from ckpttool.io import temporary
+from ckpttool.io.atomic_replace import sync_folder
 from ckpttool.io.patch import write_at
-from ckpttool.io.safe_path import is_nameable, safe_path
-from ckpttool.io.switch import sync_folder
-from ckpttool.values import dataclass
+from ckpttool.io.paths import is_nameable, safe_path
 
 _SCHEMA = "ckpttool.replaced/1"
 _OLD = re.compile(r"\.[^/]*\.[0-9a-f]{8}\.ckpttool\.old", re.DOTALL)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import errno
 import os
 
-from ckpttool.checkpoint import Span
-from ckpttool.io import kernel
+from ckpttool.core.checkpoint import Span
+from ckpttool.core.values import dataclass
+from ckpttool.io import reflink
 from ckpttool.io.pieces import Pieces
-from ckpttool.values import dataclass
 
 _MOST = 1 << 28  # bytes that a patch writes; a file of which more changes is written anew
 _SAMPLE = 4096  # bytes at each end of those that stay, by which a file is known
@@ -158,10 +158,10 @@ def _read(descriptor: int, offset: int, count: int) -> bytes:
 def _move(descriptor: int, patch: Patch) -> None:
     """Moves the whole content, by whole blocks: up, or down over what lies there."""
     if patch.shift > 0:
-        kernel.fallocate(descriptor, _INSERT, 0, patch.shift)
+        reflink.fallocate(descriptor, _INSERT, 0, patch.shift)
     else:
         at = _torn_at(descriptor, -patch.shift) if patch.dense else 0
-        kernel.fallocate(descriptor, _COLLAPSE, at, -patch.shift)
+        reflink.fallocate(descriptor, _COLLAPSE, at, -patch.shift)
 
 
 def _torn_at(descriptor: int, length: int) -> int:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from itertools import accumulate
 
-from ckpttool.checkpoint import Lazy, Span, length_of
-from ckpttool.values import dataclass
+from ckpttool.core.checkpoint import Lazy, Span, length_of
+from ckpttool.core.values import dataclass
 
 
 @dataclass(slots=True, eq=False)

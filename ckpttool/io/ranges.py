@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from ckpttool.checkpoint import Lazy, Part, Span
-from ckpttool.errors import CkptError
-from ckpttool.io import kernel, sources, work
+from ckpttool.core.checkpoint import Lazy, Part, Span
+from ckpttool.core.errors import CkptError
+from ckpttool.io import progress, reflink, sources
 from ckpttool.io.crc import crc32
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Piece, Pieces
@@ -63,7 +63,7 @@ class SpanReader:
             try:
                 if self._remote is None:
                     count = os.preadv(self._descriptor, [chunk[filled:]], offset + filled)
-                    work.has_read(count)
+                    progress.has_read(count)
                 else:
                     end = max(until, span.offset + span.length)
                     data = self._remote.read_at(offset + filled, len(chunk) - filled, end)
@@ -96,7 +96,7 @@ class SpanReader:
         self._path = path
         sources.note_streamed(path)
         sources.check_open(path, self._descriptor)
-        work.has_opened(path)
+        progress.has_opened(path)
 
     def close(self) -> None:
         """Closes the file that is open."""
@@ -144,14 +144,14 @@ def digest_on_disk(path: str, offset: int = 0, length: int | None = None) -> byt
     """BLAKE2b of the local file or a part of it, asked from the disk again where the platform can. Raises OSError."""
     digest = new_digest()
     with open(path, "rb", buffering=0) as file:
-        work.has_opened(path)
-        kernel.evict(file.fileno(), offset, length or 0)
+        progress.has_opened(path)
+        reflink.evict(file.fileno(), offset, length or 0)
         file.seek(offset)
         left = os.fstat(file.fileno()).st_size - offset if length is None else length
         while left and (chunk := file.read(min(left, CHUNK))):
             left -= len(chunk)
             digest.update(chunk)
-            work.has_read(len(chunk))
+            progress.has_read(len(chunk))
     return digest.digest()
 
 

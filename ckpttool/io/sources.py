@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import field
 from pathlib import Path
 
-from ckpttool.errors import CkptError
-from ckpttool.values import dataclass
+from ckpttool.core.errors import CkptError
+from ckpttool.core.values import dataclass
 
 _TICK = 20_000_000  # nanoseconds; kernels before 6.13 give all writes within one tick of their clock the same time
 _PATIENCE = 5  # ticks

@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+from ckpttool.core.values import dataclass
 from ckpttool.io.interrupts import uninterrupted
-from ckpttool.values import dataclass
 
 JOURNAL = "journal"  # in a staging folder: its files are being moved to their places, see `journal`
 EDIT = ".edit"  # ends the name of a file that says what of its neighbours is being changed, see `edit_journal`

@@ -8,15 +8,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
 from ckpttool.io import edit_journal, journal, old_files, sources
+from ckpttool.io.atomic_replace import confirm
 from ckpttool.io.edit_journal import changed_since, locked, nothing
 from ckpttool.io.files import exists, places
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.old_files import Replaced, record_of
 from ckpttool.io.paths import is_url, parent
 from ckpttool.io.pieces import Link
-from ckpttool.io.switch import confirm
 from ckpttool.io.write_file import failing
 from ckpttool.io.write_folder import write_folder
 

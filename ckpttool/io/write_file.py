@@ -9,17 +9,17 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ckpttool.errors import CkptError
-from ckpttool.io import kernel, modes, old_files, sources, work
+from ckpttool.core.errors import CkptError
+from ckpttool.io import old_files, permissions, progress, reflink, sources
+from ckpttool.io.atomic_replace import confirm, put
 from ckpttool.io.edit_journal import locked
 from ckpttool.io.files import sources_stay
 from ckpttool.io.interrupts import uninterrupted
-from ckpttool.io.journal import settle
+from ckpttool.io.journal import recover
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import LEAST, Held, Pieces, Ready, amounts, nbytes_of
 from ckpttool.io.ranges import Digest, stream
-from ckpttool.io.share import share
-from ckpttool.io.switch import confirm, put
+from ckpttool.io.reflink import share
 from ckpttool.io.temporary import staged_file
 
 # Bytes a write, at multiples of it in the file: as fast as `cp`, which lets the kernel copy in this size. Larger writes
@@ -121,13 +121,13 @@ def write(
     path = Path(os.path.realpath(out))
     with failing(out):
         check_space(out, path.parent, nbytes_of(pieces))
-        settle(path.parent, [path.name])
+        recover(path.parent, [path.name])
         with staged_file(path) as (descriptor, staged):
             fill(descriptor, pieces, digest, flush=fsync)
             read = sources.streamed()
             if not in_place and is_one_of(out, read):
                 raise CkptError(f"{out} is a source itself", hint="name another file")
-            modes.settle_file(descriptor, path, (*readers_of, *read))
+            permissions.settle_file(descriptor, path, (*readers_of, *read))
             if fsync:
                 os.fsync(descriptor)
             _put(staged, path, out, replace=replace, in_place=in_place, keep=keep, fsync=fsync)
@@ -139,10 +139,10 @@ def put_ready(
     """`write` of a file that is made already, and is flushed to its disk."""
     path = Path(os.path.realpath(out))
     with failing(out):
-        settle(path.parent, [path.name])
+        recover(path.parent, [path.name])
         if not in_place and is_one_of(out, ready.read):
             raise CkptError(f"{out} is a source itself", hint="name another file")
-        modes.settle_path(Path(ready.path), path, (*readers_of, *ready.read))
+        permissions.settle_path(Path(ready.path), path, (*readers_of, *ready.read))
         _put(Path(ready.path), path, out, replace=replace, in_place=in_place, keep=keep, fsync=fsync)
 
 
@@ -199,20 +199,20 @@ def fill(descriptor: int, pieces: Pieces, digest: Digest | None = None, at: int 
     bytes that were read. Raises OSError, and `CkptError` on a source that changed meanwhile.
     """
     size = nbytes_of(pieces)
-    evict = work.written() + size > KEPT * kernel.memory()
+    evict = progress.written() + size > KEPT * reflink.memory()
     with sources_stay():
         segments = share(descriptor, pieces, at) if digest is None else [(at, pieces)]
-        work.has_written(size - sum(nbytes_of(own) for _, own in segments))
+        progress.has_written(size - sum(nbytes_of(own) for _, own in segments))
         for offset, own in segments:
             blocks = _Blocks(descriptor, offset, nbytes_of(own), flush, evict)
             for data in stream(own):
                 blocks.write(data)
                 if digest is not None:
                     digest.update(data)
-                work.has_written(len(data))
+                progress.has_written(len(data))
                 del data  # see `stream`
             blocks.finish()
-    work.has_made(*amounts(pieces))
+    progress.has_made(*amounts(pieces))
 
 
 class _Blocks:
@@ -225,7 +225,7 @@ class _Blocks:
         self._count = 0  # bytes that wait
         self._at, self._flushed = at, at if flush else at + length
         if length >= LEAST:
-            kernel.reserve(descriptor, at, length)
+            reflink.reserve(descriptor, at, length)
         if at:
             os.lseek(descriptor, at, os.SEEK_SET)
 
@@ -257,7 +257,7 @@ class _Blocks:
             count = os.write(self._descriptor, view)
             view, self._at = view[count:], self._at + count
         if self._at - self._flushed >= FLUSHED:
-            kernel.write_back(self._descriptor, self._flushed, self._at - self._flushed)
+            reflink.write_back(self._descriptor, self._flushed, self._at - self._flushed)
             if self._evict and self._flushed:
-                kernel.evict(self._descriptor, max(0, self._flushed - BEHIND), min(self._flushed, BEHIND))
+                reflink.evict(self._descriptor, max(0, self._flushed - BEHIND), min(self._flushed, BEHIND))
             self._flushed = self._at

@@ -1,8 +1,4 @@
-"""The byte mover for URLs: objects appear complete or not at all, a folder's last file makes it complete.
-
-What `write_file` and `write_folder` do on this machine's disks. An object store shows an upload when it is closed;
-elsewhere (sftp, hdfs, …) the bytes go to a temporary sibling that is then renamed.
-"""
+"""Write files behind URLs: objects appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -10,9 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ckpttool.checkpoint import Span
-from ckpttool.errors import CkptError
-from ckpttool.io import compose, object_crc, work
+from ckpttool.core.checkpoint import Span
+from ckpttool.core.errors import CkptError
+from ckpttool.io import compose, progress
 from ckpttool.io.compose import Upload, came_meanwhile, check_absent, is_exclusive
 from ckpttool.io.files import size, sources_stay
 from ckpttool.io.interrupts import uninterrupted
@@ -20,7 +16,7 @@ from ckpttool.io.paths import is_url, join, name, parent
 from ckpttool.io.pieces import Files, Held, Link, Piece, Pieces, amounts, nbytes_of
 from ckpttool.io.ranges import stream
 from ckpttool.io.remote.errors import answered
-from ckpttool.io.remote.journal import replace, settle
+from ckpttool.io.remote.journal import recover, replace
 from ckpttool.io.remote.read import filesystem, forget, names_in, stat
 from ckpttool.io.temporary import temporary_name
 
@@ -96,9 +92,9 @@ def write(pieces: Pieces, out: str, *, replace: bool = True, held: Held | None =
     forget(out)
     if made is not None and held is not None:
         with sources_stay():
-            if object_crc.is_copied(made.runs, out) or upload.is_proved(nbytes_of(pieces)):
+            if compose.is_copied(made.runs, out) or upload.is_proved(nbytes_of(pieces)):
                 held.note(out, pieces)
-    work.has_made(*amounts(pieces))
+    progress.has_made(*amounts(pieces))
 
 
 def _send(pieces: Pieces, out: str, *, replace: bool) -> None:
@@ -107,7 +103,7 @@ def _send(pieces: Pieces, out: str, *, replace: bool) -> None:
             for data in stream(pieces):
                 with answered(out), uninterrupted(insisting=True):
                     file.write(data)
-                work.has_written(len(data))
+                progress.has_written(len(data))
         if not replace:
             check_absent(out)
 
@@ -123,7 +119,7 @@ def _appearing(url: str, nbytes: int, replace: bool) -> Iterator[Any]:
     place = path if at_close else join(fs._parent(path), temporary_name(name(path)))
     with answered(url):
         if not at_close:
-            settle(parent(url))
+            recover(parent(url))
             fs.makedirs(fs._parent(path), exist_ok=True)
         mode = "xb" if not replace and is_exclusive(fs) else "wb"
         file = fs.open(place, mode, block_size=max(PART, -(-nbytes // _PARTS // _MIB) * _MIB))
@@ -158,7 +154,7 @@ def home_of(files: Iterable[str], out: str, stale: Collection[str], *, replace: 
 
     Raises `CkptError` where another process is just replacing them, and without `replace` where there are some.
     """
-    settle(out)
+    recover(out)
     places = [join(out, own) for own in (*files, *stale)]
     for url in places:
         forget(url)  # what was said of it is as old as the preflight
@@ -232,8 +228,8 @@ def _put(content: Pieces | Link, url: str, held: Held | None = None, *, replace:
         if fs is target:  # the store copies by itself
             with answered(url):
                 fs.cp_file(path, place)
-            work.has_written(nbytes)
-            work.has_made(nbytes, 0)
+            progress.has_written(nbytes)
+            progress.has_made(nbytes, 0)
             return
     write([Piece(Span(content.path, 0, nbytes))], url, replace=replace, held=held)
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpttool.errors import CkptError, Problem, Refused
+from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.text import a
+from ckpttool.core.values import dataclass
 from ckpttool.naming.call_variants import split
-from ckpttool.tracing.recorder.identity import Token, token
-from ckpttool.values import dataclass
-from ckpttool.words import a
+from ckpttool.tracing.recorder.memory import Token, token
 
 
 @dataclass(frozen=True, slots=True, eq=False)

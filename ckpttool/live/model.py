@@ -1,9 +1,12 @@
-"""What is swapped into (a module, a program, a compiled package) as FQN -> tensor, and what a model says of names."""
+"""What is swapped into (a module, a program, a compiled package) as FQN to tensor."""
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import field
 from typing import Any, Union
 
@@ -11,14 +14,17 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.names import Names
-from ckpttool.naming.wrappers.table import strip
+from ckpttool.core.checkpoint import ExtraEntry, Lazy, Section, Storage, TensorEntry, contiguous_stride
+from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.names import Names
+from ckpttool.core.text import first_line, plural
+from ckpttool.core.values import dataclass
+from ckpttool.evaluate import torch_eval
+from ckpttool.naming.wrappers import strip
 from ckpttool.operands.model import ModelOperand
-from ckpttool.tracing.load_model import LoadedModel
-from ckpttool.tracing.runtime import listed, wrapper_paths
-from ckpttool.values import dataclass
-from ckpttool.words import plural
+from ckpttool.tracing.build_model import LoadedModel
+from ckpttool.tracing.recorder.memory import inside, token
+from ckpttool.tracing.runtime import dtype_name, is_special, layout_of, listed, wrapper_paths
 
 Model = Union[str, Names, LoadedModel, nn.Module, ExportedProgram, Callable[[], nn.Module]]
 
@@ -98,3 +104,204 @@ def _weights(model: Model) -> tuple[Mapping[str, torch.Tensor], Mapping[str, obj
             like = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
             found[tensor.persistent][tensor.fqn] = like
     return found[True], found[False]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """The payload of a tensor that is no dense block of memory; what it is made of is compared."""
+
+    tensor: torch.Tensor
+
+    def content(self) -> bytes | None:
+        """Equal for tensors that mean the same by the same bytes; of DTensors, for this rank's parts."""
+        found = hashlib.blake2b()
+        for level in _levels(self.tensor.detach()):
+            found.update(_told(level).encode(errors="surrogatepass"))
+            if layout_of(level) == "strided":
+                found.update(torch_eval.to_bytes(level.cpu()))
+            elif not inside(level):
+                return None
+        return found.digest()
+
+
+def section_of(state_dict: Mapping[str, object]) -> Section:
+    """The state dict as a section. Tensors keep their storage: nothing is copied until bytes are compared.
+
+    What is no dense block of memory (quantized, sparse, subclasses, meta) has no storage but a `layout`. Raises
+    `CkptError` where a key is no string, and where the memory of a tensor, or of a part of it, was freed: whoever reads
+    that ends the process.
+    """
+    tensors: list[TensorEntry] = []
+    extras: list[ExtraEntry] = []
+    storages: dict[int, Storage] = {}
+    first: dict[object, Packed] = {}
+    check_memory((key, value) for key, value in state_dict.items() if isinstance(value, torch.Tensor))
+    for key, value in state_dict.items():
+        if not isinstance(key, str):
+            raise CkptError(f"the state dict has a key that is no string: {key!r}", hint="pass model.state_dict()")
+        if isinstance(value, torch.Tensor):
+            levels = list(_levels(value.detach()))
+            one = token(value), *(map(_told, levels) if is_special(value) else ())
+            tensors.append(_entry(key, value, storages, first.setdefault(one, Packed(value))))
+        else:
+            plain = _is_plain(value)
+            extras.append(ExtraEntry(key, None if plain else value, value if plain else None))
+    versions = getattr(state_dict, "_metadata", None)
+    modules = {path: dict(own) for path, own in versions.items()} if isinstance(versions, Mapping) else None
+    return Section("", "state_dict", tuple(tensors), tuple(extras), modules)
+
+
+def check_memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise `CkptError` if the memory of a tensor, or of a part of it, was freed: reading it would end the process."""
+    freed = [
+        Problem("its memory was freed", key) for key, tensor in tensors if any(map(_is_freed, _levels(tensor.detach())))
+    ]
+    if freed:
+        hint = "gather it first, as FSDP's own state_dict() does"
+        raise CkptError(f"{plural(len(freed), 'tensor')} without memory", hint=hint, problems=freed)
+
+
+def context(tensor: torch.Tensor) -> object:
+    """What a wrapper subclass knows beside its parts (a scale, a block size, ...): None where it is none."""
+    return tensor.__tensor_flatten__()[1] if hasattr(tensor, "__tensor_flatten__") else None
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a file has the value as it is: numbers, words, and lists of such."""
+    return all(map(_is_plain, value)) if type(value) is list else type(value) in (bool, int, float, str)
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    return layout_of(tensor) == "strided" and tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
+
+
+def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor, and behind it what it is made of, down to dense ones."""
+    yield tensor
+    for part in inside(tensor):
+        yield from _levels(part)
+
+
+def _told(tensor: torch.Tensor) -> str:
+    """All that a tensor is but the values of its dense parts."""
+    return repr((type(tensor).__name__, tensor.dtype, tuple(tensor.shape), context(tensor)))
+
+
+def _entry(key: str, tensor: torch.Tensor, storages: dict[int, Storage], first: Packed) -> TensorEntry:
+    shape, dtype, layout = tuple(tensor.shape), dtype_name(tensor.dtype), layout_of(tensor)
+    if layout != "strided":
+        nbytes = tensor.numel() * tensor.element_size()
+        return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, None, layout, nbytes, payload=first)
+    tensor = tensor.resolve_conj().resolve_neg()  # the memory of a lazy one holds other values
+    memory = tensor.untyped_storage()
+    storage = storages.setdefault(memory._cdata, Storage(Lazy(memory.nbytes(), bytes_of(memory))))
+    return TensorEntry(key, dtype, shape, tuple(tensor.stride()), int(tensor.storage_offset()), storage)
+
+
+def bytes_of(memory: torch.UntypedStorage) -> Callable[[], list[memoryview]]:
+    """Return a function that reads the bytes of a live storage."""
+
+    def read() -> list[memoryview]:
+        whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+        return [torch_eval.to_bytes(whole.cpu())]
+
+    return read
+
+
+_FSDP1 = "torch.distributed.fsdp", "FullyShardedDataParallel"
+_FSDP2 = "torch.distributed.fsdp", "FSDPModule"
+_DDP = "torch.nn.parallel", "DistributedDataParallel"
+_SCRIPT = "torch.jit", "ScriptModule"
+# What reads its parameters through something that does not follow when other tensors take their names.
+_HOLDERS = {
+    _FSDP1: "FSDP computes with its flat parameters, of which the module's are views",
+    _FSDP2: "fully_shard computes with the shards that it has",
+    _DDP: "DDP averages the gradients of the parameters that it has",
+    _SCRIPT: "TorchScript keeps its parameters where Python cannot replace them",
+}
+
+
+@contextmanager
+def at_rest(module: nn.Module) -> Iterator[None]:
+    """The module while its parameters are those that every later forward pass reads.
+
+    Under `fully_shard` these are the shards: what was gathered for a pass is given back first, as torch's own loading
+    does. Under FSDP1 they are whole for as long as this lasts, and are cut again after it, changed or not: all ranks
+    must come here, and each needs memory for the whole model. Raises `CkptError` where a pass is under way.
+    """
+    with ExitStack() as held:
+        try:
+            for part in _instances(module, _FSDP2):
+                _reshard(part)
+            if _instances(module, _FSDP1):
+                whole = torch.distributed.fsdp.FullyShardedDataParallel.summon_full_params(module, writeback=True)
+                whole.__enter__()
+                held.callback(whole.__exit__, None, None, None)  # also where the block raises: none of it is FSDP's
+        except (AssertionError, RuntimeError, AttributeError) as error:
+            reason = first_line(error)
+            raise CkptError(
+                f"FSDP does not give its parameters: {reason}",
+                hint="swap between steps, outside of forward and backward",
+            ) from error
+        yield
+
+
+def check_replaceable(module: nn.Module) -> None:
+    """Raises `Refused`, naming every wrapper, where new tensors in the module's place would not be what it uses."""
+    reasons = {id(part): reason for kind, reason in _HOLDERS.items() for part in _instances(module, kind)}
+    problems = [
+        Problem(reasons[id(part)], name or "(root)") for name, part in module.named_modules() if id(part) in reasons
+    ]
+    if problems:
+        raise Refused(
+            "in_place=False cannot replace the parameters of this module",
+            hint="pass in_place=True, which works here: it writes into the parameters (under fully_shard the shards)",
+            problems=problems,
+        )
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The memory in which a DTensor has this rank's part, where that is dense; None for any other tensor."""
+    if not _is_dtensor(tensor):
+        return None
+    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    return local if type(local) is torch.Tensor and local.layout == torch.strided else None
+
+
+def placed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A whole tensor cut as the DTensor `like` is. Each rank takes its part of what it was given."""
+    if not _is_dtensor(like) or _is_dtensor(value):
+        return value
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh: Any = like.device_mesh  # type: ignore[attr-defined]
+    whole = DTensor.from_local(value.to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=like.placements)  # type: ignore[attr-defined]
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    known = sys.modules.get("torch.distributed.tensor")  # where nothing has imported it, there is none
+    return known is not None and isinstance(tensor, known.DTensor)
+
+
+def _instances(module: nn.Module, kind: tuple[str, str]) -> list[nn.Module]:
+    known = getattr(sys.modules.get(kind[0]), kind[1], None)
+    return [] if known is None else [part for part in module.modules() if isinstance(part, known)]
+
+
+def _reshard(part: Any) -> None:
+    """Brings the parameters of one `fully_shard`ed module back to its shards, and its view of them up to date.
+
+    What is still being gathered (`unshard(async_op=True)`, a prefetch) is waited for: it would be used later as if it
+    were new.
+    """
+    state = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one until torch 2.12
+    groups = [group for group in groups if group is not None]
+    if any(group._all_gather_result is not None for group in groups):
+        part.unshard()
+    part.reshard()
+    with torch.no_grad():
+        for group in groups:
+            for parameter in group.fsdp_params:
+                parameter.reset_sharded_param()

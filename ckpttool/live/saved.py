@@ -11,23 +11,20 @@ from typing import Any, TypeGuard
 import torch
 from torch.storage import TypedStorage
 
-from ckpttool.checkpoint import Checkpoint, Lazy, Storage
-from ckpttool.errors import CkptError
-from ckpttool.formats.containers.pickle_tree import Origin, loads
-from ckpttool.formats.form_mark import read_form
-from ckpttool.formats.remarks import remarks
-from ckpttool.formats.table import MEMORY
-from ckpttool.formats.torch.read_tree import read_tree
+from ckpttool.core.checkpoint import Checkpoint, Lazy, Storage
+from ckpttool.core.errors import CkptError
+from ckpttool.core.keys import dotted
+from ckpttool.core.limits import Memory
+from ckpttool.core.pickle_imports import in_order
+from ckpttool.core.text import first_line
+from ckpttool.formats.pickle_read import Origin, loads
+from ckpttool.formats.registry import MEMORY
+from ckpttool.formats.remarks import read_form, remarks
 from ckpttool.formats.torch.tensors import Storages
-from ckpttool.formats.torch.tree import Tree
-from ckpttool.formats.torch.unreached import unreached
+from ckpttool.formats.torch.tree import Tree, read_tree, unreached
 from ckpttool.formats.torch.zip_file import Container
-from ckpttool.imports import in_order
-from ckpttool.keys import dotted
-from ckpttool.limits import Memory
-from ckpttool.live.section import bytes_of, check_memory
+from ckpttool.live.model import bytes_of, check_memory
 from ckpttool.operands.checkpoint import model_section
-from ckpttool.words import first_line
 
 _NO_LIMIT = 1 << 50  # bytes: the object is the caller's own
 

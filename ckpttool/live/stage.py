@@ -11,16 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.evaluate.interpret import evaluate
-from ckpttool.evaluate.with_torch import same_bits
-from ckpttool.expression import Expression, Ref
-from ckpttool.live.sharded import local_part, placed
-from ckpttool.tracing.recorder.identity import Token, address, token
-from ckpttool.tracing.recorder.memory import geometry
+from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.expression import Expression, Ref
+from ckpttool.core.text import first_line, plural
+from ckpttool.core.values import dataclass
+from ckpttool.evaluate.torch_eval import evaluate, same_bits
+from ckpttool.live.model import local_part, placed
+from ckpttool.tracing.recorder.memory import Token, address, geometry, token
 from ckpttool.tracing.runtime import layout_of
-from ckpttool.values import dataclass
-from ckpttool.words import first_line, plural
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-from ckpttool.naming.wrappers.chain import ADAPTERS, PEFT_ROOT, canonical_keys
-from ckpttool.values import dataclass
+from ckpttool.core.values import dataclass
+from ckpttool.naming.wrappers import ADAPTERS, PEFT_ROOT, canonical_keys
 
 _KINDS = {prefix: prefix.rstrip("_").replace("lora", "LoRA").replace("ia3", "IA3") for prefix in ADAPTERS}
 _PAIRS = (("lora", "down"), ("lora", "up"))  # two segments, as in ``to_q.lora.down.weight``

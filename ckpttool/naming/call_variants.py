@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from ckpttool.checkpoint import Section
-from ckpttool.errors import Problem
+from ckpttool.core.checkpoint import Section
+from ckpttool.core.errors import Problem
+from ckpttool.core.expression import Expression, Ref
+from ckpttool.core.plan import Dropped, Output
 from ckpttool.evaluate.compare import same_values
-from ckpttool.expression import Expression, Ref
-from ckpttool.plan import Dropped, Output
 
 _CALL = re.compile(r"(.+)@([1-9]\d*)")
 _MOST_CALLS = 8  # a name with more segments that look like variants is not searched through

@@ -1,4 +1,4 @@
-"""MODEL operands: the model's code, a file of names, a program, or an object of the caller's, read in one place."""
+"""MODEL operands: code, a names file, a program, or an object of the caller's."""
 
 from __future__ import annotations
 
@@ -9,27 +9,65 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.checkpoint import Section, TensorEntry
-from ckpttool.errors import CkptError
-from ckpttool.formats.containers import json_text
-from ckpttool.io import sources, work
-from ckpttool.io.together.job import current
-from ckpttool.names import SERIALIZED, Names
-from ckpttool.naming.forms import holds, read
-from ckpttool.naming.name_tables import NameTables
+from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Storage, TensorEntry, in_row_major
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.errors import CkptError
+from ckpttool.core.limits import limits
+from ckpttool.core.names import SCHEMA, SERIALIZED, Names
+from ckpttool.core.options import ModelOptions, OptimizerOptions
+from ckpttool.core.plan import ModelRun
+from ckpttool.core.text import shell
+from ckpttool.core.values import dataclass
+from ckpttool.distributed.job import current
+from ckpttool.formats import strict_json
+from ckpttool.io import progress, sources
+from ckpttool.naming.convert import holds as convert_holds
+from ckpttool.naming.convert import read
+from ckpttool.naming.match import NameTables
 from ckpttool.operands.checkpoint import split
-from ckpttool.operands.names_file import read_names
-from ckpttool.options import ModelOptions, OptimizerOptions
-from ckpttool.plan import ModelRun
-from ckpttool.values import dataclass
-from ckpttool.words import shell
 
 if TYPE_CHECKING:
-    from ckpttool.tracing.by_code import ModelCode
-    from ckpttool.tracing.load_model import LoadedModel
+    from ckpttool.tracing.build_model import LoadedModel
+    from ckpttool.tracing.experiment import ModelCode
+
+
+def is_names_file(operand: object) -> bool:
+    """Whether the operand is the path of a file that `trace` wrote."""
+    return isinstance(operand, str) and holds(operand, SCHEMA)
+
+
+def holds(path: str, schema: str) -> bool:
+    """Whether it is a JSON file of the schema in any version; what formats a repository may have sorted its members."""
+    if not path.endswith(".json") or not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return schema.rpartition("/")[0].encode() in file.read(limits().json_bytes)
+
+
+def read_names(path: str) -> Names:
+    """The names in the file. Raises `CkptError` with every fault of it."""
+    return Names.from_json(
+        strict_json.read_file(path, "write a names file with `ckpttool trace MODEL -o names.json`"), path
+    )
+
+
+def saved_by(names: Names) -> Checkpoint:
+    """A checkpoint that the model writes, with zeros for its values."""
+    tensors = tuple(
+        _entry(saved.key, saved.dtype, () if saved.shape is None else saved.shape) for saved in names.serialized
+    )
+    section = Section("", "state_dict", tensors, tuple(map(ExtraEntry, names.extra_state)))
+    return Checkpoint("CKPT", "torch_zip", 0, (section,))
+
+
+def _entry(key: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
+    length = prod(shape) * itemsize(dtype)
+    return in_row_major(key, dtype, shape, Storage(Lazy(length, lambda: [bytes(length)])))
+
 
 HF = "hf:"  # hf:FOLDER is the model that the config.json in the folder describes
 
@@ -83,7 +121,7 @@ class ModelOperand:
                 f"--optimizer needs the model's code, and {self.title} is a file of names",
                 hint="`ckpttool trace MODEL --optimizer O -o names.json` writes a names file that has the ids",
             )
-        from ckpttool.tracing.load_optimizer import load_optimizer, with_optimizer
+        from ckpttool.tracing.build_optimizer import load_optimizer, with_optimizer
 
         return self._once(lambda: with_optimizer(self._bare, self.definition(), load_optimizer(self.optimizer)))
 
@@ -101,7 +139,7 @@ class ModelOperand:
         from ckpttool.tracing.trace import trace
 
         names = trace(self.definition())
-        work.counts.traced[self._tracing] = time.monotonic() - begun
+        progress.counts.traced[self._tracing] = time.monotonic() - begun
         if not self.pretrained:
             return names
         from ckpttool.tracing.pretrained import by_transformers
@@ -141,7 +179,7 @@ class ModelOperand:
 
     def definition(self) -> LoadedModel:
         """The model's definition. Raises `CkptError` where it is not found, or is no model."""
-        from ckpttool.tracing.load_model import load, of_object
+        from ckpttool.tracing.build_model import load, of_object
         from ckpttool.tracing.pretrained import as_pretrained, of_folder
 
         if not isinstance(self.model, str):
@@ -163,7 +201,7 @@ class ModelOperand:
 
     @cached_property
     def _code(self) -> ModelCode:
-        from ckpttool.tracing.by_code import ModelCode
+        from ckpttool.tracing.experiment import ModelCode
 
         return ModelCode(self.definition())
 
@@ -200,7 +238,7 @@ class ModelOperand:
             return self.model
         path, program = split(self.model)
         if path.endswith(".pt2"):
-            from ckpttool.formats.pt2.signature import names
+            from ckpttool.formats.pt2.archive import names
 
             return names(path, program)
         return read_names(self.model)
@@ -241,7 +279,7 @@ def as_read(model: ModelOperand, section: Section, source: str) -> ModelOperand:
         return model
     own = NameTables(model.names())
     beside = _has_config(split(source)[0])
-    if not beside and not model.is_folder and holds(own, section):
+    if not beside and not model.is_folder and convert_holds(own, section):
         return model
     from ckpttool.tracing.pretrained import is_pretrained
 
@@ -261,7 +299,7 @@ def _has_config(path: str) -> bool:
 def _parsed(text: str, option: str) -> dict[str, Any]:
     hint = f"as in {option}-kwargs '{{\"layers\": 4}}'"
     try:
-        arguments: Any = json_text.loads(text)
+        arguments: Any = strict_json.loads(text)
     except ValueError as error:
         raise CkptError(f"{option}-kwargs is not JSON: {error}", hint=hint) from None
     if not isinstance(arguments, dict):

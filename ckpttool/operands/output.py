@@ -1,23 +1,57 @@
-"""OUT operands: which format is to be written, to a file or into a folder, and the bytes of it."""
+"""OUT operands: the format to write, and where."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
-from ckpttool.checkpoint import Checkpoint, Span
-from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.formats.recognise_folder import DCP_METADATA, INDEX, checkpoint_files, locate
-from ckpttool.formats.table import FORMATS, TORCH_FORMATS, Format, format_for
+from ckpttool.core.checkpoint import Checkpoint, Span
+from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.values import dataclass
+from ckpttool.formats.detect_folder import DCP_METADATA, INDEX, checkpoint_files, locate
+from ckpttool.formats.registry import FORMATS, TABLE, TORCH_FORMATS, Format, format_for
 from ckpttool.io.files import is_dir, size
-from ckpttool.io.paths import is_url, parent
-from ckpttool.io.paths import name as name_of
+from ckpttool.io.paths import is_url, join, parent
+from ckpttool.io.paths import name as paths_name
 from ckpttool.io.pieces import Edited, Files, Link, Piece, Pieces
 from ckpttool.operands.checkpoint import split
-from ckpttool.values import dataclass
+
+_WRITABLE = tuple(ending for row in TABLE for ending in row.endings)
+
+
+def operand(source: str, format: str) -> str:
+    """The operand that names a checkpoint; what is in memory has no name."""
+    return "CKPT" if format == "memory" else source
+
+
+def outputs(source: str, word: str) -> Iterator[str]:
+    """Free names for an output beside the source, the source's own kind of file first: ``train.serialized.pt``."""
+    whole = split(source)[0]
+    folder = paths_name(whole) == DCP_METADATA or INDEX.fullmatch(paths_name(whole))
+    whole = parent(whole) if folder else whole
+    if folder or (is_dir(whole) and not whole.rstrip("/").endswith(".dcp")):
+        yield free(whole.rstrip("/"), word, "/")
+        return
+    ending = "".join(Path(whole.rstrip("/")).suffix)
+    endings = (ending if ending.lower() in _WRITABLE else ".pt", ".pt")
+    for chosen in dict.fromkeys(endings):
+        yield free(whole.rstrip("/").removesuffix(ending), word, chosen)
+
+
+def free(stem: str, word: str, ending: str) -> str:
+    """``stem.word.ending``, with a number where that is taken; what makes a pattern of a name is left out."""
+    own = re.sub(r"[*?\[\]{}]+", "", paths_name(stem)).strip("._-") or "checkpoint"
+    folder = parent(stem)
+    for count in range(1, 1000):
+        made = f"{own}.{word}{'' if count == 1 else count}{ending}"
+        path = made if folder == "." else join(folder, made)
+        if is_url(stem) or not os.path.lexists(path.rstrip("/")):
+            break
+    return path
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +85,7 @@ class Target:
             dropped = " ".join(f"--drop {quote(name)}" for name in checkpoint.beside)
             raise Refused("not everything would be written", hint=f"leave it out: {dropped}", problems=problems)
         if self.folder is None:
-            return {name_of(self.path): self.format.layout(checkpoint)}
+            return {paths_name(self.path): self.format.layout(checkpoint)}
         files: dict[str, Pieces | Link] = {}
         for name, content in (companions or {}).items():
             files[name] = [Piece(content if isinstance(content, bytes) else Span(content, 0, size(content)))]
@@ -64,7 +98,7 @@ class Target:
 
         By the names in the folder `home`; None where they cannot, or more than their names is to be changed.
         """
-        return self.format.layout_in_place(checkpoint, self.name or name_of(self.path))
+        return self.format.layout_in_place(checkpoint, self.name or paths_name(self.path))
 
     @property
     def home(self) -> str:
@@ -104,7 +138,7 @@ def _target(out: str, source: Checkpoint, max_shard_size: int | None) -> Target:
     format if that one fills folders, else sharded safetensors; with `max_shard_size` (bytes) a single file of a folder
     is sharded too. Raises `CkptError` for an ending that no format has.
     """
-    name = name_of(out)
+    name = paths_name(out)
     if INDEX.fullmatch(name) or name == DCP_METADATA:
         return Target(out, format_for(out), parent(out), name)
     if out.rstrip("/").endswith(".dcp"):
@@ -118,7 +152,7 @@ def _target(out: str, source: Checkpoint, max_shard_size: int | None) -> Target:
     if from_folder and max_shard_size is None:
         found = locate(source.source).path
         if not is_dir(found):  # one file in a folder, and no folder that is only read
-            return Target(out, row, out, name_of(found))
+            return Target(out, row, out, paths_name(found))
     return Target(out, FORMATS["sharded_bin" if row.name == "torch_zip" and from_folder else "sharded"], out)
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ckpttool.checkpoint import Checkpoint, Section
-from ckpttool.errors import CkptError
-from ckpttool.names import Names
-from ckpttool.naming.forms import holds
-from ckpttool.naming.match import match
-from ckpttool.naming.name_tables import NameTables
-from ckpttool.naming.wrappers import chain
+from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.errors import CkptError
+from ckpttool.core.names import Names
+from ckpttool.naming import wrappers
+from ckpttool.naming.convert import holds
+from ckpttool.naming.match import NameTables, match
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand
 
@@ -71,7 +70,7 @@ def same_model(checkpoint: Checkpoint, section: Section, names: Names | None = N
     others = [other for other in checkpoint.state_dicts if other.path != section.path]
     if not others:
         return ()
-    lightning, tables = chain.is_lightning(checkpoint), None if names is None else NameTables(names)
+    lightning, tables = wrappers.is_lightning(checkpoint), None if names is None else NameTables(names)
     own = _likeness(section, lightning)
 
     def same(other: Section) -> bool:
@@ -82,7 +81,7 @@ def same_model(checkpoint: Checkpoint, section: Section, names: Names | None = N
 
 def left_as_they_are(checkpoint: Checkpoint, changed: Sequence[Section]) -> list[str]:
     """Sentences on state dicts that are not among the `changed` ones, and have half of the names of one of them."""
-    lightning, paths = chain.is_lightning(checkpoint), [section.path for section in changed]
+    lightning, paths = wrappers.is_lightning(checkpoint), [section.path for section in changed]
     others = [section for section in checkpoint.state_dicts if section.path not in paths]
     own = set(_likeness(changed[0], lightning)) if others else set()
     notes = []
@@ -110,12 +109,12 @@ def _named(checkpoint: Checkpoint, paths: Sequence[str]) -> tuple[Section, ...]:
 
 
 def _without_counters(section: Section) -> Section:
-    counters = chain.counters([entry.key for entry in section.tensors])
+    counters = wrappers.counters([entry.key for entry in section.tensors])
     return replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters))
 
 
 def _likeness(section: Section, lightning: bool) -> Likeness:
-    names = chain.canonical_keys(section.by_key(), lightning=lightning)
+    names = wrappers.canonical_keys(section.by_key(), lightning=lightning)
     shapes = {entry.key: entry.shape for entry in section.tensors}
     entries = _without_counters(section).by_key()
     return {name: shapes.get(key) for key, name in names.items() if key in entries}

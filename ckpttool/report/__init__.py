@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
 
 if TYPE_CHECKING:
     from ckpttool.report.document import Document

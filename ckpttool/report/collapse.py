@@ -8,8 +8,8 @@ from itertools import chain, pairwise, zip_longest
 from math import prod
 from typing import Generic, TypeVar
 
-from ckpttool.values import dataclass
-from ckpttool.words import number
+from ckpttool.core.text import number
+from ckpttool.core.values import dataclass
 
 _INDEX = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})(?![^.])")  # as ModuleList and Sequential number their children
 _MOST_VARYING = 6  # indices on one way; models have up to three, hostile files would make the search slow and deep

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Literal, Union, get_args
 
-from ckpttool.errors import Problem
-from ckpttool.values import dataclass
-from ckpttool.words import Info
+from ckpttool.core.errors import Problem
+from ckpttool.core.text import Info
+from ckpttool.core.values import dataclass
 
 Role = Literal["plain", "key", "number", "dtype", "shape", "ok", "bad", "warn", "dim"]
 Severity = Literal["error", "warning", "notice"]

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ckpttool.expression import Expression, Ref
-from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.core.expression import Expression, Ref
+from ckpttool.tracing.build_model import LoadedModel
+from ckpttool.tracing.experiment import same, values_of
 from ckpttool.tracing.loading import Verdict, loaded
 from ckpttool.tracing.recorder.memory import opaque
 from ckpttool.tracing.runtime import attempted, copied_state, failure_of_loading, is_cheap
 from ckpttool.tracing.saving import FILLINGS, filled, others
-from ckpttool.tracing.tried import same, values_of
 
 _INTEGERS = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)} | {torch.bool}
 _MOST_TRIED = 256  # keys that are changed one by one, to see which of them feed a tensor

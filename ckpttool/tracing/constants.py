@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from ckpttool.checkpoint import Lazy, Storage, TensorEntry, in_row_major
-from ckpttool.errors import CkptError
-from ckpttool.evaluate.with_torch import to_bytes
-from ckpttool.keys import dotted
-from ckpttool.naming.wrappers.table import strip
-from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.core.checkpoint import Lazy, Storage, TensorEntry, in_row_major
+from ckpttool.core.errors import CkptError
+from ckpttool.core.keys import dotted
+from ckpttool.evaluate.torch_eval import to_bytes
+from ckpttool.naming.wrappers import strip
+from ckpttool.tracing.build_model import LoadedModel
+from ckpttool.tracing.experiment import same
 from ckpttool.tracing.runtime import check_memory, dtype_name, layout_of, size_of, wrapper_paths
-from ckpttool.tracing.tried import same
 
 _MOST = 1 << 30  # bytes; a larger model is built for real only if the user asks for it
 

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ckpttool.names import Hook
-from ckpttool.tracing.load_model import shown
-from ckpttool.tracing.recorder.identity import token
+from ckpttool.core.names import Hook
+from ckpttool.core.values import dataclass
+from ckpttool.tracing.build_model import shown
+from ckpttool.tracing.recorder.memory import token
 from ckpttool.tracing.recorder.recorder import Recorder
-from ckpttool.values import dataclass
 
 _SAVE_METHODS = ("state_dict", "_save_to_state_dict")
 _LOAD_METHODS = ("load_state_dict", "_load_from_state_dict")

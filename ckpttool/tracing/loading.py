@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ckpttool.checkpoint import Section
-from ckpttool.errors import CkptError, Problem
-from ckpttool.expression import Expression, Op, Ref, is_constant, parts
+from ckpttool.core.checkpoint import Section
+from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.expression import Expression, Op, Ref, is_constant, parts
+from ckpttool.core.text import plural
+from ckpttool.core.values import dataclass
+from ckpttool.tracing.build_model import CannotBuild, LoadedModel, describe
 from ckpttool.tracing.hooks import Watcher, quiet
-from ckpttool.tracing.load_model import CannotBuild, LoadedModel, describe
 from ckpttool.tracing.recorder.memory import opaque
 from ckpttool.tracing.recorder.recorder import NeedsValues, Recorder
 from ckpttool.tracing.runtime import (
@@ -35,9 +37,7 @@ from ckpttool.tracing.runtime import (
     recording,
     tensors_in,
 )
-from ckpttool.tracing.stored import needs_values, stored
-from ckpttool.values import dataclass
-from ckpttool.words import plural
+from ckpttool.tracing.safe_state_dict import needs_values, stored
 
 _TORCH_SAYS = "Error(s) in loading state_dict for"
 _MISSING, _UNEXPECTED = "Missing key(s) in state_dict: ", "Unexpected key(s) in state_dict: "

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
+from ckpttool.core.names import AS_A_PART, Hook, Names
 from ckpttool.io.paths import is_url
-from ckpttool.names import AS_A_PART, Hook, Names
-from ckpttool.tracing.load_model import LoadedModel, user_code
+from ckpttool.tracing.build_model import LoadedModel, user_code
 
 _ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers loads in threads, where no recorder sees it
 

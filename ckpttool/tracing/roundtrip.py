@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 
-from ckpttool.errors import CkptError, Problem
-from ckpttool.evaluate.interpret import evaluate
-from ckpttool.evaluate.with_torch import same_bits
-from ckpttool.expression import Expression, Op, Ref, is_opaque, refs, substitute
-from ckpttool.names import NAMED_EXTRA_STATE
+from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.expression import Expression, Op, Ref, is_opaque, refs, substitute
+from ckpttool.core.names import NAMED_EXTRA_STATE
+from ckpttool.evaluate.torch_eval import evaluate, same_bits
+from ckpttool.tracing.experiment import Tried
 from ckpttool.tracing.loading import Verdict
 from ckpttool.tracing.recorder.simplify import Simplifier
 from ckpttool.tracing.saving import Saved
-from ckpttool.tracing.tried import Tried
 
 _UNKNOWN = "cannot be told whether it is given back"
 _INEXACT = "loading does not give the saved value back exactly"
@@ -48,7 +47,7 @@ def _unexpected(key: str, is_tensor: bool) -> str:
     return NAMED_EXTRA_STATE if named else "state_dict writes a key that load_state_dict does not expect"
 
 
-def settled(found: Iterable[Problem], saved: Saved, verdict: Verdict, truth: Tried) -> tuple[Problem, ...]:
+def resolve_problems(found: Iterable[Problem], saved: Saved, verdict: Verdict, truth: Tried) -> tuple[Problem, ...]:
     """The problems that are left, or come up, when a round trip is really made: `found` are those that symbols show."""
     if truth.failed is not None:
         certain = tuple(problem for problem in found if problem.kind != "unknown")

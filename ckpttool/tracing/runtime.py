@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ckpttool.errors import CkptError
-from ckpttool.keys import dotted
-from ckpttool.names import RuntimeTensor
-from ckpttool.naming.wrappers.table import BY_CLASS, strip
+from ckpttool.core.errors import CkptError
+from ckpttool.core.keys import dotted
+from ckpttool.core.names import RuntimeTensor
+from ckpttool.core.values import dataclass
+from ckpttool.naming.wrappers import BY_CLASS, strip
+from ckpttool.tracing.build_model import CannotBuild, LoadedModel, describe
 from ckpttool.tracing.hooks import Watcher
-from ckpttool.tracing.load_model import CannotBuild, LoadedModel, describe
-from ckpttool.tracing.once import prints_once
-from ckpttool.tracing.recorder.identity import Token, token
-from ckpttool.tracing.recorder.meta_disguise import Questions, storages_told_apart
+from ckpttool.tracing.output_capture import prints_once
+from ckpttool.tracing.recorder.memory import Token, token
+from ckpttool.tracing.recorder.meta_shim import Questions, storages_told_apart
 from ckpttool.tracing.recorder.recorder import Recorder
-from ckpttool.values import dataclass
 
 T = TypeVar("T")
 _CHEAP = 64 << 20  # bytes

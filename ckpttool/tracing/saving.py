@@ -9,12 +9,13 @@ from typing import Any, Literal, Union
 import torch
 from torch import nn
 
-from ckpttool.expression import Expression, Op, Ref, is_constant, is_opaque, refs
-from ckpttool.names import Hook, RuntimeTensor, SerializedKey
+from ckpttool.core.expression import Expression, Op, Ref, is_constant, is_opaque, refs
+from ckpttool.core.names import Hook, RuntimeTensor, SerializedKey
+from ckpttool.core.text import a
+from ckpttool.core.values import dataclass
+from ckpttool.tracing.build_model import LoadedModel
 from ckpttool.tracing.hooks import Watcher, quiet
-from ckpttool.tracing.load_model import LoadedModel
-from ckpttool.tracing.recorder.identity import Token
-from ckpttool.tracing.recorder.memory import opaque
+from ckpttool.tracing.recorder.memory import Token, opaque
 from ckpttool.tracing.recorder.recorder import NeedsValues, Recorder
 from ckpttool.tracing.runtime import (
     CodeFailed,
@@ -26,8 +27,6 @@ from ckpttool.tracing.runtime import (
     shape_of,
     tensors_in,
 )
-from ckpttool.values import dataclass
-from ckpttool.words import a
 
 Reads = tuple[tuple[Hook | None, tuple[str, ...]], ...]
 _MOST_TRIED = 256  # runtime tensors that are changed one by one, to see which of them feed a key

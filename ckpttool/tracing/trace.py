@@ -10,19 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpttool.errors import CkptError, Problem
-from ckpttool.expression import Expression, Ref, refs
-from ckpttool.names import AS_A_PART, LoadedTensor, Names, SerializedKey
+from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.expression import Expression, Ref, refs
+from ckpttool.core.names import AS_A_PART, LoadedTensor, Names, SerializedKey
+from ckpttool.core.text import some
 from ckpttool.tracing.any_values import reads_of_any
-from ckpttool.tracing.load_model import CannotBuild, LoadedModel
+from ckpttool.tracing.build_model import CannotBuild, LoadedModel
+from ckpttool.tracing.experiment import beside_real, brought_back, tried, versions_asked_for
 from ckpttool.tracing.loading import Verdict, loaded
-from ckpttool.tracing.meta_twin import beside_real
-from ckpttool.tracing.roundtrip import problems, settled
+from ckpttool.tracing.roundtrip import problems, resolve_problems
 from ckpttool.tracing.runtime import check_memory, copied_state, is_cheap, metadata_of, nbytes, on_meta_or_real
 from ckpttool.tracing.saving import Saved, run_once, save, without_constants
-from ckpttool.tracing.tried import brought_back, tried
-from ckpttool.tracing.versions import versions_asked_for
-from ckpttool.words import some
 
 _PART = "part"  # of another model; any name will do
 _ABSOLUTE = "a state_dict hook looks for absolute keys, and breaks under DDP too"
@@ -141,7 +139,7 @@ def _given_back(model: LoadedModel, saved: Saved, verdict: Verdict) -> tuple[Pro
         return ()
     try:
         check_memory(model, 0, "")
-        return settled(found, saved, verdict, tried(model, varying=bool(saved.varying)))
+        return resolve_problems(found, saved, verdict, tried(model, varying=bool(saved.varying)))
     except CkptError:  # there is no memory for it, or it builds on meta only
         return (*found, Problem(_UNTRIED, "(root)", "unknown")) if saved.varying else found
 

@@ -13,9 +13,9 @@ from torch import nn
 
 import ckpttool
 from ckpttool import CkptError
-from ckpttool.checkpoint import TensorEntry
-from ckpttool.dtypes import itemsize
-from ckpttool.errors import Problem
+from ckpttool.core.checkpoint import TensorEntry
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.errors import Problem
 
 STATE = {"weight": torch.ones(1, 1)}
 

@@ -16,10 +16,10 @@ import torch
 
 import ckpttool
 from ckpttool.api.making import WRITTEN
-from ckpttool.edits.remap.options import RemapOptions
-from ckpttool.edits.swap.options import SwapOptions
-from ckpttool.options import ModelOptions, OptimizerOptions, OutputOptions
-from ckpttool.queries.diff.options import DiffOptions
+from ckpttool.core.options import ModelOptions, OptimizerOptions, OutputOptions
+from ckpttool.diffing.options import DiffOptions
+from ckpttool.remapping.options import RemapOptions
+from ckpttool.swap.swap import SwapOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "ckpttool" / "api" / "keywords.py"

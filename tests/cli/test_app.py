@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from ckpttool import __version__
 from ckpttool.cli import app
 from ckpttool.cli.failures import failure_of
-from ckpttool.errors import CkptError, Problem, Refused
+from ckpttool.core.errors import CkptError, Problem, Refused
 
 WRITTEN = [name for name, (module, _) in app.COMMANDS.items() if importlib.util.find_spec(module)]
 
@@ -120,7 +120,7 @@ def test_bad_usage_is_an_error_and_a_hint(args: list[str], message: str, hint: s
 def run_failing(error: str, **env: str) -> subprocess.CompletedProcess[str]:
     """The program, where the command's module raises `error` as it is imported."""
     code = (
-        "import sys, types, errno; from ckpttool.cli import app; from ckpttool.errors import *\n"
+        "import sys, types, errno; from ckpttool.cli import app; from ckpttool.core.errors import *\n"
         f"def command(): raise {error}\n"
         "sys.modules['failing'] = types.ModuleType('failing'); sys.modules['failing'].command = command\n"
         "app.COMMANDS['fail'] = ('failing', '')\n"

@@ -15,9 +15,9 @@ from torch.distributed import HashStore
 
 from ckpttool.cli import ranks
 from ckpttool.cli.failures import Failure, OfAllRanks, failure_of
-from ckpttool.errors import Problem
-from ckpttool.io.interrupts import Ended
-from ckpttool.io.together.job import Job
+from ckpttool.core.errors import Problem
+from ckpttool.distributed.job import Job
+from ckpttool.io.interrupts import Terminated
 
 
 def of_system(number: int, *filename: Any) -> OSError:
@@ -39,7 +39,7 @@ def of_system(number: int, *filename: Any) -> OSError:
         (of_system(errno.EACCES), 2, "Permission denied", "check the permissions"),
         (of_system(errno.EIO, 3), 2, "Input/output error", "check the file, and the disk it is on"),
         (KeyboardInterrupt(), 130, "interrupted", ""),
-        (Ended(signal.SIGTERM), 143, "ended by SIGTERM", ""),
+        (Terminated(signal.SIGTERM), 143, "ended by SIGTERM", ""),
         (MemoryError("4 GiB"), 2, "out of memory: 4 GiB", "use a larger machine"),
         (BrokenPipeError(), 141, "", ""),
         (SystemExit(3), 2, "code of an operand ended the program: sys.exit(3)", "__main__"),

@@ -14,8 +14,8 @@ from torch import nn
 
 import optimizer_models as models
 from ckpttool.cli.app import main
-from ckpttool.edits.mend.optimizer import FOREIGN, UNMENDED
-from ckpttool.queries.diff.result import HARMLESS
+from ckpttool.diffing.result import HARMLESS
+from ckpttool.fixes.suggest import FOREIGN, UNMENDED
 from command import Run
 from optimizer_support import save, steps, train
 

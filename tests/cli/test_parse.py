@@ -14,8 +14,8 @@ from typer.main import get_command
 from ckpttool.cli import app, by_typer
 from ckpttool.cli.fields import Loaded, Taken, taken_by, with_common
 from ckpttool.cli.parse import parse
-from ckpttool.errors import CkptError
-from ckpttool.options import Option
+from ckpttool.core.errors import CkptError
+from ckpttool.core.options import Option
 
 TAKEN = {name: taken_by(with_common(import_module(module).command)) for name, (module, _) in app.COMMANDS.items()}
 WORDS = [

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch.distributed import HashStore
 
 from ckpttool.cli import progress
-from ckpttool.io import work
-from ckpttool.io.together import job
+from ckpttool.distributed import job
+from ckpttool.io import progress as io_progress
 from command import Run
 from places import ROOT
 
@@ -131,8 +131,8 @@ def test_what_was_read_moved_and_computed(folder: Path, run: Run, line: str) -> 
 def test_bytes_are_counted_once_and_as_what_they_are(folder: Path, run: Run) -> None:
     state = {f"layers.{index}.w": 2 * MIB for index in range(5)}
     assert run("remap", "a.pt", "-o", "d.safetensors").status == 0
-    assert (work.counts.moved, work.counts.computed) == (sum(state.values()), 0)
-    assert work.counts.written == Path("d.safetensors").stat().st_size
+    assert (io_progress.counts.moved, io_progress.counts.computed) == (sum(state.values()), 0)
+    assert io_progress.counts.written == Path("d.safetensors").stat().st_size
     quiet = run("remap", "a.pt", "-o", "f.safetensors", "-v", "-q")
     assert quiet.said == (0, "")
 
@@ -154,14 +154,14 @@ def test_who_waits_for_torch_is_told_of_names_files(tmp_path: Path, run: Run, mo
     torch.save(torch.nn.Linear(3, 3).state_dict(), "a.pt")
     model = ("--model", "net.py:build", "--model-kwargs", '{"n": 3}')
     assert run("diff", "a.pt", *model)[0] == 0
-    (taken,) = work.counts.traced.values()
+    (taken,) = io_progress.counts.traced.values()
     assert progress._on_tracing(3 * taken) == ""
     command = re.search(r"needs neither: ckpttool (.*)\n$", progress._on_tracing(1.5 * taken))
     assert command is not None
     assert run(*shlex.split(command[1]))[0] == 0
     assert progress._on_tracing(0) == ""
     assert run("diff", "a.pt", "--model", "names.json")[0] == 0
-    assert not work.counts.traced
+    assert not io_progress.counts.traced
 
 
 def test_a_bar_that_is_over_does_not_appear(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ import torch
 from ckpttool.cli import logs
 from ckpttool.cli.app import main
 from ckpttool.cli.failures import problem_lines
-from ckpttool.errors import Problem
-from ckpttool.words import a
+from ckpttool.core.errors import Problem
+from ckpttool.core.text import a
 from command import Run
 from places import DATA
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from ckpttool.formats.open import open_checkpoint
-from ckpttool.formats.table import TABLE, Format
+from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.registry import TABLE, Format
 from command import Done, Run
 from places import DATA, DOCS
 from torchrun_ranks import run_ranks

@@ -9,9 +9,9 @@ from dataclasses import fields
 
 import pytest
 
-from ckpttool import limits
-from ckpttool.evaluate.operators import GETITEM, OPERATORS
-from ckpttool.limits import Limits
+from ckpttool.core import limits
+from ckpttool.core.limits import Limits
+from ckpttool.evaluate.ops import GETITEM, OPERATORS
 from places import ROOT
 
 PAGE = ROOT / "docs" / "safety.md"
@@ -28,7 +28,7 @@ def listed_operators() -> str:
 
 def listed_limits() -> str:
     """A row for each limit, with the comment of its line as its meaning."""
-    source = (ROOT / "ckpttool" / "limits.py").read_text(encoding="utf-8")
+    source = (ROOT / "ckpttool" / "core/limits.py").read_text(encoding="utf-8")
     rows = ["| limit | default | of what |", "| --- | --- | --- |"]
     for field in fields(Limits):
         (said,) = re.findall(rf"^    {field.name}: int = .*?# (.*)$", source, re.MULTILINE)

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from ckpttool.cli.app import main
-from ckpttool.naming.wrappers.chain import canonical_keys, infer, is_lightning
+from ckpttool.naming.wrappers import canonical_keys, infer, is_lightning
 from ckpttool.operands.checkpoint import model_section, open_operand
 from ckpttool.tracing.runtime import listed, runtime_tensors
 from places import DATA, DOCS

@@ -14,20 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ckpttool.checkpoint import Digested, ExtraEntry, Lazy, Span, Storage, TensorEntry, in_row_major
 from ckpttool.cli.app import main
-from ckpttool.dtypes import BY_NAME, itemsize
-from ckpttool.evaluate import with_torch
-from ckpttool.evaluate.compare import (
-    difference,
-    fingerprint,
-    fingerprints,
-    same_values,
-    sha256,
-    sha256_of,
-    verify,
-)
-from ckpttool.formats.open import open_checkpoint
+from ckpttool.core.checkpoint import Digested, ExtraEntry, Lazy, Span, Storage, TensorEntry, in_row_major
+from ckpttool.core.dtypes import BY_NAME, itemsize
+from ckpttool.evaluate import torch_eval
+from ckpttool.evaluate.compare import difference, fingerprint, fingerprints, same_values, sha256, sha256_of, verify
+from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.io.ranges import same_data
 
 
@@ -104,14 +96,14 @@ def entries(folder: Path) -> dict[str, list[TensorEntry | ExtraEntry]]:
     numbers = torch.tensor([[1.0, -2.0, 0.0], [4.0, 5.0, 6.0]])
 
     def strided(tensor: torch.Tensor, payload: object = None) -> TensorEntry:
-        whole = bytes(with_torch.to_bytes(torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())))
+        whole = bytes(torch_eval.to_bytes(torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())))
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         storage = Storage(Lazy(len(whole), lambda: [whole[:5], whole[5:]]))
         return TensorEntry("w", dtype, shape, tensor.stride(), int(tensor.storage_offset()), storage, payload=payload)
 
     def in_file(tensor: torch.Tensor, name: str) -> TensorEntry:
         path = folder / name
-        path.write_bytes(b"before" + bytes(with_torch.to_bytes(tensor)) + b"after")
+        path.write_bytes(b"before" + bytes(torch_eval.to_bytes(tensor)) + b"after")
         return replace(strided(tensor), storage=Storage(Span(str(path), 6, tensor.numel() * tensor.element_size())))
 
     def packed(layout: str, payload: object, nbytes: int = 8) -> TensorEntry:
@@ -179,7 +171,7 @@ def test_of_every_dtype_it_is_said_how_many_elements_differ(dtype: str, toleranc
 def test_complex_numbers_within_a_tolerance_are_the_same() -> None:
     numbers = torch.tensor([1 + 1j, 2 - 2j])
     one, other = (
-        in_row_major("w", "complex64", (2,), Storage(lazy(bytes(with_torch.to_bytes(made)), [])))
+        in_row_major("w", "complex64", (2,), Storage(lazy(bytes(torch_eval.to_bytes(made)), [])))
         for made in (numbers, numbers + 0.001j)
     )
     assert difference(one, other, 0.0, 0.01) is None

@@ -12,16 +12,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpttool.checkpoint import Checkpoint, Section, Span, Storage, TensorEntry
-from ckpttool.errors import CkptError, Refused
-from ckpttool.evaluate import interpret
+from ckpttool.core.checkpoint import Checkpoint, Section, Span, Storage, TensorEntry
+from ckpttool.core.errors import CkptError, Refused
+from ckpttool.core.expression import Argument, Op, Ref, Special
+from ckpttool.core.limits import Limits, limited
+from ckpttool.core.plan import Output, Plan
+from ckpttool.evaluate import torch_eval
 from ckpttool.evaluate.apply import apply
-from ckpttool.evaluate.interpret import evaluate
-from ckpttool.evaluate.operators import GETITEM, OPERATORS
-from ckpttool.evaluate.with_torch import entry_of, load
-from ckpttool.expression import Argument, Op, Ref, Special
-from ckpttool.limits import Limits, limited
-from ckpttool.plan import Output, Plan
+from ckpttool.evaluate.ops import GETITEM, OPERATORS
+from ckpttool.evaluate.torch_eval import entry_of, evaluate, load
 
 torch.set_num_threads(1)
 LEAVES = {
@@ -253,7 +252,7 @@ def test_an_integer_does_for_a_float() -> None:
 
 
 def test_an_operator_of_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interpret, "problem", lambda name: None)
+    monkeypatch.setattr(torch_eval, "problem", lambda name: None)
     with pytest.raises(CkptError, match="this torch has no operator"):
         evaluate(Op("aten.nowhere.default", (X,)), LEAVES.__getitem__)
 
@@ -370,5 +369,5 @@ def test_as_strided_counts_the_elements_of_its_tensor_wherever_they_lie(view: st
 
 
 def test_the_list_is_read_without_torch() -> None:
-    code = "import ckpttool.evaluate.operators, sys; sys.exit('torch' in sys.modules)"
+    code = "import ckpttool.evaluate.ops, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpttool.checkpoint import Lazy, Part, Span, Storage, TensorEntry, in_row_major
-from ckpttool.evaluate import parts
-from ckpttool.evaluate.parts import across, concatenated, in_own_storage, window
+from ckpttool.core.checkpoint import Lazy, Part, Span, Storage, TensorEntry, in_row_major
+from ckpttool.evaluate import chunks
+from ckpttool.evaluate.chunks import across, concatenated, in_own_storage, window
 from ckpttool.io.ranges import read_all
 
 
@@ -83,11 +83,11 @@ def test_windows_of_one_tensor_are_made_of_one_computation() -> None:
         assert b"".join(bytes(read_all(cut.data)) for cut in cuts) == data
         assert computed == 1
     del cuts
-    assert not parts._kept
+    assert not chunks._kept
 
 
 def test_what_is_kept_for_other_windows_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "_KEPT", 250)
+    monkeypatch.setattr(chunks, "_KEPT", 250)
     made: list[str] = []
 
     def compute(name: str) -> Iterator[bytes]:
@@ -101,6 +101,6 @@ def test_what_is_kept_for_other_windows_is_bounded(monkeypatch: pytest.MonkeyPat
     for at in range(4):
         for one in both:
             read_all(concatenated([window(one, 50 * at, 50)]).data)
-            assert sum(lazy.length for lazy in parts._kept) <= 250
+            assert sum(lazy.length for lazy in chunks._kept) <= 250
     assert made.count("a") == 1
     assert made.count("b") == 4

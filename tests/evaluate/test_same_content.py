@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
+from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.evaluate.compare import fingerprints, verify
 from command import Run
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from ckpttool.cli.app import main
 from ckpttool.evaluate.statistics import Statistics, statistics
-from ckpttool.live.section import section_of
+from ckpttool.live.model import section_of
 from files import run_measured
 
 FLOATS = (

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.checkpoint import Lazy, Span, Storage, TensorEntry
-from ckpttool.dtypes import BY_NAME, itemsize
-from ckpttool.evaluate import with_numpy, with_torch
+from ckpttool.core.checkpoint import Lazy, Span, Storage, TensorEntry
+from ckpttool.core.dtypes import BY_NAME, itemsize
+from ckpttool.evaluate import numpy_eval, torch_eval
 from files import run_measured
 from places import ROOT
 
-REAL = [name for name in BY_NAME if with_numpy.reader(name) is not None]
+REAL = [name for name in BY_NAME if numpy_eval.reader(name) is not None]
 SMALL = [name for name in REAL if itemsize(name) <= 2 and name != "bool"]
 
 
@@ -38,7 +38,7 @@ def same(ours: np.ndarray, theirs: torch.Tensor) -> bool:
 def test_every_pattern_is_the_number_that_torch_reads(dtype: str) -> None:
     size = itemsize(dtype)
     data = np.arange(256**size, dtype=f"<u{size}").tobytes()
-    read = with_numpy.reader(dtype)
+    read = numpy_eval.reader(dtype)
     assert read is not None
     assert same(read(data), tensor(data, dtype))
 
@@ -76,8 +76,8 @@ def test_differences_are_said_as_torch_says_them(dtype: str) -> None:
     @given(st.lists(st.tuples(patterns(dtype), patterns(dtype)), min_size=1, max_size=6), tolerances, tolerances)
     def agree(pairs: list[tuple[bytes, bytes]], rtol: float, atol: float) -> None:
         left, right = (b"".join(side) for side in zip(*pairs))
-        said = with_torch.difference(tensor(left, dtype), tensor(right, dtype), rtol, atol)
-        found = with_numpy.difference(dtype, cut(left), cut(right), rtol, atol)
+        said = torch_eval.difference(tensor(left, dtype), tensor(right, dtype), rtol, atol)
+        found = numpy_eval.difference(dtype, cut(left), cut(right), rtol, atol)
         assert (found and found.text) == said
         if found is not None and (rtol, atol) == (0.0, 0.0):
             far, differing = sum(count for _, count in found.spread), found.text.partition(" of ")[0]
@@ -100,8 +100,8 @@ def test_whole_numbers_are_within_a_tolerance_as_python_counts(dtype: str) -> No
         other = min(max(one + step, info.min), info.max)
         near = other.to_bytes(len(pattern), "little", signed=signed)
         for found in (
-            with_numpy.difference(dtype, [pattern], [near], 0.0, atol),
-            with_torch.difference(tensor(pattern, dtype), tensor(near, dtype), 0.0, atol),
+            numpy_eval.difference(dtype, [pattern], [near], 0.0, atol),
+            torch_eval.difference(tensor(pattern, dtype), tensor(near, dtype), 0.0, atol),
         ):
             assert (found is None) == (abs(one - other) <= atol)
 
@@ -131,19 +131,19 @@ def test_views_are_gathered_as_torch_gathers_them(
     )
     numbers = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).view(200, size)
     want = numbers.as_strided((*shape, size), (*(s * size for s in stride), 1), entry.offset * size)
-    assert bytes(with_numpy.gathered(entry)) == bytes(with_torch.to_bytes(want))
+    assert bytes(numpy_eval.gathered(entry)) == bytes(torch_eval.to_bytes(want))
     tile = data.draw(st.integers(1, 100))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(with_numpy, "TILE", tile)
-        tiles = list(with_numpy.in_order(entry))
-    assert b"".join(tiles) == bytes(with_torch.to_bytes(want))
+        patch.setattr(numpy_eval, "TILE", tile)
+        tiles = list(numpy_eval.in_order(entry))
+    assert b"".join(tiles) == bytes(torch_eval.to_bytes(want))
     assert max(map(len, tiles)) <= max(tile, size)
 
 
 _BIG = """
 import os, sys
-from ckpttool.checkpoint import Span, Storage, TensorEntry
-from ckpttool.evaluate.parts import row_major
+from ckpttool.core.checkpoint import Span, Storage, TensorEntry
+from ckpttool.evaluate.chunks import row_major
 from ckpttool.io.pieces import Piece
 from ckpttool.io.ranges import stream
 path, side = sys.argv[1], int(sys.argv[2])
@@ -161,7 +161,7 @@ def test_a_large_matrix_is_transposed_in_tiles(tmp_path: Path) -> None:
     with open(path, "wb") as file:
         file.truncate(4 * side * side)
     _, peak = run_measured([sys.executable, "-c", _BIG, str(path), str(side)], ROOT)
-    assert peak < 3 * with_numpy.TILE + (60 << 20)
+    assert peak < 3 * numpy_eval.TILE + (60 << 20)
 
 
 FLOATS = ["float64", "float32", "float16", "bfloat16"]
@@ -182,17 +182,17 @@ def test_casts_round_as_torch_does(old: str, new: str) -> None:
         half = [torch.nextafter(n, torch.tensor(float(way)).double()) for n in near for way in ("inf", "-inf")]
         half += [(n[:-1] + n[1:]) / 2 for n in near]
         numbers = torch.cat([made, *near, *half]).to(getattr(torch, old))
-        data = random.Random(1).randbytes(size << 17) + bytes(with_torch.to_bytes(numbers))
-    change = with_numpy.cast(old, new)
+        data = random.Random(1).randbytes(size << 17) + bytes(torch_eval.to_bytes(numbers))
+    change = numpy_eval.cast(old, new)
     assert change is not None
     mine, want = tensor(bytes(change(data)), new), tensor(data, old).to(getattr(torch, new))
     numbers = ~want.isnan()
     assert torch.equal(mine.isnan(), want.isnan())
-    assert with_torch.same_bits(mine[numbers], want[numbers])
+    assert torch_eval.same_bits(mine[numbers], want[numbers])
 
 
 def test_strides_that_lead_outside_are_an_error() -> None:
     lazy = Storage(Lazy(8, lambda: [bytes(8)]))
     for shape, stride, offset in [((3,), (1,), 0), ((2,), (-1,), 0), ((2, 2), (1, 1), 1)]:
         with pytest.raises(ValueError, match=r"incompatible|too small|offset"):
-            with_numpy.gathered(TensorEntry("w", "float32", shape, stride, offset, lazy))
+            numpy_eval.gathered(TensorEntry("w", "float32", shape, stride, offset, lazy))

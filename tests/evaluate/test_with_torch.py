@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool.checkpoint import ExtraEntry, Lazy, Span, Storage, TensorEntry
-from ckpttool.errors import CkptError, Refused
-from ckpttool.evaluate import with_torch
-from ckpttool.evaluate.interpret import evaluate
-from ckpttool.expression import Op, Ref, Special
+from ckpttool.core.checkpoint import ExtraEntry, Lazy, Span, Storage, TensorEntry
+from ckpttool.core.errors import CkptError, Refused
+from ckpttool.core.expression import Op, Ref, Special
+from ckpttool.evaluate import torch_eval
+from ckpttool.evaluate.torch_eval import evaluate
 from files import content
 
 torch.set_num_threads(1)
@@ -34,7 +34,7 @@ def stored(tensor: torch.Tensor, folder: Path, key: str = "x") -> TensorEntry:
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return (left.dtype, left.shape) == (right.dtype, right.shape) and with_torch.same_bits(left, right)
+    return (left.dtype, left.shape) == (right.dtype, right.shape) and torch_eval.same_bits(left, right)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -43,8 +43,8 @@ def test_entries_are_loaded_as_they_lie(tmp_path: Path, dtype: torch.dtype) -> N
     views = (whole, whole.t(), whole[1:3, ::2], whole[2, 3], whole[:0], whole[:1].expand(5, 6))
     for number, view in enumerate(views):
         entry = stored(view, tmp_path, f"x{number}")
-        assert same(with_torch.load(entry), view)
-        assert bytes(with_torch.to_bytes(with_torch.load(entry))) == bytes(with_torch.to_bytes(view))
+        assert same(torch_eval.load(entry), view)
+        assert bytes(torch_eval.to_bytes(torch_eval.load(entry))) == bytes(torch_eval.to_bytes(view))
 
 
 X = torch.arange(24, dtype=torch.float32).reshape(4, 6)
@@ -64,9 +64,9 @@ EXPRESSIONS: dict[str, tuple[Any, torch.Tensor]] = {
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_expressions_give_what_torch_gives(tmp_path: Path, name: str) -> None:
     source, expected = EXPRESSIONS[name]
-    entry = with_torch.entry_of("new", source, {"x": stored(X, tmp_path)})
+    entry = torch_eval.entry_of("new", source, {"x": stored(X, tmp_path)})
     assert (entry.key, entry.shape, entry.dtype) == ("new", expected.shape, str(expected.dtype).removeprefix("torch."))
-    assert same(with_torch.load(entry), expected.contiguous())
+    assert same(torch_eval.load(entry), expected.contiguous())
 
 
 VIEWS: dict[str, tuple[Any, bool]] = {
@@ -86,14 +86,14 @@ VIEWS: dict[str, tuple[Any, bool]] = {
 def test_views_stay_views_of_their_storage(tmp_path: Path, name: str) -> None:
     source, is_view = VIEWS[name]
     whole = stored(torch.cat([torch.zeros(1, 6), X])[1:], tmp_path)
-    entry = with_torch.entry_of("new", source, {"x": whole})
+    entry = torch_eval.entry_of("new", source, {"x": whole})
     assert (entry.storage is whole.storage) == is_view
-    assert same(with_torch.load(entry), evaluate(source, lambda key: X).resolve_conj().contiguous())
+    assert same(torch_eval.load(entry), evaluate(source, lambda key: X).resolve_conj().contiguous())
 
 
 def test_a_computed_entry_is_not_computed_before_it_is_written(tmp_path: Path) -> None:
     entry = stored(X, tmp_path)
-    computed = with_torch.entry_of("new", Op("aten.neg.default", (Ref("x"),)), {"x": entry})
+    computed = torch_eval.entry_of("new", Op("aten.neg.default", (Ref("x"),)), {"x": entry})
     assert isinstance(computed.storage, Storage)
     assert isinstance(computed.storage.data, Lazy)
     (tmp_path / "x.bin").unlink()
@@ -123,7 +123,7 @@ FORBIDDEN = [
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_operators_that_are_no_functions_of_tensors(tmp_path: Path, name: str) -> None:
     with pytest.raises(CkptError, match="not an operator that a plan may hold"):
-        with_torch.entry_of("new", Op(name, (Ref("x"), str(tmp_path / "written"))), {"x": stored(X, tmp_path)})
+        torch_eval.entry_of("new", Op(name, (Ref("x"), str(tmp_path / "written"))), {"x": stored(X, tmp_path)})
     assert not (tmp_path / "written").exists()
 
 
@@ -144,7 +144,7 @@ UNFIT: dict[str, Any] = {
 @pytest.mark.parametrize("name", UNFIT)
 def test_operators_that_do_not_fit_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(Refused, match="does not fit"):
-        with_torch.entry_of("new", UNFIT[name], {"x": stored(X, tmp_path)})
+        torch_eval.entry_of("new", UNFIT[name], {"x": stored(X, tmp_path)})
 
 
 @pytest.mark.parametrize(
@@ -153,32 +153,32 @@ def test_operators_that_do_not_fit_are_refused(tmp_path: Path, name: str) -> Non
 def test_words_that_torch_does_not_know(tmp_path: Path, argument: Special) -> None:
     source = Op("aten._to_copy.default", (Ref("x"),), (("dtype", argument),))
     with pytest.raises(CkptError, match="torch has no"):
-        with_torch.entry_of("new", source, {"x": stored(X, tmp_path)})
+        torch_eval.entry_of("new", source, {"x": stored(X, tmp_path)})
 
 
 def test_several_tensors_are_no_tensor(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match="not a tensor"):
-        with_torch.entry_of("new", Op("aten.split.Tensor", (Ref("x"), 2)), {"x": stored(X, tmp_path)})
+        torch_eval.entry_of("new", Op("aten.split.Tensor", (Ref("x"), 2)), {"x": stored(X, tmp_path)})
 
 
 def test_nothing_is_computed_from_what_is_no_dense_tensor() -> None:
     sparse = TensorEntry("x", "float32", (2,), (), 0, None, "sparse_coo")
     for entry, said in (sparse, "sparse_coo"), (ExtraEntry("x", value=3), "not a tensor"):
         with pytest.raises(Refused, match=said):
-            with_torch.entry_of("new", Op("aten.t.default", (Ref("x"),)), {"x": entry})
+            torch_eval.entry_of("new", Op("aten.t.default", (Ref("x"),)), {"x": entry})
 
 
 def test_nothing_is_computed_of_a_dtype_that_torch_has_not(tmp_path: Path) -> None:
     entry = replace(stored(X, tmp_path), dtype="float3")
     with pytest.raises(CkptError, match="this torch has no dtype 'float3'"):
-        with_torch.entry_of("new", Op("aten.t.default", (Ref("x"),)), {"x": entry})
+        torch_eval.entry_of("new", Op("aten.t.default", (Ref("x"),)), {"x": entry})
 
 
 def test_what_begins_inside_of_a_wider_element_is_no_view(tmp_path: Path) -> None:
     entry = stored(torch.arange(9.0)[1:], tmp_path)
-    wide = with_torch.entry_of("new", Op("aten.view.dtype", (Ref("x"), Special("dtype", "int64"))), {"x": entry})
+    wide = torch_eval.entry_of("new", Op("aten.view.dtype", (Ref("x"), Special("dtype", "int64"))), {"x": entry})
     assert wide.storage is not entry.storage
-    assert same(with_torch.load(wide), torch.arange(1.0, 9.0).view(torch.int64))
+    assert same(torch_eval.load(wide), torch.arange(1.0, 9.0).view(torch.int64))
 
 
 def test_arranged_values_leave_gaps_as_they_were(tmp_path: Path) -> None:
@@ -186,11 +186,11 @@ def test_arranged_values_leave_gaps_as_they_were(tmp_path: Path) -> None:
     place = stored(whole[:, 1:3], tmp_path, "place")
     value = stored(torch.tensor([[-1.0, -2, -3], [-4, -5, -6]]).t(), tmp_path, "value")
     assert place.storage is not None
-    arranged = with_torch.arrange(place.storage, [(place, value)])
+    arranged = torch_eval.arrange(place.storage, [(place, value)])
     assert isinstance(arranged.data, Lazy)
     expected = whole.clone()
     expected[:, 1:3] = torch.tensor([[-1.0, -4], [-2, -5], [-3, -6]])
-    assert b"".join(content(arranged.data)) == bytes(with_torch.to_bytes(expected))
+    assert b"".join(content(arranged.data)) == bytes(torch_eval.to_bytes(expected))
 
 
 def test_overlapping_places_with_other_values_are_refused(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_overlapping_places_with_other_values_are_refused(tmp_path: Path) -> Non
     assert whole.storage is not None
     places = [TensorEntry(k, "float32", (3,), (1,), at, whole.storage) for k, at in (("a", 0), ("b", 1))]
     values = [stored(torch.full((3,), v), tmp_path, f"v{v}") for v in (1.0, 2.0)]
-    data = with_torch.arrange(whole.storage, list(zip(places, values))).data
+    data = torch_eval.arrange(whole.storage, list(zip(places, values))).data
     assert isinstance(data, Lazy)
     with pytest.raises(Refused, match="shares memory"):
         list(data.produce())
@@ -218,11 +218,11 @@ DIFFERENT: dict[str, tuple[torch.Tensor, torch.Tensor, str]] = {
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_differences_in_words(name: str) -> None:
     left, right, words = DIFFERENT[name]
-    assert (with_torch.difference(left, right, 0.0, 0.0) or "").startswith(words)
+    assert (torch_eval.difference(left, right, 0.0, 0.0) or "").startswith(words)
 
 
 def test_tolerances() -> None:
     left, right = torch.tensor([1.0, NAN, 0.0]), torch.tensor([1.001, NAN, -0.0])
-    assert with_torch.difference(left, right, 0.0, 0.01) is None
-    assert with_torch.difference(left, right, 0.01, 0.0) is None
-    assert with_torch.difference(left, right, 1e-6, 0.0) == "1 of 3 elements differ, by 0.001 at most"
+    assert torch_eval.difference(left, right, 0.0, 0.01) is None
+    assert torch_eval.difference(left, right, 0.01, 0.0) is None
+    assert torch_eval.difference(left, right, 1e-6, 0.0) == "1 of 3 elements differ, by 0.001 at most"

@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ckpttool.errors import Refused
-from ckpttool.formats.fit import check_in_place
-from ckpttool.formats.open import open_checkpoint
-from ckpttool.formats.table import FORMATS
+from ckpttool.core.errors import Refused
+from ckpttool.formats.compat import check_in_place
+from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.registry import FORMATS
 from command import Run
 
 torch.set_num_threads(1)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ckpttool.checkpoint import Checkpoint, Section
-from ckpttool.formats.form_mark import MARK, read_form, write_form
+from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.formats.remarks import MARK, read_form, write_form
 
 
 def checkpoint(*sections: Section, **metadata: str) -> Checkpoint:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckpttool.cli.app import main
-from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.detect_folder import open_checkpoint
 
 State = dict[str, torch.Tensor]
 INDEX = "model.safetensors.index.json"

@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from ckpttool.errors import CkptError
-from ckpttool.formats.recognise_file import sniff
+from ckpttool.core.errors import CkptError
+from ckpttool.formats.detect import sniff
 
 
 class Doubling(torch.nn.Module):

@@ -9,18 +9,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpttool.errors import CkptError
-from ckpttool.formats.open import open_checkpoint
-from ckpttool.formats.recognise_folder import (
+from ckpttool.core.errors import CkptError
+from ckpttool.formats.detect_folder import (
     beside,
     checkpoint_files,
     companions,
     is_part,
     locate,
+    open_checkpoint,
     states_beside,
     weights_beside,
 )
-from ckpttool.io.safe_path import safe_path
+from ckpttool.io.paths import safe_path
 
 
 def put(folder: Path, *names: str) -> Path:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.detect_folder import open_checkpoint
 
 CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))
 

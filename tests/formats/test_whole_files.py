@@ -17,7 +17,7 @@ from torch.distributed import checkpoint as dcp
 
 import oracle
 import python2
-from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.detect_folder import open_checkpoint
 from command import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -411,9 +411,9 @@ def test_a_file_beside_a_distributed_checkpoint_is_carried_or_refused(run: Run, 
 
 def test_strides_of_later_versions_stay(tmp_path: Path) -> None:
     """torch 2.15 has a sixth property of each tensor in .metadata; a rename leaves it as it is."""
-    from ckpttool.formats.containers.pickle_tree import dumps, loads
-    from ckpttool.formats.dcp.metadata import parse
-    from ckpttool.formats.dcp.write_metadata import spelled
+    from ckpttool.formats.dcp.metadata import parse, spelled
+    from ckpttool.formats.pickle_read import loads
+    from ckpttool.formats.pickle_write import dumps
 
     dcp.save({"w": torch.ones(2, 3)}, checkpoint_id=tmp_path / "folder")
     pickle = loads((tmp_path / "folder" / ".metadata").read_bytes())

@@ -23,13 +23,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckpttool.accepted import _ignores
 from ckpttool.cli import pyproject
 from ckpttool.cli.app import main
+from ckpttool.diffing.baseline import _ignores
+from ckpttool.diffing.options import DiffOptions
 from ckpttool.formats.deepspeed import files
-from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.io import edit_journal, journal, old_files
-from ckpttool.queries.diff.options import DiffOptions
 
 DEEPSPEED = Path(__file__).parents[1] / "data" / "deepspeed-0.19.8"
 Reader = Callable[[bytes], object]

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from ckpttool.errors import CkptError
-from ckpttool.evaluate.interpret import evaluate
-from ckpttool.evaluate.operators import GETITEM, OPERATORS
-from ckpttool.expression import Argument, Op, Ref, Special
-from ckpttool.limits import Limits, limited
+from ckpttool.core.errors import CkptError
+from ckpttool.core.expression import Argument, Op, Ref, Special
+from ckpttool.core.limits import Limits, limited
+from ckpttool.evaluate.ops import GETITEM, OPERATORS
+from ckpttool.evaluate.torch_eval import evaluate
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool", "complex64")
 SHAPES = ((), (0,), (1,), (4,), (3, 4), (4, 3), (3, 3), (2, 3, 4), (1, 1, 8), (1, 1, 4, 4), (2, 2, 2, 2, 2), (2, 0, 3))

@@ -24,24 +24,23 @@ from torch import nn
 
 import in_folders
 from ckpttool.cli.app import main
-from ckpttool.edits.rules import file as rules_file
-from ckpttool.edits.rules.patterns import matches, parse
-from ckpttool.errors import CkptError
-from ckpttool.expression import ARGUMENT
-from ckpttool.formats.containers import json_text, pickle_tree
-from ckpttool.formats.containers.zip_archive import read_archive
+from ckpttool.core.errors import CkptError
+from ckpttool.core.expression import ARGUMENT
+from ckpttool.core.limits import Limits, limited, raised
+from ckpttool.core.names import Names
+from ckpttool.core.plan import Plan
+from ckpttool.core.schema import check
+from ckpttool.formats import pickle_read, strict_json
 from ckpttool.formats.dcp.metadata import parse as parse_metadata
-from ckpttool.formats.huggingface.index_file import read_index
-from ckpttool.formats.huggingface.plan_shards import parse_size
+from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.huggingface import parse_size, read_index
 from ckpttool.formats.manifest import read as read_manifest
-from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.zip_read import read_archive
 from ckpttool.io import sources
-from ckpttool.json_schema import check
-from ckpttool.limits import Limits, limited, raised
-from ckpttool.names import Names
-from ckpttool.naming.wrappers import chain
+from ckpttool.naming import wrappers
 from ckpttool.operands.model import ModelOperand
-from ckpttool.plan import Plan
+from ckpttool.rules import parse as rules_file
+from ckpttool.rules.patterns import matches, parse
 
 DATA = Path(__file__).parents[1] / "data"
 sources._TICK = 0  # nobody else writes to the inputs: a reader need not wait until a change would show
@@ -83,7 +82,7 @@ def _of_file(read: Callable[[str], object], name: str) -> Callable[[bytes], obje
 
 def _strict_json(data: bytes) -> object:
     try:
-        return json_text.loads(data.decode())
+        return strict_json.loads(data.decode())
     except ValueError as error:
         raise CkptError(str(error) or "no JSON", hint="") from None
 
@@ -117,7 +116,7 @@ def _command_line(data: bytes) -> object:
 
 def _options(data: bytes) -> object:
     text = data.decode("utf-8", "replace")
-    for read in (lambda: raised([text]), lambda: parse_size(text), lambda: chain.parse(text)):
+    for read in (lambda: raised([text]), lambda: parse_size(text), lambda: wrappers.parse(text)):
         try:
             read()
         except CkptError:
@@ -181,7 +180,7 @@ def _metadata() -> list[bytes]:
 
 
 _PLAN = {
-    "schema": "ckpttool.plan/1",
+    "schema": "ckpttool.core.plan/1",
     "outputs": [
         {"section": "", "key": "x", "from": {"op": "aten.cat.default", "args": [[{"ref": "a"}], 0], "kwargs": {}}},
         {"section": "m", "key": "y", "from": {"ref": "a"}},
@@ -312,7 +311,7 @@ TARGETS: dict[str, Target] = {
     "rules": Target(_of_file(rules_file.read, "r.toml"), lambda: [_RULES.encode()], _RULE_WORDS),
     "rule": Target(_rule, lambda: [b"a.{x*}.b => {x*}\na.c.b", b"re:(.*)_(\\d+) => \\2\nw_3"], _RULE_WORDS),
     "options": Target(_options, lambda: [b"json_bytes=4G", b"5GB", b"fsdp/compile@layers.{i}"], _RULE_WORDS),
-    "pickle": Target(pickle_tree.loads, _pickles, _PICKLE_WORDS),
+    "pickle": Target(pickle_read.loads, _pickles, _PICKLE_WORDS),
     "dcp metadata": Target(lambda data: parse_metadata(data, "f"), _metadata, _PICKLE_WORDS),
     "zip": Target(_of_file(read_archive, "a.zip"), _torch_files, (b"PK\1\2", b"PK\3\4", b"PK\5\6", b"\xff" * 4)),
     "safetensors": Target(_of_file(open_checkpoint, "s.safetensors"), _safetensors, _JSON_WORDS),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.checkpoint import Span
+from ckpttool.core.checkpoint import Span
 from ckpttool.io.compose import _COPIED, _SENT, LEAST, MOST_PARTS, copied, lengths
 
 MIB, TIB = 1 << 20, 1 << 40

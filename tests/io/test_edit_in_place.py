@@ -24,9 +24,9 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.cli.app import main
-from ckpttool.errors import CkptError
-from ckpttool.formats.table import FORMATS
-from ckpttool.io import edit_in_place, edit_journal, kernel, old_files, patch, temporary
+from ckpttool.core.errors import CkptError
+from ckpttool.formats.registry import FORMATS
+from ckpttool.io import edit_in_place, edit_journal, old_files, patch, reflink, temporary
 from ckpttool.io.journal import Journal
 from command import Run
 from places import DATA
@@ -54,7 +54,7 @@ def moves(folder: Path) -> bool:
         file.write(bytes(8192))
         file.flush()
         try:
-            kernel.fallocate(file.fileno(), patch._INSERT, 0, 4096)
+            reflink.fallocate(file.fileno(), patch._INSERT, 0, 4096)
         except OSError:
             return False
         finally:
@@ -281,8 +281,8 @@ def test_a_machine_that_died_while_the_data_was_moved(source: Path) -> None:
         dies_at("_move", ["remap", str(source), "--rule", f"a.{{x}} => {LONG}{{x}}", "--in-place"])
         with open(source, "r+b") as file:
             added = source.stat().st_size - len(old)
-            kernel.fallocate(file.fileno(), patch._COLLAPSE, 0, added)
-            kernel.fallocate(file.fileno(), patch._INSERT, at, added)
+            reflink.fallocate(file.fileno(), patch._COLLAPSE, 0, added)
+            reflink.fallocate(file.fileno(), patch._INSERT, at, added)
         assert source.read_bytes() != old
         assert main(["undo", str(source)]) == 0
         assert source.read_bytes() == old
@@ -445,7 +445,7 @@ def test_shards_of_which_one_cannot_be_edited_are_written_anew(
     state = {"a.w": torch.arange(9_000.0), "a.b": torch.arange(9_000.0) + 1}
     save_file(state, "in.safetensors")
     assert run("remap", "in.safetensors", "-o", "m/", "--max-shard-size", "40KB")[0] == 0
-    real, moved = kernel.fallocate, []
+    real, moved = reflink.fallocate, []
 
     def fallocate(descriptor: int, mode: int, start: int, length: int) -> None:
         moved.append(mode)
@@ -453,7 +453,7 @@ def test_shards_of_which_one_cannot_be_edited_are_written_anew(
             raise OSError(errno.EOPNOTSUPP, "not here")
         real(descriptor, mode, start, length)
 
-    monkeypatch.setattr(kernel, "fallocate", fallocate)
+    monkeypatch.setattr(reflink, "fallocate", fallocate)
     assert way(run, Path("m"), f"a.{{x}} => {LONG}{{x}}")["way"] == "copied"
     found = {key: value for path in Path("m").glob("*.safetensors") for key, value in load_file(path).items()}
     assert found.keys() == {LONG + "w", LONG + "b"}

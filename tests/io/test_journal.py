@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
 from ckpttool.io import journal
 from ckpttool.io.journal import NEW, OLD, Journal
 from ckpttool.io.temporary import JOURNAL

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.checkpoint import Lazy, Span
-from ckpttool.io import kernel, patch
+from ckpttool.core.checkpoint import Lazy, Span
+from ckpttool.io import patch, reflink
 from ckpttool.io.patch import Patch
 from ckpttool.io.pieces import Piece
 
@@ -67,7 +67,7 @@ def test_a_patch_makes_what_its_pieces_say_and_its_way_back_undoes_it(
             number = 0
         if number:  # not by whole blocks, or not here
             assert is_moved
-            assert number in kernel.NOT_HERE
+            assert number in reflink.NOT_HERE
             assert path.read_bytes() == content
             return
         assert path.read_bytes() == wanted
@@ -130,7 +130,7 @@ def dying(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
 
     counted(os, "write", os.write)
     counted(os, "ftruncate", os.ftruncate)
-    counted(kernel, "fallocate", kernel.fallocate)
+    counted(reflink, "fallocate", reflink.fallocate)
 
 
 @pytest.mark.parametrize("left", [1, 2, 3, 4])

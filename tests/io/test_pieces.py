@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpttool.checkpoint import Lazy, Span
+from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.io.pieces import Held, Piece
 
 URL = "s3://bucket/out"

@@ -20,12 +20,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpttool.checkpoint import Lazy, Span
 from ckpttool.cli.app import main
-from ckpttool.errors import CkptError
-from ckpttool.evaluate.with_torch import load
-from ckpttool.formats.open import open_checkpoint
-from ckpttool.io import journal, switch, temporary, write_folder
+from ckpttool.core.checkpoint import Lazy, Span
+from ckpttool.core.errors import CkptError
+from ckpttool.evaluate.torch_eval import load
+from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.io import atomic_replace, journal, temporary, write_folder
 from ckpttool.io.pieces import Piece
 from ckpttool.io.write_file import write
 
@@ -196,7 +196,7 @@ def test_a_source_that_is_gone_or_another_file_by_the_time_is_noticed(source: Pa
 def test_verify_notices_a_disk_that_holds_other_bytes(
     source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    puts = switch.put
+    puts = atomic_replace.put
 
     def damaging(staged: Path, place: Path, *, replace: bool) -> None:
         with staged.open("r+b") as file:
@@ -274,7 +274,7 @@ def test_a_journal_that_leads_elsewhere_is_refused(tmp_path: Path, put: object) 
     (dead / "new").mkdir(parents=True)
     (dead / temporary.JOURNAL).write_text(json.dumps({"put": [put], "remove": []}))
     with pytest.raises(CkptError, match="leads out"):
-        journal.settle(tmp_path)
+        journal.recover(tmp_path)
 
 
 def test_a_journal_that_is_deeper_than_python_goes_is_refused(tmp_path: Path) -> None:

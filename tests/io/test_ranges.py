@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.checkpoint import Lazy, Span
-from ckpttool.errors import CkptError
+from ckpttool.core.checkpoint import Lazy, Span
+from ckpttool.core.errors import CkptError
 from ckpttool.io.pieces import Piece
 from ckpttool.io.ranges import CHUNK, digest_on_disk, read_all, read_spans, same_data
 from ckpttool.io.write_file import BLOCK, write

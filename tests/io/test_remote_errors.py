@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fsspec.exceptions import FSTimeoutError
 
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
 from ckpttool.io.remote.errors import CameShort, SendsTooMuch, answered, is_failure, is_passing, patiently
 
 

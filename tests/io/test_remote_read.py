@@ -13,11 +13,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
 from ckpttool.io import files
-from ckpttool.io.remote import kept, read
-from ckpttool.io.remote.kept import Kept, Stat
-from ckpttool.io.remote.read import Stream, open_file
+from ckpttool.io.remote import read
+from ckpttool.io.remote.read import Kept, Stat, Stream, open_file
 
 DATA = os.urandom(3_001)
 URL = "memory://reads/data"
@@ -36,12 +35,12 @@ STEPS = st.one_of(
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A file of many blocks, of which few are kept, and nothing of what other tests read."""
     nothing = Kept()
-    monkeypatch.setattr(kept, "kept", nothing)
+    monkeypatch.setattr(read, "kept", nothing)
     monkeypatch.setattr(read, "kept", nothing)
     for own, value in (("BLOCK", 64), ("PART", 300), ("_LARGE", 512), ("_SMALL_GAP", 20), ("_MAX_RUN", 4)):
         monkeypatch.setattr(read, own, value)
-    monkeypatch.setattr(kept, "_MAX_BLOCKS", 9)
-    monkeypatch.setattr(kept, "_MAX_AHEAD", 700)
+    monkeypatch.setattr(read, "_MAX_BLOCKS", 9)
+    monkeypatch.setattr(read, "_MAX_AHEAD", 700)
     fsspec.filesystem("memory").pipe_file("/reads/data", DATA)
     yield
     read.forget(URL)
@@ -71,29 +70,29 @@ def test_any_reads_in_any_order_give_the_bytes_of_the_file(steps: list[tuple[str
             found = file.read(asked)
             assert found == (DATA[at:] if asked < 0 else DATA[at : at + asked])
             at += len(found)
-        assert len(kept.kept.blocks) <= 9
+        assert len(read.kept.blocks) <= 9
 
 
 def test_what_is_read_in_order_is_asked_for_in_longer_and_longer_runs() -> None:
     """Blocks of 64 bytes, one, two, four and then four at a time; a place elsewhere begins with one again."""
-    file, before = open_file(URL), kept.kept.requests[URL]
+    file, before = open_file(URL), read.kept.requests[URL]
     for at in range(64 * 11):
         assert file.read_at(at, 1) == DATA[at : at + 1]
-    assert kept.kept.requests[URL] - before == 4
-    fetched = kept.kept.fetched[URL]
+    assert read.kept.requests[URL] - before == 4
+    fetched = read.kept.fetched[URL]
     file.read_at(2_000, 1)
-    assert kept.kept.fetched[URL] - fetched == 64
+    assert read.kept.fetched[URL] - fetched == 64
 
 
 def test_ranges_that_are_close_are_asked_for_as_one() -> None:
     for gap, requests in ((20, 1), (21, 2), (-5, 1)):
         read.forget(URL)
-        file, before = open_file(URL), kept.kept.requests[URL]
+        file, before = open_file(URL), read.kept.requests[URL]
         file.prefetch([(100 + 30 + gap, 30), (100, 30)])
-        assert kept.kept.requests[URL] - before == requests
+        assert read.kept.requests[URL] - before == requests
         file.read_at(105, 20), file.read_at(100 + 30 + gap, 30)
         file.prefetch([(100, 30), (110, 10), (5_000, 10)])
-        assert kept.kept.requests[URL] - before == requests
+        assert read.kept.requests[URL] - before == requests
 
 
 def test_a_file_that_ends_before_its_size_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +117,10 @@ def test_only_what_did_not_come_is_asked_for_again(monkeypatch: pytest.MonkeyPat
             raise passing.pop()
         return plain(own, path, start, end)
 
-    file, before = open_file(URL), kept.kept.requests[URL]
+    file, before = open_file(URL), read.kept.requests[URL]
     monkeypatch.setattr(MemoryFileSystem, "cat_file", flaky)
     file.prefetch([(0, 30), (1_000, 30), (2_000, 30)])
-    assert kept.kept.requests[URL] - before == 4
+    assert read.kept.requests[URL] - before == 4
     assert file.read_at(1_000, 30) == DATA[1_000:1_030]
 
 
@@ -137,9 +136,9 @@ def test_how_files_begin_is_kept_of_those_that_answer() -> None:
         fs.rm("/reads/heads/gone")
         fs.pipe_file("/reads/heads/shorter", b"short")
         read.look_ahead({urls[name]: 100 for name in ("good", "empty", "gone", "shorter")})
-        assert {*kept.kept.heads} == {urls["good"]}
+        assert {*read.kept.heads} == {urls["good"]}
         read.look_ahead({urls["late"]: 100})
-        assert {*kept.kept.heads} == {urls["good"]}
+        assert {*read.kept.heads} == {urls["good"]}
         fs.pipe_file("/reads/heads/late", DATA)
         for name in ("good", "late"):
             assert open_file(urls[name]).read_at(0, 100) == DATA[:100]
@@ -159,7 +158,7 @@ def test_what_nobody_knows_any_more_is_not_unchanged() -> None:
 def test_what_is_no_file_is_not_opened() -> None:
     with pytest.raises(CkptError, match="is a folder, not a file"):
         open_file("memory://reads")
-    kept.kept.stats["memory://reads/endless"] = Stat(False, None)
+    read.kept.stats["memory://reads/endless"] = Stat(False, None)
     with pytest.raises(CkptError, match="does not say how long it is"):
         open_file("memory://reads/endless")
     assert not files.is_file("memory://reads")

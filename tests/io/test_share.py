@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpttool.checkpoint import Span
+from ckpttool.core.checkpoint import Span
 from ckpttool.io.pieces import Piece
 from ckpttool.io.write_file import write
 from command import Run

@@ -18,16 +18,16 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load, save, save_file
 
 import ckpttool
-from ckpttool.checkpoint import Span
-from ckpttool.edits.cost import Verified
-from ckpttool.errors import CkptError
-from ckpttool.evaluate.with_torch import load as load_entry
-from ckpttool.io import compose, object_crc
+from ckpttool.core.checkpoint import Span
+from ckpttool.core.errors import CkptError
+from ckpttool.evaluate.torch_eval import load as load_entry
+from ckpttool.io import compose
 from ckpttool.io.compose import Upload
 from ckpttool.io.pieces import Crc, Piece, Pieces
 from ckpttool.io.remote import errors, read
 from ckpttool.io.remote.read import BLOCK
 from ckpttool.io.write_remote import write
+from ckpttool.remapping.write import Verified
 from command import Run
 from places import ROOT
 from remote_servers import Received, web_server
@@ -428,21 +428,21 @@ def test_crcs_prove_a_range_where_it_is_the_same(bucket: Any, seed: int, monkeyp
     for own, data in (("source", before + span + after), ("same", head + span + tail), ("other", bytes(wrong))):
         write([Piece(data)], f"s3://{name}/{own}")
     runs: list[Pieces | Span] = [[Piece(head)], Span(f"s3://{name}/source", len(before), len(span)), [Piece(tail)]]
-    assert object_crc.is_copied(runs, f"s3://{name}/same")
-    assert not object_crc.is_copied(runs, f"s3://{name}/other")
+    assert compose.is_copied(runs, f"s3://{name}/same")
+    assert not compose.is_copied(runs, f"s3://{name}/other")
     if seed:
         return
     with monkeypatch.context() as patched:
-        patched.setattr(object_crc, "_MOST", len(head) - 1)  # more would be read than it is worth
-        assert not object_crc.is_copied(runs, f"s3://{name}/same")
+        patched.setattr(compose, "_MOST", len(head) - 1)  # more would be read than it is worth
+        assert not compose.is_copied(runs, f"s3://{name}/same")
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "awscrt.checksums", None)
-        assert not object_crc.is_copied(runs, f"s3://{name}/same")
-    assert not object_crc.is_copied([*runs, *runs[1:2]], f"s3://{name}/same")
+        assert not compose.is_copied(runs, f"s3://{name}/same")
+    assert not compose.is_copied([*runs, *runs[1:2]], f"s3://{name}/same")
     fs.pipe_file(f"{name}/same", head + span + tail)  # anew: another tag, and no such checksum
-    assert not object_crc.is_copied(runs, f"s3://{name}/same")
+    assert not compose.is_copied(runs, f"s3://{name}/same")
     read.forget(f"s3://{name}/same")
-    assert not object_crc.is_copied(runs, f"s3://{name}/same")
+    assert not compose.is_copied(runs, f"s3://{name}/same")
 
 
 # Requests that fail

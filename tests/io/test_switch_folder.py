@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from ckpttool.errors import CkptError
-from ckpttool.io import kernel, temporary
-from ckpttool.io.journal import settle
+from ckpttool.core.errors import CkptError
+from ckpttool.io import reflink, temporary
+from ckpttool.io.journal import recover
 from ckpttool.io.pieces import Files, Piece
-from ckpttool.io.switch_folder import Change, _can_move
-from ckpttool.io.write_folder import write_folder
+from ckpttool.io.write_folder import Change, _can_move, write_folder
 
 NEW: Files = {"sub/shard": [Piece(b"new")], "index": [Piece(b"new")]}
 BEFORE = {"index": "old", "sub/shard": "old", "sub/note": "mine", "log/deep/a": "mine", "README": "mine"}
@@ -55,7 +54,7 @@ def saying(number: int) -> Callable[..., None]:
 def test_where_folders_cannot_change_places_it_is_done_under_a_journal(
     folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, fsync: bool
 ) -> None:
-    monkeypatch.setattr(kernel, "renameat2", saying(number))
+    monkeypatch.setattr(reflink, "renameat2", saying(number))
     there = folder.stat().st_ino
     write_folder(NEW, str(folder), fsync=fsync)
     assert texts(folder) == AFTER
@@ -65,7 +64,7 @@ def test_where_folders_cannot_change_places_it_is_done_under_a_journal(
 @pytest.mark.parametrize("call", ["renameat2", "link", "mkdir"])
 def test_any_other_fault_leaves_it_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     if call == "renameat2":
-        monkeypatch.setattr(kernel, call, saying(errno.EIO))
+        monkeypatch.setattr(reflink, call, saying(errno.EIO))
     else:
         plain = getattr(os, call)
 
@@ -91,14 +90,14 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]
     """Does something once all that stays is in the new folder too, before the two change places."""
 
     def set_up(do: Callable[[], object]) -> None:
-        plain, todo = kernel.renameat2, [do]
+        plain, todo = reflink.renameat2, [do]
 
         def exchanging(*args: Any) -> None:
             while todo:
                 todo.pop()()
             plain(*args)
 
-        monkeypatch.setattr(kernel, "renameat2", exchanging)
+        monkeypatch.setattr(reflink, "renameat2", exchanging)
 
     return set_up
 
@@ -141,8 +140,8 @@ def test_every_folder_is_flushed_before_and_after_the_switch(
         done.append("=>")
         exchange(*args)
 
-    exchange = kernel.renameat2
-    monkeypatch.setattr(kernel, "renameat2", exchanging)
+    exchange = reflink.renameat2
+    monkeypatch.setattr(reflink, "renameat2", exchanging)
     monkeypatch.setattr(os, "fsync", noted)
     write_folder(NEW, str(folder), fsync=fsync)
     if not fsync:
@@ -180,13 +179,13 @@ def test_what_cannot_be_taken_along_is_not_left_behind(
 
     meanwhile(other)
     if not back:
-        plain, calls = kernel.renameat2, []
+        plain, calls = reflink.renameat2, []
 
         def once(*args: Any) -> None:
             calls.append(args)
             plain(*args) if len(calls) == 1 else saying(errno.EIO)()
 
-        monkeypatch.setattr(kernel, "renameat2", once)
+        monkeypatch.setattr(reflink, "renameat2", once)
     with pytest.raises(CkptError) as raised:
         write_folder(NEW, str(folder))
     if back:
@@ -201,7 +200,7 @@ def test_what_cannot_be_taken_along_is_not_left_behind(
 def test_where_not_even_going_back_is_possible_the_next_command_finishes_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "renameat2", saying(errno.ENOSYS))
+    monkeypatch.setattr(reflink, "renameat2", saying(errno.ENOSYS))
     plain = os.rename
 
     def failing(old: Any, new: Any) -> None:
@@ -216,10 +215,10 @@ def test_where_not_even_going_back_is_possible_the_next_command_finishes_it(
     with pytest.raises(CkptError, match="half replaced, which cannot be finished now: Input/output error"):
         write_folder(NEW, str(folder))
     with pytest.raises(CkptError, match="half replaced, which cannot be finished now: Input/output error"):
-        settle(folder)
+        recover(folder)
     monkeypatch.undo()
     assert not (folder / "index").exists()
-    settle(folder)
+    recover(folder)
     assert (texts(folder), names(folder)) == (AFTER, ["m"])
 
 

@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpttool.cli.app import main
-from ckpttool.errors import CkptError
-from ckpttool.io import edit_journal, journal, kernel, patch, temporary
+from ckpttool.core.errors import CkptError
+from ckpttool.io import edit_journal, journal, patch, reflink, temporary
 from ckpttool.io.journal import Journal
 from ckpttool.io.ranges import digest_on_disk
-from ckpttool.io.switch_folder import _can_move
 from ckpttool.io.temporary import JOURNAL, me
+from ckpttool.io.write_folder import _can_move
 
 AS_ROOT = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can be another user")
 DEAD = replace(me(), pid=1 << 23)
@@ -86,7 +86,7 @@ def test_litter_beside_the_journal_of_an_edit(tmp_path: Path) -> None:
     patch.apply(descriptor, change.patch, fsync=False)
     os.close(descriptor)
     (tmp_path / name(DEAD)).write_text("litter")
-    journal.settle(tmp_path)
+    journal.recover(tmp_path)
     assert os.listdir(tmp_path) == ["in.safetensors"]
     assert (tmp_path / "in.safetensors").read_bytes() == old
     edit_journal.go_back(tmp_path / name(DEAD, "edit"))
@@ -101,7 +101,7 @@ def test_what_another_process_finishes_meanwhile_is_finished(tmp_path: Path, mon
         return plain(*args)
 
     monkeypatch.setattr(temporary, "is_dead", faster)
-    journal.settle(tmp_path)
+    journal.recover(tmp_path)
     assert os.listdir(tmp_path) == []
 
 
@@ -189,16 +189,16 @@ def test_what_another_user_began_is_left_to_that_user(tmp_path: Path) -> None:
     staging = begun(tmp_path, {"in.safetensors": b"x"})
     os.chown(staging, OTHER, -1)
     with pytest.raises(CkptError, match=rf"an interrupted edit of another user \(number {OTHER}\)"):
-        journal.settle(tmp_path)
+        journal.recover(tmp_path)
     (staging / JOURNAL).unlink()
-    journal.settle(tmp_path)
+    journal.recover(tmp_path)
     assert staging.exists()
     staging.rename(tmp_path / "moved")
     edit = tmp_path / name(DEAD, "edit")
     edit.write_bytes(edit_journal._text([]))
     os.chown(edit, OTHER, -1)
     with pytest.raises(CkptError, match=rf"an interrupted edit of another user \(number {OTHER}\)"):
-        journal.settle(tmp_path)
+        journal.recover(tmp_path)
     assert edit.exists()
     assert len((tmp_path / "in.safetensors").read_bytes()) > 1
 
@@ -243,7 +243,7 @@ def test_without_the_calls_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "platform", "other")
     for call in ("posix_fadvise", "geteuid", "sysconf", "SEEK_HOLE"):
         monkeypatch.delattr(os, call, raising=False)
-    assert kernel.memory() == sys.maxsize
+    assert reflink.memory() == sys.maxsize
     save_file({"a.w": torch.arange(400_000.0), "b": torch.ones(3)}, "in.safetensors")
     long = "z." + "a.much.longer.name." * 300
     for rule, out in (("a.{x} => z.{x}", ["-o", "out.safetensors", "--verify"]), ("a.{x} => y.{x}", ["--in-place"])):
@@ -264,8 +264,8 @@ def test_a_call_that_the_library_of_the_system_lacks_is_said() -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("of Linux")
     with pytest.raises(OSError, match="not implemented") as raised:
-        kernel._call("no_such_call", 1)
-    assert raised.value.errno in kernel.NOT_HERE
+        reflink._call("no_such_call", 1)
+    assert raised.value.errno in reflink.NOT_HERE
 
 
 def test_a_signal_that_comes_twice_ends_a_wait_for_the_network_and_nothing_else() -> None:

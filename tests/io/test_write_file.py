@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.checkpoint import Lazy, Span
-from ckpttool.errors import CkptError
-from ckpttool.io import files, kernel, sources, work
+from ckpttool.core.checkpoint import Lazy, Span
+from ckpttool.core.errors import CkptError
+from ckpttool.io import files, progress, reflink, sources
+from ckpttool.io.atomic_replace import put
 from ckpttool.io.files import opened
 from ckpttool.io.pieces import LEAST, Crc, Piece, Ready
 from ckpttool.io.ranges import CHUNK, same_bytes
-from ckpttool.io.switch import put
 from ckpttool.io.write_file import FLUSHED, failing, preflight, put_ready, write
 from files import run_measured
 
@@ -55,7 +55,7 @@ def test_room_is_asked_for_before_a_byte_is_written(
     def refused(*_: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(kernel, "fallocate", refused)
+    monkeypatch.setattr(reflink, "fallocate", refused)
     pieces = [Piece(Span(str(source), 0, source.stat().st_size))] * (1 + LEAST // CHUNK)
     if number in (errno.ENOSPC, errno.EIO):
         monkeypatch.setattr(os, "write", None)
@@ -71,7 +71,7 @@ def test_what_is_flushed_is_begun_to_be_written_back(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(kernel, "write_back", lambda _, offset, length: asked.append((offset, length)))
+    monkeypatch.setattr(reflink, "write_back", lambda _, offset, length: asked.append((offset, length)))
     pieces = [Piece(Span(str(source), 0, 3 * CHUNK))] * 40
     write(pieces, str(tmp_path / "without"), fsync=False)
     assert not asked
@@ -89,10 +89,10 @@ def test_an_output_leaves_a_part_of_the_memory_in_the_page_cache(
     """
     pieces = [Piece(Span(str(source), 0, 3 * CHUNK))] * 40
     nbytes = 120 * CHUNK
-    monkeypatch.setattr(kernel, "write_back", lambda descriptor, *_: os.fsync(descriptor))  # the disk is quick
+    monkeypatch.setattr(reflink, "write_back", lambda descriptor, *_: os.fsync(descriptor))  # the disk is quick
     for memory, kept in ((nbytes, [False, False, False]), (8 * nbytes, [True, True, False])):
-        monkeypatch.setattr(kernel, "memory", lambda memory=memory: memory)
-        with work.doing("a folder", len(kept) * nbytes, "written"):
+        monkeypatch.setattr(reflink, "memory", lambda memory=memory: memory)
+        with progress.doing("a folder", len(kept) * nbytes, "written"):
             outs = [tmp_path / f"{memory}-{number}" for number in range(len(kept))]
             for out in outs:
                 write(pieces, str(out))
@@ -100,7 +100,7 @@ def test_an_output_leaves_a_part_of_the_memory_in_the_page_cache(
             found = resident(out)
             assert found == nbytes if whole else found <= 3 * FLUSHED
             with open(out, "rb") as file:
-                kernel.evict(file.fileno(), 0, nbytes)
+                reflink.evict(file.fileno(), 0, nbytes)
             if resident(out):
                 pytest.skip("a file system that is in memory")
 
@@ -125,40 +125,40 @@ def test_checksums_run_along(tmp_path: Path, source: Path) -> None:
 
 def test_progress_counts_every_byte(tmp_path: Path, source: Path) -> None:
     seen: list[int] = []
-    work.begin()
-    with work.shown(lambda title, total: nullcontext(seen.append)), work.doing("out", CHUNK + 2, "written"):
+    progress.begin()
+    with progress.shown(lambda title, total: nullcontext(seen.append)), progress.doing("out", CHUNK + 2, "written"):
         write([Piece(b"x"), Piece(Span(str(source), 0, CHUNK + 1))], str(tmp_path / "out"))
     assert sum(seen) == CHUNK + 2
-    assert (work.counts.read, work.counts.moved, work.counts.written) == (CHUNK + 1, CHUNK + 1, CHUNK + 2)
+    assert (progress.counts.read, progress.counts.moved, progress.counts.written) == (CHUNK + 1, CHUNK + 1, CHUNK + 2)
 
 
 def test_a_part_that_fails_leaves_the_next_ones_to_be_counted() -> None:
     seen: list[int] = []
 
     def breaks() -> None:
-        with work.part(10):
-            work.has_read(4)
+        with progress.part(10):
+            progress.has_read(4)
             raise CkptError("broken", hint="none")
 
-    with work.shown(lambda title, total: nullcontext(seen.append)), work.doing("all", 30):
+    with progress.shown(lambda title, total: nullcontext(seen.append)), progress.doing("all", 30):
         with pytest.raises(CkptError):
             breaks()
-        with work.part(20):
-            work.has_read(50)  # also what was read to know how
-        work.has_written(7)
+        with progress.part(20):
+            progress.has_read(50)  # also what was read to know how
+        progress.has_written(7)
     assert seen == [4, 20, 0]
 
 
 def test_a_part_within_a_part_is_of_the_first_and_without_work_nothing_is_told() -> None:
     seen: list[int] = []
-    with work.shown(lambda title, total: nullcontext(seen.append)):
-        with work.doing("all", 30):
-            with work.part(20), work.part(15):
-                work.has_read(12)
-            with work.part(10):
-                work.has_read(10)
-        with work.part(5):
-            work.has_read(5)
+    with progress.shown(lambda title, total: nullcontext(seen.append)):
+        with progress.doing("all", 30):
+            with progress.part(20), progress.part(15):
+                progress.has_read(12)
+            with progress.part(10):
+                progress.has_read(10)
+        with progress.part(5):
+            progress.has_read(5)
     assert seen == [12, 8, 10, 0]
 
 
@@ -272,15 +272,15 @@ def test_a_file_system_without_hard_links_gets_its_files_too(
 
     monkeypatch.setattr(os, "link", no_link)
     if not renames:
-        monkeypatch.setattr(kernel, "renameat2", no_link)
+        monkeypatch.setattr(reflink, "renameat2", no_link)
     (tmp_path / "there").write_bytes(b"old")
     for name, error in (("there", FileExistsError), ("new", None)):
         (tmp_path / "staged").write_bytes(b"new")
-        wanted = error if number in kernel.NOT_HERE else OSError
+        wanted = error if number in reflink.NOT_HERE else OSError
         with pytest.raises(wanted) if wanted else nullcontext():
             put(tmp_path / "staged", tmp_path / name, replace=False)
     assert (tmp_path / "there").read_bytes() == b"old"
-    assert (tmp_path / "new").exists() is (number in kernel.NOT_HERE)
+    assert (tmp_path / "new").exists() is (number in reflink.NOT_HERE)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
@@ -294,7 +294,7 @@ def test_a_rename_that_fails_for_another_reason_fails(
         return call
 
     monkeypatch.setattr(os, "link", refused(errno.EPERM))
-    monkeypatch.setattr(kernel, "renameat2", refused(number))
+    monkeypatch.setattr(reflink, "renameat2", refused(number))
     (tmp_path / "staged").write_bytes(b"new")
     with pytest.raises(OSError, match=os.strerror(number)):
         put(tmp_path / "staged", tmp_path / "new", replace=False)

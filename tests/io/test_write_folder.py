@@ -11,8 +11,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from ckpttool.checkpoint import Lazy, Span
-from ckpttool.errors import CkptError
+from ckpttool.core.checkpoint import Lazy, Span
+from ckpttool.core.errors import CkptError
 from ckpttool.io.pieces import Link, Piece, Ready
 from ckpttool.io.ranges import Digest
 from ckpttool.io.write_folder import Contents, preflight, write_folder

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.errors import Refused
+from ckpttool.core.errors import Refused
 from ckpttool.live import swap_weights
-from ckpttool.tracing.load_model import of_object
+from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.saving import filled
 from opaque_zoo import ZOO, noisy
 from zoo import runtime_values

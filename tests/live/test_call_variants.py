@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from ckpttool.errors import CkptError, Refused
+from ckpttool.core.errors import CkptError, Refused
 from ckpttool.live import swap_attribute, swap_module, variants
 from ckpttool.naming.call_variants import base_name, base_names, split
 from command import Run

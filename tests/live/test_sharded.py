@@ -21,9 +21,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sharded_live
-from ckpttool.errors import Refused
+from ckpttool.core.errors import Refused
 from ckpttool.live import swap_weights
-from ckpttool.live.sharded import local_part
+from ckpttool.live.model import local_part
 from torch_version import needs_torch
 
 

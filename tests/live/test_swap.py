@@ -22,10 +22,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 import ckpttool
-from ckpttool.errors import CkptError, Refused
-from ckpttool.evaluate.with_torch import same_bits
+from ckpttool.core.errors import CkptError, Refused
+from ckpttool.evaluate.torch_eval import same_bits
 from ckpttool.live import swap_weights
-from ckpttool.tracing.load_model import LoadedModel, load
+from ckpttool.tracing.build_model import LoadedModel, load
 from ckpttool.tracing.trace import trace
 from places import ROOT
 from torch_version import needs_torch

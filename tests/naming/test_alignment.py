@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckpttool.cli.app import main
-from ckpttool.naming.alignment import align
+from ckpttool.naming.match import align
 from wrapped_ranks import Net, net, wrap
 
 PLAIN = list(Net().state_dict())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ckpttool.checkpoint import Lazy, Section, Storage, TensorEntry
-from ckpttool.expression import Op, Ref
+from ckpttool.core.checkpoint import Lazy, Section, Storage, TensorEntry
+from ckpttool.core.expression import Op, Ref
+from ckpttool.core.plan import Output
 from ckpttool.naming.call_variants import aliases, base_names, collapse, expand, settle, split
-from ckpttool.plan import Output
 
 
 def section(**values: int) -> Section:

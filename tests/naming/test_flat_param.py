@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpttool.naming.flat_param import Slot, misfit
+from ckpttool.naming.flat import Slot, misfit
 
 OWN = (Slot(("a",), (4,), 0), Slot(("b", "tied"), (2, 2), 4))
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import ckpttool
-from ckpttool.checkpoint import Section, Span, Storage, TensorEntry
-from ckpttool.expression import Ref
-from ckpttool.names import RUNTIME, SERIALIZED, Names, RuntimeTensor, SerializedKey
-from ckpttool.naming.forms import move, read
-from ckpttool.naming.name_tables import NameTables
+from ckpttool.core.checkpoint import Section, Span, Storage, TensorEntry
+from ckpttool.core.expression import Ref
+from ckpttool.core.names import RUNTIME, SERIALIZED, Names, RuntimeTensor, SerializedKey
+from ckpttool.naming.convert import move, read
+from ckpttool.naming.match import NameTables
 from ckpttool.operands.model import ModelOperand
-from ckpttool.tracing.load_model import of_object
+from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.saving import filled
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckpttool.checkpoint import Section
-from ckpttool.naming.versions import otherwise
+from ckpttool.core.checkpoint import Section
+from ckpttool.naming.convert import otherwise
 
 
 def test_modules_that_both_have_are_compared() -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.errors import CkptError
-from ckpttool.operands.checkpoint import split
-from ckpttool.operands.printed import free, operand, outputs
-from ckpttool.operands.steps import called, in_order, steps_in
+from ckpttool.core.errors import CkptError
+from ckpttool.operands.checkpoint import called, in_order, split, steps_in
+from ckpttool.operands.output import free, operand, outputs
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import ckpttool
-from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
-from ckpttool.errors import CkptError
+from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.core.errors import CkptError
 from ckpttool.operands.checkpoint import model_section, open_operand
 from command import Run
 

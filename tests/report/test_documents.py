@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from ckpttool.checkpoint import Checkpoint
 from ckpttool.checks import Checked, Checks
-from ckpttool.edits.cost import Cost
-from ckpttool.edits.remap.optimizer import OptimizerRemap
-from ckpttool.edits.remap.result import Remap
-from ckpttool.errors import Problem
-from ckpttool.expression import LOADED, Op, Ref
-from ckpttool.names import Hook
-from ckpttool.naming.inference.values import Ambiguous, Inference, Pair
-from ckpttool.plan import Dropped, ModelRun, Output, Plan
-from ckpttool.queries.diff import since, steps
-from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
+from ckpttool.core.checkpoint import Checkpoint
+from ckpttool.core.errors import Problem
+from ckpttool.core.expression import LOADED, Op, Ref
+from ckpttool.core.names import Hook
+from ckpttool.core.plan import Dropped, ModelRun, Output, Plan
+from ckpttool.diffing import history, three_way
+from ckpttool.diffing.result import HARMLESS, Diff, Entry
+from ckpttool.naming.pairing.values import Ambiguous, Inference, Pair
+from ckpttool.remapping.optimizer import OptimizerRemap
+from ckpttool.remapping.plan import Remap
+from ckpttool.remapping.write import Cost
 from ckpttool.report import render
 from ckpttool.report.document import Document
-from ckpttool.report.documents import check as of_check
 from ckpttool.report.documents import diff as of_diff
+from ckpttool.report.documents import names as of_check
 from ckpttool.report.documents import remap as of_remap
-from ckpttool.report.documents import since as of_since
-from ckpttool.report.documents import steps as of_steps
 
 HOOK = Hook("rename", "model.py", 7, "layers.0")
 
@@ -256,16 +254,18 @@ def test_what_is_ignored_and_why() -> None:
     assert "missing           2  head.0 + head.1  new\n" in text(of_diff.document(found, all=True))
 
 
-def change(status: str, *keys: str, reason: str = "") -> since.Change:
-    return since.Change(status, keys, reason)
+def change(status: str, *keys: str, reason: str = "") -> three_way.Change:
+    return three_way.Change(status, keys, reason)
 
 
 POINTS = (
-    since.Point("left", ("a.0",), change("value", "a.0", reason="other values"), None),
-    since.Point("left", ("a.1",), change("value", "a.1", reason="other values"), None),
-    since.Point("right", ("b",), None, change("dropped")),
-    since.Point("both", (), change("added", "n"), change("added", "n")),
-    since.Point("conflict", ("c",), change("renamed", "d"), change("dtype", "c", reason="float16 instead of float32")),
+    three_way.Point("left", ("a.0",), change("value", "a.0", reason="other values"), None),
+    three_way.Point("left", ("a.1",), change("value", "a.1", reason="other values"), None),
+    three_way.Point("right", ("b",), None, change("dropped")),
+    three_way.Point("both", (), change("added", "n"), change("added", "n")),
+    three_way.Point(
+        "conflict", ("c",), change("renamed", "d"), change("dtype", "c", reason="float16 instead of float32")
+    ),
 )
 
 
@@ -323,41 +323,41 @@ warning: a note
 
 @pytest.mark.parametrize("all", [False, True])
 def test_changes_since_a_base(all: bool) -> None:
-    found = since.Since("base.pt", "left.pt", "right.pt", POINTS, ("a note",))
-    assert text(of_since.document(found, all=all)) == (SINCE_ALL if all else SINCE)
+    found = three_way.Since("base.pt", "left.pt", "right.pt", POINTS, ("a note",))
+    assert text(of_diff.three_way_document(found, all=all)) == (SINCE_ALL if all else SINCE)
 
 
 def test_changes_since_a_base_that_agree() -> None:
     for points, verdict in ((POINTS[:4], "no conflicts"), ((), "nothing changed"), (POINTS[4:] * 2, "2 conflicts")):
-        shown = of_since.document(since.Since("base.pt", "left.pt", "right.pt", points, ()))
+        shown = of_diff.three_way_document(three_way.Since("base.pt", "left.pt", "right.pt", points, ()))
         assert (shown.verdict, shown.ok) == (verdict, verdict != "2 conflicts")
 
 
-def over_time(status: str, before: str, after: str, reason: str = "", detail: str | None = None) -> steps.Change:
-    return steps.Change("model", status, tuple(before.split()), tuple(after.split()), reason, detail)
+def over_time(status: str, before: str, after: str, reason: str = "", detail: str | None = None) -> history.Change:
+    return history.Change("model", status, tuple(before.split()), tuple(after.split()), reason, detail)
 
 
-CLASS = steps.Change("o", "class", ("AdamW",), ("SGD",), "another class of optimizer")
-RUN = steps.Steps(
+CLASS = history.Change("o", "class", ("AdamW",), ("SGD",), "another class of optimizer")
+RUN = history.Steps(
     "run",
     (
-        steps.Step("s1", tensors=1234),
-        steps.Step("s2", "s1"),
-        steps.Step("s3", "s2"),
-        steps.Step("s4", error="no such file (check the path)"),
-        steps.Step(
+        history.Step("s1", tensors=1234),
+        history.Step("s2", "s1"),
+        history.Step("s3", "s2"),
+        history.Step("s4", error="no such file (check the path)"),
+        history.Step(
             *("s5", "s3", None, 9),
             (
                 *(over_time("shape", f"l.{at}", f"l.{at}", "another shape", f"[{at}]") for at in range(3)),
                 *(over_time("dtype", f"d.{at}", f"d.{at}", "another dtype", f"d{at}") for at in range(2)),
                 over_time("added", "", "new"),
                 CLASS,
-                steps.Change("o", "dropped", ("state.0.v",), (), "no `v`"),
-                steps.Change("o", "dropped", ("state.0.m",), (), "no `m`"),
+                history.Change("o", "dropped", ("state.0.v",), (), "no `v`"),
+                history.Change("o", "dropped", ("state.0.m",), (), "no `m`"),
             ),
             (Pair(("n.0",), ("o.0",), "of one shape"), Pair(("n.1",), ("o.1",), "of one shape")),
         ),
-        steps.Step("s6", "s5"),
+        history.Step("s6", "s5"),
     ),
     ("a note",),
 )
@@ -416,7 +416,7 @@ a note
 
 @pytest.mark.parametrize("all", [False, True])
 def test_steps_of_a_run(all: bool) -> None:
-    assert text(of_steps.document(RUN, all=all)) == (STEPS_ALL if all else STEPS)
+    assert text(of_diff.history_document(RUN, all=all)) == (STEPS_ALL if all else STEPS)
 
 
 CHECK = """\
@@ -445,8 +445,8 @@ def test_checked_files() -> None:
         Checked("b.pt", "checkpoint", (Problem("another", "k"),)),
         Checked("c.toml", "rules", notes=("not compared",)),
     )
-    assert text(of_check.document(Checks(files))) == CHECK
-    assert of_check.document(Checks(files[2:])).verdict == "1 file, nothing wrong"
+    assert text(of_check.check_document(Checks(files))) == CHECK
+    assert of_check.check_document(Checks(files[2:])).verdict == "1 file, nothing wrong"
 
 
 REMAP = """\

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import ckpttool
-from ckpttool.report.documents.listing import of_diff
+from ckpttool.report.documents.inspection import of_diff
 from command import Run
 
 

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from browser import Browser
+from ckpttool.core.text import visible
 from ckpttool.report import render
 from ckpttool.report.document import Document, Finding, Listing, Named
-from ckpttool.words import visible
 from command import Run
 
 ROWS = "[...document.querySelectorAll('#tree [data-at] .name')].map(name => name.title)"

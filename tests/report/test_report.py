@@ -9,7 +9,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from ckpttool.errors import CkptError, Problem
+from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.text import human_bytes, number, plural, shape_text, shell, visible
 from ckpttool.report import BY_ENDING, FORMATS, format_of, render
 from ckpttool.report.collapse import collapse, first_pattern
 from ckpttool.report.document import (
@@ -27,7 +28,6 @@ from ckpttool.report.document import (
     shortened,
 )
 from ckpttool.report.renderers.text import Terminal
-from ckpttool.words import human_bytes, number, plural, shape_text, shell, visible
 
 COLUMNS = (Column("key", "key"), Column("dtype", "dtype"), Column("shape", "shape"), Column("size", "number"))
 DIFF = Document(

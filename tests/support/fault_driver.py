@@ -192,8 +192,8 @@ _LEFT_OUT = (
     "ckpttool.__",
     "ckpttool.tracing",
     "ckpttool.live",
-    "ckpttool.evaluate.interpret",
-    "ckpttool.evaluate.with_torch",
+    "ckpttool.evaluate.torch_eval",
+    "ckpttool.evaluate.torch_eval",
 )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpttool.io import kernel
+from ckpttool.io import reflink
 
 CHANGES = (
     *("write", "ftruncate", "fsync", "fchmod", "fchown", "chmod", "chown", "utime"),
@@ -44,8 +44,8 @@ class Injector:
             if flags & _OPENS_TO_WRITE
             else opens(path, flags, *more, **how)
         )
-        kernel.renameat2 = self._wrapped("renameat2", kernel.renameat2)
-        kernel.fallocate = self._wrapped("fallocate", kernel.fallocate)
+        reflink.renameat2 = self._wrapped("renameat2", reflink.renameat2)
+        reflink.fallocate = self._wrapped("fallocate", reflink.fallocate)
         fcntl.flock = self._wrapped("flock", fcntl.flock)
 
     def _wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpttool.checkpoint import Lazy, Part, Span
+from ckpttool.core.checkpoint import Lazy, Part, Span
 from ckpttool.io.pieces import Pieces
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpttool.edits.remap.optimizer import OptimizerRemap, OptimizerRequest, remap_optimizers
-from ckpttool.formats.open import open_checkpoint
-from ckpttool.formats.table import format_for
-from ckpttool.names import Names
-from ckpttool.tracing.load_model import load
-from ckpttool.tracing.load_optimizer import load_optimizer, with_optimizer
+from ckpttool.core.names import Names
+from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.registry import format_for
+from ckpttool.remapping.optimizer import OptimizerRemap, OptimizerRequest, remap_optimizers
+from ckpttool.tracing.build_model import load
+from ckpttool.tracing.build_optimizer import load_optimizer, with_optimizer
 from ckpttool.tracing.trace import trace
 from files import write_pieces
 

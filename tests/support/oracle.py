@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from ckpttool.checkpoint import Checkpoint, TensorEntry
 from ckpttool.cli.app import main as ckpttool
-from ckpttool.evaluate import with_torch
+from ckpttool.core.checkpoint import Checkpoint, TensorEntry
+from ckpttool.evaluate import torch_eval
 from ckpttool.evaluate.compare import content_of_storage
-from ckpttool.formats.open import open_checkpoint
-from ckpttool.formats.table import FORMATS
+from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.registry import FORMATS
 
 Print = tuple[str, tuple[int, ...], str]  # dtype, shape, hash of the elements
 
@@ -100,13 +100,13 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 def fingerprint(tensor: torch.Tensor) -> Print:
     """Dtype, shape and bytes of a dense tensor."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    data = with_torch.to_bytes(dense)
+    data = torch_eval.to_bytes(dense)
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), hashlib.sha256(data).hexdigest()
 
 
 def fingerprint_of(entry: TensorEntry) -> Print:
     """The same of what the index says."""
-    return fingerprint(with_torch.load(entry))
+    return fingerprint(torch_eval.load(entry))
 
 
 def disagreements(path: str) -> list[str]:
@@ -121,7 +121,7 @@ def disagreements(path: str) -> list[str]:
     found = [
         f"torch has {mark[0]} {list(mark[1])}, the index has not"
         for mark, tensor in theirs.items()
-        if mark not in dense and hashlib.blake2b(with_torch.to_bytes(_whole(tensor))).digest() not in named
+        if mark not in dense and hashlib.blake2b(torch_eval.to_bytes(_whole(tensor))).digest() not in named
     ]
     found += [f"{dense[mark]}: torch has no such tensor" for mark in dense.keys() - theirs.keys()]
     if packed + len(named) < sum(not _is_dense(tensor) for tensor in tensors_of(loaded)):

@@ -21,7 +21,7 @@ from typing import Any
 
 from ckpttool.io import ranges, write_file
 
-_PRELOADED = ["torch.distributed.rendezvous", "ckpttool.cli.app", "ckpttool.evaluate.with_torch", __name__]
+_PRELOADED = ["torch.distributed.rendezvous", "ckpttool.cli.app", "ckpttool.evaluate.torch_eval", __name__]
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _outlive(mark: Path) -> None:
 
 def before_each_unit(call: Callable[[], object]) -> None:
     """Calls it whenever this process is to write a unit, or to send a share."""
-    from ckpttool.io.together import make, send
+    from ckpttool.distributed import make, send
 
     for place, name in ((vars(make)["_Task"], "_write"), (vars(send)["_Task"], "_send")):
         setattr(place, name, _after(call, getattr(place, name)))

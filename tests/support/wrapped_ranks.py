@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import dcp_ranks
-from ckpttool.naming.wrappers.chain import COUNTER, parse
+from ckpttool.naming.wrappers import COUNTER, parse
 from ckpttool.tracing.runtime import listed, runtime_tensors
 
 Wrap = Callable[[nn.Module], nn.Module]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpttool.names import Names
-from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.core.names import Names
+from ckpttool.tracing.build_model import LoadedModel
 from ckpttool.tracing.trace import trace
 from hook_zoo import ZOO
 

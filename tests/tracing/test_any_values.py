@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.evaluate.interpret import evaluate
-from ckpttool.expression import Expression, Ref, is_opaque, refs
-from ckpttool.tracing.load_model import of_object
+from ckpttool.core.expression import Expression, Ref, is_opaque, refs
+from ckpttool.evaluate.torch_eval import evaluate
+from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.saving import filled
 from ckpttool.tracing.trace import trace
 from opaque_zoo import ZOO, blended, noisy

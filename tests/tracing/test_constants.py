@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.evaluate.interpret import evaluate
-from ckpttool.expression import is_opaque
-from ckpttool.tracing.load_model import of_object
+from ckpttool.core.expression import is_opaque
+from ckpttool.evaluate.torch_eval import evaluate
+from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.trace import trace
 from zoo import runtime_values
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import hook_zoo
-from ckpttool.errors import CkptError
-from ckpttool.tracing.load_model import LoadedModel, load, of_object, raised_at, shown
+from ckpttool.core.errors import CkptError
+from ckpttool.tracing.build_model import LoadedModel, load, of_object, raised_at, shown
 from loading_zoo import ZOO
 
 

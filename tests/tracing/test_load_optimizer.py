@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.errors import CkptError
-from ckpttool.names import Names
+from ckpttool.core.errors import CkptError
+from ckpttool.core.names import Names
 from ckpttool.operands.model import ModelOperand
 from optimizer_models import Net, decayed
 

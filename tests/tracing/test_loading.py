@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import loading_zoo
-from ckpttool import expression as ex
-from ckpttool.checkpoint import ExtraEntry, Section
-from ckpttool.errors import CkptError
-from ckpttool.evaluate.interpret import evaluate
+from ckpttool.core import expression as ex
+from ckpttool.core.checkpoint import ExtraEntry, Section
+from ckpttool.core.errors import CkptError
+from ckpttool.evaluate.torch_eval import evaluate
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.tracing import runtime
-from ckpttool.tracing.load_model import of_object
+from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.loading import Verdict, load_verdict
 from hook_zoo import ZOO
 from zoo import randomized, runtime_values, zoo_model

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import ckpttool
 import fusion_decoder
-from ckpttool.names import Names
+from ckpttool.core.names import Names
 from mend_models import Absolute
 
 

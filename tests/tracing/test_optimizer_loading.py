@@ -14,9 +14,8 @@ from torch import nn
 
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.tracing import runtime
-from ckpttool.tracing.load_model import of_object
-from ckpttool.tracing.load_optimizer import load_optimizer
-from ckpttool.tracing.optimizer_loading import OptimizerVerdict, optimizer_verdict
+from ckpttool.tracing.build_model import of_object
+from ckpttool.tracing.build_optimizer import OptimizerVerdict, load_optimizer, optimizer_verdict
 
 
 class Terse(torch.optim.SGD):

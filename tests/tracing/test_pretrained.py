@@ -13,9 +13,9 @@ import torch
 import transformers
 from torch import nn
 
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
 from ckpttool.tracing import pretrained
-from ckpttool.tracing.load_model import of_object
+from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.pretrained import as_pretrained, of_folder
 from pretrained_models import FEW, TEXT
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool import expression as ex
-from ckpttool.evaluate.interpret import evaluate
-from ckpttool.evaluate.with_torch import same_bits
-from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.core import expression as ex
+from ckpttool.evaluate.torch_eval import evaluate, same_bits
+from ckpttool.tracing.build_model import LoadedModel
 from ckpttool.tracing.trace import trace
 
 torch.set_num_threads(1)

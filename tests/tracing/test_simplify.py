@@ -10,9 +10,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ckpttool.evaluate.interpret import evaluate
-from ckpttool.evaluate.with_torch import same_bits
-from ckpttool.expression import Argument, Expression, Op, Ref, Special
+from ckpttool.core.expression import Argument, Expression, Op, Ref, Special
+from ckpttool.evaluate.torch_eval import evaluate, same_bits
 from ckpttool.tracing.recorder.simplify import Simplifier
 
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "100"))

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import python2
-from ckpttool.checkpoint import Section, TensorEntry
-from ckpttool.errors import CkptError
-from ckpttool.live.section import section_of
+from ckpttool.core.checkpoint import Section, TensorEntry
+from ckpttool.core.errors import CkptError
+from ckpttool.live.model import section_of
 from ckpttool.operands.checkpoint import open_operand
-from ckpttool.tracing.stored import Stored, needs_values, stored
+from ckpttool.tracing.safe_state_dict import Stored, needs_values, stored
 from command import Run
 from loading_zoo import Opaque, Packed, Undeclared, packed
 

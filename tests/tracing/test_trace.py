@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool import expression as ex
-from ckpttool.evaluate.interpret import evaluate
-from ckpttool.names import Names
-from ckpttool.tracing.load_model import of_object
+from ckpttool.core import expression as ex
+from ckpttool.core.names import Names
+from ckpttool.evaluate.torch_eval import evaluate
+from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.trace import trace
 from files import run_measured
 from hook_zoo import ZOO
@@ -216,7 +216,7 @@ def small():
 
     def traced_alone(name: str) -> tuple[int, int]:
         code = (
-            "from ckpttool.tracing.load_model import load; from ckpttool.tracing.trace import trace;"
+            "from ckpttool.tracing.build_model import load; from ckpttool.tracing.trace import trace;"
             f"names = trace(load('large.py:{name}')); assert names.roundtrips, names.roundtrip_problems[:3];"
             "print(len(names.serialized))"
         )

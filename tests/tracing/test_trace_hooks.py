@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import hook_zoo
-from ckpttool.errors import CkptError
-from ckpttool.names import Hook
-from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.core.errors import CkptError
+from ckpttool.core.names import Hook
+from ckpttool.tracing.build_model import LoadedModel
 from ckpttool.tracing.trace import trace
 from hook_zoo import ZOO
 from zoo import traced, zoo_model

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ckpttool import expression as ex
-from ckpttool.evaluate.interpret import evaluate
-from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.core import expression as ex
+from ckpttool.evaluate.torch_eval import evaluate
+from ckpttool.tracing.build_model import LoadedModel
 from ckpttool.tracing.trace import trace
 from zoo import assert_same, randomized, runtime_values
 

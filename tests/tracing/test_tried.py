@@ -12,11 +12,11 @@ from torch import nn
 
 import loading_zoo
 import mend_models
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
 from ckpttool.tracing import runtime
-from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.tracing.build_model import LoadedModel
+from ckpttool.tracing.experiment import same
 from ckpttool.tracing.trace import trace
-from ckpttool.tracing.tried import same
 
 torch.set_num_threads(1)
 

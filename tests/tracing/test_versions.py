@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import ckpttool
 from ckpttool.cli.app import main
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
 from ckpttool.operands.model import ModelOperand
 from versioned_zoo import ZOO
 from zoo import randomized, runtime_values

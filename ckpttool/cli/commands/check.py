@@ -6,7 +6,7 @@ from typing import Annotated
 
 from ckpttool.api import comparing
 from ckpttool.cli.output import Report
-from ckpttool.options import Argument, OptimizerOptions, option
+from ckpttool.core.options import Argument, OptimizerOptions, option
 
 
 def command(
@@ -28,9 +28,9 @@ def command(
       ckpttool check names.json rules.toml train.pt
       ckpttool check old.ckpt --allow 'argparse.*'
     """
-    from ckpttool.report.documents.check import document
+    from ckpttool.report.documents.names import check_document
 
     report.check(files)
     found = comparing.check_by(files, options, allow or ())
-    report.emit(lambda: document(found), found.to_json)
+    report.emit(lambda: check_document(found), found.to_json)
     return 0 if found.ok else 1

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 
 from ckpttool.api import comparing, reading
 from ckpttool.cli.output import All, Report, write_text
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
+from ckpttool.core.options import Argument, option
+from ckpttool.core.text import Info
+from ckpttool.diffing.options import DiffOptions
+from ckpttool.diffing.result import Diff
 from ckpttool.io.files import files_of, is_dir
 from ckpttool.operands.checkpoint import split
-from ckpttool.operands.names_file import is_names_file
-from ckpttool.options import Argument, option
-from ckpttool.queries.diff.options import DiffOptions
-from ckpttool.queries.diff.result import Diff
-from ckpttool.words import Info
+from ckpttool.operands.model import is_names_file
 
 if TYPE_CHECKING:
-    from ckpttool.queries.diff.since import Since
-    from ckpttool.queries.diff.steps import Steps
+    from ckpttool.diffing.history import Steps
+    from ckpttool.diffing.three_way import Since
     from ckpttool.report.document import Document
 
 
@@ -136,10 +136,10 @@ def _check_of_more(options: DiffOptions, of_two: bool, message: str) -> None:
 
 def _steps(run: str | list[str], options: DiffOptions, of_two: bool) -> tuple[Steps, Callable[..., Document]]:
     """What each step changed, and what shows it. Raises `CkptError` where options do not go with it."""
-    from ckpttool.report.documents.steps import document  # asked for by few
+    from ckpttool.report.documents.diff import history_document
 
     _check_of_more(options, of_two, "these are the steps of a run, and no option of a diff of two goes with them")
-    return comparing.steps_by(run, options), document
+    return comparing.steps_by(run, options), history_document
 
 
 def _sides(options: DiffOptions, left: str | None, right: str | None, of_two: bool) -> tuple[str, str]:
@@ -152,9 +152,9 @@ def _sides(options: DiffOptions, left: str | None, right: str | None, of_two: bo
 
 def _since(base: str, sides: tuple[str, str], options: DiffOptions) -> tuple[Since, Callable[..., Document]]:
     """What the two changed since the base, and what shows it."""
-    from ckpttool.report.documents.since import document  # asked for by few
+    from ckpttool.report.documents.diff import three_way_document
 
-    return comparing.since_by(base, *sides, options), document
+    return comparing.since_by(base, *sides, options), three_way_document
 
 
 def _updated(result: Diff, path: str, options: DiffOptions) -> Diff:
@@ -170,8 +170,8 @@ def _updated(result: Diff, path: str, options: DiffOptions) -> Diff:
 
 def _written(result: Diff, path: str, is_contract: bool) -> Diff:
     """Writes the rules that the diff suggests, and shows how they are used. Raises `CkptError` for another's file."""
-    from ckpttool.edits.mend.contract import migrates
-    from ckpttool.edits.rules.mend import by_file
+    from ckpttool.fixes.candidates import migrates
+    from ckpttool.fixes.rules_file import by_file
 
     if result.rules is None:
         note = f"no rules are suggested, and {path} was not written: no rules lead from left to right"

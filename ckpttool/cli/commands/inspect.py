@@ -7,11 +7,11 @@ from typing import Annotated
 
 from ckpttool.api import reading
 from ckpttool.cli.output import Manifest, Report, write_manifest
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
+from ckpttool.core.options import Argument, option
+from ckpttool.distributed.job import only_first
 from ckpttool.io.files import files_of
-from ckpttool.io.together.job import only_first
 from ckpttool.operands.checkpoint import split
-from ckpttool.options import Argument, option
 
 
 def _check_sort(word: str) -> None:

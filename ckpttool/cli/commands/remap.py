@@ -7,12 +7,12 @@ from typing import Annotated
 
 from ckpttool.api import making
 from ckpttool.cli.output import Manifest, Report, write_manifest, write_text
-from ckpttool.edits.remap.options import RemapOptions
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
+from ckpttool.core.options import Argument
+from ckpttool.core.text import shell
 from ckpttool.io.files import files_of
 from ckpttool.operands.checkpoint import split
-from ckpttool.options import Argument
-from ckpttool.words import shell
+from ckpttool.remapping.options import RemapOptions
 
 
 def command(
@@ -63,8 +63,8 @@ def _with_checkpoint(options: RemapOptions) -> str:
 
 def _list_sets(options: RemapOptions, report: Report) -> None:
     """Names the ready sets of rules. Raises `CkptError` where something else is asked for, without a checkpoint."""
-    from ckpttool.edits.rules.ready import LIST, SETS, ready
     from ckpttool.report.documents.remap import ready_sets
+    from ckpttool.rules.parse import LIST, SETS, ready
 
     if options.rules != LIST:
         raise CkptError("no checkpoint named", hint="ckpttool remap CKPT -o OUT; ckpttool remap --rules list: the sets")

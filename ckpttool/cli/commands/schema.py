@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
-from ckpttool.options import Argument
+from ckpttool.core.options import Argument
 
 
 def command(

@@ -7,11 +7,11 @@ from typing import Annotated
 
 from ckpttool.api import making
 from ckpttool.cli.output import Manifest, Report, write_manifest
-from ckpttool.edits.swap.options import SwapOptions
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
+from ckpttool.core.options import Argument
 from ckpttool.io.files import files_of
 from ckpttool.operands.checkpoint import split
-from ckpttool.options import Argument
+from ckpttool.swap.swap import SwapOptions
 
 
 def command(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from ckpttool.api import reading
 from ckpttool.cli.output import All, Report, write_text
-from ckpttool.options import Argument, OptimizerOptions, option
+from ckpttool.core.options import Argument, OptimizerOptions, option
 
 
 def command(

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from ckpttool.api import making
 from ckpttool.cli.output import Report
+from ckpttool.core.options import Argument, option
 from ckpttool.io.files import files_of
-from ckpttool.options import Argument, option
 
 
 def command(

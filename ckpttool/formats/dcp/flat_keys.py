@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.formats.dcp.items import Path
-from ckpttool.formats.torch.mappings import pairs_of
+from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.formats.dcp.metadata import Path
+from ckpttool.formats.torch.nodes import pairs_of
 from ckpttool.formats.torch.tensors import is_tensor
 
 _MAX_DEPTH = 200

@@ -13,33 +13,26 @@ from heapq import heapreplace
 from itertools import pairwise
 from typing import Any
 
-from ckpttool import dtypes
-from ckpttool.checkpoint import Checkpoint, Lazy, Span, Storage, TensorEntry, in_row_major
-from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.formats.containers.pickle_tree import Persistent, Pickle, dumps
-from ckpttool.formats.dcp.chunks import saved, tensor_data
+from ckpttool.core import dtypes
+from ckpttool.core.checkpoint import Checkpoint, Lazy, Span, Storage, TensorEntry, in_row_major
+from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.limits import Memory, limits
+from ckpttool.core.values import dataclass, many_objects
+from ckpttool.distributed.job import current
+from ckpttool.formats.dcp.chunks import located, ranks_remark, read_shards, saved, tensor_data
 from ckpttool.formats.dcp.flat_keys import flattened, nested
-from ckpttool.formats.dcp.items import BytesItem, Chunk, Item, Metadata, Place, TensorItem
-from ckpttool.formats.dcp.metadata import parse
-from ckpttool.formats.dcp.safetensors_shards import located, ranks_remark, read_shards
-from ckpttool.formats.dcp.write_metadata import spelled
-from ckpttool.formats.recognise_folder import DCP_METADATA, HF_SHARD, beside
+from ckpttool.formats.dcp.metadata import BytesItem, Chunk, Item, Metadata, Place, TensorItem, parse, spelled
+from ckpttool.formats.detect_folder import DCP_METADATA, HF_SHARD, beside
+from ckpttool.formats.pickle_read import Persistent, Pickle
+from ckpttool.formats.pickle_write import dumps
 from ckpttool.formats.torch import zip_file as torch_zip
-from ckpttool.formats.torch.read_tree import read_tree
-from ckpttool.formats.torch.rebuild import Rebuilder
-from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, typed_storage
-from ckpttool.formats.torch.tree import Tree
-from ckpttool.formats.torch.unreached import unreached
+from ckpttool.formats.torch.tensors import Carried, Rebuilder, Storages, entry_of, is_tensor, typed_storage
+from ckpttool.formats.torch.tree import Tree, read_tree, unreached
 from ckpttool.formats.torch.write_tree import changed_root, fresh_root
 from ckpttool.io.files import exists, is_file, names_in, opened, size
-from ckpttool.io.paths import join
+from ckpttool.io.paths import join, safe_path
 from ckpttool.io.pieces import Files, Link, Piece, Pieces, nbytes_of
 from ckpttool.io.ranges import read_span
-from ckpttool.io.safe_path import safe_path
-from ckpttool.io.together.job import current
-from ckpttool.limits import Memory, limits
-from ckpttool.many import many_objects
-from ckpttool.values import dataclass
 
 FORMAT = "dcp"
 

@@ -1,16 +1,109 @@
-"""``.metadata`` of torch.distributed.checkpoint: from its pickle, which is never run, to items."""
+"""`.metadata` of torch.distributed.checkpoint: read from its pickle, which is never run, and written."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Union
 
-from ckpttool import dtypes
-from ckpttool.errors import CkptError, Problem
-from ckpttool.formats.containers.pickle_tree import Call, Global, Origin, loads
-from ckpttool.formats.dcp.items import BoxOf, BytesItem, Chunk, Item, Metadata, Path, Place, TensorItem, cover_problem
+from ckpttool.core import dtypes
+from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.values import dataclass
+from ckpttool.formats.pickle_read import Call, Global, Origin, Pickle, loads
+from ckpttool.formats.pickle_write import dumps
 from ckpttool.formats.torch.tensors import MAX_DIMS
+
+Path = tuple[Union[str, int], ...]
+BoxOf = tuple[tuple[int, ...], tuple[int, ...]]  # corner and sizes, in elements
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the bytes of an item or chunk lie: `length` bytes of the file `name` in the folder, from `offset` on.
+
+    `transforms` are the stream extensions (compression, encryption) that the bytes went through. `raw` bytes are the
+    elements themselves, not a torch file with them in it; torch's own ``.metadata`` cannot say that.
+    """
+
+    name: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...] = ()
+    raw: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor, its corner and sizes in elements, and where it lies."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class TensorItem:
+    """A tensor in one or more chunks that cover it without overlapping.
+
+    `more` are the properties that torch has added in later versions, kept as they are: since 2.15 its strides, or None.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    more: tuple[tuple[int, ...] | None, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor, of all its chunks."""
+        return prod(self.shape) * dtypes.itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class BytesItem:
+    """Any other object, as torch.save wrote it."""
+
+    place: Place
+
+
+Item = Union[TensorItem, BytesItem]
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """All items by flat key, and for each the way to it through the nested state dict that was saved."""
+
+    items: Mapping[str, Item]
+    paths: Mapping[str, Path]
+
+
+def cover_problem(shape: tuple[int, ...], boxes: list[BoxOf]) -> str | None:
+    """Why the boxes do not cover the tensor, each element once; None where they do."""
+    for offsets, sizes in boxes:
+        inside = len(offsets) == len(sizes) == len(shape)
+        if not inside or any(at + size > whole for at, size, whole in zip(offsets, sizes, shape)):
+            return f"a chunk at {list(offsets)} of {list(sizes)} elements is not inside {list(shape)}"
+    boxes = [box for box in boxes if 0 not in box[1]]
+    covered = sum(prod(sizes) for _, sizes in boxes)
+    if covered != prod(shape):
+        return f"its chunks hold {covered:,} elements, it has {prod(shape):,}"
+    return "two of its chunks overlap" if _overlap(boxes, len(shape)) else None
+
+
+def _overlap(boxes: list[BoxOf], dims: int) -> bool:
+    """Whether two boxes share an element: swept along the dimension in which most of them differ."""
+    if len(boxes) < 2:
+        return False
+    along = max(range(dims), key=lambda dim: len({offsets[dim] for offsets, _ in boxes}))
+    active: list[BoxOf] = []
+    for offsets, sizes in sorted(boxes, key=lambda box: box[0][along]):
+        active = [other for other in active if other[0][along] + other[1][along] > offsets[along]]
+        for start, extent in active:
+            if all(a < s + e and s < a + b for a, b, s, e in zip(offsets, sizes, start, extent)):
+                return True
+        active.append((offsets, sizes))
+    return False
+
 
 _MAX_SIZE = 1 << 62  # bytes of a tensor; every later sum stays a plain number
 _MAX_CHUNKS = 4_000_000  # of all tensors: more do not fit into a pickle that is read, unless it repeats itself
@@ -163,3 +256,79 @@ def _sizes(node: Any) -> tuple[int, ...]:
     if not all(type(size) is int and 0 <= size <= _MAX_SIZE for size in sizes):
         raise ValueError(f"sizes {list(sizes)!r:.80}")
     return tuple(sizes)
+
+
+VERSION = "1.0.0"
+
+_MODULE = "torch.distributed.checkpoint.metadata"
+_STORAGE_MODULE = "torch.distributed.checkpoint.filesystem"
+
+
+def spelled(metadata: Metadata) -> bytes:
+    """The pickle of `metadata`, as torch reads it."""
+    writer = _Nodes()
+    places = {}
+    described = {}
+    for key, item in metadata.items.items():
+        described[key] = writer.item(item)
+        if isinstance(item, BytesItem):
+            places[writer.index(key, None)] = writer.place(item.place)
+        else:
+            places.update((writer.index(key, chunk.offsets), writer.place(chunk.place)) for chunk in item.chunks)
+    state = {
+        "state_dict_metadata": described,
+        "planner_data": {key: metadata.paths[key] for key in described},
+        "storage_data": places,
+        "storage_meta": None,
+        "version": VERSION,
+    }
+    return dumps(Pickle(writer.made(_MODULE, "Metadata", state), 4))
+
+
+class _Nodes:
+    """Makes the nodes of torch's classes; every class is named once."""
+
+    def __init__(self) -> None:
+        self.globals: dict[tuple[str, str], Global] = {}
+        self.layout = Call(self.name("torch.serialization", "_get_layout"), ("torch.strided",))
+        self.format = Call(self.name(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
+
+    def name(self, module: str, name: str) -> Global:
+        return self.globals.setdefault((module, name), Global(module, name))
+
+    def made(self, module: str, name: str, state: Any) -> Call:
+        made = Call(self.name(module, name), (), "NEWOBJ")
+        made.state = state
+        return made
+
+    def size(self, sizes: tuple[int, ...]) -> Call:
+        return Call(self.name("torch", "Size"), (sizes,))
+
+    def item(self, item: Item) -> Call:
+        if isinstance(item, BytesItem):
+            return Call(self.name(_MODULE, "BytesStorageMetadata"), (), "NEWOBJ")
+        properties = (self.name("torch", item.dtype), self.layout, False, self.format, False, *item.more)
+        return self.made(
+            _MODULE,
+            "TensorStorageMetadata",
+            {
+                "properties": self.made(_MODULE, "TensorProperties", properties),
+                "size": self.size(item.shape),
+                "chunks": [
+                    self.made(
+                        _MODULE,
+                        "ChunkStorageMetadata",
+                        {"offsets": self.size(chunk.offsets), "sizes": self.size(chunk.sizes)},
+                    )
+                    for chunk in item.chunks
+                ],
+            },
+        )
+
+    def index(self, key: str, offsets: tuple[int, ...] | None) -> Call:
+        place = None if offsets is None else self.size(offsets)
+        return self.made(_MODULE, "MetadataIndex", {"fqn": key, "index": None, "offset": place})
+
+    def place(self, place: Place) -> Call:
+        state = {"relative_path": place.name, "offset": place.offset, "length": place.length}
+        return self.made(_STORAGE_MODULE, "_StorageInfo", state)

@@ -1,35 +1,93 @@
-"""A DeepSpeed ZeRO checkpoint as an ordinary one: the section ``model`` of fp32 weights and buffers, and ``optimizer``.
-
-What `zero_to_fp32.py` gathers, without running it, and the optimizer's state beside it, with the parameters' names; of
-a universal checkpoint the same.
-"""
+"""A DeepSpeed checkpoint (ZeRO or universal) as an ordinary one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
-from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
-from ckpttool.errors import CkptError, Problem
+from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, contiguous_stride
+from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.values import dataclass, many_objects
+from ckpttool.evaluate.chunks import in_own_storage
 from ckpttool.evaluate.compare import same_values
-from ckpttool.evaluate.parts import in_own_storage
 from ckpttool.formats.deepspeed.files import (
     COPY,
+    UNIVERSAL_REST,
     File,
     Files,
+    Partitions,
     flat,
+    groups_of,
     is_plain,
     mapping,
+    partitions_of,
     plain,
+    read_file,
     read_files,
     sequence,
+    zero_stage,
 )
-from ckpttool.formats.deepspeed.partitions import Partitions, partitions_of
-from ckpttool.formats.deepspeed.universal import Parameters, read_parameters
-from ckpttool.formats.torch.mappings import pairs_of
+from ckpttool.formats.torch.nodes import pairs_of
 from ckpttool.formats.torch.tensors import is_tensor, sizes_of
-from ckpttool.many import many_objects
+from ckpttool.io.files import is_dir, names_in
+from ckpttool.io.paths import join, safe_path
+
+_WEIGHT, _ENDING = "fp32", ".pt"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parameters:
+    """The weights by name, and `states`: parameter -> name of a state -> its tensor. Of `cut` only the groups count."""
+
+    cut: Partitions
+    weights: Mapping[str, TensorEntry]
+    states: Mapping[str, Mapping[str, TensorEntry]]
+    files: tuple[File, ...]
+
+
+def read_parameters(files: Files, root: str, notes: list[str]) -> Parameters:
+    """The parameters in the folder `root`; `notes` get what is left out.
+
+    Raises `CkptError`, all problems at once, where one is missing or does not fit.
+    """
+    cut = Partitions(zero_stage(files.optimizers[0]), len(files.models), groups_of(files), (), ())
+    shapes = {name: shape for group in cut.groups for name, shape in group.items()}
+    read: list[File] = []
+    problems: list[Problem] = []
+    found = {name: _of_parameter(root, name, shape, read, problems) for name, shape in shapes.items()}
+    problems += [
+        Problem(f"no file {_WEIGHT}{_ENDING} of it", name) for name, own in found.items() if _WEIGHT not in own
+    ]
+    if problems or not shapes:
+        raise CkptError(f"{root} does not hold every parameter whole", hint=COPY, problems=problems)
+    known = {*shapes, UNIVERSAL_REST, *files.models[0].tensors("module")}
+    notes += [f"not carried: {join(root, name)} is of no parameter" for name in names_in(root) if name not in known]
+    weights = {name: replace(own.pop(_WEIGHT), key=name) for name, own in found.items()}
+    return Parameters(cut, weights, found, tuple(read))
+
+
+def _of_parameter(
+    root: str, param: str, shape: tuple[int, ...], read: list[File], problems: list[Problem]
+) -> dict[str, TensorEntry]:
+    """The tensors in the folder of one parameter by the names of their files."""
+    folder = safe_path(root, param)
+    if folder is None or not is_dir(folder):
+        return {}
+    found: dict[str, TensorEntry] = {}
+    for name in names_in(folder):
+        own = name.removesuffix(_ENDING)
+        file = read_file(join(folder, name))
+        read.append(file)
+        entry = file.entry(f"state.{param}.{own}", file.items.get("param"))
+        if entry.shape in (shape, (prod(shape),)):
+            entry = replace(entry, shape=shape, stride=contiguous_stride(shape), payload=None)
+        elif entry.shape != () or own == _WEIGHT:  # one value, as its step is, stays what it is
+            problems.append(Problem(f"{name} is of shape {list(entry.shape)}, the parameter of {list(shape)}", param))
+        found[own] = entry
+    return found
+
 
 # What describes the run and its partitions, and means nothing beside the gathered tensors.
 _OWN = {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}

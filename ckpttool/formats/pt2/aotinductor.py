@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpttool.checkpoint import Section, Storage, TensorEntry
-from ckpttool.dtypes import itemsize
-from ckpttool.formats.containers.zip_archive import Archive, read_record
+from ckpttool.core.checkpoint import Section, Storage, TensorEntry
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.limits import limits
+from ckpttool.core.schema import COUNT, SHAPE, TEXT, items, map_of
+from ckpttool.formats.pt2.layouts import open_record, payload_of
 from ckpttool.formats.pt2.program import CONSTANTS, Home, Payload, Program, damaged, program_sections, read_json
-from ckpttool.formats.pt2.until_2_8 import open_record, payload_of
 from ckpttool.formats.torch.tensors import entry_of, is_tensor
-from ckpttool.json_schema import COUNT, SHAPE, TEXT, items, map_of
-from ckpttool.limits import limits
+from ckpttool.formats.zip_read import Archive, read_record
 
 FOLDER = "data/aotinductor/"
 LAYOUT = "AOTInductor"

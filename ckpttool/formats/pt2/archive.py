@@ -1,8 +1,4 @@
-"""Exported programs (``.pt2``): reader and writer of their weights, in the layouts of every torch.
-
-The graph is never deserialised: a program of operators that are not installed reads and writes like any other. Each
-layout has its reader in a file of its own; what it hands over is written back in the same way.
-"""
+"""Exported programs (`.pt2`): reader and writer of their weights."""
 
 from __future__ import annotations
 
@@ -13,22 +9,67 @@ from dataclasses import replace
 from functools import partial
 from shlex import quote
 
-from ckpttool.checkpoint import Checkpoint, Lazy, Section, Span, Storage, TensorEntry, Unreached
-from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.formats.containers.pickle_tree import unreadable
-from ckpttool.formats.containers.zip_archive import STORED, Archive, Record, read_archive, read_record
-from ckpttool.formats.containers.zip_layout import NewRecord, edit_behind, layout_archive
+from ckpttool.core.checkpoint import Checkpoint, Lazy, Section, Span, Storage, TensorEntry, Unreached
+from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.expression import Ref
+from ckpttool.core.keys import dotted
+from ckpttool.core.names import LoadedTensor, Names, RuntimeTensor, SerializedKey
+from ckpttool.formats.pickle_read import unreadable
 from ckpttool.formats.pt2 import aotinductor as pt2_compiled
-from ckpttool.formats.pt2 import since_2_9 as pt2_raw
-from ckpttool.formats.pt2 import until_2_8 as pt2_nested
-from ckpttool.formats.pt2.program import Home, Inner, Payload, Program, RecordOf, compressed, root_of
-from ckpttool.formats.pt2.renames import renamed, under_old_names
+from ckpttool.formats.pt2 import layouts
+from ckpttool.formats.pt2 import program as pt2_program
+from ckpttool.formats.pt2.program import (
+    FIELDS,
+    Home,
+    Inner,
+    Payload,
+    Program,
+    RecordOf,
+    compressed,
+    read_graph,
+    root_of,
+)
 from ckpttool.formats.torch import torchscript
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.tensors import Carried
+from ckpttool.formats.zip_read import STORED, Archive, Record, read_archive, read_record
+from ckpttool.formats.zip_write import NewRecord, edit_behind, layout_archive
 from ckpttool.io.pieces import Edited, Pieces, nbytes_of
 from ckpttool.io.ranges import read_span, stream
-from ckpttool.keys import dotted
+
+
+def under_old_names(old: Section, new: Section) -> tuple[Section, dict[str, str]]:
+    """`new` with each entry of the program's section `old` under the name that it has there, and the new name of each.
+
+    An entry is known by its payload, whatever it is called: two tensors that change names are not two new values.
+    """
+    payloads = [(id(entry.payload), key) for key, entry in old.by_key().items()]
+    count = Counter(payload for payload, _ in payloads)
+    was = {payload: key for payload, key in payloads if count[payload] == 1}
+    names = {was.get(id(entry.payload), key): key for key, entry in new.by_key().items()}
+    tensors = tuple(entry.under(was.get(id(entry.payload), entry.key)) for entry in new.tensors)
+    extras = tuple(entry.under(was.get(id(entry.payload), entry.key)) for entry in new.extras)
+    names = {before: now for before, now in names.items() if before != now}
+    return (replace(new, tensors=tensors, extras=extras) if names else new), names
+
+
+def renamed(program: Program, names: Sequence[Mapping[str, str]]) -> tuple[dict[Home, bytes], list[Problem]]:
+    """What the program's file says of its names with those of each section changed, and what stands against it."""
+    every = {key: name for own in names for key, name in own.items()}
+    if not every:
+        return {}, []
+    if program.compiled:
+        return {}, [Problem("compiled code calls its weights by the names that they have", key) for key in every]
+    text, problems = pt2_program.renamed(program, every)
+    changed = {Home(program.model): text}
+    for index, own in zip(program.indexes, names):
+        if own and program.layout == layouts.LAYOUT:
+            changed[Home(index)] = layouts.renamed(program, index, own)
+        elif own:
+            inner, pickle = layouts.renamed_until_2_8(program, index, own)
+            changed[Home(index, inner, "data.pkl")] = pickle
+    return changed, problems
+
 
 FORMAT = "pt2"
 
@@ -140,14 +181,14 @@ def _checkpoint(path: str, archive: Archive, program: Program) -> Checkpoint:
 def _programs(archive: Archive) -> dict[str, _Reader]:
     """Name -> reader of each program of the file, in its order. Raises `CkptError` where there is none."""
     root = root_of(archive)
-    if pt2_nested.GRAPH in archive.by_name:
-        return {_ONLY: lambda archive, root, name: pt2_nested.read_up_to_2_7(archive, "", name)}
+    if layouts.GRAPH in archive.by_name:
+        return {_ONLY: lambda archive, root, name: layouts.read_up_to_2_7(archive, "", name)}
     found: dict[str, _Reader] = {}
     for record in archive.records:
         match = re.fullmatch(r"models/(.+)\.json", record.name.removeprefix(root))
         if match is not None:
             nested = f"{root}data/weights/{match[1]}.pt" in archive.by_name
-            found[match[1]] = pt2_nested.read_2_8 if nested else pt2_raw.read
+            found[match[1]] = layouts.read_2_8 if nested else layouts.read
     for name in pt2_compiled.models(archive, root):
         found.setdefault(name, pt2_compiled.read)
     if not found:
@@ -352,3 +393,59 @@ def _stale(program: Program, records: Collection[str]) -> list[Problem]:
             Problem("compiled code in the file (AOTInductor) holds the old weights too", "data/aotinductor")
         )
     return problems
+
+
+_KINDS = {"parameter": "parameter", "buffer": "buffer", "tensor_constant": "constant"}
+_RANKS = {kind: rank for rank, kind in enumerate(_KINDS.values())}
+
+
+def names(path: str, program: str | None = None) -> Names:
+    """All names of the program's parameters and buffers; constants that were lifted out of its code have none.
+
+    `program` is the one that is meant in a file of several. Raises `CkptError` where there is no such program, and
+    where its graph has no signature that can be read.
+    """
+    checkpoint = read_program(path, program)
+    assert isinstance(checkpoint.container, Program)
+    model = read_graph(checkpoint.container)
+    specs = model["graph_module"]["signature"]["input_specs"]
+    graph = {spec[kind][FIELDS[kind]]: _KINDS[kind] for spec in specs for kind in spec.keys() & _KINDS.keys()}
+    tensors = [tensor for tensor in _runtime(checkpoint, graph) if tensor.kind != "constant"]
+    first = {tensor.fqn: tensor.alias_of or tensor.fqn for tensor in tensors}
+    return Names(
+        model=path,
+        torch=model["torch_version"],
+        runtime=tuple(tensors),
+        serialized=tuple(
+            SerializedKey(entry.key, entry.dtype, entry.shape, Ref(first[entry.key]), None)
+            for entry in checkpoint.section("").tensors
+        ),
+        load=tuple(LoadedTensor(t.fqn, Ref(t.fqn) if t.persistent else None) for t in tensors),
+        not_serialized=tuple(t.fqn for t in tensors if not t.persistent),
+    )
+
+
+def _runtime(checkpoint: Checkpoint, graph: dict[str, str]) -> list[RuntimeTensor]:
+    """Parameters, then buffers, then constants, each in the order of the graph's inputs; `graph`: FQN -> kind."""
+    entries = [(entry, section.path == "") for section in checkpoint.sections for entry in section.tensors]
+    kinds = {entry.key: _kind(entry, persistent, graph.get(entry.key)) for entry, persistent in entries}
+    order = {fqn: position for position, fqn in enumerate(graph)}
+    entries.sort(key=lambda item: (_RANKS[kinds[item[0].key]], order.get(item[0].key, len(order))))
+    first: dict[object, str] = {}
+    found: list[RuntimeTensor] = []
+    for entry, persistent in entries:
+        fqn, kind, payload = entry.key, kinds[entry.key], entry.payload
+        trainable = kind == "parameter" and isinstance(payload, Payload) and payload.requires_grad
+        root = first.setdefault(entry.identity, fqn)
+        alias_of = None if root == fqn else root
+        found.append(RuntimeTensor(fqn, fqn, kind, persistent, trainable, entry.dtype, entry.shape, alias_of))
+    return found
+
+
+def _kind(entry: TensorEntry, persistent: bool, taken: str | None) -> str:
+    """As what the graph takes it, None where it does not: a tensor of a module that is never called, or a tied name."""
+    if taken is not None and not (persistent and taken == "constant"):  # what is saved is no constant
+        return taken
+    if isinstance(entry.payload, Payload) and entry.payload.is_param:
+        return "parameter"
+    return "buffer" if persistent else "constant"

@@ -1,24 +1,98 @@
-"""The header of a safetensors file, checked whole: what each tensor is, and where its bytes lie.
-
-All checks of the reference reader are made, and five more: the header begins with ``{`` (the format's own rule), no
-name stands twice anywhere in it, an entry is an object, its dtype a string, and fields that the format does not know
-hold no lists or objects.
-"""
+"""The header of a safetensors file: read, checked completely, and written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpttool.checkpoint import Span, Storage, TensorEntry, contiguous_stride
-from ckpttool.dtypes import BY_SAFETENSORS
-from ckpttool.errors import CkptError, Problem
-from ckpttool.formats.containers import json_text
-from ckpttool.formats.safetensors import members
+from ckpttool.core.checkpoint import Span, Storage, TensorEntry, contiguous_stride, own_storages
+from ckpttool.core.dtypes import BY_SAFETENSORS, itemsize
+from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.values import dataclass, many_objects
+from ckpttool.formats import strict_json
 from ckpttool.io.files import opened
 from ckpttool.io.ranges import read_span
-from ckpttool.many import many_objects
-from ckpttool.values import dataclass
+
+_SIZE = r"(?:0|[1-9][0-9]{0,18})"
+_TENSOR = re.compile(
+    r'"([^"\\\x00-\x1f]*)": ?'
+    rf'(\{{"dtype": ?"[A-Z0-9_]+", ?"shape": ?\[(?:{_SIZE}(?:, ?{_SIZE})*)?\]), ?'
+    rf'"data_offsets": ?\[({_SIZE}), ?({_SIZE})\]\}}(, ?|\}}[ \t\n\r]*\Z)'
+)
+# A member of the outermost object, by whatever spelling: its name, and an object that holds no other.
+_MEMBER = re.compile(
+    r'("[^"\\]*(?:\\.[^"\\]*)*")\s*:\s*(?:null|\{[^"{}]*(?:"[^"\\]*(?:\\.[^"\\]*)*"[^"{}]*)*\})\s*[,}]\s*'
+)
+
+# What all tensors of one dtype and shape have in common: dtype, shape, stride, bytes.
+Alike = tuple[str, tuple[int, ...], tuple[int, ...], int]
+
+
+def plain_tensors(
+    text: str, at: int, data: Span, alike: Callable[[str], Alike | None]
+) -> dict[str, TensorEntry] | None:
+    """The tensors of the header `text` from character `at` on, by name; None where the strict way has to look.
+
+    `data` are the bytes behind the header. `alike` reads the text of a dtype and shape
+    (``{"dtype":"F32","shape":[2]}``), and gives None where these are not a plain dtype and a size.
+    """
+    known: dict[str, Alike | None] = {}
+    found: dict[str, TensorEntry] = {}
+    start, path, in_order, reach, count = data.offset, data.path, True, 0, 0
+    last = ""
+    for match in _TENSOR.finditer(text, at):
+        if match.start() != at:
+            return None
+        at = match.end()
+        key, described, begins, ends, last = match.groups()
+        if described not in known:
+            known[described] = alike(described + "}")
+        likeness = known[described]
+        begin, end = int(begins), int(ends)
+        if likeness is None or end - begin != likeness[3]:
+            return None
+        dtype, shape, stride, length = likeness
+        found[key] = TensorEntry(key, dtype, shape, stride, 0, Storage(Span(path, start + begin, length)))
+        count += 1
+        in_order = in_order and begin == reach
+        reach = end
+    if at != len(text) or not last.startswith("}") or len(found) != count:
+        return None
+    in_order = in_order and reach == data.length
+    return found if in_order or _is_covered(found.values(), data) else None
+
+
+def _is_covered(tensors: Iterable[TensorEntry], data: Span) -> bool:
+    """Whether the tensors, in some order, lie one behind the other from the begin of `data` to its end."""
+    reach = data.offset
+    for offset, length in sorted((span.offset, span.length) for entry in tensors if (span := entry.span)):
+        if offset != reach:
+            return False
+        reach += length
+    return reach == data.offset + data.length
+
+
+def first_member(text: str, name: str) -> tuple[Any, int]:
+    """The value of the first member and where it ends, if that has the name; else ({}, 0), and None for no JSON."""
+    start = f'{{"{name}":'
+    try:
+        return strict_json.value_at(text, len(start)) if text.startswith(start) else ({}, 0)
+    except ValueError:
+        return None, 0
+
+
+def quoted_names(text: str, but: str) -> Iterator[tuple[int, int]]:
+    """Where each quoted name of the outermost object of a header begins and ends, those of the member `but` left out.
+
+    The header is one that was read: all members are objects without objects in them, or the metadata.
+    """
+    quoted = strict_json.quoted(but)
+    for match in _MEMBER.finditer(text, text.index("{") + 1):
+        name = match[1]
+        if name != quoted and ("\\" not in name or strict_json.loads(name) != but):
+            yield match.span(1)
+
 
 METADATA = "__metadata__"
 MAX_HEADER = 100_000_000  # bytes; the reference reader's limit
@@ -67,7 +141,7 @@ class Header:
     @staticmethod
     def names(text: str) -> Iterator[tuple[int, int]]:
         """The places of the tensors' quoted names in its text, in the order of `tensors`."""
-        return members.names(text, METADATA)
+        return quoted_names(text, METADATA)
 
 
 def read_header(path: str) -> Header:
@@ -85,17 +159,17 @@ _Content = tuple[dict[str, str], tuple[TensorEntry, ...]]  # the metadata, and t
 
 def _as_usual(text: str, data: Span) -> _Content | None:
     """What the header describes, where it is spelled as writers spell it; None where it has to be read strictly."""
-    metadata, at = members.first(text, METADATA)
+    metadata, at = first_member(text, METADATA)
     if not _is_metadata(metadata) or (at and not text.startswith(",", at)):
         return None
-    tensors = members.tensors(text, at + 1, data, _alike)
+    tensors = plain_tensors(text, at + 1, data, _alike)
     return None if tensors is None or METADATA in tensors else (metadata, tuple(tensors.values()))
 
 
 def _strictly(text: str, data: Span) -> _Content:
     """The same of any header. Raises `CkptError` with all that is wrong with it."""
     try:
-        infos = json_text.loads(text)
+        infos = strict_json.loads(text)
     except ValueError as error:
         raise _invalid(data.path, f"its header is not valid JSON: {error}") from error
     metadata = infos.pop(METADATA, {})
@@ -107,9 +181,9 @@ def _strictly(text: str, data: Span) -> _Content:
     return metadata, tuple(_entry(data.path, data.offset, name, info) for name, info in infos.items())
 
 
-def _alike(described: str) -> members.Alike | None:
+def _alike(described: str) -> Alike | None:
     """What all tensors of one dtype and shape have in common; None where the header has to be read strictly."""
-    info = json_text.loads(described)
+    info = strict_json.loads(described)
     code, shape = info["dtype"], tuple(info["shape"])
     bits = _bits(shape, _BITS.get(code, _U64_MAX + 1))
     if code not in BY_SAFETENSORS or code in _SUB_BYTE or bits is None:
@@ -216,3 +290,37 @@ def _invalid(path: str, problem: str, problems: Sequence[Problem] = ()) -> CkptE
         hint="download or copy it again, or write it again with safetensors.torch.save_file",
         problems=problems,
     )
+
+
+def overlapping(tensors: Iterable[TensorEntry]) -> dict[str, str]:
+    """Key -> an earlier key whose bytes it shares, wholly or in part; empty if and only if no two tensors share bytes.
+
+    Of many that share the same bytes not every pair is named. A view with gaps counts with all bytes from its first
+    element to its last.
+    """
+    tensors = tuple(tensors)
+    if own_storages(tensors):
+        return {}
+    by_storage: dict[int, list[tuple[int, int, tuple[int, str]]]] = {}
+    for position, entry in enumerate(tensors):
+        begin, end = _extent(entry)
+        if begin < end:
+            by_storage.setdefault(id(entry.storage), []).append((begin, end, (position, entry.key)))
+    found: list[tuple[int, str, str]] = []
+    for group in by_storage.values():
+        group.sort()
+        _, reach, widest = group[0]
+        for begin, end, current in group[1:]:
+            if begin < reach:
+                (_, first), (position, key) = sorted([widest, current])
+                found.append((position, key, first))
+            if end > reach:
+                reach, widest = end, current
+    return {key: other for _, key, other in sorted(found)}
+
+
+def _extent(entry: TensorEntry) -> tuple[int, int]:
+    """First byte and end of the elements in their storage; nothing for a tensor without elements or storage."""
+    if entry.storage is None or not entry.numel:
+        return 0, 0
+    return entry.offset * itemsize(entry.dtype), entry.end * itemsize(entry.dtype)

@@ -14,13 +14,20 @@ from collections.abc import Iterable, Sequence
 from io import BytesIO
 from typing import Any
 
-from ckpttool.checkpoint import Checkpoint, Composite, Lazy, Section, TensorEntry
-from ckpttool.dtypes import BY_NAME
-from ckpttool.errors import Problem, Refused
-from ckpttool.formats.containers import json_text
+from ckpttool.core.checkpoint import Checkpoint, Composite, Lazy, Section, TensorEntry
+from ckpttool.core.dtypes import BY_NAME
+from ckpttool.core.errors import Problem, Refused
+from ckpttool.formats import strict_json
 from ckpttool.formats.safetensors import torchao
-from ckpttool.formats.safetensors.header import MAX_HEADER, METADATA, PAIRS_IN_A_BYTE, Header, Packed, read_header
-from ckpttool.formats.safetensors.overlap import overlapping
+from ckpttool.formats.safetensors.header import (
+    MAX_HEADER,
+    METADATA,
+    PAIRS_IN_A_BYTE,
+    Header,
+    Packed,
+    overlapping,
+    read_header,
+)
 from ckpttool.io.pieces import BLOCK, LEAST, Edited, Piece
 from ckpttool.io.ranges import read_span
 
@@ -95,8 +102,8 @@ def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
         return None
     if checkpoint.metadata != header.metadata:
         metadata = {METADATA: dict(checkpoint.metadata)} if checkpoint.metadata else {}
-        infos = {name: info for name, info in json_text.loads(raw.decode()).items() if name != METADATA}
-        raw = _encoded(json_text.dumps(metadata | infos))
+        infos = {name: info for name, info in strict_json.loads(raw.decode()).items() if name != METADATA}
+        raw = _encoded(strict_json.dumps(metadata | infos))
     more = max(0, len(raw) - header.length)
     pieces = [_header(raw, header.length + -(-more // BLOCK) * BLOCK), *_with_bytes([Piece(header.data)])]
     return Edited(pieces, bytes(read_span(header.place)), raw)
@@ -146,7 +153,7 @@ def _rename(header: Header, tensors: Sequence[TensorEntry]) -> bytes | None:
     text, made, at = header.read(), BytesIO(), 0
     for (start, end), old, new in zip(header.names(text), header.tensors, ordered):
         if new.key != old.key:
-            made.write(_encoded(text[at:start] + json_text.quoted(new.key)))
+            made.write(_encoded(text[at:start] + strict_json.quoted(new.key)))
             at = end
     made.write(text[at:].encode())
     return made.getvalue()
@@ -188,11 +195,11 @@ def _aligned(length: int) -> int:
 def _layout_afresh(tensors: Sequence[TensorEntry], metadata: Any) -> list[Piece]:
     coded = [(*_code_and_shape(entry), entry) for entry in tensors]
     coded.sort(key=lambda item: (-_RANK[item[0]], item[2].key))
-    infos = [json_text.dumps({METADATA: dict(metadata)})[1:-1]] if metadata else []
+    infos = [strict_json.dumps({METADATA: dict(metadata)})[1:-1]] if metadata else []
     end = 0
     for code, shape, entry in coded:  # text at once: a million dicts would take more memory than all else
         begin, end = end, end + entry.nbytes
-        sizes, key = ",".join(map(str, shape)), json_text.quoted(entry.key)
+        sizes, key = ",".join(map(str, shape)), strict_json.quoted(entry.key)
         infos.append(f'{key}:{{"dtype":"{code}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}')
     raw = _encoded(f"{{{','.join(infos)}}}")
     return [_header(raw, _aligned(len(raw))), *_with_bytes(_data(entry) for _, _, entry in coded)]

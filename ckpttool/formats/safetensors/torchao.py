@@ -15,10 +15,10 @@ from dataclasses import replace
 from shlex import quote
 from typing import Any
 
-from ckpttool.checkpoint import Checkpoint, TensorEntry
-from ckpttool.errors import Problem, Refused
-from ckpttool.formats.containers import json_text
-from ckpttool.values import dataclass
+from ckpttool.core.checkpoint import Checkpoint, TensorEntry
+from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.values import dataclass
+from ckpttool.formats import strict_json
 
 _NAMES, _PARTS, _CLASS = "tensor_names", "_tensor_data_names", "_type"
 _APART = "rename all parts of a tensor alike, or drop all of them; the last segment of their keys is _TENSOR_PART"
@@ -71,7 +71,7 @@ def _listed(metadata: Mapping[str, str]) -> list[str]:
 
 def _json(text: str) -> Any:
     try:
-        return json_text.loads(text)
+        return strict_json.loads(text)
     except ValueError:
         return None
 

@@ -11,24 +11,29 @@ from dataclasses import field
 from functools import partial
 from typing import Any, NamedTuple
 
-from ckpttool import dtypes
-from ckpttool.checkpoint import Checkpoint, Span, Storage
-from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.formats.containers.pickle_tree import Call, Global, Origin, Persistent, Pickle, dumps, loads
-from ckpttool.formats.recognise_file import LEGACY_START
-from ckpttool.formats.torch.read_tree import read_tree
-from ckpttool.formats.torch.rebuild import Rebuilder, with_references
-from ckpttool.formats.torch.tensors import HOLDS, Carried, Storages, is_tensor, typed_storage
-from ckpttool.formats.torch.tree import Tree
-from ckpttool.formats.torch.unreached import unreached, ways
+from ckpttool.core import dtypes
+from ckpttool.core.checkpoint import Checkpoint, Span, Storage
+from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.keys import dotted
+from ckpttool.core.limits import Memory, limits
+from ckpttool.core.values import dataclass, many_objects
+from ckpttool.formats.detect import LEGACY_START
+from ckpttool.formats.pickle_read import Call, Global, Origin, Persistent, Pickle, loads
+from ckpttool.formats.pickle_write import dumps
+from ckpttool.formats.torch.tensors import (
+    HOLDS,
+    Carried,
+    Rebuilder,
+    Storages,
+    is_tensor,
+    typed_storage,
+    with_references,
+)
+from ckpttool.formats.torch.tree import Tree, read_tree, unreached, ways
 from ckpttool.formats.torch.zip_file import Container, tree_to_write
 from ckpttool.io.files import Source, assume, opened
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Piece, Pieces
-from ckpttool.keys import dotted
-from ckpttool.limits import Memory, limits
-from ckpttool.many import many_objects
-from ckpttool.values import dataclass
 
 FORMAT = "torch_legacy"  # in the table of formats
 UNREADABLE = (

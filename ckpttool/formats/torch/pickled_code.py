@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ckpttool.checkpoint import Checkpoint
-from ckpttool.formats.containers.pickle_tree import Global
+from ckpttool.core.checkpoint import Checkpoint
+from ckpttool.core.keys import dotted
+from ckpttool.core.pickle_imports import DANGEROUS, verdict
+from ckpttool.formats.pickle_read import Global
 from ckpttool.formats.torch.tensors import HOLDS
-from ckpttool.imports import DANGEROUS, verdict
-from ckpttool.keys import dotted
 
 
 def entries_with_code(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:

@@ -11,15 +11,14 @@ from collections.abc import Iterator
 from dataclasses import field
 from typing import Any
 
-from ckpttool.checkpoint import Checkpoint, Section, Storage, TensorEntry, Unreached
-from ckpttool.errors import CkptError, Refused
-from ckpttool.formats.containers.pickle_tree import Call, Global
-from ckpttool.formats.containers.zip_archive import Archive, read_archive, read_record
+from ckpttool.core.checkpoint import Checkpoint, Section, Storage, TensorEntry, Unreached
+from ckpttool.core.errors import CkptError, Refused
+from ckpttool.core.values import dataclass, many_objects
+from ckpttool.formats.pickle_read import Call, Global
 from ckpttool.formats.torch.tensors import Storages, entry_of, is_tensor
 from ckpttool.formats.torch.zip_file import check_byteorder, find_storage, read_pickle, unreached_in
+from ckpttool.formats.zip_read import Archive, read_archive, read_record
 from ckpttool.io.pieces import Pieces
-from ckpttool.many import many_objects
-from ckpttool.values import dataclass
 
 _MAX_CODE = 1 << 28  # bytes of one file of code
 _MAX_DEPTH = 200  # modules inside each other

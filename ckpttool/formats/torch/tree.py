@@ -1,23 +1,19 @@
-"""The sections of a torch file: where state dicts stand in the tree of its pickle.
-
-A place in the tree is a tuple of steps from the root.
-"""
+"""The sections of a torch file: where state dicts are in the tree of its pickle."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any
 
-from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry, Unreached
-from ckpttool.formats.containers.pickle_tree import ABSENT, Call
-from ckpttool.formats.torch.mappings import metadata_of, pairs_of, text_of
-from ckpttool.formats.torch.modules import SLOTS, class_of, is_module, slots_of
-from ckpttool.formats.torch.optimizer_mapping import mapping_of
-from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor
-from ckpttool.keys import free
-from ckpttool.optimizer_state import looks_flat
-from ckpttool.values import dataclass
+from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Readings, Section, Storage, TensorEntry, Unreached
+from ckpttool.core.keys import dotted, free
+from ckpttool.core.optimizer_state import looks_flat
+from ckpttool.core.values import dataclass, many_objects
+from ckpttool.formats.pickle_read import ABSENT, Call, Persistent, PickledSet
+from ckpttool.formats.torch.nodes import content_of, metadata_of, pairs_of, text_of
+from ckpttool.formats.torch.objects import SLOTS, class_of, is_module, mapping_of, slots_of
+from ckpttool.formats.torch.tensors import HOLDS, Carried, Storages, entry_of, is_tensor, storage_key
 
 _MAX_DEPTH = 200  # containers inside each other; below that nothing is looked for
 
@@ -375,3 +371,103 @@ def _plain(tree: Tree, node: Any) -> object:
         return convert(node, 0)
     except ValueError:
         return None
+
+
+def unreached(
+    root: Any, storages: Storages, keys: Iterable[str], find: Callable[[str], Storage]
+) -> tuple[Unreached, ...]:
+    """Those of the storages `keys` that no tensor of the index is made of, by where `root` refers to them.
+
+    `find` looks one up by its key. Raises `CkptError` where it cannot be read.
+    """
+    left = [key for key in keys if key not in storages.reached]
+    if not left:
+        return ()
+    places = ways(root, lambda node: storage_key(node) if type(node) is Persistent else None)
+    found: dict[str, Unreached] = {}
+    for key in left:
+        path = places.get(key)
+        name = f"data/{key}" if path is None else path or "(root)"
+        if name in found:
+            name = f"{name} (data/{key})"
+        found[name] = Unreached(name, find(key), path is not None)
+    return tuple(found.values())
+
+
+def ways(root: Any, wanted: Callable[[Any], object]) -> dict[Any, str]:
+    """What `wanted` says of a node, other than None -> the dotted way to the first node of which it says so."""
+    found: dict[Any, str] = {}
+    seen: set[int] = set()
+    todo: list[tuple[str, Any]] = [("", root)]
+    while todo:
+        path, node = todo.pop()
+        if type(node) not in HOLDS or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if (key := wanted(node)) is not None:
+            found.setdefault(key, path)
+        todo += [(dotted(path, name), part) for name, part in reversed(_parts(node))]
+    return found
+
+
+def _parts(node: Any) -> list[tuple[str, Any]]:
+    """Every node inside `node` with its name there; attributes and arguments of an object stand under its own."""
+    pairs = pairs_of(node)
+    named = [(text_of(key) or "", value) for key, value in (pairs or {}).items()]
+    named += [("", key) for key in pairs or ()]
+    if isinstance(node, (list, tuple)):
+        return [(str(index), part) for index, part in enumerate(node)]
+    if type(node) is PickledSet:
+        return [("", part) for part in node.items]
+    if type(node) is Call:
+        named += [("", part) for part in (node.func, *node.args, node.kwargs, node.items, node.state, node.setter)]
+    return named
+
+
+@many_objects()
+def read_tree(
+    root: Any, storages: Storages, made: Callable[[Tree], Checkpoint], whole: Collection[str] = ()
+) -> Checkpoint:
+    """What `made` makes of the sections in the tree below `root`; the dicts at the paths `whole` are state dicts.
+
+    Raises `CkptError` on bad tensors.
+    """
+    tree = find_sections(root, storages, whole)
+    checkpoint = made(tree)
+    other = Readings(tree.dicts, checkpoint.sections, lambda paths: read_tree(root, storages, made, {*whole, *paths}))
+    return replace(checkpoint, readings=other if tree.dicts else None, objects=_objects(root, tree))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Around:
+    """The payload of an object with tensors inside: its content is what it is without them and the sections in it."""
+
+    node: Any
+    tree: Tree
+
+    def content(self) -> bytes | None:
+        """See `checkpoint.Comparable`."""
+        sections = {id(place.node) for place in self.tree.places.values()}
+        return content_of(self.node, lambda node: b"" if is_tensor(node) or id(node) in sections else None)
+
+
+def _objects(root: Any, tree: Tree) -> tuple[ExtraEntry, ...]:
+    """What stands beside the sections, by its path; objects around sections and tensors after them."""
+    others = [ExtraEntry(path, Carried(_at(root, steps), tree.storages)) for path, steps in tree.others.items()]
+    return (*others, *(ExtraEntry(path, _Around(node, tree)) for path, node in tree.outer.items()))
+
+
+def _at(node: Any, steps: Steps) -> Any:
+    for kind, name in steps:
+        node = _CHILD[kind](node, name)
+    return node
+
+
+# Kind of a step -> the node that it leads to; see `_named_children`.
+_CHILD: dict[str, Callable[[Any, Any], Any]] = {
+    "item": lambda node, key: (pairs_of(node) or node)[key],
+    "arg": lambda node, index: node.args[index],
+    "kwarg": lambda node, name: node.kwargs[name],
+    "element": lambda node, index: node.items[index],
+    "state": lambda node, _: node.state,
+}

@@ -9,23 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpttool.checkpoint import Checkpoint, Lazy, Span, Storage, Unreached
-from ckpttool.errors import CkptError
-from ckpttool.formats.containers.pickle_tree import Origin, Pickle, check_size, loads
-from ckpttool.formats.containers.zip_archive import STORED, Archive, Record, read_archive, read_record
-from ckpttool.formats.containers.zip_layout import NewRecord, edit_behind, layout_archive
-from ckpttool.formats.containers.zip_place import ALIGNMENT
-from ckpttool.formats.torch.read_tree import read_tree
-from ckpttool.formats.torch.rebuild import Rebuilder, is_parameter
-from ckpttool.formats.torch.records import changed_records, dumped, key_of
-from ckpttool.formats.torch.tensors import Carried, Storages
-from ckpttool.formats.torch.tree import Tree
-from ckpttool.formats.torch.unreached import unreached
-from ckpttool.formats.torch.write_tree import changed_root, fresh_root
+from ckpttool.core.checkpoint import Checkpoint, Lazy, Span, Storage, Unreached
+from ckpttool.core.errors import CkptError
+from ckpttool.core.limits import Memory, limits
+from ckpttool.core.values import dataclass, many_objects
+from ckpttool.formats.pickle_read import Origin, Pickle, check_size, loads
+from ckpttool.formats.torch.tensors import Carried, Rebuilder, Storages, is_parameter
+from ckpttool.formats.torch.tree import Tree, read_tree, unreached
+from ckpttool.formats.torch.write_tree import changed_records, changed_root, dumped, fresh_root, key_of
+from ckpttool.formats.zip_read import ALIGNMENT, STORED, Archive, Record, read_archive, read_record
+from ckpttool.formats.zip_write import NewRecord, edit_behind, layout_archive
 from ckpttool.io.pieces import Edited, Pieces
-from ckpttool.limits import Memory, limits
-from ckpttool.many import many_objects
-from ckpttool.values import dataclass
 
 _MAX_NOTE = 64  # bytes of the records that hold a word or a number
 

@@ -1,4 +1,4 @@
-"""What goes wrong between here and a remote store, in words: any exception of any driver becomes a `CkptError`."""
+"""Turn the exceptions of remote stores into one clear error."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import TypeGuard, TypeVar
 
 from fsspec.exceptions import FSTimeoutError
 
-from ckpttool.errors import CkptError
-from ckpttool.limits import limits
+from ckpttool.core.errors import CkptError
+from ckpttool.core.limits import limits
 
 # The module that a driver lacks, where the package to install has another name.
 _PACKAGES = {"smbclient": "smbprotocol", "dropboxdrivefs": "dropboxdrivefs", "yarl": "aiohttp", "git": "pygit2"}

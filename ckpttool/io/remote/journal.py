@@ -10,7 +10,8 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
+from ckpttool.core.text import shell
 from ckpttool.io import temporary
 from ckpttool.io.journal import Journal, being_replaced, interrupted, parse, perhaps_begun
 from ckpttool.io.paths import join
@@ -18,7 +19,6 @@ from ckpttool.io.paths import name as name_of
 from ckpttool.io.remote.errors import answered
 from ckpttool.io.remote.read import filesystem, forget, names_in, stat
 from ckpttool.io.temporary import JOURNAL
-from ckpttool.words import shell
 
 
 def replace(home: str, out: str, put: Sequence[str], remove: Collection[str]) -> None:
@@ -62,7 +62,7 @@ def check(out: str) -> None:
             raise interrupted(out)
 
 
-def settle(out: str) -> None:
+def recover(out: str) -> None:
     """Finishes what dead processes began in the folder, and removes what they left.
 
     Raises `CkptError` if something was begun whose process may still live, or if the store refuses.

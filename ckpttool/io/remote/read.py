@@ -1,26 +1,147 @@
-"""Files behind URLs, read through fsspec a range at a time. `files` is the way in, `upload` the way back.
-
-Small reads come in blocks that are kept (`kept`), tensors in large ranges side by side. The logger
-``ckpttool.io.remote.read`` has every request and the bytes in all.
-"""
+"""Read files behind URLs through fsspec, a range at a time, with a cache per checkpoint."""
 
 from __future__ import annotations
 
 import logging
+import re
+from bisect import bisect_right
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import field
 from datetime import datetime
 from typing import Any
 
+import aiohttp
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
-from ckpttool.errors import CkptError
-from ckpttool.io import paths, work
-from ckpttool.io.remote.errors import CameShort, answered, is_failure, patiently
-from ckpttool.io.remote.kept import Stat, kept
+from ckpttool.core.errors import CkptError
+from ckpttool.core.limits import limits
+from ckpttool.core.values import dataclass
+from ckpttool.io import paths, progress
+from ckpttool.io.remote.errors import CameShort, SendsTooMuch, answered, is_failure, patiently
 from ckpttool.io.sources import note_streamed
-from ckpttool.limits import limits
+
+_MAX_BLOCKS = 128
+_MAX_AHEAD = 1 << 24  # bytes, of one file and of how all begin
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """What a store says of a URL: `size` in bytes, and by `version` a name and a value that change with the content."""
+
+    folder: bool
+    size: int | None
+    version: tuple[str, str] = ("", "")
+
+    def is_still(self, before: Stat) -> bool:
+        """Whether the content can be the one that it was. Listings and single answers may tell different versions."""
+        told = self.version == before.version or self.version[0] != before.version[0]
+        return told and (self.folder, self.size) == (before.folder, before.size)
+
+
+@dataclass(slots=True)
+class Kept:
+    """By URL what its store said (`stats`), what of its index is still to be checked (`assumed`), and what was sent.
+
+    `blocks` by URL and number, the one used last at the end; `ahead`: ranges that were asked for ahead, their offsets
+    and bytes, of which `heads` are bytes at the start of files. `runs`: the block that would follow the
+    last request for some, and how many that asked for. `requests` and `fetched` (bytes) are counted.
+    """
+
+    stats: dict[str, Stat | None] = field(default_factory=dict)
+    assumed: dict[str, list[Callable[[], None]]] = field(default_factory=dict)
+    blocks: OrderedDict[tuple[str, int], bytes] = field(default_factory=OrderedDict)
+    ahead: dict[str, tuple[list[int], list[bytes]]] = field(default_factory=dict)
+    heads: dict[str, int] = field(default_factory=dict)
+    runs: dict[str, tuple[int, int]] = field(default_factory=dict)
+    requests: Counter[str] = field(default_factory=Counter)
+    fetched: Counter[str] = field(default_factory=Counter)
+
+    def forget(self, url: str) -> None:
+        """Drops what is known of everything at, under and above the URL."""
+        below = url.rstrip("/") + "/"
+
+        def stays(other: str) -> bool:
+            return not (other + "/").startswith(below) and not below.startswith(other.rstrip("/") + "/")
+
+        self.stats = {other: found for other, found in self.stats.items() if stays(other)}
+        self.assumed = {other: checks for other, checks in self.assumed.items() if stays(other)}
+        self.blocks = OrderedDict((at, block) for at, block in self.blocks.items() if stays(at[0]))
+        self.ahead = {other: found for other, found in self.ahead.items() if stays(other)}
+        self.heads = {other: nbytes for other, nbytes in self.heads.items() if stays(other)}
+        self.runs = {other: found for other, found in self.runs.items() if stays(other)}
+
+    def range(self, url: str, start: int, end: int) -> bytes | None:
+        """The bytes, where they were asked for ahead as one range."""
+        starts, data = self.ahead.get(url, ([], []))
+        at = bisect_right(starts, start) - 1
+        if at < 0 or end > starts[at] + len(data[at]):
+            return None
+        return data[at][start - starts[at] : end - starts[at]]
+
+    def keep_ranges(self, url: str, ranges: Mapping[int, bytes]) -> None:
+        """Keeps ranges by their offsets; where there is no room the earlier ones go."""
+        starts, data = self.ahead.get(url, ([], []))
+        found = {**(dict(zip(starts, data)) if sum(map(len, data)) < _MAX_AHEAD else {}), **ranges}
+        ordered = sorted(found)
+        self.ahead[url] = ordered, [found[start] for start in ordered]
+
+    def keep_heads(self, heads: Mapping[str, bytes]) -> None:
+        """Keeps how these files begin; where there is no room, the first of all that are kept go."""
+        for url, data in heads.items():
+            self.keep_ranges(url, {0: data})
+            self.heads[url] = len(data)
+        while sum(self.heads.values()) > _MAX_AHEAD:
+            first = next(iter(self.heads))
+            del self.heads[first], self.ahead[first]
+
+    def used(self, url: str, numbers: Iterable[int]) -> None:
+        """Notes that these blocks were used; where there is no room, those go that were not for longest."""
+        for number in numbers:
+            self.blocks.move_to_end((url, number))
+        while len(self.blocks) > _MAX_BLOCKS:
+            self.blocks.popitem(last=False)
+
+
+kept = Kept()
+
+
+_LISTING = 1 << 26  # bytes of an answer to a request for no range: a page that lists files
+_CHUNK = 1 << 16
+_RANGE = re.compile(r"bytes=(\d+)-(\d+)")
+
+
+class BoundedResponse(aiohttp.ClientResponse):
+    """An answer whose body is read in chunks, until it is longer than the range that was asked for."""
+
+    async def read(self) -> bytes:
+        """The body. Raises `SendsTooMuch` where it goes on behind what was asked for."""
+        if self._body is None:
+            await self._read_to(_asked(self.request_info.headers))
+        return await super().read()
+
+    async def _read_to(self, most: int) -> None:
+        body = bytearray()
+        async for chunk in self.content.iter_chunked(_CHUNK):
+            body += chunk
+            if len(body) > most:
+                self.close()
+                raise SendsTooMuch(f"its server sends more than the {most:,} bytes that were asked for")
+        self._body = bytes(body)
+
+
+def _asked(headers: Mapping[str, str]) -> int:
+    found = _RANGE.fullmatch(headers.get("Range", ""))
+    return _LISTING if found is None else int(found[2]) - int(found[1]) + 1
+
+
+def http_options(configured: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of fsspec's driver, beside those that the user has configured for its client."""
+    client = {"timeout": aiohttp.ClientTimeout(total=None), **configured.get("client_kwargs", {})}
+    return {"client_kwargs": {**client, "response_class": BoundedResponse}}
+
 
 BLOCK = 1 << 17  # bytes a request for small reads: most headers, or the directory of a zip archive of 2,000 tensors
 PART = 1 << 23  # bytes a request for large tensors
@@ -48,9 +169,8 @@ def _options(url: str) -> dict[str, Any]:
     scheme = url.partition("://")[0]
     if scheme not in ("http", "https"):
         return {}
-    from ckpttool.io.remote import http
 
-    return http.options({**fsspec.config.conf.get("http", {}), **fsspec.config.conf.get("https", {})})
+    return http_options({**fsspec.config.conf.get("http", {}), **fsspec.config.conf.get("https", {})})
 
 
 def _patience(fs: Any, nbytes: int = 0) -> dict[str, float]:
@@ -325,7 +445,7 @@ def _answers(wanted: Sequence[tuple[str, int, int]]) -> list[bytes | BaseExcepti
     for (url, _, _), data in zip(wanted, found):
         kept.requests[url] += 1
         kept.fetched[url] += len(data) if isinstance(data, bytes) else 0
-    work.has_fetched(sum(len(data) for data in found if isinstance(data, bytes)), len(wanted))
+    progress.has_fetched(sum(len(data) for data in found if isinstance(data, bytes)), len(wanted))
     log.debug(
         "%s: %s bytes in %d requests, from byte %s", wanted[0][0], f"{nbytes:,}", len(wanted), f"{wanted[0][1]:,}"
     )

@@ -1,14 +1,19 @@
-"""The document of a diff: one line for each cause, however many keys it has, and the command that mends it last."""
+"""The document of a diff: one entry for each cause, and the suggested fix."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 
-from ckpttool.naming.inference.values import SAME_NAME, Inference, Pair, template
-from ckpttool.queries.diff.result import HARMLESS, STATUSES, Diff, Entry, count_of
+from ckpttool.core.text import number, plural
+from ckpttool.diffing.history import CHANGES, Step, Steps
+from ckpttool.diffing.history import Change as history_Change
+from ckpttool.diffing.result import ASPECTS, HARMLESS, NO_VALUES, STATUSES, Compared, Diff, Entry, count_of
+from ckpttool.diffing.three_way import BY, Change, Point, Since
+from ckpttool.naming.pairing.values import SAME_NAME, Inference, Pair, template
 from ckpttool.report.collapse import collapse, first_pattern
 from ckpttool.report.document import (
     Block,
@@ -17,6 +22,7 @@ from ckpttool.report.document import (
     Commands,
     Document,
     Facts,
+    Inline,
     Listing,
     Note,
     Role,
@@ -25,9 +31,31 @@ from ckpttool.report.document import (
     noted,
     shortened,
 )
-from ckpttool.report.documents.coverage import coverage, with_values
-from ckpttool.report.documents.listing import of_diff
-from ckpttool.words import number, plural
+from ckpttool.report.documents.inspection import of_diff
+
+_CALLED = {"other_sections": "other sections", "objects": "non-tensor entries", "code": "the code of the program"}
+
+
+def coverage(compared: Compared, scope: str) -> tuple[tuple[str, Inline], ...]:
+    """Two facts: what was compared, and what was not."""
+    called = {aspect: _CALLED.get(aspect, aspect) for aspect in ASPECTS if aspect in compared}
+    if "values" in called and scope and scope != NO_VALUES:
+        called["values"] = f"values ({scope})"
+    said = (
+        ", ".join(text for aspect, text in called.items() if compared[aspect] is covered) for covered in (True, False)
+    )
+    return tuple((label, text) for label, text in zip(("compared", "not compared"), said) if text)
+
+
+def with_values(verdict: str, compared: Compared, scope: str, equal: bool = False) -> str:
+    """The verdict, and what it says of values; `equal` if nothing differs."""
+    if "values" not in compared:
+        return verdict
+    if not compared["values"]:
+        return f"{verdict}; values not compared ({scope})"
+    within = f" {scope}" if scope else ""
+    return f"{verdict}; values are equal{within}" if equal else verdict
+
 
 _ROWS = 40
 _ROLES: dict[str, Role] = {
@@ -245,3 +273,137 @@ def _listed(title: str, entries: Iterable[Entry]) -> Table:
     )
     columns = (Column("status"), Column("left", "key"), Column("right", "key"), Column("why"))
     return Table(title, columns, rows, is_listed=True)
+
+
+_SINCE_ROLES: dict[str, Role] = {"left": "ok", "right": "ok", "both": "dim", "conflict": "bad"}
+_SINCE_MEANING = {
+    "left": "changed on the left only",
+    "right": "changed on the right only",
+    "both": "changed on both sides, and these agree",
+    "conflict": "changed on both sides, and these do not agree",
+}
+
+
+def three_way_document(found: Since, *, all: bool = False) -> Document:
+    """The document; with `all` every key has a line of its own."""
+    sides = (("base", found.base), ("left", found.left), ("right", found.right))
+    conflicts = found.summary.get("conflict", 0)
+    verdict = plural(conflicts, "conflict") if conflicts else "no conflicts" if found.points else "nothing changed"
+    verdict = with_values(verdict, found.compared, found.scope, not found.points)
+    rows = tuple((Cell(by, _SINCE_ROLES[by]), number(count), _SINCE_MEANING[by]) for by, count in found.summary.items())
+    blocks: list[Block] = [
+        Facts((*((side, Cell(source, "key")) for side, source in sides), *coverage(found.compared, found.scope))),
+        Table("Summary", (Column("by"), Column("changes", "number"), Column("meaning")), rows),
+        _changes(found, all),
+        *noted(found.notes, quiet=found.passes),
+    ]
+    return Document("diff", verdict, found.passes, filled(blocks))
+
+
+def _changes(found: Since, all: bool) -> Table:
+    """A row for each who and how, repeated layers on one line."""
+    groups: dict[object, list[Point]] = {}
+    for point in sorted(found.points, key=lambda point: -BY.index(point.by)):
+        kind = point if all else (point.by, *(one and (one.status, one.reason) for one in (point.left, point.right)))
+        groups.setdefault(kind, []).append(point)
+    rows = tuple(
+        (
+            Cell(group[0].by, _SINCE_ROLES[group[0].by]),
+            number(len(group)),
+            first_pattern((key for point in group for key in point.base), all),
+            _side([point.left for point in group], all),
+            _side([point.right for point in group], all),
+        )
+        for group in groups.values()
+    )
+    columns = (Column("by"), Column("changes", "number"), Column("base", "key"), Column("left"), Column("right"))
+    return Table("Changes since the base", columns, rows)
+
+
+def _side(changes: list[Change | None], all: bool) -> str:
+    """What one side did: the status, the keys that it has now, and why."""
+    first = changes[0]
+    if first is None:
+        return "-"
+    keys = [key for change in changes if change is not None for key in change.keys]
+    named = f"{first.status} {first_pattern(keys, all)}" if keys else first.status
+    return f"{named}: {first.reason}" if first.reason else named
+
+
+_STEPS_ROLES: dict[str, Role] = {"renamed": "warn"}
+_OF_CLASS = "what the one class has and the other has not"
+Row = tuple["str | Cell", ...]
+
+
+def history_document(found: Steps, *, all: bool = False) -> Document:
+    """The document; with `all` every key and every step has a line of its own."""
+    columns = (Column("step", "key"), Column("change"), Column("keys", "number"))
+    more = (Column("before", "key"), Column("now", "key"), Column("why"))
+    blocks: list[Block] = [
+        Facts(
+            (
+                *([("run", Cell(found.run, "key"))] if found.run else []),
+                *coverage(found.compared, found.scope),
+            )
+        ),
+        Table("Steps", (*columns, *more), tuple(_rows(found.steps, all))),
+        *(Note(note) for note in found.notes),
+    ]
+    verdict = with_values(_verdict_steps(found), found.compared, found.scope, found.identical)
+    return Document("diff", verdict, found.passes, tuple(blocks))
+
+
+def _verdict_steps(found: Steps) -> str:
+    changed, unread = (sum(map(bool, of)) for of in zip(*((s.changes, s.error) for s in found.steps)))
+    steps = plural(len(found.steps), "step")
+    said = f"{number(changed)} of {steps} changed something" if changed else f"nothing changed in {steps}"
+    return f"{said}, {number(unread)} could not be read" if unread else said
+
+
+def _rows(steps: Sequence[Step], all: bool) -> Iterator[Row]:
+    for quiet, group in groupby(steps, key=lambda step: step.is_as_before):
+        own = list(group)
+        if quiet:
+            for part in [[step] for step in own] if all else [own]:
+                yield _nothing(part)
+            continue
+        for step in own:
+            yield from _of(step, all)
+
+
+def _nothing(steps: Sequence[Step]) -> Row:
+    first, last = steps[0].name, steps[-1].name
+    named = first if len(steps) == 1 else f"{first} ... {last} ({number(len(steps))} steps)"
+    return (named, Cell("nothing", "ok"), "", "", "", "")
+
+
+def _of(step: Step, all: bool) -> Iterator[Row]:
+    if step.error:
+        yield (step.name, Cell("not read", "bad"), "", "", "", step.error)
+    elif step.since is None:
+        yield (step.name, Cell("the first", "dim"), number(step.tensors), "", "", "")
+    groups: dict[tuple[str, str, str, history_Change | None], list[history_Change]] = {}
+    other_class = {change.section for change in step.changes if change.status == "class"}
+    for change in step.changes:
+        by_class = change.section in other_class and change.status in CHANGES.values()
+        why = change.reason if all or not by_class else _OF_CLASS
+        groups.setdefault((change.section, change.status, why, change if all else None), []).append(change)
+    for (_, _, why, _), group in groups.items():
+        yield _cause_steps(step.name, group, why, all)
+    likely: dict[str | Pair, list[Pair]] = {}
+    for pair in step.likely:
+        likely.setdefault(pair if all else pair.evidence, []).append(pair)
+    for pairs in likely.values():
+        before = first_pattern((key for pair in pairs for key in pair.right), all)
+        now = first_pattern((key for pair in pairs for key in pair.left), all)
+        yield (step.name, Cell("renamed?", "warn"), number(len(pairs)), before, now, pairs[0].evidence)
+
+
+def _cause_steps(name: str, group: Sequence[history_Change], reason: str, all: bool) -> Row:
+    first = group[0]
+    details = list(dict.fromkeys(change.detail for change in group if change.detail is not None))
+    shown = ", ".join(details[:_FEW]) + (f", and {number(len(details) - _FEW)} more" if len(details) > _FEW else "")
+    why = ": ".join(filter(None, (first.section, reason, shown)))
+    before = first_pattern((key for change in group for key in change.before), all)
+    now = first_pattern((key for change in group for key in change.after), all)
+    return (name, Cell(first.status, _STEPS_ROLES.get(first.status, "bad")), number(len(group)), before, now, why)

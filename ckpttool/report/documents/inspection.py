@@ -1,21 +1,154 @@
-"""The document of an inspection: repeated layers on one line, the long lists cut where `--all` is not given."""
+"""The document of an inspection."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import field, replace
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from math import inf, prod
+from typing import TYPE_CHECKING, NamedTuple
 
-from ckpttool.checkpoint import Section
-from ckpttool.imports import DANGEROUS, KNOWN, UNKNOWN
-from ckpttool.keys import dotted
-from ckpttool.naming.flat_param import flat_params
-from ckpttool.queries.inspection import Inspection, names_in_file
+from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.keys import dotted
+from ckpttool.core.pickle_imports import DANGEROUS, KNOWN, UNKNOWN
+from ckpttool.core.text import human_bytes, number, plural, shape_text
+from ckpttool.core.values import dataclass
+from ckpttool.inspection.inspect import Inspection, names_in_file
+from ckpttool.naming.flat import flat_params
 from ckpttool.report.collapse import Group, collapse
-from ckpttool.report.document import Cell, Column, Document, Inline, Listing, Role, Table, noted, shortened
-from ckpttool.report.documents.listing import of_inspection
-from ckpttool.report.documents.tree import tree
-from ckpttool.words import human_bytes, number, plural, shape_text
+from ckpttool.report.document import (
+    Cell,
+    Column,
+    Document,
+    Finding,
+    Inline,
+    Listing,
+    Named,
+    Role,
+    Table,
+    noted,
+    shortened,
+)
+
+if TYPE_CHECKING:
+    from ckpttool.diffing.result import Diff, Entry, Outline, Outlines
+
+
+_BAR = 20  # characters of the longest bar
+_INDENT = "  "
+_DEEPEST = 24  # levels that are told apart; models have about ten
+
+
+@dataclass(slots=True)
+class _Module:
+    """What lies under a module; `storages` are counted once, however many names they have."""
+
+    tensors: int = 0
+    nbytes: int = 0
+    dtypes: dict[str, None] = field(default_factory=dict)
+    below: dict[str, _Module] = field(default_factory=dict)
+
+    def add(self, path: list[str], dtype: str, nbytes: int) -> None:
+        """Counts a tensor here, and in every module on its way."""
+        self.tensors += 1
+        self.nbytes += nbytes
+        self.dtypes[dtype] = None
+        if path:
+            self.below.setdefault(path[0], _Module()).add(path[1:], dtype, nbytes)
+
+    @property
+    def likeness(self) -> tuple[object, ...]:
+        """Equal for modules that look alike, down to the last tensor."""
+        below = tuple((name, module.likeness) for name, module in self.below.items())
+        return self.tensors, self.nbytes, tuple(self.dtypes), below
+
+
+def tree(checkpoint: Checkpoint, depth: int, by_bytes: bool) -> Table:
+    """A row for each module down to `depth`, repeated layers on one; the bar is its share of the file's tensors."""
+    columns = (
+        Column("module", "key"),
+        Column("tensors", "number"),
+        Column("dtypes", "dtype"),
+        Column("size", "number"),
+        Column("share of all"),
+    )
+    roots = [(section.path or _ROOT, _module_of(section)) for section in checkpoint.sections]
+    roots = [(path, root) for path, root in roots if root.tensors]
+    total = sum(root.nbytes for _, root in roots)
+    if by_bytes:
+        roots.sort(key=lambda one: -one[1].nbytes)
+    rows = [row for path, root in roots for row in _rows(path, 1, root, depth, 0, total, by_bytes)]
+    return Table("Modules", columns, tuple(rows))
+
+
+def _module_of(section: Section) -> _Module:
+    root, seen = _Module(), set[object]()
+    for entry in section.all_tensors():
+        counted = 0 if entry.identity in seen else entry.nbytes
+        seen.add(entry.identity)
+        root.add(entry.key.split(".")[:-1][:_DEEPEST], entry.dtype, counted)
+    return root
+
+
+def _rows(
+    name: str, count: int, module: _Module, depth: int, level: int, total: int, by_bytes: bool
+) -> Iterator[tuple[Inline, ...]]:
+    nbytes = module.nbytes * count
+    share = nbytes / total if total else 0.0
+    bar = "#" * max(round(share * _BAR), 1 if nbytes else 0)
+    yield (
+        _INDENT * level + name,
+        number(module.tensors * count),
+        ", ".join(module.dtypes),
+        human_bytes(nbytes),
+        Cell(f"{share:>6.1%} {bar}", "dim"),
+    )
+    if level == depth:
+        return
+    groups = collapse((below, own.likeness) for below, own in module.below.items())
+    found = [(group.pattern, len(group.keys), module.below[group.keys[0]]) for group in groups]
+    if by_bytes:
+        found.sort(key=lambda one: -one[1] * one[2].nbytes)
+    for pattern, many, below in found:
+        yield from _rows(pattern, count * many, below, depth, level + 1, total, by_bytes)
+
+
+def of_diff(diff: Diff) -> Iterator[Finding]:
+    """Every entry, in the order of the tensors on the right, and those that only left has by their own."""
+    left, right = diff.outlines
+    places = [{key: place for place, key in enumerate(side)} for side in (left, right)]
+
+    def order(entry: Entry) -> float:
+        keys, side = (entry.right, places[1]) if entry.right else (entry.left, places[0])
+        return side.get(keys[0], inf)
+
+    for entry in sorted(diff.entries, key=order):
+        sides = _named(entry.left, left), _named(entry.right, right)
+        place = None if entry.hook is None or not entry.hook.file else (entry.hook.file, entry.hook.line)
+        fails = not diff.identical and diff.weighs(entry) and entry.ignored is None
+        yield Finding(entry.status, *sides, entry.why, entry.detail or "", entry.spread or (), place, fails)
+
+
+def of_inspection(inspection: Inspection) -> Iterator[Finding]:
+    """Every tensor, below the path of its section."""
+    for found in inspection.tensors():
+        why = "" if found.alias_of is None else f"a second name of {found.alias_of}"
+        yield Finding("tensor", (replace(_outlined(found.entry.key, found.entry), key=found.name),), why=why)
+
+
+def _named(keys: Iterable[str], outlines: Outlines) -> tuple[Named, ...]:
+    return tuple(_outlined(key, outlines[key]) if key in outlines else Named(key) for key in keys)
+
+
+def _outlined(key: str, outline: Outline) -> Named:
+    if isinstance(outline, TensorEntry):
+        dtype = outline.dtype if outline.layout == "strided" else f"{outline.dtype} {outline.layout}"
+        return Named(key, dtype, shape_text(outline.shape), outline.nbytes)
+    nbytes = None if outline.shape is None else prod(outline.shape) * itemsize(outline.dtype)
+    return Named(key, outline.dtype, shape_text(outline.shape), nbytes)
+
 
 _ROWS = 40
 _DIGITS = 12  # of a hash; JSON has all of them

@@ -1,14 +1,18 @@
-"""The documents of `trace` and `explain`: how a model's names relate, and one tensor under all its names."""
+"""The documents of `trace`, `explain` and `check`."""
 
 from __future__ import annotations
 
-from ckpttool.names import Names
-from ckpttool.queries.diff.names import compare_names
-from ckpttool.queries.diff.result import Diff, names_outlines
-from ckpttool.queries.explanation import Explanation
-from ckpttool.report.document import Block, Cell, Document, Facts, Note, Problems, Table, facts, noted
+from dataclasses import replace
+
+from ckpttool.checks import Checks
+from ckpttool.core.errors import Problem
+from ckpttool.core.names import Names
+from ckpttool.core.text import number, plural, shape_text
+from ckpttool.diffing.names import compare_names
+from ckpttool.diffing.result import Diff, names_outlines
+from ckpttool.inspection.explain import Explanation
+from ckpttool.report.document import Block, Cell, Column, Document, Facts, Note, Problems, Table, facts, noted
 from ckpttool.report.documents import diff as diff_report
-from ckpttool.words import number, plural, shape_text
 
 
 def document(names: Names, *, all: bool = False, written: str | None = None) -> Document:
@@ -64,3 +68,31 @@ def explained(found: Explanation) -> Document:
     )
     verdict = plural(len({tensor.fqn, *found.serialized, *found.aliases}), "name")
     return Document(f"explain {found.name}", verdict, True, (shown,))
+
+
+def check_document(checks: Checks) -> Document:
+    """What was checked, and found."""
+    rows = tuple(
+        (
+            file.path,
+            file.kind,
+            Cell(plural(len(file.problems), "problem"), "bad") if file.problems else Cell("nothing wrong", "ok"),
+        )
+        for file in checks.files
+    )
+    columns = (Column("file", "key"), Column("taken for"), Column("found"))
+    problems = tuple(_at(file.path, one) for file in checks.files for one in file.problems)
+    blocks: list[Block] = [Table("Files", columns, rows)]
+    blocks += [Problems(problems)] if problems else []
+    blocks += [Note(f"hint: {file.path}: {file.hint}") for file in checks.files if file.hint]
+    for file in checks.files:
+        blocks += (replace(note, text=f"{file.path}: {note.text}") for note in noted(file.notes))
+    wrong = sum(bool(file.problems) for file in checks.files)
+    of = plural(len(rows), "file")
+    verdict = f"{number(wrong)} of {of} with problems" if wrong else f"{of}, nothing wrong"
+    return Document("check", verdict, checks.ok, tuple(blocks))
+
+
+def _at(path: str, problem: Problem) -> Problem:
+    """The problem with its file, said once."""
+    return problem if problem.key == path else Problem(f"{path}: {problem.problem}", problem.key)

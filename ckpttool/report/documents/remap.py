@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ckpttool.edits.undo import NO_UNDO
-from ckpttool.expression import BY_CODE, Ref, refs
-from ckpttool.keys import dotted
+from ckpttool.core.expression import BY_CODE, Ref, refs
+from ckpttool.core.keys import dotted
+from ckpttool.core.plan import Plan
+from ckpttool.core.text import number, plural
 from ckpttool.operands.checkpoint import split
-from ckpttool.plan import Plan
+from ckpttool.remapping.undo import NO_UNDO
 from ckpttool.report.collapse import collapse, first_pattern
 from ckpttool.report.document import Block, Cell, Column, Document, Note, Table, facts, filled, noted, shortened
-from ckpttool.words import number, plural
 
 if TYPE_CHECKING:
-    from ckpttool.edits.remap.optimizer import OptimizerRemap
-    from ckpttool.edits.remap.result import Remap
-    from ckpttool.edits.rules.ready import Ready
-    from ckpttool.edits.swap.swap import Swap
-    from ckpttool.edits.undo import Undone
+    from ckpttool.remapping.optimizer import OptimizerRemap
+    from ckpttool.remapping.plan import Remap
+    from ckpttool.remapping.undo import Undone
+    from ckpttool.rules.parse import Ready
+    from ckpttool.swap.swap import Swap
 
 _ROWS = 20
 _VERDICTS = {

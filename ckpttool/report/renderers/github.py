@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from os.path import isabs, relpath
 
+from ckpttool.core.text import visible
 from ckpttool.report.document import Commands, Document, Finding, Note, Problems, Severity
 from ckpttool.report.renderers import text
-from ckpttool.words import visible
 
 _LEVELS: tuple[Severity, ...] = ("error", "warning", "notice")
 _KEYS = 10  # that one annotation names

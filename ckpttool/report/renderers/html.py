@@ -14,6 +14,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from ckpttool.core.text import visible
 from ckpttool.report.document import (
     KINDS,
     Cell,
@@ -30,7 +31,6 @@ from ckpttool.report.document import (
     cells,
     shortened,
 )
-from ckpttool.words import visible
 
 _ABREAST = 3  # columns that a narrow screen has room for
 _LISTED = 200  # rows of a table whose rows the tree has, too

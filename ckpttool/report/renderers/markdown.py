@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ckpttool.core.text import visible
 from ckpttool.report.document import KINDS, Cell, Commands, Document, Facts, Note, Problems, Table, cell, cells
-from ckpttool.words import visible
 
 _CODE_ROLES = ("key", "dtype", "shape")  # a code span interprets nothing, not even @mentions
 _MARKS = {"ok": "**", "bad": "**", "warn": "*", "dim": "*"}

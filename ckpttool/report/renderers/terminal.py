@@ -10,8 +10,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
+from ckpttool.core.text import visible
 from ckpttool.report.document import KINDS, Cell, Commands, Document, Facts, Note, Problems, Table, cell, cells
-from ckpttool.words import visible
 
 # What each role looks like, in the sixteen colours that the user's own theme sets.
 STYLES: dict[str, str] = {

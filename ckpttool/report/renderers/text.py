@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from ckpttool.core.text import visible
+from ckpttool.core.values import dataclass
 from ckpttool.report.document import KINDS, Block, Cell, Commands, Document, Facts, Note, Problems, Table, cell, cells
-from ckpttool.values import dataclass
-from ckpttool.words import visible
 
 _PAD_LIMIT = 120  # one endless key must not pad ten thousand rows to its width
 

@@ -1,4 +1,4 @@
-"""What lies in one storage while a model saves or loads: an expression for each geometry that it is seen through."""
+"""What is in one storage while a model saves or loads: an expression for each view of it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckpttool.expression import OPAQUE, Argument, Expression, Op, Ref, Special, refs
-from ckpttool.values import dataclass
+from ckpttool.core.expression import OPAQUE, Argument, Expression, Op, Ref, Special, refs
+from ckpttool.core.values import dataclass
 
 _MOST_PIECES = 1024
 _SMALL = 1 << 22  # elements; below, the overlap of two strided tensors is found by marking every element
@@ -230,3 +231,50 @@ def _overwritten(root: Geometry, old: Expression, geom: Geometry, value: Express
     if order == tuple(range(len(order))):
         return changed
     return Op("aten.permute.default", (changed, tuple(order.index(d) for d in range(len(order)))))
+
+
+Token = tuple[Any, ...]  # (address of the storage, geometry), or what else identifies a tensor that has no storage
+
+
+def token(tensor: torch.Tensor) -> Token:
+    """What is equal for two tensors exactly when they are the same elements of the same memory."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return ("object", id(tensor))
+    if is_traceable_wrapper_subclass(tensor):
+        return (type(tensor), tuple(tensor.shape), *map(token, inside(tensor)))
+    try:
+        if tensor.layout == torch.strided:
+            return (address(tensor), geometry(tensor))
+        return (tensor.layout, tuple(tensor.shape), *map(token, components(tensor)))
+    except RuntimeError:
+        return ("object", id(tensor))
+
+
+def address(tensor: torch.Tensor) -> int:
+    """A number for the tensor's storage: where its bytes lie (numpy may share them), or the storage object on meta."""
+    storage = tensor.untyped_storage()
+    return (0 if tensor.device.type == "meta" else storage.data_ptr()) or storage._cdata
+
+
+def components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The dense tensors that a sparse tensor is made of."""
+    if tensor.layout == torch.sparse_coo:
+        return (tensor._indices(), tensor._values())
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    raise NotImplementedError(tensor.layout)
+
+
+def inside(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a wrapper subclass or a sparse tensor is made of."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return []
+    if is_traceable_wrapper_subclass(tensor):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [part for part in parts if isinstance(part, torch.Tensor)]  # a DTensor lists its mesh too
+    try:
+        return list(components(tensor))
+    except RuntimeError:
+        return []

@@ -1,24 +1,150 @@
 """The recorder: runs while a model saves or loads, and knows of every tensor how it was computed from named ones.
 
 Values are followed by memory (storage, offset, shape, stride, dtype), not by Python object: ``nn.Parameter(x)`` and
-``.data`` bypass the dispatcher, but not the storage that they share.
-"""
+``.data`` bypass the dispatcher, but not the storage that they share."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpttool.expression import Argument, Expression, Op, refs
-from ckpttool.tracing.load_model import says_meta
-from ckpttool.tracing.recorder import operators as fn
-from ckpttool.tracing.recorder.identity import Token, inside, token
-from ckpttool.tracing.recorder.memory import Memory, meet, opaque
+from ckpttool.core.expression import Argument, Expression, Op, Special, refs
+from ckpttool.tracing.build_model import says_meta
+from ckpttool.tracing.recorder.memory import Memory, Token, inside, meet, opaque, token
+
+Value = Callable[[torch.Tensor], Expression]
+
+# An operator that gives its first argument's value again, perhaps in other memory.
+SAME = frozenset({"detach", "alias", "clone", "contiguous", "lift_fresh", "lift", "lift_fresh_copy", "_pin_memory",
+                  "resolve_conj", "resolve_neg", "detach_copy", "alias_copy", "_lazy_clone"})  # fmt: skip
+# A view whose success depends on strides; `reshape` gives the same value for any.
+_RESHAPES = frozenset(
+    {"view.default", "_unsafe_view.default", "_reshape_alias.default", "reshape.default", "view_copy.default"}
+)
+# Filled tensors: where the fill value stands among the arguments, or the value itself.
+_FILLS: Mapping[str, Any] = {
+    "zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1, "zero": 0,
+}  # fmt: skip
+_UNINITIALISED = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
+_RANDOM_LIKE = frozenset({"rand_like", "randn_like", "randint_like"})  # they read a shape only
+_FILL_ARGUMENT: Mapping[str, int] = {"full": 1, "full_like": 1, "new_full": 2, "fill": 1}
+_PLACEMENT = frozenset({"device", "pin_memory", "layout", "non_blocking", "generator"})  # where, not what
+_LITERAL_LIMIT = 4096  # elements; a constant made outside torch is written into the expression up to here
+
+
+def call_expression(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, value: Value) -> Expression:
+    """The value of ``func(*args, **kwargs)``; `out` is what it gave, for its shape and dtype."""
+    name = str(func).partition(".")[2]
+    base = name.partition(".")[0]
+    if base in SAME or (base == "_to_copy" and out.dtype == args[0].dtype):
+        return value(args[0])
+    if base == "_to_copy":
+        return cast_expression(value(args[0]), out.dtype)
+    if base in _UNINITIALISED:
+        return opaque()
+    if base in _FILLS:
+        return full_expression(tuple(out.shape), _FILLS[base], out.dtype)
+    if base in _FILL_ARGUMENT:
+        fill = args[_FILL_ARGUMENT[base]]
+        if not isinstance(fill, torch.Tensor):
+            return full_expression(tuple(out.shape), fill, out.dtype)
+        same = value(fill) if fill.dtype == out.dtype else cast_expression(value(fill), out.dtype)
+        return Op("aten.expand.default", (same, tuple(out.shape)))
+    if base in _RANDOM_LIKE:
+        return opaque()
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return opaque(*(value(arg) for arg in args if isinstance(arg, torch.Tensor)))
+    if name in _RESHAPES:
+        return Op("aten.reshape.default", (value(args[0]), tuple(out.shape)))
+    if name == "slice.Tensor":
+        return _slice(args, kwargs, value)
+    if base == "as_strided":
+        return opaque(value(args[0]))  # the caller derives it from the memory where it can
+    return Op(
+        str(func),
+        tuple(argument(arg, value) for arg in args),
+        tuple((key, argument(arg, value)) for key, arg in kwargs.items() if key not in _PLACEMENT),
+    )
+
+
+def argument(arg: Any, value: Value) -> Argument:
+    """One argument of an operator as expression data; tensors through `value`."""
+    if isinstance(arg, torch.Tensor):
+        return value(arg)
+    if isinstance(arg, (list, tuple)):
+        return tuple(argument(item, value) for item in arg)
+    for kind, cls in (("dtype", torch.dtype), ("layout", torch.layout), ("memory_format", torch.memory_format)):
+        if isinstance(arg, cls):
+            return Special(kind, str(arg).removeprefix("torch."))
+    if isinstance(arg, complex):
+        return Special("complex", repr(arg))
+    return arg if isinstance(arg, (type(None), bool, int, float, str)) else opaque()
+
+
+def cast_expression(source: Expression, dtype: torch.dtype) -> Expression:
+    """`source` converted to `dtype`."""
+    return Op("aten._to_copy.default", (source,), (("dtype", _dtype(dtype)),))
+
+
+def full_expression(shape: tuple[int, ...], fill: Any, dtype: torch.dtype) -> Expression:
+    """A tensor with one value throughout."""
+    fill = Special("complex", repr(fill)) if isinstance(fill, complex) else fill
+    return Op("aten.full.default", (shape, fill), (("dtype", _dtype(dtype)),))
+
+
+def literal(tensor: torch.Tensor) -> Expression:
+    """A constant's values, written out; opaque where they cannot be read or are too many."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or tensor.device.type == "meta" or tensor.is_quantized or tensor.numel() > _LITERAL_LIMIT:
+        return opaque()
+    shape, values = tuple(tensor.shape), tensor.detach().cpu().reshape(-1).tolist()
+    if len(set(map(repr, values))) < 2:  # 0.0 and -0.0 are equal, and not the same
+        return full_expression(shape, values[0] if values else 0, tensor.dtype)
+    kind = (("dtype", _dtype(tensor.dtype)),)
+    items = tuple(
+        Op("aten.scalar_tensor.default", (Special("complex", repr(v)) if isinstance(v, complex) else v,), kind)
+        for v in values
+    )
+    stacked = Op("aten.stack.default", (items,))
+    return stacked if len(shape) == 1 else Op("aten.reshape.default", (stacked, shape))
+
+
+@cache
+def functional(func: Any) -> Any:
+    """The operator that computes what the in-place or ``out=`` operator `func` writes; None where torch has none."""
+    namespace, _, rest = str(func).partition(".")
+    base, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), base.removesuffix("_"), None)
+    if packet is None:
+        return None
+    wanted = [str(arg.type) for arg in func._schema.arguments if not arg.is_out]
+    names = [overload, overload.removesuffix("_out").removesuffix("out") or "default", "default", *packet.overloads()]
+    for name in dict.fromkeys(names):
+        found = getattr(packet, name, None) if name in packet.overloads() else None
+        if found is None or found._schema.is_mutable:
+            continue
+        if [str(arg.type) for arg in found._schema.arguments] == wanted:
+            return found
+    return None
+
+
+def _slice(args: Sequence[Any], kwargs: Mapping[str, Any], value: Value) -> Expression:
+    names = dict(zip(("self", "dim", "start", "end", "step"), args)) | dict(kwargs)
+    source = names["self"]
+    dim = names.get("dim", 0) % max(source.dim(), 1)
+    start, end, step = slice(names.get("start"), names.get("end"), names.get("step", 1)).indices(source.shape[dim])
+    bounds = (dim, start, max(start, end)) + ((step,) if step != 1 else ())
+    return Op("aten.slice.Tensor", (value(source), *bounds))
+
+
+def _dtype(dtype: torch.dtype) -> Special:
+    return Special("dtype", str(dtype).removeprefix("torch."))
+
 
 # Questions about a tensor that are answered without reading its values.
 _HARMLESS = frozenset({"is_pinned", "is_same_size", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
@@ -85,7 +211,7 @@ class Recorder(TorchDispatchMode):
         if memory is None:
             self.outside = True
             memory = self._memory(tensor, mark[0])
-            memory.roots[mark[1]] = fn.literal(tensor)
+            memory.roots[mark[1]] = literal(tensor)
         return memory.read(mark[1])
 
     def author_of(self, mark: Token) -> Any:
@@ -112,7 +238,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(out, torch.Tensor):
             mark = token(out)
             if not self._is_known(mark):
-                self._note(out, mark, fn.call(func, args, kwargs, out, self.value))
+                self._note(out, mark, call_expression(func, args, kwargs, out, self.value))
         elif isinstance(out, (list, tuple)):
             self._note_each(func, args, kwargs, out)
         elif func.__name__.partition(".")[0] not in _HARMLESS:
@@ -142,7 +268,7 @@ class Recorder(TorchDispatchMode):
         marks = [token(item) if isinstance(item, torch.Tensor) else None for item in out]
         if all(mark is None or self._is_known(mark) for mark in marks):
             return
-        whole = fn.call(func, args, kwargs, out, self.value)
+        whole = call_expression(func, args, kwargs, out, self.value)
         for index, (item, mark) in enumerate(zip(out, marks)):
             if mark is not None:
                 self._note(item, mark, Op("getitem", (whole, index)))
@@ -179,7 +305,7 @@ class Recorder(TorchDispatchMode):
         targets = _tensors([given.get(name) for name in written], {})
         for target in targets:
             _refuse_overlap(target)
-        pure = fn.functional(func)
+        pure = functional(func)
         values = self._results(func, pure, args, kwargs, targets)
         out = self._run(func, args, kwargs)
         real = set(map(id, _tensors(self._runnable(args, kwargs), kwargs)))
@@ -220,7 +346,7 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default:
             return [self._copied(targets[0], args[1])]
         if func.__name__.startswith("zero_"):
-            return [fn.full(tuple(targets[0].shape), 0, targets[0].dtype)]
+            return [full_expression(tuple(targets[0].shape), 0, targets[0].dtype)]
         given = _tensors(args, kwargs)
         inputs = [self.value(tensor) for tensor in given]
         places = Counter(map(_place, map(token, given)))
@@ -237,19 +363,21 @@ class Recorder(TorchDispatchMode):
         outs = list(out) if isinstance(out, (list, tuple)) else [out]
         if len(outs) != len(targets):
             return [opaque(*inputs) for _ in targets]
-        whole = fn.call(pure, args, pure_kwargs, out, self.value)
+        whole = call_expression(pure, args, pure_kwargs, out, self.value)
         parts = [whole] if isinstance(out, torch.Tensor) else [Op("getitem", (whole, i)) for i in range(len(outs))]
-        return [part if o.dtype == t.dtype else fn.cast(part, t.dtype) for part, o, t in zip(parts, outs, targets)]
+        return [
+            part if o.dtype == t.dtype else cast_expression(part, t.dtype) for part, o, t in zip(parts, outs, targets)
+        ]
 
     def _copied(self, target: torch.Tensor, source: Any) -> Expression:
         if not isinstance(source, torch.Tensor):  # torch takes a number too
-            return fn.full(tuple(target.shape), source, target.dtype)
+            return full_expression(tuple(target.shape), source, target.dtype)
         value = self.value(source)
         if torch.nn.parameter.is_lazy(source):
             return value
         if source.dtype != target.dtype:
             self.conversions.append((token(target), source.dtype, target.dtype, value))
-            value = fn.cast(value, target.dtype)
+            value = cast_expression(value, target.dtype)
         if source.shape != target.shape:
             value = Op("aten.expand.default", (value, tuple(target.shape)))
         return value
@@ -260,7 +388,7 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         mark = token(args[0])
         if not func.__name__.startswith(("set_", "resize_")) and not self._is_known(mark):
-            self._note(args[0], mark, fn.call(fn.functional(func), args, kwargs, args[0], lambda _: before))
+            self._note(args[0], mark, call_expression(functional(func), args, kwargs, args[0], lambda _: before))
         return out
 
     def _is_unreal(self, tensor: torch.Tensor) -> bool:
@@ -323,7 +451,7 @@ def _is_doubtful(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
     dtypes = {tensor.dtype for tensor in tensors if not torch.nn.parameter.is_lazy(tensor)}
     if dtypes <= _COMMON or not any(tensor.device.type == "meta" for tensor in tensors):
         return False
-    moves = func is torch.ops.aten.copy_.default or func.is_view or func.__name__.partition(".")[0] in fn.SAME
+    moves = func is torch.ops.aten.copy_.default or func.is_view or func.__name__.partition(".")[0] in SAME
     return not moves or len(dtypes) > 1
 
 

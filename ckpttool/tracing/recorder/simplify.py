@@ -10,9 +10,9 @@ from functools import cached_property
 
 import torch
 
-from ckpttool.errors import CkptError
-from ckpttool.evaluate.interpret import evaluate
-from ckpttool.expression import Argument, Expression, Op, Ref, Special
+from ckpttool.core.errors import CkptError
+from ckpttool.core.expression import Argument, Expression, Op, Ref, Special
+from ckpttool.evaluate.torch_eval import evaluate
 
 Shape = tuple[int, ...]
 _CAT, _SLICE, _PERMUTE, _RESHAPE = (

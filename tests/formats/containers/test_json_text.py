@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.errors import CkptError
-from ckpttool.formats.containers.json_text import dumps, loads, quoted, read_file, value_at
-from ckpttool.limits import Limits, limited
+from ckpttool.core.errors import CkptError
+from ckpttool.core.limits import Limits, limited
+from ckpttool.formats.strict_json import dumps, loads, quoted, read_file, value_at
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -31,9 +31,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.errors import CkptError
-from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global, Persistent, dumps, loads
-from ckpttool.limits import Limits, limited
+from ckpttool.core.errors import CkptError
+from ckpttool.core.limits import Limits, limited
+from ckpttool.formats.pickle_read import ABSENT, Call, Global, Persistent, loads
+from ckpttool.formats.pickle_write import dumps
 
 Point = collections.namedtuple("Point", "x y")
 

@@ -16,8 +16,8 @@ import fsspec
 import pytest
 import torch
 
-from ckpttool.errors import CkptError
-from ckpttool.formats.containers.zip_archive import Archive, read_archive, read_record
+from ckpttool.core.errors import CkptError
+from ckpttool.formats.zip_read import Archive, read_archive, read_record
 from ckpttool.io.files import check_assumed
 
 

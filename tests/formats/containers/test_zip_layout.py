@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool.checkpoint import Lazy, Span
-from ckpttool.formats.containers.zip_archive import DEFLATED, Archive, Record, read_archive, read_record
-from ckpttool.formats.containers.zip_layout import NewRecord, edit_behind, layout_archive, layout_behind
-from ckpttool.formats.containers.zip_place import U32
+from ckpttool.core.checkpoint import Lazy, Span
+from ckpttool.formats.zip_read import DEFLATED, U32, Archive, Record, read_archive, read_record
+from ckpttool.formats.zip_write import NewRecord, edit_behind, layout_archive, layout_behind
 from ckpttool.io.pieces import BLOCK, LEAST, Pieces
 from files import content, write_pieces
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpttool.formats.containers.zip_archive import read_archive
-from ckpttool.formats.containers.zip_place import U32, data_of, is_storage
+from ckpttool.formats.zip_read import U32, data_of, is_storage, read_archive
 
 
 @pytest.mark.parametrize("sizes", [[1, 0, 33, 64, 5000], [U32 - 1, 7], [U32, 7], [1 << 31, 1 << 31, U32 + 70, 7]])

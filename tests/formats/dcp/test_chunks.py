@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.errors import CkptError
-from ckpttool.evaluate import boxes as in_boxes
+from ckpttool.core.errors import CkptError
+from ckpttool.evaluate import chunks as in_boxes
 from ckpttool.formats.dcp.chunks import tensor_data
-from ckpttool.formats.dcp.items import Chunk, Place, TensorItem, cover_problem
+from ckpttool.formats.dcp.metadata import Chunk, Place, TensorItem, cover_problem
 from files import content
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
-from ckpttool.errors import Refused
-from ckpttool.formats.containers.pickle_tree import loads
+from ckpttool.core.errors import Refused
 from ckpttool.formats.dcp.flat_keys import flattened, nested
+from ckpttool.formats.pickle_read import loads
 from ckpttool.formats.torch.tensors import is_tensor
 
 KEYS = st.sampled_from(["a", "b", "a.b", "", "x"]) | st.integers(-1, 2)

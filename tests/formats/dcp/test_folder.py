@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import dcp_ranks
 from ckpttool.cli.app import main
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
+from ckpttool.core.limits import Limits, limited
+from ckpttool.core.pickle_imports import KNOWN
 from ckpttool.formats.dcp.metadata import parse
-from ckpttool.formats.open import open_checkpoint
-from ckpttool.imports import KNOWN
-from ckpttool.limits import Limits, limited
+from ckpttool.formats.detect_folder import open_checkpoint
 from torch_version import needs_torch
 
 

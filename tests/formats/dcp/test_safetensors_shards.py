@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from ckpttool.cli.app import main
-from ckpttool.errors import CkptError
-from ckpttool.formats.open import open_checkpoint
+from ckpttool.core.errors import CkptError
+from ckpttool.formats.detect_folder import open_checkpoint
 from torch_version import needs_torch
 
 WHOLE = torch.arange(12.0).reshape(4, 3)

@@ -7,8 +7,8 @@ from huggingface_hub.serialization._base import split_state_dict_into_shards_fac
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.errors import CkptError
-from ckpttool.formats.huggingface.plan_shards import Item, parse_size, plan_shards, shard_names
+from ckpttool.core.errors import CkptError
+from ckpttool.formats.huggingface import Item, parse_size, plan_shards, shard_names
 
 
 def items(*sizes: int) -> list[Item]:

@@ -19,11 +19,11 @@ from torch import nn
 
 import real_models
 from ckpttool.cli.app import main
-from ckpttool.errors import CkptError
-from ckpttool.formats.huggingface.sharded import Shards, layout_files
-from ckpttool.formats.open import open_checkpoint
-from ckpttool.formats.table import FORMATS
-from ckpttool.limits import Limits, limited
+from ckpttool.core.errors import CkptError
+from ckpttool.core.limits import Limits, limited
+from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.huggingface import Shards, layout_files
+from ckpttool.formats.registry import FORMATS
 from command import Run
 from files import write_pieces
 

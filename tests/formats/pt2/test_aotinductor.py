@@ -16,17 +16,17 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.checkpoint import in_row_major
-from ckpttool.edits.swap.swap import swap
-from ckpttool.errors import CkptError, Refused
-from ckpttool.formats.open import open_checkpoint
+from ckpttool.core.checkpoint import in_row_major
+from ckpttool.core.errors import CkptError, Refused
+from ckpttool.core.limits import Limits, limited
+from ckpttool.formats.detect import sniff
+from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.pt2.aotinductor import is_inlined
 from ckpttool.formats.pt2.archive import layout, read, read_program
-from ckpttool.formats.recognise_file import sniff
-from ckpttool.limits import Limits, limited
-from ckpttool.naming.model_form import ModelForm
+from ckpttool.naming.convert import ModelForm
 from ckpttool.operands.checkpoint import model_section
-from ckpttool.tracing.load_model import of_object
+from ckpttool.swap.swap import swap
+from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.trace import trace
 from files import write_pieces
 from torch_version import needs_torch

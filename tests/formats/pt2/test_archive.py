@@ -21,12 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ckpttool.checkpoint import Checkpoint, Lazy, Section, Span, Storage, TensorEntry
-from ckpttool.errors import CkptError, Refused
-from ckpttool.formats.containers.zip_archive import read_archive
-from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
-from ckpttool.formats.pt2.archive import layout, read, read_program
-from ckpttool.formats.pt2.signature import names
+from ckpttool.core.checkpoint import Checkpoint, Lazy, Section, Span, Storage, TensorEntry
+from ckpttool.core.errors import CkptError, Refused
+from ckpttool.formats.pt2.archive import layout, names, read, read_program
+from ckpttool.formats.zip_read import read_archive
+from ckpttool.formats.zip_write import NewRecord, layout_archive
 from ckpttool.operands.checkpoint import open_operand
 from files import write_pieces
 from places import DATA
@@ -221,7 +220,7 @@ def test_reading_needs_neither_torch_nor_the_operators(folder):
     """The program calls an operator that the other process has never heard of."""
     code = (
         "import sys; from ckpttool.formats.pt2.archive import read, layout\n"
-        "from ckpttool.formats.pt2.signature import names\n"
+        "from ckpttool.formats.pt2.archive import names\n"
         "layout(read(sys.argv[1])), names(sys.argv[1]); assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", code, str(folder / "old.pt2")], check=True)

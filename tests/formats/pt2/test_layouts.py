@@ -17,15 +17,14 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ckpttool.checkpoint import Checkpoint, Lazy, Storage
-from ckpttool.edits.swap.swap import swap
-from ckpttool.errors import CkptError, Refused
-from ckpttool.formats.containers.zip_archive import read_archive
-from ckpttool.formats.open import open_checkpoint
-from ckpttool.formats.pt2.archive import layout, read
-from ckpttool.formats.pt2.signature import names
+from ckpttool.core.checkpoint import Checkpoint, Lazy, Storage
+from ckpttool.core.errors import CkptError, Refused
+from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.pt2.archive import layout, names, read
+from ckpttool.formats.zip_read import read_archive
 from ckpttool.operands.checkpoint import model_section
-from ckpttool.tracing.load_model import of_object
+from ckpttool.swap.swap import swap
+from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.trace import trace
 from files import write_pieces
 from places import DATA

@@ -15,11 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.checkpoint import Checkpoint
-from ckpttool.errors import Refused
-from ckpttool.formats.pt2.archive import layout, layout_in_place, read
-from ckpttool.formats.pt2.graph import ATTRIBUTES
-from ckpttool.formats.pt2.signature import names
+from ckpttool.core.checkpoint import Checkpoint
+from ckpttool.core.errors import Refused
+from ckpttool.formats.pt2.archive import layout, layout_in_place, names, read
+from ckpttool.formats.pt2.program import ATTRIBUTES
 from command import Run
 from files import write_pieces
 from places import DATA

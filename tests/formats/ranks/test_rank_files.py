@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckpttool.formats.containers.pickle_tree import Call, Global, dumps, loads
+from ckpttool.formats.pickle_read import Call, Global, loads
+from ckpttool.formats.pickle_write import dumps
 from ckpttool.formats.ranks.files import _numbers
 from command import Run
 from places import DATA

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
 from ckpttool.formats.safetensors import header, single
 from ckpttool.io.files import look_anew
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.checkpoint import Span, Storage, TensorEntry
-from ckpttool.formats.safetensors.overlap import overlapping
+from ckpttool.core.checkpoint import Span, Storage, TensorEntry
+from ckpttool.formats.safetensors.header import overlapping
 
 STORAGES = (Storage(Span("x", 0, 400)), Storage(Span("x", 0, 400)))
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save, save_file
 
-from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Span, Storage, TensorEntry
-from ckpttool.errors import CkptError, Refused
+from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Span, Storage, TensorEntry
+from ckpttool.core.errors import CkptError, Refused
+from ckpttool.core.pickle_imports import Import
 from ckpttool.formats.safetensors import single as st_format
 from ckpttool.formats.safetensors.single import layout, layout_in_place, read
-from ckpttool.imports import Import
 from files import write_pieces
 
 F32 = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'

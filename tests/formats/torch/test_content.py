@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool.checkpoint import Comparable
-from ckpttool.formats.containers.pickle_tree import Call, Global, PickledSet
-from ckpttool.formats.open import open_checkpoint
-from ckpttool.formats.torch.content import content_of
+from ckpttool.core.checkpoint import Comparable
+from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.pickle_read import Call, Global, PickledSet
+from ckpttool.formats.torch.nodes import content_of
 
 
 class Own:

@@ -19,16 +19,16 @@ import torch
 from torch import nn
 from torch._utils import _rebuild_tensor, _rebuild_tensor_v2
 
-from ckpttool.errors import CkptError
+from ckpttool.core.errors import CkptError
+from ckpttool.core.limits import Limits, limited
 from ckpttool.evaluate.compare import same_values
-from ckpttool.formats.containers.pickle_tree import Call
-from ckpttool.formats.fit import fit, losses
-from ckpttool.formats.open import open_checkpoint
-from ckpttool.formats.recognise_file import sniff
-from ckpttool.formats.table import FORMATS
+from ckpttool.formats.compat import fit, losses
+from ckpttool.formats.detect import sniff
+from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.pickle_read import Call
+from ckpttool.formats.registry import FORMATS
 from ckpttool.formats.torch.legacy_file import read
 from ckpttool.io.files import check_assumed
-from ckpttool.limits import Limits, limited
 from command import Run
 from crafted_zip import GOOD, crafted, tensor_node
 from files import write_pieces

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool.formats.containers.pickle_tree import Call, Global
-from ckpttool.formats.torch.mappings import text_of
+from ckpttool.formats.pickle_read import Call, Global
+from ckpttool.formats.torch.nodes import text_of
 from ckpttool.formats.torch.zip_file import read
 from crafted_zip import GOOD, crafted, tensor_node
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.errors import CkptError
-from ckpttool.formats.containers.pickle_tree import Call, Global, PickledSet
-from ckpttool.formats.open import open_checkpoint
-from ckpttool.formats.torch import modules
-from ckpttool.formats.torch.modules import class_of, is_module, slots_of
+from ckpttool.core.errors import CkptError
+from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.pickle_read import Call, Global, PickledSet
+from ckpttool.formats.torch import objects
+from ckpttool.formats.torch.objects import class_of, is_module, slots_of
 from crafted_zip import GOOD, crafted, tensor_node
 
 
@@ -144,7 +144,7 @@ def test_modules_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(list(slots_of(nested(200), ()))) == 1
     with pytest.raises(CkptError, match="too many others"):
         list(slots_of(nested(201), ()))
-    monkeypatch.setattr(modules, "_MAX_MODULES", 7)
+    monkeypatch.setattr(objects, "_MAX_MODULES", 7)
     twice = module(_modules={"x": (one := module(_modules={"a": module(), "b": module()})), "y": one})
     assert list(slots_of(twice, ())) == []
     with pytest.raises(CkptError, match="too many others"):

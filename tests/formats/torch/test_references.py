@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckpttool.errors import CkptError
-from ckpttool.formats.containers.pickle_tree import Global, Persistent
+from ckpttool.core.errors import CkptError
+from ckpttool.formats.pickle_read import Global, Persistent
 from ckpttool.formats.torch.tensors import storage_key
 
 FLOAT = Global("torch", "FloatStorage")

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.errors import CkptError, Refused
-from ckpttool.evaluate import with_torch
-from ckpttool.formats.fit import check_in_place
-from ckpttool.formats.open import open_checkpoint
-from ckpttool.formats.recognise_file import sniff
-from ckpttool.formats.table import FORMATS
+from ckpttool.core.errors import CkptError, Refused
+from ckpttool.evaluate import torch_eval
+from ckpttool.formats.compat import check_in_place
+from ckpttool.formats.detect import sniff
+from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.registry import FORMATS
 from ckpttool.formats.torch.torchscript import layout, read
 from command import Run
 from places import DATA
@@ -87,7 +87,7 @@ def test_views_in_another_dtype_are_what_torch_makes_of_them(tmp_path):
     torch.jit.save(torch.jit.script(module), path)
     expected = torch.jit.load(path).state_dict()
     for entry in open_checkpoint(path).section("").tensors:
-        assert torch.equal(with_torch.load(entry), expected[entry.key])
+        assert torch.equal(torch_eval.load(entry), expected[entry.key])
 
 
 def test_what_torch_2_5_wrote():

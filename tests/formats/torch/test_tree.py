@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool.checkpoint import Checkpoint, Comparable, Span, Storage
-from ckpttool.formats.containers.pickle_tree import Call, Global
-from ckpttool.formats.open import open_checkpoint
+from ckpttool.core.checkpoint import Checkpoint, Comparable, Span, Storage
+from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.pickle_read import Call, Global
 from ckpttool.formats.torch.tensors import Storages
 from ckpttool.formats.torch.tree import find_sections
 from crafted_zip import tensor_node

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.formats.torch.zip_file import layout, read
 from command import Run
 from files import write_pieces

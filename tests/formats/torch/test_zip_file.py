@@ -22,15 +22,24 @@ import numpy
 import pytest
 import torch
 
-from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Span, Storage, TensorEntry, contiguous_stride
-from ckpttool.errors import CkptError, Refused
-from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, dumps, loads
-from ckpttool.formats.containers.zip_archive import read_archive
-from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
-from ckpttool.formats.open import open_checkpoint
-from ckpttool.formats.torch.rebuild import Rebuilder, is_parameter
-from ckpttool.formats.torch.tensors import Carried, bare, kind
+from ckpttool.core.checkpoint import (
+    Checkpoint,
+    ExtraEntry,
+    Lazy,
+    Section,
+    Span,
+    Storage,
+    TensorEntry,
+    contiguous_stride,
+)
+from ckpttool.core.errors import CkptError, Refused
+from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.pickle_read import Call, Global, Persistent, loads
+from ckpttool.formats.pickle_write import dumps
+from ckpttool.formats.torch.tensors import Carried, Rebuilder, bare, is_parameter, kind
 from ckpttool.formats.torch.zip_file import layout, layout_in_place, of_tensor, read
+from ckpttool.formats.zip_read import read_archive
+from ckpttool.formats.zip_write import NewRecord, layout_archive
 from command import Run
 from crafted_zip import GOOD, crafted, tensor_node
 from files import write_pieces

@@ -16,9 +16,9 @@ from torch.optim.swa_utils import AveragedModel
 
 import wrapped_definitions
 from ckpttool.cli.app import main
-from ckpttool.errors import CkptError, Refused
-from ckpttool.naming.alignment import align
-from ckpttool.naming.wrappers.chain import (
+from ckpttool.core.errors import CkptError, Refused
+from ckpttool.naming.match import align
+from ckpttool.naming.wrappers import (
     Chain,
     canonical_keys,
     counters,

@@ -13,8 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim.swa_utils import AveragedModel
 
-from ckpttool.naming.wrappers.table import strip, stripped_paths
-from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.naming.wrappers import strip, stripped_paths
+from ckpttool.tracing.build_model import LoadedModel
 from ckpttool.tracing.runtime import listed, runtime_tensors
 from ckpttool.tracing.trace import trace
 from torch_version import needs_torch

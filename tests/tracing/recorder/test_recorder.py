@@ -14,11 +14,10 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ckpttool.evaluate.interpret import evaluate
-from ckpttool.evaluate.with_torch import same_bits
-from ckpttool.expression import Op, Ref, is_opaque, operators, refs
+from ckpttool.core.expression import Op, Ref, is_opaque, operators, refs
+from ckpttool.evaluate.torch_eval import evaluate, same_bits
 from ckpttool.tracing.recorder import memory
-from ckpttool.tracing.recorder.identity import inside, token
+from ckpttool.tracing.recorder.memory import inside, token
 from ckpttool.tracing.recorder.recorder import NeedsValues, Recorder
 
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "100"))

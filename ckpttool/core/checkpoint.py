@@ -1,0 +1,398 @@
+"""A checkpoint is an index of tensors and where their bytes are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import field, replace
+from math import prod
+from typing import Any, Protocol, Union, runtime_checkable
+
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.pickle_imports import Import
+from ckpttool.core.values import dataclass, public
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`length` contiguous bytes of the file `path`, from byte `offset` on."""
+
+    path: str
+    offset: int
+    length: int
+
+
+class _Weak:
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lazy(_Weak):
+    """`length` bytes that do not exist yet: `produce()` says them when they are written, one part after the other.
+
+    A buffer among them is valid until the next part is asked for. `sha256` is their digest where that is all that is
+    known of them: `produce` then raises `CkptError`. `reads` are the bytes that it reads for them, `memory` those that
+    it holds meanwhile: as many as it makes, unless it says otherwise.
+    """
+
+    length: int
+    produce: Callable[[], Iterable[Part]]
+    sha256: str | None = None
+    reads: int | None = None
+    memory: int | None = None
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory that producing it takes at most."""
+        return self.length if self.memory is None else self.memory
+
+
+Part = Union[bytes, memoryview, Span, Lazy]
+
+
+def length_of(part: Part) -> int:
+    """Bytes of the part."""
+    return part.length if isinstance(part, (Span, Lazy)) else len(part)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Storage:
+    """The bytes behind one or more tensors. Tensors that share a storage hold the same `Storage` object."""
+
+    data: Span | Lazy
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory that its content takes while it is made; what lies in a file is read in small parts."""
+        return 0 if isinstance(self.data, Span) else self.data.held
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole storage, of which a tensor may show a part."""
+        return self.data.length
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One named tensor: its geometry and its storage.
+
+    `shape`, `stride` and `offset` count elements, as in torch. `storage` is None where the bytes are not one strided
+    block (`layout` then says what it is: ``sparse_coo``, ``quantized``, ``subclass``, ``meta``, ...); such a tensor can
+    be renamed and carried by the format it came from, not computed with or converted. `packed_bytes` is its size.
+    `payload` is the reader's own record of the entry, which the same format's writer carries through unchanged.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    storage: Storage | None
+    layout: str = "strided"
+    packed_bytes: int = 0
+    payload: object = field(default=None, compare=False, repr=False)
+
+    def under(self, key: str) -> TensorEntry:
+        """The same tensor under another name. `replace` would take several times as long."""
+        where = (self.offset, self.storage, self.layout, self.packed_bytes, self.payload)
+        return TensorEntry(key, self.dtype, self.shape, self.stride, *where)
+
+    @property
+    def geometry(self) -> tuple[Any, ...]:
+        """What makes the entry the tensor that it is: all of it but its name and its payload, in order."""
+        return (self.dtype, self.shape, self.stride, self.offset, self.storage, self.layout, self.packed_bytes)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor; 1 for a scalar."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's own elements (not of the storage it may be a view of)."""
+        return self.packed_bytes if self.storage is None else self.numel * itemsize(self.dtype)
+
+    @property
+    def end(self) -> int:
+        """One past the last element of the storage that the tensor reaches; 0 for a tensor without elements."""
+        if not self.numel:
+            return 0
+        return self.offset + 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride))
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie one after the other in row-major order, as ``Tensor.is_contiguous()`` says."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride)):
+            if size != 1 and stride != expected and self.numel:
+                return False
+            expected *= size
+        return True
+
+    @property
+    def span(self) -> Span | None:
+        """Where the elements lie in row-major order without gaps, or None where they must be gathered or computed."""
+        if self.storage is None or not isinstance(self.storage.data, Span) or not self.is_contiguous:
+            return None
+        data = self.storage.data
+        return Span(data.path, data.offset + self.offset * itemsize(self.dtype), self.nbytes)
+
+    @property
+    def identity(self) -> object:
+        """Equal for two entries exactly when they are the same elements of the same storage (one tensor, two names)."""
+        if self.storage is None:
+            return (id(self.payload),) if self.payload is not None else (self.key,)
+        return (id(self.storage), self.offset, self.shape, self.stride, self.dtype)
+
+
+def in_row_major(
+    key: str, dtype: str, shape: tuple[int, ...], storage: Storage | None, payload: object = None
+) -> TensorEntry:
+    """The entry of a tensor whose elements begin with the storage, in row-major order without gaps."""
+    return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, storage, payload=payload)
+
+
+@runtime_checkable
+class Comparable(Protocol):
+    """A payload that can tell its whole content, the storages that it refers to included."""
+
+    def content(self) -> bytes | None:
+        """Equal for equal content, whichever file it lies in; None where it cannot be told. Reads the storages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digested:
+    """The payload of what is no dense tensor where the SHA-256 of its content, or None, is all that is known of it."""
+
+    sha256: str | None
+
+
+@runtime_checkable
+class Resolvable(Protocol):
+    """A payload of a tensor whose values are to be made of its bytes."""
+
+    def resolved(self, entry: TensorEntry) -> TensorEntry:
+        """The entry as a dense tensor, where it is one lazily conjugated or negated; else the entry itself."""
+
+
+@runtime_checkable
+class Composite(Protocol):
+    """A payload of a tensor that is more than one block of values."""
+
+    def lost(self, entry: TensorEntry) -> str:
+        """What of it a format of plain tensors has no place for, in words."""
+
+
+@runtime_checkable
+class Meaningful(Protocol):
+    """A payload of a tensor whose values mean what is written elsewhere in its file: as a part of something larger."""
+
+    @property
+    def meaning(self) -> str:
+        """What is written there; other words make another value of the same bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraEntry:
+    """What a state_dict holds beside tensors (``_extra_state``, a version number): carried as a whole.
+
+    `value` is the plain Python value where it is one (numbers, strings, lists, dicts of such), else None. `tensors` are
+    those inside it (a tuple of packed parameters, a nested dict): their keys are the way to each from the entry's own.
+    """
+
+    key: str
+    payload: object = field(default=None, compare=False, repr=False)
+    value: object = field(default=None, compare=False)
+    tensors: tuple[TensorEntry, ...] = field(default=(), compare=False)
+
+    def under(self, key: str) -> ExtraEntry:
+        """The same under another name."""
+        return replace(self, key=key)
+
+    def inside(self) -> tuple[TensorEntry, ...]:
+        """The tensors inside it under their whole keys: ``KEY.0``, ``KEY.weight``."""
+        return tuple(entry.under(f"{self.key}.{entry.key}") for entry in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Unreached:
+    """A storage that belongs to no tensor of the index: what it holds is not understood.
+
+    `path` is the dotted way to where the file refers to it, or the name of its record where nothing does
+    (`is_referred`).
+    """
+
+    path: str
+    storage: Storage
+    is_referred: bool = True
+
+
+KINDS = ("state_dict", "optimizer", "other")
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One state dict in a file. `path` is the dotted way to it from the file's root (``""`` is the root itself).
+
+    `kind` is one of `KINDS`: ``other`` are tensors that stand outside every state dict. `modules` are
+    the module paths of the state dict's ``_metadata`` with their payloads (versions), in file order, or None where it
+    has none; a path that is no string (a hostile file's) means nothing to torch, and is carried. `mapping` is an
+    optimizer's whole state dict: Python's own dicts, lists, tuples and scalars, with a `TensorEntry` for each of
+    `tensors` and an `ExtraEntry` for what is neither; None for other kinds. `form` is the form of a model's names that
+    is recorded in the file, because the names alone do not tell it (`formats.form_mark`). `in_lightning`: the section
+    was picked from a Lightning checkpoint, so a common prefix of its keys is the LightningModule's attribute.
+    """
+
+    path: str
+    kind: str
+    tensors: tuple[TensorEntry, ...]
+    extras: tuple[ExtraEntry, ...] = ()
+    modules: Mapping[str, object] | None = None
+    mapping: Mapping[Any, Any] | None = field(default=None, compare=False)
+    form: str | None = None
+    in_lightning: bool = field(default=False, compare=False)
+
+    @property
+    def title(self) -> str:
+        """The path as reports and errors have it."""
+        return self.path or "(root)"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements of all tensors; those of a tied tensor count under each of its names."""
+        return sum(entry.nbytes for entry in self.all_tensors())
+
+    def all_tensors(self) -> tuple[TensorEntry, ...]:
+        """The tensors, behind them those inside the extras."""
+        inside = tuple(entry for extra in self.extras for entry in extra.inside())
+        return (*self.tensors, *inside) if inside else self.tensors
+
+    @property
+    def entries(self) -> tuple[TensorEntry | ExtraEntry, ...]:
+        """Every entry, tensors first."""
+        return (*self.tensors, *self.extras) if self.extras else self.tensors
+
+    @property
+    def keys(self) -> list[str]:
+        """Every key, those of tensors first; `by_key` takes several times as long where there are very many."""
+        return list(self.by_key()) if self.extras else [entry.key for entry in self.tensors]
+
+    def by_key(self) -> dict[str, TensorEntry | ExtraEntry]:
+        """Every entry under its key, tensors first."""
+        found: dict[str, TensorEntry | ExtraEntry] = {entry.key: entry for entry in self.tensors}
+        found.update((entry.key, entry) for entry in self.extras)
+        return found
+
+    def aliases(self) -> dict[str, str]:
+        """Key -> first key of the same tensor, for every key but the first of its group."""
+        if own_storages(self.tensors):
+            return {}
+        first: dict[object, str] = {}
+        found: dict[str, str] = {}
+        for entry in self.tensors:
+            key = first.setdefault(entry.identity, entry.key)
+            if key != entry.key:
+                found[entry.key] = key
+        return found
+
+
+def own_storages(tensors: Collection[TensorEntry]) -> bool:
+    """Whether no two tensors have the same storage; what has none is not told apart."""
+    return len({id(entry.storage) for entry in tensors}) == len(tensors)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Readings:
+    """What else a file of dicts in dicts could be read as: that a dict is one state dict only a model's names can tell.
+
+    `dicts` are the keys of each dict that was taken for none, by its dotted path, `sections` what the file was read as,
+    and `again(paths)` reads it with the dicts at these paths taken for state dicts.
+    """
+
+    dicts: Mapping[str, Sequence[str]]
+    sections: tuple[Section, ...]
+    again: Callable[[Collection[str]], Checkpoint]
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The index of one checkpoint.
+
+    `source` is what the user named, `format` its name in `formats.table.FORMATS`, `nbytes` the size of the file.
+    `others` are the dotted paths of everything in the file that belongs to no state dict (``epoch``, ``args``), and
+    `objects` what stands there, with the objects around sections and tensors (without these): each can be compared.
+    `imports` are the classes and functions that its pickles import, dangerous ones first, but for torch's own and
+    Python's containers; those of the whole file, also if one section of it was picked.
+    `metadata` is the safetensors ``__metadata__``. `container` is the reader's own view of the rest of the file; the
+    modules of its format need it, nothing else looks into it (`pt2.program.program_of` says whose program it is).
+    `notes` say, in sentences, what the reader found odd and read all the same. Every storage of the file is that of a
+    tensor in `sections`, or one of `unreached`. `beside` are files of the folder that are a part of
+    the checkpoint and are not looked into (Megatron's ``common.pt``). `readings` are set where the file could be read
+    in another way, and are about nothing but the `sections` that were read. `files` are the paths and URLs that
+    were opened for the index, each as it was then (`io.sources.State`, `io.remote.kept.Stat`).
+    """
+
+    source: str
+    format: str
+    nbytes: int
+    sections: tuple[Section, ...]
+    others: tuple[str, ...] = ()
+    imports: tuple[Import, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    container: object = field(default=None, compare=False)
+    notes: tuple[str, ...] = ()
+    unreached: tuple[Unreached, ...] = ()
+    beside: tuple[str, ...] = ()
+    readings: Readings | None = field(default=None, compare=False)
+    objects: tuple[ExtraEntry, ...] = field(default=(), compare=False)
+    files: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def globals(self) -> tuple[str, ...]:
+        """The names of `imports`, sorted."""
+        return tuple(sorted({one.name for one in self.imports}))
+
+    @property
+    def state_dicts(self) -> tuple[Section, ...]:
+        """The sections that hold models."""
+        return tuple(section for section in self.sections if section.kind == "state_dict")
+
+    @property
+    def optimizers(self) -> tuple[Section, ...]:
+        """The sections that hold optimizers."""
+        return tuple(section for section in self.sections if section.kind == "optimizer")
+
+    def read_as(self, paths: Iterable[str]) -> Checkpoint:
+        """The same file with the dicts at `paths` read as state dicts; itself where all are, or none is to be had."""
+        other = self.readings
+        if other is None or other.sections is not self.sections:
+            return self
+        found = [path for path in paths if path in other.dicts]
+        return replace(other.again(found), imports=self.imports, files=self.files) if found else self
+
+    def read_for(self, wanted: Iterable[tuple[str, str]]) -> Checkpoint:
+        """The same file in the reading that has the `wanted` pairs of a section's path and a key, as far as one has."""
+        have = self.entries()
+        return self.read_as({at[0] for at in wanted if at not in have})
+
+    def entries(self) -> dict[tuple[str, str], TensorEntry | ExtraEntry]:
+        """Every entry by its section's path and its key."""
+        return {(section.path, key): entry for section in self.sections for key, entry in section.by_key().items()}
+
+    def section(self, path: str) -> Section:
+        """The section at `path`; KeyError where there is none."""
+        for section in self.sections:
+            if section.path == path:
+                return section
+        raise KeyError(path)
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides, in elements, as torch gives them to a new tensor of this shape."""
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))

@@ -1,0 +1,52 @@
+"""Errors: one line that says what is wrong, one that says how to fix it, and the exit status."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from ckpttool.core.values import dataclass, public
+
+# What a problem is, for code that chooses what to advise; what nobody asks about is ``other``.
+Kind = Literal["missing", "left_over", "shape", "dtype", "unknown", "opaque", "value", "other"]
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong, and the key (or path) where it is wrong."""
+
+    problem: str
+    key: str
+    kind: Kind = "other"
+
+    def __str__(self) -> str:
+        return f"{self.problem} @ {self.key}"
+
+    @staticmethod
+    def parse(text: str) -> Problem:
+        """What ``str`` made of a problem, but for its kind."""
+        problem, _, key = text.rpartition(" @ ")
+        return Problem(problem or text, key if problem else "")
+
+
+class CkptError(Exception):
+    """No answer: bad usage, unreadable or unsafe input, I/O failure (exit status 2).
+
+    `message` is one line; `hint` says what to do about it, with a command that can be pasted where there is one;
+    `problems` lists every place at once.
+    """
+
+    exit_status = 2
+
+    def __init__(self, message: str, *, hint: str, problems: Sequence[Problem] = ()) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.problems = tuple(problems)
+
+
+class Refused(CkptError):
+    """The answer is no: a change that would lose, collide, guess or not fit. Nothing was written (exit status 1)."""
+
+    exit_status = 1

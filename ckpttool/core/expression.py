@@ -1,0 +1,245 @@
+"""How one tensor is computed from others: a `Ref` names a tensor, an `Op` applies a torch operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import field
+from math import isfinite
+from typing import Any, Union, overload
+
+from ckpttool.core.errors import Problem
+from ckpttool.core.schema import Kind
+from ckpttool.core.values import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The tensor that stands under `key`."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """An argument that JSON has no literal for: `kind` is ``dtype``, ``layout``, ``memory_format`` or ``device``."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """`op` is the operator's full name: ``aten.cat.default``, ``getitem``, or ``opaque`` (no operator)."""
+
+    op: str
+    args: tuple["Argument", ...] = ()
+    kwargs: tuple[tuple[str, "Argument"], ...] = field(default=())
+
+
+Expression = Union[Ref, Op]
+Argument = Union[Ref, Op, Special, None, bool, int, float, str, tuple["Argument", ...]]
+
+OPAQUE = "opaque"  # computed by code that cannot be written down as operators; args are the tensors that it read
+LOADED, SAVED = "model.load", "model.save"  # a run of a model's own code; args are the name there, and what it read
+BY_CODE = {LOADED: "load_state_dict", SAVED: "state_dict"}  # way -> the model's method
+MAX_DEPTH = 200  # operators and lists inside each other that are read from JSON; evaluation recurses as deep
+_SPECIAL_KINDS = ("dtype", "layout", "memory_format", "device", "complex")
+
+
+def parts(expression: Argument) -> Iterator[Expression]:
+    """Every tensor in the expression, what it is made of before itself, with repeats."""
+    if isinstance(expression, tuple):
+        for item in expression:
+            yield from parts(item)
+    elif isinstance(expression, Op):
+        yield from parts(expression.args)
+        for _, value in expression.kwargs:
+            yield from parts(value)
+        yield expression
+    elif isinstance(expression, Ref):
+        yield expression
+
+
+def refs(expression: Argument) -> Iterator[str]:
+    """Every key the expression reads, in order of appearance, with repeats."""
+    if isinstance(expression, Ref):  # as nearly all are
+        return iter((expression.key,))
+    return (part.key for part in parts(expression) if isinstance(part, Ref))
+
+
+def is_constant(expression: Argument) -> bool:
+    """Whether no key is read."""
+    return next(refs(expression), None) is None
+
+
+def operators(expression: Argument) -> Iterator[str]:
+    """The operator of every part, the innermost first, with repeats."""
+    return (part.op for part in parts(expression) if isinstance(part, Op))
+
+
+def is_opaque(expression: Argument) -> bool:
+    """True where some part of the value was computed by code that cannot be written down as operators."""
+    return OPAQUE in operators(expression)
+
+
+def by_code(way: str, name: str, source: Expression) -> Op:
+    """What a run of a model's own code calls `name`; of `source`, which stands for it, what it reads is kept."""
+    return Op(way, (name, *map(Ref, dict.fromkeys(refs(source)))))
+
+
+def calls(expression: Argument) -> Iterator[Op]:
+    """Every value in the expression that a run of a model's own code gives, in order of appearance."""
+    if isinstance(expression, Op):
+        if expression.op in BY_CODE:
+            yield expression
+            return
+        yield from calls(expression.args)
+        for _, value in expression.kwargs:
+            yield from calls(value)
+    elif isinstance(expression, tuple):
+        for item in expression:
+            yield from calls(item)
+
+
+@overload
+def substitute(expression: Expression, replace: Callable[[str], Expression]) -> Expression: ...
+
+
+@overload
+def substitute(expression: Argument, replace: Callable[[str], Argument]) -> Argument: ...
+
+
+def substitute(expression: Argument, replace: Callable[[str], Argument]) -> Argument:
+    """The expression with every `Ref(key)` replaced by `replace(key)`."""
+    return _rebuilt(expression, lambda node: replace(node.key) if isinstance(node, Ref) else node)
+
+
+def with_calls(expression: Expression, replace: Callable[[Op], Expression]) -> Expression:
+    """The expression with every value of `calls` replaced."""
+    made = _rebuilt(expression, lambda node: replace(node) if isinstance(node, Op) and node.op in BY_CODE else node)
+    assert isinstance(made, (Ref, Op))
+    return made
+
+
+def _rebuilt(expression: Argument, replace: Callable[[Expression], Argument]) -> Argument:
+    """The expression with the parts that `replace` changes; it is asked from the outside in."""
+    if isinstance(expression, tuple):
+        return tuple(_rebuilt(item, replace) for item in expression)
+    made = replace(expression) if isinstance(expression, (Ref, Op)) else expression
+    if made is not expression or not isinstance(expression, Op):
+        return made
+    args = tuple(_rebuilt(arg, replace) for arg in expression.args)
+    return Op(expression.op, args, tuple((name, _rebuilt(value, replace)) for name, value in expression.kwargs))
+
+
+def to_json(expression: Argument) -> Any:
+    """The JSON form of the contract: ``{"ref": KEY}`` or ``{"op": NAME, "args": [...], "kwargs": {...}}``."""
+    if isinstance(expression, Ref):
+        return {"ref": expression.key}
+    if isinstance(expression, Op):
+        return {
+            "op": expression.op,
+            "args": [to_json(arg) for arg in expression.args],
+            "kwargs": {name: to_json(value) for name, value in expression.kwargs},
+        }
+    if isinstance(expression, Special):
+        return {expression.kind: expression.name}
+    if isinstance(expression, tuple):
+        return [to_json(item) for item in expression]
+    if isinstance(expression, float) and not isfinite(expression):  # inf and nan are no JSON numbers
+        return {"float": repr(expression)}
+    return expression
+
+
+def _read(value: Any) -> Argument:
+    if isinstance(value, list):
+        return tuple(map(_read, value))
+    if not isinstance(value, Mapping):
+        return value  # type: ignore[no-any-return]
+    if "op" in value:
+        kwargs = tuple((name, _read(item)) for name, item in value.get("kwargs", {}).items())
+        return Op(value["op"], tuple(map(_read, value.get("args", ()))), kwargs)
+    ((kind, name),) = value.items()
+    return Ref(name) if kind == "ref" else float(name) if kind == "float" else Special(kind, name)
+
+
+def _leaf(kind: str, value: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {kind: value}, "required": [kind], "additionalProperties": False}
+
+
+_ANY_ARGUMENT, _TEXT = {"$ref": "#/$defs/argument"}, {"type": "string"}
+_OP = {
+    "type": "object",
+    "properties": {
+        "op": _TEXT,
+        "args": {"type": "array", "items": _ANY_ARGUMENT},
+        "kwargs": {"type": "object", "additionalProperties": _ANY_ARGUMENT},
+    },
+    "required": ["op"],
+    "additionalProperties": False,
+}
+# The same as JSON Schema, for the ``$defs`` of a schema in which expressions stand.
+DEFINITIONS: dict[str, Any] = {
+    "expression": {"anyOf": [_leaf("ref", _TEXT), _OP]},
+    "argument": {
+        "anyOf": [
+            {"type": ["null", "boolean", "number", "string"]},
+            {"type": "array", "items": _ANY_ARGUMENT},
+            {"$ref": "#/$defs/expression"},
+            _leaf("float", {"enum": ["inf", "-inf", "nan"]}),
+            *(_leaf(kind, _TEXT) for kind in _SPECIAL_KINDS),
+        ]
+    },
+}
+
+
+def _problems(value: Any, path: str, depth: int = 0) -> Iterator[Problem]:
+    if depth > MAX_DEPTH:
+        yield Problem(f"an expression is nested more than {MAX_DEPTH} deep", path)
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _problems(item, f"{path}[{number}]", depth + 1)
+    elif isinstance(value, dict):
+        yield from _problems_of_object(value, path, depth)
+    elif value is not None and not isinstance(value, (bool, int, float, str)):
+        yield Problem("not an expression", path)
+
+
+def _problems_of_object(value: dict[str, Any], path: str, depth: int) -> Iterator[Problem]:
+    if "op" not in value:
+        if not _is_leaf(value):
+            yield Problem(f"not an expression: {str(value)[:80]}", path)
+        return
+    args, kwargs = value.get("args", []), value.get("kwargs", {})
+    known = value.keys() <= {"op", "args", "kwargs"} and isinstance(value["op"], str)
+    if not known or not isinstance(args, list) or not isinstance(kwargs, dict):
+        yield Problem(f"not an expression: {str(value)[:80]}", path)
+        return
+    for number, item in enumerate(args):
+        yield from _problems(item, f"{path}.args[{number}]", depth + 1)
+    for name, item in kwargs.items():
+        yield from _problems(item, f"{path}.kwargs.{name}", depth + 1)
+
+
+def _is_leaf(value: dict[str, Any]) -> bool:
+    if len(value) != 1:
+        return False
+    ((kind, name),) = value.items()
+    if kind == "float":
+        return isinstance(name, str) and name in ("inf", "-inf", "nan")
+    return isinstance(name, str) and kind in ("ref", *_SPECIAL_KINDS)
+
+
+def _problems_of_whole(value: Any, path: str) -> Iterator[Problem]:
+    if isinstance(value, dict) and value.keys() & {"op", "ref"}:
+        return _problems(value, path)
+    return iter([Problem("not an expression", path)])
+
+
+def _in_json(problems: Callable[[Any, str], Iterator[Problem]], name: str) -> Kind:
+    """The JSON of it; its schema refers to the definition that a JSON Schema has to hold (`DEFINITIONS`)."""
+    ref = {"$ref": f"#/$defs/{name}"}
+    return Kind(lambda value: next(problems(value, "$"), None) is None, problems, lambda closed: ref, _read, to_json)
+
+
+ARGUMENT, EXPRESSION = _in_json(_problems, "argument"), _in_json(_problems_of_whole, "expression")

@@ -1,0 +1,223 @@
+"""`Names`: every name of every tensor of one model, and how the names relate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckpttool.core import expression as ex
+from ckpttool.core.errors import Problem
+from ckpttool.core.expression import EXPRESSION, Expression
+from ckpttool.core.schema import (
+    COUNT,
+    DTYPE,
+    FLAG,
+    OBJECT,
+    SHAPE,
+    TEXT,
+    TEXTS,
+    Members,
+    check_titled,
+    faults,
+    list_of,
+    nullable,
+    one_of,
+    record,
+)
+from ckpttool.core.values import dataclass, public
+
+SCHEMA = "ckpttool.core.names/1"
+_HINT = "write one with `ckpttool trace MODEL -o names.json`"
+SERIALIZED, RUNTIME = "serialized", "runtime"  # the two forms of a model's names
+AS_A_PART = "as a part of another model"  # begins the notes on keys that depend on where a model stands
+# Of a buffer or parameter that is called so: torch expects the key only of modules that define set_extra_state().
+NAMED_EXTRA_STATE = (
+    "a tensor called _extra_state: state_dict() writes the key, and a strict load_state_dict() refuses it"
+)
+FSDP_FLAT, FSDP_SHARDED = "fsdp-flat", "fsdp-sharded"  # the forms of FSDP1's rank files
+RANK_FORMS = (FSDP_FLAT, FSDP_SHARDED)
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeTensor:
+    """A tensor as ``named_parameters(remove_duplicate=False)`` / ``named_buffers(remove_duplicate=False)`` list it.
+
+    `canonical` is the FQN without the segments that wrappers added; `kind` is ``parameter`` or ``buffer``; `alias_of`
+    the first FQN of the same tensor; `shape` is None for an uninitialised (lazy) parameter.
+    """
+
+    fqn: str
+    canonical: str
+    kind: str
+    persistent: bool
+    trainable: bool
+    dtype: str
+    shape: tuple[int, ...] | None
+    alias_of: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """The code that renamed or computed a key: its function, file, line, and the FQN of the module that it is on."""
+
+    function: str
+    file: str
+    line: int
+    module: str
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.file}:{self.line}) on module {self.module or '(root)'}"
+
+
+@dataclass(frozen=True, slots=True)
+class SerializedKey:
+    """A tensor of ``model.state_dict()``: how it comes from runtime tensors (None: from none), and by which hook."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    source: Expression | None
+    hook: Hook | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTensor:
+    """A runtime tensor after ``load_state_dict``, as an expression over serialized keys (None: no key reaches it)."""
+
+    fqn: str
+    source: Expression | None
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerParam:
+    """A parameter's position in ``optimizer.state_dict()``: its id, its FQN, the index of its param group.
+
+    `state` are the names of the state that one step gives it; empty where that is not known.
+    """
+
+    id: int
+    fqn: str
+    group: int
+    state: tuple[str, ...] = ()
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class Names:
+    """All names of one model; the fields are those of the contract's `trace` object.
+
+    `modules` are the module paths of the state dict's ``_metadata``, or None where it has none; `versions` those whose
+    loading may ask for their version, with it, where other versions are read otherwise, else None. `optimizer_groups`
+    are the hyperparameters of each param group, as far as they are plain values. `notes` say what was not looked at, or
+    could not be told.
+    """
+
+    model: str
+    torch: str
+    runtime: tuple[RuntimeTensor, ...]
+    serialized: tuple[SerializedKey, ...]
+    load: tuple[LoadedTensor, ...]
+    not_serialized: tuple[str, ...] = ()
+    extra_state: tuple[str, ...] = ()
+    roundtrips: bool = True
+    roundtrip_problems: tuple[Problem, ...] = ()
+    optimizer: tuple[OptimizerParam, ...] = ()
+    modules: tuple[str, ...] | None = None
+    optimizer_class: str | None = None
+    optimizer_groups: tuple[Mapping[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+    versions: Mapping[str, Any] | None = None
+
+    @property
+    def ids(self) -> tuple[OptimizerParam, ...]:
+        """The parameters by optimizer id: as the optimizer has them, else in ``model.parameters()`` order."""
+        if self.optimizer_class is not None:
+            return self.optimizer
+        parameters = [t.fqn for t in self.runtime if t.kind == "parameter" and t.alias_of is None]
+        return tuple(OptimizerParam(index, fqn, 0) for index, fqn in enumerate(parameters))
+
+    def to_json(self) -> dict[str, Any]:
+        """The `trace` object of the contract, and the content of a names file."""
+        return dict(NAMES.write(replace(self, optimizer=self.ids)))
+
+    @staticmethod
+    def from_json(value: Any, source: str) -> Names:
+        """Reads what `to_json` wrote; `source` names the file in the error. Raises `CkptError` on anything else."""
+        check_titled(NAMES, value, source, "a names file", _HINT)
+        if next(_unknown_names(value), None) is not None:
+            raise faults(_unknown_names(value), f"{source} is not a names file", _HINT)
+        found: Names = NAMES.read(value)
+        # Without an optimizer the ids that are written are the order of the model's parameters.
+        return found if found.optimizer_class is not None else replace(found, optimizer=())
+
+
+_TENSOR: Members = {"dtype": DTYPE, "shape": nullable(SHAPE)}
+_FROM: Members = {"from": nullable(EXPRESSION)}
+_SOURCE = {"from": "source"}
+HOOK = record(Hook, {"function": TEXT, "file": TEXT, "line": COUNT, "module": TEXT})
+_RUNTIME = record(
+    RuntimeTensor,
+    {
+        "fqn": TEXT,
+        "canonical": TEXT,
+        "kind": one_of("parameter", "buffer"),
+        "persistent": FLAG,
+        "trainable": FLAG,
+        **_TENSOR,
+        "alias_of": nullable(TEXT),
+    },
+)
+_SERIALIZED = record(SerializedKey, {"key": TEXT, **_TENSOR, **_FROM, "hook": nullable(HOOK)}, called=_SOURCE)
+_PARAM = record(OptimizerParam, {"id": COUNT, "fqn": TEXT, "group": COUNT}, {"state": TEXTS})
+NAMES = record(
+    Names,
+    {
+        "model": TEXT,
+        "torch": TEXT,
+        "runtime": list_of(_RUNTIME, unique="fqn"),
+        "serialized": list_of(_SERIALIZED, unique="key"),
+        "load": list_of(record(LoadedTensor, {"fqn": TEXT, **_FROM}, called=_SOURCE), unique="fqn"),
+        "not_serialized": TEXTS,
+        "extra_state": TEXTS,
+        "roundtrips": FLAG,
+        "roundtrip_problems": list_of(replace(TEXT, read=Problem.parse, write=str)),
+        "optimizer": list_of(_PARAM, unique="id"),
+    },
+    {
+        "modules": nullable(TEXTS),
+        "optimizer_class": nullable(TEXT),
+        "notes": TEXTS,
+        "optimizer_groups": list_of(OBJECT),
+        "versions": nullable(OBJECT),
+    },
+    title=SCHEMA,
+)
+
+
+def _unknown_names(value: Any) -> Iterator[Problem]:
+    """Every name that a part of a names file refers to, and that the file does not have."""
+    runtime = {r["fqn"] for r in value["runtime"]}
+    keys = {*(s["key"] for s in value["serialized"]), *value["extra_state"]}
+    groups = len(value.get("optimizer_groups", ()))
+
+    def unknown(names: Iterator[str], known: set[str], path: str) -> Iterator[Problem]:
+        yield from (Problem(f"{name!r:.100} is no name of this file", path) for name in names if name not in known)
+
+    for number, r in enumerate(value["runtime"]):
+        yield from unknown(
+            iter([r["alias_of"]] if r["alias_of"] is not None else []), runtime, f"$.runtime[{number}].alias_of"
+        )
+    for number, s in enumerate(value["serialized"]):
+        yield from unknown(_refs(s["from"]), runtime, f"$.serialized[{number}].from")
+    for number, r in enumerate(value["load"]):
+        yield from unknown(iter([r["fqn"]]), runtime, f"$.load[{number}].fqn")
+        yield from unknown(_refs(r["from"]), keys, f"$.load[{number}].from")
+    for number, p in enumerate(value["optimizer"]):
+        yield from unknown(iter([p["fqn"]]), runtime, f"$.optimizer[{number}].fqn")
+        if groups and p["group"] >= groups:
+            yield Problem(f"there is no group {p['group']}", f"$.optimizer[{number}].group")
+
+
+def _refs(value: Any) -> Iterator[str]:
+    return iter(()) if value is None else ex.refs(EXPRESSION.read(value))

@@ -1,0 +1,96 @@
+"""Options of the library's functions and of the commands: type, metavar and help, declared once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any
+
+from ckpttool.core.values import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """The words of an option: its `flags` (``-o``, ``--output``), what stands for its value, the help's sentence.
+
+    `least` is the smallest number that it takes; `check` is called with a value, and raises `CkptError` where it is
+    none of those that there are.
+    """
+
+    flags: tuple[str, ...]
+    metavar: str | None
+    help: str
+    least: float | None = None
+    check: Callable[[Any], object] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """The words of what a command takes by its place: what stands for its value, the help's sentence."""
+
+    metavar: str
+    help: str
+
+
+def option(
+    *flags: str,
+    help: str,
+    metavar: str | None = None,
+    least: float | None = None,
+    check: Callable[[Any], object] | None = None,
+) -> Option:
+    """Marks a field as an option: ``Annotated[str | None, option("--to", metavar="FORM", help="…")]``."""
+    return Option(flags, metavar, help, least, check)
+
+
+def several(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    """Return the values of an option that may be repeated: in Python a string is one value, not its letters."""
+    if value is None:
+        return None
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Whose names: MODEL, and how it is built. In Python an object may take the place of a text."""
+
+    model: Annotated[
+        Any,
+        option("--model", metavar="MODEL", help="package.module:attr, file.py:attr, a names file or a .pt2 program."),
+    ] = None
+    model_kwargs: Annotated[
+        Any, option("--model-kwargs", metavar="JSON", help="Arguments for MODEL's factory: '{\"layers\": 4}'.")
+    ] = None
+    materialize: Annotated[
+        bool, option("--materialize", help="Build MODEL with real weights instead of on the meta device.")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions(ModelOptions):
+    """MODEL, and the optimizer of its parameters."""
+
+    optimizer: Annotated[
+        Any, option("--optimizer", metavar="OPTIMIZER", help="file.py:make, a function of the model; or a class.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Where an output goes, and how it is written."""
+
+    out: Annotated[str | None, option("-o", "--output", metavar="OUT", help="The file to write.")] = None
+    in_place: Annotated[bool, option("--in-place", help="Change the source itself, atomically.")] = False
+    no_undo: Annotated[bool, option("--no-undo", help="With --in-place: keep nothing for `ckpttool undo`.")] = False
+    force: Annotated[bool, option("--force", help="Overwrite files that exist.")] = False
+    dry_run: Annotated[bool, option("--dry-run", help="Say what would be written, and write nothing.")] = False
+    verify: Annotated[
+        bool, option("--verify", help="Prove that OUT holds every tensor: read it back, or by its store's checksums.")
+    ] = False
+    keep_pickled_code: Annotated[
+        bool, option("--keep-pickled-code", help="Write dangerous pickle imports too, which run when OUT is loaded.")
+    ] = False
+    no_fsync: Annotated[bool, option("--no-fsync", help="Do not wait until the disk has the bytes.")] = False
+
+    def target(self, source: str) -> str | None:
+        """The path that is to be written, or None where nothing is."""
+        return source if self.in_place else self.out

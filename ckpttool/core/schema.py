@@ -1,0 +1,291 @@
+"""What a JSON value must be, declared once: validation of files, and JSON Schema."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from operator import attrgetter
+from typing import Any, Union
+
+from ckpttool.core.dtypes import BY_NAME
+from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.values import dataclass
+
+LEFT_OUT = object()  # in the place of the value of a member that is not written
+_MOST = 100  # problems that are listed
+_PLAIN = re.compile(r"[A-Za-z_]\w*")
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a value may have to be.
+
+    `problems(value, path)` says in words what is wrong with a value that does not fit, and where in the file.
+    `schema(closed)` is the same as JSON Schema 2020-12; where it is closed, objects have no other members than those
+    that they name. `title` is what the member ``schema`` of an object says that it is, and in which version.
+    """
+
+    fits: Callable[[Any], bool]
+    problems: Callable[[Any, str], Iterator[Problem]]
+    schema: Callable[[bool], dict[str, Any]]
+    read: Callable[[Any], Any] = _itself
+    write: Callable[[Any], Any] = _itself
+    title: str = ""
+
+
+Members = Mapping[str, Kind]
+Source = Union[str, Callable[[Any], Any]]  # of a member: the field, also of a field (``a.b``), or what says it
+
+
+def plain(said: str, fits: Callable[[Any], bool], keywords: Mapping[str, Any]) -> Kind:
+    """A value that is looked at as a whole; `said` are the words for it, `keywords` what JSON Schema says of it."""
+
+    def problems(value: Any, path: str) -> Iterator[Problem]:
+        if not fits(value):
+            yield Problem(f"{_shown(value)} is not {said}", path)
+
+    return Kind(fits, problems, lambda closed: dict(keywords))
+
+
+def nullable(kind: Kind) -> Kind:
+    """The kind, or null."""
+    return Kind(
+        lambda value: value is None or kind.fits(value),
+        lambda value, path: iter(()) if value is None else kind.problems(value, path),
+        lambda closed: {"anyOf": [kind.schema(closed), {"type": "null"}]},
+        lambda value: None if value is None else kind.read(value),
+        lambda made: None if made is None else kind.write(made),
+    )
+
+
+def unless_empty(kind: Kind) -> Kind:
+    """The kind; what is empty is written as null, or left out where it may be."""
+    return replace(kind, write=lambda made: kind.write(made) or None)
+
+
+def list_of(kind: Kind, unique: str = "") -> Kind:
+    """A list of one kind. No two of its objects have the same value under `unique`."""
+
+    def fits(value: Any) -> bool:
+        if not isinstance(value, list) or not all(map(kind.fits, value)):
+            return False
+        return not unique or len({item[unique] for item in value}) == len(value)
+
+    def problems(value: Any, path: str) -> Iterator[Problem]:
+        if not isinstance(value, list):
+            yield Problem(f"{_shown(value)} is not a list", path)
+            return
+        for number, item in enumerate(value):
+            if not kind.fits(item):
+                yield from kind.problems(item, f"{path}[{number}]")
+        named = [(number, item[unique]) for number, item in enumerate(value) if kind.fits(item)] if unique else []
+        counts = Counter(name for _, name in named)
+        for number, name in named:
+            if counts[name] > 1:
+                yield Problem(f"{_shown(name)} stands {counts[name]} times", f"{path}[{number}].{unique}")
+
+    return Kind(
+        fits,
+        problems,
+        lambda closed: {"type": "array", "items": kind.schema(closed)},
+        lambda value: tuple(map(kind.read, value)),
+        lambda made: list(map(kind.write, made)),
+    )
+
+
+def items(*kinds: Kind) -> Kind:
+    """A list of as many items as there are kinds, each of its own."""
+
+    def fits(value: Any) -> bool:
+        alike = isinstance(value, list) and len(value) == len(kinds)
+        return alike and all(kind.fits(item) for kind, item in zip(kinds, value))
+
+    def problems(value: Any, path: str) -> Iterator[Problem]:
+        if not isinstance(value, list) or len(value) != len(kinds):
+            yield Problem(f"{_shown(value)} is not a list of {len(kinds)} items", path)
+            return
+        for number, (kind, item) in enumerate(zip(kinds, value)):
+            yield from kind.problems(item, f"{path}[{number}]")
+
+    def schema(closed: bool) -> dict[str, Any]:
+        count = len(kinds)
+        own = [kind.schema(closed) for kind in kinds]
+        return {"type": "array", "prefixItems": own, "minItems": count, "maxItems": count}
+
+    return Kind(fits, problems, schema)
+
+
+def map_of(kind: Kind) -> Kind:
+    """An object whose members, whatever their names, are of one kind."""
+
+    def problems(value: Any, path: str) -> Iterator[Problem]:
+        if not isinstance(value, dict):
+            yield Problem(f"{_shown(value)} is not an object", path)
+            return
+        for name, member in value.items():
+            if not kind.fits(member):
+                yield from kind.problems(member, _under(path, name))
+
+    return Kind(
+        lambda value: isinstance(value, dict) and all(map(kind.fits, value.values())),
+        problems,
+        lambda closed: {"type": "object", "additionalProperties": kind.schema(closed)},
+        lambda value: {name: kind.read(member) for name, member in value.items()},
+        lambda made: {name: kind.write(member) for name, member in made.items()},
+    )
+
+
+def object_of(needs: Members, may: Members | None = None) -> Kind:
+    """An object with these members; those in `may` can be left out."""
+    may = may or {}
+    members = {**needs, **may}
+
+    def fits(value: Any) -> bool:
+        return (
+            isinstance(value, dict)
+            and all(name in value and kind.fits(value[name]) for name, kind in needs.items())
+            and all(name not in value or kind.fits(value[name]) for name, kind in may.items())
+        )
+
+    def problems(value: Any, path: str) -> Iterator[Problem]:
+        if not isinstance(value, dict):
+            yield Problem(f"{_shown(value)} is not an object", path)
+            return
+        for name, kind in members.items():
+            if name in value:
+                yield from kind.problems(value[name], _under(path, name))
+            elif name in needs:
+                yield Problem("is missing", _under(path, name))
+
+    def schema(closed: bool) -> dict[str, Any]:
+        own = {name: kind.schema(closed) for name, kind in members.items()}
+        only = {"additionalProperties": False} if closed else {}
+        return {"type": "object", "properties": own, "required": list(needs), **only}
+
+    return Kind(fits, problems, schema)
+
+
+def row(needs: Members, may: Members | None = None) -> Kind:
+    """An object that is written from a tuple of its members in order; in the place of one may stand `LEFT_OUT`."""
+    members = {**needs, **(may or {})}
+
+    def write(made: Any) -> dict[str, Any]:
+        found = zip(members.items(), made, strict=True)
+        return {name: kind.write(one) for (name, kind), one in found if one is not LEFT_OUT}
+
+    return replace(object_of(needs, may), write=write)
+
+
+def record(
+    of: Callable[..., Any],
+    needs: Members,
+    may: Members | None = None,
+    called: Mapping[str, Source] | None = None,
+    title: str = "",
+) -> Kind:
+    """An object that stands for a value of the class `of`: its members are the fields, or what `called` says of these.
+
+    What is left out has the field's default. A member of `may` is left out where it is `LEFT_OUT`, or None and null is
+    no value of it. What is read has the names of fields only. With a `title` it says what it is.
+    """
+    members = {**needs, **(may or {})}
+    sources = {name: name for name in members} | dict(called or {})
+    getters = {name: attrgetter(one) if isinstance(one, str) else one for name, one in sources.items()}
+    nulls = {name for name, kind in members.items() if name in needs or kind.fits(None)}
+
+    def read(value: Any) -> Any:
+        return of(**{str(sources[name]): kind.read(value[name]) for name, kind in members.items() if name in value})
+
+    def write(made: Any) -> dict[str, Any]:
+        written = {}
+        for name, kind in members.items():
+            found = getters[name](made)
+            found = found if found is None or found is LEFT_OUT else kind.write(found)
+            if found is not LEFT_OUT and (found is not None or name in nulls):
+                written[name] = found
+        return written
+
+    kind = replace(object_of(needs, may), read=read, write=write)
+    return titled(title, kind) if title else kind
+
+
+def titled(title: str, kind: Kind) -> Kind:
+    """The object with the member ``schema`` before its others."""
+
+    def schema(closed: bool) -> dict[str, Any]:
+        found = kind.schema(closed)
+        members = {"schema": one_of(title).schema(closed), **found["properties"]}
+        return {**found, "properties": members, "required": ["schema", *found["required"]]}
+
+    return replace(kind, schema=schema, write=lambda made: {"schema": title, **kind.write(made)}, title=title)
+
+
+def either(one: Kind, other: Kind) -> Kind:
+    """A value of one of two kinds; what is wrong with it is what were wrong if it were of the first."""
+    return Kind(
+        lambda value: one.fits(value) or other.fits(value),
+        lambda value, path: iter(()) if other.fits(value) else one.problems(value, path),
+        lambda closed: {"anyOf": [one.schema(closed), other.schema(closed)]},
+    )
+
+
+def one_of(*words: str) -> Kind:
+    """One of these strings."""
+    said = " or ".join(map(repr, words))
+    return plain(said, lambda value: isinstance(value, str) and value in words, {"enum": list(words)})
+
+
+TEXT = plain("a string", lambda value: isinstance(value, str), {"type": "string"})
+TEXTS = list_of(TEXT)
+FLAG = plain("true or false", lambda value: isinstance(value, bool), {"type": "boolean"})
+COUNT = plain(
+    "an integer from 0 on",
+    lambda value: type(value) is int and 0 <= value < 1 << 63,
+    {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1},
+)
+SHAPE = list_of(COUNT)
+DTYPE = plain(
+    "a dtype that ckpttool knows", lambda value: isinstance(value, str) and value in BY_NAME, {"enum": sorted(BY_NAME)}
+)
+OBJECT = replace(plain("an object", lambda value: isinstance(value, dict), {"type": "object"}), read=dict, write=dict)
+PROBLEM = record(Problem, {"problem": TEXT, "key": TEXT})
+ERROR = titled("ckpttool.error/1", row({"status": COUNT, "error": TEXT, "problems": list_of(PROBLEM), "hint": TEXT}))
+
+
+def check(kind: Kind, value: Any, message: str, hint: str) -> None:
+    """Raises `CkptError` with `message` and every problem at its JSON path where the value is not of the kind."""
+    if not kind.fits(value):
+        raise faults(kind.problems(value, "$"), message, hint)
+
+
+def check_titled(kind: Kind, value: Any, source: str, what: str, hint: str) -> None:
+    """Raises `CkptError` where the file `source` is not `what`: does not say so, in this version, or is not."""
+    found = value.get("schema") if isinstance(value, dict) else None
+    if found != kind.title:
+        raise CkptError(f"{source} is not {what}: schema is {_shown(found)}, not {kind.title!r}", hint=hint)
+    check(kind, value, f"{source} is not {what}", hint)
+
+
+def faults(problems: Iterator[Problem], message: str, hint: str) -> CkptError:
+    """The error that lists these problems, or the first of very many."""
+    shown = list(islice(problems, _MOST + 1))
+    more = [Problem(f"more than {_MOST} problems: these are the first", "$")] if len(shown) > _MOST else []
+    return CkptError(message, hint=hint, problems=[*shown[:_MOST], *more])
+
+
+def _under(path: str, name: str) -> str:
+    return f"{path}.{name}" if _PLAIN.fullmatch(name) else f"{path}[{name!r:.100}]"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else "a list"
+    words = {"None": "null", "True": "true", "False": "false"}
+    return words.get(repr(value), f"{value!r:.60}")

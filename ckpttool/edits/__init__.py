@@ -1,1 +1,0 @@
-"""What makes a new checkpoint from an old one."""

@@ -1,1 +1,0 @@
-"""Flat parameters and parts of tensors put together, and cut again."""

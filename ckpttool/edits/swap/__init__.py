@@ -1,1 +1,0 @@
-"""New weights in an exported program."""

@@ -1,1 +1,0 @@
-"""What several formats are made of: zip archives, pickles, JSON."""

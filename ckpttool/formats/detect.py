@@ -1,0 +1,187 @@
+"""Detect the format of a file by its content."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from shlex import quote
+
+from ckpttool.core.errors import CkptError
+from ckpttool.core.values import dataclass
+from ckpttool.formats.safetensors.header import MAX_HEADER
+from ckpttool.formats.zip_read import read_archive
+from ckpttool.io import files, paths
+from ckpttool.io.files import opened
+
+LEGACY_START = re.compile(rb"\x80[\2-\5](\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)  # the first pickle
+
+_HEAD = 4096  # bytes that tell every format
+_MANIFEST = re.compile(rb'\s*\{\s*"_type"\s*:\s*"https://in-toto\.io/Statement/')
+_WEIGHT_MAP = re.compile(rb'\s*\{.*"weight_map"', re.DOTALL)
+_ZIP_MAGIC, _ZIP_END, _ZIP_TAIL = b"PK\3\4", b"PK\5\6", 65_557
+
+
+def sniff(path: str) -> str:
+    """The name in the table of formats of the file at `path`: ``safetensors``, ``torch_zip``, ``pt2`` or ``sharded``.
+
+    Raises `CkptError` for everything else: it says what the file is instead, as far as its content tells.
+    """
+    _check_exists(path)
+    with opened(path) as file:
+        head = file.read(_HEAD)
+    if not head:
+        raise CkptError(f"{path} is empty", hint="download or copy it again")
+    if head.startswith(_ZIP_MAGIC):
+        return _sniff_zip(path)
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER:
+        return "safetensors"
+    if _WEIGHT_MAP.match(head):
+        return "sharded"
+    if _MANIFEST.match(head):
+        return "manifest"
+    if LEGACY_START.match(head):
+        return "torch_legacy"
+    for known in _KNOWN:
+        if known.matches(head):
+            raise CkptError(f"{path} is {known.what}", hint=known.hint.format(path=quote(path)))
+    if head[8:].lstrip().startswith(b"{"):
+        return "safetensors"  # a broken one: its reader says how
+    raise CkptError(f"{path} is not a checkpoint that ckpttool knows", hint=_READS)
+
+
+def _check_exists(path: str) -> None:
+    if "\0" in path:
+        return
+    if files.is_dir(path):
+        raise CkptError(f"{path} is a directory, not a checkpoint file", hint=_directory_hint(path))
+    if paths.is_url(path) or files.exists(path):
+        return
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise CkptError(f"no such file: {path}", hint=f"the folder {folder} does not exist either: check the path")
+    from difflib import get_close_matches
+
+    close = get_close_matches(Path(path).name, files.names_in(str(folder)), n=3, cutoff=0.6)
+    hint = "did you mean " + " or ".join(str(folder / name) for name in close) + "?" if close else "check the path"
+    raise CkptError(f"no such file: {path}", hint=hint)
+
+
+def _directory_hint(folder: str) -> str:
+    endings = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pt2")
+    inside = [name for name in files.names_in(folder) if name.endswith(endings)]
+    if not inside:
+        return "name one checkpoint file"
+    return f"name one of its files, for example {paths.join(folder, inside[0])}"
+
+
+# Files that are no zip archives
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A kind of file that is told by its first bytes, and what to do about it; `{path}` in the hint is the file."""
+
+    matches: Callable[[bytes], object]
+    what: str
+    hint: str
+
+
+def _starts(*magics: bytes) -> Callable[[bytes], bool]:
+    return lambda head: head.startswith(magics)
+
+
+def _pattern(pattern: bytes) -> Callable[[bytes], object]:
+    return re.compile(pattern, re.DOTALL | re.IGNORECASE).match
+
+
+def _torch(expression: str, path: str) -> str:
+    return f'python -c "import torch, sys; torch.save({expression}, sys.argv[2])" {path} OUT.pt'
+
+
+_READS = "ckpttool reads safetensors files, what torch.save and torch.jit.save write, and .pt2 programs"
+_SCRIPTED = "use the TorchScript archive, or the checkpoint, that it was made from"
+_PACKAGED = "save the state dict of the model in it: torch.save(torch.package.PackageImporter(...).load_pickle(...)...)"
+_AGAIN = "download it again: the address needs a login, or is that of the page and not of the file (…/resolve/…)"
+_PICKLED = (
+    "load it with the program that wrote it, if you trust it, and keep its tensors: torch.save(state_dict, 'OUT.pt')"
+)
+_TO_SAFETENSORS = "convert it to a safetensors file with the library that wrote it"
+_KNOWN = (
+    _Known(
+        _starts(b"version https://git-lfs.github.com/spec/"),
+        "a Git LFS pointer, not the file itself",
+        "fetch the file: git lfs pull --include {path}",
+    ),
+    _Known(_pattern(rb"(\xef\xbb\xbf)?\s*(<!doctype html|<html|<head|<body)"), "an HTML page", _AGAIN),
+    _Known(_pattern(rb"(\xef\xbb\xbf)?\s*<(\?xml|error>)"), "an XML page", _AGAIN),
+    _Known(_pattern(rb"\x80[\1-\5]"), "a pickle that torch.save did not write", _PICKLED),
+    _Known(_starts(b"\x1f\x8b"), "compressed with gzip", "decompress it first: gzip -dk {path}"),
+    _Known(_starts(b"\xfd7zXZ\0"), "compressed with xz", "decompress it first: xz -dk {path}"),
+    _Known(_starts(b"\x28\xb5\x2f\xfd"), "compressed with zstd", "decompress it first: zstd -dk {path}"),
+    _Known(_pattern(rb"BZh[1-9]1AY&SY"), "compressed with bzip2", "decompress it first: bzip2 -dk {path}"),
+    _Known(_starts(b"7z\xbc\xaf\x27\x1c"), "a 7z archive", "unpack it first: 7z x {path}"),
+    _Known(
+        lambda head: head[257:262] == b"ustar" and head.startswith((b"sys_info\0", b"pickle\0", b"storages\0")),
+        "in the tar format of torch.save before torch 0.1.10",
+        "if you trust it, load and save it again: " + _torch("torch.load(sys.argv[1], weights_only=False)", "{path}"),
+    ),
+    _Known(lambda head: head[4:8] == b"PTMF", "a TorchScript model for mobile (flatbuffer)", _SCRIPTED),
+    _Known(lambda head: head[257:262] == b"ustar", "a tar archive", "unpack it first: tar -xf {path}"),
+    _Known(_starts(b"\x93NUMPY"), "a NumPy array (.npy)", _TO_SAFETENSORS),
+    _Known(_starts(b"\x89HDF\r\n\x1a\n"), "an HDF5 file, as Keras writes it", _TO_SAFETENSORS),
+    _Known(_starts(b"GGUF", b"FUGG"), "a GGUF file, as llama.cpp reads it", "use the checkpoint that it was made from"),
+    _Known(
+        # a ModelProto: ir_version, then producer_name or the graph
+        _pattern(rb"\x08[\1-\x1f](\x12.[ -~]+\x1a|\x3a)"),
+        "an ONNX model",
+        "use the PyTorch checkpoint that it was exported from",
+    ),
+    _Known(_pattern(rb'\s*(\{\s*["}]|\[\s*[\[\{"\d\]])'), "JSON text", "name the file that holds the tensors"),
+    _Known(_starts(b"PK\5\6"), "an empty zip archive", "download or copy it again"),
+)
+
+
+# Zip archives
+
+_PROGRAM = re.compile(r"models/.+\.json")
+
+
+def _sniff_zip(path: str) -> str:
+    if not _has_zip_end(path):
+        size = files.size(path)
+        raise CkptError(
+            f"{path} is truncated: a zip archive without its end ({size} bytes are there)",
+            hint="download or copy it again",
+        )
+    return classify_zip(path, [record.name for record in read_archive(path).records])
+
+
+def _has_zip_end(path: str) -> bool:
+    with opened(path) as file:
+        file.seek(max(0, file.size - _ZIP_TAIL))
+        return _ZIP_END in file.read()
+
+
+def classify_zip(path: str, names: Collection[str]) -> str:
+    """The name in the table of formats of the zip archive at `path` with records of these `names`.
+
+    Raises `CkptError` for an archive that holds no checkpoint, or one that is not read.
+    """
+    inner = {name.partition("/")[2] for name in names} | set(names)  # torch puts all records into one folder, mostly
+    if "serialized_exported_program.json" in inner or any(_PROGRAM.fullmatch(name) for name in inner):
+        return "pt2"
+    if any(name.startswith("data/aotinductor/") for name in inner):
+        return "pt2"
+    if "data.pkl" in inner:
+        return "torchscript" if "constants.pkl" in inner else "torch_zip"
+    if "model.json" in inner and any(name.startswith("tensors/") for name in inner):
+        hint = "save its state dict with torch: " + _torch("torch.jit.load(sys.argv[1]).state_dict()", quote(path))
+        raise CkptError(f"{path} is a TorchScript archive of torch 1.0 to 1.3", hint=hint)
+    if ".data/extern_modules" in inner:
+        raise CkptError(f"{path} is a torch.package archive, code with its data", hint=_PACKAGED)
+    if any(name.endswith("archive_format") for name in inner):
+        raise CkptError(f"{path} is a .pt2 archive without a program in it", hint="export or compile the model again")
+    if names and all(name.endswith(".npy") for name in names):
+        raise CkptError(f"{path} is a NumPy archive (.npz)", hint=_TO_SAFETENSORS)
+    raise CkptError(f"{path} is a zip archive that torch did not write", hint=f"unzip it; {_READS}")

@@ -1,1 +1,0 @@
-"""Sharded checkpoints with an index, as Hugging Face writes them."""

@@ -1,0 +1,97 @@
+"""Strict JSON: what the reference readers accept, and nothing more."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any, NoReturn
+
+from ckpttool.core.errors import CkptError
+from ckpttool.core.limits import limits
+from ckpttool.io.files import opened
+
+
+def read_file(path: str, hint: str) -> Any:
+    """The JSON value in the file. Raises `CkptError` with `hint` where there is none."""
+    most = limits().json_bytes
+    with opened(path, pipes=True) as file:
+        data = file.read(most + 1)
+    try:
+        if len(data) > most:
+            raise ValueError(f"it is longer: {limits().named('json_bytes')}")
+        return loads(data.decode("utf-8-sig"), surrogates=True)
+    except ValueError as error:
+        raise CkptError(f"{path} is not JSON: {error}", hint=hint) from None
+
+
+def loads(text: str, *, surrogates: bool = False) -> Any:
+    """The value of the JSON text. Raises ValueError, whatever is wrong with it.
+
+    With `surrogates` strings may hold lone ones, as keys of a pickle may.
+    """
+    decoder = _DECODER if "-0" in text else _PLAIN_DECODER  # reading integers in Python is half of the time
+    value, end = _value(text, len(text) - len(text.lstrip(_BLANKS)), decoder)
+    if text[end:].strip(_BLANKS):
+        raise ValueError(f"more text after the end of the JSON value at character {end}")
+    if not surrogates:
+        _check_surrogates(text, value)
+    return value
+
+
+def value_at(text: str, at: int) -> tuple[Any, int]:
+    """The value that begins at character `at` of the text, and where it ends. Raises ValueError as `loads` does."""
+    value, end = _value(text, at)
+    _check_surrogates(text[at:end], value)
+    return value, end
+
+
+def dumps(value: Any) -> str:
+    """JSON without blanks and with plain UTF-8, as the reference writers spell it."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def quoted(text: str) -> str:
+    """The text as a string of JSON, as `dumps` spells it; `dumps` makes an encoder for each call."""
+    return json.encoder.encode_basestring(text)
+
+
+_BLANKS = " \t\n\r"
+
+
+def _value(text: str, at: int, decoder: json.JSONDecoder | None = None) -> tuple[Any, int]:
+    try:
+        return (decoder or _DECODER).raw_decode(text, at)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def _check_surrogates(text: str, value: Any) -> None:
+    if "\\ud" in text or "\\uD" in text:
+        json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"{twice!r} stands twice in one object")
+    return found
+
+
+def _int(digits: str) -> int | float:
+    return -0.0 if digits == "-0" else int(digits)
+
+
+def _float(digits: str) -> float:
+    value = float(digits)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"number out of range: {digits}")
+    return value
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_int, parse_float=_float, parse_constant=_no_number)
+_PLAIN_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_float, parse_constant=_no_number)

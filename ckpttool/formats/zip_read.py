@@ -1,0 +1,421 @@
+"""Read the zip archives of torch.save, torch.jit.save and torch.export.save: where each record is."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+from ckpttool.core.checkpoint import Span
+from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.values import dataclass, many_objects
+from ckpttool.io.files import Source, assume, check_assumed, opened
+from ckpttool.io.paths import is_url
+
+ALIGNMENT = 64  # of every record's data; torch.utils.serialization.config.save.storage_alignment changes it
+U32 = 0xFFFFFFFF
+
+_LOCAL, _FIELD = 30, 4  # bytes of a local header, and of the tag and length of an extra field
+# What reads no tensors does not read: of torch.save, TorchScript, and torch.export since 2.9.
+_STORAGE = re.compile(rb"[^/]+/(?:data|constants|tensors)/\d+|(?:[^/]+/)?data/(?:weights|constants)/\w+_\d+")
+
+
+def is_storage(raw_name: bytes) -> bool:
+    """Whether a record of that name holds the data of tensors."""
+    return _STORAGE.fullmatch(raw_name) is not None
+
+
+def is_wide(start: int, size: int) -> bool:
+    """True where torch's writer (miniz) uses zip64 fields and the longer data descriptor."""
+    return start >= U32 or size >= U32
+
+
+def data_of(raw_name: bytes, start: int, size: int, end: int) -> int | None:
+    """Where the data of the stored record at `start` begins: `size` bytes long, with what follows at `end`.
+
+    None where the two ways to tell do not agree.
+    """
+    wide = _FIELD + 16 * (size >= U32) + 8 * (start >= U32) if is_wide(start, size) else 0
+    bare = start + _LOCAL + len(raw_name) + wide + _FIELD
+    data = bare + -bare % ALIGNMENT
+    return data if data + size + (24 if is_wide(start, size) else 16) == end else None
+
+
+STORED, DEFLATED = 0, 8
+
+LOCAL = struct.Struct("<4s5H3I2H")
+CENTRAL = struct.Struct("<4s6H3I5H2I")
+END = struct.Struct("<4s4H2IH")
+END64 = struct.Struct("<4sQ2H2I4Q")
+LOCATOR = struct.Struct("<4sIQI")
+LOCAL_SIGNATURE, CENTRAL_SIGNATURE, DESCRIPTOR_SIGNATURE = b"PK\3\4", b"PK\1\2", b"PK\7\x08"
+END_SIGNATURE, END64_SIGNATURE, LOCATOR_SIGNATURE = b"PK\5\6", b"PK\6\6", b"PK\6\7"
+
+U16 = 0xFFFF
+_ENCRYPTED = 0x0001 | 0x0040 | 0x2000
+HAS_DESCRIPTOR, UTF8 = 0x0008, 0x0800
+_LONGEST_DESCRIPTOR = 24
+_SMALL, _MOST_PADDING = 1 << 20, 128  # bytes of a record that is fetched with its header; of the fields behind a name
+_AT_A_TIME = 4096  # local headers: of a remote file they are fetched side by side
+ZIP64_FIELD = 1
+
+
+class Record(NamedTuple):
+    """One record of an archive; offsets and sizes are bytes, offsets from the archive's first byte.
+
+    `start` is the offset of its local header, `data` of its data, `nbytes` the stored size, `size` the size after
+    decompression, and `end` where its region ends: after the data descriptor, where it has one. `central` is its entry
+    of the central directory as it stands in the file. (A NamedTuple, because archives hold 100,000 of them.)
+    """
+
+    name: str
+    start: int
+    data: int
+    nbytes: int
+    size: int
+    crc: int
+    method: int
+    flags: int
+    end: int
+    central: bytes
+
+    @property
+    def has_crc(self) -> bool:
+        """False for a record whose CRC was not computed (`torch.serialization.set_crc32_options`): it is 0 then."""
+        return self.crc != 0 or not self.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Archive:
+    """The index of the archive that begins at byte `base` of the file `path` and is `length` bytes long.
+
+    `records` are in the directory's order; `is_tight` where they lie in it too, with nothing between them: an archive
+    that was changed in place holds dead ones, and has the new ones at its end.
+    """
+
+    path: str
+    base: int
+    length: int
+    records: tuple[Record, ...]
+    by_name: dict[str, Record]
+    is_tight: bool = True
+
+    def span(self, record: Record) -> Span:
+        """Where the record's stored bytes lie in the file."""
+        return Span(self.path, self.base + record.data, record.nbytes)
+
+
+def read_archive(path: str, base: int = 0, length: int | None = None) -> Archive:
+    """The index of the zip archive in bytes `base` to `base + length` (default: to the end) of the file.
+
+    Raises `CkptError` for what is no zip archive, is truncated, or whose directory and records contradict each other.
+    """
+    if is_url(path):
+        return _read(path, base, length)
+    try:
+        state = os.stat(path)
+    except (OSError, ValueError):  # whoever opens it says what is wrong
+        return _read(path, base, length)
+    return _read_once(path, base, length, (state.st_ino, state.st_size, state.st_mtime_ns))
+
+
+@lru_cache(maxsize=1)  # what recognises a file reads its directory just before its reader does
+def _read_once(path: str, base: int, length: int | None, version: tuple[int, int, int]) -> Archive:
+    return _read(path, base, length)
+
+
+@many_objects()
+def _read(path: str, base: int, length: int | None) -> Archive:
+    if base:  # an archive inside of one: where it lies has to be true
+        check_assumed(path)
+    with opened(path) as file:
+        available = file.size - base
+        length = available if length is None else length
+        if not 0 <= length <= available:
+            raise _corrupt(path, "the archive is cut off")
+        return _read_archive(_Window(path, file, base, length))
+
+
+def read_record(archive: Archive, record: Record, limit: int) -> bytes:
+    """The record's data, decompressed, its CRC-32 checked where it has one.
+
+    Raises `CkptError` where it holds more than `limit` bytes, is compressed by a method other than deflate, or is
+    damaged.
+    """
+    nbytes = max(record.size, record.nbytes)
+    if nbytes > limit:
+        raise _corrupt(archive.path, f"record {record.name} is {nbytes} bytes, at most {limit} are expected there")
+    data = _read_span(archive.span(record))
+    if record.method == DEFLATED:
+        data = _inflate(archive.path, record, data)
+    elif record.method != STORED:
+        raise _corrupt(archive.path, f"record {record.name} is compressed by method {record.method}, not deflate")
+    if len(data) != record.size:
+        raise _corrupt(archive.path, f"record {record.name} has {len(data)} bytes, its directory says {record.size}")
+    if record.has_crc and zlib.crc32(data) != record.crc:
+        raise _corrupt(archive.path, f"record {record.name} is damaged: its CRC-32 does not match")
+    return data
+
+
+class _Window(NamedTuple):
+    """The bytes of an open file that the archive lies in."""
+
+    path: str
+    file: Source
+    base: int
+    length: int
+
+    def read(self, offset: int, count: int) -> bytes:
+        if offset + count > self.length:
+            raise _corrupt(self.path, "the zip directory points outside the file")
+        return _read_at(self.path, self.file, count, self.base + offset)
+
+
+class _End(NamedTuple):
+    """What the end of the archive says of its central directory."""
+
+    records: int
+    size: int
+    offset: int
+
+
+def _read_archive(window: _Window) -> Archive:
+    end = _find_end(window)
+    directory = window.read(end.offset, end.size)
+    entries = _parse_directory(window.path, directory, end)
+    assumed = _by_layout(window, entries, end.offset)
+    found = {**assumed, **_located(window, [entry for entry in entries if entry.start not in assumed])}
+    if assumed:
+        own = [entry for entry in entries if entry.start in assumed]
+        assume(window.path, partial(_check, window, own, assumed))
+    records = [found[entry.start] for entry in entries]
+    records, is_tight = _close_regions(window, records, end.offset)
+    by_name = {record.name: record for record in records}
+    if len(by_name) != len(records):
+        twice = [name for name, count in Counter(record.name for record in records).items() if count > 1]
+        raise _corrupt(window.path, "the archive holds two records of one name", twice)
+    return Archive(window.path, window.base, window.length, tuple(records), by_name, is_tight)
+
+
+def _located(window: _Window, entries: Sequence[_Entry]) -> dict[int, Record]:
+    """The records by their places, as their local headers say; what is small is fetched with its header."""
+    found: dict[int, Record] = {}
+    for first in range(0, len(entries), _AT_A_TIME):
+        batch = entries[first : first + _AT_A_TIME]
+        window.file.prefetch((window.base + entry.start, _head(entry)) for entry in batch)
+        found.update((entry.start, _locate(window, entry)) for entry in batch)
+    return found
+
+
+def _head(entry: _Entry) -> int:
+    header = LOCAL.size + len(entry.raw_name)
+    small = entry.nbytes if entry.nbytes <= _SMALL and not is_storage(entry.raw_name) else 0
+    return header + (_MOST_PADDING + small if small else 0)
+
+
+def _by_layout(window: _Window, entries: Sequence[_Entry], directory: int) -> dict[int, Record]:
+    """The storages of a remote file that lie where torch's writer puts them, by their places.
+
+    Their local headers, a request each, are read with the data.
+    """
+    found: dict[int, Record] = {}
+    if not is_url(window.path):
+        return found
+    placed = sorted(entries, key=lambda entry: entry.start)
+    for entry, end in zip(placed, [*(entry.start for entry in placed[1:]), directory]):
+        usual = entry.method == STORED and entry.flags & HAS_DESCRIPTOR
+        data = data_of(entry.raw_name, entry.start, entry.size, end) if usual and is_storage(entry.raw_name) else None
+        if data is not None:
+            found[entry.start] = _record(window, entry, data)
+    return found
+
+
+def _check(window: _Window, entries: Sequence[_Entry], assumed: Mapping[int, Record]) -> None:
+    """Raises `CkptError` where a local header does not say what was assumed."""
+    wrong = [own.name for start, own in _located(window, entries).items() if own != assumed[start]]
+    if wrong:
+        raise _corrupt(window.path, "the zip directory and the records contradict each other", wrong)
+
+
+def _find_end(window: _Window) -> _End:
+    tail_length = min(window.length, END.size + U16)
+    tail_offset = window.length - tail_length
+    tail = window.read(tail_offset, tail_length)
+    at = tail.rfind(END_SIGNATURE)
+    while at >= 0:
+        if at + END.size <= tail_length:
+            _, disk, directory_disk, here, count, size, offset, comment = END.unpack_from(tail, at)
+            if at + END.size + comment == tail_length:
+                break
+        at = tail.rfind(END_SIGNATURE, 0, at)
+    else:
+        raise _corrupt(window.path, "no end of a zip archive found: the file is truncated, or no zip archive")
+    limit = tail_offset + at
+    locator = window.read(limit - LOCATOR.size, LOCATOR.size) if limit >= LOCATOR.size else b""
+    if locator.startswith(LOCATOR_SIGNATURE):
+        limit = LOCATOR.unpack(locator)[2]
+        fields = window.read(limit, END64.size)
+        signature, _, _, _, disk, directory_disk, here, count, size, offset = END64.unpack(fields)
+        if signature != END64_SIGNATURE:
+            raise _corrupt(window.path, "the zip64 end of the archive is not where its locator says")
+    if disk or directory_disk or here != count:
+        raise _corrupt(window.path, "the archive is one part of several (multi-disk)")
+    if offset + size > limit:
+        raise _corrupt(window.path, "the zip directory points outside the file")
+    return _End(count, size, offset)
+
+
+class _Entry(NamedTuple):
+    """One entry of the central directory, its zip64 sizes and offset resolved."""
+
+    raw_name: bytes
+    flags: int
+    method: int
+    crc: int
+    nbytes: int
+    size: int
+    start: int
+    central: bytes
+
+
+def _parse_directory(path: str, directory: bytes, end: _End) -> list[_Entry]:
+    entries = []
+    at = 0
+    unpack = CENTRAL.unpack_from
+    if end.records * CENTRAL.size > len(directory):
+        raise _corrupt(path, f"the zip directory is too small for the {end.records} records that it announces")
+    for _ in range(end.records):
+        if at + CENTRAL.size > len(directory):
+            raise _corrupt(path, "the zip directory is cut off")
+        fields = unpack(directory, at)
+        signature, _, _, flags, method, _, _, crc, nbytes, size, name, extra, comment, disk, _, _, start = fields
+        after = at + CENTRAL.size + name + extra + comment
+        if signature != CENTRAL_SIGNATURE or after > len(directory):
+            raise _corrupt(path, "the zip directory is damaged")
+        raw_name = directory[at + CENTRAL.size : at + CENTRAL.size + name]
+        if flags & _ENCRYPTED:
+            raise _corrupt(path, "the archive is encrypted", [raw_name.decode("utf-8", "replace")])
+        if U32 in (nbytes, size, start):
+            extra_at = at + CENTRAL.size + name
+            wide = _zip64_values(path, directory[extra_at : extra_at + extra], (size, nbytes, start))
+            size, nbytes, start = wide
+        if disk not in (0, U16):
+            raise _corrupt(path, "the archive is one part of several (multi-disk)")
+        if method == STORED and size != nbytes:
+            raise _corrupt(path, "a stored record has two different sizes", [_decode(path, raw_name, flags)])
+        entries.append(_Entry(raw_name, flags, method, crc, nbytes, size, start, directory[at:after]))
+        at = after
+    if at != len(directory):
+        raise _corrupt(path, f"the zip directory holds more than the {end.records} records that it announces")
+    return entries
+
+
+def _zip64_values(path: str, extra: bytes, values: tuple[int, int, int]) -> list[int]:
+    """`values` with each that is 0xFFFFFFFF replaced by its 64-bit value from the zip64 extra field."""
+    for tag, content in extra_fields(extra):
+        if tag == ZIP64_FIELD and len(content) >= 8 * values.count(U32):
+            wide = iter(struct.unpack_from(f"<{len(content) // 8}Q", content))
+            return [next(wide) if value == U32 else value for value in values]
+    raise _corrupt(path, "a record's zip64 sizes are missing")
+
+
+def extra_fields(extra: bytes) -> Iterable[tuple[int, bytes]]:
+    """Tag and content of each extra field of a record; a last one that is cut off is left out."""
+    at = 0
+    while at + 4 <= len(extra):
+        tag, length = struct.unpack_from("<HH", extra, at)
+        yield tag, extra[at + 4 : at + 4 + length]
+        at += 4 + length
+
+
+def _locate(window: _Window, entry: _Entry) -> Record:
+    """The record of a directory entry; its local header says where the data begins."""
+    raw_name, start = entry.raw_name, entry.start
+    header = window.read(start, LOCAL.size + len(raw_name))
+    name_length, extra_length = header[26] | header[27] << 8, header[28] | header[29] << 8
+    if not header.startswith(LOCAL_SIGNATURE) or name_length != len(raw_name) or header[LOCAL.size :] != raw_name:
+        name = _decode(window.path, raw_name, entry.flags)
+        raise _corrupt(window.path, "the zip directory points to where no such record is", [name])
+    return _record(window, entry, start + LOCAL.size + name_length + extra_length)
+
+
+def _record(window: _Window, entry: _Entry, data: int) -> Record:
+    raw_name, flags, method, crc, nbytes, size, start, central = entry
+    return Record(
+        _decode(window.path, raw_name, flags), start, data, nbytes, size, crc, method, flags, data + nbytes, central
+    )
+
+
+def _decode(path: str, raw_name: bytes, flags: int) -> str:
+    try:
+        return raw_name.decode("utf-8" if flags & UTF8 else "cp437")
+    except UnicodeDecodeError:
+        raise _corrupt(path, f"a record's name is not UTF-8: {raw_name[:80]!r}") from None
+
+
+def _close_regions(window: _Window, records: list[Record], directory: int) -> tuple[list[Record], bool]:
+    """The records, their `end`s moved behind their data descriptors, and whether all lie in this order without gaps.
+
+    Raises where two overlap.
+    """
+    placed = sorted(records, key=lambda record: record.start)
+    is_tight = placed == records and (not placed or placed[0].start == 0)
+    starts = [record.start for record in placed[1:]]
+    closed = {}
+    for record, limit in zip(placed, [*starts, directory]):
+        gap = limit - record.end
+        if gap < 0:
+            raise _corrupt(window.path, "a record overlaps what follows it", [record.name])
+        if gap > _LONGEST_DESCRIPTOR:  # bytes that belong to no record, as after an update in place
+            gap, is_tight = _descriptor_length(window, record), False
+        closed[record.start] = record._replace(end=record.end + gap) if gap else record
+    return [closed[record.start] for record in records], is_tight
+
+
+def _descriptor_length(window: _Window, record: Record) -> int:
+    if not record.flags & HAS_DESCRIPTOR:
+        return 0
+    signed = window.read(record.end, 4) == DESCRIPTOR_SIGNATURE
+    return (24 if is_wide(record.start, record.size) else 16) - (0 if signed else 4)
+
+
+def _inflate(path: str, record: Record, data: bytes) -> bytes:
+    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+    try:
+        return inflater.decompress(data, record.size + 1)  # one byte more than announced shows a size that lies
+    except zlib.error as error:
+        raise _corrupt(path, f"record {record.name} is damaged: {error}") from error
+
+
+def read_span(span: Span) -> bytes:
+    """The bytes of the span. Raises `CkptError` where the file cannot be read, or has become shorter."""
+    check_assumed(span.path)
+    return _read_span(span)
+
+
+def _read_span(span: Span) -> bytes:
+    with opened(span.path) as file:
+        return _read_at(span.path, file, span.length, span.offset)
+
+
+def _read_at(path: str, file: Source, count: int, offset: int) -> bytes:
+    data = file.read_at(offset, count)
+    while len(data) < count:  # one read returns at most 2 GiB
+        more = file.read_at(offset + len(data), count - len(data))
+        if not more:
+            raise _corrupt(path, "the file became shorter while it was read")
+        data += more
+    return data
+
+
+def _corrupt(path: str, message: str, records: Iterable[str] = ()) -> CkptError:
+    return CkptError(
+        f"{path}: {message}",
+        hint="the file is incomplete or damaged: download or save it again (`unzip -t` checks it)",
+        problems=[Problem(message, name) for name in records],
+    )

@@ -1,0 +1,164 @@
+"""One tensor under all its names: what `explain` answers."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+from ckpttool.core import expression as ex
+from ckpttool.core.errors import CkptError
+from ckpttool.core.names import HOOK, Hook, Names, OptimizerParam, RuntimeTensor
+from ckpttool.core.schema import COUNT, SHAPE, TEXT, TEXTS, either, map_of, nullable, record
+from ckpttool.core.values import dataclass, public
+from ckpttool.naming.call_variants import base_names
+from ckpttool.naming.match import NameTables
+from ckpttool.naming.wrappers import TABLE
+
+_SEGMENTS = frozenset(row.segment for row in TABLE)
+_MOST_SEGMENTS = 10  # of wrappers in one name that are tried one by one
+_STATE = re.compile(r"(?:(?:optimizer|optim)\.)?state\.(.+)\.[^.]+")
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """`serialized` are the keys that hold the tensor or a part of it; `forms` maps a form to the name that it uses.
+
+    `also` are the FQNs of other tensors that `name` is a name of in another form, or a key that they are a part of.
+    """
+
+    name: str
+    tensor: RuntimeTensor
+    serialized: tuple[str, ...]
+    forms: dict[str, str]
+    aliases: tuple[str, ...]
+    also: tuple[str, ...]
+    optimizer: OptimizerParam | None
+    hook: Hook | None
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The keys of the tensor's state in ``optimizer.state_dict()``."""
+        own = self.optimizer
+        return () if own is None else tuple(f"state.{own.id}.{name}" for name in own.state)
+
+    def to_json(self) -> dict[str, Any]:
+        """The `explain` object of the contract."""
+        return dict(EXPLAIN.write(self))
+
+
+EXPLAIN = record(
+    Explanation,
+    {
+        "name": TEXT,
+        "canonical": TEXT,
+        "runtime": TEXT,
+        "serialized": nullable(either(TEXT, TEXTS)),
+        "forms": map_of(TEXT),
+        "aliases": TEXTS,
+        "also": TEXTS,
+        "optimizer_id": nullable(COUNT),
+        "optimizer_group": nullable(COUNT),
+        "optimizer_state": TEXTS,
+        "hook": nullable(HOOK),
+        "dtype": TEXT,
+        "shape": nullable(SHAPE),
+    },
+    called={
+        "canonical": "tensor.canonical",
+        "runtime": "tensor.fqn",
+        "serialized": lambda found: found.serialized[0] if len(found.serialized) == 1 else found.serialized or None,
+        "optimizer_id": lambda found: found.optimizer and found.optimizer.id,
+        "optimizer_group": lambda found: found.optimizer and found.optimizer.group,
+        "optimizer_state": "states",
+        "dtype": "tensor.dtype",
+        "shape": "tensor.shape",
+    },
+    title="ckpttool.explain/1",
+)
+
+
+def explain(names: Names, name: str) -> Explanation:
+    """Return the tensor that `name` names in any form: runtime, canonical or serialized, inside of wrappers, or as the
+    key of its optimizer's state.
+
+    Raises `CkptError`, with names that are like it, where the model has none of this name.
+    """
+    tables = NameTables(names)
+    tensor, *others = _named(names, tables, name)
+    first = tables.first[tensor.fqn]
+    held = [key for key, source in tables.saved.items() if source is not None and first in ex.refs(source)]
+    of_others = {key for key, fqn in tables.fqn_of.items() if fqn != tensor.fqn}
+    forms = {"runtime": tensor.fqn, "exported": tensor.fqn, "canonical": tensor.canonical}
+    forms.update(("serialized", key) for key, fqn in tables.fqn_of.items() if fqn == tensor.fqn)
+    keys = tuple(key for key in held if key not in of_others) or tuple(held)
+    group = tables.groups[first]
+    return Explanation(
+        name=name,
+        tensor=tensor,
+        serialized=keys,
+        forms=forms,
+        aliases=tuple(fqn for fqn in group if fqn != tensor.fqn),
+        also=tuple(other.fqn for other in others if other.fqn not in group),
+        optimizer=next((p for p in names.ids if p.fqn in group), None),
+        hook=next((s.hook for s in names.serialized if s.key in keys and s.hook is not None), None),
+    )
+
+
+def _named(names: Names, tables: NameTables, name: str) -> list[RuntimeTensor]:
+    """Return the tensors that have the name: as it is, or without the segments that wrappers and optimizers add.
+
+    Of several readings the one that takes the fewest segments out counts.
+    """
+    canonical: dict[str, list[str]] = {}
+    for called, fqn in (*tables.serialized_names.items(), *((t.fqn, t.canonical) for t in names.runtime)):
+        canonical.setdefault(fqn, []).append(called)
+    for candidates in _readings(names, name):
+        found: dict[str, RuntimeTensor] = {}
+        for one in candidates:
+            for called in (one, *canonical.get(one, ())):
+                found.update((tensor.fqn, tensor) for tensor in _called(tables, called))
+        if found:
+            break
+    else:
+        near = difflib.get_close_matches(
+            name, {*tables.tensors, *tables.fqn_of, *(t.canonical for t in names.runtime)}, 3
+        )
+        hint = (
+            f"names that are like it: {', '.join(near)}" if near else f"list them: ckpttool trace {names.model} --all"
+        )
+        raise CkptError(f"{names.model} has no tensor {name!r}", hint=hint)
+    return list(found.values())
+
+
+def _called(tables: NameTables, name: str) -> Iterator[RuntimeTensor]:
+    """Yield the tensors of this FQN and of this key, and those that the key is computed from."""
+    source = tables.saved.get(name)
+    parts = () if source is None else ex.refs(source)
+    for fqn in dict.fromkeys((name, tables.fqn_of.get(name, name), *parts)):
+        if fqn in tables.tensors:
+            yield tables.tensors[fqn]
+
+
+def _readings(names: Names, name: str) -> Iterator[list[str]]:
+    """Yield the names that `name` may stand for, those with the fewest segments taken out first."""
+    for inner in dict.fromkeys((name, *base_names(name))):
+        yield [inner]
+        yield from _unwrapped(inner)
+    of_state = _STATE.fullmatch(name)
+    if of_state is not None:  # the key of an optimizer's state, by FQN or by id
+        inner = of_state[1]
+        yield [p.fqn for p in names.ids if str(p.id) == inner]
+        yield from _readings(names, inner)
+
+
+def _unwrapped(name: str) -> Iterator[list[str]]:
+    parts = name.split(".")
+    places = [at for at, part in enumerate(parts[:-1]) if part in _SEGMENTS][:_MOST_SEGMENTS]
+    for count in range(1, len(places) + 1):
+        yield [
+            ".".join(part for at, part in enumerate(parts) if at not in taken) for taken in combinations(places, count)
+        ]

@@ -1,1 +1,0 @@
-"""What only reads: each question becomes a value that the reports show."""

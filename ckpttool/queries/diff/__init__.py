@@ -1,1 +1,0 @@
-"""What differs, why, and the command that mends it."""

@@ -1,0 +1,476 @@
+"""The optimizer half of a remap: whose state it is, and the new names, order and groups."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import field, replace
+from typing import Any
+
+from ckpttool.core import expression as ex
+from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.expression import Expression, Op, Ref
+from ckpttool.core.names import SERIALIZED, Names
+from ckpttool.core.optimizer_state import FLAT, ID, OptimizerState, Param, ParamGroup, renamed
+from ckpttool.core.plan import OptimizerMove
+from ckpttool.core.text import plural, some
+from ckpttool.core.values import dataclass
+from ckpttool.naming import wrappers as naming_wrappers
+from ckpttool.naming.wrappers import strip
+from ckpttool.operands.checkpoint import saved_state_dicts
+from ckpttool.optimizers import forms
+from ckpttool.optimizers.classes import class_of, lacking
+from ckpttool.optimizers.identify import Parameters, ParamMap, check, in_file, in_model, own_names, owners, saved_order
+from ckpttool.optimizers.transform import (
+    arranged,
+    between,
+    carry,
+    from_serialized,
+    grouped,
+    identity,
+    in_form,
+    in_groups,
+    move_of,
+    moved_by,
+    placed,
+    to_serialized,
+)
+from ckpttool.remapping.rule_effects import RuleEffect, copied, is_whole
+from ckpttool.rules.patterns import Renaming
+
+
+def new_groups(
+    named: OptimizerState, sources: Mapping[str, Expression], old: Names | None, new: Names | None, to: str, where: str
+) -> tuple[ParamGroup, ...]:
+    """The new param groups: those of the new optimizer, or else the old ones in the new model's order.
+
+    `named` is the state under canonical names, `sources` what each new parameter is of them, `to` the form of the keys;
+    `old` are the names of who saved it, `new` of who loads it, None where that is the same. Raises `Refused` where
+    nothing says in which group a parameter belongs.
+    """
+    target = new or old
+    if target is None:
+        return placed(named, sources)
+    parameters = Parameters(target)
+    if new is None and to != ID:
+        return _ordered_like(placed(named, sources), parameters.groups)
+    if parameters.groups and (target.optimizer or target.optimizer_groups):
+        if new is None:
+            _same_parameters(named, parameters, where)
+        return arranged(named, sources, parameters.groups, target.optimizer_groups)
+    layout = _in_model_order(named, sources, old, parameters)
+    if layout is not None:
+        return arranged(named, sources, [layout], ())
+    if to != ID:
+        return placed(named, sources)
+    if any(name not in sources for name in parameters.trainable):
+        raise Refused(
+            f"{where} has {len(named.groups)} param groups, and the new model has parameters that it has not",
+            hint="pass --to-optimizer O, the function that makes the new optimizer",
+            problems=[Problem("in which group?", name) for name in parameters.trainable if name not in sources],
+        )
+    rank = {name: place for place, name in enumerate(parameters.shapes)}
+    groups = placed(named, sources)
+    return tuple(grouped(sorted(own.params, key=lambda name: rank[str(name)]), own.options) for own in groups)
+
+
+def renamed_groups(
+    named: OptimizerState, sources: Mapping[str, Expression], saved_by: Names | None, where: str
+) -> tuple[ParamGroup, ...] | None:
+    """The groups of who saved it, its parameters under new names; None where these are not one for each of the old."""
+    called = {ref: name for name, source in sources.items() for ref in ex.refs(source)}
+    if not len(called) == len(sources) == len(named.params):
+        return None
+    groups = new_groups(named, identity(named.params), saved_by, None, ID, where)
+    return tuple(grouped([called.get(str(p), p) for p in group.params], group.options) for group in groups)
+
+
+def _ordered_like(groups: tuple[ParamGroup, ...], wanted: Sequence[Sequence[str]]) -> tuple[ParamGroup, ...]:
+    """The groups as the optimizer has them, if these are the same: then loading by position finds them too."""
+    own = {frozenset(map(str, group.params)): group for group in groups}
+    if len(own) != len(groups) or own.keys() != {frozenset(params) for params in wanted}:
+        return groups
+    return tuple(grouped(params, own[frozenset(params)].options) for params in wanted)
+
+
+def _same_parameters(named: OptimizerState, parameters: Parameters, where: str) -> None:
+    """Raises `Refused` where the optimizer has other parameters than the file: a change of form loses nothing."""
+    have, want = set(map(str, named.params)), {name for group in parameters.groups for name in group}
+    problems = [Problem("in the file, and not in the optimizer", name) for name in sorted(have - want)]
+    problems += [Problem("in the optimizer, and not in the file", name) for name in sorted(want - have)]
+    if problems:
+        raise Refused(
+            f"{where} was not saved by this optimizer: its parameters are others",
+            hint="--to-model and --to-optimizer name what is to load it",
+            problems=problems,
+        )
+
+
+def _in_model_order(
+    named: OptimizerState, sources: Mapping[str, Expression], saved_by: Names | None, parameters: Parameters
+) -> list[str] | None:
+    """The parameters of an optimizer with one group, as ``model.parameters()`` gives them; None where it has more.
+
+    It is taken to hold what it held before: all parameters of the model, or all that are trainable, or just its own.
+    """
+    if len(named.nonempty_groups) != 1:
+        return None
+    old = Parameters(saved_by) if saved_by is not None else parameters
+    have = set(map(str, named.params))
+    for mine, theirs in ((set(old.shapes), tuple(parameters.shapes)), (set(old.trainable), parameters.trainable)):
+        if have == mine:
+            return list(theirs)
+    return [name for name in parameters.shapes if name in sources]
+
+
+AFRESH = "convert the model alone (CKPT::SECTION), and start the optimizer afresh"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRequest:
+    """What is asked of a checkpoint's optimizers: the form of their keys, and whose names and order they get.
+
+    `names` are those of the model (and the optimizer) that saved the checkpoint, `to_names` those of the one that is to
+    load it. `form` says whose names parameters get: with ``serialized`` those of the model's keys, else canonical ones.
+    `ruled` is what rules make of the model, `model` what becomes of its keys in all, `keys_beside` its keys in the end.
+    `beside` are the state dicts of the file as it was saved (`operands.checkpoint.saved_state_dicts`): the order of
+    their keys speaks for or against ids. `old_model` is the same command with the model named that saved the file,
+    `output` the file that it writes.
+    """
+
+    keys: str | None = None
+    names: Names | None = None
+    to_names: Names | None = None
+    rules: Sequence[Renaming] = ()
+    form: str | None = None
+    ruled: RuleEffect | None = None
+    model: RuleEffect | None = None
+    keys_beside: Sequence[str] = ()
+    beside: Sequence[Section] | None = None
+    old_model: str | None = None
+    output: str | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Whether the optimizers are what the command is about."""
+        return self.keys is not None or self.to_names is not None
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRemap:
+    """What became of one optimizer. `evidence` says what its ids are known from; `new` are parameters that have no
+    state yet, `dropped` those whose state has no place in the new optimizer. `move` is the change as a plan holds it.
+    `loaded_by` are the names of the model that is to load it, if that is known.
+    """
+
+    section: str
+    was: str
+    to: str
+    params: int
+    evidence: str | None = None
+    new: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+    move: OptimizerMove | None = field(default=None, compare=False)
+    loaded_by: Names | None = field(default=None, compare=False)
+
+
+def remap_optimizers(source: Checkpoint, wanted: OptimizerRequest) -> tuple[Checkpoint, tuple[OptimizerRemap, ...]]:
+    """`source` with every optimizer in it as wanted, and what was done to those that needed a change.
+
+    Raises `Refused` where ids cannot be told apart, where state cannot follow its parameter, and where `wanted.keys`
+    finds no optimizer at all.
+    """
+    if wanted.beside is None:
+        wanted = replace(wanted, beside=saved_state_dicts(source))
+    sections: list[Section] = []
+    done: list[OptimizerRemap] = []
+    for section in source.sections:
+        changed = _remapped(section, wanted) if section.kind == "optimizer" else None
+        sections.append(section if changed is None else changed[0])
+        if changed is not None:
+            done.append(changed[1])
+    if wanted.keys is not None and not source.optimizers:
+        raise Refused(
+            f"{source.source} holds no optimizer", hint="`ckpttool inspect` lists its sections; leave the option out"
+        )
+    return (replace(source, sections=tuple(sections)) if done else source), tuple(done)
+
+
+def _remapped(section: Section, wanted: OptimizerRequest) -> tuple[Section, OptimizerRemap] | None:
+    """The section as wanted; None where it is so already."""
+    where = section.title
+    state = forms.read(section)
+    to = wanted.keys or state.form
+    asked = wanted.to_names is not None or (wanted.keys is not None and wanted.names is not None)
+    if not state.params or not (asked or to != state.form or _is_renamed(state, wanted, to)):
+        return None
+    wanted = _rules_first(state, wanted, where)
+    if wanted.to_names is not None and wanted.names is None and wanted.ruled is None and in_file(state)[0] is None:
+        raise Refused("the names of the model that saved the checkpoint are needed", hint="pass --model MODEL too")
+    named, known, own = _named(state, wanted, where)
+    ruled = _by_rules_file(named, wanted, to, where)
+    sources = _sources(named, wanted, to) if ruled is None else ruled
+    if wanted.to_names is not None:
+        sources = _of_new_model(sources, wanted.to_names, where)
+    placed_by = wanted if ruled is None else replace(wanted, names=None)
+    alone = to == ID and wanted.to_names is None
+    groups = renamed_groups(named, sources, wanted.names, where) if alone else None
+    groups = groups or new_groups(named, sources, placed_by.names, wanted.to_names, to, where)
+    held = {str(param): sources[str(param)] for group in groups for param in group.params if param in sources}
+    shapes = _shapes(named, wanted)
+    move = move_of(section, state, to, groups, held, shapes)
+    moved = moved_by(move, named, where)
+    over = {name: ex.substitute(made, own.__getitem__) for name, made in held.items()}
+    move = move_of(section, state, to, groups, over, _shapes_in_file(shapes, own, wanted))
+    _check_loads(moved, placed_by, where)
+    spelled = _as_the_keys(state, moved, wanted, to, where)
+    if spelled:
+        moved, move, sources = _spelled(moved, move, sources, spelled)
+    made = in_form(moved, to)
+    if made == state and not asked:
+        return None
+    new = tuple(str(param) for param in moved.params if param not in sources)
+    read = {ref for made_of in held.values() for ref in ex.refs(made_of)}
+    dropped = tuple(str(param) for param in named.state if param not in read)
+    notes = _notes(where, state, moved, to, new, dropped)
+    if known is not None and known.assumed:
+        notes = (*notes, known.rests_on(where))
+    evidence = None if known is None else known.evidence
+    params, loads = len(moved.params), wanted.to_names
+    report = OptimizerRemap(section.path, state.form, to, params, evidence, new, dropped, notes, move, loads)
+    return forms.write(made, section), report
+
+
+def _is_renamed(state: OptimizerState, wanted: OptimizerRequest, to: str) -> bool:
+    """Whether parameters change, or the names that the file has for them."""
+    if to != ID and (wanted.rules or wanted.form is not None):
+        return True
+    if wanted.rules and wanted.ruled is not None and not wanted.ruled.keeps_places:
+        return True
+    listed = in_file(state)[0]
+    if listed is None:
+        return False
+    return bool(wanted.rules) or (wanted.model is not None and wanted.model.renames(list(listed.values())))
+
+
+def _named(
+    state: OptimizerState, wanted: OptimizerRequest, where: str
+) -> tuple[OptimizerState, ParamMap | None, dict[str, Expression]]:
+    """The state with its parameters under canonical names, what these are known from, and each as the file has it."""
+    names = wanted.names
+    if state.form == ID:
+        found = _owners(state, wanted, where)
+        if found.doubt is not None and found.doubt.by_another and wanted.old_model is not None:
+            found = replace(found, doubt=replace(found.doubt, hint=wanted.old_model))
+        known = found.settled(where)
+        if names is None and in_file(state)[0] is not None:
+            known = replace(known, names=_unwrapped(known.names, wanted))
+        return known.state, known, _refs(known.names)
+    called = {param: str(param) for param in state.params}
+    if names is not None:
+        sources = from_serialized(names, state.params)
+        if sources is not None:
+            shapes = {s.key: s.shape for s in names.serialized}
+            named = renamed(state, called)
+            return in_groups(named, placed(named, sources), carry(named, sources, shapes, where)), None, sources
+        called = dict(owners(state, names, where).names)
+    else:
+        called = _unwrapped(called, wanted)
+    return renamed(state, called), None, _refs(called)
+
+
+def _unwrapped(names: Mapping[Param, str], wanted: OptimizerRequest) -> dict[Param, str]:
+    """The names without the segments of the wrappers that are taken out of the model's keys, or replaced."""
+    if wanted.ruled is not None or wanted.model is None or not wanted.model.renames(list(names.values())):
+        return dict(names)
+    paths = naming_wrappers.recognise(wanted.model.section.keys)
+    return {param: strip(name, paths) for param, name in names.items()}
+
+
+def _rules_first(state: OptimizerState, wanted: OptimizerRequest, where: str) -> OptimizerRequest:
+    """With the named model as the one that is to load the state, if the file's names are its only after the rules."""
+    listed, names = in_file(state)[0], wanted.names
+    if listed is None or names is None or wanted.to_names is not None or not wanted.rules:
+        return wanted
+    if not in_model(listed.values(), names)[1]:
+        return wanted
+    after = replace(wanted, names=None, to_names=names)
+    own = renamed(state, listed)
+    ruled = _by_rules_file(own, after, wanted.keys or state.form, where)
+    made = _sources(own, after, wanted.keys or state.form) if ruled is None else ruled
+    return wanted if in_model(made, names)[1] else after
+
+
+def _of_new_model(sources: Mapping[str, Expression], names: Names, where: str) -> dict[str, Expression]:
+    """`sources` under the canonical names of the model that is to load them, without those that it has not."""
+    canonical, problems = in_model(sources, names)
+    if not canonical:
+        raise Refused(
+            f"{where}: none of its parameters has a name of {names.model}",
+            hint="--rule 'FROM => TO' says which parameter is which",
+            problems=problems,
+        )
+    return {canonical[name]: source for name, source in sources.items() if name in canonical}
+
+
+def _as_the_keys(
+    state: OptimizerState, moved: OptimizerState, wanted: OptimizerRequest, to: str, where: str
+) -> dict[Param, str]:
+    """The parameters that the model's keys have in wrappers, under these keys; none of them for names that have none.
+
+    Raises `Refused` where keys of torch.distributed.checkpoint would stand beside a wrapped model.
+    """
+    keys = set(wanted.keys_beside)
+    wrappers = naming_wrappers.infer(wanted.keys_beside)
+    prefix = f"{wrappers.root[-1]}." if wrappers.root else ""
+    by_name = {strip(key, wrappers.paths): key for key in wanted.keys_beside}
+    found = {
+        param: copied(by_name.get(str(param), "")) or prefix + str(param)
+        for param in moved.params
+        if param not in keys and not str(param).startswith(prefix or ".")
+    }
+    found = {param: name for param, name in found.items() if name != param}
+    if to == ID:
+        return found if all(group.param_names for group in moved.nonempty_groups) else {}
+    was = set() if wanted.model is None else set(wanted.model.section.keys)
+    apart = state.form != ID and was.isdisjoint(map(str, state.params))  # as torch names them beside a wrapped model
+    if found and not apart:
+        param, name = next(iter(found.items()))
+        raise Refused(
+            f"{where}: the names of its parameters have no wrappers, and the model's keys would have some",
+            hint="--to serialized takes wrappers out of the keys, --optimizer-keys id the names out of the optimizer",
+            problems=[Problem(f"the key is {name}", str(param))],
+        )
+    return {}
+
+
+def _spelled(
+    moved: OptimizerState, move: OptimizerMove, sources: Mapping[str, Expression], names: Mapping[Param, str]
+) -> tuple[OptimizerState, OptimizerMove, dict[str, Expression]]:
+    """All three with the parameters under other names."""
+    called = {param: names.get(param, str(param)) for param in moved.params}
+    groups = tuple(replace(group, params=tuple(called[p] for p in group.params)) for group in move.groups)
+    held = {called[name]: source for name, source in move.sources.items()}
+    new = {called.get(name, name): source for name, source in sources.items()}
+    return renamed(moved, called), replace(move, groups=groups, sources=held), new
+
+
+def _refs(names: Mapping[Param, str]) -> dict[str, Expression]:
+    return {name: Ref(str(param)) for param, name in names.items()}
+
+
+def _owners(state: OptimizerState, wanted: OptimizerRequest, where: str) -> ParamMap:
+    """Whose state the ids are: for rules alone the file's own keys say it too, where they can be these parameters."""
+    beside = wanted.beside or ()
+    by_keys = own_names(state, beside) if wanted.names is None and wanted.ruled is not None else None
+    if by_keys is not None:
+        return by_keys
+    if wanted.names is not None and wanted.ruled is not None:
+        params = set(Parameters(wanted.names).shapes)
+        if saved_order(beside, wanted.names, params) is None:  # it may be the model after the rules
+            beside = (wanted.ruled.after,)
+    return owners(state, wanted.names, where, beside)
+
+
+def _by_rules_file(
+    named: OptimizerState, wanted: OptimizerRequest, to: str, where: str
+) -> dict[str, Expression] | None:
+    """What the parameters are after the rules; None without any, or where they are none of the model's tensors."""
+    if wanted.ruled is None:
+        return None
+    ways = [identity(named.params)]
+    if wanted.names is not None:
+        ways.append(to_serialized(wanted.names, named.params))
+    known = [len(wanted.ruled.shapes(list(way))) for way in ways]
+    found = wanted.ruled.sources(ways[known.index(max(known))], where)
+    keeps = found is not None and len(found) == len(named.params) and all(map(is_whole, found.values()))
+    if found is None and not wanted.ruled.keeps_places and len(wanted.beside or ()) == 1:
+        raise Refused(
+            f"{where}: none of its parameters is a tensor of the model, so that nothing follows the rules",
+            hint=AFRESH,
+            problems=[Problem("no tensor of the model", str(param)) for param in named.params],
+        )
+    if found is not None and to == ID and wanted.to_names is None and not keeps:
+        raise Refused(
+            f"{where}: the rules make other parameters, and nothing says in which order the new model registers them",
+            hint="pass --to-model NEW, the model that is to load it; or --optimizer-keys fqn, which names them",
+        )
+    return found
+
+
+def _shapes(named: OptimizerState, wanted: OptimizerRequest) -> dict[str, tuple[int, ...] | None]:
+    """The shapes of the parameters, as far as they are known."""
+    found: dict[str, Any] = {} if wanted.ruled is None else wanted.ruled.shapes(list(map(str, named.params)))
+    return found if wanted.names is None else {**found, **Parameters(wanted.names).shapes}
+
+
+def _shapes_in_file(
+    shapes: Mapping[str, tuple[int, ...] | None], own: Mapping[str, Expression], wanted: OptimizerRequest
+) -> dict[str, tuple[int, ...] | None]:
+    """The shapes of the parameters as the file calls them; of a model's keys, where these are its parameters."""
+    if wanted.names is not None and any(isinstance(source, Op) for source in own.values()):
+        return {s.key: s.shape for s in wanted.names.serialized}
+    return {ref: shapes.get(name) for name, source in own.items() for ref in ex.refs(source)}
+
+
+def _check_loads(moved: OptimizerState, wanted: OptimizerRequest, where: str) -> None:
+    """Raises `Refused` where the optimizer that is to load the state could take no step with it."""
+    target = wanted.to_names or wanted.names
+    if wanted.to_names is not None:
+        own = ParamMap(moved, {param: str(param) for param in moved.params}, "names")
+        check(own, wanted.to_names).settled(where)
+    if target is None:
+        return
+    lacks = Counter(
+        key.rpartition(".")[2] for key in lacking(moved, target.optimizer_groups, Parameters(target).first_step)
+    )
+    if lacks:
+        own_class = class_of(moved) or "another optimizer"
+        raise Refused(
+            f"{where}: the state is that of {own_class}; {target.optimizer_class} loads it, and fails at the next step",
+            hint=AFRESH,
+            problems=[Problem("the optimizer needs it, and the file's state has none", name) for name in lacks],
+        )
+
+
+def _sources(named: OptimizerState, wanted: OptimizerRequest, to: str) -> dict[str, Expression]:
+    """What each new parameter is of the old ones."""
+    renamed = {str(param): by_rules(str(param), wanted.rules) for param in named.params}
+    if wanted.to_names is not None and wanted.names is not None:
+        return between(wanted.names, wanted.to_names, renamed)
+    if wanted.form == SERIALIZED and wanted.names is not None and to != ID:
+        found = to_serialized(wanted.names, named.params)
+    else:
+        found = identity(named.params)
+    made = {by_rules(name, wanted.rules): source for name, source in found.items()}
+    if len(made) < len(found):
+        raise Refused("the rules give several parameters of the optimizer one name", hint="`--dry-run` shows the names")
+    return made
+
+
+def by_rules(name: str, rules: Sequence[Renaming]) -> str:
+    """What the first of the rules that names it makes of a name."""
+    return next((found for found in (rule.apply(name) for rule in rules) if found is not None), name)
+
+
+def _notes(
+    where: str, state: OptimizerState, moved: OptimizerState, to: str, new: Sequence[str], dropped: Sequence[str]
+) -> tuple[str, ...]:
+    notes = []
+    if len(moved.groups) != len(state.groups):
+        notes.append(
+            f"{where}: {plural(len(moved.groups), 'param group')}, not {len(state.groups)}: a learning-rate scheduler "
+            "that was saved has one value for each of the old ones"
+        )
+    if new:
+        notes.append(f"{where}: new, and without state: {some(new)}")
+    if dropped:
+        notes.append(f"{where}: left out, the state of {plural(len(dropped), 'parameter')}: {some(dropped)}")
+    if state.form == FLAT and to != FLAT and not any(group.param_names for group in state.groups):
+        notes.append(
+            f"{where}: the flattened form does not say which param groups there were; parameters with the same "
+            f"hyperparameters are one group now ({len(state.groups)} in all)"
+        )
+    return tuple(notes)

@@ -1,0 +1,249 @@
+"""What one ``remap`` is asked for: every option once, under its name on the command line and in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+from ckpttool.core.errors import CkptError
+from ckpttool.core.names import FSDP_FLAT, FSDP_SHARDED, RANK_FORMS
+from ckpttool.core.optimizer_state import FORMS as KEYS
+from ckpttool.core.options import OptimizerOptions, OutputOptions, option, several
+from ckpttool.core.values import dataclass
+from ckpttool.formats.registry import TORCH_FORMATS
+from ckpttool.io.paths import name as name_of
+from ckpttool.io.pieces import LINKS
+from ckpttool.naming import convert
+from ckpttool.naming.convert import Form, ModelForm
+from ckpttool.operands.checkpoint import split
+
+RANK = "{rank}"  # in OUT, for the number of the rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemapOptions(OptimizerOptions, OutputOptions):
+    """All options of a remap. Objects may take the place of texts where these name code (`model`, `optimizer`, …)."""
+
+    # Which names
+    to: Annotated[str | None, option("--to", metavar="FORM", help=f"{', '.join(convert.WORDS)}.")] = None
+    from_: Annotated[str | None, option("--from", metavar="FORM", help="Default: recognised.")] = None
+    select: Annotated[str | None, option("--select", metavar="PREFIX", help="One submodule, under its own names.")] = (
+        None
+    )
+    keep_prefix: Annotated[bool, option("--keep-prefix", help="--select keeps the names as they are.")] = False
+    trainable_only: Annotated[bool, option("--trainable-only", help="Leave frozen parameters out.")] = False
+    rule: Annotated[Sequence[str] | None, option("--rule", metavar="RULE", help="'FROM => TO'. Repeatable.")] = None
+    rules: Annotated[
+        str | None,
+        option("--rules", metavar="FILE", help="Rules in a TOML file, or a ready set; `list` names the sets."),
+    ] = None
+    size: Annotated[
+        Sequence[str] | None, option("--size", metavar="NAME=N", help="A named size of the rules. Repeatable.")
+    ] = None
+    reverse: Annotated[bool, option("--reverse", help="Apply the rules from TO to FROM.")] = False
+    partial: Annotated[
+        bool, option("--partial", help="Write OUT even if it lacks keys of the model, and name them.")
+    ] = False
+    drop: Annotated[Sequence[str] | None, option("--drop", metavar="PATTERN", help="Leave out. Repeatable.")] = None
+    sections: Annotated[
+        str | None, option("--sections", metavar="PATHS", help="As in 'model,ema'. Default: all that hold the model.")
+    ] = None
+    like: Annotated[Any, option("--like", metavar="CKPT", help="Take over that checkpoint's form.")] = None
+    to_model: Annotated[Any, option("--to-model", metavar="MODEL", help="The model that is to load OUT.")] = None
+    to_model_kwargs: Annotated[
+        Any, option("--to-model-kwargs", metavar="JSON", help="Arguments for that MODEL's factory.")
+    ] = None
+    # Optimizers
+    to_optimizer: Annotated[
+        Any, option("--to-optimizer", metavar="OPTIMIZER", help="The optimizer that is to load OUT.")
+    ] = None
+    optimizer_keys: Annotated[
+        str | None, option("--optimizer-keys", metavar="|".join(KEYS), help="How optimizers call their parameters.")
+    ] = None
+    # The output
+    plan: Annotated[str | None, option("--plan", metavar="FILE", help="Carry out a saved plan.")] = None
+    save_plan: Annotated[str | None, option("--save-plan", metavar="FILE", help="Write the plan as JSON.")] = None
+    keep_aliases: Annotated[
+        bool, option("--keep-aliases", help="To safetensors: keep one name of a tensor, record the others.")
+    ] = False
+    max_shard_size: Annotated[
+        str | None, option("--max-shard-size", metavar="SIZE", help="Shard afresh, as in 5GB.")
+    ] = None
+    torch_format: Annotated[
+        str | None, option("--torch-format", metavar="|".join(TORCH_FORMATS), help="What torch.save writes, or wrote.")
+    ] = None
+    units: Annotated[
+        Sequence[str] | None,
+        option("--units", metavar="MODULES", help="Modules with flat parameters of their own: 'layers.*'."),
+    ] = None
+    world_size: Annotated[
+        int | None,
+        option("--world-size", metavar="N", help=f"How many rank files --to {' or '.join(RANK_FORMS)} writes."),
+    ] = None
+    copy: Annotated[
+        bool,
+        option("--copy", "--compact", help="With --in-place: write all anew, and leave out what earlier edits left."),
+    ] = False
+    undo: Annotated[bool, option("--undo", help="The same as `ckpttool undo CKPT`.")] = False
+    link: Annotated[
+        str, option("--link", metavar="HOW", help=f"Data files that stay as they are: {', '.join(LINKS)}.")
+    ] = "copy"
+
+    def __post_init__(self) -> None:
+        for name in ("rule", "size", "drop", "units"):
+            object.__setattr__(self, name, several(getattr(self, name)))
+
+    @property
+    def to_ranks(self) -> bool:
+        """Whether files for the ranks of an FSDP1 run are asked for."""
+        return self.to in RANK_FORMS
+
+    @property
+    def form(self) -> Form | None:
+        """The form that the keys get. Ranks' files are cut from the serialized names."""
+        if self.to is None:
+            return None
+        return ModelForm.SERIALIZED if self.to_ranks else convert.parse(self.to)
+
+    @property
+    def source_form(self) -> Form | None:
+        """The form that the keys are in, where the user says so."""
+        return None if self.from_ is None else convert.parse(self.from_)
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether there are rules, on the command line or in a file."""
+        return bool(self.rule or self.rules)
+
+    def check(self, ckpt: str | None) -> None:
+        """Raises `CkptError` for options that do not go together, or that name a form or a way that is none.
+
+        `ckpt` is the operand, or None where the source is in memory and there may be no output.
+        """
+        for word in (self.to, self.from_):
+            if word is not None and word not in RANK_FORMS:
+                convert.parse(word)
+        if self.link not in LINKS:
+            raise CkptError(f"--link {self.link}: no such way", hint=f"choose one of {', '.join(LINKS)}")
+        for excluded, message, hint in _CONFLICTS:
+            if excluded(self):
+                raise CkptError(message.format(a=self), hint=hint)
+        if self.in_place and (ckpt is None or split(ckpt)[1] is not None):
+            raise CkptError(
+                "--in-place would leave only one section of the file", hint="name the file without ::SECTION"
+            )
+
+
+def _needs_model(word: str | None) -> bool:
+    return word in convert.WORDS and ModelForm(word).needs_model
+
+
+def _is_rank_file(out: str) -> bool:
+    return RANK in name_of(out) and out.endswith(".pt")
+
+
+# What excludes what, the error, and its hint; the first that holds is said.
+_CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
+    (
+        lambda a: a.undo and a != RemapOptions(undo=True, no_fsync=a.no_fsync),
+        "--undo stands alone: it gives the file back as it was",
+        "leave everything else out",
+    ),
+    (lambda a: a.copy and not a.in_place, "--copy is a way of --in-place", "pass --in-place, or -o OUT"),
+    (lambda a: a.no_undo and not a.in_place, "--no-undo is for --in-place", "pass --in-place, or leave it out"),
+    (lambda a: a.in_place and a.out, "--in-place and -o OUT exclude each other", "choose one"),
+    (lambda a: _needs_model(a.to) and a.model is None, "--to {a.to} needs the model's names", "pass --model MODEL"),
+    (
+        lambda a: _needs_model(a.from_) and a.model is None,
+        "--from {a.from_} needs the model's names",
+        "pass --model MODEL",
+    ),
+    (
+        lambda a: (
+            a.plan
+            and (a.has_rules or a.to or a.from_ or a.like is not None or a.select or a.trainable_only or a.sections)
+        ),
+        "--plan stands alone: it says all that is to be done",
+        "leave the rules, --to, --select and the like out",
+    ),
+    (
+        lambda a: a.to_model_kwargs is not None and a.to_model is None,
+        "--to-model-kwargs without --to-model",
+        "--model-kwargs are the arguments of --model",
+    ),
+    (
+        lambda a: a.reverse and not a.has_rules,
+        "--reverse without --rule or --rules",
+        "--to runtime and --to serialized are each other's reverse",
+    ),
+    (lambda a: a.size and a.rules is None, "--size without --rules", "--rules FILE has the rules that name it"),
+    (lambda a: a.keep_prefix and not a.select, "--keep-prefix without --select", "--select PREFIX names the submodule"),
+    (
+        lambda a: a.trainable_only and a.model is None,
+        "--trainable-only asks the model which parameters are frozen",
+        "pass --model MODEL",
+    ),
+    (lambda a: a.like is not None and a.to, "--like and --to both say which names OUT gets", "leave one of them out"),
+    (
+        lambda a: a.optimizer_keys and a.optimizer_keys not in KEYS,
+        "--optimizer-keys {a.optimizer_keys}: no such form",
+        f"the forms are {', '.join(KEYS)}",
+    ),
+    (
+        lambda a: a.optimizer is not None and a.model is None,
+        "--optimizer is called with a model",
+        "pass --model MODEL too",
+    ),
+    (
+        lambda a: a.to_optimizer is not None and a.model is None and a.to_model is None,
+        "--to-optimizer is called with a model",
+        "pass --model MODEL too",
+    ),
+    (
+        lambda a: a.plan and (a.optimizer_keys or a.to_optimizer is not None),
+        "--plan stands alone: it says all that is to be done",
+        "leave --optimizer-keys and --to-optimizer out",
+    ),
+    (
+        lambda a: a.torch_format is not None and a.torch_format not in TORCH_FORMATS,
+        "--torch-format {a.torch_format}: no such format",
+        "zip is what torch.save writes, legacy what it wrote before torch 1.6",
+    ),
+    (
+        lambda a: a.torch_format == "legacy" and a.to_ranks,
+        "--torch-format legacy is for one file, and the files of ranks are torch zips",
+        "leave --torch-format out",
+    ),
+    (
+        lambda a: not a.to_ranks and a.world_size is not None,
+        f"--world-size is for --to {' and '.join(RANK_FORMS)}",
+        f"pass --to {FSDP_SHARDED} too (or {FSDP_FLAT}); DTensors load from a folder for "
+        "torch.distributed.checkpoint, on any number of ranks: -o OUT.dcp",
+    ),
+    (
+        lambda a: not a.to_ranks and a.units and a.model is None,
+        "--units needs the model's modules",
+        "pass --model MODEL",
+    ),
+    (
+        lambda a: a.to_ranks and (a.model is None or a.world_size is None),
+        "--to {a.to} needs the model's parameters and the number of ranks",
+        f"pass --model MODEL --world-size N, and with {FSDP_FLAT} the wrapped modules, as in --units 'layers.*'",
+    ),
+    (
+        lambda a: a.to == FSDP_SHARDED and a.units,
+        f"--units is for flat parameters, and --to {FSDP_SHARDED} cuts each parameter by itself",
+        "leave --units out",
+    ),
+    (
+        lambda a: a.to_ranks and a.out is not None and not _is_rank_file(a.out),
+        "{a.out}: every rank gets a file of its own",
+        "name them as in -o 'rank_{rank}.pt'",
+    ),
+    (
+        lambda a: not a.to_ranks and a.out is not None and RANK in name_of(a.out),
+        "{a.out}: a file for each rank, and nothing says how the ranks cut the tensors",
+        f"for FSDP1 pass --to {FSDP_SHARDED} --world-size N --model MODEL (or --to {FSDP_FLAT}); DTensors (FSDP2, "
+        "tensor parallelism) load from a folder for torch.distributed.checkpoint, on any number of ranks: -o OUT.dcp",
+    ),
+)

@@ -1,0 +1,512 @@
+"""Plan a remap on the index: what to drop, then each step of the request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial, reduce
+from itertools import chain as in_turn
+from typing import Any
+
+from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section
+from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.expression import BY_CODE, Ref
+from ckpttool.core.keys import dotted
+from ckpttool.core.names import SERIALIZED
+from ckpttool.core.optimizer_state import FORMS, GROUPS, ID, STATE
+from ckpttool.core.plan import PLAN, Dropped, OptimizerMove, Output, Plan
+from ckpttool.core.schema import COUNT, TEXT, TEXTS, list_of, nullable, one_of, record, row, unless_empty
+from ckpttool.core.text import Info, number, plural, shell
+from ckpttool.core.values import dataclass, public
+from ckpttool.evaluate.apply import NO_CODE, Runner, apply
+from ckpttool.io.edit_in_place import Written
+from ckpttool.naming import wrappers as naming_wrappers
+from ckpttool.naming.convert import Form
+from ckpttool.naming.match import NameTables, match
+from ckpttool.naming.wrappers import Chain, Evidence, strip
+from ckpttool.operands.sections import left_as_they_are, of_one_model
+from ckpttool.optimizers import forms
+from ckpttool.optimizers.identify import in_order_of
+from ckpttool.optimizers.transform import carried_out
+from ckpttool.remapping.adapter import of_adapter
+from ckpttool.remapping.companions import COMPANIONS, Companions
+from ckpttool.remapping.model_steps import Draft, Step, carried, recorded
+from ckpttool.remapping.optimizer import OptimizerRemap, OptimizerRequest, by_rules, remap_optimizers
+from ckpttool.remapping.rule_effects import RuleEffect
+from ckpttool.remapping.steps import ByRuleSteps, Prefixed, RemapRequest
+from ckpttool.remapping.undo import UNDO, Undo
+from ckpttool.remapping.write import COST, VERIFIED, Cost, Verified
+from ckpttool.rules.patterns import Renaming, matches
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class Remap:
+    """What a remap makes of its source. `result` is the checkpoint to be written.
+
+    `source_form` and `form` are the forms that the keys were in and are in, as words, or None. `ruled` is what the
+    rules did to the model, `model` what the whole remap did to it, if that is not narrowed. `sections` are the state
+    dicts that were changed together, where these are several. `written` says how a file that was to be changed in place
+    was written, or would be, and `undo` how that is taken back, `verified` how the output is known to be right, `cost`
+    what a `dry_run` found it to take. `companions` says what became of the other files of a folder. `source` and
+    `output` are the operands CKPT and OUT.
+    `changes_content` is False if the result has the names, values and order of the source: only its format may differ.
+    `missing` are the keys of the model, below the paths of their sections, that the result lacks.
+    """
+
+    result: Checkpoint
+    plan: Plan
+    source_form: str | None = None
+    form: str | None = None
+    notes: tuple[str, ...] = ()
+    optimizers: tuple[OptimizerRemap, ...] = ()
+    ruled: RuleEffect | None = None
+    model: RuleEffect | None = None
+    sections: tuple[str, ...] = ()
+    written: Written | None = None
+    undo: Undo | None = None
+    verified: Verified | None = None
+    cost: Cost | None = None
+    companions: Companions | None = None
+    source: str = ""
+    output: str = ""
+    dry_run: bool = False
+    changes_content: bool = True
+    missing: tuple[str, ...] = ()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many outputs are renamed, transformed and unchanged."""
+        renamed = sum(isinstance(o.source, Ref) and o.source.key != o.key for o in self.plan.outputs)
+        transformed = len(self.plan.computed)
+        return dict(zip(_COUNTED, (renamed, transformed, len(self.plan.outputs) - renamed - transformed)))
+
+    @property
+    def dropped(self) -> list[str]:
+        """The keys that are left out, below the paths of their sections."""
+        return [dotted(gone.section, gone.key) for gone in self.plan.dropped]
+
+    def to_json(self) -> dict[str, Any]:
+        """The `remap` object of the contract."""
+        return dict(REMAP.write(self))
+
+
+def _count(what: str, done: Remap) -> int:
+    return done.counts[what]
+
+
+def _together(done: Remap) -> tuple[object, ...] | None:
+    """All optimizers of the file: from which form and to which, how many parameters, and each by itself."""
+    if not done.optimizers:
+        return None
+    first = done.optimizers[0]
+    return first.was, first.to, sum(one.params for one in done.optimizers), done.optimizers
+
+
+_COUNTED = ("renamed", "transformed", "unchanged")
+_FORM = one_of(*FORMS)
+_OPTIMIZERS = list_of(
+    record(
+        OptimizerRemap,
+        {
+            "section": TEXT,
+            "from": _FORM,
+            "to": _FORM,
+            "params": COUNT,
+            "evidence": nullable(TEXT),
+            "new": TEXTS,
+            "dropped": TEXTS,
+        },
+        called={"from": "was"},
+    )
+)
+_WRITTEN = record(
+    Written,
+    {"way": one_of("edited", "copied", "undone"), "bytes": COUNT, "reason": nullable(unless_empty(TEXT))},
+    called={"bytes": "nbytes"},
+)
+REMAP = record(
+    Remap,
+    {
+        **dict.fromkeys(("source", "output"), TEXT),
+        **dict.fromkeys(("from", "to"), nullable(TEXT)),
+        **dict.fromkeys(_COUNTED, COUNT),
+        **dict.fromkeys(("dropped", "missing", "sections"), TEXTS),
+        "by_code": list_of(row({"way": one_of(*BY_CODE), "model": TEXT, "keys": TEXTS})),
+        "optimizer": nullable(row({"from": _FORM, "to": _FORM, "params": COUNT, "sections": _OPTIMIZERS})),
+        "notes": TEXTS,
+    },
+    {"written": _WRITTEN, "undo": UNDO, "verified": VERIFIED, "cost": COST, "companions": COMPANIONS, "plan": PLAN},
+    called={
+        "from": "source_form",
+        "to": "form",
+        **{what: partial(_count, what) for what in _COUNTED},
+        "by_code": lambda done: [(run.way, run.model, keys) for run, keys in done.plan.by_code],
+        "optimizer": _together,
+        "plan": lambda done: done.plan if done.dry_run else None,
+    },
+    title="ckpttool.remap/1",
+)
+
+
+_STATE = (f"{STATE}.", f"{GROUPS}.")
+_BITSANDBYTES = ".quant_state.bitsandbytes__"  # ``0.weight.quant_state.bitsandbytes__nf4``, next to ``0.weight.absmax``
+
+
+def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, list[Dropped]]:
+    """`checkpoint` without the entries, sections and other contents that a pattern names, and what these were.
+
+    A pattern is matched with the key, and with the dotted way from the file's root. Raises `Refused` for a pattern that
+    names nothing, since it was meant to name something, and as `check_whole` does.
+    """
+    dropped: list[Dropped] = []
+    idle = set(patterns)
+
+    def hit(section: str, key: str) -> bool:
+        used = [text for text in patterns if _names(text, section, key)]
+        idle.difference_update(used)
+        if used:
+            dropped.append(Dropped(section, key, f"--drop {used[0]}"))
+        return bool(used)
+
+    sections = []
+    for section in checkpoint.sections:
+        if section.path and hit("", section.path):
+            continue
+        tensors = tuple(entry for entry in section.tensors if not hit(section.path, entry.key))
+        extras = tuple(entry for entry in section.extras if not hit(section.path, entry.key))
+        rest = replace(section, tensors=tensors, extras=extras)
+        if rest.entries or section.kind != "other":  # an optimizer without state has its hyperparameters still
+            sections.append(rest)
+    others = tuple(path for path in checkpoint.others if not hit("", path))
+    unreached = tuple(found for found in checkpoint.unreached if not hit("", found.path))
+    beside = tuple(name for name in checkpoint.beside if not hit("", name))
+    if idle:
+        raise Refused(
+            f"{len(idle)} of {len(patterns)} --drop patterns match nothing",
+            hint=f"`ckpttool inspect {checkpoint.source}` lists what is there",
+            problems=[Problem("matches nothing", text) for text in patterns if text in idle],
+        )
+    check_whole(checkpoint, dropped)
+    left = replace(checkpoint, sections=tuple(sections), others=others, unreached=unreached, beside=beside)
+    return left, dropped
+
+
+def check_whole(checkpoint: Checkpoint, dropped: Collection[Dropped]) -> None:
+    """Raise `Refused` if the dropped keys are a part of an optimizer's state, or of a quantized weight.
+
+    torch may load such a state and start again for some parameters. Entries outside of ``state`` and ``param_groups``
+    may go.
+    """
+    gone: dict[str, set[str]] = {}
+    for one in dropped:
+        gone.setdefault(one.section, set()).add(one.key)
+    torn = {section: _state_keys(section, gone.get(section.path, set())) for section in checkpoint.optimizers}
+    torn = {section: keys for section, keys in torn.items() if keys}
+    if torn:
+        titles = ", ".join(section.title for section in torn)
+        counts = (
+            f"{sum(map(len, torn.values()))} of {plural(sum(len(one.entries) for one in torn), 'entry')} of {titles}"
+        )
+        hint = "drop no key of the optimizer"
+        if all(section.path for section in torn):
+            options = shell(*(word for section in torn for word in ("--drop", section.path)))
+            hint = f"remove all of the optimizer state: {options}; or {hint}"
+        raise Refused(
+            f"--drop would remove a part of the optimizer state, {counts}: torch may load the rest, and start again",
+            hint=hint,
+            problems=[Problem("would go", dotted(one.path, key)) for one, keys in torn.items() for key in keys],
+        )
+    apart = [
+        Problem(f"would go, and {', '.join(kept)} would stay", dotted(section.path, key))
+        for section in checkpoint.state_dicts
+        for parts in _quantized(section)
+        if 0 < len(kept := [key for key in parts if key not in gone.get(section.path, set())]) < len(parts)
+        for key in parts
+        if key not in kept
+    ]
+    if apart:
+        raise Refused(
+            "--drop would remove a part of a quantized weight",
+            hint="drop all of its entries, or none",
+            problems=apart,
+        )
+
+
+def _state_keys(section: Section, gone: Collection[str]) -> list[str]:
+    return [entry.key for entry in section.entries if entry.key in gone and entry.key.startswith(_STATE)]
+
+
+def _quantized(section: Section) -> list[list[str]]:
+    """The keys of each weight of which the file holds bitsandbytes' record."""
+    weights = [key.partition(_BITSANDBYTES)[0] for key in section.keys if _BITSANDBYTES in key]
+    return [[key for key in section.keys if key == own or key.startswith(f"{own}.")] for own in weights]
+
+
+def only(checkpoint: Checkpoint, pattern: str) -> Checkpoint:
+    """The tensors and extra entries that the pattern names, and a note on how many it does not name.
+
+    Of an extra entry that it does not name those tensors inside that it does. Raises `CkptError` where it names none.
+    """
+
+    def kept(section: Section) -> Section:
+        tensors = tuple(entry for entry in section.tensors if _names(pattern, section.path, entry.key))
+        extras = tuple(_narrowed(pattern, section.path, extra) for extra in section.extras)
+        return replace(section, tensors=tensors, extras=tuple(extra for extra in extras if extra is not None))
+
+    sections = tuple(kept(section) for section in checkpoint.sections)
+    count, found = (sum(len(one.all_tensors()) for one in own) for own in (checkpoint.sections, sections))
+    if not found:
+        hint = f"`ckpttool inspect {checkpoint.source}` lists what is there"
+        raise CkptError(f"{pattern!r} names none of {plural(count, 'tensor')}", hint=hint)
+    note = Info(f"only what {pattern!r} names: {number(found)} of {plural(count, 'tensor')}")
+    return replace(checkpoint, sections=sections, notes=(*checkpoint.notes, note))
+
+
+def _narrowed(pattern: str, section: str, extra: ExtraEntry) -> ExtraEntry | None:
+    if _names(pattern, section, extra.key):
+        return extra
+    inside = zip(extra.tensors, extra.inside())
+    tensors = tuple(own for own, whole in inside if _names(pattern, section, whole.key))
+    return replace(extra, tensors=tensors) if tensors else None
+
+
+def _names(pattern: str, section: str, key: str) -> bool:
+    return matches(pattern, key) or (bool(section) and matches(pattern, dotted(section, key)))
+
+
+def without(checkpoint: Checkpoint, paths: Collection[str]) -> Checkpoint:
+    """`checkpoint` without the sections and other contents at these dotted paths."""
+    sections = tuple(section for section in checkpoint.sections if section.path not in paths)
+    others = tuple(path for path in checkpoint.others if path not in paths)
+    unreached = tuple(found for found in checkpoint.unreached if found.path not in paths)
+    beside = tuple(name for name in checkpoint.beside if name not in paths)
+    return replace(checkpoint, sections=sections, others=others, unreached=unreached, beside=beside)
+
+
+_NOTHING = RemapRequest()
+
+
+def remap(source: Checkpoint, asked: RemapRequest = _NOTHING, drops: Sequence[str] = ()) -> Remap:
+    """Makes and carries out the plan. Raises `Refused`, all problems at once, where it would lose, collide or guess."""
+    lightning = naming_wrappers.is_lightning(source)  # also if the key that says so is left out
+    source, dropped = drop(source, drops) if drops else (source, [])
+    if not asked.changes:
+        if asked.sections is not None:
+            of_one_model(source, asked.sections)  # raises where one of them is none
+        return Remap(source, replace(carried(source.sections), dropped=tuple(dropped)), model=_as_it_is(source))
+    sections = of_one_model(source, asked.sections, asked.names)
+    drafts = _drafts(sections, asked, lightning)
+    made = Plan(
+        tuple(output for draft in drafts for output in draft.plan.outputs),
+        tuple(gone for draft in drafts for gone in draft.plan.dropped),
+        tuple(module for draft in drafts for module in draft.plan.modules),
+        tuple(run for draft in drafts for run in draft.plan.runs),
+    )
+    runners = {way: runner for draft in drafts for way, runner in draft.runners.items()}
+    paths = [section.path for section in sections]
+    result = reduce(lambda result, path: _recorded(result, asked, path), paths, apply(made, source, runners))
+    touched = {gone.section for gone in dropped}.difference(paths)
+    rest = carried(other for other in source.sections if other.path in touched)
+    plan = replace(made, outputs=(*made.outputs, *rest.outputs), dropped=(*made.dropped, *dropped))
+    notes = (*_notes(drafts), *left_as_they_are(source, sections), *_not_narrowed(source, asked))
+    form = None if asked.to is None else str(asked.to)
+    together = tuple(paths) if len(paths) > 1 else ()
+    missing = [
+        dotted(draft.section.path, key)
+        for draft in drafts
+        for key in _not_left_out(draft, asked, [gone.key for gone in dropped if gone.section == draft.section.path])
+    ]
+    model = None if asked.select is not None else RuleEffect(drafts[0].section, drafts[0].plan)
+    ruled = drafts[0].ruled
+    done = Remap(result, plan, drafts[0].form, form, notes, ruled=ruled, model=model, sections=together)
+    return replace(done, missing=tuple(missing))
+
+
+def _not_left_out(draft: Draft, asked: RemapRequest, dropped: Sequence[str]) -> list[str]:
+    """What is missing of a section, without the keys that the user leaves out by --drop or --select."""
+    names = asked.to_names or asked.names
+    if names is None or not draft.missing:
+        return []
+    tables = NameTables(names)
+    own = tables.serialized_names if asked.model_form.names == SERIALIZED else tables.runtime_names
+    left_out = {*dropped, *match(dropped, own).names.values(), *match(dropped, tables.serialized_names).names.values()}
+    below = "" if asked.select is None else f"{asked.select}."
+    return [key for key in draft.missing if key not in left_out and key.startswith(below)]
+
+
+def _as_it_is(source: Checkpoint) -> RuleEffect | None:
+    """The model of a file that keeps it; None if it is not known which of several it is."""
+    if not source.state_dicts:
+        return None
+    try:
+        section = of_one_model(source)[0]
+    except CkptError:
+        return None
+    return RuleEffect(section, carried([section]))
+
+
+def _drafts(sections: Sequence[Section], asked: RemapRequest, lightning: bool) -> list[Draft]:
+    """What becomes of each section. Raises `Refused`; what is wrong with a further section is said under its path."""
+    made: list[Draft] = []
+    for section in sections:
+        try:
+            begin = _draft(section, asked.source_form, lightning)
+            steps = of_adapter(asked, section)
+            own = steps if not made or asked.names is not None else _as_for(made[0], begin, steps)
+            made.append(reduce(lambda draft, step: step.apply(draft), own, begin))
+        except Refused as error:
+            if len(sections) == 1:
+                raise
+            raise Refused(
+                f"{section.title}: {error.message}",
+                hint=f"{error.hint}; --sections '{sections[0].path}' changes that one alone",
+                problems=error.problems,
+            ) from None
+    return made
+
+
+def _as_for(first: Draft, further: Draft, steps: Sequence[Step]) -> tuple[Step, ...]:
+    """The steps for a further section; rules are written for the keys of the first, which may differ by one prefix."""
+    keys = {name: key for key, name in first.canonical.items()}
+    pairs = [(keys[name], key) for key, name in further.canonical.items() if name in keys]
+    found = {
+        (key[: len(key) - len(shared)], other[: len(other) - len(shared)])
+        for key, other in pairs
+        for shared in [key if len(key) < len(other) else other]
+        if key.endswith(shared) and other.endswith(shared)
+    }
+    if len(found) != 1 or not all(key.endswith(other) or other.endswith(key) for key, other in pairs):
+        return tuple(steps)
+    ((shown, own),) = found
+    return tuple(Prefixed(step, own, shown) if isinstance(step, ByRuleSteps) else step for step in steps)
+
+
+def _notes(drafts: Sequence[Draft]) -> list[str]:
+    """The notes on all sections; on a further one those that it has alone."""
+    first = drafts[0].notes
+    return [*first, *(f"{d.section.path}: {note}" for d in drafts[1:] for note in d.notes if note not in first)]
+
+
+def _draft(section: Section, form: Form | None, lightning: bool) -> Draft:
+    """Where a remap begins: every key keeps its name. Wrappers are where the user says so, or else where keys show."""
+    keys = section.keys
+    if form is None:
+        wrappers = naming_wrappers.infer(keys, lightning=lightning)
+    elif isinstance(form, Chain):
+        wrappers = naming_wrappers.declared(form, keys)
+    else:  # these are names without wrappers
+        wrappers = Evidence((), (), frozenset())
+    paths = wrappers.paths
+    canonical = {key: strip(key, paths) for key in keys} if paths else dict(zip(keys, keys))
+    return Draft(section, carried([section]), wrappers, canonical, wrappers.form)
+
+
+def _recorded(result: Checkpoint, asked: RemapRequest, path: str) -> Checkpoint:
+    if asked.names is None or asked.to_names is not None or asked.select is not None or isinstance(asked.to, Chain):
+        return result
+    tables = NameTables(asked.names)
+    return recorded(tables, result, path, asked.form_by_model(tables).names)
+
+
+def _not_narrowed(source: Checkpoint, asked: RemapRequest) -> list[str]:
+    if asked.select is None:
+        return []
+    paths = (section.path for section in source.optimizers)
+    return [f"{path} still holds the state of all parameters" for path in paths]
+
+
+def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:
+    """`done` with the optimizers of its result as `wanted`, and its plan with what becomes of them.
+
+    A model beside ids gets the order of the model that these are now those of: else its keys would speak against them.
+    """
+    model = done.model
+    ruled = done.ruled
+    if ruled is not None and wanted.names is None and model is not None:
+        ruled = model  # the file's names are all that there is: they go the way of its keys
+    keys = () if model is None else done.result.section(model.section.path).keys
+    wanted = replace(wanted, ruled=ruled, model=model, keys_beside=keys)
+    result, optimizers = remap_optimizers(done.result, wanted)
+    if wanted.rules and (ruled is None or ruled.renames(ruled.section.keys)):
+        done = replace(done, notes=(*done.notes, *_left_in_order(result, optimizers, wanted)))
+    if not optimizers:
+        return done
+    keeps = ruled is None or ruled.keeps_places
+    loads = next((one.loaded_by for one in optimizers if one.loaded_by is not None), None)
+    target = loads or (wanted.names if keeps else None)
+    if target is not None and any(one.to == ID for one in optimizers):
+        called = None if loads is not None else _called(done.ruled, wanted.rules)
+        ordered = (in_order_of(one, target, called) if one.kind == "state_dict" else one for one in result.sections)
+        result = replace(result, sections=tuple(ordered))
+    notes = [note for one in optimizers for note in one.notes]
+    plan = _with_moves(done.plan, result, [one.move for one in optimizers if one.move is not None])
+    return replace(done, result=result, plan=plan, optimizers=optimizers, notes=(*done.notes, *notes))
+
+
+def _left_in_order(result: Checkpoint, optimizers: Sequence[OptimizerRemap], wanted: OptimizerRequest) -> Iterator[str]:
+    """A note on each optimizer with ids, which rules do not bring into the order of the model that they lead to."""
+    known = {one.section for one in optimizers if one.loaded_by is not None}
+    for section in result.optimizers:
+        state = forms.read(section)
+        if state.form == ID and section.path not in known and not (state.is_stateless and len(state.groups) < 2):
+            ask = shell("ckpttool", "diff", "--model", "NEW", "--optimizer", "O", wanted.output or "OUT")
+            which = "" if section.title == "optimizer" else f"{section.title}: "
+            yield f"{which}optimizer ids keep the order of the model that saved them; check with {ask}"
+
+
+def _called(ruled: RuleEffect | None, rules: Sequence[Renaming]) -> Callable[[str], str] | None:
+    """What names have become; None where they are what they were."""
+    if ruled is None:
+        return partial(by_rules, rules=rules) if rules else None
+    return lambda name: ruled.called.get(name, name)
+
+
+def _with_moves(plan: Plan, result: Checkpoint, moves: Sequence[OptimizerMove]) -> Plan:
+    """The plan with what becomes of optimizers, and its outputs in the order of the result's keys.
+
+    Of what the optimizers hold only what is left out of them stands among the outputs too.
+    """
+    dropped = {gone.section for gone in plan.dropped}
+    changed = {move.section for move in moves} - dropped
+    outputs: dict[str, list[Output]] = {}
+    for output in plan.outputs:
+        if output.section not in changed:
+            outputs.setdefault(output.section, []).append(output)
+    for section in result.sections:
+        if section.kind != "optimizer" and section.path in outputs:
+            outputs[section.path] = _in_order(outputs[section.path], section.keys)
+    return replace(plan, outputs=tuple(in_turn.from_iterable(outputs.values())), optimizers=tuple(moves))
+
+
+def _in_order(outputs: list[Output], keys: Sequence[str]) -> list[Output]:
+    rank = {key: place for place, key in enumerate(keys)}
+    return sorted(outputs, key=lambda output: rank.get(output.key, 0))
+
+
+def by_plan(source: Checkpoint, plan: Plan, runners: Mapping[str, Runner] = NO_CODE) -> Remap:
+    """Carries out a plan that was saved; what it drops outside of state dicts are whole sections and other contents.
+
+    `runners`, by way, are the models' code for its runs. Raises `Refused` where one of them is not there.
+    """
+    paths = {*source.others, *source.beside, *(section.path for section in source.sections)}
+    paths.update(found.path for found in source.unreached)
+    whole = [d for d in plan.dropped if not d.section and d.key in paths and not _holds(source, d)]
+    rest = replace(plan, dropped=tuple(d for d in plan.dropped if d not in whole))
+    left = without(source, [d.key for d in whole])
+    moves = {move.section: move for move in plan.optimizers}
+    check_whole(left, [one for one in rest.dropped if one.section not in moves])
+    made = apply(rest, left, runners)
+    there = {section.path for section in made.optimizers}
+    if not moves.keys() <= there:
+        raise Refused(
+            f"the plan changes optimizers that {source.source} has not",
+            hint=f"`ckpttool inspect {source.source}` lists its sections",
+            problems=[Problem("no optimizer", path or "(root)") for path in moves if path not in there],
+        )
+    sections = (carried_out(moves[s.path], s) if s.path in moves else s for s in made.sections)
+    return Remap(replace(made, sections=tuple(sections)), plan)
+
+
+def _holds(source: Checkpoint, dropped: Dropped) -> bool:
+    return any(section.path == dropped.section and dropped.key in section.by_key() for section in source.sections)

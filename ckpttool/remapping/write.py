@@ -1,0 +1,327 @@
+"""Write an output: the checks before any work, the bytes, the verification afterwards."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import field
+from pathlib import Path
+
+from ckpttool.core.checkpoint import Checkpoint, Lazy, Span
+from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.schema import COUNT, record
+from ckpttool.core.text import human_bytes
+from ckpttool.core.values import dataclass
+from ckpttool.distributed.job import Job, current, only_first
+from ckpttool.evaluate.compare import Fingerprints, verify
+from ckpttool.formats.detect_folder import DCP_METADATA, open_checkpoint
+from ckpttool.formats.registry import FORMATS
+from ckpttool.io import edit_in_place, progress, sources, write_file, write_folder
+from ckpttool.io.edit_in_place import Written
+from ckpttool.io.files import exists, files_of, is_dir, names_in, size
+from ckpttool.io.paths import is_url, join, parent
+from ckpttool.io.paths import name as name_of
+from ckpttool.io.pieces import Edited, Files, Held, Link, Pieces, Ready, nbytes_of
+from ckpttool.io.ranges import Digest, digest_on_disk, new_digest, same_data
+from ckpttool.io.write_folder import Contents
+from ckpttool.operands.output import Target
+from ckpttool.remapping.options import RANK
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Bytes. `memory` is the most that is held of values at a time: where all is copied in small parts, none is."""
+
+    read: int
+    written: int
+    memory: int
+
+    def __str__(self) -> str:
+        held = f"holds {human_bytes(self.memory)} of values at most" if self.memory else "holds no values"
+        return f"reads {human_bytes(self.read)}, writes {human_bytes(self.written)}, {held}"
+
+
+COST = record(Cost, {"read": COUNT, "written": COUNT, "memory": COUNT})
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Bytes of an output's tensors that were proved: by checksums of the store that holds them, or `read` back."""
+
+    by_checksum: int
+    read: int
+
+    def __str__(self) -> str:
+        by_store = f"{human_bytes(self.by_checksum)} by checksums of its store, " if self.by_checksum else ""
+        return f"every tensor of the output: {by_store}{human_bytes(self.read)} read back and compared"
+
+
+VERIFIED = record(Verified, {"by_checksum": COUNT, "read": COUNT})
+
+
+def cost_of(files: Files, copies: bool = True) -> Cost:
+    """What it takes to write the files, as they are laid out; a file that is taken over takes nothing unless it is one
+    that it `copies`.
+    """
+    links = [content for content in files.values() if isinstance(content, Link)]
+    copied = sum(size(link.path) for link in links) if copies else 0
+    pieces = [piece for content in files.values() if not isinstance(content, Link) for piece in content]
+    data = [piece.data for piece in pieces]
+    lazy = [one for one in data if isinstance(one, Lazy)]
+    read = sum(one.length for one in data if isinstance(one, Span))
+    read += sum(one.length if one.reads is None else one.reads for one in lazy)
+    return Cost(copied + read, copied + nbytes_of(pieces), max((one.held for one in lazy), default=0))
+
+
+# What decides the values of an output, as JSON: ranks tell by it whether they mean the same.
+Decided = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """How an output is written: what the options of every command that writes one say, made of the CKPT `source`.
+
+    `keep`: what is replaced in place is kept for undo. `held` is what the checksums of a store prove of what was
+    written.
+    """
+
+    source: str = ""
+    force: bool = False
+    in_place: bool = False
+    fsync: bool = True
+    verify: bool = False
+    link: str = "copy"
+    keep: bool = True
+    held: Held = field(default_factory=Held)
+
+    def check(self, target: Target, *others: str) -> None:
+        """Raises `CkptError` where OUT cannot or must not be written. `others` are read beside the source."""
+        if target.folder is None:
+            self.check_file(target.path, *others)
+            return
+        for source in (self.source, *others):
+            write_folder.preflight(target.folder, target.present(), source, force=self.force, in_place=self.in_place)
+
+    def check_file(self, out: str, *others: str) -> None:
+        """Raises `CkptError` where the file cannot or must not be written. `others` are read beside the source."""
+        read = [path for source in (self.source, *others) for path in (source, *files_of(source))]
+        write_file.preflight(out, (*read, *sources.files_read()), force=self.force, in_place=self.in_place)
+
+    def file(self, pieces: Pieces, out: str, decided: Decided | None = None) -> None:
+        """Writes the file; `decided`, where it is known, is all that decides its values."""
+        if not self.in_place:
+            write_file.check_no_source(out, sources.files_read())  # now that all is open which the command reads
+        job = self._job(out)
+        if job is not None and is_url(out):
+            self._send(job, {name_of(out): pieces}, parent(out), decided)
+            return
+        if job is not None:
+            place = Path(os.path.realpath(out))
+            with self._made(job, {place.name: pieces}, out, place.parent, decided) as files:
+                self._put(files[place.name], out)
+            return
+        digest = new_digest() if self.verify and not is_url(out) else None
+        with progress.doing(out, nbytes_of(pieces), "written"):
+            write_file.write(
+                pieces,
+                out,
+                replace=self.force or self.in_place,
+                in_place=self.in_place,
+                keep=self.in_place and self.keep,
+                readers_of=self._read,
+                fsync=self.fsync,
+                digest=digest,
+                held=self._proved(),
+            )
+        if digest is not None:
+            _prove_bytes({out: digest})
+
+    def target(self, target: Target, files: Files, decided: Decided | None = None) -> None:
+        """Writes the file or folder; `decided`, where it is known, is all that decides its values."""
+        if target.folder is None:
+            (pieces,) = (content for content in files.values() if not isinstance(content, Link))
+            self.file(pieces, target.path, decided)
+        else:
+            self.files(files, target.folder, target.present(files), decided=decided)
+
+    def edit(self, target: Target, files: Mapping[str, Edited] | None, *, dry_run: bool = False) -> Written:
+        """Changes the source where it lies, if it can be; the answer says how it went, or would go."""
+        only_first()
+        return edit_in_place.edit(files, target.home, keep=self.keep, fsync=self.fsync, dry_run=dry_run)
+
+    def replaced(self, target: Target, files: Files) -> int:
+        """Bytes of the files that `files` replace, and that are kept for undo."""
+        stale = () if target.folder is None else target.present(files)
+        paths = [join(target.home, name) for name, content in files.items() if not isinstance(content, Link)]
+        paths += [join(target.home, name) for name in stale]
+        return sum(size(path) for path in paths if exists(path))
+
+    def files(
+        self, files: Files, folder: str, stale: Collection[str], *, whole: bool = True, decided: Decided | None = None
+    ) -> None:
+        """Writes the files into the folder, all or none; not `whole`: it holds more than the checkpoint."""
+        job = self._job(folder)
+        if job is None:
+            self._files(files, folder, stale, whole)
+            return
+        if is_url(folder):
+            self._send(job, files, folder, decided, stale)
+            return
+        home = write_folder.home_of(folder, files, stale, whole=whole)
+        with self._made(job, files, folder, home, decided) as ready:
+            self._files(ready, folder, stale, whole)
+
+    def _files(self, files: Contents, folder: str, stale: Collection[str], whole: bool) -> None:
+        digests: dict[str, Digest] | None = {} if self.verify and not is_url(folder) else None
+        with progress.doing(folder, _nbytes(files), "written"):
+            write_folder.write_folder(
+                files,
+                folder,
+                stale=stale,
+                link=self.link,
+                whole=whole,
+                replace=self.force or self.in_place,
+                in_place=self.in_place,
+                keep=self.in_place and self.keep,
+                readers_of=self._read,
+                fsync=self.fsync,
+                digests=digests,
+                held=self._proved(files),
+            )
+        if digests is not None:
+            _prove_bytes({join(folder, name): digest for name, digest in digests.items()})
+
+    def _job(self, out: str) -> Job | None:
+        """The job whose ranks write `out` together; None where this process is alone, or is so from here on."""
+        job = current()
+        if job is not None and is_url(out):
+            from ckpttool.distributed import send
+
+            if not send.can(out) or self.link != "copy":
+                job.only_first()
+        return current()
+
+    def _send(
+        self, job: Job, files: Files, folder: str, decided: Decided | None, stale: Collection[str] | None = None
+    ) -> None:
+        """All ranks send the files to the folder: a single one, or with what is `stale` in their place those of all."""
+        from ckpttool.distributed import send
+        from ckpttool.io import write_remote
+
+        home = folder
+        if stale is not None:
+            home = job.of_first("home", lambda: write_remote.home_of(files, folder, stale, replace=self.force))
+        with progress.doing(folder, _nbytes(files), "written"):
+            plan = None if decided is None else decided()
+            urls = {name: join(home, name) for name in files}
+            held = self._proved(files) if home == folder else None
+            with send.sent(job, files, urls, folder, plan, verify=held is not None) as contents:
+                write_remote.complete(contents, home, folder, stale or (), replace=self.force)
+                if held is not None:
+                    send.note(held, files, contents)
+
+    @contextmanager
+    def _made(self, job: Job, files: Files, out: str, home: Path, decided: Decided | None) -> Iterator[Contents]:
+        from ckpttool.distributed import make
+
+        with progress.doing(out, _nbytes(files), "written"):
+            again = self.fsync and decided is not None
+            plan = None if decided is None else decided()
+            asked = make.Asked(plan, self.link, self.fsync, self.verify, again)
+            with make.made(job, files, out, home, asked) as ready:
+                yield ready
+
+    def _put(self, content: Pieces | Link | Ready, out: str) -> None:
+        assert isinstance(content, Ready)
+        write_file.put_ready(
+            content,
+            out,
+            replace=self.force or self.in_place,
+            in_place=self.in_place,
+            keep=self.in_place and self.keep,
+            readers_of=self._read,
+            fsync=self.fsync,
+        )
+
+    def ranks(self, ranks: Sequence[Checkpoint], out: str, decided: Decided | None = None) -> Verified | None:
+        """Writes the files of all ranks or none; those of more ranks under the same names go.
+
+        `decided`, where it is known, is all that decides their values. Says how they are known to be right, where that
+        is asked for. Raises `CkptError` where one of these is a source, or exists and is not to be overwritten.
+        """
+        folder, pattern = parent(out), name_of(out)
+        layouts = {pattern.replace(RANK, str(rank)): FORMATS["torch_zip"].layout(own) for rank, own in enumerate(ranks)}
+        stale = _of_ranks(folder, pattern).difference(layouts)
+        for name in (*layouts, *sorted(stale)):
+            self.check_file(join(folder, name))
+        self.files(layouts, folder, stale, whole=False, decided=decided)
+        if not self.verify:
+            return None
+        proved = [self.prove(join(folder, name), own) for name, own in zip(layouts, ranks)]
+        return Verified(sum(one.by_checksum for one in proved), sum(one.read for one in proved))
+
+    def prove(self, out: str, expected: Checkpoint | Fingerprints, written: Checkpoint | None = None) -> Verified:
+        """How it is known that `out` holds `expected`: what no checksum of its store proves is read back.
+
+        Raises `CkptError`, with every tensor that is not as planned. `written` is the index of `out`, where it is not
+        the usual one.
+        """
+        found, by_checksum = written or open_checkpoint(out), 0
+        sides = 1 if isinstance(expected, Mapping) else 2
+
+        def same(planned: Span | Lazy, there: Span | Lazy) -> bool:
+            nonlocal by_checksum
+            if not self.held.proves(there, planned):
+                return same_data(planned, there)
+            by_checksum += there.length
+            progress.advance(sides * there.length)
+            return True
+
+        nbytes = sum(section.nbytes for section in found.sections)
+        with progress.doing(f"verifying {out}", sides * nbytes):
+            problems = verify(found, expected, same)
+        if problems:
+            raise CkptError(f"{out} is not what was planned", hint="do not use it, and report this", problems=problems)
+        return Verified(by_checksum, nbytes - by_checksum)
+
+    def _proved(self, files: Collection[str] = ()) -> Held | None:
+        """Where a writer of objects notes what is proved. Of DCP only reading its records tells where a tensor lies."""
+        return self.held if self.verify and DCP_METADATA not in files else None
+
+    @property
+    def _read(self) -> list[str]:
+        """The folder, or the local files, that CKPT names: who may not read these may not read OUT."""
+        return [self.source] if is_dir(self.source) else files_of(self.source)
+
+
+def _nbytes(files: Contents) -> int:
+    """Bytes of what is still to be made, but for what is taken over as it is."""
+    todo = (content for content in files.values() if not isinstance(content, (Link, Ready)))
+    return sum(piece.nbytes for content in todo for piece in content)
+
+
+def _of_ranks(folder: str, pattern: str) -> set[str]:
+    """The files in the folder that would be taken for those of ranks too."""
+    number = r"\d+".join(map(re.escape, pattern.split(RANK)))
+    return {name for name in names_in(folder) if re.fullmatch(number, name)} if is_dir(folder) else set()
+
+
+def _prove_bytes(digests: Mapping[str, Digest]) -> None:
+    """Raises `CkptError` where the disk does not hold what was written, to the byte."""
+    with progress.doing(f"verifying {_and_more(digests)}", sum(map(size, digests))):
+        problems = [
+            Problem("other bytes on the disk than were written", path)
+            for path, digest in digests.items()
+            if digest_on_disk(path) != digest.digest()
+        ]
+    if problems:
+        raise CkptError(
+            "what was written is not what the disk holds", hint="check the disk, and do not use it", problems=problems
+        )
+
+
+def _and_more(paths: Collection[str]) -> str:
+    first, *more = paths
+    return f"{first} and {len(more)} more" if more else first

@@ -1,0 +1,489 @@
+"""Put a checkpoint's weights into an exported program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal, NamedTuple
+
+from ckpttool.core import expression as ex
+from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.expression import Expression, Ref
+from ckpttool.core.names import Names
+from ckpttool.core.options import ModelOptions, OutputOptions, option
+from ckpttool.core.pickle_imports import dangerous
+from ckpttool.core.schema import COUNT, FLAG, TEXT, TEXTS, list_of, nullable, one_of, record, unless_empty
+from ckpttool.core.text import plural, shell
+from ckpttool.core.values import dataclass, public
+from ckpttool.evaluate.apply import run_code
+from ckpttool.evaluate.compare import fingerprints, same_values
+from ckpttool.formats.detect import sniff
+from ckpttool.formats.pickle_read import collected
+from ckpttool.formats.pt2.aotinductor import INSIDE, OUTSIDE, is_inlined
+from ckpttool.formats.pt2.archive import read_program, read_scripted
+from ckpttool.formats.pt2.program import program_of
+from ckpttool.formats.registry import FORMATS
+from ckpttool.io.files import look_anew, size
+from ckpttool.naming import convert, wrappers
+from ckpttool.naming.convert import Form, ModelForm
+from ckpttool.naming.match import match
+from ckpttool.naming.wrappers import Chain, strip
+from ckpttool.operands.checkpoint import model_section, split
+from ckpttool.operands.model import ModelOperand, as_read, operand_of
+from ckpttool.operands.sections import read_for_model
+from ckpttool.remapping.refusals import check_code
+from ckpttool.remapping.undo import UNDO, Undo, undo_of
+from ckpttool.remapping.write import COST, VERIFIED, Cost, Verified, Writer, cost_of
+from ckpttool.swap.weight_map import (
+    Feed,
+    canonical_names,
+    chosen_constants,
+    constants_of,
+    feed_by_keys,
+    feed_by_model,
+    fit_all,
+    replaced,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapOptions(ModelOptions, OutputOptions):
+    """All options of a swap."""
+
+    name: Annotated[str | None, option("--program", metavar="NAME", help="Which one, where PROGRAM holds several.")] = (
+        None
+    )
+    from_: Annotated[str | None, option("--from", metavar="FORM", help="NEW's form; default: recognised.")] = None
+    cast: Annotated[bool, option("--cast", help="Convert weights of another dtype to the program's.")] = False
+    constants: Annotated[
+        bool,
+        option(
+            "--constants", help="Swap constants too (lifted tensors, unsaved buffers): from NEW, or else from MODEL."
+        ),
+    ] = False
+    keep_constants: Annotated[
+        bool, option("--keep-constants", help="Keep the program's constants, even if MODEL has other values.")
+    ] = False
+
+    @property
+    def source_form(self) -> Form | None:
+        """The form of NEW's keys, where the user says it. Raises `CkptError` for a word that names none."""
+        return None if self.from_ is None else convert.parse(self.from_)
+
+    def check(self) -> None:
+        """Raises `CkptError` for options that do not go together, or that name a form that is none."""
+        if self.in_place and self.out is not None and not self.dry_run:
+            raise CkptError("--in-place and -o OUT exclude each other", hint="-o OUT")
+        if self.no_undo and not self.in_place:
+            raise CkptError("--no-undo is for --in-place", hint="pass --in-place, or leave it out")
+        if self.constants and self.keep_constants:
+            raise CkptError("--constants and --keep-constants exclude each other", hint="choose one")
+        if self.from_ is not None:
+            convert.parse(self.from_)
+
+
+class Constant(NamedTuple):
+    """A tensor of the program that NEW does not hold: whether its value is the model's, and if not, the reason.
+
+    `verdict` is ``equal``, ``different`` (and kept as it is), ``from_model`` (its new value) or ``not_compared``.
+    """
+
+    name: str
+    verdict: str
+    reason: str = ""
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """The program with its new weights. `sources`: FQN -> expression over the checkpoint's keys.
+
+    `unchanged`: the program had all of these values before.
+    `compared` says of each constant that NEW does not hold how it compares with the model's.
+    `form` is the form that the checkpoint's keys were read in; `ignored` are its entries that no program holds, `kept`
+    what the program has and no checkpoint of the model: counters of AveragedModels, buffers that are not saved. `cost`
+    is what a dry run found it to take, `verified` how the output is known to be right, `undo` how a swap in place is
+    taken back. `source`, `weights` and `output` are the operands: PROGRAM, NEW, and OUT.
+    """
+
+    program: Checkpoint
+    sources: Mapping[str, Expression]
+    form: str
+    ignored: tuple[str, ...]
+    kept: tuple[str, ...] = ()
+    compared: tuple[Constant, ...] = ()
+    cost: Cost | None = None
+    verified: Verified | None = None
+    undo: Undo | None = None
+    source: str = ""
+    weights: str = ""
+    output: str = ""
+    unchanged: bool = False
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """The program's constants that stay as they are."""
+        new = {*self.sources, *(one.name for one in self.compared if one.verdict == "from_model")}
+        return tuple(entry.key for entry in constants_of(self.program) if entry.key not in new)
+
+    @property
+    def by_code(self) -> tuple[str, ...]:
+        """The weights that were computed by running the model's own loading on the checkpoint."""
+        return tuple(fqn for fqn, source in self.sources.items() if any(ex.calls(source)))
+
+    def values_json(self) -> dict[str, object]:
+        """What the new weights are made of."""
+        return {fqn: ex.to_json(source) for fqn, source in self.sources.items()}
+
+    @property
+    def layout(self) -> str:
+        """How the program's file is laid out."""
+        file = program_of(self.program)
+        return self.program.format if file is None else file.layout
+
+    def to_json(self) -> dict[str, Any]:
+        """The `swap-weights` object of the contract."""
+        return dict(SWAP.write(self))
+
+
+SWAP = record(
+    Swap,
+    {
+        **dict.fromkeys(("program", "weights", "output"), TEXT),
+        "swapped": COUNT,
+        "unchanged": FLAG,
+        **dict.fromkeys(("kept", "constants"), TEXTS),
+        "constant_values": list_of(
+            record(
+                Constant,
+                {
+                    "name": TEXT,
+                    "verdict": one_of("equal", "different", "from_model", "not_compared"),
+                    "reason": nullable(unless_empty(TEXT)),
+                },
+            )
+        ),
+        **dict.fromkeys(("layout", "from"), TEXT),
+        **dict.fromkeys(("ignored", "by_code"), TEXTS),
+    },
+    {"undo": UNDO, "verified": VERIFIED, "cost": COST},
+    called={
+        "program": "source",
+        "constant_values": "compared",
+        "swapped": lambda done: len(done.sources),
+        "from": "form",
+    },
+    title="ckpttool.swap/1",
+)
+_REMADE = "a constant of the program, which the model's loading makes anew from the checkpoint"
+# What to do about weights that do not fit: a kind, and what the command line says of it.
+Advice = Literal["constants", "values", "code", "compiled", "model", "alone", "cast", "compare"]
+_HINTS: dict[Advice, str] = {
+    "constants": "some of them are constants of the program: --constants swaps these too",
+    "values": "--constants takes the model's values, --keep-constants keeps the program's",
+    "code": "a list of names cannot compute them, the model's code can: --model package.module:attr, or file.py:attr",
+    "compiled": INSIDE,
+    "model": "state_dict hooks may rename keys when a model is saved: pass the model's definition, "
+    "--model file.py:build",
+    "alone": "the program has the names of these weights: leave --model out",
+    "cast": "--cast converts them to the program's dtypes",
+    "compare": "`ckpttool diff PROGRAM WEIGHTS` compares the two; the program may be of another version of the model",
+}
+
+
+class Misfit(Refused):
+    """The weights do not fit. `advice` is the kind of the hint, for callers who have other words for it."""
+
+    def __init__(self, advice: Advice, problems: Sequence[Problem]) -> None:
+        message = f"the weights do not fit the program: {plural(len(problems), 'problem')}"
+        super().__init__(message, hint=_HINTS[advice], problems=problems)
+        self.advice = advice
+
+
+def swap(
+    program: Checkpoint,
+    weights: Section,
+    names: Names | None = None,
+    *,
+    form: Form | None = None,
+    cast: bool = False,
+    packed: bool = False,
+    constants: bool = False,
+    keep_constants: bool = False,
+    remade: bool = False,
+    compare: bool = True,
+    code: ModelOperand | None = None,
+) -> Swap:
+    """Return `program` with every weight replaced by what `weights` holds for it.
+
+    With `constants` every constant gets the value that `weights` or else the model has for it, with `keep_constants`
+    none does. Buffers among them that the model's loading makes of the checkpoint follow with `constants` or `remade`.
+    `packed` also takes tensors that are not dense (quantized, sparse, subclasses): in memory such a weight is an object
+    like any other. `code` is the model itself, which computes what `names` do not say.
+
+    Raises `Refused`, with all problems at once, if a weight is missing, left over, of another shape or dtype (`cast`
+    allows another dtype), if the names of one tensor got different values, or if a constant has another value in the
+    model (looked at with `compare`) and neither option decides.
+    """
+    whole, (weights, counters) = _target(program), _apart(weights)
+    target, counted = _apart(whole, (wrappers.COUNTER,) if counters else ())
+    weights = _unwrapped(weights, form) if isinstance(form, Chain) else weights
+    chosen = chosen_constants(program, weights) if constants else {}
+    taken = {key for source in chosen.values() for key in ex.refs(source)}
+    rest = replace(weights, tensors=tuple(e for e in weights.tensors if e.key not in taken))
+    feed = _feed(program, target, rest, names, form, code)
+    stale = [] if constants or remade or keep_constants else [Problem(_REMADE, key) for key in feed.remade]
+    feed.sources.update(chosen if stale or keep_constants else {**feed.remade, **chosen})
+    feed.sources.update((mine.key, Ref(new.key)) for mine, new in zip(counted, counters))
+    feed.ignored.extend(entry.key for entry in counters[len(counted) :])
+    runners = {} if code is None else {run.way: code.run for run in feed.runs}
+    found, computed = run_code(weights, list(feed.sources.values()), feed.runs, runners)
+    sources = dict(zip(feed.sources, found))
+    unsaved = _not_saved(target, names, feed.sources)
+    kept = (*(entry.key for entry in counted[len(counters) :]), *unsaved)
+    outside = [entry for entry in constants_of(program) if entry.key not in feed.sources]
+    outside += [entry for entry in target.tensors if entry.key in unsaved]
+    compared, values = _compared(program, outside if compare else [], code)
+    different = [one for one in compared if one.verdict == "different"]
+    if constants:
+        sources.update((one.name, Ref(_of_model(one.name))) for one in different)
+        compared = [one._replace(verdict="from_model") if one in different else one for one in compared]
+        kept = tuple(key for key in kept if key not in sources)
+    elif not keep_constants:
+        stale += [Problem(f"the model has another value for it ({one.reason})", one.name, "value") for one in different]
+    taking = (*target.tensors, *counted, *(e for e in constants_of(program) if e.key in sources))
+    wanted = [entry for entry in taking if entry.key not in kept]
+    have = {**computed, **{entry.key: entry for entry in counters}, **values}
+    fitted, misfits = fit_all(wanted, sources, have, cast, packed)
+    problems = [*feed.problems, *stale, *misfits]
+    for section in program.sections:
+        problems += _untied(section, fitted, weights, feed.twins if section is whole else ())
+    if problems:
+        raise _misfit(program, names, problems, constants, have)
+    return Swap(_with(program, fitted), feed.sources, feed.form, tuple(feed.ignored), kept, tuple(compared))
+
+
+def _compared(
+    program: Checkpoint, entries: Sequence[TensorEntry], code: ModelOperand | None
+) -> tuple[list[Constant], dict[str, TensorEntry]]:
+    """How each of the program's tensors compares with the model's, and the values of the model that differ."""
+    if code is None or not entries:
+        reason = "no code of a model was given"
+        return [Constant(entry.key, "not_compared", reason) for entry in entries], {}
+    names = canonical_names(program)
+    known = code.constants([names[entry.key] for entry in entries])
+    compared: list[Constant] = []
+    values: dict[str, TensorEntry] = {}
+    for entry in entries:
+        value = known[names[entry.key]]
+        if isinstance(value, str) or entry.storage is None:
+            reason = value if isinstance(value, str) else "the program does not tell its value"
+            compared.append(Constant(entry.key, "not_compared", reason))
+        elif same_values(entry, value):
+            compared.append(Constant(entry.key, "equal"))
+        else:
+            compared.append(Constant(entry.key, "different", _difference(entry, value)))
+            values[_of_model(entry.key)] = value
+    return compared, values
+
+
+def _of_model(name: str) -> str:
+    return f"{name} of the model"
+
+
+def _difference(entry: TensorEntry, value: TensorEntry) -> str:
+    if (entry.dtype, entry.shape) != (value.dtype, value.shape):
+        return f"{value.dtype} {list(value.shape)}, the program has {entry.dtype} {list(entry.shape)}"
+    from ckpttool.evaluate import torch_eval
+
+    return torch_eval.difference(torch_eval.load(entry), torch_eval.load(value), 0, 0) or ""
+
+
+def _feed(
+    program: Checkpoint,
+    target: Section,
+    weights: Section,
+    names: Names | None,
+    form: Form | None,
+    code: ModelOperand | None,
+) -> Feed:
+    own, word = canonical_names(program), form.names if isinstance(form, ModelForm) else None
+    if names is None:
+        return feed_by_keys(target, weights, own)
+    lifted = {entry.key: own[entry.key] for entry in constants_of(program)}
+    return feed_by_model(target, lifted, weights, names, word, None if code is None else code.arguments)
+
+
+def _with(program: Checkpoint, fitted: Mapping[str, TensorEntry]) -> Checkpoint:
+    sections = tuple(replace(section, tensors=replaced(section.tensors, fitted)) for section in program.sections)
+    return replace(program, sections=sections)
+
+
+def _not_saved(target: Section, names: Names | None, sources: Mapping[str, Expression]) -> tuple[str, ...]:
+    """Buffers that the model saves in no state dict, and the weights have not: they stay as they are.
+
+    An exported program has them among its constants, compiled code among its weights.
+    """
+    fixed = () if names is None else (t.canonical for t in names.runtime if not t.persistent)
+    found = match([entry.key for entry in target.tensors], {name: name for name in fixed})
+    return tuple(key for key in found.names if key not in sources)
+
+
+def _misfit(
+    program: Checkpoint, names: Names | None, problems: list[Problem], constants: bool, have: Mapping[str, object]
+) -> Misfit:
+    advice = _advice(program, names, problems, constants)
+    return Misfit(advice, [_of_code(program, problem, have) for problem in problems])
+
+
+def _of_code(program: Checkpoint, problem: Problem, have: Mapping[str, object]) -> Problem:
+    """`problem`, in other words for a weight that the compiler writes into the code."""
+    file, entry = program_of(program), have.get(problem.key)
+    if file is None or not file.compiled or problem.kind != "left_over" or not isinstance(entry, TensorEntry):
+        return problem
+    if not is_inlined(entry):
+        return replace(problem, problem="left over: the compiled code does not use it")
+    size = plural(entry.numel, "element")
+    return replace(problem, problem=f"{size}: written into the compiled code, where it cannot be swapped")
+
+
+def _apart(section: Section, more: Sequence[str] = ()) -> tuple[Section, list[TensorEntry]]:
+    """The section without the counters of AveragedModels, and these: the module that is averaged has none.
+
+    `more` are names of counters where no wrapper's segment shows it: those of a live module leave the segments out.
+    """
+    keys = {*wrappers.counters([entry.key for entry in section.tensors]), *more}
+    rest = tuple(entry for entry in section.tensors if entry.key not in keys)
+    return replace(section, tensors=rest), [entry for entry in section.tensors if entry.key in keys]
+
+
+def _unwrapped(section: Section, form: Chain) -> Section:
+    """The section under its names inside of the wrappers that the user says are there. Raises `Refused` on others."""
+    keys = section.by_key()
+    paths = wrappers.declared(form, keys).paths
+    names = {key: strip(key, paths) for key in keys}
+    return replace(
+        section,
+        tensors=tuple(replace(entry, key=names[entry.key]) for entry in section.tensors),
+        extras=tuple(replace(entry, key=names[entry.key]) for entry in section.extras),
+    )
+
+
+def _target(program: Checkpoint) -> Section:
+    """The program's state dict. Raises `Refused` where the file holds none that could be replaced."""
+    if not program.sections:
+        raise Refused(f"{program.source} is compiled code that holds its weights itself", hint=OUTSIDE)
+    return program.section("")
+
+
+def _untied(
+    target: Section, fitted: Mapping[str, TensorEntry], weights: Section, twins: Sequence[tuple[str, str]]
+) -> list[Problem]:
+    """Names of one tensor that would get different values: the program's own ties, and those of the model."""
+    have = weights.by_key()
+    pairs = [(key, first, fitted.get(key), fitted.get(first)) for key, first in target.aliases().items()]
+    tensors = {key: entry for key, entry in have.items() if isinstance(entry, TensorEntry)}
+    pairs += [(key, twin, tensors.get(key), tensors.get(twin)) for key, twin in twins]
+    return [
+        Problem(f"tied to {first}, and its new value is another one", key)
+        for key, first, left, right in pairs
+        if left is not None and right is not None and not same_values(left, right)
+    ]
+
+
+def _advice(program: Checkpoint, names: Names | None, problems: Sequence[Problem], constants: bool) -> Advice:
+    kinds, file = {problem.kind for problem in problems}, program_of(program)
+    if kinds == {"value"}:
+        return "values"
+    left, missing = ({p.key for p in problems if p.kind == kind} for kind in ("left_over", "missing"))
+    if not constants and {entry.key for entry in constants_of(program)} & {problem.key for problem in problems}:
+        return "constants"
+    if "opaque" in kinds:
+        return "code"
+    if "left_over" in kinds and file is not None and file.compiled:
+        return "compiled"
+    if names is not None and left and left == missing:
+        return "alone"
+    if names is None and kinds & {"left_over", "missing"}:
+        return "model"
+    return "cast" if "dtype" in kinds and not kinds & {"shape", "left_over", "missing"} else "compare"
+
+
+def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
+    """`program` (``PATH`` or ``PATH::NAME``) with new weights, written where `options` name an output.
+
+    Raises `Refused`, all problems at once, where they do not fit, and `CkptError` where the program cannot be read or
+    OUT not be written; then nothing is.
+    """
+    path, picked = split(program)
+    look_anew(path)
+    name = picked if options.name is None else options.name
+    target = None if options.dry_run else options.target(path)
+    fsync = not options.no_fsync
+    writer = Writer(path, options.force, options.in_place, fsync, options.verify, keep=not options.no_undo)
+    if target is not None:
+        writer.check_file(target, split(weights.source)[0])
+    with collected() as imports:
+        deployed = _read(path, name, weights, options.out)
+    if not options.keep_pickled_code:
+        check_code(deployed, {one.name for one in dangerous(imports)})
+    model = operand_of(options)
+    new = model_section(read_for_model(weights, model))
+    if model is not None and options.source_form is ModelForm.PRETRAINED:
+        model = model.by_pretrained
+    elif model is not None and options.source_form is None:
+        model = as_read(model, new, weights.source)
+    swapped = swap(
+        deployed,
+        new,
+        None if model is None else model.names(),
+        form=options.source_form,
+        cast=options.cast,
+        constants=options.constants,
+        keep_constants=options.keep_constants,
+        code=model if model is not None and model.is_definition else None,
+    )
+    if not swapped.sources and all(one.verdict != "from_model" for one in swapped.compared):
+        raise Refused(
+            f"nothing to swap: no key of {weights.source} is a weight of {path}",
+            hint="compare the two: " + shell("ckpttool", "diff", program, weights.source),
+        )
+    swapped = replace(swapped, source=program, weights=weights.source, output=options.target(path) or "")
+    swapped = replace(swapped, unchanged=_same(deployed, swapped.program))
+    if options.in_place and not options.no_undo:
+        swapped = replace(swapped, undo=undo_of(path, size(path)))
+    if target is None:
+        return replace(swapped, cost=cost_of({path: FORMATS["pt2"].layout(swapped.program)}))
+    expected = fingerprints(swapped.program) if options.verify and options.in_place else swapped.program
+    writer.file(FORMATS["pt2"].layout(swapped.program), target, None if swapped.by_code else swapped.values_json)
+    if options.verify:
+        swapped = replace(swapped, verified=writer.prove(target, expected, _read(target, name, weights, options.out)))
+    return swapped
+
+
+def _same(before: Checkpoint, after: Checkpoint) -> bool:
+    """Whether the program has all the values that it had; reads up to the first that differs."""
+    pairs = (
+        (old, new)
+        for left, right in zip(before.sections, after.sections)
+        for old, new in zip(left.tensors, right.tensors)
+        if old is not new
+    )
+    return all(same_values(old, new) for old, new in pairs)
+
+
+def _read(path: str, name: str | None, weights: Checkpoint, out: str | None) -> Checkpoint:
+    """The program in the file. Raises `CkptError` where it holds none, and where that may be in `weights`."""
+    found = sniff(path)
+    if found == "pt2":
+        return read_program(path, name)
+    if found == "torchscript" and name is None:
+        return read_scripted(path)
+    if found == "torchscript":
+        raise CkptError(f"{path} holds one program without a name: {FORMATS[found].title}", hint=f"name {path} alone")
+    hint = "PROGRAM is a .pt2 or a TorchScript archive, and comes first"
+    if weights.format in ("pt2", "torchscript"):
+        command = shell("ckpttool", "swap-weights", weights.source, path, "-o", out or "OUT.pt2")
+        hint = f"the program comes first: {command}"
+    raise CkptError(f"{path} is no exported program: {FORMATS[found].title}", hint=hint)

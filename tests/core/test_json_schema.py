@@ -1,0 +1,213 @@
+"""JSON files that we read: every fault is found at once, each at its JSON path, and nothing half right passes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import ckpttool
+from ckpttool.core import schema
+from ckpttool.core.errors import CkptError
+from ckpttool.core.limits import Limits, limited
+from ckpttool.core.names import Names
+from ckpttool.core.plan import Plan
+from ckpttool.formats.strict_json import read_file
+from ckpttool.operands.model import ModelOperand, read_names
+from ckpttool.tracing.trace import trace
+from zoo import zoo_model
+
+NAMES = json.loads(json.dumps(trace(zoo_model("fused_qkv")).to_json()))
+PLAN = {
+    "schema": "ckpttool.core.plan/1",
+    "outputs": [
+        {"section": "", "key": "x", "from": {"op": "aten.cat.default", "args": [[{"ref": "a"}, {"ref": "b"}], 0]}},
+        {"section": "", "key": "y", "from": {"ref": "a"}},
+    ],
+    "dropped": [{"section": "", "key": "c", "reason": "not wanted"}],
+    "modules": [{"section": "", "old": "m", "new": "n"}],
+}
+READERS = {"names": (NAMES, lambda value: Names.from_json(value, "f.json")), "plan": (PLAN, Plan.from_json)}
+
+
+def changed(value: Any, path: str, new: Any) -> Any:
+    """A copy in which what stands at `path` is `new`."""
+    found = copy.deepcopy(value)
+    place = found
+    *steps, last = [int(step) if step.isdigit() else step for step in path.split(".")]
+    for step in steps:
+        place = place[step]
+    place[last] = new
+    return found
+
+
+def problems(name: str, value: Any) -> list[str]:
+    with pytest.raises(CkptError) as refused:
+        READERS[name][1](value)
+    assert refused.value.exit_status == 2
+    return [str(problem) for problem in refused.value.problems]
+
+
+FAULTS: dict[str, tuple[str, str, Any, str]] = {
+    "a negative size": ("names", "runtime.0.shape", [-1], "-1 is not an integer from 0 on @ $.runtime[0].shape[0]"),
+    "a size that is a bool": (
+        "names",
+        "runtime.0.shape",
+        [True],
+        "true is not an integer from 0 on @ $.runtime[0].shape[0]",
+    ),
+    "a shape that is text": ("names", "serialized.1.shape", "33", "'33' is not a list @ $.serialized[1].shape"),
+    "an unknown dtype": (
+        "names",
+        "runtime.1.dtype",
+        "float33",
+        "'float33' is not a dtype that ckpttool knows @ $.runtime[1].dtype",
+    ),
+    "a flag that is text": (
+        "names",
+        "runtime.0.persistent",
+        "no",
+        "'no' is not true or false @ $.runtime[0].persistent",
+    ),
+    "another kind": (
+        "names",
+        "runtime.0.kind",
+        "tensor",
+        "'tensor' is not 'parameter' or 'buffer' @ $.runtime[0].kind",
+    ),
+    "an alias of nothing": ("names", "runtime.0.alias_of", "x", "'x' is no name of this file @ $.runtime[0].alias_of"),
+    "a source of nothing": (
+        "names",
+        "serialized.0.from",
+        {"ref": "x"},
+        "'x' is no name of this file @ $.serialized[0].from",
+    ),
+    "a hook that is text": ("names", "serialized.0.hook", "h", "'h' is not an object @ $.serialized[0].hook"),
+    "a list that is text": ("names", "extra_state", "abc", "'abc' is not a list @ $.extra_state"),
+    "an id that is text": ("names", "optimizer.0.id", "0", "'0' is not an integer from 0 on @ $.optimizer[0].id"),
+    "a version that is a number": ("names", "torch", 2.6, "2.6 is not a string @ $.torch"),
+    "a key that is a number": ("plan", "outputs.1.key", 1, "1 is not a string @ $.outputs[1].key"),
+    "a literal as a tensor": ("plan", "outputs.0.from", 3, "not an expression @ $.outputs[0].from"),
+    "a part that is none": (
+        "plan",
+        "outputs.0.from.args.0.1",
+        {"rf": "b"},
+        "not an expression: {'rf': 'b'} @ $.outputs[0].from.args[0][1]",
+    ),
+    "a reason that is null": ("plan", "dropped.0.reason", None, "null is not a string @ $.dropped[0].reason"),
+    "modules that are null": ("plan", "modules", None, "null is not a list @ $.modules"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_said_at_its_json_path(name: str) -> None:
+    reader, path, new, said = FAULTS[name]
+    assert problems(reader, changed(READERS[reader][0], path, new)) == [said]
+
+
+def test_every_fault_is_said_at_once() -> None:
+    value = changed(changed(NAMES, "runtime.0.shape", [-1]), "torch", None)
+    del value["load"]
+    assert problems("names", value) == [
+        "null is not a string @ $.torch",
+        "-1 is not an integer from 0 on @ $.runtime[0].shape[0]",
+        "is missing @ $.load",
+    ]
+
+
+def test_a_name_that_stands_twice() -> None:
+    twice = {**NAMES, "serialized": [*NAMES["serialized"], NAMES["serialized"][0]]}
+    first, last = NAMES["serialized"][0]["key"], len(NAMES["serialized"])
+    assert problems("names", twice) == [f"'{first}' stands 2 times @ $.serialized[{place}].key" for place in (0, last)]
+
+
+def test_of_very_many_faults_the_first_are_said() -> None:
+    found = problems("plan", {**PLAN, "dropped": [7] * 100_000})
+    assert len(found) == 101
+    assert found[0] == "7 is not an object @ $.dropped[0]"
+    assert "more than 100" in found[-1]
+
+
+def test_a_repeated_member_is_no_json(tmp_path: Path) -> None:
+    text = json.dumps(PLAN).replace('"dropped":', '"outputs": [], "dropped":')
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(CkptError, match="'outputs' stands twice"):
+        read_file(str(tmp_path / "p.json"), "")
+
+
+def test_a_file_that_is_too_long_names_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(json.dumps(PLAN))
+    with limited(Limits(json_bytes=100)), pytest.raises(CkptError, match=r"--limit json_bytes=200 raises it"):
+        read_file(str(tmp_path / "p.json"), "")
+
+
+def places(value: Any, path: str = "") -> Iterator[str]:
+    """The path of every value in the file."""
+    for step, inner in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
+        yield f"{path}{step}"
+        yield from places(inner, f"{path}{step}.")
+
+
+JUNK = st.sampled_from([None, True, -1, 0, 1, 2**70, 1.5, "", "x", [], {}, [1], {"ref": "x"}, {"op": "aten.t.default"}])
+
+
+@pytest.mark.parametrize("reader", READERS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_junk_anywhere_is_read_as_what_it_is_or_refused_in_words(reader: str, data: st.DataObject) -> None:
+    value, read = READERS[reader]
+    path = data.draw(st.sampled_from(list(places(value))))
+    broken = changed(value, path, data.draw(JUNK))
+    refused = None
+    try:
+        found = read(broken)
+    except CkptError as error:
+        refused = error
+    if refused is None:
+        assert read(found.to_json()) == found
+    else:
+        assert all(problem.key.startswith("$") for problem in refused.problems)
+        assert refused.problems or "schema" in refused.message
+
+
+def test_names_of_a_model_come_back_from_their_file(tmp_path: Path) -> None:
+    names = ModelOperand(lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))).names()
+    (tmp_path / "n.json").write_text(json.dumps(names.to_json()))
+    assert ModelOperand(str(tmp_path / "n.json")).names().to_json() == names.to_json()
+
+
+def test_a_value_of_one_of_two_kinds() -> None:
+    kind = schema.nullable(schema.either(schema.TEXT, schema.TEXTS))
+    for value, fits in (("a", True), (["a"], True), (None, True), (5, False), ([5], False)):
+        assert kind.fits(value) is fits
+        assert (not [*kind.problems(value, "$")]) is fits
+
+
+def test_a_member_with_an_odd_name_has_its_path() -> None:
+    kind = schema.object_of({"plain": schema.TEXT, "not plain": schema.TEXT})
+    found = [problem.key for problem in kind.problems({"plain": 1, "not plain": 1}, "$")]
+    assert found == ["$.plain", "$['not plain']"]
+
+
+def test_a_group_of_an_optimizer_that_is_not_there(tmp_path: Path) -> None:
+    kwargs = {"in_features": 2, "out_features": 2}
+    told = ckpttool.trace("torch.nn:Linear", model_kwargs=kwargs, optimizer=torch.optim.SGD).to_json()
+    for group, problems in ((0, []), (1, ["$.optimizer[0].group"]), (7, ["$.optimizer[0].group"])):
+        told["optimizer"][0]["group"] = group
+        (tmp_path / "names.json").write_text(json.dumps(told))
+        if not problems:
+            read_names(str(tmp_path / "names.json"))
+            continue
+        with pytest.raises(CkptError) as raised:
+            read_names(str(tmp_path / "names.json"))
+        assert [problem.key for problem in raised.value.problems] == problems

@@ -1,0 +1,180 @@
+"""What an input may cost: it is read soon, in little memory, or refused by a limit that the error names."""
+
+from __future__ import annotations
+
+import os
+import pty
+import socket
+import time
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+
+from ckpttool.cli.app import main
+from ckpttool.core.errors import CkptError
+from ckpttool.core.limits import Limits, limited, limits, raised
+from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.io.files import opened
+from ckpttool.rules.parse import read as read_rules
+
+SOON = 2.0  # seconds
+NEEDS_HTTP = pytest.mark.skipif(not find_spec("aiohttp"), reason="aiohttp is not installed")
+
+
+def test_a_limit_is_raised_by_its_name() -> None:
+    assert raised(["json_bytes=4G", "pickle_marks=7"]) == Limits(json_bytes=4 << 30, pickle_marks=7)
+    with limited(Limits(rules_dots=3)):
+        assert limits().rules_dots == 3
+    assert limits() == Limits()
+
+
+@pytest.mark.parametrize("text", ["", "json_bytes", "json_bytes=", "json_bytes=-1", "json_bytes=x", "no_limit=3", "=3"])
+def test_what_is_no_limit_is_a_usage_error(text: str) -> None:
+    with pytest.raises(CkptError, match="not a limit") as refused:
+        raised([text])
+    assert "json_bytes" in refused.value.hint
+
+
+def test_the_command_line_raises_what_the_error_names(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    line = ["inspect", str(tmp_path / "w.pt")]
+    assert main([*line, "--limit", "pickle_opcodes=3"]) == 2
+    error = capfd.readouterr().err
+    assert "--limit pickle_opcodes=6 raises it" in error
+    assert main([*line, "--limit", "pickle_opcodes=6", "--limit", "pickle_opcodes=1M"]) == 0
+    assert main(line) == 0
+    assert limits() == Limits()
+
+
+@pytest.mark.parametrize("command", ["inspect", "diff", "remap"])
+def test_a_pipe_nobody_writes_to_is_not_waited_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], command: str
+) -> None:
+    os.mkfifo(tmp_path / "w.pt")
+    start = time.monotonic()
+    rest = {"inspect": [], "diff": [str(tmp_path / "w.pt")], "remap": ["-o", str(tmp_path / "o.pt")]}[command]
+    assert main([command, str(tmp_path / "w.pt"), *rest]) == 2
+    assert time.monotonic() - start < SOON
+    assert "it is a pipe, not a file" in capfd.readouterr().err
+
+
+def test_a_terminal_is_not_waited_for() -> None:
+    ours, theirs = pty.openpty()
+    with pytest.raises(CkptError, match="a terminal or another device"):
+        open_checkpoint(os.ttyname(theirs))
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_an_endless_device_is_not_read() -> None:
+    with pytest.raises(CkptError, match="another device"):
+        open_checkpoint("/dev/zero")
+
+
+def test_a_rules_file_may_come_through_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "rules"
+    os.mkfifo(pipe)
+    writer = Thread(target=lambda: pipe.write_text("[[rule]]\nrename = 'a => b'\n"))
+    reader = os.open(pipe, os.O_RDWR)  # so that the writer need not wait
+    writer.start()
+    writer.join()
+    with opened(str(pipe), pipes=True) as file:
+        os.close(reader)
+        assert file.read() == b"[[rule]]\nrename = 'a => b'\n"
+
+
+DOTTED = {
+    "a name": "a." * 50_000 + "a = 1",
+    "a header": "[" + "a." * 50_000 + "a]",
+    "in a table": "x = {" + "a." * 50_000 + "a = 1}",
+    "many": "\n".join("a." * 200 + f"b{i} = 1" for i in range(250)),
+    "quoted": '"a".' * 25_000 + "a = 1",
+}
+
+
+@pytest.mark.parametrize("name", DOTTED)
+def test_dotted_toml_costs_no_time(tmp_path: Path, name: str) -> None:
+    (tmp_path / "r.toml").write_text(DOTTED[name])
+    start = time.monotonic()
+    with pytest.raises(CkptError, match="--limit rules_dots=200"):
+        read_rules(str(tmp_path / "r.toml"))
+    assert time.monotonic() - start < SOON
+
+
+def test_the_dots_of_keys_are_not_counted(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text(f"[[rule]]\nrename = '{'a.' * 500}a => b'\n")
+    assert len(read_rules(str(tmp_path / "r.toml"))) == 1
+
+
+def test_a_rules_file_that_is_too_long(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_bytes(b"#" * ((1 << 20) + 1))
+    with pytest.raises(CkptError, match="--limit rules_bytes=2097152"):
+        read_rules(str(tmp_path / "r.toml"))
+
+
+@contextmanager
+def server(answer: bytes, forever: bytes, closes: bool = True) -> Iterator[str]:
+    """A web server that answers GET with these bytes, and then goes on with others as long as somebody listens."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    listening.settimeout(0.2)
+    stopped: list[bool] = []
+
+    def talk(connection: socket.socket) -> None:
+        with connection:
+            asked = connection.recv(65536)
+            head = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\nAccept-Ranges: bytes\r\n\r\n"
+            connection.sendall(head if asked.startswith(b"HEAD") else answer)
+            while not asked.startswith(b"HEAD") and not stopped:
+                if forever:
+                    connection.sendall(forever)
+                else:
+                    time.sleep(0.05)
+
+    def serve() -> None:
+        while not stopped:
+            try:
+                connection, _ = listening.accept()
+            except TimeoutError:
+                continue
+            try:
+                talk(connection)
+            except OSError:
+                continue
+
+    thread = Thread(target=serve)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/w.safetensors"
+    finally:
+        stopped.append(True)
+        thread.join()
+        listening.close()
+
+
+PARTIAL = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-131071/1000000\r\n\r\n"
+
+
+@NEEDS_HTTP
+@pytest.mark.parametrize("head", [PARTIAL, b"HTTP/1.1 200 OK\r\n\r\n"], ids=["of a part", "of the whole"])
+def test_an_answer_without_end_is_not_collected(head: bytes) -> None:
+    tracemalloc.start()
+    with server(head, b"\0" * 65536) as url, pytest.raises(CkptError, match="sends more than the 131,072 bytes"):
+        open_checkpoint(url)
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()
+
+
+@NEEDS_HTTP
+def test_a_server_that_falls_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpttool.io.remote.read._SLOWEST", 1e6)  # bytes a second, which come on top
+    start = time.monotonic()
+    quick = Limits(remote_seconds=1)
+    with limited(quick), server(PARTIAL, b"") as url, pytest.raises(CkptError, match="--limit remote_seconds=2"):
+        open_checkpoint(url)
+    assert time.monotonic() - start < 3 + SOON

@@ -1,0 +1,239 @@
+"""Plans as data: what makes one unfit, JSON there and back, and how `_metadata` follows renames."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, Span, Storage, TensorEntry
+from ckpttool.core.errors import CkptError
+from ckpttool.core.expression import BY_CODE, Expression, Op, Ref, refs
+from ckpttool.core.plan import SCHEMA, Dropped, ModelRun, ModuleRename, Output, Plan, compose, in_turn, module_renames
+from ckpttool.evaluate.apply import apply
+from ckpttool.evaluate.torch_eval import load
+from ckpttool.live.model import section_of
+
+
+def entry(key: str) -> TensorEntry:
+    return TensorEntry(key, "float32", (2,), (1,), 0, Storage(Span("no file", 0, 8)))
+
+
+def checkpoint(*keys: str, path: str = "") -> Checkpoint:
+    section = Section(path, "state_dict", tuple(entry(key) for key in keys), (ExtraEntry("extra"),))
+    return Checkpoint("no file", "torch_zip", 0, (section,))
+
+
+def renames(pairs: dict[str, str], dropped: tuple[str, ...] = ()) -> Plan:
+    outputs = tuple(Output("", new, Ref(old)) for old, new in pairs.items())
+    return Plan(outputs, tuple(Dropped("", key, "because") for key in dropped))
+
+
+def problems(plan: Plan, source: Checkpoint) -> list[str]:
+    return sorted(map(str, plan.check(source)))
+
+
+def test_a_plan_that_uses_or_drops_everything_fits() -> None:
+    assert problems(renames({"a": "x", "extra": "extra"}, ("b",)), checkpoint("a", "b")) == []
+
+
+def test_swapped_names_are_no_collision() -> None:
+    assert problems(renames({"a": "b", "b": "a", "extra": "extra"}), checkpoint("a", "b")) == []
+
+
+def test_one_tensor_may_be_written_twice() -> None:
+    plan = Plan((Output("", "x", Ref("a")), Output("", "y", Ref("a"))), (Dropped("", "extra", ""),))
+    assert problems(plan, checkpoint("a")) == []
+
+
+def test_every_problem_is_named_at_once() -> None:
+    plan = renames({"a": "x", "b": "x", "nowhere": "y"}, ("gone",))
+    opaque = Plan((*plan.outputs, Output("", "z", Op("opaque", (Ref("a"),)))), plan.dropped)
+    assert problems(opaque, checkpoint("a", "b", "c")) == [
+        "2 sources would be written to one key (a, b) @ x",
+        "computed by code that is no tensor operator @ z",
+        "neither used nor dropped @ c",
+        "neither used nor dropped @ extra",
+        "the plan drops a key that the checkpoint has not @ gone",
+        "the plan reads a key that the checkpoint has not @ nowhere",
+    ]
+
+
+def test_a_plan_for_another_section() -> None:
+    plan = Plan((Output("model", "x", Ref("a")),))
+    assert problems(plan, checkpoint("a")) == ["the plan rewrites a section that the checkpoint has not @ model"]
+
+
+def test_sections_that_the_plan_does_not_name_are_left_alone() -> None:
+    assert problems(Plan(), checkpoint("a")) == []
+
+
+PLAN = Plan(
+    (Output("m", "x", Op("aten.cat.default", ((Ref("a"), Ref("b")), 0))), Output("m", "y", Ref("a"))),
+    (Dropped("m", "c", "not wanted"),),
+    (ModuleRename("m", "old", "new"),),
+)
+
+
+def test_json_there_and_back() -> None:
+    assert Plan.from_json(json.loads(json.dumps(PLAN.to_json()))) == PLAN
+
+
+def test_what_a_plan_has_nothing_of_is_not_written() -> None:
+    assert Plan().to_json() == {"schema": SCHEMA, "outputs": [], "dropped": []}
+    assert PLAN.to_json().keys() == {"schema", "outputs", "dropped", "modules"}
+    assert Plan.from_json(Plan().to_json()) == Plan()
+
+
+def test_which_keys_a_run_of_code_computes() -> None:
+    """By its section and its way; what is only renamed is none."""
+    calls = {way: Op(way, ("w",)) for way in BY_CODE}
+    outputs = [Output(path, f"{path}.{way}", call) for path in "ab" for way, call in calls.items()]
+    mixed = Output("a", "mixed", Op("aten.cat.default", (tuple(calls.values()),)))
+    runs = {(path, way): ModelRun(path, way, "m.py:M", {}, {}) for path in "ab" for way in BY_CODE}
+    plan = Plan((Output("a", "plain", Ref("w")), *outputs, mixed), runs=tuple(runs.values()))
+    found = {(run.section, run.way): keys for run, keys in plan.by_code}
+    assert found == {(path, way): [f"{path}.{way}", *["mixed"] * (path == "a")] for path, way in runs}
+    for place, run in runs.items():
+        rest = replace(plan, runs=tuple(other for other in plan.runs if other is not run))
+        missing = [p.key for p in rest.check(checkpoint(path="a")) if "which model's code" in p.problem]
+        assert missing == found[place]
+
+
+# Two plans as one
+
+
+def drawn(chance: random.Random, keys: Sequence[str]) -> Plan:
+    """Each key under another name, joined with others, under two names, or dropped."""
+    outputs, dropped, at = [], [], 0
+    left = chance.sample(keys, len(keys))
+    while left:
+        parts = [left.pop() for _ in range(min(len(left), chance.choice([1, 1, 1, 2])))]
+        if chance.random() < 0.25:
+            dropped += [Dropped("", key, f"{key} is not wanted") for key in parts]
+        else:
+            made: Expression = Op("aten.cat.default", (tuple(map(Ref, parts)),)) if len(parts) > 1 else Ref(parts[0])
+            for _ in range(chance.choice([1, 1, 2])):
+                outputs.append(Output("", f"k{at}", made))
+                at += 1
+    return Plan(tuple(outputs), tuple(dropped))
+
+
+def test_one_plan_does_what_two_do_one_after_the_other() -> None:
+    for seed in range(200):
+        chance = random.Random(seed)
+        source = section_of({key: torch.arange(2) + 2 * at for at, key in enumerate("abcdef")})
+        whole = Checkpoint("no file", "torch_zip", 0, (source,))
+        first = drawn(chance, list("abcdef"))
+        between = apply(first, whole)
+        second = drawn(chance, between.section("").keys) if first.outputs else Plan()
+        both = compose(first, second)
+        assert both.check(whole) == [], seed
+        wanted, found = apply(second, between) if second.sections else between, apply(both, whole)
+        assert values(found) == values(wanted), seed
+        gone = {drop.key: drop.reason for drop in both.dropped}
+        used = {key for output in both.outputs for key in refs(output.source)}
+        assert used.isdisjoint(gone)
+        assert {drop.key: drop.reason for drop in first.dropped}.items() <= gone.items()
+
+
+def values(found: Checkpoint) -> dict[str, list[int]]:
+    return {entry.key: load(entry).tolist() for entry in found.section("").tensors}
+
+
+def test_values_of_nothing_are_named_where_they_collide() -> None:
+    made = (Output("", "x", Op("aten.zeros.default", ((2,),))), Output("", "x", Ref("a")))
+    assert problems(Plan(made, (Dropped("", "extra", "because"),)), checkpoint("a")) == [
+        "2 sources would be written to one key (a constant, a) @ x"
+    ]
+
+
+def test_a_module_that_is_renamed_back_is_not() -> None:
+    there, back, other = ModuleRename("", "a", "b"), ModuleRename("", "b", "a"), ModuleRename("", "a", "c")
+    assert in_turn([there], [back]) == (back,)
+    assert in_turn([there], [other]) == (there,)
+    assert in_turn([], [other]) == (other,)
+
+
+def test_modules_are_renamed_in_turn() -> None:
+    first = [ModuleRename("m", "a", "b"), ModuleRename("m", "c", "d"), ModuleRename("n", "a", "x")]
+    second = [ModuleRename("m", "b", "z"), ModuleRename("m", "d", "c"), ModuleRename("m", "e", "f")]
+    assert in_turn(first, second) == (
+        ModuleRename("m", "a", "z"), ModuleRename("n", "a", "x"), ModuleRename("m", "b", "z"),
+        ModuleRename("m", "d", "c"), ModuleRename("m", "e", "f"),
+    )  # fmt: skip
+
+
+def broken(**fields: Any) -> dict[str, Any]:
+    return {**PLAN.to_json(), **fields}
+
+
+HOSTILE: dict[str, Any] = {
+    "a list": [],
+    "another schema": {"schema": "ckpttool.core.plan/2"},
+    "no outputs": {"schema": SCHEMA, "dropped": []},
+    "outputs that are text": broken(outputs="abc"),
+    "outputs that are null": broken(outputs=None),
+    "an output that is a number": broken(outputs=[1]),
+    "a key that is a number": broken(outputs=[{"section": "", "key": 1, "from": {"ref": "a"}}]),
+    "a literal as a tensor": broken(outputs=[{"section": "", "key": "x", "from": 1}]),
+    "a float that is none": broken(outputs=[{"section": "", "key": "x", "from": {"float": "x"}}]),
+    "an unknown expression": broken(outputs=[{"section": "", "key": "x", "from": {"eval": "1"}}]),
+    "a drop without a reason": broken(dropped=[{"section": "", "key": "x"}]),
+    "modules that are a number": broken(modules=3),
+    "modules that are null": broken(modules=None),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_plans_are_refused_in_words(name: str) -> None:
+    with pytest.raises(CkptError):
+        Plan.from_json(HOSTILE[name], "plan.json")
+
+
+def moved(model: nn.Module, renamed: dict[str, str]) -> dict[str, str]:
+    """The module paths of the model's `_metadata` that move, by `module_renames`."""
+    state: Any = model.state_dict()
+    keys = {key: renamed.get(key, key) for key in state}
+    return {m.old: m.new for m in module_renames("", state._metadata, keys)}
+
+
+def test_modules_follow_a_prefix() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.BatchNorm1d(1)))
+    renamed = {key: f"module.{key}" for key in model.state_dict()}
+    assert moved(model, renamed) == {"": "module", "0": "module.0", "1": "module.1", "1.0": "module.1.0"}
+
+
+def test_modules_follow_their_own_tensors_only() -> None:
+    model = nn.ModuleDict({"a": nn.BatchNorm1d(1), "b": nn.BatchNorm1d(1)})
+    assert moved(model, {key: key.replace("a.", "x.y.") for key in model.state_dict()}) == {"a": "x.y"}
+
+
+def test_a_module_without_tensors_follows_its_parent() -> None:
+    model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(1, 1), nn.ReLU())})
+    assert moved(model, {key: key.replace("a.", "b.") for key in model.state_dict()}) == {
+        "a": "b", "a.0": "b.0", "a.1": "b.1"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["a", "b"])
+def test_modules_move_in_their_own_section_alone(path: str) -> None:
+    sections = tuple(
+        Section(name, "state_dict", (entry("old.w"),), modules={"": {}, "old": {"version": 1}}) for name in ("a", "b")
+    )
+    outputs = tuple(Output(name, "new.w", Ref("old.w")) for name in ("a", "b"))
+    done = apply(
+        Plan(outputs, (), (ModuleRename(path, "old", "new"),)), Checkpoint("no file", "torch_zip", 0, sections)
+    )
+    moved = [section.path for section in done.sections if "new" in (section.modules or {})]
+    assert moved == [path]
+
+
+def test_nothing_moves_where_nothing_is_renamed() -> None:
+    assert moved(nn.Sequential(nn.Linear(1, 1)), {}) == {}

@@ -1,0 +1,106 @@
+"""Parameters that one side computes from others; the oracle is what the loaded model computes."""
+
+from __future__ import annotations
+
+import shlex
+import warnings
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+from ckpttool.diffing.result import Entry, only_left, only_right
+from ckpttool.diffing.sections import COMPUTED, explain_computed, parts
+from command import Run
+
+torch.set_num_threads(1)
+X = torch.rand(3, 4)
+
+
+def plain() -> nn.Module:
+    """What the others compute."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)).eval()
+
+
+def _on_both(change: Callable[[nn.Module], object]) -> nn.Module:
+    model = plain()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's old forms, which old files are in
+        change(model.get_submodule("0"))
+        change(model.get_submodule("2"))
+    return model
+
+
+def weight_norm() -> nn.Module:
+    """The old form, of suffixes."""
+    return _on_both(nn.utils.weight_norm)
+
+
+def parametrized_weight_norm() -> nn.Module:
+    """The new form."""
+    return _on_both(parametrizations.weight_norm)
+
+
+def spectral_norm() -> nn.Module:
+    """The old form, of suffixes."""
+    return _on_both(nn.utils.spectral_norm)
+
+
+def parametrized_spectral_norm() -> nn.Module:
+    """The new form."""
+    return _on_both(parametrizations.spectral_norm)
+
+
+def pruned() -> nn.Module:
+    """Half of each weight is masked."""
+    return _on_both(lambda layer: prune.l1_unstructured(layer, "weight", 0.5))
+
+
+MODELS = {
+    made.__name__: made
+    for made in (plain, weight_norm, parametrized_weight_norm, spectral_norm, parametrized_spectral_norm, pruned)
+}
+
+
+def test_what_a_name_is_on_the_other_side_is_not_said_of_it() -> None:
+    """`w` on the left is the right's `x`: the right's `w` is another tensor, and the one that is computed."""
+    renamed = Entry("renamed", ("w",), ("x",), "a wrapper")
+    found = explain_computed([renamed, only_left("w_g"), only_left("w_v"), only_right("w"), only_right("other")])
+    assert [COMPUTED in entry.reason for entry in found] == [False, True, True, True, False]
+
+
+def test_the_names_are_those_of_torch() -> None:
+    for name, made in MODELS.items():
+        state = made().state_dict()
+        of = {parameter for parameter, _ in parts(state).values()}
+        assert of == (set() if name == "plain" else {"0.weight", "2.weight"})
+        assert set(state) - set(parts(state)) <= set(plain().state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils:FutureWarning")
+@pytest.mark.parametrize(("saved", "wanted"), [two for two in product(MODELS, MODELS) if two[0] != two[1]])
+def test_a_printed_command_makes_the_same_model(saved: str, wanted: str, tmp_path: Path, run: Run) -> None:
+    """Or none is printed, and the reason is."""
+    source, target = MODELS[saved](), MODELS[wanted]()
+    torch.save(source.state_dict(), tmp_path / "saved.pt")
+    torch.save(target.state_dict(), tmp_path / "wanted.pt")
+    answer = run("diff", tmp_path / "saved.pt", tmp_path / "wanted.pt", "--format", "json")
+    assert answer.status == 1
+    if "plain" in (saved, wanted):
+        assert not answer.data["fix"]
+        assert all(COMPUTED in entry["reason"] for entry in answer.data["entries"] if entry["status"] != "same")
+    for command in answer.data["fix"]:
+        words = shlex.split(command)
+        assert run(*words[1:]).status == 0
+        out = torch.load(words[words.index("-o") + 1])
+        try:
+            target.load_state_dict(out)
+        except RuntimeError:
+            assert any("mends a part" in note for note in answer.data["notes"]), command
+            continue
+        assert torch.allclose(target.eval()(X), source.eval()(X)), command

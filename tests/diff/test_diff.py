@@ -1,0 +1,411 @@
+"""Diffs: every key of each side stands in one entry, and status 0 means what strict loading means."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ckpttool
+import hook_zoo
+from ckpttool.cli.app import main
+from ckpttool.core.checkpoint import ExtraEntry, Section, Span, Storage, TensorEntry, contiguous_stride
+from ckpttool.core.errors import CkptError
+from ckpttool.diffing.model import names_alone
+from ckpttool.diffing.names import compare_load, compare_names, compare_through
+from ckpttool.diffing.result import STATUSES, Entry
+from ckpttool.diffing.sections import compare
+from ckpttool.operands.checkpoint import model_section, open_operand
+from ckpttool.operands.model import ModelOperand
+from command import Run
+from hook_zoo import ZOO
+from zoo import FLAT, randomized, runtime_values, state_of, traced, zoo_model
+
+torch.set_num_threads(1)
+MODELS = Path(hook_zoo.__file__)
+UNVERSIONED = [name for name in FLAT if traced(name).versions is None]  # whatever a file without versions holds
+
+
+def tensor(key: str, shape: tuple[int, ...] = (2,), dtype: str = "float32", storage: Storage | None = None) -> Any:
+    storage = storage or Storage(Span("no file", 0, 64))
+    return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, storage)
+
+
+def assert_each_key_once(entries: Iterable[Entry], left: Iterable[str], right: Iterable[str]) -> None:
+    entries = list(entries)
+    assert Counter(key for entry in entries for key in entry.left) == Counter(list(left))
+    assert Counter(key for entry in entries for key in entry.right) == Counter(list(right))
+    assert {entry.status for entry in entries} <= set(STATUSES)
+
+
+SEGMENTS = ["a", "b", "0", "layer", "module", "_orig_mod", "a@1", "weight"]
+KEYS = st.lists(st.sampled_from(SEGMENTS), min_size=1, max_size=4).map(".".join)
+
+
+@st.composite
+def sections(draw: st.DrawFn) -> Section:
+    keys = draw(st.lists(KEYS, unique=True, max_size=8))
+    shared = Storage(Span("no file", 0, 64))
+    kinds = draw(st.lists(st.sampled_from(["own", "shared", "shape", "dtype", "extra"]), min_size=8, max_size=8))
+    made = {
+        "own": tensor, "shared": lambda key: tensor(key, storage=shared), "shape": lambda key: tensor(key, (1, 2)),
+        "dtype": lambda key: tensor(key, dtype="int64"), "extra": ExtraEntry,
+    }  # fmt: skip
+    entries = [made[kind](key) for key, kind in zip(keys, kinds)]
+    tensors = tuple(entry for entry in entries if isinstance(entry, TensorEntry))
+    return Section("", "state_dict", tensors, tuple(entry for entry in entries if isinstance(entry, ExtraEntry)))
+
+
+NO_BYTES = settings(max_examples=150, deadline=None)
+
+
+@NO_BYTES
+@given(sections(), sections())
+def test_each_key_of_two_checkpoints_stands_in_one_entry(left: Section, right: Section) -> None:
+    entries = compare(left, right, lambda a, b: None)
+    assert_each_key_once(entries, left.by_key(), right.by_key())
+
+
+def test_two_keys_that_would_be_one_are_no_pair() -> None:
+    left = Section("", "state_dict", (tensor("module.a"), tensor("_orig_mod.a")))
+    right = Section("", "state_dict", (tensor("a"),))
+    for one, other in ((left, right), (right, left)):
+        entries = compare(one, other)
+        assert_each_key_once(entries, one.by_key(), other.by_key())
+        assert {entry.status for entry in entries} == {"missing", "unexpected"}
+
+
+@NO_BYTES
+@given(sections())
+def test_a_checkpoint_is_the_same_as_itself(section: Section) -> None:
+    assert {entry.status for entry in compare(section, section)} <= {"same", "extra_state"}
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_each_name_of_a_model_stands_in_one_entry(name: str) -> None:
+    names = traced(name)
+    left = {**dict.fromkeys(s.key for s in names.serialized), **dict.fromkeys(names.extra_state)}
+    assert_each_key_once(compare_names(names), left, [t.fqn for t in names.runtime])
+
+
+@pytest.mark.parametrize(
+    ("name", "same"), [("plain", True), ("buffers", True), ("drops_a_key", False), ("strip_layer", False)]
+)
+def test_a_model_alone_is_the_same_where_all_that_is_to_be_saved_is_saved_as_it_is(name: str, same: bool) -> None:
+    """A buffer that is not to be saved is no loss, a parameter that a hook leaves out is one."""
+    assert bool(traced(name).not_serialized) is (name in ("buffers", "drops_a_key"))
+    assert names_alone(ModelOperand(traced(name))).identical is same
+
+
+def forms(name: str, folder: Path) -> list[Section]:
+    """A checkpoint of the model as it is saved, of its runtime tensors, and wrapped."""
+    state = state_of(name)
+    runtime = {k: v for k, v in runtime_values(randomized(zoo_model(name).build(True), 2)).items() if v.numel()}
+    for word, content in (
+        ("saved", state),
+        ("runtime", runtime),
+        ("ddp", {f"module.{k}": v for k, v in state.items()}),
+    ):
+        torch.save(content, folder / f"{word}.pt")
+    return [model_section(open_operand(str(folder / f"{word}.pt"))) for word in ("saved", "runtime", "ddp")]
+
+
+@pytest.mark.parametrize("name", UNVERSIONED)
+def test_each_key_of_a_models_checkpoints_stands_in_one_entry(tmp_path: Path, name: str) -> None:
+    names, found = traced(name), forms(name, tmp_path)
+    keys = {**dict.fromkeys(s.key for s in names.serialized), **dict.fromkeys(names.extra_state)}
+    for left in found:
+        assert_each_key_once(compare_load(names, left, None), left.by_key(), keys)
+        for right in found:
+            assert_each_key_once(compare_through(names, left, right), left.by_key(), right.by_key())
+
+
+@pytest.mark.parametrize("name", [n for n in UNVERSIONED if traced(n).roundtrips])
+def test_forms_of_one_checkpoint_do_not_lack_anything(tmp_path: Path, name: str) -> None:
+    saved, _, wrapped = forms(name, tmp_path)
+    statuses = {entry.status for entry in compare_through(traced(name), saved, wrapped)}
+    assert statuses <= {"same", "renamed", "transformed", "alias", "extra_state"}
+
+
+STATUS_OF: dict[str, tuple[Any, Any, str]] = {
+    "the same": (tensor("a"), tensor("a"), "same"),
+    "a shape": (tensor("a"), tensor("a", (3,)), "shape"),
+    "a dtype": (tensor("a"), tensor("a", dtype="bfloat16"), "dtype"),
+    "a shape and a dtype": (tensor("a"), tensor("a", (3,), "bfloat16"), "shape"),
+    "a wrapper": (tensor("module.a"), tensor("a"), "renamed"),
+    "a wrapper on the other side": (tensor("a"), tensor("_orig_mod.a"), "renamed"),
+    "a wrapper and a shape": (tensor("module.a"), tensor("a", (3,)), "shape"),
+    "not a tensor": (ExtraEntry("a"), tensor("a"), "shape"),
+}
+
+
+@pytest.mark.parametrize("case", STATUS_OF)
+def test_statuses(case: str) -> None:
+    left, right, status = STATUS_OF[case]
+    first, second = (
+        Section("", "state_dict", (one,)) if isinstance(one, TensorEntry) else Section("", "state_dict", (), (one,))
+        for one in (left, right)
+    )
+    (entry,) = compare(first, second)
+    assert entry.status == status
+
+
+# diff --model M CKPT: status 0 if and only if torch loads it strictly and converts nothing
+
+DAMAGES: dict[str, Callable[[dict[str, Any], str], object]] = {
+    "none": lambda state, key: None,
+    "dropped": lambda state, key: state.pop(key),
+    "extra": lambda state, key: state.update({f"{key}.more": torch.zeros(1)}),
+    "renamed": lambda state, key: state.update({f"module.{key}": state.pop(key)}),
+    "reshaped": lambda state, key: state.update({key: torch.zeros(7, 1)}),
+    "cast": lambda state, key: state.update({key: state[key].to(torch.complex128)}),
+    "no metadata": lambda state, key: vars(state).pop("_metadata", None) if hasattr(state, "_metadata") else None,
+    "a second copy": lambda state, key: state.update({key: state[key].clone()}),
+    "no tensor": lambda state, key: state.update({key: 3}),
+}
+
+
+def loads(name: str, state: dict[str, torch.Tensor]) -> bool:
+    """Whether torch loads it strictly, with every tensor it copies of the same dtype."""
+    model = zoo_model(name).build(True)
+    converted: list[bool] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default and isinstance(args[1], torch.Tensor):  # it takes a number too
+                converted.append(args[0].dtype != args[1].dtype)
+            return func(*args, **(kwargs or {}))
+
+    try:
+        with Watch():
+            model.load_state_dict(deepcopy(state), strict=True)
+    except Exception:
+        return False
+    return not any(converted)
+
+
+def test_what_there_is_nothing_to_compare_with_is_no_answer(tmp_path: Path, run: Run) -> None:
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    model, made = f"{__file__}:linear", ("--optimizer", f"{__file__}:sgd")
+    for name, value in {
+        "w.pt": layer.state_dict(),
+        "o.pt": optimizer.state_dict(),
+        "two.pt": {"model": layer.state_dict(), "a": optimizer.state_dict(), "b": optimizer.state_dict()},
+    }.items():
+        torch.save(value, tmp_path / name)
+    w, o, two, m = (str(tmp_path / name) for name in ("w.pt", "o.pt", "two.pt", "m.json"))
+    assert run("inspect", w, "--manifest", m).status == 0
+    for words, said in (
+        ((w, o), "holds no state dict"),
+        ((o, w), "holds no state dict"),
+        (("--model", model, "--whole"), "--whole compares two checkpoints"),
+        (("--model", model, w, "--whole"), "--whole compares two checkpoints"),
+        ((w, m, "--whole"), "--whole compares two checkpoints"),
+        ((w, m, "--model", model), "without a model"),
+        (("--model", model, "--values"), "nothing to compare"),
+        (("--model", model, w, "--values"), "nothing to compare"),
+        (("--model", model, *made, w), "holds no optimizer"),
+        (("--model", model, *made, two), "holds several optimizers: a, b"),
+    ):
+        done = run("diff", *words)
+        assert (done.status, said in done.err) == (2, True), words
+    assert f"pick one: {two}::a" in run("diff", "--model", model, *made, two).err
+    assert run("diff", "--model", model, *made, f"{two}::a").status == 0
+    with pytest.raises(CkptError, match="nothing to compare"):
+        ckpttool.diff(None, w, model=model)
+    torch.save({key: value + 0.5 for key, value in layer.state_dict().items()}, tmp_path / "near.pt")
+    for tolerance, status in (None, 0), ("--atol=0.6", 0), ("--atol=0.4", 1), ("--rtol=1e-9", 1):
+        assert run("diff", w, tmp_path / "near.pt", *filter(None, [tolerance])).status == status
+
+
+def linear() -> torch.nn.Module:
+    return torch.nn.Linear(2, 2)
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("other", ["float16", "float8_e5m2", "int64", "complex64", "bool"])
+def test_where_dtypes_are_ignored_values_count_as_torch_converts_them(other: str, tmp_path: Path, run: Run) -> None:
+    w = torch.tensor([0.0, 1.25, -3.0, 1e4])
+    torch.save({"w": w, "v": w}, tmp_path / "left.pt")
+    made = w.to(getattr(torch, other))
+    for name, value in ("same", made), ("another", torch.cat([made[:3], made[:1]])):
+        torch.save({"w": value, "v": w}, tmp_path / f"{name}.pt")
+        pair = ("diff", tmp_path / "left.pt", tmp_path / f"{name}.pt")
+        assert [run(*pair).status, run(*pair, "--ignore-dtype").status, run(*pair, "--values").status] == [1, 0, 1]
+        done = run(*pair, "--ignore-dtype", "--values", "--format", "json")
+        assert done.status == (name == "another")
+        found = {(entry["status"], *entry["left"]) for entry in done.data["entries"] if entry["left"] == ["w"]}
+        assert found == {("dtype" if name == "same" else "value", "w")}
+
+
+def test_what_is_no_tensor_is_not_counted_as_one(tmp_path: Path, run: Run) -> None:
+    one, zero = torch.ones(2), torch.zeros(2)
+    same = {f"k.{name}": one for name in "xyz"}
+    left = {**same, "k.w": one, "k.a": one, "k.b": (one, 1), "k.d": (one, 1)}
+    right = {**same, "k.w": zero, "k.a": (one, 1), "k.b": (zero, 1), "k.d": (one, 2)}
+    for name, state in ("a.pt", left), ("b.pt", right):
+        torch.save(state, tmp_path / name)
+    done = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--values", "--format", "json")
+    counted = [note for note in done.data["notes"] if "which no rename mends" in note]
+    assert [note.partition(" with")[0] for note in counted] == ["1 tensor", "3 objects"]
+
+
+def test_values_of_other_dtypes_that_nothing_converts_are_not_taken_for_the_same(tmp_path: Path, run: Run) -> None:
+    """Of tensors outside of state dicts neither; those are compared as dense ones of the model are."""
+    for name, w in ("a.pt", torch.ones(2)), ("b.pt", 2 * torch.ones(2).half()):
+        model = {"w": w.to_sparse(), "v": torch.ones(1), "x._extra_state": {"scale": w}}
+        torch.save({"model": model, "best": w, "last": w / w}, tmp_path / name)
+    pair = ("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--ignore-dtype")
+    assert run(*pair).status == 0
+    done = run(*pair, "--values", "--format", "json")
+    assert done.status == 1
+    assert {entry["left"][0] for entry in done.data["entries"] if entry["status"] == "value"} == {
+        *("w", "x._extra_state", "best")
+    }
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_status_0_means_that_torch_loads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], data: Any) -> None:
+    name = data.draw(st.sampled_from(sorted(set(FLAT) - {"sparse_buffer"})))
+    state = deepcopy(state_of(name))
+    for _ in range(data.draw(st.integers(0, 2))):
+        tensors = [key for key, value in state.items() if isinstance(value, torch.Tensor)]
+        if tensors:
+            DAMAGES[data.draw(st.sampled_from(sorted(DAMAGES)))](state, data.draw(st.sampled_from(tensors)))
+    tensors = [key for key, value in state.items() if isinstance(value, torch.Tensor)]
+    torch.save(state, tmp_path / "model.pt")
+    if not tensors and not hasattr(state, "_metadata"):
+        return  # nothing by which it could be told from any other dict
+    status = main(["diff", "--model", f"{MODELS}:{name}", str(tmp_path / "model.pt"), "--format", "json"])
+    out, err = capsys.readouterr()
+    assert status == (0 if loads(name, state) else 1), err
+    assert json.loads(out)["identical"] == (status == 0)
+
+
+# The command
+
+
+@pytest.fixture
+def answer(run: Run) -> Callable[..., tuple[int, dict[str, Any]]]:
+    """Runs one command; gives its exit status, and the JSON object that it prints."""
+
+    def answer(*args: object) -> tuple[int, dict[str, Any]]:
+        done = run(*args, "--format", "json")
+        return done.status, done.data
+
+    return answer
+
+
+def test_values(tmp_path: Path, answer: Callable[..., tuple[int, dict[str, Any]]]) -> None:
+    base = {"a": torch.ones(3), "b": torch.arange(6.0).reshape(2, 3).t()}
+    torch.save(base, tmp_path / "l.pt")
+    torch.save({"a": base["a"] + 1e-3, "b": base["b"].contiguous()}, tmp_path / "r.pt")
+    assert answer("diff", tmp_path / "l.pt", tmp_path / "r.pt")[0] == 0
+    status, diff = answer("diff", tmp_path / "l.pt", tmp_path / "r.pt", "--values")
+    assert (status, diff["summary"]) == (1, {"same": 1, "value": 1})
+    assert "3 of 3 elements differ" in next(e for e in diff["entries"] if e["status"] == "value")["detail"]
+    assert answer("diff", tmp_path / "l.pt", tmp_path / "r.pt", "--values", "--atol", 0.01)[0] == 0
+
+
+def test_names_of_100_000_keys_are_compared_without_quadratic_work(tmp_path: Path) -> None:
+    """Counted in calls, not in time: the profiler's calls grow with the keys and no faster."""
+    code = """
+import cProfile, pstats, sys
+from ckpttool.core.checkpoint import Section, Span, Storage, TensorEntry
+from ckpttool.diffing.sections import compare
+def side(prefix, n):
+    return Section("", "state_dict", tuple(
+        TensorEntry(f"{prefix}{i}.w", "float32", (1,), (1,), 0, Storage(Span("f", 4 * i, 4))) for i in range(n)))
+for n in (2000, 8000):
+    for prefix in ("a.", "module.a.", "b."):
+        left, right = side(prefix, n), side("a.", n)
+        profile = cProfile.Profile()
+        profile.runcall(compare, left, right)
+        print(n, prefix, pstats.Stats(profile).total_calls)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ})
+    calls = [int(line.split()[2]) for line in ran.stdout.splitlines()]
+    assert all(large < 5 * small for small, large in zip(calls[:3], calls[3:]))
+
+
+def test_how_far_values_are_apart_is_in_json_too(tmp_path: Path, run: Run) -> None:
+    left = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    right = left + torch.tensor([0.0, 0.25, 0.375, 3.0, -2.0, float("nan")])
+    for name, values in (("left", left), ("right", right)):
+        torch.save({"w": values, "same": torch.ones(2)}, tmp_path / f"{name}.pt")
+    entries = run("diff", tmp_path / "left.pt", tmp_path / "right.pt", "--values", "--format", "json").data["entries"]
+    spread = {entry["left"][0]: entry.get("spread") for entry in entries}
+    wanted = Counter(math.frexp(d)[1] - 1 for d in (left - right).abs().tolist() if d and not math.isnan(d))
+    assert spread["same"] is None
+    numbers = {own["exponent"]: own["elements"] for own in spread["w"] if own["exponent"] < 1023}
+    assert numbers == dict(wanted) == {-2: 2, 1: 2}
+    assert [own["elements"] for own in spread["w"] if own["exponent"] >= 1023] == [1]
+
+
+class SavesHalf(torch.nn.Module):
+    """Its file has one weight in half the precision that loading gives back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+        self.register_state_dict_post_hook(lambda _, state, prefix, __: state.update({f"{prefix}a": self.a.half()}))
+
+
+@pytest.mark.parametrize("lost", [(), ("b",)])
+@pytest.mark.parametrize("more", [(), ("--fail-on", "unexpected")])
+def test_what_loading_converts_is_said_where_no_key_shows_it(
+    run: Run, tmp_path: Path, lost: tuple[str, ...], more: tuple[str, ...]
+) -> None:
+    torch.save({k: v for k, v in SavesHalf().state_dict().items() if k not in lost}, tmp_path / "a.pt")
+    words = ("diff", "--model", f"{__file__}:SavesHalf", tmp_path / "a.pt", *more)
+    found = run(*words, "--format", "json")
+    note = "loading converts 1 tensor (--ignore-dtype allows it): a (float16 to float32)"
+    assert (found.status, note in found.data["notes"]) == (1, True)
+    assert [one["status"] for one in found.data["entries"] if one["status"] != "same"] == ["missing"] * len(lost)
+    assert lost or "loads, and converts" in run(*words).out
+    allowed = run(*words, "--ignore-dtype", "--format", "json")
+    assert (allowed.status, allowed.data["notes"]) == (int(bool(lost) and not more), found.data["notes"][1:])
+
+
+class Fused(torch.nn.Module):
+    """Saves its two weights as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(2))
+        self.register_state_dict_post_hook(lambda _, state, p, __: state.update({p + "qk": _joined(state, p)}))
+        self.register_load_state_dict_pre_hook(lambda _, state, p, *__: state.update(_split(state, p)))
+
+
+def _joined(state: Any, prefix: str) -> torch.Tensor:
+    return torch.cat([state.pop(prefix + name) for name in "qk"])
+
+
+def _split(state: Any, prefix: str) -> dict[str, torch.Tensor]:
+    return {prefix + name: part for name, part in zip("qk", state.pop(prefix + "qk").chunk(2))}
+
+
+def test_what_loading_converts_is_said_once_where_a_key_shows_it(run: Run, tmp_path: Path) -> None:
+    torch.save({"qk": Fused().state_dict()["qk"].half()}, tmp_path / "a.pt")
+    words = ("diff", "--model", f"{__file__}:Fused", tmp_path / "a.pt", "--format", "json")
+    found = run(*words)
+    assert (found.status, [one["status"] for one in found.data["entries"]]) == (1, ["dtype"])
+    assert not any(note.startswith("loading converts") for note in found.data["notes"])
+    assert run(*words, "--fail-on", "unexpected").status == 0

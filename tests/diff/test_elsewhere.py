@@ -1,0 +1,167 @@
+"""Values that are there under another name or in another order; tensors that only their names tell apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import real_models
+from ckpttool.cli.app import main
+from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
+from ckpttool.diffing.sections import Rotary, compare, explain_moved, rotary
+from ckpttool.evaluate.numpy_eval import Difference
+from ckpttool.live.model import section_of
+from ckpttool.naming.pairing.evidence import exchangeable
+from ckpttool.naming.pairing.values import Tensor
+from places import SUPPORT
+
+torch.set_num_threads(1)
+State = dict[str, torch.Tensor]
+
+
+def reasons(left: State, right: State) -> dict[str, str]:
+    """Key -> why its values are others, as `--values` compares them."""
+    sections = section_of(left), section_of(right)
+    entries = compare(*sections, lambda a, b: None if torch.equal(left[a.key], right[b.key]) else Difference("differ"))
+    found = explain_moved(entries, *sections)
+    assert [(entry.status, entry.left, entry.right) for entry in found] == [
+        (entry.status, entry.left, entry.right) for entry in entries
+    ]
+    return {entry.left[0]: entry.reason for entry in found if entry.status == "value"}
+
+
+def test_layers_that_changed_places() -> None:
+    layers = [{"w": torch.rand(3, 4), "b": torch.rand(3)} for _ in range(3)]
+    left, right = (
+        {f"layers.{at}.{name}": layers[n][name] for at, n in enumerate(order) for name in ("w", "b")}
+        for order in ((0, 1, 2), (1, 0, 2))
+    )
+    assert reasons(left, right) == {
+        **dict.fromkeys(["layers.0.w", "layers.0.b"], "other values: left `layers.0` is right `layers.1`"),
+        **dict.fromkeys(["layers.1.w", "layers.1.b"], "other values: left `layers.1` is right `layers.0`"),
+    }
+
+
+def test_a_name_of_one_segment_is_told_whole() -> None:
+    a, b = torch.rand(3), torch.rand(3)
+    assert reasons({"x.w": a, "w": b}, {"x.w": b, "w": a}) == {
+        "x.w": "other values: left `x.w` is right `w`",
+        "w": "other values: left `w` is right `x.w`",
+    }
+
+
+def test_sparse_tensors_of_the_same_shape_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = {"a": torch.ones(2), "s": torch.ones(2).to_sparse()}
+    torch.save(one, tmp_path / "a.pt")
+    torch.save({"a": torch.zeros(2), "s": torch.zeros(2).to_sparse()}, tmp_path / "b.pt")
+    assert main(["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--values", "--format", "json"]) == 1
+    found = json.loads(capsys.readouterr().out)["entries"]
+    assert [(entry["status"], entry["left"], entry["reason"]) for entry in found] == [
+        ("value", ["a"], "other values"),
+        ("value", ["s"], "other values"),
+    ]
+
+
+def test_only_matrices_of_one_shape_have_rows_in_another_order() -> None:
+    w = torch.rand(6, 3)
+    have = section_of({"w": w, "more": torch.cat([w, w]), "none": torch.empty(6, 0), "half": w.half(), "one": w[0, 0]})
+    sparse = TensorEntry("sparse", "float32", (6, 3), (3, 1), 0, None, "sparse_coo")
+    entries = {**have.by_key(), "object": ExtraEntry("object"), "sparse": sparse}
+    turned = section_of({"w": permute(w, 1)}).by_key()["w"]
+    assert rotary(entries["w"], turned) == Rotary(6, True)
+    assert rotary(turned, entries["w"]) == Rotary(6, False)
+    found = [rotary(one, other) for one in entries.values() for other in (turned, *entries.values())]
+    assert [order for order in found if order is not None] == [Rotary(6, True)]
+
+
+def test_what_stayed_where_it_was_came_from_no_other_name() -> None:
+    """Norms hold ones: one that was trained since is none that was not."""
+    left = {"a.w": torch.ones(3), "b.w": torch.ones(3), "c.w": torch.ones(3) * 2}
+    assert reasons(left, {**left, "a.w": torch.rand(3)}) == {"a.w": "other values"}
+    moved = {**left, "a.w": torch.rand(3), "c.w": torch.ones(3)}
+    assert reasons(left, moved) == {"a.w": "other values: left `a` is right `c`", "c.w": "other values"}
+
+
+def test_norms_that_changed_places_in_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """torchtitan#1441: every name and shape fits, and the model speaks nonsense."""
+    left = {"layers.0.attention_norm.weight": torch.rand(8), "layers.0.ffn_norm.weight": torch.rand(8)}
+    torch.save(left, tmp_path / "a.pt")
+    torch.save(dict(zip(left, reversed(left.values()))), tmp_path / "b.pt")
+    assert main(["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--values", "--format", "json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert {entry["reason"] for entry in found["entries"]} == {
+        "other values: left `layers.0.attention_norm` is right `layers.0.ffn_norm`",
+        "other values: left `layers.0.ffn_norm` is right `layers.0.attention_norm`",
+    }
+    assert all("8 of 8 elements differ" in entry["detail"] for entry in found["entries"])
+
+
+def permute(w: torch.Tensor, heads: int) -> torch.Tensor:
+    """What the conversion scripts of transformers do to Llama's queries and keys."""
+    rows, width = w.shape
+    return w.view(heads, rows // heads // 2, 2, width).transpose(1, 2).reshape(rows, width)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 4), st.sampled_from([6, 8, 16]), st.booleans())
+def test_rotary_rows_are_recognised_with_the_size_of_their_heads(heads: int, size: int, back: bool) -> None:
+    w = torch.rand(heads * size, 5)
+    sides = {"q": w}, {"q": permute(w, heads)}
+    (reason,) = reasons(*(sides[::-1] if back else sides)).values()
+    assert f"heads of {size}:" in reason
+    names = ("right", "left") if back else ("left", "right")
+    assert reason.endswith(f"side by side in {names[0]}, half a head apart in {names[1]}")
+
+
+def test_other_orders_other_values_and_a_transposed_matrix() -> None:
+    w = torch.rand(6, 6)
+    assert reasons({"w": w}, {"w": w.flip(0)}) == {"w": "other values: the same rows in another order"}
+    assert reasons({"w": w}, {"w": w.t().contiguous()}) == {"w": "other values: each is the other transposed"}
+    assert reasons({"w": w}, {"w": w + 1}) == {"w": "other values"}
+    two = {"a": w, "b": w.clone(), "c": w + 1}  # which of them it is cannot be said
+    assert reasons({"a": w + 1, "b": w + 2, "c": w}, two) == {
+        "a": "other values: left `a` is right `c`",
+        "b": "other values",
+        "c": "other values",
+    }
+
+
+def test_what_loading_would_not_notice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    torch.save(real_models.llama().state_dict(), tmp_path / "llama.pt")
+    model = f"{SUPPORT / 'real_models.py'}:llama"
+    assert main(["diff", "--model", model, str(tmp_path / "llama.pt"), "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    alike = [{key for key in keys if "layers.1" not in key} for keys in found["exchangeable"]]
+    layer = "model.layers.0."
+    assert {layer + "self_attn.q_proj.weight", layer + "self_attn.o_proj.weight"} in alike
+    assert {layer + "input_layernorm.weight", layer + "post_attention_layernorm.weight"} in alike
+    assert {"model.embed_tokens.weight", "lm_head.weight"} in alike
+    assert main(["diff", "--model", model, str(tmp_path / "llama.pt")]) == 0
+    assert "could be exchanged" not in "".join(capsys.readouterr())  # nothing was
+    state = {key.replace("input_layer", "in_layer"): value for key, value in real_models.llama().state_dict().items()}
+    torch.save(state, tmp_path / "llama.pt")
+    assert main(["diff", "--model", model, str(tmp_path / "llama.pt")]) == 1
+    assert "could be exchanged with others of their layer without any shape error" in capsys.readouterr().err
+
+
+def test_a_tied_head_is_no_other_tensor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    torch.save(real_models.tied_llama().state_dict(), tmp_path / "llama.pt")
+    model = f"{SUPPORT / 'real_models.py'}:tied_llama"
+    assert main(["diff", "--model", model, str(tmp_path / "llama.pt"), "--format", "json"]) == 0
+    assert not any("lm_head.weight" in keys for keys in json.loads(capsys.readouterr().out)["exchangeable"])
+
+
+def test_exchanging_them_loads_and_exchanging_others_does_not() -> None:
+    """The oracle is a strict load."""
+    model = real_models.llama()
+    state = model.state_dict()
+    alike = exchangeable(Tensor(key, "float32", tuple(value.shape)) for key, value in state.items())
+    assert alike
+    for first, *others in alike:
+        for other in others:
+            model.load_state_dict({**state, first: state[other], other: state[first]})

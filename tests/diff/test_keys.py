@@ -1,0 +1,165 @@
+"""Two state dicts key by key, and what stands beside them: of entries made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Span, Storage, TensorEntry, Unreached
+from ckpttool.diffing.checkpoints import compare_outside
+from ckpttool.diffing.result import Entry
+from ckpttool.diffing.sections import compare
+from ckpttool.evaluate.compare import difference
+
+Entries = TensorEntry | ExtraEntry
+
+
+def storage(*values: int) -> Storage:
+    return Storage(Lazy(len(values), lambda: [bytes(values)]))
+
+
+def tensor(key: str, *values: int, dtype: str = "uint8", of: Storage | None = None) -> TensorEntry:
+    return TensorEntry(key, dtype, (len(values),), (1,), 0, of or storage(*values))
+
+
+def section(*entries: Entries, path: str = "", kind: str = "state_dict") -> Section:
+    tensors = tuple(one for one in entries if isinstance(one, TensorEntry))
+    return Section(path, kind, tensors, tuple(one for one in entries if isinstance(one, ExtraEntry)))
+
+
+def told(entries: Iterable[Entry]) -> list[tuple[str, str, str, str]]:
+    """What is not the same: status, the keys of both sides, and why."""
+    return [
+        (one.status, " ".join(one.left), " ".join(one.right), ": ".join(filter(None, (one.reason, one.detail))))
+        for one in entries
+        if one.status != "same"
+    ]
+
+
+def compared(left: list[Entries], right: list[Entries], values: bool = True) -> list[tuple[str, str, str, str]]:
+    ask = (lambda a, b: difference(a, b, 0.0, 0.0)) if values else None
+    return told(compare(section(*left), section(*right), ask))
+
+
+PAIRS: dict[str, tuple[list[Entries], list[Entries], list[tuple[str, str, str, str]]]] = {
+    "values": (
+        [tensor("a", 1, 2), tensor("b", 1, 2)],
+        [tensor("a", 1, 3), tensor("b", 1, 2)],
+        [("value", "a", "a", "other values: 1 of 2 elements differ, by 1 at most")],
+    ),
+    "shapes and dtypes": (
+        [tensor("a", 1, 2), tensor("b", 1, 2), tensor("c", 1)],
+        [tensor("a", 1, 2, 3), tensor("b", 1, 2, dtype="int8"), ExtraEntry("c", value=1)],
+        [
+            ("shape", "a", "a", "another shape: [2] instead of [3]"),
+            ("dtype", "b", "b", "uint8 instead of int8"),
+            ("shape", "c", "c", "no tensor on one side"),
+        ],
+    ),
+    "a wrapper": (
+        [tensor("module.a", 1), tensor("module.b", 1), tensor("c", 1)],
+        [tensor("a", 1), tensor("b", 2), tensor("d", 1)],
+        [
+            ("renamed", "module.a", "a", "IN"),
+            ("value", "module.b", "b", "other values, and renamed: IN: 1 of 1 elements differ, by 1 at most"),
+            ("unexpected", "c", "", "only left has it"),
+            ("missing", "", "d", "only right has it"),
+        ],
+    ),
+    "objects": (
+        [ExtraEntry("a", value=1), ExtraEntry("b", value=1), ExtraEntry("c", tensors=(tensor("0", 1), tensor("1", 2)))],
+        [ExtraEntry("a", value=1), ExtraEntry("b", value=2), ExtraEntry("c", tensors=(tensor("0", 1), tensor("1", 3)))],
+        [
+            ("value", "b", "b", "no tensor, and another object"),
+            (
+                "value",
+                "c",
+                "c",
+                "no tensor, with a tensor inside it: other values: c.1: 1 of 1 elements differ, by 1 at most",
+            ),
+        ],
+    ),
+    "other tensors inside": (
+        [ExtraEntry("a", tensors=(tensor("x", 1),)), ExtraEntry("b", tensors=(tensor("x", 1),))],
+        [ExtraEntry("a", tensors=(tensor("y", 1),)), ExtraEntry("b")],
+        [
+            ("shape", "a", "a", "no tensor, with other tensors inside it: a.x: only left has it"),
+            ("shape", "b", "b", "no tensor, with other tensors inside it: b.x: only left has it"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_two_state_dicts_have_otherwise(name: str) -> None:
+    left, right, wanted = PAIRS[name]
+    ddp = "left is wrapped in DistributedDataParallel or DataParallel or AveragedModel (`module`)"
+    assert compared(left, right) == [(*entry[:3], entry[3].replace("IN", ddp)) for entry in wanted]
+    back = {(status, theirs, mine) for status, mine, theirs, _ in wanted}
+    swap = {"unexpected": "missing", "missing": "unexpected"}
+    assert {entry[:3] for entry in compared(right, left)} == {(swap.get(s, s), *keys) for s, *keys in back}
+
+
+def test_without_values_objects_are_carried_and_not_compared() -> None:
+    one: list[Entries] = [ExtraEntry("a", value=1), tensor("w", 1)]
+    other: list[Entries] = [ExtraEntry("a", value=2), tensor("w", 2)]
+    assert compared(one, other, values=False) == [("extra_state", "a", "a", "no tensor: carried, not compared")]
+
+
+def test_a_second_name_of_what_both_have_is_an_alias() -> None:
+    shared = storage(1, 2)
+    tied = [tensor("b", 1, 2, of=shared), tensor("a", 1, 2, of=shared), tensor("c", 1, 2)]
+    alias = "a second name of a tensor that both sides have: same as"
+    for kept, gone in (("a", "b"), ("b", "a")):
+        assert compared([*tied], [tensor(kept, 1, 2)]) == [
+            ("alias", gone, "", f"{alias} {kept}"),
+            ("unexpected", "c", "", "only left has it"),
+        ]
+        assert compared([tensor(kept, 1, 2)], [*tied])[0] == ("alias", "", gone, f"{alias} {kept}")
+    assert [entry[0] for entry in compared([*tied], [tensor("x", 9, 9)])] == ["unexpected"] * 3 + ["missing"]
+
+
+# Beside the models
+
+
+def checkpoint(*sections: Section, unreached: tuple[Unreached, ...] = (), format: str = "torch_zip") -> Checkpoint:
+    return Checkpoint(f"{format}.pt", format, 0, sections, unreached=unreached)
+
+
+def test_how_far_values_are_apart_is_kept() -> None:
+    (entry,) = compare(section(tensor("a", 1, 9)), section(tensor("a", 1, 1)), lambda a, b: difference(a, b, 0.0, 0.0))
+    assert entry.spread == ((3, 1),)
+
+
+def test_tensors_outside_of_state_dicts_are_compared_where_both_have_them() -> None:
+    model = section(tensor("w", 1))
+    left = checkpoint(model, section(tensor("a", 1), tensor("b", 1), tensor("mine", 1), path="more", kind="other"))
+    right = checkpoint(model, section(tensor("b", 2), tensor("a", 1), kind="other"), section(path="ema"))
+    assert [entry[:3] for entry in told(compare_outside(left, right, lambda a, b: difference(a, b, 0.0, 0.0)))] == [
+        ("value", "b", "b")
+    ]
+
+
+def test_storages_that_are_not_understood_are_told_apart_by_their_bytes() -> None:
+    def found(*values: int) -> tuple[Unreached, ...]:
+        return tuple(Unreached(f"data/{at}", storage(value)) for at, value in enumerate(values))
+
+    def outside(*pair: tuple[Unreached, ...]) -> tuple[Entry, ...]:
+        left, right = (checkpoint(unreached=one) for one in pair)
+        return compare_outside(left, right, None)
+
+    assert not told(outside(found(1, 2, 2), found(2, 1, 2)))
+    why = "a storage of no tensor that is understood: only {} has it"
+    assert told(outside(found(1, 1, 2), found(1, 3))) == [
+        ("unexpected", "data/1", "", why.format("left")),
+        ("unexpected", "data/2", "", why.format("left")),
+        ("missing", "", "data/1", why.format("right")),
+    ]
+    gone = (Unreached("data/0", Storage(Span("no such file", 0, 1))),)
+    assert [status for status, *_ in told(outside(gone, gone))] == ["unexpected", "missing"]
+    script = checkpoint(unreached=found(1), format="torchscript")
+    assert not told(compare_outside(script, checkpoint(), None))
+    assert [status for status, *_ in told(compare_outside(script, checkpoint(format="torchscript"), None))] == [
+        "unexpected"
+    ]

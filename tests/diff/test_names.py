@@ -1,0 +1,263 @@
+"""What a model's names explain of keys: of names and checkpoints made by hand, without the model's code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ckpttool.core.checkpoint import ExtraEntry, Lazy, Section, Storage, TensorEntry
+from ckpttool.core.errors import Problem
+from ckpttool.core.expression import Expression, Op, Ref
+from ckpttool.core.names import Hook, LoadedTensor, Names, RuntimeTensor, SerializedKey
+from ckpttool.diffing.names import compare_load, compare_names, compare_through, loads
+from ckpttool.diffing.result import TIED, Entry
+from ckpttool.evaluate.compare import difference
+
+HIDE, FUSE, ADD = (Hook(name, "net.py", line, "") for line, name in enumerate(("hide", "fuse", "add"), 1))
+FUSED = Op("aten.cat.default", ((Ref("q"), Ref("k")),))
+HALVES: list[Expression] = [Op("getitem", (Op("aten.chunk.default", (Ref("qk"), 2)), at)) for at in range(2)]
+
+
+def runtime(fqn: str, kind: str = "parameter", persistent: bool = True, alias_of: str | None = None) -> RuntimeTensor:
+    return RuntimeTensor(fqn, fqn, kind, persistent, kind == "parameter", "float32", (2,), alias_of)
+
+
+def saved(key: str, source: Expression | None, hook: Hook | None = None, size: int = 2) -> SerializedKey:
+    return SerializedKey(key, "float32", (size,), source, hook)
+
+
+# `w` is saved twice, and `v` is there twice; `b.zin.w` is saved as `b.w`, `q` and `k` as one; `mean` stands inside of
+# an entry that is no tensor.
+IN_DDP = "left is wrapped in DistributedDataParallel or DataParallel or AveragedModel (`module`)"
+NAMES = Names(
+    "net.py:Net",
+    "2.6",
+    (
+        *(runtime("w"), runtime("v"), runtime("v2", alias_of="v"), runtime("b.zin.w"), runtime("q"), runtime("k")),
+        *(runtime("mean", "buffer"), runtime("seen", "buffer", persistent=False), runtime("lost")),
+        runtime("lost2", alias_of="lost"),
+    ),
+    (
+        *(saved("w", Ref("w")), saved("twin", Ref("w")), saved("v", Ref("v")), saved("b.w", Ref("b.zin.w"), HIDE)),
+        *(saved("qk", FUSED, FUSE, 4), saved("version", None, ADD)),
+    ),
+    tuple(
+        LoadedTensor(fqn, source)
+        for fqn, source in {"w": Ref("twin"), "b.zin.w": Ref("b.w"), **dict(zip("qk", HALVES))}.items()
+    ),
+    ("seen", "lost", "lost2"),
+    ("_extra_state",),
+    roundtrip_problems=(Problem("saved, but not loaded again", "lost"),),
+)
+
+
+def tensor(key: str, *values: int, dtype: str = "uint8") -> TensorEntry:
+    return TensorEntry(key, dtype, (len(values),), (1,), 0, Storage(Lazy(len(values), lambda: [bytes(values)])))
+
+
+def section(*entries: TensorEntry | ExtraEntry | str) -> Section:
+    """A key alone is a tensor of the model's size and dtype."""
+    made = [
+        TensorEntry(e, "float32", (4 if e == "qk" else 2,), (1,), 0, None) if isinstance(e, str) else e for e in entries
+    ]
+    tensors = tuple(one for one in made if isinstance(one, TensorEntry))
+    return Section("", "state_dict", tensors, tuple(one for one in made if isinstance(one, ExtraEntry)))
+
+
+def told(entries: Iterable[Entry]) -> list[tuple[str, str, str, str]]:
+    """What is not the same: status, the keys of both sides, and why."""
+    return [
+        (one.status, " ".join(one.left), " ".join(one.right), ": ".join(filter(None, (one.why, one.detail))))
+        for one in entries
+        if one.status != "same"
+    ]
+
+
+def test_a_model_alone() -> None:
+    found = compare_names(NAMES)
+    assert [entry.left for entry in found if entry.status == "same"] == [("w",), ("v",)]
+    assert told(found) == [
+        ("renamed", "b.w", "b.zin.w", "state_dict hook hides the segment `zin`: hide (net.py:1)"),
+        ("transformed", "qk", "q k", "computed: cat: fuse (net.py:2)"),
+        ("alias", "twin", "", "a second key of one tensor: same as w"),
+        ("unexpected", "version", "", "a hook adds it: no runtime tensor feeds it: add (net.py:3)"),
+        ("extra_state", "_extra_state", "", "extra state: no tensor of a program"),
+        ("alias", "", "v2", "a second name of one tensor: same as v"),
+        ("missing", "", "mean", "saved inside of an entry that is no tensor"),
+        ("not_serialized", "", "seen", "a non-persistent buffer"),
+        ("not_serialized", "", "lost", "state_dict() leaves it out: saved, but not loaded again @ lost"),
+        ("not_serialized", "", "lost2", "state_dict() leaves it out"),
+    ]
+    assert {key for entry in found for key in entry.right} == {tensor.fqn for tensor in NAMES.runtime}
+
+
+WHOLE = ("w", "twin", "v", "b.w", "qk", "version", ExtraEntry("_extra_state"))
+OTHERS: dict[str, tuple[Section, list[tuple[str, str, str, str]]]] = {
+    "what the model saves": (section(*WHOLE), [("extra_state", "_extra_state", "_extra_state", "extra state")]),
+    "runtime names": (
+        section("w", "v2", "b.zin.w", "q", "k", "twin", "version", ExtraEntry("_extra_state")),
+        [
+            ("extra_state", "_extra_state", "_extra_state", "extra state"),
+            ("renamed", "v2", "v", "left has the runtime name; the state_dict hook turns `v2` into `v`"),
+            (
+                "renamed",
+                "b.zin.w",
+                "b.w",
+                "left has the runtime name; the state_dict hook hides the segment `zin`: hide (net.py:1)",
+            ),
+            ("transformed", "q k", "qk", "left has the runtime tensors; the keys are computed: cat: fuse (net.py:2)"),
+        ],
+    ),
+    "a wrapper's names": (
+        section(*(f"module.{key}" for key in WHOLE[:-2]), "module.version", ExtraEntry("module._extra_state")),
+        [
+            ("renamed", f"module.{key}", key, IN_DDP)
+            for key in ("w", "twin", "v", "b.w", "qk", "version", "_extra_state")
+        ],
+    ),
+    "runtime names, wrapped": (
+        section("module.b.zin.w", "module.w", "twin", "v", "qk", "version", ExtraEntry("_extra_state")),
+        [
+            ("extra_state", "_extra_state", "_extra_state", "extra state"),
+            ("renamed", "module.w", "w", IN_DDP),
+            (
+                "renamed",
+                "module.b.zin.w",
+                "b.w",
+                f"left has the runtime name; the state_dict hook hides the segment `zin`; {IN_DDP}: hide (net.py:1)",
+            ),
+        ],
+    ),
+    "less, and more": (
+        section("w", "v", "b.w", "other", "seen", "version", "_flat_param"),
+        [
+            ("unexpected", "other", "", "only left has it"),
+            ("unexpected", "seen", "", "only left has it: a non-persistent buffer of the model, which is not saved"),
+            (
+                "unexpected",
+                "_flat_param",
+                "",
+                "FSDP1's flat parameter: all parameters of its module end to end, in the files of all ranks",
+            ),
+            ("missing", "", "twin", f"{TIED}: same as w"),
+            ("missing", "", "qk", "only right has it"),
+            ("missing", "", "_extra_state", "only right has it"),
+        ],
+    ),
+    "of other kinds": (
+        section(
+            TensorEntry("w", "float32", (3,), (1,), 0, None),
+            TensorEntry("twin", "float32", (2,), (1,), 0, None),
+            TensorEntry("b.w", "float16", (2,), (1,), 0, None),
+            *("v", "version", ExtraEntry("qk"), ExtraEntry("_extra_state")),
+        ),
+        [
+            ("shape", "w", "w", "another shape: [3] instead of [2]"),
+            ("dtype", "b.w", "b.w", "float16 instead of float32"),
+            ("shape", "qk", "qk", "no tensor, where the model has one"),
+            ("extra_state", "_extra_state", "_extra_state", "extra state"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_checkpoint_against_the_names(name: str) -> None:
+    have, wanted = OTHERS[name]
+    found = compare_load(NAMES, have, None)
+    assert told(found) == wanted
+    assert loads(found) == (name == "what the model saves")
+    assert sorted(key for entry in found for key in entry.left) == sorted(have.by_key())
+
+
+def test_other_values_under_a_tied_name_are_lost() -> None:
+    """Without the model's code the last of the keys is the one that loading keeps."""
+    sized = Names(
+        "n", "2", (runtime("w"), runtime("twin", alias_of="w")), (saved("w", Ref("w")), saved("twin", Ref("w"))), ()
+    )
+    mine = [tensor("w", 1, 2, dtype="float32"), tensor("twin", 1, 3, dtype="float32")]
+    mine = [TensorEntry(e.key, "uint8", (2,), (1,), 0, e.storage) for e in mine]
+    keys = tuple(SerializedKey(key, "uint8", (2,), Ref("w"), None) for key in ("w", "twin"))
+    names = Names(sized.model, sized.torch, sized.runtime, keys, ())
+    reason = "tied, and the file has other values under another name of it: loading loses one of them"
+    assert told(compare_load(names, section(*mine), None)) == [("value", "w", "w", f"{reason}: loading keeps twin")]
+    kept: Any = type("Verdict", (), {"reads": {"w": Ref("w")}, "ok": True, "unexpected": ()})
+    assert told(compare_load(names, section(*mine), kept)) == [("value", "twin", "twin", f"{reason}: loading keeps w")]
+    assert not told(compare_load(names, section(mine[0], tensor("twin", 1, 2)), None))
+
+
+def test_what_loading_takes_all_the_same() -> None:
+    """A key that a hook reads under its old name, one that a hook takes away, one that loading does without."""
+    verdict: Any = type(
+        "Verdict", (), {"reads": {"w": Ref("old"), "q": HALVES[0], "k": HALVES[1]}, "ok": True, "unexpected": ("bad",)}
+    )
+    found = compare_load(NAMES, section("old", "bad", "gone", *WHOLE[1:]), verdict)
+    assert told(found) == [
+        ("extra_state", "_extra_state", "_extra_state", "extra state"),
+        ("renamed", "old", "", "a load hook takes it under this name: goes to w"),
+        ("unexpected", "bad", "", "only left has it"),
+        ("unexpected", "gone", "", "only left has it; a load hook takes it away without an error"),
+        ("missing", "", "w", f"{TIED}; loading does without it: same as twin"),
+    ]
+    verdict.ok = False
+    assert ("unexpected", "gone", "", "only left has it") in told(compare_load(NAMES, section("gone", *WHOLE), verdict))
+
+
+def test_call_variants_of_an_unflattened_program() -> None:
+    """`f@1.w` is `f.w` where its bytes are, or where the model says so."""
+    model = (runtime("f.w"), runtime("f@1.w", alias_of="f.w"), runtime("g.w"), runtime("g@1.w"))
+    keys = [SerializedKey(one.fqn, "uint8", (2,), Ref(one.alias_of or one.fqn), None) for one in model]
+    both, plain = (Names("n", "2", model[:n], tuple(keys[:n]), ()) for n in (4, 1))
+    assert told(compare_load(both, section(tensor("f.w", 1, 2), tensor("g.w", 1, 2)), None)) == [
+        ("alias", "", "f@1.w", "a call variant of a tensor that both sides have: same as f.w"),
+        ("missing", "", "g@1.w", "only right has it"),
+    ]
+    base = tensor("f.w", 1, 2)
+    for variant, wanted in (
+        (tensor("f@1.w", 1, 2), ("alias", "f@1.w", "", "a call variant of a tensor that both sides have: same as f.w")),
+        (tensor("f@1.w", 1, 3), ("unexpected", "f@1.w", "", "only left has it")),
+        (tensor("h@1.w", 1, 2), ("unexpected", "h@1.w", "", "only left has it")),
+    ):
+        assert told(compare_load(plain, section(base, variant), None)) == [wanted]
+    lone = compare_load(plain, section(tensor("x.w", 1, 2), tensor("x@1.w", 1, 2)), None)
+    assert [entry[:3] for entry in told(lone)] == [
+        ("unexpected", "x.w", ""),
+        ("unexpected", "x@1.w", ""),
+        ("missing", "", "f.w"),
+    ]
+
+
+def through(left: Section, right: Section) -> list[tuple[str, str, str, str]]:
+    return told(compare_through(NAMES, left, right, lambda a, b: difference(a, b, 0, 0)))
+
+
+def test_what_no_hook_renamed_and_whose_shape_hangs_on_values() -> None:
+    names = Names("n", "2", (runtime("a"), runtime("b")), (saved("c", Ref("a")), saved("b", Ref("b"))), ())
+    assert told(compare_names(names)) == [("renamed", "c", "a", "saving turns `a` into `c`")]
+    loose = replace(names, serialized=tuple(replace(key, shape=None) for key in names.serialized))
+    assert loads(compare_load(loose, section("c", tensor("b", 1, 2, 3, dtype="float32")), None))
+
+
+def test_two_checkpoints_through_the_names() -> None:
+    serialized = [tensor("w", 1, 2), tensor("b.w", 3, 4), tensor("qk", 5, 6, 7, 8), tensor("version", 9, 9)]
+    own = [tensor("w", 1, 2), tensor("b.zin.w", 3, 4), tensor("q", 5, 6), tensor("k", 7, 8)]
+    renamed = ("renamed", "b.w", "b.zin.w", "state_dict hook hides the segment `zin`: hide (net.py:1)")
+    computed = ("transformed", "qk", "q k", "computed by a state_dict hook")
+    assert through(section(*serialized), section(*own, tensor("version", 9, 9))) == [renamed, computed]
+    assert through(section(*own, tensor("version", 9, 9)), section(*serialized)) == [
+        ("renamed", "b.zin.w", "b.w", renamed[3]),
+        ("transformed", "q k", "qk", computed[3]),
+    ]
+    assert not through(section(*serialized), section(*serialized))
+    other = [tensor("w", 1, 3), *serialized[1:2], tensor("qk", 5, 6, 7, 9), tensor("version", 9, 9)]
+    assert [entry[:3] for entry in through(section(*serialized), section(*other))] == [
+        ("value", "w", "w"),
+        ("value", "qk", "qk"),
+    ]
+    assert through(section(*serialized, tensor("x", 1, 1)), section(*serialized[:2], serialized[3])) == [
+        ("unexpected", "qk", "", "only left has it"),
+        ("unexpected", "x", "", "only left has it"),
+    ]

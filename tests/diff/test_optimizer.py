@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+import torch
+
+import optimizer_models as models
+from ckpttool.diffing.model import compare_with_optimizer
+from ckpttool.diffing.optimizer import SavedOptimizer, compare_optimizers
+from ckpttool.diffing.result import HARMLESS, Entry
+from ckpttool.evaluate.compare import difference
+from ckpttool.formats.detect_folder import open_checkpoint
+from command import Run
+from optimizer_support import names_of, remapped, save, steps, train
+
+
+def section(path: str) -> SavedOptimizer:
+    """The optimizer of a file, as if nothing stood beside it."""
+    return SavedOptimizer(open_checkpoint(path).section("optimizer"))
+
+
+def beside(path: str) -> SavedOptimizer:
+    source = open_checkpoint(path)
+    return SavedOptimizer.of(source, source.section("optimizer"))
+
+
+def saved(path: Path, model: type[torch.nn.Module], make, count: int = 1) -> SavedOptimizer:
+    return section(save(path, *train(model, make, count)))
+
+
+def told(entries: tuple[Entry, ...]) -> list[tuple[str, str, str, str | None]]:
+    return [(e.status, " ".join((*e.left, *e.right)), e.reason, e.detail) for e in entries if e.status not in HARMLESS]
+
+
+def test_the_same_state_is_the_same(tmp_path: Path) -> None:
+    left = saved(tmp_path / "a.pt", models.Net, models.named)
+    entries, notes, _ = compare_optimizers(left, saved(tmp_path / "b.pt", models.Net, models.named))
+    assert not told(entries)
+    assert not notes
+    keys = [key for entry in entries for key in entry.left]
+    hyperparameters = len(models.named(models.Net()).param_groups[0]) - len(["params", "param_names"])
+    assert len(keys) == len(set(keys)) == 9 + 3 * 9 + hyperparameters
+
+
+@pytest.mark.parametrize("keys", ["fqn", "flat"])
+def test_pytorch_124546_one_state_under_ids_and_under_names(keys: str, tmp_path: Path) -> None:
+    names = names_of("Net")
+    path = save(tmp_path / "id.pt", *train(models.Net, models.adamw))
+    remapped(path, tmp_path / "named.pt", keys=keys, names=names)
+    entries, notes, _ = compare_optimizers(beside(path), beside(str(tmp_path / "named.pt")), names)
+    assert [found[0] for found in told(entries)] == ["renamed"]
+    assert told(entries)[0][2].startswith("left's parameters are ids")
+    assert not notes
+
+
+def test_another_order_of_equal_names_is_a_difference_of_places(tmp_path: Path) -> None:
+    left = saved(tmp_path / "a.pt", models.Net, models.named)
+    right = saved(tmp_path / "b.pt", models.Net, lambda m: torch.optim.AdamW(list(m.named_parameters()), 0.01))
+    entries, notes, _ = compare_optimizers(left, right)
+    assert {found[0] for found in told(entries)} == {"order"}
+    assert len(told(entries)) == 8  # the fifth of nine stays
+    assert "number 0 on the left, 8 on the right" in str(told(entries)[0])
+    assert notes == ("by the names of the parameters nothing differs but their places",)
+
+
+def test_ids_alone_of_models_in_another_order_are_not_the_same(tmp_path: Path) -> None:
+    left, right = (
+        save(tmp_path / f"{m.__name__}.pt", *train(m, models.sgd, 1)) for m in (models.Net, models.Reordered)
+    )
+    state = torch.load(left)
+    torch.save({**torch.load(right), "optimizer": state["optimizer"]}, right)
+    entries, _, _ = compare_optimizers(beside(left), beside(right))
+    assert {found[0] for found in told(entries)} == {"order"}
+    assert not told(compare_optimizers(section(left), section(right))[0])
+
+
+def test_a_model_that_saved_neither_or_one_of_two_does_not_make_them_the_same(tmp_path: Path) -> None:
+    """Ids are the named model's where nothing speaks against it: here the order of the keys in a file does."""
+    left, right = (
+        save(tmp_path / f"{m.__name__}.pt", *train(m, models.sgd, 1)) for m in (models.Net, models.Reordered)
+    )
+    torch.save({**torch.load(right), "optimizer": torch.load(left)["optimizer"]}, right)
+    files = {"Net": beside(left), "Reordered": beside(right), "alone": section(left)}
+    for model in ("Net", "Reordered"):  # of the second the state has other shapes
+        for one, other in permutations(files, 2):
+            entries, _, _ = compare_optimizers(files[one], files[other], names_of(model))
+            doubted = model == "Reordered" or "Reordered" in (one, other)
+            assert {found[0] for found in told(entries)} == ({"order"} if doubted else set())
+        for one in ("Net", "Reordered"):
+            assert not told(compare_optimizers(files[one], files[one], names_of(model)).entries)
+
+
+def test_hyperparameters_and_values(tmp_path: Path) -> None:
+    model, optimizer = train(models.Net, models.named, 1)
+    left = section(save(tmp_path / "a.pt", model, optimizer))
+    optimizer.param_groups[0]["lr"] = 0.5
+    steps(model, optimizer, 1, 1)
+    right = section(save(tmp_path / "b.pt", model, optimizer))
+    without = told(compare_optimizers(left, right)[0])
+    assert without == [("value", "param_groups.0.lr param_groups.0.lr", "another `lr`", "0.01 instead of 0.5")]
+    entries, _, _ = compare_optimizers(left, right, values=lambda a, b: difference(a, b, 0.0, 0.0))
+    assert ("value", "state.head.weight.step state.head.weight.step") in [found[:2] for found in told(entries)]
+
+
+def test_hyperparameters_are_the_files_whatever_they_are_called(tmp_path: Path) -> None:
+    def scheduled(model: torch.nn.Module) -> torch.optim.Optimizer:
+        optimizer = models.named(model)
+        optimizer.param_groups[0].update({"lr": 0.5, "warmup": 3, "of.a.plugin": [1.0]})
+        return optimizer
+
+    left = saved(tmp_path / "a.pt", models.Net, scheduled)
+    fit = compare_with_optimizer(left, names_of("Net", "named"))
+    assert [found[:2] for found in told(fit.entries)] == [
+        ("value", "param_groups.0.lr param_groups.0.lr"),
+        *(("unexpected", f"param_groups.0.{name}") for name in ("warmup", "of.a.plugin")),
+    ]
+    assert fit.fits
+    fresh = models.named(models.Net())
+    fresh.load_state_dict(torch.load(tmp_path / "a.pt")["optimizer"])
+    assert fresh.param_groups[0]["of.a.plugin"] == [1.0]
+
+
+def test_pytorch_7499_keyerror_betas_another_optimizers_state(tmp_path: Path) -> None:
+    """torch loads it, and fails at the first step."""
+    other = models.Net()
+    optimizer = models.adamw(other)
+    optimizer.load_state_dict(models.sgd(models.Net()).state_dict())
+    with pytest.raises(KeyError, match="betas"):
+        steps(other, optimizer, 0, 1)
+    model, sgd = train(models.Net, models.sgd, 1)
+    entries, notes, _ = compare_optimizers(
+        beside(save(tmp_path / "sgd.pt", model, sgd)),
+        beside(save(tmp_path / "adamw.pt", *train(models.Net, models.adamw, 1))),
+        names_of("Net"),
+    )
+    assert notes == ("the left state is that of SGD, the right one that of Adam or AdamW: neither loads the other's",)
+    found = told(entries)
+    assert ("missing", "param_groups.0.betas", "only right's param groups have `betas`", None) in found
+    assert (
+        "unexpected",
+        "state.head.weight.momentum_buffer",
+        "right has no `momentum_buffer` in its state",
+        None,
+    ) in found
+
+
+def test_an_optimizer_that_is_not_compared_is_named(tmp_path: Path, run: Run) -> None:
+    """The model loads as it is; torch would give the moments, which nothing asked for, to other parameters."""
+    layers = {name: torch.nn.Linear(2, 2) for name in ("b", "a")}
+    model = torch.nn.ModuleDict(layers)
+    torch.save({"net": model.state_dict(), "train.adam": models.adamw(model).state_dict()}, tmp_path / "a.pt")
+    source = "from torch import nn\ndef build(): return nn.ModuleDict({name: nn.Linear(2, 2) for name in 'ab'})\n"
+    (tmp_path / "net.py").write_text(source)
+    done = run("diff", "--model", f"{tmp_path / 'net.py'}:build", tmp_path / "a.pt")
+    assert done.status == 0
+    assert "another order, by which torch gives optimizers' state to them: train.adam is not compared" in done.out
+
+
+def test_which_parameters_are_in_another_group(tmp_path: Path) -> None:
+    names = names_of("Net", "by_layer")
+    left = saved(tmp_path / "a.pt", models.Net, models.named)
+    found = told(compare_with_optimizer(left, names).entries)
+    assert ("missing", "param_groups.0", "only right has this param group", None) in found
+    moved = [key for status, key, *_ in found if status == "renamed"]
+    assert moved == [f"param_groups.0.params.second.{n} param_groups.0.params.second.{n}" for n in ("bias", "weight")]
+
+
+def test_which_parameters_are_extra_in_which_group(tmp_path: Path) -> None:
+    """torch: loaded state dict contains a parameter group that doesn't match the size of optimizer's group."""
+    left = saved(tmp_path / "a.pt", models.Shrunk, lambda m: torch.optim.AdamW(list(m.named_parameters()), 0.01))
+    fit = compare_with_optimizer(left, names_of("Net", "adamw"))
+    assert told(fit.entries) == [
+        ("missing", f"param_groups.0.params.second.{n}", "only right has it, in param group 0", None)
+        for n in ("weight", "bias")
+    ]
+    assert not fit.fits
+    assert not fit.notes
+
+
+def test_ids_that_nothing_names_are_compared_as_they_are(tmp_path: Path) -> None:
+    left = saved(tmp_path / "a.pt", models.Shrunk, models.adamw)
+    fit = compare_with_optimizer(left, names_of("Net", "adamw"))
+    assert [found[:2] for found in told(fit.entries)] == [
+        ("missing", "param_groups.0.params.7"),
+        ("missing", "param_groups.0.params.8"),
+    ]
+    assert fit.notes == (
+        "left was not saved by this optimizer: its groups have other sizes: "
+        "7 parameters in the file, 9 in the optimizer @ param_groups.0",
+    )
+
+
+def test_without_names_ids_are_compared(tmp_path: Path) -> None:
+    left = saved(tmp_path / "a.pt", models.Net, models.adamw)
+    entries, notes, _ = compare_optimizers(left, saved(tmp_path / "b.pt", models.Net, models.backwards))
+    assert ("shape", "state.0.exp_avg state.0.exp_avg", "another shape", "[4, 3] instead of [2, 4]") in told(entries)
+    assert "by their ids" in notes[0]

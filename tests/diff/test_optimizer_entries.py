@@ -1,0 +1,267 @@
+"""Which param group is which, where each parameter went, and whose state is another: of values made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ckpttool.core.checkpoint import ExtraEntry, Section, Span, Storage, TensorEntry
+from ckpttool.core.expression import Ref
+from ckpttool.core.names import Names, RuntimeTensor, SerializedKey
+from ckpttool.core.optimizer_state import FLAT, FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
+from ckpttool.diffing.optimizer import (
+    Found,
+    Misassigned,
+    SavedOptimizer,
+    compare_optimizers,
+    group_entries,
+    is_named,
+    state_entries,
+    tensors_of,
+)
+from ckpttool.diffing.result import Entry
+from ckpttool.optimizers.forms import write
+
+Own = Mapping[Param, Mapping[str, Any]]
+
+
+def optimizer(*groups: Sequence[Param], own: Own | None = None, **options: object) -> OptimizerState:
+    return OptimizerState(FQN, tuple(ParamGroup(tuple(group), options) for group in groups), own or {})
+
+
+def moment(*shape: int, dtype: str = "float32") -> TensorEntry:
+    return TensorEntry("", dtype, shape, (1,) * len(shape), 0, Storage(Span("o.pt", 0, 64)))
+
+
+def told(entries: Iterable[Entry]) -> list[tuple[str, str, str]]:
+    """What is not the same: status, the keys, and why."""
+    return [
+        (one.status, " ".join((*one.left, *one.right)), ": ".join(filter(None, (one.reason, one.detail))))
+        for one in entries
+        if one.status != "same"
+    ]
+
+
+def test_hyperparameters_are_compared_by_name() -> None:
+    left, right = optimizer("a", lr=1, eps=2, old=0), optimizer("a", lr=1, eps=3, new=None)
+    assert told(group_entries(left, right)) == [
+        ("value", "param_groups.0.eps param_groups.0.eps", "another `eps`: 2 instead of 3"),
+        ("unexpected", "param_groups.0.old", "only left's param groups have `old`"),
+        ("missing", "param_groups.0.new", "only right's param groups have `new`"),
+    ]
+
+
+def another_group(param: str, mine: int, theirs: int) -> tuple[str, str, str]:
+    keys = " ".join(f"param_groups.{index}.params.{param}" for index in (mine, theirs))
+    return "renamed", keys, f"in param group {mine} on the left, {theirs} on the right"
+
+
+PAIRED: dict[str, tuple[Sequence[str], Sequence[str], list[tuple[str, str, str]]]] = {
+    "in another order": (["ab", "cd"], ["cd", "ab"], []),
+    "of no common parameter": (
+        ["a", ""],
+        ["b", ""],
+        [
+            ("unexpected", "param_groups.0.params.a", "only left has this parameter, in param group 0"),
+            ("missing", "param_groups.0.params.b", "only right has it, in param group 0"),
+        ],
+    ),
+    "by most of their parameters": (
+        ["abc", "d"],
+        ["a", "bcd"],
+        [
+            ("unexpected", "param_groups.1", "only left has this param group"),
+            ("missing", "param_groups.0", "only right has this param group"),
+            another_group("a", 0, 0),
+            another_group("d", 1, 1),
+        ],
+    ),
+    "without the first": (
+        ["xab"],
+        ["aby"],
+        [
+            ("unexpected", "param_groups.0.params.x", "only left has this parameter, in param group 0"),
+            ("missing", "param_groups.0.params.y", "only right has it, in param group 0"),
+        ],
+    ),
+    "one less": (
+        ["ab", "c"],
+        ["abc"],
+        [("unexpected", "param_groups.1", "only left has this param group"), another_group("c", 1, 0)],
+    ),
+    "one more": (
+        ["abc"],
+        ["ab", "c"],
+        [("missing", "param_groups.1", "only right has this param group"), another_group("c", 0, 1)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_groups_are_paired_by_their_parameters_else_by_their_places(name: str) -> None:
+    left, right, wanted = PAIRED[name]
+    assert told(group_entries(optimizer(*left, lr=1), optimizer(*right, lr=1))) == wanted
+
+
+def test_what_goes_astray_is_said_of_what_both_have() -> None:
+    astray = Misassigned("it goes astray", {"a": "to b", "c": None, "z": "nobody has it"})
+    keys = ["param_groups.0.params.a param_groups.0.params.a", "param_groups.0.params.b param_groups.0.params.b"]
+    assert told(group_entries(optimizer("ab"), optimizer("ab"), astray)) == [("order", keys[0], "it goes astray: to b")]
+
+
+def test_state_is_compared_name_by_name() -> None:
+    left: Own = {"a": {"step": 1, "m": moment(2), "v": moment(2), "old": 1, "n": 3}, "b": {"step": 1}, "c": {}}
+    right: Own = {
+        "a": {"step": 2, "m": 3, "v": moment(2, dtype="float16"), "new": 1, "n": 3},
+        "b": {},
+        "c": {"step": 1},
+    }
+    found = state_entries(optimizer("abc", own=left), optimizer("abc", own=right), None)
+    assert told(found) == [
+        ("value", "state.a.step state.a.step", "another value"),
+        ("dtype", "state.a.m state.a.m", "a tensor on one side, a Python value on the other"),
+        ("dtype", "state.a.v state.a.v", "float32 instead of float16"),
+        ("unexpected", "state.a.old", "right has no `old` in its state"),
+        ("unexpected", "state.b.step", "right has no state for this parameter"),
+        ("missing", "state.a.new", "left has no `new` in its state"),
+        ("missing", "state.c.step", "left has no state for this parameter"),
+    ]
+
+
+def test_what_is_inside_of_state_and_belongs_to_no_parameter_is_compared() -> None:
+    """Dicts and lists part by part, but for lists of plain values; ways that are one in words have a key each."""
+    mine: Own = {
+        "a": {"d": {"m": moment(2), "n": 1}, "l": [moment(2)], "p": [1, 2], "e": {}, "b.c": 1},
+        "a.b": {"c": 1},
+    }
+    other: Own = {"a": {"d": {"m": moment(3)}, "l": [moment(2), 1], "p": [1, 3], "e": {}, "b.c": 1}, "a.b": {"c": 2}}
+    groups = (ParamGroup(("a", "a.b"), {}),)
+    left = OptimizerState(FQN, groups, mine, {"x": {"y": 1}}, {"scaler": {"scale": moment(1)}, "same": 1})
+    right = OptimizerState(FQN, groups, other, {}, {"scaler": {"scale": moment(1), "step": 1}, "same": 1})
+    found = state_entries(left, right, None)
+    assert told(found) == [
+        ("shape", "state.a.d.m state.a.d.m", "another shape: [2] instead of [3]"),
+        ("value", "state.a.p state.a.p", "another value"),
+        ("value", "state.a.b.c@1 state.a.b.c@1", "another value"),
+        ("unexpected", "state.a.d.n", "right has no `d.n` in its state"),
+        ("unexpected", "state.x.y", "only left has it"),
+        ("missing", "state.a.l.1", "left has no `l.1` in its state"),
+        ("missing", "scaler.step", "only right has it"),
+    ]
+    assert [one.left[0] for one in found if one.status == "same"] == [
+        *("state.a.l.0", "state.a.e", "state.a.b.c", "scaler.scale", "same")
+    ]
+    assert list(tensors_of(right)) == ["state.a.d.m", "state.a.l.0", "scaler.scale"]
+
+
+def test_an_object_is_compared_as_one_is_everywhere() -> None:
+    one, other = (ExtraEntry("", value=value) for value in ("x", "y"))
+    pairs = {"same": (one, one), "other": (one, other), "tensor": (one, moment(1)), "plain": (one, 1), "dict": ({}, 1)}
+    left, right = (optimizer("a", own={"a": {name: pair[at] for name, pair in pairs.items()}}) for at in (0, 1))
+    assert told(state_entries(left, right, lambda left, right: None)) == [
+        ("value", "state.a.other state.a.other", "no tensor, and another object"),
+        ("shape", "state.a.tensor state.a.tensor", "no tensor on one side"),
+        ("value", "state.a.plain state.a.plain", "another value"),
+        ("value", "state.a.dict state.a.dict", "another value"),
+    ]
+
+
+# Two saved ones
+
+
+def saved(state: OptimizerState) -> SavedOptimizer:
+    return SavedOptimizer(write(state, Section("optimizer", "optimizer", ())))
+
+
+def ids(*groups: Sequence[Param], names: str = "", own: Own | None = None) -> OptimizerState:
+    """Groups of ids, in which the parameters have these names of one letter."""
+    rest = iter(names)
+    options = [{PARAM_NAMES: [next(rest) for _ in group]} if names else {} for group in groups]
+    return OptimizerState(ID, tuple(ParamGroup(tuple(g), o) for g, o in zip(groups, options)), own or {})
+
+
+def compared(left: OptimizerState, right: OptimizerState) -> Found:
+    return compare_optimizers(saved(left), saved(right))
+
+
+def test_equal_names_in_other_places_matter_where_there_is_state() -> None:
+    """torch gives state by position, whatever the names."""
+    one: Own = {1: {"exp_avg": moment(2)}}
+    found = compared(ids([0, 1, 2], names="abc", own=one), ids([0, 1, 2], names="acb", own={2: {"exp_avg": moment(2)}}))
+    assert [(status, why.rpartition(": ")[2]) for status, _, why in told(found.entries)] == [
+        ("order", "number 1 on the left, 2 on the right"),
+        ("order", "number 2 on the left, 1 on the right"),
+    ]
+    assert not told(compared(ids([0, 1], names="ab"), ids([0, 1], names="ba")).entries)
+    sides = ids([0, 1], names="ab", own={0: {"exp_avg": moment(2)}}), ids([0, 1], names="ba")
+    assert {status for status, *_ in told(compared(*sides).entries)} == {"order", "unexpected"}
+    assert {status for status, *_ in told(compared(*reversed(sides)).entries)} == {"order", "missing"}
+
+
+def test_what_nothing_names_rightly_is_said() -> None:
+    """Names that the model has not, ids that no order of the model fits, ids that shapes speak against."""
+    runtime = tuple(RuntimeTensor(one, one, "parameter", True, True, "float32", (2,), None) for one in "abc")
+    names = Names(
+        "n", "2", runtime, tuple(SerializedKey(t.fqn, "float32", (2,), Ref(t.fqn), None) for t in runtime), ()
+    )
+    unknown = compare_optimizers(saved(ids([0, 1])), saved(ids([0, 1])), names)
+    assert "and the model 3, 3 of them trainable" in unknown.notes[0]
+    strange = compare_optimizers(saved(optimizer("xy")), saved(optimizer("xy")), names)
+    assert strange.notes[0] == "left holds 2 parameters that the model has not: no parameter of n @ x"
+    wrong: Own = {0: {"exp_avg": moment(7)}}
+    for side in range(2):
+        pair = [ids([0, 1, 2], names="abc"), ids([0, 1, 2], names="abc")]
+        pair[side] = replace(pair[side], state=wrong)
+        doubted = compare_optimizers(saved(pair[0]), saved(pair[1]), names)
+        assert {entry.status for entry in doubted.entries} - {"same"} >= {("unexpected", "missing")[side]}
+        assert any(note.startswith(f"{('left', 'right')[side]}: by its param_names") for note in doubted.notes)
+
+
+def test_names_on_one_side_alone_are_places() -> None:
+    found = compared(optimizer("ab"), ids([0, 1]))
+    assert "parameters are compared by their places in the param groups" in found.notes
+    assert told(found.entries) == [
+        ("renamed", "state state", "left's parameters are names, right's ids, as torch.optim writes them")
+    ]
+    back = compared(ids([0, 1]), optimizer("ab"))
+    assert [status for status, *_ in told(back.entries)] == ["renamed"]
+
+
+def test_ids_on_both_sides_are_ids_where_one_has_no_names() -> None:
+    found = compared(ids([0, 1], names="ab"), ids([1, 0]))
+    assert found.notes == ("parameters are compared by their ids: pass --model MODEL to compare them by name",)
+    assert not told(found.entries)
+
+
+@pytest.mark.parametrize(
+    ("state", "named"), [(ids([0]), False), (ids([0], names="a"), True), (optimizer("a"), True), (ids([]), True)]
+)
+def test_whether_a_file_says_whose_state_it_is(state: OptimizerState, named: bool) -> None:
+    assert is_named(saved(state)) == named
+
+
+def test_two_classes_are_named() -> None:
+    sgd: Own = {0: {"momentum_buffer": moment(2)}}
+    adam: Own = {0: {"step": 1, "exp_avg": moment(2), "exp_avg_sq": moment(2)}}
+    odd: Own = {0: {"trace": moment(2)}}
+    said = "the left state is that of {}, the right one that of {}: neither loads the other's"
+    for one, other, words in (
+        (sgd, adam, ("SGD", "Adam or AdamW")),
+        (odd, sgd, ("an optimizer that is not torch's", "SGD")),
+        (odd, odd, None),
+        (sgd, sgd, None),
+    ):
+        notes = compared(ids([0], names="a", own=one), ids([0], names="a", own=other)).notes
+        assert notes == (() if words is None else (said.format(*words),))
+
+
+def test_flat_and_named_states_are_compared_by_name() -> None:
+    own: Own = {"b": {"step": 1}, "a": {"step": 2}}
+    left = optimizer("ab", own=own, lr=1)
+    flat = OptimizerState(FLAT, (ParamGroup(("b", "a"), {"lr": 1}),), own)
+    assert told(compared(left, flat).entries) == [
+        ("renamed", "state state", "left's parameters are names, right's names in flat keys")
+    ]

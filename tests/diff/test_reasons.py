@@ -1,0 +1,66 @@
+"""Why two names of one tensor differ, in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpttool.diffing.result import Entry, hidden_segments, segment_change, segment_reason
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("a.layer.w", "a.w", "hides the segment `layer`"),
+        ("layer.a.w", "a.w", "hides the segment `layer`"),
+        ("a.w", "a.layer.w", "adds the segment `layer`"),
+        ("a.x.y.w", "a.w", "hides the segment `x.y`"),
+        ("a.b.w", "a.c.w", "turns `b` into `c`"),
+        ("a", "b", "turns `a` into `b`"),
+        ("a.b.c", "a.d.e.c", "turns `b` into `d.e`"),
+        ("a.a.w", "a.w", "hides the segment `a`"),  # each segment is counted once
+        ("a.x.c.d", "a.c.d", "hides the segment `x`"),
+        ("w", "w.w", "adds the segment `w`"),
+    ],
+)
+def test_how_a_name_became_another(old: str, new: str, words: str) -> None:
+    assert segment_change(old, new) == words
+
+
+DDP, COMPILE = "DistributedDataParallel or DataParallel or AveragedModel (`module`)", "torch.compile (`_orig_mod`)"
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "words"),
+    [
+        ("module.a.w", "a.w", f"left is wrapped in {DDP}"),
+        ("a.w", "module.a.w", f"right is wrapped in {DDP}"),
+        ("module.a.w", "_orig_mod.a.w", f"left is wrapped in {DDP}; right is wrapped in {COMPILE}"),
+        ("module._orig_mod.w", "w", f"left is wrapped in {DDP} and {COMPILE}"),
+        ("module.module.w", "module.w", f"left is wrapped in {DDP}"),
+        ("net.w", "w", "left has the prefix `net`"),
+        ("model.w", "w", "left has the prefix `model`"),
+        ("module.net.w", "w", f"left is wrapped in {DDP} and has the prefix `net`"),
+        ("base_model.model.w", "w", "left is wrapped in PEFT (`base_model.model`)"),
+        ("module._orig_mod.w", "_orig_mod.module.w", "the same wrappers in another order"),
+        ("a.w", "a.w", ""),
+    ],
+)
+def test_wrappers_are_named(left: str, right: str, words: str) -> None:
+    assert segment_reason(left, right) == words
+
+
+def test_a_segment_that_a_hook_may_hide() -> None:
+    """By keys that only one side has; where two segments could be it, neither is said."""
+    missing = ["a.layer.w", "b.layer.w", "c.other.w", "x.x.w", "p.q.w"]
+    unexpected = ["a.w", "b.w", "c.w", "x.w", "q.w", "p.w", "d.more.z"]
+    entries = [Entry("missing", (), (key,)) for key in missing] + [
+        Entry("unexpected", (key,), ()) for key in unexpected
+    ]
+    entries += [Entry("missing", (), ("d.z",)), Entry("same", ("e.layer.w",), ("e.layer.w",))]
+    told = [note.partition(": a state_dict hook may hide it")[0] for note in hidden_segments(entries)]
+    assert told == [
+        "2 keys of the left without a segment `layer` that the other side has",
+        "1 key of the left without a segment `other` that the other side has",
+        "1 key of the left without a segment `x` that the other side has",
+        "1 key of the right without a segment `more` that the other side has",
+    ]

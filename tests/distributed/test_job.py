@@ -1,0 +1,123 @@
+"""What ranks say to each other, and what becomes of those that do not come."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from ckpttool.core.errors import CkptError
+from ckpttool.distributed import job, torchrun
+from ckpttool.distributed.job import FailedElsewhere, Job, Question, RankDone
+from ckpttool.io import progress
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "_current", ())
+
+
+def test_what_the_first_rank_finds_it_looks_for_once() -> None:
+    store, asked = HashStore(), list[int]()
+
+    def ask() -> dict[str, int]:
+        asked.append(len(asked))
+        return {"found": len(asked)}
+
+    for rank in (0, 1, 0):
+        assert Job(rank, 2, store).of_first("key", ask) == {"found": 1}
+    assert asked == [0]
+
+
+def test_from_where_the_first_rank_is_alone_the_others_leave() -> None:
+    store = HashStore()
+    first, other = Job(0, 2, store), Job(1, 2, store)
+    job.only_first()  # without a job there is nothing to leave
+    job.enter(other)
+    assert job.current() is other
+    with pytest.raises(RankDone):
+        job.only_first()
+    job.enter(first)
+    assert job.current() is first
+    job.only_first()
+    assert job.current() is None
+    job.only_first()
+
+
+def test_ranks_with_other_plans_are_named() -> None:
+    store = HashStore()
+    for rank, digest in enumerate(("same", "smaller", "same", "Zarger")):
+        store.set(f"plan/1/{rank}", f'"{digest}"')
+    with pytest.raises(CkptError, match="the ranks do not mean the same") as raised:
+        Job(0, 4, store).agree("same")
+    assert [problem.key for problem in raised.value.problems] == ["rank 1", "rank 3"]
+
+
+def test_who_waits_for_a_rank_that_fails_fails_too() -> None:
+    store = HashStore()
+    store.set("told", "1")
+    Job(1, 2, store).fail()
+    assert Job(0, 2, store).hear("told") == 1
+    with pytest.raises(FailedElsewhere):
+        Job(0, 2, store).hear("never")
+    with pytest.raises(FailedElsewhere):
+        Job(0, 2, store).check()
+
+
+def test_each_question_is_answered_once_the_largest_first() -> None:
+    """And work that others did is told too."""
+    answered, done = list[str](), list[int]()
+
+    def question(what: str, nbytes: int) -> Question:
+        return Question(what, nbytes, lambda: answered.append(what) or what.upper())  # type: ignore[func-returns-value]
+
+    questions = {what: question(what, nbytes) for what, nbytes in (("a", 5), ("b", 50), ("c", 20))}
+    store = HashStore()
+    job.enter(Job(0, 1, store))
+    with progress.shown(lambda title, total: nullcontext(done.append)):
+        assert job.answers("all", questions) == {"a": "A", "b": "B", "c": "C"}
+    assert answered == ["b", "c", "a"]
+    assert sum(done) == 75
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
+    """The store of torchrun's own process, and what its ranks find in the environment."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    words = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, **words}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torchrun, "PATIENCE", 0.3)
+    return store
+
+
+def test_a_job_begins_once_all_ranks_have_come(agent: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ranks that were started anew are no ranks of the job before."""
+    threading.Timer(0.1, agent.add, ("ckpttool/0/2/come", 1)).start()
+    found = torchrun.join(["remap", "x"])
+    assert (found.rank, found.size, list(found.command)) == (1, 2, ["remap", "x"])
+    found.tell("said", 5)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    agent.add("ckpttool/1/2/come", 1)
+    assert not torchrun.join([]).store.check(["said"])
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (0, "1 processes take part in a job of 2 ranks"),
+        (2, "3 processes take part in a job of 2 ranks"),
+        (None, "the ranks do not find each other: .*RANK expected"),
+    ],
+)
+def test_ranks_that_do_not_come_are_not_waited_for(
+    agent: TCPStore, monkeypatch: pytest.MonkeyPatch, more: int | None, said: str
+) -> None:
+    if more is None:
+        monkeypatch.delenv("RANK")
+    agent.add("ckpttool/0/2/come", more or 0)
+    with pytest.raises(CkptError, match=said) as raised:
+        torchrun.join(["remap"])
+    assert "env -u TORCHELASTIC_RUN_ID" in raised.value.hint

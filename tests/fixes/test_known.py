@@ -1,0 +1,383 @@
+"""Situations in which a printed command was once refused, or nothing was said: each with what mends it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import mend_models
+from ckpttool import diff
+from ckpttool.cli.app import main
+from ckpttool.fixes.candidates import common_way, drops
+from ckpttool.fixes.rules_file import PART
+from ckpttool.fixes.trial import command
+from ckpttool.operands.output import outputs
+from ckpttool.remapping.options import RemapOptions
+from ckpttool.rules.patterns import matches
+from ckpttool.tracing import trace as tracing
+from mend_models import hooked, net
+
+State = dict[str, Any]
+Ask = Callable[..., dict[str, Any]]
+MODELS = Path(mend_models.__file__)
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Asks a diff as JSON, in a folder where the models are ``model.py``."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(MODELS, "model.py")
+
+    def run(*args: str) -> dict[str, Any]:
+        capsys.readouterr()
+        main(["diff", *args, "--format", "json"])
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    return run
+
+
+def saved(state: Any, name: str = "a.pt") -> str:
+    torch.save(state, name)
+    return name
+
+
+def ran(line: str) -> str:
+    words = shlex.split(line)
+    assert main(words[1:]) == 0
+    return words[words.index("-o") + 1]
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    return dict(model.state_dict())
+
+
+def inside(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
+    return {prefix + key: value for key, value in state.items()}
+
+
+def test_a_models_arguments_are_in_the_command(ask: Ask) -> None:
+    words = ("--model", "model.py:net", "--model-kwargs", json.dumps({"layers": 3}))
+    found = ask(*words, saved(inside("module.", state_of(net(layers=3)))))
+    assert "--model-kwargs" in found["fix"][0]
+    assert ask(*words, ran(found["fix"][0]))["identical"]
+
+
+def test_an_output_that_is_there_is_not_named_again(ask: Ask) -> None:
+    words = ("--model", "model.py:net", saved(inside("module.", state_of(net()))))
+    assert [ran(ask(*words)["fix"][0]) for _ in range(2)] == ["a.serialized.pt", "a.serialized2.pt"]
+
+
+def test_runtime_names_beside_a_loss(ask: Ask) -> None:
+    """Only a command that leaves the loss out could rename them all: the printed one keeps it, and says so."""
+    held = {key: value.detach() for key, value in hooked().named_parameters()}
+    found = ask("--model", "model.py:hooked", saved({**inside("net.", held), "loss.weight": torch.ones(2)}))
+    assert PART in found["notes"]
+    assert set(torch.load(ran(found["fix"][0]))) == {*held, "loss.weight"}
+
+
+def test_what_is_absent_is_said_beside_the_part_that_is_mended(ask: Ask) -> None:
+    state = {key: value for key, value in net().state_dict().items() if "head" not in key}
+    found = ask("--model", "model.py:net", saved(inside("_orig_mod.", state)))
+    assert PART in found["notes"]
+    assert any("head.weight, head.bias" in note for note in found["notes"])
+    after = ask("--model", "model.py:net", ran(found["fix"][0]))
+    assert (after["summary"], after["fix"]) == ({"same": len(state), "missing": 2}, [])
+
+
+def test_extra_keys_are_reported_and_not_dropped(ask: Ask) -> None:
+    more = {f"layers.{i}.fc.lora_A": torch.ones(1) for i in range(2)} | {"ema.decay": torch.ones(1)}
+    found = ask("--model", "model.py:net", saved({**net().state_dict(), **more}))
+    assert (found["fix"], found["summary"]["unexpected"]) == ([], 3)
+    assert not any("--drop" in note for note in found["notes"])
+    found = ask("--model", "model.py:net", saved(inside("module.", {**net().state_dict(), **more})))
+    assert PART in found["notes"]
+    assert set(torch.load(ran(found["fix"][0]))) == {*net().state_dict(), *more}
+
+
+def test_keys_of_another_tree_are_not_dropped_while_others_are_missing(ask: Ask) -> None:
+    tree = {key.replace("layers.", "transformer.h."): value for key, value in net().state_dict().items()}
+    assert not any("--drop" in line for line in ask("--model", "model.py:net", saved(tree))["fix"])
+
+
+@pytest.mark.parametrize("change", ["shape", "absent", "tree"])
+def test_no_swap_is_printed_that_would_be_refused(ask: Ask, change: str) -> None:
+    state = state_of(net())
+    torch.export.save(torch.export.export(net(), (torch.ones(1, dtype=torch.int64),)), "p.pt2")
+    damaged = {
+        "shape": {**state, "head.weight": torch.ones(11, 4)},
+        "absent": {key: value for key, value in state.items() if "head" not in key},
+        "tree": {key.replace("layers.", "transformer.h."): value for key, value in state.items()},
+    }[change]
+    for words in ((), ("--model", "model.py:net")):
+        found = ask(*words, saved(damaged), "p.pt2")
+        assert not any("swap-weights" in line or "--model MODEL" in line for line in found["fix"])
+        assert found["fix"] or found["notes"]
+
+
+@pytest.mark.parametrize("program_first", [False, True])
+def test_a_swap_of_constants_to_another_dtype_is_printed_and_mends_all(ask: Ask, program_first: bool) -> None:
+    model = mend_models.lifted()
+    torch.export.save(torch.export.export(model, (torch.ones(1, 4),)), "p.pt2")
+    weights = {key: value.double() for key, value in {**model.state_dict(), "scale": torch.full((4,), 2.0)}.items()}
+    found = ask(*(("p.pt2", saved(weights)) if program_first else (saved(weights), "p.pt2")))
+    (line,) = found["fix"]
+    assert {"--constants", "--cast"} <= set(line.split())
+    assert PART not in found["notes"]
+    swapped = torch.export.load(ran(line)).module()
+    assert torch.equal(swapped(torch.ones(1, 4)), model(torch.ones(1, 4)) * 2)
+
+
+HIDING = {f"{first}.{first}_inner.w": torch.zeros(number + 1) for number, first in enumerate("abcd")}
+HIDDEN = {f"{key[0]}.w": value for key, value in HIDING.items()}
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "form"),
+    [
+        (HIDING, HIDDEN, "serialized"),
+        (HIDDEN, HIDING, "exported"),
+        ({**HIDING, "same": torch.ones(1)}, {**HIDDEN, "same": torch.ones(1)}, "serialized"),
+        ({**HIDING, "e.e_inner.n": 3}, {**HIDDEN, "e.n": 3}, "serialized"),  # no tensor, and hidden as they are
+        ({**HIDING, "a.a_inner.w": torch.zeros(7)}, HIDDEN, None),
+        ({**HIDING, "a.a_inner.w": torch.zeros(1).half()}, HIDDEN, None),
+        ({**HIDING, "e.w": torch.ones(9)}, HIDDEN, None),
+        ({**HIDING, "e.w": torch.ones(9)}, {**HIDDEN, "f.w": torch.ones(9)}, None),
+        ({**HIDING, "same": torch.ones(1)}, {**HIDDEN, "same": torch.ones(2)}, None),
+    ],
+)
+def test_what_a_hook_may_hide_is_asked_of_the_model(ask: Ask, left: State, right: State, form: str | None) -> None:
+    """Where one segment less is all that differs, under more names than a few rules tell."""
+    found = ask(saved(left), saved(right, "b.pt"))
+    assert [line for line in found["fix"] if "MODEL" in line] == (
+        [f"ckpttool remap a.pt --model MODEL --to {form} -o a.{form}.pt"] if form else []
+    )
+
+
+def test_a_program_whose_names_a_hook_may_hide_is_swapped_whichever_side_it_is(ask: Ask) -> None:
+    model = hooked()
+    torch.export.save(torch.export.export(model, (torch.ones(1, dtype=torch.int64),)), "p.pt2")
+    for sides in (("p.pt2", saved(state_of(model))), ("a.pt", "p.pt2")):
+        assert ask(*sides)["fix"][0] == "ckpttool swap-weights p.pt2 a.pt --model MODEL -o p.swapped.pt2"
+
+
+@pytest.mark.parametrize(("count", "by_file"), [(2, False), (3, True)])
+def test_rules_that_mend_more_than_names_of_wrappers_do_are_printed(ask: Ask, count: int, by_file: bool) -> None:
+    """As options where they are few, else in a file, whatever part another command would mend."""
+    left = {f"module.{'abcd'[n]}.w": torch.rand(2, n + 1) for n in range(count)} | {"module.z": torch.rand(5)}
+    right = {f"{'pqrs'[n]}.v{n}": torch.rand(2, n + 1) for n in range(count)} | {"z": torch.rand(5)}
+    fix = ask(saved(left), saved(right, "b.pt"))["fix"]
+    assert [line.split()[1] for line in fix] == (["diff", "remap"] if by_file else ["remap"])
+    for line in fix:
+        assert main(shlex.split(line)[1:]) == (1 if " diff " in line else 0)
+    after = ask(fix[-1].split()[-1], "b.pt")
+    assert after["summary"].get("missing", 0) == 0
+
+
+def test_rules_for_what_lies_in_a_store_are_written_here(ask: Ask) -> None:
+    left = {f"{name}.w": torch.rand(2, n + 1) for n, name in enumerate("abcd")}
+    right = {f"{name}.v{n}": value for n, (name, value) in enumerate(zip("pqrs", left.values()))}
+    with fsspec.open("memory://bucket/a.pt", "wb") as file:
+        torch.save(left, file)
+    fix = ask("memory://bucket/a.pt", saved(right, "b.pt"))["fix"]
+    assert fix == [
+        "ckpttool diff memory://bucket/a.pt b.pt --suggest a.rules.toml",
+        "ckpttool remap memory://bucket/a.pt --rules a.rules.toml -o memory://bucket/a.renamed.pt",
+    ]
+    for line in fix:
+        assert main(shlex.split(line)[1:]) == (1 if " diff " in line else 0)
+    assert ask("memory://bucket/a.renamed.pt", "b.pt")["identical"]
+
+
+def test_what_is_in_memory_is_not_named_as_what_a_file_is_to_be_like(ask: Ask) -> None:
+    state = state_of(net())
+    path = saved(inside("module.", {**state, "more": torch.ones(1)}))
+    (line,) = diff(path, state).fix
+    assert "--like CKPT" in line  # the caller's own object, which has no name on a command line
+    path = saved({**state, "more": torch.ones(1)})
+    assert diff(path, state).fix == ()
+
+
+@pytest.mark.parametrize(
+    ("gone", "more"), [(1, ""), (3, ""), (4, "; and 1 problem more"), (6, "; and 3 problems more")]
+)
+def test_three_reasons_are_said_why_a_swap_would_be_refused_and_how_many_more(ask: Ask, gone: int, more: str) -> None:
+    state = state_of(net())
+    torch.export.save(torch.export.export(net(), (torch.ones(1, dtype=torch.int64),)), "p.pt2")
+    absent = list(state)[:gone]
+    found = ask("--model", "model.py:net", saved({key: state[key] for key in state if key not in absent}), "p.pt2")
+    (note,) = (note for note in found["notes"] if note.startswith("swap-weights would be refused"))
+    assert f"the weights do not fit the program: {gone} problem" in note
+    assert [key in note for key in state] == [number < min(gone, 3) for number in range(len(state))]
+    assert note.endswith(f"{absent[:3][-1]}{more})")
+
+
+FORGETFUL = """
+from torch import nn
+
+def saving(module, state, prefix, meta):
+    for gone in module.gone:
+        state.pop(prefix + gone)
+    state[prefix + "kernel"] = state.pop(prefix + "a.weight")
+
+def loading(state, prefix, *rest):
+    state[prefix + "a.weight"] = state.pop(prefix + "kernel")
+
+def build(*gone):
+    net = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2, bias=False)})
+    net["twin"], net.gone = net["b"], gone
+    net.register_state_dict_post_hook(saving)
+    net._register_load_state_dict_pre_hook(loading)
+    return net
+
+def nothing(): return build()
+def twin(): return build("twin.weight")
+def both(): return build("b.weight", "twin.weight")
+def three(): return build("b.weight", "twin.weight", "a.bias")
+
+def alone():
+    net = nn.Linear(2, 2)
+    net.register_state_dict_post_hook(without_bias)
+    return net
+
+def without_bias(module, state, prefix, meta): del state[prefix + "bias"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nothing", None),
+        ("twin", None),  # its tensor is saved under its first name
+        ("both", "1 tensor is in no key that state_dict() writes (b.weight), so no command"),
+        ("alone", "1 tensor is in no key that state_dict() writes (bias), so no command"),
+        ("three", "2 tensors are in no key that state_dict() writes (a.bias, b.weight), so no command"),
+    ],
+)
+def test_tensors_that_a_model_does_not_save_are_said_and_no_swap_is_printed(
+    ask: Ask, name: str, said: str | None
+) -> None:
+    Path("forgetful.py").write_text(FORGETFUL)
+    found = ask("--model", f"forgetful.py:{name}")
+    notes = [note for note in found["notes"] if "in no key that state_dict() writes" in note]
+    assert [note.startswith(said or "") for note in notes] == ([True] if said else [])
+    names_differ = [] if name == "alone" else ["remap"]
+    assert [line.split()[1] for line in found["fix"]] == (names_differ if said else ["swap-weights", "remap"])
+
+
+def test_placeholders_stand_only_for_what_is_not_known(ask: Ask) -> None:
+    runtime = {key: value.detach() for key, value in hooked().named_parameters()}
+    left, right = saved(state_of(hooked())), saved(runtime, "b.pt")
+    for mine, theirs in ((left, right), (right, left)):
+        (line,) = ask(mine, theirs)["fix"]
+        assert "MODEL" not in line
+        assert ask(ran(line), theirs)["identical"]
+    torch.export.save(torch.export.export(hooked(), (torch.ones(1, dtype=torch.int64),)), "p.pt2")
+    assert ask(left, "p.pt2")["fix"][0] == "ckpttool swap-weights p.pt2 a.pt --model MODEL -o p.swapped.pt2"
+    known = ask("--model", "model.py:hooked", left, right)["fix"]
+    assert "MODEL" not in " ".join(known)
+    assert ask(ran(known[0]), right)["identical"]
+
+
+def test_ties_in_safetensors(ask: Ask) -> None:
+    state = {key: value.clone() for key, value in mend_models.tied().state_dict().items()}
+    save_file(inside("module.", state), "a.safetensors")
+    out = ran(ask("--model", "model.py:tied", "a.safetensors")["fix"][0])
+    assert ask("--model", "model.py:tied", out)["identical"]
+
+
+def test_the_model_is_read_once(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[Any] = []
+    trace = tracing.trace
+
+    def counted(model: Any) -> Any:
+        traced.append(model)
+        return trace(model)
+
+    monkeypatch.setattr(tracing, "trace", counted)
+    found = ask("--model", "model.py:net", saved(inside("module.", state_of(net()))))
+    assert found["fix"]
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("train.pt", "train.new.pt"),
+        ("train.pt::model", "train.new.pt"),
+        ("rank_*.pt", "rank.new.pt"),
+        ("runs/model.bin", "runs/model.new.bin"),
+        ("model.pt2", "model.new.pt2"),
+        ("model.weights", "model.new.pt"),
+        ("memory://bucket/a.pt", "memory://bucket/a.new.pt"),
+        ("runs/step.dcp", "runs/step.new.dcp"),
+    ],
+)
+def test_an_output_stands_beside_its_source(source: str, name: str) -> None:
+    assert next(outputs(source, "new")) == name
+
+
+def test_a_folders_output_is_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "v1.0").mkdir()
+    assert list(outputs(str(tmp_path / "v1.0"), "new")) == [f"{tmp_path}/v1.0.new/"]
+
+
+def test_options_are_the_words_that_ask_for_them() -> None:
+    asked = RemapOptions(model="m.py:f", model_kwargs={"n": 2}, materialize=True, drop=("a.*", "b"), out="o.pt")
+    assert shlex.split(command("remap", ("a b.pt",), asked)) == [
+        *("ckpttool", "remap", "a b.pt", "--model", "m.py:f", "--model-kwargs", '{"n": 2}', "--materialize"),
+        *("--drop", "a.*", "--drop", "b", "-o", "o.pt"),
+    ]
+    assert "--model MODEL" in command("remap", ("CKPT",), RemapOptions(model=net))
+
+
+KEYS = ["a.0.w", "a.1.w", "a.0.lora_A.w", "b.lora_A", "odd[0].w", "x{y}.w", "c.d"]
+
+
+@pytest.mark.parametrize("gone", [KEYS[2:4], KEYS[4:6], ["c.d"], ["a.0.w"], KEYS[:2], [*KEYS[2:6], "a.1.w"]])
+def test_patterns_name_the_keys_that_go_and_no_others(gone: list[str]) -> None:
+    patterns = drops(gone, set(KEYS) - set(gone)) or ()
+    assert {key for key in KEYS if any(matches(text, key) for text in patterns)} == set(gone)
+
+
+def test_too_many_patterns_are_none() -> None:
+    assert drops([f"k{i}" for i in range(100)], {"m.k1"}) is None
+
+
+def test_the_common_way() -> None:
+    assert common_way({"net.a.w", "net.b.w", "loss.w"}, {"a.w", "b.w"}) == "net"
+    assert common_way({"a.w", "b.w"}, {"a.w", "b.w"}) == ""
+    assert common_way({"q.a.w", "x.y"}, {"a.w", "b.w"}) == ""
+
+
+def test_what_is_in_memory_has_a_placeholder_for_its_name(ask: Ask) -> None:
+    """No words of a sentence stand where a file's name belongs, neither as the source nor in the output's name."""
+    ask(saved(net().state_dict(), "b.pt"), "b.pt")
+    state = {f"model.{key}": value for key, value in net().state_dict().items()}
+    for found in (diff(state, model="model.py:net"), diff(state, "b.pt")):
+        (line,) = found.fix
+        assert " CKPT " in line
+        assert line.endswith(("-o CKPT.serialized.pt", "-o CKPT.renamed.pt"))
+
+
+def test_printed_commands_write_beside_what_is_there(ask: Ask) -> None:
+    """Also those for optimizers: what a command before them wrote is left alone, and they still run."""
+    model = net()
+    saved({"optimizer": torch.optim.SGD(model.parameters()).state_dict()}, "a.pt")
+    saved({"optimizer": torch.optim.SGD(model.named_parameters()).state_dict()}, "named.pt")
+    assert main(["remap", "named.pt", "--optimizer-keys", "fqn", "-o", "b.pt"]) == 0
+    outs = []
+    for _ in range(2):
+        (line,) = ask("a.pt", "b.pt", "--model", "model.py:net")["fix"]
+        outs.append(ran(line))
+    assert outs == ["a.fqn.pt", "a.fqn2.pt"]

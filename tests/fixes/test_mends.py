@@ -1,0 +1,299 @@
+"""Every command that a diff prints is run as it stands; afterwards the two are the same, or the diff has said why not.
+
+``CKPTTOOL_MENDS=2000`` runs as many printed commands.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import mend_models
+from ckpttool.cli.app import main
+from ckpttool.fixes.rules_file import INFERRED, PART
+from ckpttool.fixes.suggest import OWN_NAMES, UNREAD
+from hook_zoo import ZOO
+
+torch.set_num_threads(1)
+COMMANDS = int(os.environ.get("CKPTTOOL_MENDS", "60"))
+SUPPORT = Path(mend_models.__file__).parent
+State = dict[str, Any]
+
+OWN = ("net", "hooked", "lifted", "tied", "fused")
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{f"mend_models.py:{name}": getattr(mend_models, name) for name in OWN},
+    **{f"hook_zoo.py:{name}": build for name, build in ZOO.items()},
+}
+
+
+def prefixed(prefix: str) -> Callable[[State], State]:
+    return lambda state: {prefix + key: value for key, value in state.items()}
+
+
+def beside_a_loss(state: State) -> State:
+    return {**prefixed("net.")(state), "loss.weight": torch.ones(3)}
+
+
+def adapted(state: State) -> State:
+    """As PEFT saves a model with LoRA on its linear layers called `fc`."""
+    made = {}
+    for key, value in state.items():
+        module, _, leaf = key.rpartition(".")
+        inside = module.endswith("fc")
+        made[f"base_model.model.{module + '.base_layer.' + leaf if inside else key}"] = value
+        if inside and leaf == "weight":
+            for name in ("lora_A", "lora_B"):
+                made[f"base_model.model.{module}.{name}.default.weight"] = torch.ones(2, 2)
+    return made
+
+
+def renamed_tree(state: State) -> State:
+    return {key.replace("layers.", "transformer.h.").replace("0.", "first."): value for key, value in state.items()}
+
+
+WRAPPERS: dict[str, Callable[[State], State]] = {
+    "none": dict,
+    "ddp": prefixed("module."),
+    "compile": prefixed("_orig_mod."),
+    "ddp(compile)": prefixed("module._orig_mod."),
+    "backbone": prefixed("backbone."),
+    "lightning": beside_a_loss,
+    "peft": adapted,
+    "tree": renamed_tree,
+}
+
+
+def tensors(state: State) -> list[str]:
+    return [key for key, value in state.items() if isinstance(value, torch.Tensor)]
+
+
+def without_one(state: State, rng: random.Random) -> State:
+    gone = rng.choice(list(state)) if state else None
+    return {key: value for key, value in state.items() if key != gone}
+
+
+def with_more(state: State, rng: random.Random) -> State:
+    more = {"ema.decay": torch.ones(1), "extra.0.weight": torch.ones(2), "extra.1.weight": torch.ones(2)}
+    return {**state, **dict(rng.sample(list(more.items()), rng.randint(1, 3)))}
+
+
+def misshapen(state: State, rng: random.Random) -> State:
+    keys = tensors(state)
+    return {**state, rng.choice(keys): torch.ones(7, 3, 1)} if keys else state
+
+
+def halved(state: State, rng: random.Random) -> State:
+    return {
+        key: value.half() if key in tensors(state) and value.dtype.is_floating_point else value
+        for key, value in state.items()
+    }
+
+
+def other_values(state: State, rng: random.Random) -> State:
+    keys = [key for key in tensors(state) if state[key].dtype.is_floating_point and state[key].layout == torch.strided]
+    return {**state, key: torch.full_like(state[key], 7)} if keys and (key := rng.choice(keys)) else state
+
+
+DAMAGE: dict[str, Callable[[State, random.Random], State]] = {
+    "none": lambda state, rng: state,
+    "missing": without_one,
+    "extra": with_more,
+    "shape": misshapen,
+    "dtype": halved,
+    "value": other_values,
+    "value, missing": lambda state, rng: without_one(other_values(state, rng), rng),
+    "value, extra": lambda state, rng: with_more(other_values(state, rng), rng),
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A diff's arguments, of which `left` is the operand that a remap reads; `model` where the diff knows none."""
+
+    args: tuple[str, ...]
+    left: str
+    model: str
+    words: str
+
+
+def saved(state: State, path: Path, form: str) -> str | None:
+    """The operand of the file, or None where the format cannot hold the state."""
+    if form == "safetensors":
+        plain = all(
+            type(v) is torch.Tensor and v.layout == torch.strided and not v.is_quantized for v in state.values()
+        )
+        if not plain:
+            return None
+        try:
+            save_file({key: value.contiguous() for key, value in state.items()}, f"{path}.safetensors")
+        except (RuntimeError, ValueError):  # tied
+            return None
+        return f"{path}.safetensors"
+    where = f"{path}.pt"
+    try:
+        torch.save({"model": state, "epoch": 3} if form == "section" else state, where)
+    except RuntimeError:  # the same data as different types
+        return None
+    return f"{where}::model" if form == "section" else where
+
+
+def program(model: nn.Module, path: Path) -> str:
+    """The model as an exported program, made once."""
+    if not path.exists():
+        sample = (
+            torch.ones(1, 4)
+            if isinstance(model, (mend_models.Lifted, mend_models.Fused))
+            else torch.ones(1, dtype=torch.int64)
+        )
+        torch.export.save(torch.export.export(model, (sample,)), path)
+    return str(path)
+
+
+def plain(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def runtime_state(model: nn.Module) -> State:
+    held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    return {key: plain(value) for key, value in held.items()}
+
+
+def pair(seed: int, folder: Path) -> Pair | None:
+    """A random pair: a model, what its keys are wrapped in, what is wrong with the file, what it is compared with."""
+    rng = random.Random(seed)
+    name = rng.choice(list(MODELS)) if rng.random() < 0.5 else f"mend_models.py:{rng.choice(OWN)}"
+    try:
+        model = MODELS[name]()
+        state = {key: plain(value) for key, value in model.state_dict().items()}
+        runtime = runtime_state(model)
+    except Exception:  # a pattern whose own code fails where it is run for real
+        return None
+    words = rng.choice(list(WRAPPERS)), rng.choice(list(DAMAGE)), rng.choice(["pt", "safetensors", "section"])
+    own = rng.choice([state, runtime])
+    made = WRAPPERS[words[0]](DAMAGE[words[1]](own, rng))
+    operand = f"{SUPPORT / name.split(':')[0]}:{name.split(':')[1]}"
+    left = saved(made, folder / "left", words[2])
+    if left is None:
+        return None
+    how = rng.choice(["load", "load", "alone", "two", "two with model", "program", "program with model"])
+    shown = f"{seed}: {name}, {'runtime' if own is runtime else 'serialized'}, {', '.join(words)}, {how}"
+    if how == "alone":
+        return Pair(("--model", operand), left, operand, shown)
+    if how == "load":
+        return Pair(("--model", operand, left), left, operand, shown)
+    right = saved(rng.choice([state, runtime]), folder / "right", rng.choice(["pt", "safetensors", "section"]))
+    if how.startswith("program"):
+        right = program(model, folder / f"{name.split(':')[1]}.pt2") if name.startswith("mend_models") else None
+    if right is None:
+        return None
+    model_words = ("--model", operand) if how.endswith("model") else ()
+    values = ("--values",) if how.startswith("two") and rng.random() < 0.5 else ()
+    return Pair((*model_words, left, right, *values), left, operand, f"{shown} {' '.join(values)}")
+
+
+class Runs:
+    """Runs command lines in this process, and counts the printed ones."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys, self.count = capsys, 0
+
+    def __call__(self, *args: str) -> tuple[int, str, str]:
+        status = main(list(args))
+        out, err = self.capsys.readouterr()
+        return status, out, err
+
+    def diff(self, args: tuple[str, ...], words: str) -> dict[str, Any] | None:
+        """The diff as JSON, or None where there is no answer."""
+        status, out, err = self("diff", *args, "--format", "json")
+        assert "Traceback" not in err, words
+        found = json.loads(out)
+        assert status == 2 or found["identical"] is (status == 0), words
+        return None if status == 2 else found
+
+    def printed(self, command: str, words: str) -> str:
+        """Runs a printed command, which must work, and gives the output that it names."""
+        self.count += 1
+        line = shlex.split(command)
+        assert line[0] == "ckpttool", words
+        status, _, err = self(*line[1:])
+        assert status == (1 if line[1] == "diff" else 0), f"{words}\n{command}\n{err}"  # diff --suggest
+        return line[line.index("-o") + 1] if "-o" in line else ""
+
+
+def check(case: Pair, run: Runs) -> None:
+    """Every printed command works, and does what the diff says of it."""
+    found = run.diff(case.args, case.words)
+    if found is None or found["identical"]:
+        return
+    assert found["fix"] or found["notes"] or "--model" in case.args[:1], f"{case.words}: ends in silence"
+    alone = case.left not in case.args
+    for command in found["fix"]:
+        words = shlex.split(command)
+        if words[1] == "diff":  # writes the rules that the next command reads
+            run.printed(command, case.words)
+            continue
+        known = {"MODEL": "--model" in case.args, "CKPT": not alone, "PROGRAM.pt2": not alone}
+        assert not any(known.get(word) for word in words), f"{case.words}: {command}"
+        if "PROGRAM.pt2" in words:
+            continue
+        filled = [{"MODEL": case.model, "CKPT": case.left}.get(word, word) for word in words]
+        unsure = filled != words  # a command that does not know all that it is about
+        if unsure and not fitting(case, alone):
+            continue
+        out = run.printed(shlex.join(filled), case.words)
+        if not unsure and words[1] == "remap":
+            after = run.diff(tuple(out if arg == case.left else arg for arg in case.args), case.words)
+            assert after is not None, case.words
+            alone = {entry["status"] for entry in after["entries"]} <= {"same", "value"}
+            said = UNREAD in found["notes"] or "with other values" in str(found["notes"])
+            told = {PART, INFERRED} & set(found["notes"]) or (alone and said)
+            assert after["identical"] or told, f"{case.words}\n{command}\n{after['summary']}"
+            assert after["identical"] or to_mend(after) < to_mend(found), f"{case.words}\n{command}"
+        elif words[1] == "swap-weights":
+            assert OWN_NAMES in found["notes"] or unsure, case.words
+        Path(out).unlink()
+
+
+def fitting(case: Pair, alone: bool) -> bool:
+    """Whether the file is one that the model saved, undamaged, so that a command without all operands must work."""
+    return alone and "none, none" in case.words and "serialized" in case.words
+
+
+def to_mend(found: dict[str, Any]) -> int:
+    """How many differences a remap could mend: not those of values under one name."""
+    others = [entry for entry in found["entries"] if entry["status"] != "same"]
+    return sum(entry["status"] != "value" or entry["left"] != entry["right"] for entry in others)
+
+
+def cases(folder: Path) -> Iterator[Pair]:
+    seed = 0
+    while True:
+        made = pair(seed, folder)
+        if made is not None:
+            yield made
+        seed += 1
+
+
+def test_every_printed_command_does_what_is_said_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.chdir(tmp_path)
+    run = Runs(capsys)
+    for case in cases(tmp_path):
+        check(case, run)
+        if run.count >= COMMANDS:
+            break
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)

@@ -1,0 +1,157 @@
+"""`explain` against the names themselves: what a name names in any form is told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.core import expression as ex
+from ckpttool.core.errors import CkptError
+from ckpttool.inspection.explain import explain
+from ckpttool.naming.match import NameTables
+from ckpttool.naming.wrappers import TABLE, Wrapper
+from ckpttool.operands.model import ModelOperand
+from ckpttool.tracing.build_model import of_object
+from ckpttool.tracing.trace import trace
+from command import Run
+from hook_zoo import ZOO
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_name_is_explained_by_all_that_it_names(name: str) -> None:
+    names = trace(of_object(ZOO[name]))
+    tables = NameTables(names)
+    made = {s.key: {tables.first[fqn] for fqn in ex.refs(s.source)} for s in names.serialized if s.source is not None}
+    called = {t.fqn for t in names.runtime} | {t.canonical for t in names.runtime} | set(made)
+    for one in called:
+        named = {tables.first[t.fqn] for t in names.runtime if one in (t.fqn, t.canonical)} | made.get(one, set())
+        if not named:
+            with pytest.raises(CkptError, match="has no tensor"):
+                explain(names, one)
+            continue
+        found = explain(names, one)
+        assert {tables.first[fqn] for fqn in (found.tensor.fqn, *found.also)} == named
+        assert one not in tables.first or found.tensor.fqn == one
+        assert {tables.first[fqn] for fqn in found.aliases} <= {tables.first[found.tensor.fqn]}
+        assert found.tensor.fqn not in found.aliases
+    for first, group in tables.groups.items():
+        of_group = [explain(names, fqn) for fqn in group]
+        assert {key for found in of_group for key in found.serialized} == {key for key in made if first in made[key]}
+        assert all(found.serialized for found in of_group) or not any(found.serialized for found in of_group)
+
+
+class Fused(nn.Module):
+    """`k` and `q` are saved as one, twice, `a` and `b` under each other's name; a number is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, size in {"q": 2, "k": 2, "a": 3, "b": 4}.items():
+            setattr(self, name, nn.Parameter(torch.zeros(size)))
+        self.register_buffer("steps", torch.zeros(1))
+        self._register_state_dict_hook(self._save)
+
+    @staticmethod
+    def _save(module: nn.Module, state: dict[str, torch.Tensor], *_: object) -> None:
+        state["qk"] = state["copy"] = torch.cat([state.pop("q"), state.pop("k")])
+        state["a"], state["b"] = state["b"], state["a"]
+        state["added"] = torch.ones(1)
+
+
+TOLD = {
+    "q": (["qk", "copy"], [], 0),
+    "qk": (["qk", "copy"], ["k"], 0),
+    "a": ("b", ["b"], 2),
+    "b": ("a", ["a"], 3),
+    "steps": ("steps", [], None),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_else_a_name_names_is_said(name: str, run: Run) -> None:
+    line = ("explain", name, "--model", f"{__file__}:Fused")
+    done = run(*line, "--format", "json")
+    assert (done.data["serialized"], done.data["also"], done.data["optimizer_id"]) == TOLD[name]
+    assert done.data["optimizer_group"] == (None if name == "steps" else 0)
+    assert done.data["forms"].get("serialized") == (TOLD[name][0] if isinstance(TOLD[name][0], str) else None)
+    assert ("another's name" in run(*line).out) == bool(TOLD[name][1])
+
+
+def test_what_is_no_tensors_name_is_refused_with_names_that_are_like_it() -> None:
+    names = ModelOperand(Fused).names()
+    every = "list them: ckpttool trace Fused --all"
+    for name, hint in ("step", "names that are like it: steps"), ("added", every), ("xyz", every):
+        with pytest.raises(CkptError, match=f"has no tensor '{name}'") as refused:
+            explain(names, name)
+        assert refused.value.hint == hint
+
+
+class Deep(nn.Module):
+    """Has modules of its own that are called as wrappers' are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"module": nn.Linear(2, 2)}))
+        self.model = nn.Linear(2, 2)
+
+
+def wrapped(how: str) -> tuple[nn.Module, nn.Module]:
+    """A model, and the same model inside of a wrapper or two."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.optim.swa_utils import AveragedModel
+
+    plain: nn.Module = Deep()
+    inner = plain
+    if how == "blocks":
+        outer = Deep()
+        for name, value in plain.state_dict().items():
+            assert name in outer.state_dict(), value.shape
+        outer.trunk[0] = checkpoint_wrapper(torch.compile(plain.trunk[0]))  # type: ignore[arg-type]
+        outer.trunk[1], outer.model = plain.trunk[1], plain.model  # type: ignore[assignment]
+        return plain, outer
+    for word in how.split():
+        if word == "compile":
+            inner = torch.compile(inner)  # type: ignore[assignment]
+        elif word == "dp":
+            inner = nn.DataParallel(inner)
+        elif word == "ac":
+            inner = checkpoint_wrapper(inner)
+        elif word == "averaged":
+            averaged = AveragedModel(inner)
+            plain, inner = averaged.module, averaged
+    return plain, inner
+
+
+@pytest.mark.parametrize("how", ["compile", "dp", "ac", "averaged", "compile dp", "ac compile dp", "ac dp", "blocks"])
+@pytest.mark.parametrize("form", ["{}", "state.{}.exp_avg", "optimizer.state.{}.step"])
+def test_wrapped_names_are_resolved(how: str, form: str) -> None:
+    """Every name that a real wrapper gives, and the optimizer's key of it, leads to the tensor of the plain model."""
+    plain, outer = wrapped(how)
+    inner = plain._orig_mod if hasattr(plain, "_orig_mod") else plain
+    own = {id(tensor): name for name, tensor in (*plain.named_parameters(), *inner.named_parameters())}
+    names = trace(of_object(Deep))
+    told = {name: own[id(tensor)] for name, tensor in outer.named_parameters() if id(tensor) in own}
+    assert len(told) == 6
+    for name, fqn in told.items():
+        assert explain(names, form.format(name)).tensor.fqn == fqn, name
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.segment} {row.title}")
+def test_a_segment_of_every_wrapper_is_taken_out(row: Wrapper) -> None:
+    names = trace(of_object(Deep))
+    for tensor in names.runtime:
+        parts = tensor.fqn.split(".")
+        for at in range(len(parts)):
+            name = ".".join((*parts[:at], row.segment, *parts[at:]))
+            if name not in {other.fqn for other in names.runtime}:
+                found = explain(names, name)
+                assert tensor.fqn in (found.tensor.fqn, *found.also), name
+
+
+def test_calls_ids_and_names_that_are_nowhere() -> None:
+    names = trace(of_object(Deep))
+    assert explain(names, "trunk.0@1.weight").tensor.fqn == "trunk.0.weight"
+    assert explain(names, "state.1.exp_avg").tensor.fqn == "trunk.0.bias"
+    for name in ("module._orig_mod.nothing", "state.99.exp_avg", "module", "other.trunk.0.weight"):
+        with pytest.raises(CkptError, match="has no tensor"):
+            explain(names, name)

@@ -1,0 +1,412 @@
+"""Values that only the model's own code can compute, against torch: load_state_dict and state_dict of the model."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import ckpttool
+from ckpttool.core.errors import CkptError, Refused
+from ckpttool.operands.model import ModelOperand
+from ckpttool.tracing import runtime
+from ckpttool.tracing.build_model import of_object
+from ckpttool.tracing.saving import filled
+from command import Run
+from loading_zoo import Undeclared, packed
+from opaque_zoo import ZOO, Listed, Net, Quantized, Transposed, blended, noisy
+from places import ROOT
+from zoo import runtime_values
+
+torch.set_num_threads(1)
+OPERAND = str(ROOT / "tests/support/opaque_zoo.py")
+Tensors = Mapping[str, torch.Tensor]
+
+
+def trained(name: str) -> nn.Module:
+    return filled(of_object(ZOO[name]), 77)
+
+
+def saved(state: Tensors, path: Path) -> str:
+    torch.save(dict(state), path)
+    return str(path)
+
+
+def assert_equal(found: Tensors, wanted: Tensors) -> None:
+    assert set(found) <= set(wanted)
+    for key, value in found.items():
+        assert value.dtype == wanted[key].dtype
+        assert torch.equal(value, wanted[key]), key
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_runtime_values_are_those_of_the_loaded_model(name: str, tmp_path: Path) -> None:
+    state = trained(name).state_dict()
+    done = ckpttool.remap(
+        saved(state, tmp_path / "a.pt"),
+        str(tmp_path / "b.pt"),
+        model=ZOO[name],
+        from_="serialized",
+        to="runtime",
+        verify=True,
+    )
+    model = ZOO[name]()
+    model.load_state_dict(state, strict=True)
+    found = torch.load(tmp_path / "b.pt")
+    assert_equal(found, runtime_values(model))
+    assert {key for _, keys in done.plan.by_code for key in keys} <= set(found)
+    persistent = {name for name, _ in model.named_parameters()} | {k for k, _ in model.named_buffers() if k != "cache"}
+    assert persistent <= set(found)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_serialized_values_are_those_that_the_model_saves(name: str, tmp_path: Path) -> None:
+    model = trained(name)
+    values = {fqn: value for fqn, value in runtime_values(model).items() if fqn != "cache"}
+    source, legacy = saved(values, tmp_path / "a.pt"), "legacy"  # names may stay as they are
+    ckpttool.remap(
+        source, str(tmp_path / "b.pt"), model=ZOO[name], from_="runtime", to="serialized", torch_format=legacy
+    )
+    found = torch.load(tmp_path / "b.pt")
+    assert_equal(found, model.state_dict())
+    ZOO[name]().load_state_dict(found, strict=True)
+
+
+def test_a_tied_weight_under_one_of_its_names_is_loaded_under_both(tmp_path: Path) -> None:
+    model = ZOO["quantized"]()
+    state = trained("quantized").state_dict()
+    model.load_state_dict(state, strict=True)
+    source = saved({key: value for key, value in state.items() if key != "head.weight"}, tmp_path / "a.pt")
+    ckpttool.remap(source, str(tmp_path / "b.pt"), model=ZOO["quantized"], from_="serialized", to="runtime")
+    assert_equal(torch.load(tmp_path / "b.pt"), runtime_values(model))
+
+
+@pytest.mark.parametrize("name", ["transposed", "quantized"])
+def test_serialized_values_in_the_dtype_of_the_file(name: str, tmp_path: Path) -> None:
+    model = trained(name).double()
+    source = saved(runtime_values(model), tmp_path / "a.pt")
+    ckpttool.remap(source, str(tmp_path / "b.pt"), model=ZOO[name], from_="runtime", to="serialized")
+    assert_equal(torch.load(tmp_path / "b.pt"), model.state_dict())
+
+
+class Twice(Transposed):
+    """One memory under two names, of two objects; what is saved is made of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.ones_(self.fc.weight)
+        self.twin = nn.Parameter(self.fc.weight.data)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        state[f"{kwargs.get('prefix', '')}fc.weight"] = torch.from_numpy(self.twin.detach().numpy().T.copy())
+        return state
+
+
+class Overlapping(Transposed):
+    """A buffer that is a part of the weight's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", self.fc.weight.detach()[:2], persistent=False)
+
+
+class Packing(Transposed):
+    """Which saves what is no dense tensor, or nothing."""
+
+    kind: Any = staticmethod(lambda made: torch.quantize_per_tensor(made, 0.1, 0, torch.qint8))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        key = f"{kwargs.get('prefix', '')}fc.weight"
+        state[key] = self.kind(state[key])
+        return state
+
+
+class Sparse(Packing):
+    kind = staticmethod(torch.Tensor.to_sparse)
+
+
+class Wrapping(Packing):
+    kind = staticmethod(lambda made: TwoTensor(made, made))
+
+
+class Choosing(Transposed):
+    """Which has no key for a weight of zeros, and fails where it is not finite, both ways."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        key = f"{kwargs.get('prefix', '')}fc.weight"
+        if not self.fc.weight.detach().numpy().any():
+            del state[key]
+        elif np.isnan(self.fc.weight.detach().numpy()).any():
+            raise ValueError("not finite")
+        return state
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        if np.isnan(state_dict["fc.weight"].numpy()).any():
+            raise ValueError("not finite")
+        return super().load_state_dict(state_dict, strict, assign)
+
+
+WEIGHT = torch.randn(4, 4)
+REFUSED: dict[str, tuple[type[nn.Module], str, torch.Tensor, str]] = {
+    "other memory": (Twice, "runtime", WEIGHT.double(), "dtype @ fc.weight"),
+    "part of it": (Overlapping, "runtime", WEIGHT.double(), "dtype @ fc.weight"),
+    "another shape": (Choosing, "runtime", WEIGHT[:3], "other @ fc.weight"),
+    "an object, saved": (Choosing, "runtime", packed(Undeclared), "other @ fc.weight"),
+    "an object, loaded": (Choosing, "serialized", packed(Undeclared), "other @ fc.weight"),
+    "quantized": (Packing, "runtime", WEIGHT, "other @ fc.weight"),
+    "sparse": (Sparse, "runtime", WEIGHT, "other @ fc.weight"),
+    "a subclass": (Wrapping, "runtime", WEIGHT, "other @ fc.weight"),
+    "absent": (Choosing, "runtime", torch.zeros(4, 4), "other @ fc.weight"),
+    "failing, saved": (Choosing, "runtime", WEIGHT / 0 * 0, "ValueError: not finite"),
+    "failing, loaded": (Choosing, "serialized", WEIGHT / 0 * 0, "ValueError: not finite"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_models_code_does_not_give_is_refused(name: str, tmp_path: Path) -> None:
+    build, form, weight, why = REFUSED[name]
+    source = saved({"fc.weight": weight, "fc.bias": torch.ones(4)}, tmp_path / "a.pt")
+    to = {"runtime": "serialized", "serialized": "runtime"}[form]
+    with pytest.raises(CkptError) as refused:
+        ckpttool.remap(source, str(tmp_path / "b.pt"), model=build, from_=form, to=to)
+    said = [f"{problem.kind} @ {problem.key}" for problem in refused.value.problems] or [refused.value.message]
+    assert any(why in one for one in said), said
+    assert not (tmp_path / "b.pt").exists()
+
+
+def test_from_one_model_to_another(tmp_path: Path) -> None:
+    """What the first loads is what the second saves: both run their own code."""
+    state = trained("quantized").state_dict()
+    source = saved(state, tmp_path / "a.pt")
+    ckpttool.remap(source, str(tmp_path / "b.pt"), model=ZOO["quantized"], to_model=listed, to="serialized")
+    first, second = ZOO["quantized"](), listed()
+    first.load_state_dict(state)
+    values = dict(first.named_parameters())
+    with torch.no_grad():
+        for key, value in second.named_parameters():
+            value.copy_(values[key])
+    assert_equal(torch.load(tmp_path / "b.pt"), second.state_dict())
+    listed().load_state_dict(torch.load(tmp_path / "b.pt"), strict=True)
+
+
+class ListedWithBias(Listed):
+    """The tensors of `Quantized`, saved in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.zeros(6))
+
+
+def listed() -> nn.Module:
+    return Net(ListedWithBias, ListedWithBias)
+
+
+def test_a_plan_says_whose_code_it_needs(run: Run, tmp_path: Path) -> None:
+    source = saved(trained("quantized").state_dict(), tmp_path / "a.pt")
+    plan, out, model = str(tmp_path / "p.json"), tmp_path / "b.pt", f"{OPERAND}:quantized"
+    said = run("remap", source, "--model", model, "--to", "runtime", "-o", out, "--save-plan", plan, "--format", "json")
+    assert said.data["by_code"] == [
+        {"way": "model.load", "model": model, "keys": ["layers.0.weight", "layers.1.weight"]}
+    ]
+    assert json.loads(Path(plan).read_text())["runs"][0]["model"] == model
+    alone = run("remap", source, "--plan", plan, "-o", tmp_path / "c.pt")
+    assert alone.status == 1
+    assert f"2 tensors can only be computed by the code of {model}" in alone.err
+    assert f"--model {model}" in alone.err
+    assert not (tmp_path / "c.pt").exists()
+    assert run("remap", source, "--plan", plan, "--model", model, "-o", tmp_path / "c.pt").status == 0
+    assert (tmp_path / "c.pt").read_bytes() == out.read_bytes()
+
+
+def sized(rows: int) -> nn.Module:
+    return Quantized() if rows == 6 else nn.Linear(1, 1)
+
+
+def test_what_lacks_the_code_is_told_the_models_arguments(run: Run, tmp_path: Path) -> None:
+    source = saved(Quantized().state_dict(), tmp_path / "a.pt")
+    words = ("--model", f"{__file__}:sized", "--model-kwargs", '{"rows": 6}')
+    plan = ("--plan", tmp_path / "p.json", "-o", tmp_path / "b.pt")
+    assert run("remap", source, *words, "--to", "runtime", "--dry-run", "--save-plan", plan[1]).status == 0
+    alone = run("remap", source, *plan)
+    assert alone.status == 1
+    assert alone.err.endswith(f"hint: name it: {shlex.join(words)}\n")
+    assert run("remap", source, *plan, *words).status == 0
+
+
+def test_each_section_has_a_run_of_its_own(run: Run, tmp_path: Path) -> None:
+    """Each is given its own values, under its own names."""
+    mine, other = trained("quantized").state_dict(), filled(of_object(ZOO["quantized"]), 5).state_dict()
+    torch.save({"model": mine, "ema": {f"module.{key}": value for key, value in other.items()}}, tmp_path / "a.pt")
+    words = ("--model", f"{OPERAND}:quantized", "--to", "runtime", "--sections", "model,ema", "--format", "json")
+    said = run("remap", tmp_path / "a.pt", *words, "-o", tmp_path / "b.pt")
+    assert [found["keys"] for found in said.data["by_code"]] == [["layers.0.weight", "layers.1.weight"]] * 2
+    found = torch.load(tmp_path / "b.pt")
+    for path, state in ("model", mine), ("ema", other):
+        model = ZOO["quantized"]()
+        model.load_state_dict(state)
+        assert_equal({key.removeprefix("module."): value for key, value in found[path].items()}, runtime_values(model))
+
+
+def test_a_plan_for_two_models_says_both(run: Run, tmp_path: Path) -> None:
+    source = saved(trained("quantized").state_dict(), tmp_path / "a.pt")
+    first, second = ("--model", f"{OPERAND}:quantized"), ("--to-model", f"{__file__}:listed")
+    made = ("--to", "serialized", "-o", tmp_path / "b.pt", "--save-plan", tmp_path / "p.json")
+    assert run("remap", source, *first, *second, *made).status == 0
+    plan = ("remap", source, "--plan", tmp_path / "p.json", "-o", tmp_path / "c.pt")
+    assert run(*plan).err.endswith(f"hint: name it: {shlex.join(first)}\n")
+    assert run(*plan, *first).err.endswith(f"hint: name it: {shlex.join(second)}\n")
+    assert run(*plan, *first, *second).status == 0
+    assert (tmp_path / "c.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
+    values = saved(runtime_values(trained("quantized")), tmp_path / "d.pt")
+    saves = ("--from", "runtime", "--to", "serialized", "--dry-run", "--save-plan", tmp_path / "q.json")
+    assert run("remap", values, *first, *saves).status == 0
+    alone = run("remap", values, "--plan", tmp_path / "q.json", "-o", tmp_path / "e.pt")
+    assert alone.err.endswith(f"hint: name it: {shlex.join(first)}\n")
+
+
+LOAD = {"op": "model.load", "args": ["layers.0.weight"]}
+UNSAID = "the plan does not say which model's code computes it"
+# What is written into a plan -> the problem of it; None where it does the same.
+OTHER_PLANS: dict[str, tuple[Callable[[dict[str, Any]], object], str | None]] = {
+    "a run that nothing needs": (lambda plan: plan["runs"].append({**plan["runs"][0], "way": "model.save"}), None),
+    "a value that is computed": (
+        lambda plan: plan["runs"][0]["given"][0].update(
+            {
+                "from": {
+                    "op": "aten.neg.default",
+                    "args": [{"op": "aten.neg.default", "args": [{"ref": "embed.weight"}]}],
+                }
+            }
+        ),
+        None,
+    ),
+    "a key that is not there": (
+        lambda plan: plan["runs"][0]["given"].append({"name": "w", "from": {"ref": "nowhere"}}),
+        "the plan reads a key that the checkpoint has not @ nowhere",
+    ),
+    "what the run itself makes": (lambda plan: plan["runs"][0]["given"][0].update({"from": LOAD}), UNSAID),
+    "what a later run makes": (
+        lambda plan: plan["runs"].insert(
+            0, {**plan["runs"][0], "way": "model.save", "given": [{"name": "w", "from": LOAD}]}
+        ),
+        f"{UNSAID} @ w",
+    ),
+    "a value without a name": (lambda plan: plan["outputs"][1]["from"]["args"].pop(0), f"{UNSAID} @ layers.0.weight"),
+    "a run of another section": (lambda plan: plan["runs"][0].update(section="ema"), f"{UNSAID} @ layers.1.weight"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_PLANS)
+def test_plans_that_others_wrote(name: str, run: Run, tmp_path: Path) -> None:
+    change, problem = OTHER_PLANS[name]
+    state = {**trained("quantized").state_dict(), "model.load(layers.0.weight)": torch.ones(1)}
+    source, plan, model = saved(state, tmp_path / "a.pt"), tmp_path / "p.json", ("--model", f"{OPERAND}:quantized")
+    words = ("--to", "runtime", "--drop", "model.load*", "-o", tmp_path / "b.pt", "--save-plan", plan)
+    assert run("remap", source, *model, *words).status == 0
+    made = json.loads(plan.read_text())
+    kept = made["dropped"].pop()["key"]
+    made["outputs"].append({"section": "", "key": kept, "from": {"ref": kept}})
+    change(made)
+    plan.write_text(json.dumps(made))
+    said = run("remap", source, "--plan", plan, *model, "-o", tmp_path / "c.pt")
+    assert said.status == (0 if problem is None else 1), said.err
+    assert (problem or "") in said.err
+    if problem is None:
+        assert_equal({**torch.load(tmp_path / "b.pt"), kept: torch.ones(1)}, torch.load(tmp_path / "c.pt"))
+
+
+def test_a_plan_of_renames_takes_no_model(run: Run, tmp_path: Path) -> None:
+    source, plan = saved({"a.weight": torch.ones(2)}, tmp_path / "a.pt"), tmp_path / "p.json"
+    assert run("remap", source, "--rule", "a.{x} => b.{x}", "--save-plan", plan).status == 0
+    said = run("remap", source, "--plan", plan, "--model", f"{OPERAND}:quantized", "-o", tmp_path / "b.pt")
+    assert said.status == 2
+    assert "the plan needs no model" in said.err
+
+
+def test_the_report_names_it(run: Run, tmp_path: Path) -> None:
+    source = saved(trained("quantized").state_dict(), tmp_path / "a.pt")
+    said = run("remap", source, "--model", f"{OPERAND}:quantized", "--to", "runtime", "-o", tmp_path / "b.pt")
+    assert f"2 tensors by running {OPERAND}:quantized's own load_state_dict() on the values" in said.out
+
+
+@pytest.mark.parametrize("build", [noisy, blended])
+def test_what_differs_each_time_is_refused(build: type[nn.Module], tmp_path: Path) -> None:
+    source = saved(build().state_dict(), tmp_path / "a.pt")
+    with pytest.raises(Refused, match="does not give the same twice") as caught:
+        ckpttool.remap(source, str(tmp_path / "b.pt"), model=build, to="runtime", from_="serialized")
+    assert [problem.key for problem in caught.value.problems] == ["layers.0.weight"]
+    assert not (tmp_path / "b.pt").exists()
+
+
+def test_what_does_not_fit_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = saved(trained("transposed").state_dict(), tmp_path / "a.pt")
+    model = ModelOperand(ZOO["transposed"])
+    model.names()
+    monkeypatch.setattr(runtime, "memory_available", lambda: 100)
+    with pytest.raises(CkptError, match=r"own load_state_dict\(\); .* takes .* MiB, and 0 MiB are free"):
+        ckpttool.remap(source, str(tmp_path / "b.pt"), model=model, to="runtime", from_="serialized")
+
+
+def test_a_names_file_is_not_enough(run: Run, tmp_path: Path) -> None:
+    source = saved(trained("quantized").state_dict(), tmp_path / "a.pt")
+    names = tmp_path / "names.json"
+    assert run("trace", f"{OPERAND}:quantized", "-o", names).status == 0
+    said = run("remap", source, "--model", names, "--to", "runtime", "-o", tmp_path / "b.pt")
+    assert said.status == 1
+    assert "--model file.py:build" in said.err
+
+
+def test_wrapped_keys_are_loaded_under_the_models_names(run: Run, tmp_path: Path) -> None:
+    state = trained("quantized").state_dict()
+    source = saved({f"module.{key}": value for key, value in state.items()}, tmp_path / "a.pt")
+    said = run("remap", source, "--model", f"{OPERAND}:quantized", "--to", "runtime", "-o", tmp_path / "b.pt")
+    assert said.status == 0, said.err
+    model = ZOO["quantized"]()
+    model.load_state_dict(state)
+    assert_equal(torch.load(tmp_path / "b.pt"), runtime_values(model))
+
+
+def test_new_weights_of_a_program(run: Run, tmp_path: Path) -> None:
+    model = trained("transposed")
+    sample = torch.randn(2, 4)
+    torch.export.save(torch.export.export(Forward(ZOO["transposed"]()), (sample,)), tmp_path / "p.pt2")
+    state = {f"net.{key}": value for key, value in model.state_dict().items()}
+    source, operand = saved(state, tmp_path / "a.pt"), f"{__file__}:forward"
+    said = run("swap-weights", tmp_path / "p.pt2", source, "--model", operand, "-o", tmp_path / "q.pt2", "--verify")
+    assert said.status == 0, said.err
+    tried = run("swap-weights", tmp_path / "p.pt2", source, "--model", operand, "-o", tmp_path / "r.pt2", "--dry-run")
+    assert (tried.status, (tmp_path / "r.pt2").exists()) == (0, False)
+    assert "dry run: nothing was written" in tried.out
+    assert "it takes" in tried.out
+    wanted = forward()
+    wanted.load_state_dict(state, strict=True)
+    assert torch.equal(torch.export.load(tmp_path / "q.pt2").module()(sample), wanted(sample))
+
+
+class Forward(nn.Module):
+    """The net as a part; its keys are coded here, since a part's own load_state_dict is not called."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def load_state_dict(self, state: Tensors, strict: bool = True, assign: bool = False) -> object:
+        return self.net.load_state_dict({key.removeprefix("net."): v for key, v in state.items()}, strict, assign)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net.fc(x)
+
+
+def forward() -> nn.Module:
+    return Forward(ZOO["transposed"]())

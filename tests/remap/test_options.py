@@ -1,0 +1,108 @@
+"""Options that lack another, or stand against one: each is refused by its own words, and is fine once it is mended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpttool.core.errors import CkptError
+from ckpttool.io.pieces import LINKS
+from ckpttool.remapping.options import RemapOptions
+from command import Run
+
+Asked = dict[str, Any]
+MODEL: Asked = {"model": "m.py:f"}
+SHARDED: Asked = {**MODEL, "to": "fsdp-sharded", "world_size": 2}
+FLAT: Asked = {**SHARDED, "to": "fsdp-flat"}
+PLAN: Asked = {"plan": "p.json"}
+ALONE = "--plan stands alone"
+
+# What is asked, what is said of it, and how it may be asked
+CONFLICTS: list[tuple[Asked, str, list[Asked]]] = [
+    ({"undo": True, "rule": ["a => b"]}, "--undo stands alone", [{"undo": True}, {"undo": True, "no_fsync": True}]),
+    ({"undo": True, "in_place": True}, "--undo stands alone", []),
+    ({"copy": True}, "--copy is a way of --in-place", [{"copy": True, "in_place": True}]),
+    ({"in_place": True, "out": "o.pt"}, "--in-place and -o OUT exclude", [{"in_place": True}, {"out": "o.pt"}]),
+    ({"to": "runtime"}, "--to runtime needs the model's names", [{"to": "runtime", **MODEL}, {"to": "ddp"}]),
+    ({"from_": "exported"}, "--from exported needs the", [{"from_": "exported", **MODEL}, {"from_": "compile"}]),
+    *(
+        ({**PLAN, **more}, ALONE, [PLAN, more])
+        for more in (
+            {"rule": ["a => b"]},
+            {"rules": "r.toml"},
+            {"to": "ddp"},
+            {"from_": "ddp"},
+            {"like": "o.pt"},
+            {"select": "a"},
+            {**MODEL, "trainable_only": True},
+            {"sections": "model"},
+            {"optimizer_keys": "fqn"},
+            {**MODEL, "to_optimizer": "m.py:o"},
+        )
+    ),
+    (
+        {**MODEL, "to_model_kwargs": {}},
+        "--to-model-kwargs without --to-model",
+        [{**MODEL, "to_model": "n.py:f", "to_model_kwargs": {}}, {**MODEL, "to_model": "n.py:f"}],
+    ),
+    ({"reverse": True}, "--reverse without", [{"reverse": True, "rule": ["a => b"]}, {"reverse": True, "rules": "r"}]),
+    ({"size": ["a=1"]}, "--size without --rules", [{"size": ["a=1"], "rules": "r.toml"}]),
+    ({"keep_prefix": True}, "--keep-prefix without --select", [{"keep_prefix": True, "select": "a"}, {"select": "a"}]),
+    ({"trainable_only": True}, "--trainable-only asks the model", [{"trainable_only": True, **MODEL}]),
+    ({"like": "o.pt", "to": "ddp"}, "--like and --to both say", [{"like": "o.pt"}]),
+    ({"optimizer_keys": "names"}, "--optimizer-keys names: no", [{"optimizer_keys": k} for k in ("id", "fqn", "flat")]),
+    ({"optimizer": "m.py:o"}, "--optimizer is called with a model", [{"optimizer": "m.py:o", **MODEL}]),
+    (
+        {"to_optimizer": "m.py:o"},
+        "--to-optimizer is called with a model",
+        [{"to_optimizer": "m.py:o", **MODEL}, {"to_optimizer": "m.py:o", "to_model": "n.py:f"}],
+    ),
+    ({"torch_format": "tar"}, "--torch-format tar: no such", [{"torch_format": "zip"}, {"torch_format": "legacy"}]),
+    ({**SHARDED, "torch_format": "legacy"}, "--torch-format legacy is for one", [{**SHARDED, "torch_format": "zip"}]),
+    ({"world_size": 2}, "--world-size is for --to fsdp", [SHARDED, FLAT]),
+    ({"units": ["a"]}, "--units needs the model's modules", [{"units": ["a"], **MODEL}]),
+    ({**SHARDED, "model": None}, "--to fsdp-sharded needs the model's parameters", []),
+    ({**FLAT, "world_size": None}, "--to fsdp-flat needs the model's parameters", []),
+    ({**SHARDED, "units": ["a"]}, "--units is for flat parameters", [{**FLAT, "units": ["a"]}]),
+    *(
+        ({**SHARDED, "out": out}, f"{out}: every rank gets a file of its own", [{**SHARDED, "out": "r_{rank}.pt"}])
+        for out in ("o.pt", "r_{rank}.bin", "{rank}/o.pt")
+    ),
+    ({"out": "r_{rank}.pt"}, "r_{rank}.pt: a file for each rank, and", [{"out": "{rank}/o.pt"}, {"out": "o.pt"}]),
+    ({"to": "ddpp"}, "ddpp", []),
+    ({"from_": "ddpp"}, "ddpp", []),
+    ({"link": "soft"}, "--link soft: no such way", [{"link": link} for link in LINKS]),
+]
+
+
+@pytest.mark.parametrize(("asked", "words", "mended"), CONFLICTS)
+def test_what_does_not_go_together_is_refused_and_all_else_is_not(
+    asked: Asked, words: str, mended: list[Asked]
+) -> None:
+    with pytest.raises(CkptError) as caught:
+        RemapOptions(**asked).check("a.pt")
+    assert words in caught.value.message
+    assert caught.value.hint
+    for one in mended:
+        RemapOptions(**one).check("a.pt")
+
+
+@pytest.mark.parametrize("ckpt", [None, "a.pt::model"])
+def test_a_part_of_a_file_does_not_take_its_place(ckpt: str | None) -> None:
+    with pytest.raises(CkptError, match="would leave only one section"):
+        RemapOptions(in_place=True).check(ckpt)
+    RemapOptions(out="o.pt").check(ckpt)
+
+
+@pytest.mark.parametrize(
+    ("out", "sharded"), [("b.safetensors", False), ("b.pt", False), ("b.dcp", False), ("b/", True)]
+)
+def test_a_size_of_shards_is_not_passed_over(run: Run, tmp_path: Path, out: str, sharded: bool) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    words = ("remap", tmp_path / "a.pt", "-o", f"{tmp_path}/{out}", "--rule", "w => v", "--format", "json")
+    notes = run(*words, "--max-shard-size", "1MB").data["notes"]
+    assert [note.partition(":")[0] for note in notes] == ["--max-shard-size changes nothing"] * (not sharded)
+    assert not run(*words, "--force").data["notes"]

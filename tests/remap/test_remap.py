@@ -1,0 +1,471 @@
+"""From one form to the other and back, over the zoo of hooks: the models themselves say what each value has to be."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ckpttool.core import expression as ex
+from ckpttool.core.errors import CkptError, Refused
+from ckpttool.core.names import Names
+from ckpttool.core.plan import Plan
+from ckpttool.evaluate import torch_eval
+from ckpttool.formats.compat import fit
+from ckpttool.formats.registry import format_for
+from ckpttool.formats.remarks import MARK
+from ckpttool.io import write_file
+from ckpttool.naming.convert import parse as form
+from ckpttool.operands.checkpoint import open_operand
+from ckpttool.remapping.plan import Remap, by_plan, remap
+from ckpttool.remapping.steps import RemapRequest
+from ckpttool.rules.patterns import parse
+from ckpttool.rules.steps import Rename, Where
+from command import Run
+from hook_zoo import ZOO
+from zoo import FLAT, State, randomized, runtime_values, state_of, traced, zoo_model
+
+torch.set_num_threads(1)
+
+
+ROUND = [name for name in FLAT if traced(name).roundtrips]
+UNVERSIONED = [name for name in FLAT if traced(name).versions is None]  # whatever a file without versions holds
+
+
+def rules(*texts: str) -> tuple[Rename, ...]:
+    return (Rename(Where("--rule"), tuple(map(parse, texts))),)
+
+
+def asked(names: Names | None = None, to: str | None = None, was: str | None = None, **options: Any) -> RemapRequest:
+    target, source = (None if word is None else form(word) for word in (to, was))
+    return RemapRequest(names, target, source, **options)
+
+
+def converted(source: Path, out: Path, name: str, to: str, **options: Any) -> Remap:
+    done = remap(open_operand(str(source)), asked(traced(name), to, **options))
+    target = format_for(str(out))
+    write_file.write(target.layout(fit(done.result, target, keep_aliases=True)), str(out), fsync=False)
+    return done
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    left, right = left.resolve_conj(), right.resolve_conj()
+    return (left.dtype, left.shape) == (right.dtype, right.shape) and torch_eval.same_bits(left, right)
+
+
+def assert_same(found: State, wanted: State) -> None:
+    assert {key for key in wanted if key not in found} == set()
+    assert [key for key in found if key in wanted and not same(found[key], wanted[key])] == []
+
+
+def saved_by(name: str, folder: Path) -> Path:
+    path = folder / "model.pt"
+    torch.save(state_of(name), path)
+    return path
+
+
+LIES_OTHERWISE = ("fused_twice", "saves_complex_numbers_in_parts")  # parts of one storage, which torch would copy
+
+
+@pytest.mark.parametrize("name", [name for name in ROUND if name not in LIES_OTHERWISE])
+def test_runtime_and_back_gives_the_same_torch_file(tmp_path: Path, name: str) -> None:
+    source, there, back = saved_by(name, tmp_path), tmp_path / "there.pt", tmp_path / "back.pt"
+    converted(source, there, name, "runtime")
+    converted(there, back, name, "serialized")
+    assert back.read_bytes() == source.read_bytes()
+
+
+@pytest.mark.parametrize("name", [name for name in ROUND if name in UNVERSIONED])
+def test_runtime_and_back_gives_the_same_safetensors_file(tmp_path: Path, name: str) -> None:
+    source, there, back = (tmp_path / f"{word}.safetensors" for word in ("source", "there", "back"))
+    pointers = [tensor.untyped_storage().data_ptr() for tensor in state_of(name).values() if tensor.numel()]
+    if len(set(pointers)) < len(pointers) and name not in ("fused_qkv", "split_by_slices"):
+        pytest.skip("safetensors cannot hold tensors that share memory")
+    if name == "saves_a_tie_once":
+        pytest.skip("the second name that the runtime form has stays in __metadata__")
+    save_file({key: tensor.clone().contiguous() for key, tensor in state_of(name).items()}, source)
+    converted(source, there, name, "runtime")
+    converted(there, back, name, "serialized")
+    assert back.read_bytes() == source.read_bytes()
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_runtime_values_are_what_loading_gives(tmp_path: Path, name: str) -> None:
+    try:
+        converted(saved_by(name, tmp_path), tmp_path / "there.pt", name, "runtime")
+    except Refused:
+        assert not traced(name).roundtrips
+        return
+    found, model = torch.load(tmp_path / "there.pt"), randomized(zoo_model(name).build(True), 2)
+    before = runtime_values(randomized(zoo_model(name).build(True), 1))
+    try:
+        model.load_state_dict(deepcopy(state_of(name)), strict=False)
+        loaded = runtime_values(model)
+    except RuntimeError:
+        loaded = before
+    wrong = [k for k in found if k in before and not (same(found[k], before[k]) or same(found[k], loaded[k]))]
+    assert wrong == []
+    if traced(name).roundtrips:
+        assert_same({**before, **found}, {k: v for k, v in before.items() if k in found})
+        assert set(before) - set(found) <= set(traced(name).not_serialized)
+
+
+@pytest.mark.parametrize("name", UNVERSIONED)
+def test_serialized_values_are_what_the_hooks_compute(tmp_path: Path, name: str) -> None:
+    names, model = traced(name), randomized(zoo_model(name).build(True), 1)
+    persistent = {t.fqn for t in names.runtime if t.persistent} | set(names.extra_state)
+    made = {s.key: state_of(name)[s.key] for s in names.serialized if s.source is None}
+    torch.save({**{k: v for k, v in runtime_values(model).items() if k in persistent}, **made}, tmp_path / "run.pt")
+    try:
+        converted(tmp_path / "run.pt", tmp_path / "saved.pt", name, "serialized", was="runtime")
+    except Refused:
+        assert any(s.source is not None and ex.is_opaque(s.source) for s in names.serialized)
+        return
+    found = torch.load(tmp_path / "saved.pt")
+    assert_same(found, {k: v for k, v in state_of(name).items() if k not in names.extra_state})
+
+
+AMBIGUOUS = ["permutes_rotary", "swaps_two_names"]  # the same keys, shapes and dtypes, and other values
+
+
+@pytest.mark.parametrize("ending", ["pt", "safetensors"])
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_a_form_that_names_do_not_tell_is_recorded(tmp_path: Path, name: str, ending: str) -> None:
+    source, there, back = (tmp_path / f"{word}.{ending}" for word in ("source", "there", "back"))
+    if ending == "pt":
+        torch.save(state_of(name), source)
+    else:
+        save_file({key: tensor.contiguous() for key, tensor in state_of(name).items()}, source)
+    first = converted(source, there, name, "runtime")
+    assert "read as serialized" in " ".join(first.notes)
+    assert MARK.encode() in there.read_bytes()
+    again = converted(there, back, name, "serialized")
+    assert (again.source_form, again.notes) == ("runtime", ())
+    assert back.read_bytes() == source.read_bytes()
+
+
+def test_a_recorded_form_does_not_disturb_torch(tmp_path: Path) -> None:
+    converted(saved_by("permutes_rotary", tmp_path), tmp_path / "there.pt", "permutes_rotary", "runtime")
+    state = torch.load(tmp_path / "there.pt", weights_only=True)
+    nn.Linear(4, 8, bias=False).load_state_dict(state, strict=True)
+
+
+@pytest.mark.parametrize("name", [name for name in ROUND if name not in (*AMBIGUOUS, "adds_an_alias")])
+def test_no_form_is_recorded_where_names_tell(tmp_path: Path, name: str) -> None:
+    converted(saved_by(name, tmp_path), tmp_path / "there.pt", name, "runtime")
+    assert MARK.encode() not in (tmp_path / "there.pt").read_bytes()
+
+
+def test_copies_that_differ_are_not_dropped(tmp_path: Path) -> None:
+    state = {**state_of("adds_an_alias"), "kernel": torch.full((2, 2), 7.0)}
+    torch.save(state, tmp_path / "model.pt")
+    with pytest.raises(Refused) as caught:
+        converted(tmp_path / "model.pt", tmp_path / "out.pt", "adds_an_alias", "runtime")
+    assert [problem.key for problem in caught.value.problems] == ["kernel"]
+
+
+@pytest.mark.parametrize("wrap", [lambda k: f"module.{k}", lambda k: f"_orig_mod.module.{k}"])
+def test_wrappers_are_taken_out_and_metadata_follows(tmp_path: Path, wrap: Any) -> None:
+    model = randomized(ZOO["batch_norm"](), 1)
+    state: Any = model.state_dict()
+    wrapped = type(state)((wrap(key), value) for key, value in state.items())
+    wrapped._metadata = {wrap(path).rstrip("."): value for path, value in state._metadata.items()}
+    torch.save(wrapped, tmp_path / "wrapped.pt")
+    done = converted(tmp_path / "wrapped.pt", tmp_path / "bare.pt", "batch_norm", "serialized")
+    found = torch.load(tmp_path / "bare.pt")
+    assert dict(found._metadata) == dict(state._metadata)
+    assert_same(found, state)
+    assert done.counts["renamed"] == len(state)
+    ZOO["batch_norm"]().load_state_dict(found, strict=True)
+
+
+def test_rules_move_metadata_and_hooks_leave_it(tmp_path: Path) -> None:
+    source = saved_by("batch_norm", tmp_path)
+    done = remap(open_operand(str(source)), RemapRequest(rule_steps=rules("1.{x} => norm.{x}")))
+    (section,) = done.result.sections
+    assert list(section.modules or ()) == ["", "0", "norm"]
+    source = saved_by("strip_layer", tmp_path)
+    done = remap(open_operand(str(source)), asked(traced("strip_layer"), "runtime"))
+    (section,) = done.result.sections
+    assert list(section.modules or ()) == list(state_of("strip_layer")._metadata)
+
+
+def test_metadata_follows_wrappers_and_then_rules(tmp_path: Path) -> None:
+    state: Any = ZOO["batch_norm"]().state_dict()
+    wrapped = type(state)((f"module.{key}", value) for key, value in state.items())
+    wrapped._metadata = {f"module.{path}".rstrip("."): value for path, value in state._metadata.items()}
+    torch.save(wrapped, tmp_path / "wrapped.pt")
+    done = remap(
+        open_operand(str(tmp_path / "wrapped.pt")),
+        RemapRequest(to=form("serialized"), rule_steps=rules("1.{x} => norm.{x}")),
+    )
+    (section,) = done.result.sections
+    assert list(section.modules or ()) == ["", "0", "norm"]
+
+
+def train_file(folder: Path) -> Path:
+    model = ZOO["strip_layer"]()
+    path = folder / "train.pt"
+    ema = {f"ema.{k}": v.clone() for k, v in model.state_dict().items()}
+    torch.save({"model": model.state_dict(), "ema": ema, "epoch": 3, "args": {"lr": 0.1}}, path)
+    return path
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "a model": {"names": "strip_layer", "to": "runtime"},
+    "rules": {"rule_steps": rules("norm.{x} => ln.{x}")},
+    "drops": {"drops": ["epoch", "ema", "norm.bias"]},
+    "a key of another section": {"rule_steps": rules("norm.{x} => ln.{x}"), "drops": ["ema.ema.norm.bias"]},
+    "all": {"names": "strip_layer", "to": "runtime", "rule_steps": rules("norm.{x} => ln.{x}"), "drops": ["args"]},
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_saved_plan_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
+    path, options = train_file(tmp_path), dict(PLANS[name])
+    options["names"] = traced(options["names"]) if "names" in options else None
+    drops = options.pop("drops", ())
+    done = remap(open_operand(str(path)), asked(**options), drops)
+    again = by_plan(open_operand(str(path)), Plan.from_json(done.plan.to_json()))
+    target = format_for("out.pt")
+    for word, one in (("one", done), ("two", again)):
+        write_file.write(target.layout(fit(one.result, target)), str(tmp_path / word), fsync=False)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    assert (tmp_path / "one").read_bytes() != path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--rule|0.{x} => a.{x}",
+        "--rule|0.{x} => a.{x}|--sections|ema",
+        "--rule|0.{x} => a.{x}|--drop|optimizer",
+        "--rule|0.{x} => a.{x}|--drop|epoch|--drop|own",
+        "--rule|0.{x} => a.{x}|--drop|other.w|--drop|loose",
+        "--drop|optimizer|--drop|rng|--drop|epoch",
+        "--drop|model.1.bias",
+        "--drop|model.1.*|--drop|other",
+        "--drop|ema|--to|ddp",
+        "--select|0|--sections|model",
+        "--optimizer-keys|fqn",
+        "--optimizer-keys|flat|--drop|ema|--rule|0.{x} => a.{x}",
+        "--rule|{x*} => net.{x*}|--drop|plain",
+    ],
+)
+def test_a_plan_of_a_whole_training_does_all_that_its_options_did(tmp_path: Path, run: Run, line: str) -> None:
+    """To the byte, and says the same of it; what it drops is nowhere in the output, and all else is."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    parts = {"model": model.state_dict(), "ema": deepcopy(model.state_dict()), "optimizer": optimizer.state_dict()}
+    parts |= {"plain": torch.optim.SGD(model.named_parameters()).state_dict()}  # without state
+    rest = {"other": {"w": torch.ones(5)}, "epoch": 3, "own": {"lr": 0.1}, "loose": torch.ones(7), "rng": [1]}
+    source, plan = tmp_path / "in.pt", tmp_path / "plan.json"
+    torch.save(parts | rest, source)
+    outs = [tmp_path / "one.pt", tmp_path / "two.pt"]
+    made = run("remap", source, *line.split("|"), "-o", outs[0], "--save-plan", plan, "--format", "json")
+    again = run("remap", source, "--plan", plan, "-o", outs[1], "--format", "json")
+    assert (made.status, again.status) == (0, 0), made.err + again.err
+    assert outs[0].read_bytes() == outs[1].read_bytes()
+    said = ("renamed", "transformed", "unchanged", "dropped")
+    assert [made.data[name] for name in said] == [again.data[name] for name in said]
+    words = line.split("|")
+    gone = {words[at + 1] for at, word in enumerate(words) if word == "--drop" and "." not in words[at + 1]}
+    assert torch.load(outs[0]).keys() == {*parts, *rest} - gone
+
+
+@pytest.mark.parametrize("line", ["--drop|twin", "--drop|optimizer", "--drop|model.0.bias", "--rule|0.{x} => a.{x}"])
+def test_what_no_pattern_names_stays_in_optimizers_too(tmp_path: Path, run: Run, line: str) -> None:
+    """Of one that has no state, and of one whose state the file holds for another one too."""
+    model = nn.Sequential(nn.Linear(2, 3))
+    adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters())
+    model(torch.ones(4, 2)).sum().backward()
+    adam.step()
+    saved = {"model": model.state_dict(), "optimizer": adam.state_dict(), "twin": adam.state_dict()}
+    torch.save(saved | {"plain": sgd.state_dict()}, tmp_path / "in.pt")
+    plan, outs = tmp_path / "plan.json", [tmp_path / "one.pt", tmp_path / "two.pt"]
+    assert run("remap", tmp_path / "in.pt", *line.split("|"), "-o", outs[0], "--save-plan", plan).status == 0
+    assert run("remap", tmp_path / "in.pt", "--plan", plan, "-o", outs[1]).status == 0
+    for found in map(torch.load, outs):
+        assert found.keys() == {*saved, "plain"} - {line.removeprefix("--drop|")}
+        for name in found.keys() - {"model"}:
+            assert same_objects(found[name], torch.load(tmp_path / "in.pt")[name])
+
+
+def same_objects(one: Any, other: Any) -> bool:
+    """Whether two saved objects are the same to the bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_objects(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same_objects, one, other))
+    return bool(one == other)
+
+
+class Held:
+    """An object that holds what no tensor is made of."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+
+
+@pytest.mark.parametrize("gone", ["one", "two", "x"])
+def test_what_is_no_tensor_is_dropped_by_name_and_by_a_plan(tmp_path: Path, run: Run, gone: str) -> None:
+    """The others stay, with the storages that they hold."""
+    held = {name: Held(torch.full((size,), 1.0).untyped_storage()) for name, size in (("one", 2), ("two", 3))}
+    torch.save({"model": {"w": torch.ones(2)}, **held, "x": 1}, tmp_path / "in.pt")
+    plan, outs = tmp_path / "plan.json", [tmp_path / "one.pt", tmp_path / "two.pt"]
+    assert run("remap", tmp_path / "in.pt", "--drop", gone, "-o", outs[0], "--save-plan", plan).status == 0
+    assert run("remap", tmp_path / "in.pt", "--plan", plan, "-o", outs[1]).status == 0
+    for out in outs:
+        found = torch.load(out, weights_only=False)
+        assert found.keys() == {"model", "one", "two", "x"} - {gone}
+        assert all(found[n].storage.tolist() == h.storage.tolist() for n, h in held.items() if n != gone)
+        assert [one.path for one in open_operand(str(out)).unreached] == [f"{n}.storage" for n in held if n != gone]
+
+
+class Versioned(nn.Linear):
+    """Writes a constant and a state of its own beside its tensors, and reads both."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self._register_state_dict_hook(lambda own, state, prefix, local: state.update({f"{prefix}v": torch.ones(1)}))
+        self.register_load_state_dict_pre_hook(lambda own, state, prefix, *rest: state.pop(f"{prefix}v"))
+
+    def get_extra_state(self) -> int:
+        return 3
+
+    def set_extra_state(self, state: object) -> None:
+        assert state == 3
+
+
+def test_what_no_tensor_is_made_into_is_said_where_a_strict_load_wants_it(tmp_path: Path, run: Run) -> None:
+    model = Versioned()
+    torch.save(dict(model.named_parameters()), tmp_path / "runtime.pt")
+    torch.save(model.state_dict(), tmp_path / "whole.pt")
+    asked = (
+        "--model",
+        f"{__file__}:Versioned",
+        "--torch-format",
+        "legacy",
+        "-o",
+        tmp_path / "out.pt",
+        "--force",
+        "--format",
+        "json",
+        "--to",
+    )
+    assert run("remap", tmp_path / "runtime.pt", *asked, "serialized").status == 1
+    done = run("remap", tmp_path / "runtime.pt", "--partial", *asked, "serialized")
+    assert done.data["missing"] == ["v", "_extra_state"]
+    with pytest.raises((KeyError, RuntimeError)):
+        Versioned().load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
+    run("remap", tmp_path / "whole.pt", *asked, "runtime")
+    (tmp_path / "out.pt").rename(tmp_path / "back.pt")
+    done = run("remap", tmp_path / "back.pt", *asked, "serialized", "--from", "runtime", "--torch-format", "zip")
+    assert done.data["missing"] == []
+    Versioned().load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
+
+
+def test_what_another_section_alone_lacks_is_said_of_it(tmp_path: Path, run: Run) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    less = {key: value for key, value in model.state_dict().items() if key != "1.bias"}
+    (tmp_path / "m.py").write_text(
+        "from torch import nn\ndef net(): return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))"
+    )
+    torch.save({"model": model.state_dict(), "ema": less}, tmp_path / "in.pt")
+    asked = ("--model", f"{tmp_path / 'm.py'}:net", "--to", "ddp", "--sections", "model,ema")
+    words = (*asked, "-o", tmp_path / "out.pt", "--format", "json", "--partial")
+    assert run("remap", tmp_path / "in.pt", *words).data["missing"] == ["ema.1.bias"]
+    torch.save({"model": less, "ema": dict(less)}, tmp_path / "in.pt")
+    missing = run("remap", tmp_path / "in.pt", *words, "--force").data["missing"]
+    assert missing == ["model.1.bias", "ema.1.bias"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "problems"),
+    [
+        ({"width": 3}, {"0.weight", "0.bias", "1.weight"}),
+        ({"layers": 1}, {"1.weight", "1.bias"}),
+        ({"width": 3, "layers": 1}, {"0.weight", "0.bias", "1.weight", "1.bias"}),
+        ({}, set()),
+    ],
+)
+def test_tensors_that_do_not_fit_another_model_are_refused_by_name(
+    tmp_path: Path, run: Run, kwargs: dict[str, int], problems: set[str]
+) -> None:
+    (tmp_path / "m.py").write_text(
+        "from torch import nn\n"
+        "def net(width=2, layers=2):\n"
+        "    return nn.Sequential(*(nn.Linear(*sizes) for sizes in ((2, width), (width, 2))[:layers]))"
+    )
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    torch.save(torch.optim.swa_utils.AveragedModel(model).state_dict(), tmp_path / "in.pt")
+    operand = f"{tmp_path / 'm.py'}:net"
+    words = ("--model", operand, "--to-model", operand, "--to-model-kwargs", json.dumps(kwargs), "--format", "json")
+    done = run("remap", tmp_path / "in.pt", *words, "-o", tmp_path / "out.pt")
+    assert {problem["key"].removeprefix("module.") for problem in done.data.get("problems", ())} == problems
+    if not problems:
+        model.load_state_dict(torch.load(tmp_path / "out.pt"))
+
+
+def test_a_plan_that_drops_what_is_not_there(tmp_path: Path) -> None:
+    plan = Plan.from_json({
+        "schema": "ckpttool.core.plan/1", "outputs": [], "dropped": [{"section": "", "key": "*", "reason": ""}]
+    })  # fmt: skip
+    with pytest.raises(CkptError):
+        by_plan(open_operand(str(train_file(tmp_path))), plan)
+
+
+def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = saved_by("fused_qkv", tmp_path)
+    with pytest.raises(Refused, match="0 of 8 keys are names"):
+        remap(open_operand(str(path)), asked(traced("tied"), "runtime"))
+
+
+def test_renames_that_collide_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused) as caught:
+        remap(open_operand(str(saved_by("plain", tmp_path))), RemapRequest(rule_steps=rules("{x}.weight => weight")))
+    assert [p.key for p in caught.value.problems] == ["weight"]
+
+
+def test_rules_swap_two_keys_at_once(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1), "b": torch.ones(1)}, tmp_path / "in.safetensors")
+    done = remap(open_operand(str(tmp_path / "in.safetensors")), RemapRequest(rule_steps=rules("a => b", "b => a")))
+    target = format_for("o.safetensors")
+    write_file.write(target.layout(fit(done.result, target)), str(tmp_path / "o.safetensors"))
+    assert {k: v.item() for k, v in load_file(tmp_path / "o.safetensors").items()} == {"a": 1.0, "b": 0.0}
+
+
+def test_what_only_the_other_model_has_is_named(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "from torch.nn import Linear, Sequential\n"
+        "def old():\n    return Sequential(Linear(2, 2))\n"
+        "def new():\n    return Sequential(Linear(2, 2), Linear(2, 2))\n"
+    )
+    torch.save(nn.Sequential(nn.Linear(2, 2)).state_dict(), tmp_path / "w.pt")
+    line = ["remap", tmp_path / "w.pt", "--model", f"{tmp_path}/net.py:old", "--dry-run", "--format", "json"]
+    line += ["--partial", "-o", tmp_path / "o.safetensors"]
+    grown, same = (run(*line, "--to-model", f"{tmp_path}/net.py:{model}") for model in ("new", "old"))
+    assert grown.data["missing"] == ["1.weight", "1.bias"]
+    assert same.data["missing"] == []
+
+
+def test_an_adapter_without_its_model_is_called_one(tmp_path: Path, run: Run) -> None:
+    """Its keys are a model's module paths: one model's names do not say how they are to be renamed."""
+    keys = [f"base_model.model.0.lora_{side}.weight" for side in "AB"]
+    torch.save({key: torch.ones(2, 2) for key in keys}, tmp_path / "a.pt")
+    (tmp_path / "model.py").write_text(
+        "from torch import nn\ndef build():\n    return nn.Sequential(nn.Linear(2, 2))\n"
+    )
+    asked = ("--model", f"{tmp_path}/model.py:build", "--to", "runtime")
+    refused = run("remap", tmp_path / "a.pt", *asked, "-o", tmp_path / "b.pt")
+    assert (refused.status, "a LoRA adapter without its model: --to-model NEW says" in refused.err) == (1, True)

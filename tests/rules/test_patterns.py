@@ -1,0 +1,152 @@
+"""The user's rules: the contract's syntax, and every rule that is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckpttool
+from ckpttool.core.errors import CkptError, Refused
+from ckpttool.rules.patterns import InTurn, Rule, matches, parse
+
+RENAMES = [
+    # rule, key, its new name (None: no match)
+    ("a => b", "a", "b"),
+    ("a => b", "a.x", None),
+    ("a.w => b.w", "a.w", "b.w"),
+    ("layers.{i}.layer.{rest*} => layers.{i}.{rest*}", "layers.3.layer.attn.wq.weight", "layers.3.attn.wq.weight"),
+    ("layers.{i}.layer.{rest*} => layers.{i}.{rest*}", "layers.3.4.layer.weight", None),
+    ("{x} => top.{x}", "w", "top.w"),
+    ("{x} => top.{x}", "a.w", None),
+    ("{x*} => model.{x*}", "a.b.c", "model.a.b.c"),
+    ("module.{x*} => {x*}", "module.a.b", "a.b"),
+    ("a.{x*}.w => b.{x*}.w", "a.w", "b.w"),  # {x*} may be no segment at all
+    ("a.{x*}.w => b.{x*}.w", "a.1.2.w", "b.1.2.w"),
+    ("{a}.{b} => {b}.{a}", "x.y", "y.x"),
+    ("{a}.{a}.w => {a}.w", "x.x.w", "x.w"),
+    ("{a}.{a}.w => {a}.w", "x.y.w", None),
+    ("a+b.(c) => d", "a+b.(c)", "d"),  # all else is literal
+    ("a+b.(c) => d", "aab.c", None),
+    ("a.w => ü.w", "a.w", "ü.w"),
+    ("a.{x*} => b.{x*}", "a.x\ny", "b.x\ny"),
+    (r"re:layer(\d+)\.(.*) => layers.\1.\2", "layer12.w", "layers.12.w"),
+    (r"re:layer(\d+) => x\1", "layer12.w", None),  # a full match or none
+    (r"re:(?P<a>.*)_old => \g<a>", "w_old", "w"),
+]
+
+
+def rename(keys: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:
+    first = InTurn(rules).first
+    return {key: first(key)[1] or key for key in keys}
+
+
+@pytest.mark.parametrize(("rule", "key", "name"), RENAMES)
+def test_renames(rule: str, key: str, name: str | None) -> None:
+    assert parse(rule).apply(key) == name
+
+
+BAD = {
+    "no arrow": "a",
+    "nothing before it": "=> b",
+    "nothing after it": "a =>",
+    "a variable that FROM does not bind": "a => {x}",
+    "one segment and many": "{x} => {x*}",
+    "a variable that is part of a segment": "layer{i} => layers.{i}",
+    "no regular expression": "re:( => b",
+    "no group of that number": r"re:a => \1",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rules_are_usage_errors(name: str) -> None:
+    with pytest.raises(CkptError) as caught:
+        parse(BAD[name]).apply("a")
+    assert caught.value.exit_status == 2
+    assert caught.value.hint
+
+
+def test_reverse() -> None:
+    rule = parse("layers.{i}.layer.{rest*} => layers.{i}.{rest*}", reverse=True)
+    assert rule.apply("layers.3.attn.w") == "layers.3.layer.attn.w"
+
+
+@pytest.mark.parametrize("text", ["re:a => b", "a.{x*} => b", "{x}.{y} => {x}"])
+def test_what_has_no_reverse(text: str) -> None:
+    with pytest.raises(CkptError):
+        parse(text, reverse=True)
+
+
+def test_a_match_in_two_ways_is_refused() -> None:
+    rule = parse("{a*}.layer.{b*} => {a*}.{b*}")
+    assert rule.apply("x.layer.w") == "x.w"
+    with pytest.raises(Refused, match="more than one way"):
+        rule.apply("x.layer.y.layer.w")
+
+
+def test_the_middle_of_three_variables_may_be_ambiguous_too() -> None:
+    with pytest.raises(Refused):
+        parse("{a*}.{b*}.w.{c*} => {c*}.{b*}.{a*}.v").apply("x.w")
+
+
+def test_a_key_that_would_lose_its_name_is_refused() -> None:
+    for text in ("a.{x*} => {x*}", "re:(x?)a => \\1"):
+        with pytest.raises(Refused, match="leaves nothing"):
+            parse(text).apply("a")
+
+
+def test_the_first_rule_that_matches_renames() -> None:
+    rules = [parse("a.w => x"), parse("a.{r*} => b.{r*}")]
+    assert rename(["a.w", "a.v", "c"], rules) == {"a.w": "x", "a.v": "b.v", "c": "c"}
+
+
+def test_rules_swap_names_at_once() -> None:
+    assert rename(["a", "b"], [parse("a => b"), parse("b => a")]) == {"a": "b", "b": "a"}
+
+
+def test_rules_that_match_nothing_are_refused_by_name() -> None:
+    with pytest.raises(Refused) as caught:
+        ckpttool.remap({"a": torch.ones(1)}, rule=["a => b", "c => d", "a => e"])
+    assert [problem.key for problem in caught.value.problems] == ["c => d", "a => e"]
+
+
+SEGMENTS = st.lists(st.sampled_from(["a", "b", "layer", "0"]), min_size=1, max_size=5)
+
+
+@given(SEGMENTS, st.integers(0, 5))
+def test_a_rule_and_its_reverse_cancel(segments: list[str], at: int) -> None:
+    """A prefix that is put in front at a fixed depth is found there again."""
+    at = min(at, len(segments) - 1)
+    heads = [f"{{x{i}}}" for i in range(at)]
+    text = f"{'.'.join([*heads, '{rest*}'])} => {'.'.join([*heads, 'new', '{rest*}'])}"
+    key = ".".join(segments)
+    new = parse(text).apply(key)
+    assert new == ".".join([*segments[:at], "new", *segments[at:]])
+    assert parse(text, reverse=True).apply(new) == key
+
+
+@pytest.mark.parametrize(
+    ("pattern", "key", "expected"),
+    [
+        ("a.b", "a.b", True),
+        ("a", "a.b", False),
+        ("a.*", "a.b.c", True),
+        ("*.bias", "a.b.bias", True),
+        ("a.{x}.c", "a.b.c", True),
+        ("a.{x}.c", "a.b.b.c", False),
+        ("a.{x*}", "a.b.c", True),
+        ("re:.*norm.*", "a.norm.w", True),
+        ("re:norm", "a.norm.w", False),
+        ("w[0]", "w[0]", True),  # a key may look like a shell pattern
+    ],
+)
+def test_patterns(pattern: str, key: str, expected: bool) -> None:
+    assert matches(pattern, key) == expected
+
+
+def test_a_pattern_that_is_no_regular_expression() -> None:
+    with pytest.raises(CkptError):
+        matches("re:(", "a")

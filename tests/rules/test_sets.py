@@ -1,0 +1,226 @@
+"""The ready sets of rules: both real models are run, with random weights at a small size, and give equal outputs.
+
+transformers is there in the tests' own environment; torchvision, timm and torchtune where `make models` installs them.
+Meta's own code of Llama is in no package: torchtune's is run, whose layout differs from Meta's in names only, and
+torchtune's own converter writes Meta's names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckpttool.cli.app import main
+from ckpttool.core.errors import CkptError
+from ckpttool.rules.parse import SETS, read, ready, sets
+from command import Run
+from places import DOCS
+
+torch.set_num_threads(1)
+State = dict[str, torch.Tensor]
+SIZES = {"heads": 4, "kv_heads": 2}
+ONE_WAY = ["vit-timm-to-torchvision", "vit-torchvision-to-timm"]  # each the other's way back
+FOLDER = Path(__file__).parents[2] / "ckpttool" / "rules" / "presets"
+TENSOR = re.compile(r'"(\S+) (\[[\d, ]+\])"')
+
+
+def sizes_of(name: str) -> dict[str, int]:
+    return SIZES if name.startswith("llama") else {}
+
+
+def options_of(name: str) -> list[str]:
+    return [word for size, value in sizes_of(name).items() for word in ("--size", f"{size}={value}")]
+
+
+@pytest.mark.parametrize("name", sets())
+def test_the_examples_hold_and_what_can_be_reversed_comes_back(tmp_path: Path, name: str) -> None:
+    assert read(name, sizes=sizes_of(name))
+    before = (FOLDER / f"{name}.toml").read_text().partition("before = [")[2].partition("]\nafter")[0]
+    state = {key: torch.randn(json.loads(shape)) for key, shape in TENSOR.findall(before)}
+    source, there, back = (tmp_path / f"{word}.safetensors" for word in ("in", "there", "back"))
+    save_file(state, source)
+    assert main(["remap", str(source), "--rules", name, *options_of(name), "-o", str(there)]) in (0, 1)
+    if name in ONE_WAY:
+        with pytest.raises(CkptError, match="cannot be reversed"):
+            read(name, reverse=True)
+    elif there.exists():
+        assert main(["remap", str(there), "--rules", name, *options_of(name), "--reverse", "-o", str(back)]) == 0
+        assert back.read_bytes() == source.read_bytes()
+
+
+def test_a_name_that_is_no_set(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["remap", "x.pt", "--rules", "list", "-o", str(tmp_path / "out.pt")]) == 2
+    with pytest.raises(CkptError, match="no set of rules"):
+        read("list")
+
+
+def test_the_sets_are_listed(run: Run) -> None:
+    done = run("remap", "--rules", "list")
+    assert (done.status, done.err) == (0, "")
+    assert [line.split()[0] for line in done.out.splitlines() if "-to-" in line] == sets()
+    data = run("remap", "--rules", "list", "--format", "json").data
+    assert data == SETS.write([ready()])
+    assert {one["name"]: one["sizes"] for one in data["sets"]} == {name: list(sizes_of(name)) for name in sets()}
+    assert all(" to " in one["about"] for one in data["sets"])
+    assert run("remap", "--rules", "vit-timm-to-hf").status == 2
+
+
+def test_the_page_lists_the_sets() -> None:
+    page = (DOCS / "rules.md").read_text()
+    assert [name for name in sets() if f"| `{name}`" not in page] == []
+
+
+def converted(folder: Path, state: State, name: str, *more: str) -> State:
+    source, out = folder / "in.safetensors", folder / "out.safetensors"
+    save_file({key: value.contiguous().clone() for key, value in state.items()}, source)
+    assert main(["remap", str(source), "--rules", name, *options_of(name), *more, "-o", str(out), "--force"]) == 0
+    return load_file(out)
+
+
+def assert_same_outputs(
+    left: Callable[[torch.Tensor], Any], right: Callable[[torch.Tensor], Any], x: torch.Tensor
+) -> None:
+    with torch.no_grad():
+        mine, theirs = left(x), right(x)
+    assert mine.std() > 1e-3
+    assert torch.allclose(mine, theirs, atol=1e-5), (mine - theirs).abs().max()
+
+
+def randomised(model: Any) -> Any:
+    """Weights that make every tensor matter: norms, biases and embeddings too."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data = torch.randn_like(parameter) / 4 + (parameter.ndim == 1)
+    return model.eval()
+
+
+IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+TOKENS = torch.randint(0, 32, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+def torchvision_vit() -> Any:
+    torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed (make models)")
+    return randomised(torchvision.models.VisionTransformer(32, 8, 2, 4, 32, 64, num_classes=5))
+
+
+def timm_vit() -> Any:
+    timm = pytest.importorskip("timm", reason="timm is not installed (make models)")
+    kind = timm.models.vision_transformer.VisionTransformer
+    return randomised(kind(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, mlp_ratio=2, num_classes=5))
+
+
+def test_torchvision_and_timm(tmp_path: Path) -> None:
+    theirs, mine = torchvision_vit(), timm_vit()
+    mine.load_state_dict(converted(tmp_path, theirs.state_dict(), "vit-torchvision-to-timm"))
+    assert_same_outputs(theirs, mine, IMAGES)
+    theirs, mine = torchvision_vit(), timm_vit()
+    theirs.load_state_dict(converted(tmp_path, mine.state_dict(), "vit-timm-to-torchvision"))
+    assert_same_outputs(theirs, mine, IMAGES)
+
+
+def test_timm_and_transformers(tmp_path: Path) -> None:
+    transformers, mine = transformers_of_tests(), timm_vit()
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=32, patch_size=8,
+        num_labels=5, layer_norm_eps=mine.norm.eps,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    save_file(converted(tmp_path, mine.state_dict(), "vit-timm-to-hf"), tmp_path / "model.safetensors")
+    theirs, info = transformers.ViTForImageClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert_same_outputs(mine, lambda x: theirs.eval()(x).logits, IMAGES)
+    theirs.save_pretrained(tmp_path / "saved")
+    back = converted(tmp_path, load_file(tmp_path / "saved" / "model.safetensors"), "vit-timm-to-hf", "--reverse")
+    mine.load_state_dict(back)
+    assert_same_outputs(mine, lambda x: theirs(x).logits, IMAGES)
+
+
+def torchtune_llama() -> Any:
+    models = pytest.importorskip("torchtune.models.llama3", reason="torchtune is not installed (make models)")
+    return randomised(
+        models.llama3(
+            vocab_size=32, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=16, max_seq_len=16, intermediate_dim=24
+        )
+    )
+
+
+def transformers_llama() -> Any:
+    transformers = transformers_of_tests()
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=24, max_position_embeddings=16, rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+    )  # fmt: skip
+    return randomised(transformers.LlamaForCausalLM(config))
+
+
+@pytest.mark.parametrize("name", ["llama-torchtune-to-hf", "llama-original-to-hf"])
+def test_llama(tmp_path: Path, name: str) -> None:
+    mine, theirs = torchtune_llama(), transformers_llama()
+    original = name == "llama-original-to-hf"
+    convert = pytest.importorskip("torchtune.models.convert_weights")
+    state = convert.tune_to_meta(mine.state_dict()) if original else mine.state_dict()
+    theirs.load_state_dict(converted(tmp_path, state, name))
+    assert_same_outputs(mine, lambda x: theirs(x).logits, TOKENS)
+
+    theirs = transformers_llama()
+    back = converted(tmp_path, theirs.state_dict(), name, "--reverse")
+    mine.load_state_dict(convert.meta_to_tune(back) if original else back)
+    assert_same_outputs(mine, lambda x: theirs(x).logits, TOKENS)
+
+
+def transformers_of_tests() -> Any:
+    return pytest.importorskip("transformers", "5.0", reason="transformers 5 is not installed")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("Mixtral", "mixtral-experts-to-stacked"),
+        ("Qwen2Moe", "qwen-moe-experts-to-stacked"),
+        ("Qwen3Moe", "qwen-moe-experts-to-stacked"),
+    ],
+)
+def test_experts(tmp_path: Path, kind: str, name: str) -> None:
+    """What `save_pretrained` writes becomes the state dict of the model, and that what it wrote."""
+    transformers = transformers_of_tests()
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, head_dim=4,
+        num_key_value_heads=2, num_local_experts=3, num_experts=3, moe_intermediate_size=24,
+        shared_expert_intermediate_size=24, num_experts_per_tok=2,
+    )  # fmt: skip
+    build = getattr(transformers, f"{kind}ForCausalLM")
+    theirs, mine = randomised(build(config)), build(config).eval()
+    theirs.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert any(".experts.2." in key for key in saved)
+    mine.load_state_dict(converted(tmp_path, saved, name))
+    assert_same_outputs(lambda x: theirs(x).logits, lambda x: mine(x).logits, TOKENS)
+    back = converted(tmp_path, theirs.state_dict(), name, "--reverse")
+    assert back.keys() == saved.keys()
+    assert all(torch.equal(back[key], saved[key]) for key in saved)
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_conv1d_and_linear(tmp_path: Path, prefix: str) -> None:
+    """GPT-2 as it is, and with each Conv1D replaced by the Linear that computes the same."""
+    transformers = transformers_of_tests()
+    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=32, n_positions=16, bos_token_id=0,
+                                     eos_token_id=0)  # fmt: skip
+    build = transformers.GPT2LMHeadModel if prefix else transformers.GPT2Model
+    mine, theirs = randomised(build(config)), build(config).eval()
+    for name, module in list(theirs.named_modules()):
+        if type(module).__name__ == "Conv1D":
+            parent, _, last = name.rpartition(".")
+            setattr(theirs.get_submodule(parent), last, torch.nn.Linear(module.nx, module.nf))
+    theirs.load_state_dict(converted(tmp_path, mine.state_dict(), "gpt2-conv1d-to-linear"))
+    assert_same_outputs(lambda x: mine(x)[0], lambda x: theirs(x)[0], TOKENS)
+    back = converted(tmp_path, theirs.state_dict(), "gpt2-conv1d-to-linear", "--reverse")
+    assert all(torch.equal(back[key], value) for key, value in mine.state_dict().items())

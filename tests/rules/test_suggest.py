@@ -1,0 +1,489 @@
+"""Suggested rules: the commands that `diff` prints are run as they stand, and then names and shapes are the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+import real_models
+from ckpttool.cli.app import main
+from ckpttool.fixes.rules_file import PART, suggest
+from ckpttool.live.model import section_of
+from ckpttool.naming.pairing.search import infer
+from ckpttool.naming.pairing.values import Inference, Pair, Side, Tensor
+from places import DOCS
+from renamed_models import MORE, PAIRS, bert_model, gpt2, lightning, meta_llama, named, phi3, plain, split_gpt
+
+torch.set_num_threads(1)
+PAGE = DOCS / "suggested-rules.md"
+START, END = "<!-- suggested rules -->\n", "<!-- end of the rules -->\n"
+Build = Callable[[], nn.Module]
+State = dict[str, torch.Tensor]
+
+
+def save(build: Build, path: Path) -> str:
+    torch.save(build().state_dict(), path)
+    return str(path)
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]:
+    status = main([*words, "--format", "json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def mended(found: dict, capsys: pytest.CaptureFixture[str]) -> str:
+    """Runs the printed commands, in their order; the file that the last one writes."""
+    for line in found["fix"]:
+        words = shlex.split(line)
+        assert main(words[1:]) == (1 if words[1] == "diff" else 0), capsys.readouterr().err
+    capsys.readouterr()
+    return words[words.index("-o") + 1]
+
+
+@pytest.mark.parametrize("ending", ["pt", "safetensors"])
+@pytest.mark.parametrize(
+    ("left", "right"), [*PAIRS.values(), *MORE], ids=lambda build: build.__name__ if callable(build) else str(build)
+)
+def test_the_printed_commands_make_the_names_and_shapes_of_the_right(
+    left: Build, right: Build, ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """safetensors keeps no order: what the order alone told is then not said, and what is said holds all the same."""
+    paths = [tmp_path / f"{name}.{ending}" for name in ("left", "right")]
+    for build, path in zip((left, right), paths):
+        state = {key: value.clone() for key, value in build().state_dict().items()}
+        torch.save(state, path) if ending == "pt" else save_file(state, path)
+    status, found = asked(capsys, "diff", *map(str, paths))
+    assert status == 1
+    status, after = asked(capsys, "diff", mended(found, capsys), str(paths[1]))
+    if ending == "pt":
+        assert after["summary"].keys() <= {"same", "unexpected"}  # what the right has not is kept
+        assert status == (1 if "unexpected" in after["summary"] else 0)
+    else:
+        remaining = {key for entry in after["entries"] if entry["status"] == "missing" for key in entry["right"]}
+        ambiguous = {key for one in found["ambiguous"] for key in one["right"]}
+        assert remaining <= ambiguous
+        assert not {"shape", "dtype"} & after["summary"].keys()
+
+
+def page() -> str:
+    """The rules of every pair, as `diff --suggest` writes them."""
+    parts = []
+    for title, (left, right) in PAIRS.items():
+        save(left, Path("left.pt"))
+        save(right, Path("right.pt"))
+        Path("rules.toml").unlink(missing_ok=True)
+        assert main(["diff", "left.pt", "right.pt", "--suggest", "rules.toml"]) == 1
+        rules = Path("rules.toml").read_text().split("\n\n", 1)[1]
+        parts.append(f"### {title}\n\n```toml\n{rules}```\n\n")
+    return "".join(parts)
+
+
+def test_the_page_shows_what_is_suggested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where it changed for a good reason: ``UPDATE_DOCS=1 make test ARGS=tests/rules/test_suggest.py``."""
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        pytest.skip("its ViT has other names since transformers 5")
+    monkeypatch.chdir(tmp_path)
+    before, _, rest = PAGE.read_text().partition(START)
+    shown, _, after = rest.partition(END)
+    if os.environ.get("UPDATE_DOCS"):
+        shown = page()
+        PAGE.write_text(f"{before}{START}{shown}{END}{after}")
+    assert len(PAIRS) >= 8
+    assert shown == page()
+
+
+# What is not to be paired
+
+
+def inferred(left: State, right: State, ordered: bool = True) -> Inference:
+    mine, theirs = (
+        Side(tuple(Tensor(key, str(value.dtype)[6:], tuple(value.shape)) for key, value in state.items()), ordered)
+        for state in (left, right)
+    )
+    return infer(mine, theirs, {key: key for key in left if key in right and left[key].shape == right[key].shape})
+
+
+def zeros(**shapes: tuple[int, ...]) -> State:
+    return {name.replace("__", "."): torch.zeros(shape) for name, shape in shapes.items()}
+
+
+def test_what_the_order_alone_would_tell_is_not_paired_where_the_file_keeps_none() -> None:
+    left, right = zeros(a__weight=(4, 4), b__weight=(4, 4)), zeros(x__weight=(4, 4), y__weight=(4, 4))
+    assert [(p.left, p.right) for p in inferred(left, right).pairs] == [
+        (("a.weight",), ("x.weight",)),
+        (("b.weight",), ("y.weight",)),
+    ]
+    found = inferred(left, right, ordered=False)
+    assert found.pairs == ()
+    assert [(set(one.left), set(one.right)) for one in found.ambiguous] == [(set(left), set(right))]
+
+
+def test_names_of_the_field_prevail_over_the_order() -> None:
+    """BART defines key, value and query in this order, BERT query, key and value."""
+    left = {f"layers.{n}.attn.{name}_proj.weight": torch.zeros(4, 4) for n in range(2) for name in "kvq"}
+    right = {f"h.{n}.{name}.weight": torch.zeros(4, 4) for n in range(2) for name in ("query", "key", "value")}
+    pairs = {pair.left[0]: pair.right[0] for pair in inferred(left, right).pairs}
+    assert pairs == {
+        f"layers.{n}.attn.{name[0]}_proj.weight": f"h.{n}.{name}.weight"
+        for n in range(2)
+        for name in ("query", "key", "value")
+    }
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (zeros(a__weight=(4,)), zeros(b__bias=(4,))),  # a scale is no bias
+        *((zeros(a__weight=shape), zeros(b__weight=shape)) for shape in ((), (1,))),  # numbers fit everywhere
+        (zeros(a__weight=(4, 4), b__weight=(4, 4)), zeros(c__weight=(4, 4))),  # which of the two?
+        ({**zeros(a__weight=(4, 4)), "n": torch.zeros(3)}, {"b.weight": torch.zeros(4, 4).long(), "n": torch.zeros(3)}),
+        (zeros(enc__n__weight=(4,), enc__w=(2, 3)), zeros(dec__n__weight=(4,), enc__w=(2, 3), dec__w=(9, 9))),
+    ],
+)
+def test_no_pair(left: State, right: State) -> None:
+    assert inferred(left, right).pairs == ()
+
+
+def test_a_head_is_not_taken_for_a_pooler() -> None:
+    """Both are a [32, 32] `dense` outside of all layers; `bert` is the way to all that the other side has."""
+    right = real_models.transformers.BertModel(real_models.transformers.BertConfig(**real_models.SIZES))
+    pairs = inferred(real_models.bert().state_dict(), right.state_dict()).pairs
+    assert {pair.left[0] for pair in pairs} == {f"bert.{pair.right[0]}" for pair in pairs}
+    assert len(pairs) == len(bert_model().state_dict())
+
+
+def test_a_segment_that_reads_like_a_number_in_a_template_is_told_from_one_and_shown_as_it_is() -> None:
+    left = zeros(**{f"layers__{n}__{odd}__w": (2, 3) for n in range(2) for odd in ("#", "\\#", "x#y")})
+    right = {f"net.#.{key}": value for key, value in left.items()}
+    found = inferred(left, right)
+    assert {(pair.left[0], pair.right[0]) for pair in found.pairs} == {(key, f"net.#.{key}") for key in left}
+    assert {pair.evidence for pair in found.pairs} == {"the same name below `net.#`"}
+
+
+def test_two_models_that_have_nothing_in_common() -> None:
+    assert inferred(meta_llama().state_dict(), lightning().state_dict()).pairs == ()
+
+
+@settings(max_examples=int(os.environ.get("CKPTTOOL_SEEDS", "40")), deadline=None)
+@given(st.data())
+def test_values_tell_what_names_do_not(data: st.DataObject) -> None:
+    """Tensors of one shape under names that say nothing, in any order: with their values every pair is right."""
+    from ckpttool.evaluate.statistics import Digests
+
+    count = data.draw(st.integers(2, 6))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
+    left = {f"m{at}.weight": torch.rand(3, 3, generator=generator) for at in range(count)}
+    order = data.draw(st.permutations(list(left)))
+    right = {f"other.x{at}.weight": left[key] for at, key in enumerate(order)}
+    mine, theirs = (
+        Side(tuple(Tensor(key, "float32", (3, 3)) for key in state), digest=Digests(section_of(state).by_key()))
+        for state in (left, right)
+    )
+    pairs = infer(mine, theirs).pairs
+    assert {pair.left[0]: pair.right[0] for pair in pairs} == {
+        key: f"other.x{at}.weight" for at, key in enumerate(order)
+    }
+
+
+# Values
+
+
+def test_values_say_in_which_order_the_parts_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A fused tensor that holds value, query and key in this order; the words alone would take them for q, k, v."""
+    parts = {f"layers.0.{name}_proj.weight": torch.rand(rows, 3) for name, rows in zip("qkv", (4, 2, 2))}
+    torch.save(parts, tmp_path / "left.pt")
+    whole = torch.cat([parts[f"layers.0.{name}_proj.weight"] for name in "vqk"])
+    torch.save({"layers.0.qkv.weight": whole}, tmp_path / "right.pt")
+    status, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), "--values")
+    assert status == 1
+    assert found["suggested"][0]["evidence"] == "the same values, parts in this order"
+    assert torch.equal(torch.load(mended(found, capsys))["layers.0.qkv.weight"], whole)
+
+
+def test_a_square_weight_of_gpt2_is_transposed_as_the_others_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`attn.c_proj` has one shape either way: only its values, and its like in `mlp`, tell that it has to be turned."""
+    model = gpt2()
+    save(lambda: model, tmp_path / "left.pt")
+    save(split_gpt, tmp_path / "right.pt")
+    _, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
+    made, have = torch.load(mended(found, capsys)), model.state_dict()
+    assert torch.equal(made["blocks.1.attn.out.weight"], have["h.1.attn.c_proj.weight"].t())
+    assert torch.equal(made["blocks.1.ff.down.weight"], have["h.1.mlp.c_proj.weight"].t())
+    assert torch.equal(made["blocks.0.attn.k.weight"], have["h.0.attn.c_attn.weight"].t().chunk(3)[1])
+
+
+# The command
+
+
+def test_the_exit_status_does_not_rest_on_suggestions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left, right = save(phi3, tmp_path / "left.pt"), save(real_models.llama, tmp_path / "right.pt")
+    status, found = asked(capsys, "diff", left, right)
+    assert (status, found["identical"]) == (1, False)
+    assert {"missing", "unexpected"} <= found["summary"].keys()
+    assert found["suggested"]
+
+
+def test_few_renames_are_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left, right = save(plain, tmp_path / "left.pt"), save(named, tmp_path / "right.pt")
+    _, found = asked(capsys, "diff", left, right)
+    (line,) = found["fix"]
+    assert shlex.split(line)[3:-2] == ["--rule", "0.{x*} => fc1.{x*}", "--rule", "2.{x*} => fc2.{x*}"]
+
+
+def test_a_prefix_with_a_sibling_is_taken_off_and_the_sibling_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left, right = save(lightning, tmp_path / "left.pt"), save(plain, tmp_path / "right.pt")
+    _, found = asked(capsys, "diff", left, right)
+    (line,) = found["fix"]
+    assert shlex.split(line)[3:-2] == ["--rule", "net.{x*} => {x*}"]
+    assert PART in found["notes"]
+    assert "loss.weight" in torch.load(mended(found, capsys))
+
+
+def test_what_remains_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({f"bert.{key}": value for key, value in plain().state_dict().items()}, tmp_path / "left.pt")
+    torch.save({**plain().state_dict(), "head.weight": torch.zeros(5, 2)}, tmp_path / "right.pt")
+    _, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
+    assert "the suggested rules do not make 1 key of the right: head.weight" in found["notes"]
+
+
+def test_dtypes_that_differ_are_left_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({f"a.{n}.w": torch.rand(2, n + 1) for n in range(3)}, tmp_path / "left.pt")
+    torch.save({f"b.{n}.w": torch.rand(2, n + 1).half() for n in range(3)}, tmp_path / "right.pt")
+    _, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
+    assert "the suggested rules leave dtypes and values as they are, and some differ" in found["notes"]
+    assert {value.dtype for value in torch.load(mended(found, capsys)).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_parts_of_other_sizes_that_are_stored_transposed(side: str) -> None:
+    """As of grouped queries in a `Conv1D`: the sizes are those along the dimension that is joined."""
+    rows = {"q": 4, "k": 2, "v": 2}
+    parts = {f"l.{name}.weight": torch.rand(3, size) for name, size in rows.items()}
+    whole = {"l.qkv.weight": torch.cat(list(parts.values()), 1).t()}
+    left, right = (parts, whole) if side == "left" else (whole, parts)
+    pair = Pair(tuple(left), tuple(right), "said", transposed=side)
+    found = suggest([pair], {}, section_of(left), section_of(right))
+    assert found is not None
+    assert "sizes = [4, 2, 2]" in found.text()
+
+
+@pytest.mark.parametrize(
+    ("ends", "rules"),
+    [
+        (("weight", "bias"), 1),
+        (("kernel", "offset"), 2),  # of other ends each has a rule, and what else ends so is left alone
+        (("",), 1),
+    ],
+)
+def test_a_weight_and_its_bias_are_split_by_one_rule(ends: tuple[str, ...], rules: int) -> None:
+    def state(*names: str) -> State:
+        return {".".join(filter(None, (name, end))): torch.rand(6 // len(names), 2) for name in names for end in ends}
+
+    left, right = state("l.0.qkv"), state("l.1.q", "l.1.k", "l.1.v")
+    if "weight" not in ends:
+        left["l.0.qkv.zero"] = right["l.0.qkv.zero"] = torch.zeros(1)
+    pairs = [
+        Pair((whole,), tuple(name for name in right if name.rpartition(".")[2] == whole.rpartition(".")[2]), "said")
+        if ends[0]
+        else Pair((whole,), tuple(right)[:3], "said")
+        for whole in left
+        if "zero" not in whole
+    ]
+    found = suggest(pairs, {key: key for key in left if key in right}, section_of(left), section_of(right))
+    assert found is not None
+    assert found.text().count("split = ") == rules
+
+
+ODD = ["a\x7f", "b\u202e", "c😀\x01", 'd"\\', "e\u200b😀"]
+
+
+def test_names_that_are_not_shown_are_written_so_that_they_come_back() -> None:
+    """As TOML has them, and so that no terminal is told what to do."""
+    left = {f"{key}.w": torch.zeros(at + 1) for at, key in enumerate(ODD)}
+    right = {f"new.{key}": value for key, value in left.items()} | {"f.w": torch.zeros(9)}
+    pairs = [Pair((key,), (f"new.{key}",), "said") for key in left]
+    found = suggest(pairs, {"f.v": "f.w"}, section_of({**left, "f.v": torch.zeros(9)}), section_of(right))
+    assert found is not None
+    assert found.text().replace("\n", "").isprintable()
+    odd = suggest(
+        pairs[:1], {}, section_of(dict(list(left.items())[:1])), section_of({f"new.{ODD[0]}.w": torch.zeros(1)})
+    )
+    assert odd is not None
+    assert odd.text().replace("\n", "").isprintable()
+
+
+def test_another_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left, right = save(phi3, tmp_path / "left.pt"), save(real_models.llama, tmp_path / "right.pt")
+    rules = tmp_path / "rules.toml"
+    assert main(["diff", left, right, "--suggest", str(rules)]) == 1
+    assert main(["diff", left, right, "--suggest", str(rules)]) == 1  # the same content
+    rules.write_text("mine")
+    assert main(["diff", left, right, "--suggest", str(rules)]) == 2
+    assert "has other content" in capsys.readouterr().err
+    assert rules.read_text() == "mine"
+
+
+def test_nothing_to_suggest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left, right = save(meta_llama, tmp_path / "left.pt"), save(plain, tmp_path / "right.pt")
+    status, found = asked(capsys, "diff", left, right, "--suggest", str(tmp_path / "rules.toml"))
+    assert status == 1
+    assert any("no rules are suggested" in note for note in found["notes"])
+    assert not (tmp_path / "rules.toml").exists()
+
+
+MODELS = """from torch import nn
+
+
+def net(first, second):
+    def block():
+        return nn.ModuleDict({first: nn.Linear(3, 5), second: nn.Linear(5, 3)})
+
+    return nn.ModuleDict({"layers": nn.ModuleList(block() for _ in range(2)), "head": nn.Linear(3, 7)})
+
+
+def split(*names):
+    return nn.ModuleDict({**{name: nn.Linear(4, 4) for name in names}, "proj": nn.Linear(4, 2)})
+
+
+def attention():
+    return net("wq", "wo")
+
+
+def projections():
+    return net("q_proj", "o_proj")
+
+
+def short():
+    return split("q", "k", "v")
+
+
+def long():
+    return split("query", "key", "value")
+
+
+def fused():
+    return nn.ModuleDict({"qkv": nn.Linear(4, 12), "proj": nn.Linear(4, 2)})
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("attention", "projections"), ("short", "long"), ("long", "fused"), ("fused", "long")],
+)
+def test_a_file_of_rules_leads_from_a_checkpoint_to_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, old: str, new: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models.py").write_text(MODELS)
+    space: dict[str, Any] = {}
+    exec(MODELS, space)
+    torch.save({"model": (saved := space[old]()).state_dict(), "epoch": 1}, "a.pt")
+    words = ("diff", "a.pt", "--model", f"models.py:{new}")
+    _, before = asked(capsys, *words)
+    status, found = asked(capsys, *words, "--suggest", "rules.toml")
+    assert (status, Path("rules.toml").read_text()) == (1, found["rules"])
+    assert found["entries"] == before["entries"]
+    for option, rule in pairwise(shlex.split(" ".join(before["fix"]))):  # those that are printed without a file
+        assert option != "--rule" or rule in found["rules"]
+    assert not any("no name of the left leads to" in note for note in found["notes"])
+    (command,) = found["fix"]
+    assert main(shlex.split(command)[1:]) == 0
+    out = torch.load(shlex.split(command)[-1])["model"]
+    space[new]().load_state_dict(out)  # strict
+    flat = [
+        torch.cat([value.flatten() for value in state.values()]).sort().values for state in (saved.state_dict(), out)
+    ]
+    assert torch.equal(*flat)
+
+
+def test_what_a_file_of_rules_for_a_model_leaves_undone_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models.py").write_text(MODELS)
+    torch.save({"q.weight": torch.ones(4, 4), "q.bias": torch.ones(4)}, "part.pt")
+    status, found = asked(capsys, "diff", "part.pt", "--model", "models.py:long", "--suggest", "rules.toml")
+    assert status == 1
+    assert any("the suggested rules do not make 6 keys" in note for note in found["notes"])
+    space: dict[str, Any] = {}
+    exec(MODELS, space)
+    torch.save({**space["short"]().state_dict(), "other": torch.ones(9)}, "more.pt")
+    _, found = asked(capsys, "diff", "more.pt", "--model", "models.py:long", "--suggest", "more.toml")
+    assert "the suggested rules leave 1 key of the left as they are: other" in found["notes"]
+    torch.save({"other": torch.ones(9)}, "other.pt")
+    status, found = asked(capsys, "diff", "other.pt", "--model", "models.py:long", "--suggest", "no.toml")
+    assert status == 1
+    assert any("no.toml was not written" in note for note in found["notes"])
+    assert not Path("no.toml").exists()
+
+
+def test_rules_lead_from_one_checkpoint_to_one_other(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--model", "m.py:build"], ["a.pt", "b.pt", "--model", "m.py:build"]):
+        assert main(["diff", *words, "--suggest", "rules.toml"]) == 2
+        assert "--suggest needs two checkpoints, or a model and one" in capsys.readouterr().err
+
+
+def other_order(w: torch.Tensor, heads: int) -> torch.Tensor:
+    """What the conversion scripts of transformers do to Llama's queries and keys."""
+    return w.view(heads, w.shape[0] // heads // 2, 2, *w.shape[1:]).transpose(1, 2).reshape(w.shape)
+
+
+ROPE = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
+
+
+def test_rows_that_are_all_alike_are_in_no_other_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Norms begin as ones: a rule that sorts them would do so with those of a trained checkpoint."""
+    left = {f"layers.{n}.{name}.weight": torch.ones(12 + n) for n in range(3) for name in ("norm", "out_norm")}
+    left |= {f"layers.{n}.w.weight": torch.rand(12, 5) for n in range(3)}
+    right = {key.replace("layers", "h").replace("norm", "ln"): value for key, value in left.items()}
+    for name, state in (("left.pt", left), ("right.pt", right)):
+        torch.save(state, tmp_path / name)
+    _, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), "--values")
+    assert "rename = " in found["rules"]
+    assert "permute" not in found["rules"]
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+@pytest.mark.parametrize(("heads", "size", "back"), [(4, 8, False), (2, 6, True), (3, 16, False)])
+def test_the_order_of_rotary_rows_is_a_rule_for_all_layers(
+    heads: int, size: int, back: bool, renamed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Queries have more heads than keys; a bias goes with its weight; afterwards every bit is the right's."""
+    torch.manual_seed(heads)
+    rows, width = {"wq": heads * size, "wk": size, "wv": size, "wo": 10}, heads * size
+    left = {f"layers.{n}.attn.{name}.weight": torch.rand(rows[name], width + n) for n in range(3) for name in ROPE}
+    left |= {f"layers.{n}.attn.wq.bias": torch.rand(rows["wq"]) for n in range(3)} | {"head.weight": torch.rand(7, 3)}
+    count = {"wq": heads, "wk": 1}
+    right = {key: other_order(w, count[at]) if (at := key.split(".")[-2]) in count else w for key, w in left.items()}
+    if renamed:
+        right = {".".join(ROPE.get(part, part) for part in key.split(".")): w for key, w in right.items()}
+    sides = (right, left) if back else (left, right)
+    paths = [str(tmp_path / name) for name in ("left.pt", "right.pt")]
+    for state, path in zip(sides, paths):
+        torch.save(dict(state), path)
+    status, found = asked(capsys, "diff", *paths, "--values")
+    assert status == 1
+    out = mended(found, capsys)
+    made = torch.load(out)
+    assert made.keys() == sides[1].keys()
+    assert all(torch.equal(made[key], value) for key, value in sides[1].items())
+    assert found["rules"].count("permute = ") == 1

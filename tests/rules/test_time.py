@@ -1,0 +1,183 @@
+"""Rules answer soon, whoever wrote them and whatever keys they meet."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckpttool
+from ckpttool.core.errors import CkptError, Refused
+from ckpttool.core.limits import Limits, limited, spent
+from ckpttool.rules.patterns import Regex, matches, parse, pattern_of, ways
+from ckpttool.rules.tensor_ops import shown
+
+LONG = ".".join(["a"] * 3000)
+SOON = 2.0  # seconds; what is not linear takes minutes
+
+
+@pytest.mark.parametrize("text", ["{a*}.{b*}.{c*}.{d*}.q => q", "{a*}.x.{b*}.x.{c*}.x.{d*}.q => q", "{a*}.{a*}.q => q"])
+def test_variables_of_many_segments_are_matched_in_linear_time(text: str) -> None:
+    start = time.monotonic()
+    assert parse(text).apply(LONG) is None
+    assert time.monotonic() - start < SOON
+
+
+@pytest.mark.parametrize(
+    "text", ["a " * 50_000, "a" + " " * 50_000 + "b", "a [" + "1, " * 50_000, "a [" * 50_000, "[ " * 50_000]
+)
+def test_what_is_no_tensor_is_told_in_linear_time(text: str) -> None:
+    start = time.monotonic()
+    assert shown(text) is None
+    assert time.monotonic() - start < SOON
+
+
+def test_variables_that_stand_twice_end_too() -> None:
+    start = time.monotonic()
+    with pytest.raises((CkptError, Refused)):
+        parse("{a*}.{b*}.{c*}.{a*}.{b*}.{c*}.x.q => q").apply(f"{LONG}.q.{LONG}.x.q")
+    assert time.monotonic() - start < SOON
+
+
+def test_a_long_key_costs_as_much_as_it_is_long() -> None:
+    start = time.monotonic()
+    assert parse("{a*}.x.{b*} => {b*}.{a*}").apply(".".join(["a"] * 200_000 + ["x"])) == ".".join(["a"] * 200_000)
+    assert time.monotonic() - start < SOON
+
+
+NESTED = ["(a+)+$", "(a|a)*$", "(.*a){20}$", "(a*)*b", "(a|aa)+$", r"(\w+\s?)+$"]
+SLOW = "(a|aa)+$"
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    spent.clear()
+
+
+@pytest.mark.parametrize("text", NESTED)
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_a_regular_expression_that_never_ends_is_answered_or_ended(text: str, in_a_thread: bool) -> None:
+    def match() -> bool:
+        with limited(Limits(rules_seconds=1)):
+            return matches(f"re:{text}", "a" * 60 + "!")
+
+    start, refused = time.process_time(), None
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            assert not (threads.submit(match).result() if in_a_thread else match())
+    except CkptError as error:
+        refused = error
+    assert refused is None or "--limit rules_seconds=2" in refused.message
+    assert time.process_time() - start < 1 + SOON
+
+
+def test_many_slow_matches_have_one_limit_in_a_call_and_none_across_calls() -> None:
+    key = "a" * 24 + "!"
+    start = time.process_time()
+    with limited(Limits(rules_seconds=1)):
+        with pytest.raises(CkptError, match="takes too long"):
+            list(map(partial(matches, f"re:{SLOW}"), [key] * 10_000))
+        with pytest.raises(CkptError, match="takes too long"):
+            matches(f"re:{SLOW}", "aa")
+        done = ckpttool.remap({"aa": torch.ones(1), "b": torch.ones(1)}, drop=f"re:{SLOW}")
+        assert done.dropped == ["aa"]
+    assert time.process_time() - start < 1 + SOON
+
+
+def test_a_timer_of_the_program_goes_on() -> None:
+    """A host program's alarm was cleared by any match."""
+    signal.setitimer(signal.ITIMER_REAL, 1000)
+    try:
+        assert matches("re:a+", "aa")
+        assert 990 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def test_an_endless_expression_is_refused_soon(tmp_path: Path) -> None:
+    path = str(tmp_path / "x.pt")
+    torch.save({"a" * 100 + "!": torch.ones(1)}, path)
+    start = time.process_time()
+    with pytest.raises(CkptError, match="takes too long"):
+        ckpttool.remap(path, drop=f"re:{SLOW}")
+    assert time.process_time() - start < 5
+
+
+# Random expressions, in which groups repeat and match nothing: `re` is what a rule means.
+ATOMS = st.sampled_from(["a", "b", ".", r"\w", r"\d", "[ab]", "[^a]", r"\.", r"\b", "{a}", "a{", "[{]", r"\{", "{,1}x"])
+REPEATS = st.sampled_from(["*", "+", "?", "*?", "+?", "{2}", "{1,2}", "{,2}"])
+EXPRESSIONS = st.recursive(
+    ATOMS,
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map("(?:{0[0]}|{0[1]})".format),
+        inner.map("({})".format),
+        inner.map("(?={})".format),
+        st.tuples(inner, REPEATS).map("(?:{0[0]}){0[1]}".format),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(EXPRESSIONS, st.lists(st.text("ab.{}1x,", max_size=4), max_size=4))
+def test_an_expression_means_what_it_means_in_python(text: str, keys: list[str]) -> None:
+    try:
+        wanted = re.compile(text)
+    except re.error:
+        return
+    for key in keys:
+        found, own = Regex(text).fullmatch(key), wanted.fullmatch(key)
+        assert (found and found.groups()) == (own and own.groups())
+
+
+@pytest.mark.parametrize("text", ["a{99999999999999999999}", "(" * 5000, "*", "(?P<1>a)", "a{2,1}", "[[:alpha:]]+"])
+def test_what_is_no_regular_expression_is_said(text: str) -> None:
+    with pytest.raises(CkptError, match="not a regular expression"):
+        parse(f"re:{text} => b").apply("a")
+    with pytest.raises(CkptError, match="not a regular expression"):
+        matches(f"re:{text}", "a")
+
+
+def test_a_shell_pattern_of_many_stars() -> None:
+    start = time.monotonic()
+    assert not matches("*a" * 30 + "*b", "a" * 2000)
+    assert time.monotonic() - start < SOON
+
+
+TOKENS = st.lists(st.sampled_from(["a", "b", "{x}", "{y}", "{s*}", "{t*}", "{u*}"]), min_size=1, max_size=5)
+KEYS = st.lists(st.sampled_from(["a", "b", "c", ""]), min_size=1, max_size=6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(TOKENS, KEYS)
+def test_the_ways_are_those_that_trying_out_all_of_them_finds(tokens: list[str], segments: list[str]) -> None:
+    names = dict.fromkeys(token for token in tokens if token.startswith("{"))
+    starred = [name for name in names if name.endswith("*}")]
+    found = set()
+    for lengths in product(range(len(segments) + 1), repeat=len(starred)):
+        length = dict(zip(starred, lengths))
+        sizes = [length.get(token, 1) for token in tokens]
+        if sum(sizes) != len(segments):
+            continue
+        ends = [sum(sizes[: index + 1]) for index in range(len(tokens))]
+        parts = [tuple(segments[end - size : end]) for end, size in zip(ends, sizes)]
+        values: dict[str, tuple[str, ...]] = {}
+        if all(values.setdefault(t, p) == p if t in names else p == (t,) for t, p in zip(tokens, parts)):
+            found.add(frozenset(values.items()))
+    full = {token.strip("{*}"): token for token in names}
+    ours = [
+        frozenset((full[name], tuple(segments[place])) for name, place in bound.items())
+        for bound in ways(pattern_of(tokens), segments)
+    ]
+    assert len(ours) == len(set(ours))
+    assert set(ours) == found

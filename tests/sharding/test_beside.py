@@ -1,0 +1,212 @@
+"""What stands beside the model in the files of ranks: averages of it, other models, tensors of no state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+from ckpttool.core.checkpoint import Section
+from ckpttool.evaluate import torch_eval
+from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.ranks.sharded import is_sharded
+from command import Run
+from fsdp_run import Net
+from places import SUPPORT
+from versioned_zoo import ZOO as VERSIONED
+
+SCRIPT = SUPPORT / "fsdp_run.py"
+MODEL = ["--model", f"{SCRIPT}:Net"]
+FORMS = ["fsdp-flat", "fsdp-sharded"]
+
+
+def state_of(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    model = Net()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.normal_()
+    return dict(model.state_dict())
+
+
+def shapes(section: Section) -> dict[str, tuple[int, ...]]:
+    return {entry.key: entry.shape for entry in section.tensors}
+
+
+def same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+def of_ranks(folder: Path, *files: dict[str, Any]) -> Path:
+    for rank, file in enumerate(files):
+        torch.save(file, folder / f"rank_{rank}.pt")
+    return folder / "rank_*.pt"
+
+
+def slices(state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """What one of two ranks has of a state dict with `use_orig_params`: the lower half of each parameter, or the other.
+
+    Buffers are whole.
+    """
+    parameters = dict(Net().named_parameters(remove_duplicate=False))
+    return {k: v.flatten().chunk(2)[rank].clone() if k in parameters else v for k, v in state.items()}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_averages_are_cut_and_put_together_as_the_model_is(run: Run, tmp_path: Path, form: str) -> None:
+    """Also of another dtype, and in a wrapper with a counter; what is no such model is whole in every file."""
+    average = AveragedModel(Net())
+    average.module.load_state_dict(state_of(1))
+    half = {key: value.half() for key, value in state_of(2).items()}
+    other = {"w": torch.arange(3.0)}
+    torch.save({"model": state_of(0), "ema": average.state_dict(), "half": half, "other": other}, tmp_path / "all.pt")
+    done = run("remap", tmp_path / "all.pt", *MODEL, "--to", form, "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt")
+    assert done.status == 0, done.err
+    assert "not cut: every rank's file holds all of other\n" in done.err
+    for path in tmp_path.glob("rank_*.pt"):
+        parts = open_checkpoint(str(path))
+        model, ema, halved, alone = (parts.section(name) for name in ("model", "ema", "half", "other"))
+        assert shapes(model) == shapes(ema) == shapes(halved)
+        assert torch.equal(torch_eval.load(alone.tensors[0]), other["w"])
+    back = tmp_path / "back.pt"
+    done = run("remap", tmp_path / "rank_*.pt", *MODEL, "--to", "serialized", "-o", back, "--format", "json")
+    assert done.data["sections"] == ["model", "ema", "half"]
+    made = torch.load(back)
+    expected = {"model": state_of(0), "ema": state_of(1), "half": half, "other": other}
+    assert all(same(made[name], state) for name, state in expected.items())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_that_is_cut_is_checked(run: Run, tmp_path: Path, form: str) -> None:
+    """A section that is named, too; the message says which it is."""
+    torch.save({"model": state_of(0), "ema": {**state_of(1), "head.bias": torch.ones(6)}}, tmp_path / "all.pt")
+    out = ["--to", form, "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt"]
+    done = run("remap", tmp_path / "all.pt", *MODEL, *out, "--sections", "model,ema")
+    assert (done.status, list(tmp_path.glob("rank_*"))) == (1, [])
+    assert "error: ema cannot be " in done.err
+    assert "[6], the model's is [7] @ head.bias" in done.err
+    done = run("remap", tmp_path / "all.pt", *MODEL, *out)
+    assert done.status == 0
+    assert "every rank's file holds all of ema" in done.err
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_section_that_is_named_is_the_one_that_is_cut(run: Run, tmp_path: Path, form: str) -> None:
+    wrapped = {f"module.{key}": value for key, value in state_of(0).items()}
+    torch.save({"model": wrapped, "ema": state_of(1)}, tmp_path / "all.pt")
+    out = ["--to", form, "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt"]
+    assert run("remap", tmp_path / "all.pt", *MODEL, *out, "--sections", "ema").status == 0
+    made = open_checkpoint(str(tmp_path / "rank_0.pt"))
+    assert all(torch.equal(torch_eval.load(entry), wrapped[entry.key]) for entry in made.section("model").tensors)
+    assert any(map(is_sharded, made.section("ema").tensors))
+
+
+def test_slices_of_an_average_are_not_one_ranks(run: Run, tmp_path: Path) -> None:
+    files: list[dict[str, Any]]
+    files = [{"model": slices(state_of(0), rank), "ema": slices(state_of(1), rank)} for rank in (0, 1)]
+    for file in files:
+        group = {"lr": torch.tensor(0.1), "params": ["emb.weight"]}
+        own = {"emb.weight": {"exp_avg": file["ema"]["emb.weight"]}}
+        file["optimizer"] = {"state": own, "param_groups": [group]}
+    done = run("remap", of_ranks(tmp_path, *files), *MODEL, "-o", tmp_path / "out.pt")
+    assert done.status == 0, done.err
+    assert "differs" not in done.err
+    made = torch.load(tmp_path / "out.pt")
+    assert torch.equal(made["optimizer"]["state"]["emb.weight"]["exp_avg"], made["ema"]["emb.weight"])
+    assert same(made["model"], state_of(0))
+    assert same(made["ema"], state_of(1))
+
+
+def test_parts_of_another_model_are_refused(run: Run, tmp_path: Path) -> None:
+    """Whether they are parts or copies only its own model tells; copies that are alike are carried."""
+    files = [{"model": slices(state_of(0), r), "disc": {"w": torch.full((2,), r), "b": torch.ones(1)}} for r in (0, 1)]
+    asked = ["remap", of_ranks(tmp_path, *files), *MODEL, "-o", tmp_path / "out.pt"]
+    done = run(*asked)
+    assert (done.status, (tmp_path / "out.pt").exists()) == (1, False)
+    assert "  differs between the ranks @ disc.w\n" in done.err
+    assert "disc.b" not in done.err
+    assert run(*asked, "--drop", "disc.w").status == 0
+    assert same(torch.load(tmp_path / "out.pt")["disc"], {"b": torch.ones(1)})
+
+
+def test_an_average_that_does_not_fit_is_said_to_stay(run: Run, tmp_path: Path) -> None:
+    small = {"_flat_param": torch.ones(3)}
+    files = of_ranks(tmp_path, *({"model": slices(state_of(0), rank), "ema": small} for rank in (0, 1)))
+    done = run("remap", files, *MODEL, "-o", tmp_path / "out.pt")
+    assert done.status == 0
+    assert f"ema does not fit {SCRIPT}:Net, and stays as the ranks hold it" in done.err
+    assert same(torch.load(tmp_path / "out.pt")["ema"], {"_flat_param": torch.ones(6)})
+
+
+def test_parameters_that_every_rank_has_whole_are_the_same_on_all(run: Run, tmp_path: Path) -> None:
+    """Else they are of two steps, or each rank's own. Of buffers, and in no state dict, rank 0's is taken."""
+    states = [{**state_of(0), "layers.0.seen": torch.full((2,), rank)} for rank in (0, 1)]
+    files = of_ranks(
+        tmp_path,
+        *({"model": state, "rng": torch.full((3,), r), "one": torch.ones(2)} for r, state in enumerate(states)),
+    )
+    done = run("remap", files, *MODEL, "-o", tmp_path / "out.pt")
+    assert done.status == 0
+    assert "warning: layers.0.seen differs between the ranks: rank 0's is taken\n" in done.err
+    assert "warning: rng differs between the ranks: rank 0's is taken\n" in done.err
+    assert done.err.count("differs") == 2
+    states[1]["emb.weight"] = state_of(1)["emb.weight"]
+    done = run("remap", of_ranks(tmp_path, *states), *MODEL, "-o", tmp_path / "out.pt", "--force")
+    assert done.status == 2
+    assert "error: the files are not of one step\n  differs between the ranks @ emb.weight\n" in done.err
+
+
+@pytest.mark.parametrize("none", [0, 1])
+def test_ranks_with_other_module_versions_are_said(run: Run, tmp_path: Path, none: int) -> None:
+    """Those of the first rank that has some are taken."""
+    states: list[Any] = [Net().state_dict() for _ in range(3)]
+    states[2]._metadata["head"] = {"version": 7}
+    states[none] = dict(state_of(0))
+    for state in states:
+        state.update(state_of(0))
+    done = run("remap", of_ranks(tmp_path, *states), *MODEL, "-o", tmp_path / "out.pt")
+    assert done.status == 0
+    taken = 1 - none
+    assert f"_metadata (module versions) is another or none on rank {none}, rank 2: rank {taken}'s is taken" in done.err
+    assert torch.load(tmp_path / "out.pt")._metadata == Net().state_dict()._metadata  # type: ignore[attr-defined]
+    assert "_metadata" not in run("remap", of_ranks(tmp_path, *states[2:], states[2]), *MODEL, "--dry-run").err
+
+
+def test_module_versions_lose_the_paths_of_wrappers(run: Run, tmp_path: Path) -> None:
+    state = torch.nn.DataParallel(Net()).state_dict()
+    assert {"", "module", "module.head"} < state._metadata.keys()  # type: ignore[attr-defined]
+    done = run("remap", of_ranks(tmp_path, state, state), *MODEL, "--to", "serialized", "-o", tmp_path / "out.pt")
+    assert done.status == 0, done.err
+    assert torch.load(tmp_path / "out.pt")._metadata == Net().state_dict()._metadata  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", VERSIONED)
+def test_values_that_depend_on_module_versions_are_not_cut(run: Run, tmp_path: Path, name: str) -> None:
+    """The files of ranks have no place for them, nor has safetensors."""
+    torch.save(VERSIONED[name]().state_dict(), tmp_path / "in.pt")
+    asked = ["remap", tmp_path / "in.pt", "--model", f"versioned_zoo:{name}", "--to"]
+    other = run(*asked, "serialized", "-o", tmp_path / "out.safetensors")
+    done = run(*asked, "fsdp-sharded", "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt")
+    assert done.status == other.status
+    assert bool(list(tmp_path.glob("rank_*"))) == (done.status == 0)
+    assert ("(_metadata) are absent, and rank files have no place for them" in done.err) == (done.status == 1)
+    assert ("the module versions in _metadata are left out" in done.err) == (done.status == 0)
+
+
+def test_no_plan_puts_files_of_ranks_together(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "m.py").write_text("from torch import nn\ndef net(): return nn.Linear(4, 2)")
+    torch.save(torch.nn.Linear(4, 2).state_dict(), tmp_path / "in.pt")
+    model = ("--model", f"{tmp_path / 'm.py'}:net")
+    ranks = ("--to", "fsdp-sharded", "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt")
+    assert run("remap", tmp_path / "in.pt", *model, *ranks).status == 0
+    words = ("remap", tmp_path / "rank_*.pt", *model, "-o", tmp_path / "out.pt")
+    refused = run(*words, "--save-plan", tmp_path / "plan.json")
+    assert (refused.status, "without a plan" in refused.err) == (2, True)
+    assert not (tmp_path / "plan.json").exists()
+    assert run(*words).status == 0
+    assert torch.load(tmp_path / "out.pt").keys() == torch.load(tmp_path / "in.pt").keys()
+    nowhere = run("remap", tmp_path / "in.pt", *model, *ranks[:-1], tmp_path / "new/rank_{rank}.pt")
+    assert (nowhere.status, f"mkdir -p {tmp_path / 'new'}" in nowhere.err) == (2, True)

@@ -1,0 +1,671 @@
+"""Flat parameters: rank files that real FSDP1 wrote become what FSDP itself makes of them, and the other way."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from ckpttool.core.checkpoint import Span
+from ckpttool.core.expression import Ref
+from ckpttool.core.keys import is_flat
+from ckpttool.core.names import Names
+from ckpttool.core.plan import Output, Plan
+from ckpttool.diffing.result import FLAT
+from ckpttool.evaluate import torch_eval
+from ckpttool.evaluate.torch_eval import evaluate
+from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.ranks.sharded import RankParts
+from ckpttool.naming.flat import misfit, shard_sizes, slots, unit_paths
+from ckpttool.remapping.plan import Remap
+from ckpttool.remapping.sharding.gather import gather
+from ckpttool.tracing.build_model import load
+from ckpttool.tracing.trace import trace
+from command import Run
+from flatten_params_wrapper import flattened
+from fsdp_run import Block, Mlp, Net
+from places import ROOT, SUPPORT
+
+SCRIPT = SUPPORT / "fsdp_run.py"
+MODEL = ["--model", f"{SCRIPT}:Net"]
+UNITS = ["--units", "layers.*", "--units", "layers.*.mlp"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """World size -> the folder of a run of real FSDP1 on gloo."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    found = {size: tmp_path_factory.mktemp(f"ranks{size}") for size in (2, 3)}
+    for world_size, folder in found.items():
+        command = [sys.executable, str(SCRIPT), str(folder), str(world_size)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+    return found
+
+
+@pytest.fixture(scope="module")
+def names() -> Names:
+    return trace(load(f"{SCRIPT}:Net", {}, False))
+
+
+def same(left: dict, right: dict) -> None:
+    assert set(left) == set(right)
+    for key, value in left.items():
+        assert value.dtype == right[key].dtype, key
+        assert torch.equal(value, right[key]), key
+
+
+def same_optimizer(made: dict, expected: dict) -> None:
+    """Both with names for parameters; the order within a group is each side's own."""
+    assert {name for group in made["param_groups"] for name in group["params"]} == set(expected["state"])
+    for group, wanted in zip(made["param_groups"], expected["param_groups"], strict=True):
+        assert set(group["params"]) == set(wanted["params"])
+        assert group["weight_decay"] == wanted["weight_decay"]
+    assert set(made["state"]) == set(expected["state"])
+    for name, state in made["state"].items():
+        same(state, expected["state"][name])
+
+
+# Real FSDP1
+
+
+@pytest.mark.parametrize("kind", ["flat", "original", "sharded"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_rank_files_become_what_fsdp_makes_of_them(
+    runs: dict[int, Path], run: Run, tmp_path: Path, kind: str, world_size: int
+) -> None:
+    folder, out = runs[world_size], tmp_path / "full.pt"
+    options = ["--to", "serialized", "--optimizer-keys", "fqn", "--verify"]
+    status, _, error = run("remap", folder / f"{kind}_rank_*.pt", *MODEL, *options, "-o", out)
+    assert status == 0, error
+    made, expected = torch.load(out), torch.load(folder / f"{kind.replace('sharded', 'flat')}_full.pt")
+    same(made["model"], expected["model"])
+    same(made["ema"], expected["ema"])
+    same_optimizer(made["optimizer"], expected["optimizer"])
+
+
+@pytest.mark.parametrize("kind", ["flat", "original"])
+@pytest.mark.parametrize(
+    ("inside", "optimizer"), [("layers", None), ("layers", "by_layers"), ("layers.0", "by_first_layer")]
+)
+def test_groups_without_names_are_told_by_sizes_or_by_the_optimizers_code(
+    runs: dict[int, Path], run: Run, tmp_path: Path, kind: str, inside: str, optimizer: str | None
+) -> None:
+    out, files = tmp_path / "full.pt", runs[3] / f"{kind}{inside}_rank_*.pt"
+    made_by = [] if optimizer is None else ["--optimizer", f"{SCRIPT}:{optimizer}"]
+    done = run("remap", files, *MODEL, *made_by, "--to", "serialized", "--optimizer-keys", "fqn", "-o", out)
+    assert done.status == 0, done.err
+    same_optimizer(torch.load(out)["optimizer"], torch.load(runs[3] / f"{kind}{inside}_full.pt")["optimizer"])
+
+
+@pytest.mark.parametrize("kind", ["flat", "original"])
+def test_groups_of_equal_sizes_without_names_are_refused(
+    runs: dict[int, Path], run: Run, tmp_path: Path, kind: str
+) -> None:
+    done = run("remap", runs[3] / f"{kind}layers.0_rank_*.pt", *MODEL, "-o", tmp_path / "full.pt")
+    assert done.status == 1
+    assert "2 param groups, and its ids cannot be told apart" in done.err
+    assert "--optimizer" in done.err
+    other = ["--optimizer", f"{SCRIPT}:by_layers"]
+    done = run("remap", runs[3] / f"{kind}layers.0_rank_*.pt", *MODEL, *other, "-o", tmp_path / "full.pt")
+    assert done.status == 1
+    assert "other sizes" in done.err
+    assert not (tmp_path / "full.pt").exists()
+
+
+@pytest.mark.parametrize("kind", ["flat", "original", "sharded"])
+def test_one_rank_is_never_the_whole(runs: dict[int, Path], run: Run, tmp_path: Path, kind: str) -> None:
+    """Of a model, of its names and of the plain weights: other, or no answer; all ranks are asked for, nothing else."""
+    one, whole, names = runs[2] / f"{kind}_rank_0.pt", tmp_path / "whole.pt", tmp_path / "names.json"
+    torch.save(Net().state_dict(), whole)
+    assert run("trace", f"{SCRIPT}:Net", "-o", names).status == 0
+    asked = ([*MODEL, f"{one}::model"], ["--model", names, f"{one}::model"], [f"{one}::model", whole])
+    for words in (*asked, [whole, f"{one}::model"]):
+        done = run("diff", *words)
+        assert done.status in (1, 2), words
+        assert f"name the files of all ranks at once, as in '{runs[2]}/{kind}_rank_*.pt'" in done.err, words
+        assert not ("what mends it" in done.out and words in asked)
+
+
+def test_the_plain_model_and_its_optimizer_load_the_result(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "full.pt"
+    assert run("remap", runs[2] / "flat_rank_*.pt", *MODEL, "--to", "serialized", "-o", out)[0] == 0
+    made, expected = torch.load(out), torch.load(runs[2] / "flat_full.pt")["optimizer"]["state"]
+    model = Net()
+    model.load_state_dict(made["model"], strict=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(made["optimizer"])
+    for name, parameter in model.named_parameters():
+        same(optimizer.state[parameter], expected[name])
+    steps = [state["step"].untyped_storage().data_ptr() for state in made["optimizer"]["state"].values()]
+    assert len(set(steps)) == len(steps)  # one storage for all would be counted up once for each parameter
+
+
+def test_the_model_section_alone_becomes_safetensors(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+    source, out = f"{runs[3] / 'flat_rank_*.pt'}::model", tmp_path / "full.safetensors"
+    status, _, error = run("remap", source, *MODEL, *UNITS, "--to", "serialized", "-o", out, "--keep-aliases")
+    assert status == 0, error
+    expected = torch.load(runs[3] / "flat_full.pt")["model"]
+    expected.pop("head.weight")
+    same(load_file(out), expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("written", "source"),
+    [("again_flat", "flat"), ("again_sharded_flat", "original"), ("again_sharded_original", "original")],
+)
+def test_fsdp_loads_the_rank_files_that_are_written(
+    runs: dict[int, Path], world_size: int, written: str, source: str
+) -> None:
+    """Flat parameters, and parameters cut by rows, with `use_orig_params` and without."""
+    again, expected = (torch.load(runs[world_size] / f"{kind}_full.pt") for kind in (written, source))
+    same(again["model"], expected["model"])
+    same(again["ema"], expected["ema"])
+    same_optimizer(again["optimizer"], expected["optimizer"])
+
+
+@pytest.mark.parametrize(("form", "units"), [("fsdp-flat", UNITS), ("fsdp-sharded", [])])
+def test_rank_files_for_another_number_of_ranks(
+    runs: dict[int, Path], run: Run, tmp_path: Path, form: str, units: list[str]
+) -> None:
+    there = ["--to", form, "--world-size", 5, "-o", tmp_path / "rank_{rank}.pt", "--verify"]
+    assert run("remap", runs[2] / "original_rank_*.pt", *MODEL, *units, *there)[0] == 0
+    back = tmp_path / "back.pt"
+    assert run("remap", tmp_path / "rank_*.pt", *MODEL, *units, "--optimizer-keys", "fqn", "-o", back)[0] == 0
+    made, expected = torch.load(back), torch.load(runs[2] / "flat_full.pt")
+    same(made["model"], expected["model"])
+    same_optimizer(made["optimizer"], expected["optimizer"])
+
+
+@pytest.mark.parametrize(("form", "units"), [("fsdp-flat", UNITS), ("fsdp-sharded", [])])
+def test_what_is_no_tensor_of_a_state_is_on_every_rank(run: Run, tmp_path: Path, form: str, units: list[str]) -> None:
+    """Old releases counted steps in plain numbers; other optimizers keep what they like."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    for own in state["state"].values():
+        own.update({"step": 3, "kind": "plain"})
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "old.pt")
+    out = ["--to", form, "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt"]
+    assert run("remap", tmp_path / "old.pt", *MODEL, *units, *out)[0] == 0
+    assert run("remap", tmp_path / "rank_*.pt", *MODEL, *units, "-o", tmp_path / "back.pt")[0] == 0
+    found = torch.load(tmp_path / "back.pt")["optimizer"]["state"]
+    assert {(own["step"], own["kind"]) for own in found.values()} == {(3, "plain")}
+
+
+def test_a_parameter_without_rows_keeps_its_dtype(run: Run, tmp_path: Path) -> None:
+    """No rank holds anything of it."""
+    torch.save(Rowless().state_dict(), tmp_path / "model.pt")
+    model = ["--model", f"{__file__}:Rowless"]
+    out = ["--to", "fsdp-sharded", "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt"]
+    assert run("remap", tmp_path / "model.pt", *model, *out)[0] == 0
+    assert run("remap", tmp_path / "rank_*.pt", *model, "-o", tmp_path / "back.pt")[0] == 0
+    same(torch.load(tmp_path / "back.pt"), Rowless().state_dict())
+
+
+class Rowless(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.none, self.weight = nn.Parameter(torch.empty(0, 3).bfloat16()), nn.Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize("form", ["fsdp-flat", "fsdp-sharded"])
+def test_state_of_no_parameters_shape_is_on_every_rank_as_it_was(run: Run, tmp_path: Path, form: str) -> None:
+    """Also a view with strides, whose values are laid in order where each rank has them in a storage of its own."""
+    kept = {"view": torch.arange(6.0).reshape(2, 3).t(), "sparse": torch.eye(3).to_sparse()}
+    model = Net()
+    params = [name for name, _ in model.named_parameters()]
+    state = {"state": {name: dict(kept) for name in params}, "param_groups": [{"params": params}]}
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "old.pt")
+    out = ["--to", form, "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt"]
+    assert run("remap", tmp_path / "old.pt", *MODEL, *out)[0] == 0
+    (optimizer,) = open_checkpoint(str(tmp_path / "rank_1.pt")).optimizers
+    views = [entry for entry in optimizer.tensors if entry.key.endswith(".view")]
+    assert all(torch.equal(torch_eval.load(entry), kept["view"]) for entry in views)
+    assert len(views) == sum(entry.layout == "sparse_coo" for entry in optimizer.tensors) > 0
+
+
+def test_what_lies_in_one_file_stays_a_span_of_it(runs: dict[int, Path], names: Names) -> None:
+    gathered = gather(open_checkpoint(str(runs[2] / "flat_rank_*.pt")), names)
+    storages = {entry.storage for entry in gathered.checkpoint.section("model").tensors}
+    spread = [storage for storage in storages if not isinstance(storage.data, Span)]
+    assert len(spread) == len(gathered.units)  # two ranks: one parameter of each unit lies in both files
+
+
+def test_the_parts_say_which_rank_they_are_of(runs: dict[int, Path]) -> None:
+    checkpoint = open_checkpoint(str(runs[3] / "flat_rank_*.pt"))
+    assert "rank 2 flat_rank_2.pt" in checkpoint.notes[0]
+    flat = checkpoint.section("model").by_key()["_flat_param"]
+    assert isinstance(flat.payload, RankParts)
+    paths = [part.storage.data.path for part in flat.payload.parts]
+    assert paths == [str(runs[3] / f"flat_rank_{rank}.pt") for rank in range(3)]
+
+
+def test_buffers_are_rank_0s_and_that_they_differ_is_said(runs: dict[int, Path], names: Names, run: Run) -> None:
+    gathered = gather(open_checkpoint(str(runs[2] / "flat_rank_*.pt")), names)
+    assert gathered.notes == tuple(f"layers.{i}.seen differs between the ranks: rank 0's is taken" for i in (0, 1))
+    done = run("remap", runs[2] / "flat_rank_*.pt", *MODEL, "--dry-run", "--format", "json")
+    assert set(gathered.notes) <= set(done.data["notes"])
+
+
+def test_the_plan_cuts_each_parameter_out_of_its_flat_one(tmp_path: Path, names: Names) -> None:
+    expected = Net().state_dict()
+    model = Net()
+    model.load_state_dict(expected)
+    saved = flattened(model, Block, True).state_dict()
+    torch.save(saved, tmp_path / "flat.pt")
+    gathered = gather(open_checkpoint(str(tmp_path / "flat.pt")), names)
+    made = {key: evaluate(source, saved.__getitem__) for key, source in gathered.sections[""].sources.items()}
+    assert made.keys() >= dict(Net().named_parameters()).keys()
+    same(made, {key: expected[key] for key in made})
+
+
+def test_a_flat_parameter_whose_parameters_are_there_by_name_is_dropped(tmp_path: Path, run: Run) -> None:
+    state = Net().state_dict()
+    torch.save({**state, "_flat_param": torch.zeros(28)}, tmp_path / "both.pt")
+    done = run("remap", tmp_path / "both.pt", *MODEL, "-o", tmp_path / "out.pt", "--format", "json")
+    assert done.status == 0
+    assert done.data["dropped"] == ["_flat_param"]
+    same(torch.load(tmp_path / "out.pt"), state)
+
+
+@pytest.mark.parametrize("average", ["ema", "model_ema"])
+def test_the_report_says_what_is_cut_out_of_a_flat_parameter(
+    average: str, tmp_path: Path, names: Names, run: Run
+) -> None:
+    """Of that section alone: an average of the model, which changes with it, has its parameters one by one."""
+    model = Net()
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    saved = flattened(model, Block, True).state_dict()
+    torch.save({average: expected, "model": saved}, tmp_path / "in.pt")
+    rule = ["--rule", "emb.{x} => e.{x}", "-o", tmp_path / "o.pt", "--dry-run", "--format", "json"]
+    done = run("remap", tmp_path / "in.pt", *MODEL, *rule)
+    assert done.status == 0
+    assert done.data["sections"] == ["model", average]
+    cut = len(expected.keys() - saved.keys())
+    counts = {"renamed": 1, "transformed": cut, "unchanged": 2 * len(expected) - 1 - cut}
+    assert {name: done.data[name] for name in counts} == counts
+    gathered = gather(open_checkpoint(str(tmp_path / "in.pt")), names)
+    plan = Plan(tuple(Output(section, "head.bias", Ref("head.bias")) for section in ("model", average)))
+    of_model, of_average = gathered.before(Remap(gathered.checkpoint, plan)).plan.outputs
+    assert of_model.source == gathered.sections["model"].sources["head.bias"] != Ref("head.bias") == of_average.source
+
+
+def test_inspect_names_the_flat_parameters(runs: dict[int, Path], run: Run) -> None:
+    status, out, _ = run("inspect", runs[2] / "flat_rank_*.pt", "--format", "json")
+    assert status == 0
+    flat = json.loads(out)["flat_parameters"]
+    assert flat[0] == {"section": "model", "key": "_flat_param", "unit": "", "elements": 28}
+    assert [one["unit"] for one in flat[1:] if one["section"] == "model"] == [
+        "layers.0",
+        "layers.0.mlp",
+        "layers.1",
+        "layers.1.mlp",
+    ]
+    _, one_rank, warned = run("inspect", runs[2] / "flat_rank_1.pt")
+    assert "Flat parameters: all parameters of a module, end to end" in one_rank
+    assert "is the part of one rank: name the files of all ranks at once" in warned
+
+
+def test_the_mend_of_flat_keys_loads(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+    """A flat key is said to be one, and the printed command makes a file of which diff says the same."""
+    said = run("diff", *MODEL, f"{runs[2]}/flat_rank_*.pt", "--format", "json").data
+    assert {entry["reason"] for entry in said["entries"] if entry["status"] == "unexpected"} == {FLAT}
+    words = shlex.split(said["fix"][0])
+    assert words[:2] == ["ckpttool", "remap"]
+    words[-1] = str(tmp_path / "whole.pt")
+    assert run(*words[1:]).status == 0
+    assert run("diff", *MODEL, tmp_path / "whole.pt").status == 0
+
+
+# Refusals
+
+
+def test_without_a_model_the_units_are_named(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+    status, _, error = run("remap", runs[2] / "flat_rank_*.pt", "-o", tmp_path / "full.pt")
+    assert status == 1
+    assert "holds 10 flat parameters: each is all parameters of one module (a unit)" in error
+    assert "28 elements: the parameters of the root module @ model._flat_param" in error
+    assert "35 elements: the parameters of layers.0.mlp @ ema.layers.0.mlp._flat_param" in error
+    assert "--model MODEL" in error
+
+
+def test_slices_without_a_model(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        torch.save({"w": torch.ones(2), "b": torch.ones(2)}, tmp_path / f"slices_{rank}.pt")
+    status, _, error = run("remap", tmp_path / "slices_*.pt", "-o", tmp_path / "full.pt")
+    assert status == 1
+    assert "only the model's shapes tell a part of a tensor from a copy of it" in error
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "said"),
+    [
+        ('{"hidden": 6}', "layers.1.mlp.down.weight [3, 6] would be elements 24 to 42 @ layers.1.mlp._flat_param"),
+        ('{"hidden": 4}', "after its last parameter, layers.0.mlp.down.weight [3, 4], 7 are left"),
+        ('{"layers": 1}', "the model has no module layers.1 with parameters @ layers.1._flat_param"),
+    ],
+)
+def test_the_wrong_model(runs: dict[int, Path], run: Run, tmp_path: Path, kwargs: str, said: str) -> None:
+    source, out = runs[2] / "flat_rank_*.pt", tmp_path / "full.pt"
+    status, _, error = run("remap", source, *MODEL, "--model-kwargs", kwargs, "-o", out)
+    assert status == 1
+    assert said in error
+    assert not out.exists()
+
+
+def test_the_wrong_model_with_original_parameters(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+    source = runs[2] / "original_rank_*.pt"
+    status, _, error = run("remap", source, *MODEL, "--model-kwargs", '{"hidden": 6}', "-o", tmp_path / "full.pt")
+    assert status == 1
+    assert "the ranks hold 15 elements of it, and the model's is [6, 3] @ layers.0.mlp.up.weight" in error
+
+
+def test_other_units_than_the_files_have(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+    source = runs[2] / "flat_rank_*.pt"
+    status, _, error = run("remap", source, *MODEL, "--units", "layers.*", "--units", "head", "-o", tmp_path / "o.pt")
+    assert status == 1
+    assert "the files have a flat parameter of it, and --units does not name it @ layers.0.mlp" in error
+    assert "--units names it, and the files have no flat parameter of it @ head" in error
+
+
+def copy_as(folder: Path, sources: dict[str, Path]) -> Path:
+    for name, source in sources.items():
+        shutil.copy(source, folder / name)
+    return folder / "r*.pt"
+
+
+def test_a_missing_rank(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+    pattern = copy_as(tmp_path, {f"r{rank}.pt": runs[3] / f"flat_rank_{rank}.pt" for rank in (0, 2)})
+    status, _, error = run("inspect", pattern)
+    assert (status, "no file is of this rank @ rank 1" in error) == (2, True)
+
+
+def test_files_of_two_runs(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+    pattern = copy_as(tmp_path, {"r0.pt": runs[2] / "flat_rank_0.pt", "r1.pt": runs[3] / "flat_rank_1.pt"})
+    status, _, error = run("inspect", pattern)
+    assert status == 2
+    assert f"is of a run of 2 ranks @ {tmp_path / 'r0.pt'}" in error
+    assert f"is of a run of 3 ranks @ {tmp_path / 'r1.pt'}" in error
+
+
+def test_one_rank_twice(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+    pattern = copy_as(tmp_path, {"r0.pt": runs[2] / "flat_rank_0.pt", "r1.pt": runs[2] / "flat_rank_0.pt"})
+    status, _, error = run("inspect", pattern)
+    assert status == 2
+    assert "is rank 0, as another file is" in error
+    assert "no file is of this rank @ rank 1" in error
+
+
+def test_names_in_the_wrong_order(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+    pattern = copy_as(tmp_path, {f"r{1 - rank}.pt": runs[2] / f"flat_rank_{rank}.pt" for rank in (0, 1)})
+    status, _, err = run("remap", pattern, *MODEL, "-o", tmp_path / "full.pt")
+    assert status == 0
+    assert f"{tmp_path / 'r0.pt'} was saved by rank 1, whatever its name says" in " ".join(err.split())
+    same(torch.load(tmp_path / "full.pt")["model"], torch.load(runs[2] / "flat_full.pt")["model"])
+
+
+def test_one_file_of_several(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+    status, _, error = run("remap", runs[2] / "flat_rank_0.pt", *MODEL, "-o", tmp_path / "full.pt")
+    assert status == 1
+    assert "is one rank's part: name the files of all ranks, as in 'rank_*.pt' @ _flat_param" in error
+
+
+@pytest.mark.parametrize("kind", ["flat", "original", "sharded"])
+def test_optimizers_of_two_steps_are_refused(runs: dict[int, Path], run: Run, tmp_path: Path, kind: str) -> None:
+    shutil.copy(runs[2] / f"{kind}_rank_0.pt", tmp_path / "r0.pt")
+    with zipfile.ZipFile(runs[2] / f"{kind}_rank_1.pt") as source, zipfile.ZipFile(tmp_path / "r1.pt", "w") as out:
+        for name in source.namelist():
+            data = source.read(name)
+            out.writestr(name, struct.pack("<f", 3.0) if data == struct.pack("<f", 2.0) else data)
+    done = run("remap", tmp_path / "r*.pt", *MODEL, "-o", tmp_path / "full.pt")
+    assert (done.status, (tmp_path / "full.pt").exists()) == (2, False)
+    assert "the files are not of one step" in done.err
+    assert "differs between the ranks @ state." in done.err
+
+
+@pytest.mark.parametrize(("one", "status"), [(0.0, 0), (1.0, 2)])
+def test_state_that_every_rank_has_whole_is_the_same_on_all(run: Run, tmp_path: Path, one: float, status: int) -> None:
+    """Of a parameter that FSDP was told to ignore, or of one that is not cut."""
+    for rank, value in enumerate((0.0, one)):
+        own = {"weight": {"exp_avg": torch.full((2,), value)}}
+        optimizer = {"state": own, "param_groups": [{"params": ["none", "weight"]}]}
+        torch.save({"model": Rowless().state_dict(), "optimizer": optimizer}, tmp_path / f"rank_{rank}.pt")
+    done = run("remap", tmp_path / "rank_*.pt", "--model", f"{__file__}:Rowless", "-o", tmp_path / "out.pt")
+    assert done.status == status, done.err
+    assert ("differs between the ranks" in done.err) == bool(status)
+
+
+@pytest.mark.parametrize("damage", [b"local_rank", b"shard_offsets", b"tensor_properties"])
+def test_a_damaged_sharded_tensor(runs: dict[int, Path], run: Run, tmp_path: Path, damage: bytes) -> None:
+    """What of its state is called otherwise is not there."""
+    with zipfile.ZipFile(runs[2] / "flat_rank_0.pt") as source, zipfile.ZipFile(tmp_path / "r0.pt", "w") as out:
+        for name in source.namelist():
+            data = source.read(name)
+            out.writestr(name, data.replace(damage, damage.upper()) if name.endswith("data.pkl") else data)
+    status, _, error = run("inspect", tmp_path / "r*.pt")
+    assert status == 2
+    assert "not as torch.save writes it: the sharded tensor _flat_param" in error
+
+
+def test_a_glob_that_matches_nothing(run: Run, tmp_path: Path) -> None:
+    status, _, error = run("inspect", tmp_path / "rank_*.pt")
+    assert (status, "no file matches" in error) == (2, True)
+
+
+def test_a_glob_of_other_files(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "a_0.txt").write_bytes(b"no checkpoint")
+    assert run("inspect", tmp_path / "a_*.txt")[0] == 2
+
+
+def test_a_glob_that_matches_one_ordinary_file(run: Run, tmp_path: Path) -> None:
+    torch.save(Net().state_dict(), tmp_path / "model.pt")
+    assert run("diff", tmp_path / "mod*.pt", tmp_path / "model.pt")[0] == 0
+
+
+def test_what_cannot_be_flattened(run: Run, tmp_path: Path) -> None:
+    state = Net().state_dict()
+    state["layers.0.norm.bias"] = state["layers.0.norm.bias"].half()
+    del state["layers.1.scale"]
+    torch.save(state, tmp_path / "model.pt")
+    out = ["--to", "fsdp-flat", "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt"]
+    status, _, error = run("remap", tmp_path / "model.pt", *MODEL, *UNITS, *out)
+    assert status == 1
+    assert "its parameters are float16, float32, and one flat parameter has one dtype @ layers.0" in error
+    assert "not in the checkpoint @ layers.1.scale" in error
+    assert not list(tmp_path.glob("rank_*"))
+    done = run("remap", tmp_path / "model.pt", *MODEL, *out, "--to", "fsdp-sharded")
+    assert (done.status, list(tmp_path.glob("rank_*"))) == (1, [])
+    assert "not in the checkpoint @ layers.1.scale" in done.err
+    assert "not in the checkpoint @ layers.0" not in done.err  # a parameter of another dtype is cut by itself
+
+
+def test_tied_names_of_other_values_are_not_made_one(run: Run, tmp_path: Path) -> None:
+    state = Net().state_dict()
+    torch.save({**state, "head.weight": state["head.weight"] + 1}, tmp_path / "model.pt")
+    out = ["--to", "fsdp-flat", "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt"]
+    done = run("remap", tmp_path / "model.pt", *MODEL, *UNITS, *out)
+    assert (done.status, list(tmp_path.glob("rank_*"))) == (1, [])
+    assert "other values than emb.weight, and one flat parameter holds both @ head.weight" in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--to", "fsdp-flat", *MODEL], "needs the model's parameters and the number of ranks"),
+        (["--to", "fsdp-flat", *MODEL, "--world-size", "1"], "over two ranks or more"),
+        (["--to", "fsdp-flat", *MODEL, "--world-size", "2", "-o", "one.pt"], "every rank gets a file of its own"),
+        (["--to", "serialized", *MODEL, "--world-size", "2"], "--world-size is for --to fsdp-flat and fsdp-sharded"),
+        (["--to", "fsdp-sharded", *MODEL, "--world-size", "2", *UNITS], "cuts each parameter by itself"),
+        (["--to", "fsdp-flat", *MODEL, "--world-size", "2", "-o", "one.pt"], "-o 'rank_{rank}.pt'"),
+        (["--to", "serialized", *MODEL], "DTensors (FSDP2, tensor parallelism) load from a folder"),
+        ([*MODEL, "--units", "layers.*", "-o", "out.pt"], "holds no flat parameters"),
+    ],
+)
+def test_options_that_do_not_go_together(run: Run, tmp_path: Path, options: list[str], said: str) -> None:
+    torch.save(Net().state_dict(), tmp_path / "model.pt")
+    out = [] if "-o" in options else ["-o", str(tmp_path / "out_{rank}.pt")]
+    status, _, error = run("remap", tmp_path / "model.pt", *options, *out)
+    assert (status, said in error) == (2, True), error
+
+
+# Plain flattened tensors, and FlattenParamsWrapper
+
+
+def padded_parts(flat: torch.Tensor, world_size: int) -> list[torch.Tensor]:
+    chunk = -(-flat.numel() // world_size)
+    return list(nn.functional.pad(flat, (0, chunk * world_size - flat.numel())).split(chunk))
+
+
+@pytest.mark.parametrize("name", ["part_{rank}.pt", "{rank}/part.pt", "host{host}_part{rank}.pt"])
+def test_more_than_ten_parts_are_laid_in_the_order_of_their_numbers(run: Run, tmp_path: Path, name: str) -> None:
+    expected = Net().state_dict()
+    model = Net()
+    model.load_state_dict(expected)
+    saved = flattened(model, Block, True).state_dict()
+    for rank in range(12):
+        path = tmp_path / name.format(rank=rank, host=99 - 3 * rank)
+        path.parent.mkdir(exist_ok=True)
+        torch.save({k: padded_parts(v, 12)[rank].clone() if is_flat(k) else v for k, v in saved.items()}, path)
+    files = tmp_path / name.format(rank="*", host="*")
+    status, _, error = run("remap", files, *MODEL, "-o", tmp_path / "full.pt")
+    assert status == 0, error
+    same(torch.load(tmp_path / "full.pt"), expected)
+
+
+@pytest.mark.parametrize("hooks", [True, False])
+@pytest.mark.parametrize("prefix", ["", "_fsdp_wrapped_module."])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_flatten_params_wrapper(run: Run, tmp_path: Path, hooks: bool, prefix: str, world_size: int) -> None:
+    expected = Net().state_dict()
+    model = Net()
+    model.load_state_dict(expected)
+    saved = flattened(model, Block, hooks).state_dict()
+    assert ("_fpw_module.layers.0._fpw_module.seen" in saved) != hooks
+    for rank in range(world_size):
+        part = {
+            prefix + key: padded_parts(value, world_size)[rank].clone() if is_flat(key) else value
+            for key, value in saved.items()
+        }
+        torch.save(part, tmp_path / f"part{rank}.pt")
+    status, _, error = run("remap", tmp_path / "part*.pt", *MODEL, "--units", "layers.*", "-o", tmp_path / "full.pt")
+    assert status == 0, error
+    same(torch.load(tmp_path / "full.pt"), expected)
+
+
+def test_flatten_params_wrapper_reads_back_its_own_keys() -> None:
+    """The helper keeps what the original promises: what its hooks write, they read."""
+    model = flattened(Net(), Block)
+    other = flattened(Net(), Block)
+    other.load_state_dict(model.state_dict(), strict=True)
+    same(other.state_dict(), model.state_dict())
+
+
+def test_a_single_file_with_the_flat_parameters_whole(run: Run, tmp_path: Path) -> None:
+    model = Net()
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    torch.save(flattened(model, Mlp).state_dict(), tmp_path / "flat.pt")
+    status, _, error = run("remap", tmp_path / "flat.pt", *MODEL, "--units", "layers.*.mlp", "-o", tmp_path / "full.pt")
+    assert status == 0, error
+    same(torch.load(tmp_path / "full.pt"), expected)
+
+
+def with_optimizer(path: Path, by_name: bool, numel: int | None = None) -> dict[str, torch.Tensor]:
+    """Flat parameters in a file, with an optimizer's state of them, each of `numel` elements; gives that state."""
+    saved = flattened(Net(), Block, True).state_dict()
+    flat = {key: value for key, value in saved.items() if is_flat(key)}
+    moments = {key: torch.arange(float(value.numel() if numel is None else numel)) for key, value in flat.items()}
+    rows = [{"exp_avg": value, "step": torch.tensor(2.0)} for value in moments.values()]
+    params = list(flat) if by_name else [*range(len(flat))]
+    group = {"lr": 0.1, "params": params} | ({} if by_name else {"param_names": list(flat)})
+    torch.save({"model": saved, "optimizer": {"state": dict(zip(params, rows)), "param_groups": [group]}}, path)
+    return moments
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_the_state_of_flat_parameters_is_cut_as_they_are(run: Run, tmp_path: Path, by_name: bool) -> None:
+    """And keeps its way of naming them: by names it stays, by ids it becomes the model's own."""
+    moments = with_optimizer(tmp_path / "flat.pt", by_name)
+    done = run("remap", tmp_path / "flat.pt", *MODEL, "--units", "layers.*", "-o", tmp_path / "full.pt")
+    assert done.status == 0, done.err
+    made = torch.load(tmp_path / "full.pt")["optimizer"]
+    own = [name for name, _ in Net().named_parameters()]
+    (group,) = made["param_groups"]
+    assert sorted(made["state"], key=str) == sorted(group["params"], key=str)
+    assert all(isinstance(param, str) == by_name for param in made["state"])
+    assert sorted(group["params"] if by_name else group["param_names"]) == sorted(own)
+    assert sum(state["exp_avg"].numel() for state in made["state"].values()) == sum(v.numel() for v in moments.values())
+    assert len({state["step"].data_ptr() for state in made["state"].values()}) == len(own)
+
+
+def test_state_that_does_not_fit_its_flat_parameter_is_refused(run: Run, tmp_path: Path) -> None:
+    moments = with_optimizer(tmp_path / "flat.pt", True, numel=5)
+    done = run("remap", tmp_path / "flat.pt", *MODEL, "--units", "layers.*", "-o", tmp_path / "full.pt")
+    assert done.status == 1
+    assert "optimizer: its state does not fit the parameters" in done.err
+    assert done.err.count("is [5] on the ranks, ") == len(moments)
+    assert not (tmp_path / "full.pt").exists()
+
+
+def test_a_parameter_that_the_model_calls_flat_param_is_none(run: Run, tmp_path: Path) -> None:
+    torch.save(Owner().state_dict(), tmp_path / "model.pt")
+    out = tmp_path / "out.pt"
+    assert run("remap", tmp_path / "model.pt", "--model", f"{__file__}:Owner", "-o", out)[0] == 0
+    same(torch.load(out), torch.load(tmp_path / "model.pt"))
+
+
+class Owner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat_param = nn.Parameter(torch.zeros(2, 3))
+
+
+# Planning
+
+
+def test_slots_leave_nested_units_out_and_count_shared_parameters_once(names: Names) -> None:
+    found = slots(names, {"", "layers.0", "layers.0.mlp"})
+    assert list(found) == ["", "layers.0", "layers.0.mlp"]
+    assert found[""][0].fqns == ("emb.weight", "head.weight")
+    assert [slot.fqns[0] for slot in found["layers.0"]] == [
+        f"layers.0.{n}" for n in ("scale", "norm.weight", "norm.bias")
+    ]
+    assert [(slot.start, slot.end) for slot in found["layers.0.mlp"]] == [(0, 15), (15, 20), (20, 35)]
+
+
+def test_unit_paths_are_without_wrappers_only_where_wrappers_stand() -> None:
+    keys = ["_fsdp_wrapped_module.flat_param", "_fsdp_wrapped_module._fpw_module.a._fsdp_wrapped_module.flat_param"]
+    assert list(unit_paths(keys).values()) == ["", "a"]
+    assert unit_paths(["module._flat_param"], ["module.x", "other.x"]) == {"module._flat_param": "module"}
+
+
+@pytest.mark.parametrize("numel", [1, 5, 6, 7, 29, 35])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+def test_shard_sizes_are_those_of_torch_chunk(numel: int, world_size: int) -> None:
+    chunks = [chunk.numel() for chunk in torch.zeros(numel).chunk(world_size)]
+    assert shard_sizes(numel, world_size) == tuple(chunks + [0] * (world_size - len(chunks)))
+
+
+def test_padding_is_what_makes_a_multiple_of_the_ranks(names: Names) -> None:
+    own = slots(names, {""})[""]
+    total = own[-1].end
+    for world_size in (2, 3, 4, 5):
+        for numel in range(total - 6, total + 7):
+            fits = {numel == total, numel % world_size == 0 and 0 <= numel - total < world_size}
+            assert (misfit(own, numel, world_size, padded=True) is None) == (True in fits)
+            assert (misfit(own, numel, world_size, padded=False) is None) == (numel == total)

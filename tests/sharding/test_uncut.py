@@ -1,0 +1,200 @@
+"""What FSDP1 does not flatten, or does not cut by rows: refused with every reason, and nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.formats.detect_folder import open_checkpoint
+from command import Run
+
+State = dict[str, Any]
+FORMS = ["fsdp-flat", "fsdp-sharded"]
+
+
+def two() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2, bias=False))
+
+
+class Scalar(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 3)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Doubled(nn.Linear):
+    """Saves twice its weight, and a constant beside it."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 3)
+        self.register_state_dict_post_hook(self._saving)
+
+    @staticmethod
+    def _saving(module: nn.Module, state: State, prefix: str, metadata: object) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+        state[f"{prefix}version"] = torch.ones(1)
+
+
+class Renamed(Doubled):
+    """Saves its weight under another name."""
+
+    @staticmethod
+    def _saving(module: nn.Module, state: State, prefix: str, metadata: object) -> None:
+        state[f"{prefix}kernel"] = state.pop(f"{prefix}weight")
+
+
+def without_tensors(state: State) -> State:
+    return {key: value.to_sparse() if key == "0.weight" else value for key, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "flat", "rows"),
+    [
+        (Scalar, dict, ["FSDP1 flattens no scalars @ scale"], ["FSDP1 shards no scalars @ scale"]),
+        (
+            Scalar,
+            lambda state: {**state, "scale": torch.ones(1)},
+            ["FSDP1 flattens no scalars @ scale"],
+            ["[1], the model's is [] @ scale"],
+        ),
+        (
+            two,
+            without_tensors,
+            ["sparse_coo: only dense tensors can be flattened @ 0.weight"],
+            ["sparse_coo: only dense tensors can be sharded @ 0.weight"],
+        ),
+        (
+            two,
+            lambda state: {**state, "0.weight": torch.ones(2, 3), "1.weight": torch.ones(3, 2)},
+            ["[2, 3], the model's is [3, 2] @ 0.weight", "[3, 2], the model's is [2, 3] @ 1.weight"],
+            ["[2, 3], the model's is [3, 2] @ 0.weight", "[3, 2], the model's is [2, 3] @ 1.weight"],
+        ),
+        (
+            two,
+            lambda state: {**state, "0.bias": state["0.bias"].half()},
+            ["its parameters are float16, float32, and one flat parameter has one dtype @ (root)"],
+            [],
+        ),
+        (
+            Doubled,
+            dict,
+            [
+                "not in the checkpoint @ weight",
+                "a hook computes it, and FSDP1 saves the parameters as they are @ weight",
+            ],
+            ["a hook makes it of weight, and FSDP1 saves the parameters as they are @ weight"],
+        ),
+        (
+            Renamed,
+            dict,
+            [],
+            [
+                "a hook makes it of weight, and FSDP1 saves the parameters as they are @ kernel",
+                "not in the checkpoint @ weight",
+            ],
+        ),
+    ],
+)
+def test_what_is_no_parameter_as_fsdp_saves_it_is_refused(
+    run: Run, tmp_path: Path, model: Callable[[], nn.Module], change: Any, flat: list[str], rows: list[str]
+) -> None:
+    torch.save(change(model().state_dict()), tmp_path / "model.pt")
+    asked = ["remap", tmp_path / "model.pt", "--model", f"{__file__}:{model.__name__}", "-o", tmp_path / "r{rank}.pt"]
+    for form, problems in zip(FORMS, (flat, rows)):
+        done = run(*asked, "--to", form, "--world-size", 2, "--force", "--format", "json")
+        assert (done.status, bool(list(tmp_path.glob("r*")))) == (bool(problems), not problems), done.err
+        said = [f"{one['problem']} @ {one['key']}" for one in done.data.get("problems", ())]
+        assert said == problems
+        for path in tmp_path.glob("r*"):
+            path.unlink()
+
+
+def test_units_that_name_no_module_are_refused(run: Run, tmp_path: Path) -> None:
+    """All of them; a path of several segments, one that is too short, and a parameter's."""
+    torch.save(two().state_dict(), tmp_path / "model.pt")
+    asked = ["remap", tmp_path / "model.pt", "--model", f"{__file__}:two", "-o", tmp_path / "r{rank}.pt"]
+    units = [word for pattern in ("2", "*.*", "0.weight", "[01]") for word in ("--units", pattern)]
+    done = run(*asked, "--to", "fsdp-flat", "--world-size", 2, *units, "--format", "json")
+    assert (done.status, list(tmp_path.glob("r*"))) == (1, [])
+    said = [(one["problem"], one["key"]) for one in done.data["problems"]]
+    assert said == [("names no module that has parameters", pattern) for pattern in ("2", "*.*", "0.weight")]
+
+
+@pytest.mark.parametrize(("size", "status"), [(0, 2), (1, 2), (2, 0), (65_537, 2)])
+def test_a_number_of_ranks(run: Run, tmp_path: Path, size: int, status: int) -> None:
+    torch.save(two().state_dict(), tmp_path / "model.pt")
+    asked = ["remap", tmp_path / "model.pt", "--model", f"{__file__}:two", "-o", tmp_path / "r{rank}.pt"]
+    for form in FORMS:
+        done = run(*asked, "--to", form, "--world-size", size, "--dry-run")
+        assert done.status == status, done.err
+        assert ("over two ranks or more" in done.err) == bool(status)
+
+
+def optimizer(groups: list[list[str]], **changes: Any) -> State:
+    """With a first moment of every parameter that is in a group, but for the `changes` of `0_weight`."""
+    shapes = {name: parameter.shape for name, parameter in two().named_parameters()}
+    state = {name: {"exp_avg": torch.ones(shapes[name]), "step": torch.ones(())} for own in groups for name in own}
+    state["0.weight"].update(changes)
+    return {"state": state, "param_groups": [{"lr": 0.1 * (1 + at), "params": own} for at, own in enumerate(groups)]}
+
+
+ALL = ["0.weight", "0.bias", "1.weight"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "changes", "units", "problems"),
+    [
+        ([ALL], {}, [], []),
+        ([ALL[:2], ALL[2:]], {}, [], ["its parameters are in several param groups, or only some in any @ (root)"]),
+        ([ALL[:2], ALL[2:]], {}, ["0", "1"], []),
+        ([ALL[:1]], {}, ["0", "1"], ["its parameters are in several param groups, or only some in any @ 0"]),
+        ([ALL[:2]], {}, ["0", "1"], []),
+        (
+            [ALL],
+            {"exp_avg": None},
+            [],
+            ["exp_avg has neither its shape nor one value for all of the unit @ 0.weight"],
+        ),
+        (
+            [ALL],
+            {"exp_avg": torch.ones(3, 2).half()},
+            [],
+            ["exp_avg has neither its shape nor one value for all of the unit @ 0.weight"],
+        ),
+        (
+            [ALL],
+            {"step": torch.zeros(())},
+            [],
+            ["step has neither its shape nor one value for all of the unit @ 0.weight"],
+        ),
+        ([ALL], {"kind": "a"}, [], ["kind has neither its shape nor one value for all of the unit @ 0.weight"]),
+    ],
+)
+def test_an_optimizer_of_flat_parameters_has_one_state_for_each(
+    run: Run, tmp_path: Path, groups: list[list[str]], changes: State, units: list[str], problems: list[str]
+) -> None:
+    torch.save({"model": two().state_dict(), "optimizer": optimizer(groups, **changes)}, tmp_path / "in.pt")
+    asked = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:two", "-o", tmp_path / "r{rank}.pt"]
+    wrapped = [word for unit in units for word in ("--units", unit)]
+    done = run(*asked, "--to", "fsdp-flat", "--world-size", 2, *wrapped, "--format", "json")
+    said = [f"{one['problem']} @ {one['key']}" for one in done.data.get("problems", ())]
+    assert (done.status, said) == (bool(problems), problems), done.err
+    if not problems:
+        (made,) = open_checkpoint(str(tmp_path / "r1.pt")).optimizers
+        assert len([entry for entry in made.tensors if entry.key.endswith("exp_avg")]) == len(groups)
+
+
+def test_an_optimizer_of_a_scalar_is_refused_with_the_model(run: Run, tmp_path: Path) -> None:
+    """Also where it stands before the model."""
+    model = Scalar()
+    state = {"state": {0: {"exp_avg": torch.ones(())}}, "param_groups": [{"params": [0], "param_names": ["scale"]}]}
+    torch.save({"optimizer": state, "model": model.state_dict()}, tmp_path / "in.pt")
+    asked = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Scalar", "-o", tmp_path / "r{rank}.pt"]
+    done = run(*asked, "--to", "fsdp-sharded", "--world-size", 2, "--format", "json")
+    said = [f"{one['problem']} @ {one['key']}" for one in done.data["problems"]]
+    assert (done.status, said) == (1, ["FSDP1 shards no scalars @ scale"])

@@ -1,0 +1,148 @@
+"""Constants that a swap keeps are compared with the model's, oracle: the eager model with the new weights."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpttool
+from ckpttool.core.errors import Refused
+from command import Run
+
+X = torch.linspace(-1, 1, 6).reshape(2, 3)
+PARTS = ("buffer", "attribute", "literal", "random", "of_weights", "remade", "nested")
+
+
+class Model(nn.Module):
+    """A layer and tensors outside of its state dict, as in `parts`; those that `k` decides change with it."""
+
+    def __init__(self, parts: tuple[str, ...], k: float) -> None:
+        super().__init__()
+        self.parts = parts
+        self.fc = nn.Linear(3, 3)
+        if "buffer" in parts:
+            self.register_buffer("scale", torch.full((3,), k), persistent=False)
+        if "attribute" in parts:
+            self.shift = torch.tensor([k])
+        if "nested" in parts:
+            self.inner = nn.Module()
+            self.inner.register_buffer("table", torch.arange(3.0) * k, persistent=False)
+        if "random" in parts:
+            self.register_buffer("noise", torch.randn(3), persistent=False)
+        if "of_weights" in parts:
+            self.register_buffer("norm", self.fc.weight.detach().norm(), persistent=False)
+        if "remade" in parts:
+            self.register_buffer("mean", torch.zeros(3), persistent=False)
+            self.register_load_state_dict_post_hook(_remake)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fc(x)
+        for part, name in (("buffer", "scale"), ("random", "noise"), ("of_weights", "norm"), ("remade", "mean")):
+            x = x * getattr(self, name) if part in self.parts else x
+        x = x + self.shift if "attribute" in self.parts else x
+        x = x + self.inner.table if "nested" in self.parts else x
+        return x + torch.tensor([0.5]) if "literal" in self.parts else x
+
+
+def _remake(module: Any, _: object) -> None:
+    with torch.no_grad():
+        module.mean.copy_(module.fc.weight.mean(0))
+
+
+def build(parts: str, k: float) -> nn.Module:
+    return Model(tuple(parts.split()), k).eval()
+
+
+def saved(parts: str, old: float, new: float, folder: Path) -> tuple[str, str, torch.Tensor]:
+    """A program of the old model, a checkpoint of the new one, and what that computes once it is loaded."""
+    torch.manual_seed(0)
+    torch.export.save(torch.export.export(build(parts, old), (X,)), folder / "old.pt2")
+    state = {name: torch.randn_like(value) for name, value in build(parts, new).state_dict().items()}
+    torch.save(state, folder / "new.pt")
+    eager = build(parts, new)
+    eager.load_state_dict(state)
+    return str(folder / "old.pt2"), str(folder / "new.pt"), eager(X)
+
+
+def outputs(path: str) -> torch.Tensor:
+    found: torch.Tensor = torch.export.load(path).module()(X)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_a_swap_calls_equal_computes_what_the_model_does(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    parts = " ".join(part for part in PARTS if rng.random() < 0.5) or "buffer"
+    old, new = 2.0, rng.choice([2.0, 3.0])
+    program, weights, want = saved(parts, old, new, tmp_path)
+    model: dict[str, Any] = {"model": f"{__file__}:build", "model_kwargs": {"parts": parts, "k": new}}
+    decided = {part for part in ("buffer", "attribute", "nested") if part in parts.split() and old != new}
+    ways: list[dict[str, Any]] = [{}, {"constants": True}, {"keep_constants": True}]
+    for options in ways:
+        out = str(tmp_path / f"{'-'.join(options) or 'none'}.pt2")
+        try:
+            done: Any = ckpttool.swap_weights(program, weights, out, **model, **options)
+        except Refused:
+            assert not options
+            assert decided or "remade" in parts
+            continue
+        verdicts = {one.verdict for one in done.compared}
+        assert bool(verdicts & {"different"}) == (bool(decided) and "keep_constants" in options)
+        unknown = {one.name for one in done.compared if one.verdict == "not_compared"}
+        assert {name.partition("_")[0] for name in unknown} <= {"noise", "norm", "lifted"}
+        if verdicts <= {"equal", "from_model"} and not ("keep_constants" in options and "remade" in parts):
+            assert torch.equal(outputs(out), want)
+        if {"noise", "norm"} & unknown or verdicts & {"different"}:
+            continue
+        assert torch.equal(outputs(out), want) or "keep_constants" in options
+
+
+def test_constants_that_differ_are_refused_by_name(tmp_path: Path, run: Run) -> None:
+    program, weights, want = saved("buffer attribute literal", 2.0, 3.0, tmp_path)
+    out = tmp_path / "out.pt2"
+    kwargs = '{"parts": "buffer attribute literal", "k": 3.0}'
+    words = ("swap-weights", program, weights, "-o", out, "--model", f"{__file__}:build", "--model-kwargs", kwargs)
+    done = run(*words)
+    assert done.status == 1
+    assert not out.exists()
+    assert "scale" in done.err
+    assert "shift" in done.err
+    assert "--keep-constants" in done.err
+    done = run(*words, "--keep-constants")
+    assert done.status == 0
+    assert "kept, the model has another" in done.out
+    assert not torch.equal(outputs(str(out)), want)
+    done = run(*words, "--constants", "--force", "--verify")
+    assert done.status == 0, done.err
+    assert "taken from the model" in done.out
+    assert torch.equal(outputs(str(out)), want)
+    assert run(*words, "--constants", "--keep-constants", "--force").status == 2
+
+
+def test_without_a_model_constants_are_named_and_not_compared(tmp_path: Path, run: Run) -> None:
+    program, weights, _ = saved("buffer", 2.0, 3.0, tmp_path)
+    done = run("swap-weights", program, weights, "--dry-run")
+    assert done.status == 0
+    assert "scale" in done.out
+    assert "not compared" in done.out
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_program_in_memory_follows_the_same_rule(in_place: bool, tmp_path: Path) -> None:
+    saved("buffer attribute", 2.0, 3.0, tmp_path)
+    program = torch.export.export(build("buffer attribute", 2.0), (X,))
+    model = build("buffer attribute", 3.0)
+    with pytest.raises(Refused) as refused:
+        ckpttool.swap_weights(program, model.state_dict(), model=model)
+    assert {problem.key for problem in refused.value.problems} == {"scale", "shift"}
+    assert "keep_constants=True" in refused.value.hint
+    done: Any = ckpttool.swap_weights(program, model.state_dict(), model=model, constants=True, in_place=in_place)
+    assert {one.verdict for one in done.compared} == {"from_model"}
+    assert torch.equal(program.module()(X), model(X))
+    done = ckpttool.swap_weights(program, model.state_dict(), model=model)
+    assert {one.verdict for one in done.compared} == {"equal"}

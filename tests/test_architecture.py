@@ -1,0 +1,191 @@
+"""docs/architecture.md is true: the layers of imports, and which modules import torch, print and write."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import ckpttool
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / "ckpttool").rglob("*.py"))
+}
+ENTRIES = ("ckpttool", "ckpttool.__main__")  # the package itself and `python -m`: above all layers
+WITH_TORCH = (
+    *("ckpttool.tracing", "ckpttool.live", "ckpttool.evaluate.torch_eval", "ckpttool.evaluate.torch_eval"),
+    "ckpttool.distributed.torchrun",
+)
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text(encoding="utf-8"))
+
+
+def imports(name: str) -> Iterator[str]:
+    """Every module that `name` imports anywhere, also within functions; of a package's module that one."""
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in MODULES else node.module
+
+
+def below(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def layers() -> dict[str, dict[str, int]]:
+    """Folder -> module in it -> its layer, as the page says."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```layers\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    found = {}
+    for line in block.splitlines():
+        folder, _, names = line.partition(":")
+        place = "ckpttool" if folder == "ckpttool" else "ckpttool." + folder.replace("/", ".")
+        found[place] = {name: layer for layer, row in enumerate(names.split("|")) for name in row.split()}
+    return found
+
+
+LAYERS = layers()
+
+
+def test_the_page_names_every_module() -> None:
+    there: dict[str, set[str]] = {}
+    for name in MODULES:
+        if name not in ENTRIES:
+            folder, _, last = name.rpartition(".")
+            there.setdefault(folder, set()).add(last)
+    assert there == {folder: set(names) for folder, names in LAYERS.items()}
+
+
+def test_imports_point_to_lower_layers() -> None:
+    wrong = []
+    for name in MODULES:
+        for other in {found for found in imports(name) if below(found, "ckpttool")}:
+            if name in ENTRIES or below(name, other) or below(other, name):  # a package and what is in it
+                continue
+            left, right = name.split("."), other.split(".")
+            depth = next(i for i, (a, b) in enumerate(zip(left, right)) if a != b)
+            layer = LAYERS[".".join(left[:depth])]
+            if not layer[right[depth]] < layer[left[depth]]:
+                wrong.append(f"{name} imports {other}")
+    assert wrong == []
+
+
+def test_packages_hold_a_docstring_only() -> None:
+    """A package that re-exported names would hide where they are defined."""
+    exporting = {"ckpttool", "ckpttool.live", "ckpttool.report"}
+    full = [n for n, path in MODULES.items() if path.name == "__init__.py" and len(tree(n).body) > 1]
+    assert set(full) == exporting
+    packages = [n for n, path in MODULES.items() if path.name == "__init__.py"]
+    assert [name for name in packages if not ast.get_docstring(tree(name))] == []
+
+
+def test_torch_is_imported_only_in_the_modules_that_need_it() -> None:
+    importers = [name for name in MODULES if any(below(other, "torch") for other in imports(name))]
+    assert [name for name in importers if not below(name, *WITH_TORCH)] == []
+
+
+def test_other_modules_do_not_load_torch() -> None:
+    """Not through another module either."""
+    free = [name for name in MODULES if not below(name, *WITH_TORCH, "ckpttool.__main__")]
+    code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
+    code += "    assert 'torch' not in sys.modules, name"
+    done = subprocess.run([sys.executable, "-c", code, *free], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert len(free) > 100
+
+
+@pytest.mark.parametrize(
+    ("known", "by"), [("rich", ("ckpttool.report.renderers.terminal", "ckpttool.cli")), ("typer", ("ckpttool.cli",))]
+)
+def test_rich_and_typer_are_imported_by_the_command_line_only(known: str, by: tuple[str, ...]) -> None:
+    assert [name for name in MODULES if any(below(i, known) for i in imports(name)) and not below(name, *by)] == []
+
+
+def test_value_classes_use_our_dataclass() -> None:
+    """The standard one compiles six methods for each class, which doubles the start-up time."""
+    by = {
+        name
+        for name in MODULES
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.ImportFrom) and node.module == "dataclasses"
+        if any(alias.name == "dataclass" for alias in node.names)
+    }
+    assert by == {"ckpttool.core.values"}
+
+
+def calls(name: str) -> Iterator[tuple[str, ast.Call]]:
+    """Every call in the module, by what is called: ``print``, ``open``, ``os.replace``."""
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name):
+                yield node.func.id, node
+            elif isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+                yield f"{node.func.value.id}.{node.func.attr}", node
+
+
+def test_only_the_command_line_prints() -> None:
+    assert [n for n in MODULES if any(c == "print" for c, _ in calls(n)) and not below(n, "ckpttool.cli")] == []
+
+
+WRITERS = (
+    *(f"ckpttool.io.{name}" for name in ("write_file", "write_folder", "write_remote")),
+    *(
+        f"ckpttool.io.{name}"
+        for name in ("journal", "edit_journal", "old_files", "atomic_replace", "temporary", "undo")
+    ),
+    "ckpttool.distributed.make",
+    "ckpttool.cli.output",
+)
+CHANGES = {f"os.{name}" for name in ("replace", "rename", "link", "symlink", "unlink", "remove", "mkdir", "truncate")}
+
+
+def test_only_the_writers_write() -> None:
+    def writes(name: str) -> bool:
+        for called, call in calls(name):
+            modes = [a.value for a in call.args[1:2] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+            if called in CHANGES or (called == "open" and any(set(mode) & set("wax+") for mode in modes)):
+                return True
+        return False
+
+    assert [name for name in MODULES if writes(name) and name not in WRITERS] == []
+
+
+def test_equivalent_mutants_are_still_in_the_code() -> None:
+    toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    rows = toml.loads((ROOT / "tests/mutants/equivalent.toml").read_text())["mutant"]
+    lines = {
+        path: {line.strip() for line in (ROOT / path).read_text().splitlines()} for path in {r["path"] for r in rows}
+    }
+    assert [
+        row for row in rows if row["was"] not in lines[row["path"]] or row["was"] == row["now"] or not row["why"]
+    ] == []
+
+
+def test_public_names_exist_and_have_docstrings() -> None:
+    assert sorted(ckpttool.__all__) == list(ckpttool.__all__)
+    public = {name for name in dir(ckpttool) if name in ckpttool.__all__}
+    assert public == set(ckpttool.__all__)
+    for name in ckpttool.__all__:
+        assert getattr(ckpttool, name).__doc__
+
+
+def test_import_ckpttool_imports_nothing_else() -> None:
+    """Public names are imported when they are first used."""
+    code = "import sys; before = set(sys.modules); import ckpttool; print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert [name for name in done.stdout.split() if name.startswith(("ckpttool.", "torch", "typer", "rich"))] == []
