@@ -92,6 +92,7 @@ SAMPLES: dict[str, Callable[[Run, Path], Path]] = {
     "accelerate": _accelerate,
     "dcp": _dcp,
 }
+RENAMED = ("--rule", r"re:(.*) => m.\1")  # a remap that changes nothing is refused
 HEADS = (
     *("format", "in JSON", "on disk", "inspect", "diff", "remap from", "written", "in place", "by torchrun", "URL"),
     "holds",
@@ -112,7 +113,7 @@ def is_written(row: Format, ending: str, run: Run, folder: Path) -> tuple[Path, 
     name = INDEX.format(ending.split(".")[1]) if index else ending if ending == ".metadata" else f"out{ending}"
     out = folder / f"outputs{ending}" / name
     out.parent.mkdir()
-    command = ("remap", folder / "plain.safetensors", *(("--max-shard-size", "2MB") if index else ()))
+    command = ("remap", folder / "plain.safetensors", *RENAMED, *(("--max-shard-size", "2MB") if index else ()))
     done = run(*command, "-o", out)
     at = out.parent if row.folder and not out.is_dir() else out
     return (out, command) if done.status == 0 and open_checkpoint(str(at)).format == row.name else None
@@ -125,7 +126,7 @@ def written(row: Format, sample: Path, run: Run, folder: Path) -> tuple[str, str
     if outputs and outputs[0] is not None and all(outputs):
         return " ".join(f"`{ending}`" for ending in row.endings), by_ranks(run, *outputs[0])
     out = folder / f"out{sample.suffix}"
-    legacy = ("remap", sample, "--torch-format", "legacy")
+    legacy = ("remap", sample, *RENAMED, "--torch-format", "legacy")
     if row.pickled and run(*legacy, "-o", out).status == 0:
         return "`--torch-format legacy`", by_ranks(run, out, legacy)
     swap = ("swap-weights", sample, sample)
@@ -177,7 +178,7 @@ def cells(row: Format, run: Run, folder: Path) -> list[str]:
     different = run("diff", sample, sample, "--values")
     converted = conversion(sample, run, folder)
     url, (out, together) = by_url(sample, run), written(row, sample, run, folder)
-    edited = run("remap", sample, "--rule", "re:(.*) => m.\\1", "--in-place", "--format", "json")
+    edited = run("remap", sample, *RENAMED, "--in-place", "--format", "json")
     way = edited.data["written"]["way"] if edited.status == 0 else "no"
     tried = (_mark(listed), _mark(different), converted, out, way, together, url)
     return [row.title, f"`{row.name}`", on_disk, *tried, holds(row)]
@@ -186,7 +187,7 @@ def cells(row: Format, run: Run, folder: Path) -> list[str]:
 def conversion(sample: Path, run: Run, folder: Path) -> str:
     """Whether a torch file is made of it, and what of the model that takes."""
     to_torch = ("remap", sample, "-o", folder / "converted.pt", "--verify")
-    if run(*to_torch).status == 0:
+    if run(*to_torch, *RENAMED).status == 0:
         return "yes"
     return "with `--model`" if run(*to_torch, "--model", f"{__file__}:Net").status == 0 else "no"
 
