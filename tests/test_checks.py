@@ -76,8 +76,8 @@ def test_each_file_is_checked_for_what_it_is(run: Run) -> None:
     [
         ("rules.toml", '[[rule]]\nrenam = "a => b"\n', "rule"),
         ("rules.toml", "[[rule", "not TOML"),
-        ("plan.json", '{"schema": "ckpttool.core.plan/1", "outputs": 3, "dropped": []}', "$.outputs"),
-        ("names.json", '{"schema": "ckpttool.core.names/1"}', "$.model"),
+        ("plan.json", '{"schema": "ckpttool.plan/1", "outputs": 3, "dropped": []}', "$.outputs"),
+        ("names.json", '{"schema": "ckpttool.names/1"}', "$.model"),
         ("bad.pt", "no checkpoint", "bad.pt"),
     ],
 )

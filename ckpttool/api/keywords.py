@@ -52,17 +52,18 @@ class RemapKeywords(OptimizerKeywords, total=False):
     force: bool
     dry_run: bool
     verify: bool
+    keep_pickled_code: bool
     no_fsync: bool
     to: str | None
     from_: str | None
     select: str | None
     keep_prefix: bool
-    partial: bool
     trainable_only: bool
     rule: str | Sequence[str] | None
     rules: str | None
     size: str | Sequence[str] | None
     reverse: bool
+    partial: bool
     drop: str | Sequence[str] | None
     sections: str | None
     like: Any
@@ -91,11 +92,13 @@ class SwapKeywords(ModelKeywords, total=False):
     force: bool
     dry_run: bool
     verify: bool
+    keep_pickled_code: bool
     no_fsync: bool
     name: str | None
     from_: str | None
     cast: bool
     constants: bool
+    keep_constants: bool
 
 
 class WriteKeywords(TypedDict, total=False):

@@ -1,1 +1,1 @@
-"""ckpttool.core"""
+"""Values that everything shares: checkpoints, names, plans, expressions, errors, options."""

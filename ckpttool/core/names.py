@@ -27,7 +27,7 @@ from ckpttool.core.schema import (
 )
 from ckpttool.core.values import dataclass, public
 
-SCHEMA = "ckpttool.core.names/1"
+SCHEMA = "ckpttool.names/1"
 _HINT = "write one with `ckpttool trace MODEL -o names.json`"
 SERIALIZED, RUNTIME = "serialized", "runtime"  # the two forms of a model's names
 AS_A_PART = "as a part of another model"  # begins the notes on keys that depend on where a model stands

@@ -29,7 +29,7 @@ from ckpttool.core.schema import (
 )
 from ckpttool.core.values import dataclass, public
 
-SCHEMA = "ckpttool.core.plan/1"
+SCHEMA = "ckpttool.plan/1"
 _HINT = "write one with `ckpttool remap … --save-plan PLAN.json`"
 
 

@@ -1,1 +1,1 @@
-"""ckpttool.diffing"""
+"""Compare checkpoints, models, names and optimizers; nothing is written."""

@@ -1,1 +1,1 @@
-"""ckpttool.distributed"""
+"""The same work shared by the ranks of torchrun."""

@@ -1,1 +1,1 @@
-"""ckpttool.fixes"""
+"""Find the command that fixes a diff, and try it on the index."""

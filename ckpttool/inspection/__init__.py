@@ -1,1 +1,1 @@
-"""ckpttool.inspection"""
+"""What is in a checkpoint, and one tensor under all its names."""

@@ -1,1 +1,1 @@
-"""ckpttool.optimizers"""
+"""Whose state an optimizer id is, and how state moves to other names, orders and groups."""

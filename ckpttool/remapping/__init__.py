@@ -1,1 +1,1 @@
-"""ckpttool.remapping"""
+"""Make a new checkpoint: rename keys, move optimizer state, change the form."""

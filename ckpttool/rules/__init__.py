@@ -1,1 +1,1 @@
-"""ckpttool.rules"""
+"""The user's rules: patterns, TOML files and presets."""

@@ -1,1 +1,1 @@
-"""ckpttool.swap"""
+"""Put new weights into an exported program."""

@@ -38,7 +38,7 @@ def model(tmp_path: Path) -> Path:
     ):  # fmt: skip
         outputs = [{"section": "", "key": "w", "from": source}]
         dropped = [{"section": "", "key": key, "reason": ""} for key in ("norm.weight", "norm.bias", "bias", "weight")]
-        plan = {"schema": "ckpttool.core.plan/1", "outputs": outputs, "dropped": dropped}
+        plan = {"schema": "ckpttool.plan/1", "outputs": outputs, "dropped": dropped}
         (tmp_path / f"{name}.json").write_text(json.dumps(plan))
     return path
 

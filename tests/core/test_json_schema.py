@@ -27,7 +27,7 @@ from zoo import zoo_model
 
 NAMES = json.loads(json.dumps(trace(zoo_model("fused_qkv")).to_json()))
 PLAN = {
-    "schema": "ckpttool.core.plan/1",
+    "schema": "ckpttool.plan/1",
     "outputs": [
         {"section": "", "key": "x", "from": {"op": "aten.cat.default", "args": [[{"ref": "a"}, {"ref": "b"}], 0]}},
         {"section": "", "key": "y", "from": {"ref": "a"}},

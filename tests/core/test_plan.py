@@ -176,7 +176,7 @@ def broken(**fields: Any) -> dict[str, Any]:
 
 HOSTILE: dict[str, Any] = {
     "a list": [],
-    "another schema": {"schema": "ckpttool.core.plan/2"},
+    "another schema": {"schema": "ckpttool.plan/2"},
     "no outputs": {"schema": SCHEMA, "dropped": []},
     "outputs that are text": broken(outputs="abc"),
     "outputs that are null": broken(outputs=None),

@@ -180,7 +180,7 @@ def _metadata() -> list[bytes]:
 
 
 _PLAN = {
-    "schema": "ckpttool.core.plan/1",
+    "schema": "ckpttool.plan/1",
     "outputs": [
         {"section": "", "key": "x", "from": {"op": "aten.cat.default", "args": [[{"ref": "a"}], 0], "kwargs": {}}},
         {"section": "m", "key": "y", "from": {"ref": "a"}},

@@ -419,7 +419,7 @@ def test_tensors_that_do_not_fit_another_model_are_refused_by_name(
 
 def test_a_plan_that_drops_what_is_not_there(tmp_path: Path) -> None:
     plan = Plan.from_json({
-        "schema": "ckpttool.core.plan/1", "outputs": [], "dropped": [{"section": "", "key": "*", "reason": ""}]
+        "schema": "ckpttool.plan/1", "outputs": [], "dropped": [{"section": "", "key": "*", "reason": ""}]
     })  # fmt: skip
     with pytest.raises(CkptError):
         by_plan(open_operand(str(train_file(tmp_path))), plan)

@@ -1,1 +1,1 @@
-"""ckpttool.naming.pairing"""
+"""Infer which tensors of two checkpoints are the same."""

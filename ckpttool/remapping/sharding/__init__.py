@@ -1,1 +1,1 @@
-"""ckpttool.remapping.sharding"""
+"""Assemble rank files, and split a checkpoint into them."""
