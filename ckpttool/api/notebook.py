@@ -7,15 +7,15 @@ from typing import Any
 
 # Class -> module and function of its document.
 _DOCUMENTS = {
-    "Checks": ("check", "document"),
+    "Checks": ("names", "check_document"),
     "Diff": ("diff", "document"),
     "Explanation": ("names", "explained"),
     "Inspection": ("inspection", "document"),
     "Names": ("names", "document"),
     "Plan": ("remap", "planned"),
     "Remap": ("remap", "document"),
-    "Since": ("since", "document"),
-    "Steps": ("steps", "document"),
+    "Since": ("diff", "three_way_document"),
+    "Steps": ("diff", "history_document"),
     "Swap": ("remap", "swapped"),
 }
 

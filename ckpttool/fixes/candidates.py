@@ -17,7 +17,7 @@ from ckpttool.core.text import plural, shell, some
 from ckpttool.diffing.names import compare_with_code, is_of_keys
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import Diff
-from ckpttool.diffing.run import run as run_run
+from ckpttool.diffing.run import run as run_diff
 from ckpttool.fixes.rules_file import INFERRED, Suggested, by_file, needs_file
 from ckpttool.fixes.trial import Attempt, Question, command, untried
 from ckpttool.naming.convert import ModelForm, read
@@ -343,7 +343,7 @@ def to_load(question: Question, diff: Diff) -> Iterator[Way]:
 def suggested_for(left: Checkpoint, model: ModelOperand) -> Suggested:
     """The rules that lead from the checkpoint's keys to those that the model saves."""
     right = saved_by(model.names())
-    return Suggested(run_run(left, right, DiffOptions()), left, right)
+    return Suggested(run_diff(left, right, DiffOptions()), left, right)
 
 
 def next_to_state(question: Question) -> Iterator[Way]:

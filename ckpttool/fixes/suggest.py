@@ -138,6 +138,14 @@ def optimizer_fix(question: Question, diff: Diff, remedy: Remedy) -> Diff:
     return replace(diff, notes=(*diff.notes, UNMENDED))
 
 
+def _lacks_keys(question: Question) -> bool:
+    """Return whether the model has keys that the file may lack under any name."""
+    assert question.left is not None
+    if question.model is None or not question.left.state_dicts:
+        return False
+    return len(question.model.names().serialized) > max(len(one.keys) for one in question.left.state_dicts)
+
+
 def _way(question: Question, remedy: Remedy) -> Way:
     """The word for the output's name, and the remap, with placeholders for what the question does not name."""
     asked, made = question.options, None if question.model is None else question.model.optimizer
@@ -157,6 +165,7 @@ def _way(question: Question, remedy: Remedy) -> Way:
                 "to_model_kwargs": asked.model_kwargs,
                 "materialize": asked.materialize,
                 "to_optimizer": made,
+                "partial": _lacks_keys(question),
             },
         ),
         "like_right": (form or "ordered", {**model, "to_optimizer": made or "OPTIMIZER", "optimizer_keys": form}),

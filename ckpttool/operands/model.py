@@ -25,7 +25,7 @@ from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import current
 from ckpttool.formats import strict_json
 from ckpttool.io import progress, sources
-from ckpttool.naming.convert import holds as convert_holds
+from ckpttool.naming.convert import holds as holds_keys
 from ckpttool.naming.convert import read
 from ckpttool.naming.match import NameTables
 from ckpttool.operands.checkpoint import split
@@ -279,7 +279,7 @@ def as_read(model: ModelOperand, section: Section, source: str) -> ModelOperand:
         return model
     own = NameTables(model.names())
     beside = _has_config(split(source)[0])
-    if not beside and not model.is_folder and convert_holds(own, section):
+    if not beside and not model.is_folder and holds_keys(own, section):
         return model
     from ckpttool.tracing.pretrained import is_pretrained
 

@@ -278,7 +278,15 @@ def test_in_which_of_several_groups_a_new_parameter_belongs_is_not_guessed(
 ) -> None:
     path = tagged(tmp_path / "old.pt", models.Net, models.halves)
     old = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:halves")
-    to = ("--to-model", f"optimizer_models:{new}", "--optimizer-keys", keys, "-o", str(tmp_path / "out.pt"))
+    to = (
+        "--to-model",
+        f"optimizer_models:{new}",
+        "--optimizer-keys",
+        keys,
+        "--partial",
+        "-o",
+        str(tmp_path / "out.pt"),
+    )
     done, found = told(capsys, "remap", path, *old, *to)
     assert done == status
     problems = [(one["problem"], one["key"]) for one in found.get("problems", ())]

@@ -95,7 +95,7 @@ def test_a_buffer_that_loading_makes_anew_follows() -> None:
     with pytest.raises(Refused) as refused:
         swap_weights(program, new.state_dict(), model=Doubled)
     assert [problem.key for problem in refused.value.problems] == ["doubled"]
-    assert "export" in refused.value.hint
+    assert "constants=True" in refused.value.hint
 
 
 def test_names_alone_say_whose_code_is_missing() -> None:

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
+from ckpttool.api.making import write
 from ckpttool.cli.app import main as ckpttool
 from ckpttool.core.checkpoint import Checkpoint, TensorEntry
+from ckpttool.core.errors import CkptError
 from ckpttool.evaluate import torch_eval
 from ckpttool.evaluate.compare import content_of_storage
 from ckpttool.formats.detect_folder import open_checkpoint
@@ -139,7 +141,9 @@ def problems(path: str, out: Path) -> Iterator[str]:
     if FORMATS[open_checkpoint(path).format].endings:
         ending = FORMATS[open_checkpoint(path).format].endings[0]
         rewritten = str(out / f"rewritten{ending}")
-        if ckpttool(["remap", path, "-o", rewritten, "--verify", "--force", "--no-fsync", *quiet]) != 0:
+        try:
+            write(open_checkpoint(path), rewritten, verify=True, force=True, no_fsync=True)
+        except CkptError:
             yield "cannot be rewritten"
         else:
             yield from disagreements(rewritten)

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import chain, product
 
-from ckpttool.core.keys import NUMBER as keys_NUMBER
+from ckpttool.core.keys import NUMBER as NUMBER_SEGMENT
 from ckpttool.naming.pairing.values import NUMBER, Group, Outlined, Pair, Side, Template, Tensor, groups, template
 
 
@@ -345,7 +345,7 @@ class Order:
         """Module -> the place of the first layer below it."""
         first: dict[str, int] = {}  # what stands before the first number -> the place of the first key that has it
         for key, at in self.place.items():
-            number = keys_NUMBER.search(key)
+            number = NUMBER_SEGMENT.search(key)
             if number is not None:
                 first.setdefault(key[: number.start()], at)
         found: dict[str, int] = {}

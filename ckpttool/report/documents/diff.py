@@ -10,7 +10,7 @@ from itertools import groupby
 
 from ckpttool.core.text import number, plural
 from ckpttool.diffing.history import CHANGES, Step, Steps
-from ckpttool.diffing.history import Change as history_Change
+from ckpttool.diffing.history import Change as StepChange
 from ckpttool.diffing.result import ASPECTS, HARMLESS, NO_VALUES, STATUSES, Compared, Diff, Entry, count_of
 from ckpttool.diffing.three_way import BY, Change, Point, Since
 from ckpttool.naming.pairing.values import SAME_NAME, Inference, Pair, template
@@ -382,7 +382,7 @@ def _of(step: Step, all: bool) -> Iterator[Row]:
         yield (step.name, Cell("not read", "bad"), "", "", "", step.error)
     elif step.since is None:
         yield (step.name, Cell("the first", "dim"), number(step.tensors), "", "", "")
-    groups: dict[tuple[str, str, str, history_Change | None], list[history_Change]] = {}
+    groups: dict[tuple[str, str, str, StepChange | None], list[StepChange]] = {}
     other_class = {change.section for change in step.changes if change.status == "class"}
     for change in step.changes:
         by_class = change.section in other_class and change.status in CHANGES.values()
@@ -399,7 +399,7 @@ def _of(step: Step, all: bool) -> Iterator[Row]:
         yield (step.name, Cell("renamed?", "warn"), number(len(pairs)), before, now, pairs[0].evidence)
 
 
-def _cause_steps(name: str, group: Sequence[history_Change], reason: str, all: bool) -> Row:
+def _cause_steps(name: str, group: Sequence[StepChange], reason: str, all: bool) -> Row:
     first = group[0]
     details = list(dict.fromkeys(change.detail for change in group if change.detail is not None))
     shown = ", ".join(details[:_FEW]) + (f", and {number(len(details) - _FEW)} more" if len(details) > _FEW else "")
