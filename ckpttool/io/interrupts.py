@@ -54,7 +54,7 @@ def uninterrupted(*, insisting: bool = False) -> Iterator[None]:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise `Ended` inside, so that what was begun is cleaned up; a second one ends at once.
+    """SIGTERM and SIGHUP raise `Terminated` inside, so that what was begun is cleaned up; a second one ends at once.
 
     A signal that is ignored, as by nohup, stays so; outside of the main thread nothing changes.
     """

@@ -114,8 +114,10 @@ def test_each_request_that_fails(bucket: Any, tmp_path: Path, monkeypatch: pytes
         if bucket.exists("bucket/out") or bucket.exists("bucket/out.safetensors"):
             bucket.rm(bucket.find("bucket"))
         if before:
-            fill = ["remap", "old.safetensors", "--rule", "old => old", "-o", out, "--max-shard-size", "200KB"]
-            assert main(fill if out.endswith("/") else fill[:-2]) == 0
+            if out.endswith("/"):
+                assert main(["remap", "old.safetensors", "-o", out, "--max-shard-size", "200KB"]) == 0
+            else:
+                bucket.put("old.safetensors", "bucket/out.safetensors")
         found = objects(bucket)
         failing.seen = 0
         return found
@@ -134,7 +136,12 @@ def test_each_request_that_fails(bucket: Any, tmp_path: Path, monkeypatch: pytes
         marker = "model.safetensors.index.json"
         complete = [path for path in now if path.endswith(marker)] if out.endswith("/") else list(now)
         assert now in (old, new, {}) or not complete, (at, sorted(now))
-        main(["inspect", out])
+        left = objects(bucket)
+        unfinished = now not in (old, new, {})
+        if complete:
+            assert main(["inspect", out]) == (2 if unfinished else 0), at
+        assert objects(bucket) == left, at
+        assert main(["undo", out]) == 0 or not unfinished, at
         assert whole(objects(bucket)) in (old, new, {}), at
         assert main([*line, *([] if "--force" in line else ["--force"])]) == 0, at
         assert objects(bucket) == new, at
@@ -160,13 +167,18 @@ def test_an_upload_that_a_signal_ends(bucket: Any, tmp_path: Path, number: signa
         assert process.returncode == 0 or "Traceback" not in said
 
 
-def test_what_a_dead_process_left_is_removed_with_all_that_is_in_it(bucket: Any) -> None:
+def test_what_a_dead_process_left_is_removed_by_the_next_writer(bucket: Any, tmp_path: Path) -> None:
     dead = replace(me(), pid=1 << 23)
     left = f"bucket/out/.model.pt.{dead}-00000000.ckpttool.tmp"
     bucket.pipe(f"{left}/new/model.pt", b"half")
     with bucket.open("bucket/out/model.pt", "wb") as file:
         torch.save({"a": torch.ones(2)}, file)
     assert main(["inspect", "s3://bucket/out"]) == 0
+    bucket.invalidate_cache()
+    assert bucket.exists(left)
+    torch.save({"a": torch.zeros(2)}, tmp_path / "in.pt")
+    line = ["remap", str(tmp_path / "in.pt"), "--rule", "a => b", "--max-shard-size", "1KB", "-o"]
+    assert main([*line, "s3://bucket/out/"]) == 0
     bucket.invalidate_cache()
     assert not bucket.exists(left)
     assert bucket.exists("bucket/out/model.pt")

@@ -282,7 +282,7 @@ with ended_by_signals() if handled else nullcontext():
             print("one", flush=True)
             signal.raise_signal(signal.SIGTERM)
             print("two", flush=True)
-    except Ended:
+    except Terminated:
         print("ended", flush=True)
 """
     for handled, insisting, said in (
