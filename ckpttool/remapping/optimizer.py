@@ -134,6 +134,7 @@ class OptimizerRequest:
     `names` are those of the model (and the optimizer) that saved the checkpoint, `to_names` those of the one that is to
     load it. `form` says whose names parameters get: with ``serialized`` those of the model's keys, else canonical ones.
     `ruled` is what rules make of the model, `model` what becomes of its keys in all, `keys_beside` its keys in the end.
+    `narrowed` is `model` if some of its tensors are left out: then parameters that have names follow their keys.
     `beside` are the state dicts of the file as it was saved (`operands.checkpoint.saved_state_dicts`): the order of
     their keys speaks for or against ids. `old_model` is the same command with the model named that saved the file,
     `output` the file that it writes.
@@ -146,6 +147,7 @@ class OptimizerRequest:
     form: str | None = None
     ruled: RuleEffect | None = None
     model: RuleEffect | None = None
+    narrowed: RuleEffect | None = None
     keys_beside: Sequence[str] = ()
     beside: Sequence[Section] | None = None
     old_model: str | None = None
@@ -203,6 +205,11 @@ def _remapped(section: Section, wanted: OptimizerRequest) -> tuple[Section, Opti
     where = section.title
     state = forms.read(section)
     to = wanted.keys or state.form
+    listed = in_file(state)[0]
+    narrowed = wanted.narrowed
+    if narrowed is not None:
+        by_key = wanted.model is None or narrowed.loses(list(listed.values())) if listed is not None else to != ID
+        wanted = replace(wanted, ruled=narrowed, model=narrowed) if by_key else replace(wanted, narrowed=None)
     asked = wanted.to_names is not None or (wanted.keys is not None and wanted.names is not None)
     if not state.params or not (asked or to != state.form or _is_renamed(state, wanted, to)):
         return None
@@ -252,6 +259,8 @@ def _is_renamed(state: OptimizerState, wanted: OptimizerRequest, to: str) -> boo
     listed = in_file(state)[0]
     if listed is None:
         return False
+    if wanted.narrowed is not None and wanted.narrowed.loses(list(listed.values())):
+        return True
     return bool(wanted.rules) or (wanted.model is not None and wanted.model.renames(list(listed.values())))
 
 
@@ -393,6 +402,14 @@ def _by_rules_file(
             problems=[Problem("no tensor of the model", str(param)) for param in named.params],
         )
     if found is not None and to == ID and wanted.to_names is None and not keeps:
+        if wanted.ruled is wanted.narrowed:
+            kept = {ref for source in found.values() for ref in ex.refs(source)}
+            raise Refused(
+                f"{where}: parameters of the model are left out, and the optimizer still numbers them",
+                hint=f"drop the optimizer too: --drop {where}; or pass --optimizer-keys fqn, to keep the state of the "
+                "other parameters under their names",
+                problems=[Problem("left out of the model", str(p)) for p in named.params if str(p) not in kept],
+            )
         raise Refused(
             f"{where}: the rules make other parameters, and nothing says in which order the new model registers them",
             hint="pass --to-model NEW, the model that is to load it; or --optimizer-keys fqn, which names them",

@@ -45,11 +45,12 @@ class Remap:
     """What a remap makes of its source. `result` is the checkpoint to be written.
 
     `source_form` and `form` are the forms that the keys were in and are in, as words, or None. `ruled` is what the
-    rules did to the model, `model` what the whole remap did to it, if that is not narrowed. `sections` are the state
-    dicts that were changed together, where these are several. `written` says how a file that was to be changed in place
-    was written, or would be, and `undo` how that is taken back, `verified` how the output is known to be right, `cost`
-    what a `dry_run` found it to take. `companions` says what became of the other files of a folder. `source` and
-    `output` are the operands CKPT and OUT.
+    rules did to the model, `model` what the whole remap did to it, unless `--select` narrows it.
+    `narrowed` is the same if tensors of the model are left out. `sections` are the state dicts that were changed
+    together, where these are several. `written` says how a file that was to be changed in place was written, or would
+    be, and `undo` how that is taken back, `verified` how the output is known to be right, `cost` what a `dry_run` found
+    it to take. `companions` says what became of the other files of a folder. `source` and `output` are the operands
+    CKPT and OUT.
     `changes_content` is False if the result has the names, values and order of the source: only its format may differ.
     `missing` are the keys of the model, below the paths of their sections, that the result lacks.
     """
@@ -62,6 +63,7 @@ class Remap:
     optimizers: tuple[OptimizerRemap, ...] = ()
     ruled: RuleEffect | None = None
     model: RuleEffect | None = None
+    narrowed: RuleEffect | None = None
     sections: tuple[str, ...] = ()
     written: Written | None = None
     undo: Undo | None = None
@@ -290,11 +292,14 @@ _NOTHING = RemapRequest()
 def remap(source: Checkpoint, asked: RemapRequest = _NOTHING, drops: Sequence[str] = ()) -> Remap:
     """Makes and carries out the plan. Raises `Refused`, all problems at once, where it would lose, collide or guess."""
     lightning = naming_wrappers.is_lightning(source)  # also if the key that says so is left out
+    before = source
     source, dropped = drop(source, drops) if drops else (source, [])
     if not asked.changes:
         if asked.sections is not None:
             of_one_model(source, asked.sections)  # raises where one of them is none
-        return Remap(source, replace(carried(source.sections), dropped=tuple(dropped)), model=_as_it_is(source))
+        model = _as_it_is(source)
+        plan = replace(carried(source.sections), dropped=tuple(dropped))
+        return Remap(source, plan, model=model, narrowed=_narrowing(before, model, dropped))
     sections = of_one_model(source, asked.sections, asked.names)
     drafts = _drafts(sections, asked, lightning)
     made = Plan(
@@ -309,7 +314,7 @@ def remap(source: Checkpoint, asked: RemapRequest = _NOTHING, drops: Sequence[st
     touched = {gone.section for gone in dropped}.difference(paths)
     rest = carried(other for other in source.sections if other.path in touched)
     plan = replace(made, outputs=(*made.outputs, *rest.outputs), dropped=(*made.dropped, *dropped))
-    notes = (*_notes(drafts), *left_as_they_are(source, sections), *_not_narrowed(source, asked))
+    notes = (*_notes(drafts), *left_as_they_are(source, sections))
     form = None if asked.to is None else str(asked.to)
     together = tuple(paths) if len(paths) > 1 else ()
     missing = [
@@ -317,10 +322,11 @@ def remap(source: Checkpoint, asked: RemapRequest = _NOTHING, drops: Sequence[st
         for draft in drafts
         for key in _not_left_out(draft, asked, [gone.key for gone in dropped if gone.section == draft.section.path])
     ]
-    model = None if asked.select is not None else RuleEffect(drafts[0].section, drafts[0].plan)
-    ruled = drafts[0].ruled
-    done = Remap(result, plan, drafts[0].form, form, notes, ruled=ruled, model=model, sections=together)
-    return replace(done, missing=tuple(missing))
+    whole = RuleEffect(drafts[0].section, drafts[0].plan)
+    narrowed = _narrowing(before, whole, dropped)
+    model, narrowed = (whole, narrowed) if asked.select is None else (None, narrowed or whole)
+    done = Remap(result, plan, drafts[0].form, form, notes, ruled=drafts[0].ruled, model=model, narrowed=narrowed)
+    return replace(done, sections=together, missing=tuple(missing))
 
 
 def _not_left_out(draft: Draft, asked: RemapRequest, dropped: Sequence[str]) -> list[str]:
@@ -344,6 +350,15 @@ def _as_it_is(source: Checkpoint) -> RuleEffect | None:
     except CkptError:
         return None
     return RuleEffect(section, carried([section]))
+
+
+def _narrowing(source: Checkpoint, effect: RuleEffect | None, dropped: Sequence[Dropped]) -> RuleEffect | None:
+    """Return `effect` with the tensors that `--drop` left out of `source`; None if no tensor is left out."""
+    path = "" if effect is None else effect.section.path
+    own = tuple(gone for gone in dropped if gone.section == path)
+    if effect is None or not (own or effect.plan.dropped):
+        return None
+    return RuleEffect(source.section(path), replace(effect.plan, dropped=(*effect.plan.dropped, *own)))
 
 
 def _drafts(sections: Sequence[Section], asked: RemapRequest, lightning: bool) -> list[Draft]:
@@ -409,13 +424,6 @@ def _recorded(result: Checkpoint, asked: RemapRequest, path: str) -> Checkpoint:
     return recorded(tables, result, path, asked.form_by_model(tables).names)
 
 
-def _not_narrowed(source: Checkpoint, asked: RemapRequest) -> list[str]:
-    if asked.select is None:
-        return []
-    paths = (section.path for section in source.optimizers)
-    return [f"{path} still holds the state of all parameters" for path in paths]
-
-
 def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:
     """`done` with the optimizers of its result as `wanted`, and its plan with what becomes of them.
 
@@ -426,8 +434,13 @@ def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:
     if ruled is not None and wanted.names is None and model is not None:
         ruled = model  # the file's names are all that there is: they go the way of its keys
     keys = () if model is None else done.result.section(model.section.path).keys
-    wanted = replace(wanted, ruled=ruled, model=model, keys_beside=keys)
+    wanted = replace(wanted, ruled=ruled, model=model, narrowed=done.narrowed, keys_beside=keys)
     result, optimizers = remap_optimizers(done.result, wanted)
+    if model is None and done.narrowed is not None:  # --select
+        changed = {one.section for one in optimizers}
+        whole = [section.title for section in result.optimizers if section.path not in changed]
+        notes = [f"{title} still holds the state of all parameters" for title in whole]
+        done = replace(done, notes=(*done.notes, *notes))
     if wanted.rules and (ruled is None or ruled.renames(ruled.section.keys)):
         done = replace(done, notes=(*done.notes, *_left_in_order(result, optimizers, wanted)))
     if not optimizers:

@@ -36,6 +36,12 @@ class RuleEffect:
         keys = set(self._keys(names).values())
         return any(ref in keys and ref != output.key for output in self.plan.outputs for ref in ex.refs(output.source))
 
+    def loses(self, names: Sequence[str]) -> bool:
+        """Return whether one of the names is that of a tensor that is left out."""
+        first = self.section.aliases()
+        kept = {first.get(ref, ref) for output in self.plan.outputs for ref in ex.refs(output.source)}
+        return any(first.get(key, key) not in kept for key in self._keys(names).values())
+
     @cached_property
     def after(self) -> Section:
         """The tensors that stay whole, under their new keys."""

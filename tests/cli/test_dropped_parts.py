@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shlex
 from pathlib import Path
@@ -12,7 +13,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import ckpttool
 from command import Run
@@ -73,7 +78,8 @@ def test_a_part_of_the_optimizer_state_is_not_dropped(kind: str, run: Run, tmp_p
     assert done.status == 0, done.said
     left = torch.load(out)
     assert left.keys() == {"model", "epoch"}
-    assert run("remap", path, "--drop", "model.0.bias", "-o", out, "--force").status == 0  # the other way out
+    ids = ["--optimizer-keys", "fqn"] if kind == "named" else []
+    assert run("remap", path, "--drop", "model.0.bias", *ids, "-o", out, "--force").status == 0  # the other way out
     assert "optimizer" in torch.load(out)
 
 
@@ -135,3 +141,125 @@ def test_a_quantized_weight_stays_with_its_scales(run: Run, tmp_path: Path) -> N
     assert run("remap", tmp_path / "in.pt", "--drop", "0.weight*", "-o", out).status == 0
     assert list(torch.load(out)) == ["0.bias"]
     assert run("remap", tmp_path / "in.pt", "--drop", "0.bias", "-o", out, "--force").status == 0
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.enc(x))
+
+
+KINDS = ("ids", "named", "fqn", "flat")
+LEFT_OUT = (
+    ["--select", "enc"],
+    ["--select", "enc", "--keep-prefix"],
+    ["--drop", "model.head.*"],
+    ["--drop", "*.0.bias"],
+)
+FURTHER = (
+    [],
+    ["--rule", "enc.{x*} => backbone.{x*}"],
+    ["--rule", "re:(.*)weight => \\1w"],
+    ["--to", "serialized"],
+    ["--to", "ddp"],
+    ["--to", "compile"],
+    *(["--optimizer-keys", form] for form in ("id", "fqn", "flat")),
+)
+
+
+def stepped(kind: str) -> tuple[Net, torch.optim.Optimizer, dict[str, Any]]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.named_parameters() if kind == "named" else model.parameters())
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    state: dict[str, Any] = optimizer.state_dict()
+    if kind in ("fqn", "flat"):
+        state = get_optimizer_state_dict(model, optimizer, options=FLAT if kind == "flat" else None)
+    return model, optimizer, {"model": model.state_dict(), "optimizer": state}
+
+
+def named_in(state: dict[str, Any]) -> set[str]:
+    """The names of parameters in an optimizer's state dict of any form."""
+    if "state" not in state:
+        return {key.partition(".")[2].rpartition(".")[0] for key in state if key.startswith("state.")}
+    groups = [name for group in state["param_groups"] for name in (*group["params"], *group.get("param_names", ()))]
+    return {name for name in (*state["state"], *groups) if isinstance(name, str)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_in_the_optimizer_stay_names_of_the_model(kind: str, run: Run, tmp_path: Path) -> None:
+    """Whatever is left out: the optimizer's names are keys of the model that is written, or nothing is written."""
+    *_, saved = stepped(kind)
+    torch.save(saved, tmp_path / "in.pt")
+    (tmp_path / "net.json").write_text(json.dumps(ckpttool.trace(Net).to_json()))
+    names = ["--model", tmp_path / "net.json"]
+    out = tmp_path / "out.pt"
+    written = 0
+    for number, (first, second) in enumerate(itertools.product(LEFT_OUT, FURTHER)):
+        by_model = names if number % 2 else []
+        done = run("remap", tmp_path / "in.pt", "-o", out, "--force", "--partial", *first, *second, *by_model)
+        if done.status == 1:
+            assert kind != "ids" or second, done.said
+            continue
+        assert done.status == 0, (first, second, done.said)
+        written += 1
+        left = torch.load(out)
+        assert named_in(left["optimizer"]) <= left["model"].keys(), (first, second)
+        if named_in(left["optimizer"]):
+            assert "still holds the state of all" not in done.err
+    assert written >= (4 if kind == "named" else 12)
+
+
+@pytest.mark.parametrize("kind", ["fqn", "flat"])
+def test_torch_loads_the_state_of_the_part(kind: str, run: Run, tmp_path: Path) -> None:
+    model, optimizer, saved = stepped(kind)
+    torch.save(saved, tmp_path / "in.pt")
+    plan, out = tmp_path / "plan.json", tmp_path / "out.pt"
+    done = run("remap", tmp_path / "in.pt", "--select", "enc", "-o", out, "--save-plan", plan)
+    assert done.status == 0
+    assert "left out, the state of 2 parameters: head.weight, head.bias" in done.err
+    left = torch.load(out)
+    part = Net().enc
+    fresh = torch.optim.AdamW(part.parameters())
+    part.load_state_dict(left["model"])
+    set_optimizer_state_dict(part, fresh, left["optimizer"], options=FLAT if kind == "flat" else None)
+    for mine, theirs in zip(part.parameters(), model.enc.parameters()):
+        assert torch.equal(fresh.state[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+    assert run("remap", tmp_path / "in.pt", "--plan", plan, "-o", tmp_path / "again.pt").status == 0
+    assert (tmp_path / "again.pt").read_bytes() == out.read_bytes()
+
+
+def test_a_submodule_that_is_the_whole_model(run: Run, tmp_path: Path) -> None:
+    saved = {part: {} for part in ("model", "optimizer")}
+    *_, inner = stepped("fqn")
+    saved["model"] = {f"net.{key}": value for key, value in inner["model"].items()}
+    state = {f"net.{name}": own for name, own in inner["optimizer"]["state"].items()}
+    (group,) = inner["optimizer"]["param_groups"]
+    groups = [{**group, "params": [f"net.{name}" for name in group["params"]]}]
+    saved["optimizer"] = {"state": state, "param_groups": groups}
+    torch.save(saved, tmp_path / "in.pt")
+    assert run("remap", tmp_path / "in.pt", "--select", "net", "-o", tmp_path / "out.pt").status == 0
+    assert torch.load(tmp_path / "out.pt")["optimizer"]["state"].keys() == inner["optimizer"]["state"].keys()
+
+
+def test_ids_with_names_are_not_renumbered(run: Run, tmp_path: Path) -> None:
+    """The file's ids number all parameters of the model: both ways out that are printed work."""
+    *_, saved = stepped("named")
+    torch.save(saved, tmp_path / "in.pt")
+    out = tmp_path / "out.pt"
+    command = ["remap", tmp_path / "in.pt", "--drop", "model.head.*", "-o", out]
+    done = run(*command)
+    assert done.status == 1
+    assert "left out of the model @ head.weight" in done.err
+    assert not out.exists()
+    for option in ("--drop optimizer", "--optimizer-keys fqn"):
+        assert option in done.err
+        assert run(*command, *option.split(), "--force").status == 0
+    assert list(torch.load(out)["optimizer"]["state"]) == ["enc.0.weight", "enc.0.bias", "enc.1.weight", "enc.1.bias"]
+    assert run("remap", tmp_path / "in.pt", "--drop", "*.running_mean", "-o", out, "--force").status == 0  # a buffer
+    assert torch.load(out)["optimizer"]["state"].keys() == saved["optimizer"]["state"].keys()
