@@ -16,6 +16,8 @@ from ckpttool.core.pickle_imports import DANGEROUS, OWN, UNKNOWN, Import, verdic
 from ckpttool.core.text import a
 from ckpttool.core.values import dataclass
 
+# The nodes. Numbers, strings, bytes, None, tuples, lists and dicts stand for themselves.
+
 
 @dataclass(frozen=True, slots=True)
 class Global:
@@ -50,7 +52,7 @@ class PickledSet:
     frozen: bool = False
 
 
-ABSENT = object()  # a `Call` without state; None would be a state
+ABSENT = object()  # the state of a `Call` that has none; None would be a state
 
 
 class Call:
@@ -78,11 +80,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pickle:
-    """One pickle: its object, the protocol it was written in, and the offset behind its last byte.
+    """One pickle: its object, its protocol, and the offset after its last byte.
 
-    `globals` are all that it imports, in order and with repeats, also where nothing in the tree refers to it any more;
-    `imports` are those that are not torch's own, once each, with their calls. `memory` is what is left for whatever is
-    made of the tree; None for a tree that was not read.
+    `globals` are all its imports, in order and with repeats, even if nothing in the tree refers to them; `imports` are
+    those that are not torch's own, once each, with their calls. `memory` is what is left for values made from the
+    tree; None for a tree that was not read.
     """
 
     root: Any
@@ -93,12 +95,21 @@ class Pickle:
     memory: Memory | None = None
 
 
-STOP = ord(".")
-PROTO = 0x80
+class Origin(NamedTuple):
+    """Where a pickle is: the file and its size, the record of an archive, and the bytes of the file that hold it."""
+
+    file: str = ""
+    nbytes: int = 0
+    member: str = ""
+    start: int = 0
+    end: int = 0
+
+
+# Imports
 
 
 @dataclass(slots=True)
-class Imported:
+class _Imported:
     """An import that is not torch's own: the byte of its opcode, and every call of it or of what it returned."""
 
     name: Global
@@ -109,420 +120,96 @@ class Imported:
 
 
 @dataclass(slots=True)
-class State:
-    """What the opcodes need beside stack and memo: the stack's height at each open mark, and the globals so far.
+class _State:
+    """What reading a pickle collects: `left` are the bytes of memory that the tree may still take.
 
-    `persistent` makes the node of a persistent id; so many marks may be open at a time. `left` are the bytes of memory
-    that the tree may still take. `imported` are the imports that are not torch's own, `watched` the same by the id of
-    the nodes that they made.
+    `imported` are the imports that are not torch's own, `watched` the same by the id of the nodes that they made.
     """
 
-    persistent: Callable[[Any], Any]
-    most_marks: int
-    left: int = 1 << 40
-    marks: list[int] = field(default_factory=list)
+    left: int
     globals: list[Global] = field(default_factory=list)
-    imported: dict[Global, Imported] = field(default_factory=dict)
-    watched: dict[int, Imported] = field(default_factory=dict)
-    kept: list[Any] = field(default_factory=list)  # the nodes in `watched`, so that their ids stay theirs
+    imported: dict[Global, _Imported] = field(default_factory=dict)
+    watched: dict[int, _Imported] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)  # the nodes in `watched`, so that their ids are not reused
+
+    def new_global(self, module: str, name: str, offset: int) -> Global:
+        node = Global(module, name)
+        self.left -= _GLOBAL + 4 * (len(module) + len(name))
+        self.globals.append(node)
+        kind = verdict(module, name)
+        if kind != OWN:
+            if node not in self.imported:
+                self.left -= _IMPORT
+                self.imported[node] = _Imported(node, kind, offset)
+            self.watch(node, self.imported[node])
+        return node
+
+    def watch(self, node: Any, imported: _Imported) -> None:
+        self.left -= _MEMO
+        self.watched[id(node)] = imported
+        self.kept.append(node)
+
+    def new_call(self, func: Any, args: Any, how: str, kwargs: Any = None) -> Call:
+        """Return the call, and note it if it calls an import, or the result of a call of one."""
+        if type(args) is not tuple:
+            raise TypeError("the arguments of a call are not a tuple")
+        call = Call(func, args, how, kwargs)
+        self.left -= _CALL
+        imported = self.watched.get(id(func)) if self.watched else None
+        if imported is not None:
+            imported.called += 1
+            if len(imported.calls) < _MOST_CALLS:
+                imported.calls.append(call)
+            self.watch(call, imported)
+        return call
+
+    def error(self, at: int, message: str) -> CkptError:
+        """Return the error for a damaged pickle. It lists the dangerous imports so far: Python would run them."""
+        dangerous = [one for one in self.imported.values() if one.verdict == DANGEROUS]
+        return CkptError(
+            f"damaged pickle at byte {at}: {message}",
+            hint="the file is incomplete, damaged or hostile: download or save it again",
+            problems=[
+                Problem(f"imported at byte {one.offset:,}, and runs code when it is loaded", str(one.name))
+                for one in dangerous
+            ],
+        )
 
 
-# Bytes of memory that a node takes in Python, from above: `State.left` counts them. What is only pushed takes less than
-# ten bytes for each of the pickle's, and is not counted.
+_collected: ContextVar[list[Import] | None] = ContextVar("imports", default=None)
+
+
+@contextmanager
+def collected() -> Iterator[list[Import]]:
+    """Inside, the imports of every pickle that is read are added to the list."""
+    imports: list[Import] = []
+    outer = _collected.get()
+    token = _collected.set(imports)
+    try:
+        yield imports
+    finally:
+        _collected.reset(token)
+        if outer is not None:
+            outer += imports
+
+
+def unreadable(file: str, member: str, error: CkptError) -> None:
+    """Note a pickle that cannot be read: only its dangerous imports up to the error are known."""
+    imports = _collected.get()
+    if imports is not None:
+        imports += (Import(problem.key, DANGEROUS, file, member, 0) for problem in error.problems)
+        imports.append(Import("(unreadable pickle)", UNKNOWN, file, member, 0))
+
+
+# Parts of the pickle that opcodes read
+
+# Bytes of memory that a node takes in Python, from above: `_State.left` counts them. What is only pushed takes less
+# than ten bytes for each of the pickle's (`_PUSHED`), and is not counted.
 _LIST, _DICT, _SET, _TUPLE, _CALL, _GLOBAL, _IMPORT, _REFERENCE = 72, 72, 128, 64, 112, 200, 600, 120
 _ITEM, _PAIR, _FIRST_PAIR, _MEMO, _TEXT = 10, 72, 168, 80, 64
+_PUSHED = 10
 _MOST_CALLS = 5  # of an import that are kept with their arguments
-
-
-# A handler gets the pickle, the offset behind its opcode, the stack, the memo and the rest of the state; it returns the
-# offset of the next opcode.
-Handler = Callable[[bytes, int, "list[Any]", "dict[int, Any]", State], int]
-
-
-def _line(data: bytes, at: int) -> tuple[bytes, int]:
-    end = data.find(b"\n", at)
-    if end < 0:
-        raise ValueError("a line without an end")
-    return data[at:end], end + 1
-
-
-def _above_mark(stack: list[Any], state: State) -> list[Any]:
-    height = state.marks.pop()
-    if height > len(stack):
-        raise ValueError("the objects below a mark were taken away")
-    found = stack[height:]
-    del stack[height:]
-    return found
-
-
-def _push(value: Any) -> Handler:
-    def push(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-        stack.append(value)
-        return at
-
-    return push
-
-
-def _unpacked(code: str) -> Handler:
-    codec = struct.Struct(code)
-    size, unpack = codec.size, codec.unpack_from
-
-    def push(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-        stack.append(unpack(data, at)[0])
-        return at + size
-
-    return push
-
-
-def _sized(width: int, make: Callable[[bytes], Any], wide: int = 1) -> Handler:
-    """An object made of the bytes that follow their length, `width` bytes wide; `wide` bytes for each if not ASCII."""
-
-    def push(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-        body = at + width
-        length = int.from_bytes(data[at:body], "little")
-        end = body + length
-        if end > len(data):
-            raise ValueError(f"{length} bytes are announced, {len(data) - body} are left")
-        part = data[body:end]
-        state.left -= _TEXT + (length if wide == 1 or part.isascii() else wide * length)
-        stack.append(make(part))
-        return end
-
-    return push
-
-
-def _lined(make: Callable[[bytes], Any]) -> Handler:
-    def push(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-        text, at = _line(data, at)
-        state.left -= _TEXT + 4 * len(text)
-        stack.append(make(text))
-        return at
-
-    return push
-
-
-def _put(width: int) -> Handler:
-    def put(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-        state.left -= _MEMO
-        memo[int.from_bytes(data[at : at + width], "little")] = stack[-1]
-        return at + width
-
-    return put
-
-
-def _get(width: int) -> Handler:
-    def get(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-        stack.append(memo[int.from_bytes(data[at : at + width], "little")])
-        return at + width
-
-    return get
-
-
-def _short_put(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    memo[data[at]] = stack[-1]
-    return at + 1
-
-
-def _short_get(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    stack.append(memo[data[at]])
-    return at + 1
-
-
-def _line_put(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    text, at = _line(data, at)
-    state.left -= _MEMO + len(text)
-    memo[_integer(text)] = stack[-1]
-    return at
-
-
-def _line_get(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    text, at = _line(data, at)
-    stack.append(memo[_integer(text)])
-    return at
-
-
-def _memoize(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    state.left -= _MEMO
-    memo[len(memo)] = stack[-1]
-    return at
-
-
-def _mark(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    if len(state.marks) >= state.most_marks:
-        raise ValueError(f"too many open marks: {limits().named('pickle_marks')}")
-    state.marks.append(len(stack))
-    return at
-
-
-def _pop(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    if state.marks and state.marks[-1] == len(stack):  # as in Python, an open mark is what lies on top
-        state.marks.pop()
-        return at
-    dropped = stack.pop()
-    owner = stack[-1] if stack else None
-    if type(owner) is type(dropped) is Call and len(dropped.args) == 2 and dropped.args[0] is owner:
-        owner.state = dropped.args[1]  # how Python pickles a state setter: setter(object, state), result dropped
-        owner.setter = dropped.func
-    return at
-
-
-def _pop_mark(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    _above_mark(stack, state)
-    return at
-
-
-def _dup(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    stack.append(stack[-1])
-    return at
-
-
-def _skip(width: int) -> Handler:
-    def skip(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-        return at + width
-
-    return skip
-
-
-def _empty(make: Callable[[], Any], cost: int) -> Handler:
-    def push(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-        state.left -= cost
-        stack.append(make())
-        return at
-
-    return push
-
-
-def _marked(make: Callable[[list[Any]], Any], cost: int, item: int = _ITEM) -> Handler:
-    def push(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-        found = _above_mark(stack, state)
-        state.left -= cost + item * len(found)
-        stack.append(make(found))
-        return at
-
-    return push
-
-
-def _tuple1(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    state.left -= _TUPLE
-    stack[-1] = (stack[-1],)
-    return at
-
-
-def _tuple2(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    last = stack.pop()
-    state.left -= _TUPLE
-    stack[-1] = (stack[-1], last)
-    return at
-
-
-def _tuple3(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    state.left -= _TUPLE
-    stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
-    return at
-
-
-def _append(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    state.left -= _LIST
-    _extend(stack[-2], [stack.pop()])
-    return at
-
-
-def _appends(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    found = _above_mark(stack, state)
-    state.left -= _LIST + _ITEM * len(found)
-    _extend(stack[-1], found)
-    return at
-
-
-def _additems(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    found = _above_mark(stack, state)
-    if type(stack[-1]) is not PickledSet or stack[-1].frozen:
-        raise TypeError("items are added to what is no set")
-    state.left -= _ITEM * len(found)
-    stack[-1].items.extend(found)
-    return at
-
-
-def _extend(owner: Any, items: list[Any]) -> None:
-    if type(owner) is list:
-        owner.extend(items)
-    elif type(owner) is Call and owner.state is ABSENT:
-        if owner.items is None:
-            owner.items = items
-        else:
-            owner.items.extend(items)
-    else:
-        raise TypeError("items are appended to what takes none")
-
-
-def _setitem(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    value = stack.pop()
-    key = stack.pop()
-    state.left -= _FIRST_PAIR
-    _update(stack[-1], [key], [value])
-    return at
-
-
-def _setitems(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    found = _above_mark(stack, state)
-    state.left -= _FIRST_PAIR + _PAIR * (len(found) // 2)
-    _update(stack[-1], found[::2], found[1::2])
-    return at
-
-
-def _update(owner: Any, keys: list[Any], values: list[Any]) -> None:
-    if len(keys) != len(values):
-        raise ValueError("a key without a value")
-    for key in keys:
-        if type(key) is not str:
-            check_key(key)
-    if type(owner) is Call and owner.state is ABSENT:
-        if owner.pairs is None:
-            owner.pairs = {}
-        owner = owner.pairs
-    if type(owner) is not dict:
-        raise TypeError("a key is set on what takes none")
-    owner.update(zip(keys, values))
-
-
-_ATOMS = frozenset((str, bytes, int, float, bool, type(None), Global, Persistent, ByteString, Call, PickledSet))
-_LARGEST_KEY = 100
-
-
-def check_key(key: Any) -> None:
-    """Raises for a key that would be slow to hash: Python's ints and tuples let their writer choose how slow."""
-    todo = [key]
-    for _ in range(_LARGEST_KEY):
-        part = todo.pop()
-        if type(part) is tuple:
-            todo.extend(part[: _LARGEST_KEY + 1])
-        elif type(part) not in _ATOMS or (type(part) is int and part.bit_length() > 64):
-            raise TypeError(f"{a(part)} stands as the key of a dict")
-        if not todo:
-            return
-    raise ValueError("the key of a dict is too large")
-
-
-def _dict(found: list[Any]) -> dict[Any, Any]:
-    made: dict[Any, Any] = {}
-    _update(made, found[::2], found[1::2])
-    return made
-
-
-def _global(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    start = at - 1
-    module, at = _line(data, at)
-    name, at = _line(data, at)
-    _import(Global(module.decode(), name.decode()), start, stack, state)
-    return at
-
-
-def _import(name: Global, start: int, stack: list[Any], state: State) -> None:
-    state.left -= _GLOBAL + 4 * (len(name.module) + len(name.name))
-    state.globals.append(name)
-    stack.append(name)
-    found = verdict(name.module, name.name)
-    if found != OWN:
-        if name not in state.imported:
-            state.left -= _IMPORT
-            state.imported[name] = Imported(name, found, start)
-        _watch(name, state.imported[name], state)
-
-
-def _watch(node: Any, imported: Imported, state: State) -> None:
-    state.left -= _MEMO
-    state.watched[id(node)] = imported
-    state.kept.append(node)
-
-
-def _call(call: Call, stack: list[Any], state: State) -> None:
-    """Puts the call in the place of what is called, and notes it if that is an import, or what a call of one made."""
-    state.left -= _CALL
-    imported = state.watched.get(id(call.func)) if state.watched else None
-    if imported is not None:
-        imported.called += 1
-        if len(imported.calls) < _MOST_CALLS:
-            imported.calls.append(call)
-        _watch(call, imported, state)
-    stack[-1] = call
-
-
-def _stack_global(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    name = stack.pop()
-    module = stack.pop()
-    if type(name) is not str or type(module) is not str:
-        raise TypeError("a global's name is no string")
-    _import(Global(module, name), at - 1, stack, state)
-    return at
-
-
-def _called(how: str) -> Handler:
-    def call(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-        args = stack.pop()
-        if type(args) is not tuple:
-            raise TypeError("the arguments of a call are no tuple")
-        _call(Call(stack[-1], args, how), stack, state)
-        return at
-
-    return call
-
-
-def _newobj_ex(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    kwargs = stack.pop()
-    args = stack.pop()
-    if type(args) is not tuple or type(kwargs) is not dict:
-        raise TypeError("the arguments of a call are no tuple and dict")
-    _call(Call(stack[-1], args, "NEWOBJ_EX", kwargs), stack, state)
-    return at
-
-
-def _inst(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    found = _above_mark(stack, state)
-    at = _global(data, at, stack, memo, state)
-    _call(Call(stack[-1], tuple(found), "OBJ"), stack, state)
-    return at
-
-
-def _obj(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    func, *args = _above_mark(stack, state)
-    stack.append(func)
-    _call(Call(func, tuple(args), "OBJ"), stack, state)
-    return at
-
-
-def _build(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    built = stack.pop()
-    if type(stack[-1]) is not Call or stack[-1].state is not ABSENT:
-        raise TypeError("a state is set on what takes none")
-    stack[-1].state = built
-    return at
-
-
-def _persid(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    text, at = _line(data, at)
-    state.left -= _REFERENCE
-    stack.append(state.persistent(text.decode("ascii")))
-    return at
-
-
-def _binpersid(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    if type(stack[-1]) not in (tuple, str):
-        raise TypeError("a persistent id is neither a tuple nor a string")
-    state.left -= _REFERENCE
-    stack[-1] = state.persistent(stack[-1])
-    return at
-
-
-def _unknown(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    raise ValueError(f"unknown opcode 0x{data[at - 1]:02x}")
-
-
-def _extension(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    raise ValueError("it uses copyreg's extension registry, whose meaning is not in the file")
-
-
-def _buffer(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-    raise ValueError("it refers to a buffer that is not in the file")
+_STEPS = 4096  # opcodes between two looks at the memory
 
 
 def _text(data: bytes) -> str:
@@ -547,131 +234,105 @@ def _integer(line: bytes) -> int:
     return int(line)
 
 
-def _int_or_bool(line: bytes) -> int | bool:
-    return {b"00": False, b"01": True}.get(line, _integer(line))
-
-
-def _long(line: bytes) -> int:
-    return _integer(line[:-1] if line.endswith(b"L") else line)
-
-
 def _little_endian(data: bytes) -> int:
     return int.from_bytes(data, "little", signed=True)
 
 
-def _frozenset(found: list[Any]) -> PickledSet:
-    return PickledSet(found, frozen=True)
+_CONSTANTS: dict[int, Any] = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}  # NONE, NEWTRUE, NEWFALSE, EMPTY_TUPLE
+_NUMBERS = {0x4D: "<H", 0x4A: "<i", 0x47: ">d"}  # BININT2, BININT, BINFLOAT
+_UNPACK = {opcode: (struct.calcsize(code), struct.Struct(code).unpack_from) for opcode, code in _NUMBERS.items()}
 
-
-_TABLE: dict[bytes, Handler] = {
-    b"\x80": _skip(1),  # PROTO
-    b"\x95": _skip(8),  # FRAME
-    b"(": _mark,
-    b"0": _pop,
-    b"1": _pop_mark,
-    b"2": _dup,
-    b"N": _push(None),
-    b"\x88": _push(True),
-    b"\x89": _push(False),
-    b"I": _lined(_int_or_bool),
-    b"J": _unpacked("<i"),
-    b"K": _unpacked("<B"),
-    b"M": _unpacked("<H"),
-    b"L": _lined(_long),
-    b"\x8a": _sized(1, _little_endian),
-    b"\x8b": _sized(4, _little_endian),
-    b"F": _lined(float),
-    b"G": _unpacked(">d"),
-    b"S": _lined(_quoted),
-    b"T": _sized(4, _py2_text),
-    b"U": _sized(1, _py2_text),
-    b"V": _lined(lambda line: line.decode("raw_unicode_escape")),
-    b"X": _sized(4, _text, 4),
-    b"\x8c": _sized(1, _text, 4),
-    b"\x8d": _sized(8, _text, 4),
-    b"B": _sized(4, bytes),
-    b"C": _sized(1, bytes),
-    b"\x8e": _sized(8, bytes),
-    b"\x96": _sized(8, bytearray),
-    b")": _push(()),
-    b"t": _marked(tuple, _TUPLE),
-    b"\x85": _tuple1,
-    b"\x86": _tuple2,
-    b"\x87": _tuple3,
-    b"]": _empty(list, _LIST),
-    b"l": _marked(list, _LIST),
-    b"a": _append,
-    b"e": _appends,
-    b"}": _empty(dict, _DICT),
-    b"d": _marked(_dict, _FIRST_PAIR, _PAIR),
-    b"s": _setitem,
-    b"u": _setitems,
-    b"\x8f": _empty(lambda: PickledSet([]), _SET),
-    b"\x90": _additems,
-    b"\x91": _marked(_frozenset, _SET),
-    b"p": _line_put,
-    b"q": _short_put,
-    b"r": _put(4),
-    b"\x94": _memoize,
-    b"g": _line_get,
-    b"h": _short_get,
-    b"j": _get(4),
-    b"c": _global,
-    b"\x93": _stack_global,
-    b"R": _called("REDUCE"),
-    b"\x81": _called("NEWOBJ"),
-    b"\x92": _newobj_ex,
-    b"i": _inst,
-    b"o": _obj,
-    b"b": _build,
-    b"P": _persid,
-    b"Q": _binpersid,
-    b"\x82": _extension,
-    b"\x83": _extension,
-    b"\x84": _extension,
-    b"\x97": _buffer,
-    b"\x98": _buffer,
+# Opcode -> the width of the length, what makes the object of the bytes after it, and the memory for each that is not
+# ASCII.
+_SIZED: dict[int, tuple[int, Callable[[bytes], Any], int]] = {
+    0x58: (4, _text, 4),  # BINUNICODE
+    0x8C: (1, _text, 4),  # SHORT_BINUNICODE
+    0x8D: (8, _text, 4),  # BINUNICODE8
+    0x54: (4, _py2_text, 1),  # BINSTRING
+    0x55: (1, _py2_text, 1),  # SHORT_BINSTRING
+    0x42: (4, bytes, 1),  # BINBYTES
+    0x43: (1, bytes, 1),  # SHORT_BINBYTES
+    0x8E: (8, bytes, 1),  # BINBYTES8
+    0x96: (8, bytearray, 1),  # BYTEARRAY8
+    0x8A: (1, _little_endian, 1),  # LONG1
+    0x8B: (4, _little_endian, 1),  # LONG4
 }
-HANDLERS: list[Handler] = [_TABLE.get(bytes([opcode]), _unknown) for opcode in range(256)]
+# Opcode -> what makes the object of the text up to the end of the line.
+_LINED: dict[int, Callable[[bytes], Any]] = {
+    0x49: lambda line: {b"00": False, b"01": True}.get(line, _integer(line)),  # INT
+    0x4C: lambda line: _integer(line.removesuffix(b"L")),  # LONG
+    0x46: float,  # FLOAT
+    0x53: _quoted,  # STRING
+    0x56: lambda line: line.decode("raw_unicode_escape"),  # UNICODE
+}
+_CALLED = {0x52: "REDUCE", 0x81: "NEWOBJ"}
+_REGISTRY = "it uses copyreg's extension registry, whose meaning is not in the file"
+_BUFFER = "it refers to a buffer that is not in the file"
+_REFUSED = {0x82: _REGISTRY, 0x83: _REGISTRY, 0x84: _REGISTRY, 0x97: _BUFFER, 0x98: _BUFFER}
 
 
-_PUSHED = 10  # bytes of memory for each of the pickle's, at most, of what the opcodes do not count
-_STEPS = 4096  # opcodes from one look at the memory to the next
+def _line(data: bytes, at: int) -> tuple[bytes, int]:
+    end = data.find(b"\n", at)
+    if end < 0:
+        raise ValueError("a line without an end")
+    return data[at:end], end + 1
 
 
-class Origin(NamedTuple):
-    """Where a pickle lies: the file and its size, the record of an archive, and the bytes of the file that hold it."""
-
-    file: str = ""
-    nbytes: int = 0
-    member: str = ""
-    start: int = 0
-    end: int = 0
-
-
-_collected: ContextVar[list[Import] | None] = ContextVar("imports", default=None)
+def _above_mark(stack: list[Any], marks: list[int]) -> list[Any]:
+    height = marks.pop()
+    if height > len(stack):
+        raise ValueError("the objects below a mark were taken away")
+    above = stack[height:]
+    del stack[height:]
+    return above
 
 
-@contextmanager
-def collected() -> Iterator[list[Import]]:
-    """Inside, the imports of every pickle that is read are added to the list."""
-    found: list[Import] = []
-    outer = _collected.get()
-    token = _collected.set(found)
-    try:
-        yield found
-    finally:
-        _collected.reset(token)
-        if outer is not None:
-            outer += found
+def _extend(owner: Any, items: list[Any]) -> None:
+    if type(owner) is list:
+        owner.extend(items)
+    elif type(owner) is Call and owner.state is ABSENT:
+        if owner.items is None:
+            owner.items = items
+        else:
+            owner.items.extend(items)
+    else:
+        raise TypeError("items are appended to an object that takes none")
 
 
-def unreadable(file: str, member: str, error: CkptError) -> None:
-    """Note a pickle that cannot be read: only its dangerous imports up to the error are known."""
-    found = _collected.get()
-    if found is not None:
-        found += (Import(one.key, DANGEROUS, file, member, 0) for one in error.problems)
-        found.append(Import("(unreadable pickle)", UNKNOWN, file, member, 0))
+def _update(owner: Any, keys: list[Any], values: list[Any]) -> None:
+    if len(keys) != len(values):
+        raise ValueError("a key without a value")
+    for key in keys:
+        if type(key) is not str:
+            check_key(key)
+    if type(owner) is Call and owner.state is ABSENT:
+        if owner.pairs is None:
+            owner.pairs = {}
+        owner = owner.pairs
+    if type(owner) is not dict:
+        raise TypeError("a key is set on an object that takes none")
+    owner.update(zip(keys, values))
+
+
+_ATOMS = frozenset((str, bytes, int, float, bool, type(None), Global, Persistent, ByteString, Call, PickledSet))
+_LARGEST_KEY = 100
+
+
+def check_key(key: Any) -> None:
+    """Raise for a key that would be slow to hash: the author of the file chooses the size of ints and tuples."""
+    todo = [key]
+    for _ in range(_LARGEST_KEY):
+        part = todo.pop()
+        if type(part) is tuple:
+            todo.extend(part[: _LARGEST_KEY + 1])
+        elif type(part) not in _ATOMS or (type(part) is int and part.bit_length() > 64):
+            raise TypeError(f"{a(part)} is the key of a dict")
+        if not todo:
+            return
+    raise ValueError("the key of a dict is too large")
+
+
+# Reading
 
 
 def check_size(nbytes: int, origin: Origin) -> Memory:
@@ -690,9 +351,9 @@ def check_size(nbytes: int, origin: Origin) -> Memory:
 def loads(
     data: bytes, start: int = 0, persistent: Callable[[Any], Any] = Persistent, origin: Origin | None = None
 ) -> Pickle:
-    """Reads the pickle that begins at byte `start`. Raises `CkptError` where it is damaged or passes the limits.
+    """Read the pickle that begins at byte `start`. Raises `CkptError` if it is damaged or exceeds a limit.
 
-    `persistent` makes the node of a persistent id; what it raises as ValueError or TypeError is a damaged pickle.
+    `persistent` makes the node of a persistent id; if it raises ValueError or TypeError the pickle is damaged.
     `origin` is where `data` comes from. An error names the dangerous imports before the place where reading failed:
     Python would run them.
 
@@ -700,107 +361,257 @@ def loads(
     """
     most, origin = limits(), origin or Origin(nbytes=len(data))
     memory = check_size(len(data), origin)
-    state = State(persistent, most.pickle_marks, memory.left)
-    may_take = memory.left
+    state = _State(memory.left)
     if len(data) - start > most.pickle_bytes:
-        raise _damaged(start, f"it has {len(data) - start:,} bytes: {most.named('pickle_bytes')}", state)
+        raise state.error(start, f"it has {len(data) - start:,} bytes: {most.named('pickle_bytes')}")
     stack: list[Any] = []
+    marks: list[int] = []  # the stack's height at each open mark
     memo: dict[int, Any] = {}
-    handlers = HANDLERS
     at, steps, stopped = start, most.pickle_opcodes, False
     try:
         while not stopped:
             for _ in range(min(_STEPS, steps)):
-                opcode = data[at]
-                if opcode == STOP:
+                opcode, end = data[at], at + 1
+                # The most frequent opcodes of a file of tensors come first.
+                if opcode == 0x72:  # LONG_BINPUT
+                    state.left -= _MEMO
+                    memo[int.from_bytes(data[end : end + 4], "little")] = stack[-1]
+                    end += 4
+                elif opcode == 0x4B:  # BININT1
+                    stack.append(data[end])
+                    end += 1
+                elif opcode == 0x68:  # BINGET
+                    stack.append(memo[data[end]])
+                    end += 1
+                elif opcode == 0x28:  # MARK
+                    if len(marks) >= most.pickle_marks:
+                        raise ValueError(f"too many open marks: {most.named('pickle_marks')}")
+                    marks.append(len(stack))
+                elif opcode == 0x86:  # TUPLE2
+                    last = stack.pop()
+                    state.left -= _TUPLE
+                    stack[-1] = (stack[-1], last)
+                elif opcode == 0x74:  # TUPLE
+                    above = _above_mark(stack, marks)
+                    state.left -= _TUPLE + _ITEM * len(above)
+                    stack.append(tuple(above))
+                elif opcode in _SIZED:
+                    width, make, wide = _SIZED[opcode]
+                    begin = end + width
+                    length = int.from_bytes(data[end:begin], "little")
+                    end = begin + length
+                    if end > len(data):
+                        raise ValueError(f"{length} bytes are announced, {len(data) - begin} are left")
+                    part = data[begin:end]
+                    state.left -= _TEXT + (length if wide == 1 or part.isascii() else wide * length)
+                    stack.append(make(part))
+                elif opcode in _CONSTANTS:
+                    stack.append(_CONSTANTS[opcode])
+                elif opcode == 0x71:  # BINPUT
+                    memo[data[end]] = stack[-1]
+                    end += 1
+                elif opcode == 0x6A:  # LONG_BINGET
+                    stack.append(memo[int.from_bytes(data[end : end + 4], "little")])
+                    end += 4
+                elif opcode == 0x94:  # MEMOIZE
+                    state.left -= _MEMO
+                    memo[len(memo)] = stack[-1]
+                elif opcode in _UNPACK:
+                    width, unpack = _UNPACK[opcode]
+                    stack.append(unpack(data, end)[0])
+                    end += width
+                elif opcode in _CALLED:
+                    args = stack.pop()
+                    stack[-1] = state.new_call(stack[-1], args, _CALLED[opcode])
+                elif opcode == 0x51:  # BINPERSID
+                    if type(stack[-1]) not in (tuple, str):
+                        raise TypeError("a persistent id is neither a tuple nor a string")
+                    state.left -= _REFERENCE
+                    stack[-1] = persistent(stack[-1])
+                elif opcode == 0x85:  # TUPLE1
+                    state.left -= _TUPLE
+                    stack[-1] = (stack[-1],)
+                elif opcode == 0x87:  # TUPLE3
+                    state.left -= _TUPLE
+                    stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
+                elif opcode == 0x5D:  # EMPTY_LIST
+                    state.left -= _LIST
+                    stack.append([])
+                elif opcode == 0x61:  # APPEND
+                    state.left -= _LIST
+                    _extend(stack[-2], [stack.pop()])
+                elif opcode == 0x65:  # APPENDS
+                    above = _above_mark(stack, marks)
+                    state.left -= _LIST + _ITEM * len(above)
+                    _extend(stack[-1], above)
+                elif opcode == 0x7D:  # EMPTY_DICT
+                    state.left -= _DICT
+                    stack.append({})
+                elif opcode == 0x73:  # SETITEM
+                    value = stack.pop()
+                    key = stack.pop()
+                    state.left -= _FIRST_PAIR
+                    _update(stack[-1], [key], [value])
+                elif opcode == 0x75:  # SETITEMS
+                    above = _above_mark(stack, marks)
+                    state.left -= _FIRST_PAIR + _PAIR * (len(above) // 2)
+                    _update(stack[-1], above[::2], above[1::2])
+                elif opcode == 0x63:  # GLOBAL
+                    module, end = _line(data, end)
+                    name, end = _line(data, end)
+                    stack.append(state.new_global(module.decode(), name.decode(), at))
+                elif opcode == 0x93:  # STACK_GLOBAL
+                    name, module = stack.pop(), stack.pop()
+                    if type(name) is not str or type(module) is not str:
+                        raise TypeError("the name of a global is not a string")
+                    stack.append(state.new_global(module, name, at))
+                elif opcode == 0x62:  # BUILD
+                    built = stack.pop()
+                    if type(stack[-1]) is not Call or stack[-1].state is not ABSENT:
+                        raise TypeError("a state is set on an object that takes none")
+                    stack[-1].state = built
+                elif opcode == 0x2E:  # STOP
                     stopped = True
                     break
-                at = handlers[opcode](data, at + 1, stack, memo, state)
+                elif opcode in _LINED:
+                    line, end = _line(data, end)
+                    state.left -= _TEXT + 4 * len(line)
+                    stack.append(_LINED[opcode](line))
+                elif opcode == 0x70:  # PUT
+                    line, end = _line(data, end)
+                    state.left -= _MEMO + len(line)
+                    memo[_integer(line)] = stack[-1]
+                elif opcode == 0x67:  # GET
+                    line, end = _line(data, end)
+                    stack.append(memo[_integer(line)])
+                elif opcode == 0x50:  # PERSID
+                    line, end = _line(data, end)
+                    state.left -= _REFERENCE
+                    stack.append(persistent(line.decode("ascii")))
+                elif opcode == 0x92:  # NEWOBJ_EX
+                    kwargs, args = stack.pop(), stack.pop()
+                    if type(kwargs) is not dict:
+                        raise TypeError("the keyword arguments of a call are not a dict")
+                    stack[-1] = state.new_call(stack[-1], args, "NEWOBJ_EX", kwargs)
+                elif opcode == 0x69:  # INST
+                    above = _above_mark(stack, marks)
+                    module, end = _line(data, end)
+                    name, end = _line(data, end)
+                    func = state.new_global(module.decode(), name.decode(), at)
+                    stack.append(state.new_call(func, tuple(above), "OBJ"))
+                elif opcode == 0x6F:  # OBJ
+                    func, *above = _above_mark(stack, marks)
+                    stack.append(state.new_call(func, tuple(above), "OBJ"))
+                elif opcode == 0x30:  # POP
+                    if marks and marks[-1] == len(stack):  # as in Python, an open mark is on top
+                        marks.pop()
+                    else:
+                        dropped = stack.pop()
+                        owner = stack[-1] if stack else None
+                        if type(owner) is type(dropped) is Call and len(dropped.args) == 2 and dropped.args[0] is owner:
+                            owner.state = dropped.args[1]  # how Python pickles a state setter: setter(object, state),
+                            owner.setter = dropped.func  # the result dropped
+                elif opcode == 0x31:  # POP_MARK
+                    _above_mark(stack, marks)
+                elif opcode == 0x32:  # DUP
+                    stack.append(stack[-1])
+                elif opcode == 0x6C:  # LIST
+                    above = _above_mark(stack, marks)
+                    state.left -= _LIST + _ITEM * len(above)
+                    stack.append(above)
+                elif opcode == 0x64:  # DICT
+                    above = _above_mark(stack, marks)
+                    state.left -= _FIRST_PAIR + _PAIR * len(above)
+                    stack.append({})
+                    _update(stack[-1], above[::2], above[1::2])
+                elif opcode == 0x8F:  # EMPTY_SET
+                    state.left -= _SET
+                    stack.append(PickledSet([]))
+                elif opcode == 0x90:  # ADDITEMS
+                    above = _above_mark(stack, marks)
+                    if type(stack[-1]) is not PickledSet or stack[-1].frozen:
+                        raise TypeError("items are added to an object that is not a set")
+                    state.left -= _ITEM * len(above)
+                    stack[-1].items.extend(above)
+                elif opcode == 0x91:  # FROZENSET
+                    above = _above_mark(stack, marks)
+                    state.left -= _SET + _ITEM * len(above)
+                    stack.append(PickledSet(above, frozen=True))
+                elif opcode == 0x80:  # PROTO
+                    end += 1
+                elif opcode == 0x95:  # FRAME
+                    end += 8
+                else:
+                    raise ValueError(_REFUSED.get(opcode, f"unknown opcode 0x{opcode:02x}"))
+                at = end
             steps -= _STEPS
             if state.left < 0:
-                raise _damaged(at, f"it takes too much memory: {most.named('pickle_memory')}", state)
+                raise state.error(at, f"it takes too much memory: {most.named('pickle_memory')}")
             if steps <= 0 and not stopped:
-                raise _damaged(at, f"too many opcodes: {most.named('pickle_opcodes')}", state)
+                raise state.error(at, f"too many opcodes: {most.named('pickle_opcodes')}")
     except KeyError as error:
-        raise _damaged(at, f"no object was memoized as {error}", state) from error
+        raise state.error(at, f"no object was memoized as {error}") from error
     except IndexError as error:
-        where = "the pickle is cut off" if at >= len(data) else "an opcode finds nothing to work on"
-        raise _damaged(at, where, state) from error
+        message = "the pickle is cut off" if at >= len(data) else "an opcode finds nothing to work on"
+        raise state.error(at, message) from error
     except (struct.error, ValueError, TypeError, AttributeError, OverflowError) as error:
-        raise _damaged(at, str(error), state) from error
-    if len(stack) != 1 or state.marks:
-        raise _damaged(at, "it ends without having made exactly one object", state)
-    protocol = data[start + 1] if data[start] == PROTO else 0
-    memory.take(may_take - state.left)
+        raise state.error(at, str(error)) from error
+    if len(stack) != 1 or marks:
+        raise state.error(at, "it ends without exactly one object")
+    memory.take(memory.left - state.left)
     imports = tuple(_imports(state, origin))
-    found = _collected.get()
-    if found is not None:
-        found += imports
+    outer = _collected.get()
+    if outer is not None:
+        outer += imports
+    protocol = data[start + 1] if data[start] == 0x80 else 0
     return Pickle(stack[0], protocol, at + 1, tuple(state.globals), imports, memory)
 
 
-def _damaged(at: int, message: str, state: State) -> CkptError:
-    imports = [one for one in state.imported.values() if one.verdict == DANGEROUS]
-    return CkptError(
-        f"damaged pickle at byte {at}: {message}",
-        hint="the file is incomplete, damaged or hostile: download or save it again",
-        problems=[
-            Problem(f"imported at byte {one.offset:,}, and runs code when it is loaded", str(one.name))
-            for one in imports
-        ],
-    )
+# Imports for the report
 
 
-def _imports(state: State, origin: Origin) -> Iterator[Import]:
+def _imports(state: _State, origin: Origin) -> Iterator[Import]:
     for one in state.imported.values():
         calls = tuple(map(_shown_call, one.calls))
         place = (origin.file, origin.member, one.offset)
         yield Import(str(one.name), one.verdict, *place, calls, one.called, origin.start, origin.end)
-        for call in one.calls if one.name in _LOADERS else ():
+        for call in one.calls if str(one.name) in _LOADERS else ():
             yield from _inside(call, origin)
 
 
-_LOADERS = frozenset(
-    Global(module, name)
-    for module, name in (
-        ("torch.storage", "_load_from_bytes"),
-        ("pickle", "loads"),
-        ("_pickle", "loads"),
-        ("cPickle", "loads"),
-    )
-)
+_LOADERS = ("torch.storage._load_from_bytes", "pickle.loads", "_pickle.loads", "cPickle.loads")
 _MOST_INSIDE = 64  # pickles one after the other in the bytes that a pickle loads
-_depth: ContextVar[int] = ContextVar("depth", default=0)
 _MOST_DEPTH = 4  # pickles inside each other
+_depth: ContextVar[int] = ContextVar("depth", default=0)
 
 
 def _inside(call: Call, origin: Origin) -> Iterator[Import]:
-    """The imports of the pickles in the bytes that are handed to a function that loads them."""
+    """Yield the imports of the pickles in the bytes that a call loads."""
     data, depth = _bytes_of(call.args[0]) if call.args else None, _depth.get()
     if data is None or depth >= _MOST_DEPTH:
         return
     member = f"{origin.member or origin.file} (bytes for {call.func})"
     inside = origin._replace(member=member, nbytes=0)
     token, outer = _depth.set(depth + 1), _collected.set(None)
-    found: list[Import] = []
+    imports: list[Import] = []
     try:
         for pickled in _pickles_in(data):
             at = 0
             for _ in range(_MOST_INSIDE):
                 if at < len(pickled):
                     part = loads(pickled, at, origin=inside)
-                    found += part.imports
+                    imports += part.imports
                     at = part.end
     except CkptError as error:  # storages follow the pickles in a file of torch.save
-        found += (Import(one.key, DANGEROUS, inside.file, member, 0) for one in error.problems)
+        imports += (Import(problem.key, DANGEROUS, inside.file, member, 0) for problem in error.problems)
     finally:
         _collected.reset(outer)
         _depth.reset(token)
-    yield from found
+    yield from imports
 
 
 def _pickles_in(data: bytes) -> Iterator[bytes]:
-    """The pickles in bytes that torch loads: in a zip archive its ``data.pkl``, else the bytes themselves."""
+    """Yield the pickles in bytes that torch loads: in a zip archive its ``data.pkl``, else the bytes themselves."""
     if data[:4] != b"PK\3\4":
         yield data
         return
@@ -817,7 +628,7 @@ def _pickles_in(data: bytes) -> Iterator[bytes]:
 
 
 def _bytes_of(node: Any) -> bytes | None:
-    """The bytes that a node is: as such, or as protocol 2 spells them, ``_codecs.encode(text, "latin1")``."""
+    """Return the bytes that a node is; protocol 2 writes them as ``_codecs.encode(text, "latin1")``."""
     if type(node) in (bytes, bytearray):
         return bytes(node)
     if type(node) is ByteString:
@@ -830,9 +641,7 @@ def _bytes_of(node: Any) -> bytes | None:
     return None
 
 
-# How a call is shown
-
-_MOST_TEXT, _MOST_PARTS, _MOST_LEVELS = 200, 8, 4
+_MOST_TEXT, _MOST_PARTS, _MOST_LEVELS = 200, 8, 4  # of a call that is shown
 
 
 def _shown_call(call: Call) -> str:
@@ -843,12 +652,12 @@ def _shown_call(call: Call) -> str:
 
 
 def _shown_parts(parts: Iterable[Any], level: int) -> list[str]:
-    found: list[str] = []
+    shown: list[str] = []
     for part in parts:
-        if len(found) == _MOST_PARTS:
-            return [*found, "..."]
-        found.append(_shown(part, level + 1))
-    return found
+        if len(shown) == _MOST_PARTS:
+            return [*shown, "..."]
+        shown.append(_shown(part, level + 1))
+    return shown
 
 
 def _shown(node: Any, level: int) -> str:
