@@ -32,10 +32,10 @@ def build():
 """
 SAID = {
     "bytes of each top module, the largest first": ["head 16", "body 12"],
-    "what is in another dtype than float32": ["head.scale bfloat16"],
-    "keys that the new checkpoint has and the old one has not": ["head.scale"],
-    "the commands that mend it": [],
-    "which hook renames what": ["0.weight is 0.layer.weight: model.py:10"],
+    "tensors that are not float32": ["head.scale bfloat16"],
+    "keys that only the new checkpoint has": ["head.scale"],
+    "the commands that fix it": [],
+    "hooks that rename keys": ["0.weight is 0.layer.weight: model.py:10"],
 }
 
 
