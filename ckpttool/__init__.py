@@ -1,4 +1,4 @@
-"""ckpttool: inspects, diffs and converts PyTorch checkpoints. The verbs of the command line, as functions."""
+"""ckpttool: inspects, diffs and converts PyTorch checkpoints. The functions are the commands of the command line."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ TYPE_CHECKING = False  # `typing` takes longer to import than all of this
 if TYPE_CHECKING:
     from typing import Any
 
-    from ckpttool.api.comparing import check, diff, since, steps
-    from ckpttool.api.making import remap, swap_weights, undo, write
-    from ckpttool.api.reading import explain, inspect, manifest, open_checkpoint, trace
-    from ckpttool.checks import Checks
+    from ckpttool.checks import Checks, check
     from ckpttool.core.checkpoint import Checkpoint
     from ckpttool.core.errors import CkptError, Problem, Refused
     from ckpttool.core.names import Names
     from ckpttool.core.plan import Plan
-    from ckpttool.diffing.history import Steps
+    from ckpttool.diffing.history import Steps, steps
     from ckpttool.diffing.result import Diff
-    from ckpttool.diffing.three_way import Since
-    from ckpttool.inspection.explain import Explanation
-    from ckpttool.inspection.inspect import Inspection
+    from ckpttool.diffing.three_way import Since, since
+    from ckpttool.fixes.diff import diff
+    from ckpttool.inspection.explain import Explanation, explain
+    from ckpttool.inspection.inspect import Inspection, inspect, manifest
     from ckpttool.live.swap import Swapped
+    from ckpttool.operands.checkpoint import open_checkpoint
+    from ckpttool.operands.model import trace
     from ckpttool.remapping.plan import Remap
-    from ckpttool.remapping.undo import Undone
+    from ckpttool.remapping.run import remap, write
+    from ckpttool.remapping.undo import Undone, undo
     from ckpttool.swap.swap import Swap
+    from ckpttool.swapping import swap_weights
 
     __version__: str
 
@@ -60,48 +62,53 @@ __all__ = [
     "write",
 ]
 
-# Where the values and the verbs come from. Imported when they are asked for: nothing here costs start-up.
-_HOMES = {
+# Name -> its module, which is imported when the name is first used.
+_MODULES = {
+    **dict.fromkeys(("Checks", "check"), "checks"),
     "Checkpoint": "core.checkpoint",
-    "Checks": "checks",
-    "CkptError": "core.errors",
-    "Diff": "diffing.result",
-    "Explanation": "inspection.explain",
-    "Inspection": "inspection.inspect",
+    **dict.fromkeys(("CkptError", "Problem", "Refused"), "core.errors"),
     "Names": "core.names",
     "Plan": "core.plan",
-    "Problem": "core.errors",
-    "Refused": "core.errors",
-    "Remap": "remapping.plan",
-    "Since": "diffing.three_way",
-    "Steps": "diffing.history",
-    "Swap": "swap.swap",
+    **dict.fromkeys(("Steps", "steps"), "diffing.history"),
+    "Diff": "diffing.result",
+    **dict.fromkeys(("Since", "since"), "diffing.three_way"),
+    "diff": "fixes.diff",
+    **dict.fromkeys(("Explanation", "explain"), "inspection.explain"),
+    **dict.fromkeys(("Inspection", "inspect", "manifest"), "inspection.inspect"),
     "Swapped": "live.swap",
-    "Undone": "remapping.undo",
-    **dict.fromkeys(("check", "diff", "since", "steps"), "api.comparing"),
-    **dict.fromkeys(("remap", "swap_weights", "undo", "write"), "api.making"),
-    **dict.fromkeys(("explain", "inspect", "manifest", "open_checkpoint", "trace"), "api.reading"),
+    "open_checkpoint": "operands.checkpoint",
+    "trace": "operands.model",
+    "Remap": "remapping.plan",
+    **dict.fromkeys(("remap", "write"), "remapping.run"),
+    **dict.fromkeys(("Undone", "undo"), "remapping.undo"),
+    "Swap": "swap.swap",
+    "swap_weights": "swapping",
 }
 
 
-if not TYPE_CHECKING:  # a type checker would take every name for one of the package
+if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
-            return _version()
-        if name not in __all__:
+            from importlib.metadata import PackageNotFoundError, version  # takes as long as everything else here
+
+            try:
+                return version("ckpttool")
+            except PackageNotFoundError:
+                return "0+unknown"
+        if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"ckpttool.{_HOMES[name]}"), name)
+        from ckpttool.core import values
+
+        values.to_html = _to_html
+        return getattr(import_module(f"ckpttool.{_MODULES[name]}"), name)
 
 
-def _version() -> str:
-    """That of the installed distribution; of files that nobody has installed none is known."""
-    from importlib.metadata import PackageNotFoundError, version  # takes as long as all the rest
+def _to_html(result: Any) -> str | None:
+    """Return the table of a result in a notebook: the modules of the results know nothing of reports."""
+    from ckpttool.report.notebook import html
 
-    try:
-        return version("ckpttool")
-    except PackageNotFoundError:
-        return "0+unknown"
+    return html(result)
 
 
 def __dir__() -> list[str]:

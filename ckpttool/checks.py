@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.options import OptimizerOptions, expand_options, several
 from ckpttool.core.pickle_imports import DANGEROUS, UNKNOWN, Import
 from ckpttool.core.plan import SCHEMA as PLAN_SCHEMA
 from ckpttool.core.plan import Plan
@@ -21,6 +22,11 @@ from ckpttool.io.files import look_anew
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.operands.model import ModelOperand, holds, is_names_file, operand_of, read_names
 from ckpttool.rules import parse as rules
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ckpttool.keywords import CheckKeywords
 
 _SAYS = {
     DANGEROUS: "a dangerous import: it runs code when the pickle is loaded",
@@ -66,18 +72,20 @@ _CHECKED = record(
 CHECKS = record(Checks, {"ok": FLAG, "files": list_of(_CHECKED)}, title="ckpttool.check/1")
 
 
-def check(paths: Sequence[str], options: DiffOptions, allow: Sequence[str] = ()) -> Checks:
-    """Each file for what it is: a names file (against the options' model), rules, a plan, or a checkpoint.
+@expand_options(OptimizerOptions)
+def check(files: str | Sequence[str], *, allow: str | Sequence[str] = (), **options: Unpack[CheckKeywords]) -> Checks:
+    """Check files of a repository, each for what it is: names files (against `model`), rules, plans, checkpoints.
 
     A checkpoint fails for each import of its pickles that is dangerous or unknown and that no shell pattern in `allow`
     names. Raises OSError for a file that cannot be read, and `CkptError` for a model or optimizer that cannot be built:
     that is not a fault of the files.
     """
+    paths, chosen, allowed = several(files) or (), DiffOptions(**options), several(allow) or ()
     kinds = [_kind(path) for path in paths]
-    model = operand_of(options) if "names" in kinds else None
+    model = operand_of(chosen) if "names" in kinds else None
     if model is not None:
         model.names()
-    return Checks(tuple(_checked(path, kind, model, options, allow) for path, kind in zip(paths, kinds)))
+    return Checks(tuple(_checked(path, kind, model, chosen, allowed) for path, kind in zip(paths, kinds)))
 
 
 def _kind(path: str) -> str:

@@ -62,9 +62,9 @@ def python() -> str:
     import ckpttool
 
     names = sorted(ckpttool.__all__, key=lambda name: (name[0].isupper(), name))
-    homes = [f"::: ckpttool.{ckpttool._HOMES.get(name, 'api')}.{name}" for name in names]
+    modules = [f"::: ckpttool.{ckpttool._MODULES[name]}.{name}" for name in names]
     return "\n\n".join(
-        ["# Python reference", "The names of `import ckpttool`; [From Python](../api.md) shows them at work.", *homes]
+        ["# Python reference", "The names of `import ckpttool`; [From Python](../api.md) shows them at work.", *modules]
     )
 
 

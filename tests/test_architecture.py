@@ -24,6 +24,7 @@ ENTRIES = ("ckpttool", "ckpttool.__main__")  # the package itself and `python -m
 WITH_TORCH = (
     *("ckpttool.tracing", "ckpttool.live", "ckpttool.evaluate.torch_eval", "ckpttool.evaluate.torch_eval"),
     "ckpttool.distributed.torchrun",
+    "ckpttool.operands.in_memory",
 )
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
-from ckpttool.api import reading
+import ckpttool
 from ckpttool.cli.streams import for_log, is_quiet
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import option
@@ -118,7 +118,7 @@ def write_text(path: str, text: str, *, force: bool, in_place: bool = False) -> 
 def write_manifest(path: str | None, ckpt: str, *, force: bool) -> None:
     """Writes the manifest of a checkpoint that is there, if one is asked for. Raises as `write_text`."""
     if path is not None:
-        write_text(path, json.render(reading.manifest(ckpt, leave_out=[path])), force=force)
+        write_text(path, json.render(ckpttool.manifest(ckpt, leave_out=[path])), force=force)
 
 
 def _terminal() -> Terminal | None:

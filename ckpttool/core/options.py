@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import fields
+from functools import wraps
+from inspect import Parameter, Signature
+from typing import Annotated, Any, TypeVar
 
+from ckpttool.core.limits import spent
 from ckpttool.core.values import dataclass
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,48 @@ def option(
 ) -> Option:
     """Marks a field as an option: ``Annotated[str | None, option("--to", metavar="FORM", help="…")]``."""
     return Option(flags, metavar, help, least, check)
+
+
+def expand_options(
+    options: type[Any] | None = None, only: Collection[str] | None = None
+) -> Callable[[Function], Function]:
+    """Show the fields of the dataclass, or `only` these, in the function's signature instead of ``**options``.
+
+    A call with another keyword raises TypeError, with the closest known name.
+    """
+
+    def decorate(function: Function) -> Function:
+        named = [
+            p for p in Signature.from_callable(function).parameters.values() if p.kind is not Parameter.VAR_KEYWORD
+        ]
+        names = {parameter.name for parameter in named}
+        more = [
+            Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default)
+            for field in (fields(options) if options is not None else ())
+            if field.name not in names and (only is None or field.name in only)
+        ]
+        known = [*names, *(parameter.name for parameter in more)]
+
+        @wraps(function)
+        def checked(*args: Any, **keywords: Any) -> Any:
+            for name in keywords:
+                if name not in known:
+                    from difflib import get_close_matches
+
+                    hint = "".join(f"; did you mean {near!r}?" for near in get_close_matches(name, known, 1))
+                    raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
+            spent.clear()
+            return function(*args, **keywords)
+
+        checked.__signature__ = Signature([*named, *more])  # type: ignore[attr-defined]
+        return checked  # type: ignore[return-value]
+
+    return decorate
+
+
+def keywords_of(options: Any) -> dict[str, Any]:
+    """Return the options as keywords of the function that takes them."""
+    return {field.name: getattr(options, field.name) for field in fields(options)}
 
 
 def several(value: str | Iterable[str] | None) -> tuple[str, ...] | None:

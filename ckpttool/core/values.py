@@ -15,7 +15,7 @@ Class = TypeVar("Class", bound=type)
 _WIDTH = 200  # characters of the repr of a public value
 _TEXT = 40  # characters of one of its fields
 
-# Turns a public value into HTML for a notebook; set by `api`, which may import the reports.
+# Turns a public value into HTML for a notebook; set by the package itself, which may import the reports.
 to_html: Callable[[Any], str | None] | None = None
 
 

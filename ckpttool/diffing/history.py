@@ -8,23 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.core.checkpoint import Checkpoint, Section
-from ckpttool.core.errors import CkptError
+from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.keys import dotted
+from ckpttool.core.options import expand_options
 from ckpttool.core.schema import COUNT, FLAG, TEXT, TEXTS, Members, list_of, nullable, one_of, record
-from ckpttool.core.text import some
+from ckpttool.core.text import plural, some
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.optimizer import SavedOptimizer, compare_optimizers
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import COMPARED, HARMLESS, STATUSES, Compared, Entry, with_sides
 from ckpttool.diffing.run import run
 from ckpttool.diffing.sections import Values, compare
+from ckpttool.distributed.job import only_first
+from ckpttool.formats.registry import MEMORY
+from ckpttool.io import progress
+from ckpttool.io.files import exists, is_glob
 from ckpttool.naming.pairing.values import Pair
-from ckpttool.operands.checkpoint import called, opened
+from ckpttool.operands.checkpoint import Ckpt, called, in_order, open_checkpoint, opened, split, steps_in
 from ckpttool.optimizers.classes import class_of
 from ckpttool.optimizers.forms import read
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ckpttool.keywords import DiffKeywords
 
 # What an entry of a diff of this step (its left) and the one before (its right) is called, where not by its status.
 CHANGES = {"unexpected": "added", "missing": "dropped"}
@@ -111,6 +121,39 @@ STEPS = record(
     {"run": nullable(TEXT), "identical": FLAG, "compared": COMPARED, "steps": list_of(_STEP), "notes": TEXTS},
     title="ckpttool.steps/1",
 )
+
+
+@expand_options(DiffOptions)
+def steps(run: str | Sequence[Ckpt], **options: Unpack[DiffKeywords]) -> Steps:
+    """Return what each checkpoint of a run changed since the one before: keys, dtypes, shapes, param groups.
+
+    `run` is a folder, or the checkpoints. Paths that differ only in numbers are compared in the order of the numbers,
+    everything else in the order given. `values` also compares bytes and hyperparameters. Raises `CkptError` if fewer
+    than two checkpoints can be read.
+    """
+    only_first()
+    others: list[str] = []
+    checkpoints: list[str | Checkpoint]
+    if isinstance(run, str):
+        names, others = steps_in(run)
+        checkpoints = [*names]
+    else:
+        names = [one for one in run if isinstance(one, str)]
+        missing = [path for path in names if not exists(source := split(path)[0]) and not is_glob(source)]
+        if missing:  # a mistake, and not a change of the run
+            problems = [Problem("no such file", path) for path in missing]
+            raise CkptError(f"{plural(len(missing), 'step')} not found", hint="check the paths", problems=problems)
+        if len(names) == len(run):
+            checkpoints = [*in_order(names)]
+        else:
+            checkpoints = [one if isinstance(one, str) else _numbered(one, number) for number, one in enumerate(run)]
+    with progress.doing(f"comparing {len(checkpoints)} checkpoints", None):
+        return compare_steps(checkpoints, run if isinstance(run, str) else None, DiffOptions(**options), others)
+
+
+def _numbered(ckpt: Ckpt, number: int) -> Checkpoint:
+    checkpoint = open_checkpoint(ckpt)
+    return replace(checkpoint, source=f"step {number}") if checkpoint.format == MEMORY.name else checkpoint
 
 
 def compare_steps(

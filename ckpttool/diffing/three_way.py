@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import field
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
+from ckpttool.core.options import expand_options
 from ckpttool.core.schema import COUNT, FLAG, TEXT, TEXTS, list_of, nullable, object_of, one_of, record
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.checkpoints import ask, dealt
@@ -20,8 +21,15 @@ from ckpttool.diffing.manifest import is_about_manifest
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import COMPARED, STATUSES, Compared, Diff, Entry, count_of, with_sides
 from ckpttool.diffing.run import run
+from ckpttool.distributed.job import only_first
+from ckpttool.operands.checkpoint import Ckpt, open_checkpoint
 from ckpttool.operands.model import operand_of
 from ckpttool.operands.sections import read_for_model
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ckpttool.keywords import DiffKeywords
 
 By = Literal["left", "right", "both", "conflict"]
 Keys = tuple[str, ...]
@@ -103,6 +111,17 @@ SINCE = record(
     called={"entries": "points"},
     title="ckpttool.since/1",
 )
+
+
+@expand_options(DiffOptions)
+def since(base: Ckpt, left: Ckpt, right: Ckpt, **options: Unpack[DiffKeywords]) -> Since:
+    """Return what two checkpoints each changed since the one that both came from, and whether the changes agree."""
+    chosen = DiffOptions(**options)
+    if chosen.comparison is None:
+        only_first()
+    three = open_checkpoint(base), open_checkpoint(left), open_checkpoint(right)
+    with chosen.comparing(*three, *three):  # each is compared with each
+        return compare_since(*three, chosen)
 
 
 def compare_since(base: Checkpoint, left: Checkpoint, right: Checkpoint, options: DiffOptions) -> Since:

@@ -6,16 +6,23 @@ import difflib
 import re
 from collections.abc import Iterator
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.core import expression as ex
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import HOOK, Hook, Names, OptimizerParam, RuntimeTensor
+from ckpttool.core.options import OptimizerOptions, expand_options
 from ckpttool.core.schema import COUNT, SHAPE, TEXT, TEXTS, either, map_of, nullable, record
 from ckpttool.core.values import dataclass, public
 from ckpttool.naming.call_variants import base_names
 from ckpttool.naming.match import NameTables
 from ckpttool.naming.wrappers import TABLE
+from ckpttool.operands.model import trace
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ckpttool.keywords import OptimizerKeywords
 
 _SEGMENTS = frozenset(row.segment for row in TABLE)
 _MOST_SEGMENTS = 10  # of wrappers in one name that are tried one by one
@@ -81,12 +88,14 @@ EXPLAIN = record(
 )
 
 
-def explain(names: Names, name: str) -> Explanation:
-    """Return the tensor that `name` names in any form: runtime, canonical or serialized, inside of wrappers, or as the
-    key of its optimizer's state.
+@expand_options(OptimizerOptions)
+def explain(name: str, model: Any, **options: Unpack[OptimizerKeywords]) -> Explanation:
+    """Return a tensor's name in every form, its aliases, its optimizer id and the hook that renames it.
 
-    Raises `CkptError`, with names that are like it, where the model has none of this name.
+    `name` is its name in any form: runtime, canonical or serialized, inside of wrappers, or as the key of its
+    optimizer's state. Raises `CkptError`, with similar names, if the model has no tensor of this name.
     """
+    names = trace(model, **options)
     tables = NameTables(names)
     tensor, *others = _named(names, tables, name)
     first = tables.first[tensor.fqn]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from ckpttool.core.checkpoint import KINDS, Checkpoint, ExtraEntry, Section, Ten
 from ckpttool.core.errors import CkptError
 from ckpttool.core.keys import dotted, is_flat
 from ckpttool.core.optimizer_state import FORMS, OptimizerState, Param
+from ckpttool.core.options import expand_options, several
 from ckpttool.core.pickle_imports import VERDICTS, Import, dangerous
 from ckpttool.core.schema import (
     COUNT,
@@ -29,14 +30,17 @@ from ckpttool.core.schema import (
     record,
     row,
 )
-from ckpttool.core.text import plural, some
+from ckpttool.core.text import Info, number, plural, some
 from ckpttool.core.values import dataclass, public
 from ckpttool.distributed.job import Question, answers
 from ckpttool.evaluate.statistics import Statistics, statistics
+from ckpttool.formats.registry import MEMORY
 from ckpttool.naming.adapters import Adapter, adapter_of
 from ckpttool.naming.call_variants import aliases
 from ckpttool.naming.flat import flat_params
 from ckpttool.naming.wrappers import infer, is_lightning, segments
+from ckpttool.operands.checkpoint import Ckpt, open_checkpoint, split
+from ckpttool.rules.patterns import names_entry
 
 
 class Found(NamedTuple):
@@ -229,17 +233,62 @@ def _state(section: Section) -> OptimizerState | None:
         return None
 
 
-def inspect(checkpoint: Checkpoint, *, stats: bool = False) -> Inspection:
-    """The inspection of `checkpoint`. Wrappers are recognised by the evidence of a section's keys.
+@expand_options()
+def inspect(ckpt: Ckpt, *, stats: bool = False, filter: str | None = None) -> Inspection:
+    """Return what is in a checkpoint: sections, keys, dtypes, shapes, aliases, wrappers; with `stats` its values.
 
-    With `stats` every dense tensor is read, in chunks. Raises `CkptError` where one cannot be read.
+    `filter` is a pattern, like `drop` of `remap`, that names the tensors to look at; a note says how many there are
+    in all. `stats` reads every dense tensor, in chunks. Raises `CkptError` if something cannot be read.
     """
+    checkpoint = open_checkpoint(ckpt)
+    if filter is not None:
+        checkpoint = _filtered(checkpoint, filter)
     return Inspection(
         checkpoint,
         {section.path: _wrappers(section, is_lightning(checkpoint)) for section in checkpoint.sections},
         {section.path: aliases(section) for section in checkpoint.sections},
         _all_statistics(checkpoint) if stats else None,
     )
+
+
+def _filtered(checkpoint: Checkpoint, pattern: str) -> Checkpoint:
+    """Return the checkpoint with the entries that the pattern names, and of other objects the tensors that it names."""
+
+    def kept(section: Section) -> Section:
+        extras = []
+        for extra in section.extras:
+            inside = zip(extra.tensors, extra.inside())
+            tensors = tuple(tensor for tensor, entry in inside if names_entry(pattern, section.path, entry.key))
+            if names_entry(pattern, section.path, extra.key):
+                extras.append(extra)
+            elif tensors:
+                extras.append(replace(extra, tensors=tensors))
+        named = tuple(entry for entry in section.tensors if names_entry(pattern, section.path, entry.key))
+        return replace(section, tensors=named, extras=tuple(extras))
+
+    sections = tuple(kept(section) for section in checkpoint.sections)
+    total, count = (sum(len(one.all_tensors()) for one in each) for each in (checkpoint.sections, sections))
+    if not count:
+        hint = f"`ckpttool inspect {checkpoint.source}` lists what is there"
+        raise CkptError(f"{pattern!r} names none of {plural(total, 'tensor')}", hint=hint)
+    note = Info(f"only what {pattern!r} names: {number(count)} of {plural(total, 'tensor')}")
+    return replace(checkpoint, sections=sections, notes=(*checkpoint.notes, note))
+
+
+@expand_options()
+def manifest(ckpt: Ckpt, *, leave_out: str | Collection[str] = ()) -> dict[str, Any]:
+    """Return a digest of every file and every tensor of a checkpoint, as the JSON of an in-toto statement.
+
+    `diff` with `values` compares a checkpoint with it. Files of a folder in `leave_out` are not listed. An object in
+    memory has no files, so its statement has no subject. Raises `CkptError` if something cannot be read.
+    """
+    from ckpttool.formats.manifest import statement
+
+    checkpoint = open_checkpoint(ckpt)
+    path, section = split(checkpoint.source)
+    if section is not None:
+        raise CkptError("a manifest is of whole files", hint=f"leave ::{section} out")
+    return statement(checkpoint, None if checkpoint.format == MEMORY.name else path, several(leave_out) or ())
 
 
 def _all_statistics(checkpoint: Checkpoint) -> dict[object, Statistics]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import field
 from typing import Any, Union
@@ -20,7 +20,10 @@ from ckpttool.core.names import Names
 from ckpttool.core.text import first_line, plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate import torch_eval
+from ckpttool.formats.torch.zip_file import Container
 from ckpttool.naming.wrappers import strip
+from ckpttool.operands.checkpoint import model_section
+from ckpttool.operands.in_memory import bytes_of, check_memory, checkpoint_of, is_container, levels
 from ckpttool.operands.model import ModelOperand
 from ckpttool.tracing.build_model import LoadedModel
 from ckpttool.tracing.recorder.memory import inside, token
@@ -115,13 +118,31 @@ class Packed:
     def content(self) -> bytes | None:
         """Equal for tensors that mean the same by the same bytes; of DTensors, for this rank's parts."""
         found = hashlib.blake2b()
-        for level in _levels(self.tensor.detach()):
+        for level in levels(self.tensor.detach()):
             found.update(_told(level).encode(errors="surrogatepass"))
             if layout_of(level) == "strided":
                 found.update(torch_eval.to_bytes(level.cpu()))
             elif not inside(level):
                 return None
         return found.digest()
+
+
+def model_in(state: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the state dict that `state` is, or the one inside it that holds the model.
+
+    Raises `CkptError` if several of them could be meant, or none.
+    """
+    if any(isinstance(value, torch.Tensor) for value in state.values()) or not any(map(is_container, state.values())):
+        return state
+    checkpoint = checkpoint_of(state)
+    path = model_section(checkpoint).path
+    found: Any = state
+    assert isinstance(checkpoint.container, Container)
+    for _, key in checkpoint.container.tree.places[path].steps:
+        found = found[key]
+    if not isinstance(found, Mapping):
+        raise CkptError(f"{path} is not a dict of tensors", hint="pass its state_dict()")
+    return found
 
 
 def section_of(state_dict: Mapping[str, object]) -> Section:
@@ -140,8 +161,7 @@ def section_of(state_dict: Mapping[str, object]) -> Section:
         if not isinstance(key, str):
             raise CkptError(f"the state dict has a key that is no string: {key!r}", hint="pass model.state_dict()")
         if isinstance(value, torch.Tensor):
-            levels = list(_levels(value.detach()))
-            one = token(value), *(map(_told, levels) if is_special(value) else ())
+            one = token(value), *(map(_told, levels(value.detach())) if is_special(value) else ())
             tensors.append(_entry(key, value, storages, first.setdefault(one, Packed(value))))
         else:
             plain = _is_plain(value)
@@ -149,16 +169,6 @@ def section_of(state_dict: Mapping[str, object]) -> Section:
     versions = getattr(state_dict, "_metadata", None)
     modules = {path: dict(own) for path, own in versions.items()} if isinstance(versions, Mapping) else None
     return Section("", "state_dict", tuple(tensors), tuple(extras), modules)
-
-
-def check_memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise `CkptError` if the memory of a tensor, or of a part of it, was freed: reading it would end the process."""
-    freed = [
-        Problem("its memory was freed", key) for key, tensor in tensors if any(map(_is_freed, _levels(tensor.detach())))
-    ]
-    if freed:
-        hint = "gather it first, as FSDP's own state_dict() does"
-        raise CkptError(f"{plural(len(freed), 'tensor')} without memory", hint=hint, problems=freed)
 
 
 def context(tensor: torch.Tensor) -> object:
@@ -169,17 +179,6 @@ def context(tensor: torch.Tensor) -> object:
 def _is_plain(value: object) -> bool:
     """Whether a file has the value as it is: numbers, words, and lists of such."""
     return all(map(_is_plain, value)) if type(value) is list else type(value) in (bool, int, float, str)
-
-
-def _is_freed(tensor: torch.Tensor) -> bool:
-    return layout_of(tensor) == "strided" and tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
-
-
-def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor, and behind it what it is made of, down to dense ones."""
-    yield tensor
-    for part in inside(tensor):
-        yield from _levels(part)
 
 
 def _told(tensor: torch.Tensor) -> str:
@@ -196,16 +195,6 @@ def _entry(key: str, tensor: torch.Tensor, storages: dict[int, Storage], first: 
     memory = tensor.untyped_storage()
     storage = storages.setdefault(memory._cdata, Storage(Lazy(memory.nbytes(), bytes_of(memory))))
     return TensorEntry(key, dtype, shape, tuple(tensor.stride()), int(tensor.storage_offset()), storage)
-
-
-def bytes_of(memory: torch.UntypedStorage) -> Callable[[], list[memoryview]]:
-    """Return a function that reads the bytes of a live storage."""
-
-    def read() -> list[memoryview]:
-        whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
-        return [torch_eval.to_bytes(whole.cpu())]
-
-    return read
 
 
 _FSDP1 = "torch.distributed.fsdp", "FullyShardedDataParallel"

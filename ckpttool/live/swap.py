@@ -24,12 +24,12 @@ from ckpttool.live.model import (
     Target,
     at_rest,
     check_replaceable,
+    model_in,
     module_target,
     package_target,
     program_target,
     section_of,
 )
-from ckpttool.live.saved import model_in
 from ckpttool.live.stage import New, arranged, check_in_place, laid_out, stage
 from ckpttool.operands.model import ModelOperand
 from ckpttool.swap.swap import Advice, Constant, Misfit, swap

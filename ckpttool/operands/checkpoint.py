@@ -4,22 +4,58 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, Union
 
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError
-from ckpttool.formats.detect_folder import is_fsdp, is_part, is_weights, open_checkpoint, optimizers_in, parts_in
-from ckpttool.formats.registry import FORMATS, MEMORY
+from ckpttool.core.options import expand_options
+from ckpttool.core.text import a
+from ckpttool.formats import detect_folder
+from ckpttool.formats.detect_folder import is_fsdp, is_part, is_weights, optimizers_in, parts_in
+from ckpttool.formats.registry import FORMATS, MANIFEST, MEMORY
 from ckpttool.formats.remarks import read_form
 from ckpttool.io import progress
-from ckpttool.io.files import is_dir, is_file, names_in
+from ckpttool.io.files import is_dir, is_file, names_in, read_on
 from ckpttool.io.paths import join
 from ckpttool.io.paths import name as name_of
 from ckpttool.naming.wrappers import is_lightning
 
 _MODEL = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")  # as MODEL operands are written
 MODEL_SECTIONS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network")
+
+
+# What torch.save writes: a dict of any keys, a list or a tuple, with tensors anywhere inside.
+Ckpt = Union[str, Checkpoint, Mapping[Any, Any], "list[Any]", "tuple[Any, ...]"]
+
+
+@expand_options()
+def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
+    """Return the index of a checkpoint: keys, dtypes, shapes, and where the bytes are. No tensor is read.
+
+    `ckpt` is a path, a URL, ``PATH::SECTION``, or an object in memory: a dict, list or tuple that `torch.save` could
+    save. The index of an object is the one of the file that `torch.save` would write. Raises `CkptError` if it cannot
+    be read, if it has no such section, or if files of the index have changed since.
+    """
+    if isinstance(ckpt, Checkpoint):
+        read_on(ckpt.files)
+        return ckpt
+    if isinstance(ckpt, str):
+        return open_operand(ckpt)
+    if not isinstance(ckpt, (Mapping, list, tuple)):
+        raise CkptError(f"{a(ckpt)} is not a checkpoint", hint="pass a path or a URL as text, or a state dict")
+    from ckpttool.operands.in_memory import checkpoint_of
+
+    return checkpoint_of(ckpt)
+
+
+def open_with_values(ckpt: Ckpt) -> Checkpoint:
+    """Open a checkpoint that has values. Raises `CkptError` for a manifest, which has digests only."""
+    checkpoint = open_checkpoint(ckpt)
+    if checkpoint.format == MANIFEST.name:
+        raise CkptError(f"{checkpoint.source} is a manifest: digests, and no values", hint="name the checkpoint itself")
+    return checkpoint
 
 
 def open_operand(operand: str) -> Checkpoint:
@@ -31,7 +67,7 @@ def open_operand(operand: str) -> Checkpoint:
         raise CkptError(f"{operand} is a MODEL, and stands where a checkpoint is to stand", hint=f"--model {operand}")
     path, picked = split(operand)
     with progress.doing(f"reading {path}", None):
-        checkpoint = read_form(open_checkpoint(path))
+        checkpoint = read_form(detect_folder.open_checkpoint(path))
     if picked is None:
         return checkpoint
     if all(section.path != picked for section in checkpoint.sections):

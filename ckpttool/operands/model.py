@@ -18,7 +18,7 @@ from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import limits
 from ckpttool.core.names import SCHEMA, SERIALIZED, Names
-from ckpttool.core.options import ModelOptions, OptimizerOptions
+from ckpttool.core.options import ModelOptions, OptimizerOptions, expand_options
 from ckpttool.core.plan import ModelRun
 from ckpttool.core.text import shell
 from ckpttool.core.values import dataclass
@@ -31,6 +31,9 @@ from ckpttool.naming.match import NameTables
 from ckpttool.operands.checkpoint import split
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ckpttool.keywords import OptimizerKeywords
     from ckpttool.tracing.build_model import LoadedModel
     from ckpttool.tracing.experiment import ModelCode
 
@@ -259,6 +262,16 @@ def _no_attribute(path: str) -> CkptError:
     found = [f"{path}:{node.name}" for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
     hint = f"name what builds the model: {', '.join(found)}" if found else "as in file.py:build"
     return CkptError(f"{path} is a file of code, and not said which model of it", hint=hint)
+
+
+@expand_options(OptimizerOptions)
+def trace(model: Any, **options: Unpack[OptimizerKeywords]) -> Names:
+    """Return every name of every tensor of a model, and with `optimizer` the ids of its parameters.
+
+    Raises `CkptError` if the model's own code fails.
+    """
+    kwargs, materialize = options.get("model_kwargs"), options.get("materialize", False)
+    return ModelOperand(model, kwargs, materialize, options.get("optimizer")).names()
 
 
 def operand_of(options: ModelOptions) -> ModelOperand | None:

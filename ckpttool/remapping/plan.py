@@ -8,7 +8,7 @@ from functools import partial, reduce
 from itertools import chain as in_turn
 from typing import Any
 
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section
+from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import BY_CODE, Ref
 from ckpttool.core.keys import dotted
@@ -16,7 +16,7 @@ from ckpttool.core.names import SERIALIZED
 from ckpttool.core.optimizer_state import FORMS, GROUPS, ID, STATE
 from ckpttool.core.plan import PLAN, Dropped, OptimizerMove, Output, Plan
 from ckpttool.core.schema import COUNT, TEXT, TEXTS, list_of, nullable, one_of, record, row, unless_empty
-from ckpttool.core.text import Info, number, plural, shell
+from ckpttool.core.text import plural, shell
 from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate.apply import NO_CODE, Runner, apply
 from ckpttool.io.edit_in_place import Written
@@ -36,7 +36,7 @@ from ckpttool.remapping.rule_effects import RuleEffect
 from ckpttool.remapping.steps import ByRuleSteps, Prefixed, RemapRequest
 from ckpttool.remapping.undo import UNDO, Undo
 from ckpttool.remapping.write import COST, VERIFIED, Cost, Verified
-from ckpttool.rules.patterns import Renaming, matches
+from ckpttool.rules.patterns import Renaming, names_entry
 
 
 @public
@@ -165,7 +165,7 @@ def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, l
     idle = set(patterns)
 
     def hit(section: str, key: str) -> bool:
-        used = [text for text in patterns if _names(text, section, key)]
+        used = [text for text in patterns if names_entry(text, section, key)]
         idle.difference_update(used)
         if used:
             dropped.append(Dropped(section, key, f"--drop {used[0]}"))
@@ -243,38 +243,6 @@ def _quantized(section: Section) -> list[list[str]]:
     """The keys of each weight of which the file holds bitsandbytes' record."""
     weights = [key.partition(_BITSANDBYTES)[0] for key in section.keys if _BITSANDBYTES in key]
     return [[key for key in section.keys if key == own or key.startswith(f"{own}.")] for own in weights]
-
-
-def only(checkpoint: Checkpoint, pattern: str) -> Checkpoint:
-    """The tensors and extra entries that the pattern names, and a note on how many it does not name.
-
-    Of an extra entry that it does not name those tensors inside that it does. Raises `CkptError` where it names none.
-    """
-
-    def kept(section: Section) -> Section:
-        tensors = tuple(entry for entry in section.tensors if _names(pattern, section.path, entry.key))
-        extras = tuple(_narrowed(pattern, section.path, extra) for extra in section.extras)
-        return replace(section, tensors=tensors, extras=tuple(extra for extra in extras if extra is not None))
-
-    sections = tuple(kept(section) for section in checkpoint.sections)
-    count, found = (sum(len(one.all_tensors()) for one in own) for own in (checkpoint.sections, sections))
-    if not found:
-        hint = f"`ckpttool inspect {checkpoint.source}` lists what is there"
-        raise CkptError(f"{pattern!r} names none of {plural(count, 'tensor')}", hint=hint)
-    note = Info(f"only what {pattern!r} names: {number(found)} of {plural(count, 'tensor')}")
-    return replace(checkpoint, sections=sections, notes=(*checkpoint.notes, note))
-
-
-def _narrowed(pattern: str, section: str, extra: ExtraEntry) -> ExtraEntry | None:
-    if _names(pattern, section, extra.key):
-        return extra
-    inside = zip(extra.tensors, extra.inside())
-    tensors = tuple(own for own, whole in inside if _names(pattern, section, whole.key))
-    return replace(extra, tensors=tensors) if tensors else None
-
-
-def _names(pattern: str, section: str, key: str) -> bool:
-    return matches(pattern, key) or (bool(section) and matches(pattern, dotted(section, key)))
 
 
 def without(checkpoint: Checkpoint, paths: Collection[str]) -> Checkpoint:

@@ -11,6 +11,7 @@ from ckpttool.core.expression import LOADED, SAVED
 from ckpttool.core.keys import dotted
 from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.optimizer_state import ID
+from ckpttool.core.options import expand_options
 from ckpttool.core.pickle_imports import dangerous
 from ckpttool.core.plan import Plan
 from ckpttool.core.text import Info, plural, shell, some
@@ -21,19 +22,30 @@ from ckpttool.formats.compat import check_in_place, fit, loses_versions, losses
 from ckpttool.formats.huggingface import parse_size
 from ckpttool.formats.pickle_write import dangerous_written
 from ckpttool.formats.torch.pickled_code import entries_with_code
+from ckpttool.io import progress as io_progress
+from ckpttool.io import sources
 from ckpttool.io.edit_in_place import Written
 from ckpttool.io.pieces import Edited, Files, Piece
 from ckpttool.naming.adapters import adapter_of
 from ckpttool.naming.convert import ModelForm
 from ckpttool.naming.match import NameTables, match
-from ckpttool.operands.checkpoint import model_section, open_operand, saved_state_dicts, split
+from ckpttool.operands.checkpoint import (
+    Ckpt,
+    model_section,
+    open_checkpoint,
+    open_operand,
+    open_with_values,
+    saved_state_dicts,
+    split,
+)
 from ckpttool.operands.model import ModelOperand, as_read, operand_of
 from ckpttool.operands.output import Target, target_for
 from ckpttool.operands.sections import of_one_model, read_for_model
 from ckpttool.remapping.companions import Companions, companions_of
 from ckpttool.remapping.optimizer import OptimizerRequest
 from ckpttool.remapping.options import RemapOptions
-from ckpttool.remapping.plan import Remap, by_plan, remap, with_optimizers
+from ckpttool.remapping.plan import Remap, by_plan, with_optimizers
+from ckpttool.remapping.plan import remap as remap_index
 from ckpttool.remapping.refusals import (
     already_there,
     changes_content,
@@ -46,13 +58,56 @@ from ckpttool.remapping.refusals import (
 from ckpttool.remapping.sharding.gather import made_whole, put_together
 from ckpttool.remapping.steps import RemapRequest
 from ckpttool.remapping.undo import undo, undo_of
-from ckpttool.remapping.write import Decided, Writer, cost_of
+from ckpttool.remapping.write import Decided, Writer, cost_of, recover_source
 from ckpttool.rules.patterns import Renaming, parse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from typing_extensions import Unpack
+
+    from ckpttool.io.progress import Progress
+    from ckpttool.keywords import RemapKeywords, WriteKeywords
     from ckpttool.rules.steps import Step as RuleStep
+
+
+@expand_options(RemapOptions)
+def remap(
+    ckpt: Ckpt, out: str | None = None, *, progress: Progress | None = None, **options: Unpack[RemapKeywords]
+) -> Remap:
+    """Rewrite the keys, optimizer ids and format of a checkpoint, and write OUT if it is named.
+
+    `progress` is called with a title and a number of bytes, and gives a context manager of a function that is told how
+    many bytes are done. Raises `Refused`, all problems at once, if something would be lost, collide or have to be
+    guessed, and `CkptError` if something cannot be read or written.
+    """
+    sources.begin_call()
+    chosen = RemapOptions(out=out, **options)
+    if chosen.like is not None and not isinstance(chosen.like, str):
+        chosen = replace(chosen, like=open_checkpoint(chosen.like))
+    chosen.check(ckpt if isinstance(ckpt, str) else None)
+    if chosen.undo:
+        return undone(ckpt, chosen)
+    if chosen.in_place and not chosen.dry_run and isinstance(ckpt, str):
+        recover_source(ckpt)
+    with io_progress.shown(progress):
+        return run(open_with_values(ckpt), chosen)
+
+
+# The options of a remap that say how the output is written.
+WRITTEN = ("force", "dry_run", "verify", "no_fsync", "keep_aliases", "max_shard_size", "torch_format", "link")
+
+
+@expand_options(RemapOptions, only=WRITTEN)
+def write(checkpoint: Checkpoint, out: str, **options: Unpack[WriteKeywords]) -> None:
+    """Write a checkpoint, as `open_checkpoint` or `remap` returned it, to the file or folder OUT, all or nothing.
+
+    Raises `CkptError` if OUT exists (`force` overwrites it), `Refused` if its format cannot hold the checkpoint.
+    """
+    sources.begin_call()
+    chosen = RemapOptions(out=out, **options)
+    chosen.check(None)
+    run(open_with_values(checkpoint), chosen, may_copy=True)
 
 
 def run(source: Checkpoint, options: RemapOptions, *, may_copy: bool = False) -> Remap:
@@ -146,7 +201,7 @@ def made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None) 
         read_as, leads_to = _named_by(whole, model, loads, options)  # with rules, these are the way to the new model
         asked = replace(asked, names=read_as.names(), to_names=None if leads_to is None else leads_to.names())
         asked = replace(asked, code=_code(read_as), to_code=_code(leads_to))
-    done = remap(whole, asked, options.drop or ())
+    done = remap_index(whole, asked, options.drop or ())
     if read_as is not None and read_as.pretrained:
         done = replace(done, source_form=str(ModelForm.PRETRAINED))
     if gathered is not None and names is not None:
@@ -419,8 +474,8 @@ def undone(ckpt: object, options: RemapOptions) -> Remap:
     """
     if not isinstance(ckpt, str):
         raise CkptError("--undo gives a file back", hint="name the file or the folder")
-    undo(ckpt, fsync=not options.no_fsync)
-    return replace(remap(open_operand(ckpt)), source=ckpt, output=ckpt, written=Written("undone"))
+    undo(ckpt, no_fsync=options.no_fsync)
+    return replace(remap_index(open_operand(ckpt)), source=ckpt, output=ckpt, written=Written("undone"))
 
 
 def _edited(

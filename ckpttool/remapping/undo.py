@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ckpttool.core.errors import CkptError
+from ckpttool.core.options import expand_options
 from ckpttool.core.schema import COUNT, TEXT, one_of, record
 from ckpttool.core.text import human_bytes, shell
 from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import only_first
 from ckpttool.formats.detect_folder import locate
+from ckpttool.io import sources
 from ckpttool.io import undo as io_undo
 from ckpttool.io.files import is_dir
 from ckpttool.io.undo import Way
@@ -53,15 +55,18 @@ def undo_of(path: str, nbytes: int) -> Undo:
     return Undo(shell("ckpttool", "undo", path), nbytes)
 
 
-def undo(path: str, *, fsync: bool = True, force: bool = False) -> Undone:
-    """Roll back an interrupted edit of the file or folder, or else take its last in-place edit back.
+@expand_options()
+def undo(path: str, *, force: bool = False, no_fsync: bool = False) -> Undone:
+    """Roll back an interrupted edit of the file or folder, or else undo its last in-place edit.
 
-    Raises `CkptError` if there is nothing to undo.
+    `force`: also an edit that was begun on another machine or in another container, whose process has ended. Raises
+    `CkptError` if there is nothing to undo, or if the file has changed since.
     """
+    sources.begin_call()
     if split(path)[1] is not None:
         raise CkptError("undo gives a whole file back", hint="name the file without ::SECTION")
     only_first()
-    return Undone(path, io_undo.undo(path, lambda: _last(path), fsync=fsync, force=force))
+    return Undone(path, io_undo.undo(path, lambda: _last(path), fsync=not no_fsync, force=force))
 
 
 def _last(path: str) -> str:

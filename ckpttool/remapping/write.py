@@ -20,7 +20,7 @@ from ckpttool.formats.detect_folder import DCP_METADATA, open_checkpoint
 from ckpttool.formats.registry import FORMATS
 from ckpttool.io import edit_in_place, progress, sources, write_file, write_folder
 from ckpttool.io.edit_in_place import Written
-from ckpttool.io.files import exists, files_of, is_dir, names_in, size
+from ckpttool.io.files import exists, files_of, is_dir, names_in, settle, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import Edited, Files, Held, Link, Pieces, Ready, nbytes_of
@@ -73,6 +73,15 @@ def cost_of(files: Files, copies: bool = True) -> Cost:
     read = sum(one.length for one in data if isinstance(one, Span))
     read += sum(one.length if one.reads is None else one.reads for one in lazy)
     return Cost(copied + read, copied + nbytes_of(pieces), max((one.held for one in lazy), default=0))
+
+
+def recover_source(path: str) -> None:
+    """Finish or roll back what killed runs began at the path, which will be written; on one rank, before the others."""
+    job = current()
+    if job is None:
+        settle(path)
+    else:
+        job.of_first("settled", lambda: settle(path))
 
 
 # What decides the values of an output, as JSON: ranks tell by it whether they mean the same.

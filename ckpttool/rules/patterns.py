@@ -11,6 +11,7 @@ from time import thread_time
 from typing import Any, Protocol
 
 from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.keys import dotted
 from ckpttool.core.limits import limits, spent
 from ckpttool.core.values import dataclass
 
@@ -343,6 +344,11 @@ class Naming:
     def hits(self, key: str) -> list[str]:
         """Those that name the key. Raises as `matches` does."""
         return [*([key] if key in self._literal else []), *(text for text in self._others if matches(text, key))]
+
+
+def names_entry(pattern: str, section: str, key: str) -> bool:
+    """Return whether the pattern names the key itself, or the key below the path of its section."""
+    return matches(pattern, key) or (bool(section) and matches(pattern, dotted(section, key)))
 
 
 def matches(text: str, key: str) -> bool:

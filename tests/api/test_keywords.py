@@ -15,14 +15,14 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.api.making import WRITTEN
 from ckpttool.core.options import ModelOptions, OptimizerOptions, OutputOptions
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.remapping.options import RemapOptions
+from ckpttool.remapping.run import WRITTEN
 from ckpttool.swap.swap import SwapOptions
 
 ROOT = Path(__file__).resolve().parents[2]
-FILE = ROOT / "ckpttool" / "api" / "keywords.py"
+FILE = ROOT / "ckpttool" / "keywords.py"
 HEAD = '''"""Options as type checkers see them, one TypedDict for each options' dataclass; only they import this module.
 
 Generated from the dataclasses: UPDATE_KEYWORDS=1 make test ARGS=tests/api/test_keywords.py

@@ -28,15 +28,15 @@ def test_every_name_is_explained_by_all_that_it_names(name: str) -> None:
         named = {tables.first[t.fqn] for t in names.runtime if one in (t.fqn, t.canonical)} | made.get(one, set())
         if not named:
             with pytest.raises(CkptError, match="has no tensor"):
-                explain(names, one)
+                explain(one, names)
             continue
-        found = explain(names, one)
+        found = explain(one, names)
         assert {tables.first[fqn] for fqn in (found.tensor.fqn, *found.also)} == named
         assert one not in tables.first or found.tensor.fqn == one
         assert {tables.first[fqn] for fqn in found.aliases} <= {tables.first[found.tensor.fqn]}
         assert found.tensor.fqn not in found.aliases
     for first, group in tables.groups.items():
-        of_group = [explain(names, fqn) for fqn in group]
+        of_group = [explain(fqn, names) for fqn in group]
         assert {key for found in of_group for key in found.serialized} == {key for key in made if first in made[key]}
         assert all(found.serialized for found in of_group) or not any(found.serialized for found in of_group)
 
@@ -82,7 +82,7 @@ def test_what_is_no_tensors_name_is_refused_with_names_that_are_like_it() -> Non
     every = "list them: ckpttool trace Fused --all"
     for name, hint in ("step", "names that are like it: steps"), ("added", every), ("xyz", every):
         with pytest.raises(CkptError, match=f"has no tensor '{name}'") as refused:
-            explain(names, name)
+            explain(name, names)
         assert refused.value.hint == hint
 
 
@@ -133,7 +133,7 @@ def test_wrapped_names_are_resolved(how: str, form: str) -> None:
     told = {name: own[id(tensor)] for name, tensor in outer.named_parameters() if id(tensor) in own}
     assert len(told) == 6
     for name, fqn in told.items():
-        assert explain(names, form.format(name)).tensor.fqn == fqn, name
+        assert explain(form.format(name), names).tensor.fqn == fqn, name
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.segment} {row.title}")
@@ -144,14 +144,14 @@ def test_a_segment_of_every_wrapper_is_taken_out(row: Wrapper) -> None:
         for at in range(len(parts)):
             name = ".".join((*parts[:at], row.segment, *parts[at:]))
             if name not in {other.fqn for other in names.runtime}:
-                found = explain(names, name)
+                found = explain(name, names)
                 assert tensor.fqn in (found.tensor.fqn, *found.also), name
 
 
 def test_calls_ids_and_names_that_are_nowhere() -> None:
     names = trace(of_object(Deep))
-    assert explain(names, "trunk.0@1.weight").tensor.fqn == "trunk.0.weight"
-    assert explain(names, "state.1.exp_avg").tensor.fqn == "trunk.0.bias"
+    assert explain("trunk.0@1.weight", names).tensor.fqn == "trunk.0.weight"
+    assert explain("state.1.exp_avg", names).tensor.fqn == "trunk.0.bias"
     for name in ("module._orig_mod.nothing", "state.99.exp_avg", "module", "other.trunk.0.weight"):
         with pytest.raises(CkptError, match="has no tensor"):
-            explain(names, name)
+            explain(name, names)

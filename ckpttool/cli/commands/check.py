@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from ckpttool.api import comparing
+import ckpttool
 from ckpttool.cli.output import Report
-from ckpttool.core.options import Argument, OptimizerOptions, option
+from ckpttool.core.options import Argument, OptimizerOptions, keywords_of, option
 
 
 def command(
@@ -31,6 +31,6 @@ def command(
     from ckpttool.report.documents.names import check_document
 
     report.check(files)
-    found = comparing.check_by(files, options, allow or ())
-    report.emit(lambda: check_document(found), found.to_json)
-    return 0 if found.ok else 1
+    result = ckpttool.check(files, allow=allow or (), **keywords_of(options))
+    report.emit(lambda: check_document(result), result.to_json)
+    return 0 if result.ok else 1

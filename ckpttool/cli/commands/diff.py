@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ckpttool.api import comparing, reading
+import ckpttool
 from ckpttool.cli.output import All, Report, write_text
 from ckpttool.core.errors import CkptError
-from ckpttool.core.options import Argument, option
+from ckpttool.core.options import Argument, keywords_of, option
 from ckpttool.core.text import Info
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import Diff
 from ckpttool.io.files import files_of, is_dir
 from ckpttool.operands.checkpoint import split
-from ckpttool.operands.model import is_names_file
+from ckpttool.operands.model import is_names_file, operand_of
 
 if TYPE_CHECKING:
     from ckpttool.diffing.history import Steps
@@ -101,10 +101,11 @@ def _answered(
 
     Raises `CkptError` where options do not go with these operands.
     """
+    from ckpttool.fixes.diff import diff_with_fixes
     from ckpttool.report.documents.diff import document
 
     _check(options, left, right, suggest, update)
-    result = comparing.diff_by(left, right, options, suggest is not None)
+    result = diff_with_fixes(left, right, options, suggest is not None)
     if suggest is not None:
         result = _written(result, suggest, is_names_file(left))
     return _updated(result, str(left), options) if update else result, document
@@ -139,7 +140,7 @@ def _steps(run: str | list[str], options: DiffOptions, of_two: bool) -> tuple[St
     from ckpttool.report.documents.diff import history_document
 
     _check_of_more(options, of_two, "these are the steps of a run, and no option of a diff of two goes with them")
-    return comparing.steps_by(run, options), history_document
+    return ckpttool.steps(run, **keywords_of(options)), history_document
 
 
 def _sides(options: DiffOptions, left: str | None, right: str | None, of_two: bool) -> tuple[str, str]:
@@ -154,14 +155,16 @@ def _since(base: str, sides: tuple[str, str], options: DiffOptions) -> tuple[Sin
     """What the two changed since the base, and what shows it."""
     from ckpttool.report.documents.diff import three_way_document
 
-    return comparing.since_by(base, *sides, options), three_way_document
+    return ckpttool.since(base, *sides, **keywords_of(options)), three_way_document
 
 
 def _updated(result: Diff, path: str, options: DiffOptions) -> Diff:
     """Rewrites the names file, where the model's code has other names than it."""
     from ckpttool.report.renderers import json
 
-    names = json.render(reading.trace_by(options).to_json())
+    model = operand_of(options)
+    assert model is not None  # `_check` has looked
+    names = json.render(model.names().to_json())
     if Path(path).read_text(encoding="utf-8") == names:
         return replace(result, notes=(*result.notes, Info(f"{path} is as it was")))
     write_text(path, names, force=True, in_place=True)

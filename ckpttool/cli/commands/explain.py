@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from ckpttool.api import reading
+import ckpttool
 from ckpttool.cli.output import Report
-from ckpttool.core.options import Argument, OptimizerOptions, option
+from ckpttool.core.options import Argument, OptimizerOptions, keywords_of, option
 
 
 def command(
@@ -26,5 +26,5 @@ def command(
     from ckpttool.report.documents.names import explained
 
     report.check(())
-    found = reading.explain_by(name, options)
-    report.emit(lambda: explained(found), found.to_json)
+    explanation = ckpttool.explain(name, **keywords_of(options))
+    report.emit(lambda: explained(explanation), explanation.to_json)

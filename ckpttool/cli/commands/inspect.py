@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-from ckpttool.api import reading
+import ckpttool
 from ckpttool.cli.output import Manifest, Report, write_manifest
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import Argument, option
@@ -54,7 +54,7 @@ def command(
     if not stats and manifest is None:
         only_first()
     report.check(files_of(split(ckpt)[0]), manifest)
-    inspection = reading.inspect(ckpt, stats=stats, filter=filter)
+    inspection = ckpttool.inspect(ckpt, stats=stats, filter=filter)
     write_manifest(manifest, ckpt, force=report.force)
     shown = partial(document, inspection, all=all, depth=depth, by_bytes=sort == "bytes")
     report.emit(shown, inspection.to_json)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-from ckpttool.api import making
+import ckpttool
 from ckpttool.cli.output import Manifest, Report, write_manifest, write_text
 from ckpttool.core.errors import CkptError
-from ckpttool.core.options import Argument
+from ckpttool.core.options import Argument, keywords_of
 from ckpttool.core.text import shell
 from ckpttool.io.files import files_of
 from ckpttool.operands.checkpoint import split
@@ -46,7 +46,7 @@ def command(
     if out is None and not (options.dry_run or options.save_plan):
         raise CkptError("no output named", hint="-o OUT, --in-place, or --dry-run to see the plan")
     report.check(files_of(split(ckpt)[0]), options.save_plan, manifest, out=out)
-    done = making.remap_by(ckpt, options)
+    done = ckpttool.remap(ckpt, **keywords_of(options))
     if out is not None and not options.dry_run:
         write_manifest(manifest, out, force=options.force)
     if options.save_plan is not None:

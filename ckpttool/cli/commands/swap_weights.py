@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-from ckpttool.api import making
+import ckpttool
 from ckpttool.cli.output import Manifest, Report, write_manifest
 from ckpttool.core.errors import CkptError
-from ckpttool.core.options import Argument
+from ckpttool.core.options import Argument, keywords_of
 from ckpttool.io.files import files_of
 from ckpttool.operands.checkpoint import split
 from ckpttool.swap.swap import SwapOptions
@@ -39,7 +39,7 @@ def command(
         raise CkptError("no output named", hint="-o OUT")
     read = [path for operand in (program, new) for path in files_of(split(operand)[0])]
     report.check(read, manifest, out=out)
-    swapped = making.swap_weights_by(program, new, options)
+    swapped = ckpttool.swap_weights(program, new, **keywords_of(options))
     if out is not None and not options.dry_run:
         write_manifest(manifest, out, force=options.force)
     report.emit(partial(document, swapped), swapped.to_json)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from ckpttool.api import reading
+import ckpttool
 from ckpttool.cli.output import All, Report, write_text
-from ckpttool.core.options import Argument, OptimizerOptions, option
+from ckpttool.core.options import Argument, OptimizerOptions, keywords_of, option
 
 
 def command(
@@ -32,7 +32,7 @@ def command(
     from ckpttool.report.renderers import json
 
     report.check((), out)
-    names = reading.trace_by(options)
+    names = ckpttool.trace(**keywords_of(options))
     data = names.to_json()
     if out is not None:
         write_text(out, json.render(data), force=report.force)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-from ckpttool.api import making
+import ckpttool
 from ckpttool.cli.output import Report
 from ckpttool.core.options import Argument, option
 from ckpttool.io.files import files_of
@@ -30,5 +30,5 @@ def command(
     from ckpttool.report.documents.remap import undone
 
     report.check(files_of(path))
-    done = making.undo(path, no_fsync=no_fsync, force=report.force)
+    done = ckpttool.undo(path, no_fsync=no_fsync, force=report.force)
     report.emit(partial(undone, done), done.to_json)

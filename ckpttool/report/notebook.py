@@ -1,4 +1,4 @@
-"""Results in a notebook: the report of the command line as a piece of HTML."""
+"""Results in a notebook: the report of the command line as HTML."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -12,19 +12,20 @@ import torch
 from torch.storage import TypedStorage
 
 from ckpttool.core.checkpoint import Checkpoint, Lazy, Storage
-from ckpttool.core.errors import CkptError
+from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.keys import dotted
 from ckpttool.core.limits import Memory
 from ckpttool.core.pickle_imports import in_order
-from ckpttool.core.text import first_line
+from ckpttool.core.text import first_line, plural
+from ckpttool.evaluate import torch_eval
 from ckpttool.formats.pickle_read import Origin, loads
 from ckpttool.formats.registry import MEMORY
 from ckpttool.formats.remarks import read_form, remarks
 from ckpttool.formats.torch.tensors import Storages
 from ckpttool.formats.torch.tree import Tree, read_tree, unreached
 from ckpttool.formats.torch.zip_file import Container
-from ckpttool.live.model import bytes_of, check_memory
-from ckpttool.operands.checkpoint import model_section
+from ckpttool.tracing.recorder.memory import inside
+from ckpttool.tracing.runtime import layout_of
 
 _NO_LIMIT = 1 << 50  # bytes: the object is the caller's own
 
@@ -92,22 +93,35 @@ def checkpoint_of(obj: object) -> Checkpoint:
     return read_form(replace(found, notes=(*found.notes, *remarks(found))))
 
 
-def model_in(state: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the state dict that `state` is, or the one inside it that holds the model.
+def check_memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise `CkptError` if the memory of a tensor, or of a part of it, was freed: reading it would end the process."""
+    freed = [
+        Problem("its memory was freed", key) for key, tensor in tensors if any(map(_is_freed, levels(tensor.detach())))
+    ]
+    if freed:
+        hint = "gather it first, as FSDP's own state_dict() does"
+        raise CkptError(f"{plural(len(freed), 'tensor')} without memory", hint=hint, problems=freed)
 
-    Raises `CkptError` if several of them could be meant, or none.
-    """
-    if any(isinstance(value, torch.Tensor) for value in state.values()) or not any(map(_is_container, state.values())):
-        return state
-    checkpoint = checkpoint_of(state)
-    path = model_section(checkpoint).path
-    found: Any = state
-    assert isinstance(checkpoint.container, Container)
-    for _, key in checkpoint.container.tree.places[path].steps:
-        found = found[key]
-    if not isinstance(found, Mapping):
-        raise CkptError(f"{path} is not a dict of tensors", hint="pass its state_dict()")
-    return found
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    return layout_of(tensor) == "strided" and tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
+
+
+def levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensor, then the tensors that it consists of, down to dense ones."""
+    yield tensor
+    for part in inside(tensor):
+        yield from levels(part)
+
+
+def bytes_of(memory: torch.UntypedStorage) -> Callable[[], list[memoryview]]:
+    """Return a function that reads the bytes of a live storage."""
+
+    def read() -> list[memoryview]:
+        whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+        return [torch_eval.to_bytes(whole.cpu())]
+
+    return read
 
 
 def _tensors(obj: object) -> Iterator[tuple[str, torch.Tensor]]:
@@ -117,11 +131,11 @@ def _tensors(obj: object) -> Iterator[tuple[str, torch.Tensor]]:
         path, value = todo.pop()
         if isinstance(value, torch.Tensor):
             yield path, value
-        elif _is_container(value) and id(value) not in seen:
+        elif is_container(value) and id(value) not in seen:
             seen.add(id(value))
             inside = value.items() if isinstance(value, Mapping) else enumerate(value)
             todo += [(dotted(path, str(key)), part) for key, part in inside]
 
 
-def _is_container(value: object) -> TypeGuard[Mapping[Any, Any] | list[Any] | tuple[Any, ...]]:
+def is_container(value: object) -> TypeGuard[Mapping[Any, Any] | list[Any] | tuple[Any, ...]]:
     return isinstance(value, (Mapping, list, tuple))

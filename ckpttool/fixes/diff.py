@@ -1,0 +1,69 @@
+"""`diff`: compare, and look for the commands that fix the differences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpttool.core.errors import CkptError
+from ckpttool.core.options import expand_options
+from ckpttool.diffing.options import DiffOptions
+from ckpttool.diffing.run import run
+from ckpttool.distributed.job import only_first
+from ckpttool.formats.registry import MANIFEST
+from ckpttool.operands.checkpoint import Ckpt, open_checkpoint
+from ckpttool.operands.model import ModelOperand, is_names_file, operand_of
+from ckpttool.operands.sections import read_for_model
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ckpttool.diffing.result import Diff
+    from ckpttool.keywords import DiffKeywords
+
+
+@expand_options(DiffOptions)
+def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Unpack[DiffKeywords]) -> Diff:
+    """Return what differs, why, and the commands that fix it; `Diff.identical` is the answer.
+
+    `left` is what there is, `right` what is expected. With `model` alone: what ``state_dict()`` writes against the
+    runtime names. With `model` and `left`: identical exactly if ``load_state_dict(strict=True)`` would succeed and
+    convert no dtype (`ignore_dtype` leaves that out). `values` compares the bytes too, `rtol` and `atol` as in
+    ``torch.isclose``; `whole` also compares optimizer state and other entries. Raises `CkptError` if something cannot
+    be read, or if there is nothing to compare.
+    """
+    return diff_with_fixes(left, right, DiffOptions(**options))
+
+
+def diff_with_fixes(left: Ckpt | None, right: Ckpt | None, options: DiffOptions, suggest_rules: bool = False) -> Diff:
+    """Return what `diff` returns; `suggest_rules`: also the rules that lead from a checkpoint to a model."""
+    diff = _diff(left, right, options, suggest_rules)
+    if not options.says_what_fails:
+        return diff
+    from ckpttool.diffing.baseline import judged
+
+    return judged(diff, options)
+
+
+def _diff(left: Ckpt | None, right: Ckpt | None, options: DiffOptions, suggest_rules: bool) -> Diff:
+    if options.comparison is None:
+        only_first()
+    if is_names_file(left):
+        from ckpttool.fixes import candidates
+
+        other = ModelOperand(right) if options.model is None and is_names_file(right) else None
+        if right is not None and other is None:
+            raise CkptError(f"{left} is a names file, and is compared with a model", hint="leave the checkpoint out")
+        return candidates.run(str(left), other or operand_of(options), options)
+    model = operand_of(options)
+    opened = [None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right)]
+    first, second = (None if ckpt is None else read_for_model(ckpt, model) for ckpt in opened)
+    with options.comparing(first, second):
+        diff = run(first, second, options, model)
+    by_manifest = any(side is not None and side.format == MANIFEST.name for side in (first, second))
+    only_other_entries = options.whole and not any(map(diff.weighs, diff.entries))
+    if diff.identical or only_other_entries or by_manifest:  # nothing to fix, or no values to fix it with
+        return diff
+    from ckpttool.fixes.suggest import answered  # a third of the program, which the cases above need not load
+    from ckpttool.fixes.trial import Question
+
+    return answered(Question(first, second, options, model), diff, suggest_rules)

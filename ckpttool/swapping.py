@@ -1,0 +1,72 @@
+"""`swap_weights` for a file and for an object in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, overload
+
+from ckpttool.core.errors import CkptError
+from ckpttool.core.options import expand_options
+from ckpttool.core.text import a
+from ckpttool.io import progress as io_progress
+from ckpttool.io import sources
+from ckpttool.operands.checkpoint import Ckpt, open_with_values, split
+from ckpttool.remapping.write import recover_source
+from ckpttool.swap.swap import SwapOptions, run
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ckpttool.io.progress import Progress
+    from ckpttool.keywords import SwapKeywords
+    from ckpttool.live.swap import Swappable, Swapped
+    from ckpttool.swap.swap import Swap
+
+
+@overload
+def swap_weights(
+    program: str,
+    new: Ckpt,
+    out: str | None = None,
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[SwapKeywords],
+) -> Swap: ...
+
+
+@overload
+def swap_weights(
+    program: Swappable,
+    new: Mapping[str, Any],
+    *,
+    model: Any = None,
+    cast: bool = False,
+    constants: bool = False,
+    keep_constants: bool = False,
+    in_place: bool | None = None,
+) -> Swapped: ...
+
+
+@expand_options(SwapOptions)
+def swap_weights(
+    program: Any, new: Any, out: str | None = None, *, progress: Progress | None = None, **options: Any
+) -> Swap | Swapped:
+    """Put new weights into an exported program: a file, or a program, module or compiled package in memory.
+
+    A file is ``PATH`` or ``PATH::NAME``, and OUT is written if it is named. For an object in memory, `new` is a state
+    dict and the options are those of `live.swap_weights`. Raises `Refused`, all problems at once, if the weights do
+    not fit.
+    """
+    if isinstance(program, str):
+        sources.begin_call()
+        chosen = SwapOptions(out=out, **options)
+        chosen.check()
+        if chosen.in_place and not chosen.dry_run:
+            recover_source(split(program)[0])
+        with io_progress.shown(progress):
+            return run(program, open_with_values(new), chosen)
+    if out is not None:
+        raise CkptError(f"{a(program)} is in memory: the swap writes no {out}", hint="leave OUT away, or name a file")
+    from ckpttool.live import swap_weights as swap_in_memory
+
+    return swap_in_memory(program, new, **options)
