@@ -72,17 +72,30 @@ def _is_rank() -> bool:
 
 
 def _is_started_by_rank(pid: int) -> bool:
-    """Whether the process is the same rank; a shell only passes on what it was given. False without /proc."""
+    """Return whether the process is a rank, or a shell that a rank started. False without /proc."""
     own = {f"{name}={os.environ.get(name)}".encode() for name in ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")}
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            if not own.issubset(file.read().split(b"\0")):
-                return False
         with open(f"/proc/{pid}/stat") as file:
             name, _, rest = file.read().partition("(")[2].rpartition(")")
+        parent = int(rest.split()[1])
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            if not own.issubset(file.read().split(b"\0")):
+                return _is_worker(pid, parent)
     except OSError:
         return False
-    return _is_started_by_rank(int(rest.split()[1])) if name in _SHELLS else True
+    return _is_started_by_rank(parent) if name in _SHELLS else True
+
+
+def _is_worker(pid: int, parent: int) -> bool:
+    """Return whether the process runs a function, as a worker of ``elastic_launch`` does, which sets RANK itself.
+
+    A launcher is a program of its own; a worker was forked, or started by `multiprocessing`.
+    """
+    lines = []
+    for number in (pid, parent):
+        with open(f"/proc/{number}/cmdline", "rb") as file:
+            lines.append(file.read())
+    return b"multiprocessing.spawn" in lines[0] or lines[0] == lines[1]
 
 
 def _run_by_rank(args: list[str]) -> int:

@@ -246,6 +246,27 @@ def test_a_child_of_a_rank_is_no_rank(tmp_path: Path) -> None:
         assert (done.returncode, "a.weight" in done.stdout) == (0, True), done.stderr
 
 
+@pytest.mark.parametrize("start", ["spawn", "fork"])
+def test_a_child_of_a_worker_of_elastic_launch_is_not_a_rank(start: str, tmp_path: Path) -> None:
+    """torch starts a worker as a function, and sets its RANK only then."""
+    save_file(STATE, tmp_path / "in.safetensors")
+    (tmp_path / "train.py").write_text(
+        "import os, subprocess, sys\n"
+        "from torch.distributed.launcher.api import LaunchConfig, elastic_launch\n"
+        "def work():\n"
+        "    call = [sys.executable, '-m', 'ckpttool', 'inspect', 'in.safetensors']\n"
+        "    done = subprocess.run(call, capture_output=True, text=True, timeout=60)\n"
+        "    return done.returncode, 'a.weight' in done.stdout, done.stderr\n"
+        "if __name__ == '__main__':\n"
+        f"    config = LaunchConfig(1, 1, 2, rdzv_endpoint='localhost:0', start_method={start!r})\n"
+        "    print(elastic_launch(config, work)())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.strip() == str(dict.fromkeys(range(2), (0, True, ""))), done.stderr
+
+
 def test_a_warning_about_defaults_comes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     monkeypatch.chdir(tmp_path)
     Path("pyproject.toml").write_text("[tool.ckpttool]\nmodel = 'x.py:y'\n")
