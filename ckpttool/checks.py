@@ -18,6 +18,7 @@ from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.fixes import candidates
 from ckpttool.formats import strict_json
+from ckpttool.formats.detect_folder import dangerous_beside
 from ckpttool.io.files import look_anew
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.operands.model import ModelOperand, holds, is_names_file, operand_of, read_names
@@ -109,7 +110,7 @@ def _checked(path: str, kind: str, model: ModelOperand | None, options: DiffOpti
         elif kind == "names":
             read_names(path)
         else:
-            return _pickles(path, open_operand(path).imports, allow)
+            return _pickles(path, (*open_operand(path).imports, *dangerous_beside(path)), allow)
     except CkptError as error:
         return Checked(path, kind, error.problems or (_of_the_file(error, path),), error.hint)
     return _names(path, model, options) if kind == "names" else Checked(path, kind)
@@ -119,7 +120,14 @@ def _pickles(path: str, imports: Sequence[Import], allow: Sequence[str]) -> Chec
     found = [
         one for one in imports if one.verdict in _SAYS and not any(fnmatchcase(one.name, pattern) for pattern in allow)
     ]
-    problems = tuple(Problem(f"{_SAYS[one.verdict]} ({one.place}{_call(one)})", one.name) for one in found)
+    several = len({one.file for one in found}) > 1 or any(one.file != path for one in found)
+    problems = tuple(
+        Problem(
+            f"{_SAYS[one.verdict]} ({f'{one.file}: ' if several and one.member else ''}{one.place}{_call(one)})",
+            one.name,
+        )
+        for one in found
+    )
     names = dict.fromkeys(one.name for one in found)
     given = [word for name in (*allow, *names) for word in ("--allow", name)]
     hint = f"if you trust all of them: {shell('ckpttool', 'check', path, *given)}" if found else ""

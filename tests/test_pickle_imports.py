@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 
 import ckpttool
@@ -393,3 +394,19 @@ def test_a_deepspeed_folder_without_a_stage_says_what_to_run(tmp_path: Path, run
     assert f"python -m deepspeed.utils.zero_to_fp32 {tmp_path} OUT" in done.err
     assert "deepspeed.checkpoint.ds_to_universal" in done.err
     assert "newer ckpttool" not in done.err
+
+
+@pytest.mark.parametrize("name", ["training_args.bin", "optimizer.pt", "rng_state_0.pth"])
+def test_dangerous_imports_of_the_files_of_a_trainer_are_listed(name: str, run: Run, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    torch.save({"args": argparse.Namespace(lr=0.1)}, tmp_path / name)
+    assert "dangerous" not in run("inspect", tmp_path).out
+    assert run("check", tmp_path).status == 0
+    torch.save({"args": Runs(os.system, "id")}, tmp_path / name)
+    done = run("inspect", tmp_path)
+    assert "1 dangerous import" in done.err
+    assert str(tmp_path / name) in done.out
+    assert [one["verdict"] for one in run("inspect", tmp_path, "--format", "json").data["imports"]] == [DANGEROUS]
+    done = run("check", tmp_path)
+    assert done.status == 1
+    assert f"{tmp_path / name}: " in done.out + done.err

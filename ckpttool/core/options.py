@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields
 from functools import wraps
@@ -53,7 +54,8 @@ def expand_options(
 ) -> Callable[[Function], Function]:
     """Show the fields of the dataclass, or `only` these, in the function's signature instead of ``**options``.
 
-    A call with another keyword raises TypeError, with the closest known name.
+    A call with another keyword raises TypeError, with the closest known name. The function gets an `os.PathLike` as
+    text, also in a list.
     """
 
     def decorate(function: Function) -> Function:
@@ -77,12 +79,21 @@ def expand_options(
                     hint = "".join(f"; did you mean {near!r}?" for near in get_close_matches(name, known, 1))
                     raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
             spent.clear()
-            return function(*args, **keywords)
+            texts = {name: _as_text(value) for name, value in keywords.items()}
+            return function(*map(_as_text, args), **texts)
 
         checked.__signature__ = Signature([*named, *more])  # type: ignore[attr-defined]
         return checked  # type: ignore[return-value]
 
     return decorate
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fsdecode(value)
+    if isinstance(value, (list, tuple)) and any(isinstance(one, os.PathLike) for one in value):
+        return [os.fsdecode(one) if isinstance(one, os.PathLike) else one for one in value]
+    return value
 
 
 def keywords_of(options: Any) -> dict[str, Any]:

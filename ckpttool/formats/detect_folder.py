@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from shlex import quote
 from typing import NamedTuple
@@ -11,10 +12,10 @@ from typing import NamedTuple
 from ckpttool.core.checkpoint import Checkpoint, Span
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.limits import one_reading
-from ckpttool.core.pickle_imports import in_order
+from ckpttool.core.pickle_imports import Import, dangerous, in_order
 from ckpttool.formats.detect import sniff
 from ckpttool.formats.huggingface import read_index
-from ckpttool.formats.pickle_read import collected
+from ckpttool.formats.pickle_read import collected, unreadable
 from ckpttool.formats.registry import FORMATS
 from ckpttool.formats.remarks import remarks
 from ckpttool.io import files, paths, sources
@@ -297,5 +298,22 @@ def _open(path: str) -> Checkpoint:
     found = locate(path)
     checkpoint = FORMATS[found.format].read(found.path)
     beside = checkpoint.beside or states_beside(path)
-    said = (f"{', '.join(beside)}: beside it, carried from folder to folder",) if beside else ()
-    return replace(checkpoint, source=path, notes=(*checkpoint.notes, *said))
+    return replace(checkpoint, source=path, notes=(*checkpoint.notes, *note_on(beside)))
+
+
+def note_on(beside: Sequence[str]) -> tuple[str, ...]:
+    """Return a note on the other files of a folder, if there are any."""
+    return (f"{', '.join(beside)}: other files in the folder, copied if the output is a folder too",) if beside else ()
+
+
+def dangerous_beside(path: str) -> tuple[Import, ...]:
+    """Return the dangerous imports in files that a trainer saves next to the weights in the folder `path`."""
+    if files.is_glob(path) or not files.is_dir(path):
+        return ()
+    with one_reading(), collected() as imports:
+        for file in (join(path, name) for name in states_beside(path)):
+            try:
+                FORMATS[sniff(file)].read(file)
+            except CkptError as error:
+                unreadable(file, "", error)
+    return in_order(dangerous(imports))

@@ -12,7 +12,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.keys import dotted, is_flat
 from ckpttool.core.optimizer_state import FORMS, OptimizerState, Param
 from ckpttool.core.options import expand_options, several
-from ckpttool.core.pickle_imports import VERDICTS, Import, dangerous
+from ckpttool.core.pickle_imports import VERDICTS, Import, dangerous, in_order
 from ckpttool.core.schema import (
     COUNT,
     FLAG,
@@ -34,6 +34,7 @@ from ckpttool.core.text import Info, number, plural, some
 from ckpttool.core.values import dataclass, public
 from ckpttool.distributed.job import Question, answers
 from ckpttool.evaluate.statistics import Statistics, statistics
+from ckpttool.formats.detect_folder import dangerous_beside
 from ckpttool.formats.registry import MEMORY
 from ckpttool.naming.adapters import Adapter, adapter_of
 from ckpttool.naming.call_variants import aliases
@@ -241,6 +242,9 @@ def inspect(ckpt: Ckpt, *, stats: bool = False, filter: str | None = None) -> In
     in all. `stats` reads every dense tensor, in chunks. Raises `CkptError` if something cannot be read.
     """
     checkpoint = open_checkpoint(ckpt)
+    if isinstance(ckpt, str):
+        beside = dangerous_beside(ckpt)
+        checkpoint = replace(checkpoint, imports=in_order((*checkpoint.imports, *beside)))
     if filter is not None:
         checkpoint = _filtered(checkpoint, filter)
     return Inspection(

@@ -27,7 +27,7 @@ MODEL_SECTIONS = ("model", "state_dict", "model_state_dict", "model_state", "mod
 
 
 # What torch.save writes: a dict of any keys, a list or a tuple, with tensors anywhere inside.
-Ckpt = Union[str, Checkpoint, Mapping[Any, Any], "list[Any]", "tuple[Any, ...]"]
+Ckpt = Union[str, "os.PathLike[str]", Checkpoint, Mapping[Any, Any], "list[Any]", "tuple[Any, ...]"]
 
 
 @expand_options()
@@ -44,7 +44,7 @@ def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
     if isinstance(ckpt, str):
         return open_operand(ckpt)
     if not isinstance(ckpt, (Mapping, list, tuple)):
-        raise CkptError(f"{a(ckpt)} is not a checkpoint", hint="pass a path or a URL as text, or a state dict")
+        raise CkptError(f"{a(ckpt)} is not a checkpoint", hint="pass a path, a URL or a state dict")
     from ckpttool.operands.in_memory import checkpoint_of
 
     return checkpoint_of(ckpt)

@@ -19,6 +19,7 @@ from ckpttool.evaluate.apply import Runner
 from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats import strict_json
 from ckpttool.formats.compat import check_in_place, fit, loses_versions, losses
+from ckpttool.formats.detect_folder import note_on
 from ckpttool.formats.huggingface import parse_size
 from ckpttool.formats.pickle_write import dangerous_written
 from ckpttool.formats.torch.pickled_code import entries_with_code
@@ -216,6 +217,9 @@ def made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None) 
     if done.missing:
         said = f"missing {plural(len(done.missing), 'key')} of the model: {some(done.missing, 20)}"
         done = replace(done, notes=(*done.notes, said))
+    if done.result.beside != source.beside:  # some of these files are dropped
+        notes = (note for note in source.notes if note not in note_on(source.beside))
+        source = replace(source, notes=(*notes, *note_on(done.result.beside)))
     done = with_optimizers(replace(done, notes=(*source.notes, *done.notes)), wanted)
     return replace(done, changes_content=gathered is not None or changes_content(source, done))
 

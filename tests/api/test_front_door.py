@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -23,8 +24,7 @@ STATE = {"weight": torch.ones(1, 1)}
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda path: ckpttool.inspect(path), "a PosixPath is not a checkpoint"),
-        (lambda path: ckpttool.diff(STATE, path), "a PosixPath is not a checkpoint"),
+        (lambda path: ckpttool.inspect(cast(Any, 3)), "an int is not a checkpoint"),
         (lambda path: ckpttool.remap(cast(Any, {1, 2})), "a set is not a checkpoint"),
         (lambda path: ckpttool.trace(3), "an int is no model"),
         (
@@ -38,6 +38,34 @@ def test_what_cannot_be_done_is_said(call: Callable[[Any], object], says: str) -
         call(Path("out.pt"))
     assert raised.value.message == says
     assert not Path("out.pt").exists()
+
+
+def test_a_path_may_be_a_pathlib_path(tmp_path: Path) -> None:
+    """In every function, for every operand and option that is a path."""
+    left, right, rules = (tmp_path / name for name in ("left.pt", "right.pt", "rules.toml"))
+    out, names, plan = (tmp_path / name for name in ("out.pt", "names.json", "plan.json"))
+    torch.save({"a.weight": torch.ones(1, 1)}, left)
+    torch.save(STATE, right)
+    rules.write_text('[[rule]]\nrename = "a.{x*} => {x*}"\n')
+    names.write_text(json.dumps(ckpttool.trace(nn.Linear(1, 1, bias=False)).to_json()))
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: ckpttool.open_checkpoint(left).source == str(left),
+        lambda: ckpttool.inspect(left).checkpoint.source == str(left),
+        lambda: not ckpttool.diff(left, right).identical,
+        lambda: ckpttool.diff(right, model=names).identical,
+        lambda: ckpttool.steps([left, right]).steps[0].name == str(left),
+        lambda: ckpttool.since(left, left, right).base == str(left),
+        lambda: ckpttool.explain("weight", names).name == "weight",
+        lambda: ckpttool.remap(left, cast(Any, out), rules=cast(Any, rules), save_plan=cast(Any, plan)).dropped == [],
+        lambda: ckpttool.diff(out, right, values=True).identical,
+        lambda: ckpttool.write(ckpttool.open_checkpoint(left), cast(Any, tmp_path / "copy.pt")) is None,
+        lambda: ckpttool.remap(left, in_place=True, rules=cast(Any, rules)).output == str(left),
+        lambda: ckpttool.undo(cast(Any, left)).path == str(left),
+        lambda: ckpttool.check(cast(Any, [left, rules])).ok,
+        lambda: ckpttool.manifest(left)["subject"][0]["name"] == "left.pt",
+    )
+    for number, call in enumerate(calls):
+        assert call(), number
 
 
 def test_a_call_writes_over_what_earlier_calls_have_read_and_over_nothing_that_it_reads(

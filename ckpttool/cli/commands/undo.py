@@ -8,12 +8,23 @@ from typing import Annotated
 import ckpttool
 from ckpttool.cli.output import Report
 from ckpttool.core.options import Argument, option
+from ckpttool.core.values import dataclass
 from ckpttool.io.files import files_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class UndoReport(Report):
+    """`Report` with the words for what `--force` means here."""
+
+    force: Annotated[
+        bool,
+        option("--force", help="Also roll back an edit of another machine or container, and overwrite report files."),
+    ] = False
 
 
 def command(
     path: Annotated[str, Argument("PATH", "The file or folder that was edited in place.")],
-    report: Report,
+    report: UndoReport,
     no_fsync: Annotated[bool, option("--no-fsync", help="Do not wait until the disk has the bytes.")] = False,
 ) -> None:
     """Roll back an interrupted or the last edit in place.

@@ -17,6 +17,7 @@ from ckpttool.core.text import human_bytes, number, plural, shape_text
 from ckpttool.core.values import dataclass
 from ckpttool.inspection.inspect import Inspection, names_in_file
 from ckpttool.naming.flat import flat_params
+from ckpttool.operands.checkpoint import split
 from ckpttool.report.collapse import Group, collapse
 from ckpttool.report.document import (
     Cell,
@@ -324,7 +325,7 @@ _STYLES: dict[str, Role] = {DANGEROUS: "bad", UNKNOWN: "warn", KNOWN: "ok"}
 def _imports(inspection: Inspection) -> Table:
     """A line for each import, dangerous ones first, with its place and its calls."""
     imports = inspection.checkpoint.imports
-    several = len({one.file for one in imports}) > 1
+    several = {one.file for one in imports} != {split(inspection.checkpoint.source)[0]}
     rows: list[tuple[Inline, ...]] = []
     for one in imports:
         place = f"{one.file}: {one.place}" if several and one.member else one.place
