@@ -9,6 +9,7 @@ from typing import Any, Protocol, Union, runtime_checkable
 
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.pickle_imports import Import
+from ckpttool.core.text import shell
 from ckpttool.core.values import dataclass, public
 
 
@@ -379,6 +380,17 @@ class Checkpoint:
     def entries(self) -> dict[tuple[str, str], TensorEntry | ExtraEntry]:
         """Every entry by its section's path and its key."""
         return {(section.path, key): entry for section in self.sections for key, entry in section.by_key().items()}
+
+    def part(self, path: str) -> str:
+        """Return how the user names the section at `path`; for an object in memory, the Python expression."""
+        if self.format == "memory":
+            return "ckpt" + "".join(f"[{name!r}]" for name in path.split("."))
+        return f"{self.source}::{path}"
+
+    @property
+    def inspect_call(self) -> str:
+        """The command, or for an object in memory the Python call, that lists what the checkpoint holds."""
+        return "ckpttool.inspect(ckpt)" if self.format == "memory" else shell("ckpttool", "inspect", self.source)
 
     def section(self, path: str) -> Section:
         """The section at `path`; KeyError where there is none."""

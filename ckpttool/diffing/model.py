@@ -19,6 +19,7 @@ from ckpttool.diffing.names import NON_PERSISTENT, compare_load, compare_names, 
 from ckpttool.diffing.optimizer import Misassigned, SavedOptimizer, group_entries, optimizer_section, said
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, Remedy, names_outlines, only_right, outlines
 from ckpttool.formats.ranks.files import one_rank
+from ckpttool.formats.registry import MEMORY
 from ckpttool.formats.torch.legacy_file import UNREADABLE, refused_by_torch
 from ckpttool.formats.torch.tensors import is_dense, kind
 from ckpttool.naming.convert import other_versions
@@ -357,9 +358,14 @@ def _is_beyond(verdict: Verdict | None, entries: Sequence[Entry]) -> bool:
 
 def _more_of_it(model: ModelOperand, names: Names, checkpoint: Checkpoint, section: Section) -> list[str]:
     """A note on each other section that holds the same model; the answer is on one."""
+    in_memory = checkpoint.format == MEMORY.name
     return [
         f"{other.path} holds the same model as {section.title}, and was not compared: "
-        + shell("ckpttool", "diff", *model.words, f"{checkpoint.source}::{other.path}")
+        + (
+            f"ckpttool.diff({checkpoint.part(other.path)}, model=...)"
+            if in_memory
+            else shell("ckpttool", "diff", *model.words, checkpoint.part(other.path))
+        )
         for other in same_model(checkpoint, section, names)
     ]
 
@@ -471,9 +477,11 @@ def _no_optimizer(model: ModelOperand, checkpoint: Checkpoint) -> CkptError:
     paths = [section.path for section in checkpoint.optimizers]
     if paths:
         several = ", ".join(path or "(root)" for path in paths)
-        hint = f"pick one: {checkpoint.source}::{paths[0]}"
+        hint = f"pick one: {checkpoint.part(paths[0])}"
         return CkptError(f"{checkpoint.source} holds several optimizers: {several}", hint=hint)
     words = shell("ckpttool", "diff", *model.words, checkpoint.source)
+    if checkpoint.format == MEMORY.name:
+        words = "ckpttool.diff(ckpt, model=...)"
     return CkptError(
         f"{checkpoint.source} holds no optimizer: one that resumes from it starts afresh", hint=f"its model: {words}"
     )

@@ -32,8 +32,8 @@ Entries = Mapping[str, Union[TensorEntry, ExtraEntry]]
 
 _NO_ORDERS: Mapping[str, Rotary] = {}
 _HEAD = """\
-# What `ckpttool diff LEFT RIGHT --suggest` found: rules that make LEFT's names and shapes those of RIGHT.
-# Beside each rule stands what speaks for it. Whether the values fit too, names and shapes cannot tell.
+# Rules that `ckpttool diff --suggest` inferred: they give the left side the names and shapes of the right side.
+# The comment on each rule is its evidence. Names and shapes do not show whether the values fit: check them.
 """
 
 
@@ -72,7 +72,7 @@ class Suggestion:
 
     def text(self) -> str:
         """The file, as TOML."""
-        note = f"# Not made, since no tensor of LEFT is known to be it: {visible(', '.join(self.remaining))}\n"
+        note = f"# Not made, since no tensor of the left side is known to be it: {visible(', '.join(self.remaining))}\n"
         return _HEAD + (note if self.remaining else "") + "".join(map(_toml, self.tables))
 
 
@@ -297,7 +297,7 @@ class Suggested:
             return diff
         few, mine, theirs = _few(found), *(operand(side.source, side.format) for side in (left, right))
         if few is None:
-            return replace(diff, fix=_with_file(mine, theirs, values))
+            return replace(diff, fix=_with_file(mine, (theirs, *(["--values"] if values else []))))
         rules, patterns = few
         options = [("--rule", text) for text in rules] + [("--drop", text) for text in patterns]
         return replace(diff, fix=(_remap(mine, *chain.from_iterable(options)),))
@@ -311,6 +311,11 @@ def needs_file(diff: Diff) -> bool:
 def by_file(diff: Diff, rules: str) -> Diff:
     """The diff with the command that carries its rules out, which were written to the file `rules`."""
     return replace(diff, fix=(_remap(diff.left, "--rules", rules),))
+
+
+def through_file(diff: Diff, left: str, *right: str) -> Diff:
+    """Return the diff with the commands that write its rules to a file and carry them out."""
+    return replace(diff, fix=_with_file(left, right))
 
 
 def _remap(left: str, *options: str) -> str:
@@ -355,13 +360,12 @@ def _few(found: Suggestion) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     return None if found.plain is None or len(found.plain) > _FEW else (found.plain, found.drops)
 
 
-def _with_file(left: str, right: str, values: bool) -> tuple[str, ...]:
+def _with_file(left: str, right: Sequence[str]) -> tuple[str, ...]:
     whole = split(left)[0].rstrip("/")
     path = name(whole) if is_url(whole) else whole
     rules = free(path.removesuffix(Path(path).suffix), "rules", ".toml")
-    compared = ["--values"] if values else []
     return (
-        shell("ckpttool", "diff", left, right, *compared, "--suggest", rules),
+        shell("ckpttool", "diff", left, *right, "--suggest", rules),
         _remap(left, "--rules", rules),
     )
 

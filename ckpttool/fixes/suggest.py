@@ -12,9 +12,10 @@ from ckpttool.diffing.result import KIND, OBJECT, Diff, Entry, Remedy
 from ckpttool.diffing.sections import COMPUTED, MENDED, MENDED_BY
 from ckpttool.fixes import candidates
 from ckpttool.fixes.candidates import Way, with_a_model
-from ckpttool.fixes.rules_file import INFERRED, OF_RULES, PART, Suggested, needs_file
+from ckpttool.fixes.rules_file import INFERRED, OF_RULES, PART, Suggested, needs_file, through_file
 from ckpttool.fixes.trial import PLACEHOLDERS, Attempt, Question, command, try_remap, untried
 from ckpttool.formats.ranks.files import one_rank
+from ckpttool.formats.registry import MEMORY
 from ckpttool.formats.remarks import PLACEHOLDER
 from ckpttool.naming.wrappers import ADAPTERS
 from ckpttool.operands.checkpoint import model_section, open_operand, split
@@ -196,7 +197,10 @@ def _answered(question: Question, diff: Diff, suggests: bool) -> Diff:
     """`diff`, the answer, with commands that mend it. Suggested rules in a file mend what nothing else mends whole."""
     if question.left is None or question.right is None:
         done = suggest(question, diff)
-        return _with_rules(done, diff, question.left, question.model) if suggests else done
+        if suggests or not done.fix:
+            ruled = _with_rules(done, diff, question.left, question.model)
+            return ruled if suggests else _by_rules(done, ruled, question)
+        return done
     suggested = Suggested(diff, question.left, question.right)
     done = suggest(question, diff, suggested)
     if diff.inferred is None:
@@ -218,6 +222,16 @@ def _with_rules(done: Diff, diff: Diff, left: Checkpoint | None, model: ModelOpe
     undone = [note for note in ruled.notes if note == PART or note.startswith(OF_RULES)]
     notes = [note for note in (done if undone else diff).notes if note not in (PART, INFERRED)]
     return replace(done, rules=ruled.rules, notes=(*notes, *undone, INFERRED))
+
+
+def _by_rules(done: Diff, ruled: Diff, question: Question) -> Diff:
+    """Return `ruled` with the commands that write its rules and carry them out, or `done` if they leave something."""
+    left, model = question.left, question.model
+    if ruled.rules is None or left is None or model is None or done.remedy is not None or left.format == MEMORY.name:
+        return done
+    if any(note == PART or note.startswith(OF_RULES) for note in ruled.notes):
+        return done
+    return through_file(replace(ruled, rules=done.rules), left.source, *model.words)
 
 
 def suggest(question: Question, diff: Diff, suggested: Suggested | None = None) -> Diff:

@@ -119,7 +119,7 @@ def _narrower(checkpoint: Checkpoint) -> str:
     main = [s for s in checkpoint.state_dicts if s.path]
     others = [s.path for s in checkpoint.sections if s not in main] + list(checkpoint.others)
     if main and others and "::" not in checkpoint.source:
-        return f"take the section alone: {checkpoint.source}::{main[0].path}, or choose an output that ends in .pt"
+        return f"take the section alone: {checkpoint.part(main[0].path)}, or choose an output that ends in .pt"
     return "choose an output that ends in .pt"
 
 

@@ -273,7 +273,7 @@ def _filtered(checkpoint: Checkpoint, pattern: str) -> Checkpoint:
     sections = tuple(kept(section) for section in checkpoint.sections)
     total, count = (sum(len(one.all_tensors()) for one in each) for each in (checkpoint.sections, sections))
     if not count:
-        hint = f"`ckpttool inspect {checkpoint.source}` lists what is there"
+        hint = f"`{checkpoint.inspect_call}` lists what is there"
         raise CkptError(f"{pattern!r} names none of {plural(total, 'tensor')}", hint=hint)
     note = Info(f"only what {pattern!r} names: {number(count)} of {plural(total, 'tensor')}")
     return replace(checkpoint, sections=sections, notes=(*checkpoint.notes, note))

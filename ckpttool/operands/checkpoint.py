@@ -14,7 +14,7 @@ from ckpttool.core.options import expand_options
 from ckpttool.core.text import a
 from ckpttool.formats import detect_folder
 from ckpttool.formats.detect_folder import is_fsdp, is_part, is_weights, optimizers_in, parts_in
-from ckpttool.formats.registry import FORMATS, MANIFEST, MEMORY
+from ckpttool.formats.registry import FORMATS, MANIFEST
 from ckpttool.formats.remarks import read_form
 from ckpttool.io import progress
 from ckpttool.io.files import is_dir, is_file, names_in, read_on
@@ -112,9 +112,7 @@ def model_section(checkpoint: Checkpoint) -> Section:
     if len(found) == 1:
         return found[0]
     if found:
-        hint = f"pick one: {checkpoint.source}::{found[0].path}"
-        if checkpoint.format == MEMORY.name:
-            hint = f"pass one of them instead of the whole object: {found[0].title}"
+        hint = f"pick one: {checkpoint.part(found[0].path)}"
         raise CkptError(
             f"{checkpoint.source} holds several state dicts: {', '.join(s.title for s in found)}", hint=hint
         )

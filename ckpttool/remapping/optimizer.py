@@ -195,7 +195,8 @@ def remap_optimizers(source: Checkpoint, wanted: OptimizerRequest) -> tuple[Chec
             done.append(changed[1])
     if wanted.keys is not None and not source.optimizers:
         raise Refused(
-            f"{source.source} holds no optimizer", hint="`ckpttool inspect` lists its sections; leave the option out"
+            f"{source.source} holds no optimizer",
+            hint=f"`{source.inspect_call}` lists its sections; leave the option out",
         )
     return (replace(source, sections=tuple(sections)) if done else source), tuple(done)
 

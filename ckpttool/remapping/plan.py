@@ -186,7 +186,7 @@ def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, l
     if idle:
         raise Refused(
             f"{len(idle)} of {len(patterns)} --drop patterns match nothing",
-            hint=f"`ckpttool inspect {checkpoint.source}` lists what is there",
+            hint=f"`{checkpoint.inspect_call}` lists what is there",
             problems=[Problem("matches nothing", text) for text in patterns if text in idle],
         )
     check_whole(checkpoint, dropped)
@@ -482,7 +482,7 @@ def by_plan(source: Checkpoint, plan: Plan, runners: Mapping[str, Runner] = NO_C
     if not moves.keys() <= there:
         raise Refused(
             f"the plan changes optimizers that {source.source} has not",
-            hint=f"`ckpttool inspect {source.source}` lists its sections",
+            hint=f"`{source.inspect_call}` lists its sections",
             problems=[Problem("no optimizer", path or "(root)") for path in moves if path not in there],
         )
     sections = (carried_out(moves[s.path], s) if s.path in moves else s for s in made.sections)

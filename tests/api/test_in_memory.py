@@ -158,3 +158,22 @@ def test_the_index_reads_the_live_tensors() -> None:
     checkpoint = ckpttool.open_checkpoint({"model": {"w": held}})
     held += 1
     assert ckpttool.diff(checkpoint, {"model": {"w": torch.ones(2)}}, values=True).identical
+
+
+def test_hints_on_an_object_in_memory_are_python_calls() -> None:
+    """A command line cannot name it; what the backquotes hold works as pasted."""
+    ckpt = {name: {"a.weight": torch.ones(2)} for name in ("model", "ema")}
+    cases: tuple[tuple[Callable[[], object], str], ...] = (
+        (lambda: ckpttool.remap(ckpt, drop="none"), "`ckpttool.inspect(ckpt)`"),
+        (lambda: ckpttool.inspect(ckpt, filter="none"), "`ckpttool.inspect(ckpt)`"),
+        (lambda: ckpttool.remap(ckpt, optimizer_keys="fqn"), "`ckpttool.inspect(ckpt)`"),
+        (lambda: ckpttool.diff({"x": ckpt["ema"], "y": ckpt["ema"]}, ckpt["ema"]), "ckpt['x']"),
+    )
+    for call, hint in cases:
+        with pytest.raises(CkptError) as raised:
+            call()
+        assert hint in raised.value.hint
+        assert "in memory" not in raised.value.hint
+    notes = ckpttool.diff(ckpt, model=lambda: nn.ModuleDict({"a": nn.RMSNorm(2)})).notes
+    (note,) = (note for note in notes if "was not compared" in note)
+    assert note.endswith("ckpttool.diff(ckpt['ema'], model=...)")

@@ -415,6 +415,32 @@ def test_a_file_of_rules_leads_from_a_checkpoint_to_a_model(
     assert torch.equal(*flat)
 
 
+def test_without_a_file_the_commands_that_use_one_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are printed if the rules leave nothing undone, and work as pasted."""
+    monkeypatch.chdir(tmp_path)
+    Path("models.py").write_text(MODELS)
+    space: dict[str, Any] = {}
+    exec(MODELS, space)
+    torch.save((saved := space["long"]()).state_dict(), "a.pt")
+    status, found = asked(capsys, "diff", "a.pt", "--model", "models.py:fused")
+    assert (status, found.get("rules")) == (1, None)
+    first, second = (shlex.split(command) for command in found["fix"])
+    assert first[-2:] == ["--suggest", "a.rules.toml"]
+    assert main(first[1:]) == 1
+    assert main(second[1:]) == 0
+    out = torch.load(second[-1])
+    space["fused"]().load_state_dict(out)  # strict
+    assert torch.equal(out["qkv.bias"], torch.cat([saved[name].bias for name in ("query", "key", "value")]))
+    assert main(["diff", second[-1], "--model", "models.py:fused"]) == 0
+    capsys.readouterr()
+    assert "--model" not in Path("a.rules.toml").read_text()
+    assert "RIGHT" not in Path("a.rules.toml").read_text()
+    torch.save({**saved.state_dict(), "other": torch.ones(9)}, "more.pt")
+    assert asked(capsys, "diff", "more.pt", "--model", "models.py:fused")[1]["fix"] == []
+
+
 def test_what_a_file_of_rules_for_a_model_leaves_undone_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
