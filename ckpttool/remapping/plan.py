@@ -152,6 +152,12 @@ REMAP = record(
 
 
 _STATE = (f"{STATE}.", f"{GROUPS}.")
+# Names next to a weight in files of transformers, whose config.json alone says how they are used.
+_FLOAT8_SCALES = ("_scale", "_scale_inv", "_scale_2")  # ``weight_scale_inv`` next to a ``weight`` in float8
+_PACKED = {
+    "qweight": ("qzeros", "scales", "g_idx"),
+    "weight_packed": ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale"),
+}
 _BITSANDBYTES = ".quant_state.bitsandbytes__"  # ``0.weight.quant_state.bitsandbytes__nf4``, next to ``0.weight.absmax``
 
 
@@ -240,9 +246,18 @@ def _state_keys(section: Section, gone: Collection[str]) -> list[str]:
 
 
 def _quantized(section: Section) -> list[list[str]]:
-    """The keys of each weight of which the file holds bitsandbytes' record."""
+    """Return the keys of each quantized weight: the weight itself, and what its values are computed with."""
     weights = [key.partition(_BITSANDBYTES)[0] for key in section.keys if _BITSANDBYTES in key]
-    return [[key for key in section.keys if key == own or key.startswith(f"{own}.")] for own in weights]
+    found = [[key for key in section.keys if key == own or key.startswith(f"{own}.")] for own in weights]
+    keys = set(section.keys)
+    for entry in section.tensors:
+        module, _, name = entry.key.rpartition(".")
+        more: Sequence[str] = _PACKED.get(name, ())
+        if entry.dtype.startswith("float8"):
+            more = [f"{name}{end}" for end in _FLOAT8_SCALES] + ["input_scale"] * (name == "weight")
+        parts = [part for part in (f"{module}.{other}".lstrip(".") for other in more) if part in keys]
+        found += [[entry.key, *parts]] if parts else []
+    return found
 
 
 def without(checkpoint: Checkpoint, paths: Collection[str]) -> Checkpoint:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -141,6 +142,45 @@ def test_a_quantized_weight_stays_with_its_scales(run: Run, tmp_path: Path) -> N
     assert run("remap", tmp_path / "in.pt", "--drop", "0.weight*", "-o", out).status == 0
     assert list(torch.load(out)) == ["0.bias"]
     assert run("remap", tmp_path / "in.pt", "--drop", "0.bias", "-o", out, "--force").status == 0
+
+
+@pytest.mark.parametrize(
+    ("weight", "parts"),
+    [
+        ("weight", {"weight_scale_inv": torch.ones(1, 1)}),
+        ("weight", {"weight_scale": torch.ones(3, 1), "input_scale": torch.ones(1)}),
+        ("qweight", {"qzeros": torch.zeros(1, 1, dtype=torch.int32), "scales": torch.ones(1, 3)}),
+        ("weight_packed", {"weight_scale": torch.ones(3, 1), "weight_shape": torch.tensor([3, 2])}),
+    ],
+    ids=["fp8 blocks", "fp8", "gptq", "compressed-tensors"],
+)
+def test_scales_that_only_the_config_describes_stay_with_their_weight(
+    weight: str, parts: dict[str, torch.Tensor], run: Run, tmp_path: Path
+) -> None:
+    dtype = torch.float8_e4m3fn if weight == "weight" else torch.int32
+    state = {f"0.{weight}": torch.zeros(3, 2).to(dtype), "0.bias": torch.ones(3), "1.weight": torch.ones(3)}
+    state |= {f"0.{name}": value for name, value in parts.items()}
+    folder = tmp_path / "in"
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    out = tmp_path / "out.safetensors"
+    for name in (weight, *parts):
+        done = run("remap", folder, "--drop", f"0.{name}", "-o", out)
+        assert (done.status, out.exists()) == (1, False), name
+        assert "part of a quantized weight" in done.err
+    every = [word for name in (weight, *parts) for word in ("--drop", f"0.{name}")]
+    assert run("remap", folder, *every, "-o", out).status == 0
+    assert set(load_file(out)) == {"0.bias", "1.weight"}
+    assert run("remap", folder, "--drop", "0.bias", "-o", out, "--force").status == 0
+
+
+def test_a_scale_next_to_an_ordinary_weight_may_go(run: Run, tmp_path: Path) -> None:
+    """A model of its own may call a parameter so."""
+    save_file({"0.weight": torch.ones(3), "0.weight_scale": torch.ones(1)}, tmp_path / "in.safetensors")
+    out = tmp_path / "out.safetensors"
+    assert run("remap", tmp_path / "in.safetensors", "--drop", "0.weight_scale", "-o", out).status == 0
+    assert set(load_file(out)) == {"0.weight"}
 
 
 class Net(nn.Module):
