@@ -144,11 +144,7 @@ def test_only_the_command_line_prints() -> None:
 
 
 WRITERS = (
-    *(f"ckpttool.io.{name}" for name in ("write_file", "write_folder", "write_remote")),
-    *(
-        f"ckpttool.io.{name}"
-        for name in ("journal", "edit_journal", "old_files", "atomic_replace", "temporary", "undo")
-    ),
+    *(f"ckpttool.io.{name}" for name in ("syscalls", "temporary", "transaction", "write", "undo")),
     "ckpttool.distributed.make",
     "ckpttool.cli.output",
 )

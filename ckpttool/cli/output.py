@@ -13,8 +13,9 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.options import option
 from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import only_first
-from ckpttool.io import sources, write_file
+from ckpttool.io import sources
 from ckpttool.io.pieces import Piece
+from ckpttool.io.write import WriteOptions, is_one_of, preflight, write_file
 from ckpttool.report import FORMATS, check_format, format_of, render
 from ckpttool.report.document import Document, warnings_apart
 from ckpttool.report.renderers import json
@@ -91,7 +92,7 @@ def _rendered(format: str, document: Callable[[], Document], data: Callable[[], 
 
 
 def _check_no_source(path: str, read: Iterable[str]) -> None:
-    if write_file.is_one_of(path, read):
+    if is_one_of(path, read):
         raise CkptError(f"{path} is read by this command", hint="name another file")
 
 
@@ -111,8 +112,8 @@ def write_text(path: str, text: str, *, force: bool, in_place: bool = False) -> 
         return
     if not in_place:
         _check_no_source(path, sources.files_read())
-    write_file.preflight(path, (), force=force, in_place=in_place)
-    write_file.write([Piece(text.encode("utf-8", "backslashreplace"))], path, replace=force, in_place=in_place)
+    preflight(path, (), force=force, in_place=in_place)
+    write_file([Piece(text.encode("utf-8", "backslashreplace"))], path, WriteOptions(replace=force, in_place=in_place))
 
 
 def write_manifest(path: str | None, ckpt: str, *, force: bool) -> None:

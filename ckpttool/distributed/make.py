@@ -18,14 +18,14 @@ from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import Job
 from ckpttool.io import progress, sources
-from ckpttool.io.atomic_replace import sync_folder
 from ckpttool.io.files import size
-from ckpttool.io.journal import NEW
+from ckpttool.io.fill import check_space, failing, fill
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import BLOCK, Crc, Files, Link, Piece, Pieces, Ready, nbytes_of
 from ckpttool.io.ranges import digest_on_disk
+from ckpttool.io.syscalls import sync_folder
 from ckpttool.io.temporary import is_mine, remove
-from ckpttool.io.write_file import check_space, failing, fill
+from ckpttool.io.write import NEW
 
 _ENDING = ".ckpttool.job"
 _LEAST, _MOST = 1 << 20, 1 << 28  # bytes of a unit: what a rank that dies leaves half done is written again

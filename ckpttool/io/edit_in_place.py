@@ -1,4 +1,4 @@
-"""Files changed where they lie, where that takes no copy: what may be changed so, and the report of it."""
+"""Edit files where they lie, if that needs no copy: which files can be edited, and the report."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Literal
 
 from ckpttool.core.values import dataclass
-from ckpttool.io import edit_journal, progress
-from ckpttool.io.edit_journal import Change
-from ckpttool.io.journal import recover
+from ckpttool.io import progress, transaction
+from ckpttool.io.fill import failing
 from ckpttool.io.patch import hashed, of_pieces
 from ckpttool.io.pieces import Edited
-from ckpttool.io.reflink import NOT_HERE
-from ckpttool.io.write_file import failing
+from ckpttool.io.syscalls import NOT_HERE
+from ckpttool.io.transaction import Change
 
 _LINKED = "it has a second name (a hard link), which keeps the old content"
 _SHARED = "its shards are links to files that other folders may share"
@@ -28,9 +27,9 @@ _NO_ROOM = "its header has no room, and the file system cannot move the data by 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How a file is written in place: `nbytes` change where they lie, all taken back, or completely for a `reason`.
+    """How a file is written in place: `nbytes` change where they lie, the last edit is undone, or a complete copy.
 
-    `kept` are the bytes that change and are kept for undo.
+    `reason` says why it is a copy. `kept` are the old bytes that are kept for undo.
     """
 
     way: Literal["edited", "undone", "copied"]
@@ -39,70 +38,67 @@ class Written:
     kept: int = 0
 
     def __str__(self) -> str:
-        return _WORDS[self.way].format(own=self) if self.nbytes or self.way != "edited" else _UNCHANGED
-
-
-_UNCHANGED = "not at all: nothing of it changes"
-_WORDS = {
-    "edited": "in place, {own.nbytes:,} bytes of it",
-    "undone": "as it was before the last edit in place",
-    "copied": "completely: {own.reason}",
-}
+        if self.way == "copied":
+            return f"completely: {self.reason}"
+        if self.way == "undone":
+            return "as it was before the last edit in place"
+        return f"in place, {self.nbytes:,} bytes of it" if self.nbytes else "not at all: nothing of it changes"
 
 
 def edit(files: Mapping[str, Edited] | None, folder: str, *, keep: bool, fsync: bool, dry_run: bool = False) -> Written:
-    """Makes the files of the folder what `files` say, all of them or none, without moving a byte that stays.
+    """Edit the files of the folder, all or none, without moving a byte that stays.
 
-    `keep`: the way back is kept for undo. A `dry_run` changes nothing, and cannot tell whether the file system can make
-    room for a longer header of safetensors.
+    `keep`: the old bytes are kept for undo. A `dry_run` changes nothing, and cannot tell whether the file system can
+    make room for a longer header of safetensors.
 
-    Where that cannot be, nothing is done, and the answer says why. Raises `CkptError` where the disk fails, or another
-    process was faster: all is as it was.
+    If that is not possible, nothing is done, and the result says why. Raises `CkptError` if the disk fails, or if
+    another process was faster: all is as it was.
     """
     if files is None:
         return Written("copied", reason=_MOVED)
+    changes: dict[str, Change] = {}
     with failing(os.path.join(folder, [*files][-1])):
-        place, changes = _changes(files, folder)
-        if isinstance(changes, str):
-            return Written("copied", reason=changes)
+        homes = set()
+        for name, file in files.items():
+            path = Path(os.path.realpath(os.path.join(folder, name)))
+            state = path.stat()
+            homes.add(path.parent)
+            patch = of_pieces(file.pieces, str(path), state.st_size)
+            reason = ""
+            if len(files) > 1 and os.path.islink(os.path.join(folder, name)):
+                reason = _SHARED
+            elif state.st_nlink > 1:
+                reason = _LINKED
+            elif not (state.st_mode & stat.S_IWUSR and os.access(path, os.W_OK)):
+                reason = _READ_ONLY
+            elif len(homes) > 1:
+                reason = _MOVED
+            if reason or patch is None:
+                return Written("copied", reason=reason or _MOVED)
+            changes[path.name] = Change(patch, hashed(file.before), hashed(file.index))
         if all(change.before == change.index for change in changes.values()):
-            return Written("edited", 0)  # nothing changes, and the way back of the last edit stays
-        nbytes = sum(change.patch.nbytes for change in changes.values())
-        done = Written("edited", nbytes, kept=sum(change.patch.overwritten for change in changes.values()))
+            return Written("edited", 0)  # the record of the last edit stays
+        (place,) = homes
+        patches = [change.patch for change in changes.values()]
+        nbytes = sum(len(patch.head) + len(patch.tail) for patch in patches)
+        done = Written("edited", nbytes, kept=sum(patch.before - patch.length for patch in patches))
         if dry_run:
             return done
         if any(change.patch.shift and _is_mapped(place / name) for name, change in changes.items()):
             return Written("copied", reason=_MAPPED)
-        recover(place, changes)
+        transaction.recover(place, changes)
         try:
-            edit_journal.edit(place, changes, keep=keep, fsync=fsync)
+            transaction.edit(place, changes, keep=keep, fsync=fsync)
         except OSError as error:
-            if error.errno in NOT_HERE and any(change.patch.shift for change in changes.values()):
+            if error.errno in NOT_HERE and any(patch.shift for patch in patches):
                 return Written("copied", reason=_NO_ROOM)
             raise
     progress.has_written(nbytes)
     return done
 
 
-def _changes(files: Mapping[str, Edited], folder: str) -> tuple[Path, dict[str, Change] | str]:
-    """The folder that the files really lie in, and the change of each; or why there is none."""
-    changes: dict[str, Change] = {}
-    homes = set()
-    for name, own in files.items():
-        place = os.path.join(folder, name)
-        path = Path(os.path.realpath(place))
-        state = path.stat()
-        homes.add(path.parent)
-        reason = _SHARED if len(files) > 1 and os.path.islink(place) else _unfit(path, state)
-        patch = of_pieces(own.pieces, str(path), state.st_size)
-        if reason or patch is None or len(homes) > 1:
-            return path.parent, reason or _MOVED
-        changes[path.name] = Change(patch, hashed(own.before), hashed(own.index))
-    return homes.pop(), changes
-
-
 def _is_mapped(path: Path) -> bool:
-    """Whether a process, as far as this user sees them, has the file mapped: the data would move under its reader."""
+    """Return True if a process that this user can see has the file mapped: the data would move under its reader."""
     state = path.stat()
     device = f"{os.major(state.st_dev):02x}:{os.minor(state.st_dev):02x} {state.st_ino} ".encode()
     for maps in Path("/proc").glob("[0-9]*/maps"):
@@ -110,11 +106,3 @@ def _is_mapped(path: Path) -> bool:
             if device in maps.read_bytes():
                 return True
     return False
-
-
-def _unfit(path: Path, state: os.stat_result) -> str:
-    """Why the file is not to be changed where it lies; nothing where it may be."""
-    if state.st_nlink > 1:
-        return _LINKED
-    writable = state.st_mode & stat.S_IWUSR and os.access(path, os.W_OK)
-    return "" if writable else _READ_ONLY

@@ -1,7 +1,7 @@
-"""Local paths and URLs alike: what the readers and writers ask of a file or a folder, before any format is known.
+"""Local paths and URLs alike: what readers and writers ask of a file or a folder, before any format is known.
 
-This is the only place that tells the two apart. A path goes straight to the operating system, a URL (``s3://…``) to
-`remote`, which is imported when the first one comes.
+Only this module tells the two apart. A path goes straight to the operating system, a URL (``s3://…``) to `remote`,
+which is imported for the first one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from ckpttool.core.errors import CkptError
-from ckpttool.io import journal, progress, sources
+from ckpttool.io import progress, sources, transaction
 from ckpttool.io.paths import is_url, parent
 
 _HINT = "check the path and its permissions"
-
 _GLOB = re.compile(r"[*?[]")
-_NO_WAITING = getattr(os, "O_NONBLOCK", 0)
 _NO_FILES = (
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISCHR, "a terminal or another device"),
@@ -39,16 +37,16 @@ class Source(Protocol):
         """Bytes of the file."""
 
     def read(self, count: int = -1, /) -> bytes:
-        """The next `count` bytes (default: all), fewer at the end of the file."""
+        """Return the next `count` bytes (default: all), fewer at the end of the file."""
 
     def seek(self, offset: int, /) -> int:
-        """Moves to byte `offset`."""
+        """Move to byte `offset`."""
 
     def read_at(self, offset: int, count: int) -> bytes:
-        """At most `count` bytes from byte `offset` on; empty only at the end of the file."""
+        """Return at most `count` bytes from byte `offset` on; empty only at the end of the file."""
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Says which ranges (offset, count) are read next, so that a remote file can be asked for all at once."""
+        """Announce which ranges (offset, count) are read next: a remote file fetches all of them at once."""
 
 
 class LocalFile(io.BufferedReader):
@@ -60,27 +58,26 @@ class LocalFile(io.BufferedReader):
         return os.fstat(self.fileno()).st_size
 
     def read(self, count: int | None = -1, /) -> bytes:
-        """The next `count` bytes (default: all), fewer at the end of the file."""
+        """Return the next `count` bytes (default: all), fewer at the end of the file."""
         data = super().read(count)
         progress.has_read(len(data))
         return data
 
     def read_at(self, offset: int, count: int) -> bytes:
-        """At most `count` bytes from byte `offset` on: fewer at the end of the file only."""
+        """Return at most `count` bytes from byte `offset` on: fewer at the end of the file only."""
         data = os.pread(self.fileno(), count, offset)
         progress.has_read(len(data))
         return data
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Nothing: the kernel reads ahead."""
+        """Do nothing: the kernel reads ahead."""
 
 
 @contextmanager
 def opened(path: str, *, pipes: bool = False) -> Iterator[Source]:
-    """The file, open for reading. Raises `CkptError` where it cannot be opened or read.
+    """Open the file for reading. Raises `CkptError` if it cannot be opened or read.
 
-    What is no file (a terminal, a device) is not waited for; with `pipes` a pipe is read, from which nothing can be
-    read twice.
+    A terminal or a device is refused without waiting for it. With `pipes`, a pipe is read; it can be read only once.
     """
     if "\0" in path:
         raise CkptError(f"cannot read {path!r}: a null byte in the path", hint=_HINT)
@@ -99,10 +96,11 @@ def opened(path: str, *, pipes: bool = False) -> Iterator[Source]:
 
 
 def _plain(path: str, pipes: bool) -> io.FileIO:
-    """The file at `path`. Opening does not wait for whoever has to write to a pipe."""
-    file = io.FileIO(path, "rb", opener=lambda name, flags: os.open(name, flags | _NO_WAITING))
+    """Open the file without waiting for a process that writes to a pipe."""
+    no_waiting = getattr(os, "O_NONBLOCK", 0)
+    file = io.FileIO(path, "rb", opener=lambda name, flags: os.open(name, flags | no_waiting))
     mode = os.fstat(file.fileno()).st_mode
-    what = next((words for is_one, words in _NO_FILES if is_one(mode)), None)
+    what = next((text for is_one, text in _NO_FILES if is_one(mode)), None)
     if what is None or (pipes and stat.S_ISFIFO(mode)):
         os.set_blocking(file.fileno(), True)
         return file
@@ -112,7 +110,7 @@ def _plain(path: str, pipes: bool) -> io.FileIO:
 
 @contextmanager
 def sources_stay() -> Iterator[None]:
-    """Raises `CkptError` at its end where what tensors were read from inside is no longer what its index says."""
+    """Raise `CkptError` at the end if a file whose tensors were read inside no longer is what its index says."""
     sources.note_anew()
     yield
     sources.check_unchanged(source for source in sources.streamed() if not is_url(source))
@@ -124,16 +122,16 @@ def sources_stay() -> Iterator[None]:
 
 
 def opened_at(urls: Iterable[str]) -> dict[str, object]:
-    """What the stores have said of the files at these URLs, as far as they were asked."""
-    from ckpttool.io.remote.read import kept
+    """Return what the stores have said about the files at these URLs, if they were asked."""
+    from ckpttool.io.remote.read import cache
 
-    return {url: said for url in urls if (said := kept.stats.get(url)) is not None}
+    return {url: said for url in urls if (said := cache.stats.get(url)) is not None}
 
 
 def read_on(opened: Mapping[str, Any]) -> None:
-    """An index is used again for which these files and URLs were opened as they were then.
+    """Use an index again for which these files and URLs were opened, each with its state then.
 
-    Raises `CkptError` where one has changed: its bytes would be taken from the places that the old one had.
+    Raises `CkptError` if one has changed: its bytes would be taken from the places that the old one had.
     """
     for path, state in opened.items():
         if not is_url(path):
@@ -147,7 +145,7 @@ def read_on(opened: Mapping[str, Any]) -> None:
 
 
 def is_file(path: str) -> bool:
-    """Whether there is such a file. Raises `CkptError` where the store of a URL does not answer."""
+    """Return True if there is such a file. Raises `CkptError` if the store of a URL does not answer."""
     if not is_url(path):
         return os.path.isfile(path)
     from ckpttool.io.remote import read as remote
@@ -157,7 +155,7 @@ def is_file(path: str) -> bool:
 
 
 def is_dir(path: str) -> bool:
-    """Whether there is such a folder; in an object store, anything under that name. Raises like `is_file`."""
+    """Return True if there is such a folder; in an object store, anything under that name. Raises like `is_file`."""
     if not is_url(path):
         return os.path.isdir(path)
     from ckpttool.io.remote import read as remote
@@ -167,16 +165,12 @@ def is_dir(path: str) -> bool:
 
 
 def exists(path: str) -> bool:
-    """Whether there is such a file or folder. Raises like `is_file`."""
-    if not is_url(path):
-        return os.path.exists(path)
-    from ckpttool.io.remote import read as remote
-
-    return remote.stat(path) is not None
+    """Return True if there is such a file or folder. Raises like `is_file`."""
+    return os.path.exists(path) if not is_url(path) else is_file(path) or is_dir(path)
 
 
 def size(path: str) -> int:
-    """Bytes of the file. Raises OSError, or `CkptError` for a URL, where there is none."""
+    """Return the bytes of the file. Raises OSError, or `CkptError` for a URL, if there is none."""
     if not is_url(path):
         return os.path.getsize(path)
     from ckpttool.io.remote import read as remote
@@ -185,15 +179,15 @@ def size(path: str) -> int:
 
 
 def look_ahead(heads: Mapping[str, int]) -> None:
-    """Tells that about so many bytes at the start of each file will be read: in one store, side by side."""
+    """Announce that about so many bytes at the start of each file will be read: from one store, side by side."""
     if any(map(is_url, heads)):
-        from ckpttool.io.remote.read import look_ahead as fetch
+        from ckpttool.io.remote import read as remote
 
-        fetch(heads)
+        remote.look_ahead(heads)
 
 
 def assume(path: str, check: Callable[[], None]) -> None:
-    """Notes what `check_assumed` is to check of the file's index: where tensors lie, with nothing read there."""
+    """Note a check of the file's index for `check_assumed`: of places of tensors that were not read there."""
     if is_url(path):
         from ckpttool.io.remote import read as remote
 
@@ -201,7 +195,7 @@ def assume(path: str, check: Callable[[], None]) -> None:
 
 
 def check_assumed(path: str) -> None:
-    """Raises `CkptError` where the index of the file assumed what is not so. Before tensors are read it is checked."""
+    """Run the checks of the file's index, before its tensors are read. They raise `CkptError`."""
     if is_url(path):
         from ckpttool.io.remote import read as remote
 
@@ -209,7 +203,7 @@ def check_assumed(path: str) -> None:
 
 
 def names_in(folder: str) -> list[str]:
-    """The names in the folder, sorted. Raises `CkptError` where it cannot be read."""
+    """Return the names in the folder, sorted. Raises `CkptError` if it cannot be read."""
     if is_url(folder):
         from ckpttool.io.remote import read as remote
 
@@ -220,13 +214,22 @@ def names_in(folder: str) -> list[str]:
         raise CkptError(f"cannot read {folder}: {error.strerror}", hint=_HINT) from error
 
 
+def glob(pattern: str) -> list[str]:
+    """Return the files that match the pattern, sorted."""
+    if not is_url(pattern):
+        return sorted(path for path in local_glob.glob(pattern) if os.path.isfile(path))
+    from ckpttool.io.remote import read as remote
+
+    return remote.glob(pattern)
+
+
 def is_glob(path: str) -> bool:
-    """Whether `path` names files by a pattern and is no file itself."""
+    """Return True if `path` is a pattern, and not a file itself."""
     return _GLOB.search(path) is not None and not exists(path)
 
 
 def files_of(source: str) -> list[str]:
-    """The local files that a CKPT operand names: itself, those that match it, those in the folder."""
+    """Return the local files that a CKPT operand names: itself, those that match it, those in the folder."""
     if is_url(source) or "\0" in source:
         return []
     if os.path.isdir(source):
@@ -234,37 +237,10 @@ def files_of(source: str) -> list[str]:
     return glob(source) if is_glob(source) else [source]
 
 
-def look_anew(path: str) -> None:
-    """Forgets what was known of the files at the path or URL. Changes no file.
-
-    Raises `CkptError` if an edit of them was interrupted, or has not ended.
-    """
-    if is_url(path):
-        from ckpttool.io.remote import journal as remote_journal
-        from ckpttool.io.remote.read import forget
-
-        forget(path)
-        remote_journal.check(path if exists(path) else parent(path))
-        return
-    for folder, names in places(path).items():
-        journal.check(folder, names, path)
-    sources.forget(path)
-
-
-def settle(path: str) -> None:
-    """Ends what killed runs began with the local files at the path, which is to be written. Raises `CkptError`."""
-    if is_url(path):
-        return
-    for folder, names in places(path).items():
-        if names is None:
-            journal.recover(os.path.dirname(folder), ())  # a new folder is made next to the old one
-        journal.recover(folder, names)
-
-
 def places(path: str) -> dict[str, set[str] | None]:
-    """Folder -> names of the local files at the path: a file, a folder, a glob; None for all files of the folder.
+    """Return the names of the local files at the path (a file, a folder, a glob) by folder; None: all of the folder.
 
-    Symbolic links are followed: what is begun with a file is next to the file itself. An index stands for its folder.
+    Symbolic links are followed, as journals are next to the file itself. An index stands for its folder.
     """
     found: dict[str, set[str] | None] = {}
     if "\0" in path:
@@ -274,8 +250,8 @@ def places(path: str) -> dict[str, set[str] | None]:
         found[os.path.realpath(path)] = None
         files = [name for name in files if os.path.islink(name)]
     for name in files:
-        for own in {name, os.path.realpath(name)}:
-            folder, last = os.path.split(own)
+        for place in {name, os.path.realpath(name)}:
+            folder, last = os.path.split(place)
             names = found.setdefault(os.path.realpath(folder or "."), set())
             if last.endswith((".index.json", ".metadata")):
                 found[os.path.realpath(folder or ".")] = None
@@ -284,10 +260,28 @@ def places(path: str) -> dict[str, set[str] | None]:
     return found
 
 
-def glob(pattern: str) -> list[str]:
-    """The files that match the pattern, sorted."""
-    if not is_url(pattern):
-        return sorted(path for path in local_glob.glob(pattern) if os.path.isfile(path))
-    from ckpttool.io.remote import read as remote
+def look_anew(path: str) -> None:
+    """Forget everything about the files at the path or URL. Changes no file.
 
-    return remote.glob(pattern)
+    Raises `CkptError` if an edit of them was interrupted, or has not ended.
+    """
+    if is_url(path):
+        from ckpttool.io.remote import journal as remote
+        from ckpttool.io.remote.read import forget
+
+        forget(path)
+        remote.check(path if exists(path) else parent(path))
+        return
+    for folder, names in places(path).items():
+        transaction.check(folder, names, path)
+    sources.forget(path)
+
+
+def settle(path: str) -> None:
+    """Roll back interrupted edits of the local files at the path, which is to be written. Raises `CkptError`."""
+    if is_url(path):
+        return
+    for folder, names in places(path).items():
+        if names is None:
+            transaction.recover(os.path.dirname(folder), ())  # a new folder is staged next to the old one
+        transaction.recover(folder, names)

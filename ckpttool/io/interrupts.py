@@ -1,4 +1,4 @@
-"""Signals that end a program are put off where what was begun must come to its end."""
+"""Signals that end a program, postponed while something must be finished."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+_ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
 
 class Terminated(KeyboardInterrupt):
-    """The program was asked to end by the signal `number`; like Ctrl-C it passes what catches errors."""
+    """The program was asked to end by the signal `number`; like Ctrl-C, ``except Exception`` does not catch it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
 
 
-ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-
-
 @contextmanager
 def uninterrupted(*, insisting: bool = False) -> Iterator[None]:
-    """Puts off `ENDING` signals until the block has ended; they then do what they do outside of it.
+    """Postpone signals that end the program until the block has ended.
 
-    For short blocks of local calls: a switch, a clean-up; and with `insisting`, where a second signal is not put off,
-    for calls that may wait for a network. Signals reach the main thread only; elsewhere, and where Python handles none
-    of them, there is nothing to put off.
+    For short blocks of local calls. With `insisting`, a second signal is not postponed: for calls that may wait for a
+    network. Signals reach the main thread only; in other threads nothing is postponed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -39,7 +37,7 @@ def uninterrupted(*, insisting: bool = False) -> Iterator[None]:
             handler(number, frame)
         came.append(number)
 
-    handlers = {number: signal.getsignal(number) for number in ENDING}
+    handlers = {number: signal.getsignal(number) for number in _ENDING}
     before = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
     try:
         for number in before:
@@ -54,9 +52,9 @@ def uninterrupted(*, insisting: bool = False) -> Iterator[None]:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise `Terminated` inside, so that what was begun is cleaned up; a second one ends at once.
+    """Let SIGTERM and SIGHUP raise `Terminated` inside, so that everything is cleaned up; a second one ends at once.
 
-    A signal that is ignored, as by nohup, stays so; outside of the main thread nothing changes.
+    A signal that is ignored, as by nohup, stays ignored; outside of the main thread nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -66,12 +64,11 @@ def ended_by_signals() -> Iterator[None]:
         signal.signal(number, signal.SIG_DFL)
         raise Terminated(number)
 
-    before = {number: signal.getsignal(number) for number in ENDING if number != signal.SIGINT}
-    before = {number: handler for number, handler in before.items() if handler == signal.SIG_DFL}
-    for number in before:
+    handlers = [number for number in _ENDING if number != signal.SIGINT and signal.getsignal(number) == signal.SIG_DFL]
+    for number in handlers:
         signal.signal(number, end)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in handlers:
+            signal.signal(number, signal.SIG_DFL)

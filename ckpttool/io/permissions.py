@@ -11,13 +11,12 @@ from pathlib import Path
 from ckpttool.io.paths import is_url
 
 _RWX = 0o777
-_GROUP, _OTHERS = stat.S_IRWXG, stat.S_IRWXO
 
 
-def settle_file(descriptor: int, place: Path, sources: Iterable[str]) -> None:
-    """Gives the new file, that is to be at `place`, its owner and its bits. Raises OSError.
+def settle(descriptor: int, place: Path, sources: Iterable[str]) -> None:
+    """Set owner and mode of the new file, which is to be moved to `place`. Raises OSError.
 
-    It takes over those of a file that it replaces, and has no bit for reading or writing that a source lacks.
+    They are those of a file that it replaces, without bits for reading or writing that a source lacks.
     """
     bits, group = _allowed(sources)
     old = _stat(place)
@@ -27,57 +26,42 @@ def settle_file(descriptor: int, place: Path, sources: Iterable[str]) -> None:
         _give(descriptor, old.st_uid, -1)
     else:
         bits &= 0o666 & ~umask()
-    os.fchmod(descriptor, bits if _give(descriptor, -1, group) else _narrowed(bits))
-
-
-def settle_path(path: Path, place: Path, sources: Iterable[str]) -> None:
-    """`settle_file` of a new file that is closed."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        settle_file(descriptor, place, sources)
-    finally:
-        os.close(descriptor)
+    if not _give(descriptor, -1, group):  # a group that is not the sources' own may do no more than everybody else
+        bits = bits & ~stat.S_IRWXG | (bits & stat.S_IRWXO) << 3 & bits
+    os.fchmod(descriptor, bits)
 
 
 def settle_folder(folder: Path, sources: Iterable[str]) -> None:
-    """Gives the new folder its bits: who may read none of its sources does not look into it either. Raises OSError."""
+    """Set the mode of the new folder: only users who can read its sources can look into it. Raises OSError."""
     inherited = folder.stat().st_mode & stat.S_ISGID
     folder.chmod(_allowed(sources)[0] & ~umask() | stat.S_IRWXU | inherited)
 
 
 def umask() -> int:
-    """The bits that new files of this process do not get."""
+    """Return the bits that new files of this process do not get."""
     with suppress(OSError), open("/proc/thread-self/status", "rb") as status:
         for line in status:
             if line.startswith(b"Umask:"):
                 return int(line.split()[1], 8)
-    return _RWX & ~_mode_of_new_file()
-
-
-def _mode_of_new_file() -> int:
-    """Without /proc: asking with `os.umask(0)` would let other threads create files that everybody may write."""
+    # Without /proc: asking with `os.umask(0)` would let other threads create files that everybody can write.
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         descriptor = os.open(os.path.join(folder, "new"), os.O_CREAT | os.O_EXCL | os.O_WRONLY, _RWX)
         try:
-            return os.fstat(descriptor).st_mode & _RWX
+            return _RWX & ~(os.fstat(descriptor).st_mode & _RWX)
         finally:
             os.close(descriptor)
 
 
 def _allowed(sources: Iterable[str]) -> tuple[int, int]:
-    """The bits that all sources have, and their group; -1 where they have none in common.
-
-    A folder's right to look into it counts as the right to read.
-    """
+    """Return the bits that all sources have, and their group, or -1 if they have none in common."""
     bits, groups = _RWX, set()
     for state in filter(None, (_stat(Path(source)) for source in sources if not is_url(source))):
-        own = state.st_mode
-        if stat.S_ISDIR(own):
-            bits &= own | 0o700
-        else:
-            bits &= own | (own & 0o444) >> 2 | 0o700  # who may read a file may look into the folder made of it
+        mode = state.st_mode
+        if not stat.S_ISDIR(mode):
+            mode |= (mode & 0o444) >> 2  # who can read a file can look into the folder that is made of it
+        bits &= mode | 0o700
         groups.add(state.st_gid)
     return bits, groups.pop() if len(groups) == 1 else -1
 
@@ -90,14 +74,9 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _give(descriptor: int, user: int, group: int) -> bool:
-    """Gives the file to the owner that it should have. Whether its group is that one now."""
-    own = os.fstat(descriptor)
-    if (user not in (-1, own.st_uid)) or (group not in (-1, own.st_gid)):
+    """Set the owner of the file if this user may. Return True if its group is the right one now."""
+    state = os.fstat(descriptor)
+    if (user not in (-1, state.st_uid)) or (group not in (-1, state.st_gid)):
         with suppress(OSError):
             os.fchown(descriptor, user, group)
     return group in (-1, os.fstat(descriptor).st_gid)
-
-
-def _narrowed(bits: int) -> int:
-    """What a group that is not the sources' own may do: no more than everybody else."""
-    return bits & ~_GROUP | (bits & _OTHERS) << 3 & bits

@@ -1,6 +1,6 @@
-"""Pieces: what a format's writer hands to `write_file`, in file order; for a folder, the pieces of each of its files.
+"""The content of an output, piece by piece in file order, as a format's layout hands it to the writer.
 
-The writer decides every byte's place; no byte of tensor data has been read yet.
+The layout decides the place of every byte before any tensor data is read.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from itertools import accumulate
+from typing import Union
 
 from ckpttool.core.checkpoint import Lazy, Span, length_of
 from ckpttool.core.values import dataclass
+
+BLOCK = 4096  # bytes; file systems move and share the bytes of files in such blocks
+LEAST = 1 << 20  # bytes of data that are worth keeping at their place within a block
+LINKS = ("copy", "hard", "reflink")  # the values of --link
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +30,7 @@ class Crc:
 class Piece:
     """The next bytes of the file: literal, copied from another file, or computed when they are written.
 
-    `needs` are the checksums that computed bytes say: of pieces before this one.
+    `needs` are the checksums, of earlier pieces, that computed bytes contain.
     """
 
     data: bytes | Span | Lazy
@@ -39,21 +44,18 @@ class Piece:
 
 
 Pieces = Sequence[Piece]
-BLOCK = 4096  # bytes; file systems move and share the bytes of files by such blocks
-LEAST = 1 << 20  # bytes of data for which it is worth keeping their place within a block
-LINKS = ("copy", "hard", "reflink")  # the ways to take over a file as it is
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A data file that is taken over as it is: copied or, if the user says so, linked."""
+    """A data file that is used as it is: copied or, if the user asks for that, linked."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A file that is made already, on the disk of its place, of what was `read`: it only has to be moved there."""
+    """A complete file on the disk of its place, made from the files `read`: it only has to be moved."""
 
     path: str
     read: tuple[str, ...]
@@ -61,50 +63,52 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Edited:
-    """A file that is changed where it lies. Of two files with the same data, those with the same `index` say the same
-    of it; `before` is that of the file as it is."""
+    """A file that is changed where it lies.
+
+    `before` and `index` say what the old and the new file say about their data; equal ones say the same.
+    """
 
     pieces: Pieces
     before: bytes
     index: bytes
 
 
-# The files of a folder by their names in it. They are written in this order; the last one makes the folder complete.
-Files = Mapping[str, Pieces | Link]
+# The files of a folder by name. They are written in this order; the last one makes the folder complete.
+Files = Mapping[str, Union[Pieces, Link]]
 
 
 def nbytes_of(pieces: Iterable[Piece]) -> int:
-    """Bytes of the pieces in the file."""
+    """Return the bytes of the pieces in the file."""
     return sum(piece.nbytes for piece in pieces)
 
 
 def amounts(pieces: Pieces) -> tuple[int, int]:
-    """Bytes of the pieces that lie in a source, and of those that are computed; the others are the format's own."""
+    """Return the bytes that are copied from a source, and those of computed values."""
     moved = sum(piece.nbytes for piece in pieces if isinstance(piece.data, Span))
     return moved, sum(piece.nbytes for piece in pieces if isinstance(piece.data, Lazy) and not piece.needs)
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What objects hold to the byte, by their store's checksums: by URL where each piece begins, and the pieces."""
+    """What objects hold, as their store's checksums prove: by URL, where each piece begins, and the pieces."""
 
     objects: dict[str, tuple[Sequence[int], Pieces]] = field(default_factory=dict)
 
     def note(self, url: str, pieces: Pieces) -> None:
-        """Notes what the object holds."""
+        """Note that the object holds the pieces."""
         self.objects[url] = [0, *accumulate(piece.nbytes for piece in pieces)], pieces
 
     def proves(self, place: Span | Lazy, data: Span | Lazy) -> bool:
-        """Whether these bytes of an object are known to be `data`: a copy of the span, or what was computed."""
+        """Return True if these bytes of an object are known to be `data`: a copy of the span, or computed by it."""
         if not isinstance(place, Span) or place.path not in self.objects:
             return False
         starts, pieces = self.objects[place.path]
         number = bisect_right(starts, place.offset) - 1
         if number >= len(pieces):
             return False
-        made, at = pieces[number], place.offset - starts[number]
-        if at + place.length > made.nbytes:
+        piece, at = pieces[number], place.offset - starts[number]
+        if at + place.length > piece.nbytes:
             return False
-        if isinstance(made.data, Span):
-            return Span(made.data.path, made.data.offset + at, place.length) == data
-        return made.data is data and made.nbytes == place.length
+        if isinstance(piece.data, Span):
+            return Span(piece.data.path, piece.data.offset + at, place.length) == data
+        return piece.data is data and piece.nbytes == place.length

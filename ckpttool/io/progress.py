@@ -10,19 +10,18 @@ from typing import Literal, Union
 
 from ckpttool.core.values import dataclass
 
-# Told of each long piece of work: its title and its bytes, None where nobody knows them; then of bytes that are done.
+# Called for each long task with its title and its bytes (None: unknown); yields a function that takes the bytes done.
 Progress = Callable[[str, Union[int, None]], AbstractContextManager[Callable[[int], object]]]
 
-By = Literal["read", "written"]  # what tells how far a piece of work is
+By = Literal["read", "written"]  # which bytes a task counts
 
 
 @dataclass(slots=True)
 class Counts:
-    """Bytes since `begin`. `read` are those of `files` on this machine, `fetched` those behind URLs, in `requests`.
+    """Bytes since `begin`: `read` from `files` of this machine, `fetched` from URLs in `requests`.
 
-    Of the outputs, `moved` are bytes as they lie in a source, also those that were shared or copied by a store, and
-    `computed` values that were put together; `written` are all, names and headers too. `traced` are seconds that went
-    into torch and models' code, by the command that writes down what came of it.
+    Bytes of the outputs: `moved` from a source (also shared, or copied by a store), `computed`, and `written` in all,
+    names and headers too. `traced`: seconds in torch and models' code, by the command that would save them.
     """
 
     read: int = 0
@@ -36,22 +35,16 @@ class Counts:
 
 
 @dataclass(slots=True)
-class _Work:
-    """A piece of work: what is `done` by reading or writing; `room` is what a part of it may still count as.
+class _Task:
+    """The task that counts bytes `by` reading or writing.
 
-    `before` are the bytes that were written before it.
+    `before`: bytes that were written before it. `room`: bytes that the current part may still count.
     """
 
     by: By
     advance: Callable[[int], object]
     before: int
     room: int | None = None
-
-    def take(self, nbytes: int) -> None:
-        if self.room is not None:
-            nbytes = min(nbytes, self.room)
-            self.room -= nbytes
-        self.advance(nbytes)
 
 
 def _unseen(title: str, total: int | None) -> AbstractContextManager[Callable[[int], object]]:
@@ -60,18 +53,18 @@ def _unseen(title: str, total: int | None) -> AbstractContextManager[Callable[[i
 
 counts = Counts()
 _show: Progress = _unseen
-_at_hand: _Work | None = None
+_task: _Task | None = None
 
 
 def begin() -> None:
-    """A new command begins."""
+    """Reset the counters for a new command."""
     global counts
     counts = Counts()
 
 
 @contextmanager
 def shown(progress: Progress | None) -> Iterator[None]:
-    """Inside, work is told to `progress`; None: to whom it was told before."""
+    """Report tasks inside the block to `progress`; None: as before."""
     global _show
     before, _show = _show, progress or _show
     try:
@@ -82,75 +75,78 @@ def shown(progress: Progress | None) -> Iterator[None]:
 
 @contextmanager
 def doing(title: str, total: int | None, by: By = "read") -> Iterator[None]:
-    """Inside, `total` bytes are to be read or written; a piece of work within another one is a part of that."""
-    global _at_hand
-    if _at_hand is not None:
+    """Count the block as a task of `total` bytes, or as a part of the task that it is inside."""
+    global _task
+    if _task is not None:
         yield
         return
     with _show(title, total) as advance:
-        _at_hand = _Work(by, advance, counts.written)
+        _task = _Task(by, advance, counts.written)
         try:
             yield
         finally:
-            _at_hand = None
+            _task = None
 
 
 @contextmanager
 def part(nbytes: int) -> Iterator[None]:
-    """Inside, of the work at hand `nbytes` are done, however many are read for it: none twice, none left at its end."""
-    work = _at_hand
-    if work is None or work.room is not None:
+    """Count the block as exactly `nbytes` of the task, however many are read for it."""
+    task = _task
+    if task is None or task.room is not None:
         yield
         return
-    work.room = nbytes
+    task.room = nbytes
     try:
         yield
-        work.advance(work.room)
+        task.advance(task.room)
     finally:
-        work.room = None
+        task.room = None
 
 
 def advance(nbytes: int) -> None:
-    """Bytes of the work at hand that are done, and that were not read or written here."""
-    if _at_hand is not None and nbytes:
-        _at_hand.advance(nbytes)
+    """Count bytes of the task that were done, but not read or written here."""
+    if _task is not None and nbytes:
+        _task.advance(nbytes)
 
 
 def written() -> int:
-    """Bytes that the work at hand has written so far, such as those of a folder's other files."""
-    return 0 if _at_hand is None else counts.written - _at_hand.before
+    """Return the bytes that the task has written so far, such as those of a folder's other files."""
+    return 0 if _task is None else counts.written - _task.before
 
 
-def _is_done(nbytes: int, by: By) -> None:
-    if _at_hand is not None and _at_hand.by == by:
-        _at_hand.take(nbytes)
+def _count(nbytes: int, by: By) -> None:
+    if _task is not None and _task.by == by:
+        if _task.room is not None:
+            nbytes = min(nbytes, _task.room)
+            _task.room -= nbytes
+        _task.advance(nbytes)
 
 
 def has_opened(path: str) -> None:
-    """A file of this machine is read from now on."""
+    """Count a file of this machine that is read."""
     counts.files.add(os.path.abspath(path))
 
 
 def has_read(nbytes: int) -> None:
-    """Bytes of a file of this machine were read."""
+    """Count bytes that were read from this machine."""
     counts.read += nbytes
-    _is_done(nbytes, "read")
+    _count(nbytes, "read")
 
 
 def has_fetched(nbytes: int, requests: int) -> None:
-    """A store answered."""
+    """Count an answer of a store."""
     counts.fetched += nbytes
     counts.requests += requests
-    _is_done(nbytes, "read")
+    _count(nbytes, "read")
 
 
 def has_written(nbytes: int) -> None:
-    """Bytes of an output are where they belong."""
+    """Count bytes of an output."""
     counts.written += nbytes
-    _is_done(nbytes, "written")
+    _count(nbytes, "written")
 
 
 def has_made(moved: int, computed: int) -> None:
-    """An output was made of so many bytes of its sources."""
+    """Count bytes of an output by where they come from."""
     counts.moved += moved
     counts.computed += computed

@@ -1,15 +1,16 @@
-"""Reads the bytes of spans and of pieces: whole, in chunks, or side by side. Between the formats and the writers."""
+"""Read the bytes of spans and pieces: all at once, in chunks, or two side by side."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ckpttool.core.checkpoint import Lazy, Part, Span
 from ckpttool.core.errors import CkptError
-from ckpttool.io import progress, reflink, sources
-from ckpttool.io.crc import crc32
+from ckpttool.io import progress, sources, syscalls
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Piece, Pieces
 
@@ -17,21 +18,31 @@ if TYPE_CHECKING:
     from ckpttool.io.remote.read import Stream
 
 CHUNK = 1 << 18  # bytes a read, which a processor's cache holds until they are written, hashed or compared
-_GAP = 1 << 16  # bytes between two spans of a remote file that are fetched along rather than asked for apart
+_GAP = 1 << 16  # bytes between two spans of a remote file that are fetched with one request
+
+
+@cache
+def fastest_crc32() -> Callable[..., int]:
+    """Return ISA-L's `zlib.crc32` if it is installed (``pip install 'ckpttool[fast]'``), else zlib's."""
+    try:
+        from isal import isal_zlib
+    except ImportError:
+        return zlib.crc32
+    return cast("Callable[..., int]", isal_zlib.crc32)
 
 
 class Digest(Protocol):
-    """A running hash, as hashlib makes them."""
+    """A running hash, such as hashlib's."""
 
     def update(self, data: bytes | memoryview, /) -> None:
-        """Takes the next bytes."""
+        """Hash the next bytes."""
 
     def digest(self) -> bytes:
-        """The hash of all that came."""
+        """Return the hash of all bytes."""
 
 
 class SpanReader:
-    """Reads spans in chunks through one reused buffer of `size` bytes; keeps the last file open."""
+    """Read spans in chunks through one reused buffer of `size` bytes; keep the last file open."""
 
     def __init__(self, size: int = CHUNK) -> None:
         self._path = ""
@@ -40,10 +51,10 @@ class SpanReader:
         self.buffer = bytearray(max(1, min(size, CHUNK)))
 
     def chunks(self, span: Span, until: int = 0) -> Iterator[memoryview]:
-        """The span's bytes; every chunk but the last fills the buffer, and is valid until the next one is asked for.
+        """Yield the span's bytes; every chunk but the last fills the buffer, and is valid until the next one.
 
-        `until` is the byte of the same file up to which later spans go on: a remote file is fetched so far ahead.
-        Raises `CkptError` where the file cannot be read, or ends before the span does.
+        Later spans of the same file follow up to byte `until`: a remote file is fetched ahead up to there. Raises
+        `CkptError` if the file cannot be read, or ends before the span does.
         """
         self._open(span.path)
         view = memoryview(self.buffer)
@@ -53,7 +64,7 @@ class SpanReader:
             yield chunk
 
     def read_into(self, whole: memoryview, span: Span) -> None:
-        """Reads the span into memory of its length. Raises `CkptError` as `chunks` does."""
+        """Read the span into memory of its length. Raises `CkptError` as `chunks` does."""
         self._open(span.path)
         self._fill(whole, span, span.offset, 0)
 
@@ -99,19 +110,19 @@ class SpanReader:
         progress.has_opened(path)
 
     def close(self) -> None:
-        """Closes the file that is open."""
+        """Close the file that is open."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._path, self._descriptor, self._remote = "", -1, None
 
 
 def read_span(span: Span) -> bytearray:
-    """All bytes of the span. Raises `CkptError` where they cannot be read."""
+    """Return all bytes of the span. Raises `CkptError` if they cannot be read."""
     return read_spans([span])
 
 
 def read_spans(spans: Sequence[Span]) -> bytearray:
-    """All bytes of the spans, one behind the other. Raises `CkptError` where they cannot be read."""
+    """Return all bytes of the spans, joined. Raises `CkptError` if they cannot be read."""
     whole, reader, at = bytearray(sum(span.length for span in spans)), SpanReader(0), 0
     try:
         for span in spans:
@@ -123,7 +134,7 @@ def read_spans(spans: Sequence[Span]) -> bytearray:
 
 
 def read_all(data: Span | Lazy) -> bytearray:
-    """All bytes, also where they are still to be computed. Raises `CkptError` where they cannot be read."""
+    """Return all bytes, read or computed. Raises `CkptError` if they cannot be read."""
     if isinstance(data, Span):
         return read_span(data)
     whole, at = bytearray(data.length), 0
@@ -134,18 +145,18 @@ def read_all(data: Span | Lazy) -> bytearray:
 
 
 def new_digest() -> Digest:
-    """A running BLAKE2b: of what is written, and of what is then read back."""
+    """Return a running BLAKE2b, for bytes that are written and then read back."""
     import hashlib  # loads OpenSSL
 
     return hashlib.blake2b()
 
 
 def digest_on_disk(path: str, offset: int = 0, length: int | None = None) -> bytes:
-    """BLAKE2b of the local file or a part of it, asked from the disk again where the platform can. Raises OSError."""
+    """Return BLAKE2b of the local file or a part of it, read from the disk again if possible. Raises OSError."""
     digest = new_digest()
     with open(path, "rb", buffering=0) as file:
         progress.has_opened(path)
-        reflink.evict(file.fileno(), offset, length or 0)
+        syscalls.evict(file.fileno(), offset, length or 0)
         file.seek(offset)
         left = os.fstat(file.fileno()).st_size - offset if length is None else length
         while left and (chunk := file.read(min(left, CHUNK))):
@@ -156,7 +167,7 @@ def digest_on_disk(path: str, offset: int = 0, length: int | None = None) -> byt
 
 
 def same_bytes(left: Span, right: Span) -> bool:
-    """Whether two spans hold the same bytes, streamed."""
+    """Return True if two spans hold the same bytes; streamed."""
     if left == right:
         return True
     if left.length != right.length:
@@ -171,38 +182,30 @@ def same_bytes(left: Span, right: Span) -> bool:
 
 
 def same_data(left: Span | Lazy, right: Span | Lazy) -> bool:
-    """Whether the two are the same bytes, streamed, also where they are still to be computed."""
+    """Return True if both are the same bytes, read or computed; streamed."""
     if isinstance(left, Span) and isinstance(right, Span):
         return same_bytes(left, right)
-    ours, theirs = stream([Piece(left)]), stream([Piece(right)])
-    mine = yours = b""
+    chunks = [(bytes(chunk) for chunk in stream([Piece(side)]) if len(chunk)) for side in (left, right)]
+    a = b = b""
     while True:
-        mine, yours = mine or _next(ours), yours or _next(theirs)
-        count = min(len(mine), len(yours))
+        a, b = a or next(chunks[0], b""), b or next(chunks[1], b"")
+        count = min(len(a), len(b))
         if not count:
-            return not mine and not yours
-        if mine[:count] != yours[:count]:
+            return not a and not b
+        if a[:count] != b[:count]:
             return False
-        mine, yours = mine[count:], yours[count:]
-
-
-def _next(chunks: Iterator[bytes | memoryview]) -> bytes:
-    """The next bytes that are any; none at the end."""
-    return next((bytes(chunk) for chunk in chunks if len(chunk)), b"")
+        a, b = a[count:], b[count:]
 
 
 def stream(pieces: Pieces) -> Iterator[bytes | memoryview]:
-    """The bytes of the pieces, one after the other; each is valid until the next one is asked for.
-
-    Raises `CkptError` where a source cannot be read.
-    """
-    reader = SpanReader()
+    """Yield the bytes of the pieces in order; each chunk is valid until the next one. Raises `CkptError`."""
+    reader, crc = SpanReader(), fastest_crc32()
     ends = _remote_ends(pieces)
     try:
         for number, piece in enumerate(pieces):
             for data in _data(piece.data, reader, ends.get(number, 0)):
                 if piece.crc is not None:
-                    piece.crc.value = crc32(data, piece.crc.value)
+                    piece.crc.value = crc(data, piece.crc.value)
                 yield data
                 del data  # else a computed value is held while the next one is made
     finally:
@@ -210,7 +213,7 @@ def stream(pieces: Pieces) -> Iterator[bytes | memoryview]:
 
 
 def _remote_ends(pieces: Pieces) -> dict[int, int]:
-    """Where the run of neighbours ends that each piece of a remote file is in, by the number of the piece."""
+    """Return, by the number of each piece of a remote file, where the run of adjacent pieces ends."""
     ends: dict[int, int] = {}
     if not any(map(is_url, {piece.data.path for piece in pieces if isinstance(piece.data, Span)})):
         return ends
@@ -229,18 +232,12 @@ def _data(part: Part, reader: SpanReader, until: int = 0) -> Iterator[bytes | me
     if isinstance(part, Span):
         yield from reader.chunks(part, until)
     elif isinstance(part, Lazy):
-        yield from _computed(part, reader)
+        written = 0
+        for inner in part.produce():
+            for data in _data(inner, reader):
+                written += len(data)
+                yield data
+        if written != part.length:
+            raise CkptError(f"computed {written:,} bytes, not {part.length:,}", hint="this is a bug: report it")
     else:
         yield part
-
-
-def _computed(lazy: Lazy, reader: SpanReader) -> Iterator[bytes | memoryview]:
-    written = 0
-    for part in lazy.produce():
-        for data in _data(part, reader):
-            written += len(data)
-            yield data
-    if written != lazy.length:
-        raise CkptError(
-            f"computed {written:,} bytes where {lazy.length:,} were planned", hint="this is a bug: report it"
-        )

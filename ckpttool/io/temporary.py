@@ -1,7 +1,7 @@
-"""Files and folders that are being written: their names say whose they are, so what a dead process left is known.
+"""Names of temporary files and folders. They say whose they are, so leftovers of dead processes are recognized.
 
-A name holds the machine, its boot and the process (which is told from a later one with the same number by when it
-started): ``.model.pt.HOST-BOOT-SPACE-PID-STARTED-RANDOM.ckpttool.tmp``.
+A name holds the machine, its boot and the process; a later process with the same number is told apart by its start
+time: ``.model.pt.HOST-BOOT-SPACE-PID-STARTED-RANDOM.ckpttool.tmp``.
 """
 
 from __future__ import annotations
@@ -19,23 +19,21 @@ from pathlib import Path
 from ckpttool.core.values import dataclass
 from ckpttool.io.interrupts import uninterrupted
 
-JOURNAL = "journal"  # in a staging folder: its files are being moved to their places, see `journal`
-EDIT = ".edit"  # ends the name of a file that says what of its neighbours is being changed, see `edit_journal`
+EDIT = ".edit"  # ends the name of a journal, see `transaction`
 
 _NAME = re.compile(
     r"\..*\.(?P<host>[0-9a-f]{8})-(?P<boot>[0-9a-f]{8})-(?P<space>\d+)-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]{8}"
     r"\.ckpttool\.(?:tmp|edit)",
     re.DOTALL,
 )
-_LONGEST = 100  # bytes of the name that a temporary one is made from; names have room for 255
-_DAY = 86_400  # seconds after which what another machine left, and nobody touched, has no owner any more
+_DAY = 86_400  # seconds after which something that another machine left, and nobody touched, has no owner any more
 
-_in_work: set[str] = set()  # names, without their endings, that this very process is writing to
+_in_work: set[str] = set()  # names, without their endings, that this process is writing to
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process: its machine and that machine's boot, the space that its number is of, when it started (ticks)."""
+    """A process: its machine and that machine's boot, its PID namespace, its PID, its start time (ticks)."""
 
     host: str
     boot: str
@@ -46,43 +44,50 @@ class Owner:
     def __str__(self) -> str:
         return f"{self.host}-{self.boot}-{self.space}-{self.pid}-{self.started}"
 
+    @property
+    def process_space(self) -> tuple[str, str, int]:
+        """Where the PID is valid."""
+        return self.host, self.boot, self.space
+
 
 def owner_of(name: str) -> Owner | None:
-    """Whose temporary file or folder this is; None for a name that is none of ours."""
-    found = _NAME.fullmatch(name)
-    if found is None:
+    """Return the owner of a temporary file or folder, or None if the name is not one of ours."""
+    match = _NAME.fullmatch(name)
+    if match is None:
         return None
-    return Owner(found["host"], found["boot"], int(found["space"]), int(found["pid"]), int(found["started"]))
+    return Owner(match["host"], match["boot"], int(match["space"]), int(match["pid"]), int(match["started"]))
 
 
 def is_edit(name: str) -> bool:
-    """Whether this is the journal of an edit in place."""
+    """Return True if this is a journal."""
     return name.endswith(EDIT) and owner_of(name) is not None
 
 
+def shortened(name: str) -> str:
+    """Return as much of the name as fits into a longer one: file systems allow 255 bytes."""
+    return os.fsdecode(os.fsencode(name)[:100]).encode("utf-8", "replace").decode().replace("/", "_")
+
+
 def temporary_name(name: str) -> str:
-    """A hidden name beside `name` that no other process chooses, and that says that it is ours."""
-    short = os.fsdecode(os.fsencode(name)[:_LONGEST]).encode("utf-8", "replace").decode().replace("/", "_")
-    return f".{short}.{me()}-{os.urandom(4).hex()}.ckpttool.tmp"
+    """Return a new hidden name that shows that it belongs to this process."""
+    return f".{shortened(name)}.{me()}-{os.urandom(4).hex()}.ckpttool.tmp"
 
 
 def me() -> Owner:
-    """This process."""
+    """Return this process."""
     return _owner(os.getpid())
 
 
 @cache
 def _owner(pid: int) -> Owner:
-    boot = _text("/proc/sys/kernel/random/boot_id")
     try:
         space = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         space = 0
-    return Owner(_short(platform.node()), _short(boot), space, pid, _started(pid) or 0)
-
-
-def _short(text: str) -> str:
-    return f"{zlib.crc32(text.encode()):08x}"
+    host, boot = (
+        f"{zlib.crc32(text.encode()):08x}" for text in (platform.node(), _text("/proc/sys/kernel/random/boot_id"))
+    )
+    return Owner(host, boot, space, pid, _started(pid) or 0)
 
 
 def _text(path: str) -> str:
@@ -93,7 +98,7 @@ def _text(path: str) -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When the process started, in ticks since boot; 0 where the platform does not say, None where there is none."""
+    """Return when the process started, in ticks since boot; 0 if the platform does not tell, None if it is gone."""
     fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if fields:
         return int(fields[19])
@@ -107,64 +112,63 @@ def _started(pid: int) -> int | None:
 
 
 def is_dead(name: str, touched: float) -> bool:
-    """Whether the owner of this temporary name is gone. `touched` is when it was last written (seconds since 1970).
+    """Return True if the owner of this temporary name is gone. `touched`: the time of the last write (since 1970).
 
-    Of a process of another machine, or of another container, nothing is known but that.
+    Nothing but that time is known about processes of another machine or container.
     """
-    owner, own = owner_of(name), me()
+    owner, this = owner_of(name), me()
     if owner is None:
         return False
-    if owner == own:
+    if owner == this:
         return os.path.splitext(name)[0] not in _in_work
-    if owner.host == own.host and owner.boot != own.boot:
-        return True  # the machine was started anew
-    if (owner.host, owner.boot, owner.space) == (own.host, own.boot, own.space):
+    if owner.host == this.host and owner.boot != this.boot:
+        return True  # the machine was restarted
+    if owner.process_space == this.process_space:
         return _started(owner.pid) != owner.started
     return time.time() - touched > _DAY
 
 
 def is_alive(name: str) -> bool:
-    """Whether the owner of this temporary name is known to be still there."""
-    owner, own = owner_of(name), me()
-    here = owner is not None and (owner.host, owner.boot, owner.space) == (own.host, own.boot, own.space)
-    return here and not is_dead(name, time.time())
+    """Return True if the owner of this temporary name is known to be alive."""
+    owner = owner_of(name)
+    return owner is not None and owner.process_space == me().process_space and not is_dead(name, time.time())
 
 
-def left_in(folder: str | Path) -> list[Path]:
-    """What dead processes of this user left in the folder; without their journals of edits."""
-    try:
-        names = [name for name in os.listdir(folder) if owner_of(name) is not None and not is_edit(name)]
-    except OSError:
-        return []
-    found = []
-    for path in (Path(folder, name) for name in names):
-        with suppress(OSError):
-            state = path.lstat()
-            if is_mine(state) and is_dead(path.name, state.st_mtime):
-                found.append(path)
-    return found
+def remove_left(folder: str | Path) -> None:
+    """Remove the temporary files that dead processes of this user left in the folder.
+
+    Nothing is removed of a process whose journal is there: the journal may refer to it.
+    """
+    with suppress(OSError):
+        names = [name for name in os.listdir(folder) if owner_of(name) is not None]
+        unfinished = {owner_of(name) for name in names if is_edit(name)}
+        for name in names:
+            with suppress(OSError):
+                state = os.lstat(os.path.join(folder, name))
+                if owner_of(name) not in unfinished and is_mine(state) and is_dead(name, state.st_mtime):
+                    remove(os.path.join(folder, name))
 
 
 def is_mine(state: os.stat_result) -> bool:
-    """Whether the file is this user's, where the platform knows users."""
+    """Return True if the file is this user's, or if the platform has no users."""
     return not hasattr(os, "geteuid") or state.st_uid == os.geteuid()
 
 
 def remove(path: str | Path) -> None:
-    """Removes a temporary file or folder, as far as it can be; never raises OSError."""
+    """Remove a temporary file or folder as far as possible. Never raises OSError."""
     with suppress(OSError):
         os.unlink(path)
         return
-    import shutil  # with three compression libraries
+    import shutil  # imports three compression libraries
 
     shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
 def staged_file(place: Path) -> Iterator[tuple[int, Path]]:
-    """A new file beside `place`, readable by its owner only, and its descriptor. It is gone when the block ends.
+    """Yield the descriptor and path of a new file next to `place` that only its owner can read; removed at the end.
 
-    Raises OSError where it cannot be made.
+    Raises OSError if it cannot be made.
     """
     path = place.with_name(temporary_name(place.name))
     descriptor = -1
@@ -183,10 +187,7 @@ def staged_file(place: Path) -> Iterator[tuple[int, Path]]:
 
 @contextmanager
 def staged_folder(parent: Path, name: str) -> Iterator[Path]:
-    """A new folder in `parent`, open to its owner only. It is gone when the block ends, but with a journal in it.
-
-    Raises OSError where it cannot be made.
-    """
+    """Yield a new folder in `parent` that only its owner can open; removed at the end. Raises OSError."""
     path = parent / temporary_name(name)
     try:
         with uninterrupted():
@@ -195,6 +196,5 @@ def staged_folder(parent: Path, name: str) -> Iterator[Path]:
         yield path
     finally:
         with uninterrupted():
-            if not (path / JOURNAL).exists():
-                remove(path)
+            remove(path)
             _in_work.discard(path.stem)

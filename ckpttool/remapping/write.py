@@ -18,14 +18,14 @@ from ckpttool.distributed.job import Job, current, only_first
 from ckpttool.evaluate.compare import Fingerprints, verify
 from ckpttool.formats.detect_folder import DCP_METADATA, open_checkpoint
 from ckpttool.formats.registry import FORMATS
-from ckpttool.io import edit_in_place, progress, sources, write_file, write_folder
+from ckpttool.io import edit_in_place, progress, sources, write
 from ckpttool.io.edit_in_place import Written
 from ckpttool.io.files import exists, files_of, is_dir, names_in, settle, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import Edited, Files, Held, Link, Pieces, Ready, nbytes_of
-from ckpttool.io.ranges import Digest, digest_on_disk, new_digest, same_data
-from ckpttool.io.write_folder import Contents
+from ckpttool.io.ranges import Digest, digest_on_disk, same_data
+from ckpttool.io.write import Contents, WriteOptions
 from ckpttool.operands.output import Target
 from ckpttool.remapping.options import RANK
 
@@ -111,17 +111,17 @@ class Writer:
             self.check_file(target.path, *others)
             return
         for source in (self.source, *others):
-            write_folder.preflight(target.folder, target.present(), source, force=self.force, in_place=self.in_place)
+            write.preflight_folder(target.folder, target.present(), source, force=self.force, in_place=self.in_place)
 
     def check_file(self, out: str, *others: str) -> None:
         """Raises `CkptError` where the file cannot or must not be written. `others` are read beside the source."""
         read = [path for source in (self.source, *others) for path in (source, *files_of(source))]
-        write_file.preflight(out, (*read, *sources.files_read()), force=self.force, in_place=self.in_place)
+        write.preflight(out, (*read, *sources.files_read()), force=self.force, in_place=self.in_place)
 
     def file(self, pieces: Pieces, out: str, decided: Decided | None = None) -> None:
         """Writes the file; `decided`, where it is known, is all that decides its values."""
         if not self.in_place:
-            write_file.check_no_source(out, sources.files_read())  # now that all is open which the command reads
+            write.check_no_source(out, sources.files_read())  # now that all is open which the command reads
         job = self._job(out)
         if job is not None and is_url(out):
             self._send(job, {name_of(out): pieces}, parent(out), decided)
@@ -129,23 +129,14 @@ class Writer:
         if job is not None:
             place = Path(os.path.realpath(out))
             with self._made(job, {place.name: pieces}, out, place.parent, decided) as files:
-                self._put(files[place.name], out)
+                ready = files[place.name]
+                assert isinstance(ready, Ready)
+                write.write_file(ready, out, self._options())
             return
-        digest = new_digest() if self.verify and not is_url(out) else None
+        options = self._options(is_url(out))
         with progress.doing(out, nbytes_of(pieces), "written"):
-            write_file.write(
-                pieces,
-                out,
-                replace=self.force or self.in_place,
-                in_place=self.in_place,
-                keep=self.in_place and self.keep,
-                readers_of=self._read,
-                fsync=self.fsync,
-                digest=digest,
-                held=self._proved(),
-            )
-        if digest is not None:
-            _prove_bytes({out: digest})
+            write.write_file(pieces, out, options)
+        _prove_bytes(options.digests)
 
     def target(self, target: Target, files: Files, decided: Decided | None = None) -> None:
         """Writes the file or folder; `decided`, where it is known, is all that decides its values."""
@@ -178,29 +169,28 @@ class Writer:
         if is_url(folder):
             self._send(job, files, folder, decided, stale)
             return
-        home = write_folder.home_of(folder, files, stale, whole=whole)
+        home = write.home_of(folder, whole=whole)
         with self._made(job, files, folder, home, decided) as ready:
             self._files(ready, folder, stale, whole)
 
     def _files(self, files: Contents, folder: str, stale: Collection[str], whole: bool) -> None:
-        digests: dict[str, Digest] | None = {} if self.verify and not is_url(folder) else None
+        options = self._options(is_url(folder), files)
         with progress.doing(folder, _nbytes(files), "written"):
-            write_folder.write_folder(
-                files,
-                folder,
-                stale=stale,
-                link=self.link,
-                whole=whole,
-                replace=self.force or self.in_place,
-                in_place=self.in_place,
-                keep=self.in_place and self.keep,
-                readers_of=self._read,
-                fsync=self.fsync,
-                digests=digests,
-                held=self._proved(files),
-            )
-        if digests is not None:
-            _prove_bytes({join(folder, name): digest for name, digest in digests.items()})
+            write.write_folder(files, folder, options, stale=stale, whole=whole)
+        _prove_bytes(options.digests)
+
+    def _options(self, is_remote: bool = False, files: Collection[str] = ()) -> WriteOptions:
+        """The options of the writers, with what proves the bytes of these files if `verify` asks for that."""
+        return WriteOptions(
+            replace=self.force or self.in_place,
+            in_place=self.in_place,
+            keep=self.in_place and self.keep,
+            readers_of=[self.source] if is_dir(self.source) else files_of(self.source),
+            fsync=self.fsync,
+            link=self.link,
+            digests={} if self.verify and not is_remote else None,
+            held=self._proved(files),
+        )
 
     def _job(self, out: str) -> Job | None:
         """The job whose ranks write `out` together; None where this process is alone, or is so from here on."""
@@ -241,18 +231,6 @@ class Writer:
             asked = make.Asked(plan, self.link, self.fsync, self.verify, again)
             with make.made(job, files, out, home, asked) as ready:
                 yield ready
-
-    def _put(self, content: Pieces | Link | Ready, out: str) -> None:
-        assert isinstance(content, Ready)
-        write_file.put_ready(
-            content,
-            out,
-            replace=self.force or self.in_place,
-            in_place=self.in_place,
-            keep=self.in_place and self.keep,
-            readers_of=self._read,
-            fsync=self.fsync,
-        )
 
     def ranks(self, ranks: Sequence[Checkpoint], out: str, decided: Decided | None = None) -> Verified | None:
         """Writes the files of all ranks or none; those of more ranks under the same names go.
@@ -299,11 +277,6 @@ class Writer:
         """Where a writer of objects notes what is proved. Of DCP only reading its records tells where a tensor lies."""
         return self.held if self.verify and DCP_METADATA not in files else None
 
-    @property
-    def _read(self) -> list[str]:
-        """The folder, or the local files, that CKPT names: who may not read these may not read OUT."""
-        return [self.source] if is_dir(self.source) else files_of(self.source)
-
 
 def _nbytes(files: Contents) -> int:
     """Bytes of what is still to be made, but for what is taken over as it is."""
@@ -317,8 +290,10 @@ def _of_ranks(folder: str, pattern: str) -> set[str]:
     return {name for name in names_in(folder) if re.fullmatch(number, name)} if is_dir(folder) else set()
 
 
-def _prove_bytes(digests: Mapping[str, Digest]) -> None:
-    """Raises `CkptError` where the disk does not hold what was written, to the byte."""
+def _prove_bytes(digests: Mapping[str, Digest] | None) -> None:
+    """Raise `CkptError` if the disk does not hold exactly the bytes that were written."""
+    if not digests:
+        return
     with progress.doing(f"verifying {_and_more(digests)}", sum(map(size, digests))):
         problems = [
             Problem("other bytes on the disk than were written", path)

@@ -29,7 +29,8 @@ from ckpttool.diffing.baseline import _ignores
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.formats.deepspeed import files
 from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.io import edit_journal, journal, old_files
+from ckpttool.io import transaction
+from ckpttool.io.remote import journal
 
 DEEPSPEED = Path(__file__).parents[1] / "data" / "deepspeed-0.19.8"
 Reader = Callable[[bytes], object]
@@ -102,7 +103,7 @@ def _edited(folder: Path) -> tuple[Path, bytes]:
     path = folder / "m.safetensors"
     save_file({"a.w": torch.ones(4), "b": torch.zeros(2, 2)}, path)
     assert main(["remap", str(path), "--rule", "a.{x} => z.{x}", "--in-place", "--quiet"]) == 0
-    return path, old_files.record_of(path).read_bytes()
+    return path, transaction.record_of(path).read_bytes()
 
 
 def edits(folder: Path) -> tuple[Reader, Callable[[], list[bytes]]]:
@@ -119,9 +120,9 @@ def edits(folder: Path) -> tuple[Reader, Callable[[], list[bytes]]]:
     def read(data: bytes) -> object:
         path = folder / "m.safetensors"
         path.write_bytes(kept["file"])
-        record = old_files.record_of(path)
+        record = transaction.record_of(path)
         record.write_bytes(data)
-        edit_journal.undo(path, fsync=False)
+        transaction.undo_edit(path, fsync=False)
         assert (folder / "other").read_bytes() == b"kept"
         return None
 
@@ -129,7 +130,7 @@ def edits(folder: Path) -> tuple[Reader, Callable[[], list[bytes]]]:
 
 
 def replaced(folder: Path) -> tuple[Reader, Callable[[], list[bytes]]]:
-    """The journal of files that replace others in a folder."""
+    """The journal of files that replace others in a folder behind a URL."""
     value: dict[str, Any] = {"put": ["a.safetensors", "x/b"], "remove": ["c"]}
     return lambda data: journal.parse(data, "f", folder), lambda: [json.dumps(value).encode()]
 

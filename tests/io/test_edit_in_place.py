@@ -26,8 +26,7 @@ import ckpttool
 from ckpttool.cli.app import main
 from ckpttool.core.errors import CkptError
 from ckpttool.formats.registry import FORMATS
-from ckpttool.io import edit_in_place, edit_journal, old_files, patch, reflink, temporary
-from ckpttool.io.journal import Journal
+from ckpttool.io import edit_in_place, patch, syscalls, temporary, transaction
 from command import Run
 from places import DATA
 
@@ -54,7 +53,7 @@ def moves(folder: Path) -> bool:
         file.write(bytes(8192))
         file.flush()
         try:
-            reflink.fallocate(file.fileno(), patch._INSERT, 0, 4096)
+            syscalls.fallocate(file.fileno(), patch._INSERT, 0, 4096)
         except OSError:
             return False
         finally:
@@ -245,11 +244,11 @@ def test_what_a_process_began_is_left_to_it_as_long_as_it_lives(
         dies_at("apply", ["remap", str(source), "--rule", "a.{x} => z.{x}", "--in-place"])
         journal = next(Path().glob(".*.edit")).rename(f"{name}edit")
     else:
-        for folder in ("new", "old"):
-            Path(name + "tmp", folder).mkdir(parents=True)
-        save_file({"a.w": torch.zeros(1)}, f"{name}tmp/new/{source}")
-        journal = Path(f"{name}tmp", temporary.JOURNAL)
-        journal.write_bytes(Journal((str(source),), ()).text())
+        row = transaction.Replaced(str(source), f"{name}tmp", (0, 0))
+        source.rename(str(row.old))
+        save_file({"a.w": torch.zeros(1)}, source)
+        journal = Path(f"{name}edit")
+        journal.write_bytes(transaction.text([row]))
     os.utime(journal, (time.time() - age,) * 2)
     before = source.read_bytes()
     status, _, said = run("undo", source)
@@ -281,8 +280,8 @@ def test_a_machine_that_died_while_the_data_was_moved(source: Path) -> None:
         dies_at("_move", ["remap", str(source), "--rule", f"a.{{x}} => {LONG}{{x}}", "--in-place"])
         with open(source, "r+b") as file:
             added = source.stat().st_size - len(old)
-            reflink.fallocate(file.fileno(), patch._COLLAPSE, 0, added)
-            reflink.fallocate(file.fileno(), patch._INSERT, at, added)
+            syscalls.fallocate(file.fileno(), patch._COLLAPSE, 0, added)
+            syscalls.fallocate(file.fileno(), patch._INSERT, at, added)
         assert source.read_bytes() != old
         assert main(["undo", str(source)]) == 0
         assert source.read_bytes() == old
@@ -297,7 +296,7 @@ def test_a_file_that_took_its_place_is_left_alone(source: Path, run: Run) -> Non
     assert status == 2
     assert "not the file that an interrupted edit was of" in said
     assert source.read_bytes() == other
-    os.system(said.split("a whole one: ")[1].strip())
+    os.system(said.split("has replaced it: ")[1].strip())
     assert run("inspect", source)[0] == 0
 
 
@@ -325,7 +324,7 @@ def test_a_journal_that_leads_out_of_its_folder(source: Path, run: Run, name: st
 )
 def test_a_way_back_that_says_what_is_not_so_is_refused(source: Path, run: Run, field: str, value: str) -> None:
     assert run("remap", source, "--rule", "a.{x} => z.{x}", "--in-place").status == 0
-    record, edited = old_files.record_of(source), source.read_bytes()
+    record, edited = transaction.record_of(source), source.read_bytes()
     line, rest = record.read_bytes().split(b"\n", 1)
     record.write_bytes(
         re.sub(rb'("%s"): [^,]*' % field.encode(), rb"\1: " + value.encode(), line, count=1) + b"\n" + rest
@@ -417,7 +416,7 @@ def test_shards_in_folders_of_their_own_are_written_anew(
 
 
 def test_two_processes_do_not_edit_at_once(source: Path, run: Run) -> None:
-    with edit_journal.locked(source.resolve()):
+    with transaction.locked(source.resolve()):
         status, _, said = run("remap", source, "--rule", "a.{x} => z.{x}", "--in-place")
     assert status == 2
     assert "just being edited" in said
@@ -445,7 +444,7 @@ def test_shards_of_which_one_cannot_be_edited_are_written_anew(
     state = {"a.w": torch.arange(9_000.0), "a.b": torch.arange(9_000.0) + 1}
     save_file(state, "in.safetensors")
     assert run("remap", "in.safetensors", "-o", "m/", "--max-shard-size", "40KB")[0] == 0
-    real, moved = reflink.fallocate, []
+    real, moved = syscalls.fallocate, []
 
     def fallocate(descriptor: int, mode: int, start: int, length: int) -> None:
         moved.append(mode)
@@ -453,7 +452,7 @@ def test_shards_of_which_one_cannot_be_edited_are_written_anew(
             raise OSError(errno.EOPNOTSUPP, "not here")
         real(descriptor, mode, start, length)
 
-    monkeypatch.setattr(reflink, "fallocate", fallocate)
+    monkeypatch.setattr(syscalls, "fallocate", fallocate)
     assert way(run, Path("m"), f"a.{{x}} => {LONG}{{x}}")["way"] == "copied"
     found = {key: value for path in Path("m").glob("*.safetensors") for key, value in load_file(path).items()}
     assert found.keys() == {LONG + "w", LONG + "b"}
@@ -576,10 +575,10 @@ def test_archives_beyond_four_gibibytes(tmp_path: Path, run: Run) -> None:
 def test_torch_files_that_die_half_written(tmp_path: Path, run: Run) -> None:
     path = saved(tmp_path, STATES["nested"])
     old = path.read_bytes()
-    for step in ("write_at", "apply"):
+    for step in ("write_all", "apply"):
         dies_at(step, ["remap", str(path), "--rule", "a.{x} => z.{x}", "--in-place"])
-        assert run("inspect", path)[0] == (0 if step == "write_at" else 2)
-        assert run("undo", path)[0] == (2 if step == "write_at" else 0)
+        assert run("inspect", path)[0] == 2
+        assert run("undo", path)[0] == 0
         assert path.read_bytes() == old
 
 
@@ -623,20 +622,20 @@ def test_an_edit_that_is_not_allowed_is_no_reason_to_write_anew(
 def test_where_not_even_going_back_is_possible_the_next_command_does(
     source: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, plain = source.resolve().read_bytes(), patch.write_at
+    old, plain = source.resolve().read_bytes(), patch.write_all
 
-    def failing(descriptor: int, offset: int, data: bytes) -> None:
+    def failing(descriptor: int, data: bytes) -> None:
         if os.fstat(descriptor).st_ino == source.stat().st_ino:
-            plain(descriptor, offset, data[:9])
+            plain(descriptor, data[:9])
             raise OSError(errno.EIO, "Input/output error")
-        plain(descriptor, offset, data)
+        plain(descriptor, data)
 
     with monkeypatch.context() as inside:
-        inside.setattr(patch, "write_at", failing)
+        inside.setattr(patch, "write_all", failing)
         for line in (["remap", source, "--rule", "a.{x} => z.{x}", "--in-place"], ["undo", source]):
             status, _, said = run(*line)
             assert status == 2
-            assert "holds a file that is half edited, which cannot be undone now: Input/output error" in said
+            assert "is only partly written, and cannot be restored now: Input/output error" in said
     assert run("undo", source).status == 0
     assert source.read_bytes() == old
 
@@ -644,7 +643,7 @@ def test_where_not_even_going_back_is_possible_the_next_command_does(
 def test_behind_a_url_nothing_is_undone(run: Run) -> None:
     status, _, said = run("remap", "memory://nowhere/a.safetensors", "--undo")
     assert status == 2
-    assert "nothing to undo\nhint: behind a URL nothing is edited in place" in said
+    assert "nothing to undo\nhint: files of a URL are never edited in place" in said
 
 
 def test_a_file_that_only_seems_torn_is_said_to_be_another(source: Path, run: Run) -> None:
@@ -666,14 +665,12 @@ def test_a_file_that_only_seems_torn_is_said_to_be_another(source: Path, run: Ru
 
 def test_a_record_of_what_no_edit_does_is_not_believed(source: Path) -> None:
     """Data that is moved, with bytes behind it."""
-    descriptor = os.open(source, os.O_RDWR)
-    made = patch.Patch(source.stat().st_size, 4096, 10, -4096, b"", b"")
-    change = edit_journal.Change(made, b"", b"")
-    entry = edit_journal._entry(source.name, descriptor, change)
-    os.close(descriptor)
-    assert entry.back.patch.tail
+    with open(source, "rb") as file:
+        back = patch.inverse(file.fileno(), patch.Patch(source.stat().st_size, 4096, 10, -4096, b"", b""))
+    assert back.tail
+    row = transaction.Patched(source.name, transaction.Change(back, b"", b""), b"", b"")
     with pytest.raises(CkptError, match="it contradicts itself"):
-        edit_journal._parse(edit_journal._text([entry]), source)
+        transaction.parse(transaction.text([row]), source)
 
 
 def test_what_would_write_much_is_written_anew(source: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,8 @@ def made(folder: Path, name: str, mode: int) -> Path:
 def settled(folder: Path, place: Path, sources: list[Path]) -> int:
     """The bits of a new file that is to be at the place."""
     new = made(folder, "new", 0o600)
-    permissions.settle_path(new, place, map(str, sources))
+    with open(new, "rb") as file:
+        permissions.settle(file.fileno(), place, map(str, sources))
     return stat.S_IMODE(new.stat().st_mode)
 
 

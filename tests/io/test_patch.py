@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.core.checkpoint import Lazy, Span
-from ckpttool.io import patch, reflink
+from ckpttool.io import patch, syscalls
 from ckpttool.io.patch import Patch
 from ckpttool.io.pieces import Piece
 
@@ -57,7 +57,7 @@ def test_a_patch_makes_what_its_pieces_say_and_its_way_back_undoes_it(
             assert found is None  # only what the file ends with can be moved
             return
         assert found is not None
-        assert (found.after, found.nbytes) == (len(wanted), len(head) + len(behind))
+        assert (found.after, len(found.head) + len(found.tail)) == (len(wanted), len(head) + len(behind))
         back = patch.inverse(descriptor, found)
         try:
             patch.apply(descriptor, found, fsync=False)
@@ -67,7 +67,7 @@ def test_a_patch_makes_what_its_pieces_say_and_its_way_back_undoes_it(
             number = 0
         if number:  # not by whole blocks, or not here
             assert is_moved
-            assert number in reflink.NOT_HERE
+            assert number in syscalls.NOT_HERE
             assert path.read_bytes() == content
             return
         assert path.read_bytes() == wanted
@@ -130,7 +130,7 @@ def dying(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
 
     counted(os, "write", os.write)
     counted(os, "ftruncate", os.ftruncate)
-    counted(reflink, "fallocate", reflink.fallocate)
+    counted(syscalls, "fallocate", syscalls.fallocate)
 
 
 @pytest.mark.parametrize("left", [1, 2, 3, 4])

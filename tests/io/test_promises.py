@@ -25,9 +25,10 @@ from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.core.errors import CkptError
 from ckpttool.evaluate.torch_eval import load
 from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.io import atomic_replace, journal, temporary, write_folder
+from ckpttool.io import syscalls, temporary, transaction
 from ckpttool.io.pieces import Piece
-from ckpttool.io.write_file import write
+from ckpttool.io.write import WriteOptions, write_folder
+from ckpttool.io.write import write_file as write
 
 STATE = {"a.weight": torch.arange(12.0), "b": torch.ones(2)}
 RENAME = ["--rule", "a.{x} => z.{x}"]
@@ -125,7 +126,7 @@ def test_what_comes_meanwhile_stays(tmp_path: Path) -> None:
         yield b"x"
 
     with pytest.raises(CkptError, match="meanwhile"):
-        write([Piece(Lazy(1, lambda: list(late())))], str(out), replace=False)
+        write([Piece(Lazy(1, lambda: list(late())))], str(out), WriteOptions(replace=False))
     assert out.read_bytes() == b"other"
     assert names(tmp_path) == {"out"}
 
@@ -137,7 +138,7 @@ def test_files_that_come_into_a_folder_meanwhile_stay(tmp_path: Path) -> None:
         (tmp_path / "log").write_text("late")
         return [b"x"]
 
-    write_folder.write_folder({"index": [Piece(Lazy(1, late))]}, str(tmp_path))
+    write_folder({"index": [Piece(Lazy(1, late))]}, str(tmp_path))
     assert names(tmp_path) == {"index", "log"}
 
 
@@ -149,7 +150,7 @@ def test_a_folder_that_another_process_changed_is_not_replaced(tmp_path: Path) -
         return [b"x"]
 
     with pytest.raises(CkptError, match="another process"):
-        write_folder.write_folder({"index": [Piece(Lazy(1, other))]}, str(tmp_path))
+        write_folder({"index": [Piece(Lazy(1, other))]}, str(tmp_path))
     assert (tmp_path / "index").read_text() == "theirs"
     assert names(tmp_path) == {"index"}
 
@@ -196,7 +197,7 @@ def test_a_source_that_is_gone_or_another_file_by_the_time_is_noticed(source: Pa
 def test_verify_notices_a_disk_that_holds_other_bytes(
     source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    puts = atomic_replace.put
+    puts = syscalls.put
 
     def damaging(staged: Path, place: Path, *, replace: bool) -> None:
         with staged.open("r+b") as file:
@@ -204,7 +205,7 @@ def test_verify_notices_a_disk_that_holds_other_bytes(
             file.write(b" ")
         puts(staged, place, replace=replace)
 
-    monkeypatch.setattr("ckpttool.io.write_file.put", damaging)
+    monkeypatch.setattr("ckpttool.io.write.put", damaging)
     assert main(["remap", source.name, *RENAME, "-o", "out.safetensors", "--verify"]) == 2
     assert "what was written is not what the disk holds" in capsys.readouterr().err
 
@@ -268,18 +269,20 @@ def test_only_what_is_ours_and_dead_is_removed(tmp_path: Path, source: Path) -> 
     assert names(tmp_path) == {alive, ".x.tmp", "y.ckpttool.tmp", "in.safetensors", "out.safetensors"}
 
 
-@pytest.mark.parametrize("put", ["../out", "/etc/x", "a/../../b", "a\0b", "\ud800", "a" * 300, 5, None])
-def test_a_journal_that_leads_elsewhere_is_refused(tmp_path: Path, put: object) -> None:
-    dead = tmp_path / f".x.{temporary.Owner(temporary.me().host, '00000000', 1, 1, 1)}-00000000.ckpttool.tmp"
-    (dead / "new").mkdir(parents=True)
-    (dead / temporary.JOURNAL).write_text(json.dumps({"put": [put], "remove": []}))
-    with pytest.raises(CkptError, match="leads out"):
-        journal.recover(tmp_path)
+@pytest.mark.parametrize("name", ["../out", "/etc/x", "a/../../b", "a\0b", "\ud800", "a" * 300, 5, None])
+@pytest.mark.parametrize("field", ["name", "old"])
+def test_a_journal_that_leads_elsewhere_is_refused(tmp_path: Path, name: object, field: str) -> None:
+    dead = tmp_path / f".x.{temporary.Owner(temporary.me().host, '00000000', 1, 1, 1)}-00000000.ckpttool.edit"
+    row = {"name": "a", "old": None, "state": None, field: name}
+    dead.write_text(json.dumps({"schema": "ckpttool.record/1", "files": [row]}))
+    with pytest.raises(CkptError, match="cannot be read"):
+        transaction.recover(tmp_path)
+    assert dead.exists()
 
 
 def test_a_journal_that_is_deeper_than_python_goes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match="cannot be read"):
-        journal.parse(b'{"put": ' + b"[" * 100_000, "journal", tmp_path)
+        transaction.parse(b'{"files": ' + b"[" * 100_000, tmp_path / "journal")
 
 
 # The disk confirms
@@ -369,7 +372,7 @@ def test_links_to_nothing_and_in_circles(source: Path, capsys: pytest.CaptureFix
     Path("out.safetensors").symlink_to("elsewhere.safetensors")
     Path("loop.safetensors").symlink_to("loop.safetensors")
     assert main(["remap", source.name, *RENAME, "-o", "out.safetensors"]) == 2
-    assert "a link to what is not there: elsewhere.safetensors" in capsys.readouterr().err
+    assert "a link to a file that does not exist: elsewhere.safetensors" in capsys.readouterr().err
     for force in ([], ["--force"]):
         assert main(["remap", source.name, *RENAME, "-o", "loop.safetensors", *force]) == 2
     assert not Path("elsewhere.safetensors").exists()

@@ -329,7 +329,7 @@ def test_no_file_takes_more_parts_than_a_store_allows(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("gone", [False, True])
 @pytest.mark.parametrize("to", ["local", "remote"])
 def test_a_source_that_changes_meanwhile(store: Store, tmp_path: Path, to: str, gone: bool) -> None:
-    from ckpttool.io import write_file
+    from ckpttool.io.write import write_file
 
     url = store.put("a.safetensors", save(STATE))
     pieces = [Piece(Span(url, 0, open_checkpoint(url).nbytes))]
@@ -347,14 +347,14 @@ def test_a_source_that_changes_meanwhile(store: Store, tmp_path: Path, to: str, 
         )
     out = str(tmp_path / "out") if to == "local" else f"{store.url}/out"
     with pytest.raises(CkptError, match="was changed while it was read"):
-        write_file.write(pieces, out)
+        write_file(pieces, out)
     assert store.names() == (set() if gone else {"a.safetensors"})
     assert not list(tmp_path.iterdir())
 
 
 def test_a_source_that_changes_between_two_files_of_an_output(store: Store) -> None:
     """Whose names begin with its own."""
-    from ckpttool.io import write_folder
+    from ckpttool.io.write import write_folder
 
     url = store.put("a", save(STATE))
     span = Span(url, 0, open_checkpoint(url).nbytes)
@@ -365,7 +365,7 @@ def test_a_source_that_changes_between_two_files_of_an_output(store: Store) -> N
 
     files = {"first": [Piece(span)], "between": [Piece(Lazy(1, change))], "second": [Piece(span)]}
     with pytest.raises(CkptError, match="was changed while it was read"):
-        write_folder.write_folder(files, f"{store.url}/a.parts")
+        write_folder(files, f"{store.url}/a.parts")
     assert store.names() == {"a"}
 
 

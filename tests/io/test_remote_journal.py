@@ -16,11 +16,11 @@ import ckpttool
 from ckpttool.core.checkpoint import Lazy
 from ckpttool.core.errors import CkptError
 from ckpttool.io import temporary
-from ckpttool.io.journal import Journal
 from ckpttool.io.pieces import Held, Link, Piece
 from ckpttool.io.remote import journal
+from ckpttool.io.remote.journal import JOURNAL, Journal
 from ckpttool.io.remote.read import forget
-from ckpttool.io.temporary import JOURNAL, me
+from ckpttool.io.temporary import me
 from ckpttool.io.write_remote import preflight, preflight_folder, write_folder
 
 OUT = "memory://journals/m"
@@ -128,7 +128,7 @@ def test_what_a_process_that_lives_began_stays_however_old(fs: Any, monkeypatch:
     fs.pipe_file(f"{home.removeprefix('memory:/')}/{JOURNAL}", LIST.text())
     monkeypatch.setattr("ckpttool.io.remote.journal.time.time", lambda: time.time_ns() / 1e9 + 1e6)
     forget(OUT)
-    with pytest.raises(CkptError, match="just being replaced by another process"):
+    with pytest.raises(CkptError, match="just being edited by another process"):
         journal.recover(OUT)
     assert content(fs) == BEFORE
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckpttool.core.errors import CkptError
 from ckpttool.io import files
 from ckpttool.io.remote import read
-from ckpttool.io.remote.read import Kept, Stat, Stream, open_file
+from ckpttool.io.remote.read import Cache, Stat, Stream, open_file
 
 DATA = os.urandom(3_001)
 URL = "memory://reads/data"
@@ -34,9 +34,9 @@ STEPS = st.one_of(
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A file of many blocks, of which few are kept, and nothing of what other tests read."""
-    nothing = Kept()
-    monkeypatch.setattr(read, "kept", nothing)
-    monkeypatch.setattr(read, "kept", nothing)
+    nothing = Cache()
+    monkeypatch.setattr(read, "cache", nothing)
+    monkeypatch.setattr(read, "cache", nothing)
     for own, value in (("BLOCK", 64), ("PART", 300), ("_LARGE", 512), ("_SMALL_GAP", 20), ("_MAX_RUN", 4)):
         monkeypatch.setattr(read, own, value)
     monkeypatch.setattr(read, "_MAX_BLOCKS", 9)
@@ -70,29 +70,29 @@ def test_any_reads_in_any_order_give_the_bytes_of_the_file(steps: list[tuple[str
             found = file.read(asked)
             assert found == (DATA[at:] if asked < 0 else DATA[at : at + asked])
             at += len(found)
-        assert len(read.kept.blocks) <= 9
+        assert len(read.cache.blocks) <= 9
 
 
 def test_what_is_read_in_order_is_asked_for_in_longer_and_longer_runs() -> None:
     """Blocks of 64 bytes, one, two, four and then four at a time; a place elsewhere begins with one again."""
-    file, before = open_file(URL), read.kept.requests[URL]
+    file, before = open_file(URL), read.cache.requests[URL]
     for at in range(64 * 11):
         assert file.read_at(at, 1) == DATA[at : at + 1]
-    assert read.kept.requests[URL] - before == 4
-    fetched = read.kept.fetched[URL]
+    assert read.cache.requests[URL] - before == 4
+    fetched = read.cache.fetched[URL]
     file.read_at(2_000, 1)
-    assert read.kept.fetched[URL] - fetched == 64
+    assert read.cache.fetched[URL] - fetched == 64
 
 
 def test_ranges_that_are_close_are_asked_for_as_one() -> None:
     for gap, requests in ((20, 1), (21, 2), (-5, 1)):
         read.forget(URL)
-        file, before = open_file(URL), read.kept.requests[URL]
+        file, before = open_file(URL), read.cache.requests[URL]
         file.prefetch([(100 + 30 + gap, 30), (100, 30)])
-        assert read.kept.requests[URL] - before == requests
+        assert read.cache.requests[URL] - before == requests
         file.read_at(105, 20), file.read_at(100 + 30 + gap, 30)
         file.prefetch([(100, 30), (110, 10), (5_000, 10)])
-        assert read.kept.requests[URL] - before == requests
+        assert read.cache.requests[URL] - before == requests
 
 
 def test_a_file_that_ends_before_its_size_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,10 +117,10 @@ def test_only_what_did_not_come_is_asked_for_again(monkeypatch: pytest.MonkeyPat
             raise passing.pop()
         return plain(own, path, start, end)
 
-    file, before = open_file(URL), read.kept.requests[URL]
+    file, before = open_file(URL), read.cache.requests[URL]
     monkeypatch.setattr(MemoryFileSystem, "cat_file", flaky)
     file.prefetch([(0, 30), (1_000, 30), (2_000, 30)])
-    assert read.kept.requests[URL] - before == 4
+    assert read.cache.requests[URL] - before == 4
     assert file.read_at(1_000, 30) == DATA[1_000:1_030]
 
 
@@ -136,9 +136,9 @@ def test_how_files_begin_is_kept_of_those_that_answer() -> None:
         fs.rm("/reads/heads/gone")
         fs.pipe_file("/reads/heads/shorter", b"short")
         read.look_ahead({urls[name]: 100 for name in ("good", "empty", "gone", "shorter")})
-        assert {*read.kept.heads} == {urls["good"]}
+        assert {*read.cache.heads} == {urls["good"]}
         read.look_ahead({urls["late"]: 100})
-        assert {*read.kept.heads} == {urls["good"]}
+        assert {*read.cache.heads} == {urls["good"]}
         fs.pipe_file("/reads/heads/late", DATA)
         for name in ("good", "late"):
             assert open_file(urls[name]).read_at(0, 100) == DATA[:100]
@@ -158,7 +158,7 @@ def test_what_nobody_knows_any_more_is_not_unchanged() -> None:
 def test_what_is_no_file_is_not_opened() -> None:
     with pytest.raises(CkptError, match="is a folder, not a file"):
         open_file("memory://reads")
-    read.kept.stats["memory://reads/endless"] = Stat(False, None)
+    read.cache.stats["memory://reads/endless"] = Stat(False, None)
     with pytest.raises(CkptError, match="does not say how long it is"):
         open_file("memory://reads/endless")
     assert not files.is_file("memory://reads")
@@ -188,7 +188,7 @@ def test_an_index_of_what_is_gone_is_not_used_again() -> None:
 )
 def test_what_is_at_under_and_above_is_forgotten(url: str, goes: set[str]) -> None:
     urls = {"s3://b/m", "s3://b/m/a", "s3://b/m/sub/a", "s3://b/model", "s3://c/m"}
-    known = Kept()
+    known = Cache()
     for one in urls:
         known.stats[one] = None
         known.assumed[one], known.blocks[one, 3], known.runs[one] = [], b"", (1, 2)
@@ -202,14 +202,14 @@ def test_what_is_at_under_and_above_is_forgotten(url: str, goes: set[str]) -> No
 @pytest.mark.parametrize("other", ["s3://b/mode", "s3://b/m", "s3://b/mo/"])
 def test_a_file_whose_name_only_begins_alike_is_not_forgotten(other: str) -> None:
     """While ``b/model.pt.new`` is written, ``b/model.pt`` may be its source: what it was has to stay known."""
-    known = Kept()
+    known = Cache()
     known.stats[other] = None
     known.forget("s3://b/model")
     assert other in known.stats
 
 
 def test_heads_are_kept_while_there_is_room() -> None:
-    known = Kept()
+    known = Cache()
     for number in range(9):
         known.keep_heads({f"m://{number}": bytes(100)})
     assert [*known.heads] == [*known.ahead] == [f"m://{number}" for number in range(2, 9)]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpttool.core.checkpoint import Span
 from ckpttool.io.pieces import Piece
-from ckpttool.io.write_file import write
+from ckpttool.io.write import write_file as write
 from command import Run
 
 MAKERS = {"xfs": ["mkfs.xfs", "-q"], "btrfs": ["mkfs.btrfs", "-q"]}

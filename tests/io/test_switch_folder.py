@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from ckpttool.core.errors import CkptError
-from ckpttool.io import reflink, temporary
-from ckpttool.io.journal import recover
+from ckpttool.io import syscalls, temporary
 from ckpttool.io.pieces import Files, Piece
-from ckpttool.io.write_folder import Change, _can_move, write_folder
+from ckpttool.io.transaction import recover
+from ckpttool.io.write import WriteOptions, _can_move, home_of, write_folder
 
 NEW: Files = {"sub/shard": [Piece(b"new")], "index": [Piece(b"new")]}
 BEFORE = {"index": "old", "sub/shard": "old", "sub/note": "mine", "log/deep/a": "mine", "README": "mine"}
@@ -54,9 +54,9 @@ def saying(number: int) -> Callable[..., None]:
 def test_where_folders_cannot_change_places_it_is_done_under_a_journal(
     folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, fsync: bool
 ) -> None:
-    monkeypatch.setattr(reflink, "renameat2", saying(number))
+    monkeypatch.setattr(syscalls, "renameat2", saying(number))
     there = folder.stat().st_ino
-    write_folder(NEW, str(folder), fsync=fsync)
+    write_folder(NEW, str(folder), WriteOptions(fsync=fsync))
     assert texts(folder) == AFTER
     assert (names(folder), folder.stat().st_ino) == (["m"], there)
 
@@ -64,7 +64,7 @@ def test_where_folders_cannot_change_places_it_is_done_under_a_journal(
 @pytest.mark.parametrize("call", ["renameat2", "link", "mkdir"])
 def test_any_other_fault_leaves_it_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     if call == "renameat2":
-        monkeypatch.setattr(reflink, call, saying(errno.EIO))
+        monkeypatch.setattr(syscalls, call, saying(errno.EIO))
     else:
         plain = getattr(os, call)
 
@@ -90,14 +90,14 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]
     """Does something once all that stays is in the new folder too, before the two change places."""
 
     def set_up(do: Callable[[], object]) -> None:
-        plain, todo = reflink.renameat2, [do]
+        plain, todo = syscalls.renameat2, [do]
 
         def exchanging(*args: Any) -> None:
             while todo:
                 todo.pop()()
             plain(*args)
 
-        monkeypatch.setattr(reflink, "renameat2", exchanging)
+        monkeypatch.setattr(syscalls, "renameat2", exchanging)
 
     return set_up
 
@@ -140,10 +140,10 @@ def test_every_folder_is_flushed_before_and_after_the_switch(
         done.append("=>")
         exchange(*args)
 
-    exchange = reflink.renameat2
-    monkeypatch.setattr(reflink, "renameat2", exchanging)
+    exchange = syscalls.renameat2
+    monkeypatch.setattr(syscalls, "renameat2", exchanging)
     monkeypatch.setattr(os, "fsync", noted)
-    write_folder(NEW, str(folder), fsync=fsync)
+    write_folder(NEW, str(folder), WriteOptions(fsync=fsync))
     if not fsync:
         assert done == ["=>"] * (way == "one call")
     elif way == "one call":
@@ -163,8 +163,7 @@ def test_where_the_new_files_are_made(folder: Path) -> None:
         (folder.parent / "none", False, folder.parent),
         (Path("/proc"), True, Path("/proc")),
     ):
-        assert Change("out", place, (), (), whole).home == home
-    assert Change("out", folder, (), ()).whole
+        assert home_of(place, whole=whole) == home
 
 
 @pytest.mark.parametrize("back", [True, False])
@@ -179,13 +178,13 @@ def test_what_cannot_be_taken_along_is_not_left_behind(
 
     meanwhile(other)
     if not back:
-        plain, calls = reflink.renameat2, []
+        plain, calls = syscalls.renameat2, []
 
         def once(*args: Any) -> None:
             calls.append(args)
             plain(*args) if len(calls) == 1 else saying(errno.EIO)()
 
-        monkeypatch.setattr(reflink, "renameat2", once)
+        monkeypatch.setattr(syscalls, "renameat2", once)
     with pytest.raises(CkptError) as raised:
         write_folder(NEW, str(folder))
     if back:
@@ -197,29 +196,25 @@ def test_what_cannot_be_taken_along_is_not_left_behind(
     assert names(folder) == ["m"]
 
 
-def test_where_not_even_going_back_is_possible_the_next_command_finishes_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reflink, "renameat2", saying(errno.ENOSYS))
+def test_if_restoring_fails_too_the_next_command_restores(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(syscalls, "renameat2", saying(errno.ENOSYS))
     plain = os.rename
-
-    def failing(old: Any, new: Any) -> None:
-        plain(old, new) if {"index", "shard"}.isdisjoint([Path(old).name]) else saying(errno.EIO)()
 
     def dying(old: Any, new: Any) -> None:
         plain(old, new)
         if Path(old).name == "index":
-            monkeypatch.setattr(os, "rename", failing)
+            for call in ("rename", "replace"):
+                monkeypatch.setattr(os, call, saying(errno.EIO))
 
     monkeypatch.setattr(os, "rename", dying)
-    with pytest.raises(CkptError, match="half replaced, which cannot be finished now: Input/output error"):
+    with pytest.raises(CkptError, match="is only partly written, and cannot be restored now: Input/output error"):
         write_folder(NEW, str(folder))
-    with pytest.raises(CkptError, match="half replaced, which cannot be finished now: Input/output error"):
+    with pytest.raises(CkptError, match="is only partly written, and cannot be restored now: Input/output error"):
         recover(folder)
     monkeypatch.undo()
     assert not (folder / "index").exists()
     recover(folder)
-    assert (texts(folder), names(folder)) == (AFTER, ["m"])
+    assert (texts(folder), names(folder)) == (BEFORE, ["m"])
 
 
 # Which folders change places

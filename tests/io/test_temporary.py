@@ -20,11 +20,10 @@ from safetensors.torch import load_file, save_file
 
 from ckpttool.cli.app import main
 from ckpttool.core.errors import CkptError
-from ckpttool.io import edit_journal, journal, patch, reflink, temporary
-from ckpttool.io.journal import Journal
+from ckpttool.io import patch, syscalls, temporary, transaction
 from ckpttool.io.ranges import digest_on_disk
-from ckpttool.io.temporary import JOURNAL, me
-from ckpttool.io.write_folder import _can_move
+from ckpttool.io.temporary import me
+from ckpttool.io.write import _can_move
 
 AS_ROOT = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can be another user")
 DEAD = replace(me(), pid=1 << 23)
@@ -35,15 +34,21 @@ def name(owner: object, ending: str = "tmp", own: str = "x") -> str:
     return f".{own}.{owner}-00000000.ckpttool.{ending}"
 
 
+def _journal(own: str, descriptor: int, change: transaction.Change) -> bytes:
+    done = change.patch
+    back = transaction.Change(patch.inverse(descriptor, done), b"", b"")
+    sample = patch.sample_of(descriptor, done.start, done.length)
+    return transaction.text([transaction.Patched(own, back, sample, patch.hash_of(done))])
+
+
 def begun(folder: Path, files: dict[str, bytes], owner: object = DEAD) -> Path:
-    """A staging folder whose journal says that the files are to be put into the folder."""
-    staging = folder / name(owner)
+    """A journal that says that the files were added to the folder."""
     for own, data in files.items():
-        (staging / "new").mkdir(parents=True, exist_ok=True)
-        (staging / "new" / own).write_bytes(data)
-    (staging / "old").mkdir()
-    (staging / JOURNAL).write_bytes(Journal(tuple(files), ()).text())
-    return staging
+        (folder / own).write_bytes(data)
+    journal = folder / name(owner, "edit")
+    rows = [transaction.Replaced(own, None, transaction.state_of(folder / own)) for own in files]
+    journal.write_bytes(transaction.text(rows))
+    return journal
 
 
 def test_a_name_that_is_none_of_ours_is_nobodys() -> None:
@@ -71,37 +76,40 @@ def test_where_the_system_does_not_say_when_a_process_began(monkeypatch: pytest.
 def test_the_way_back_of_a_dead_edit_is_no_litter(tmp_path: Path) -> None:
     for ending in ("edit", "tmp"):
         (tmp_path / name(DEAD, ending)).write_text("")
-    assert [path.suffix for path in temporary.left_in(tmp_path)] == [".tmp"]
-    assert temporary.left_in(tmp_path / "none") == []
+    temporary.remove_left(tmp_path)
+    assert len(os.listdir(tmp_path)) == 2  # the journal may refer to the other file
+    (tmp_path / name(DEAD, "edit")).unlink()
+    (tmp_path / name(replace(DEAD, pid=DEAD.pid + 1), "edit")).write_text("")
+    temporary.remove_left(tmp_path)
+    assert os.listdir(tmp_path) == [name(replace(DEAD, pid=DEAD.pid + 1), "edit")]
+    temporary.remove_left(tmp_path / "none")
 
 
 def test_litter_beside_the_journal_of_an_edit(tmp_path: Path) -> None:
     save_file({"a.w": torch.ones(2)}, tmp_path / "in.safetensors")
     old = (tmp_path / "in.safetensors").read_bytes()
     descriptor = os.open(tmp_path / "in.safetensors", os.O_RDWR)
-    change = edit_journal.Change(patch.Patch(len(old), 8, len(old) - 8, 0, bytes(8), b""), b"", b"")
-    (tmp_path / name(DEAD, "edit")).write_bytes(
-        edit_journal._text([edit_journal._entry("in.safetensors", descriptor, change)])
-    )
+    change = transaction.Change(patch.Patch(len(old), 8, len(old) - 8, 0, bytes(8), b""), b"", b"")
+    (tmp_path / name(DEAD, "edit")).write_bytes(_journal("in.safetensors", descriptor, change))
     patch.apply(descriptor, change.patch, fsync=False)
     os.close(descriptor)
     (tmp_path / name(DEAD)).write_text("litter")
-    journal.recover(tmp_path)
+    transaction.recover(tmp_path)
     assert os.listdir(tmp_path) == ["in.safetensors"]
     assert (tmp_path / "in.safetensors").read_bytes() == old
-    edit_journal.go_back(tmp_path / name(DEAD, "edit"))
 
 
 def test_what_another_process_finishes_meanwhile_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    staging = begun(tmp_path, {"a": b"new"})
+    journal = begun(tmp_path, {"a": b"new"})
+    (tmp_path / "a").unlink()
     plain = temporary.is_dead
 
     def faster(*args: Any) -> bool:
-        (staging / JOURNAL).unlink(missing_ok=True)
+        journal.unlink(missing_ok=True)
         return plain(*args)
 
     monkeypatch.setattr(temporary, "is_dead", faster)
-    journal.recover(tmp_path)
+    transaction.recover(tmp_path)
     assert os.listdir(tmp_path) == []
 
 
@@ -138,13 +146,13 @@ def renamed(out: str) -> int:
 @AS_ROOT
 def test_what_another_user_keeps_to_himself_is_in_nobodys_way(shared: Path) -> None:
     """The staging folder of a run that lives, or of one that was killed."""
-    staging = begun(shared, {"other": b"x"})
-    staging.chmod(0o700)
+    staging = shared / name(DEAD)
+    staging.mkdir(0o700)
     with as_another():
         assert main(["inspect", "in.safetensors"]) == 0
         assert renamed("out.safetensors") == 0
     assert [*load_file("out.safetensors")] == ["b"]
-    assert (staging / JOURNAL).exists()
+    assert staging.exists()
 
 
 @AS_ROOT
@@ -163,44 +171,17 @@ def test_what_cannot_be_made_leaves_no_trace(tmp_path: Path) -> None:
     assert temporary._in_work == set()
 
 
-def test_a_file_is_not_taken_back_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process has, between the look at its journal and at the file."""
-    save_file({"a.w": torch.ones(2)}, tmp_path / "in.safetensors")
-    before = (tmp_path / "in.safetensors").read_bytes()
-    record = tmp_path / name(DEAD, "edit")
-    with edit_journal.locked(tmp_path / "in.safetensors") as descriptor:
-        change = edit_journal.Change(patch.Patch(len(before), 8, len(before) - 8, 0, bytes(8), b""), b"", b"")
-        record.write_bytes(edit_journal._text([edit_journal._entry("in.safetensors", descriptor, change)]))
-        os.pwrite(descriptor, b"x", 0)
-    plain = edit_journal.locked
-
-    def faster(path: Path) -> Any:
-        record.unlink()
-        return plain(path)
-
-    monkeypatch.setattr(edit_journal, "locked", faster)
-    edit_journal._go_back(record)
-    assert (tmp_path / "in.safetensors").read_bytes() == b"x" + before[1:]
-
-
 @AS_ROOT
 def test_what_another_user_began_is_left_to_that_user(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "in.safetensors")
-    staging = begun(tmp_path, {"in.safetensors": b"x"})
-    os.chown(staging, OTHER, -1)
+    journal = begun(tmp_path, {"added": b"x"})
+    os.chown(journal, OTHER, -1)
     with pytest.raises(CkptError, match=rf"an interrupted edit of another user \(number {OTHER}\)"):
-        journal.recover(tmp_path)
-    (staging / JOURNAL).unlink()
-    journal.recover(tmp_path)
-    assert staging.exists()
-    staging.rename(tmp_path / "moved")
-    edit = tmp_path / name(DEAD, "edit")
-    edit.write_bytes(edit_journal._text([]))
-    os.chown(edit, OTHER, -1)
-    with pytest.raises(CkptError, match=rf"an interrupted edit of another user \(number {OTHER}\)"):
-        journal.recover(tmp_path)
-    assert edit.exists()
-    assert len((tmp_path / "in.safetensors").read_bytes()) > 1
+        transaction.recover(tmp_path)
+    assert journal.exists()
+    assert (tmp_path / "added").exists()
+    transaction.recover(tmp_path, ["in.safetensors"])
+    assert journal.exists()
 
 
 @AS_ROOT
@@ -243,7 +224,7 @@ def test_without_the_calls_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "platform", "other")
     for call in ("posix_fadvise", "geteuid", "sysconf", "SEEK_HOLE"):
         monkeypatch.delattr(os, call, raising=False)
-    assert reflink.memory() == sys.maxsize
+    assert syscalls.memory() == sys.maxsize
     save_file({"a.w": torch.arange(400_000.0), "b": torch.ones(3)}, "in.safetensors")
     long = "z." + "a.much.longer.name." * 300
     for rule, out in (("a.{x} => z.{x}", ["-o", "out.safetensors", "--verify"]), ("a.{x} => y.{x}", ["--in-place"])):
@@ -264,8 +245,8 @@ def test_a_call_that_the_library_of_the_system_lacks_is_said() -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("of Linux")
     with pytest.raises(OSError, match="not implemented") as raised:
-        reflink._call("no_such_call", 1)
-    assert raised.value.errno in reflink.NOT_HERE
+        syscalls._call("no_such_call", 1)
+    assert raised.value.errno in syscalls.NOT_HERE
 
 
 def test_a_signal_that_comes_twice_ends_a_wait_for_the_network_and_nothing_else() -> None:
@@ -299,5 +280,5 @@ def test_two_do_not_lock_what_one_has(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x")
     with open(tmp_path / "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(CkptError, match="just being edited"), edit_journal.locked(tmp_path / "a"):
+        with pytest.raises(CkptError, match="just being edited"), transaction.locked(tmp_path / "a"):
             pass

@@ -18,12 +18,14 @@ import pytest
 
 from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.core.errors import CkptError
-from ckpttool.io import files, progress, reflink, sources
-from ckpttool.io.atomic_replace import put
+from ckpttool.io import files, progress, sources, syscalls
 from ckpttool.io.files import opened
+from ckpttool.io.fill import FLUSHED, failing
 from ckpttool.io.pieces import LEAST, Crc, Piece, Ready
 from ckpttool.io.ranges import CHUNK, same_bytes
-from ckpttool.io.write_file import FLUSHED, failing, preflight, put_ready, write
+from ckpttool.io.syscalls import put
+from ckpttool.io.write import WriteOptions, preflight
+from ckpttool.io.write import write_file as write
 from files import run_measured
 
 
@@ -55,7 +57,7 @@ def test_room_is_asked_for_before_a_byte_is_written(
     def refused(*_: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(reflink, "fallocate", refused)
+    monkeypatch.setattr(syscalls, "fallocate", refused)
     pieces = [Piece(Span(str(source), 0, source.stat().st_size))] * (1 + LEAST // CHUNK)
     if number in (errno.ENOSPC, errno.EIO):
         monkeypatch.setattr(os, "write", None)
@@ -71,9 +73,9 @@ def test_what_is_flushed_is_begun_to_be_written_back(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(reflink, "write_back", lambda _, offset, length: asked.append((offset, length)))
+    monkeypatch.setattr(syscalls, "write_back", lambda _, offset, length: asked.append((offset, length)))
     pieces = [Piece(Span(str(source), 0, 3 * CHUNK))] * 40
-    write(pieces, str(tmp_path / "without"), fsync=False)
+    write(pieces, str(tmp_path / "without"), WriteOptions(fsync=False))
     assert not asked
     write(pieces, str(tmp_path / "out"))
     assert [offset for offset, _ in asked] == [sum(length for _, length in asked[:n]) for n in range(len(asked))]
@@ -89,9 +91,9 @@ def test_an_output_leaves_a_part_of_the_memory_in_the_page_cache(
     """
     pieces = [Piece(Span(str(source), 0, 3 * CHUNK))] * 40
     nbytes = 120 * CHUNK
-    monkeypatch.setattr(reflink, "write_back", lambda descriptor, *_: os.fsync(descriptor))  # the disk is quick
+    monkeypatch.setattr(syscalls, "write_back", lambda descriptor, *_: os.fsync(descriptor))  # the disk is quick
     for memory, kept in ((nbytes, [False, False, False]), (8 * nbytes, [True, True, False])):
-        monkeypatch.setattr(reflink, "memory", lambda memory=memory: memory)
+        monkeypatch.setattr(syscalls, "memory", lambda memory=memory: memory)
         with progress.doing("a folder", len(kept) * nbytes, "written"):
             outs = [tmp_path / f"{memory}-{number}" for number in range(len(kept))]
             for out in outs:
@@ -100,7 +102,7 @@ def test_an_output_leaves_a_part_of_the_memory_in_the_page_cache(
             found = resident(out)
             assert found == nbytes if whole else found <= 3 * FLUSHED
             with open(out, "rb") as file:
-                reflink.evict(file.fileno(), 0, nbytes)
+                syscalls.evict(file.fileno(), 0, nbytes)
             if resident(out):
                 pytest.skip("a file system that is in memory")
 
@@ -235,7 +237,7 @@ def test_readers_of_the_old_file_keep_its_bytes(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.write_bytes(b"old")
     with out.open("rb") as reader:
-        write([Piece(Span(str(out), 0, 3)), Piece(b"+")], str(out))
+        write([Piece(Span(str(out), 0, 3)), Piece(b"+")], str(out), WriteOptions(in_place=True))
         assert reader.read() == b"old"
     assert out.read_bytes() == b"old+"
 
@@ -272,15 +274,15 @@ def test_a_file_system_without_hard_links_gets_its_files_too(
 
     monkeypatch.setattr(os, "link", no_link)
     if not renames:
-        monkeypatch.setattr(reflink, "renameat2", no_link)
+        monkeypatch.setattr(syscalls, "renameat2", no_link)
     (tmp_path / "there").write_bytes(b"old")
     for name, error in (("there", FileExistsError), ("new", None)):
         (tmp_path / "staged").write_bytes(b"new")
-        wanted = error if number in reflink.NOT_HERE else OSError
+        wanted = error if number in syscalls.NOT_HERE else OSError
         with pytest.raises(wanted) if wanted else nullcontext():
             put(tmp_path / "staged", tmp_path / name, replace=False)
     assert (tmp_path / "there").read_bytes() == b"old"
-    assert (tmp_path / "new").exists() is (number in reflink.NOT_HERE)
+    assert (tmp_path / "new").exists() is (number in syscalls.NOT_HERE)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
@@ -294,7 +296,7 @@ def test_a_rename_that_fails_for_another_reason_fails(
         return call
 
     monkeypatch.setattr(os, "link", refused(errno.EPERM))
-    monkeypatch.setattr(reflink, "renameat2", refused(number))
+    monkeypatch.setattr(syscalls, "renameat2", refused(number))
     (tmp_path / "staged").write_bytes(b"new")
     with pytest.raises(OSError, match=os.strerror(number)):
         put(tmp_path / "staged", tmp_path / "new", replace=False)
@@ -309,15 +311,15 @@ def test_a_source_that_only_the_bytes_lead_to_is_not_written_over(tmp_path: Path
     ready = Ready(str(tmp_path / "ready"), (str(source),))
     for out in (source, tmp_path / "linked"):
         with pytest.raises(CkptError, match="is a source itself"):
-            write([Piece(b"x"), Piece(Span(str(source), 0, 5))], str(out), in_place=False)
+            write([Piece(b"x"), Piece(Span(str(source), 0, 5))], str(out))
         with pytest.raises(CkptError, match="is a source itself"):
-            put_ready(ready, str(out), replace=True, in_place=False, keep=False, readers_of=(), fsync=False)
+            write(ready, str(out), WriteOptions(fsync=False))
     assert source.read_bytes() == before
     (tmp_path / "other").write_bytes(b"another")
     other = Ready(str(tmp_path / "other"), (str(source),))
-    put_ready(other, str(tmp_path / "made"), replace=False, in_place=False, keep=False, readers_of=(), fsync=False)
+    write(other, str(tmp_path / "made"), WriteOptions(replace=False, fsync=False))
     assert (tmp_path / "made").read_bytes() == b"another"
-    put_ready(ready, str(source), replace=True, in_place=True, keep=False, readers_of=(), fsync=False)
+    write(ready, str(source), WriteOptions(in_place=True, fsync=False))
     assert source.read_bytes() == b"other"
     assert names(tmp_path) == ["linked", "made", "source"]
 

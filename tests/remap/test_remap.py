@@ -20,7 +20,7 @@ from ckpttool.evaluate import torch_eval
 from ckpttool.formats.compat import fit
 from ckpttool.formats.registry import format_for
 from ckpttool.formats.remarks import MARK
-from ckpttool.io import write_file
+from ckpttool.io.write import WriteOptions, write_file
 from ckpttool.naming.convert import parse as form
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.remapping.plan import Remap, by_plan, remap
@@ -50,7 +50,7 @@ def asked(names: Names | None = None, to: str | None = None, was: str | None = N
 def converted(source: Path, out: Path, name: str, to: str, **options: Any) -> Remap:
     done = remap(open_operand(str(source)), asked(traced(name), to, **options))
     target = format_for(str(out))
-    write_file.write(target.layout(fit(done.result, target, keep_aliases=True)), str(out), fsync=False)
+    write_file(target.layout(fit(done.result, target, keep_aliases=True)), str(out), WriteOptions(fsync=False))
     return done
 
 
@@ -235,7 +235,7 @@ def test_a_saved_plan_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
     again = by_plan(open_operand(str(path)), Plan.from_json(done.plan.to_json()))
     target = format_for("out.pt")
     for word, one in (("one", done), ("two", again)):
-        write_file.write(target.layout(fit(one.result, target)), str(tmp_path / word), fsync=False)
+        write_file(target.layout(fit(one.result, target)), str(tmp_path / word), WriteOptions(fsync=False))
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     assert (tmp_path / "one").read_bytes() != path.read_bytes()
 
@@ -441,7 +441,7 @@ def test_rules_swap_two_keys_at_once(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1), "b": torch.ones(1)}, tmp_path / "in.safetensors")
     done = remap(open_operand(str(tmp_path / "in.safetensors")), RemapRequest(rule_steps=rules("a => b", "b => a")))
     target = format_for("o.safetensors")
-    write_file.write(target.layout(fit(done.result, target)), str(tmp_path / "o.safetensors"))
+    write_file(target.layout(fit(done.result, target)), str(tmp_path / "o.safetensors"))
     assert {k: v.item() for k, v in load_file(tmp_path / "o.safetensors").items()} == {"a": 1.0, "b": 0.0}
 
 

@@ -25,7 +25,8 @@ from ckpttool.core.limits import Limits, limited
 from ckpttool.core.plan import Plan
 from ckpttool.formats.compat import fit
 from ckpttool.formats.registry import format_for
-from ckpttool.io.write_file import write
+from ckpttool.io.write import WriteOptions
+from ckpttool.io.write import write_file as write
 from ckpttool.operands.checkpoint import model_section, open_operand
 from ckpttool.remapping.plan import by_plan, remap
 from ckpttool.remapping.steps import RemapRequest
@@ -53,7 +54,7 @@ def rewrite(source: Path, out: Path, rules: str, *, reverse: bool = False) -> St
     """What the rules make of the file, read by its own library."""
     done = remap(open_operand(str(source)), RemapRequest(rule_steps=read(rules, reverse=reverse)))
     target = format_for(str(out))
-    write(target.layout(fit(done.result, target)), str(out), fsync=False)
+    write(target.layout(fit(done.result, target)), str(out), WriteOptions(fsync=False))
     return LOADERS[out.suffix](out)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpttool.io import reflink
+from ckpttool.io import syscalls
 
 CHANGES = (
     *("write", "ftruncate", "fsync", "fchmod", "fchown", "chmod", "chown", "utime"),
@@ -44,8 +44,8 @@ class Injector:
             if flags & _OPENS_TO_WRITE
             else opens(path, flags, *more, **how)
         )
-        reflink.renameat2 = self._wrapped("renameat2", reflink.renameat2)
-        reflink.fallocate = self._wrapped("fallocate", reflink.fallocate)
+        syscalls.renameat2 = self._wrapped("renameat2", syscalls.renameat2)
+        syscalls.fallocate = self._wrapped("fallocate", syscalls.fallocate)
         fcntl.flock = self._wrapped("flock", fcntl.flock)
 
     def _wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,30 +1,57 @@
 """Folders behind URLs are replaced under a journal, since no store replaces several objects in one call.
 
-As `ckpttool.io.journal` on this machine's disks: the new files lie in a temporary folder, with a journal of what is to
-be done. After its writer died, the next command that writes the folder, or `ckpttool undo`, does the rest.
+The new files are in a temporary folder, with a journal that lists what is to be done. If its writer dies, the next
+command that writes the folder, or `ckpttool undo`, does the rest: a store keeps no old files.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.text import shell
+from ckpttool.core.values import dataclass
 from ckpttool.io import temporary
-from ckpttool.io.journal import Journal, being_replaced, interrupted, parse, perhaps_begun
-from ckpttool.io.paths import join
+from ckpttool.io.paths import is_nameable, join
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.remote.errors import answered
 from ckpttool.io.remote.read import filesystem, forget, names_in, stat
-from ckpttool.io.temporary import JOURNAL
+from ckpttool.io.transaction import check_over, interrupted
+
+JOURNAL = "journal"
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """`put` are the files to move in, the one that makes the set complete last; `remove` those to remove."""
+
+    put: tuple[str, ...]
+    remove: tuple[str, ...]
+
+    def text(self) -> bytes:
+        """Return the content of the journal's object."""
+        return json.dumps({"schema": "ckpttool.journal/1", "put": self.put, "remove": self.remove}).encode()
+
+
+def parse(data: bytes, name: str, home: object) -> Journal:
+    """Return the journal that was read at `name`. Raises `CkptError` if it is damaged or hostile."""
+    try:
+        value = json.loads(data)
+        found = Journal(tuple(value["put"]), tuple(value["remove"]))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CkptError(f"{name} cannot be read: {error}", hint=f"look at it, and remove {home}") from error
+    if not all(isinstance(own, str) and is_nameable(own) for own in found.put + found.remove):
+        raise CkptError(f"{name} leads out of its folder", hint=f"ckpttool did not write it: remove {home}")
+    return found
 
 
 def replace(home: str, out: str, put: Sequence[str], remove: Collection[str]) -> None:
-    """Moves the files `put` from the folder `home` into `out`, the last one last, and removes others.
+    """Move the files `put` from the folder `home` into `out`, the last one last, and remove others.
 
-    Raises `CkptError` where the store refuses: then it is half done, and the next command finishes it.
+    Raises `CkptError` if the store refuses: then it is half done, and the next command finishes it.
     """
     journal = Journal(tuple(put), tuple(sorted(remove)))
     fs, path = filesystem(join(home, JOURNAL))
@@ -40,7 +67,7 @@ def replace(home: str, out: str, put: Sequence[str], remove: Collection[str]) ->
 
 
 def _finish(home: str, out: str, journal: Journal) -> None:
-    """Does what is not done yet: what makes the old folder complete goes first, the new one comes last."""
+    """Do what is not done yet: the file that completes the old set goes first, the new one comes last."""
     fs, _ = filesystem(out)
     forget(out)
     with answered(out):
@@ -55,23 +82,23 @@ def _finish(home: str, out: str, journal: Journal) -> None:
 
 
 def check(out: str) -> None:
-    """Raises `CkptError` if a replacement of files of the folder has not ended, with the way out."""
+    """Raise `CkptError`, with the way out, if a replacement of files of the folder has not ended."""
     for name in _temporary_names(out):
         if stat(join(join(out, name), JOURNAL)) is not None:
-            _check_over(out, name)
+            check_over(name, out, None)
             raise interrupted(out)
 
 
 def recover(out: str) -> None:
-    """Finishes what dead processes began in the folder, and removes what they left.
+    """Finish what dead processes began in the folder, and remove what they left.
 
-    Raises `CkptError` if something was begun whose process may still live, or if the store refuses.
+    Raises `CkptError` if a process that began something may be alive, or if the store refuses.
     """
     for name in _temporary_names(out):
         home = join(out, name)
         dead = temporary.is_dead(name, time.time())
         if stat(join(home, JOURNAL)) is not None:
-            _check_over(out, name)
+            check_over(name, out, None)
             _finish(home, out, _journal(home))
             dead = True
         if dead:
@@ -79,10 +106,10 @@ def recover(out: str) -> None:
 
 
 def roll_back(out: str, *, force: bool) -> dict[str, bool]:
-    """Takes back what dead processes began in the folder; each name of the temporary folder, and whether that went.
+    """Roll back what dead processes began in the folder; return, by temporary folder, whether that was possible.
 
-    A store keeps no old files: a replacement that has already removed some is finished instead. `force`: processes of
-    other machines and containers are dead too. Raises as `settle`.
+    A replacement that has already removed files is finished instead. `force`: processes of other machines and
+    containers are dead too. Raises as `recover`.
     """
     found = {}
     forget(out)
@@ -90,22 +117,15 @@ def roll_back(out: str, *, force: bool) -> dict[str, bool]:
         home = join(out, name)
         if stat(join(home, JOURNAL)) is None:
             continue
-        _check_over(out, name, force=force)
+        check_over(name, out, None, force=force)
         journal = _journal(home)
         there = set(names_in(out))
-        whole = all(stat(join(home, own)) is not None for own in journal.put)
-        found[name] = whole and there.issuperset((*journal.put[-1:], *journal.remove))
+        complete = all(stat(join(home, own)) is not None for own in journal.put)
+        found[name] = complete and there.issuperset((*journal.put[-1:], *journal.remove))
         if not found[name]:
             _finish(home, out, journal)
         _remove(home)
     return found
-
-
-def _check_over(out: str, name: str, *, force: bool = False) -> None:
-    if temporary.is_alive(name):
-        raise being_replaced(out)
-    if not force and not temporary.is_dead(name, time.time()):
-        raise perhaps_begun(out, None)
 
 
 def _journal(home: str) -> Journal:
@@ -122,7 +142,6 @@ def _remove(home: str) -> None:
 
 
 def _temporary_names(out: str) -> list[str]:
-    """Names of temporary files and folders in the folder `out`. What is known of its other files stays as it is."""
     found = stat(out)
     if found is None or not found.folder:
         return []

@@ -1,0 +1,553 @@
+"""Several changes of files in one folder as one: all are made, or none.
+
+Before the first file changes, a record of how to restore every file is on the disk, next to them: the bytes that a
+patch overwrites, or the hidden name of a file that is replaced. While it is a journal (``.NAME….ckpttool.edit``),
+nobody reads the files: `ckpttool undo`, or the next command that writes them, rolls back first. When all is done, the
+journal is renamed to the record that `undo` reads (``.NAME.ckpttool.undo``), or removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Union
+
+from ckpttool.core.errors import CkptError
+from ckpttool.core.text import shell
+from ckpttool.core.values import dataclass
+from ckpttool.io import patch as patches
+from ckpttool.io import sources, temporary
+from ckpttool.io.interrupts import uninterrupted
+from ckpttool.io.patch import Patch
+from ckpttool.io.paths import is_nameable, safe_path
+from ckpttool.io.syscalls import confirm, lock, sync_folder, write_all
+from ckpttool.io.temporary import EDIT, owner_of, staged_file
+
+_SCHEMA = "ckpttool.record/1"
+_OLD = re.compile(r"\.[^/]*\.[0-9a-f]{8}\.ckpttool\.old", re.DOTALL)
+_NUMBERS = ("before", "start", "length", "shift", "dense")
+_Stat = Union[tuple[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A patch, and hashes of what the file says about its data `before` the patch and after it (`index`)."""
+
+    patch: Patch
+    before: bytes
+    index: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Patched:
+    """How to restore a file that is changed in place.
+
+    `sample` is a hash of the bytes that stay, `content` of the bytes that `back` overwrites.
+    """
+
+    name: str
+    back: Change
+    sample: bytes
+    content: bytes
+
+    def is_sound(self, folder: Path) -> bool:
+        """Return True if the row can be one that we wrote."""
+        patch = self.back.patch
+        numbers = (patch.before, patch.start, patch.length, patch.start + patch.shift)
+        fits = len(patch.head) == patch.start + patch.shift and not (patch.shift and patch.tail)
+        fits = fits and patch.start + patch.length <= patch.before
+        return fits and min(numbers) >= 0 and "/" not in self.name and is_nameable(self.name)
+
+    def restore(self, folder: Path) -> bool:
+        """Restore the file, also one that is partly restored already; False if it is another file. Raises OSError."""
+        with suppress(FileNotFoundError), locked(folder / self.name) as descriptor:
+            back = self.back.patch
+            if not patches.fits(descriptor, back, self.sample):
+                return False
+            patches.apply(descriptor, back, fsync=True)
+            return patches.sample_of(descriptor, back.start + back.shift, back.length) == self.sample
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """How to restore a file that was replaced, added (no `old` name), or removed (no `state`).
+
+    `state`: size and mtime (ns) of the new file.
+    """
+
+    name: str
+    old: str | None
+    state: _Stat
+
+    def is_sound(self, folder: Path) -> bool:
+        """Return True if the row can be one that we wrote."""
+        named = isinstance(self.name, str) and is_nameable(self.name) and safe_path(folder, self.name) is not None
+        if self.old is None:
+            return named and self.state is not None
+        hidden = isinstance(self.old, str) and (_OLD.fullmatch(self.old) or owner_of(self.old) is not None)
+        return named and bool(hidden) and is_nameable(self.old)
+
+    def is_as_written(self, folder: Path) -> bool:
+        """Return True if the file in the folder is the new one."""
+        return state_of(folder / self.name) == self.state
+
+    def is_untouched(self, folder: Path) -> bool:
+        """Return True if the file is still the old one: the process died before it replaced the file."""
+        place = folder / self.name
+        if self.old is None:
+            return not os.path.lexists(place)
+        old = folder / self.old
+        return place.exists() and (not old.exists() or old.samefile(place))
+
+    def restore(self, folder: Path) -> bool:
+        """Restore the file, also one that is restored already. Raises OSError."""
+        if self.old is not None:
+            with suppress(FileNotFoundError):  # it was not moved yet, or is back already
+                os.replace(folder / self.old, folder / self.name)
+        elif self.is_as_written(folder):
+            os.unlink(folder / self.name)
+        return True
+
+
+Row = Union[Patched, Replaced]
+
+
+def state_of(path: Path) -> _Stat:
+    """Return size and mtime (ns), or None if there is no such file."""
+    try:
+        state = path.lstat()
+    except OSError:
+        return None
+    return state.st_size, state.st_mtime_ns
+
+
+# Records: a line of JSON, then the bytes that the patches write
+
+
+def record_of(path: Path) -> Path:
+    """Return the path of the record of the file's last edit."""
+    return path.with_name(f".{path.name}.ckpttool.undo")
+
+
+def text(rows: Sequence[Row], *, is_undo: bool = False) -> bytes:
+    """Return the content of the record."""
+    files: list[dict[str, object]] = []
+    data = []
+    for row in rows:
+        if isinstance(row, Replaced):
+            files.append({"name": row.name, "old": row.old, "state": row.state})
+            continue
+        patch = row.back.patch
+        hashes = [own.hex() for own in (row.back.before, row.back.index, row.sample, row.content)]
+        numbers = {name: getattr(patch, name) for name in _NUMBERS}
+        files.append({"name": row.name, **numbers, "head": len(patch.head), "tail": len(patch.tail), "hashes": hashes})
+        data += [patch.head, patch.tail]
+    line = json.dumps({"schema": _SCHEMA, "files": files, **({"undo": True} if is_undo else {})})
+    return b"".join([line.encode(), b"\n", *data])
+
+
+def parse(data: bytes, place: Path) -> list[Row]:
+    """Return the rows of the record that was read at `place`. Raises `CkptError` if it is damaged or hostile."""
+    line, _, rest = data.partition(b"\n")
+    rows: list[Row] = []
+    try:
+        value = json.loads(line)
+        for file in value["files"]:
+            if "old" in file:
+                state = file["state"]
+                rows.append(Replaced(file["name"], file["old"], state and (int(state[0]), int(state[1]))))
+                continue
+            head, tail = rest[: file["head"]], rest[file["head"] : file["head"] + file["tail"]]
+            if (len(head), len(tail)) != (file["head"], file["tail"]):
+                raise ValueError("it is cut off")
+            rest = rest[len(head) + len(tail) :]
+            patch = Patch(**{name: int(file[name]) for name in _NUMBERS}, head=head, tail=tail)
+            before, index, sample, content = map(bytes.fromhex, file["hashes"])
+            rows.append(Patched(file["name"], Change(patch, before, index), sample, content))
+        if value["schema"] != _SCHEMA or rest or not rows or not all(row.is_sound(place.parent) for row in rows):
+            raise ValueError("it contradicts itself")
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        hint = f"look at it, and remove it: {shell('rm', str(place))}"
+        raise CkptError(f"{place} cannot be read: {error}", hint=hint) from error
+    return rows
+
+
+def _hidden_name(name: str) -> str:
+    return f".{temporary.shortened(name)}.{os.urandom(4).hex()}.ckpttool.old"
+
+
+def old_names(path: Path) -> list[str]:
+    """Return the hidden names of the old files that the record of the file `path` refers to."""
+    with suppress(OSError, CkptError):
+        rows = parse(record_of(path).read_bytes(), record_of(path))
+        return [row.old for row in rows if isinstance(row, Replaced) and row.old is not None]
+    return []
+
+
+def forget_undo(path: Path) -> None:
+    """Remove the record of the file, and the old files: it is another file now."""
+    unlink([*(path.with_name(name) for name in old_names(path)), record_of(path)])
+
+
+def unlink(paths: Iterable[Path]) -> None:
+    """Remove the files as far as possible."""
+    for path in paths:
+        with suppress(OSError):
+            os.unlink(path)
+
+
+# Transactions
+
+
+@contextmanager
+def _journaled(
+    last: Path, rows: Sequence[Row], back: Callable[[], object], keep: bool, fsync: bool, is_undo: bool = False
+) -> Iterator[None]:
+    """Inside the block the files of the rows change: all of them, or none if it raises OSError.
+
+    `back` restores them. With `keep`, the record stays next to the file `last`. Raises `CkptError` if restoring fails;
+    the journal then stays.
+    """
+    folder, record = last.parent, record_of(last)
+    earlier = [folder / name for name in old_names(last)]
+    with staged_file(last) as (descriptor, staged):
+        write_all(descriptor, text(rows, is_undo=is_undo))
+        if fsync:
+            os.fsync(descriptor)
+        with uninterrupted():
+            journal = staged.with_suffix(EDIT)
+            os.rename(staged, journal)
+            try:
+                if fsync:
+                    sync_folder(folder)
+                yield
+                os.rename(journal, record if keep else staged)
+            except OSError as error:
+                try:
+                    back()
+                    os.unlink(journal)
+                except OSError:
+                    raise _partly_written(journal, error) from error
+                raise
+            unlink(earlier)
+            if not keep:
+                unlink([record])
+
+
+def edit(folder: Path, changes: Mapping[str, Change], *, keep: bool, fsync: bool) -> None:
+    """Patch files of the folder, all or none. A patch that reverts the last edit restores every byte.
+
+    `keep`: the record is kept for `undo`. Raises OSError if all is as it was, with one of `NOT_HERE` if the file system
+    cannot; `CkptError` if another process was faster, and if restoring failed too: the journal then stays.
+    """
+    last = folder / list(changes)[-1]
+    back: dict[str, Change] = {}
+    with suppress(CkptError):
+        back = _ways_back(last)
+    reverts = {name: own.index for name, own in back.items()} == {name: own.index for name, own in changes.items()}
+    _edit(last, back if reverts else changes, keep, fsync)
+
+
+def undo_edit(path: Path, *, fsync: bool) -> None:
+    """Restore the file, and the others that were edited with it, as they were before the last edit in place.
+
+    Raises `CkptError` if there is no record, or if one of them has changed since; OSError as `edit`.
+    """
+    _edit(path, _ways_back(path), False, fsync, is_undo=True)
+
+
+def _edit(last: Path, changes: Mapping[str, Change], keep: bool, fsync: bool, is_undo: bool = False) -> None:
+    folder = last.parent
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(locked(folder / name)) for name in changes}
+        sources.check_unchanged(str(folder / name) for name in changes)
+        rows = []
+        for name, change in changes.items():
+            patch, descriptor = change.patch, files[name]
+            sample = patches.sample_of(descriptor, patch.start, patch.length)
+            back = Change(patches.inverse(descriptor, patch), change.index, change.before)
+            rows.append(Patched(name, back, sample, patches.hash_of(patch)))
+            sources.forget(str(folder / name))  # from now on it is this process that changes the file
+
+        def restore() -> None:
+            for row in rows:
+                patches.apply(files[row.name], row.back.patch, fsync=fsync)
+
+        with _journaled(last, rows, restore, keep, fsync, is_undo):
+            for name, change in changes.items():
+                patches.apply(files[name], change.patch, fsync=fsync)
+    if fsync:
+        confirm(str(last), folder)
+
+
+def _ways_back(path: Path) -> dict[str, Change]:
+    """Return the patches that revert the last edit. Raises `CkptError` if there are none, or a file has changed."""
+    record = record_of(path)
+    try:
+        rows = [row for row in parse(record.read_bytes(), record) if isinstance(row, Patched)]
+    except OSError:
+        raise nothing(path) from None
+    for row in rows:
+        place, back = path.parent / row.name, row.back.patch
+        with suppress(FileNotFoundError), locked(place) as descriptor:
+            fits = os.fstat(descriptor).st_size == back.before and patches.fits(descriptor, back, row.sample)
+            if fits and patches.content_of(descriptor, back) == row.content:
+                continue
+        raise changed_since(place, [record])
+    return {row.name: row.back for row in rows}
+
+
+def replaced_rows(new: Path, folder: Path, names: Iterable[str], *, keep: bool) -> list[Replaced]:
+    """Return the rows for files of the folder that those in `new` replace; the others are removed.
+
+    Only if they are to be kept, the hidden names are such that nobody removes them.
+    """
+    rows = []
+    for name in names:
+        old = None
+        if os.path.lexists(folder / name):
+            old = _hidden_name(name) if keep else temporary.temporary_name(name)
+        if old is not None or os.path.lexists(new / name):
+            rows.append(Replaced(name, old, state_of(new / name)))
+    return rows
+
+
+def _last_in(folder: Path, rows: Sequence[Replaced]) -> Path:
+    put = [row for row in rows if row.state is not None] or rows
+    return folder / Path(put[-1].name).name
+
+
+def record_in(folder: Path, rows: Sequence[Replaced]) -> Path:
+    """Return the path of the record that keeps the rows."""
+    return record_of(_last_in(folder, rows))
+
+
+def replace_files(new: Path, folder: Path, rows: Sequence[Replaced], *, keep: bool, fsync: bool) -> None:
+    """Move files from `new` into the folder, all or none; the last one of them makes the set complete.
+
+    It is the first to go and the last to come. With `keep`, the old files and a record stay. Raises OSError if all is
+    as it was, `CkptError` if restoring failed too: the journal then stays.
+    """
+    put = [row for row in rows if row.state is not None]
+
+    def restore() -> None:
+        for row in rows:
+            row.restore(folder)
+
+    with _journaled(_last_in(folder, rows), rows, restore, keep, fsync):
+        for row in [*reversed(put), *(row for row in rows if row.state is None)]:
+            if row.old is not None:
+                os.rename(folder / row.name, folder / row.old)
+        for row in put:
+            with suppress(FileExistsError):
+                (folder / row.name).parent.mkdir(parents=True, exist_ok=True)
+            os.rename(new / row.name, folder / row.name)
+        if fsync:
+            for home in {(folder / row.name).parent for row in rows}:
+                sync_folder(home)
+    if not keep:
+        unlink(folder / row.old for row in rows if row.old is not None)
+
+
+@contextmanager
+def kept(place: Path, staged: Path, *, fsync: bool) -> Iterator[None]:
+    """Keep the file at `place`, which `staged` replaces inside the block. If the block raises, nothing is kept.
+
+    Raises `CkptError` if the file system cannot keep it, OSError if it cannot be written.
+    """
+    earlier = [place.with_name(name) for name in old_names(place)]
+    waiting, old = place.with_name(temporary.temporary_name(place.name)), place.with_name(_hidden_name(place.name))
+    link_old(place, waiting)
+    try:
+        with staged_file(place) as (descriptor, record):
+            write_all(descriptor, text([Replaced(place.name, old.name, state_of(staged))]))
+            if fsync:
+                os.fsync(descriptor)
+            os.rename(record, record_of(place))
+        os.rename(waiting, old)
+        if fsync:
+            sync_folder(place.parent)
+        yield
+    except BaseException:
+        unlink([waiting, old, record_of(place)])
+        raise
+    finally:
+        unlink(earlier)
+
+
+def link_old(place: Path, name: Path) -> None:
+    """Give the old file a second name. Raises `CkptError` if that is not possible."""
+    try:
+        os.link(place, name, follow_symlinks=False)
+    except OSError as error:
+        raise CkptError(
+            f"{place}: the old file cannot be kept for undo: {error.strerror}",
+            hint="nothing was changed; pass --no-undo to replace it for good, or -o OUT to write another file",
+        ) from error
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = False) -> Iterator[int]:
+    """Open and lock the file or folder; the descriptor is open for writing too, if this user may write.
+
+    Raises OSError, and `CkptError` if another process has it locked.
+    """
+    flags = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+    try:
+        descriptor = os.open(path, os.O_RDWR | flags)
+    except (PermissionError, IsADirectoryError):
+        descriptor = os.open(path, os.O_RDONLY | flags)
+    try:
+        if lock(descriptor, wait=wait) is False:
+            raise being_edited(path)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+# Interrupted transactions
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A transaction that has not ended: its journal, the names of its files (None: this user may not read them)."""
+
+    journal: Path
+    names: tuple[str, ...] | None
+    user: int
+    is_mine: bool
+    since: float
+    is_undo: bool
+
+    def roll_back(self, target: str) -> None:
+        """Restore the files, unless another process has. Raises `CkptError` if that is not possible."""
+        if not self.is_mine:
+            raise CkptError(
+                f"{target}: an interrupted edit of another user (number {self.user}) was found",
+                hint=f"let that user run {shell('ckpttool', 'undo', target)}",
+            )
+        folder = self.journal.parent
+        try:
+            with locked(folder):
+                for row in parse(self.journal.read_bytes(), self.journal):
+                    if not row.restore(folder):
+                        raise CkptError(
+                            f"{folder / row.name} is not the file that an interrupted edit was of",
+                            hint=f"if another, complete file has replaced it: {shell('rm', str(self.journal))}",
+                        )
+                os.unlink(self.journal)
+            sync_folder(folder)
+        except FileNotFoundError:  # another process was faster
+            return
+        except OSError as error:
+            raise _partly_written(self.journal, error) from error
+
+
+def begun(folder: str | Path, names: Collection[str] | None = None) -> list[Begun]:
+    """Return the unfinished transactions of the folder that are about one of these files (default: any).
+
+    Changes nothing. Raises `CkptError` for a damaged journal.
+    """
+    try:
+        journals = sorted(Path(folder, name) for name in os.listdir(folder) if temporary.is_edit(name))
+    except OSError:
+        return []
+    found = []
+    for path in journals:
+        with suppress(FileNotFoundError):  # it has just ended
+            state = path.stat()
+            about, is_undo = None, False
+            try:
+                data = path.read_bytes()
+                about = tuple(row.name for row in parse(data, path))
+                is_undo = bool(json.loads(data.partition(b"\n")[0]).get("undo"))
+            except PermissionError:
+                pass
+            if names is None or (names and about is None) or not set(names).isdisjoint(about or ()):
+                found.append(Begun(path, about, state.st_uid, temporary.is_mine(state), state.st_mtime, is_undo))
+    return found
+
+
+def check(folder: str | Path, names: Collection[str] | None, target: str) -> None:
+    """Raise `CkptError`, with the way out, if a transaction of these files (None: of any) has not ended.
+
+    `target` is what the user calls them.
+    """
+    for one in begun(folder, names):
+        check_over(one.journal.name, target, one.since)
+        raise interrupted(target)
+
+
+def recover(
+    folder: str | Path, names: Collection[str] | None = None, *, target: str = "", force: bool = False
+) -> list[Begun]:
+    """Roll back the transactions of dead processes with these files (None: any), and remove what they left.
+
+    `force`: processes of other machines and containers are dead too. Returns what was rolled back. Raises `CkptError`
+    if this user cannot roll something back, or if its process may be alive.
+    """
+    found = []
+    for one in begun(folder, names):
+        path = one.journal.parent
+        found.append((one, target or str(path / one.names[-1] if one.names and len(one.names) == 1 else path)))
+    for one, name in found:
+        check_over(one.journal.name, name, one.since, force=force)
+    for one, name in found:
+        one.roll_back(name)
+    temporary.remove_left(folder)
+    return [one for one, _ in found]
+
+
+def check_over(name: str, target: str, since: float | None, *, force: bool = False) -> None:
+    """Raise `CkptError` if the owner of the temporary name is alive; if that is not known, unless `force` is set.
+
+    `since`: when it began (seconds since 1970).
+    """
+    if temporary.is_alive(name):
+        raise being_edited(target)
+    if not force and not temporary.is_dead(name, time.time()):
+        ago = "" if since is None else f", {max(0, time.time() - since):,.0f} seconds ago,"
+        raise CkptError(
+            f"{target}: an edit was begun on another machine or in another container{ago} and may still go on",
+            hint=f"if that process has ended: {shell('ckpttool', 'undo', target, '--force')}",
+        )
+
+
+def being_edited(target: object) -> CkptError:
+    """Return the error for files that another process is changing."""
+    return CkptError(f"{target} is just being edited by another process", hint="run it again when that has ended")
+
+
+def interrupted(target: str) -> CkptError:
+    """Return the error for files that a dead process was changing."""
+    return CkptError(
+        f"{target}: an interrupted edit was found", hint=f"roll it back: {shell('ckpttool', 'undo', target)}"
+    )
+
+
+def nothing(path: object) -> CkptError:
+    """Return the error of `undo` if there is nothing to undo."""
+    hint = "only the last edit in place can be undone: remap or swap-weights with --in-place, without --no-undo"
+    return CkptError(f"{path}: nothing to undo", hint=hint)
+
+
+def changed_since(place: Path, records: Sequence[Path]) -> CkptError:
+    """Return the error of `undo` for a file that has changed since its edit. `records` is what undo would need."""
+    return CkptError(
+        f"{place} has changed since it was edited in place",
+        hint=f"it cannot be undone any more: {shell('rm', *map(str, records))}",
+    )
+
+
+def _partly_written(journal: Path, error: OSError) -> CkptError:
+    return CkptError(
+        f"{journal.parent} is only partly written, and cannot be restored now: {error.strerror}",
+        hint=f"nothing is lost, the old content is in {journal}; once the disk can be written: "
+        + shell("ckpttool", "undo", str(journal.parent)),
+    )

@@ -1,0 +1,460 @@
+"""Write files and folders: complete or not at all, and never over a source that nobody asked to change.
+
+A file is staged next to its place, flushed, and moved into it with one call. The files of a folder are staged together;
+then the whole folder is exchanged with the old one in one call, or the files are moved in a transaction.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Union, cast
+
+from ckpttool.core.checkpoint import Span
+from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.values import dataclass
+from ckpttool.io import permissions, progress, sources, transaction
+from ckpttool.io.files import size
+from ckpttool.io.fill import check_space, failing, fill
+from ckpttool.io.interrupts import uninterrupted
+from ckpttool.io.paths import is_url
+from ckpttool.io.pieces import Files, Held, Link, Piece, Pieces, Ready, nbytes_of
+from ckpttool.io.ranges import Digest, new_digest
+from ckpttool.io.syscalls import NOT_HERE, confirm, exchange, put, sync_folder, write_all
+from ckpttool.io.temporary import staged_file, staged_folder
+from ckpttool.io.transaction import Replaced, forget_undo, locked, record_of, recover
+
+NEW = "new"  # the new files in a staging folder
+Contents = Mapping[str, Union[Pieces, Link, Ready]]
+
+_STAYS = NOT_HERE | {errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EROFS}
+_FICLONE = 0x40049409  # linux/fs.h: share the blocks of another file
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """How an output is written.
+
+    `replace`: existing files may be replaced, also those that appear meanwhile. `in_place`: the output is a source, and
+    must still be what was read. `keep`: replaced files are kept for undo. Nobody who cannot read `readers_of` and the
+    sources can read the output. `link` says how a `Link` is made: ``copy``, ``hard`` (one file with two names),
+    ``reflink`` (blocks shared until one changes) or ``same`` (a file of the folder itself, symbolic links as they are).
+    `digests` gets a hash of each local file that is copied; `held` what the checksums of a store prove.
+    """
+
+    replace: bool = True
+    in_place: bool = False
+    keep: bool = False
+    readers_of: Collection[str] = ()
+    fsync: bool = True
+    link: str = "copy"
+    digests: MutableMapping[str, Digest] | None = None
+    held: Held | None = None
+
+    def new_digest(self, path: str) -> Digest | None:
+        """Return the digest that all bytes of the file are to update, if there is one."""
+        if self.digests is None:
+            return None
+        return self.digests.setdefault(path, new_digest())
+
+
+DEFAULT = WriteOptions()
+
+
+# Files
+
+
+def preflight(out: str, source: Iterable[str], *, force: bool, in_place: bool) -> None:
+    """Raise `CkptError` if the file `out` cannot or must not be written. Called before any work is done.
+
+    `source` are the files that are read; `force` never allows writing over one of them, `in_place` does.
+    """
+    if is_url(out):
+        from ckpttool.io import write_remote as remote
+
+        remote.preflight(out, source, force=force, in_place=in_place)
+        return
+    path = Path(out)
+    if not path.parent.is_dir():
+        raise CkptError(f"{out}: no such folder: {path.parent}", hint=f"mkdir -p {path.parent}")
+    if path.is_symlink():
+        _check_link(path, force)
+    if path.is_dir():
+        raise CkptError(f"{out} is a folder", hint="name a file")
+    if path.exists() and not path.is_file():
+        raise CkptError(f"{out} is not a regular file", hint="name a file that can be replaced")
+    if not os.access(path.resolve().parent, os.W_OK):
+        raise CkptError(f"{path.resolve().parent}: not writable", hint="choose another folder for the output")
+    if not in_place:
+        check_no_source(out, source)
+    if path.exists() and not (force or in_place):
+        raise CkptError(f"{out} exists", hint="pass --force to overwrite it, or name another file")
+
+
+def _check_link(path: Path, force: bool) -> None:
+    """Raise `CkptError` for a symbolic link that must not be followed."""
+    link, folder = path.lstat(), path.parent.stat()
+    shared = folder.st_mode & stat.S_ISVTX and folder.st_mode & stat.S_IWOTH
+    if shared and link.st_uid not in (os.geteuid(), folder.st_uid):  # as the kernel's fs.protected_symlinks
+        raise CkptError(f"{path} is a link that another user made, in a folder of all", hint="name another file")
+    try:
+        path.stat()
+    except FileNotFoundError:
+        if not force:
+            raise CkptError(
+                f"{path} is a link to a file that does not exist: {os.readlink(path)}",
+                hint="pass --force to write the file that it points to, or name another file",
+            ) from None
+    except OSError as error:
+        raise CkptError(f"{path}: {error.strerror}", hint=f"look at the links: ls -l {path}") from error
+
+
+def check_no_source(out: str, source: Iterable[str]) -> None:
+    """Raise `CkptError` if the file is one of those that are read, maybe under another name."""
+    if is_one_of(out, source):
+        raise CkptError(f"{out} is the source itself", hint="name another file, or pass --in-place")
+
+
+def is_one_of(out: str, files: Iterable[str]) -> bool:
+    """Return True if the file is one of these, maybe under another name."""
+    return os.path.exists(out) and any(os.path.samefile(out, name) for name in files if os.path.exists(name))
+
+
+def write_file(content: Pieces | Ready, out: str, options: WriteOptions = DEFAULT) -> None:
+    """Write `content` to `out`, which appears complete or not at all.
+
+    An existing `out` is replaced atomically: a process that has it mapped keeps the old bytes. Raises `CkptError` on a
+    source that changed while it was read, and on a full or failing disk; `out` is then as it was.
+    """
+    if is_url(out):
+        from ckpttool.io import write_remote as remote
+
+        remote.write(cast(Pieces, content), out, replace=options.replace, held=options.held)
+        return
+    path = Path(os.path.realpath(out))
+    with failing(out), ExitStack() as stack:
+        recover(path.parent, [path.name])
+        if isinstance(content, Ready):
+            staged, read = Path(content.path), list(content.read)
+            descriptor = stack.enter_context(open(staged, "rb")).fileno()
+        else:
+            check_space(out, path.parent, nbytes_of(content))
+            descriptor, staged = stack.enter_context(staged_file(path))
+            fill(descriptor, content, options.new_digest(out), flush=options.fsync)
+            read = sources.streamed()
+        if not options.in_place and is_one_of(out, read):
+            raise CkptError(f"{out} is a source itself", hint="name another file")
+        permissions.settle(descriptor, path, (*options.readers_of, *read))
+        if options.fsync:
+            os.fsync(descriptor)
+        _put(staged, path, out, options)
+
+
+def _put(staged: Path, path: Path, out: str, options: WriteOptions) -> None:
+    """Move the file into its place. The lock keeps out a process that edits the old file where it lies."""
+    there = path.exists()
+    keep = options.keep and there
+    try:
+        with ExitStack() as stack:
+            if options.in_place and there:
+                stack.enter_context(locked(path))
+                sources.check_unchanged({str(path), os.path.abspath(out)})
+            stack.enter_context(uninterrupted())
+            if keep:
+                stack.enter_context(transaction.kept(path, staged, fsync=options.fsync))
+            put(staged, path, replace=options.replace)
+            sources.forget(str(path))
+            if not keep:
+                forget_undo(path)
+    except FileExistsError as error:
+        raise CkptError(
+            f"{out} exists: another process has written it meanwhile",
+            hint="pass --force to overwrite it, or name another file",
+        ) from error
+    if options.fsync:
+        confirm(out, path.parent)
+
+
+# Folders
+
+
+def preflight_folder(out: str, present: Collection[str], source: str, *, force: bool, in_place: bool) -> None:
+    """Raise `CkptError` if a checkpoint cannot or must not be written into the folder `out`.
+
+    `present` are the files of a checkpoint that is there already, `source` the path that is read.
+    """
+    if is_url(out):
+        from ckpttool.io import write_remote as remote
+
+        remote.preflight_folder(out, present, source, force=force, in_place=in_place)
+        return
+    folder = Path(out)
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise CkptError(f"{out} is a file", hint="name a folder")
+    parent = folder if folder.is_dir() else folder.parent
+    if not parent.is_dir():
+        raise CkptError(f"{out}: no such folder: {parent}", hint=f"mkdir -p {parent}")
+    if not os.access(parent, os.W_OK):
+        raise CkptError(f"{parent}: not writable", hint="choose another folder for the output")
+    home = source if os.path.isdir(source) else os.path.dirname(source) or "."
+    if not in_place and folder.is_dir() and os.path.isdir(home) and os.path.samefile(folder, home):
+        raise CkptError(f"{out} is the folder of the source", hint="name another folder, or pass --in-place")
+    if present and not (force or in_place):
+        raise CkptError(
+            f"{out} holds a checkpoint: {min(present)}", hint="pass --force to replace it, or name another folder"
+        )
+
+
+def home_of(folder: str | Path, *, whole: bool) -> Path:
+    """Return where new files are staged: next to a folder that can be replaced as a `whole`, else in it."""
+    place = Path(os.path.realpath(folder))
+    return place.parent if not place.is_dir() or (whole and _can_move(place)) else place
+
+
+def _can_move(folder: Path) -> bool:
+    try:
+        current = Path.cwd()
+    except OSError:  # it was removed
+        return False
+    return os.access(folder.parent, os.W_OK) and not os.path.ismount(folder) and not current.is_relative_to(folder)
+
+
+def write_folder(
+    files: Contents,
+    out: str,
+    options: WriteOptions = DEFAULT,
+    *,
+    stale: Collection[str] = (),
+    whole: bool = True,
+) -> None:
+    """Write `files` into the folder `out`, all of them or none.
+
+    In a folder that exists, `files` replace the files of their names and those named `stale`; everything else stays. If
+    the platform can, the whole folder is exchanged with a new one in one call. Else, and without `whole` (the folder
+    holds more than the checkpoint), the files are moved in a transaction; meanwhile the last of `files`, which makes
+    the set complete, is missing. Raises `CkptError` on a source that changed while it was read, a folder that another
+    process changed, a full disk; `out` is then as it was.
+    """
+    if is_url(out):
+        from ckpttool.io import write_remote as remote
+
+        remote.write_folder(
+            cast(Files, files), out, stale, options.link, options.held, replace=options.replace
+        )  # ranks send to a store, so nothing is `Ready`
+        return
+    folder = Path(os.path.realpath(out))
+    with failing(out):
+        recover(folder.parent, ())
+        recover(folder)
+        copied = [content for content in files.values() if isinstance(content, Link) and options.link == "copy"]
+        needed = sum(nbytes_of(content) for content in files.values() if not isinstance(content, (Link, Ready)))
+        place = folder if folder.is_dir() else folder.parent
+        check_space(out, place, needed + sum(size(content.path) for content in copied))
+        new = {
+            name: content
+            for name, content in files.items()
+            if not isinstance(content, Link) or not is_one_of(str(folder / name), [content.path])
+        }
+        names = (*new, *sorted({*stale}.difference(files)))
+        before = _state(folder, names)
+        there = [name for name in names if os.path.lexists(folder / name)]
+        if there and not options.replace:
+            raise CkptError(
+                f"{out} holds files that would be replaced",
+                hint="pass --force to replace them, or name another folder",
+                problems=[Problem("exists", name) for name in there],
+            )
+        read: set[str] = set()
+        with staged_folder(home_of(folder, whole=whole), folder.name) as staging:
+            (staging / NEW).mkdir()
+            for name, content in new.items():
+                _make(name, content, staging / NEW, out, options, read)
+            permissions.settle_folder(staging / NEW, (*options.readers_of, *read))
+            if options.fsync:
+                _sync_all(staging / NEW)
+            with ExitStack() as stack:
+                if options.in_place:
+                    old = [name for name in names if os.path.isfile(folder / name)]
+                    for name in old:
+                        if not os.path.islink(folder / name):
+                            stack.enter_context(locked(folder / name))
+                    sources.check_unchanged(os.path.join(home, name) for name in old for home in {out, str(folder)})
+                record = _switch(staging, out, folder, names, before, options)
+    sources.forget(str(folder))
+    for name in names:
+        if record_of(folder / name) != record:
+            forget_undo(folder / name)
+    if options.fsync:
+        confirm(out, folder.parent)
+
+
+def _make(
+    name: str, content: Pieces | Link | Ready, new: Path, out: str, options: WriteOptions, read: set[str]
+) -> None:
+    """Make the file of that name in the folder `new`; `read` gets its sources. Raises OSError and `CkptError`."""
+    place, replaced = new / name, Path(os.path.realpath(out)) / name
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, Ready):
+        os.rename(content.path, place)
+        read.update(content.read)
+        with open(place, "rb") as file:
+            permissions.settle(file.fileno(), replaced, (*options.readers_of, *content.read))
+        return
+    if isinstance(content, Link):
+        if options.link == "same":
+            os.link(content.path, place, follow_symlinks=False)
+            return
+        path = content.path if is_url(content.path) else os.path.realpath(content.path)
+        nbytes = size(path)
+        if options.link != "copy":
+            _link(content, path, place, options.link)
+            progress.has_made(nbytes, 0)
+            return
+        content = [Piece(Span(path, 0, nbytes))]
+    descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
+    try:
+        fill(descriptor, content, options.new_digest(os.path.join(out, name)), flush=options.fsync)
+        streamed = sources.streamed()
+        read.update(streamed)
+        # a file without tensors, an index, says as much as all of them
+        permissions.settle(descriptor, replaced, (*options.readers_of, *(streamed or read)))
+        if options.fsync:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _link(content: Link, path: str, place: Path, link: str) -> None:
+    """Make `place` from the file at `path` without copying bytes. Raises `CkptError` if that is not possible."""
+    try:
+        if is_url(path):
+            raise OSError("it is not a file of this machine")
+        if link == "hard":
+            os.link(path, place)
+            return
+        import fcntl
+
+        with open(path, "rb") as old, open(place, "xb") as new:
+            fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
+    except (ImportError, OSError) as error:  # not on this platform, or file system
+        raise CkptError(
+            f"{content.path} cannot be linked ({link}): {getattr(error, 'strerror', None) or error}",
+            hint="--link copy works on every file system, and across two",
+        ) from error
+
+
+def _state(folder: Path, names: Iterable[str]) -> list[tuple[int, ...] | None]:
+    """Return what tells whether another process changed the folder or these files."""
+    return [_id(folder), *(_id(folder / name) for name in names)]
+
+
+def _id(path: Path) -> tuple[int, ...] | None:
+    try:
+        state = path.lstat()
+    except OSError:
+        return None
+    is_file = not path.is_dir()  # the times of a folder change with every file that is put into it
+    return (state.st_dev, state.st_ino, *((state.st_size, state.st_mtime_ns) if is_file else ()))
+
+
+def _sync_all(folder: Path) -> None:
+    for home, _, _ in os.walk(folder):
+        sync_folder(Path(home))
+
+
+def _switch(
+    staging: Path, out: str, folder: Path, names: Sequence[str], before: object, options: WriteOptions
+) -> Path | None:
+    """Make the new files the folder's own; return the record for undo. Raises OSError, and `CkptError` if outrun."""
+    outrun = CkptError(
+        f"{out} was changed by another process meanwhile",
+        hint="nothing was written: look at it, then run it again, with --force to replace what is there",
+    )
+    if before == [None] * (1 + len(names)):
+        try:
+            with uninterrupted():
+                os.rename(staging / NEW, folder)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise outrun from error
+            raise
+        return None
+    with locked(folder, wait=True):
+        if _state(folder, names) != before:
+            raise outrun
+        rows = transaction.replaced_rows(staging / NEW, folder, names, keep=options.keep)
+        if not rows:
+            return None
+        record = transaction.record_in(folder, rows) if options.keep else None
+        if staging.parent == folder or not _exchange(staging / NEW, out, folder, rows, record, options.fsync):
+            transaction.replace_files(staging / NEW, folder, rows, keep=options.keep, fsync=options.fsync)
+            if options.fsync:
+                confirm(out, folder)
+    return record
+
+
+def _exchange(new: Path, out: str, folder: Path, rows: Sequence[Replaced], record: Path | None, fsync: bool) -> bool:
+    """Complete the new folder with everything that stays, and exchange it with the old one; False if impossible."""
+    changed = {row.name for row in rows}
+    undo = [(record_of(folder / row.name).name, *transaction.old_names(folder / row.name)) for row in rows]
+    skip = changed.union(*undo)
+    try:
+        if record is not None:
+            for row in rows:
+                if row.old is not None:
+                    transaction.link_old(folder / row.name, new / row.old)
+            descriptor = os.open(new / record.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                write_all(descriptor, transaction.text(rows))
+                if fsync:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        _link_all(folder, new, skip)
+        if fsync:
+            _sync_all(new)
+        with uninterrupted():
+            exchange(new, folder)
+            try:  # take along what came into the old folder meanwhile
+                _link_all(new, folder, skip)
+            except OSError as error:
+                try:
+                    exchange(new, folder)
+                except OSError:
+                    raise CkptError(
+                        f"{out} is replaced and complete, but not what another process put into it meanwhile",
+                        hint="check the disk, then what else writes into that folder",
+                    ) from error
+                raise
+    except OSError as error:
+        if error.errno not in _STAYS:
+            raise
+        return False
+    return True
+
+
+def _link_all(old: Path, new: Path, skip: set[str], inside: str = "") -> None:
+    """Link every file that stays into the new folder, subfolders too, with the bits of the old folders."""
+    for entry in [*os.scandir(old)]:
+        name, place = inside + entry.name, new / entry.name
+        if name in skip:
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            place.mkdir(exist_ok=True)
+            _link_all(Path(entry.path), place, skip, f"{name}/")
+        elif _id(place) != _id(Path(entry.path)):
+            if os.path.lexists(place):
+                os.unlink(place)
+            os.link(entry.path, place, follow_symlinks=False)
+    wanted, actual = old.stat(), new.stat()
+    if (wanted.st_uid, wanted.st_gid) != (actual.st_uid, actual.st_gid):
+        with suppress(OSError):
+            os.chown(new, wanted.st_uid, wanted.st_gid)
+    import shutil
+
+    shutil.copystat(old, new)
+    os.utime(new)
