@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: more threads only wait for each other
+
 import torch
 
 import dcp_ranks
