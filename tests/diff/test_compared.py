@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ckpttool
 from command import Run
+from torchrun_ranks import run_ranks
 
 MODEL = """import torch
 from torch import nn
@@ -189,3 +191,74 @@ def test_the_python_answer_says_it_too(folder: Path) -> None:
     assert ckpttool.diff("same.pt", "old.pt", ignore_dtype=True).compared["dtypes"] is False
     for way in (ckpttool.since("old.pt", "same.pt", "old.pt"), ckpttool.steps(["old.pt", "same.pt", "run/step-1.pt"])):
         assert way.compared["values"] is False
+
+
+class Exported(nn.Module):
+    """What differs in the program is an argument. `constant` is lifted, `table` is a buffer that is not saved."""
+
+    def __init__(self, name: str = "head", width: int = 4, scale: float = 1.0, bias: float = 0.0, held: float = 1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.name, self.scale = name, scale
+        self.add_module(name, nn.Linear(4, width))
+        self.get_submodule(name).bias.data.add_(bias)
+        self.register_buffer("table", torch.full((width,), held), persistent=False)
+        self.constant = torch.full((width,), held)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.get_submodule(self.name)(x) * self.scale + self.constant * self.table
+
+
+PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a name": ("keys", {"name": "top"}),
+    "a shape": ("shapes", {"width": 5}),
+    "values": ("values", {"bias": 1.0}),
+    "a constant": ("values", {"held": 2.0}),
+    "the code": ("code", {"scale": 2.0}),
+}
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("programs")
+    for name, arguments in {"old": {}, "same": {}, **{name: one[1] for name, one in PROGRAMS.items()}}.items():
+        program = torch.export.export(Exported(**arguments).eval(), (torch.ones(2, 4),))
+        torch.export.save(program, made / f"{name}.pt2")
+    torch.save(Exported().state_dict(), made / "weights.pt")
+    return made
+
+
+@pytest.mark.parametrize("options", [(), ("--values",)], ids=" ".join)
+@pytest.mark.parametrize("left", ["old.pt2", "weights.pt"])
+def test_of_an_exported_program_too(run: Run, programs: Path, left: str, options: tuple[str, ...]) -> None:
+    def answer(name: str) -> Any:
+        done = run("diff", programs / left, programs / f"{name}.pt2", *options, "--format", "json")
+        assert done.status in (0, 1), done.err
+        return {key: value for key, value in done.data.items() if key not in ("left", "right")}
+
+    same = answer("same")
+    assert same["identical"]
+    compared = same.pop("compared")
+    assert compared["values"] is bool(options)
+    for name, (aspect, _) in PROGRAMS.items():
+        if name == "a constant" and left == "weights.pt":  # which has none to compare
+            continue
+        found = answer(name)
+        covered = found.pop("compared")
+        assert found != same or not covered.get(aspect), name
+        assert aspect not in ("keys", "shapes") or not found["identical"]
+    if left == "old.pt2":
+        assert compared["code"] is False
+
+
+def test_ranks_of_torchrun_give_the_answer_of_one_process(run: Run, folder: Path) -> None:
+    for change in ("nothing", "values", "moments"):
+        take(change)
+        words = ("diff", "same.pt", "old.pt", "--values", "--format", "json")
+        alone = run(*words)
+        first, second = run_ranks(folder, 2, *words)
+        assert json.loads(first.out) == alone.data
+        assert (first.status, second.status, second.out) == (alone.status, alone.status, "")
+        assert alone.data["compared"]["values"] is True
+    first, _ = run_ranks(folder, 2, *words[:3], "--format", "json")
+    assert json.loads(first.out)["compared"]["values"] is False
