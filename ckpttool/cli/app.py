@@ -1,4 +1,4 @@
-"""The entry point: picks the command's module, runs it, and holds the only catch of the program."""
+"""The entry point: import the command's module, run it, and turn every exception into an exit status."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import gc
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr, suppress
+from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 
 from ckpttool.cli.defaults import Default, chosen, with_defaults, words_of
 from ckpttool.cli.failures import failure_of, say
-from ckpttool.cli.fields import Loaded, taken_by, with_common
-from ckpttool.cli.logs import collected, logged
-from ckpttool.cli.parse import parse
-from ckpttool.cli.streams import nothing_left, set_up
+from ckpttool.cli.params import Command, command_of, parse
+from ckpttool.cli.streams import collected, logged, nothing_left, set_up
 from ckpttool.core.errors import CkptError
 from ckpttool.io import sources
 from ckpttool.io.interrupts import ended_by_signals
@@ -37,14 +36,14 @@ _SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish")
 
 
 def process() -> int:
-    """`main`, as all that a process does: what is left at its end is not searched for cycles once more."""
+    """Run `main` as a process of its own, which does not search for cyclic garbage at its end."""
     status = main()
     gc.freeze()
     return status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command line (default: that of the process) and returns its exit status. Never raises."""
+    """Run one command line (default: the arguments of the process) and return its exit status. Never raise."""
     set_up()
     gc.set_threshold(100_000, 50, 100)  # an index is many small values without cycles: searching them is half the time
     args = sys.argv[1:] if argv is None else list(argv)
@@ -63,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_rank() -> bool:
-    """Whether torchrun, or what starts processes as it does, started this process as one of several.
+    """Return True if torchrun or a similar launcher started this process as one of several.
 
-    A process that a rank's own program starts has the rank's environment, and is not a rank.
+    A process that a rank's own program starts has the rank's environment, but is not a rank.
     """
     job = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
     return job and not _is_started_by_rank(os.getppid())
@@ -105,20 +104,20 @@ def _run_by_rank(args: list[str]) -> int:
 
 
 def _format_of(args: Sequence[str]) -> str:
-    """The format of the output; looked for by hand, since it may be the command line that is wrong."""
+    """Return the format of the output; without `parse`, since the command line may be wrong."""
     words = [part for word in args for part in (word.split("=", 1) if word.startswith("--format=") else [word])]
-    asked = [value for flag, value in pairwise(words) if flag == "--format"]
+    formats = [value for flag, value in pairwise(words) if flag == "--format"]
     name = next((arg for arg in args if arg in COMMANDS), None)
-    if not asked and name is not None:
-        with suppress(CkptError, OSError, ImportError), redirect_stderr(io.StringIO()):  # it was said already
-            defaults = [one.default for one in _loaded(name, args).taken if one.name == "format"]
-            asked = [default.value for default in defaults if isinstance(default, Default)]
-    return str(asked[-1]) if asked else "text"
+    if not formats and name is not None:
+        with suppress(CkptError, OSError, ImportError), redirect_stderr(io.StringIO()):  # it was reported already
+            defaults = [param.default for param in _loaded(name, args).params if param.name == "format"]
+            formats = [default.value for default in defaults if isinstance(default, Default)]
+    return str(formats[-1]) if formats else "text"
 
 
 def run(args: list[str]) -> int:
-    """Runs one command line and returns 0 or 1. Raises whatever the command raises, and `CkptError` for bad usage."""
-    if "_CKPTTOOL_COMPLETE" in os.environ:  # a shell asks what to offer after Tab
+    """Run one command line and return 0 or 1. Raise whatever the command raises, and `CkptError` for bad usage."""
+    if "_CKPTTOOL_COMPLETE" in os.environ:  # a shell asks for completions
         from ckpttool.cli import by_typer
 
         line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
@@ -128,37 +127,28 @@ def run(args: list[str]) -> int:
         args = [*args[1:2], "--help"]
     name = next((arg for arg in args if not arg.startswith("-")), None)
     if not args or (name is not None and name not in COMMANDS):
-        raise _no_such_command(name)
+        from difflib import get_close_matches
+
+        near = get_close_matches(name or "", COMMANDS, 1)
+        hint = f"did you mean `ckpttool {near[0]}`?" if near else f"the commands are {', '.join(COMMANDS)}"
+        message = f"no such command: {name}" if name else "no command given"
+        raise CkptError(message, hint=f"{hint} (more: ckpttool --help)")
     loaded = None if name is None else _loaded(name, args)
-    given = None if loaded is None or args[0] != name else parse(loaded.taken, args[1:])
-    if loaded is not None and given is not None:
-        return int(loaded.command(**given) or 0)
+    if loaded is not None and args[0] == name and (given := parse(loaded.params, args[1:])) is not None:
+        return int(loaded.run(**given) or 0)
     from ckpttool.cli import by_typer
 
     return by_typer.run(COMMANDS, args, loaded)
 
 
-def _loaded(name: str, args: Sequence[str]) -> Loaded:
-    """The command, which takes what the command line leaves out from elsewhere, where it is not to help only."""
+def _loaded(name: str, args: Sequence[str]) -> Command:
+    """Return the command with its defaults from other places, unless the command line asks for help only."""
     command = _command(name)
-    taken = taken_by(command)
-    if not {"--help", "-h", "--no-defaults"} & set(args):
-        taken = with_defaults(name, taken, _words)
-    return Loaded(name, lambda **given: command(**chosen(name, given)), taken, command.__doc__)
+    if {"--help", "-h", "--no-defaults"} & set(args):
+        return command
+    params = with_defaults(name, command.params, lambda: {each: words_of(_command(each).params) for each in COMMANDS})
+    return replace(command, params=params, run=lambda **given: command.run(**chosen(name, given)))
 
 
-def _words() -> dict[str, set[str]]:
-    """Each command's words for its options."""
-    return {name: words_of(taken_by(_command(name))) for name in COMMANDS}
-
-
-def _command(name: str) -> Callable[..., int | None]:
-    return with_common(import_module(COMMANDS[name][0]).command)
-
-
-def _no_such_command(name: str | None) -> CkptError:
-    from difflib import get_close_matches
-
-    near = get_close_matches(name or "", COMMANDS, 1)
-    hint = f"did you mean `ckpttool {near[0]}`?" if near else f"the commands are {', '.join(COMMANDS)}"
-    return CkptError(f"no such command: {name}" if name else "no command given", hint=f"{hint} (more: ckpttool --help)")
+def _command(name: str) -> Command:
+    return command_of(name, import_module(COMMANDS[name][0]).command)

@@ -1,4 +1,4 @@
-"""The command line as typer sees it: help, the words of what is wrong with it, and every spelling that there is."""
+"""The command line as typer sees it: help, error messages, and every spelling."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typer.core import TyperCommand
 from typer.main import get_command
 
 from ckpttool.cli.defaults import Default
-from ckpttool.cli.fields import Loaded, Taken
+from ckpttool.cli.params import Command, Param
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import Argument
 from ckpttool.core.text import shell
 
-# The headings of the help, and the options under each; what is under none is the command's own.
+# The headings of the help, and the options under each; all others are under "Options".
 _GROUPS = {
     "The model": ("model", "model_kwargs", "materialize", "optimizer"),
     "Which names": (
@@ -55,10 +55,10 @@ Commands = Mapping[str, tuple[str, str]]  # command -> its module, which defines
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
-def run(commands: Commands, args: list[str], loaded: Loaded | None) -> int:
-    """Runs a command line that names the command that is loaded, or none, and returns its exit status.
+def run(commands: Commands, args: list[str], loaded: Command | None) -> int:
+    """Run a command line that names the loaded command, or none, and return its exit status.
 
-    Raises whatever the command raises, and `CkptError` where the command line is wrong.
+    Raise whatever the command raises, and `CkptError` if the command line is wrong.
     """
     group = get_command(build_app(commands, loaded))
     try:
@@ -67,19 +67,19 @@ def run(commands: Commands, args: list[str], loaded: Loaded | None) -> int:
     except typer.Exit as stop:  # --help and --version have said what they say
         return stop.exit_code
     except UsageError as error:
-        raise _in_words(error, args) from None
+        raise _error_of(error, args) from None
     return int(result or 0)
 
 
-def complete(commands: Commands, loaded: Loaded | None) -> int:
+def complete(commands: Commands, loaded: Command | None) -> int:
     """Answer the shell that set ``_CKPTTOOL_COMPLETE``: print what it can offer, or the script that it sources."""
     with suppress(SystemExit, typer.Exit):
         get_command(build_app(commands, loaded)).main(prog_name="ckpttool")
     return 0
 
 
-def build_app(commands: Commands, loaded: Loaded | None) -> typer.Typer:
-    """The typer app; the commands that are not loaded are there for the list of commands in the help."""
+def build_app(commands: Commands, loaded: Command | None) -> typer.Typer:
+    """Return the typer app; the commands that are not loaded are only listed in the help."""
     app = typer.Typer(rich_markup_mode=None, context_settings=_HELP)
     app.callback(help=ABOUT)(_root)
     for name, (_, summary) in commands.items():
@@ -94,35 +94,36 @@ class Grouped(TyperCommand):
     """A command whose help has its options under headings."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes the arguments, then the options, group by group."""
+        """Write the arguments, then the options, group by group."""
         sections: dict[str, list[Any]] = {}
         for param in self.get_params(ctx):
-            sections.setdefault(_section(param), []).append(param.get_help_record(ctx))
+            heading = next((title for title, names in _GROUPS.items() if param.name in names), "Options")
+            title = "Arguments" if param.param_type_name == "argument" else heading
+            sections.setdefault(title, []).append(param.get_help_record(ctx))
         order = ["Arguments", "Options", *_GROUPS]
         for title in sorted(sections, key=order.index):
             with formatter.section(title):
                 formatter.write_dl(sections[title])
 
 
-def _section(param: Any) -> str:
-    if param.param_type_name == "argument":
-        return "Arguments"
-    return next((title for title, names in _GROUPS.items() if param.name in names), "Options")
-
-
-def typed(loaded: Loaded) -> Callable[..., int | None]:
-    """The command with a signature that typer reads."""
+def typed(loaded: Command) -> Callable[..., int | None]:
+    """Return the command with a signature that typer reads."""
     parameters = [
-        Parameter(one.name, Parameter.KEYWORD_ONLY, default=_in_its_place(one), annotation=_annotation(one))
-        for one in loaded.taken
+        Parameter(
+            param.name,
+            Parameter.KEYWORD_ONLY,
+            default=param.default.instead if isinstance(param.default, Default) else param.default,
+            annotation=_annotation(param),
+        )
+        for param in loaded.params
     ]
     context = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
     def run_it(context: Any, **given: Any) -> int | None:
-        for one in loaded.taken:
-            if isinstance(one.default, Default) and context.get_parameter_source(one.name).name != "COMMANDLINE":
-                given[one.name] = one.default
-        return loaded.command(**given)
+        for param in loaded.params:
+            if isinstance(param.default, Default) and context.get_parameter_source(param.name).name != "COMMANDLINE":
+                given[param.name] = param.default
+        return loaded.run(**given)
 
     run_it.__signature__ = Signature([*parameters, context])  # type: ignore[attr-defined]
     run_it.__annotations__ = {parameter.name: parameter.annotation for parameter in (*parameters, context)}
@@ -130,31 +131,24 @@ def typed(loaded: Loaded) -> Callable[..., int | None]:
     return run_it
 
 
-def _in_its_place(one: Taken) -> Any:
-    return one.default.instead if isinstance(one.default, Default) else one.default
-
-
-def _annotation(one: Taken) -> Any:
-    mark = one.mark
+def _annotation(param: Param) -> Any:
+    mark = param.mark
     if isinstance(mark, Argument):
-        return Annotated[one.annotation, typer.Argument(metavar=mark.metavar, help=mark.help)]
-    option = typer.Option(
-        *mark.flags, metavar=mark.metavar, help=mark.help, min=mark.least, callback=_checked(mark.check)
-    )
-    return Annotated[one.annotation, option]
-
-
-def _checked(check: Callable[[Any], object] | None) -> Callable[[Any], Any] | None:
-    """Typer's callback: it gives the value, and is called where there is none too."""
-    if check is None:
-        return None
+        return Annotated[param.annotation, typer.Argument(metavar=mark.metavar, help=mark.help)]
 
     def checked(value: Any) -> Any:
-        if value:
-            check(value)
+        if value and mark.check is not None:
+            mark.check(value)
         return value
 
-    return checked
+    option = typer.Option(
+        *mark.flags,
+        metavar=mark.metavar,
+        help=mark.help,
+        min=mark.least,
+        callback=None if mark.check is None else checked,
+    )
+    return Annotated[param.annotation, option]
 
 
 def _not_loaded() -> None:
@@ -177,28 +171,21 @@ def _root(
     pass
 
 
-def _in_words(error: Any, args: Sequence[str]) -> CkptError:
+_EXTRA = re.compile(r"extra argument(?:\(s\))? \((.*)\)$", re.DOTALL)
+
+
+def _error_of(error: Any, args: Sequence[str]) -> CkptError:
     message = error.message if hasattr(error, "possibilities") else error.format_message()
     message = message[:1].lower() + message[1:].rstrip(".")
     context = error.ctx
     if context is None:
         return CkptError(message, hint="see ckpttool --help")
-    meant = _as_cp_is_called(context.command, message, args)
-    if meant:
-        return CkptError(message, hint=f"-o names the output: {shell('ckpttool', *meant)}")
+    # A command that writes, called as `cp` is: -o is missing before the argument that is too many.
+    extra = "".join(_EXTRA.findall(message))
+    outs = {flag for param in context.command.params if param.name == "out" for flag in param.opts}
+    if outs and outs.isdisjoint(args) and args.count(extra) == 1:
+        place = args.index(extra)
+        return CkptError(message, hint=f"-o names the output: {shell('ckpttool', *args[:place], '-o', *args[place:])}")
     near = get_close_matches(getattr(error, "option_name", None) or "", getattr(error, "possibilities", None) or (), 1)
     hint = f"did you mean {near[0]}?" if near else "usage:" + " ".join(context.get_usage().split())[len("Usage:") :]
     return CkptError(message, hint=f"{hint} (more: {context.command_path} --help)")
-
-
-_EXTRA = re.compile(r"extra argument(?:\(s\))? \((.*)\)$", re.DOTALL)
-
-
-def _as_cp_is_called(command: Any, message: str, args: Sequence[str]) -> list[str]:
-    """The arguments with ``-o`` before the one that was too many, where a command that writes has no OUT yet."""
-    extra = "".join(_EXTRA.findall(message))
-    outs = {flag for param in command.params if param.name == "out" for flag in param.opts}
-    if not outs or not outs.isdisjoint(args) or args.count(extra) != 1:
-        return []
-    place = args.index(extra)
-    return [*args[:place], "-o", *args[place:]]

@@ -1,14 +1,13 @@
-"""Failures in words: any exception that ends a command becomes an error line, a hint and an exit status."""
+"""Any exception that ends a command becomes an error line, a hint and an exit status."""
 
 from __future__ import annotations
 
 import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from signal import Signals
-from typing import Any
 
 from ckpttool.cli.streams import clipped, for_log
 from ckpttool.core.errors import CkptError, Problem
@@ -31,13 +30,13 @@ _OS_HINTS = {
     errno.EMFILE: "raise the limit of open files: ulimit -n 4096",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
-_MOST = 10  # lines of problems; a program reads all of them
+_MOST = 10  # lines of problems; `--format json` has all of them
 _LS_HELPS = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What stderr says, and the exit status. Without `hint` the message stands alone, without both nothing is said."""
+    """What stderr says, and the exit status; an empty `hint` or `message` is not printed."""
 
     status: int
     message: str = ""
@@ -46,7 +45,7 @@ class Failure:
 
 
 class OfAllRanks(Exception):
-    """What a command of several ranks failed with."""
+    """The failure of a command that several ranks share."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -54,18 +53,56 @@ class OfAllRanks(Exception):
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The failure that the exception means."""
-    for kind, describe in _KINDS:
-        if isinstance(error, kind):
-            return describe(error)
-    return _internal(error)
+    """Return the failure that the exception means."""
+    if isinstance(error, OfAllRanks):
+        return error.failure
+    if isinstance(error, CkptError):
+        return Failure(error.exit_status, error.message, error.hint, error.problems)
+    if isinstance(error, BrokenPipeError):
+        return Failure(128 + 13)  # the status of a program that SIGPIPE ended
+    if isinstance(error, OSError):
+        return _os_error(error)
+    if isinstance(error, Terminated):
+        return Failure(128 + error.number, f"ended by {Signals(error.number).name}")
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(128 + 2, "interrupted")
+    if isinstance(error, SystemExit):
+        return Failure(
+            2,
+            f"code of an operand ended the program: sys.exit({error.code!r})",
+            "MODEL and OPTIMIZER operands are imported: keep what a script runs under `if __name__ == '__main__':`",
+        )
+    if isinstance(error, MemoryError):
+        reason = f": {error}" if str(error) else ""
+        return Failure(2, f"out of memory{reason}", "free some memory, or use a larger machine")
+    if isinstance(error, ModuleNotFoundError):
+        name = (error.name or "").partition(".")[0]
+        if name and name != "ckpttool":
+            return Failure(2, f"this needs {name}, which is not installed", f"pip install {name}")
+    return Failure(
+        2,
+        f"internal error: {type(error).__name__}: {error}",
+        "run it again with CKPTTOOL_DEBUG=1 and report the traceback as a bug of ckpttool",
+    )
+
+
+def _os_error(error: OSError) -> Failure:
+    hint = _OS_HINTS.get(error.errno or 0, "check the file, and the disk it is on")
+    if not isinstance(error.filename, (str, bytes)):
+        return Failure(2, str(error.strerror or error), hint)
+    path = os.fsdecode(error.filename)
+    if error.errno in _LS_HELPS:
+        existing = path
+        while existing and not os.path.lexists(existing):
+            existing = os.path.dirname(existing)
+        hint += f": {shell('ls', '-ld', existing or '.')}"
+    return Failure(2, f"{path}: {error.strerror or error}", hint)
 
 
 def say(failure: Failure, form: str = "text") -> int:
-    """Prints the failure on stderr: the error, the problems, the hint, a line each. Returns the exit status.
+    """Print the failure on stderr: the error, the problems, the hint, a line each. Return the exit status.
 
-    With `form` ``json`` a program reads the same on stdout, as one object: ``ckpttool.error/1``; with ``github`` as an
-    annotation.
+    If `form` is ``json``, also print it on stdout as one object, ``ckpttool.error/1``; if ``github``, as an annotation.
     """
     lines = [f"error: {visible(failure.message)}"] if failure.message else []
     lines += [f"  {visible(line)}" for line in problem_lines(failure.problems)]
@@ -85,12 +122,14 @@ def say(failure: Failure, form: str = "text") -> int:
         try:
             stream.flush()
         except OSError:  # a closed pipe, a full disk: drop the rest, or the interpreter fails on it at its end
-            _discard(descriptor)
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
     return failure.status
 
 
 def problem_lines(problems: Sequence[Problem]) -> list[str]:
-    """A line for each problem; of many, one for the same problem in repeated layers, and how many more there are."""
+    """Return a line for each problem; if they are many, one line for the same problem in repeated layers."""
     if len(problems) <= _MOST:
         return list(map(str, problems))
     keys: dict[str, list[str]] = {}
@@ -100,78 +139,3 @@ def problem_lines(problems: Sequence[Problem]) -> list[str]:
     hidden = sum(len(group.keys) for _, group in groups[_MOST:])
     lines = [f"{text} @ {group.pattern}" for text, group in groups[:_MOST]]
     return [*lines, f"... and {number(hidden)} more (--format json)"] if hidden else lines
-
-
-def _discard(descriptor: int) -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
-
-
-def _ours(error: CkptError) -> Failure:
-    return Failure(error.exit_status, error.message, error.hint, error.problems)
-
-
-def _broken_pipe(error: BrokenPipeError) -> Failure:
-    return Failure(128 + 13)  # the status of a program that SIGPIPE ended
-
-
-def _os_error(error: OSError) -> Failure:
-    where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, (str, bytes)) else ""
-    hint = _OS_HINTS.get(error.errno or 0, "check the file, and the disk it is on")
-    if where and error.errno in _LS_HELPS:
-        hint += f": {shell('ls', '-ld', _nearest(os.fsdecode(error.filename)))}"
-    return Failure(2, f"{where}{error.strerror or error}", hint)
-
-
-def _nearest(path: str) -> str:
-    """The path itself, or the first of its parents that exists."""
-    while path and not os.path.lexists(path):
-        path = os.path.dirname(path)
-    return path or "."
-
-
-def _interrupt(error: KeyboardInterrupt) -> Failure:
-    if isinstance(error, Terminated):
-        return Failure(128 + error.number, f"ended by {Signals(error.number).name}")
-    return Failure(128 + 2, "interrupted")
-
-
-def _exit(error: SystemExit) -> Failure:
-    return Failure(
-        2,
-        f"code of an operand ended the program: sys.exit({error.code!r})",
-        "MODEL and OPTIMIZER operands are imported: keep what a script runs under `if __name__ == '__main__':`",
-    )
-
-
-def _internal(error: BaseException) -> Failure:
-    return Failure(
-        2,
-        f"internal error: {type(error).__name__}: {error}",
-        "run it again with CKPTTOOL_DEBUG=1 and report the traceback as a bug of ckpttool",
-    )
-
-
-def _no_module(error: ModuleNotFoundError) -> Failure:
-    name = (error.name or "").partition(".")[0]
-    if not name or name == "ckpttool":
-        return _internal(error)
-    return Failure(2, f"this needs {name}, which is not installed", f"pip install {name}")
-
-
-def _memory(error: MemoryError) -> Failure:
-    return Failure(2, f"out of memory{f': {error}' if str(error) else ''}", "free some memory, or use a larger machine")
-
-
-# The first kind that fits tells.
-_KINDS: tuple[tuple[type[BaseException], Callable[[Any], Failure]], ...] = (
-    (OfAllRanks, lambda error: error.failure),
-    (CkptError, _ours),
-    (BrokenPipeError, _broken_pipe),
-    (OSError, _os_error),
-    (KeyboardInterrupt, _interrupt),
-    (SystemExit, _exit),
-    (MemoryError, _memory),
-    (ModuleNotFoundError, _no_module),
-)

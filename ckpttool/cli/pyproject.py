@@ -18,7 +18,7 @@ from ckpttool.core.text import visible
 PYPROJECT = "CKPTTOOL_PYPROJECT"  # names the file that is read, wherever it lies; empty for none
 _TABLE = b"tool.ckpttool"
 _TOML = "tomllib" if sys.version_info >= (3, 11) else "tomli"  # imported where there is such a table
-_HINT = "mend it, or pass --no-defaults"
+_HINT = "fix it, or pass --no-defaults"
 
 
 def table() -> tuple[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What stdout and stderr are besides text: an encoding, the log of a GitHub job; and what a process leaves behind."""
+"""stdout and stderr: encoding, `--quiet`, warnings, the log; and the temporary folder that torch leaves behind."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import os
 import re
 import sys
 import time
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
+from ckpttool.core.errors import CkptError
+from ckpttool.core.text import number, visible
 from ckpttool.report.renderers.github import unobeyed
 
 _ESCAPES = "ckpttool.escapes"
@@ -19,7 +24,7 @@ _OLD_COMMAND = "##["
 
 
 def set_up() -> None:
-    r"""A key that the encoding of a stream has not is written as ``\uXXXX``, which JSON reads back, and is no error."""
+    r"""Write characters that the encoding of a stream lacks as ``\uXXXX``, which JSON reads back."""
     codecs.register_error(_ESCAPES, _escaped)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -32,14 +37,14 @@ def _escaped(error: UnicodeError) -> tuple[str, int]:
 
 
 def for_log(text: str, format: str) -> str:
-    """The output as the log of a GitHub job may have it: no key in it is obeyed as a command of the runner's."""
+    """Return the output for the log of a GitHub job, whose runner must not obey a key in it as a command."""
     if os.environ.get("GITHUB_ACTIONS") != "true" or format == "github":
         return text
     return text.replace(_OLD_COMMAND, r"##\u005b") if format == "json" else unobeyed(text)
 
 
 def clipped(line: str) -> str:
-    """The line, or of an endless one its beginning and its end."""
+    """Return the line; of a very long one the beginning and the end."""
     if len(line) <= _LONGEST:
         return line
     half = _LONGEST // 2
@@ -50,44 +55,93 @@ _quiet = False
 
 
 def is_quiet() -> bool:
-    """Whether the command is to print errors only."""
+    """Return True if `--quiet` was given."""
     return _quiet
 
 
 @contextmanager
-def quiet(asked: bool = True) -> Iterator[None]:
-    """Inside, nothing but errors is printed, where that is asked for."""
+def quiet(is_on: bool = True) -> Iterator[None]:
+    """Print errors only while the block runs, if `is_on`."""
     global _quiet
-    before, _quiet = _quiet, asked
+    before, _quiet = _quiet, is_on
     try:
         yield
     finally:
         _quiet = before
 
 
+LEVELS = ("debug", "info", "warning", "error")
+
+
+@contextmanager
+def logged() -> Iterator[None]:
+    """Log while the block runs, if ``CKPTTOOL_LOG`` is set: ``info`` reports fetched bytes, ``debug`` every request.
+
+    Raise `CkptError` if it is not a level.
+    """
+    level = os.environ.get("CKPTTOOL_LOG", "").lower()
+    if not level:
+        yield
+        return
+    if level not in LEVELS:
+        raise CkptError(f"CKPTTOOL_LOG={level}: no such level", hint=f"choose one of {', '.join(LEVELS)}")
+    import logging
+
+    from ckpttool.io.remote.read import log_fetched
+
+    log, handler = logging.getLogger("ckpttool"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        log_fetched()
+        log.removeHandler(handler)
+        log.setLevel(before)
+
+
+@contextmanager
+def collected() -> Iterator[None]:
+    """At the end of the block, write a ``warning:`` line for each place of torch or the user's code that warned.
+
+    It has the first text of the place, and how often it warned.
+    """
+    texts: dict[str, str] = {}
+    count: Counter[str] = Counter()
+
+    def collect(message: Any, category: Any, filename: str, lineno: int, *_: Any, **__: Any) -> None:
+        place = f"{filename}:{lineno}"
+        count[place] += 1
+        first = next(iter(str(message).strip().splitlines()), "")
+        texts.setdefault(place, f"{category.__name__}: {first} ({place})")
+
+    before = warnings.showwarning
+    warnings.showwarning = collect
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
+        for place, text in texts.items():
+            more = f", and {number(count[place] - 1)} more from there" if count[place] > 1 else ""
+            sys.stderr.write(f"warning: {visible(text)}{more}\n")
+
+
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """Removes the empty folder that importing ``torch._dynamo`` leaves among the temporary files, where it was not."""
+    """Remove the empty folder that importing ``torch._dynamo`` leaves among the temporary files, if it is new."""
     begun = time.time()
     try:
         yield
     finally:
-        folder = _folder_of_inductor() if "torch" in sys.modules else None
-        if folder is not None:
-            with suppress(OSError):
+        if "torch" in sys.modules and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+            import getpass
+            import tempfile
+
+            with suppress(OSError, KeyError, ImportError):
+                # The same name as in `torch._inductor.runtime.cache_dir_utils.default_cache_dir`.
+                user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+                folder = os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
                 if os.stat(folder).st_mtime >= begun:
                     os.rmdir(folder)
-
-
-def _folder_of_inductor() -> str | None:
-    """As ``torch._inductor.runtime.cache_dir_utils.default_cache_dir`` has it; None where the user names another."""
-    import getpass
-    import tempfile
-
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-        return None
-    try:
-        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-    except (OSError, KeyError, ImportError):
-        return None
-    return os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")

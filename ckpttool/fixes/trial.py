@@ -22,9 +22,9 @@ from ckpttool.naming.convert import MADE_AGAIN
 from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.operands.output import operand, outputs, target_for
 from ckpttool.remapping import run as remap
-from ckpttool.remapping.model_steps import NO_COUNTER
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.plan import Remap
+from ckpttool.remapping.steps import NO_COUNTER
 
 PLACEHOLDERS = ("MODEL", "OLD", "OPTIMIZER", "OLD_OPTIMIZER", "PROGRAM.pt2", "CKPT")  # for what only the user knows
 _OUTPUT = frozenset(field.name for field in fields(OutputOptions))
@@ -138,7 +138,8 @@ def try_remap(question: Question, options: RemapOptions, word: str, most: int | 
     )
     try:
         model = operand_of(read)
-        done = remap.made(source, read, model)
+        to_model = remap.loading_model(read, model)
+        done = remap.plan_remap(source, read, model, to_model)
     except CkptError:
         return None
     if _loses(source, done, question.model):
@@ -147,7 +148,7 @@ def try_remap(question: Question, options: RemapOptions, word: str, most: int | 
     for out in outputs(named, word):
         try:
             target = target_for(out, source)
-            fitted = remap.fitted(done, target, read, model)
+            fitted = remap.fitted(done, target, read, to_model or model)
             after = question.of_names(replace(fitted, source=out, format=target.format.name), question.right)
             if not (after.identical or most is None or _helps(question, options, after, most)):
                 return None

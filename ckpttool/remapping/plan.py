@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from itertools import chain as in_turn
 from typing import Any
 
@@ -21,19 +21,34 @@ from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate.apply import NO_CODE, Runner, apply
 from ckpttool.io.edit_in_place import Written
 from ckpttool.naming import wrappers as naming_wrappers
-from ckpttool.naming.convert import Form
+from ckpttool.naming.adapters import adapter_of
 from ckpttool.naming.match import NameTables, match
-from ckpttool.naming.wrappers import Chain, Evidence, strip
+from ckpttool.naming.wrappers import Chain
 from ckpttool.operands.sections import left_as_they_are, of_one_model
 from ckpttool.optimizers import forms
 from ckpttool.optimizers.identify import in_order_of
 from ckpttool.optimizers.transform import carried_out
-from ckpttool.remapping.adapter import of_adapter
+from ckpttool.remapping.adapter import apply_rules_of_base, to_other_base
 from ckpttool.remapping.companions import COMPANIONS, Companions
-from ckpttool.remapping.model_steps import Draft, Step, carried, recorded
 from ckpttool.remapping.optimizer import OptimizerRemap, OptimizerRequest, by_rules, remap_optimizers
 from ckpttool.remapping.rule_effects import RuleEffect
-from ckpttool.remapping.steps import ByRuleSteps, Prefixed, RemapRequest
+from ckpttool.remapping.steps import (
+    Draft,
+    RemapRequest,
+    apply_rules,
+    apply_rules_like_first,
+    carried,
+    new_draft,
+    notes_on_like,
+    recorded,
+    rewrap,
+    select,
+    take_names,
+    to_model_form,
+    to_other_model,
+    unwrap,
+    with_counters,
+)
 from ckpttool.remapping.undo import UNDO, Undo
 from ckpttool.remapping.write import COST, VERIFIED, Cost, Verified
 from ckpttool.rules.patterns import Renaming, names_entry
@@ -293,11 +308,17 @@ def remap(source: Checkpoint, asked: RemapRequest = _NOTHING, drops: Sequence[st
     )
     runners = {way: runner for draft in drafts for way, runner in draft.runners.items()}
     paths = [section.path for section in sections]
-    result = reduce(lambda result, path: _recorded(result, asked, path), paths, apply(made, source, runners))
+    result = apply(made, source, runners)
+    if asked.names is not None and asked.to_names is None and asked.select is None and not isinstance(asked.to, Chain):
+        tables = NameTables(asked.names)
+        for path in paths:
+            result = recorded(tables, result, path, asked.form_by_model(tables).names)
     touched = {gone.section for gone in dropped}.difference(paths)
     rest = carried(other for other in source.sections if other.path in touched)
     plan = replace(made, outputs=(*made.outputs, *rest.outputs), dropped=(*made.dropped, *dropped))
-    notes = (*_notes(drafts), *left_as_they_are(source, sections))
+    shown = drafts[0].notes
+    others = [f"{d.section.path}: {note}" for d in drafts[1:] for note in d.notes if note not in shown]
+    notes = (*shown, *others, *left_as_they_are(source, sections))
     form = None if asked.to is None else str(asked.to)
     together = tuple(paths) if len(paths) > 1 else ()
     missing = [
@@ -344,15 +365,12 @@ def _narrowing(source: Checkpoint, effect: RuleEffect | None, dropped: Sequence[
     return RuleEffect(source.section(path), replace(effect.plan, dropped=(*effect.plan.dropped, *own)))
 
 
-def _drafts(sections: Sequence[Section], asked: RemapRequest, lightning: bool) -> list[Draft]:
-    """What becomes of each section. Raises `Refused`; what is wrong with a further section is said under its path."""
-    made: list[Draft] = []
+def _drafts(sections: Sequence[Section], request: RemapRequest, lightning: bool) -> list[Draft]:
+    """Return the draft of each section. A problem of a further section is reported under its path."""
+    drafts: list[Draft] = []
     for section in sections:
         try:
-            begin = _draft(section, asked.source_form, lightning)
-            steps = of_adapter(asked, section)
-            own = steps if not made or asked.names is not None else _as_for(made[0], begin, steps)
-            made.append(reduce(lambda draft, step: step.apply(draft), own, begin))
+            drafts.append(_draft(section, request, lightning, drafts[0] if drafts else None))
         except Refused as error:
             if len(sections) == 1:
                 raise
@@ -361,50 +379,40 @@ def _drafts(sections: Sequence[Section], asked: RemapRequest, lightning: bool) -
                 hint=f"{error.hint}; --sections '{sections[0].path}' changes that one alone",
                 problems=error.problems,
             ) from None
-    return made
+    return drafts
 
 
-def _as_for(first: Draft, further: Draft, steps: Sequence[Step]) -> tuple[Step, ...]:
-    """The steps for a further section; rules are written for the keys of the first, which may differ by one prefix."""
-    keys = {name: key for key, name in first.canonical.items()}
-    pairs = [(keys[name], key) for key, name in further.canonical.items() if name in keys]
-    found = {
-        (key[: len(key) - len(shared)], other[: len(other) - len(shared)])
-        for key, other in pairs
-        for shared in [key if len(key) < len(other) else other]
-        if key.endswith(shared) and other.endswith(shared)
-    }
-    if len(found) != 1 or not all(key.endswith(other) or other.endswith(key) for key, other in pairs):
-        return tuple(steps)
-    ((shown, own),) = found
-    return tuple(Prefixed(step, own, shown) if isinstance(step, ByRuleSteps) else step for step in steps)
-
-
-def _notes(drafts: Sequence[Draft]) -> list[str]:
-    """The notes on all sections; on a further one those that it has alone."""
-    first = drafts[0].notes
-    return [*first, *(f"{d.section.path}: {note}" for d in drafts[1:] for note in d.notes if note not in first)]
-
-
-def _draft(section: Section, form: Form | None, lightning: bool) -> Draft:
-    """Where a remap begins: every key keeps its name. Wrappers are where the user says so, or else where keys show."""
-    keys = section.keys
-    if form is None:
-        wrappers = naming_wrappers.infer(keys, lightning=lightning)
-    elif isinstance(form, Chain):
-        wrappers = naming_wrappers.declared(form, keys)
-    else:  # these are names without wrappers
-        wrappers = Evidence((), (), frozenset())
-    paths = wrappers.paths
-    canonical = {key: strip(key, paths) for key in keys} if paths else dict(zip(keys, keys))
-    return Draft(section, carried([section]), wrappers, canonical, wrappers.form)
-
-
-def _recorded(result: Checkpoint, asked: RemapRequest, path: str) -> Checkpoint:
-    if asked.names is None or asked.to_names is not None or asked.select is not None or isinstance(asked.to, Chain):
-        return result
-    tables = NameTables(asked.names)
-    return recorded(tables, result, path, asked.form_by_model(tables).names)
+def _draft(section: Section, request: RemapRequest, lightning: bool, first: Draft | None) -> Draft:
+    """Go through the models' names, then the submodule, the wrappers and the rules; `first` is another section's."""
+    draft = start = new_draft(section, request.source_form, lightning)
+    is_adapter = adapter_of(section.keys) is not None
+    if request.names is not None:
+        tables = NameTables(request.names)
+        to_tables = None if request.to_names is None else NameTables(request.to_names)
+        if is_adapter and to_tables is not None:
+            draft = to_other_base(draft, tables, to_tables, request.to_code)
+        else:
+            draft = to_model_form(draft, request, tables)
+            if to_tables is not None:
+                draft = to_other_model(draft, request, to_tables)
+            draft = with_counters(draft, keep=request.like is not None or isinstance(request.to, Chain))
+    if request.select is not None:
+        draft = select(draft, request.select, request.keep_prefix, by_model=request.names is not None)
+    if request.like is not None:
+        draft = take_names(draft, request.like)
+    elif isinstance(request.to, Chain):
+        draft = rewrap(draft, request.to)
+    elif request.to is not None and request.names is None:
+        draft = rewrap(draft, Chain(()))
+    if request.rule_steps and is_adapter and (request.names is None or request.to_names is None):
+        draft = apply_rules_of_base(draft, request.rule_steps)
+    elif request.rule_steps and first is not None and request.names is None:
+        draft = apply_rules_like_first(draft, request.rule_steps, first, start)
+    elif request.rule_steps:
+        draft = apply_rules(draft, request.rule_steps)
+    if request.like is not None:
+        draft = replace(draft, notes=(*draft.notes, *notes_on_like(draft, request.like)))
+    return draft if request.unwrapped is None else unwrap(draft, NameTables(request.unwrapped))
 
 
 def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:

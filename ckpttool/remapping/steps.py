@@ -1,175 +1,47 @@
-"""The steps of a remap that need no model, and the request that all steps carry out."""
+"""What one remap requests, and the steps that change the plan of a section: models, submodule, wrappers, rules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
-from ckpttool.core.checkpoint import Section
-from ckpttool.core.errors import Refused
-from ckpttool.core.names import Names
-from ckpttool.core.plan import Dropped, Output, compose
+from ckpttool.core import expression as ex
+from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.expression import Ref
+from ckpttool.core.names import RUNTIME, SERIALIZED, Names
+from ckpttool.core.plan import Dropped, Output, Plan, compose, in_turn, module_renames
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
+from ckpttool.evaluate.apply import Runner, apply
+from ckpttool.evaluate.compare import same_values
 from ckpttool.naming import wrappers
-from ckpttool.naming.call_variants import aliases
-from ckpttool.naming.convert import Form, ModelForm, read
+from ckpttool.naming.adapters import adapter_of
+from ckpttool.naming.call_variants import aliases, collapse, expand, settle
+from ckpttool.naming.convert import Form, ModelForm, check_versions, left_to_code, move, read
 from ckpttool.naming.match import NameTables, align
-from ckpttool.naming.wrappers import Chain, strip
+from ckpttool.naming.wrappers import Chain, Evidence, strip
 from ckpttool.operands.model import ModelOperand
-from ckpttool.remapping.model_steps import NO_COUNTER, ByModel, Counters, Draft, Step, ToModel, renamed, select
 from ckpttool.remapping.rule_effects import RuleEffect
 
 if TYPE_CHECKING:
     from ckpttool.rules.steps import Step as RuleStep
 
-
-@dataclass(frozen=True, slots=True)
-class Select:
-    """One submodule, under its own names unless `keep_prefix`. `by_model`: the keys are a model's by now."""
-
-    prefix: str
-    keep_prefix: bool = False
-    by_model: bool = False
-
-    def apply(self, draft: Draft) -> Draft:
-        """Raises `Refused` where nothing is below the prefix."""
-        paths = wrappers.recognise(draft.keys) if self.by_model else draft.wrappers.paths
-        plan, own = select(draft.plan, paths, self.prefix)
-        canonical = {key: strip(key, paths) for key in own}
-        if not self.keep_prefix:
-            plan = renamed(plan, draft.section, own)
-            canonical = {own[key]: name.removeprefix(f"{self.prefix}.") for key, name in canonical.items()}
-        return replace(draft, plan=plan, canonical=canonical)
-
-
-@dataclass(frozen=True, slots=True)
-class TakeOver:
-    """The keys of another checkpoint; what that one has not keeps its name."""
-
-    other: Section
-
-    def apply(self, draft: Draft) -> Draft:
-        """Names differ by wrappers' segments only. Raises `Refused` where none does: the naming is another model's."""
-        names = align(draft.keys, self.other.by_key())
-        if not names and draft.keys:
-            raise Refused(
-                "--like: the two have no name in common, wrappers left aside",
-                hint="what save_pretrained writes has names of its own: --model hf:FOLDER --to pretrained instead; "
-                "between two definitions `ckpttool diff CKPT LIKE --suggest rules.toml` looks for rules",
-            )
-        return replace(draft, plan=draft.renamed(names))
-
-
-@dataclass(frozen=True, slots=True)
-class TakenOver:
-    """Notes on what the output and the other checkpoint do not have in common, once all renames are done."""
-
-    other: Section
-
-    def apply(self, draft: Draft) -> Draft:
-        """The draft with the notes."""
-        made, wanted = set(draft.keys), self.other.by_key()
-        own = [key for key in draft.keys if key not in wanted]
-        rest = [key for key in wanted if key not in made]
-        notes = list(draft.notes)
-        if own:
-            notes.append(f"the other checkpoint has no name for {plural(len(own), 'key')}: {_first(own)}")
-        if rest:
-            left_out = f"not in the output are {plural(len(rest), 'key')} of the other checkpoint: {_first(rest)}"
-            notes.append(left_out + _twins(rest, self.other))
-        return replace(draft, notes=tuple(notes))
-
-
-def _first(keys: Sequence[str]) -> str:
-    return ", ".join(keys[:5]) + (", ..." if len(keys) > 5 else "")
-
-
-def _twins(keys: Sequence[str], other: Section) -> str:
-    """What writes second names, where all of `keys` are second names of tensors (ties, call variants)."""
-    twins = aliases(other)
-    return "; all are second names, which --model MODEL --to FORM writes" if twins.keys() >= set(keys) else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Rewrap:
-    """Wrappers' segments taken out of the keys, and those of the chain put in."""
-
-    wanted: Chain
-
-    def apply(self, draft: Draft) -> Draft:
-        """A counter that the chain has no place for is dropped; one that it needs is made."""
-        canonical = {key: draft.canonical.get(key, key) for key in draft.keys}
-        path = draft.section.path
-        counted = [key for key in wrappers.counters([entry.key for entry in draft.section.tensors]) if key in canonical]
-        names, gone = wrappers.rewrap(canonical, self.wanted, counted)
-        dropped = [Dropped(path, key, NO_COUNTER) for key in gone]
-        kept = tuple(output for output in draft.plan.outputs if output.key in names)
-        plan = replace(draft.plan, outputs=kept, dropped=(*draft.plan.dropped, *dropped))
-        plan = renamed(plan, draft.section, names)
-        made = tuple(Output(path, key, source) for key, source in wrappers.new_counter(self.wanted, counted).items())
-        return replace(draft, plan=replace(plan, outputs=(*made, *plan.outputs)))
-
-
-@dataclass(frozen=True, slots=True)
-class Unwrap:
-    """Wrappers' segments taken out of the keys, if the model named has none there."""
-
-    tables: NameTables
-
-    def apply(self, draft: Draft) -> Draft:
-        """Return the draft with the keys of the model itself; AveragedModel's counter is dropped."""
-        if not any(read(self.tables, keys).match.wrapped for keys in (draft.section, draft.evaluated())):
-            return draft
-        names = wrappers.canonical_keys(draft.keys, lightning="lightning" in draft.wrappers.words)
-        return Rewrap(Chain(())).apply(replace(draft, canonical=names))
-
-
-@dataclass(frozen=True, slots=True)
-class ByRuleSteps:
-    """The user's rules: those of the command line as one step, then those of a file."""
-
-    steps: Sequence[RuleStep]
-
-    def apply(self, draft: Draft) -> Draft:
-        """Raises `Refused` as `rules.steps.plan_of` does."""
-        from ckpttool.rules.steps import plan_of
-
-        section = draft.evaluated()
-        plan = plan_of(self.steps, section)
-        return replace(draft, plan=compose(draft.plan, plan), ruled=RuleEffect(section, plan))
-
-
-@dataclass(frozen=True, slots=True)
-class Prefixed:
-    """Rules that were written for keys that begin with `shown`, where those of a further section begin with `own`."""
-
-    rules: ByRuleSteps
-    own: str
-    shown: str
-
-    def apply(self, draft: Draft) -> Draft:
-        """Raises `Refused` as the rules do, with keys as they were written for."""
-        ours = [key for key in draft.keys if key.startswith(self.own)]
-        others = {key for key in draft.keys if not key.startswith(self.own)}
-        names = {key: self.shown + key.removeprefix(self.own) for key in ours}
-        done = self.rules.apply(replace(draft, plan=draft.renamed(names)))
-        back = [key for key in done.keys if key.startswith(self.shown) and key not in others]
-        return replace(done, plan=done.renamed({key: self.own + key.removeprefix(self.shown) for key in back}))
+NO_COUNTER = "AveragedModel's counter, which only that wrapper has"
 
 
 @dataclass(frozen=True, slots=True)
 class RemapRequest:
-    """What is asked; all of it may be left out.
+    """What a remap of the model's keys requests. Every field may be left out.
 
-    `names` are those of the model that saved the keys, `to_names` those of another model that is to load them; `to` is
-    the form that they get, `source_form` the one that they are in, where it is not to be recognised. `like` is a state
-    dict whose naming is taken over. `rule_steps`, of the command line or of a file, come last. `select` narrows to one
-    submodule, under its own names unless `keep_prefix`, and `trainable_only` to what `names` say is trained. `sections`
-    are the paths of the state dicts that are changed, with commas between them; None for all that hold the model.
-    `unwrapped` is a model whose own keys get no wrappers in the end, though nothing else is asked of its names.
-    `code` and `to_code` are the two models themselves, where they are code.
+    `names` are those of the model that saved the keys, `to_names` those of another model that will load them; `to` is
+    the form that the keys get, `source_form` their present form, None to recognise it. `like` is a state dict whose
+    naming is used. `rule_steps`, from the command line or a file, come last. `select` takes one submodule only, under
+    its own names unless `keep_prefix`; `trainable_only` leaves out what `names` call frozen. `sections` are the paths
+    of the state dicts to change, separated by commas; None for all that hold the model. `unwrapped` are the names of a
+    model whose keys lose their wrappers in the end, if nothing else is requested of these names. `code` and `to_code`
+    are the two models themselves, if they are code.
     """
 
     names: Names | None = None
@@ -188,42 +60,366 @@ class RemapRequest:
 
     @property
     def changes(self) -> bool:
-        """Whether anything is asked at all."""
+        """Whether anything is requested."""
         return replace(self, sections=None) != RemapRequest()
 
     @property
     def model_form(self) -> ModelForm:
-        """The form of the model's own names that `to` is, or that a chain of wrappers is put around."""
+        """The form of the model's names that `to` is, or that a chain of wrappers goes around."""
         return self.to if isinstance(self.to, ModelForm) else ModelForm.SERIALIZED
 
-    def steps(self) -> Iterator[Step]:
-        """The model's way, then the submodule, the wrappers, the rules."""
-        if self.names is not None:
-            yield from self._through_models(NameTables(self.names))
-        if self.select is not None:
-            yield Select(self.select, self.keep_prefix, by_model=self.names is not None)
-        if self.like is not None:
-            yield TakeOver(self.like)
-        elif isinstance(self.to, Chain):
-            yield Rewrap(self.to)
-        elif self.to is not None and self.names is None:
-            yield Rewrap(Chain(()))
-        if self.rule_steps:
-            yield ByRuleSteps(self.rule_steps)
-        if self.like is not None:
-            yield TakenOver(self.like)
-        if self.unwrapped is not None:
-            yield Unwrap(NameTables(self.unwrapped))
-
-    def _through_models(self, tables: NameTables) -> Iterator[Step]:
-        form = self.source_form if isinstance(self.source_form, ModelForm) else None
-        yield ByModel(tables, self.form_by_model(tables), form, self.trainable_only, self.like is None, self.code)
-        if self.to_names is not None:
-            yield ToModel(NameTables(self.to_names), self.model_form, self.to_code)
-        yield Counters(keep=self.like is not None or isinstance(self.to, Chain))
-
     def form_by_model(self, tables: NameTables) -> ModelForm:
-        """The form that the model's own step leads to; another model's step begins at the runtime names."""
+        """The form that the first model's step leads to; another model's step begins at the runtime names."""
         if self.to_names is not None:
             return ModelForm.RUNTIME
         return self.model_form if self.like is None else ModelForm(read(tables, self.like).form)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The plan for one section so far. Every step returns a new draft.
+
+    `section` is as it was read, `wrappers` what its keys show of wrappers, `form` the form of its keys. `canonical`
+    maps the keys that the plan writes to canonical names. `counters` are the keys of AveragedModels' counters, which
+    are set aside while the keys go through a model's names: a model has none. `runners` run models' code for the plan.
+    `ruled` is what the rules did. `missing` are the keys of the target model that the plan does not write.
+    """
+
+    section: Section
+    plan: Plan
+    wrappers: Evidence
+    canonical: Mapping[str, str]
+    form: str | None = None
+    counters: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    runners: Mapping[str, Runner] = field(default_factory=dict)
+    ruled: RuleEffect | None = None
+    missing: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys that the plan writes."""
+        return [output.key for output in self.plan.outputs]
+
+    def evaluated(self) -> Section:
+        """The section after the plan, on the index; without the counters that are set aside."""
+        tensors = tuple(entry for entry in self.section.tensors if entry.key not in self.counters)
+        section = replace(self.section, tensors=tensors)
+        return apply(self.plan, Checkpoint("", "", 0, (section,)), self.runners).section(section.path)
+
+    def renamed(self, names: Mapping[str, str]) -> Draft:
+        """The draft with new names for outputs; a key without a new name keeps its own. ``_metadata`` follows."""
+        plan, section = self.plan, self.section
+        outputs = tuple(Output(one.section, names.get(one.key, one.key), one.source) for one in plan.outputs)
+        modules = tuple(plan.modules)
+        if section.modules is not None:
+            moved = {key: new for key, new in names.items() if key != new}
+            before = {m.old: m.new for m in plan.modules}
+            paths = (before.get(path, path) for path in section.modules)
+            modules = in_turn(modules, module_renames(section.path, paths, moved))
+        return replace(self, plan=replace(plan, outputs=outputs, modules=modules))
+
+    def without(self, keys: Sequence[str], reason: str) -> Draft:
+        """The draft that drops these keys of the section."""
+        dropped = (Dropped(self.section.path, key, reason) for key in keys)
+        return replace(self, plan=replace(self.plan, dropped=(*self.plan.dropped, *dropped)))
+
+
+def carried(sections: Iterable[Section]) -> Plan:
+    """Return the plan that keeps every key."""
+    return Plan(tuple(Output(section.path, key, Ref(key)) for section in sections for key in section.keys))
+
+
+def new_draft(section: Section, form: Form | None, lightning: bool) -> Draft:
+    """Return the draft that keeps every key. Wrappers are as `form` says, or as the keys show."""
+    keys = section.keys
+    if form is None:
+        evidence = wrappers.infer(keys, lightning=lightning)
+    elif isinstance(form, Chain):
+        evidence = wrappers.declared(form, keys)
+    else:  # these are names without wrappers
+        evidence = Evidence((), (), frozenset())
+    paths = evidence.paths
+    canonical = {key: strip(key, paths) for key in keys} if paths else dict(zip(keys, keys))
+    return Draft(section, carried([section]), evidence, canonical, evidence.form)
+
+
+# Through models
+
+
+def to_model_form(draft: Draft, request: RemapRequest, tables: NameTables) -> Draft:
+    """Rename the keys to a form of the model that saved them. Raise `Refused` if they are not this model's."""
+    names, to, code = tables.names, request.form_by_model(tables), request.code
+    form = request.source_form.names if isinstance(request.source_form, ModelForm) else None
+    section = draft.section
+    reading = read(tables, section, form)
+    counted = wrappers.counters([entry.key for entry in section.tensors])
+    counters = [key for key in counted if key in reading.match.unmatched]
+    if counters:
+        section = replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters))
+        reading = read(tables, section, form)
+    if not reading.match.names:
+        adapter = adapter_of(section.by_key())
+        hint = f"compare them: ckpttool diff --model {names.model} CKPT"
+        if adapter is not None and adapter.alone:
+            hint = f"{adapter.title} without its model: pass --to-model NEW, the model it will be put on, or rules"
+        problems = [Problem("no name of this model", key) for key in section.by_key()]
+        raise Refused(f"0 of {len(problems)} keys are names of {names.model}", hint=hint, problems=problems)
+    if reading.form != to.names:
+        check_versions(names, section, reading)
+    moved = move(tables, section, reading, to.names, request.like is None)
+    plan = moved.plan if code is None else left_to_code(moved.plan, tables, section, reading, code.arguments)
+
+    # Call variants: an unflattened program has all of them, an exported one has none.
+    dropped, variant_problems = settle(reading.match.variants, reading.match.names, section)
+    outputs = list(plan.outputs)
+    if to is ModelForm.EXPORTED:
+        outputs, more, others = collapse(outputs, tables.first, section)
+        dropped, variant_problems = dropped + more, variant_problems + others
+    elif to is ModelForm.UNFLATTENED:
+        outputs = expand(outputs, tables.first)
+    plan = replace(plan, outputs=tuple(outputs), dropped=(*plan.dropped, *dropped))
+    problems = [*moved.problems, *variant_problems, *_lost(section, moved.copies)]
+    if problems:
+        raise Refused(
+            f"the checkpoint does not fit {names.model}: {plural(len(problems), 'problem')}",
+            hint=f"compare them: ckpttool diff --model {names.model} CKPT; --rule 'FROM => TO' renames keys",
+            problems=problems,
+        )
+    missing = lacking(tables, to, {output.key for output in plan.outputs})
+    if request.trainable_only:
+        wanted = Plan(tuple(Output(section.path, key, Ref(key)) for key in missing))
+        missing = tuple(output.key for output in _trained(wanted, tables, to.names).outputs)
+        plan = _trained(plan, tables, to.names)
+    notes = list(draft.notes)
+    if reading.ambiguous:
+        notes.append(
+            "the keys fit the serialized and the runtime form, whose values differ: read as serialized, which is "
+            "what state_dict() writes (--from runtime says otherwise)"
+        )
+    if not names.roundtrips:
+        notes.append("this model does not read back all that it writes: see `ckpttool trace`")
+    return replace(
+        draft,
+        plan=plan,
+        canonical=tables.serialized_names,
+        form=(draft.wrappers.form or "wrapped") if reading.match.wrapped else reading.form,
+        missing=missing,
+        counters=tuple(counters),
+        notes=tuple(notes),
+        runners=_with_runner(draft.runners, plan, code),
+    )
+
+
+def to_other_model(draft: Draft, request: RemapRequest, tables: NameTables) -> Draft:
+    """Rename one model's runtime names to a form of another model. Raise `Refused` if it has other tensors."""
+    names, code, section = tables.names, request.to_code, draft.evaluated()
+    reading = read(tables, section, RUNTIME)
+    moved = move(tables, section, reading, request.model_form.names)
+    plan = moved.plan if code is None else left_to_code(moved.plan, tables, section, reading, code.arguments)
+    problems = list(moved.problems)
+    for entry in section.tensors:
+        shape = tables.runtime_likeness.get(reading.match.names.get(entry.key, ""), ("", None))[1]
+        if shape is not None and shape != entry.shape:
+            problems.append(Problem(f"shape {list(entry.shape)}, {names.model} has {list(shape)}", entry.key, "shape"))
+    problems += _lost(section, moved.copies)
+    if problems:
+        raise Refused(
+            f"the tensors do not fit {names.model}: {plural(len(problems), 'problem')}",
+            hint="rename keys with --rule 'FROM => TO', or name the model that has a place for them",
+            problems=problems,
+        )
+    return replace(
+        draft,
+        plan=compose(draft.plan, plan),
+        canonical=tables.serialized_names,
+        runners=_with_runner(draft.runners, plan, code),
+        missing=lacking(tables, request.model_form, {output.key for output in plan.outputs}),
+    )
+
+
+def with_counters(draft: Draft, keep: bool) -> Draft:
+    """Return the draft with the counters of AveragedModels, which were set aside, first in the plan or dropped."""
+    keys = draft.counters
+    done = replace(draft, counters=(), canonical={**draft.canonical, **dict.fromkeys(keys, wrappers.COUNTER)})
+    if not keep:
+        return done.without(keys, NO_COUNTER)
+    outputs = (*(Output(draft.section.path, key, Ref(key)) for key in keys), *draft.plan.outputs)
+    return replace(done, plan=replace(draft.plan, outputs=outputs))
+
+
+def lacking(tables: NameTables, to: ModelForm, keys: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the form that a load needs and that are not among `keys`.
+
+    Second names of a tensor and buffers that are not saved may be absent; saved entries that are no tensors may not.
+    """
+    if to.names == SERIALIZED:
+        spare = {*tables.spare_keys} - {*tables.names.extra_state}
+        return tuple(key for key in tables.serialized_names if key not in keys and key not in spare)
+    return tuple(name for name in tables.runtime_names if name not in keys and name not in {*tables.spare_fqns})
+
+
+def recorded(tables: NameTables, result: Checkpoint, path: str, form: str) -> Checkpoint:
+    """Return `result` with its form recorded if the names, dtypes and shapes do not show it."""
+    section = replace(result.section(path), form=None)
+    alike = tables.forms_agree and tables.serialized_names.keys() <= section.by_key().keys()
+    if not (alike or read(tables, section).form == form):
+        section = replace(section, form=form)
+    return replace(result, sections=tuple(section if s.path == path else s for s in result.sections))
+
+
+def _trained(plan: Plan, tables: NameTables, form: str) -> Plan:
+    """Return the plan without outputs of frozen parameters only, as torch's ``ignore_frozen_params``; buffers stay.
+
+    The plan's keys are ``serialized`` or ``runtime`` names, as `form` says.
+    """
+    frozen = {t.fqn for t in tables.names.runtime if t.kind == "parameter" and not t.trainable}
+
+    def is_trained(output: Output) -> bool:
+        source = None if form == RUNTIME else tables.saved.get(output.key)
+        parts = {output.key} if source is None else set(ex.refs(source))
+        return not parts <= frozen
+
+    return _only(plan, [output for output in plan.outputs if is_trained(output)], "the parameter is frozen")
+
+
+def _only(plan: Plan, outputs: list[Output], reason: str) -> Plan:
+    """Return the plan with these of its outputs; sources that no other output reads are dropped."""
+    used = {(output.section, key) for output in outputs for key in ex.refs(output.source)}
+    read_before = dict.fromkeys((output.section, key) for output in plan.outputs for key in ex.refs(output.source))
+    dropped = tuple(Dropped(*place, reason) for place in read_before if place not in used)
+    return replace(plan, outputs=tuple(outputs), dropped=(*plan.dropped, *dropped))
+
+
+def _with_runner(runners: Mapping[str, Runner], plan: Plan, code: ModelOperand | None) -> Mapping[str, Runner]:
+    return runners if code is None else {**runners, **{run.way: code.run for run in plan.runs}}
+
+
+def _lost(section: Section, copies: Sequence[tuple[str, str]]) -> list[Problem]:
+    """Return the keys that the model treats as a copy of another key, and that have other values."""
+    entries = section.by_key()
+    return [
+        Problem(f"the model takes it for a copy of {twin}, but its values differ: they would be lost", key)
+        for key, twin in copies
+        if not same_values(entries[key], entries[twin])
+    ]
+
+
+# Submodule, wrappers, rules
+
+
+def select(draft: Draft, prefix: str, keep_prefix: bool, by_model: bool) -> Draft:
+    """Keep one submodule, under its own names unless `keep_prefix`. Raise `Refused` if nothing is below the prefix.
+
+    `prefix` has all segments of wrappers, or none of them. The wrappers inside the submodule, and around itself, are in
+    its own names. `by_model`: the keys are a model's by now.
+    """
+    paths = wrappers.recognise(draft.keys) if by_model else draft.wrappers.paths
+
+    def below(key: str) -> str:
+        parts = key.split(".")
+        for depth in range(1, len(parts)):
+            if strip(".".join(parts[:depth]), paths) == prefix:
+                return ".".join(parts[depth:])
+        return ""
+
+    rests = {key: rest for key in draft.keys if (rest := below(key))}
+    rests = rests or {key: key.removeprefix(f"{prefix}.") for key in draft.keys if key.startswith(f"{prefix}.")}
+    if not rests:
+        heads = dict.fromkeys(strip(key, paths).partition(".")[0] for key in draft.keys)
+        raise Refused(
+            f"no key is below {prefix!r}",
+            hint=f"--select takes the dotted path of a submodule; there are {', '.join(list(heads)[:8])}",
+        )
+    outputs = [output for output in draft.plan.outputs if output.key in rests]
+    draft = replace(draft, plan=_only(draft.plan, outputs, f"not below {prefix}"))
+    canonical = {key: strip(key, paths) for key in rests}
+    if keep_prefix:
+        return replace(draft, canonical=canonical)
+    canonical = {rests[key]: name.removeprefix(f"{prefix}.") for key, name in canonical.items()}
+    return replace(draft.renamed(rests), canonical=canonical)
+
+
+def take_names(draft: Draft, other: Section) -> Draft:
+    """Rename the keys to those of another checkpoint that differ by wrappers only; other keys stay."""
+    names = align(draft.keys, other.by_key())
+    if not names and draft.keys:
+        raise Refused(
+            "--like: the two have no name in common, wrappers left aside",
+            hint="what save_pretrained writes has names of its own: --model hf:FOLDER --to pretrained instead; "
+            "between two definitions `ckpttool diff CKPT LIKE --suggest rules.toml` looks for rules",
+        )
+    return draft.renamed(names)
+
+
+def notes_on_like(draft: Draft, other: Section) -> list[str]:
+    """Return notes on the keys that the output and the other checkpoint do not have in common."""
+
+    def first(keys: Sequence[str]) -> str:
+        return ", ".join(keys[:5]) + (", ..." if len(keys) > 5 else "")
+
+    written, expected = set(draft.keys), other.by_key()
+    own = [key for key in draft.keys if key not in expected]
+    rest = [key for key in expected if key not in written]
+    notes = []
+    if own:
+        notes.append(f"the other checkpoint has no name for {plural(len(own), 'key')}: {first(own)}")
+    if rest:
+        note = f"not in the output are {plural(len(rest), 'key')} of the other checkpoint: {first(rest)}"
+        all_second = aliases(other).keys() >= set(rest)  # ties, call variants
+        notes.append(note + ("; all are second names, which --model MODEL --to FORM writes" if all_second else ""))
+    return notes
+
+
+def rewrap(draft: Draft, target: Chain) -> Draft:
+    """Replace the segments of wrappers in the keys by those of the chain.
+
+    A counter that the chain has no place for is dropped; one that it needs is added.
+    """
+    canonical = {key: draft.canonical.get(key, key) for key in draft.keys}
+    counted = [key for key in wrappers.counters([entry.key for entry in draft.section.tensors]) if key in canonical]
+    names, removed = wrappers.rewrap(canonical, target, counted)
+    outputs = tuple(output for output in draft.plan.outputs if output.key in names)
+    draft = replace(draft, plan=replace(draft.plan, outputs=outputs)).without(removed, NO_COUNTER).renamed(names)
+    new = (Output(draft.section.path, key, value) for key, value in wrappers.new_counter(target, counted).items())
+    return replace(draft, plan=replace(draft.plan, outputs=(*new, *draft.plan.outputs)))
+
+
+def unwrap(draft: Draft, tables: NameTables) -> Draft:
+    """Remove the segments of wrappers, if the model has none there; AveragedModel's counter is dropped."""
+    if not any(read(tables, keys).match.wrapped for keys in (draft.section, draft.evaluated())):
+        return draft
+    names = wrappers.canonical_keys(draft.keys, lightning="lightning" in draft.wrappers.words)
+    return rewrap(replace(draft, canonical=names), Chain(()))
+
+
+def apply_rules(draft: Draft, steps: Sequence[RuleStep]) -> Draft:
+    """Apply the user's rules. Raise `Refused` as `rules.steps.plan_of` does."""
+    from ckpttool.rules.steps import plan_of
+
+    section = draft.evaluated()
+    plan = plan_of(steps, section)
+    return replace(draft, plan=compose(draft.plan, plan), ruled=RuleEffect(section, plan))
+
+
+def apply_rules_like_first(draft: Draft, steps: Sequence[RuleStep], first: Draft, start: Draft) -> Draft:
+    """Apply rules that were written for the keys of the first section, which may differ from these by one prefix.
+
+    `start` is the draft of this section before any step.
+    """
+    keys = {name: key for key, name in first.canonical.items()}
+    pairs = [(keys[name], key) for key, name in start.canonical.items() if name in keys]
+    prefixes = {
+        (key[: len(key) - len(shared)], other[: len(other) - len(shared)])
+        for key, other in pairs
+        for shared in [key if len(key) < len(other) else other]
+        if key.endswith(shared) and other.endswith(shared)
+    }
+    if len(prefixes) != 1 or not all(key.endswith(other) or other.endswith(key) for key, other in pairs):
+        return apply_rules(draft, steps)
+    ((shown, own),) = prefixes
+    others = {key for key in draft.keys if not key.startswith(own)}
+    names = {key: shown + key.removeprefix(own) for key in draft.keys if key.startswith(own)}
+    done = apply_rules(draft.renamed(names), steps)
+    back = [key for key in done.keys if key.startswith(shown) and key not in others]
+    return done.renamed({key: own + key.removeprefix(shown) for key in back})

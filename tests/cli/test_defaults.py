@@ -133,7 +133,7 @@ def test_a_failure_is_said_as_the_answer_would_be(
     ("text", "problems"),
     [
         ('[tool.ckpttool]\nmodle = "m"', ["option that can have a default; did you mean model? @ tool.ckpttool.modle"]),
-        ("[tool.ckpttool]\nforce = true", ["is no option that can have a default @ tool.ckpttool.force"]),
+        ("[tool.ckpttool]\nforce = true", ["is not an option that can have a default @ tool.ckpttool.force"]),
         ("[tool.ckpttool]\nrtol = 'x'\nvalues = 1", ["'x' is not a number from 0 on @", "1 is not true or false @"]),
         ("[tool.ckpttool.diff]\nrtol = -1", ["-1 is not a number from 0 on @ tool.ckpttool.diff.rtol"]),
         ("[tool.ckpttool]\nformat = 'yaml'", ["unknown format 'yaml' @ tool.ckpttool.format"]),
@@ -141,7 +141,7 @@ def test_a_failure_is_said_as_the_answer_would_be(
         ("[tool.ckpttool]\nmodel = " + "[" * 50_000, ["is not TOML"]),
         ("[tool]\n# tool.ckpttool\nckpttool = 1", ["tool.ckpttool is not a table"]),
         ("[tool.ckpttool]\ndiff = 1", ["is not a table @ tool.ckpttool.diff"]),
-        ("[tool.ckpttool.dif]\nrtol = 1", ["is no command; did you mean diff? @ tool.ckpttool.dif"]),
+        ("[tool.ckpttool.dif]\nrtol = 1", ["is not a command; did you mean diff? @ tool.ckpttool.dif"]),
         ("[tool.ckpttool.inspect]\nrtol = 1\n[tool.ckpttool.diff]\nfail = 1", ["@ tool.ckpttool.diff.fail"]),
     ],
 )
@@ -158,7 +158,7 @@ def test_mistakes_are_errors_with_their_place(project: Path, run: Run, text: str
 @pytest.mark.parametrize(
     ("name", "value", "problem"),
     [
-        ("CKPTTOOL_MODLE", "m.py:build", "is none; did you mean CKPTTOOL_MODEL? @ CKPTTOOL_MODLE"),
+        ("CKPTTOOL_MODLE", "m.py:build", "is not an option; did you mean CKPTTOOL_MODEL? @ CKPTTOOL_MODLE"),
         ("CKPTTOOL_VALUES", "maybe", "'maybe' is not true or false @ CKPTTOOL_VALUES"),
         ("CKPTTOOL_RTOL", "a", "'a' is not a number from 0 on @ CKPTTOOL_RTOL"),
         ("CKPTTOOL_FORMAT", "yaml", "unknown format 'yaml' @ CKPTTOOL_FORMAT"),
@@ -283,7 +283,7 @@ def test_code_runs_for_no_plan(project: Path, run: Run) -> None:
         ("model = 5", ["5 is not a text @ tool.ckpttool.model"]),
         (
             'format = "json"\nmodel-kwargs = { width = 2 }\n[tool.ckpttool.dif]\n[tool.ckpttool.diff]',
-            ["is no command; did you mean diff? @ tool.ckpttool.dif"],
+            ["is not a command; did you mean diff? @ tool.ckpttool.dif"],
         ),
     ],
 )
@@ -316,10 +316,9 @@ def test_each_mistake_is_said_once(project: Path, run: Run, text: str, problems:
 def test_paths_are_those_beside_the_file(name: str, value: object, found: object) -> None:
     from ckpttool.cli import defaults
     from ckpttool.cli.app import _command
-    from ckpttool.cli.fields import taken_by
 
-    (one,) = (one for one in taken_by(_command("remap")) if one.name == name)
-    got = defaults._beside("../pyproject.toml", one, value)
+    (one,) = (one for one in _command("remap").params if one.name == name)
+    got = defaults._from_here("../pyproject.toml", one, value)
     assert got == (os.path.relpath(str(found)) if str(found).startswith("/abs") else found)
 
 

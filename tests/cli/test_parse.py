@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -12,12 +13,11 @@ from hypothesis import strategies as st
 from typer.main import get_command
 
 from ckpttool.cli import app, by_typer
-from ckpttool.cli.fields import Loaded, Taken, taken_by, with_common
-from ckpttool.cli.parse import parse
+from ckpttool.cli.params import Command, Param, command_of, parse
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import Option
 
-TAKEN = {name: taken_by(with_common(import_module(module).command)) for name, (module, _) in app.COMMANDS.items()}
+PARAMS = {name: command_of(name, import_module(module).command).params for name, (module, _) in app.COMMANDS.items()}
 WORDS = [
     "a.pt",
     "x=y",
@@ -49,7 +49,7 @@ class LongWay:
             self.given = values
 
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(name)(by_typer.typed(Loaded(name, command, TAKEN[name], None)))
+        single.command(name)(by_typer.typed(Command(name, PARAMS[name], command, None)))
         self.command = get_command(single)
 
     def __call__(self, args: list[str]) -> dict[str, Any] | str:
@@ -65,20 +65,20 @@ class LongWay:
 FITTING = {str: ["a.pt", "ключ", "a b", "x=y", ""], int: ["0", "12"], float: ["0.5", "1e-05"], bool: [""]}
 
 
-def command_lines(taken: list[Taken]) -> st.SearchStrategy[list[str]]:
+def command_lines(params: Sequence[Param]) -> st.SearchStrategy[list[str]]:
     """Lines that fit, and among their words, here and there, some that do not, in any order."""
     texts = st.sampled_from(WORDS) | st.text(max_size=4)
-    options = st.sampled_from([one for one in taken if isinstance(one.mark, Option)])
+    options = st.sampled_from([one for one in params if isinstance(one.mark, Option)])
     fitting = options.flatmap(_fitting)
     spoiled = st.tuples(options.map(lambda one: one.mark.flags[0]), texts)
     odd = st.one_of(spoiled.map(list), spoiled.map(lambda pair: ["=".join(pair)]), texts.map(lambda word: [word]))
-    needed = st.tuples(*(_fitting(one) for one in taken if one.required)).map(list)
+    needed = st.tuples(*(_fitting(one) for one in params if one.is_required)).map(list)
     more = st.lists(fitting, max_size=3) | st.lists(fitting | odd, max_size=4)
     parts = st.tuples(needed | st.just([]), more).flatmap(lambda both: st.permutations([*both[0], *both[1]]))
     return parts.map(lambda found: [word for part in found for word in part])
 
 
-def _fitting(one: Taken) -> st.SearchStrategy[list[str]]:
+def _fitting(one: Param) -> st.SearchStrategy[list[str]]:
     texts = ["json", "text"] if one.name == "format" else ["r.md"] if one.name == "report" else FITTING[one.kind]
     text = st.sampled_from(texts)
     if not isinstance(one.mark, Option):
@@ -89,15 +89,15 @@ def _fitting(one: Taken) -> st.SearchStrategy[list[str]]:
     return st.tuples(flag, text).map(list)
 
 
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", PARAMS)
 def test_the_short_way_gives_what_typer_gives(name: str) -> None:
-    taken, long, short = TAKEN[name], LongWay(name), 0
+    params, long, short = PARAMS[name], LongWay(name), 0
 
     @settings(max_examples=120, deadline=None)
-    @given(command_lines(taken))
+    @given(command_lines(params))
     def agree(args: list[str]) -> None:
         nonlocal short
-        found = parse(taken, args)
+        found = parse(params, args)
         if found is not None:  # where it is None typer is asked
             short += 1
             assert _plain(found) == _plain(long(args))
@@ -133,4 +133,4 @@ def _plain(values: dict[str, Any] | str) -> Any:
 )
 def test_what_is_usual_does_not_need_typer(line: str, usual: bool) -> None:
     name, *args = line.split()
-    assert (parse(TAKEN[name], args) is not None) is usual
+    assert (parse(PARAMS[name], args) is not None) is usual

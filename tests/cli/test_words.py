@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpttool.cli import logs
+from ckpttool.cli import streams
 from ckpttool.cli.app import main
 from ckpttool.cli.failures import problem_lines
 from ckpttool.core.errors import Problem
@@ -56,7 +56,7 @@ def test_code_that_says_a_thing_often_is_heard_once(capsys: pytest.CaptureFixtur
     assert said.count("a layer is made") == 1
     (warned,) = [line for line in said if line.startswith("warning: UserWarning: old ")]
     assert "more from there" in warned
-    with logs.collected():
+    with streams.collected():
         warnings.warn("only once", UserWarning, stacklevel=1)
     assert re.fullmatch(r"warning: UserWarning: only once \(.*:\d+\)\n", capsys.readouterr().err)
 

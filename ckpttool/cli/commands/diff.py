@@ -65,105 +65,61 @@ def command(
     named = operands or []
     read = [path for operand in filter(None, (*named, base)) for path in files_of(split(operand)[0])]
     report.check(read)
-    result, document = _asked(options, named, base, suggest, update)
+    result: Diff | Since | Steps
+    document: Callable[..., Document]
+    of_two = bool(suggest or update or options.optimizer is not None or options.says_what_fails or options.whole)
+    is_run = len(named) > 2 or (len(named) == 1 and is_dir(named[0]))
+    if is_run and options.model is None and base is None:
+        from ckpttool.report.documents.diff import history_document as document
+
+        if of_two:
+            raise _only_for_two("these are the steps of a run, and no option of a diff of two goes with them")
+        result = ckpttool.steps(named if len(named) > 1 else named[0], **keywords_of(options))
+    elif len(named) > 2:
+        hint = "ckpttool diff LEFT RIGHT; with --base BASE what both changed since a third"
+        raise CkptError("nothing to compare: these are more than two checkpoints", hint=hint)
+    elif base is not None:
+        from ckpttool.report.documents.diff import three_way_document as document
+
+        if len(named) != 2 or any(map(is_names_file, named)):
+            raise CkptError("--base is what two checkpoints came from", hint="ckpttool diff LEFT RIGHT --base BASE")
+        if of_two:
+            raise _only_for_two("--base asks what two sides changed, and takes no option of a diff of two")
+        result = ckpttool.since(base, *named, **keywords_of(options))
+    else:
+        from ckpttool.report.documents.diff import document
+
+        left, right = (*named, None, None)[:2]
+        result = _diff_of_two(options, left, right, suggest, update)
     report.emit(lambda: document(result, all=all), result.to_json)
     return 0 if result.passes or exit_zero or update else 1
 
 
-def _asked(
-    options: DiffOptions, operands: list[str], base: str | None, suggest: str | None, update: bool
-) -> tuple[Diff | Since | Steps, Callable[..., Document]]:
-    """The answer to the question that the operands put, and what shows it."""
-    run = _run_of(operands, options.model, base)
-    if run is not None:
-        return _steps(run, options, bool(suggest or update))
-    left, right = _two(operands)
-    if base is not None:
-        return _since(base, _sides(options, left, right, bool(suggest or update)), options)
-    return _answered(options, left, right, suggest, update)
+def _only_for_two(message: str) -> CkptError:
+    return CkptError(message, hint="leave --suggest, --update, --optimizer, --whole, --fail-on and --ignore out")
 
 
-def _check(options: DiffOptions, left: str | None, right: str | None, suggest: str | None, update: bool) -> None:
-    """Raises `CkptError` where options do not go with these operands."""
-    if update and (not is_names_file(left) or options.model is None):
+def _diff_of_two(options: DiffOptions, left: str | None, right: str | None, suggest: str | None, update: bool) -> Diff:
+    """Return the diff, after writing the files that `--suggest` and `--update` request."""
+    from ckpttool.fixes.diff import diff_with_fixes
+
+    of_names = is_names_file(left)
+    if update and (not of_names or options.model is None):
         hint = "ckpttool diff names.json --model MODEL --update; ckpttool trace MODEL -o names.json writes the first"
         raise CkptError("--update rewrites a names file, and none is compared with a model", hint=hint)
     one_other = (right is None) != (options.model is None)
-    if suggest is not None and not is_names_file(left) and not (left is not None and one_other):
+    if suggest is not None and not of_names and not (left is not None and one_other):
         hint = "ckpttool diff LEFT RIGHT --suggest FILE, or ckpttool diff LEFT --model MODEL --suggest FILE"
         raise CkptError("--suggest needs two checkpoints, or a model and one checkpoint or names file", hint=hint)
-
-
-def _answered(
-    options: DiffOptions, left: str | None, right: str | None, suggest: str | None, update: bool
-) -> tuple[Diff, Callable[..., Document]]:
-    """The diff, once what it is to write is written, and what shows it.
-
-    Raises `CkptError` where options do not go with these operands.
-    """
-    from ckpttool.fixes.diff import diff_with_fixes
-    from ckpttool.report.documents.diff import document
-
-    _check(options, left, right, suggest, update)
     result = diff_with_fixes(left, right, options, suggest is not None)
     if suggest is not None:
-        result = _written(result, suggest, is_names_file(left))
-    return _updated(result, str(left), options) if update else result, document
-
-
-def _two(operands: list[str]) -> tuple[str | None, str | None]:
-    """LEFT and RIGHT, as far as they are named. Raises `CkptError` where more are."""
-    left, right, *more = [*operands, None, None]
-    if any(more):
-        hint = "ckpttool diff LEFT RIGHT; with --base BASE what both changed since a third"
-        raise CkptError("nothing to compare: these are more than two checkpoints", hint=hint)
-    return left, right
-
-
-def _run_of(operands: list[str], model: object, base: str | None) -> str | list[str] | None:
-    """The folder of a run, or its checkpoints; None where something else is asked."""
-    if model is not None or base is not None or len(operands) == 2:
-        return None
-    if len(operands) > 2:
-        return operands
-    return operands[0] if operands and is_dir(operands[0]) else None
-
-
-def _check_of_more(options: DiffOptions, of_two: bool, message: str) -> None:
-    """Raises `CkptError` where options are only for a diff of two; `of_two`: one of the command's own is."""
-    if of_two or options.optimizer is not None or options.says_what_fails or options.whole:
-        raise CkptError(message, hint="leave --suggest, --update, --optimizer, --whole, --fail-on and --ignore out")
-
-
-def _steps(run: str | list[str], options: DiffOptions, of_two: bool) -> tuple[Steps, Callable[..., Document]]:
-    """What each step changed, and what shows it. Raises `CkptError` where options do not go with it."""
-    from ckpttool.report.documents.diff import history_document
-
-    _check_of_more(options, of_two, "these are the steps of a run, and no option of a diff of two goes with them")
-    return ckpttool.steps(run, **keywords_of(options)), history_document
-
-
-def _sides(options: DiffOptions, left: str | None, right: str | None, of_two: bool) -> tuple[str, str]:
-    """The two that came from a base. Raises `CkptError` where there are not two, or options do not go with it."""
-    if left is None or right is None or is_names_file(left) or is_names_file(right):
-        raise CkptError("--base is what two checkpoints came from", hint="ckpttool diff LEFT RIGHT --base BASE")
-    _check_of_more(options, of_two, "--base asks what two sides changed, and takes no option of a diff of two")
-    return left, right
-
-
-def _since(base: str, sides: tuple[str, str], options: DiffOptions) -> tuple[Since, Callable[..., Document]]:
-    """What the two changed since the base, and what shows it."""
-    from ckpttool.report.documents.diff import three_way_document
-
-    return ckpttool.since(base, *sides, **keywords_of(options)), three_way_document
-
-
-def _updated(result: Diff, path: str, options: DiffOptions) -> Diff:
-    """Rewrites the names file, where the model's code has other names than it."""
+        result = _with_rules_written(result, suggest, of_names)
+    if not update:
+        return result
     from ckpttool.report.renderers import json
 
-    model = operand_of(options)
-    assert model is not None  # `_check` has looked
+    model, path = operand_of(options), str(left)
+    assert model is not None
     names = json.render(model.names().to_json())
     if Path(path).read_text(encoding="utf-8") == names:
         return replace(result, notes=(*result.notes, Info(f"{path} is as it was")))
@@ -171,8 +127,8 @@ def _updated(result: Diff, path: str, options: DiffOptions) -> Diff:
     return replace(result, notes=(*result.notes, Info(f"{path} has the names of {options.model} now")))
 
 
-def _written(result: Diff, path: str, is_contract: bool) -> Diff:
-    """Writes the rules that the diff suggests, and shows how they are used. Raises `CkptError` for another's file."""
+def _with_rules_written(result: Diff, path: str, of_names: bool) -> Diff:
+    """Write the rules that the diff suggests, and show how to use them. Raise `CkptError` for another's file."""
     from ckpttool.fixes.candidates import migrates
     from ckpttool.fixes.rules_file import by_file
 
@@ -182,4 +138,4 @@ def _written(result: Diff, path: str, is_contract: bool) -> Diff:
     if os.path.exists(path) and Path(path).read_text(encoding="utf-8", errors="replace") != result.rules:
         raise CkptError(f"{path} is there, and has other content", hint="give another FILE, or remove it first")
     write_text(path, result.rules, force=True)  # what is there is the same
-    return migrates(result, path) if is_contract else by_file(result, path)
+    return migrates(result, path) if of_names else by_file(result, path)

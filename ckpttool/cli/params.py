@@ -1,0 +1,192 @@
+"""What a command takes, read from its signature, and the command line in its usual spelling.
+
+A command is described once, in its signature: this module and `by_typer` both read it from there. typer knows every
+spelling, and takes 0.1 s to import.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from inspect import Parameter, Signature
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from ckpttool.cli.progress import watched
+from ckpttool.cli.streams import quiet
+from ckpttool.core.errors import CkptError
+from ckpttool.core.limits import limited, raised
+from ckpttool.core.options import Argument, Option, option
+from ckpttool.core.values import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """The options that all commands have."""
+
+    limit: Annotated[
+        Sequence[str] | None,
+        option(
+            "--limit",
+            metavar="NAME=VALUE",
+            help="Raise a limit that an error names; VALUE may end in K, M, G. Repeatable.",
+        ),
+    ] = None
+    quiet: Annotated[bool, option("-q", "--quiet", help="Print errors only; the exit status is the answer.")] = False
+    verbose: Annotated[
+        bool, option("-v", "--verbose", help="Say on stderr what was read, moved, computed and fetched, and the time.")
+    ] = False
+    no_defaults: Annotated[
+        bool, option("--no-defaults", help="Take no option from CKPTTOOL_* variables and pyproject.toml.")
+    ] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """An option or argument: one value or `many`, each of type `kind` (bool, str, int, float)."""
+
+    name: str
+    annotation: Any
+    mark: Option | Argument
+    default: Any
+
+    @property
+    def is_required(self) -> bool:
+        return self.default is Parameter.empty
+
+    @property
+    def many(self) -> bool:
+        return get_origin(_not_none(self.annotation)) is list
+
+    @property
+    def kind(self) -> type:
+        kind = _not_none(self.annotation)
+        only: type = get_args(kind)[0] if self.many else kind
+        return only
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command: its name, its parameters, a function that runs it with their values by name, and its help."""
+
+    name: str
+    params: Sequence[Param]
+    run: Callable[..., int | None]
+    help: str | None
+
+
+def command_of(name: str, function: Callable[..., int | None]) -> Command:
+    """Return the command that the function defines, with the options that all commands have.
+
+    A parameter of the function that is a dataclass of options stands for one option for each of its fields. An option
+    that several of them have is given once.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    parameters = Signature.from_callable(function).parameters
+    groups = {key: hints[key] for key in parameters if is_dataclass(hints[key])}
+    params: dict[str, Param] = {}
+    for key, parameter in parameters.items():
+        own = _params_of(groups[key]) if key in groups else [_param(key, hints[key], parameter.default)]
+        params |= {param.name: param for param in own if param.name not in params}
+    params |= {param.name: param for param in _params_of(Common)}
+
+    def run(**values: Any) -> int | None:
+        def filled(options: Any) -> Any:
+            return options(**{field.name: values[field.name] for field in fields(options)})
+
+        common = filled(Common)
+        with limited(raised(common.limit or ())), quiet(common.quiet), watched(common.verbose):
+            return function(**{key: filled(groups[key]) if key in groups else values[key] for key in parameters})
+
+    return Command(name, list(params.values()), run, function.__doc__)
+
+
+def _params_of(options: Any) -> Iterator[Param]:
+    hints = get_type_hints(options, include_extras=True)
+    return (_param(field.name, hints[field.name], field.default) for field in fields(options))
+
+
+def _param(name: str, hint: Any, default: Any) -> Param:
+    kind, mark = get_args(_not_none(hint))  # Python 3.10 makes a union of a hint whose default is None
+    return Param(name, _on_command_line(kind), mark, default)
+
+
+def _on_command_line(kind: Any) -> Any:
+    """Return the type of an option on the command line: text instead of an object, a list instead of a sequence."""
+    if kind is Any:
+        return str | None
+    if get_origin(kind) in _UNIONS:
+        only: Any = _on_command_line(_not_none(kind))
+        return only | None
+    return list[str] if get_origin(kind) is Sequence else kind
+
+
+_UNIONS = (Union, type(int | None))
+
+
+def _not_none(kind: Any) -> Any:
+    return get_args(kind)[0] if get_origin(kind) in _UNIONS else kind
+
+
+class Unusual(Exception):
+    """Only typer knows what this command line means, or what is wrong with it."""
+
+
+def parse(params: Sequence[Param], args: Sequence[str]) -> dict[str, Any] | None:
+    """Return the values by name, the same that typer would give; None if typer must be asked.
+
+    It is asked for ``--help``, for everything that is wrong, and for unusual spellings: ``-oOUT``, ``--``, values that
+    begin with a dash, numbers in other forms than 12, 0.5 and 1e-05.
+    """
+    flags = {flag: param for param in params if isinstance(param.mark, Option) for flag in param.mark.flags}
+    texts: dict[str, list[str]] = {}
+    places: list[str] = []
+    words = iter(args)
+    for word in words:
+        if not word.startswith("-"):
+            places.append(word)
+            continue
+        flag, equals, text = word.partition("=") if word.startswith("--") else (word, "", "")
+        param = flags.get(flag)
+        if param is None or (equals and param.kind is bool):
+            return None
+        if param.kind is not bool and not equals:
+            text = next(words, "-")
+        if text.startswith("-"):
+            return None
+        texts.setdefault(param.name, []).append(text)
+    for param in params:
+        if isinstance(param.mark, Argument) and places:
+            taken = len(places) if param.many else 1
+            texts[param.name], places = places[:taken], places[taken:]
+    if places:
+        return None
+    try:
+        return {param.name: value_of(param, texts.get(param.name)) for param in params}
+    except (Unusual, CkptError):
+        return None
+
+
+_NUMBERS = {
+    int: re.compile(r"0|[1-9][0-9]{0,17}"),
+    float: re.compile(r"(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?(e-?[0-9]{1,2})?"),
+}
+
+
+def value_of(param: Param, texts: list[str] | None) -> Any:
+    """Return the value of the texts, or the default if there are none. Raise `Unusual`, and what checks raise."""
+    if texts is None:
+        if param.is_required:
+            raise Unusual
+        return param.default
+    if param.kind is bool:
+        return True
+    for text in texts:
+        # Bytes that are not text appear as lone surrogates, which are not printable.
+        if not (text.isprintable() if param.kind is str else _NUMBERS[param.kind].fullmatch(text)):
+            raise Unusual
+    values = [param.kind(text) for text in texts]
+    value = values if param.many else values[-1]
+    if isinstance(param.mark, Option) and param.mark.check is not None:
+        param.mark.check(value)
+    return value
