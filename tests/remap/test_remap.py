@@ -468,4 +468,4 @@ def test_an_adapter_without_its_model_is_called_one(tmp_path: Path, run: Run) ->
     )
     asked = ("--model", f"{tmp_path}/model.py:build", "--to", "runtime")
     refused = run("remap", tmp_path / "a.pt", *asked, "-o", tmp_path / "b.pt")
-    assert (refused.status, "a LoRA adapter without its model: --to-model NEW says" in refused.err) == (1, True)
+    assert (refused.status, "a LoRA adapter without its model: pass --to-model NEW" in refused.err) == (1, True)
