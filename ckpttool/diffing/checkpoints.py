@@ -33,9 +33,8 @@ from ckpttool.diffing.result import (
 )
 from ckpttool.diffing.sections import Values, compare, compare_pair, explain_moved
 from ckpttool.distributed.job import Question, answers, current, only_first
-from ckpttool.evaluate.compare import content_of_storage, same_objects
-from ckpttool.evaluate.numpy_eval import Difference
-from ckpttool.evaluate.statistics import made
+from ckpttool.evaluate.apply import entry_of
+from ckpttool.evaluate.compare import Difference, content_of_storage, same_objects
 from ckpttool.formats.ranks.files import one_rank
 from ckpttool.naming.adapters import Adapter, adapter_of, missing_modules
 from ckpttool.naming.convert import otherwise
@@ -331,9 +330,7 @@ def _by_value(entry: Entry, left: object, right: object, values: Values) -> Entr
         return replace(entry, status="value", reason=f"{entry.reason}, and the values are not compared")
     old, new = dense
     cast = Op("aten._to_copy.default", (Ref(old.key),), (("dtype", Special("dtype", new.dtype)),))
-    converted = made(cast, {old.key: old})
-    assert converted is not None
-    differs = values(converted, new)
+    differs = values(entry_of("", cast, {old.key: old}), new)
     if differs is None:
         return entry
     reason = f"{entry.reason}, and other values when they are converted"

@@ -31,8 +31,8 @@ from ckpttool.diffing.result import (
     segment_reason,
 )
 from ckpttool.diffing.sections import Values, compare, compare_pair, leftover, renamed, unpairable
+from ckpttool.evaluate.apply import Digests
 from ckpttool.evaluate.compare import same_values
-from ckpttool.evaluate.statistics import Digests
 from ckpttool.formats.remarks import PLACEHOLDER, is_placeholder
 from ckpttool.naming.call_variants import aliases, base_name
 from ckpttool.naming.convert import other_versions, read, with_keys

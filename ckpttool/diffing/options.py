@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ckpttool.core.checkpoint import Checkpoint, TensorEntry
     from ckpttool.diffing.sections import Values
-    from ckpttool.evaluate.numpy_eval import Difference
+    from ckpttool.evaluate.compare import Difference
 
 
 def statuses_in(text: str) -> frozenset[str]:

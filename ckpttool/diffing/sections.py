@@ -13,9 +13,8 @@ from ckpttool.core.expression import Op, Ref
 from ckpttool.core.names import Hook
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.result import KIND, OBJECT, Entry, segment_reason
-from ckpttool.evaluate.compare import elements, same_objects
-from ckpttool.evaluate.numpy_eval import Difference
-from ckpttool.evaluate.statistics import Digests
+from ckpttool.evaluate.apply import Digests
+from ckpttool.evaluate.compare import Difference, elements, same_objects
 from ckpttool.formats.ranks.sharded import must_be_alike
 from ckpttool.formats.remarks import PLACEHOLDER, is_placeholder
 from ckpttool.formats.torch.tensors import is_dense, kind

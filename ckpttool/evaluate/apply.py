@@ -1,11 +1,11 @@
-"""Carries a plan out on the index: a source checkpoint and a plan become the checkpoint that is to be written.
-
-No byte moves here: what a plan only renames keeps its storage, what it computes gets one that is still to be made.
+"""Evaluate expressions, and apply a plan to a checkpoint. No byte moves here: a renamed tensor keeps its storage, and a
+computed one gets a storage that is filled when it is written.
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -13,171 +13,168 @@ from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Expression, Ref
-from ckpttool.core.plan import ModelRun, ModuleRename, Output, Plan, module_renames
+from ckpttool.core.plan import ModelRun, Output, Plan, module_renames
 from ckpttool.core.text import plural, shell
-from ckpttool.evaluate import index_eval, ops
-
-_OPAQUE = "only the model's own code can do it: name that, as in --model file.py:build, and no file of names"
+from ckpttool.evaluate import ops
+from ckpttool.evaluate.compare import digest
 
 Entries = Mapping[str, TensorEntry | ExtraEntry]
-# Runs a model's code on the entries of a section, under the model's names: the values of the names that are asked for.
+# Runs a model's code on the entries of a section, under the model's names, and returns the values of the given names.
 Runner = Callable[[ModelRun, Section, Sequence[str]], Mapping[str, TensorEntry]]
 NO_CODE: Mapping[str, Runner] = {}
 
 
-def apply(plan: Plan, source: Checkpoint, runners: Mapping[str, Runner] = NO_CODE) -> Checkpoint:
-    """`source` with the sections that `plan` names rewritten; `runners` (by way) carry out its runs of models' code.
+def entry_of(key: str, source: Expression, entries: Entries) -> TensorEntry:
+    """Return the entry `key` with the value of `source`: on the index if its bytes only move, else with torch.
 
-    Raises `Refused`, all problems at once, where the plan does not fit, `CkptError` for operators that are not allowed.
+    Dtype and shape are known at once; values are computed when they are read. Raises `Refused` if an operator does not
+    fit its arguments, or if an argument is not a dense tensor.
     """
-    _check_operators(plan)
-    problems = plan.check(source)
-    if problems:
-        hint = _OPAQUE if any(problem.kind == "opaque" for problem in problems) else "`ckpttool inspect` lists its keys"
-        raise Refused("the plan does not fit the checkpoint", hint=hint, problems=problems)
-    parts = _by_section(plan)
-    sections = [_rewrite(s, parts[s.path], runners) if s.path in parts else s for s in source.sections]
-    return replace(source, sections=tuple(sections))
+    entry = ops.on_index(key, source, entries)
+    if entry is None:
+        from ckpttool.evaluate import torch_eval
+
+        entry = torch_eval.entry_of(key, source, entries)
+    return entry
 
 
-def _by_section(plan: Plan) -> dict[str, Plan]:
-    """The part of the plan that is about each section that it rewrites."""
-    outputs: dict[str, list[Output]] = {path: [] for path in plan.sections}
-    for output in plan.outputs:
-        outputs[output.section].append(output)
-    modules: dict[str, list[ModuleRename]] = {}
-    for module in plan.modules:
-        modules.setdefault(module.section, []).append(module)
-    runs: dict[str, list[ModelRun]] = {}
-    for run in plan.runs:
-        runs.setdefault(run.section, []).append(run)
-    return {
-        path: Plan(tuple(own), (), tuple(modules.get(path, ())), tuple(runs.get(path, ())))
-        for path, own in outputs.items()
-    }
+class Digests:
+    """Hashes of expressions over the keys of one section. Each is computed once, when it is first requested."""
+
+    def __init__(self, entries: Entries) -> None:
+        self._entries = entries
+        self._known: dict[Expression, bytes | None] = {}
+
+    def __call__(self, value: Expression) -> bytes | None:
+        """Return the hash of the value's bytes in row-major order; None for a key that is not a dense tensor."""
+        if value not in self._known:
+            entry = self._entries[value.key] if isinstance(value, Ref) else entry_of("", value, self._entries)
+            is_dense = isinstance(entry, TensorEntry) and entry.storage is not None
+            self._known[value] = digest(entry) if is_dense else None
+        return self._known[value]
 
 
-def _check_operators(plan: Plan) -> None:
-    """Raises `CkptError` with every output that is made by an operator that no plan may hold."""
-    names = ((name, output.key) for output in plan.computed for name in ex.operators(output.source))
-    found = dict.fromkeys((ops.problem(name), key) for name, key in names if name not in (ex.OPAQUE, *ex.BY_CODE))
-    problems = [Problem(said, key) for said, key in found if said is not None]
+def apply(plan: Plan, source: Checkpoint, runners: Mapping[str, Runner] = NO_CODE) -> Checkpoint:
+    """Return `source` with the plan's sections rewritten; `runners` (by way) run the models' code.
+
+    Raises `Refused`, with all problems, if the plan does not fit, and `CkptError` for operators that are not allowed.
+    """
+    used = ((name, output.key) for output in plan.computed for name in ex.operators(output.source))
+    refused = dict.fromkeys((ops.refused(name), key) for name, key in used if name not in (ex.OPAQUE, *ex.BY_CODE))
+    problems = [Problem(reason, key) for reason, key in refused if reason is not None]
     if problems:
         raise CkptError(
             f"the plan has {plural(len(problems), 'output')} made by what is not an operator that a plan may hold",
-            hint="docs/safety.md lists the operators that may stand in a plan",
+            hint="docs/safety.md lists the operators that a plan may hold",
             problems=problems,
         )
+    problems = plan.check(source)
+    if problems:
+        hint = "`ckpttool inspect` lists its keys"
+        if any(problem.kind == "opaque" for problem in problems):
+            hint = "only the model's own code can do it: name that, as in --model file.py:build, and no file of names"
+        raise Refused("the plan does not fit the checkpoint", hint=hint, problems=problems)
+    outputs: dict[str, list[Output]] = {path: [] for path in plan.sections}
+    modules: dict[str, dict[str, str]] = defaultdict(dict)
+    runs: dict[str, list[ModelRun]] = defaultdict(list)
+    for output in plan.outputs:
+        outputs[output.section].append(output)
+    for module in plan.modules:
+        modules[module.section][module.old] = module.new
+    for run in plan.runs:
+        runs[run.section].append(run)
 
+    def rewritten(section: Section) -> Section:
+        own = outputs[section.path]
+        entries: Entries = section.by_key()
+        if runs[section.path]:
+            sources, entries = run_code(section, [output.source for output in own], runs[section.path], runners)
+            own = [replace(output, source=source) for output, source in zip(own, sources)]
+        aliases = section.aliases() if any(not isinstance(output.source, Ref) for output in own) else {}
+        return _with_outputs(section, own, entries, aliases, modules[section.path])
 
-def _rewrite(section: Section, plan: Plan, runners: Mapping[str, Runner]) -> Section:
-    """The section as its part of the plan makes it."""
-    outputs = list(plan.outputs)
-    have: Entries = section.by_key()
-    if plan.runs:
-        sources, have = run_code(section, [output.source for output in outputs], plan.runs, runners)
-        outputs = [replace(output, source=source) for output, source in zip(outputs, sources)]
-    aliases = section.aliases() if plan.computed else {}
-    modules = {m.old: m.new for m in plan.modules}
-    return _with_entries(section, _evaluate(outputs, have, aliases), modules)
+    return replace(source, sections=tuple(rewritten(s) if s.path in outputs else s for s in source.sections))
 
 
 def run_code(
     section: Section, sources: Sequence[Expression], runs: Sequence[ModelRun], runners: Mapping[str, Runner]
 ) -> tuple[list[Expression], Entries]:
-    """`sources` with refs in the place of what models' code computes, and the entries that these refer to.
+    """Run the models' code. Return `sources` with refs instead of calls, and the entries that the refs name.
 
-    Raises `Refused` where there is no code to run, and what the runs raise.
+    Raises `Refused` if there is no code to run, and whatever the runs raise.
     """
-    have, keys = dict(section.by_key()), dict[tuple[str, str], str]()
+    entries, keys = dict(section.by_key()), dict[tuple[str, str], str]()
 
-    def known(expression: Expression) -> Expression:
+    def without_calls(expression: Expression) -> Expression:
         return ex.with_calls(expression, lambda call: Ref(keys[call.op, str(call.args[0])]))
 
     for number, run in enumerate(runs):
         later = [source for other in runs[number + 1 :] for source in other.given.values()]
-        found = (call for source in (*sources, *later) for call in ex.calls(source) if call.op == run.way)
-        names = list(dict.fromkeys(str(call.args[0]) for call in found))
+        calls = (call for source in (*sources, *later) for call in ex.calls(source) if call.op == run.way)
+        names = list(dict.fromkeys(str(call.args[0]) for call in calls))
         if not names:
             continue
-        given = [Output(section.path, name, known(source)) for name, source in run.given.items()]
-        values = _runner(run, names, runners)(run, _given(section, given, have), names)
+        if run.way not in runners:
+            option = "--to-model" if run.way == ex.SAVED and len(runners) else "--model"
+            arguments = shell("--model-kwargs", json.dumps(dict(run.kwargs))) if run.kwargs else ""
+            raise Refused(
+                f"{plural(len(names), 'tensor')} can only be computed by the code of {run.model}",
+                hint=f"name it: {option} {shell(run.model)} {arguments}".rstrip(),
+                problems=[Problem("computed by code that is no tensor operator", name, "opaque") for name in names],
+            )
+        given = [Output(section.path, name, without_calls(source)) for name, source in run.given.items()]
+        renames = {o.source.key: o.key for o in given if isinstance(o.source, Ref) and o.source.key != o.key}
+        modules = {m.old: m.new for m in module_renames(section.path, section.modules or (), renames)}
+        values = runners[run.way](run, _with_outputs(section, given, entries, {}, modules), names)
         for name, entry in values.items():
-            key = keys[run.way, name] = _free(f"{run.way}({name})", have)
-            have[key] = entry
-    return [known(source) for source in sources], have
+            key = f"{run.way}({name})"
+            while key in entries:
+                key += "'"
+            keys[run.way, name] = key
+            entries[key] = entry
+    return [without_calls(source) for source in sources], entries
 
 
-def _runner(run: ModelRun, names: Sequence[str], runners: Mapping[str, Runner]) -> Runner:
-    if run.way not in runners:
-        option = "--to-model" if run.way == ex.SAVED and len(runners) else "--model"
-        arguments = shell("--model-kwargs", json.dumps(dict(run.kwargs))) if run.kwargs else ""
-        raise Refused(
-            f"{plural(len(names), 'tensor')} can only be computed by the code of {run.model}",
-            hint=f"name it: {option} {shell(run.model)} {arguments}".rstrip(),
-            problems=[Problem("computed by code that is no tensor operator", name, "opaque") for name in names],
-        )
-    return runners[run.way]
+def _with_outputs(
+    section: Section,
+    outputs: Sequence[Output],
+    entries: Entries,
+    aliases: Mapping[str, str],
+    renamed_modules: Mapping[str, str],
+) -> Section:
+    """Return the section with these outputs and module paths.
 
-
-def _given(section: Section, given: list[Output], have: Entries) -> Section:
-    """The section under the model's names; paths of ``_metadata`` follow where wrappers' segments went."""
-    renames = {o.source.key: o.key for o in given if isinstance(o.source, Ref) and o.source.key != o.key}
-    moved = module_renames(section.path, section.modules or (), renames)
-    return _with_entries(section, _evaluate(given, have, {}), {m.old: m.new for m in moved})
-
-
-def _free(key: str, have: Entries) -> str:
-    return key if key not in have else _free(f"{key}'", have)
-
-
-def _with_entries(section: Section, entries: list[TensorEntry | ExtraEntry], modules: Mapping[str, str]) -> Section:
-    """The section with these entries in the place of its own, and its modules renamed."""
-    return replace(
-        section,
-        tensors=tuple(e for e in entries if isinstance(e, TensorEntry)),
-        extras=tuple(e for e in entries if isinstance(e, ExtraEntry)),
-        modules=None if section.modules is None else _rename_modules(section.modules, modules),
-    )
-
-
-def _evaluate(outputs: list[Output], have: Entries, aliases: Mapping[str, str]) -> list[TensorEntry | ExtraEntry]:
-    """The outputs as entries; two outputs with one expression share one storage, as the tensors they come from did.
-
-    `aliases` lead from a tensor's further names to its first: what is made of tied weights stays tied.
+    Two outputs with one expression share one storage, as their sources do. `aliases` maps a tensor's further names to
+    its first: values computed from tied weights stay tied.
     """
     computed: dict[ex.Argument, TensorEntry] = {}
-    entries: list[TensorEntry | ExtraEntry] = []
+    results: list[TensorEntry | ExtraEntry] = []
     problems: list[Problem] = []
     for output in outputs:
         if isinstance(output.source, Ref):
-            entries.append(have[output.source.key].under(output.key))
+            results.append(entries[output.source.key].under(output.key))
             continue
         try:
-            same = ex.substitute(output.source, lambda key: Ref(aliases.get(key, key)))
-            entry = computed.get(same)
-            if entry is None:
-                entry = index_eval.entry_of(output.key, output.source, have) or _compute(output, have)
-                if not ex.is_constant(same):  # constants that are equal are not tied
-                    computed[same] = entry
-            entries.append(replace(entry, key=output.key))
+            source = ex.substitute(output.source, lambda key: Ref(aliases.get(key, key)))
+            entry = computed.get(source) or entry_of(output.key, output.source, entries)
+            if not ex.is_constant(source):  # equal constants are not tied
+                computed[source] = entry
+            results.append(replace(entry, key=output.key))
         except Refused as error:
             problems.append(Problem(error.message, output.key))
     if problems:
-        raise Refused(
-            "some values cannot be computed", hint="check dtypes and shapes with `ckpttool diff`", problems=problems
-        )
-    return entries
-
-
-def _compute(output: Output, have: Entries) -> TensorEntry:
-    from ckpttool.evaluate import torch_eval
-
-    return torch_eval.entry_of(output.key, output.source, {key: have[key] for key in ex.refs(output.source)})
+        hint = "check dtypes and shapes with `ckpttool diff`"
+        raise Refused("some values cannot be computed", hint=hint, problems=problems)
+    return replace(
+        section,
+        tensors=tuple(entry for entry in results if isinstance(entry, TensorEntry)),
+        extras=tuple(entry for entry in results if isinstance(entry, ExtraEntry)),
+        modules=None if section.modules is None else _rename_modules(section.modules, renamed_modules),
+    )
 
 
 def _rename_modules(modules: Mapping[str, object], renamed: Mapping[str, str]) -> dict[str, object]:
-    """`_metadata` under its new paths; where two meet, the one that moved there wins: its tensors moved along."""
+    """Rename the paths of `_metadata`. If two become one, the renamed one wins: its tensors are there."""
     kept = {path: payload for path, payload in modules.items() if path not in renamed}
     moved = {renamed[path]: payload for path, payload in modules.items() if path in renamed}
     order = dict.fromkeys(renamed.get(path, path) for path in modules)

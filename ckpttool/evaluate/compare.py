@@ -1,9 +1,9 @@
-"""Compares the values of two tensors where their bytes lie, streamed; torch says how far complex numbers differ."""
+"""Compare, hash and describe the values of tensors, streamed from their files."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import Any, Union
 
 from ckpttool.core.checkpoint import (
     Checkpoint,
@@ -17,65 +17,50 @@ from ckpttool.core.checkpoint import (
     Storage,
     TensorEntry,
 )
-from ckpttool.core.dtypes import PLAIN, itemsize
+from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import Problem
 from ckpttool.core.keys import dotted
-from ckpttool.evaluate import numpy_eval
-from ckpttool.evaluate.numpy_eval import Difference
+from ckpttool.core.values import dataclass
 from ckpttool.io import ranges
 from ckpttool.io.pieces import Piece
 from ckpttool.io.ranges import stream
 
-if TYPE_CHECKING:
-    from ckpttool.io.ranges import Digest
+Entry = Union[TensorEntry, ExtraEntry]
+Same = Callable[["Span | Lazy", "Span | Lazy"], bool]  # compares bytes
+Chunks = Iterable["bytes | memoryview"]
+Fingerprints = Mapping["tuple[str, str]", "tuple[object, ...]"]
+
+EQUAL = "the values are equal, their bytes are not (-0.0, or another kind of NaN)"
 
 
-Same = Callable[[Span | Lazy, Span | Lazy], bool]  # whether these bytes are the same
+def same_values(left: Entry, right: Entry, same_data: Same = ranges.same_data) -> bool:
+    """Return whether two entries are the same: tensors of one dtype and shape with the same bytes, or equal objects.
 
-
-def same_values(
-    left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry, same_data: Same = ranges.same_data
-) -> bool:
-    """Whether two entries are the same: tensors of one dtype and shape with the same bytes, or objects that are equal.
-
-    False also where it cannot be told.
+    False also if that is unknown.
     """
-    if isinstance(left, ExtraEntry) and isinstance(right, ExtraEntry):
-        return same_objects(left, right)
     if isinstance(left, ExtraEntry) or isinstance(right, ExtraEntry):
-        return False
+        return isinstance(left, ExtraEntry) and isinstance(right, ExtraEntry) and same_objects(left, right)
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
-    if _is_digest(left) or _is_digest(right):  # whose layout is a class by its name, where it is one
+    if _is_digest(left) or _is_digest(right):  # the layout of an object is the name of its class
         return (left.layout == "strided") == (right.layout == "strided") and _same_digest(left, right)
     if left.layout != right.layout:
-        left, right = _resolved(left), _resolved(right)
+        left, right = _resolve(left), _resolve(right)
     if left.layout != right.layout or _meaning(left) != _meaning(right):
         return False
     if left.storage is None or right.storage is None:
-        known = left.payload is not None and left.payload is right.payload
-        return known or _same_content(left.payload, right.payload) or _is_empty(left, right)
+        same_payload = left.payload is not None and left.payload is right.payload
+        return same_payload or _same_content(left.payload, right.payload) or _is_empty(left, right)
     if left.identity == right.identity:
         return True
-    mine, yours = _in_order(left), _in_order(right)
-    if mine is not None and yours is not None:
-        return same_data(mine, yours)
-    pairs = numpy_eval.in_step(elements(left), elements(right), itemsize(left.dtype))
-    return all(a == b for a, b in pairs)
-
-
-def _resolved(entry: TensorEntry) -> TensorEntry:
-    """A lazily conjugated or negated tensor as a dense one; any other entry as it is."""
-    return entry.payload.resolved(entry) if isinstance(entry.payload, Resolvable) else entry
-
-
-def _meaning(entry: TensorEntry) -> str:
-    payload = entry.payload  # asking a protocol of None for each of many entries takes time
-    return payload.meaning if payload is not None and isinstance(payload, Meaningful) else ""
+    left_data, right_data = _in_order(left), _in_order(right)
+    if left_data is not None and right_data is not None:
+        return same_data(left_data, right_data)
+    return all(a == b for a, b in _in_step(elements(left), elements(right), itemsize(left.dtype)))
 
 
 def same_objects(left: ExtraEntry, right: ExtraEntry) -> bool:
-    """Whether two objects are equal, the tensors inside them included; False also where it cannot be told."""
+    """Return whether two objects are equal, including the tensors inside them; False also if that is unknown."""
     if _is_digest(left) or _is_digest(right):
         return _same_digest(left, right)
     if isinstance(left.payload, Comparable) and isinstance(right.payload, Comparable):
@@ -83,41 +68,31 @@ def same_objects(left: ExtraEntry, right: ExtraEntry) -> bool:
     return left.value is not None and repr(left.value) == repr(right.value)
 
 
-def _is_digest(entry: TensorEntry | ExtraEntry) -> bool:
-    """Whether all that is known of the entry's values is their digest."""
+def _resolve(entry: TensorEntry) -> TensorEntry:
+    """Return a lazily conjugated or negated tensor as a dense one, any other entry as it is."""
+    return entry.payload.resolved(entry) if isinstance(entry.payload, Resolvable) else entry
+
+
+def _meaning(entry: TensorEntry) -> str:
+    payload = entry.payload  # isinstance with a protocol is slow for very many entries without a payload
+    return payload.meaning if payload is not None and isinstance(payload, Meaningful) else ""
+
+
+def _is_digest(entry: Entry) -> bool:
+    """Return whether only a digest of the entry's values is known."""
     if isinstance(entry, ExtraEntry) or entry.storage is None:
         return isinstance(entry.payload, Digested)
     return isinstance(entry.storage.data, Lazy) and entry.storage.data.sha256 is not None
 
 
-def _same_digest(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry) -> bool:
-    mine = sha256(left)
-    return mine is not None and mine == sha256(right)
-
-
-def sha256(entry: TensorEntry | ExtraEntry) -> str | None:
-    """SHA-256 of the entry's values: of a dense tensor's elements in row-major order, of all else by what it holds.
-
-    None where it cannot be told. Reads the bytes, unless the digest is what is known of them.
-    """
-    import hashlib
-
-    if isinstance(entry.payload, Digested):
-        return entry.payload.sha256
-    if isinstance(entry, TensorEntry) and entry.storage is not None:
-        if isinstance(entry.storage.data, Lazy) and entry.storage.data.sha256 is not None:
-            return entry.storage.data.sha256
-        return _hashed(elements(entry), hashlib.sha256()).hex()
-    content = fingerprint(entry)[-1]
-    if content is None:
-        return None
-    known = content if isinstance(content, bytes) else str(content).encode(errors="surrogatepass")
-    return hashlib.sha256(known).hexdigest()
+def _same_digest(left: Entry, right: Entry) -> bool:
+    digest = sha256(left)
+    return digest is not None and digest == sha256(right)
 
 
 def _same_content(left: object, right: object) -> bool:
-    mine = _content(left)
-    return mine is not None and mine == _content(right)
+    content = _content(left)
+    return content is not None and content == _content(right)
 
 
 def _content(payload: object) -> bytes | None:
@@ -125,50 +100,164 @@ def _content(payload: object) -> bytes | None:
 
 
 def _is_empty(left: TensorEntry, right: TensorEntry) -> bool:
-    """Whether neither tensor has values that could differ."""
     return left.layout == "meta" or not (left.nbytes or right.nbytes)
 
 
 def _in_order(entry: TensorEntry) -> Span | Lazy | None:
-    """The tensor's elements in row-major order, or None where they have to be gathered."""
+    """Return the tensor's elements in row-major order, or None if they must be gathered."""
     assert entry.storage is not None
-    whole = entry.is_contiguous and entry.nbytes == entry.storage.nbytes
-    return entry.span or (entry.storage.data if whole else None)
+    is_all = entry.is_contiguous and entry.nbytes == entry.storage.nbytes
+    return entry.span or (entry.storage.data if is_all else None)
+
+
+def elements(entry: TensorEntry) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a dense tensor in row-major order; a chunk is valid until the next one is requested."""
+    data = _in_order(entry)
+    if data is not None:
+        yield from stream([Piece(data)])
+    else:
+        from ckpttool.evaluate import numpy_eval
+
+        yield from numpy_eval.in_order(entry)
+
+
+def whole_elements(chunks: Chunks, size: int) -> Iterator[bytes]:
+    """Yield the bytes in chunks of whole elements of `size` bytes."""
+    rest = b""
+    for chunk in chunks:
+        data = rest + bytes(chunk)
+        end = len(data) - len(data) % size
+        rest = data[end:]
+        if end:
+            yield data[:end]
+
+
+def _in_step(left: Chunks, right: Chunks, size: int) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the same elements of both sides, as many as both chunks have."""
+    lefts, rights = whole_elements(left, size), whole_elements(right, size)
+    a = b = b""
+    while (a := a or next(lefts, b"")) and (b := b or next(rights, b"")):
+        count = min(len(a), len(b))
+        yield a[:count], b[:count]
+        a, b = a[count:], b[count:]
+
+
+# Differences
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How the values of two tensors differ: a text, and the distances.
+
+    `spread` are sorted pairs ``(exponent, count)``: the distance of so many elements is at least 2**exponent, and less
+    than twice that; from 1023 on, it is not a number. Empty if it was not measured.
+    """
+
+    text: str
+    spread: tuple[tuple[int, int], ...] = ()
 
 
 def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) -> Difference | None:
-    """How the values of two tensors of one dtype and shape differ, or None where they are the same.
+    """Return how the values of two tensors of one dtype and shape differ, or None if they are the same.
 
-    Bitwise where both tolerances are 0, and of a dtype without numbers (``bits8``, ``float4_e2m1fn_x2``); else
+    Bitwise if both tolerances are 0, and for dtypes without numbers (``bits8``, ``float4_e2m1fn_x2``); else
     ``|left - right| <= atol + rtol * |right|`` as in ``torch.isclose``.
     """
     if same_values(left, right):
         return None
     if _is_digest(left) or _is_digest(right):
         return Difference(f"SHA-256 {sha256(left)!s:.12} instead of {sha256(right)!s:.12}")
-    left, right = _resolved(left), _resolved(right)
+    left, right = _resolve(left), _resolve(right)
     if left.storage is None or right.storage is None:
         return Difference(f"{left.layout} tensors of other content, or not to be compared")
-    if numpy_eval.reader(left.dtype) is not None:
-        return numpy_eval.difference(left.dtype, elements(left), elements(right), rtol, atol)
-    if left.dtype not in PLAIN:
-        return numpy_eval.other_bits(left.dtype, elements(left), elements(right))
-    from ckpttool.evaluate import torch_eval
-
-    said = torch_eval.difference(torch_eval.load(left), torch_eval.load(right), rtol, atol)
-    return None if said is None else Difference(said)
+    return difference_of_elements(left.dtype, elements(left), elements(right), rtol, atol)
 
 
-Fingerprints = Mapping[tuple[str, str], tuple[object, ...]]
+def difference_of_elements(dtype: str, left: Chunks, right: Chunks, rtol: float, atol: float) -> Difference | None:
+    """Return how two tensors differ that are known to differ in some byte; None if all elements are within tolerance
+    (NaN equals NaN).
+    """
+    import numpy as np
+
+    from ckpttool.evaluate.numpy_eval import reader
+
+    read, size = reader(dtype), itemsize(dtype)
+    count, total, farthest, exponents = 0, 0, 0.0, np.zeros(2048, np.int64)  # of float64
+    if read is None:
+        for a, b in _in_step(left, right, size):
+            other = np.frombuffer(a, f"u{size}") != np.frombuffer(b, f"u{size}")
+            count, total = count + int(np.count_nonzero(other)), total + other.size
+        return Difference(f"{count:,} of {total:,} elements differ")
+    with np.errstate(all="ignore"):
+        for left_bytes, right_bytes in _in_step(left, right, size):
+            x, y = read(left_bytes), read(right_bytes)
+            if x.dtype.kind in "fc":
+                x, y = (values.astype(np.complex128 if x.dtype.kind == "c" else np.float64) for values in (x, y))
+                equal, distance = (x == y) | (np.isnan(x) & np.isnan(y)), np.abs(x - y)
+            else:  # float64 cannot hold all integers, only their distance (modulo 2^64)
+                larger, smaller = np.maximum(x, y).astype(np.uint64), np.minimum(x, y).astype(np.uint64)
+                equal, distance, y = x == y, (larger - smaller).astype(np.float64), y.astype(np.float64)
+            far = np.nan_to_num(np.where(equal, 0.0, distance), nan=np.inf, posinf=np.inf)
+            within = np.isfinite(distance) & (distance <= atol + rtol * np.abs(y))
+            close = equal | within if rtol or atol else equal
+            count, total = count + int(np.count_nonzero(~close)), total + x.size
+            farthest = max(farthest, float(far.max()))
+            exponents += np.bincount(far.view(np.uint64).astype(np.int64).reshape(-1) >> 52, minlength=2048)
+    if count:
+        spread = tuple((int(at) - 1023, int(exponents[at])) for at in np.flatnonzero(exponents) if at)
+        return Difference(f"{count:,} of {total:,} elements differ, by {farthest:.3g} at most", spread)
+    return None if rtol or atol else Difference(EQUAL)
 
 
-def fingerprints(checkpoint: Checkpoint) -> Fingerprints:
-    """What a checkpoint holds, without its files: by section and key the dtype, the shape and a hash of the bytes."""
-    return {at: fingerprint(entry) for at, entry in checkpoint.entries().items()}
+# Hashes
 
 
-def fingerprint(entry: TensorEntry | ExtraEntry) -> tuple[object, ...]:
-    """Equal for two entries that are the same, with a None where that cannot be told. Reads the bytes of a tensor."""
+def sha256(entry: Entry) -> str | None:
+    """Return SHA-256 of the entry's values: of a dense tensor's elements in row-major order, of all else its content.
+
+    None if that is unknown. Reads the bytes, unless their digest is recorded.
+    """
+    if isinstance(entry.payload, Digested):
+        return entry.payload.sha256
+    if isinstance(entry, TensorEntry) and entry.storage is not None:
+        data = entry.storage.data
+        is_known = isinstance(data, Lazy) and data.sha256 is not None
+        return sha256_of(data) if is_known else _hash(elements(entry), "sha256").hex()
+    content = fingerprint(entry)[-1]
+    if content is None:
+        return None
+    known = content if isinstance(content, bytes) else str(content).encode(errors="surrogatepass")
+    return _hash([known], "sha256").hex()
+
+
+def sha256_of(data: Span | Lazy) -> str:
+    """Return SHA-256 of the bytes, streamed, unless it is recorded. Raises `CkptError` if they cannot be read."""
+    if isinstance(data, Lazy) and data.sha256 is not None:
+        return data.sha256
+    return _hash(stream([Piece(data)]), "sha256").hex()
+
+
+def digest(entry: TensorEntry) -> bytes:
+    """Return a hash of the bytes of a dense tensor's elements in row-major order."""
+    return _hash(elements(entry), "blake2b", digest_size=16)
+
+
+def content_of_storage(storage: Storage) -> bytes:
+    """Return a hash of the storage's bytes."""
+    return _hash(stream([Piece(storage.data)]), "blake2b")
+
+
+def _hash(chunks: Chunks, algorithm: str, **options: Any) -> bytes:
+    import hashlib  # loads OpenSSL
+
+    digest = getattr(hashlib, algorithm)(**options)
+    for chunk in chunks:
+        digest.update(chunk)
+    return bytes(digest.digest())
+
+
+def fingerprint(entry: Entry) -> tuple[object, ...]:
+    """Return values that are equal for two entries that are the same, with a None if that is unknown."""
     if isinstance(entry, ExtraEntry):
         return (_content(entry.payload),) if entry.value is None else (repr(entry.value),)
     if entry.storage is None:
@@ -177,60 +266,75 @@ def fingerprint(entry: TensorEntry | ExtraEntry) -> tuple[object, ...]:
     return entry.dtype, entry.shape, entry.layout, _meaning(entry), digest(entry)
 
 
-def content_of_storage(storage: Storage) -> bytes:
-    """A hash of the storage's bytes."""
-    import hashlib  # loads OpenSSL
-
-    return _hashed(stream([Piece(storage.data)]), hashlib.blake2b())
-
-
-def elements(entry: TensorEntry) -> Iterator[bytes | memoryview]:
-    """The bytes of a dense tensor in row-major order, in chunks; each is valid until the next one is asked for."""
-    data = _in_order(entry)
-    if data is not None:
-        yield from stream([Piece(data)])
-    else:
-        yield from numpy_eval.in_order(entry)
-
-
-def digest(entry: TensorEntry) -> bytes:
-    """A hash of the bytes of a dense tensor's elements in row-major order, streamed."""
-    import hashlib
-
-    return _hashed(elements(entry), hashlib.blake2b(digest_size=16))
-
-
-def sha256_of(data: Span | Lazy) -> str:
-    """SHA-256 of the bytes, streamed, unless it is what is known of them. Raises `CkptError` where that fails."""
-    import hashlib
-
-    if isinstance(data, Lazy) and data.sha256 is not None:
-        return data.sha256
-    return _hashed(stream([Piece(data)]), hashlib.sha256()).hex()
-
-
-def _hashed(chunks: Iterable[bytes | memoryview], found: Digest) -> bytes:
-    for chunk in chunks:
-        found.update(chunk)
-    return found.digest()
+def fingerprints(checkpoint: Checkpoint) -> Fingerprints:
+    """Return the fingerprint of each section and key: they remain known after the files are replaced."""
+    return {place: fingerprint(entry) for place, entry in checkpoint.entries().items()}
 
 
 def verify(
     written: Checkpoint, expected: Checkpoint | Fingerprints, same_data: Same = ranges.same_data
 ) -> list[Problem]:
-    """What of `expected` the file that was `written` does not hold: every key, dtype, shape and byte is compared.
-
-    Fingerprints stand for a checkpoint whose own files are no longer there: they were replaced.
-    """
-    want: Mapping[tuple[str, str], object] = expected.entries() if isinstance(expected, Checkpoint) else expected
-    have = written.read_for(want).entries()
+    """Return how the `written` file differs from `expected`: every key, dtype, shape and byte is compared."""
+    wanted: Mapping[tuple[str, str], object] = expected.entries() if isinstance(expected, Checkpoint) else expected
+    entries = written.read_for(wanted).entries()
+    both = [place for place in wanted if place in entries]
     if isinstance(expected, Checkpoint):
-        both = [(at, entry) for at, entry in expected.entries().items() if at in have]
-        differ = [at for at, entry in both if not same_values(entry, have[at], same_data)]
+        sources = expected.entries()
+        different = [place for place in both if not same_values(sources[place], entries[place], same_data)]
     else:
-        differ = [
-            at for at, entry in expected.items() if at in have and (None in entry or fingerprint(have[at]) != entry)
+        different = [
+            place for place in both if None in expected[place] or fingerprint(entries[place]) != expected[place]
         ]
-    problems = [Problem("not in the output", dotted(*at)) for at in want if at not in have]
-    problems += [Problem("in the output, and not planned", dotted(*at)) for at in have if at not in want]
-    return problems + [Problem("other bytes in the output", dotted(*at)) for at in differ]
+    problems = [Problem("not in the output", dotted(*place)) for place in wanted if place not in entries]
+    problems += [Problem("in the output, and not planned", dotted(*place)) for place in entries if place not in wanted]
+    return problems + [Problem("other bytes in the output", dotted(*place)) for place in different]
+
+
+# Statistics
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """`minimum`, `maximum` and `mean` are of the finite values, None if there are none; all but `sha256`, which is of
+    the elements in row-major order, are None for a dtype without real numbers.
+    """
+
+    minimum: float | int | None
+    maximum: float | int | None
+    mean: float | None
+    zeros: int | None
+    nan: int | None
+    inf: int | None
+    sha256: str
+
+
+def statistics(entry: TensorEntry) -> Statistics:
+    """Return the statistics of a dense tensor, read in chunks. Raises `CkptError` if it cannot be read."""
+    import hashlib
+
+    import numpy as np
+
+    from ckpttool.evaluate.numpy_eval import reader
+
+    read = None if entry.dtype.startswith("complex") else reader(entry.dtype)
+    digest, least, most, total = hashlib.sha256(), list[float](), list[float](), 0.0
+    finite = zeros = nan = inf = 0
+    for chunk in whole_elements(elements(entry), itemsize(entry.dtype)):
+        digest.update(chunk)
+        if read is None:
+            continue
+        values = read(chunk)
+        zeros += values.size - int(np.count_nonzero(values))
+        if values.dtype.kind == "f":
+            is_finite = np.isfinite(values)
+            if not is_finite.all():
+                nans = int(np.isnan(values).sum())
+                nan, inf = nan + nans, inf + values.size - int(is_finite.sum()) - nans
+                values = values[is_finite]
+        if values.size:
+            least, most = [min([*least, values.min().item()])], [max([*most, values.max().item()])]
+            total, finite = total + float(values.sum(dtype=np.float64)), finite + values.size
+    if read is None:
+        return Statistics(None, None, None, None, None, None, digest.hexdigest())
+    extremes = (min(least), max(most), total / finite) if finite else (None, None, None)
+    return Statistics(*extremes, zeros, nan, inf, digest.hexdigest())

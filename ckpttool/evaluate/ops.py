@@ -1,263 +1,438 @@
-"""The operators that an expression may hold: a closed list, with the checks of their arguments."""
+"""The operators that an expression may hold: a closed table. Each row says what an operator needs, and how to apply it
+to an index entry if it only moves bytes. Needs no torch; `torch_eval` runs all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import zip_longest
-from math import isfinite
-from typing import Any
+from math import isfinite, prod
+from typing import Any, NamedTuple
 
+from ckpttool.core.checkpoint import ExtraEntry, Lazy, Storage, TensorEntry, contiguous_stride, in_row_major
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.expression import Argument, Expression, Op, Ref, Special, refs
 from ckpttool.core.limits import limits
 from ckpttool.core.values import dataclass
+from ckpttool.evaluate.chunks import concatenated, row_major, window
+from ckpttool.evaluate.compare import elements, whole_elements
 
-Arguments = Mapping[str, Any]  # by their names in torch's schema; what is left out is not there
-Check = Callable[[Arguments], "str | None"]  # what is wrong with them, or None
+Arguments = Mapping[str, Any]  # by their names in torch's schema, with torch's tensors
+Entries = Mapping[str, TensorEntry | ExtraEntry]
 
-_INTEGERS = range(-(2**63), 2**63)  # what an integer argument of a kernel holds
+GETITEM = "getitem"  # one of the tensors that another operator returns
+CONTIGUOUS = Special("memory_format", "contiguous_format")
+ROW_MAJOR = (("memory_format", CONTIGUOUS),)  # the keywords of a clone whose elements are in row-major order
+_INTEGERS = range(-(2**63), 2**63)  # the integers that a kernel takes
+
+
+class OnIndex(NamedTuple):
+    """How to apply an operator to index entries. `takes` are the kinds of its arguments, optional ones after ``|``."""
+
+    run: Callable[..., Any]
+    takes: str
+    keyword: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """What an operator demands. `most` are the bytes that it gives at most, where only the values tell how many."""
+    """`check` says what is wrong with arguments. `most_bytes` is an upper bound for a result whose shape depends on
+    values. `moves`: each element of the result is an element of an argument, at most cast to another dtype.
+    """
 
-    check: Check = lambda given: None
-    most: Callable[[Arguments], int] | None = None
-
-
-def problem(name: str) -> str | None:
-    """Why no expression may hold the operator of that name; None where it may."""
-    return None if name in OPERATORS else f"{name[:100]!r} is not an operator that a plan may hold"
+    check: Callable[[Arguments], str | None] = lambda given: None
+    most_bytes: Callable[[Arguments], int] | None = None
+    moves: bool = False
+    on_index: OnIndex | None = None
 
 
 def is_integer(value: object) -> bool:
-    """Whether the value is an integer that a kernel can hold."""
+    """Return whether the value is an integer that a kernel takes."""
     return type(value) is int and value in _INTEGERS
 
 
-# What operators demand
+# Checks of arguments. Torch itself does not make them: a bad argument would read foreign memory or end the process.
 
 
-def _inside(given: Arguments) -> str | None:
-    """`as_strided` counts the elements of its tensor: the last one that it reaches has to be one of them."""
+def _check_stride(given: Arguments) -> str | None:
     size, stride, offset = given["size"], given["stride"], given.get("storage_offset") or 0
     if len(size) != len(stride) or min((*size, *stride, offset), default=0) < 0:
-        return "sizes, strides and the offset are not those of a tensor"
+        return "sizes, strides and the offset do not describe a tensor"
     last = offset + sum((n - 1) * step for n, step in zip(size, stride))
     if 0 not in size and last >= given["self"].numel():
         return f"it reaches element {last:,} of {given['self'].numel():,}"
     return None
 
 
-def _few_parts(given: Arguments) -> str | None:
-    """A dimension without elements may be as long as it likes: its parts are counted before they are made."""
+def _check_parts(given: Arguments) -> str | None:
+    """Count the parts before they are made: a dimension without elements may have any length."""
     shape, dim = given["self"].shape, given.get("dim", 0)
     if not -len(shape) <= dim < len(shape):
         return f"there is no dimension {dim}"
     size = given.get("split_size", 1)
     if size < 1:
-        return "parts without elements have no number"
+        return "the split size must be positive"
     count = given["chunks"] if "chunks" in given else -(-shape[dim] // size)
     return None if count <= limits().made_parts else f"{count:,} parts; {limits().named('made_parts')}"
 
 
-def _divides(given: Arguments) -> str | None:
-    """Integers are divided by the machine, which ends a program that divides by zero, or its least number by -1."""
-    parts = [given["self"], given["other"]]
-    if any(_is_inexact(part) for part in parts):
+def _check_divisor(given: Arguments) -> str | None:
+    """Integer division by zero, and of the least integer by -1, ends the process."""
+    value, divisor = given["self"], given["other"]
+    if not (_is_integral(value) and _is_integral(divisor)):
         return None
-    if _any(parts[1], 0):
+    if _has(divisor, 0):
         return "integers are divided by zero"
-    return "the least integer is divided by -1" if _any(parts[1], -1) and _holds_least(parts[0]) else None
+    least = {f"torch.int{bits}": -(2 ** (bits - 1)) for bits in (64, 32, 16, 8)}
+    is_least = isinstance(value, int) or (str(value.dtype) in least and _has(value, least[str(value.dtype)]))
+    return "the least integer is divided by -1" if is_least and _has(divisor, -1) else None
 
 
-def _is_inexact(part: Any) -> bool:
+def _is_integral(part: Any) -> bool:
     if isinstance(part, (int, float, complex)):
-        return not isinstance(part, int)
-    return bool(part.is_floating_point() or part.is_complex())
+        return isinstance(part, int)
+    return not (part.is_floating_point() or part.is_complex())
 
 
-def _any(part: Any, value: int) -> bool:
+def _has(part: Any, number: int) -> bool:
     if isinstance(part, int):
-        return part == value
-    return not part.is_meta and bool((part == value).any())
+        return part == number
+    return not part.is_meta and bool((part == number).any())
 
 
-def _holds_least(part: Any) -> bool:
-    return isinstance(part, int) or any(_any(part, -(2**bits)) for bits in (63, 31, 15, 7) if _fits(part, bits))
-
-
-def _fits(part: Any, bits: int) -> bool:
-    return str(part.dtype) == f"torch.int{bits + 1}"
-
-
-def _indices_inside(given: Arguments) -> str | None:
-    """The values of `index` lie inside of the dimension `dim`."""
+def _check_index(given: Arguments) -> str | None:
     shape, dim = given["self"].shape, given["dim"]
     if not -max(len(shape), 1) <= dim < max(len(shape), 1):
         return f"there is no dimension {dim}"
-    return _outside(given["index"], shape[dim] if shape else 1, negative=False)
+    return _check_range(given["index"], 0, shape[dim] if shape else 1)
 
 
-def _outside(index: Any, length: int, *, negative: bool) -> str | None:
-    """With `negative` indices count from the end, too."""
-    if str(index.dtype) not in ("torch.int64", "torch.int32"):
-        return f"an index of dtype {index.dtype}"
-    if index.is_meta or not index.numel():
-        return None
-    low, high = int(index.min()), int(index.max())
-    return None if (-length if negative else 0) <= low and high < length else f"an index is not inside of {length:,}"
-
-
-def _all_indices_inside(given: Arguments) -> str | None:
-    """As `_indices_inside` for a list of indices, one a dimension; or masks alone, of which torch checks the shapes."""
+def _check_indices(given: Arguments) -> str | None:
+    """Check a list of indices, one for each dimension. Masks are fine: torch checks their shapes."""
     shape, indices = given["self"].shape, given["indices"]
     if len(indices) > len(shape):
         return f"{len(indices)} indices for {len(shape)} dimensions"
-    real = [(index, length) for index, length in zip(indices, shape) if index is not None]
-    masks = [str(index.dtype) == "torch.bool" for index, _ in real]
+    present = [(index, length) for index, length in zip(indices, shape) if index is not None]
+    masks = [str(index.dtype) == "torch.bool" for index, _ in present]
     if any(masks):
         return None if all(masks) else "masks and numbers as indices of one tensor"
-    return next(filter(None, (_outside(index, length, negative=True) for index, length in real)), None)
+    return next(filter(None, (_check_range(index, -length, length) for index, length in present)), None)
 
 
-def _scales(given: Arguments) -> str | None:
-    """The factors of an interpolation are those that lead from the input's size to the output's."""
+def _check_range(index: Any, start: int, end: int) -> str | None:
+    if str(index.dtype) not in ("torch.int64", "torch.int32"):
+        return f"an index of dtype {index.dtype}"
+    if index.is_meta or not index.numel() or (start <= int(index.min()) and int(index.max()) < end):
+        return None
+    return f"an index is outside of {end:,}"
+
+
+def _check_scales(given: Arguments) -> str | None:
+    """Check that the factors of an interpolation lead from the input's size to the output's."""
     size = given.get("output_size")
     before = (given.get("self", given.get("input"))).shape[2:]
-    factors = [value for name, value in given.items() if name.startswith("scales")]
-    factors = given.get("scale_factors") or factors
+    factors = given.get("scale_factors") or [value for name, value in given.items() if name.startswith("scales")]
     if not before or 0 in before or (size is not None and len(size) != len(before)):
-        return "it interpolates dimensions that the tensor has not"
+        return "the tensor does not have the dimensions to interpolate"
     if size is None and not factors:
-        return "neither a size nor factors are given"
+        return "it needs a size or factors"
     for index, factor in enumerate(factors):
         if factor is None:
             continue
         if not isfinite(factor) or not 0 < factor < 1e6 or index >= len(before):
-            return f"no factor: {factor}"
+            return f"{factor} is not a factor"
         if size is not None and abs(factor * before[index] - size[index]) > 1:
             return f"a factor {factor} does not lead from {before[index]} to {size[index]}"
     return None
 
 
-def _as_many_as_it(given: Arguments) -> int:
-    return sizes(given["self"])
+def _most_bytes_masked(given: Arguments) -> int:
+    """Return the bytes of `self` if it and `mask` are expanded to one shape."""
+    pairs = zip_longest(reversed(given["self"].shape), reversed(given["mask"].shape), fillvalue=1)
+    return prod(map(max, pairs)) * int(given["self"].element_size())
 
 
-def _as_many_as_both(given: Arguments) -> int:
-    """Bytes of `self` where it and `mask` are expanded to one shape."""
-    left, right = tuple(given["self"].shape), tuple(given["mask"].shape)
-    numel = 1
-    for pair in zip_longest(reversed(left), reversed(right), fillvalue=1):
-        numel *= int(max(pair))
-    return numel * int(given["self"].element_size())
+# Operators on the index. Arguments have the right kinds; what else does not fit raises `NotOnIndex`.
 
 
-def _an_index_each(given: Arguments) -> int:
-    return 8 * max(1, len(given["self"].shape)) * max(1, int(given["self"].numel()))
+class NotOnIndex(Exception):
+    """The operator or its arguments need torch."""
 
 
-# The list
+class _Parts(NamedTuple):
+    entry: TensorEntry
+    dim: int
+    sizes: list[int]
 
 
-def _each(names: str) -> list[str]:
-    return [f"aten.{name}" if "." in name else f"aten.{name}.default" for name in names.split()]
+def _narrow(entry: TensorEntry, dim: int, start: int, length: int) -> TensorEntry:
+    if dim >= len(entry.shape) or start + length > entry.shape[dim]:
+        raise NotOnIndex
+    shape = (*entry.shape[:dim], length, *entry.shape[dim + 1 :])
+    return replace(entry, shape=shape, offset=entry.offset + start * entry.stride[dim])
 
 
-def _overloads(names: str, overloads: str) -> list[str]:
-    return [f"aten.{name}.{overload}" for name in names.split() for overload in overloads.split()]
+def _slice(entry: TensorEntry, dim: int, start: int, end: int) -> TensorEntry:
+    if dim >= len(entry.shape) or min(end, entry.shape[dim]) < min(start, entry.shape[dim]):
+        raise NotOnIndex
+    start, end = min(start, entry.shape[dim]), min(end, entry.shape[dim])
+    return _narrow(entry, dim, start, end - start)
 
 
-_SAME_ELEMENTS = _each(
-    "alias detach clone contiguous _to_copy copy resolve_conj resolve_neg t numpy_T transpose.int permute movedim.int "
-    "movedim.intlist swapaxes view _unsafe_view reshape view.dtype squeeze squeeze.dim squeeze.dims unsqueeze "
-    "flatten.using_ints unflatten.int view_as_real view_as_complex real imag _conj conj_physical flip roll rot90 "
+def _select(entry: TensorEntry, dim: int, index: int) -> TensorEntry:
+    part = _narrow(entry, dim, index, 1)
+    shape, stride = ((*sizes[:dim], *sizes[dim + 1 :]) for sizes in (part.shape, part.stride))
+    return replace(part, shape=shape, stride=stride)
+
+
+def _split(entry: TensorEntry, size: int, dim: int = 0) -> _Parts:
+    if dim >= len(entry.shape) or size < 1 or -(-entry.shape[dim] // size) > limits().made_parts:
+        raise NotOnIndex
+    return _Parts(entry, dim, [min(size, entry.shape[dim] - start) for start in range(0, entry.shape[dim], size)])
+
+
+def _chunk(entry: TensorEntry, count: int, dim: int = 0) -> _Parts:
+    if dim >= len(entry.shape) or count < 1:
+        raise NotOnIndex
+    return _split(entry, -(-entry.shape[dim] // count), dim)
+
+
+def _split_with_sizes(entry: TensorEntry, sizes: tuple[int, ...], dim: int = 0) -> _Parts:
+    if dim >= len(entry.shape) or sum(sizes) != entry.shape[dim]:
+        raise NotOnIndex
+    return _Parts(entry, dim, list(sizes))
+
+
+def _item(parts: _Parts, index: int) -> TensorEntry:
+    if index >= len(parts.sizes):
+        raise NotOnIndex
+    return _narrow(parts.entry, parts.dim, sum(parts.sizes[:index]), parts.sizes[index])
+
+
+def _permute(entry: TensorEntry, dims: tuple[int, ...]) -> TensorEntry:
+    if sorted(dims) != list(range(len(entry.shape))):
+        raise NotOnIndex
+    shape, stride = (tuple(sizes[dim] for dim in dims) for sizes in (entry.shape, entry.stride))
+    return replace(entry, shape=shape, stride=stride)
+
+
+def _reshape(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
+    if not entry.is_contiguous or prod(shape) != entry.numel:
+        raise NotOnIndex
+    return replace(entry, shape=shape, stride=contiguous_stride(shape))
+
+
+def _clone(entry: TensorEntry, memory_format: Special | None = None) -> TensorEntry:
+    if memory_format == CONTIGUOUS:
+        entry = row_major(entry)
+    elif memory_format is not None or not entry.is_contiguous:
+        raise NotOnIndex
+    storage = concatenated([window(entry, 0, entry.numel)])
+    return replace(entry, stride=contiguous_stride(entry.shape), offset=0, storage=storage)
+
+
+def _to_copy(entry: TensorEntry, dtype: Special) -> TensorEntry:
+    from ckpttool.evaluate import numpy_eval
+
+    cast = numpy_eval.cast(entry.dtype, dtype.name)
+    if cast is None or dtype.kind != "dtype":
+        raise NotOnIndex
+    assert entry.storage is not None
+    lazy = Lazy(
+        entry.numel * itemsize(dtype.name),
+        lambda: map(cast, whole_elements(elements(entry), itemsize(entry.dtype))),
+        reads=entry.nbytes,
+        memory=entry.storage.held,
+    )
+    return in_row_major(entry.key, dtype.name, entry.shape, Storage(lazy))
+
+
+def _cat(parts: tuple[TensorEntry, ...], dim: int = 0) -> TensorEntry:
+    """Put contiguous tensors end to end: dimensions before `dim` must be 1."""
+    head, tail = parts[0].shape[:dim], parts[0].shape[dim + 1 :]
+    layouts = {(part.dtype, part.shape[:dim], part.shape[dim + 1 :], len(part.shape)) for part in parts}
+    contiguous = all(part.is_contiguous for part in parts)
+    if len(layouts) > 1 or prod(head) != 1 or not contiguous or dim >= len(parts[0].shape):
+        raise NotOnIndex
+    shape = (*head, sum(part.shape[dim] for part in parts), *tail)
+    storage = concatenated([window(part, 0, part.numel) for part in parts])
+    return replace(parts[0], shape=shape, stride=contiguous_stride(shape), offset=0, storage=storage)
+
+
+def _stack(parts: tuple[TensorEntry, ...], dim: int) -> TensorEntry:
+    def unsqueezed(entry: TensorEntry) -> TensorEntry:
+        if dim > len(entry.shape):
+            raise NotOnIndex
+        shape, stride = ((*sizes[:dim], 1, *sizes[dim:]) for sizes in (entry.shape, entry.stride))
+        return replace(entry, shape=shape, stride=stride)
+
+    return _cat(tuple(map(unsqueezed, parts)), dim)
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+_KINDS: Mapping[str, Callable[[Any], bool]] = {
+    "t": lambda value: isinstance(value, TensorEntry),
+    "T": lambda value: type(value) is tuple and bool(value) and all(isinstance(one, TensorEntry) for one in value),
+    "i": _is_size,
+    "I": lambda value: type(value) is tuple and all(map(_is_size, value)),
+    "p": lambda value: isinstance(value, _Parts),
+}
+
+
+def on_index(key: str, source: Expression, entries: Entries) -> TensorEntry | None:
+    """Return the entry `key` with the value of `source`: as in torch a view if it is one, else bytes laid end to end.
+
+    Return None if the value must be computed, or if an operator does not fit its arguments.
+    """
+    try:
+        entry = _value(source, entries)
+    except NotOnIndex:
+        return None
+    sources = (entries[name] for name in set(refs(source)))
+    nbytes = sum(one.nbytes for one in sources if isinstance(one, TensorEntry))
+    if not isinstance(entry, TensorEntry) or entry.nbytes > max(limits().made_bytes, limits().made_times * nbytes):
+        return None
+    shape, stride = (*entry.shape,), (*entry.stride,)  # new tuples: a pickle refers back to a tuple it has written
+    return replace(entry, key=key, shape=shape, stride=stride, payload=None)
+
+
+def _value(node: Argument, entries: Entries) -> Any:
+    if isinstance(node, Ref):
+        entry = entries[node.key]
+        if not isinstance(entry, TensorEntry) or entry.storage is None:
+            raise NotOnIndex
+        return entry
+    if isinstance(node, tuple):
+        return tuple(_value(item, entries) for item in node)
+    if not isinstance(node, Op):
+        return node
+    row = OPS[node.op].on_index if node.op in OPS else None
+    if row is None:
+        raise NotOnIndex
+    needed, _, optional = row.takes.partition("|")
+    kinds = needed + optional
+    args, kwargs = [_value(arg, entries) for arg in node.args], dict(node.kwargs)
+    fits = len(needed) <= len(args) <= len(kinds) and all(_KINDS[kind](arg) for kind, arg in zip(kinds, args))
+    if not fits or any(name != row.keyword or not isinstance(value, Special) for name, value in kwargs.items()):
+        raise NotOnIndex
+    if row.run is _to_copy and not kwargs:
+        raise NotOnIndex
+    return row.run(*args, **kwargs)
+
+
+# The table
+
+OPS: dict[str, Operator] = {GETITEM: Operator(moves=True, on_index=OnIndex(_item, "pi"))}
+
+
+_COMPUTES, _MOVES = Operator(), Operator(moves=True)
+
+
+def _rows(names: str, row: Operator = _COMPUTES, overloads: str = "default") -> None:
+    for name in names.split():
+        OPS.update({f"aten.{name}": row} if "." in name else {f"aten.{name}.{one}": row for one in overloads.split()})
+
+
+# Other order or shape of the same elements
+_rows(
+    "alias detach contiguous t transpose.int movedim.int movedim.intlist swapaxes view _unsafe_view view.dtype squeeze "
+    "squeeze.dim squeeze.dims unsqueeze flatten.using_ints unflatten.int flip roll",
+    _MOVES,
+)
+_rows("clone", Operator(moves=True, on_index=OnIndex(_clone, "t", "memory_format")))
+_rows("_to_copy", Operator(moves=True, on_index=OnIndex(_to_copy, "t", "dtype")))
+_rows("permute", Operator(moves=True, on_index=OnIndex(_permute, "tI")))
+_rows("reshape", Operator(moves=True, on_index=OnIndex(_reshape, "tI")))
+_rows(
+    "copy resolve_conj resolve_neg numpy_T view_as_real view_as_complex real imag _conj conj_physical rot90 "
     "pixel_shuffle pixel_unshuffle channel_shuffle"
 )
-_FEWER_OR_MORE = _each(
-    "select.int slice.Tensor narrow diagonal unfold expand repeat tile repeat_interleave.self_int cat stack tril triu "
-    "constant_pad_nd diag diag_embed slice_scatter select_scatter diagonal_scatter block_diag"
+# Fewer or more elements
+_rows("narrow", Operator(moves=True, on_index=OnIndex(_narrow, "tiii")))
+_rows("select.int", Operator(moves=True, on_index=OnIndex(_select, "tii")))
+_rows("slice.Tensor", Operator(moves=True, on_index=OnIndex(_slice, "tiii")))
+_rows("cat", Operator(moves=True, on_index=OnIndex(_cat, "T|i")))
+_rows("stack", Operator(moves=True, on_index=OnIndex(_stack, "Ti")))
+_rows("expand", _MOVES)
+_rows("split.Tensor", Operator(_check_parts, moves=True, on_index=OnIndex(_split, "ti|i")))
+_rows("chunk", Operator(_check_parts, moves=True, on_index=OnIndex(_chunk, "ti|i")))
+_rows("split_with_sizes", Operator(moves=True, on_index=OnIndex(_split_with_sizes, "tI|i")))
+_rows("unbind.int", Operator(_check_parts, moves=True))
+_rows("unsafe_split.Tensor unsafe_chunk", Operator(_check_parts))
+_rows("unsafe_split_with_sizes")
+_rows("index_select", Operator(_check_index, moves=True))
+_rows("gather scatter.src scatter.value scatter_add index_copy index_add index_fill.int_Scalar", Operator(_check_index))
+_rows("index.Tensor", Operator(_check_indices, lambda given: sizes(given["self"]), moves=True))
+_rows("index_put", Operator(_check_indices))
+_rows("as_strided as_strided_scatter", Operator(_check_stride))
+_rows("masked_select", Operator(most_bytes=_most_bytes_masked))
+_rows(
+    "nonzero", Operator(most_bytes=lambda given: 8 * max(1, given["self"].dim()) * max(1, int(given["self"].numel())))
 )
-_MADE_OF_NUMBERS = _each(
+_rows(
+    "diagonal unfold repeat tile repeat_interleave.self_int tril triu constant_pad_nd diag diag_embed slice_scatter "
+    "select_scatter diagonal_scatter block_diag"
+)
+# Constants
+_rows(
     "full zeros ones scalar_tensor eye eye.m arange arange.start arange.start_step linspace tril_indices triu_indices"
 )
-_OF_ONE = _each(
+# Of one tensor, element by element
+_rows(
     "abs neg sign sqrt rsqrt square reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh "
     "cosh tanh asinh acosh atanh sigmoid erf erfc floor ceil round round.decimals trunc frac relu silu gelu softplus "
     "leaky_relu elu nan_to_num isnan isinf isposinf isneginf isfinite bitwise_not logical_not signbit sgn angle "
     "positive logit erfinv"
 )
-_OF_TWO = [
-    *_overloads("add sub rsub mul div eq ne lt le gt ge", "Tensor Scalar"),
-    *_overloads("bitwise_and bitwise_or bitwise_xor", "Tensor Scalar Scalar_Tensor"),
-    *_overloads("pow", "Tensor_Tensor Tensor_Scalar Scalar"),
-    *_overloads("bitwise_left_shift bitwise_right_shift", "Tensor Tensor_Scalar Scalar_Tensor"),
-    *_overloads("__lshift__ __rshift__", "Tensor Scalar"),
-    *_overloads("lerp masked_fill", "Scalar Tensor"),
-    *_overloads("where", "self ScalarSelf ScalarOther Scalar"),
-    *_each("maximum minimum fmax fmin logical_and logical_or logical_xor atan2 hypot copysign.Tensor copysign.Scalar"),
-    *_each("complex polar ldexp.Tensor xlogy.Tensor logaddexp heaviside"),
-    *_each("addcmul addcdiv clamp clamp.Tensor clamp_min clamp_min.Tensor clamp_max clamp_max.Tensor"),
-]
-_INTEGER_DIVISION = [
-    *_overloads("div", "Tensor_mode Scalar_mode"),
-    *_overloads("remainder fmod", "Tensor Scalar"),
-    *_each("floor_divide floor_divide.Scalar"),
-]
-_REDUCTIONS = [
-    *_overloads("any all", "default dim"),
-    *_overloads("max min", "default dim"),
-    *_overloads("std var std_mean var_mean", "correction"),
-    *_each(
-        "sum sum.dim_IntList mean mean.dim prod prod.dim_int amax amin argmax argmin norm.Scalar norm.ScalarOpt_dim"
-    ),
-    *_each("linalg_vector_norm logsumexp cumsum cumprod count_nonzero.dim_IntList _softmax _log_softmax"),
-    *_each("nansum aminmax trace"),
-    *_each("sort sort.stable argsort argsort.stable topk"),
-]
-_PRODUCTS = _each("mm bmm mv dot vdot addmm addmv addr baddbmm matmul outer")
-_OF_LISTS = [
-    *_overloads("_foreach_add _foreach_sub _foreach_mul _foreach_div", "Scalar List"),
-    *_each("_foreach_neg _foreach_abs _foreach_sqrt"),
-]
-_INTERPOLATIONS = [
-    *_overloads("upsample_nearest1d upsample_nearest2d upsample_nearest3d", "default vec"),
-    *_overloads("_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d", "default vec"),
-    *_overloads("upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d", "default vec"),
-    *_overloads("_upsample_bilinear2d_aa _upsample_bicubic2d_aa", "default vec"),
-]
-_ROWS: tuple[tuple[list[str], Operator], ...] = (
-    (_SAME_ELEMENTS, Operator()),
-    (_FEWER_OR_MORE, Operator()),
-    (_MADE_OF_NUMBERS, Operator()),
-    (_OF_ONE, Operator()),
-    (_OF_TWO, Operator()),
-    (_REDUCTIONS, Operator()),
-    (_PRODUCTS, Operator()),
-    (_OF_LISTS, Operator()),
-    (_INTEGER_DIVISION, Operator(_divides)),
-    (_INTERPOLATIONS, Operator(_scales)),
-    (_each("as_strided as_strided_scatter"), Operator(_inside)),
-    (_each("split.Tensor unbind.int chunk unsafe_split.Tensor unsafe_chunk"), Operator(_few_parts)),
-    (_each("split_with_sizes unsafe_split_with_sizes"), Operator()),
-    (_each("index_select gather scatter.src scatter.value scatter_add"), Operator(_indices_inside)),
-    (_each("index_copy index_add index_fill.int_Scalar"), Operator(_indices_inside)),
-    (_each("index.Tensor"), Operator(_all_indices_inside, _as_many_as_it)),
-    (_each("index_put"), Operator(_all_indices_inside)),
-    (_each("masked_select"), Operator(most=_as_many_as_both)),
-    (_each("nonzero"), Operator(most=_an_index_each)),
+# Of two tensors, element by element
+_rows("add sub rsub mul div eq ne lt le gt ge __lshift__ __rshift__", overloads="Tensor Scalar")
+_rows("bitwise_and bitwise_or bitwise_xor", overloads="Tensor Scalar Scalar_Tensor")
+_rows("pow", overloads="Tensor_Tensor Tensor_Scalar Scalar")
+_rows("bitwise_left_shift bitwise_right_shift", overloads="Tensor Tensor_Scalar Scalar_Tensor")
+_rows("lerp masked_fill", overloads="Scalar Tensor")
+_rows("where", overloads="self ScalarSelf ScalarOther Scalar")
+_rows(
+    "maximum minimum fmax fmin logical_and logical_or logical_xor atan2 hypot copysign.Tensor copysign.Scalar complex "
+    "polar ldexp.Tensor xlogy.Tensor logaddexp heaviside addcmul addcdiv"
 )
-GETITEM = "getitem"  # one of the tensors that another operator gives
-OPERATORS: Mapping[str, Operator] = {GETITEM: Operator()} | {name: row for names, row in _ROWS for name in names}
+_rows("clamp clamp_min clamp_max", overloads="default Tensor")
+_rows("div", Operator(_check_divisor), "Tensor_mode Scalar_mode")
+_rows("remainder fmod", Operator(_check_divisor), "Tensor Scalar")
+_rows("floor_divide floor_divide.Scalar", Operator(_check_divisor))
+# Reductions and orders
+_rows("any all max min", overloads="default dim")
+_rows("std var std_mean var_mean", overloads="correction")
+_rows(
+    "sum sum.dim_IntList mean mean.dim prod prod.dim_int amax amin argmax argmin norm.Scalar norm.ScalarOpt_dim "
+    "linalg_vector_norm logsumexp cumsum cumprod count_nonzero.dim_IntList _softmax _log_softmax nansum aminmax trace "
+    "sort sort.stable argsort argsort.stable topk"
+)
+# Products
+_rows("mm bmm mv dot vdot addmm addmv addr baddbmm matmul outer")
+# Lists of tensors
+_rows("_foreach_add _foreach_sub _foreach_mul _foreach_div", overloads="Scalar List")
+_rows("_foreach_neg _foreach_abs _foreach_sqrt")
+# Interpolations
+_rows(
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d "
+    "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d "
+    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+    Operator(_check_scales),
+    "default vec",
+)
 
 
-def unfit(name: str, given: Arguments) -> str | None:
-    """What is wrong with the arguments of an operator of the list; None where nothing is."""
-    return OPERATORS[name].check(given)
+def refused(name: str) -> str | None:
+    """Return why an expression may not hold the operator, or None if it may."""
+    return None if name in OPS else f"{name[:100]!r} is not an operator that a plan may hold"
 
 
-def sizes(found: Any) -> int:
-    """Bytes of a tensor, or of all tensors of a list."""
-    if isinstance(found, Sequence):
-        return sum(map(sizes, found))
-    return int(found.numel()) * int(found.element_size())
+def sizes(result: Any) -> int:
+    """Return the bytes of a torch tensor, or of all tensors of a list."""
+    if isinstance(result, (list, tuple)):
+        return sum(map(sizes, result))
+    return int(result.numel()) * int(result.element_size())

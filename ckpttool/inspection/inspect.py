@@ -33,7 +33,7 @@ from ckpttool.core.schema import (
 from ckpttool.core.text import Info, number, plural, some
 from ckpttool.core.values import dataclass, public
 from ckpttool.distributed.job import Question, answers
-from ckpttool.evaluate.statistics import Statistics, statistics
+from ckpttool.evaluate.compare import Statistics, statistics
 from ckpttool.formats.detect_folder import dangerous_beside
 from ckpttool.formats.registry import MEMORY
 from ckpttool.naming.adapters import Adapter, adapter_of

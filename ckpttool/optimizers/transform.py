@@ -14,7 +14,8 @@ from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, numbered, renamed
 from ckpttool.core.plan import GroupMove, OptimizerMove
-from ckpttool.evaluate import index_eval
+from ckpttool.evaluate.apply import entry_of
+from ckpttool.evaluate.ops import OPS
 from ckpttool.naming.convert import with_keys
 from ckpttool.naming.match import NameTables
 from ckpttool.optimizers import forms
@@ -24,18 +25,6 @@ from ckpttool.optimizers.identify import Parameters
 
 Sources = Mapping[str, Expression]  # new name of a parameter -> what it is of the old ones
 Shapes = Mapping[str, "tuple[int, ...] | None"]
-
-# Operators that put elements elsewhere and leave them as they are, and casts, which round each by itself: what they
-# make of a parameter they make of its moments. (`Optimizer.load_state_dict` casts moments as their parameter.)
-_MOVES = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("alias", "cat", "chunk", "clone", "concat", "contiguous", "detach", "expand", "flatten", "flip", "index"),
-        *("index_select", "movedim", "narrow", "permute", "reshape", "roll", "select", "slice", "split"),
-        *("split_with_sizes", "squeeze", "stack", "swapaxes", "t", "transpose", "unbind", "unflatten", "unsqueeze"),
-        *("view", "_unsafe_view", "_reshape_alias", "_to_copy"),
-    )
-)
 
 
 def identity(params: Sequence[Param]) -> dict[str, Expression]:
@@ -132,10 +121,10 @@ def _computed(
     if any(own.keys() != owned[0].keys() for own in owned):
         problems.append(Problem(f"{' and '.join(refs)} have not taken the same steps", name))
         return None
-    used = (".".join(op.split(".")[:2]) for op in ex.operators(source))  # without their overloads: `aten.cat`
-    bad = next((op for op in used if op not in _MOVES and op != "getitem"), None)
+    bad = next((op for op in ex.operators(source) if op not in OPS or not OPS[op].moves), None)
     if bad is not None:
-        problems.append(Problem(f"computed by {bad}, which changes values: moments do not follow it", name))
+        name_of_op = ".".join(bad.split(".")[:2])  # without its overload: `aten.mul`
+        problems.append(Problem(f"computed by {name_of_op}, which changes values: moments do not follow it", name))
         return None
     made = {}
     for entry in owned[0]:
@@ -150,12 +139,7 @@ def _computed(
 def _value(key: str, source: Expression, values: Mapping[str, Any], shapes: Shapes) -> Any:
     """One entry of a parameter's state: moments by the parameter's own expression, a step where all agree on it."""
     if all(_is_moment(key.rpartition(".")[2], value, shapes.get(ref)) for ref, value in values.items()):
-        made = index_eval.entry_of(key, source, values)
-        if made is not None:
-            return made
-        from ckpttool.evaluate import torch_eval
-
-        return torch_eval.entry_of(key, source, values)
+        return entry_of(key, source, values)
     first, *others = values.values()
     if isinstance(first, ExtraEntry) or (isinstance(first, TensorEntry) and first.numel != 1):
         raise Refused("it has not the shape of its parameter", hint="")

@@ -14,7 +14,7 @@ from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.expression import Expression, Op, Special
 from ckpttool.core.text import shape_text
 from ckpttool.core.values import dataclass
-from ckpttool.evaluate.index_eval import ROW_MAJOR
+from ckpttool.evaluate.ops import ROW_MAJOR
 from ckpttool.rules.patterns import matches
 
 Size = Union[int, str]  # a text is an expression whose names have no value yet

@@ -17,7 +17,7 @@ from ckpttool.core.schema import COUNT, FLAG, TEXT, TEXTS, list_of, nullable, on
 from ckpttool.core.text import plural, shell
 from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate.apply import run_code
-from ckpttool.evaluate.compare import fingerprints, same_values
+from ckpttool.evaluate.compare import difference, fingerprints, same_values
 from ckpttool.formats.detect import sniff
 from ckpttool.formats.pickle_read import collected
 from ckpttool.formats.pt2.aotinductor import INSIDE, OUTSIDE, is_inlined
@@ -295,9 +295,8 @@ def _of_model(name: str) -> str:
 def _difference(entry: TensorEntry, value: TensorEntry) -> str:
     if (entry.dtype, entry.shape) != (value.dtype, value.shape):
         return f"{value.dtype} {list(value.shape)}, the program has {entry.dtype} {list(entry.shape)}"
-    from ckpttool.evaluate import torch_eval
-
-    return torch_eval.difference(torch_eval.load(entry), torch_eval.load(value), 0, 0) or ""
+    differs = difference(entry, value, 0, 0)
+    return "" if differs is None else differs.text
 
 
 def _feed(

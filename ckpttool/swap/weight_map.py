@@ -14,7 +14,7 @@ from ckpttool.core.expression import Expression, Op, Ref, Special
 from ckpttool.core.names import RUNTIME, Names
 from ckpttool.core.plan import ModelRun, Output, Plan
 from ckpttool.core.values import dataclass
-from ckpttool.evaluate import index_eval
+from ckpttool.evaluate.apply import entry_of
 from ckpttool.evaluate.chunks import in_own_storage
 from ckpttool.formats.pt2.archive import replaceable
 from ckpttool.formats.pt2.program import CONSTANTS
@@ -235,12 +235,7 @@ def _value(fqn: str, source: Expression, have: Entries, packed: bool = False) ->
         if isinstance(found, TensorEntry) and (packed or found.storage is not None):
             return replace(found, key=fqn)
         raise Refused(f"{source.key} is no dense tensor", hint="only dense tensors can be put into a program")
-    moved = index_eval.entry_of(fqn, source, have)
-    if moved is not None:
-        return moved
-    from ckpttool.evaluate import torch_eval
-
-    return torch_eval.entry_of(fqn, source, have)
+    return entry_of(fqn, source, have)
 
 
 def _named(source: Expression) -> str:

@@ -14,7 +14,7 @@ import real_models
 from ckpttool.cli.app import main
 from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
 from ckpttool.diffing.sections import Rotary, compare, explain_moved, rotary
-from ckpttool.evaluate.numpy_eval import Difference
+from ckpttool.evaluate.compare import Difference
 from ckpttool.live.model import section_of
 from ckpttool.naming.pairing.evidence import exchangeable
 from ckpttool.naming.pairing.values import Tensor

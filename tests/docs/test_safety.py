@@ -11,7 +11,7 @@ import pytest
 
 from ckpttool.core import limits
 from ckpttool.core.limits import Limits
-from ckpttool.evaluate.ops import GETITEM, OPERATORS
+from ckpttool.evaluate.ops import GETITEM, OPS
 from places import ROOT
 
 PAGE = ROOT / "docs" / "safety.md"
@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "safety.md"
 def listed_operators() -> str:
     """The packets of the list, each with its overloads where they are not all there is to say."""
     packets: dict[str, list[str]] = {}
-    for name in sorted(name for name in OPERATORS if name != GETITEM):
+    for name in sorted(name for name in OPS if name != GETITEM):
         packet, overload = name.split(".")[1:]
         packets.setdefault(packet, []).append(overload)
     return textwrap.fill(", ".join(f"`{packet}`" for packet in packets) + ".", 120)

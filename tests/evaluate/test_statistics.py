@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ckpttool.cli.app import main
-from ckpttool.evaluate.statistics import Statistics, statistics
+from ckpttool.evaluate.compare import Statistics, statistics
 from ckpttool.live.model import section_of
 from files import run_measured
 

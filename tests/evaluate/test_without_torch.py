@@ -10,8 +10,8 @@ import torch
 from ckpttool.core.checkpoint import ExtraEntry, Span, TensorEntry
 from ckpttool.core.expression import Argument, Expression, Op, Ref, Special
 from ckpttool.core.limits import Limits, limited
-from ckpttool.evaluate import index_eval, torch_eval
-from ckpttool.evaluate.index_eval import ROW_MAJOR
+from ckpttool.evaluate import ops, torch_eval
+from ckpttool.evaluate.ops import ROW_MAJOR
 from ckpttool.operands.checkpoint import model_section, open_operand
 
 torch.set_num_threads(1)
@@ -80,14 +80,14 @@ MOVED = {
 
 @pytest.mark.parametrize("name", MOVED)
 def test_what_is_moved_is_what_torch_computes(have: dict[str, TensorEntry | ExtraEntry], name: str) -> None:
-    entry, expected = index_eval.entry_of("x", MOVED[name], have), torch_eval.entry_of("x", MOVED[name], have)
+    entry, expected = ops.on_index("x", MOVED[name], have), torch_eval.entry_of("x", MOVED[name], have)
     assert entry is not None
     assert (entry.key, entry.dtype, entry.shape) == ("x", expected.dtype, expected.shape)
     assert torch.equal(torch_eval.load(entry), torch_eval.load(expected))
 
 
 def test_clones_are_bytes_of_the_file_and_share_nothing(have: dict[str, TensorEntry | ExtraEntry]) -> None:
-    entry = index_eval.entry_of("x", clone(narrow(A, 0, 1, 2)), have)
+    entry = ops.on_index("x", clone(narrow(A, 0, 1, 2)), have)
     assert entry is not None
     assert isinstance(entry.storage.data, Span)
     assert (entry.offset, entry.storage.nbytes) == (0, 2 * 20 * 4)
@@ -140,7 +140,7 @@ LEFT_TO_TORCH = {
 
 @pytest.mark.parametrize("name", LEFT_TO_TORCH)
 def test_what_is_left_to_torch(have: dict[str, TensorEntry | ExtraEntry], name: str) -> None:
-    assert index_eval.entry_of("x", LEFT_TO_TORCH[name], have) is None
+    assert ops.on_index("x", LEFT_TO_TORCH[name], have) is None
 
 
 def valid(chance: random.Random, node: Expression, value: torch.Tensor) -> tuple[Expression, torch.Tensor]:
@@ -185,7 +185,7 @@ def test_every_part_is_moved(have: dict[str, TensorEntry | ExtraEntry]) -> None:
         for _ in range(3):
             if value.dim():
                 node, value = valid(chance, node, value)
-        entry = index_eval.entry_of("x", node, have)
+        entry = ops.on_index("x", node, have)
         assert entry is not None, node
         assert (entry.shape, torch.equal(torch_eval.load(entry), value)) == (tuple(value.shape), True), node
 
@@ -220,7 +220,7 @@ def test_nothing_is_moved_that_torch_computes_otherwise_or_refuses(have: dict[st
     moved = 0
     for seed in range(3000):
         node = drawn(random.Random(seed))
-        entry = None if isinstance(node, Ref) else index_eval.entry_of("x", node, have)
+        entry = None if isinstance(node, Ref) else ops.on_index("x", node, have)
         if entry is not None:
             moved += 1
             expected = torch_eval.entry_of("x", node, have)
@@ -232,10 +232,10 @@ def test_nothing_is_moved_that_torch_computes_otherwise_or_refuses(have: dict[st
 def test_no_more_is_made_than_the_limits_let(have: dict[str, TensorEntry | ExtraEntry]) -> None:
     """Of 240 bytes twice as many; of what is read for it, each tensor counts once. Torch then says what is too much."""
     with limited(Limits(made_bytes=1, made_times=2, made_parts=4)):
-        assert index_eval.entry_of("w", cat(0, A, A), have) is not None
-        assert index_eval.entry_of("w", cat(0, A, A, A), have) is None
-        assert index_eval.entry_of("w", cat(0, A, B, A, B), have) is not None
+        assert ops.on_index("w", cat(0, A, A), have) is not None
+        assert ops.on_index("w", cat(0, A, A, A), have) is None
+        assert ops.on_index("w", cat(0, A, B, A, B), have) is not None
         fours = Op("aten.split.Tensor", (reshape(A, 60), 15))
         fives = Op("aten.split.Tensor", (reshape(A, 60), 14))
-        assert index_eval.entry_of("w", Op("getitem", (fours, 3)), have) is not None
-        assert index_eval.entry_of("w", Op("getitem", (fives, 4)), have) is None
+        assert ops.on_index("w", Op("getitem", (fours, 3)), have) is not None
+        assert ops.on_index("w", Op("getitem", (fives, 4)), have) is None

@@ -17,7 +17,7 @@ import torch
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import Argument, Op, Ref, Special
 from ckpttool.core.limits import Limits, limited
-from ckpttool.evaluate.ops import GETITEM, OPERATORS
+from ckpttool.evaluate.ops import GETITEM, OPS
 from ckpttool.evaluate.torch_eval import evaluate
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool", "complex64")
@@ -96,7 +96,7 @@ class Arguments:
 def main(seconds: float, seed: int, say: bool = False) -> Counter[str]:
     """Fuzzes; how many expressions gave a value, and how many were refused."""
     torch.set_num_threads(1)
-    names = sorted(name for name in OPERATORS if name != GETITEM)
+    names = sorted(name for name in OPS if name != GETITEM)
     counts: Counter[str] = Counter()
     end = time.monotonic() + seconds
     with limited(LIMITS):

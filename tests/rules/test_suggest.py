@@ -183,7 +183,7 @@ def test_two_models_that_have_nothing_in_common() -> None:
 @given(st.data())
 def test_values_tell_what_names_do_not(data: st.DataObject) -> None:
     """Tensors of one shape under names that say nothing, in any order: with their values every pair is right."""
-    from ckpttool.evaluate.statistics import Digests
+    from ckpttool.evaluate.apply import Digests
 
     count = data.draw(st.integers(2, 6))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))

@@ -1,4 +1,4 @@
-"""What goes into an inference and what comes out of it, and keys of repeated layers as one group."""
+"""The input and output of an inference, and groups of tensors that differ in layer numbers only."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from typing import Protocol
 from ckpttool.core.expression import Expression
 from ckpttool.core.values import dataclass
 
-NUMBER = "#"  # a generalised layer number in a template; no file's segment is mistaken for it, see `template`
-
-SAME_NAME = "the same name"  # how evidence by names alone begins
+NUMBER = "#"  # any layer number in a template; `template` escapes segments of a key that read like it
+SAME_NAME = "the same name"  # the start of evidence by names alone
 
 Template = tuple[str, ...]
-Digest = Callable[[Expression], "bytes | None"]  # of a value over one side's keys; None where it has none
+Digest = Callable[[Expression], "bytes | None"]  # of a value over one side's keys; None if it has none
 
 
 class Outlined(Protocol):
-    """All that an index says of a tensor; a `TensorEntry` is one."""
+    """What the index says about a tensor; a `TensorEntry` is one."""
 
     @property
     def key(self) -> str:
-        """Its name."""
+        """The name."""
 
     @property
     def dtype(self) -> str:
@@ -29,12 +28,12 @@ class Outlined(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its sizes."""
+        """The sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of one side by itself."""
+    """The outline of a tensor, without an index."""
 
     key: str
     dtype: str
@@ -43,9 +42,9 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Tensors of the left that are likely those of the right. Several on one side are the parts of the other's one,
-    end to end along dimension 0, in this order. `transposed` says of which side the tensors are stored transposed:
-    ``left``, ``right``, or neither.
+    """Tensors of the left that are likely those of the right. Several tensors on one side are the parts of the other
+    side's one, end to end along dimension 0, in this order. `transposed` is the side whose tensors are stored
+    transposed: ``left``, ``right``, or neither.
     """
 
     left: tuple[str, ...]
@@ -65,7 +64,7 @@ class Ambiguous:
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """What was inferred. Every key stands in one pair at most, and in none of `ambiguous` where it stands in one."""
+    """Pairs, and ambiguous tensors. A key is in one pair at most, and if so, in none of `ambiguous`."""
 
     pairs: tuple[Pair, ...] = ()
     ambiguous: tuple[Ambiguous, ...] = ()
@@ -73,7 +72,7 @@ class Inference:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side's tensors. `ordered`: the file keeps the order in which the model defines them."""
+    """One side's tensors. `ordered`: they are in the order in which the model defines them."""
 
     tensors: Sequence[Outlined]
     ordered: bool = True
@@ -82,11 +81,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Tensors whose names differ in layer numbers only, one at least. There may be one of these for each tensor.
+    """Tensors whose names differ in layer numbers only. There may be as many groups as tensors.
 
-    `path` is their name with all layer numbers generalised, `fixed` are the last of these numbers where all of the
-    tensors have the same there, joined by dots. `many` are the tensors by their other numbers, joined by dots; None
-    where they have none, so that there is nothing but the `first`.
+    `path` is their name with `NUMBER` for all layer numbers. `fixed` are the last numbers, joined by dots, if they are
+    the same for all tensors. `many` maps the other numbers to tensors; None if there are none, but only the `first`.
     """
 
     path: Template
@@ -96,15 +94,13 @@ class Group:
 
     @property
     def members(self) -> Mapping[str, Outlined]:
-        """The numbers in which they differ, joined by dots -> the tensor."""
+        """The tensors by the numbers in which they differ, joined by dots."""
         return {"": self.first} if self.many is None else self.many
 
     @property
     def template(self) -> Template:
-        """Their name, with the numbers generalised in which they differ."""
-        if not self.fixed:
-            return self.path
-        numbers, segments = self.fixed.split("."), list(self.path)
+        """Their name, with `NUMBER` for the numbers in which they differ."""
+        numbers, segments = self.fixed.split(".") if self.fixed else [], list(self.path)
         for at in range(len(segments) - 1, -1, -1):
             if numbers and segments[at] == NUMBER:
                 segments[at] = numbers.pop()
@@ -112,75 +108,67 @@ class Group:
 
     @property
     def signature(self) -> Hashable:
-        """Equal for groups that have tensors of the same shapes in the same layers. Any two floating-point dtypes are
-        alike: checkpoints are cast.
+        """A value that is equal for groups with tensors of the same shapes in the same layers.
+
+        All floating-point dtypes count as the same: checkpoints are cast.
         """
         if self.many is None:
-            return likeness(self.first)
-        found: dict[Hashable, list[str]] = {}
-        for at, one in self.many.items():
-            found.setdefault(likeness(one), []).append(at)
-        return frozenset((like, frozenset(own)) for like, own in found.items())
+            return _outline(self.first)
+        layers: dict[Hashable, list[str]] = {}
+        for numbers, tensor in self.many.items():
+            layers.setdefault(_outline(tensor), []).append(numbers)
+        return frozenset((outline, frozenset(numbers)) for outline, numbers in layers.items())
 
     def at_depth(self, depth: int) -> Iterator[Group]:
-        """The tensors with only the first `depth` of their numbers generalised; none where they have fewer."""
+        """Yield groups of the tensors that differ in the first `depth` numbers only."""
         count = self.path.count(NUMBER)
         if count == depth:
             yield self
         elif self.many is not None and not depth:
-            yield from (Group(self.path, numbers, one, None) for numbers, one in self.many.items())
+            yield from (Group(self.path, numbers, tensor, None) for numbers, tensor in self.many.items())
         elif self.many is not None and depth < count:
-            found: dict[str, dict[str, Outlined]] = {}
-            for at, one in self.many.items():
-                numbers = at.split(".")
-                found.setdefault(".".join(numbers[depth:]), {})[".".join(numbers[:depth])] = one
-            yield from (_group(self.path, fixed, own) for fixed, own in found.items())
+            groups: dict[str, dict[str, Outlined]] = {}
+            for joined, tensor in self.many.items():
+                numbers = joined.split(".")
+                groups.setdefault(".".join(numbers[depth:]), {})[".".join(numbers[:depth])] = tensor
+            yield from (_group(self.path, fixed, members) for fixed, members in groups.items())
 
     def among(self, keys: Container[str]) -> Group | None:
-        """Those of the tensors that have one of the keys; None where none has."""
-        own = {at: one for at, one in self.members.items() if one.key in keys}
-        if len(own) == len(self.members):
+        """Return the group of those tensors that have one of the keys, or None."""
+        members = {numbers: tensor for numbers, tensor in self.members.items() if tensor.key in keys}
+        if len(members) == len(self.members):
             return self
-        return _group(self.path, self.fixed, own) if own else None
+        return _group(self.path, self.fixed, members) if members else None
 
 
-def likeness(tensor: Outlined) -> Hashable:
-    """What tensors have in common that one could be the other, casts aside."""
+def _group(path: Template, fixed: str, members: dict[str, Outlined]) -> Group:
+    return Group(path, fixed, next(iter(members.values())), None if members.keys() == {""} else members)
+
+
+def _outline(tensor: Outlined) -> Hashable:
     return "float" in tensor.dtype, tensor.shape
 
 
+def groups(tensors: Iterable[Outlined]) -> list[Group]:
+    """Group the tensors by their names without any layer number, in the order of each group's first tensor."""
+    members: dict[Template, dict[str, Outlined]] = {}
+    for tensor in tensors:
+        path, numbers = template(tensor.key)
+        members.setdefault(path, {})[numbers] = tensor
+    return [_group(path, "", group) for path, group in members.items()]
+
+
 def template(key: str) -> tuple[Template, str]:
-    """The key's segments with its layer numbers generalised, and these numbers, joined by dots."""
+    """Return the key's segments with `NUMBER` for layer numbers, and these numbers, joined by dots."""
     segments = key.split(".")
     numbers = [segment for segment in segments if segment.isdecimal()]
-    if NUMBER in key:  # a segment that reads like a generalised number is told from one
-        segments = [f"\\{one}" if _reads_like_number(one) else one for one in segments]
+    if NUMBER in key:
+        segments = [f"\\{one}" if one.lstrip("\\") == NUMBER else one for one in segments]
     if not numbers:
         return tuple(segments), ""
     return tuple([NUMBER if one.isdecimal() else one for one in segments]), ".".join(numbers)
 
 
 def shown(path: Template) -> str:
-    """The template as a name, with ``{n}`` for layer numbers."""
-    return ".".join("{n}" if one == NUMBER else one[1:] if _reads_like_number(one) else one for one in path)
-
-
-def _reads_like_number(segment: str) -> bool:
-    return segment.lstrip("\\") == NUMBER
-
-
-def groups(tensors: Iterable[Outlined]) -> list[Group]:
-    """The tensors, grouped with all of their layer numbers generalised; in the order of the first of each group."""
-    found: dict[Template, dict[str, Outlined]] = {}
-    for tensor in tensors:
-        path, numbers = template(tensor.key)
-        own = found.get(path)
-        if own is None:
-            own = found[path] = {}
-        own[numbers] = tensor
-    return [_group(path, "", own) for path, own in found.items()]
-
-
-def _group(path: Template, fixed: str, members: dict[str, Outlined]) -> Group:
-    first = next(iter(members.values()))
-    return Group(path, fixed, first, None if members.keys() == {""} else members)
+    """Return the template as a name, with ``{n}`` for layer numbers."""
+    return ".".join("{n}" if one == NUMBER else one[1:] if one.lstrip("\\") == NUMBER else one for one in path)
