@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import NamedTuple
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.keys import NUMBER
-from ckpttool.core.values import dataclass
-from ckpttool.rules.patterns import InTurn, parse, pattern_of, ways
+from ckpttool.rules.patterns import InTurn, parse, pattern_of
 
 _VARIABLES = ("{n}", "{m}", "{k}", "{j}")  # the layer numbers, the outermost first
 _MOST_KINDS = 400  # kinds of renames beyond which only layer numbers are generalised
@@ -15,9 +16,8 @@ _TOO_MANY = 4000  # kinds of renames beyond which every key is named by itself
 _SAMPLES = 2  # keys of each kind that a rule is tried on; all are checked at the end
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A rule, and what it makes of every sample: its right name, another name, or nothing."""
+class _Candidate(NamedTuple):
+    """A rule, and the samples that it gives their right name, or another name."""
 
     text: str
     right: frozenset[str]
@@ -25,45 +25,55 @@ class _Candidate:
 
 
 def renames(wanted: Mapping[str, str], kept: Iterable[str]) -> tuple[str, ...]:
-    """Rules, of which the first that matches renames a key, that give the keys of `wanted` their new names and leave
-    those that are `kept` alone.
+    """Return rules that give the keys of `wanted` their new names, and leave the `kept` keys alone.
 
-    The last rule is found first: the one that explains most, whatever it gets wrong is left to rules before it.
+    The first rule that matches renames a key. The last rule is inferred first: it explains most, and its errors are
+    left to the rules before it.
     """
     names = {**{key: key for key in kept}, **wanted}
+    one_by_one = tuple(f"{key} => {name}" for key, name in names.items() if key != name)
     samples = _samples(names)
     if len(samples) > _TOO_MANY * _SAMPLES:
-        return _each(names)
+        return one_by_one
     todo = {key for key in samples if names[key] != key}
     done = samples.keys() - todo
     candidates = _candidates({key: names[key] for key in todo}, samples)
     rules: list[str] = []
     while todo:
         fitting = [one for one in candidates if one.right & todo and not one.wrong & done]
-        if not fitting:  # names that a rule cannot say
+        if not fitting:  # a rule cannot express these names
             break
         best = max(fitting, key=lambda one: (len(one.right & todo) - len(one.wrong & todo), -len(one.text), one.text))
         rules.insert(0, best.text)
         done |= best.right & todo
         todo -= best.right
-    return _checked(_without_idle(rules, samples), names)
+    for rule in list(rules):
+        others = [one for one in rules if one != rule]
+        if _are_right(others, samples):
+            rules = others
+    return tuple(rules) if _are_right(rules, names) else one_by_one
 
 
 def patterns(wanted: Sequence[str], others: Iterable[str]) -> tuple[str, ...]:
-    """Patterns that name the keys of `wanted` and none of the others."""
-    kinds: dict[str, list[str]] = {}  # a pattern has no number of its own: it names all keys of a kind, or none
+    """Return patterns that match the keys of `wanted` and none of the others."""
+    kinds: dict[str, list[str]] = {}  # a pattern has no number: it matches all keys of a kind, or none
     for key in wanted:
-        kinds.setdefault(".".join(_numbered(key.split("."))), []).append(key)
-    spared = dict.fromkeys(".".join(_numbered(key.split("."))) for key in others)
+        kinds.setdefault(".".join(_with_variables(key.split("."))), []).append(key)
+    spared = dict.fromkeys(".".join(_with_variables(key.split("."))) for key in others)
     if len(kinds) * (len(kinds) + len(spared)) > _MOST_KINDS**2:
         return tuple(wanted)
-    texts = dict.fromkeys(text for kind in kinds for text in _shortened(kind.split(".")))
-    hits = {text: _named(text, kinds) for text in texts if not _named(text, spared)}
+    texts: dict[str, None] = {}
+    for kind in kinds:
+        segments = kind.split(".")
+        texts[kind] = None
+        texts |= dict.fromkeys(".".join([*segments[:end], "{x*}"]) for end in range(len(segments) - 1, 0, -1))
+        texts |= dict.fromkeys(".".join(["{y*}", *segments[start:]]) for start in range(1, len(segments)))
+    hits = {text: _matching(text, kinds) for text in texts if not _matching(text, spared)}
     rest, found = dict(kinds), list[str]()
     while rest:
-        count = {text: sum(len(rest.get(kind, ())) for kind in own) for text, own in hits.items()}
-        best = max(count, key=lambda text: (count[text], -len(text)), default="")
-        if not count.get(best):
+        counts = {text: sum(len(rest.get(kind, ())) for kind in matched) for text, matched in hits.items()}
+        best = max(counts, key=lambda text: (counts[text], -len(text)), default="")
+        if not counts.get(best):
             return (*found, *(key for keys in rest.values() for key in keys))
         found.append(best)
         for kind in hits[best]:
@@ -72,114 +82,72 @@ def patterns(wanted: Sequence[str], others: Iterable[str]) -> tuple[str, ...]:
 
 
 def numbered(names: Sequence[str]) -> tuple[str, ...]:
-    """The names with the layer numbers that all of them have in common as variables."""
+    """Return the names with variables for the layer numbers that all of them share."""
     split = [name.split(".") for name in names]
-    numbers = [[part for part in segments if part.isdecimal()] for segments in split]
-    shared = 0
-    for alike in zip(*numbers):
-        if len(set(alike)) > 1:
-            break
-        shared += 1
-    return tuple([".".join(_numbered(segments, shared)) for segments in split])
+    numbers = zip(*([part for part in segments if part.isdecimal()] for segments in split))
+    shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, numbers))
+    return tuple([".".join(_with_variables(segments, shared)) for segments in split])
 
 
-def _numbered(segments: Sequence[str], count: int = len(_VARIABLES)) -> list[str]:
+def _with_variables(segments: Sequence[str], count: int = len(_VARIABLES)) -> list[str]:
     variables = iter(_VARIABLES[:count])
     return [next(variables, part) if part.isdecimal() else part for part in segments]
 
 
-def _named(text: str, keys: Iterable[str]) -> list[str]:
+def _matching(text: str, keys: Iterable[str]) -> list[str]:
     pattern = pattern_of(text.split("."))
-    return [key for key in keys if any(True for _ in ways(pattern, key.split(".")))]
-
-
-def _shortened(segments: Sequence[str]) -> Iterator[str]:
-    for end in range(len(segments), 0, -1):
-        yield ".".join([*segments[:end], *(["{x*}"] if end < len(segments) else [])])
-    for start in range(1, len(segments)):
-        yield ".".join(["{y*}", *segments[start:]])
+    return [key for key in keys if any(True for _ in pattern.ways(key.split(".")))]
 
 
 def _samples(names: Mapping[str, str]) -> dict[str, str]:
-    """A few keys of each kind: those that differ in layer numbers only."""
+    """Return a few keys of each kind: keys that differ in layer numbers only."""
     first: dict[tuple[str, ...], list[str]] = {}
     last: dict[tuple[str, ...], str] = {}
     for key, name in names.items():
-        kind = _kind(key, name)
+        old, new = NUMBER.split(key), NUMBER.split(name)
+        # `numbered` makes one rename of a kind; with the same numbers this is faster
+        kind = numbered((key, name)) if old[1::2] != new[1::2] else (*old[::2], "=>", *new[::2])
         last[kind] = key
-        own = first.setdefault(kind, [])
-        if len(own) < _SAMPLES - 1:
-            own.append(key)
+        keys = first.setdefault(kind, [])
+        if len(keys) < _SAMPLES - 1:
+            keys.append(key)
     return {key: names[key] for kind, keys in first.items() for key in (*keys, last[kind])}
 
 
-def _kind(key: str, name: str) -> tuple[str, ...]:
-    """Equal for renames of which `numbered` makes one."""
-    own, new = NUMBER.split(key), NUMBER.split(name)
-    if own[1::2] != new[1::2]:
-        return numbered((key, name))
-    return (*own[::2], "=>", *new[::2])  # what stands around the numbers
-
-
 def _candidates(wanted: Mapping[str, str], samples: Mapping[str, str]) -> list[_Candidate]:
+    """Return the rules that could explain the renames of `wanted`, each tried on every sample."""
     texts: dict[str, None] = {}
-    short = len(wanted) <= _MOST_KINDS * _SAMPLES
+    is_small = len(wanted) <= _MOST_KINDS * _SAMPLES
     for key, name in wanted.items():
         for old, new in dict.fromkeys((numbered((key, name)), (key, name))):
-            texts |= dict.fromkeys(_texts(old.split("."), new.split(".")) if short else (f"{old} => {new}",))
-    return [made for text in texts if (made := _tried(text, samples)) is not None]
+            texts |= dict.fromkeys(_generalised(old.split("."), new.split(".")) if is_small else (f"{old} => {new}",))
+    candidates = []
+    for text in texts:
+        try:
+            apply = parse(text).apply
+            results = {key: apply(key) for key in samples}
+        except CkptError:  # it matches in two ways, or leaves nothing of a key
+            continue
+        right = frozenset(key for key, name in results.items() if name == samples[key])
+        wrong = frozenset(key for key, name in results.items() if name is not None) - right
+        candidates.append(_Candidate(text, right, wrong))
+    return candidates
 
 
-def _texts(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
-    """The rename, and all that is more general: what stands alike at both ends taken for any segments."""
-    tail = _common(old[::-1], new[::-1])
-    head = min(_common(old, new), len(old) - 1)
-    for after in range(tail + 1):
+def _generalised(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
+    """Yield the rename, and more general ones: a variable for segments that both names share at an end."""
+
+    def shared(one: Sequence[str], other: Sequence[str]) -> int:
+        return next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+    head = min(shared(old, new), len(old) - 1)
+    for after in range(shared(old[::-1], new[::-1]) + 1):
         for before in range(min(head, len(old) - after, len(new) - after) + 1):
-            yield " => ".join(
-                ".".join(
-                    [*(["{y*}"] if before else []), *name[before : len(name) - after], *(["{x*}"] if after else [])]
-                )
-                for name in (old, new)
-            )
+            start, end = ["{y*}"] if before else [], ["{x*}"] if after else []
+            yield " => ".join(".".join([*start, *name[before : len(name) - after], *end]) for name in (old, new))
 
 
-def _common(one: Sequence[str], other: Sequence[str]) -> int:
-    return next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
-
-
-def _tried(text: str, samples: Mapping[str, str]) -> _Candidate | None:
-    try:
-        apply = parse(text).apply
-        made = {key: apply(key) for key in samples}
-    except CkptError:  # matches in two ways, or leaves nothing of a key
-        return None
-    right = frozenset(key for key, name in made.items() if name == samples[key])
-    return _Candidate(text, right, frozenset(key for key, name in made.items() if name is not None) - right)
-
-
-def _without_idle(rules: Sequence[str], samples: Mapping[str, str]) -> list[str]:
-    """The rules without those that the others can do without."""
-    kept = list(rules)
-    for rule in rules:
-        rest = [one for one in kept if one != rule]
-        if _right(rest, samples):
-            kept = rest
-    return kept
-
-
-def _checked(rules: Sequence[str], names: Mapping[str, str]) -> tuple[str, ...]:
-    """The rules, or where they fail for a key that was no sample, every rename by itself."""
-    if _right(rules, names):
-        return tuple(rules)
-    return _each(names)
-
-
-def _each(names: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(f"{key} => {name}" for key, name in names.items() if key != name)
-
-
-def _right(rules: Sequence[str], names: Mapping[str, str]) -> bool:
+def _are_right(rules: Sequence[str], names: Mapping[str, str]) -> bool:
     first = InTurn([parse(rule) for rule in rules]).first
     try:
         return all((first(key)[1] or key) == name for key, name in names.items())

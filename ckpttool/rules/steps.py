@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property, lru_cache
 from itertools import islice
-from typing import NamedTuple, Union
+from typing import Union
 
-from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
+from ckpttool.core.checkpoint import ExtraEntry, Section
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Ref, refs
 from ckpttool.core.limits import limits
@@ -19,140 +19,95 @@ from ckpttool.core.text import plural, some
 from ckpttool.core.values import dataclass
 from ckpttool.rules import tensor_ops
 from ckpttool.rules.patterns import VARIABLE, InTurn, Naming, Rule, parse
-from ckpttool.rules.tensor_ops import DENSE, REFUSED, Shown, Value, holds, refusal
+from ckpttool.rules.tensor_ops import DENSE, REFUSED, Cast, Change, TensorSpec, Value, holds, refusal
 
-
-class Part(NamedTuple):
-    """Which part of which whole a key is; `text` is the pattern that names it."""
-
-    number: int
-    whole: str
-    text: str
-
-
-# The names of parts and of their whole are `Listed` or `Numbered`. `patterns` are the parts' names as they were
-# written, `number` is how many there are (None where only a tensor tells it), `part` says which one a key is (None for
-# none), `key` is that of a part (None where the whole is none that has parts).
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """Every part has its own name."""
-
-    patterns: tuple[str, ...]
-    to_part: tuple[Rule, ...]
-    to_whole: tuple[Rule, ...]
-
-    @property
-    def number(self) -> int:
-        """How many are listed."""
-        return len(self.patterns)
-
-    def part(self, key: str) -> Part | None:
-        """The first of the list that the key is."""
-        for number, rule in enumerate(self.to_whole):
-            whole = rule.apply(key)
-            if whole is not None:
-                return Part(number, whole, self.patterns[number])
-        return None
-
-    def key(self, whole: str, number: int) -> str | None:
-        """The name of that place in the list."""
-        return self.to_part[number].apply(whole)
-
-
-@dataclass(frozen=True, slots=True)
-class Numbered:
-    """One name for all parts: its variable `counter`, which the whole's name lacks, counts them from 0 on."""
-
-    name: str
-    whole: str
-    counter: str
-    to_whole: Rule
-    to_number: Rule
-    number: int | None
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        """The one name."""
-        return (self.name,)
-
-    def part(self, key: str) -> Part | None:
-        """The part of the number that stands in the key; what is no number is no part."""
-        number = self.to_number.apply(key) or ""
-        return Part(int(number), str(self.to_whole.apply(key)), self.name) if _NUMBER.fullmatch(number) else None
-
-    def key(self, whole: str, number: int) -> str | None:
-        """The name with the number in the place of its variable."""
-        return _numbered(self.whole, self.name, self.counter, number).apply(whole)
-
-
+State = dict[str, Value]
+Named = list[tuple[str, Value]]
 _NUMBER = re.compile(r"0|[1-9]\d{0,8}")  # as str(int) writes it: other spellings would not come back
+_MOST_NAMED = 8  # missing parts in a message
 
-
-@lru_cache(maxsize=1 << 16)
-def _numbered(whole: str, name: str, counter: str, number: int) -> Rule:
-    return parse(f"{whole} => {name.replace(f'{{{counter}}}', str(number))}")
+_rule = lru_cache(maxsize=1 << 16)(parse)
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A tensor and its parts along `dim`: end to end, of these `sizes` or of equal size, or `stacked`."""
+    """A tensor and its parts along `dim`: end to end, of these `sizes` or of equal size, or `stacked`.
+
+    `names` are the names of the parts, or one name whose variable `counter`, which `whole` lacks, counts them from 0.
+    `count` is how many there are; None if only a tensor tells.
+    """
 
     whole: str
-    names: Listed | Numbered
+    names: tuple[str, ...]
+    counter: str
+    count: int | None
     dim: int
     sizes: tuple[int, ...] | None = None
     stacked: bool = False
 
-    def keys(self, whole: str, number: int) -> list[str]:
-        """The names of this many parts of the tensor of that name, which is one that has parts."""
-        return [str(self.names.key(whole, place)) for place in range(number)]
+    def key(self, whole: str, number: int) -> str | None:
+        """Return the key of a part; None if `whole` is not a tensor that has parts."""
+        name = self.names[0].replace(f"{{{self.counter}}}", str(number)) if self.counter else self.names[number]
+        return _rule(f"{self.whole} => {name}").apply(whole)
 
-    def missing(self, whole: str, found: Collection[int]) -> Iterator[str]:
-        """The names of the parts that are not among the numbers `found`, as far as these go or there have to be."""
-        number = self.names.number or max(found) + 1
-        return (str(self.names.key(whole, place)) for place in range(number) if place not in found)
+    def keys(self, whole: str, count: int) -> list[str]:
+        """Return the keys of the parts of a tensor that has parts."""
+        return [str(self.key(whole, number)) for number in range(count)]
 
-
-def listed(whole: str, names: Sequence[str]) -> Listed:
-    """The parts of a list, both ways. Raises `CkptError` where a name of one side could not be told from the other."""
-    _no_arrows((whole, *names))
-    if len(set(names)) < len(names):
-        raise CkptError("two parts have the same name", hint="")
-    texts = [f"{whole} => {name}" for name in names]
-    return Listed(tuple(names), tuple(map(parse, texts)), tuple(parse(text, reverse=True) for text in texts))
-
-
-def numbered(whole: str, name: str, number: int | None) -> Numbered:
-    """The parts that one name with a variable stands for. Raises `CkptError` where no variable could count them."""
-    _no_arrows((whole, name))
-    own = {found for found in VARIABLE.findall(name) if found not in VARIABLE.findall(whole)}
-    if len(own) != 1 or any(star for _, star in own):
-        have = " and ".join(sorted(f"{{{found}{star}}}" for found, star in own)) or "none"
-        raise CkptError(
-            f"{name!r} needs one variable that {whole!r} lacks, as {{e}}, to count the parts: {have}", hint=""
-        )
-    ((counter, _),) = own
-    _numbered(whole, name, counter, 0)
-    back = parse(f"{name} => {whole}")
-    return Numbered(name, whole, counter, back, parse(f"{name} => {{{counter}}}"), number)
+    def part(self, key: str) -> tuple[int, str, str] | None:
+        """Return the number of the part that the key is, the key of the whole, and the pattern; None if it is none."""
+        if self.counter:
+            number = _rule(f"{self.names[0]} => {{{self.counter}}}").apply(key) or ""
+            whole = _rule(f"{self.names[0]} => {self.whole}").apply(key) if _NUMBER.fullmatch(number) else None
+            return None if whole is None else (int(number), whole, self.names[0])
+        for at, name in enumerate(self.names):
+            whole = _rule(f"{self.whole} => {name}", reverse=True).apply(key)
+            if whole is not None:
+                return at, whole, name
+        return None
 
 
-def _no_arrows(texts: Sequence[str]) -> None:
-    for text in texts:
+def parts_of(
+    whole: str, names: Sequence[str] | str, count: int | None, dim: int, sizes: Sequence[int] | None, stacked: bool
+) -> Parts:
+    """Return the parts with these names, or with one name that counts. Raises `CkptError` if that is ambiguous."""
+    is_list = not isinstance(names, str)
+    listed = tuple(names) if is_list else (str(names),)
+    for text in (whole, *listed):
         if "=>" in text:
             raise CkptError(f"{text!r} is not a name: => belongs into a rename", hint="")
+    if is_list:
+        if len(set(listed)) < len(listed):
+            raise CkptError("two parts have the same name", hint="")
+        for name in listed:
+            _rule(f"{whole} => {name}")
+            _rule(f"{whole} => {name}", reverse=True)
+        if sizes is not None and len(sizes) != len(listed):
+            raise CkptError(f"{len(sizes)} sizes for {len(listed)} parts", hint="")
+        if count is not None:
+            raise CkptError("parts = counts what one name stands for, and these are listed", hint="")
+        return Parts(whole, listed, "", len(listed), dim, None if sizes is None else tuple(sizes), stacked)
+    (name,) = listed
+    own = {variable for variable in VARIABLE.findall(name) if variable not in VARIABLE.findall(whole)}
+    if sizes is not None:
+        raise CkptError("sizes are those of parts that are listed: numbered ones are equal", hint="")
+    if len(own) != 1 or any(star for _, star in own):
+        have = " and ".join(sorted(f"{{{variable}{star}}}" for variable, star in own)) or "none"
+        message = f"{name!r} needs one variable that {whole!r} lacks, as {{e}}, to count the parts: {have}"
+        raise CkptError(message, hint="")
+    ((counter, _),) = own
+    parts = Parts(whole, listed, counter, count, dim, None, stacked)
+    parts.key(whole, 0)
+    _rule(f"{name} => {whole}")
+    return parts
 
 
-State = dict[str, Value]
-Named = list[tuple[str, Value]]
-_MOST_NAMED = 8  # parts that are missing
+# Steps
 
 
 @dataclass(slots=True)
-class Made:
-    """What a step makes of a state. `used` are the step's patterns that matched something."""
+class Result:
+    """The state after a step. `used` are the step's patterns that matched a key."""
 
     values: Named = field(default_factory=list)
     dropped: list[Value] = field(default_factory=list)
@@ -162,86 +117,89 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The place of a rule in its file, and where it is carried out: an `optional` one may apply to no key, and all do
-    only `when` these tensors are there, `unless` those are.
+    """The place of a rule in its file. An `optional` one may apply to no key. A rule applies only if the state has all
+    tensors of `when`, and none of `unless`.
     """
 
     text: str
     optional: bool = False
-    when: tuple[Shown, ...] = ()
-    unless: tuple[Shown, ...] = ()
+    when: tuple[TensorSpec, ...] = ()
+    unless: tuple[TensorSpec, ...] = ()
 
     def __str__(self) -> str:
-        """The place."""
         return self.text
+
+
+# Each step has `patterns`, which must all match some key, and except `Join` a method `one`, which returns what an entry
+# becomes.
 
 
 @dataclass(frozen=True)
 class Rename:
-    """The first of the rules that matches a key renames it; all keys at once, so that names can be swapped."""
+    """Rename a key by the first rule that matches it; all keys at once, so that names can be swapped."""
 
     where: Where
     rules: tuple[Rule, ...]
 
     @cached_property
     def in_turn(self) -> InTurn:
-        """The rules, ready to be tried."""
         return InTurn(self.rules)
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The rules as they were written: each has to apply to some key."""
         return tuple(rule.text for rule in self.rules)
 
-    def one(self, key: str, value: Value, made: Made) -> Named:
-        """What becomes of one entry."""
+    def one(self, key: str, value: Value, result: Result) -> Named:
         rule, name = self.in_turn.first(key)
         if rule is not None:
-            made.used.add(rule.text)
+            result.used.add(rule.text)
         return [(name or key, value)]
 
 
 @dataclass(frozen=True)
-class _ByPatterns:
+class Convert:
+    """Change every tensor that a pattern matches."""
+
+    where: Where
+    patterns: tuple[str, ...]
+    change: Change
+
+    @cached_property
+    def naming(self) -> Naming:
+        return Naming(self.patterns)
+
+    def one(self, key: str, value: Value, result: Result) -> Named:
+        hits = self.naming.hits(key)
+        if not hits or (isinstance(self.change, Cast) and not self.change.concerns(value)):
+            return [(key, value)]
+        result.used.update(hits)
+        return [(key, value if value.layout == REFUSED else self.change.apply(_dense(value)))]
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Leave out every entry that a pattern matches."""
+
     where: Where
     patterns: tuple[str, ...]
 
     @cached_property
     def naming(self) -> Naming:
-        """The patterns, ready to be tried."""
         return Naming(self.patterns)
 
-
-@dataclass(frozen=True)
-class Convert(_ByPatterns):
-    """Every tensor that a pattern names is changed, under the same key."""
-
-    change: tensor_ops.Change
-
-    def one(self, key: str, value: Value, made: Made) -> Named:
-        """What becomes of one entry."""
+    def one(self, key: str, value: Value, result: Result) -> Named:
         hits = self.naming.hits(key)
-        if not hits or not self.change.concerns(value):
+        result.used.update(hits)
+        if not hits:
             return [(key, value)]
-        made.used.update(hits)
-        return [(key, value if value.layout == REFUSED else self.change.make(_dense(value)))]
-
-
-class Drop(_ByPatterns):
-    """Every entry that a pattern names is left out."""
-
-    def one(self, key: str, value: Value, made: Made) -> Named:
-        """What becomes of one entry."""
-        hits = self.naming.hits(key)
-        made.used.update(hits)
-        made.dropped += [value] if hits else []
-        return [] if hits else [(key, value)]
+        result.dropped.append(value)
+        return []
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A new tensor filled with one value: one beside each that `beside` leads from, of its shape and dtype where these
-    are not said, or one by itself.
+    """Add a tensor filled with one number: one for each tensor that `beside` matches, by default with its shape and
+    dtype, or a single one.
     """
 
     where: Where
@@ -253,19 +211,16 @@ class Constant:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """What has to apply to some key: the name beside which it is to stand."""
         return () if self.beside is None else (self.beside.text.partition("=>")[0].strip(),)
 
-    def one(self, key: str, value: Value, made: Made) -> Named:
-        """What becomes of one entry: itself, and the constant beside it."""
+    def one(self, key: str, value: Value, result: Result) -> Named:
         name = None if self.beside is None else self.beside.apply(key)
         if name is None:
             return [(key, value)]
-        made.used.update(self.patterns)
+        result.used.update(self.patterns)
         return [(key, value), (name, self.value(_dense(value)))]
 
     def value(self, beside: Value | None = None) -> Value:
-        """The constant. Raises `Refused` where its dtype does not hold it."""
         shape = self.shape if beside is None or self.shape is not None else beside.shape
         dtype = self.dtype or (beside.dtype if beside is not None else "float32")
         return tensor_ops.constant(shape or (), dtype, self.fill)
@@ -273,93 +228,164 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A tensor becomes its parts."""
+    """Split a tensor into its parts."""
 
     where: Where
     parts: Parts
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """What has to apply to some key: the name of the whole."""
         return (self.parts.whole,)
 
-    def one(self, key: str, value: Value, made: Made) -> Named:
-        """What becomes of one entry."""
+    def one(self, key: str, value: Value, result: Result) -> Named:
         parts = self.parts
-        if parts.names.key(key, 0) is None:
+        if parts.key(key, 0) is None:
             return [(key, value)]
-        made.used.add(parts.whole)
+        result.used.add(parts.whole)
         if value.layout == REFUSED:
-            return [(name, value) for name in parts.keys(key, parts.names.number or 1)]
-        number = parts.names.number or _dense(value).shape[tensor_ops.dimension(parts.dim, value.shape)]
-        if number > limits().made_parts:
-            raise refusal(f"{number:,} parts; {limits().named('made_parts')}")
+            return [(name, value) for name in parts.keys(key, parts.count or 1)]
+        count = parts.count or _dense(value).shape[tensor_ops.dimension(parts.dim, value.shape)]
+        if count > limits().made_parts:
+            raise refusal(f"{count:,} parts; {limits().named('made_parts')}")
         if parts.stacked:
-            values = tensor_ops.unstack(_dense(value), number, parts.dim)
+            values = tensor_ops.unstack(_dense(value), count, parts.dim)
         else:
-            values = tensor_ops.split(_dense(value), number, parts.dim, parts.sizes)
-        return list(zip(parts.keys(key, number), values))
+            values = tensor_ops.split(_dense(value), count, parts.dim, parts.sizes)
+        return list(zip(parts.keys(key, count), values))
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Parts become the tensor, at the place of the first of them."""
+    """Join parts to one tensor, at the place of the first part."""
 
     where: Where
     parts: Parts
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """What has to apply to some key: the name of each part."""
-        return self.parts.names.patterns
+        return self.parts.names
+
+    def apply(self, state: State) -> Result:
+        result, wholes, whole_of = Result(), dict[str, dict[int, str]](), dict[str, str]()
+        for key in state:
+            try:
+                part = self.parts.part(key)
+            except Refused as error:
+                result.problems.append(Problem(error.message, key))
+                continue
+            if part is None:
+                continue
+            number, whole, pattern = part
+            result.used.add(pattern)
+            numbers = wholes.setdefault(whole, {})
+            if number in numbers:
+                result.problems.append(Problem(f"would be the same part of {whole} as {numbers[number]}", key))
+            numbers[number] = key
+            whole_of[key] = whole
+        for key, value in state.items():
+            if key not in whole_of:
+                result.values.append((key, value))
+            elif whole_of[key] in wholes:
+                whole = whole_of[key]
+                keys = wholes.pop(whole)
+                try:
+                    result.values.append((whole, self._joined(whole, keys, state)))
+                except Refused as error:
+                    result.problems.append(Problem(error.message, whole))
+                    result.values.append((whole, replace(state[keys[min(keys)]], layout=REFUSED)))
+        return result
+
+    def _joined(self, whole: str, keys: Mapping[int, str], state: State) -> Value:
+        parts = self.parts
+        numbers = (number for number in range(parts.count or max(keys) + 1) if number not in keys)
+        missing = [str(parts.key(whole, number)) for number in islice(numbers, _MOST_NAMED + 1)]
+        if missing:
+            names = [*missing[:_MOST_NAMED], *(["more"] if len(missing) > _MOST_NAMED else [])]
+            raise refusal(f"needs {' and '.join(names)}, which {'is' if len(missing) == 1 else 'are'} not there")
+        if parts.count is not None and len(keys) > parts.count:
+            raise refusal(f"has {len(keys)} parts, not {parts.count}")
+        values = [state[keys[number]] for number in sorted(keys)]
+        if any(value.layout == REFUSED for value in values):
+            return replace(values[0], layout=REFUSED)
+        values = [_dense(value) for value in values]
+        if parts.stacked:
+            return tensor_ops.stack(values, parts.dim)
+        return tensor_ops.join(values, parts.dim, parts.sizes)
 
 
 Step = Union[Rename, Convert, Drop, Constant, Split, Join]
 
 
+def _dense(value: Value) -> Value:
+    if value.layout != DENSE:
+        raise refusal(f"not a dense tensor ({value.layout}): it can be renamed or dropped only")
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class Renames:
-    """What the unconditional renames make of a name, one after the other: for those who have names and no tensors."""
+    """The unconditional renames of all steps, one after the other, for names without tensors."""
 
     steps: tuple[Step, ...]
 
     def apply(self, key: str) -> str | None:
-        """The key's new name, or None where no step renames it."""
+        """Return the key's new name, or None if no step renames it."""
         name = key
         for step in self.steps:
-            if isinstance(step, Rename) and not (step.where.when or step.where.unless):  # no tensors tell these
+            if isinstance(step, Rename) and not (step.where.when or step.where.unless):  # these depend on tensors
                 name = step.in_turn.first(name)[1] or name
         return None if name == key else name
 
 
+# Plans
+
+
 def plan_of(steps: Sequence[Step], section: Section) -> Plan:
-    """The plan of the steps. Raises `Refused`, all problems at once, where they do not fit the section."""
-    return _plan(*state_of(steps, section), section)
+    """Return the plan of the steps. Raises `Refused`, with all problems, if they do not fit the section."""
+    state, dropped = state_of(steps, section)
+    used = {key for value in state.values() for key in refs(value.source)} if dropped else set[str]()
+    entries = state.items() if section.modules else ()  # few formats keep the modules, and there may be many renames
+    renamed = {value.origin: key for key, value in entries if value.origin is not None and value.origin != key}
+    return Plan(
+        tuple([Output(section.path, key, value.source) for key, value in state.items()]),
+        tuple(Dropped(section.path, key, reason) for key, reason in dropped.items() if key not in used),
+        module_renames(section.path, section.modules or (), renamed),
+    )
 
 
 def state_of(steps: Sequence[Step], section: Section, *, whole: bool = True) -> tuple[State, dict[str, str]]:
-    """What the steps make of the section, and the keys that they drop with the rule that does.
+    """Apply the steps. Return the new state, and the keys that they drop with the rule that does.
 
-    Raises `Refused` as `plan_of` does. A section that is not the `whole` one may lack what a rule applies to.
+    Raises `Refused` as `plan_of` does. With `whole` each pattern must match some key.
     """
-    state = {key: _value(key, entry) for key, entry in section.by_key().items()}
+    state: State = {}
+    for key, entry in section.by_key().items():
+        if isinstance(entry, ExtraEntry):
+            state[key] = Value(Ref(key), "", (), key, "not a tensor")
+        else:
+            state[key] = Value(
+                Ref(key), entry.dtype, entry.shape, key, entry.layout if entry.storage is None else DENSE
+            )
     dropped: dict[str, str] = {}
     problems: list[Problem] = []
     for step in steps:
         if not holds(step.where.when, step.where.unless, state):
             continue
-        made = _joined(step, state) if isinstance(step, Join) else _each(step, state)
-        if whole and not step.where.optional and not problems and not made.problems:  # else that may be the reason
-            made.problems += [Problem("applies to no key", text) for text in step.patterns if text not in made.used]
-        counts = Counter(key for key, _ in made.values)
-        made.problems += [
-            Problem(f"written {count} times{_made_of(key, made.values)}", key)
-            for key, count in counts.items()
-            if count > 1
-        ]
-        problems += [Problem(f"{step.where}: {one.problem}", one.key) for one in made.problems]
-        dropped.update((key, str(step.where)) for value in made.dropped for key in refs(value.source))
-        state = dict(made.values)
+        result = step.apply(state) if isinstance(step, Join) else _apply_to_each(step, state)
+        if whole and not step.where.optional and not problems and not result.problems:  # else that may be the reason
+            unused = [text for text in step.patterns if text not in result.used]
+            result.problems += [Problem("applies to no key", text) for text in unused]
+        counts = Counter(key for key, _ in result.values)
+        for key, count in counts.items():
+            if count > 1:
+                sources = dict.fromkeys(
+                    ref for name, value in result.values if name == key for ref in refs(value.source)
+                )
+                origin = f", from {some(list(sources))}" if sources else ""
+                result.problems.append(Problem(f"written {count} times{origin}", key))
+        problems += [Problem(f"{step.where}: {problem.problem}", problem.key) for problem in result.problems]
+        dropped.update((key, str(step.where)) for value in result.dropped for key in refs(value.source))
+        state = dict(result.values)
     if problems:
         raise Refused(
             f"the rules do not fit the checkpoint: {plural(len(problems), 'problem')}",
@@ -369,109 +395,17 @@ def state_of(steps: Sequence[Step], section: Section, *, whole: bool = True) -> 
     return state, dropped
 
 
-def _made_of(key: str, values: Named) -> str:
-    sources = dict.fromkeys(ref for name, value in values if name == key for ref in refs(value.source))
-    return f", from {some(list(sources))}" if sources else ""
-
-
-def _plan(state: State, dropped: dict[str, str], section: Section) -> Plan:
-    used = {key for value in state.values() for key in refs(value.source)} if dropped else set[str]()
-    entries = state.items() if section.modules else ()  # few formats keep the modules, and their renames are many
-    renamed = {value.origin: key for key, value in entries if value.origin is not None and value.origin != key}
-    return Plan(
-        tuple([Output(section.path, key, value.source) for key, value in state.items()]),
-        tuple(Dropped(section.path, key, reason) for key, reason in dropped.items() if key not in used),
-        module_renames(section.path, section.modules or (), renamed),
-    )
-
-
-def _each(step: Rename | Convert | Drop | Constant | Split, state: State) -> Made:
-    """The step on one entry after the other."""
-    made = Made()
+def _apply_to_each(step: Rename | Convert | Drop | Constant | Split, state: State) -> Result:
+    result = Result()
     for key, value in state.items():
         try:
-            made.values += step.one(key, value, made)
+            result.values += step.one(key, value, result)
         except Refused as error:
-            made.problems.append(Problem(error.message, key))
-            made.values.append((key, replace(value, layout=REFUSED)))
+            result.problems.append(Problem(error.message, key))
+            result.values.append((key, replace(value, layout=REFUSED)))
     if isinstance(step, Constant) and step.beside is None:
         try:
-            made.values.append((step.name, step.value()))
+            result.values.append((step.name, step.value()))
         except Refused as error:
-            made.problems.append(Problem(error.message, step.name))
-    return made
-
-
-def _joined(step: Join, state: State) -> Made:
-    """The step on groups of entries, those that are parts of the same whole."""
-    made, groups, whole_of = Made(), dict[str, dict[int, str]](), dict[str, str]()
-    for key in state:
-        part = _part(step, key, made)
-        if part is None:
-            continue
-        own = groups.setdefault(part.whole, {})
-        if part.number in own:
-            problem = f"would be the same part of {part.whole} as {own[part.number]}"
-            made.problems.append(Problem(problem, key))
-        own[part.number] = key
-        whole_of[key] = part.whole
-    for key, value in state.items():
-        if key not in whole_of:
-            made.values.append((key, value))
-        elif whole_of[key] in groups:
-            whole = whole_of[key]
-            made.values.append((whole, _whole(step.parts, whole, groups.pop(whole), state, made)))
-    return made
-
-
-def _part(step: Join, key: str, made: Made) -> Part | None:
-    try:
-        part = step.parts.names.part(key)
-    except Refused as error:
-        made.problems.append(Problem(error.message, key))
-        return None
-    if part is not None:
-        made.used.add(part.text)
-    return part
-
-
-def _whole(parts: Parts, whole: str, keys: dict[int, str], state: State, made: Made) -> Value:
-    """The value of one whole; `keys` are those of its parts, by their numbers."""
-    found = [state[keys[number]] for number in sorted(keys)]
-    try:
-        _complete(parts, whole, keys)
-        if not any(value.layout == REFUSED for value in found):
-            values = [_dense(value) for value in found]
-            return (
-                tensor_ops.stack(values, parts.dim)
-                if parts.stacked
-                else tensor_ops.join(values, parts.dim, parts.sizes)
-            )
-    except Refused as error:
-        made.problems.append(Problem(error.message, whole))
-    return replace(found[0], layout=REFUSED)
-
-
-def _complete(parts: Parts, whole: str, keys: Mapping[int, str]) -> None:
-    """Raises `Refused` where parts are missing, or there are more than there should be."""
-    missing = list(islice(parts.missing(whole, keys), _MOST_NAMED + 1))
-    if missing:
-        more = ["more"] if len(missing) > _MOST_NAMED else []
-        said = " and ".join([*missing[:_MOST_NAMED], *more])
-        raise refusal(f"needs {said}, which {'is' if len(missing) == 1 else 'are'} not there")
-    number = parts.names.number
-    if number is not None and len(keys) > number:
-        raise refusal(f"has {len(keys)} parts, not {number}")
-
-
-def _dense(value: Value) -> Value:
-    if value.layout != DENSE:
-        raise refusal(f"not a dense tensor ({value.layout}): it can be renamed or dropped only")
-    return value
-
-
-def _value(key: str, entry: TensorEntry | ExtraEntry) -> Value:
-    if isinstance(entry, ExtraEntry):
-        return Value(Ref(key), "", (), key, "not a tensor")
-    layout = entry.layout if entry.storage is None else DENSE
-    return Value(Ref(key), entry.dtype, entry.shape, key, layout)
+            result.problems.append(Problem(error.message, step.name))
+    return result

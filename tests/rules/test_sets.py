@@ -19,13 +19,14 @@ from safetensors.torch import load_file, save_file
 
 from ckpttool.cli.app import main
 from ckpttool.core.errors import CkptError
-from ckpttool.rules.parse import SETS, read, ready, sets
+from ckpttool.rules.parse import SETS, presets, read
 from command import Run
 from places import DOCS
 
 torch.set_num_threads(1)
 State = dict[str, torch.Tensor]
 SIZES = {"heads": 4, "kv_heads": 2}
+NAMES = [preset.name for preset in presets()]
 ONE_WAY = ["vit-timm-to-torchvision", "vit-torchvision-to-timm"]  # each the other's way back
 FOLDER = Path(__file__).parents[2] / "ckpttool" / "rules" / "presets"
 TENSOR = re.compile(r'"(\S+) (\[[\d, ]+\])"')
@@ -39,7 +40,7 @@ def options_of(name: str) -> list[str]:
     return [word for size, value in sizes_of(name).items() for word in ("--size", f"{size}={value}")]
 
 
-@pytest.mark.parametrize("name", sets())
+@pytest.mark.parametrize("name", NAMES)
 def test_the_examples_hold_and_what_can_be_reversed_comes_back(tmp_path: Path, name: str) -> None:
     assert read(name, sizes=sizes_of(name))
     before = (FOLDER / f"{name}.toml").read_text().partition("before = [")[2].partition("]\nafter")[0]
@@ -64,17 +65,17 @@ def test_a_name_that_is_no_set(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 def test_the_sets_are_listed(run: Run) -> None:
     done = run("remap", "--rules", "list")
     assert (done.status, done.err) == (0, "")
-    assert [line.split()[0] for line in done.out.splitlines() if "-to-" in line] == sets()
+    assert [line.split()[0] for line in done.out.splitlines() if "-to-" in line] == NAMES
     data = run("remap", "--rules", "list", "--format", "json").data
-    assert data == SETS.write([ready()])
-    assert {one["name"]: one["sizes"] for one in data["sets"]} == {name: list(sizes_of(name)) for name in sets()}
+    assert data == SETS.write([presets()])
+    assert {one["name"]: one["sizes"] for one in data["sets"]} == {name: list(sizes_of(name)) for name in NAMES}
     assert all(" to " in one["about"] for one in data["sets"])
     assert run("remap", "--rules", "vit-timm-to-hf").status == 2
 
 
 def test_the_page_lists_the_sets() -> None:
     page = (DOCS / "rules.md").read_text()
-    assert [name for name in sets() if f"| `{name}`" not in page] == []
+    assert [name for name in NAMES if f"| `{name}`" not in page] == []
 
 
 def converted(folder: Path, state: State, name: str, *more: str) -> State:

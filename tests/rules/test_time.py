@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import ckpttool
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.limits import Limits, limited, spent
-from ckpttool.rules.patterns import Regex, matches, parse, pattern_of, ways
+from ckpttool.rules.patterns import Regex, matches, parse, pattern_of
 from ckpttool.rules.tensor_ops import shown
 
 LONG = ".".join(["a"] * 3000)
@@ -177,7 +177,7 @@ def test_the_ways_are_those_that_trying_out_all_of_them_finds(tokens: list[str],
     full = {token.strip("{*}"): token for token in names}
     ours = [
         frozenset((full[name], tuple(segments[place])) for name, place in bound.items())
-        for bound in ways(pattern_of(tokens), segments)
+        for bound in pattern_of(tokens).ways(segments)
     ]
     assert len(ours) == len(set(ours))
     assert set(ours) == found

@@ -64,10 +64,10 @@ def _with_checkpoint(options: RemapOptions) -> str:
 def _list_sets(options: RemapOptions, report: Report) -> None:
     """Names the ready sets of rules. Raises `CkptError` where something else is asked for, without a checkpoint."""
     from ckpttool.report.documents.remap import ready_sets
-    from ckpttool.rules.parse import LIST, SETS, ready
+    from ckpttool.rules.parse import LIST, SETS, presets
 
     if options.rules != LIST:
         raise CkptError("no checkpoint named", hint="ckpttool remap CKPT -o OUT; ckpttool remap --rules list: the sets")
-    found = ready()
+    found = presets()
     report.check(())
     report.emit(lambda: ready_sets(found), lambda: SETS.write([found]))

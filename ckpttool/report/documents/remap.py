@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckpttool.remapping.optimizer import OptimizerRemap
     from ckpttool.remapping.plan import Remap
     from ckpttool.remapping.undo import Undone
-    from ckpttool.rules.parse import Ready
+    from ckpttool.rules.parse import Preset
     from ckpttool.swap.swap import Swap
 
 _ROWS = 20
@@ -120,7 +120,7 @@ def swapped(done: Swap) -> Document:
     return Document("swap-weights", verdict, True, filled(blocks))
 
 
-def ready_sets(sets: Sequence[Ready]) -> Document:
+def ready_sets(sets: Sequence[Preset]) -> Document:
     """A row for each ready set of rules."""
     rows = tuple((one.name, one.about, " ".join(f"--size {name}=N" for name in one.sizes)) for one in sets)
     columns = (Column("set", "key"), Column("from, to"), Column("sizes"))
