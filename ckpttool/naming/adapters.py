@@ -1,7 +1,7 @@
-"""Adapters, by their names: checkpoints, or parts of them, that hold what is added to layers, and not the layers.
+"""Adapters, by their names: checkpoints, or parts of them, with additions to layers, and without the layers.
 
-PEFT writes ``base_model.model.PATH.lora_A.weight`` into an adapter's own file, and ``PATH.lora_A.NAME.weight`` beside
-``PATH.base_layer.weight`` into a whole state dict; diffusers ``PATH.lora.down.weight``; kohya's scripts
+PEFT writes ``base_model.model.PATH.lora_A.weight`` to an adapter's own file, and ``PATH.lora_A.NAME.weight`` next to
+``PATH.base_layer.weight`` to a complete state dict; diffusers ``PATH.lora.down.weight``; kohya's scripts
 ``PATH.lora_down.weight``, with underscores in the path.
 """
 
@@ -14,9 +14,10 @@ from ckpttool.core.values import dataclass
 from ckpttool.naming.wrappers import ADAPTERS, PEFT_ROOT, canonical_keys
 
 _KINDS = {prefix: prefix.rstrip("_").replace("lora", "LoRA").replace("ia3", "IA3") for prefix in ADAPTERS}
-_PAIRS = (("lora", "down"), ("lora", "up"))  # two segments, as in ``to_q.lora.down.weight``
+_PAIRS = (["lora", "down"], ["lora", "up"])  # two segments, as in ``to_q.lora.down.weight``
 _MARK = re.compile("|".join([*ADAPTERS, r"lora\."]))  # in every key of an adapter: most checkpoints have none
-_BESIDE = frozenset({"alpha", "dora_scale"})  # what stands beside a low-rank pair, directly in the module's path
+_BESIDE = frozenset({"alpha", "dora_scale"})  # next to a low-rank pair, directly in the module's path
+_KOHYA = ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,11 @@ class Adapter:
 
     @property
     def alone(self) -> bool:
-        """Whether there is nothing of the adapted model itself."""
+        """Whether there are no keys of the adapted model itself."""
         return not self.rest
 
     def inside(self, key: str) -> str:
-        """The key as the model itself would have it, without the root that PEFT puts around it."""
+        """Return the key as the model itself has it, without PEFT's root."""
         return _without_root(key.split("."))
 
     @property
@@ -43,31 +44,32 @@ class Adapter:
 
 
 def adapter_of(keys: Iterable[str]) -> Adapter | None:
-    """The adapter that is among the keys; None where there is none."""
+    """Return the adapter among the keys, or None."""
     keys = list(keys)
     if not _MARK.search("\n".join(keys)):
         return None
     modules: dict[str, list[str]] = {}
     kinds: dict[str, None] = {}
-    rest: list[str] = []
+    rest: dict[str, None] = {}
     for key in keys:
         at, kind = _place(key.split("."))
         if kind:
             kinds[kind] = None
             modules.setdefault(_without_root(key.split(".")[:at]), []).append(key)
         else:
-            rest.append(key)
+            rest[key] = None
     if not modules:
         return None
-    beside = {key for key in rest if _is_beside(key, modules)}
-    for key in beside:
-        modules[_without_root(key.split(".")[:-1])].append(key)
-    own = {path: tuple(keys) for path, keys in modules.items()}
-    return Adapter(tuple(kinds), own, tuple(key for key in rest if key not in beside))
+    for key in list(rest):
+        *path, name = key.split(".")
+        if name in _BESIDE and _without_root(path) in modules:
+            modules[_without_root(path)].append(key)
+            del rest[key]
+    return Adapter(tuple(kinds), {path: tuple(keys) for path, keys in modules.items()}, tuple(rest))
 
 
 def path_and_rest(name: str, modules: Collection[str]) -> tuple[str, str]:
-    """``a.b.base_layer.weight`` -> (``a.b``, ``base_layer.weight``), where ``a.b`` is the longest of the modules."""
+    """``a.b.base_layer.weight`` -> (``a.b``, ``base_layer.weight``), if ``a.b`` is the longest of the modules."""
     path, rest = name.rpartition(".")[::2]
     while path and path not in modules:
         path, _, last = path.rpartition(".")
@@ -76,24 +78,21 @@ def path_and_rest(name: str, modules: Collection[str]) -> tuple[str, str]:
 
 
 def missing_modules(adapter: Adapter, base: Collection[str]) -> tuple[str, ...]:
-    """The adapted modules that a model with these keys has not."""
+    """Return the adapted modules that a model with these keys does not have."""
     names = {name.rpartition(".")[0] for name in (*base, *canonical_keys(base).values())}
-    flat = {name.replace(".", "_") for name in names}  # kohya writes a path with underscores
-    return tuple(path for path in adapter.modules if path not in names and _flat(path) not in flat)
+    flat = {name.replace(".", "_") for name in names}  # kohya writes a path with underscores, and a prefix
 
+    def is_present(path: str) -> bool:
+        prefix = next((prefix for prefix in _KOHYA if path.startswith(prefix)), "")
+        return path in names or path.removeprefix(prefix) in flat
 
-def _flat(path: str) -> str:
-    """``lora_unet_down_blocks_0`` -> ``down_blocks_0``, where that is how the path is written."""
-    for prefix in ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_"):
-        if path.startswith(prefix):
-            return path.removeprefix(prefix)
-    return path
+    return tuple(path for path in adapter.modules if not is_present(path))
 
 
 def _place(segments: list[str]) -> tuple[int, str]:
-    """Where the adapter's own segments begin, and its kind; the kind is empty where the key is no adapter's."""
+    """Return where the adapter's own segments begin, and its kind; the kind is empty for other keys."""
     for at, segment in enumerate(segments):
-        if at and tuple(segments[at : at + 2]) in _PAIRS:
+        if at and segments[at : at + 2] in _PAIRS:
             return at, "LoRA"
         prefix = next((prefix for prefix in ADAPTERS if segment.startswith(prefix)), "")
         if prefix and at:
@@ -101,11 +100,6 @@ def _place(segments: list[str]) -> tuple[int, str]:
                 at -= 1
             return at, _KINDS[prefix]
     return 0, ""
-
-
-def _is_beside(key: str, modules: Mapping[str, object]) -> bool:
-    *path, name = key.split(".")
-    return name in _BESIDE and _without_root(path) in modules
 
 
 def _without_root(path: list[str]) -> str:

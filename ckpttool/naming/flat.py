@@ -1,8 +1,8 @@
-"""Flat parameters: which parameters one is made of, in which order."""
+"""Flat parameters: which parameters one holds, in which order."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -16,7 +16,7 @@ from ckpttool.naming.wrappers import recognise, strip
 
 @dataclass(frozen=True, slots=True)
 class FlatParam:
-    """A flat parameter of a file: its key, the path of its unit (``""`` is the root), how many elements it holds."""
+    """A flat parameter of a file: its key, the path of its unit (``""`` is the root), and its number of elements."""
 
     key: str
     unit: str
@@ -25,7 +25,7 @@ class FlatParam:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one parameter lies in its unit's flat parameter: `start` and `numel` count elements.
+    """The place of one parameter in its unit's flat parameter, from element `start` on.
 
     `fqns` are its names within the unit, the first one first.
     """
@@ -36,7 +36,7 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
@@ -46,9 +46,9 @@ class Slot:
 
 
 def unit_paths(flat: Iterable[str], others: Iterable[str] = ()) -> dict[str, str]:
-    """Key of a flat parameter -> the path of its unit, without the segments of wrappers (``""`` is the root).
+    """Return key of a flat parameter -> path of its unit, without wrapper segments (``""`` is the root).
 
-    `others` are the other keys of the same file: the evidence for wrappers is that of all keys.
+    `others` are the other keys of the file: all keys together show the wrappers.
     """
     above = {key: key.rpartition(".")[0] for key in flat}
     wrappers = recognise([*filter(None, above.values()), *others])
@@ -56,97 +56,85 @@ def unit_paths(flat: Iterable[str], others: Iterable[str] = ()) -> dict[str, str
 
 
 def flat_params(section: Section) -> tuple[FlatParam, ...]:
-    """The flat parameters of a state dict, by what its keys are called."""
-    if section.kind != "state_dict":
-        return ()
-    flat = [entry for entry in section.tensors if is_flat(entry.key)]
+    """Return the flat parameters of a state dict, by the names of its keys."""
+    flat = [entry for entry in section.tensors if is_flat(entry.key)] if section.kind == "state_dict" else []
     if not flat:
         return ()
     paths = unit_paths([entry.key for entry in flat], [key for key in section.by_key() if not is_flat(key)])
     return tuple(FlatParam(entry.key, paths[entry.key], entry.numel) for entry in flat)
 
 
-def module_paths(names: Names) -> list[str]:
-    """The canonical paths of all modules that hold a parameter, themselves or below, parents first."""
-    found: dict[str, None] = {"": None}
+def _module_paths(names: Names) -> list[str]:
+    """Return the canonical paths of all modules with parameters in them or below, parents first."""
+    paths: dict[str, None] = {"": None}
     for tensor in names.runtime:
         if tensor.kind == "parameter":
             segments = tensor.canonical.split(".")[:-1]
-            found.update((".".join(segments[:depth]), None) for depth in range(1, len(segments) + 1))
-    return list(found)
+            paths.update((".".join(segments[:depth]), None) for depth in range(1, len(segments) + 1))
+    return list(paths)
 
 
 def named_units(names: Names, patterns: Iterable[str]) -> tuple[list[str], list[Problem]]:
-    """The root and the modules that the patterns name (``layers.*``: ``*`` is within one segment), parents first.
+    """Return the root and the modules that the patterns match (``*`` within one segment), parents first.
 
-    The problems are patterns that name no module.
+    The problems are patterns that match no module.
     """
-    paths, found, problems = module_paths(names), {""}, []
+
+    def is_match(pattern: str, path: str) -> bool:
+        wanted, segments = pattern.split("."), path.split(".")
+        return len(wanted) == len(segments) and all(map(fnmatchcase, segments, wanted))
+
+    paths, units, problems = _module_paths(names), {""}, []
     for pattern in patterns:
-        own = [path for path in paths if path and _names(pattern, path)]
-        found.update(own)
-        problems += [] if own else [Problem("names no module that has parameters", pattern)]
-    return [path for path in paths if path in found], problems
-
-
-def _names(pattern: str, path: str) -> bool:
-    wanted, segments = pattern.split("."), path.split(".")
-    return len(wanted) == len(segments) and all(map(fnmatchcase, segments, wanted))
+        matched = [path for path in paths if path and is_match(pattern, path)]
+        units.update(matched)
+        problems += [] if matched else [Problem("names no module that has parameters", pattern)]
+    return [path for path in paths if path in units], problems
 
 
 def slots(names: Names, units: Collection[str], outside: Collection[str] = ()) -> dict[str, tuple[Slot, ...]]:
-    """Unit -> the places of its parameters, units in ``model.parameters()`` order; one without parameters has none.
+    """Return unit -> the places of its parameters, units in ``model.parameters()`` order; perhaps without parameters.
 
-    The order is that of ``named_modules``, the parameters of each module as it registered them; one that the unit has
-    under two names is there once. `outside` are FQNs that are in no flat parameter.
+    Modules are in the order of ``named_modules``, parameters in the order of registration; a parameter with two names
+    in the unit is there once. `outside` are FQNs that are in no flat parameter.
     """
-    first = {t.fqn: t.alias_of or t.fqn for t in names.runtime}
     shapes = {t.fqn: t.shape for t in names.runtime}
-    members: dict[str, dict[str, list[str]]] = {path: {} for path in module_paths(names) if path in units}
+    members: dict[str, dict[str, list[str]]] = {path: {} for path in _module_paths(names) if path in units}
     for tensor in names.runtime:
-        if tensor.kind == "parameter" and tensor.fqn not in outside:
-            unit = _owner(tensor.canonical, members)
-            if unit is not None:
-                members[unit].setdefault(first[tensor.fqn], []).append(tensor.fqn)
-    return {unit: _laid_out([tuple(fqns) for fqns in own.values()], shapes) for unit, own in members.items()}
-
-
-def _owner(name: str, units: Collection[str]) -> str | None:
-    """The innermost unit that the tensor of this name is below."""
-    path = name
-    while path:
-        path = path.rpartition(".")[0]
-        if path in units:
-            return path
-    return None
-
-
-def _laid_out(members: Iterable[tuple[str, ...]], shapes: Mapping[str, tuple[int, ...] | None]) -> tuple[Slot, ...]:
-    found: list[Slot] = []
-    for fqns in members:
-        found.append(Slot(fqns, shapes[fqns[0]] or (), found[-1].end if found else 0))
-    return tuple(found)
+        if tensor.kind != "parameter" or tensor.fqn in outside:
+            continue
+        path = tensor.canonical
+        while path:
+            path = path.rpartition(".")[0]
+            if path in members:  # the innermost unit
+                members[path].setdefault(tensor.alias_of or tensor.fqn, []).append(tensor.fqn)
+                break
+    result: dict[str, tuple[Slot, ...]] = {}
+    for unit, params in members.items():
+        places: list[Slot] = []
+        for fqns in params.values():
+            places.append(Slot(tuple(fqns), shapes[fqns[0]] or (), places[-1].end if places else 0))
+        result[unit] = tuple(places)
+    return result
 
 
 def shard_sizes(numel: int, world_size: int) -> tuple[int, ...]:
-    """How many elements of a flat parameter each rank holds, without padding: equal chunks, as many as are full."""
+    """Return the elements of a flat parameter that each rank holds, without padding."""
     chunk = -(-numel // world_size)
     return tuple(max(0, min(chunk, numel - rank * chunk)) for rank in range(world_size))
 
 
 def misfit(own: tuple[Slot, ...], numel: int, world_size: int, padded: bool) -> str | None:
-    """At which parameter a flat parameter of `numel` elements and the model's `own` part ways; None where they fit.
+    """Return where a flat parameter of `numel` elements differs from the model's `own` slots; None if it fits.
 
-    `padded`: it may be longer by what makes it a multiple of the number of ranks.
+    `padded`: it may be padded to a multiple of the number of ranks.
     """
     total = own[-1].end if own else 0
     if numel == total or (padded and numel == -(-total // world_size) * world_size):
         return None
+    start = f"holds {numel:,} elements, and the model's parameters need {total:,}: "
     for slot in own:
         if slot.end > numel:
-            return (
-                f"holds {numel:,} elements, and the model's parameters need {total:,}: {slot.fqns[0]} "
-                f"{list(slot.shape)} would be elements {slot.start:,} to {slot.end:,}"
-            )
+            return start + f"{slot.fqns[0]} {list(slot.shape)} would be elements {slot.start:,} to {slot.end:,}"
     last = f"after its last parameter, {own[-1].fqns[0]} {list(own[-1].shape)}, " if own else ""
-    return f"holds {numel:,} elements, and the model's parameters need {total:,}: {last}{numel - total:,} are left"
+    return start + f"{last}{numel - total:,} are left"

@@ -1,4 +1,4 @@
-"""Which of a model's names a checkpoint's keys are."""
+"""Match the keys of a checkpoint with a model's names."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from ckpttool.core.values import dataclass
 from ckpttool.naming.call_variants import base_names
 from ckpttool.naming.wrappers import SEGMENTS, infer, recognise, strip, stripped_paths
 
-_BY_EVIDENCE = ("base_model", "base_layer", "original_module")  # PEFT's, which are not tried one by one
-WRAPPER = re.compile("|".join(map(re.escape, SEGMENTS)))  # in every key that has a wrapper's segment
+_BY_EVIDENCE = ("base_model", "base_layer", "original_module")  # of PEFT: removed where the keys show a wrapper
+WRAPPER = re.compile("|".join(map(re.escape, SEGMENTS)))  # in every key with a wrapper's segment
+_MARK = re.compile(f"{WRAPPER.pattern}|@")  # in every key with a wrapper's segment, and in every call variant
 _MOST_SEGMENTS = 8  # a key with more segments that look like wrappers is not searched through
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """`names`: key -> name, for every key that matched. `wrapped`: segments taken out, with how often.
+    """`names`: key -> name, for every key that matched. `wrapped`: how often each wrapper segment was removed.
 
-    `variants`: key -> name, for keys that by their name are call variants (``foo@1.w``) of a name that has its key;
+    `variants`: key -> name, for keys that by their name are call variants (``foo@1.w``) of a name that has its own key;
     who uses them compares the values.
     """
 
@@ -39,7 +40,7 @@ class Match:
 
     @property
     def complete(self) -> bool:
-        """Every key is a name and every name has its key."""
+        """Whether every key is a name and every name has its key."""
         return not (self.unmatched or self.missing or self.problems)
 
     @property
@@ -49,64 +50,69 @@ class Match:
 
 
 def match(keys: Sequence[str], names: Mapping[str, str], optional: Iterable[str] = ()) -> Match:
-    """Matches `keys` with the model's names; `names` maps each name to its canonical name.
+    """Match `keys` with the model's names; `names` maps each name to its canonical name.
 
-    `optional` are names that may be absent without being missing (aliases, non-persistent buffers). Where that leaves
-    something open, and all keys together are the names inside of wrappers around the whole model, they are those.
+    `optional` names may be absent (aliases, non-persistent buffers). If keys remain, and all keys together are the
+    names inside of wrappers around the whole model, these wrappers are removed.
     """
-    found = _key_by_key(keys, names, optional)
+    found = _match_each(keys, names, optional)
     root = () if found.complete else infer(keys).root
     if not root:
         return found
     inner = {key: strip(key, root) for key in keys}
-    whole = _key_by_key(list(inner.values()), names, optional, below=False)
-    if not whole.complete or len(set(inner.values())) < len(keys):
+    inside = _match_each(list(inner.values()), names, optional, may_be_part=False)
+    if not inside.complete or len(set(inner.values())) < len(keys):
         return found
-    segments = Counter(path.rpartition(".")[2] for path in root for _ in keys)
     return replace(
-        whole,
-        names={key: whole.names[name] for key, name in inner.items() if name in whole.names},
-        wrapped=Counter(whole.wrapped) + segments,
-        variants={key: whole.variants[name] for key, name in inner.items() if name in whole.variants},
+        inside,
+        names={key: inside.names[name] for key, name in inner.items() if name in inside.names},
+        wrapped=Counter(inside.wrapped) + Counter(path.rpartition(".")[2] for path in root for _ in keys),
+        variants={key: inside.variants[name] for key, name in inner.items() if name in inside.variants},
     )
 
 
-def _key_by_key(keys: Sequence[str], names: Mapping[str, str], optional: Iterable[str], below: bool = True) -> Match:
-    """With `below` the model may also be a part of another, all of whose keys are below that part's name."""
+def _match_each(
+    keys: Sequence[str], names: Mapping[str, str], optional: Iterable[str], may_be_part: bool = True
+) -> Match:
+    """Match key by key. With `may_be_part` all keys may be below one attribute, which holds the model."""
     count = Counter(names.values())
-    by_canonical = {canonical: name for name, canonical in names.items() if count[canonical] == 1}
-    by_canonical.update((name, name) for name in names)
-    prefix = common_prefix(keys, by_canonical) if below else ""
-    text = "\n".join(keys)  # most keys have nothing of a wrapper: asking each by itself would take longer than all else
+    known = {canonical: name for name, canonical in names.items() if count[canonical] == 1}
+    known.update((name, name) for name in names)
+    prefix = common_prefix(keys, known) if may_be_part else ""
+    text = "\n".join(keys)  # one search is much faster than a search of each key, and most have no wrapper
     paths = recognise(keys) if any(part in text for part in _BY_EVIDENCE) else frozenset[str]()
     may_be_wrapped = bool(prefix or WRAPPER.search(text))
     found: dict[str, str] = {}
-    wrapped: defaultdict[str, int] = defaultdict(int)
+    wrapped: Counter[str] = Counter()
     problems: list[Problem] = []
     for key in keys:
-        if key in by_canonical:
-            found[key] = by_canonical[key]
+        if key in known:
+            found[key] = known[key]
             continue
-        if not may_be_wrapped and not paths:
-            continue
-        hits = _unwrapped(key, prefix, by_canonical)
-        hits = hits or (_by_evidence(key, paths, by_canonical) if paths else [])
-        targets = {by_canonical[name] for name, _ in hits}
+        hits = _unwrapped(key, prefix, known) if may_be_wrapped else []
+        if paths and not hits and (name := strip(key, paths)) in known:
+            parts = key.split(".")
+            at = (depth for depth in range(len(parts)) if ".".join(parts[: depth + 1]) in paths)
+            hits = [(name, tuple(parts[depth] for depth in at))]
+        targets = {known[name] for name, _ in hits}
         if len(targets) > 1:
             problems.append(Problem(f"could be {' or '.join(sorted(targets))}", key))
         elif targets:
             found[key] = targets.pop()
-            for segment in hits[0][1]:
-                wrapped[segment] += 1
-    variants = _variants([key for key in keys if key not in found], found, prefix, by_canonical)
-    problems += _collisions(found)
+            wrapped.update(hits[0][1])
     ambiguous = {problem.key for problem in problems}
-    reached = set(found.values())
+    variants = _variants([key for key in keys if key not in found], found, prefix, known)
+    by_name: defaultdict[str, list[str]] = defaultdict(list)
+    for key, name in found.items():
+        by_name[name].append(key)
+    for name, same in by_name.items():
+        if len(same) > 1:
+            problems.append(Problem(f"{' and '.join(same)} are both this name", name))
     spare = set(optional)
     return Match(
         found,
         tuple(key for key in keys if key not in found and key not in variants and key not in ambiguous),
-        tuple(name for name in names if name not in reached and name not in spare),
+        tuple(name for name in names if name not in by_name and name not in spare),
         dict(wrapped),
         tuple(problems),
         variants,
@@ -114,7 +120,7 @@ def _key_by_key(keys: Sequence[str], names: Mapping[str, str], optional: Iterabl
 
 
 def _variants(keys: Iterable[str], found: dict[str, str], prefix: str, known: Mapping[str, str]) -> dict[str, str]:
-    """Keys that are a call variant of a name. Where the name has no key of its own, the first variant becomes it."""
+    """Return the keys that are a call variant of a name. If the name has no key, add the first variant to `found`."""
     reached = set(found.values())
     variants: dict[str, str] = {}
     for key in keys:
@@ -130,15 +136,13 @@ def _variants(keys: Iterable[str], found: dict[str, str], prefix: str, known: Ma
 
 
 def _unwrapped(key: str, prefix: str, known: Mapping[str, str]) -> list[tuple[str, tuple[str, ...]]]:
-    """Names that the key becomes when some wrapper segments are taken out, as few as will do, and which they were."""
+    """Return the names that the key becomes without wrapper segments, as few as possible, and these segments."""
     if not WRAPPER.search(key):
         name = key.removeprefix(f"{prefix}.") if prefix else key
         return [(name, (prefix,))] if name != key and name in known else []
     parts = key.split(".")
     places = [i for i, part in enumerate(parts[:-1]) if part in SEGMENTS or (i == 0 and part == prefix)]
-    if len(places) > _MOST_SEGMENTS:
-        return []
-    for count in range(1, len(places) + 1):
+    for count in range(1, len(places) + 1) if len(places) <= _MOST_SEGMENTS else ():
         hits = []
         for taken in combinations(places, count):
             name = ".".join(part for i, part in enumerate(parts) if i not in taken)
@@ -149,101 +153,72 @@ def _unwrapped(key: str, prefix: str, known: Mapping[str, str]) -> list[tuple[st
     return []
 
 
-def _by_evidence(key: str, paths: Collection[str], known: Mapping[str, str]) -> list[tuple[str, tuple[str, ...]]]:
-    """The name that the key becomes without the segments at `paths`, and which they were: PEFT's, among others'."""
-    name = strip(key, paths)
-    parts = key.split(".")
-    taken = tuple(part for depth, part in enumerate(parts) if ".".join(parts[: depth + 1]) in paths)
-    return [(name, taken)] if name in known else []
-
-
 def common_prefix(keys: Sequence[str], known: Iterable[str]) -> str:
-    """A first segment that every key has and no name begins with: an attribute that holds the whole model."""
+    """Return a first segment that every key has and no name begins with: an attribute that holds the whole model."""
     heads = {key.partition(".")[0] for key in keys}
     if len(heads) != 1 or any(name.partition(".")[0] in heads for name in known):
         return ""
     return heads.pop()
 
 
-def _collisions(found: Mapping[str, str]) -> list[Problem]:
-    if len(set(found.values())) == len(found):
-        return []
-    by_name: defaultdict[str, list[str]] = defaultdict(list)
-    for key, name in found.items():
-        by_name[name].append(key)
-    return [
-        Problem(f"{' and '.join(keys)} are both this name", name) for name, keys in by_name.items() if len(keys) > 1
-    ]
-
-
-_MARK = re.compile(f"{WRAPPER.pattern}|@")  # in every name that is another one inside of a wrapper, or a call variant
+# Two checkpoints
 
 
 def align(left: Collection[str], right: Collection[str]) -> dict[str, str]:
-    """Left key -> right key: equal keys, else keys that wrappers' segments alone tell apart, in one way only."""
-    have, want = set(left), set(right)
-    mine, theirs = [key for key in left if key not in want], [key for key in right if key not in have]
-    found = unlike(left, right, mine, theirs)
-    return {key: found.get(key, key) for key in left if key in found or key in want}
+    """Return left key -> right key: equal keys, and keys that differ only in wrapper segments, in one way."""
+    lefts, rights = set(left), set(right)
+    found = unlike(left, right, [key for key in left if key not in rights], [key for key in right if key not in lefts])
+    return {key: found.get(key, key) for key in left if key in found or key in rights}
 
 
-def unlike(left: Collection[str], right: Collection[str], mine: Sequence[str], theirs: Sequence[str]) -> dict[str, str]:
-    """Left key -> right key, of those that are on one side only (`mine`, `theirs`); in their order on the left."""
-    if not mine or not theirs:
-        return {}
-    found = _aligned_by_evidence(left, right, mine, theirs)
-    taken = set(found.values())
-    found.update(_by_segments([k for k in mine if k not in found], [k for k in theirs if k not in taken]))
-    return {key: found[key] for key in mine if key in found}
-
-
-def _aligned_by_evidence(
-    left: Collection[str], right: Collection[str], mine: Sequence[str], theirs: Sequence[str]
+def unlike(
+    left: Collection[str], right: Collection[str], only_left: Sequence[str], only_right: Sequence[str]
 ) -> dict[str, str]:
-    """Those that have one canonical name, by the evidence of each checkpoint as a whole."""
-    paths = recognise(left), recognise(right)
-    if not any(paths):
+    """Return left key -> right key for keys of one side only, in the order of the left."""
+    if not only_left or not only_right:
         return {}
-    ours, others = ({key: strip(key, own) or key for key in keys} for keys, own in zip((mine, theirs), paths))
-    count, counts = Counter(ours.values()), Counter(others.values())
-    by_name = {name: key for key, name in others.items()}
-    return {key: by_name[ours[key]] for key in mine if count[ours[key]] == counts[ours[key]] == 1}
-
-
-def _by_segments(left: Sequence[str], right: Sequence[str]) -> dict[str, str]:
-    """Those of which taking wrappers' segments out of either gives the other, and no other pair."""
-    if not _MARK.search("\n".join((*left, *right))):
-        return _by_prefix(left, right)
-    bare = {key: ".".join(part for part in key.split(".") if part not in SEGMENTS) for key in right}
-    found = list(match(left, bare).names.items())
-    mine, theirs = {key for key, _ in found}, {other for _, other in found}
-    rest = match([key for key in right if key not in theirs], {key: key for key in left if key not in mine})
-    found += [(key, other) for other, key in rest.names.items()]
-    lefts, rights = Counter(key for key, _ in found), Counter(other for _, other in found)
-    return {key: other for key, other in found if lefts[key] == rights[other] == 1}
-
-
-def _by_prefix(left: Sequence[str], right: Sequence[str]) -> dict[str, str]:
-    """As `_by_segments`, where no name has a segment of a wrapper: one may hold all of the other side's names."""
-    found = _held(left, right)
+    order, found = only_left, dict[str, str]()
+    paths = recognise(left), recognise(right)
+    if any(paths):  # canonical names, as each checkpoint shows them
+        lefts, rights = (
+            {key: strip(key, own) or key for key in keys} for keys, own in zip((only_left, only_right), paths)
+        )
+        count, counts = Counter(lefts.values()), Counter(rights.values())
+        by_name = {name: key for key, name in rights.items()}
+        found = {key: by_name[name] for key, name in lefts.items() if count[name] == counts[name] == 1}
     taken = set(found.values())
-    rest = _held([key for key in right if key not in taken], [key for key in left if key not in found])
-    return {**found, **{key: other for other, key in rest.items()}}
+    only_left = [key for key in only_left if key not in found]
+    only_right = [key for key in only_right if key not in taken]
+    # Without wrapper segments a key of one side is a key of the other; if there are none, one side may have a prefix.
+    pair = _match_names if _MARK.search("\n".join((*only_left, *only_right))) else _below_prefix
+    canonical = {key: ".".join(part for part in key.split(".") if part not in SEGMENTS) for key in only_right}
+    pairs = [*pair(only_left, canonical).items()]
+    done, taken = {key for key, _ in pairs}, {other for _, other in pairs}
+    rest = {key: key for key in only_left if key not in done}
+    pairs += [(key, other) for other, key in pair([key for key in only_right if key not in taken], rest).items()]
+    count, counts = Counter(key for key, _ in pairs), Counter(other for _, other in pairs)
+    found.update({key: other for key, other in pairs if count[key] == counts[other] == 1})
+    return {key: found[key] for key in order if key in found}
 
 
-def _held(keys: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Key -> name, of keys that have a segment in common which holds names."""
+def _match_names(keys: Sequence[str], names: Mapping[str, str]) -> Mapping[str, str]:
+    return match(keys, names).names
+
+
+def _below_prefix(keys: Sequence[str], names: Mapping[str, str]) -> Mapping[str, str]:
     prefix = common_prefix(keys, names)
-    known = set(names) if prefix else ()
-    return {key: key[len(prefix) + 1 :] for key in keys if key[len(prefix) + 1 :] in known} if prefix else {}
+    inner = {key: key[len(prefix) + 1 :] for key in keys} if prefix else {}
+    return {key: name for key, name in inner.items() if name in names}
 
+
+# The names of a model
 
 Likeness = tuple[str, "tuple[int, ...] | None"]  # dtype and shape
 
 
 @dataclass(frozen=True)
 class NameTables:
-    """The tables of one model's names; each is made when it is first asked for."""
+    """Tables of one model's names; each is computed when it is first needed."""
 
     names: Names
 
@@ -267,7 +242,7 @@ class NameTables:
 
     @cached_property
     def saved(self) -> dict[str, Expression | None]:
-        """Serialized key -> what it is of runtime tensors."""
+        """Serialized key -> its expression over runtime tensors."""
         return {s.key: s.source for s in self.names.serialized}
 
     @cached_property
@@ -277,7 +252,7 @@ class NameTables:
 
     @cached_property
     def keys_of(self) -> dict[str, list[str]]:
-        """First FQN -> the serialized keys that are this tensor under another name, or its own."""
+        """First FQN -> the serialized keys that are this tensor, perhaps renamed."""
         keys: defaultdict[str, list[str]] = defaultdict(list)
         for key, source in self.saved.items():
             if isinstance(source, Ref):
@@ -286,47 +261,51 @@ class NameTables:
 
     @cached_property
     def fqn_of(self) -> dict[str, str]:
-        """Serialized key -> FQN, for the keys that are a runtime tensor renamed; each FQN has one key at most."""
-        pairs = [pair(fqns, self.keys_of.get(first, ())) for first, fqns in self.groups.items()]
-        return {key: fqn for group in pairs for fqn, key in group.items()}
+        """Serialized key -> FQN, for keys that are a runtime tensor, perhaps renamed; each FQN has one key at most.
+
+        If a tensor has several FQNs and keys, equal names belong together, and the others in order.
+        """
+        found = {}
+        for first, fqns in self.groups.items():
+            keys = self.keys_of.get(first, ())
+            pairs = {fqn: fqn for fqn in fqns if fqn in keys}
+            pairs.update(zip([fqn for fqn in fqns if fqn not in pairs], [key for key in keys if key not in pairs]))
+            found.update((key, fqn) for fqn, key in pairs.items())
+        return found
 
     @cached_property
     def forms_agree(self) -> bool:
         """Whether a key that is both a serialized key and an FQN has the same value as both."""
-        return all(
-            source == Ref(self.first[key])
-            for key, source in self.saved.items()
-            if source is not None and key in self.first
-        )
+        saved = ((key, source) for key, source in self.saved.items() if source is not None and key in self.first)
+        return all(source == Ref(self.first[key]) for key, source in saved)
 
     def runtime_values(self, present: Iterable[str]) -> dict[str, Expression]:
-        """Each FQN as an expression over the serialized keys in `present`; without those that they do not give.
+        """Return FQN -> expression over the serialized keys in `present`, without FQNs that need other keys.
 
-        A key that saving only renames is that tensor; any other is what the model's own loading makes of the keys.
+        A key that saving only renames is that tensor; any other tensor is what the model's loading makes of the keys.
         """
-        have = set(present)
-        values: dict[str, Expression] = {fqn: Ref(key) for key, fqn in self.fqn_of.items() if key in have}
+        keys = set(present)
+        values: dict[str, Expression] = {fqn: Ref(key) for key, fqn in self.fqn_of.items() if key in keys}
         known = {self.first[fqn] for fqn in values}
         for loaded in self.names.load:
-            first = self.first.get(loaded.fqn)  # loading may make tensors that the model has not before
-            if first is None or first in known:
+            first = self.first.get(loaded.fqn)  # loading may create tensors
+            if first is None or first in known or loaded.source is None or not keys.issuperset(ex.refs(loaded.source)):
                 continue
-            if loaded.source is not None and have.issuperset(ex.refs(loaded.source)):
-                values[loaded.fqn] = loaded.source
-                known.add(first)
+            values[loaded.fqn] = loaded.source
+            known.add(first)
         return values
 
-    # What `match` is given: the names of each form, and those that a checkpoint may do without.
+    # The arguments of `match` for each form: names, and names that may be absent
 
     @cached_property
     def serialized_names(self) -> dict[str, str]:
-        """Every serialized key with its canonical name: what wrappers added to it is taken out."""
+        """Serialized key -> its canonical name, without wrappers."""
         paths = stripped_paths((tensor.fqn, tensor.canonical) for tensor in self.names.runtime)
         return {key: strip(key, paths) for key in (*self.saved, *self.names.extra_state)}
 
     @cached_property
     def runtime_names(self) -> dict[str, str]:
-        """Every FQN with its canonical name, and the keys that stand for no runtime tensor under their own."""
+        """FQN -> its canonical name; also keys that are not runtime tensors, as they are."""
         found = {tensor.fqn: tensor.canonical for tensor in self.names.runtime}
         for key in (*(key for key, source in self.saved.items() if source is None), *self.names.extra_state):
             found.setdefault(key, key)
@@ -334,21 +313,20 @@ class NameTables:
 
     @cached_property
     def spare_keys(self) -> list[str]:
-        """Serialized keys that may be absent: second names of one tensor, and all that is no tensor."""
-        count: Counter[Expression] = Counter()
-        seconds = []
+        """Serialized keys that may be absent: second names of a tensor, and everything that is not a tensor."""
+        seen, seconds = set[Expression](), []
         for key, source in self.saved.items():
-            if source is not None and not ex.is_opaque(source):  # of what cannot be followed nobody knows
-                count[source] += 1
-                seconds += [key] if count[source] > 1 else []
+            if source is not None and not ex.is_opaque(source):  # opaque values may differ
+                seconds += [key] if source in seen else []
+                seen.add(source)
         return [*seconds, *self.names.extra_state]
 
     @cached_property
     def spare_fqns(self) -> list[str]:
-        """FQNs that may be absent: second names, and all that ``state_dict()`` does not hold as a tensor."""
+        """FQNs that may be absent: second names, and everything that ``state_dict()`` does not hold as a tensor."""
         spare = [t.fqn for t in self.names.runtime if t.alias_of is not None or not t.persistent]
-        made = [key for key, source in self.saved.items() if source is None]
-        return [*spare, *made, *self.names.extra_state, *self.names.not_serialized]
+        others = [key for key, source in self.saved.items() if source is None]
+        return [*spare, *others, *self.names.extra_state, *self.names.not_serialized]
 
     @cached_property
     def serialized_likeness(self) -> Mapping[str, Likeness]:
@@ -359,12 +337,3 @@ class NameTables:
     def runtime_likeness(self) -> Mapping[str, Likeness]:
         """FQN -> dtype and shape."""
         return {t.fqn: (t.dtype, t.shape) for t in self.names.runtime}
-
-
-def pair(fqns: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
-    """Which is which among the names of one tensor on two sides: equal names first, the rest in order."""
-    own = set(keys)
-    pairs = {fqn: fqn for fqn in fqns if fqn in own}
-    rest = [fqn for fqn in fqns if fqn not in pairs]
-    pairs.update(zip(rest, [key for key in keys if key not in pairs]))
-    return pairs

@@ -1,4 +1,4 @@
-"""Wrappers (DDP, FSDP, torch.compile, ...): the segments that they insert, recognised and removed."""
+"""Wrappers (DDP, FSDP, torch.compile, ...): recognize and remove the segments that they insert."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ckpttool.core.values import dataclass
 class Wrapper:
     """`segment` is the child's name inside the wrapper, `classes` the wrapper's classes as ``module.qualname``.
 
-    `telling`: who meets the segment in a name may take it for the wrapper's; others need the evidence of all names.
-    `hides`: the wrapper's hooks take the segment out of the keys of ``state_dict()``.
+    `telling`: the segment alone shows the wrapper; other segments need the evidence of all names. `hides`: the
+    wrapper's hooks remove the segment from the keys of ``state_dict()``.
     """
 
     segment: str
@@ -30,7 +30,7 @@ class Wrapper:
 TABLE = (
     Wrapper("module", ("torch.nn.parallel.distributed.DistributedDataParallel",), "DistributedDataParallel"),
     Wrapper("module", ("torch.nn.parallel.data_parallel.DataParallel",), "DataParallel"),
-    Wrapper("module", ("torch.optim.swa_utils.AveragedModel",), "AveragedModel"),  # and a buffer `n_averaged` beside it
+    Wrapper("module", ("torch.optim.swa_utils.AveragedModel",), "AveragedModel"),  # also has a buffer `n_averaged`
     Wrapper("_orig_mod", ("torch._dynamo.eval_frame.OptimizedModule",), "torch.compile"),
     Wrapper(
         "_checkpoint_wrapped_module",
@@ -61,50 +61,16 @@ TABLE = (
 
 BY_CLASS = {name: row for row in TABLE for name in row.classes}
 SEGMENTS = frozenset(row.segment for row in TABLE if row.telling)
-HIDDEN = frozenset(row.segment for row in TABLE if row.hides)
-
-
-def strip(fqn: str, wrapper_paths: Collection[str]) -> str:
-    """The canonical name: `fqn` without the segments at which a wrapper stands.
-
-    `wrapper_paths` are dotted paths whose last segment is the one that a wrapper put there (``blocks.0._orig_mod``).
-    """
-    if not wrapper_paths:
-        return fqn
-    kept, path = [], ""
-    for segment in fqn.split("."):
-        path = f"{path}.{segment}" if path else segment
-        if path not in wrapper_paths:
-            kept.append(segment)
-    return ".".join(kept)
-
-
-def stripped_paths(names: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """The paths that `strip` took out of FQNs, given with their canonical names; also as they stand in the keys of
-    ``state_dict()``, from which some wrappers take their segment.
-    """
-    paths: set[str] = set()
-    for fqn, canonical in names:
-        rest = canonical.split(".")
-        parts = fqn.split(".") if fqn != canonical else []
-        for depth in range(len(parts), 0, -1):  # from the tensor up: a wrapper is outside of what it wraps
-            if rest and rest[-1] == parts[depth - 1]:
-                rest.pop()
-            else:
-                paths.add(".".join(parts[:depth]))
-    hidden = {path for path in paths if path.rpartition(".")[2] in HIDDEN}
-    return frozenset(paths | {strip(path, hidden) for path in paths - hidden})
-
-
-AMBIGUOUS = frozenset({"module"})  # users call their own modules so: believed at the root only, for all keys at once
-COUNTER = "n_averaged"  # AveragedModel's buffer beside the module it wraps
-PEFT_ROOT = ("base_model", "model")  # PeftModel holds a tuner, the tuner the user's model
-# PEFT's names for what it puts beside a `base_layer`: a part of them is enough, each tuner has some of its own.
+_HIDDEN = frozenset(row.segment for row in TABLE if row.hides)
+_AMBIGUOUS = frozenset({"module"})  # also a usual name for a user's own module: believed at the root only
+COUNTER = "n_averaged"  # AveragedModel's buffer next to the module it wraps
+PEFT_ROOT = ("base_model", "model")  # PeftModel holds a tuner, the tuner holds the user's model
+# The start of PEFT's names for modules next to a `base_layer`; each tuner has its own.
 ADAPTERS = ("lora_", "ia3_", "hada_", "lokr_", "oft_", "boft_", "vera_", "vblora_", "randlora_", "hra_", "delora_")
-LIGHTNING_MARK = "pytorch-lightning_version"  # stands in every checkpoint that a Lightning Trainer writes
+_MARKS = (*SEGMENTS, PEFT_ROOT[0], "base_layer", "original_module")  # some key of a wrapped model has one of them
 
-# FORM's word -> what it puts before every key that state_dict() writes. FSDP2 adds no segment; the hooks of activation
-# checkpoint wrappers and of FSDP1 take theirs out when saving, and put it in when loading.
+# FORM's word -> the prefix of every key that state_dict() writes. FSDP2 adds no segment; the hooks of activation
+# checkpoint wrappers and of FSDP1 remove theirs when saving, and add it when loading.
 WORDS: dict[str, str] = {
     "ddp": "module",
     "dp": "module",
@@ -126,8 +92,156 @@ _WORD_OF = {
     "_fsdp_wrapped_module": "fsdp",
     "_fpw_module": "fpw",
 }
-_MARKS = (*SEGMENTS, PEFT_ROOT[0], "base_layer", "original_module")  # one of them stands in some key of a wrapped model
-_CHAIN = re.compile(r"([a-z_0-9]+)(?:\((.*)\))?")
+
+
+# Paths of wrappers
+
+
+def strip(fqn: str, wrapper_paths: Collection[str]) -> str:
+    """Return the canonical name: `fqn` without wrapper segments.
+
+    `wrapper_paths` are dotted paths whose last segment is a wrapper's (``blocks.0._orig_mod``).
+    """
+    if not wrapper_paths:
+        return fqn
+    kept, path = [], ""
+    for segment in fqn.split("."):
+        path = f"{path}.{segment}" if path else segment
+        if path not in wrapper_paths:
+            kept.append(segment)
+    return ".".join(kept)
+
+
+def stripped_paths(names: Iterable[tuple[str, str]]) -> frozenset[str]:
+    """Return the wrapper paths in FQNs, given with their canonical names; also as they are in the keys of
+    ``state_dict()``, from which some wrappers remove their segment.
+    """
+    paths: set[str] = set()
+    for fqn, canonical in names:
+        rest = canonical.split(".")
+        parts = fqn.split(".") if fqn != canonical else []
+        for depth in range(len(parts), 0, -1):  # from the tensor up: a wrapper is outside of what it wraps
+            if rest and rest[-1] == parts[depth - 1]:
+                rest.pop()
+            else:
+                paths.add(".".join(parts[:depth]))
+    hidden = {path for path in paths if path.rpartition(".")[2] in _HIDDEN}
+    return frozenset(paths | {strip(path, hidden) for path in paths - hidden})
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Wrappers that the keys of a file show: around the whole model, and around single modules.
+
+    `words` are the FORM's words of the former, the outermost first; `root` and `inside` are the paths of both.
+    """
+
+    words: tuple[str, ...]
+    root: tuple[str, ...]
+    inside: frozenset[str]
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """All paths, for `strip`."""
+        return self.inside.union(self.root)
+
+    @property
+    def form(self) -> str | None:
+        """``compile(ddp)``; ``wrapped`` for wrappers around single modules; None without wrappers."""
+        has_blocks = any(path.rpartition(".")[2] in SEGMENTS for path in self.inside)
+        words = (*self.words, "wrapped") if has_blocks else self.words
+        return str(Chain(words)) if words else None
+
+
+def infer(keys: Iterable[str], *, lightning: bool = False) -> Evidence:
+    """Return the wrappers that the keys alone show.
+
+    `lightning`: the keys are from a LightningModule. An attribute that all of them share is then the wrapper
+    ``lightning``; otherwise it is the user's own module.
+    """
+    keys = list(keys)
+    text = "\n".join(keys)
+    if not lightning and not any(mark in text for mark in _MARKS):
+        return Evidence((), (), frozenset())
+    children = _children(keys)
+    words: list[str] = []
+    root: list[str] = []
+    while True:  # one wrapper around everything below `path` after the other
+        path = root[-1] if root else ""
+        below = children.get(path, set())
+        segment = next(iter(below)) if len(below) == 1 else ""
+        inner = dotted(path, segment)
+        if below == {COUNTER, "module"}:
+            words.append("averaged")
+            root.append(dotted(path, "module"))
+        elif segment in _WORD_OF:
+            words.append(_WORD_OF[segment])
+            root.append(inner)
+        elif segment == PEFT_ROOT[0] and children.get(inner) == {PEFT_ROOT[1]}:
+            words.append("peft")
+            root += [inner, dotted(inner, PEFT_ROOT[1])]
+        elif lightning and segment and not path and inner in children:
+            words.append("lightning")
+            root.append(inner)
+        else:
+            break
+    inside: set[str] = set()
+    for path, below in children.items():
+        if "base_layer" in below and ("peft" in words or any(segment.startswith(ADAPTERS) for segment in below)):
+            inside.add(dotted(path, "base_layer"))
+        elif len(below) == 1:
+            inside.update(dotted(path, segment) for segment in below if segment in SEGMENTS - _AMBIGUOUS)
+        elif {"original_module", "modules_to_save"} <= below:
+            inside.add(dotted(path, "original_module"))
+    return Evidence(tuple(words), tuple(root), frozenset(inside.difference(root)))
+
+
+def _children(keys: Iterable[str]) -> dict[str, set[str]]:
+    """Return module path -> the segments directly below it."""
+    children: dict[str, set[str]] = {}
+    for key in keys:
+        path, dot, segment = key.rpartition(".")
+        while path not in children and dot:  # all parents of a known path are known
+            children[path] = {segment}
+            path, dot, segment = path.rpartition(".")
+        children.setdefault(path, set()).add(segment)
+    return children
+
+
+def recognise(keys: Iterable[str]) -> frozenset[str]:
+    """Return the wrapper paths that the keys show, for `strip`."""
+    return infer(keys).paths
+
+
+def segments(paths: Iterable[str]) -> list[str]:
+    """Return the wrapper segments at these paths, each once, the outermost first."""
+    ordered = sorted(paths, key=lambda path: (path.count("."), path))
+    return list(dict.fromkeys(path.rpartition(".")[2] for path in ordered))
+
+
+def canonical_keys(keys: Iterable[str], *, lightning: bool = False) -> dict[str, str]:
+    """Return key -> canonical name, by the evidence of the keys alone."""
+    keys = list(keys)
+    paths = infer(keys, lightning=lightning).paths
+    return {key: strip(key, paths) or key for key in keys}
+
+
+def is_lightning(checkpoint: Checkpoint) -> bool:
+    """Return whether a Lightning Trainer wrote the file, or the file that a section was picked from."""
+    if any(section.in_lightning for section in checkpoint.sections):
+        return True
+    has_mark = "pytorch-lightning_version" in checkpoint.others
+    return has_mark and any(section.path == "state_dict" for section in checkpoint.sections)
+
+
+def counters(keys: Collection[str]) -> list[str]:
+    """Return the keys that are the counter of an AveragedModel."""
+    found = [key for key in keys if key.rpartition(".")[2] == COUNTER]
+    children = _children(keys) if found else {}
+    return [key for key in found if "module" in children[key.rpartition(".")[0]]]
+
+
+# Forms given by the user
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,17 +255,15 @@ class Chain:
 
     @property
     def prefix(self) -> str:
-        """What stands before every canonical name, with its last dot; empty where the chain adds nothing."""
-        return _prefix(self.words)
+        """The text before every canonical name, with its last dot; may be empty."""
+        return "".join(WORDS[word] + "." for word in self.words if WORDS[word])
 
     @property
     def counter(self) -> str | None:
-        """The key of AveragedModel's counter, or None where the chain has none."""
-        return _prefix(self.words[: self.words.index("averaged")]) + COUNTER if "averaged" in self.words else None
-
-
-def _prefix(words: Iterable[str]) -> str:
-    return "".join(WORDS[word] + "." for word in words if WORDS[word])
+        """The key of AveragedModel's counter, or None if the chain has none."""
+        if "averaged" not in self.words:
+            return None
+        return Chain(self.words[: self.words.index("averaged")]).prefix + COUNTER
 
 
 def parse(form: str) -> Chain:
@@ -159,64 +271,19 @@ def parse(form: str) -> Chain:
     words = []
     rest: str | None = form.replace(" ", "")
     while rest is not None:
-        found = _CHAIN.fullmatch(rest)
-        if found is None or found[1] not in WORDS:
+        match = re.fullmatch(r"([a-z_0-9]+)(?:\((.*)\))?", rest)
+        if match is None or match[1] not in WORDS:
             raise CkptError(
                 f"no such form: {form}",
                 hint=f"serialized, runtime, exported, or a chain of {', '.join(WORDS)}, as in 'ddp(compile)'",
             )
-        words.append(found[1])
-        rest = found[2]
+        words.append(match[1])
+        rest = match[2]
     return Chain(tuple(words))
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """What the keys of one file show of wrappers: those around the whole model, and those around single modules.
-
-    `words` are the FORM's words of the former, the outermost first; `root` and `inside` the dotted paths at which the
-    segments of both stand.
-    """
-
-    words: tuple[str, ...]
-    root: tuple[str, ...]
-    inside: frozenset[str]
-
-    @property
-    def paths(self) -> frozenset[str]:
-        """For `table.strip`."""
-        return self.inside.union(self.root)
-
-    @property
-    def form(self) -> str | None:
-        """``compile(ddp)``; ``wrapped`` stands for wrappers around single modules; None where there are no wrappers."""
-        blocks = any(path.rpartition(".")[2] in SEGMENTS for path in self.inside)
-        words = [*self.words, "wrapped"] if blocks else list(self.words)
-        return "(".join(words) + ")" * (len(words) - 1) if words else None
-
-
-def infer(keys: Iterable[str], *, lightning: bool = False) -> Evidence:
-    """Where wrappers stand, as far as the keys alone show it.
-
-    `lightning`: the keys are those of a LightningModule. An attribute that all of them have in common is then the
-    wrapper ``lightning``; anywhere else it is the user's own module.
-    """
-    keys = list(keys)
-    text = "\n".join(keys)
-    if not lightning and not any(mark in text for mark in _MARKS):
-        return Evidence((), (), frozenset())
-    children = _children(keys)
-    words: list[str] = []
-    root: list[str] = []
-    while (step := _step(root[-1] if root else "", children, lightning)) is not None:
-        words.append(step[0])
-        root += step[1]
-    inside = {dotted(path, segment) for path, below in children.items() for segment in _inside(below, "peft" in words)}
-    return Evidence(tuple(words), tuple(root), frozenset(inside.difference(root)))
-
-
 def declared(form: Chain, keys: Collection[str]) -> Evidence:
-    """The evidence, where the user says which wrappers are around the whole model. Raises `Refused` on other keys."""
+    """Return the evidence if the user names the wrappers around the model. Raises `Refused` if keys contradict."""
     odd = [key for key in keys if not key.startswith(form.prefix) and key != form.counter]
     if odd:
         raise Refused(
@@ -229,116 +296,47 @@ def declared(form: Chain, keys: Collection[str]) -> Evidence:
     return Evidence(form.words, root, infer(keys).inside.difference(root))
 
 
-def _step(path: str, children: Mapping[str, set[str]], lightning: bool) -> tuple[str, list[str]] | None:
-    """The wrapper around everything below `path`: its word, and the paths of its segments."""
-    below = children.get(path, set())
-    if below == {COUNTER, "module"}:
-        return "averaged", [dotted(path, "module")]
-    if len(below) != 1:
-        return None
-    (segment,) = below
-    inner = dotted(path, segment)
-    if segment in _WORD_OF:
-        return _WORD_OF[segment], [inner]
-    if segment == PEFT_ROOT[0] and children.get(inner) == {PEFT_ROOT[1]}:
-        return "peft", [inner, dotted(inner, PEFT_ROOT[1])]
-    return ("lightning", [inner]) if lightning and not path and inner in children else None
-
-
-def _inside(below: Collection[str], peft: bool) -> Iterable[str]:
-    """Which of the segments below one path are a wrapper's around a single module."""
-    if "base_layer" in below and (peft or any(segment.startswith(ADAPTERS) for segment in below)):
-        return ("base_layer",)
-    if len(below) == 1:
-        return (segment for segment in below if segment in SEGMENTS - AMBIGUOUS)
-    return ("original_module",) if {"original_module", "modules_to_save"} <= set(below) else ()
-
-
-def is_lightning(checkpoint: Checkpoint) -> bool:
-    """Return whether a Lightning Trainer wrote the file, or the file that a section was picked from."""
-    if any(section.in_lightning for section in checkpoint.sections):
-        return True
-    return LIGHTNING_MARK in checkpoint.others and any(own.path == "state_dict" for own in checkpoint.sections)
-
-
-def recognise(keys: Iterable[str]) -> frozenset[str]:
-    """The dotted paths at which a wrapper stands: for `table.strip`."""
-    return infer(keys).paths
-
-
-def segments(paths: Iterable[str]) -> list[str]:
-    """The wrapper segments at these paths, each once, the outermost first."""
-    ordered = sorted(paths, key=lambda path: (path.count("."), path))
-    return list(dict.fromkeys(path.rpartition(".")[2] for path in ordered))
-
-
-def canonical_keys(keys: Iterable[str], *, lightning: bool = False) -> dict[str, str]:
-    """Key -> canonical name, by the evidence of the keys alone."""
-    keys = list(keys)
-    paths = infer(keys, lightning=lightning).paths
-    return {key: strip(key, paths) or key for key in keys}
-
-
-def counters(keys: Collection[str]) -> list[str]:
-    """The keys that are the counter of an AveragedModel."""
-    found = [key for key in keys if key.rpartition(".")[2] == COUNTER]
-    children = _children(keys) if found else {}
-    return [key for key in found if "module" in children[key.rpartition(".")[0]]]
-
-
 def rewrap(
     canonical: Mapping[str, str], wanted: Chain, counted: Sequence[str] = ()
 ) -> tuple[dict[str, str], list[str]]:
-    """Key -> its name inside the chain, for keys with their canonical names; and the keys that have none there.
+    """Return key -> its name inside the chain, for keys with their canonical names; and the keys that have none there.
 
-    `counted` are the keys of AveragedModels' counters. Raises `Refused` for ``peft`` where no adapters say which layers
-    they stand beside.
+    `counted` are the keys of AveragedModels' counters. Raises `Refused` for ``peft`` if no adapters show which layers
+    are adapted.
     """
     inner = _adapted(canonical.values()) if "peft" in wanted.words else {}
     names = {key: wanted.prefix + inner.get(name, name) for key, name in canonical.items()}
     if counted and wanted.counter is not None:
         names[counted[0]] = wanted.counter
         counted = counted[1:]
-    gone = set(counted)
-    return {key: name for key, name in names.items() if key not in gone}, list(counted)
+    return {key: name for key, name in names.items() if key not in counted}, list(counted)
 
 
 def _adapted(names: Iterable[str]) -> dict[str, str]:
-    """Canonical name -> the name under ``base_layer``, for the tensors of layers that have an adapter beside them."""
+    """Return canonical name -> name under ``base_layer``, for the tensors of layers with an adapter."""
     parts = {name: name.split(".") for name in names}
-    places = {
-        ".".join(path[:depth]): None
+    modules = {
+        ".".join(path[:depth])
         for path in parts.values()
         for depth, segment in enumerate(path)
         if segment.startswith(ADAPTERS)
     }
-    if not places:
+    if not modules:
         raise Refused(
             "no layer in the file has an adapter, and PEFT's names depend on which have",
             hint="--like CKPT takes over the names of a checkpoint of the PEFT model",
             problems=[Problem("an adapted layer's, or not?", name) for name in parts],
         )
-    return {
-        name: f"{head}.base_layer.{path[-1]}"
-        for name, path in parts.items()
-        if (head := ".".join(path[:-1])) in places and not path[-1].startswith(ADAPTERS)
-    }
+    found = {}
+    for name, path in parts.items():
+        module = ".".join(path[:-1])
+        if module in modules and not path[-1].startswith(ADAPTERS):
+            found[name] = f"{module}.base_layer.{path[-1]}"
+    return found
 
 
 def new_counter(wanted: Chain, counted: Collection[str]) -> dict[str, Op]:
-    """AveragedModel's counter where the chain needs one and the checkpoint has none: it is the average of one model."""
+    """Return AveragedModel's counter if the chain needs one and the checkpoint has none: an average of one model."""
     if wanted.counter is None or counted:
         return {}
     return {wanted.counter: Op("aten.full.default", ((), 1), (("dtype", Special("dtype", "int64")),))}
-
-
-def _children(keys: Iterable[str]) -> dict[str, set[str]]:
-    """Module path -> the segments that stand directly below it."""
-    children: dict[str, set[str]] = {}
-    for key in keys:
-        path, dot, segment = key.rpartition(".")
-        while path not in children and dot:  # a path that is known has all of its own way recorded
-            children[path] = {segment}
-            path, dot, segment = path.rpartition(".")
-        children.setdefault(path, set()).add(segment)
-    return children

@@ -12,7 +12,7 @@ from ckpttool.rules.patterns import InTurn, parse, pattern_of
 
 _VARIABLES = ("{n}", "{m}", "{k}", "{j}")  # the layer numbers, the outermost first
 _MOST_KINDS = 400  # kinds of renames beyond which only layer numbers are generalised
-_TOO_MANY = 4000  # kinds of renames beyond which every key is named by itself
+_TOO_MANY = 4000  # kinds of renames beyond which every key gets a rule
 _SAMPLES = 2  # keys of each kind that a rule is tried on; all are checked at the end
 
 

@@ -307,7 +307,7 @@ def read(
 ) -> tuple[Step, ...]:
     """Return the steps of the file at `path`, or of the preset with that name; with `reverse` the steps back.
 
-    `rules` are those of the command line, in the same direction: they come after the file, so before it in reverse.
+    `rules` are from the command line, in the same direction: they come after the file, so before it in reverse.
     `sizes` override the file's. Raises `CkptError`, with all problems, if it is not a rules file, if an example in it
     fails, or if a rule cannot be reversed.
     """

@@ -1,4 +1,4 @@
-"""What the steps of a rules file do to a tensor: sizes with names, conditions, and changes of shape and dtype."""
+"""Sizes with names, conditions, and changes of shape and dtype: the operations of a rules file on tensors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
-from typing import Protocol, Union
+from typing import Union
 
+from ckpttool.core.checkpoint import TensorEntry
 from ckpttool.core.dtypes import PLAIN
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.expression import Expression, Op, Special
@@ -84,18 +85,6 @@ def given_sizes(texts: Sequence[str]) -> dict[str, int]:
 # Conditions and examples
 
 
-class Tensor(Protocol):
-    """A dtype and a shape."""
-
-    @property
-    def dtype(self) -> str:
-        """As in ``bfloat16``."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """In elements."""
-
-
 _TENSOR = re.compile(r"(\S(?:.*\S)?)\s+\[((?:\s*(?:-1|\d{1,15})\s*(?:,|(?=\])))*)\](?:\s+(\w+))?\s*")
 
 
@@ -107,7 +96,7 @@ class TensorSpec:
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
 
-    def is_like(self, tensor: Tensor) -> bool:
+    def is_like(self, tensor: TensorEntry | Value) -> bool:
         """Return whether the tensor has the shape and the dtype."""
         shape = tensor.shape if self.shape is None else self.shape
         fits = len(shape) == len(tensor.shape) and all(a in (-1, b) for a, b in zip(shape, tensor.shape))
@@ -122,7 +111,7 @@ def shown(text: str) -> TensorSpec | None:
     return TensorSpec(parts[1], tuple(int(size) for size in parts[2].split(",") if size.strip()), parts[3])
 
 
-def holds(when: Sequence[TensorSpec], unless: Sequence[TensorSpec], state: Mapping[str, Tensor]) -> bool:
+def holds(when: Sequence[TensorSpec], unless: Sequence[TensorSpec], state: Mapping[str, Value]) -> bool:
     """Return whether the state has a tensor for each of `when`, and none for any of `unless`."""
 
     def is_present(spec: TensorSpec) -> bool:
@@ -131,7 +120,7 @@ def holds(when: Sequence[TensorSpec], unless: Sequence[TensorSpec], state: Mappi
     return all(map(is_present, when)) and not any(map(is_present, unless))
 
 
-def tensor_text(tensor: Tensor) -> str:
+def tensor_text(tensor: TensorEntry | Value) -> str:
     """Return shape and dtype: ``[4, 12] float32``."""
     return f"{shape_text(tensor.shape)} {tensor.dtype}"
 
@@ -296,7 +285,7 @@ def join(values: Sequence[Value], dim: int, sizes: Sequence[int] | None) -> Valu
     if sizes is not None and actual != list(sizes):
         raise refusal(f"the parts have sizes {actual} in dimension {dim}, not {list(sizes)}")
     if sizes is None and len(set(actual)) > 1:
-        raise refusal(f"the parts are not equal: sizes = {actual} says that this is meant")
+        raise refusal(f"the parts are not equal: sizes = {actual} allows this")
     shape = (*shapes[0][:dim], sum(actual), *shapes[0][dim + 1 :])
     source = Op("aten.cat.default", (tuple(value.source for value in values), dim))
     return Value(source, values[0].dtype, shape, None, DENSE)

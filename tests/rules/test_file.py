@@ -428,7 +428,7 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
         '[[rule]]\njoin = ["n", "v"]\ninto = "x"', ["rule 1 (join): the parts have dtypes int64, float32 @ x"]),
     "parts that are not equal": (
         '[[rule]]\njoin = ["v", "0.q.b"]\ninto = "x"',
-        ["rule 1 (join): the parts are not equal: sizes = [4, 2] says that this is meant @ x"]),
+        ["rule 1 (join): the parts are not equal: sizes = [4, 2] allows this @ x"]),
     "parts of other sizes": (
         '[[rule]]\njoin = ["v", "0.q.b"]\ninto = "x"\nsizes = [2, 4]',
         ["rule 1 (join): the parts have sizes [4, 2] in dimension 0, not [2, 4] @ x"]),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Union
 
+from ckpttool.core.checkpoint import TensorEntry
 from ckpttool.core.expression import Expression
 from ckpttool.core.values import dataclass
 
@@ -13,22 +14,6 @@ SAME_NAME = "the same name"  # the start of evidence by names alone
 
 Template = tuple[str, ...]
 Digest = Callable[[Expression], "bytes | None"]  # of a value over one side's keys; None if it has none
-
-
-class Outlined(Protocol):
-    """What the index says about a tensor; a `TensorEntry` is one."""
-
-    @property
-    def key(self) -> str:
-        """The name."""
-
-    @property
-    def dtype(self) -> str:
-        """Torch's name without ``torch.``."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +25,13 @@ class Tensor:
     shape: tuple[int, ...]
 
 
+Outlined = Union[Tensor, TensorEntry]
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Tensors of the left that are likely those of the right. Several tensors on one side are the parts of the other
-    side's one, end to end along dimension 0, in this order. `transposed` is the side whose tensors are stored
+    """A tensor of the left that is likely one of the right. Several tensors on one side are the parts of the tensor on
+    the other side, end to end along dimension 0, in this order. `transposed` is the side whose tensors are stored
     transposed: ``left``, ``right``, or neither.
     """
 
