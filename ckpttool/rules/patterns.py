@@ -11,6 +11,7 @@ from time import thread_time
 from typing import Any, Protocol
 
 from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.keys import dotted
 from ckpttool.core.limits import limits, spent
 from ckpttool.core.values import dataclass
 
