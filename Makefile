@@ -49,7 +49,7 @@ browser: $(VENV)/for-test ## the HTML report in a real Chromium, which has to be
 
 models: $(VENV)/for-test ## the ready sets of rules, with the models of torchvision, timm and torchtune (large installations)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS) torchvision timm torchtune torchao==0.14.1
-	$(BIN)/python -m pytest -rs tests/rules/test_sets.py $(ARGS)
+	$(BIN)/python -m pytest -rs tests/rules/test_presets.py $(ARGS)
 
 docs: $(VENV)/for-docs ## the pages as a site, in build/site; every link is checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q

@@ -101,7 +101,7 @@ def run_code(
 ) -> tuple[list[Expression], Entries]:
     """Run the models' code. Return `sources` with refs instead of calls, and the entries that the refs name.
 
-    Raises `Refused` if there is no code to run, and whatever the runs raise.
+    Raises `Refused` if the code is missing, and the errors of the runs.
     """
     entries, keys = dict(section.by_key()), dict[tuple[str, str], str]()
 

@@ -69,7 +69,7 @@ def _check_parts(given: Arguments) -> str | None:
     """Count the parts before they are made: a dimension without elements may have any length."""
     shape, dim = given["self"].shape, given.get("dim", 0)
     if not -len(shape) <= dim < len(shape):
-        return f"there is no dimension {dim}"
+        return f"dimension {dim} does not exist"
     size = given.get("split_size", 1)
     if size < 1:
         return "the split size must be positive"
@@ -104,7 +104,7 @@ def _has(part: Any, number: int) -> bool:
 def _check_index(given: Arguments) -> str | None:
     shape, dim = given["self"].shape, given["dim"]
     if not -max(len(shape), 1) <= dim < max(len(shape), 1):
-        return f"there is no dimension {dim}"
+        return f"dimension {dim} does not exist"
     return _check_range(given["index"], 0, shape[dim] if shape else 1)
 
 

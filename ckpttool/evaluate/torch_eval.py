@@ -34,7 +34,7 @@ class Held:
         self.bytes = self.peak = 0
 
     def check(self, name: str, more: int) -> None:
-        """Raise `Refused` if there is no room for `more` bytes."""
+        """Raise `Refused` if `more` bytes exceed the limit."""
         if self.bytes + more > self.most:
             raise Refused(
                 f"{name} makes {human_bytes(more)} where {human_bytes(self.most)} may be held: "
@@ -96,7 +96,7 @@ def _apply(name: str, args: list[Any], kwargs: dict[str, Any], device: torch.dev
         if kwargs or len(args) != 2 or not isinstance(args[0], (list, tuple)) or type(args[1]) is not int:
             raise _unfit(name, "it takes one of several tensors, by its number")
         if not 0 <= args[1] < len(args[0]):
-            raise _unfit(name, f"there is no tensor {args[1]} of {len(args[0])}")
+            raise _unfit(name, f"tensor {args[1]} of {len(args[0])} does not exist")
         return args[0][args[1]]
     _, packet, overload = name.split(".")
     operator = getattr(getattr(torch.ops.aten, packet, None), overload, None)

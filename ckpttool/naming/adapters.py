@@ -30,7 +30,7 @@ class Adapter:
 
     @property
     def alone(self) -> bool:
-        """Whether there are no keys of the adapted model itself."""
+        """Whether the keys of the adapted model itself are absent."""
         return not self.rest
 
     def inside(self, key: str) -> str:

@@ -29,7 +29,7 @@ def lazy(data: bytes, cuts: list[int]) -> Lazy:
 
 
 @given(st.binary(max_size=20), st.lists(st.integers(0, 20)), st.lists(st.integers(0, 20)), st.integers(0, 20))
-def test_the_same_bytes_however_they_come(data: bytes, first: list[int], second: list[int], at: int) -> None:
+def test_equal_bytes_in_any_chunks(data: bytes, first: list[int], second: list[int], at: int) -> None:
     assert same_data(lazy(data, first), lazy(data, second))
     if data:
         other = bytearray(data)
@@ -38,7 +38,7 @@ def test_the_same_bytes_however_they_come(data: bytes, first: list[int], second:
         assert not same_data(lazy(data, first), lazy(data[:-1], second))
 
 
-def test_a_span_and_what_is_computed(tmp_path: Path) -> None:
+def test_a_span_and_computed_bytes(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"0123456789")
     span = Span(str(tmp_path / "f"), 2, 5)
     assert same_data(span, lazy(b"23456", [1]))
@@ -46,7 +46,7 @@ def test_a_span_and_what_is_computed(tmp_path: Path) -> None:
     assert same_data(span, Span(str(tmp_path / "f"), 2, 5))
 
 
-def test_fingerprints_say_what_verify_says(tmp_path: Path) -> None:
+def test_fingerprints_agree_with_verify(tmp_path: Path) -> None:
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2), "c": torch.arange(6.0).reshape(2, 3).t()}
     torch.save(tensors, tmp_path / "one.pt")
     torch.save({**tensors, "b": torch.zeros(2), "d": torch.ones(1)}, tmp_path / "two.pt")
@@ -139,8 +139,8 @@ def entries(folder: Path) -> dict[str, list[TensorEntry | ExtraEntry]]:
     }
 
 
-def test_two_entries_are_the_same_where_they_hold_the_same(tmp_path: Path) -> None:
-    """From either side; and what stands for them where their file is gone is the same, or not."""
+def test_entries_with_equal_content_are_the_same(tmp_path: Path) -> None:
+    """From either side; fingerprints agree, too."""
     every = [(kind, one) for kind, own in entries(tmp_path).items() for one in own]
     for (kind, one), (other_kind, other) in product(every, every):
         alike = kind == other_kind
@@ -156,7 +156,7 @@ def test_two_entries_are_the_same_where_they_hold_the_same(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("dtype", [name for name in BY_NAME if not name.startswith("q")])
 @pytest.mark.parametrize("tolerance", [0.0, 1e-9])
-def test_of_every_dtype_it_is_said_how_many_elements_differ(dtype: str, tolerance: float) -> None:
+def test_differing_elements_are_counted_for_every_dtype(dtype: str, tolerance: float) -> None:
     """Of bits and of halves of a byte too, which torch makes no numbers of."""
     size = itemsize(dtype)
     left, right = bytes(5 * size), bytes(2 * size) + bytes([1] * size) + bytes(size) + bytes([1] * size)
@@ -180,7 +180,7 @@ def test_complex_numbers_within_a_tolerance_are_the_same() -> None:
     assert said.text == "2 of 2 elements differ, by 0.001 at most"
 
 
-def test_of_a_digest_only_the_bytes_count(tmp_path: Path) -> None:
+def test_a_digest_compares_bytes_only(tmp_path: Path) -> None:
     made = entries(tmp_path)
     digests = [
         TensorEntry("w", "float32", (2, 3), (3, 1), 0, Storage(Lazy(24, list, sha256(e)))) for e in made["numbers"]
@@ -198,7 +198,7 @@ def test_of_a_digest_only_the_bytes_count(tmp_path: Path) -> None:
     assert sha256_of(known) == sha256_of(data) == data.sha256
 
 
-def test_what_nobody_can_compare_is_never_the_same() -> None:
+def test_unknown_content_is_never_the_same() -> None:
     tensor = TensorEntry("w", "float32", (2,), (1,), 0, None, "sparse_coo", 8)
     unknown: list[TensorEntry | ExtraEntry] = [
         tensor,
@@ -218,7 +218,7 @@ def test_what_nobody_can_compare_is_never_the_same() -> None:
     assert not any(sha256(one) == sha256(other) for one, other in contents)
 
 
-def test_a_tensor_is_no_object(tmp_path: Path) -> None:
+def test_a_tensor_is_not_an_object(tmp_path: Path) -> None:
     """Nor the digest of one another tensor: what manifests know."""
     torch.save({"w": torch.ones(2), "n": 3}, tmp_path / "a.pt")
     torch.save({"w": torch.zeros(2), "n": 4}, tmp_path / "b.pt")
@@ -238,8 +238,8 @@ def test_a_tensor_is_no_object(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors", "w.dcp", "shards"])
-def test_a_file_that_is_replaced_can_be_proved(tmp_path: Path, name: str) -> None:
-    """Every byte of the source has moved, or is gone, when the output is read back."""
+def test_a_replaced_file_is_verified(tmp_path: Path, name: str) -> None:
+    """Every byte of the source has moved or is overwritten when the output is read back."""
     save_file({"x": torch.arange(6.0), "y": torch.ones(4)}, tmp_path / "in.safetensors")
     out = f"{tmp_path}/{name}" + ("/" if name == "shards" else "")
     assert (

@@ -163,7 +163,7 @@ def ran_by(node: Op) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ATEN)
-def test_each_gives_what_torch_gives(name: str) -> None:
+def test_each_operator_matches_torch(name: str) -> None:
     node = example(name)
     wanted = of_torch(node)
     several = isinstance(wanted, (list, tuple))
@@ -174,7 +174,7 @@ def test_each_gives_what_torch_gives(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ATEN)
-def test_each_refuses_arguments_of_another_type_before_its_kernel(name: str) -> None:
+def test_arguments_of_another_type_are_refused(name: str) -> None:
     node = example(name)
     for bad in ("text", 2**70, (Special("dtype", "float32"),)):
         assert not ran_by(Op(name, (bad, *node.args[1:]), node.kwargs))
@@ -225,11 +225,11 @@ OUTSIDE: dict[str, Op] = {
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_arguments_outside_of_their_tensor_never_reach_the_kernel(name: str) -> None:
+def test_arguments_outside_of_the_tensor_are_refused(name: str) -> None:
     assert not ran_by(OUTSIDE[name])
 
 
-def test_integers_that_only_the_file_holds_are_divided_when_it_is_read(tmp_path: Path) -> None:
+def test_division_by_integers_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "w").write_bytes(torch.tensor([7, -8, 9, 2]).numpy().tobytes())
     storage = Storage(Span(str(tmp_path / "w"), 0, 32))
     have = {key: TensorEntry(key, "int64", (2,), (1,), at, storage) for key, at in (("w", 0), ("by", 2))}
@@ -237,7 +237,7 @@ def test_integers_that_only_the_file_holds_are_divided_when_it_is_read(tmp_path:
     assert load(made).tolist() == [0, -4]
 
 
-def test_as_many_parts_are_made_as_the_limit_lets() -> None:
+def test_the_limit_of_parts() -> None:
     rows = Op("aten.unbind.int", (X,))
     with limited(Limits(made_parts=3)):
         assert torch.equal(evaluate(Op(GETITEM, (rows, 2)), LEAVES.__getitem__), LEAVES["x"][2])
@@ -245,7 +245,7 @@ def test_as_many_parts_are_made_as_the_limit_lets() -> None:
         assert not ran_by(rows)
 
 
-def test_an_integer_does_for_a_float() -> None:
+def test_an_integer_is_accepted_as_a_float() -> None:
     found = evaluate(Op("aten.nan_to_num.default", (X, 0)), LEAVES.__getitem__)
     assert torch.equal(found, LEAVES["x"])
 
@@ -256,7 +256,7 @@ def test_an_operator_of_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch
         evaluate(Op("aten.nowhere.default", (X,)), LEAVES.__getitem__)
 
 
-def test_the_layout_that_is_computed_is_the_dense_one() -> None:
+def test_the_dense_layout_is_allowed() -> None:
     dense = Op("aten._to_copy.default", (X,), (("layout", Special("layout", "strided")),))
     assert torch.equal(evaluate(dense, LEAVES.__getitem__), LEAVES["x"])
 
@@ -275,14 +275,14 @@ TOO_LARGE: dict[str, Op] = {
 
 
 @pytest.mark.parametrize("name", TOO_LARGE)
-def test_what_would_be_too_large_is_refused_by_the_limit_and_not_made(name: str) -> None:
+def test_results_beyond_the_limit_are_refused(name: str) -> None:
     with Kernels() as kernels, pytest.raises(Refused, match="made_bytes") as refused:
         evaluate(TOO_LARGE[name], LEAVES.__getitem__)
     assert not [ran for ran in kernels.ran if ran == TOO_LARGE[name].op]
     assert "--limit made_bytes=" in refused.value.hint
 
 
-def test_a_limit_counts_what_is_held_at_a_time_and_not_what_is_made_in_all() -> None:
+def test_the_limit_counts_bytes_held_at_a_time() -> None:
     chain: Argument = X
     for _ in range(100):
         chain = Op("aten.neg.default", (chain,))
@@ -305,7 +305,7 @@ CRASHES = [
 
 
 @pytest.mark.parametrize("name", CRASHES)
-def test_every_other_operator_is_refused_by_its_name(name: str) -> None:
+def test_other_operators_are_refused_by_name(name: str) -> None:
     with pytest.raises(CkptError, match="not an operator that a plan may hold") as refused:
         evaluate(Op(name, (X, 1, 2)), LEAVES.__getitem__)
     assert name in refused.value.message
@@ -322,7 +322,7 @@ def stored(folder: Path, count: int = 4) -> Checkpoint:
     return Checkpoint(str(path), "torch_zip", 8 * count, (Section("", "state_dict", entries),))
 
 
-def test_a_plan_names_every_operator_that_it_may_not_hold(tmp_path: Path) -> None:
+def test_all_forbidden_operators_of_a_plan_are_reported(tmp_path: Path) -> None:
     outputs = tuple(
         Output("", key, Op(f"aten.{key}.default", (Ref("own"), Ref("secret")))) for key in ("save", "_cdist")
     )
@@ -334,7 +334,7 @@ def test_a_plan_names_every_operator_that_it_may_not_hold(tmp_path: Path) -> Non
     ]
 
 
-def test_a_plan_names_every_value_that_cannot_be_computed(tmp_path: Path) -> None:
+def test_all_values_that_cannot_be_computed_are_reported(tmp_path: Path) -> None:
     own, secret = Ref("own"), Ref("secret")
     sources: dict[str, Op | Ref] = {
         "a": Op("aten.mm.default", (own, secret)),
@@ -346,7 +346,7 @@ def test_a_plan_names_every_value_that_cannot_be_computed(tmp_path: Path) -> Non
     assert [problem.key for problem in refused.value.problems] == ["a", "c"]
 
 
-def test_a_view_does_not_see_the_neighbouring_bytes_of_the_file(tmp_path: Path) -> None:
+def test_a_view_cannot_read_other_bytes_of_the_file(tmp_path: Path) -> None:
     have = stored(tmp_path).section("").by_key()
     for args in (((8,), (1,), 0), ((4,), (1,), 4), ((2, 2), (4, 1), 0)):
         with pytest.raises(Refused, match="reaches element"):
@@ -356,7 +356,7 @@ def test_a_view_does_not_see_the_neighbouring_bytes_of_the_file(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("view", ["a part", "a transpose"])
-def test_as_strided_counts_the_elements_of_its_tensor_wherever_they_lie(view: str) -> None:
+def test_as_strided_counts_the_elements_of_its_tensor(view: str) -> None:
     source = Op("aten.slice.Tensor", (X, 0, 1, 3)) if view == "a part" else Op("aten.t.default", (X,))
     elements = of_torch(source).clone(memory_format=torch.contiguous_format)
     found = evaluate(Op("aten.as_strided.default", (source, (2, 2), (3, 1), 2)), LEAVES.__getitem__)
@@ -367,6 +367,6 @@ def test_as_strided_counts_the_elements_of_its_tensor_wherever_they_lie(view: st
     assert torch.equal(evaluate(changed, LEAVES.__getitem__), wanted)
 
 
-def test_the_list_is_read_without_torch() -> None:
+def test_the_table_needs_no_torch() -> None:
     code = "import ckpttool.evaluate.ops, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

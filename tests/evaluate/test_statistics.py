@@ -79,7 +79,7 @@ def test_more_than_a_chunk(tmp_path: Path) -> None:
     assert alike(of(tensor), expected(tensor))
 
 
-def test_numbers_that_are_not_real_have_a_hash_only() -> None:
+def test_complex_numbers_have_only_a_hash() -> None:
     found = of(torch.zeros(2, dtype=torch.complex64))
     assert found == Statistics(None, None, None, None, None, None, hashlib.sha256(bytes(16)).hexdigest())
 
@@ -127,7 +127,7 @@ def test_without_stats_nothing_is_read(tmp_path: Path, capsys: pytest.CaptureFix
     assert (found["notes"], "stats" in found["tensors"][0]) == ([], False)
 
 
-def test_what_numpy_reads_needs_no_torch(tmp_path: Path) -> None:
+def test_statistics_need_no_torch(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3), "b": torch.ones(3, dtype=torch.bfloat16)}, tmp_path / "w.safetensors")
     code = "import sys; from ckpttool.cli.app import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     words = [sys.executable, "-c", code, "inspect", str(tmp_path / "w.safetensors"), "--stats"]
@@ -169,7 +169,7 @@ def test_partitioned_parameters_are_named(count: int, tmp_path: Path, capsys: py
     lambda: nn.Sequential(nn.Linear(2, 2), nn.PReLU()),
     lambda: nn.ParameterDict({f"scale_{n}": nn.Parameter(torch.ones(1)) for n in range(6)}),
 ])  # fmt: skip
-def test_models_of_single_elements_are_no_placeholders(
+def test_models_of_single_elements_are_not_placeholders(
     make: Callable[[], nn.Module], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert notes_of(make().state_dict(), tmp_path / "w.pt", capsys) == []

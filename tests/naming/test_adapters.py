@@ -60,7 +60,7 @@ def test_another_tuner() -> None:
         (["a.b.lora_embedding_A", "a.b.lora_embedding_B"], "a.b", "a.b"),
     ],
 )
-def test_how_others_write_them(keys: list[str], module: str, base: str) -> None:
+def test_adapters_of_other_tools(keys: list[str], module: str, base: str) -> None:
     found = adapter_of(keys)
     assert found is not None
     assert (dict(found.modules), found.alone) == ({module: tuple(keys)}, True)
@@ -102,7 +102,7 @@ def test_kokoro_368_an_adapter_that_matches_nothing(tmp_path: Path, capsys: pyte
     assert loaded[0].startswith("0 of 8 tensors matched")
 
 
-def test_an_adapter_beside_its_model_is_called_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_in_a_complete_model_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = real_models.lora().state_dict()
     for state, section in (model, "(root)"), ({"model": model, "epoch": 1}, "model"):
         torch.save(state, tmp_path / "a.pt")

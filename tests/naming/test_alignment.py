@@ -1,4 +1,4 @@
-"""Two checkpoints of one model that differ by wrappers: which keys belong together, and the command that mends it."""
+"""Two checkpoints of one model that differ by wrappers: the matching keys, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def save(form: str, path: Path) -> str:
     return str(path)
 
 
-def test_equal_keys_and_keys_that_wrappers_made_longer() -> None:
+def test_equal_keys_and_wrapped_keys() -> None:
     left, right = ["module.a.w", "module.b._orig_mod.w"], ["a._checkpoint_wrapped_module.w", "b.w"]
     assert align(left, right) == dict(zip(left, right))
     assert align(left, left) == dict(zip(left, left))
@@ -37,11 +37,11 @@ def test_equal_keys_and_keys_that_wrappers_made_longer() -> None:
         (["a.layer.w"], ["a.w"]),  # no wrapper's segment
     ],
 )
-def test_what_can_be_read_in_two_ways_or_in_none_is_no_pair(left: list[str], right: list[str]) -> None:
+def test_ambiguous_keys_are_not_paired(left: list[str], right: list[str]) -> None:
     assert align(left, right) == {key: key for key in left if key in right}
 
 
-def test_a_common_prefix_goes() -> None:
+def test_a_common_prefix_is_removed() -> None:
     assert align([f"net.{key}" for key in PLAIN], PLAIN) == {f"net.{key}": key for key in PLAIN}
     assert align(PLAIN, [f"net.{key}" for key in PLAIN]) == {key: f"net.{key}" for key in PLAIN}
 
@@ -80,9 +80,7 @@ def test_pytorch_101107_113422_a_checkpoint_of_a_compiled_model(
     Net().load_state_dict(torch.load(out))
 
 
-def test_like_says_what_the_other_checkpoint_has_no_name_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_like_reports_keys_without_a_counterpart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     averaged, plain = save("averaged", tmp_path / "ema.pt"), save("compile", tmp_path / "plain.pt")
     assert main(["remap", averaged, "--like", plain, "-o", str(tmp_path / "out.pt"), "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""`foo@1.w` is `foo.w` where a model or the bytes say so, and only then: of outputs and entries made by hand."""
+"""`foo@1.w` is `foo.w` only if a model or the bytes show it, for outputs and entries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckpttool.naming.call_variants import aliases, base_names, collapse, expand,
 
 
 def section(**values: int) -> Section:
-    """Tensors of one element; ``f_1`` stands for ``f@1``."""
+    """Tensors of one element; ``f_1`` is ``f@1``."""
 
     def entry(name: str, value: int) -> TensorEntry:
         key = f"{name.replace('_', '@')}.w"
@@ -33,28 +33,28 @@ def output(key: str, source: str | Op | None = None) -> Output:
         ("f@x", ("f@x", 0)),
     ],
 )
-def test_a_segments_base_and_number(segment: str, parts: tuple[str, int]) -> None:
+def test_split(segment: str, parts: tuple[str, int]) -> None:
     assert split(segment) == parts
 
 
-def test_every_name_that_it_may_be_a_variant_of() -> None:
+def test_base_names() -> None:
     assert list(base_names("a@1.b@2.w")) == ["a.b.w", "a.b@2.w", "a@1.b.w"]
     assert list(base_names("a.w@1")) == []  # the tensor itself is called so
     assert len(list(base_names(".".join(["f@1"] * 20 + ["w"])))) == 2**8 - 1
 
 
-def test_which_keys_are_one_tensor() -> None:
+def test_aliases() -> None:
     """By the bytes of their base."""
     assert aliases(section(f=1, f_1=1, f_2=2, g_1=1)) == {"f@1.w": "f.w"}
 
 
-def test_keys_that_are_variants_are_dropped_or_a_problem() -> None:
+def test_settle() -> None:
     dropped, problems = settle({"f@1.w": "f.w", "f@2.w": "f.w"}, {"f.w": "f.w"}, section(f=1, f_1=1, f_2=2))
     assert [(one.section, one.key, one.reason) for one in dropped] == [("model", "f@1.w", "a call variant of f.w")]
     assert [str(problem) for problem in problems] == ["a call variant of f.w with another value @ f@2.w"]
 
 
-def test_outputs_without_the_variants_of_others() -> None:
+def test_collapse() -> None:
     have, first = section(f=1, f_1=1, f_2=2, g=1), {"f.w": "f.w", "f@1.w": "f.w", "f@2.w": "f.w", "g@1.w": "g@1.w"}
     outputs = [output(key) for key in ("f@1.w", "f.w", "f@2.w", "g.w")]
     kept, dropped, problems = collapse(outputs, first, have)
@@ -71,7 +71,7 @@ def test_outputs_without_the_variants_of_others() -> None:
         assert ([one.key for one in kept], not problems) == (["f.w"], fits)
 
 
-def test_every_variant_of_the_model_is_put_beside_its_base() -> None:
+def test_expand() -> None:
     first = {"f@1.w": "f.w", "f.w": "f.w", "f@2.w": "f.w", "g@1.w": "g@1.w", "h@1.w": "h.w"}
     made = expand([output("f.w", "x"), output("g.w"), output("f@2.w", "y")], first)
     assert [(one.key, one.source) for one in made] == [

@@ -19,7 +19,7 @@ OWN = (Slot(("a",), (4,), 0), Slot(("b", "tied"), (2, 2), 4))
     ((), 0, False, None),
     ((), 3, False, "need 0: 3 are left"),
 ])  # fmt: skip
-def test_where_they_part(own: tuple[Slot, ...], numel: int, padded: bool, said: str | None) -> None:
+def test_misfit(own: tuple[Slot, ...], numel: int, padded: bool, said: str | None) -> None:
     """By three ranks, which share 9 elements."""
     found = misfit(own, numel, 3, padded)
     assert found == (None if said is None else f"holds {numel} elements, and the model's parameters {said}")

@@ -61,7 +61,7 @@ def tables(build: Any) -> NameTables:
 
 
 @pytest.mark.parametrize("form", [RUNTIME, SERIALIZED])
-def test_the_form_that_is_recorded_or_asked_for_is_believed(form: str) -> None:
+def test_a_recorded_or_given_form_is_used(form: str) -> None:
     names = tables(lambda: Doubled(2, 2))
     assert read(names, section("weight", "bias")).ambiguous
     assert read(names, section("weight", "bias", form=form)).form == form
@@ -70,7 +70,7 @@ def test_the_form_that_is_recorded_or_asked_for_is_believed(form: str) -> None:
     assert read(names, section("weight", "bias"), form).form == form
 
 
-def test_a_key_that_is_only_saved_is_dropped_where_it_can_be_made_again() -> None:
+def test_a_key_that_is_only_saved_is_dropped_if_it_can_be_restored() -> None:
     names = tables(Summed)
     part = section("a", "c", "sum")
     for kept in ("abc", "ab"):
@@ -85,8 +85,8 @@ def test_a_key_that_is_only_saved_is_dropped_where_it_can_be_made_again() -> Non
     ]
 
 
-def test_a_second_name_that_is_left_out_is_known_as_a_copy() -> None:
-    """What it holds would be lost where it is another value; who carries the plan out compares the two."""
+def test_a_dropped_second_name_is_reported_as_a_copy() -> None:
+    """A different value would be lost; whoever applies the plan compares the two."""
     runtime = (
         RuntimeTensor(fqn, fqn, "parameter", True, True, "float32", (2,), "v" if fqn == "v2" else None)
         for fqn in ("w", "v", "v2", "unsaved")
@@ -135,7 +135,7 @@ class Growing(nn.Module):
 
 
 @pytest.mark.parametrize("build", [Shifted, Growing])
-def test_what_is_saved_beside_the_tensors_comes_along_both_ways(build: type[nn.Module], tmp_path: Path) -> None:
+def test_other_entries_are_kept_both_ways(build: type[nn.Module], tmp_path: Path) -> None:
     state = filled(of_object(build), 5).state_dict()
     torch.save(dict(state), tmp_path / "a.pt")
     ckpttool.remap(str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), model=build, from_=SERIALIZED, to=RUNTIME)

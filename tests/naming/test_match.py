@@ -33,7 +33,7 @@ def test_matches(name: str) -> None:
     assert found.complete == (len(keys) == len(expected) == len(names))
 
 
-def test_complete_is_what_has_no_fault_at_all() -> None:
+def test_a_complete_match_has_no_faults() -> None:
     """And the fewer faults, of whichever kind, the better."""
     readings = [
         match(["a", "b"], {"a": "a", "b": "b"}),
@@ -52,7 +52,7 @@ def test_complete_is_what_has_no_fault_at_all() -> None:
     assert not twice.missing
 
 
-def test_pefts_segments_are_taken_out_by_the_evidence_of_all_keys() -> None:
+def test_peft_segments_are_removed_by_the_evidence_of_all_keys() -> None:
     keys = [f"base_model.model.fc.{part}.weight" for part in ("base_layer", "lora_A.default", "lora_B.default")]
     found = match(keys, {"fc.weight": "fc.weight", "fc.bias": "fc.bias"})
     assert found.names == {keys[0]: "fc.weight"}
@@ -84,17 +84,17 @@ def test_two_keys_that_are_one_name() -> None:
     assert [str(problem) for problem in found.problems] == ["module.a and _orig_mod.a are both this name @ a"]
 
 
-def test_segments_taken_out_are_counted() -> None:
+def test_removed_segments_are_counted() -> None:
     found = match(["module.a", "module._orig_mod.b"], {"a": "a", "b": "b"})
     assert found.wrapped == {"module": 2, "_orig_mod": 1}
 
 
-def test_hostile_keys_are_not_searched_through_for_ever() -> None:
+def test_hostile_keys_take_bounded_time() -> None:
     key = ".".join(["module"] * 5000)
     assert match([key], {"a": "a"}).unmatched == (key,)
 
 
-def test_a_call_variant_that_could_be_of_two_names_is_of_none() -> None:
+def test_an_ambiguous_call_variant_is_not_matched() -> None:
     key = "module.x._orig_mod.f@1.w"
     found = match([key], {name: name for name in ("module.x.f.w", "x._orig_mod.f.w")})
     assert (found.unmatched, found.variants, found.names) == ((key,), {}, {})
@@ -102,12 +102,12 @@ def test_a_call_variant_that_could_be_of_two_names_is_of_none() -> None:
     assert match([key], {"w": "w"}).unmatched == (key,)
 
 
-def test_of_a_variant_of_variants_the_shortest_name_is_the_one() -> None:
+def test_the_shortest_base_of_a_call_variant_is_used() -> None:
     keys = ["f.g.w", "f@1.g.w", "f@1.g@2.w"]
     assert match(keys, {name: name for name in keys[:2]}).variants == {keys[2]: keys[0]}
 
 
-def test_a_counter_inside_of_an_averaged_model_is_not_that_beside_it() -> None:
+def test_a_counter_inside_of_an_averaged_model() -> None:
     """Without the segment two keys are one name: which of them it is nobody says."""
     keys = ["n_averaged", "module.n_averaged", "module.a"]
     found = match(keys, {name: name for name in ("n_averaged", "a")})

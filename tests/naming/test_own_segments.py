@@ -1,4 +1,4 @@
-"""Models that call modules of their own as wrappers do, saved inside of wrappers: each value under its own name."""
+"""Models with modules named as wrappers name theirs, saved inside of wrappers: each value under its own name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def loaded(make: Callable[[], nn.Module], path: str) -> dict[str, torch.Tensor]:
-    """What an instance holds that has loaded the file strictly."""
+    """The values of an instance that loaded the file strictly."""
     model = randomized(make(), 2)
     model.load_state_dict(torch.load(path))
     return runtime_values(model)
@@ -41,7 +41,7 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> boo
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_what_loads_has_the_values_that_were_saved(
+def test_loaded_values_are_the_saved_values(
     seed: int, wrapper: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     operand, path, out = f"segment_models:tree_{seed}", str(tmp_path / "in.pt"), str(tmp_path / "out.pt")

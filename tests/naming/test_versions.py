@@ -6,7 +6,7 @@ from ckpttool.core.checkpoint import Section
 from ckpttool.naming.convert import otherwise
 
 
-def test_modules_that_both_have_are_compared() -> None:
+def test_versions_of_shared_modules_are_compared() -> None:
     one = Section("", "state_dict", (), modules={"": {"version": 2}, "a": {"version": 1}, "b": {}, "c": {"version": 1}})
     other = Section("", "state_dict", (), modules={"": {"version": 1}, "a": {"version": 1}, "b": {"version": 1}})
     assert otherwise(one, other) == ["(root)", "b"]

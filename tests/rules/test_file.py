@@ -51,7 +51,7 @@ def rules_in(folder: Path, text: str) -> str:
 
 
 def rewrite(source: Path, out: Path, rules: str, *, reverse: bool = False) -> State:
-    """What the rules make of the file, read by its own library."""
+    """The result of the rules, read by the format's own library."""
     done = remap(open_operand(str(source)), RemapRequest(rule_steps=read(rules, reverse=reverse)))
     target = format_for(str(out))
     write(target.layout(fit(done.result, target)), str(out), WriteOptions(fsync=False))
@@ -149,7 +149,7 @@ ORACLE: dict[str, tuple[str, State, Callable[[torch.Tensor], State]]] = {
 
 @pytest.mark.parametrize("ending", LOADERS)
 @pytest.mark.parametrize("name", ORACLE)
-def test_values_are_what_torch_computes(tmp_path: Path, name: str, ending: str) -> None:
+def test_rules_match_torch(tmp_path: Path, name: str, ending: str) -> None:
     text, state, expected = ORACLE[name]
     found = rewrite(save(state, tmp_path / f"in{ending}"), tmp_path / f"out{ending}", rules_in(tmp_path, text))
     (tensor,) = state.values()
@@ -169,7 +169,7 @@ def test_join_is_cat(tmp_path: Path) -> None:
         assert same(found, {"w": torch.cat([state["c"], state["a"], state["b"]])})
 
 
-def test_numbered_parts_are_joined_and_stacked_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def test_numbered_parts_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     parts = {f"l.{i}.e.{e}.w": numbers(2, 3) + 100 * e + i for e in (10, 2, 0, 1, 9, 3, 4, 8, 7, 6, 5) for i in (1, 0)}
     state = {**parts, "l.0.e.shared.w": numbers(1)}
     for operation, torchs in (("join", torch.cat), ("stack", torch.stack)):
@@ -184,7 +184,7 @@ def test_numbered_parts_are_joined_and_stacked_in_the_order_of_their_numbers(tmp
                 assert same(back, state)
 
 
-def test_experts_are_moved_and_not_loaded(tmp_path: Path) -> None:
+def test_experts_are_moved_without_loading(tmp_path: Path) -> None:
     """Joined, stacked and back again as bytes, without torch."""
     state = {f"e.{e}.{name}": numbers(2, 3) * e for e in range(3) for name in ("gate", "up")}
     source = save(state, tmp_path / "in.safetensors")
@@ -210,9 +210,7 @@ def test_experts_are_moved_and_not_loaded(tmp_path: Path) -> None:
         ('permute = "w"\ndims = [1, 0]', "they know no named sizes"),
     ],
 )
-def test_a_size_that_no_rule_knows_is_refused_with_those_that_they_know(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], rule: str, hint: str
-) -> None:
+def test_an_unknown_size_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], rule: str, hint: str) -> None:
     torch.save({"w": torch.zeros(2, 3)}, tmp_path / "a.pt")
     (tmp_path / "rules.toml").write_text(f"[[rule]]\n{rule}\n")
     out = ["--rules", str(tmp_path / "rules.toml"), "--size", "knees=1", "-o", str(tmp_path / "b.pt")]
@@ -222,7 +220,7 @@ def test_a_size_that_no_rule_knows_is_refused_with_those_that_they_know(
     assert hint in said
 
 
-def test_sizes_of_the_command_line_come_before_those_of_the_file(tmp_path: Path) -> None:
+def test_sizes_of_the_command_line_override_the_file(tmp_path: Path) -> None:
     source = save({"w": numbers(8, 2)}, tmp_path / "in.safetensors")
     text = '[sizes]\nhalves = 2\n[[rule]]\npermute = "w"\ndims = [0, 2, 1]\nrows = ["{heads}", "{halves}", -1]'
     line = ["remap", str(source), "--rules", rules_in(tmp_path, text), "-o", str(tmp_path / "out.safetensors")]
@@ -233,7 +231,7 @@ def test_sizes_of_the_command_line_come_before_those_of_the_file(tmp_path: Path)
     assert torch.equal(load_file(tmp_path / "out.safetensors")["w"], expected)
 
 
-def test_strided_tensors_are_taken_as_they_are_seen(tmp_path: Path) -> None:
+def test_strided_tensors(tmp_path: Path) -> None:
     state = {"0.qkv.w": numbers(4, 9).t(), "w": numbers(12)[::2]}
     text = QKV + '[[rule]]\nreshape = "w"\nshape = [2, 3]'
     found = rewrite(save(state, tmp_path / "in.pt"), tmp_path / "out.pt", rules_in(tmp_path, text))
@@ -241,7 +239,7 @@ def test_strided_tensors_are_taken_as_they_are_seen(tmp_path: Path) -> None:
     assert same(found, {"0.q.w": q, "0.k.w": k, "0.v.w": v, "w": state["w"].reshape(2, 3)})
 
 
-def test_rows_are_moved_and_not_loaded(tmp_path: Path) -> None:
+def test_rows_are_moved_without_loading(tmp_path: Path) -> None:
     """No byte of a tensor that is split, and no torch."""
     save({"0.qkv.w": numbers(9, 2), "a": numbers(2), "b": numbers(2)}, tmp_path / "in.safetensors")
     text = QKV + '[[rule]]\njoin = ["a", "b"]\ninto = "ab"\n[[rule]]\nreshape = "ab"\nshape = [2, 2]'
@@ -257,7 +255,7 @@ def test_rows_are_moved_and_not_loaded(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "out.safetensors")["ab"], torch.tensor([[0.0, 1], [0, 1]]))
 
 
-def test_each_part_has_its_own_storage_and_tied_tensors_stay_tied(tmp_path: Path) -> None:
+def test_parts_have_their_own_storage_and_tied_tensors_stay_tied(tmp_path: Path) -> None:
     tied = numbers(9, 2)
     state = {"0.qkv.w": tied, "1.qkv.w": tied, "x": tied[0], "y": tied[0]}
     rules = rules_in(tmp_path, QKV + '[[rule]]\ncast = ["x", "y"]\ndtype = "float16"')
@@ -377,8 +375,8 @@ def test_rules_of_the_command_line_come_after_the_file_and_before_it_in_reverse(
     assert back.read_bytes() == source.read_bytes()
 
 
-def test_rules_come_after_the_models_way(tmp_path: Path) -> None:
-    """What the model's hook computes can be split, and the plan is one expression."""
+def test_rules_apply_after_the_model(tmp_path: Path) -> None:
+    """A value that a hook computes can be split, and the plan is one expression."""
     import hook_zoo
 
     model = hook_zoo.ZOO["fused_qkv"]()
@@ -536,7 +534,7 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_what_does_not_fit_is_refused_all_at_once(tmp_path: Path, name: str) -> None:
+def test_all_problems_are_refused_at_once(tmp_path: Path, name: str) -> None:
     state: dict[str, Any] = {"w": numbers(4, 6), "v": numbers(4), "0.q.w": numbers(2, 3), "0.q.b": numbers(2)}
     state.update({"0.k.w": numbers(2, 3), "n": numbers(3, dtype=torch.int64), "_extra_state": {"version": 1}})
     state.update({"e.1": numbers(2), "e.3": numbers(2)})
@@ -573,7 +571,7 @@ FIELDS: list[tuple[str, dict[str, Any], list[Any], list[Any]]] = [
 
 
 @pytest.mark.parametrize(("field", "rule", "taken", "refused"), FIELDS)
-def test_what_each_field_takes(field: str, rule: dict[str, Any], taken: list[Any], refused: list[Any]) -> None:
+def test_the_values_of_each_field(field: str, rule: dict[str, Any], taken: list[Any], refused: list[Any]) -> None:
     for value in taken:
         assert faults({**rule, field: value}) == []
         assert step_of({**rule, field: value}, "rule 1", {"n": 2})
@@ -582,7 +580,7 @@ def test_what_each_field_takes(field: str, rule: dict[str, Any], taken: list[Any
         assert said.startswith(f"{field!r} is not ")
 
 
-def test_limits_of_the_file_are_the_last_that_pass(tmp_path: Path) -> None:
+def test_limits_of_the_file(tmp_path: Path) -> None:
     text = '# a.b.c\n[[rule]]\nrename = "a.b.c.d.e => b" # d.e.f.g\n'
     rules = rules_in(tmp_path, text)
     for limits, passes in (
@@ -606,7 +604,7 @@ def test_more_parts_than_the_limit_are_refused(tmp_path: Path) -> None:
     assert "--limit made_parts" in caught.value.problems[0].problem
 
 
-def test_a_cast_takes_what_is_of_its_kind_and_not_of_its_dtype(tmp_path: Path) -> None:
+def test_a_cast_concerns_tensors_of_its_kind(tmp_path: Path) -> None:
     """As `Module.to`, or what `from` lists; nothing is computed of a tensor that has the dtype."""
     kinds = (torch.float16, torch.float32, torch.uint8, torch.int64, torch.bool, torch.complex64)
     state = {str(dtype)[6:]: numbers(3, dtype=dtype) for dtype in kinds}
@@ -626,7 +624,7 @@ def test_a_cast_takes_what_is_of_its_kind_and_not_of_its_dtype(tmp_path: Path) -
         )
 
 
-def test_what_a_rule_drops_is_no_loss_of_what_another_part_still_uses(tmp_path: Path) -> None:
+def test_a_dropped_part_of_a_tensor_in_use_is_not_reported(tmp_path: Path) -> None:
     source = open_operand(str(save({"0.qkv.w": numbers(9, 2), "b": numbers(2)}, tmp_path / "in.safetensors")))
     steps = read(rules_in(tmp_path, QKV + '[[rule]]\ndrop = ["0.k.w", "b"]'))
     assert remap(source, RemapRequest(rule_steps=steps)).dropped == ["b"]
@@ -641,7 +639,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "no rules": ("rule = []", []),
     "no list": ("[rule]\nrename = 'a => b'", []),
     "something else": ("speed = 1\n[[rule]]\nrename = 'a => b'", []),
-    "examples that are no list": ("example = 5\n[[rule]]\nrename = 'a => b'", []),
+    "examples that are not a list": ("example = 5\n[[rule]]\nrename = 'a => b'", []),
     "a list of numbers": ("rule = [1]", ["not a table @ rule 1"]),
     "no operation": ("[[rule]]\ndim = 1", [
         f"has to be one of {KINDS} @ rule 1"]),
@@ -695,7 +693,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "an arrow in a constant": ("[[rule]]\nconstant = 'a => b'\nvalue = 1\nshape = []", [
         "'a => b' is not a whole name: beside = says which tensors give its variables @ rule 1"]),
     "sizes that are none": ("sizes = 5\n[[rule]]\nrename = 'a => b'", ["not a table @ sizes"]),
-    "a size beside an example": (
+    "a size next to an example": (
         "[sizes]\nn = 2\n[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = [1, '{n}']\n[[example]]\nbefore = []", [
         "'after' is not a list of tensors, as in ['w [4, 2]'] @ example 1"]),
     "a constant for each": ("[[rule]]\nconstant = 'a.{i}'\nvalue = 1\nshape = []", [
@@ -704,7 +702,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "an example takes no 'how' @ example 1",
         "'a' in 'before' is not a tensor, as in 'w [4, 2] bfloat16' @ example 1",
         "'after' is not a list of tensors, as in ['w [4, 2]'] @ example 1"]),
-    "examples that are no tables": ("example = [1]\n[[rule]]\nrename = 'a => b'", ["not a table @ example 1"]),
+    "examples that are not tables": ("example = [1]\n[[rule]]\nrename = 'a => b'", ["not a table @ example 1"]),
     "examples of odd sizes": ("[[rule]]\nrename = 'a => b'" + "".join(
         f"\n[[example]]\nbefore = ['a [1]']\nafter = {after}\nsizes = {sizes}"
         for after, sizes in (
@@ -727,7 +725,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_in_the_file_are_named_all_at_once(tmp_path: Path, name: str) -> None:
+def test_all_mistakes_are_reported_at_once(tmp_path: Path, name: str) -> None:
     text, problems = MISTAKES[name]
     with pytest.raises(CkptError) as caught:
         read(rules_in(tmp_path, text))
@@ -736,7 +734,7 @@ def test_mistakes_in_the_file_are_named_all_at_once(tmp_path: Path, name: str) -
     assert caught.value.hint
 
 
-def test_mistakes_are_named_with_their_lines(tmp_path: Path) -> None:
+def test_mistakes_have_line_numbers(tmp_path: Path) -> None:
     text = "# first\n\n[[rule]]\nrename = 'a => b'\n\n  [[ rule ]]  # second\ndrop = 1\n"
     text += "[[example]]\nbefore = 1\nafter = []"
     with pytest.raises(CkptError) as caught:
@@ -747,7 +745,7 @@ def test_mistakes_are_named_with_their_lines(tmp_path: Path) -> None:
     assert caught.value.problems[0].key == "rule 1"
 
 
-def test_an_example_is_tried_the_way_that_is_asked_for(tmp_path: Path) -> None:
+def test_examples_are_tried_in_the_given_direction(tmp_path: Path) -> None:
     rules = "[[rule]]\nreshape = 'a'\nfrom_shape = ['{n}', 2]\nshape = [2, '{n}']\n[[example]]\n"
     good = rules_in(tmp_path, rules + "before = ['a [3, 2] int8']\nafter = ['a [2, 3] int8']")
     assert read(good)
@@ -778,7 +776,7 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
         read(str(tmp_path / "rules.toml"))
 
 
-def test_what_has_no_reverse_is_named(tmp_path: Path) -> None:
+def test_rules_without_a_reverse_are_reported(tmp_path: Path) -> None:
     text = "[[rule]]\ncast = '*'\ndtype = 'float16'\n[[rule]]\ndrop = 'a'\n[[rule]]\nreshape = 'b'\nshape = [1]\n"
     with pytest.raises(CkptError) as caught:
         read(rules_in(tmp_path, text + "[[rule]]\nrename = ['re:a => b', 'c => d']"), reverse=True)
@@ -842,7 +840,7 @@ def test_the_examples_do_what_the_page_says(tmp_path: Path, number: int) -> None
         assert same(back, state)
 
 
-def test_equal_constants_are_tensors_of_their_own(tmp_path: Path, run: Run) -> None:
+def test_equal_constants_are_not_tied(tmp_path: Path, run: Run) -> None:
     torch.save({f"{name}.weight": torch.ones(3) for name in "ab"}, tmp_path / "a.pt")
     rule = '[[rule]]\nconstant = "{x}.bias"\nbeside = "{x}.weight"\nvalue = 0\nshape = [3]\n'
     (tmp_path / "r.toml").write_text(rule)
@@ -852,7 +850,7 @@ def test_equal_constants_are_tensors_of_their_own(tmp_path: Path, run: Run) -> N
     assert found["a.bias"].data_ptr() != found["b.bias"].data_ptr()
 
 
-def test_a_name_alone_does_not_tell_whether_a_condition_holds(tmp_path: Path) -> None:
+def test_conditional_renames_do_not_apply_to_names_alone(tmp_path: Path) -> None:
     from ckpttool.rules.steps import Renames
 
     text = '[[rule]]\nrename = "a.{x} => z.{x}"\nwhen = "other.weight"\n[[rule]]\nrename = "b.{x} => c.{x}"\n'

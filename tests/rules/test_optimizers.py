@@ -206,7 +206,7 @@ def test_a_parameter_that_is_dropped_takes_its_state_along(tmp_path: Path) -> No
     assert sorted(optimizer["state"]) == sorted(optimizer["param_groups"][0]["params"]) == names
 
 
-def test_what_is_no_parameter_is_none_after_the_rules(tmp_path: Path) -> None:
+def test_rules_do_not_make_parameters_of_other_tensors(tmp_path: Path) -> None:
     model, optimizer = trained(Fused, MAKERS["momentum"])
     model.register_buffer("seen", torch.ones(3))
     source = saved(tmp_path / "in.pt", "fqn", model, optimizer)
@@ -218,7 +218,7 @@ def test_what_is_no_parameter_is_none_after_the_rules(tmp_path: Path) -> None:
     assert sorted(found["optimizer"]["state"]) == ["c_attn", "c_bias", "experts", "ln.bias", "ln.weight", "scales"]
 
 
-def test_ids_of_which_nothing_says_whose_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ids_without_known_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = trained(Fused, MAKERS["momentum"])
     model.register_buffer("seen", torch.ones(3))
     source = saved(tmp_path / "in.pt", "id", model, optimizer)
@@ -229,9 +229,7 @@ def test_ids_of_which_nothing_says_whose_they_are(tmp_path: Path, capsys: pytest
     assert main([*line, "--drop", "optimizer"]) == 0
 
 
-def test_factored_moments_are_left_out_only_where_that_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_factored_moments_are_left_out_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make: Make = lambda m: torch.optim.Adafactor(m.parameters(), 0.01)  # noqa: E731
     source = saved(tmp_path / "in.pt", "id", *trained(Fused, make))
     line = ["remap", str(source), "--rules", rules_in(tmp_path), "-o", str(tmp_path / "out.pt")]
@@ -278,9 +276,7 @@ PLAN_FAULTS: dict[str, tuple[Callable[[Any], None], int, str]] = {
 
 
 @pytest.mark.parametrize("name", PLAN_FAULTS)
-def test_a_plan_that_is_not_one_for_the_optimizer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_a_plan_for_another_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     source = saved(tmp_path / "in.pt", "fqn", *trained(Fused, MAKERS["amsgrad"]))
     plan, out = tmp_path / "plan.json", tmp_path / "out.pt"
     assert main(["remap", str(source), "--rules", rules_in(tmp_path), "--save-plan", str(plan), "--dry-run"]) == 0
@@ -352,7 +348,7 @@ JOINED = """join = ["0.weight", "1.weight"]\ninto = "both.weight\""""
         ({}, JOINED, set()),
     ],
 )
-def test_an_optimizer_that_the_rules_do_not_fit_is_refused_with_all_that_does_not(
+def test_an_optimizer_that_rules_do_not_fit_is_refused(
     names: dict[str, str], rule: str, problems: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save(trained_under(names), tmp_path / "in.pt")
@@ -369,7 +365,7 @@ def test_an_optimizer_that_the_rules_do_not_fit_is_refused_with_all_that_does_no
 
 
 @pytest.mark.parametrize("wrapper", ["", "module.", "_orig_mod."])
-def test_names_without_the_wrappers_of_the_keys_follow_rules_for_these(wrapper: str, tmp_path: Path) -> None:
+def test_names_without_wrappers_follow_rules_for_wrapped_keys(wrapper: str, tmp_path: Path) -> None:
     torch.save(trained_under({}, wrapper), tmp_path / "in.pt")
     (tmp_path / "r.toml").write_text(f'[[rule]]\nrename = "{wrapper}0.{{x}} => {wrapper}body.{{x}}"\n')
     words = ("--rules", str(tmp_path / "r.toml"), "-o", str(tmp_path / "out.pt"))
@@ -406,7 +402,7 @@ def test_two_parameters_do_not_get_one_name(tmp_path: Path, capsys: pytest.Captu
         ),
     ],
 )
-def test_what_there_is_of_optimizers_is_asked_first(
+def test_optimizers_in_the_file_are_looked_up_first(
     saved: Any, words: tuple[str, ...], status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save(saved, tmp_path / "in.pt")

@@ -75,7 +75,7 @@ def test_reverse() -> None:
 
 
 @pytest.mark.parametrize("text", ["re:a => b", "a.{x*} => b", "{x}.{y} => {x}"])
-def test_what_has_no_reverse(text: str) -> None:
+def test_rules_without_a_reverse(text: str) -> None:
     with pytest.raises(CkptError):
         parse(text, reverse=True)
 
@@ -147,6 +147,6 @@ def test_patterns(pattern: str, key: str, expected: bool) -> None:
     assert matches(pattern, key) == expected
 
 
-def test_a_pattern_that_is_no_regular_expression() -> None:
+def test_a_pattern_that_is_not_a_regular_expression() -> None:
     with pytest.raises(CkptError):
         matches("re:(", "a")

@@ -94,7 +94,7 @@ def page() -> str:
 def test_the_page_shows_what_is_suggested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where it changed for a good reason: ``UPDATE_DOCS=1 make test ARGS=tests/rules/test_suggest.py``."""
+    """To update it: ``UPDATE_DOCS=1 make test ARGS=tests/rules/test_suggest.py``."""
     if int(transformers.__version__.partition(".")[0]) < 5:
         pytest.skip("its ViT has other names since transformers 5")
     monkeypatch.chdir(tmp_path)
@@ -122,7 +122,7 @@ def zeros(**shapes: tuple[int, ...]) -> State:
     return {name.replace("__", "."): torch.zeros(shape) for name, shape in shapes.items()}
 
 
-def test_what_the_order_alone_would_tell_is_not_paired_where_the_file_keeps_none() -> None:
+def test_order_is_no_evidence_if_the_file_keeps_none() -> None:
     left, right = zeros(a__weight=(4, 4), b__weight=(4, 4)), zeros(x__weight=(4, 4), y__weight=(4, 4))
     assert [(p.left, p.right) for p in inferred(left, right).pairs] == [
         (("a.weight",), ("x.weight",)),
@@ -167,7 +167,7 @@ def test_a_head_is_not_taken_for_a_pooler() -> None:
     assert len(pairs) == len(bert_model().state_dict())
 
 
-def test_a_segment_that_reads_like_a_number_in_a_template_is_told_from_one_and_shown_as_it_is() -> None:
+def test_a_segment_that_reads_like_a_template_number() -> None:
     left = zeros(**{f"layers__{n}__{odd}__w": (2, 3) for n in range(2) for odd in ("#", "\\#", "x#y")})
     right = {f"net.#.{key}": value for key, value in left.items()}
     found = inferred(left, right)
@@ -181,7 +181,7 @@ def test_two_models_that_have_nothing_in_common() -> None:
 
 @settings(max_examples=int(os.environ.get("CKPTTOOL_SEEDS", "40")), deadline=None)
 @given(st.data())
-def test_values_tell_what_names_do_not(data: st.DataObject) -> None:
+def test_values_pair_what_names_do_not(data: st.DataObject) -> None:
     """Tensors of one shape under names that say nothing, in any order: with their values every pair is right."""
     from ckpttool.evaluate.apply import Digests
 
@@ -203,7 +203,7 @@ def test_values_tell_what_names_do_not(data: st.DataObject) -> None:
 # Values
 
 
-def test_values_say_in_which_order_the_parts_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_show_the_order_of_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A fused tensor that holds value, query and key in this order; the words alone would take them for q, k, v."""
     parts = {f"layers.0.{name}_proj.weight": torch.rand(rows, 3) for name, rows in zip("qkv", (4, 2, 2))}
     torch.save(parts, tmp_path / "left.pt")
@@ -232,7 +232,7 @@ def test_a_square_weight_of_gpt2_is_transposed_as_the_others_are(
 # The command
 
 
-def test_the_exit_status_does_not_rest_on_suggestions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_suggestions_do_not_change_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     left, right = save(phi3, tmp_path / "left.pt"), save(real_models.llama, tmp_path / "right.pt")
     status, found = asked(capsys, "diff", left, right)
     assert (status, found["identical"]) == (1, False)
@@ -258,14 +258,14 @@ def test_a_prefix_with_a_sibling_is_taken_off_and_the_sibling_kept(
     assert "loss.weight" in torch.load(mended(found, capsys))
 
 
-def test_what_remains_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_remaining_keys_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({f"bert.{key}": value for key, value in plain().state_dict().items()}, tmp_path / "left.pt")
     torch.save({**plain().state_dict(), "head.weight": torch.zeros(5, 2)}, tmp_path / "right.pt")
     _, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
     assert "the suggested rules do not make 1 key of the right: head.weight" in found["notes"]
 
 
-def test_dtypes_that_differ_are_left_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_different_dtypes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({f"a.{n}.w": torch.rand(2, n + 1) for n in range(3)}, tmp_path / "left.pt")
     torch.save({f"b.{n}.w": torch.rand(2, n + 1).half() for n in range(3)}, tmp_path / "right.pt")
     _, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
@@ -316,7 +316,7 @@ def test_a_weight_and_its_bias_are_split_by_one_rule(ends: tuple[str, ...], rule
 ODD = ["a\x7f", "b\u202e", "c😀\x01", 'd"\\', "e\u200b😀"]
 
 
-def test_names_that_are_not_shown_are_written_so_that_they_come_back() -> None:
+def test_names_with_control_characters_are_escaped() -> None:
     """As TOML has them, and so that no terminal is told what to do."""
     left = {f"{key}.w": torch.zeros(at + 1) for at, key in enumerate(ODD)}
     right = {f"new.{key}": value for key, value in left.items()} | {"f.w": torch.zeros(9)}
@@ -441,7 +441,7 @@ def test_without_a_file_the_commands_that_use_one_are_printed(
     assert asked(capsys, "diff", "more.pt", "--model", "models.py:fused")[1]["fix"] == []
 
 
-def test_what_a_file_of_rules_for_a_model_leaves_undone_is_told(
+def test_problems_that_a_rules_file_does_not_fix_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -469,7 +469,7 @@ def test_rules_lead_from_one_checkpoint_to_one_other(capsys: pytest.CaptureFixtu
 
 
 def other_order(w: torch.Tensor, heads: int) -> torch.Tensor:
-    """What the conversion scripts of transformers do to Llama's queries and keys."""
+    """The order of Llama's queries and keys after the conversion scripts of transformers."""
     return w.view(heads, w.shape[0] // heads // 2, 2, *w.shape[1:]).transpose(1, 2).reshape(w.shape)
 
 

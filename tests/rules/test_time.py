@@ -35,13 +35,13 @@ def test_variables_of_many_segments_are_matched_in_linear_time(text: str) -> Non
 @pytest.mark.parametrize(
     "text", ["a " * 50_000, "a" + " " * 50_000 + "b", "a [" + "1, " * 50_000, "a [" * 50_000, "[ " * 50_000]
 )
-def test_what_is_no_tensor_is_told_in_linear_time(text: str) -> None:
+def test_text_that_is_not_a_tensor_is_rejected_in_linear_time(text: str) -> None:
     start = time.monotonic()
     assert shown(text) is None
     assert time.monotonic() - start < SOON
 
 
-def test_variables_that_stand_twice_end_too() -> None:
+def test_variables_that_occur_twice_end() -> None:
     start = time.monotonic()
     with pytest.raises((CkptError, Refused)):
         parse("{a*}.{b*}.{c*}.{a*}.{b*}.{c*}.x.q => q").apply(f"{LONG}.q.{LONG}.x.q")
@@ -141,7 +141,7 @@ def test_an_expression_means_what_it_means_in_python(text: str, keys: list[str])
 
 
 @pytest.mark.parametrize("text", ["a{99999999999999999999}", "(" * 5000, "*", "(?P<1>a)", "a{2,1}", "[[:alpha:]]+"])
-def test_what_is_no_regular_expression_is_said(text: str) -> None:
+def test_an_invalid_regular_expression_is_reported(text: str) -> None:
     with pytest.raises(CkptError, match="not a regular expression"):
         parse(f"re:{text} => b").apply("a")
     with pytest.raises(CkptError, match="not a regular expression"):
@@ -160,7 +160,7 @@ KEYS = st.lists(st.sampled_from(["a", "b", "c", ""]), min_size=1, max_size=6)
 
 @settings(max_examples=300, deadline=None)
 @given(TOKENS, KEYS)
-def test_the_ways_are_those_that_trying_out_all_of_them_finds(tokens: list[str], segments: list[str]) -> None:
+def test_ways_match_a_brute_force_search(tokens: list[str], segments: list[str]) -> None:
     names = dict.fromkeys(token for token in tokens if token.startswith("{"))
     starred = [name for name in names if name.endswith("*}")]
     found = set()

@@ -80,7 +80,7 @@ Pairs = set[tuple[tuple[str, ...], tuple[str, ...]]]
 
 
 def right_ones(left: Spelled, right: Spelled) -> Pairs:
-    """Keys of one role, those of several parts together; what has one name on both sides is no pair."""
+    """Keys of one role, parts of a fused tensor together; a key with one name on both sides is not a pair."""
     wholes: dict[str, tuple[list[str], list[str]]] = {}
     for role, mine in left.keys.items():
         theirs = right.keys[role]
@@ -134,8 +134,8 @@ def words_that_say_nothing(chance: random.Random, side: str, count: int) -> list
     return [f"{side}{word}" for word in chance.sample(["abel", "bran", "cleo", "dora", "ezra", "finn", "gwen"], count)]
 
 
-def test_names_that_say_nothing_are_paired_by_shape_and_order() -> None:
-    """Without an order only what one shape tells apart; a bias goes with its weight."""
+def test_meaningless_names_are_paired_by_shape_and_order() -> None:
+    """Without an order only unique shapes are paired; a bias follows its weight."""
     for seed in range(200):
         chance = random.Random(seed)
         count = chance.randint(2, 7)
@@ -160,7 +160,7 @@ def test_names_that_say_nothing_are_paired_by_shape_and_order() -> None:
             assert pairs >= {pair for pair in truth if keys.index(pair[0][0]) // 2 in alone}, seed
 
 
-def test_a_segment_that_some_layers_alone_have() -> None:
+def test_a_segment_that_only_some_layers_have() -> None:
     """Others of their modules have one name on both sides, which says nothing against it."""
     for seed in range(40):
         chance = random.Random(seed)
@@ -186,7 +186,7 @@ def test_a_segment_that_some_layers_alone_have() -> None:
         ("float32", ()),
     ],
 )
-def test_parts_of_one_tensor_have_its_dtype_and_its_columns(value: tuple[str, Shape]) -> None:
+def test_parts_of_a_tensor_have_its_dtype_and_columns(value: tuple[str, Shape]) -> None:
     query, key, whole = (Tensor(f"{name}_proj.weight", "float32", (n, 8)) for name, n in zip("qkw", (8, 4, 16)))
     parts = (query, key, Tensor("v_proj.weight", *value))
     found = infer(Side(parts, ordered=True), Side((replace(whole, key="qkv_proj.weight"),), ordered=True), {})
@@ -201,19 +201,19 @@ def paired(left: Side, right: Side, known: Mapping[str, str] | None = None) -> P
     return {(pair.left, pair.right) for pair in infer(left, right, known).pairs}
 
 
-def test_known_keys_that_are_no_tensors_of_a_side_are_open() -> None:
+def test_known_keys_that_are_not_tensors_stay_open() -> None:
     """Of ``b`` the right has something else than tensors, and ``c`` is not it."""
     left, right = tensors(a_w=(2, 3), b_w=(4, 5)), tensors(a_w=(2, 3), c_w=(4, 5))
     assert infer(left, right, {"a.w": "a.w", "b.w": "b.w"}) == Inference()
     assert infer(right, left, {"a.w": "a.w", "b.w": "b.w"}) == Inference()
 
 
-def test_a_known_key_of_another_shape_is_open() -> None:
+def test_a_known_key_with_another_shape_stays_open() -> None:
     left, right = tensors(a_w=(2, 3), d_w=(7,)), tensors(a_w=(4, 5), a_v=(2, 3), d_w=(7,))
     assert paired(left, right, {"a.w": "a.w", "d.w": "d.w"}) == {(("a.w",), ("a.v",))}
 
 
-def test_parts_of_other_layers_shapes_and_dtypes_are_not_those_of_one() -> None:
+def test_parts_of_other_layers_or_shapes_are_not_fused() -> None:
     """And of two tensors that the parts could make up neither is taken, but for one that says so by its name."""
     whole = {"h_0_x_weight": (12, 3)}
     parts = {f"m_0_{name}_weight": (4, 3) for name in ("q", "k", "v")}

@@ -23,7 +23,7 @@ Shapes = dict[str, tuple[int, ...]]
         ("a.w", "b.c.w", ""),
     ],
 )
-def test_the_one_segment_that_a_name_has_more(one: str, other: str, segment: str) -> None:
+def test_the_inserted_segment(one: str, other: str, segment: str) -> None:
     left, right = tuple(one.split(".")), tuple(other.split("."))
     assert inserted(left, right) == inserted(right, left) == segment
 
@@ -59,7 +59,7 @@ def test_a_tree_below_another_module_with_one_matrix_turned() -> None:
     assert {pair.evidence for pair in found.pairs} == {"the same name below `enc` and `net.body`"}
 
 
-def test_two_trees_that_explain_as_much_are_none() -> None:
+def test_two_equally_good_trees_are_not_paired() -> None:
     """Either of two encoders could be the one; what only one of them has tells them apart."""
     one: Shapes = {f"{name}.{part}.weight": (3, 4) for name in ("left", "right") for part in ("a", "b")}
     other: Shapes = {f"net.{part}.weight": (3, 4) for part in ("a", "b")}

@@ -79,7 +79,7 @@ def test_a_wrapped_models_names_are_recognised_as_the_plain_models(form: str) ->
     assert list(canonical_keys(names).values()) == parameters(plain())
 
 
-def test_a_counter_is_known_by_its_name_and_by_the_module_beside_it() -> None:
+def test_a_counter_is_recognised_next_to_its_module() -> None:
     assert counters(["n_averaged", "module.w", "a.n_averaged", "b.n_averaged", "b.module.w"]) == [
         "n_averaged",
         "b.n_averaged",
@@ -119,7 +119,7 @@ def test_wrappers_around_single_blocks_are_recognised(build: Callable[[], nn.Mod
         ["n_averaged", "module.weight", "head.weight"],
     ],
 )
-def test_a_users_own_module_is_no_wrapper(keys: list[str]) -> None:
+def test_a_users_own_module_is_not_a_wrapper(keys: list[str]) -> None:
     assert recognise(keys) == frozenset()
 
 
@@ -134,7 +134,7 @@ def test_pairs_give_a_block_the_wrappers_that_the_other_checkpoint_has_there() -
 
 
 @pytest.mark.parametrize("form", ["", "ddp(", "ddp(compile", "nonsense", "ddp(nonsense)", "compile)"])
-def test_a_form_that_is_none_is_an_error(form: str) -> None:
+def test_an_unknown_form_is_an_error(form: str) -> None:
     with pytest.raises(CkptError, match="no such form"):
         parse(form)
 
@@ -157,7 +157,7 @@ def test_the_form_is_named(keys: list[str], form: str | None) -> None:
     assert infer(keys).form == form
 
 
-def test_the_user_says_what_the_keys_cannot_show() -> None:
+def test_declared_wrappers() -> None:
     keys = ["module.a.w", "module.b._orig_mod.w"]  # whether `module` is a wrapper, or the user's only attribute
     assert declared(parse("ddp"), keys).paths == {"module", "module.b._orig_mod"}
     assert infer(["module.a.w", "module.b.w"]).paths == {"module"}
@@ -166,7 +166,7 @@ def test_the_user_says_what_the_keys_cannot_show() -> None:
 
 
 @pytest.mark.parametrize(("was", "wanted"), [("serialized", "_orig_mod.module.w"), ("ddp", "_orig_mod.w")])
-def test_from_settles_it_for_a_remap(was: str, wanted: str, tmp_path: Path) -> None:
+def test_from_declares_the_wrappers_of_a_remap(was: str, wanted: str, tmp_path: Path) -> None:
     torch.save({"module.w": torch.ones(1)}, tmp_path / "model.pt")
     options = ["--from", was, "--to", "compile", "-o", str(tmp_path / "out.pt")]
     assert main(["remap", str(tmp_path / "model.pt"), *options]) == 0
@@ -179,7 +179,7 @@ CHAINS = st.lists(st.sampled_from(["ddp", "compile", "ac", "fsdp", "fully_shard"
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(NAMES, min_size=1, max_size=6), CHAINS.filter(lambda words: words.count("averaged") < 2))
-def test_what_a_chain_puts_in_is_taken_out_again(names: list[list[str]], words: list[str]) -> None:
+def test_a_chain_is_removed_again(names: list[list[str]], words: list[str]) -> None:
     keys = list(dict.fromkeys(".".join([*name, "w"]) for name in names))
     assume(not infer(keys).paths)  # a name that looks wrapped by itself is the one case that keys cannot decide
     chain = Chain(tuple(words))
@@ -197,7 +197,7 @@ def test_what_a_chain_puts_in_is_taken_out_again(names: list[list[str]], words: 
 
 @pytest.mark.parametrize(("to", "key"), [("averaged", "n_averaged"), ("ddp(averaged)", "module.n_averaged")])
 @pytest.mark.parametrize("options", [(), ("--model", "wrapped_ranks:Net")])
-def test_the_counter_goes_along(options: tuple[str, ...], to: str, key: str, tmp_path: Path) -> None:
+def test_the_counter_follows(options: tuple[str, ...], to: str, key: str, tmp_path: Path) -> None:
     averaged = AveragedModel(net(0))
     averaged.update_parameters(net(1))
     averaged.update_parameters(net(2))
@@ -260,7 +260,7 @@ def test_to_peft_and_back(tmp_path: Path) -> None:
     ]
 
 
-def test_to_peft_is_refused_where_no_adapter_says_which_layers_have_one() -> None:
+def test_to_peft_is_refused_without_adapters() -> None:
     with pytest.raises(Refused, match="no layer in the file has an adapter") as refused:
         rewrap({"0.weight": "0.weight"}, parse("peft"))
     assert "--like" in refused.value.hint
@@ -286,7 +286,7 @@ def test_to_lightning_is_the_attribute_model(tmp_path: Path) -> None:
     holder.load_state_dict(torch.load(tmp_path / "out.ckpt")["state_dict"])
 
 
-def test_a_common_prefix_is_no_wrapper_outside_of_a_lightning_checkpoint() -> None:
+def test_a_common_prefix_is_a_wrapper_in_lightning_checkpoints_only() -> None:
     keys = list(torch.load(LIGHTNING)["state_dict"])
     assert infer(keys).form is None
     assert infer(keys, lightning=True).form == "lightning"
@@ -323,18 +323,18 @@ def test_a_chain_around_a_model_that_is_wrapped_replaces_its_wrappers(saved: str
     assert sorted(torch.load(tmp_path / "out.pt")) == sorted(f"module._orig_mod.{key}" for key in Net().state_dict())
 
 
-def test_a_key_that_is_nothing_but_a_wrappers_segment_keeps_its_name() -> None:
+def test_a_key_that_is_only_a_wrapper_segment_keeps_its_name() -> None:
     assert canonical_keys(["module"]) == {"module": "module"}
 
 
-def test_the_counter_stands_outside_of_the_chain_that_is_named() -> None:
+def test_the_counter_is_outside_of_the_named_chain() -> None:
     assert declared(parse("averaged"), ["n_averaged", "module.a"]).root == ("module",)
     with pytest.raises(Refused) as refused:
         declared(parse("averaged"), ["n_averaged", "module.a", "b"])
     assert [problem.key for problem in refused.value.problems] == ["b"]
 
 
-def test_an_adapters_own_tensors_stand_beside_the_layer() -> None:
+def test_an_adapters_tensors_are_next_to_the_layer() -> None:
     own = {key: key for key in ("emb.weight", "emb.lora_embedding_A", "fc.weight")}
     names, _ = rewrap(own, parse("peft"))
     prefix = "base_model.model."

@@ -112,7 +112,7 @@ def test_hooks_that_rename_need_no_fqn_modifiers(wrapper: str, modifiers: bool) 
             get_model_state_dict(make(True))
 
 
-def test_the_paths_of_wrappers_are_found_again_in_names() -> None:
+def test_stripped_paths() -> None:
     """A wrapper stands outside: of two segments of one name, the first is the wrapper's."""
     pairs = [("module.module.w", "module.w"), ("module._fsdp_wrapped_module.a._orig_mod.w", "a.w"), ("b", "b")]
     paths = stripped_paths(pairs)

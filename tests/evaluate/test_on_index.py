@@ -1,4 +1,4 @@
-"""What is moved on the index is what torch computes, and what does not fit is left to torch."""
+"""Operators on the index give the values that torch computes, and leave to torch what does not fit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MOVED = {
     "columns": narrow(A, 2, 1, 3),
     "rows of a strided tensor": narrow(T, 0, 1, 2),
     "no rows": narrow(A, 0, 3, 0),
-    "rows of their own": clone(narrow(A, 0, 1, 2)),
+    "rows in a new storage": clone(narrow(A, 0, 1, 2)),
     "a shape": reshape(narrow(A, 0, 1, 2), 2, 20),
     "a scalar": reshape(Ref("s"), 1, 1),
     "end to end": cat(0, narrow(B, 0, 1, 1), A),
@@ -79,14 +79,14 @@ MOVED = {
 
 
 @pytest.mark.parametrize("name", MOVED)
-def test_what_is_moved_is_what_torch_computes(have: dict[str, TensorEntry | ExtraEntry], name: str) -> None:
+def test_moved_values_match_torch(have: dict[str, TensorEntry | ExtraEntry], name: str) -> None:
     entry, expected = ops.on_index("x", MOVED[name], have), torch_eval.entry_of("x", MOVED[name], have)
     assert entry is not None
     assert (entry.key, entry.dtype, entry.shape) == ("x", expected.dtype, expected.shape)
     assert torch.equal(torch_eval.load(entry), torch_eval.load(expected))
 
 
-def test_clones_are_bytes_of_the_file_and_share_nothing(have: dict[str, TensorEntry | ExtraEntry]) -> None:
+def test_clones_are_spans_in_their_own_storage(have: dict[str, TensorEntry | ExtraEntry]) -> None:
     entry = ops.on_index("x", clone(narrow(A, 0, 1, 2)), have)
     assert entry is not None
     assert isinstance(entry.storage.data, Span)
@@ -125,11 +125,11 @@ LEFT_TO_TORCH = {
     "another operator": Op("aten.neg.default", (A,)),
     "a cast to integers": cast(A, "int64"),
     "a cast to eight bits": cast(A, "float8_e5m2"),
-    "a part of what is no size": Op("getitem", (Op("aten.split.Tensor", (A, "2")), 0)),
-    "a chunk of what is no number": Op("getitem", (Op("aten.chunk.default", (A, "2")), 0)),
+    "a part of an invalid size": Op("getitem", (Op("aten.split.Tensor", (A, "2")), 0)),
+    "a chunk of an invalid number": Op("getitem", (Op("aten.chunk.default", (A, "2")), 0)),
     "sizes that are one": Op("getitem", (Op("aten.split_with_sizes.default", (A, 3)), 0)),
     "sizes that are words": Op("getitem", (Op("aten.split_with_sizes.default", (A, ("1", 2))), 0)),
-    "parts of what is no dimension": Op("getitem", (Op("aten.split.Tensor", (A, 2, "0")), 0)),
+    "parts of an invalid dimension": Op("getitem", (Op("aten.split.Tensor", (A, 2, "0")), 0)),
     "parts without a size": Op("getitem", (Op("aten.split.Tensor", (A,)), 0)),
     "parts with too much": Op("getitem", (Op("aten.split.Tensor", (A, 2, 0, 0)), 0)),
     "a shape of words": Op("aten.reshape.default", (A, ("60",))),
@@ -139,7 +139,7 @@ LEFT_TO_TORCH = {
 
 
 @pytest.mark.parametrize("name", LEFT_TO_TORCH)
-def test_what_is_left_to_torch(have: dict[str, TensorEntry | ExtraEntry], name: str) -> None:
+def test_other_operators_are_left_to_torch(have: dict[str, TensorEntry | ExtraEntry], name: str) -> None:
     assert ops.on_index("x", LEFT_TO_TORCH[name], have) is None
 
 
@@ -175,7 +175,7 @@ def valid(chance: random.Random, node: Expression, value: torch.Tensor) -> tuple
     return Op("getitem", (Op(name, (node, size, *at)), number)), parts[number]
 
 
-def test_every_part_is_moved(have: dict[str, TensorEntry | ExtraEntry]) -> None:
+def test_random_valid_expressions_match_torch(have: dict[str, TensorEntry | ExtraEntry]) -> None:
     for seed in range(400):
         chance = random.Random(seed)
         node: Expression = chance.choice([A, T])
@@ -216,7 +216,7 @@ def drawn(chance: random.Random, depth: int = 2) -> Expression:
     )
 
 
-def test_nothing_is_moved_that_torch_computes_otherwise_or_refuses(have: dict[str, TensorEntry | ExtraEntry]) -> None:
+def test_random_expressions_match_torch_or_are_left_to_it(have: dict[str, TensorEntry | ExtraEntry]) -> None:
     moved = 0
     for seed in range(3000):
         node = drawn(random.Random(seed))
@@ -229,8 +229,8 @@ def test_nothing_is_moved_that_torch_computes_otherwise_or_refuses(have: dict[st
     assert moved > 200
 
 
-def test_no_more_is_made_than_the_limits_let(have: dict[str, TensorEntry | ExtraEntry]) -> None:
-    """Of 240 bytes twice as many; of what is read for it, each tensor counts once. Torch then says what is too much."""
+def test_limits_on_the_index(have: dict[str, TensorEntry | ExtraEntry]) -> None:
+    """Twice the 240 bytes that are read; each tensor counts once. Torch then reports what is too large."""
     with limited(Limits(made_bytes=1, made_times=2, made_parts=4)):
         assert ops.on_index("w", cat(0, A, A), have) is not None
         assert ops.on_index("w", cat(0, A, A, A), have) is None

@@ -1,4 +1,4 @@
-"""What numpy makes of bytes is what torch makes of them: every pattern of small dtypes, random ones of others."""
+"""numpy reads, casts and compares bytes as torch does: every pattern of small dtypes, random patterns of others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def same(ours: np.ndarray, theirs: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in SMALL if hasattr(torch, dtype)])
-def test_every_pattern_is_the_number_that_torch_reads(dtype: str) -> None:
+def test_every_bit_pattern_is_read_as_torch_reads_it(dtype: str) -> None:
     size = itemsize(dtype)
     data = np.arange(256**size, dtype=f"<u{size}").tobytes()
     read = numpy_eval.reader(dtype)
@@ -77,7 +77,7 @@ def difference(left: torch.Tensor, right: torch.Tensor, rtol: float, atol: float
 
 
 def patterns(dtype: str) -> st.SearchStrategy[bytes]:
-    """An element: any bits, or those that are special somewhere: zeros, subnormals, infinities, NaN."""
+    """An element: any bits, or special patterns: zeros, subnormals, infinities, NaN."""
     size = itemsize(dtype)
     if dtype == "bool":
         return st.sampled_from([b"\0", b"\1"])
@@ -89,7 +89,7 @@ def patterns(dtype: str) -> st.SearchStrategy[bytes]:
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in NUMERIC if hasattr(torch, dtype)])
-def test_differences_are_said_as_torch_says_them(dtype: str) -> None:
+def test_differences_match_torch(dtype: str) -> None:
     tolerances = st.sampled_from([0.0, 1e-9, 0.01, 1.0, 1e30])
 
     @settings(max_examples=60, deadline=None)
@@ -108,7 +108,7 @@ def test_differences_are_said_as_torch_says_them(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint64", "int8", "uint8", "int32"])
-def test_whole_numbers_are_within_a_tolerance_as_python_counts(dtype: str) -> None:
+def test_integers_within_a_tolerance_match_python(dtype: str) -> None:
     """float64 has no room for all of them."""
 
     @settings(max_examples=60, deadline=None)
@@ -133,9 +133,7 @@ def cut(data: bytes) -> list[bytes]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_views_are_gathered_as_torch_gathers_them(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_gathered_views_match_torch(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([name for name in BY_NAME if hasattr(torch, name) and "x" not in name[4:]]))
     size = itemsize(dtype)
     path = tmp_path_factory.getbasetemp() / f"elements-of-{size}"
@@ -186,7 +184,7 @@ FLOATS = ["float64", "float32", "float16", "bfloat16"]
 
 @pytest.mark.parametrize("new", FLOATS)
 @pytest.mark.parametrize("old", FLOATS)
-def test_casts_round_as_torch_does(old: str, new: str) -> None:
+def test_casts_match_torch(old: str, new: str) -> None:
     """Every pattern of two bytes; of more the special ones, random ones, and those half-way between two results."""
     size = itemsize(old)
     if size == 2:
@@ -208,7 +206,7 @@ def test_casts_round_as_torch_does(old: str, new: str) -> None:
     assert torch_eval.same_bits(mine[numbers], want[numbers])
 
 
-def test_strides_that_lead_outside_are_an_error() -> None:
+def test_strides_outside_of_the_storage_are_an_error() -> None:
     lazy = Storage(Lazy(8, lambda: [bytes(8)]))
     for shape, stride, offset in [((3,), (1,), 0), ((2,), (-1,), 0), ((2, 2), (1, 1), 1)]:
         with pytest.raises(ValueError, match=r"incompatible|too small|offset"):

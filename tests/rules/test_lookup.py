@@ -1,4 +1,4 @@
-"""What is looked up, or tried on kinds of keys, is what trying each pattern on each key would find."""
+"""Lookups, and trials on kinds of keys, give the results of trying each pattern on each key."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ def rename(keys: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:
 
 
 @given(KEYS, KEYS)
-def test_patterns_of_a_mend_match_what_they_are_said_to(mine, others):
+def test_patterns_of_a_fix_match_their_keys(mine, others):
     for text, named in (way for key in mine for way in ways(key)):
         assert [key for key in others if matches(text, key)] == sorted(named(Keys(others)), key=others.index)
 
 
 @given(KEYS, KEYS)
-def test_what_is_dropped_is_named_and_nothing_else(gone, kept):
+def test_drops_match_their_keys_only(gone, kept):
     found = drops(gone, [key for key in kept if key not in gone])
     assert found is None or all(any(matches(text, key) for text in found) for key in gone)
     assert found is None or not any(matches(text, key) for text in found for key in kept if key not in gone)
 
 
 @given(KEYS, st.lists(st.sampled_from(TEXTS), max_size=6))
-def test_patterns_by_look_up(keys, texts):
+def test_patterns_that_are_looked_up(keys, texts):
     for key in keys:
         assert set(Naming(texts).hits(key)) == {text for text in texts if matches(text, key)}
 
 
 @given(KEYS, st.lists(st.sampled_from([text for text in TEXTS if text != "*"]), max_size=6))
-def test_the_first_rule_by_look_up(keys, texts):
+def test_rules_that_are_looked_up(keys, texts):
     rules = [parse(f"{text} => new.{at}") for at, text in enumerate(texts)]
     for key in keys:
         names = [name for name in (rule.apply(key) for rule in rules) if name is not None]
@@ -57,14 +57,14 @@ def test_the_first_rule_by_look_up(keys, texts):
 
 
 @given(st.lists(st.lists(st.sampled_from("ab01"), min_size=1, max_size=4).map(".".join), min_size=1, unique=True))
-def test_suggested_patterns_name_what_they_should(keys):
+def test_suggested_patterns_match_the_wanted_keys(keys):
     wanted, others = keys[::2], keys[1::2]
     texts = patterns(wanted, others)
     assert [key for key in keys if any(matches(text, key) for text in texts)] == [k for k in keys if k in wanted]
 
 
 @given(KEYS, st.integers(0, 3), st.data())
-def test_groups_that_lost_tensors_are_those_of_what_is_left(keys, depth, data):
+def test_groups_without_some_tensors(keys, depth, data):
     tensors = {key: Tensor(key, "float32", (2,)) for key in keys}
     stay = data.draw(st.sets(st.sampled_from(keys)))
     left = {key: tensor for key, tensor in tensors.items() if key in stay}
@@ -96,7 +96,7 @@ def test_a_rule_with_an_exception_explains_more_than_two_rules() -> None:
     ),
     st.sampled_from([0, 2, 400]),
 )
-def test_suggested_renames_give_the_names_that_are_wanted_and_leave_the_others(changes, kinds):
+def test_suggested_renames_give_the_wanted_names(changes, kinds):
     """Segments that are exchanged, put in or left alone, at any place; however many kinds are generalised."""
     names: dict[str, str] = {}
     for parts, (at, segment, put_in) in changes.items():
@@ -109,13 +109,13 @@ def test_suggested_renames_give_the_names_that_are_wanted_and_leave_the_others(c
         assert rename(names, [parse(text) for text in renames(wanted, names.keys() - wanted)]) == names
 
 
-def test_layers_that_are_counted_from_another_number_are_renamed_one_by_one():
+def test_layers_with_another_first_number_are_renamed_one_by_one():
     wanted = {f"a.{n}.{m}.w": f"b.{n}.{m + 1}.w" for n in range(2) for m in range(3)}
     rules = renames(wanted, [])
     assert sorted(rules) == [f"a.{{n}}.{m}.w => b.{{n}}.{m + 1}.w" for m in range(3)]
 
 
-def test_a_rule_that_others_make_needless_is_left_out():
+def test_a_redundant_rule_is_left_out():
     """The one that is found first explains most, and those after it explain all of that too."""
     wanted = {f"{way}.s.{end}": f"{way}.t.{end}" for way in "abc" for end in ("q", f"of_{way}_alone")}
     assert sorted(renames(wanted, ["z.s.u"])) == [f"{way}.s.{{x*}} => {way}.t.{{x*}}" for way in "abc"]
@@ -130,7 +130,7 @@ def test_a_rule_that_others_make_needless_is_left_out():
         ("_MOST_KINDS", 0, ("a.v => b.v", "a.w => b.w")),
     ],
 )
-def test_of_many_kinds_layer_numbers_alone_are_generalised_and_of_more_nothing(monkeypatch, limit, most, rules):
+def test_limits_of_generalisation(monkeypatch, limit, most, rules):
     """Two samples of a kind: as many as the limit has are generalised."""
     monkeypatch.setattr(infer_rules, limit, most)
     assert tuple(sorted(renames({"a.v": "b.v", "a.w": "b.w"}, []))) == rules
@@ -153,7 +153,7 @@ def test_no_rules_for_a_name_that_reads_like_a_regular_expression(monkeypatch, m
     assert suggest(pairs[1:], {}, mine, theirs) is not None
 
 
-def test_a_search_that_costs_too_much_says_so_and_pairs_nothing_more(monkeypatch):
+def test_a_search_beyond_its_budget_says_so(monkeypatch):
     left, right = (Side(tuple(Tensor(f"{head}{n}.w", "float32", (2, n % 3 + 1)) for n in range(20))) for head in "ab")
     assert "not looked for" not in str(infer(left, right))
     monkeypatch.setattr(search, "_MOST", 100)

@@ -1,4 +1,4 @@
-"""What is no dense tensor is compared too: where values are asked for it counts as the same only where it is."""
+"""With --values entries other than dense tensors are compared, too."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_contents_are_compared(kind: str, tmp_path: Path, run: Run) -> None:
 
 
 @pytest.mark.parametrize("entry", [TensorEntry("w", "float32", (2,), (1,), 0, None, "unknown", 8), ExtraEntry("w")])
-def test_what_cannot_be_compared_is_never_proved(entry: TensorEntry | ExtraEntry) -> None:
-    """Of a file that was replaced, too: what no format compares is no proof that it was written as it was."""
+def test_unknown_content_is_never_verified(entry: TensorEntry | ExtraEntry) -> None:
+    """Also for a replaced file: unknown content does not prove that it was written."""
     section = Section("", "state_dict", *(((entry,), ()) if isinstance(entry, TensorEntry) else ((), (entry,))))
     one = Checkpoint("a.pt", "torch_zip", 8, (section,))
     assert [problem.key for problem in verify(one, fingerprints(one))] == ["w"]

@@ -1,4 +1,4 @@
-"""Expressions evaluated: torch itself is the oracle, and operators that are no functions of tensors are refused."""
+"""Evaluated expressions: torch itself is the oracle, and operators that are not functions of tensors are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_entries_are_loaded_as_they_lie(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_entries_keep_their_strides(tmp_path: Path, dtype: torch.dtype) -> None:
     whole = (torch.arange(24).reshape(4, 6) % 2).to(dtype)
     views = (whole, whole.t(), whole[1:3, ::2], whole[2, 3], whole[:0], whole[:1].expand(5, 6))
     for number, view in enumerate(views):
@@ -63,7 +63,7 @@ EXPRESSIONS: dict[str, tuple[Any, torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
-def test_expressions_give_what_torch_gives(tmp_path: Path, name: str) -> None:
+def test_expressions_match_torch(tmp_path: Path, name: str) -> None:
     source, expected = EXPRESSIONS[name]
     entry = torch_eval.entry_of("new", source, {"x": stored(X, tmp_path)})
     assert (entry.key, entry.shape, entry.dtype) == ("new", expected.shape, str(expected.dtype).removeprefix("torch."))
@@ -122,7 +122,7 @@ FORBIDDEN = [
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)
-def test_operators_that_are_no_functions_of_tensors(tmp_path: Path, name: str) -> None:
+def test_operators_that_are_not_functions_of_tensors(tmp_path: Path, name: str) -> None:
     with pytest.raises(CkptError, match="not an operator that a plan may hold"):
         torch_eval.entry_of("new", Op(name, (Ref("x"), str(tmp_path / "written"))), {"x": stored(X, tmp_path)})
     assert not (tmp_path / "written").exists()
@@ -151,38 +151,38 @@ def test_operators_that_do_not_fit_are_refused(tmp_path: Path, name: str) -> Non
 @pytest.mark.parametrize(
     "argument", [Special("dtype", "save"), Special("dtype", "nowhere"), Special("complex", "two")], ids=str
 )
-def test_words_that_torch_does_not_know(tmp_path: Path, argument: Special) -> None:
+def test_unknown_dtypes_and_layouts(tmp_path: Path, argument: Special) -> None:
     source = Op("aten._to_copy.default", (Ref("x"),), (("dtype", argument),))
     with pytest.raises(CkptError, match="torch has no"):
         torch_eval.entry_of("new", source, {"x": stored(X, tmp_path)})
 
 
-def test_several_tensors_are_no_tensor(tmp_path: Path) -> None:
+def test_several_tensors_are_not_a_tensor(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match="not a tensor"):
         torch_eval.entry_of("new", Op("aten.split.Tensor", (Ref("x"), 2)), {"x": stored(X, tmp_path)})
 
 
-def test_nothing_is_computed_from_what_is_no_dense_tensor() -> None:
+def test_only_dense_tensors_are_computed_with() -> None:
     sparse = TensorEntry("x", "float32", (2,), (), 0, None, "sparse_coo")
     for entry, said in (sparse, "sparse_coo"), (ExtraEntry("x", value=3), "not a tensor"):
         with pytest.raises(Refused, match=said):
             torch_eval.entry_of("new", Op("aten.t.default", (Ref("x"),)), {"x": entry})
 
 
-def test_nothing_is_computed_of_a_dtype_that_torch_has_not(tmp_path: Path) -> None:
+def test_an_unknown_dtype_is_an_error(tmp_path: Path) -> None:
     entry = replace(stored(X, tmp_path), dtype="float3")
     with pytest.raises(CkptError, match="this torch has no dtype 'float3'"):
         torch_eval.entry_of("new", Op("aten.t.default", (Ref("x"),)), {"x": entry})
 
 
-def test_what_begins_inside_of_a_wider_element_is_no_view(tmp_path: Path) -> None:
+def test_an_offset_inside_of_a_wider_element_is_not_a_view(tmp_path: Path) -> None:
     entry = stored(torch.arange(9.0)[1:], tmp_path)
     wide = torch_eval.entry_of("new", Op("aten.view.dtype", (Ref("x"), Special("dtype", "int64"))), {"x": entry})
     assert wide.storage is not entry.storage
     assert same(torch_eval.load(wide), torch.arange(1.0, 9.0).view(torch.int64))
 
 
-def test_arranged_values_leave_gaps_as_they_were(tmp_path: Path) -> None:
+def test_arranged_values_keep_gaps(tmp_path: Path) -> None:
     whole = torch.arange(12.0).reshape(3, 4)
     place = stored(whole[:, 1:3], tmp_path, "place")
     value = stored(torch.tensor([[-1.0, -2, -3], [-4, -5, -6]]).t(), tmp_path, "value")
@@ -194,7 +194,7 @@ def test_arranged_values_leave_gaps_as_they_were(tmp_path: Path) -> None:
     assert b"".join(content(arranged.data)) == bytes(torch_eval.to_bytes(expected))
 
 
-def test_overlapping_places_with_other_values_are_refused(tmp_path: Path) -> None:
+def test_overlapping_places_with_different_values_are_refused(tmp_path: Path) -> None:
     whole = stored(torch.zeros(4), tmp_path, "whole")
     assert whole.storage is not None
     places = [TensorEntry(k, "float32", (3,), (1,), at, whole.storage) for k, at in (("a", 0), ("b", 1))]

@@ -29,11 +29,11 @@ def entry(chance: random.Random, file: Path, tensor: torch.Tensor) -> TensorEntr
 
 
 def held(made: Storage) -> list[int]:
-    """What the storage holds."""
+    """The numbers in the storage."""
     return torch.frombuffer(read_all(made.data), dtype=torch.int16).tolist() if made.nbytes else []
 
 
-def test_pieces_laid_end_to_end_are_what_torch_concatenates(tmp_path: Path) -> None:
+def test_concatenated_pieces_match_torch(tmp_path: Path) -> None:
     for seed in range(60):
         chance = random.Random(seed)
         tensors = [
@@ -49,7 +49,7 @@ def test_pieces_laid_end_to_end_are_what_torch_concatenates(tmp_path: Path) -> N
         assert len(parts) <= len(entries)
 
 
-def test_a_tensor_in_its_own_storage_has_its_elements_and_no_others(tmp_path: Path) -> None:
+def test_own_storage_has_only_the_tensor(tmp_path: Path) -> None:
     for seed in range(60):
         chance = random.Random(seed)
         whole = torch.randint(-9, 9, (24,), dtype=torch.int16)[chance.randrange(5) :]
@@ -61,12 +61,12 @@ def test_a_tensor_in_its_own_storage_has_its_elements_and_no_others(tmp_path: Pa
         assert held(own.storage) == tensor.flatten().tolist(), seed
 
 
-def test_what_has_no_storage_stays_as_it_is() -> None:
+def test_an_entry_without_storage_is_unchanged() -> None:
     sparse = TensorEntry("w", "int16", (2,), (1,), 0, None, "sparse_coo", payload=7)
     assert in_own_storage(sparse) is sparse
 
 
-def test_windows_of_one_tensor_are_made_of_one_computation() -> None:
+def test_windows_share_one_computation() -> None:
     """Each rank's part of a computed tensor computed all of it again."""
     data, computed = bytes(range(240)), 0
 
@@ -86,7 +86,7 @@ def test_windows_of_one_tensor_are_made_of_one_computation() -> None:
     assert not chunks._kept
 
 
-def test_what_is_kept_for_other_windows_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_kept_for_windows_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_KEPT", 250)
     made: list[str] = []
 
