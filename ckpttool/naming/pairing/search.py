@@ -146,15 +146,16 @@ class _Search:
         self._groups: list[list[Group] | None] = [None, None]
         self._stale: set[int] = set()  # sides with groups that include paired tensors
         self._by_depth: dict[tuple[int, int], list[tuple[Hashable, Group]]] = {}
-        transposed_too = []
+        transposed_too, lefts, rights = [], dict(self.left), dict(self.right)
         for a, b in known.items():
-            one, other = self.left.get(a), self.right.get(b)
+            one, other = lefts.get(a), rights.get(b)
             if one is None or other is None:
                 continue
             if self._transposed((a,), (b,)):
                 transposed_too.append((a, b))
             elif one.shape == other.shape:  # else they are still to be paired
-                del self.left[a], self.right[b]
+                self.left.pop(a, None)
+                self.right.pop(b, None)
         self.paths = Paths(known if self.left and self.right else {})
         self.modules = Modules(known if self.left and self.right else {}, self.left, self.right)
         for a, b in transposed_too:
@@ -318,7 +319,7 @@ class _Search:
         for depth in _DEPTHS:
             for side in (0, 1):
                 wholes, parts = ([group for _, group in self.at_depth(at, depth)] for at in (side, 1 - side))
-                for whole, row, names in list(self._fused(wholes, parts, side)):
+                for whole, row, names in self._fused(wholes, parts, side):
                     taken |= self._take_fused(whole, row, names, side)
         return taken
 
