@@ -30,6 +30,7 @@ NAME = "adapter_config.json"
 _TARGETS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 # What PEFT puts inside of an adapted module: `modules_to_save` finds these too, by the ends of their names.
 _INSIDE = ("base_layer", "lora_dropout", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "default")
+_TOKENS = ".token_adapter."  # PEFT's module around an embedding of which only some rows are trained
 _SHOWN = 200  # characters of a value in a message
 
 
@@ -390,9 +391,10 @@ def companions_of(
             f"{name} is copied unchanged: its ids keep the parameter order of the model that saved them"
             for name in optimizers_in(list(found))
         ]
-    adapter = adapter_of([output.source.key for output in plan.outputs if isinstance(output.source, Ref)])
-    if adapter is not None and NAME in (names_in(folder) if is_dir(folder) else ()):
-        text, new = _adapter_config(join(folder, NAME), adapter, plan, bases, to_folder, notes)
+    keys = [output.source.key for output in plan.outputs if isinstance(output.source, Ref)]
+    adapter = adapter_of(keys)
+    if (adapter is not None or changed) and NAME in (names_in(folder) if is_dir(folder) else ()):
+        text, new = _adapter_config(join(folder, NAME), keys, plan, bases, to_folder, notes)
         if to_folder and new is not None:
             files[NAME], before[NAME] = new, text
     elif adapter is not None:
@@ -436,12 +438,31 @@ def _renamed(
             rest = adapter.inside(key)[len(path) :]
             modules.setdefault(path, adapter.inside(now[key]).removesuffix(rest))
     tensors = {adapter.inside(key): adapter.inside(now[key]) for key in adapter.rest}
+    tensors = {old.replace(_TOKENS, "."): new.replace(_TOKENS, ".") for old, new in tensors.items()}
     return Renamed(modules, tensors, *bases)
+
+
+def _by_targets(config: Mapping[str, Any], keys: Iterable[str]) -> Adapter:
+    """Return the adapter of a kind that no key shows: its modules are those that the configuration targets."""
+    modules: dict[str, list[str]] = {}
+    rest: list[str] = []
+    known = all(_as_peft_writes_it(field, value) for field, value in config.items())
+    for key in keys:
+        parents = _parents(Adapter((), {}, ()).inside(key)) if known else ()
+        try:
+            path = next((path for path in parents if _targets(config, path)), None)
+        except ValueError:  # a bad expression, of which `follow` tells
+            path = None
+        if path is None:
+            rest.append(key)
+        else:
+            modules.setdefault(path, []).append(key)
+    return Adapter((), {path: tuple(own) for path, own in modules.items()}, tuple(rest))
 
 
 def _adapter_config(
     path: str,
-    adapter: Adapter,
+    keys: Sequence[str],
     plan: Plan,
     bases: tuple[Sequence[str] | None, Sequence[str] | None],
     to_folder: bool,
@@ -454,7 +475,10 @@ def _adapter_config(
     if not isinstance(config, dict):
         notes.append(f"{path} is not an object, as PEFT writes it: it was not compared with the new keys")
         return text, None
+    adapter = adapter_of(keys) or _by_targets(config, keys)
     new, problems = follow(config, _renamed(adapter, plan, bases))
+    if not problems and not adapter.modules and config.get("target_modules"):
+        problems = [_problem("target_modules", config.get("target_modules"), "no key is of a module that it names")]
     if problems and to_folder:
         raise Refused(
             f"{path} names modules of the old base, and cannot follow the keys",

@@ -165,6 +165,53 @@ def test_peft_finds_the_same_modules_after_a_rename(seed: int, tmp_path: Path) -
     check(tmp_path / "a", made, weights, tmp_path / "once more")
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "LoraConfig": {"trainable_token_indices": {"emb": [1, 2]}},
+    "TrainableTokensConfig": {"target_modules": ["emb"], "token_indices": [1, 3]},
+    "FourierFTConfig": {"n_frequency": 4},
+    "VeraConfig": {"r": 2},
+    "VBLoRAConfig": {"r": 2, "num_vectors": 4, "vector_length": 2, "topk": 2},
+    "LNTuningConfig": {},
+    "RoadConfig": {"group_size": 2},
+    "MissConfig": {"r": 2},
+    "ShiraConfig": {"r": 1},
+    "C3AConfig": {"block_size": 2},
+    "GraloraConfig": {"r": 2, "gralora_k": 2},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_of_adapters_follow_too(kind: str, tmp_path: Path) -> None:
+    """The keys of some show no kind: the configuration says which modules they are of."""
+    make = getattr(peft, kind, None)
+    if make is None:
+        pytest.skip("not in this version of PEFT")
+    made, weights = trained(make(**{"target_modules": ["q_proj"], **KINDS[kind]}), tmp_path / "a")
+    root = "base_model.model."
+    own = [
+        f"{root}layers.{{n}}.q_proj.{{x*}} => {root}h.{{n}}.query.{{x*}}",
+        f"{root}emb.{{x*}} => {root}tokens.{{x*}}",
+    ]
+    keys = load_file(tmp_path / "a" / "adapter_model.safetensors").keys()
+    rules = [rule for rule, part in zip(own, (".q_proj.", ".emb.")) if any(part in key for key in keys)]
+    done = ckpttool.remap(str(tmp_path / "a"), f"{tmp_path}/out/", rule=rules)
+    assert done.companions is not None
+    assert done.companions.rewritten == ("adapter_config.json",)
+    check(tmp_path / "out", made, weights, tmp_path / "again")
+
+
+def test_targets_that_no_key_has_are_refused(tmp_path: Path) -> None:
+    trained(peft.FourierFTConfig(target_modules=["q_proj"], n_frequency=4), tmp_path / "a")
+    path = tmp_path / "a" / "adapter_config.json"
+    path.write_text(path.read_text().replace('"q_proj"', '"other"'))
+    with pytest.raises(Refused) as raised:
+        ckpttool.remap(str(tmp_path / "a"), f"{tmp_path}/out/", rule=["{x*}.q_proj.{y} => {x*}.query.{y}"])
+    (problem,) = raised.value.problems
+    assert problem.key == "target_modules"
+    assert '["other"] cannot be rewritten' in problem.problem
+    assert not (tmp_path / "out").exists()
+
+
 def test_undo_brings_the_configuration_back(tmp_path: Path) -> None:
     trained(peft.LoraConfig(target_modules=["head"]), tmp_path / "a")
     before = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
