@@ -36,7 +36,7 @@ _SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish")
 
 
 def process() -> int:
-    """Run `main` as a process of its own, which does not search for cyclic garbage at its end."""
+    """Run `main` as the whole process, which does not search for cyclic garbage at its end."""
     status = main()
     gc.freeze()
     return status

@@ -179,7 +179,7 @@ def _of_environment(options: Mapping[str, Param], words: Words) -> dict[str, Def
 
 
 def _parsed(param: Param, text: str) -> Any:
-    """Return the text of a variable as the option's type; several values are on lines of their own."""
+    """Return the text of a variable as the option's type; several values are on separate lines."""
     if param.kind is bool:
         return _FLAGS.get(text.lower(), text)
     if param.many:

@@ -1,4 +1,4 @@
-"""What every command's output has in common: the options that choose the format, and the printing itself."""
+"""The output of every command: the options that choose the format, and the printing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _check_reports(paths: list[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """How a result is said: the format on stdout, the files that hold it too, and whether these may be there."""
+    """The options of a report: the format on stdout, files to write it to, and whether to overwrite them."""
 
     force: Annotated[bool, option("--force", help="Overwrite files that exist.")] = False
     format: Annotated[
@@ -52,9 +52,9 @@ class Report:
     ] = None
 
     def check(self, read: Iterable[str], *others: str | None, out: str | None = None) -> None:
-        """Raises `CkptError`, before any work is done, where one of its files, or of the `others`, must not be written.
+        """Raise `CkptError`, before any work, if a report file or one of the `others` must not be written.
 
-        It is among those that are `read`, or what else is written (`out`); or it exists and may not.
+        That is a file that is `read` or written otherwise (`out`), or that exists without --force.
         """
         paths = [path for path in (*others, *(self.report or ())) if path is not None]
         named = paths if out is None else [*paths, out]
@@ -66,11 +66,11 @@ class Report:
                 raise CkptError(f"{path} exists", hint="pass --force to overwrite it, or name another file")
 
     def emit(self, document: Callable[[], Document], data: Callable[[], Mapping[str, Any]]) -> None:
-        """Writes the report files, then prints the result to stdout: data and nothing else.
+        """Write the report files, then print the result to stdout: data and nothing else.
 
-        `document` and `data` make the two shapes of the result; each is called only where a format shows it. The files
-        come first, so that stdout stays empty where one of them cannot be written. Of a text the warnings go to stderr,
-        after it. Raises as `write_text`.
+        `document` and `data` make the two shapes of the result; each is called only if a format needs it. The files
+        come first, so that stdout stays empty if one of them cannot be written. The warnings of a text go to stderr,
+        after it. Raise as `write_text`.
         """
         only_first()
         for path in self.report or ():
@@ -97,10 +97,10 @@ def _check_no_source(path: str, read: Iterable[str]) -> None:
 
 
 def write_text(path: str, text: str, *, force: bool, in_place: bool = False) -> None:
-    """Writes the file as UTF-8, under the rules of OUT: whole or not at all, over no source, over others by `force`.
+    """Write the file as UTF-8, under the rules of OUT: all or nothing, never over a source, over others with `force`.
 
-    With `in_place` it may be one that the command has read. What is no regular file (``/dev/stderr``, a pipe) is
-    written to directly. Raises `CkptError`, and for these OSError.
+    With `in_place` it may be a file that the command has read. Other than regular files (``/dev/stderr``, a pipe) are
+    written to directly. Raise `CkptError`, and OSError for the latter.
     """
     only_first()
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
@@ -117,13 +117,13 @@ def write_text(path: str, text: str, *, force: bool, in_place: bool = False) -> 
 
 
 def write_manifest(path: str | None, ckpt: str, *, force: bool) -> None:
-    """Writes the manifest of a checkpoint that is there, if one is asked for. Raises as `write_text`."""
+    """Write the manifest of an existing checkpoint, if `path` is given. Raise as `write_text`."""
     if path is not None:
         write_text(path, json.render(ckpttool.manifest(ckpt, leave_out=[path])), force=force)
 
 
 def _terminal() -> Terminal | None:
-    """The terminal behind stdout, or None. ``NO_COLOR`` (no-color.org) and ``TERM=dumb`` are respected."""
+    """Return the terminal behind stdout, or None. Respect ``NO_COLOR`` (no-color.org) and ``TERM=dumb``."""
     if not sys.stdout.isatty():
         return None
     color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,4 +1,4 @@
-"""What a command takes, read from its signature, and the command line in its usual spelling.
+"""The parameters of a command, read from its signature, and the command line in its usual spelling.
 
 A command is described once, in its signature: this module and `by_typer` both read it from there. typer knows every
 spelling, and takes 0.1 s to import.
@@ -78,7 +78,7 @@ class Command:
 def command_of(name: str, function: Callable[..., int | None]) -> Command:
     """Return the command that the function defines, with the options that all commands have.
 
-    A parameter of the function that is a dataclass of options stands for one option for each of its fields. An option
+    A parameter of the function that is a dataclass of options becomes one option for each of its fields. An option
     that several of them have is given once.
     """
     hints = get_type_hints(function, include_extras=True)
@@ -129,13 +129,13 @@ def _not_none(kind: Any) -> Any:
 
 
 class Unusual(Exception):
-    """Only typer knows what this command line means, or what is wrong with it."""
+    """Only typer can read this command line, or say what is wrong with it."""
 
 
 def parse(params: Sequence[Param], args: Sequence[str]) -> dict[str, Any] | None:
-    """Return the values by name, the same that typer would give; None if typer must be asked.
+    """Return the values by name, the same that typer would give; None if typer must parse it.
 
-    It is asked for ``--help``, for everything that is wrong, and for unusual spellings: ``-oOUT``, ``--``, values that
+    It parses ``--help``, everything that is wrong, and unusual spellings: ``-oOUT``, ``--``, values that
     begin with a dash, numbers in other forms than 12, 0.5 and 1e-05.
     """
     flags = {flag: param for param in params if isinstance(param.mark, Option) for flag in param.mark.flags}

@@ -1,4 +1,4 @@
-"""What a command is doing with bytes, as a bar on stderr, and what it did, in one line where ``-v`` asks for it."""
+"""A progress bar on stderr, and with ``-v`` one line on the bytes that were read, moved and written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATIENCE = 1.0  # seconds before anything is shown
 
 @contextmanager
 def watched(verbose: bool) -> Iterator[None]:
-    """Inside, what takes long has a bar on a terminal; at the end, however it comes, the counts are said."""
+    """Show a bar for long work on a terminal while the block runs; at its end print the counts, if `verbose`."""
     progress.begin()
     begun = time.monotonic()
     try:
@@ -32,7 +32,7 @@ def watched(verbose: bool) -> Iterator[None]:
 
 @contextmanager
 def _bar(title: str, total: int | None) -> Iterator[Callable[[int], object]]:
-    """A `Progress`: shows on a terminal how many of `total` bytes are done, how fast, and the time left."""
+    """Show on a terminal how many of `total` bytes are done, how fast, and the time left: a `Progress`."""
     if is_quiet() or not sys.stderr.isatty():
         yield lambda count: None
         return
@@ -44,7 +44,7 @@ def _bar(title: str, total: int | None) -> Iterator[Callable[[int], object]]:
 
 
 class _Bar:
-    """Counts from the start, and appears by itself after `PATIENCE`: also while nothing is told."""
+    """A bar that counts from the start, and appears after `PATIENCE`, also if nothing has been counted."""
 
     def __init__(self, title: str, total: int | None) -> None:
         from threading import Lock, Timer
@@ -87,7 +87,7 @@ def _rich(knows_the_end: bool) -> Any:
 
 
 def _on_tracing(seconds: float) -> str:
-    """What saves most of the time, where that went into importing torch and tracing one model."""
+    """Return a hint if most of the time went into importing torch and tracing one model."""
     traced = progress.counts.traced
     if (
         len(traced) != 1 or sum(traced.values()) < seconds / 2 or not progress.counts.files

@@ -1,7 +1,7 @@
 """``[tool.ckpttool]`` of the project that a command runs in.
 
-What it says may be code that is run, so the file has to be the user's own: it lies in the folder that the command runs
-in, or above it within the same repository, and belongs to the user, as git asks of a repository (CVE-2022-24765).
+The table may name code to run, so the file must be the user's own: it is in the working folder, or above it within the
+same repository, and belongs to the user, as git requires of a repository (CVE-2022-24765).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from ckpttool.core.errors import CkptError
 from ckpttool.core.text import visible
 
-PYPROJECT = "CKPTTOOL_PYPROJECT"  # names the file that is read, wherever it lies; empty for none
+PYPROJECT = "CKPTTOOL_PYPROJECT"  # names the file to read, in any folder; empty for none
 _TABLE = b"tool.ckpttool"
-_TOML = "tomllib" if sys.version_info >= (3, 11) else "tomli"  # imported where there is such a table
+_TOML = "tomllib" if sys.version_info >= (3, 11) else "tomli"  # imported only if there is such a table
 _HINT = "fix it, or pass --no-defaults"
 
 
 def table() -> tuple[str, dict[str, Any]]:
-    """The file's path, and its table; empty where there is none. Raises `CkptError` where it cannot be read as one."""
+    """Return the path and the table of the file; both empty if there is none. Raise `CkptError` if it is not TOML."""
     if PYPROJECT in os.environ:
         path = os.environ[PYPROJECT]
         return path, _table(path, _content(path)) if path else {}
@@ -38,7 +38,7 @@ def table() -> tuple[str, dict[str, Any]]:
 
 
 def _candidates() -> Iterator[str]:
-    """The files that may have the table, nearest first: in this folder, and above it within the repository."""
+    """Yield the files that may have the table, nearest first: in this folder, and above it within the repository."""
     folder, passed = os.path.abspath(os.curdir), list[str]()
     while not passed or folder != passed[-1]:
         passed.append(folder)
@@ -46,7 +46,7 @@ def _candidates() -> Iterator[str]:
             break
         folder = os.path.dirname(folder)
     else:
-        del passed[1:]  # no repository: what lies above is nobody's project
+        del passed[1:]  # no repository: folders above are not part of the project
     paths = (os.path.relpath(os.path.join(folder, "pyproject.toml")) for folder in passed)
     return (path for path in paths if os.path.isfile(path))
 
@@ -57,7 +57,7 @@ def _content(path: str) -> bytes:
 
 
 def _is_own(path: str) -> bool:
-    """Whether the file and its folder belong to the user; others' could name code that the user then runs."""
+    """Return True if the file and its folder belong to the user: it may name code that the user then runs."""
     if not hasattr(os, "geteuid"):
         return True
     return all(os.stat(each).st_uid == os.geteuid() for each in (path, os.path.dirname(path) or "."))

@@ -1,6 +1,6 @@
-"""A command under torchrun: `remap` and `swap-weights` are shared by all ranks, every other one is the first rank's.
+"""A command under torchrun: all ranks share the commands in `SHARED`; the first rank runs every other one.
 
-The first rank alone speaks, and all of them end with the same status.
+Only the first rank prints, and all of them end with the same status.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ckpttool.distributed import job as together
 from ckpttool.distributed.job import FailedElsewhere, Job, RankDone
 
 SHARED = frozenset(("diff", "inspect", "remap", "swap-weights"))
-_HEARD = Failure(2)  # of a rank that stopped since another one failed: nothing of its own
+_HEARD = Failure(2)  # of a rank that stopped because another one failed
 
 
 def run(args: list[str], run_one: Callable[[list[str]], int]) -> int:
-    """The status of the command line, the same on every rank. Raises `OfAllRanks` where it failed on any."""
+    """Return the status of the command line, the same on every rank. Raise `OfAllRanks` if any rank failed."""
     if os.environ.get("RANK", "0") != "0":
         sys.stdout = sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
     from ckpttool import __version__
@@ -45,7 +45,7 @@ def run(args: list[str], run_one: Callable[[list[str]], int]) -> int:
 
 
 def _verdict(job: Job, mine: Failure | int) -> int:
-    """What the command came to on all ranks. Raises `OfAllRanks`; only the first rank's failure has words."""
+    """Return the status of all ranks. Raise `OfAllRanks` if one failed; only the first rank's has a message."""
     job.tell(f"end/{job.rank}", asdict(mine) if isinstance(mine, Failure) else mine)
     if not job.is_first:
         status: int = job.hear("verdict", whatever=True)
@@ -70,7 +70,7 @@ def _failure(end: dict[str, object]) -> Failure:
 
 
 def _together(failures: dict[int, Failure]) -> Failure | None:
-    """The failure of all ranks: that of the first one that failed, and what others say beside it."""
+    """Return the failure of the first rank that failed, with the other messages of the others as problems."""
     if not failures:
         return None
     first = next(iter(failures.values()))

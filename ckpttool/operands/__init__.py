@@ -1,1 +1,1 @@
-"""What the user names becomes a value: CKPT a checkpoint, MODEL names, OUT a place to write."""
+"""Operands become values: CKPT a checkpoint, MODEL names, OUT a target."""

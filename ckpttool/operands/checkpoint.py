@@ -35,7 +35,7 @@ def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
     """Return the index of a checkpoint: keys, dtypes, shapes, and where the bytes are. No tensor is read.
 
     `ckpt` is a path, a URL, ``PATH::SECTION``, or an object in memory: a dict, list or tuple that `torch.save` could
-    save. The index of an object is the one of the file that `torch.save` would write. Raises `CkptError` if it cannot
+    save. The index of an object is the one of the file that `torch.save` would write. Raise `CkptError` if it cannot
     be read, if it has no such section, or if files of the index have changed since.
     """
     if isinstance(ckpt, Checkpoint):
@@ -51,7 +51,7 @@ def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
 
 
 def open_with_values(ckpt: Ckpt) -> Checkpoint:
-    """Open a checkpoint that has values. Raises `CkptError` for a manifest, which has digests only."""
+    """Open a checkpoint that has values. Raise `CkptError` for a manifest, which has digests only."""
     checkpoint = open_checkpoint(ckpt)
     if checkpoint.format == MANIFEST.name:
         raise CkptError(f"{checkpoint.source} is a manifest: digests, and no values", hint="name the checkpoint itself")
@@ -59,9 +59,9 @@ def open_with_values(ckpt: Ckpt) -> Checkpoint:
 
 
 def open_operand(operand: str) -> Checkpoint:
-    """The checkpoint that `operand` names; with ``::SECTION`` that section alone, as if it were the whole file.
+    """Return the checkpoint that `operand` names; with ``::SECTION`` only that section, as if it were the whole file.
 
-    Raises `CkptError` where the file cannot be read or has no such section.
+    Raise `CkptError` if the file cannot be read or has no such section.
     """
     if _MODEL.fullmatch(operand) and not os.path.lexists(operand):
         raise CkptError(f"{operand} is a MODEL, and stands where a checkpoint is to stand", hint=f"--model {operand}")
@@ -92,18 +92,18 @@ def open_operand(operand: str) -> Checkpoint:
 
 
 def split(operand: str) -> tuple[str, str | None]:
-    """``PATH::SECTION`` -> (PATH, SECTION); SECTION is None where the operand names none.
+    """``PATH::SECTION`` -> (PATH, SECTION); SECTION is None if the operand names none.
 
-    fsspec chains URLs with the same mark (``simplecache::s3://…``): what has ``://`` in it is never a section.
+    fsspec chains URLs with the same mark (``simplecache::s3://…``): a part with ``://`` is never a section.
     """
     path, mark, section = operand.rpartition("::")
     return (path, section) if mark and path and "://" not in section else (operand, None)
 
 
 def model_section(checkpoint: Checkpoint) -> Section:
-    """The section that holds the model: the only state dict, or the only one under a usual name.
+    """Return the section of the model: the only state dict, or the only one under a usual name.
 
-    Raises `CkptError`, with the sections to choose from, where several could be meant or there is none.
+    Raise `CkptError`, with the sections to choose from, if that is ambiguous or the file has no state dict.
     """
     found = list(checkpoint.state_dicts)
     if len(found) > 1:
@@ -123,9 +123,9 @@ def model_section(checkpoint: Checkpoint) -> Section:
 
 
 def saved_state_dicts(checkpoint: Checkpoint) -> tuple[Section, ...]:
-    """The state dicts of a file, as far as its format keeps their keys in the order that ``state_dict()`` gave.
+    """Return the state dicts of the file, if its format keeps their keys in the order of ``state_dict()``.
 
-    Those of the whole file, also where the operand picks one section of it.
+    All state dicts of the file are returned, also if the operand picks one section.
     """
     path, picked = split(checkpoint.source)
     whole = checkpoint if picked is None else open_operand(path)
@@ -139,28 +139,28 @@ _DIGITS = re.compile(r"(\d+)")
 
 
 def natural(paths: Iterable[str]) -> list[str]:
-    """The paths in the order in which people count: ``step-9`` before ``step-10``."""
+    """Sort the paths as people count: ``step-9`` before ``step-10``."""
     return sorted(paths, key=lambda path: [int(part) if part.isdecimal() else part for part in _DIGITS.split(path)])
 
 
 def in_order(paths: Sequence[str]) -> list[str]:
-    """The paths in `natural` order where only the numbers in them differ, as a shell lists them; else as they are."""
+    """Return the paths in `natural` order if they differ only in numbers, as a shell lists them; else unchanged."""
     alike = len({_DIGITS.sub("", path) for path in paths}) == 1
     return natural(paths) if alike else list(paths)
 
 
 def steps_in(folder: str) -> tuple[list[str], list[str]]:
-    """The checkpoints in the folder of a run: its folders that hold some, or else its files, in `natural` order.
+    """Return the checkpoints in the folder of a run: its folders that hold one, or else its files, in `natural` order.
 
-    Then the names of those that are no steps: files beside folders, or a folder beside files. Raises `CkptError` where
-    the first are not two at least, or are the parts of one.
+    Also return the names of other checkpoints: files next to folders, or a folder next to files. Raise `CkptError` if
+    there are fewer than two steps, or if they are the parts of one checkpoint.
     """
     names = [name for name in names_in(folder) if not name.startswith(".")]
     inside = [name for name in names if is_dir(join(folder, name)) and _holds_one(join(folder, name))]
     files = [name for name in names if is_weights(name) and is_file(join(folder, name))]
     found = inside if len(inside) > 1 else files
     if len(found) < 2 or (found is files and is_part(folder, names)) or is_fsdp(folder):
-        raise CkptError(f"{folder} is no folder of several checkpoints: nothing to compare", hint=_HINT)
+        raise CkptError(f"{folder} is not a folder of several checkpoints: nothing to compare", hint=_HINT)
     return natural(join(folder, name) for name in found), natural(files if found is inside else inside)
 
 
@@ -173,9 +173,9 @@ def _holds_one(folder: str) -> bool:
 
 
 def opened(step: str | Checkpoint) -> Iterator[tuple[str, Checkpoint]]:
-    """The checkpoints that a step is made of, each with its name in the step's folder, empty for the one of the model.
+    """Yield the checkpoints of a step, each with its name in the step's folder, empty for the model's.
 
-    Raises `CkptError` where one cannot be read.
+    Raise `CkptError` if one cannot be read.
     """
     if isinstance(step, Checkpoint):
         yield "", step

@@ -58,7 +58,7 @@ class _Pickler(pickle.Pickler):
 def checkpoint_of(obj: object) -> Checkpoint:
     """Return the index that the file written by ``torch.save(obj, ...)`` would have.
 
-    Bytes are read from the live tensors when they are needed. Raises `CkptError` if `torch.save` cannot save the
+    Bytes are read from the live tensors when they are needed. Raise `CkptError` if `torch.save` cannot save the
     object, or if the memory of a tensor was freed.
     """
     check_memory(_tensors(obj))

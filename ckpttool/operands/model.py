@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 
 def is_names_file(operand: object) -> bool:
-    """Whether the operand is the path of a file that `trace` wrote."""
+    """Return True for the path of a file that `trace` wrote."""
     return isinstance(operand, str) and holds(operand, SCHEMA)
 
 
 def holds(path: str, schema: str) -> bool:
-    """Whether it is a JSON file of the schema in any version; what formats a repository may have sorted its members."""
+    """Return True for a JSON file of the schema in any version; a formatter may have sorted its members."""
     if not path.endswith(".json") or not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
@@ -52,14 +52,14 @@ def holds(path: str, schema: str) -> bool:
 
 
 def read_names(path: str) -> Names:
-    """The names in the file. Raises `CkptError` with every fault of it."""
+    """Return the names in the file. Raise `CkptError` with all of its faults."""
     return Names.from_json(
         strict_json.read_file(path, "write a names file with `ckpttool trace MODEL -o names.json`"), path
     )
 
 
 def saved_by(names: Names) -> Checkpoint:
-    """A checkpoint that the model writes, with zeros for its values."""
+    """Return a checkpoint that the model writes, with zeros as values."""
     tensors = tuple(
         _entry(saved.key, saved.dtype, () if saved.shape is None else saved.shape) for saved in names.serialized
     )
@@ -77,13 +77,13 @@ HF = "hf:"  # hf:FOLDER is the model that the config.json in the folder describe
 
 @dataclass(frozen=True)
 class ModelOperand:
-    """A MODEL and what goes with it. Its names are read once.
+    """A MODEL with its arguments and its optimizer. Its names are read once.
 
     `model` is ``package.module:attr``, ``file.py:attr``, the path of a names file or of a program (``prog.pt2::NAME``),
     a `Names`, or an object: a module, a class, a factory, an exported program. `kwargs` are passed to a factory, and
     may be JSON; `materialize` builds it with real weights. `optimizer` is an OPTIMIZER operand, or a function of the
-    model. `pretrained`: under the names that ``save_pretrained`` writes, in the place of those of ``state_dict()``.
-    `option` is what names it on a command line.
+    model. `pretrained`: use the names that ``save_pretrained`` writes instead of the names of ``state_dict()``.
+    `option` is its name on the command line.
     """
 
     model: Any
@@ -95,20 +95,20 @@ class ModelOperand:
 
     @property
     def is_definition(self) -> bool:
-        """Whether it is code, whose loading can be tried out, and not a list of names."""
+        """Whether the model is code, which can be run, and not a list of names."""
         if isinstance(self.model, str):
             return not split(self.model)[0].endswith((".json", ".pt2"))
         return not isinstance(self.model, Names)
 
     def names(self) -> Names:
-        """The names: traced, or read from a names file or a program; with the optimizer's ids where one is given.
+        """Return the names: traced, or read from a names file or a program; with the optimizer's ids if one is given.
 
-        Only code needs torch. Raises `CkptError` where an operand is none of these.
+        Only code needs torch. Raise `CkptError` for any other operand.
         """
         return self._names
 
     def with_optimizer(self, optimizer: Any) -> ModelOperand:
-        """The same model, whose names are read once, with another optimizer of it, or none."""
+        """Return the same model, whose names are read once, with another optimizer, or none."""
         if optimizer == self.optimizer:
             return self
         other = replace(self, optimizer=optimizer)
@@ -130,7 +130,7 @@ class ModelOperand:
 
     @cached_property
     def _bare(self) -> Names:
-        """The names without those of an optimizer that is to be asked."""
+        """The names without the ids of the optimizer."""
         if not self.is_definition:
             if self.pretrained:
                 raise CkptError(f"{self.title} lists no names of from_pretrained", hint="name the model's code")
@@ -150,7 +150,7 @@ class ModelOperand:
         return by_transformers(names)
 
     def _once(self, ask: Callable[[], Names]) -> Names:
-        """The names, for which the model's code runs on one rank where there are several: the others hear them."""
+        """Return the names. With several ranks, the model's code runs on the first one, which tells the others."""
         job = current()
         if job is None:
             return ask()
@@ -167,7 +167,7 @@ class ModelOperand:
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is ``hf:FOLDER``: what loads its checkpoints is from_pretrained."""
+        """Whether it is ``hf:FOLDER``, whose checkpoints from_pretrained loads."""
         return isinstance(self.model, str) and self.model.startswith(HF)
 
     @cached_property
@@ -177,11 +177,11 @@ class ModelOperand:
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """What is passed to a factory. Raises `CkptError` where `kwargs` is a text and no JSON object."""
+        """The arguments for a factory. Raise `CkptError` if `kwargs` is text but not a JSON object."""
         return _parsed(self.kwargs, self.option) if isinstance(self.kwargs, str) else self.kwargs or {}
 
     def definition(self) -> LoadedModel:
-        """The model's definition. Raises `CkptError` where it is not found, or is no model."""
+        """Return the model's definition. Raise `CkptError` if it is not found, or is not a model."""
         from ckpttool.tracing.build_model import load, of_object
         from ckpttool.tracing.pretrained import as_pretrained, of_folder
 
@@ -196,9 +196,9 @@ class ModelOperand:
         return as_pretrained(found) if self.pretrained else found
 
     def run(self, run: ModelRun, given: Section, names: Sequence[str]) -> Mapping[str, TensorEntry]:
-        """What the model's own code makes of `given`, under `names`: an `evaluate.apply.Runner`.
+        """Run the model's own code on `given` and return the tensors in `names`: an `evaluate.apply.Runner`.
 
-        Raises as `tracing.by_code.ModelCode`.
+        Raise as `tracing.experiment.ModelCode`.
         """
         return self._code(run, given, names)
 
@@ -216,7 +216,7 @@ class ModelOperand:
 
     @property
     def title(self) -> str:
-        """What the user called it; the name of an object."""
+        """The operand as the user wrote it; the name of an object."""
         if isinstance(self.model, Names):
             return self.model.model
         return self.model if isinstance(self.model, str) else getattr(self.model, "__name__", type(self.model).__name__)
@@ -229,7 +229,7 @@ class ModelOperand:
     def words_of(self, option: str) -> tuple[str, ...]:
         """The same operand as words of a command line, for the commands that a report proposes.
 
-        An object of the caller's has no such words: ``MODEL`` stands for it.
+        An object of the caller has no such words: they say ``MODEL``.
         """
         words = [option, self.model if isinstance(self.model, str) else "MODEL"]
         if self.arguments:
@@ -248,7 +248,7 @@ class ModelOperand:
 
 
 def _no_attribute(path: str) -> CkptError:
-    """The error for a file alone, where what it is to define must be named too; a checkpoint is no model at all."""
+    """Return the error for a path without the attribute that builds the model."""
     if not path.endswith(".py"):
         return CkptError(
             f"{path} is no model",
@@ -268,14 +268,14 @@ def _no_attribute(path: str) -> CkptError:
 def trace(model: Any, **options: Unpack[OptimizerKeywords]) -> Names:
     """Return every name of every tensor of a model, and with `optimizer` the ids of its parameters.
 
-    Raises `CkptError` if the model's own code fails.
+    Raise `CkptError` if the model's own code fails.
     """
     kwargs, materialize = options.get("model_kwargs"), options.get("materialize", False)
     return ModelOperand(model, kwargs, materialize, options.get("optimizer")).names()
 
 
 def operand_of(options: ModelOptions) -> ModelOperand | None:
-    """The MODEL that the options name, with its optimizer where they name one."""
+    """Return the MODEL that the options name, with its optimizer if they name one."""
     if options.model is None or isinstance(options.model, ModelOperand):
         return options.model
     optimizer = options.optimizer if isinstance(options, OptimizerOptions) else None
@@ -283,10 +283,10 @@ def operand_of(options: ModelOptions) -> ModelOperand | None:
 
 
 def as_read(model: ModelOperand, section: Section, source: str) -> ModelOperand:
-    """`model` under the names that the section's keys are: its own, or those of from_pretrained where these fit better.
+    """Return `model` with the names that fit the section's keys: its own, or the names of from_pretrained.
 
-    Where both fit as well it is its own, but for ``hf:FOLDER``, and for what lies beside a ``config.json`` where the
-    same names have other values in the two.
+    If both fit equally well, its own names are used; but not for ``hf:FOLDER``, and not for files next to a
+    ``config.json`` if a name has different values in the two.
     """
     if not model.is_definition or model.pretrained:
         return model

@@ -1,4 +1,4 @@
-"""OUT operands: the format to write, and where."""
+"""OUT operands: the path and the format to write."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _WRITABLE = tuple(ending for row in TABLE for ending in row.endings)
 
 
 def operand(source: str, format: str) -> str:
-    """The operand that names a checkpoint; what is in memory has no name."""
+    """Return the operand that names a checkpoint; one in memory has no name."""
     return "CKPT" if format == "memory" else source
 
 
 def outputs(source: str, word: str) -> Iterator[str]:
-    """Free names for an output beside the source, the source's own kind of file first: ``train.serialized.pt``."""
+    """Yield unused names for an output next to the source, first with the source's ending: ``train.serialized.pt``."""
     whole = split(source)[0]
     folder = paths_name(whole) == DCP_METADATA or INDEX.fullmatch(paths_name(whole))
     whole = parent(whole) if folder else whole
@@ -43,7 +43,7 @@ def outputs(source: str, word: str) -> Iterator[str]:
 
 
 def free(stem: str, word: str, ending: str) -> str:
-    """``stem.word.ending``, with a number where that is taken; what makes a pattern of a name is left out."""
+    """Return ``stem.word.ending``, with a number if that exists, and without the characters of patterns."""
     own = re.sub(r"[*?\[\]{}]+", "", paths_name(stem)).strip("._-") or "checkpoint"
     folder = parent(stem)
     for count in range(1, 1000):
@@ -56,9 +56,9 @@ def free(stem: str, word: str, ending: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a checkpoint is to be written. `folder` is None for a single file.
+    """The place to write a checkpoint. `folder` is None for a single file.
 
-    `name` is the file in the folder that OUT asks for: the index, or the only file; empty for the usual one.
+    `name` is the file in the folder that OUT names: the index, or the only file; empty for the usual one.
     """
 
     path: str
@@ -72,10 +72,10 @@ class Target:
         max_shard_size: int | None = None,
         companions: Mapping[str, str | bytes] | None = None,
     ) -> Files:
-        """Return the files to write by their names in the folder, the one that completes it last.
+        """Return the files to write by their names in the folder; the last one completes it.
 
-        `companions` are other files for the folder: name -> path of what to copy, or content. Raises `Refused` for what
-        the format cannot hold.
+        `companions` are other files for the folder: name -> path of the file to copy, or content. Raise `Refused` if
+        the format cannot hold the checkpoint.
         """
         alone = self.folder is None or not _is_folder(checkpoint)
         if alone and checkpoint.beside:
@@ -94,19 +94,19 @@ class Target:
         return files | {self.name: self.format.layout(checkpoint)}
 
     def lay_in_place(self, checkpoint: Checkpoint) -> Mapping[str, Edited] | None:
-        """What is written instead where all tensors can stay where they lie in the file or folder that was read.
+        """Return the edits that leave all tensors at their places in the file or folder that was read.
 
-        By the names in the folder `home`; None where they cannot, or more than their names is to be changed.
+        The files are named as in the folder `home`. None if tensors must move, or if more than names changes.
         """
         return self.format.layout_in_place(checkpoint, self.name or paths_name(self.path))
 
     @property
     def home(self) -> str:
-        """The folder that is written into."""
+        """The folder to write into."""
         return parent(self.path) if self.folder is None else self.folder
 
     def present(self, files: Files | None = None) -> set[str]:
-        """The files of a checkpoint that stands in the folder already; without those that `files` replaces."""
+        """Return the files of a checkpoint that is in the folder already, except those in `files`."""
         assert self.folder is not None
         marker = self.name or self.format.endings[0]
         return checkpoint_files(self.folder, marker).difference(files or ())
@@ -115,9 +115,13 @@ class Target:
 def target_for(
     out: str, source: Checkpoint, max_shard_size: int | None = None, torch_format: str | None = None
 ) -> Target:
-    """What `out` asks for, when `source` is written to it; `torch_format` is one of `TORCH_FORMATS`, for a torch file.
+    """Return the target that `out` names for `source`; `torch_format` is one of `TORCH_FORMATS`, for a torch file.
 
-    Raises `CkptError` where `torch_format` is asked for something else.
+    OUT is a folder if it ends with a slash, if the folder exists, if it is the name of an index or of DCP's
+    ``.metadata``, if it ends in ``.dcp`` (DCP again), or if the source is a folder and OUT has no ending. A folder gets
+    the source's format if that one fills folders, else sharded safetensors; with `max_shard_size` (bytes) a single file
+    of a folder is sharded too. Raise `CkptError` for an ending that no format has, and for `torch_format` with another
+    format.
     """
     target = _target(out, source, max_shard_size)
     if torch_format is None:
@@ -131,13 +135,6 @@ def target_for(
 
 
 def _target(out: str, source: Checkpoint, max_shard_size: int | None) -> Target:
-    """What `out` asks for.
-
-    A folder is meant by a slash at its end, by a folder that exists, by the name of an index or of DCP's ``.metadata``,
-    by the ending ``.dcp`` (DCP again), and where the source is a folder by a name without ending. It gets the source's
-    format if that one fills folders, else sharded safetensors; with `max_shard_size` (bytes) a single file of a folder
-    is sharded too. Raises `CkptError` for an ending that no format has.
-    """
     name = paths_name(out)
     if INDEX.fullmatch(name) or name == DCP_METADATA:
         return Target(out, format_for(out), parent(out), name)
@@ -157,7 +154,7 @@ def _target(out: str, source: Checkpoint, max_shard_size: int | None) -> Target:
 
 
 def _is_folder(checkpoint: Checkpoint) -> bool:
-    """Whether the checkpoint is a whole folder, and no section of one."""
+    """Return True if the checkpoint is a folder, and not a section of one."""
     return split(checkpoint.source)[1] is None and is_dir(checkpoint.source)
 
 

@@ -1,6 +1,6 @@
-"""Which dicts of a file are state dicts, and which of these hold one model: its weights, averages, another moment's.
+"""Find the state dicts of a file, and those that hold one model: its weights, averages, or earlier weights.
 
-The content of a file alone may not tell: where a model is named, its names do.
+The content of a file may be ambiguous: the names of a model, if one is given, decide.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand
 
 Fit = tuple[int, int]
-Likeness = Mapping[str, "tuple[int, ...] | None"]  # canonical name -> shape; None for what is no tensor
+Likeness = Mapping[str, "tuple[int, ...] | None"]  # canonical name -> shape; None for other entries
 
 
 def read_for_model(checkpoint: Checkpoint, model: ModelOperand | None) -> Checkpoint:
-    """`checkpoint` with every dict read as a state dict that has more of the model's keys than any inside or around it.
+    """Read each dict as a state dict if it has more of the model's keys than any dict inside or around it.
 
-    A dict that has none of them stays what the reader took it for.
+    A dict that has none of these keys stays as it was read.
     """
     if model is None or checkpoint.readings is None:
         return checkpoint
@@ -43,11 +43,10 @@ def read_for_model(checkpoint: Checkpoint, model: ModelOperand | None) -> Checkp
 
 
 def of_one_model(checkpoint: Checkpoint, named: str | None = None, names: Names | None = None) -> tuple[Section, ...]:
-    """The sections that are changed together, the model's own first: all that hold the model, or those in `named`.
+    """Return the sections that change together, the model's own first: all that hold the model, or those in `named`.
 
-    `named` are dotted paths with commas between them, `names` those of the model where it is known. Raises `CkptError`
-    where one of the paths is no state dict's, and without them where several state dicts hold several models, or there
-    is none.
+    `named` are dotted paths separated by commas; `names` are the model's, if it is known. Raise `CkptError` if a path
+    is not a state dict, and without paths if the state dicts hold several models, or if the file has no state dict.
     """
     if named is not None:
         return _named(checkpoint, [path.strip() for path in named.split(",")])
@@ -63,9 +62,9 @@ def of_one_model(checkpoint: Checkpoint, named: str | None = None, names: Names 
 
 
 def same_model(checkpoint: Checkpoint, section: Section, names: Names | None = None) -> tuple[Section, ...]:
-    """The other state dicts with the same names and shapes, whatever wrappers are around them.
+    """Return the other state dicts with the same names and shapes, with any wrappers around them.
 
-    Where the model's `names` are known, also those that are the whole model in another of its forms.
+    If the model's `names` are known, also return state dicts that hold the complete model in another form.
     """
     others = [other for other in checkpoint.state_dicts if other.path != section.path]
     if not others:
@@ -80,7 +79,7 @@ def same_model(checkpoint: Checkpoint, section: Section, names: Names | None = N
 
 
 def left_as_they_are(checkpoint: Checkpoint, changed: Sequence[Section]) -> list[str]:
-    """Sentences on state dicts that are not among the `changed` ones, and have half of the names of one of them."""
+    """Return notes on state dicts that are not among the `changed` ones, but share half of the names with one."""
     lightning, paths = wrappers.is_lightning(checkpoint), [section.path for section in changed]
     others = [section for section in checkpoint.state_dicts if section.path not in paths]
     own = set(_likeness(changed[0], lightning)) if others else set()
@@ -121,7 +120,7 @@ def _likeness(section: Section, lightning: bool) -> Likeness:
 
 
 def _fit(tables: NameTables, keys: Sequence[str]) -> Fit:
-    """How many of the keys are those that the model loads, then how many are its runtime names."""
+    """Return how many of the keys the model loads, and how many are its runtime names."""
     return len(match(keys, tables.serialized_names).names), len(match(keys, tables.runtime_names).names)
 
 

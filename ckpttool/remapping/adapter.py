@@ -31,10 +31,10 @@ Sources = Mapping[str, Expression]  # name of a tensor of the new base -> its ex
 
 
 def to_other_base(draft: Draft, old: NameTables, new: NameTables, code: ModelOperand | None) -> Draft:
-    """Move an adapter from the modules of one model to those of another that loads what the first one saves.
+    """Move an adapter from the modules of one model to the modules of another that loads what the first one saves.
 
-    Without such tensors, to the modules of the same names. `code` is the other model itself: its loading may accept
-    keys that it does not write. Raise `Refused`, all problems at once, if a module has no single place there.
+    If it loads none of it, move it to the modules of the same names. `code` is the other model itself: its loading may
+    accept keys that it does not write. Raise `Refused`, all problems at once, if a module has no single place there.
     """
     known: dict[str, Expression] = {key: source for key, source in old.saved.items() if source is not None}
     known.update((key, Ref(fqn)) for key, fqn in old.fqn_of.items())

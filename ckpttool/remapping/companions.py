@@ -36,7 +36,7 @@ _SHOWN = 200  # characters of a value in a message
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """What a rename did to an adapter's keys, as names of its base.
+    """The effect of a rename on an adapter's keys, as names of its base.
 
     `modules`: old path -> new path of each adapted module. `tensors`: the same for the base's own tensors in the file.
     `old_base` and `base` are the tensors of the two bases in their order, None if they are not known.
@@ -183,7 +183,7 @@ def _modules_to_save(config: Mapping[str, Any], new: dict[str, Any], renamed: Re
 
 
 def _saved(names: Iterable[str], renamed: Renamed) -> tuple[dict[str, str], list[Problem]]:
-    """Old path -> new path of the modules that are saved with all that they hold; those that have no one new path."""
+    """Return old path -> new path of the modules that are saved completely; problems for those without one new path."""
     found: dict[str, str] = {}
     problems: list[Problem] = []
     for old, now in renamed.tensors.items():
@@ -194,7 +194,7 @@ def _saved(names: Iterable[str], renamed: Renamed) -> tuple[dict[str, str], list
             place = now.removesuffix(rest)
             if place == now or found.setdefault(path, place) != place:
                 problems.append(_problem("modules_to_save", path, f"{old} is {now} now"))
-            break  # the outermost module is the one that is saved
+            break  # the outermost module is saved
     return found, problems
 
 
@@ -311,7 +311,7 @@ _DESCRIBES_NAMES = re.compile(r"config\.json|\w*quant\w*_config\.json")  # whose
 
 @dataclass(frozen=True, slots=True)
 class Companions:
-    """What becomes of the files next to the weights.
+    """What happens to the files next to the weights.
 
     `files`: name in OUT -> path of the file to copy, or its new content. `left_out`: name -> why it is not in OUT.
     `before`: the old content of what is rewritten.
@@ -357,9 +357,8 @@ def companions_of(
     """Return what goes along with the weights of `source`, whose keys `plan` changes, to `target`.
 
     `bases` are the tensors of the models before and after, if they are known. `described`: the keys of the output are
-    those that ``config.json`` describes, whatever they were. `beside` are the files of `Checkpoint.beside` that are
-    not dropped. Raises `Refused` if an adapter's configuration cannot
-    follow into the folder of the output.
+    described by ``config.json``. `beside` are the files of `Checkpoint.beside` that are not dropped. Raise `Refused` if
+    an adapter's configuration cannot follow into the folder of the output.
     """
     path, section = split(source.source)
     if section is not None or source.format == "memory":
@@ -403,14 +402,14 @@ def companions_of(
 
 
 def keeps_names(source: Checkpoint, plan: Plan) -> bool:
-    """Whether every key of `source` that is not left out is a key of the output too, with its own tensor."""
+    """Return True if every key that is not left out keeps its tensor."""
     own = {output.key for output in plan.outputs}
     kept = {output.key for output in plan.outputs if output.source == Ref(output.key)}
     return own == kept
 
 
 def _others(folder: str, source: Checkpoint, found: Collection[str]) -> dict[str, str]:
-    """What else is in the folder, which is not copied, and why."""
+    """Return the other files of the folder, which are not copied, with the reason."""
     weights = locate(folder).path
     part = {name_of(weights)} if weights != folder else set()
     shards = getattr(source.container, "shards", {})
@@ -468,7 +467,7 @@ def _adapter_config(
     to_folder: bool,
     notes: list[str],
 ) -> tuple[bytes, bytes | None]:
-    """The text of the file, and the new one if it changes and goes into the output; else a note says what to change."""
+    """Return the text of the file, and the new text if it changes. A note says what to change if it is not written."""
     config = strict_json.read_file(path, "copy it again")
     with opened(path) as file:
         text = file.read(size(path))

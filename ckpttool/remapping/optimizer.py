@@ -1,4 +1,4 @@
-"""The optimizer half of a remap: whose state it is, and the new names, order and groups."""
+"""The optimizer part of a remap: whose state it is, and the new names, order and groups."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from ckpttool.rules.patterns import Renaming
 def new_groups(
     named: OptimizerState, sources: Mapping[str, Expression], old: Names | None, new: Names | None, to: str, where: str
 ) -> tuple[ParamGroup, ...]:
-    """The new param groups: those of the new optimizer, or else the old ones in the new model's order.
+    """Return the new param groups: the new optimizer's, or else the old ones in the new model's order.
 
-    `named` is the state under canonical names, `sources` what each new parameter is of them, `to` the form of the keys;
-    `old` are the names of who saved it, `new` of who loads it, None where that is the same. Raises `Refused` where
-    nothing says in which group a parameter belongs.
+    `named` is the state under canonical names, `sources` each new parameter as an expression over these, `to` the form
+    of the keys; `old` are the names of the model that saved it, `new` of the one that loads it, None if it is the same.
+    Raise `Refused` if it is unknown to which group a parameter belongs.
     """
     target = new or old
     if target is None:
@@ -78,7 +78,7 @@ def new_groups(
 def renamed_groups(
     named: OptimizerState, sources: Mapping[str, Expression], saved_by: Names | None, where: str
 ) -> tuple[ParamGroup, ...] | None:
-    """The groups of who saved it, its parameters under new names; None where these are not one for each of the old."""
+    """Return the old groups with new names; None if the new parameters are not one for each old one."""
     called = {ref: name for name, source in sources.items() for ref in ex.refs(source)}
     if not len(called) == len(sources) == len(named.params):
         return None
@@ -87,7 +87,7 @@ def renamed_groups(
 
 
 def _ordered_like(groups: tuple[ParamGroup, ...], wanted: Sequence[Sequence[str]]) -> tuple[ParamGroup, ...]:
-    """The groups as the optimizer has them, if these are the same: then loading by position finds them too."""
+    """Return the groups in the optimizer's order, if they are the same, so that loading by position works too."""
     own = {frozenset(map(str, group.params)): group for group in groups}
     if len(own) != len(groups) or own.keys() != {frozenset(params) for params in wanted}:
         return groups
@@ -95,7 +95,7 @@ def _ordered_like(groups: tuple[ParamGroup, ...], wanted: Sequence[Sequence[str]
 
 
 def _same_parameters(named: OptimizerState, parameters: Parameters, where: str) -> None:
-    """Raises `Refused` where the optimizer has other parameters than the file: a change of form loses nothing."""
+    """Raise `Refused` if the optimizer has other parameters than the file: a change of form loses nothing."""
     have, want = set(map(str, named.params)), {name for group in parameters.groups for name in group}
     problems = [Problem("in the file, and not in the optimizer", name) for name in sorted(have - want)]
     problems += [Problem("in the optimizer, and not in the file", name) for name in sorted(want - have)]
@@ -110,9 +110,9 @@ def _same_parameters(named: OptimizerState, parameters: Parameters, where: str) 
 def _in_model_order(
     named: OptimizerState, sources: Mapping[str, Expression], saved_by: Names | None, parameters: Parameters
 ) -> list[str] | None:
-    """The parameters of an optimizer with one group, as ``model.parameters()`` gives them; None where it has more.
+    """Return the parameters of an optimizer with one group, in ``model.parameters()`` order; None if it has more.
 
-    It is taken to hold what it held before: all parameters of the model, or all that are trainable, or just its own.
+    It holds the same as before: all parameters of the model, or all trainable ones, or only its own.
     """
     if len(named.nonempty_groups) != 1:
         return None
@@ -129,15 +129,15 @@ AFRESH = "convert the model alone (CKPT::SECTION), and start the optimizer afres
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRequest:
-    """What is asked of a checkpoint's optimizers: the form of their keys, and whose names and order they get.
+    """What a remap of the optimizers requests: the form of their keys, and the model whose names and order they get.
 
-    `names` are those of the model (and the optimizer) that saved the checkpoint, `to_names` those of the one that is to
-    load it. `form` says whose names parameters get: with ``serialized`` those of the model's keys, else canonical ones.
-    `ruled` is what rules make of the model, `model` what becomes of its keys in all, `keys_beside` its keys in the end.
+    `names` are the names of the model (and the optimizer) that saved the checkpoint, `to_names` of the model that will
+    load it. `form` ``serialized`` gives parameters the names of the model's keys; otherwise they get canonical names.
+    `ruled` is the effect of the rules on the model, `model` the effect of the complete remap, `keys_beside` its keys.
     `narrowed` is `model` if some of its tensors are left out: then parameters that have names follow their keys.
-    `beside` are the state dicts of the file as it was saved (`operands.checkpoint.saved_state_dicts`): the order of
-    their keys speaks for or against ids. `old_model` is the same command with the model named that saved the file,
-    `output` the file that it writes.
+    `beside` are the state dicts of the file as it was saved (`operands.checkpoint.saved_state_dicts`), whose order of
+    keys is evidence for the ids. `old_model` is the same command with the model named that saved the file, `output` the
+    file to write.
     """
 
     keys: str | None = None
@@ -155,15 +155,17 @@ class OptimizerRequest:
 
     @property
     def changes(self) -> bool:
-        """Whether the optimizers are what the command is about."""
+        """Whether something is requested of the optimizers themselves."""
         return self.keys is not None or self.to_names is not None
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRemap:
-    """What became of one optimizer. `evidence` says what its ids are known from; `new` are parameters that have no
-    state yet, `dropped` those whose state has no place in the new optimizer. `move` is the change as a plan holds it.
-    `loaded_by` are the names of the model that is to load it, if that is known.
+    """The result for one optimizer.
+
+    `evidence` is what identified its ids; `new` are parameters without state, `dropped` are parameters whose state has
+    no place in the new optimizer. `move` is the change as a plan records it. `loaded_by` are the names of the model
+    that will load it, if that is known.
     """
 
     section: str
@@ -179,10 +181,10 @@ class OptimizerRemap:
 
 
 def remap_optimizers(source: Checkpoint, wanted: OptimizerRequest) -> tuple[Checkpoint, tuple[OptimizerRemap, ...]]:
-    """`source` with every optimizer in it as wanted, and what was done to those that needed a change.
+    """Return `source` with every optimizer as requested, and a record of each optimizer that changed.
 
-    Raises `Refused` where ids cannot be told apart, where state cannot follow its parameter, and where `wanted.keys`
-    finds no optimizer at all.
+    Raise `Refused` if ids are ambiguous, if state cannot follow its parameter, and if `wanted.keys` is set but the file
+    has no optimizer.
     """
     if wanted.beside is None:
         wanted = replace(wanted, beside=saved_state_dicts(source))
@@ -202,7 +204,7 @@ def remap_optimizers(source: Checkpoint, wanted: OptimizerRequest) -> tuple[Chec
 
 
 def _remapped(section: Section, wanted: OptimizerRequest) -> tuple[Section, OptimizerRemap] | None:
-    """The section as wanted; None where it is so already."""
+    """Return the section as requested; None if it is so already."""
     where = section.title
     state = forms.read(section)
     to = wanted.keys or state.form
@@ -252,7 +254,7 @@ def _remapped(section: Section, wanted: OptimizerRequest) -> tuple[Section, Opti
 
 
 def _is_renamed(state: OptimizerState, wanted: OptimizerRequest, to: str) -> bool:
-    """Whether parameters change, or the names that the file has for them."""
+    """Return True if parameters change, or their names in the file."""
     if to != ID and (wanted.rules or wanted.form is not None):
         return True
     if wanted.rules and wanted.ruled is not None and not wanted.ruled.keeps_places:
@@ -268,7 +270,7 @@ def _is_renamed(state: OptimizerState, wanted: OptimizerRequest, to: str) -> boo
 def _named(
     state: OptimizerState, wanted: OptimizerRequest, where: str
 ) -> tuple[OptimizerState, ParamMap | None, dict[str, Expression]]:
-    """The state with its parameters under canonical names, what these are known from, and each as the file has it."""
+    """Return the state under canonical names, how they were identified, and each name as the file has it."""
     names = wanted.names
     if state.form == ID:
         found = _owners(state, wanted, where)
@@ -292,7 +294,7 @@ def _named(
 
 
 def _unwrapped(names: Mapping[Param, str], wanted: OptimizerRequest) -> dict[Param, str]:
-    """The names without the segments of the wrappers that are taken out of the model's keys, or replaced."""
+    """Return the names without the wrappers that the remap removes from the model's keys, or replaces."""
     if wanted.ruled is not None or wanted.model is None or not wanted.model.renames(list(names.values())):
         return dict(names)
     paths = naming_wrappers.recognise(wanted.model.section.keys)
@@ -300,7 +302,7 @@ def _unwrapped(names: Mapping[Param, str], wanted: OptimizerRequest) -> dict[Par
 
 
 def _rules_first(state: OptimizerState, wanted: OptimizerRequest, where: str) -> OptimizerRequest:
-    """With the named model as the one that is to load the state, if the file's names are its only after the rules."""
+    """Let the named model load the state, if the file has its names only after the rules."""
     listed, names = in_file(state)[0], wanted.names
     if listed is None or names is None or wanted.to_names is not None or not wanted.rules:
         return wanted
@@ -314,7 +316,7 @@ def _rules_first(state: OptimizerState, wanted: OptimizerRequest, where: str) ->
 
 
 def _of_new_model(sources: Mapping[str, Expression], names: Names, where: str) -> dict[str, Expression]:
-    """`sources` under the canonical names of the model that is to load them, without those that it has not."""
+    """Return `sources` under the canonical names of the model that will load them, if it has these names."""
     canonical, problems = in_model(sources, names)
     if not canonical:
         raise Refused(
@@ -328,9 +330,9 @@ def _of_new_model(sources: Mapping[str, Expression], names: Names, where: str) -
 def _as_the_keys(
     state: OptimizerState, moved: OptimizerState, wanted: OptimizerRequest, to: str, where: str
 ) -> dict[Param, str]:
-    """The parameters that the model's keys have in wrappers, under these keys; none of them for names that have none.
+    """Return the parameters whose keys in the model have wrappers, with these keys as their names.
 
-    Raises `Refused` where keys of torch.distributed.checkpoint would stand beside a wrapped model.
+    Raise `Refused` if the names would have no wrappers next to a model whose keys get some.
     """
     keys = set(wanted.keys_beside)
     wrappers = naming_wrappers.infer(wanted.keys_beside)
@@ -345,7 +347,7 @@ def _as_the_keys(
     if to == ID:
         return found if all(group.param_names for group in moved.nonempty_groups) else {}
     was = set() if wanted.model is None else set(wanted.model.section.keys)
-    apart = state.form != ID and was.isdisjoint(map(str, state.params))  # as torch names them beside a wrapped model
+    apart = state.form != ID and was.isdisjoint(map(str, state.params))  # as torch names them next to a wrapped model
     if found and not apart:
         param, name = next(iter(found.items()))
         raise Refused(
@@ -359,7 +361,7 @@ def _as_the_keys(
 def _spelled(
     moved: OptimizerState, move: OptimizerMove, sources: Mapping[str, Expression], names: Mapping[Param, str]
 ) -> tuple[OptimizerState, OptimizerMove, dict[str, Expression]]:
-    """All three with the parameters under other names."""
+    """Return all three with other names for the parameters."""
     called = {param: names.get(param, str(param)) for param in moved.params}
     groups = tuple(replace(group, params=tuple(called[p] for p in group.params)) for group in move.groups)
     held = {called[name]: source for name, source in move.sources.items()}
@@ -372,7 +374,7 @@ def _refs(names: Mapping[Param, str]) -> dict[str, Expression]:
 
 
 def _owners(state: OptimizerState, wanted: OptimizerRequest, where: str) -> ParamMap:
-    """Whose state the ids are: for rules alone the file's own keys say it too, where they can be these parameters."""
+    """Identify the parameters of the ids; with rules only, the file's own keys count too if they can be these."""
     beside = wanted.beside or ()
     by_keys = own_names(state, beside) if wanted.names is None and wanted.ruled is not None else None
     if by_keys is not None:
@@ -387,7 +389,7 @@ def _owners(state: OptimizerState, wanted: OptimizerRequest, where: str) -> Para
 def _by_rules_file(
     named: OptimizerState, wanted: OptimizerRequest, to: str, where: str
 ) -> dict[str, Expression] | None:
-    """What the parameters are after the rules; None without any, or where they are none of the model's tensors."""
+    """Return the parameters after the rules; None without rules, or if no parameter is a tensor of the model."""
     if wanted.ruled is None:
         return None
     ways = [identity(named.params)]
@@ -419,7 +421,7 @@ def _by_rules_file(
 
 
 def _shapes(named: OptimizerState, wanted: OptimizerRequest) -> dict[str, tuple[int, ...] | None]:
-    """The shapes of the parameters, as far as they are known."""
+    """Return the known shapes of the parameters."""
     found: dict[str, Any] = {} if wanted.ruled is None else wanted.ruled.shapes(list(map(str, named.params)))
     return found if wanted.names is None else {**found, **Parameters(wanted.names).shapes}
 
@@ -427,14 +429,14 @@ def _shapes(named: OptimizerState, wanted: OptimizerRequest) -> dict[str, tuple[
 def _shapes_in_file(
     shapes: Mapping[str, tuple[int, ...] | None], own: Mapping[str, Expression], wanted: OptimizerRequest
 ) -> dict[str, tuple[int, ...] | None]:
-    """The shapes of the parameters as the file calls them; of a model's keys, where these are its parameters."""
+    """Return the shapes of the parameters by their names in the file; of a model's keys if these are its parameters."""
     if wanted.names is not None and any(isinstance(source, Op) for source in own.values()):
         return {s.key: s.shape for s in wanted.names.serialized}
     return {ref: shapes.get(name) for name, source in own.items() for ref in ex.refs(source)}
 
 
 def _check_loads(moved: OptimizerState, wanted: OptimizerRequest, where: str) -> None:
-    """Raises `Refused` where the optimizer that is to load the state could take no step with it."""
+    """Raise `Refused` if the optimizer that will load the state cannot take a step with it."""
     target = wanted.to_names or wanted.names
     if wanted.to_names is not None:
         own = ParamMap(moved, {param: str(param) for param in moved.params}, "names")
@@ -454,7 +456,7 @@ def _check_loads(moved: OptimizerState, wanted: OptimizerRequest, where: str) ->
 
 
 def _sources(named: OptimizerState, wanted: OptimizerRequest, to: str) -> dict[str, Expression]:
-    """What each new parameter is of the old ones."""
+    """Return each new parameter as an expression over the old ones."""
     renamed = {str(param): by_rules(str(param), wanted.rules) for param in named.params}
     if wanted.to_names is not None and wanted.names is not None:
         return between(wanted.names, wanted.to_names, renamed)
@@ -469,7 +471,7 @@ def _sources(named: OptimizerState, wanted: OptimizerRequest, to: str) -> dict[s
 
 
 def by_rules(name: str, rules: Sequence[Renaming]) -> str:
-    """What the first of the rules that names it makes of a name."""
+    """Return the name after the first rule that matches it."""
     return next((found for found in (rule.apply(name) for rule in rules) if found is not None), name)
 
 

@@ -1,4 +1,4 @@
-"""What one ``remap`` is asked for: every option once, under its name on the command line and in Python."""
+"""The options of `remap`: each once, with its name on the command line and in Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANK = "{rank}"  # in OUT, for the number of the rank
 
 @dataclass(frozen=True, kw_only=True)
 class RemapOptions(OptimizerOptions, OutputOptions):
-    """All options of a remap. Objects may take the place of texts where these name code (`model`, `optimizer`, …)."""
+    """All options of a remap. Options that name code (`model`, `optimizer`, …) may be objects."""
 
     # Which names
     to: Annotated[str | None, option("--to", metavar="FORM", help=f"{', '.join(convert.WORDS)}.")] = None
@@ -95,19 +95,19 @@ class RemapOptions(OptimizerOptions, OutputOptions):
 
     @property
     def to_ranks(self) -> bool:
-        """Whether files for the ranks of an FSDP1 run are asked for."""
+        """Whether `--to` requests files for the ranks of an FSDP1 run."""
         return self.to in RANK_FORMS
 
     @property
     def form(self) -> Form | None:
-        """The form that the keys get. Ranks' files are cut from the serialized names."""
+        """The form that the keys get. Rank files are cut from the serialized names."""
         if self.to is None:
             return None
         return ModelForm.SERIALIZED if self.to_ranks else convert.parse(self.to)
 
     @property
     def source_form(self) -> Form | None:
-        """The form that the keys are in, where the user says so."""
+        """The form of the keys, if the user names it."""
         return None if self.from_ is None else convert.parse(self.from_)
 
     @property
@@ -116,9 +116,9 @@ class RemapOptions(OptimizerOptions, OutputOptions):
         return bool(self.rule or self.rules)
 
     def check(self, ckpt: str | None) -> None:
-        """Raises `CkptError` for options that do not go together, or that name a form or a way that is none.
+        """Raise `CkptError` for options that exclude each other, and for unknown values.
 
-        `ckpt` is the operand, or None where the source is in memory and there may be no output.
+        `ckpt` is the operand, or None if the source is in memory.
         """
         for word in (self.to, self.from_):
             if word is not None and word not in RANK_FORMS:
@@ -142,7 +142,7 @@ def _is_rank_file(out: str) -> bool:
     return RANK in name_of(out) and out.endswith(".pt")
 
 
-# What excludes what, the error, and its hint; the first that holds is said.
+# A test for a conflict, the error, and its hint; the first conflict is reported.
 _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
     (
         lambda a: a.undo and a != RemapOptions(undo=True, no_fsync=a.no_fsync),

@@ -57,7 +57,7 @@ from ckpttool.rules.patterns import Renaming, names_entry
 @public
 @dataclass(frozen=True, slots=True)
 class Remap:
-    """What a remap makes of its source. `result` is the checkpoint to be written.
+    """The result of a remap. `result` is the checkpoint to write.
 
     `source_form` and `form` are the forms that the keys were in and are in, as words, or None. `ruled` is what the
     rules did to the model, `model` what the whole remap did to it, unless `--select` narrows it.
@@ -113,7 +113,7 @@ def _count(what: str, done: Remap) -> int:
 
 
 def _together(done: Remap) -> tuple[object, ...] | None:
-    """All optimizers of the file: from which form and to which, how many parameters, and each by itself."""
+    """Return all optimizers of the file: the form before and after, the number of parameters, and each optimizer."""
     if not done.optimizers:
         return None
     first = done.optimizers[0]
@@ -177,9 +177,9 @@ _BITSANDBYTES = ".quant_state.bitsandbytes__"  # ``0.weight.quant_state.bitsandb
 
 
 def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, list[Dropped]]:
-    """`checkpoint` without the entries, sections and other contents that a pattern names, and what these were.
+    """Return the checkpoint without the entries, sections and other contents that a pattern names, and a list of these.
 
-    A pattern is matched with the key, and with the dotted way from the file's root. Raises `Refused` for a pattern that
+    A pattern is matched with the key, and with the dotted way from the file's root. Raise `Refused` for a pattern that
     names nothing, since it was meant to name something, and as `check_whole` does.
     """
     dropped: list[Dropped] = []
@@ -276,7 +276,7 @@ def _quantized(section: Section) -> list[list[str]]:
 
 
 def without(checkpoint: Checkpoint, paths: Collection[str]) -> Checkpoint:
-    """`checkpoint` without the sections and other contents at these dotted paths."""
+    """Return the checkpoint without the sections and other contents at these dotted paths."""
     sections = tuple(section for section in checkpoint.sections if section.path not in paths)
     others = tuple(path for path in checkpoint.others if path not in paths)
     unreached = tuple(found for found in checkpoint.unreached if found.path not in paths)
@@ -288,8 +288,8 @@ _NOTHING = RemapRequest()
 
 
 def remap(source: Checkpoint, asked: RemapRequest = _NOTHING, drops: Sequence[str] = ()) -> Remap:
-    """Makes and carries out the plan. Raises `Refused`, all problems at once, where it would lose, collide or guess."""
-    lightning = naming_wrappers.is_lightning(source)  # also if the key that says so is left out
+    """Plan the remap and apply it on the index. Raise `Refused` if it would lose, collide or guess."""
+    lightning = naming_wrappers.is_lightning(source)  # also if the key that shows it is dropped
     before = source
     source, dropped = drop(source, drops) if drops else (source, [])
     if not asked.changes:
@@ -334,7 +334,7 @@ def remap(source: Checkpoint, asked: RemapRequest = _NOTHING, drops: Sequence[st
 
 
 def _not_left_out(draft: Draft, asked: RemapRequest, dropped: Sequence[str]) -> list[str]:
-    """What is missing of a section, without the keys that the user leaves out by --drop or --select."""
+    """Return the missing keys of a section, except those that --drop or --select leaves out."""
     names = asked.to_names or asked.names
     if names is None or not draft.missing:
         return []
@@ -346,7 +346,7 @@ def _not_left_out(draft: Draft, asked: RemapRequest, dropped: Sequence[str]) -> 
 
 
 def _as_it_is(source: Checkpoint) -> RuleEffect | None:
-    """The model of a file that keeps it; None if it is not known which of several it is."""
+    """Return the unchanged model of the file; None if it is ambiguous."""
     if not source.state_dicts:
         return None
     try:
@@ -416,14 +416,14 @@ def _draft(section: Section, request: RemapRequest, lightning: bool, first: Draf
 
 
 def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:
-    """`done` with the optimizers of its result as `wanted`, and its plan with what becomes of them.
+    """Return `done` with the optimizers as requested, and with their changes in the plan.
 
-    A model beside ids gets the order of the model that these are now those of: else its keys would speak against them.
+    If ids follow another model's order, the keys next to them get this order too: they are evidence for the ids.
     """
     model = done.model
     ruled = done.ruled
     if ruled is not None and wanted.names is None and model is not None:
-        ruled = model  # the file's names are all that there is: they go the way of its keys
+        ruled = model  # only the file has names: they change as its keys do
     keys = () if model is None else done.result.section(model.section.path).keys
     wanted = replace(wanted, ruled=ruled, model=model, narrowed=done.narrowed, keys_beside=keys)
     result, optimizers = remap_optimizers(done.result, wanted)
@@ -449,7 +449,7 @@ def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:
 
 
 def _left_in_order(result: Checkpoint, optimizers: Sequence[OptimizerRemap], wanted: OptimizerRequest) -> Iterator[str]:
-    """A note on each optimizer with ids, which rules do not bring into the order of the model that they lead to."""
+    """Yield a note on each optimizer with ids, whose order rules do not change to the new model's."""
     known = {one.section for one in optimizers if one.loaded_by is not None}
     for section in result.optimizers:
         state = forms.read(section)
@@ -460,16 +460,16 @@ def _left_in_order(result: Checkpoint, optimizers: Sequence[OptimizerRemap], wan
 
 
 def _called(ruled: RuleEffect | None, rules: Sequence[Renaming]) -> Callable[[str], str] | None:
-    """What names have become; None where they are what they were."""
+    """Return a function from old to new names; None if no name changed."""
     if ruled is None:
         return partial(by_rules, rules=rules) if rules else None
     return lambda name: ruled.called.get(name, name)
 
 
 def _with_moves(plan: Plan, result: Checkpoint, moves: Sequence[OptimizerMove]) -> Plan:
-    """The plan with what becomes of optimizers, and its outputs in the order of the result's keys.
+    """Return the plan with the changes of optimizers, and with its outputs in the order of the result's keys.
 
-    Of what the optimizers hold only what is left out of them stands among the outputs too.
+    Sections of optimizers have outputs only if entries of them are dropped.
     """
     dropped = {gone.section for gone in plan.dropped}
     changed = {move.section for move in moves} - dropped
@@ -489,9 +489,9 @@ def _in_order(outputs: list[Output], keys: Sequence[str]) -> list[Output]:
 
 
 def by_plan(source: Checkpoint, plan: Plan, runners: Mapping[str, Runner] = NO_CODE) -> Remap:
-    """Carries out a plan that was saved; what it drops outside of state dicts are whole sections and other contents.
+    """Apply a saved plan; outside of state dicts it drops complete sections and other contents.
 
-    `runners`, by way, are the models' code for its runs. Raises `Refused` where one of them is not there.
+    `runners`, by way, are the models' code for its runs. Raise `Refused` if one of them is missing.
     """
     paths = {*source.others, *source.beside, *(section.path for section in source.sections)}
     paths.update(found.path for found in source.unreached)

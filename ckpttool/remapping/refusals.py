@@ -70,7 +70,7 @@ def changes_form(source: Checkpoint, target: Target, done: Remap, max_shard_size
 
 
 def is_as_saved(source: Checkpoint) -> bool:
-    """Return whether the index is that of the file it names, and not what a call from Python made of one."""
+    """Return True if the index is unchanged since it was read from the file it names."""
     if source.format == MEMORY.name:
         return True
     try:

@@ -32,12 +32,12 @@ class RuleEffect:
         return not gone and all(is_whole(one.source) for one in self.plan.outputs if not _is_counter(one.key))
 
     def renames(self, names: Sequence[str]) -> bool:
-        """Whether one of the names is that of a tensor whose key changes."""
+        """Return True if one of the names is a tensor whose key changes."""
         keys = set(self._keys(names).values())
         return any(ref in keys and ref != output.key for output in self.plan.outputs for ref in ex.refs(output.source))
 
     def loses(self, names: Sequence[str]) -> bool:
-        """Return whether one of the names is that of a tensor that is left out."""
+        """Return True if one of the names is a tensor that is left out."""
         first = self.section.aliases()
         kept = {first.get(ref, ref) for output in self.plan.outputs for ref in ex.refs(output.source)}
         return any(first.get(key, key) not in kept for key in self._keys(names).values())
@@ -52,7 +52,7 @@ class RuleEffect:
 
     @cached_property
     def called(self) -> dict[str, str]:
-        """What the name of each tensor that stays whole has become; wrappers' segments left aside."""
+        """Old name -> new name of each tensor that stays complete, without the segments of wrappers."""
         pairs = [(key, output.key) for output in self.plan.outputs for key in ex.refs(output.source)]
         before, after = (wrappers.canonical_keys(keys) for keys in zip(*pairs)) if pairs else ({}, {})
         return {before[key]: after[new] for key, new in pairs}
@@ -66,7 +66,7 @@ class RuleEffect:
     def sources(self, found: Mapping[str, Expression], where: str) -> dict[str, Expression] | None:
         """The parameters after the rules, from those before them; None where none is a tensor of this model.
 
-        Raises `Refused`, all problems at once, where some are and others are not.
+        Raise `Refused`, all problems at once, if only some are.
         """
         keys = self._keys(list(found))
         if not keys:
@@ -108,7 +108,7 @@ class RuleEffect:
 
 
 def copied(text: str) -> str:
-    """A string object of its own: pickle writes a key's as a reference, so a saved plan would write other bytes."""
+    """Return an equal string that is a new object: pickle would write a shared one as a reference."""
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
 
 

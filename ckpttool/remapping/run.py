@@ -76,7 +76,7 @@ def remap(
     """Rewrite the keys, optimizer ids and format of a checkpoint, and write OUT if it is named.
 
     `progress` is called with a title and a number of bytes, and gives a context manager of a function that is told how
-    many bytes are done. Raises `Refused`, all problems at once, if something would be lost, collide or have to be
+    many bytes are done. Raise `Refused`, all problems at once, if something would be lost, collide or have to be
     guessed, and `CkptError` if something cannot be read or written.
     """
     sources.begin_call()
@@ -100,7 +100,7 @@ WRITTEN = ("force", "dry_run", "verify", "no_fsync", "keep_aliases", "max_shard_
 def write(checkpoint: Checkpoint, out: str, **options: Unpack[WriteKeywords]) -> None:
     """Write a checkpoint, as `open_checkpoint` or `remap` returned it, to the file or folder OUT, all or nothing.
 
-    Raises `CkptError` if OUT exists (`force` overwrites it), `Refused` if its format cannot hold the checkpoint.
+    Raise `CkptError` if OUT exists (`force` overwrites it), `Refused` if its format cannot hold the checkpoint.
     """
     sources.begin_call()
     chosen = RemapOptions(out=out, **options)
@@ -174,7 +174,7 @@ def plan_remap(
 ) -> Remap:
     """Return the result of `options` for `source` on the index, for any format. Raise as `run` does.
 
-    The models are those that `options` name: `model` saved the source, `to_model` is the result of `loading_model`.
+    `model` is the model that saved the source, `to_model` the result of `loading_model`.
     """
     if options.plan is not None:
         return _run_saved_plan(source, options.plan, model, to_model)

@@ -1,4 +1,4 @@
-"""What one remap requests, and the steps that change the plan of a section: models, submodule, wrappers, rules."""
+"""The request of a remap, and the steps that change the plan of a section: models, submodule, wrappers, rules."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ NO_COUNTER = "AveragedModel's counter, which only that wrapper has"
 
 @dataclass(frozen=True, slots=True)
 class RemapRequest:
-    """What a remap of the model's keys requests. Every field may be left out.
+    """The request for the model's keys. Every field may be left out.
 
-    `names` are those of the model that saved the keys, `to_names` those of another model that will load them; `to` is
+    `names` are of the model that saved the keys, `to_names` of another model that will load them; `to` is
     the form that the keys get, `source_form` their present form, None to recognise it. `like` is a state dict whose
     naming is used. `rule_steps`, from the command line or a file, come last. `select` takes one submodule only, under
     its own names unless `keep_prefix`; `trainable_only` leaves out what `names` call frozen. `sections` are the paths
@@ -251,7 +251,7 @@ def with_counters(draft: Draft, keep: bool) -> Draft:
 def lacking(tables: NameTables, to: ModelForm, keys: Collection[str]) -> tuple[str, ...]:
     """Return the names of the form that a load needs and that are not among `keys`.
 
-    Second names of a tensor and buffers that are not saved may be absent; saved entries that are no tensors may not.
+    Second names of a tensor and buffers that are not saved may be absent; other saved entries may not.
     """
     if to.names == SERIALIZED:
         spare = {*tables.spare_keys} - {*tables.names.extra_state}
@@ -341,7 +341,7 @@ def select(draft: Draft, prefix: str, keep_prefix: bool, by_model: bool) -> Draf
 
 
 def take_names(draft: Draft, other: Section) -> Draft:
-    """Rename the keys to those of another checkpoint that differ by wrappers only; other keys stay."""
+    """Rename keys to the keys of another checkpoint that differ by wrappers only; other keys stay."""
     names = align(draft.keys, other.by_key())
     if not names and draft.keys:
         raise Refused(
@@ -372,7 +372,7 @@ def notes_on_like(draft: Draft, other: Section) -> list[str]:
 
 
 def rewrap(draft: Draft, target: Chain) -> Draft:
-    """Replace the segments of wrappers in the keys by those of the chain.
+    """Replace the wrappers in the keys by the chain.
 
     A counter that the chain has no place for is dropped; one that it needs is added.
     """

@@ -20,7 +20,7 @@ from ckpttool.operands.checkpoint import split
 
 @dataclass(frozen=True, slots=True)
 class Undo:
-    """How an in-place edit is taken back: the command, and the bytes that are kept on the disk until then."""
+    """How to undo an in-place edit: the command, and the bytes that are kept on the disk until then."""
 
     command: str
     nbytes: int
@@ -51,7 +51,7 @@ UNDONE = record(Undone, {"path": TEXT, "way": one_of("undone", "rolled back", "f
 
 
 def undo_of(path: str, nbytes: int) -> Undo:
-    """How the edit of `path` is taken back, of which `nbytes` of old content are kept."""
+    """Return how to undo the edit of `path`, of which `nbytes` of old content are kept."""
     return Undo(shell("ckpttool", "undo", path), nbytes)
 
 

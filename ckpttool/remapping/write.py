@@ -32,7 +32,7 @@ from ckpttool.remapping.options import RANK
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Bytes. `memory` is the most that is held of values at a time: where all is copied in small parts, none is."""
+    """Bytes. `memory` is the maximum of values held at a time: none if everything is copied in small parts."""
 
     read: int
     written: int
@@ -62,9 +62,7 @@ VERIFIED = record(Verified, {"by_checksum": COUNT, "read": COUNT})
 
 
 def cost_of(files: Files, copies: bool = True) -> Cost:
-    """What it takes to write the files, as they are laid out; a file that is taken over takes nothing unless it is one
-    that it `copies`.
-    """
+    """Return the cost of writing the files. A linked data file costs nothing, unless it is copied (`copies`)."""
     links = [content for content in files.values() if isinstance(content, Link)]
     copied = sum(size(link.path) for link in links) if copies else 0
     pieces = [piece for content in files.values() if not isinstance(content, Link) for piece in content]
@@ -106,7 +104,7 @@ class Writer:
     held: Held = field(default_factory=Held)
 
     def check(self, target: Target, *others: str) -> None:
-        """Raises `CkptError` where OUT cannot or must not be written. `others` are read beside the source."""
+        """Raise `CkptError` if OUT cannot or must not be written. `others` are also read."""
         if target.folder is None:
             self.check_file(target.path, *others)
             return
@@ -114,12 +112,12 @@ class Writer:
             write.preflight_folder(target.folder, target.present(), source, force=self.force, in_place=self.in_place)
 
     def check_file(self, out: str, *others: str) -> None:
-        """Raises `CkptError` where the file cannot or must not be written. `others` are read beside the source."""
+        """Raise `CkptError` if the file cannot or must not be written. `others` are also read."""
         read = [path for source in (self.source, *others) for path in (source, *files_of(source))]
         write.preflight(out, (*read, *sources.files_read()), force=self.force, in_place=self.in_place)
 
     def file(self, pieces: Pieces, out: str, decided: Decided | None = None) -> None:
-        """Writes the file; `decided`, where it is known, is all that decides its values."""
+        """Write the file; `decided`, if known, is everything that decides its values."""
         if not self.in_place:
             write.check_no_source(out, sources.files_read())  # now that all is open which the command reads
         job = self._job(out)
@@ -139,7 +137,7 @@ class Writer:
         _prove_bytes(options.digests)
 
     def target(self, target: Target, files: Files, decided: Decided | None = None) -> None:
-        """Writes the file or folder; `decided`, where it is known, is all that decides its values."""
+        """Write the file or folder; `decided`, if known, is everything that decides its values."""
         if target.folder is None:
             (pieces,) = (content for content in files.values() if not isinstance(content, Link))
             self.file(pieces, target.path, decided)
@@ -147,12 +145,12 @@ class Writer:
             self.files(files, target.folder, target.present(files), decided=decided)
 
     def edit(self, target: Target, files: Mapping[str, Edited] | None, *, dry_run: bool = False) -> Written:
-        """Changes the source where it lies, if it can be; the answer says how it went, or would go."""
+        """Edit the source in place, if possible; return how it was written, or would be."""
         only_first()
         return edit_in_place.edit(files, target.home, keep=self.keep, fsync=self.fsync, dry_run=dry_run)
 
     def replaced(self, target: Target, files: Files) -> int:
-        """Bytes of the files that `files` replace, and that are kept for undo."""
+        """Return the bytes of the files that `files` replace, which are kept for undo."""
         stale = () if target.folder is None else target.present(files)
         paths = [join(target.home, name) for name, content in files.items() if not isinstance(content, Link)]
         paths += [join(target.home, name) for name in stale]
@@ -161,7 +159,7 @@ class Writer:
     def files(
         self, files: Files, folder: str, stale: Collection[str], *, whole: bool = True, decided: Decided | None = None
     ) -> None:
-        """Writes the files into the folder, all or none; not `whole`: it holds more than the checkpoint."""
+        """Write the files into the folder, all or none; not `whole`: it holds more than the checkpoint."""
         job = self._job(folder)
         if job is None:
             self._files(files, folder, stale, whole)
@@ -180,7 +178,7 @@ class Writer:
         _prove_bytes(options.digests)
 
     def _options(self, is_remote: bool = False, files: Collection[str] = ()) -> WriteOptions:
-        """The options of the writers, with what proves the bytes of these files if `verify` asks for that."""
+        """Return the options of the writers, and with `verify` the record that proves the bytes of these files."""
         return WriteOptions(
             replace=self.force or self.in_place,
             in_place=self.in_place,
@@ -193,7 +191,7 @@ class Writer:
         )
 
     def _job(self, out: str) -> Job | None:
-        """The job whose ranks write `out` together; None where this process is alone, or is so from here on."""
+        """Return the job whose ranks write `out` together; None if this process writes alone."""
         job = current()
         if job is not None and is_url(out):
             from ckpttool.distributed import send
@@ -205,7 +203,7 @@ class Writer:
     def _send(
         self, job: Job, files: Files, folder: str, decided: Decided | None, stale: Collection[str] | None = None
     ) -> None:
-        """All ranks send the files to the folder: a single one, or with what is `stale` in their place those of all."""
+        """Let all ranks send the files to the folder: one file, or all files of it, which replace the `stale` ones."""
         from ckpttool.distributed import send
         from ckpttool.io import write_remote
 
@@ -233,10 +231,10 @@ class Writer:
                 yield ready
 
     def ranks(self, ranks: Sequence[Checkpoint], out: str, decided: Decided | None = None) -> Verified | None:
-        """Writes the files of all ranks or none; those of more ranks under the same names go.
+        """Write the files of all ranks or none; remove files of more ranks with the same names.
 
-        `decided`, where it is known, is all that decides their values. Says how they are known to be right, where that
-        is asked for. Raises `CkptError` where one of these is a source, or exists and is not to be overwritten.
+        `decided`, if known, is everything that decides their values. Return what was proved, if `verify` is set. Raise
+        `CkptError` if one of the files is a source, or exists without `force`.
         """
         folder, pattern = parent(out), name_of(out)
         layouts = {pattern.replace(RANK, str(rank)): FORMATS["torch_zip"].layout(own) for rank, own in enumerate(ranks)}
@@ -250,10 +248,10 @@ class Writer:
         return Verified(sum(one.by_checksum for one in proved), sum(one.read for one in proved))
 
     def prove(self, out: str, expected: Checkpoint | Fingerprints, written: Checkpoint | None = None) -> Verified:
-        """How it is known that `out` holds `expected`: what no checksum of its store proves is read back.
+        """Prove that `out` holds `expected`: read back what no checksum of its store proves.
 
-        Raises `CkptError`, with every tensor that is not as planned. `written` is the index of `out`, where it is not
-        the usual one.
+        Raise `CkptError`, with every tensor that is not as planned. `written` is the index of `out`, if it is not the
+        usual one.
         """
         found, by_checksum = written or open_checkpoint(out), 0
         sides = 1 if isinstance(expected, Mapping) else 2
@@ -274,18 +272,18 @@ class Writer:
         return Verified(by_checksum, nbytes - by_checksum)
 
     def _proved(self, files: Collection[str] = ()) -> Held | None:
-        """Where a writer of objects notes what is proved. Of DCP only reading its records tells where a tensor lies."""
+        """Return the record of what a store proves; None for DCP, whose records must be read to find a tensor."""
         return self.held if self.verify and DCP_METADATA not in files else None
 
 
 def _nbytes(files: Contents) -> int:
-    """Bytes of what is still to be made, but for what is taken over as it is."""
+    """Return the bytes of files that must still be written; linked files are not."""
     todo = (content for content in files.values() if not isinstance(content, (Link, Ready)))
     return sum(piece.nbytes for content in todo for piece in content)
 
 
 def _of_ranks(folder: str, pattern: str) -> set[str]:
-    """The files in the folder that would be taken for those of ranks too."""
+    """Return the files in the folder that look like rank files."""
     number = r"\d+".join(map(re.escape, pattern.split(RANK)))
     return {name for name in names_in(folder) if re.fullmatch(number, name)} if is_dir(folder) else set()
 

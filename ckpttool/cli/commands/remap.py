@@ -55,14 +55,14 @@ def command(
 
 
 def _with_checkpoint(options: RemapOptions) -> str:
-    """Return the same command with CKPT in its place: a plan says what to do, and not with which file."""
+    """Return the same command with CKPT: a plan does not name the file."""
     out = ["--in-place"] if options.in_place else ["-o", options.out or "OUT"]
     words = shell("ckpttool", "remap", "CKPT", "--plan", str(options.plan), *out)
     return f"name the checkpoint that the plan is for: {words}"
 
 
 def _list_sets(options: RemapOptions, report: Report) -> None:
-    """Names the ready sets of rules. Raises `CkptError` where something else is asked for, without a checkpoint."""
+    """List the preset rules. Raise `CkptError` for anything else without a checkpoint."""
     from ckpttool.report.documents.remap import ready_sets
     from ckpttool.rules.parse import LIST, SETS, presets
 
