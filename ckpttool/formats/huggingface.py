@@ -203,7 +203,9 @@ def _read_shard(folder: str, name: str) -> Checkpoint | list[Problem]:
         return [Problem(problem.problem, f"{name}: {problem.key}") for problem in error.problems] or [
             Problem(error.message.removeprefix(f"{path}: "), name)
         ]
-    if shard is None or [(section.path, section.kind) for section in shard.sections] != [("", "state_dict")]:
+    if shard is None:
+        return [Problem(f"is in a format that shards cannot have: {FORMATS[kind].title}", name)]
+    if [(section.path, section.kind) for section in shard.sections] != [("", "state_dict")]:
         return [Problem("holds something else than one state dict", name)]
     return shard
 

@@ -270,18 +270,23 @@ def test_dynamic_quantization(run: Run, tmp_path: Path) -> None:
     assert torch.equal(loaded(ones), quantized(0)(ones))
 
 
-@pytest.mark.parametrize("kind", ["quantized", "sparse", "conj"])
+@pytest.mark.parametrize("kind", ["quantized", "four bits", "sparse", "conj"])
 def test_packed_tensors_are_compared_by_what_they_hold(run: Run, tmp_path: Path, kind: str) -> None:
     def packed(value: float) -> torch.Tensor:
         numbers = torch.tensor([value, 0.0, 2.0])
         if kind == "quantized":
             return torch.quantize_per_tensor(numbers, 0.5, 0, torch.qint8)
+        if kind == "four bits":  # two elements in a byte
+            return torch.quantize_per_channel(numbers[None], torch.ones(1), torch.zeros(1), 0, torch.quint4x2)
         return numbers.to_sparse() if kind == "sparse" else torch.complex(numbers, numbers).conj()
 
     one, two = (saved(tmp_path / f"{value}.pt", {"w": packed(value)}) for value in (1.0, 4.0))
     again = saved(tmp_path / "again.pt", {"w": packed(1.0)}, _use_new_zipfile_serialization=False)
     assert run("diff", one, again, "--values")[0] == 0
     assert run("diff", one, two, "--values")[0] == 1
+    assert run("remap", one, "--rule", "w => v", "-o", tmp_path / "out.pt")[0] == 0
+    found = torch.load(tmp_path / "out.pt")["v"]
+    assert repr(found) == repr(packed(1.0))
 
 
 # Modules

@@ -25,7 +25,7 @@ from ckpttool.core.checkpoint import (
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.keys import dotted, is_flat
-from ckpttool.core.text import some
+from ckpttool.core.text import shell, some
 from ckpttool.evaluate.chunks import Box, across, assembled, concatenated
 from ckpttool.evaluate.compare import elements, same_values
 from ckpttool.formats.detect import sniff
@@ -35,7 +35,7 @@ from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.nodes import pairs_of
 from ckpttool.formats.torch.tensors import MOST
 from ckpttool.io.files import glob
-from ckpttool.io.paths import name
+from ckpttool.io.paths import join, name, parent
 
 # What all ranks count alike: words in the name of a number.
 _COUNTERS = frozenset(("step", "steps", "epoch", "epochs", "iter", "iters", "iteration", "iterations"))
@@ -320,6 +320,12 @@ def read(pattern: str) -> Checkpoint:
 
 def _read_file(path: str) -> Checkpoint:
     kind = sniff(path)
+    if kind == "torch_legacy":
+        new = shell("ckpttool", "remap", path, "-o", join(parent(path), f"zip.{name(path)}"))
+        raise CkptError(
+            f"{path} is in the format before torch 1.6, which files of ranks cannot have",
+            hint=f"write each file again: {new}",
+        )
     if kind != "torch_zip":
         raise CkptError(
             f"{path} is no file of torch.save, and a glob names the files that the ranks of one run saved",

@@ -237,13 +237,16 @@ def _tensor_v3(args: Any, storages: Storages, depth: int) -> TensorEntry:
     return _flagged(_view(_dtype(args[6]), storage, args[1:4]), args[7:])
 
 
+_PER_BYTE = {"quint4x2": 2, "quint2x4": 4}  # elements of quantized tensors that share a byte
+
+
 def _view(dtype: str, storage: Storage, args: Any) -> TensorEntry:
     offset, size, stride = args
     shape, stride = sizes_of(size), sizes_of(stride)
     if type(offset) is not int or offset < 0 or len(shape) != len(stride):
         raise malformed(f"offset {offset!r}, shape {shape}, strides {stride}")
     last = offset + sum((count - 1) * step for count, step in zip(shape, stride))
-    available = storage.nbytes // dtypes.itemsize(dtype)
+    available = storage.nbytes // dtypes.itemsize(dtype) * _PER_BYTE.get(dtype, 1)
     if 0 not in shape and last >= available:
         raise malformed(f"a tensor reaches element {last} of a storage of {available}")
     return unnamed(dtype, shape, stride, offset, storage)
@@ -295,7 +298,8 @@ def _sparse(args: Any, storages: Storages, depth: int) -> TensorEntry:
 def _quantized(args: Any, storages: Storages, depth: int) -> TensorEntry:
     dtype, storage = typed_storage(args[0], storages)
     view = _view(dtype, storage, args[1:4])
-    return _packed(view, "quantized", view.nbytes + _inner_bytes(args[4], storages, depth))
+    nbytes = -(-view.nbytes // _PER_BYTE.get(dtype, 1))
+    return _packed(view, "quantized", nbytes + _inner_bytes(args[4], storages, depth))
 
 
 def _nested(args: Any, storages: Storages, depth: int) -> TensorEntry:

@@ -436,6 +436,10 @@ def test_what_is_no_tensor_goes_along(tmp_path: Path) -> None:
             ["not an object with dtype, shape and data_offsets @ a.safetensors: a"],
         ),
         (
+            lambda folder: torch.save({}, folder / "a.safetensors", _use_new_zipfile_serialization=False),
+            ["is in a format that shards cannot have: torch.save before 1.6 (no zip) @ a.safetensors"],
+        ),
+        (
             lambda folder: torch.save([torch.ones(2)], folder / "a.safetensors"),
             ["holds something else than one state dict @ a.safetensors"],
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import shlex
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -578,3 +579,13 @@ class Small(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.w = torch.nn.Parameter(torch.ones(4, 3).to(torch.float8_e4m3fn), requires_grad=False)
+
+
+def test_files_in_the_format_before_torch_1_6_are_called_so(run: Run, tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save({"w": torch.ones(2)}, tmp_path / f"r_{rank}.pt", _use_new_zipfile_serialization=False)
+    done = run("inspect", tmp_path / "r_*.pt")
+    assert done.status == 2
+    assert "is in the format before torch 1.6" in done.err
+    assert run(*shlex.split(done.err.rpartition("again: ckpttool ")[2])).status == 0
+    assert torch.load(tmp_path / "zip.r_0.pt").keys() == {"w"}
