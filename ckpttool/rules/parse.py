@@ -315,8 +315,8 @@ def read(
     if not Path(path).exists() and re.fullmatch(r"[\w-]+", path):
         located = str(_FOLDER / f"{path}.toml")
         if not Path(located).exists():
-            hint = "ckpttool remap --rules list names the sets"
-            raise CkptError(f"{path}: no such file, and no set of rules", hint=hint)
+            hint = "ckpttool remap --rules list lists them"
+            raise CkptError(f"{path}: no such file, and no preset with that name", hint=hint)
     with opened(located, pipes=True) as file:
         data = file.read(limits().rules_bytes + 1)
     try:
@@ -343,7 +343,7 @@ def steps_of(text: str, path: str, given: Sizes | None = None, reverse: bool = F
     others = [name for name in content if name not in ("rule", "sizes", "example")]
     if others or not isinstance(tables, list) or not tables or not isinstance(examples, list):
         raise CkptError(
-            f"{path} is no list of rules{': ' if others else ''}{', '.join(others)}",
+            f"{path} is not a list of rules{': ' if others else ''}{', '.join(others)}",
             hint="each rule is a table that begins with [[rule]]; the file may also have [sizes] and [[example]]",
         )
     places, example_places = _places(text, "rule", tables), _places(text, "example", examples)
@@ -425,7 +425,7 @@ def _reversed(steps: Sequence[Step], path: str) -> tuple[Step, ...]:
     if problems:
         raise CkptError(
             f"{path} cannot be reversed: {plural(len(problems), 'rule')}",
-            hint="take these rules out, or write a file with the way back",
+            hint="remove these rules, or write a file with the way back",
             problems=problems[::-1],
         )
     return tuple(found)

@@ -191,8 +191,8 @@ def _two_ways(pattern: Pattern, segments: Sequence[str], text: str) -> list[Boun
         return list(islice(pattern.ways(segments), 2))
     except TooManyTries:
         raise CkptError(
-            f"the variables of {text!r:.200} stand twice in too many ways for a key of {len(segments):,} segments",
-            hint="name more of the segments literally",
+            f"the variables of {text!r:.200} occur twice, in too many ways for a key of {len(segments):,} segments",
+            hint="write more segments literally",
         ) from None
 
 
@@ -206,7 +206,7 @@ def _segments(text: str) -> list[str]:
     for segment in segments:
         if VARIABLE.search(segment) and not VARIABLE.fullmatch(segment):
             raise CkptError(
-                f"{segment!r}: a variable stands for whole segments between dots",
+                f"{segment!r}: a variable matches whole segments between dots",
                 hint="for a part of a segment write a regular expression: 're:layer(\\d+)\\.(.*) => layers.\\1.\\2'",
             )
     return segments
@@ -273,7 +273,7 @@ class Rule:
         if name == "":
             raise Refused(
                 f"the rule {self.text!r} leaves nothing of a key",
-                hint="let TO keep a segment at least",
+                hint="keep at least one segment in TO",
                 problems=[Problem("would have no name", key)],
             )
         return name
@@ -287,7 +287,7 @@ class Rule:
         if others:
             raise Refused(
                 f"the rule {self.text!r} matches a key in more than one way",
-                hint="name more of the segments literally, or write the rule as a regular expression (re:…)",
+                hint="write more segments literally, or write the rule as a regular expression (re:…)",
                 problems=[Problem("ambiguous match", key)],
             )
         name: list[str] = []

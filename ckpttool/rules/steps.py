@@ -85,12 +85,12 @@ def parts_of(
         if sizes is not None and len(sizes) != len(listed):
             raise CkptError(f"{len(sizes)} sizes for {len(listed)} parts", hint="")
         if count is not None:
-            raise CkptError("parts = counts what one name stands for, and these are listed", hint="")
+            raise CkptError("parts = counts numbered parts, and these are listed", hint="")
         return Parts(whole, listed, "", len(listed), dim, None if sizes is None else tuple(sizes), stacked)
     (name,) = listed
     own = {variable for variable in VARIABLE.findall(name) if variable not in VARIABLE.findall(whole)}
     if sizes is not None:
-        raise CkptError("sizes are those of parts that are listed: numbered ones are equal", hint="")
+        raise CkptError("sizes = is for listed parts: numbered parts are of equal size", hint="")
     if len(own) != 1 or any(star for _, star in own):
         have = " and ".join(sorted(f"{{{variable}{star}}}" for variable, star in own)) or "none"
         message = f"{name!r} needs one variable that {whole!r} lacks, as {{e}}, to count the parts: {have}"

@@ -304,7 +304,7 @@ def constant(shape: tuple[int, ...], dtype: str, fill: float | bool) -> Value:
     """Return a tensor filled with one number. Raises `Refused` if the dtype cannot hold it."""
     is_whole = float(fill).is_integer() and not isinstance(fill, bool) and (fill >= 0 or not dtype.startswith("uint"))
     if not {"int": is_whole, "bool": fill in (0, 1)}.get(_kind(dtype), True):
-        raise refusal(f"{fill} is no {dtype}")
+        raise refusal(f"{dtype} cannot hold {fill}")
     source = Op("aten.full.default", (shape, fill), (("dtype", Special("dtype", dtype)),))
     return Value(source, dtype, shape, None, DENSE)
 

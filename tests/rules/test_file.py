@@ -513,14 +513,16 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
     "a constant that is there": (
         '[[rule]]\nconstant = "v"\nvalue = 1\nshape = []', ["rule 1 (constant): written 2 times, from v @ v"]),
     "half an integer": (
-        '[[rule]]\nconstant = "x"\nbeside = "n"\nvalue = 0.5', ["rule 1 (constant): 0.5 is no int64 @ n"]),
+        '[[rule]]\nconstant = "x"\nbeside = "n"\nvalue = 0.5', ["rule 1 (constant): int64 cannot hold 0.5 @ n"]),
     "true as an integer": (
         '[[rule]]\nconstant = "x"\nshape = []\nvalue = true\ndtype = "int8"',
-        ["rule 1 (constant): True is no int8 @ x"]),
+        ["rule 1 (constant): int8 cannot hold True @ x"]),
     "less than nothing without a sign": (
-        '[[rule]]\nconstant = "x"\nshape = []\nvalue = -1\ndtype = "uint8"', ["rule 1 (constant): -1 is no uint8 @ x"]),
+        '[[rule]]\nconstant = "x"\nshape = []\nvalue = -1\ndtype = "uint8"',
+        ["rule 1 (constant): uint8 cannot hold -1 @ x"]),
     "half a truth": (
-        '[[rule]]\nconstant = "x"\nshape = []\nvalue = 0.5\ndtype = "bool"', ["rule 1 (constant): 0.5 is no bool @ x"]),
+        '[[rule]]\nconstant = "x"\nshape = []\nvalue = 0.5\ndtype = "bool"',
+        ["rule 1 (constant): bool cannot hold 0.5 @ x"]),
     "what was refused is not refused again": (
         '[[rule]]\ntranspose = ["v", "0.q.b"]\n[[rule]]\njoin = ["v", "n"]\ninto = "u"\n[[rule]]\nsplit = "u"\n'
         'into = ["a", "b"]\n[[rule]]\nunstack = "0.q.b"\ninto = "c.{c}"\n[[rule]]\ntranspose = ["b", "c.0"]',
@@ -657,7 +659,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "too few sizes": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c', 'd']\nsizes = [1, 1]", [
         "2 sizes for 3 parts @ rule 1"]),
     "a count of what is listed": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nparts = 2", [
-        "parts = counts what one name stands for, and these are listed @ rule 1"]),
+        "parts = counts numbered parts, and these are listed @ rule 1"]),
     "more dims than rows": ("[[rule]]\npermute = 'a'\ndims = [1, 0]\nrows = [-1]", ["2 dims for 1 rows @ rule 1"]),
     "the same part": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'b']", ["two parts have the same name @ rule 1"]),
     "an arrow": ("[[rule]]\nsplit = 'a => b'\ninto = ['b', 'c']", [
@@ -679,7 +681,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "one that counts several": ("[[rule]]\nstack = 'a.{e*}'\ninto = 'b'", [
         "'a.{e*}' needs one variable that 'b' lacks, as {e}, to count the parts: {e*} @ rule 1"]),
     "sizes of numbered parts": ("[[rule]]\njoin = 'a.{e}'\ninto = 'b'\nsizes = [1]", [
-        "sizes are those of parts that are listed: numbered ones are equal @ rule 1"]),
+        "sizes = is for listed parts: numbered parts are of equal size @ rule 1"]),
     "a size without a value": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = [1, '{n}']", [
         "{n} has no value: --size n=N gives it one @ rule 1"]),
     "a shape without a value": ("[[rule]]\nreshape = 'a'\nshape = ['{n}']", [

@@ -58,7 +58,7 @@ def test_the_examples_hold_and_what_can_be_reversed_comes_back(tmp_path: Path, n
 
 def test_a_name_that_is_not_a_preset(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["remap", "x.pt", "--rules", "list", "-o", str(tmp_path / "out.pt")]) == 2
-    with pytest.raises(CkptError, match="no set of rules"):
+    with pytest.raises(CkptError, match="no preset with that name"):
         read("list")
 
 
