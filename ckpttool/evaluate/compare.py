@@ -317,7 +317,10 @@ def statistics(entry: TensorEntry) -> Statistics:
     from ckpttool.evaluate.numpy_eval import reader
 
     read = None if entry.dtype.startswith("complex") else reader(entry.dtype)
-    digest, least, most, total = hashlib.sha256(), list[float](), list[float](), 0.0
+    digest = hashlib.sha256()
+    least: float | None = None
+    most: float | None = None
+    total = 0.0
     finite = zeros = nan = inf = 0
     for chunk in whole_elements(elements(entry), itemsize(entry.dtype)):
         digest.update(chunk)
@@ -332,9 +335,11 @@ def statistics(entry: TensorEntry) -> Statistics:
                 nan, inf = nan + nans, inf + values.size - int(is_finite.sum()) - nans
                 values = values[is_finite]
         if values.size:
-            least, most = [min([*least, values.min().item()])], [max([*most, values.max().item()])]
+            low, high = values.min().item(), values.max().item()
+            least = low if least is None else min(least, low)
+            most = high if most is None else max(most, high)
             total, finite = total + float(values.sum(dtype=np.float64)), finite + values.size
     if read is None:
         return Statistics(None, None, None, None, None, None, digest.hexdigest())
-    extremes = (min(least), max(most), total / finite) if finite else (None, None, None)
-    return Statistics(*extremes, zeros, nan, inf, digest.hexdigest())
+    mean = total / finite if finite else None
+    return Statistics(least, most, mean, zeros, nan, inf, digest.hexdigest())

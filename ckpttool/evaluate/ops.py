@@ -150,7 +150,7 @@ def _check_scales(given: Arguments) -> str | None:
 def _most_bytes_masked(given: Arguments) -> int:
     """Return the bytes of `self` if it and `mask` are expanded to one shape."""
     pairs = zip_longest(reversed(given["self"].shape), reversed(given["mask"].shape), fillvalue=1)
-    return prod(map(max, pairs)) * int(given["self"].element_size())
+    return prod(int(max(pair)) for pair in pairs) * int(given["self"].element_size())
 
 
 # Operators on the index. Arguments have the right kinds; what else does not fit raises `NotOnIndex`.

@@ -313,9 +313,12 @@ def arrange(old: Storage, values: Sequence[tuple[TensorEntry, TensorEntry]]) -> 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Return whether two tensors of one dtype and shape have the same bytes (NaN equals itself, 0.0 is not -0.0)."""
-    flat = (tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in (left, right))
-    # a single element may have the stride 0
-    return torch.equal(*(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in flat))
+
+    def bits(tensor: torch.Tensor) -> torch.Tensor:
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a single element may have the stride 0
+
+    return torch.equal(bits(left), bits(right))
 
 
 def to_bytes(tensor: torch.Tensor) -> memoryview:

@@ -217,8 +217,8 @@ DIFFERENT: dict[str, tuple[torch.Tensor, torch.Tensor, str]] = {
 
 
 def text_of_difference(left: torch.Tensor, right: torch.Tensor, rtol: float, atol: float) -> str | None:
-    sides = ([bytes(torch_eval.to_bytes(tensor))] for tensor in (left, right))
-    differs = difference_of_elements(str(left.dtype).removeprefix("torch."), *sides, rtol, atol)
+    ours, theirs = ([bytes(torch_eval.to_bytes(tensor))] for tensor in (left, right))
+    differs = difference_of_elements(str(left.dtype).removeprefix("torch."), ours, theirs, rtol, atol)
     return None if differs is None else differs.text
 
 
