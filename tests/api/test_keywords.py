@@ -221,6 +221,16 @@ def test_reprs_do_not_look_inside() -> None:
     assert lines < 500
 
 
+def test_a_changed_copy_of_an_entry_is_another_value() -> None:
+    """What the page on the Python API says of the values that exist once per tensor."""
+    checkpoint = ckpttool.open_checkpoint({"a": torch.ones(1)})
+    (entry,) = checkpoint.sections[0].tensors
+    before, other = hash(entry), dataclasses.replace(entry, key="b")
+    assert (entry.key, other.key) == ("a", "b")
+    assert other != entry
+    assert hash(entry) == before != hash(other)
+
+
 def test_results_are_frozen() -> None:
     for result in results():
         for field in dataclasses.fields(result):  # type: ignore[arg-type]
