@@ -16,7 +16,7 @@ from ckpttool.core.schema import FLAG, PROBLEM, TEXT, TEXTS, list_of, nullable, 
 from ckpttool.core.text import shell, visible
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.options import DiffOptions
-from ckpttool.fixes import candidates
+from ckpttool.fixes.suggest import diff_names_file
 from ckpttool.formats import strict_json
 from ckpttool.formats.detect_folder import dangerous_beside
 from ckpttool.io.files import look_anew
@@ -146,12 +146,12 @@ def _of_the_file(error: CkptError, path: str) -> Problem:
 def _names(path: str, model: ModelOperand | None, options: DiffOptions) -> Checked:
     if model is None:
         return Checked(path, "names", notes=(_NOT_COMPARED,))
-    diff = candidates.run(path, model, options)
+    diff = diff_names_file(path, model, options)
     if diff.identical:
         return Checked(path, "names")
-    found = (entry for entry in diff.entries if diff.weighs(entry))
+    found = (entry for entry in diff.entries if diff.is_difference(entry))
     problems = [Problem(f"{entry.status}: {entry.reason}", ", ".join(entry.left or entry.right)) for entry in found]
-    problems += [Problem(diff.beyond, path)] if diff.beyond else []
+    problems += [Problem(diff.other_failure, path)] if diff.other_failure else []
     optimizer = ("--optimizer", options.optimizer) if isinstance(options.optimizer, str) else ()
     asked = shell("ckpttool", "diff", path, *model.words, *optimizer)
     return Checked(

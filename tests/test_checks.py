@@ -312,7 +312,7 @@ def test_another_optimizer_is_said_beside_other_names(run: Run) -> None:
         if words:
             done = run("check", "traced.json", "--model", "model.py:build", "--optimizer", "torch.optim:Adam")
             assert done.status == 1
-            assert "another class of optimizer @ traced.json" in " ".join((done.out + done.err).split())
+            assert "different optimizer class @ traced.json" in " ".join((done.out + done.err).split())
             assert "--model model.py:build --optimizer torch.optim:Adam" in done.out + done.err
     rename()
     done = run("check", "traced.json", "--model", "model.py:build")

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.text import number, visible
-from ckpttool.report.renderers.github import unobeyed
+from ckpttool.report.renderers.github import inert
 
 _ESCAPES = "ckpttool.escapes"
 _LONGEST = 4000  # characters of a line on stderr
@@ -40,7 +40,7 @@ def for_log(text: str, format: str) -> str:
     """Return the output for the log of a GitHub job, whose runner must not obey a key in it as a command."""
     if os.environ.get("GITHUB_ACTIONS") != "true" or format == "github":
         return text
-    return text.replace(_OLD_COMMAND, r"##\u005b") if format == "json" else unobeyed(text)
+    return text.replace(_OLD_COMMAND, r"##\u005b") if format == "json" else inert(text)
 
 
 def clipped(line: str) -> str:

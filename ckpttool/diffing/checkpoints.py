@@ -1,285 +1,40 @@
-"""Compare two checkpoints, with everything in them besides the model."""
+"""Compare two checkpoints, or a checkpoint with a manifest, with everything in them besides the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, Union
 
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, Unreached
 from ckpttool.core.dtypes import PLAIN
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import Op, Ref, Special
+from ckpttool.core.keys import dotted
 from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import GROUPS
-from ckpttool.core.text import plural, shell, some
-from ckpttool.core.values import dataclass
-from ckpttool.diffing import sections
+from ckpttool.core.text import Info, plural, shell, some
+from ckpttool.diffing.causes import SIDES, Cause, Code, Sides
+from ckpttool.diffing.moved import explain_moved
 from ckpttool.diffing.names import compare_through, suggestions
-from ckpttool.diffing.optimizer import SavedOptimizer, compare_optimizers, is_named, optimizer_alone
-from ckpttool.diffing.result import (
-    EITHER_WAY,
-    NOT_UNDERSTOOD,
-    ONLY_LEFT,
-    ONLY_RIGHT,
-    Diff,
-    Entry,
-    Remedy,
-    hidden_segments,
-    only_left,
-    only_right,
-    outlines,
-)
-from ckpttool.diffing.sections import Values, compare, compare_pair, explain_moved
+from ckpttool.diffing.optimizer import UNKNOWN_CLASS, SavedOptimizer, compare_optimizers, is_named, optimizer_alone
+from ckpttool.diffing.result import EITHER_WAY, HARMLESS, Diff, Entry, Remedy, only_left, only_right, outlines
+from ckpttool.diffing.sections import Values, compare, compare_pair, explain_computed
 from ckpttool.distributed.job import Question, answers, current, only_first
 from ckpttool.evaluate.apply import entry_of
-from ckpttool.evaluate.compare import Difference, content_of_storage, same_objects
+from ckpttool.evaluate.compare import Difference, content_of_storage, same_objects, sha256_of
+from ckpttool.formats.manifest import all_extras, other_files
 from ckpttool.formats.ranks.files import one_rank
-from ckpttool.naming.adapters import Adapter, adapter_of, missing_modules
+from ckpttool.formats.registry import MANIFEST, MEMORY
+from ckpttool.naming.adapters import adapter_of, missing_modules
 from ckpttool.naming.convert import otherwise
-from ckpttool.operands.checkpoint import model_section
+from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.model import ModelOperand, as_read
 from ckpttool.optimizers.forms import form_of
 
-
-def compare_outside(left: Checkpoint, right: Checkpoint, values: Values | None) -> tuple[Entry, ...]:
-    """Entries outside of state dicts under one key on both sides, and all storages that are not understood."""
-    entries = compare_loose(left, right, values)
-    if left.format != right.format and "torchscript" in (left.format, right.format):
-        return tuple(entries)  # the constants of its code: what is no TorchScript archive has no place for them
-    return (*entries, *_storages(left.unreached, right.unreached))
-
-
-def compare_loose(left: Checkpoint, right: Checkpoint, values: Values | None) -> list[Entry]:
-    """Entries outside of state dicts under one key on both sides."""
-    mine, theirs = loose(left), loose(right)
-    return [compare_pair(mine[key], theirs[key], values) for key in mine if key in theirs]
-
-
-def loose(checkpoint: Checkpoint) -> dict[str, TensorEntry | ExtraEntry]:
-    """What stands outside of state dicts and optimizers, by the dotted way to it."""
-    return {entry.key: entry for section in checkpoint.sections if section.kind == "other" for entry in section.entries}
-
-
-def _storages(left: Iterable[Unreached], right: Iterable[Unreached]) -> list[Entry]:
-    """Nothing but their bytes tells such storages apart, so these are compared always."""
-    theirs: dict[bytes | None, list[Unreached]] = {}
-    for storage in right:
-        theirs.setdefault(_content(storage), []).append(storage)
-    entries, alone = [], []
-    for storage in left:
-        content = _content(storage)
-        same = theirs.get(content) if content is not None else None
-        if same:
-            entries.append(Entry("same", (storage.path,), (same.pop(0).path,)))
-        else:
-            alone.append(storage)
-    entries += [only_left(storage.path, f"{NOT_UNDERSTOOD}: {ONLY_LEFT}") for storage in alone]
-    left_over = [storage for storages in theirs.values() for storage in storages]
-    return entries + [only_right(storage.path, f"{NOT_UNDERSTOOD}: {ONLY_RIGHT}") for storage in left_over]
-
-
-def _content(storage: Unreached) -> bytes | None:
-    try:
-        return content_of_storage(storage.storage)
-    except CkptError:
-        return None
-
-
-NOT_COMPARED = "not compared"
-
-
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """Two checkpoints without the models in them."""
-
-    left: Checkpoint
-    right: Checkpoint
-    models: tuple[Section, Section]
-    names: Names | None
-    values: Values | None
-
-    def compared(self) -> tuple[list[str], dict[str, bool]]:
-        """Sentences on what is not the same or was not compared, and which aspects were compared completely."""
-        sections = [*self.of_sections(), *self._one_sided()]
-        notes = [*sections, *self._versions(), *self._objects()]
-        skipped = any(note.startswith(NOT_COMPARED) for note in sections)
-        code = any(side.format in ("pt2", "torchscript") for side in (self.left, self.right))
-        return notes, {
-            "values": self.values is not None,
-            **dict.fromkeys(("aliases", "metadata"), False),
-            **dict.fromkeys(("optimizers", "other_sections"), not skipped),
-            "objects": self.values is not None,
-            **({"code": False} if code else {}),
-        }
-
-    def of_sections(self) -> list[str]:
-        """On each optimizer and state dict under one path on both sides; nothing else here asks for values."""
-        mine, theirs = self._sections()
-        return [note for path in mine if path in theirs for note in self._pair(mine[path], theirs[path])]
-
-    def _sections(self) -> tuple[dict[str, Section], dict[str, Section]]:
-        """The sections beside the models, by path; loose tensors are compared as the models are."""
-        mine, theirs = (
-            {s.path: s for s in side.sections if s.kind != "other" and s.path != model.path}
-            for side, model in zip((self.left, self.right), self.models)
-        )
-        return mine, theirs
-
-    def _pair(self, mine: Section, theirs: Section) -> Iterator[str]:
-        if mine.kind != theirs.kind:
-            yield f"{mine.title}: {mine.kind} on the left, {theirs.kind} on the right"
-            return
-        try:
-            entries = self._compared(mine, theirs)
-        except CkptError as error:
-            yield f"{NOT_COMPARED}: {mine.title}: {error.message}"
-            return
-        count = sum(entry.status not in EITHER_WAY for entry in entries)
-        if count:
-            sides = (f"{one.source}::{mine.path}" for one in (self.left, self.right))
-            words = shell("ckpttool", "diff", *["--values"] * (self.values is not None), *sides)
-            yield f"{mine.title}: {plural(count, 'difference')} ({words})"
-
-    def _compared(self, mine: Section, theirs: Section) -> tuple[Entry, ...]:
-        if mine.kind == "state_dict":
-            return compare(mine, theirs, self.values)
-        saved = SavedOptimizer.of(self.left, mine), SavedOptimizer.of(self.right, theirs)
-        return compare_optimizers(*saved, self.names, self.values).entries
-
-    def _one_sided(self) -> Iterator[str]:
-        mine, theirs = self._sections()
-        left, right = loose(self.left), loose(self.right)
-        for side, source, own, others, tensors, known in (
-            ("left", self.left.source, mine, theirs, left, right),
-            ("right", self.right.source, theirs, mine, right, left),
-        ):
-            alone = [section.title for path, section in own.items() if path not in others]
-            if alone:
-                yield f"{NOT_COMPARED}: {some(alone)} of {side} ({source}::{alone[0]} is one)"
-            further = [key for key in tensors if key not in known]
-            if further:
-                what = plural(len(further), "entry")
-                yield f"{NOT_COMPARED}: {what} outside of state dicts that only {side} has: {some(further)}"
-
-    def _versions(self) -> Iterator[str]:
-        others = otherwise(*self.models)
-        if others:
-            what = f"{plural(len(others), 'module')} of other versions (_metadata), which loading may read otherwise"
-            yield f"{NOT_COMPARED}: {what}: {some(others)}"
-
-    def _objects(self) -> Iterator[str]:
-        """On what is no tensor, where values are asked for."""
-        if self.values is None:
-            return
-        mine, theirs = ({entry.key: entry for entry in side.objects} for side in (self.left, self.right))
-        for side, own, others in (("left", mine, theirs), ("right", theirs, mine)):
-            alone = [path or "(root)" for path in own if path not in others]
-            if alone:
-                yield f"beside the tensors only {side} has {some(alone)}"
-        unlike = [path or "(root)" for path in mine if path in theirs and not same_objects(mine[path], theirs[path])]
-        if unlike:
-            yield f"no tensor, and other values: {some(unlike)}"
-
-
-def adapter_notes(left: Collection[str], right: Collection[str], names: tuple[str, str]) -> tuple[str, ...]:
-    """Sentences on the adapters of two sides' keys; none where both have them, or neither. `names` are the sides'."""
-    mine, theirs = adapter_of(left), adapter_of(right)
-    if mine is not None and theirs is None:
-        return _notes(mine, right, *names)
-    if theirs is not None and mine is None:
-        return _notes(theirs, left, *reversed(names))
-    return ()
-
-
-def _notes(adapter: Adapter, base: Collection[str], side: str, other: str) -> tuple[str, ...]:
-    lost = missing_modules(adapter, base)
-    count = plural(len(adapter.modules), "module")
-    touched = f"{len(adapter.modules) - len(lost) if lost else 'all'} of them are in {other}"
-    if adapter.alone:
-        what = f"{side} is {adapter.title} for {count}, {touched}; it has no weights of the model itself"
-        mend = (
-            "PEFT's PeftModel.from_pretrained(BASE, FOLDER) adds it to its base, and merge_and_unload() merges the two"
-        )
-    else:
-        what = f"{side} has {adapter.title} beside {count}, {touched}; without it the weights are not the trained ones"
-        mend = "PEFT's merge_and_unload() merges it"
-    notes = [f"{what}: {mend}"]
-    if lost:
-        notes.append(f"{plural(len(lost), 'adapted module')} not in {other}: {some(lost)}")
-    return tuple(notes)
-
-
-def dealt(values: Values | None, *comparisons: Callable[[Values], object]) -> Values | None:
-    """`values`, with all that these comparisons ask it answered by the ranks of the job; the first then is alone.
-
-    They are made once on every rank, as if all values were the same, to hear what they ask. What they ask besides where
-    values differ is found when it is asked. Without a job it is `values` itself.
-    """
-    if values is None or current() is None:
-        return values
-    pairs: dict[tuple[object, object], tuple[TensorEntry, TensorEntry]] = {}  # keeps alive what the keys are ids of
-
-    def noted(left: TensorEntry, right: TensorEntry) -> None:
-        if left.storage is not None and right.storage is not None:
-            pairs.setdefault((left.identity, right.identity), (left, right))
-
-    for comparison in comparisons:
-        comparison(noted)
-    asked = {at: Question(a.key, a.nbytes + b.nbytes, partial(_asked, values, a, b)) for at, (a, b) in pairs.items()}
-    found = answers("comparing values", asked)
-    only_first()
-
-    def known(left: TensorEntry, right: TensorEntry) -> Difference | None:
-        at = left.identity, right.identity
-        return _told(found[at]) if at in pairs else values(left, right)
-
-    return known
-
-
-def _asked(values: Values, left: TensorEntry, right: TensorEntry) -> dict[str, Any] | None:
-    found = values(left, right)
-    return None if found is None else asdict(found)
-
-
-def _told(found: dict[str, Any] | None) -> Difference | None:
-    if found is None:
-        return None
-    return Difference(found["text"], tuple((exponent, count) for exponent, count in found["spread"]))
-
-
-_Keyed = Mapping[str, object]
-
-
-def ask(left: Checkpoint, right: Checkpoint, model: ModelOperand | None, values: Values) -> None:
-    """Asks `values` all that a diff of the two asks it, and nothing else that reads tensors."""
-    saved = _saved_optimizers(left, right)
-    if saved is not None:
-        compare_optimizers(*saved, None if model is None else model.names(), values)
-    else:
-        mine, theirs, names = _read(left, right, model)
-        _by_key(mine, theirs, names, values)
-        Beside(left, right, (mine, theirs), names, values).of_sections()
-    compare_loose(left, right, values)
-
-
-def _saved_optimizers(left: Checkpoint, right: Checkpoint) -> tuple[SavedOptimizer, SavedOptimizer] | None:
-    """The two, where both sides are an optimizer's state alone."""
-    mine, theirs = optimizer_alone(left), optimizer_alone(right)
-    return None if mine is None or theirs is None else (SavedOptimizer.of(left, mine), SavedOptimizer.of(right, theirs))
-
-
-def _read(left: Checkpoint, right: Checkpoint, model: ModelOperand | None) -> tuple[Section, Section, Names | None]:
-    """The models in the two, and the names of the one that they are read through."""
-    mine, theirs = model_section(left), model_section(right)
-    if model is None:
-        return mine, theirs, None
-    return mine, theirs, as_read(as_read(model, mine, left.source), theirs, right.source).names()
-
-
-def _by_key(left: Section, right: Section, names: Names | None, values: Values | None) -> tuple[Entry, ...]:
-    return compare(left, right, values) if names is None else compare_through(names, left, right, values)
+_Entries = Mapping[Any, Union[TensorEntry, ExtraEntry]]
 
 
 def checkpoints(
@@ -289,52 +44,50 @@ def checkpoints(
     values: Values | None,
     ignore_dtype: bool,
     infers: bool,
+    sides: Sides = SIDES,
 ) -> Diff:
-    """What the left has otherwise than the right; where it `infers`, with what may be one tensor under two names."""
-    values = dealt(values, partial(ask, left, right, model))
+    """Compare two checkpoints; if it `infers`, also find likely renames. `sides` are the names of the two in notes."""
+    values = compare_on_ranks(values, partial(read_all_values, left, right, model))
     saved = _saved_optimizers(left, right)
     if saved is not None:
-        return _optimizers(left, right, saved, model, values)
-    mine, theirs, names = _read(left, right, model)
-    entries = sections.explain_computed(explain_moved(_by_key(mine, theirs, names, values), mine, theirs))
+        return _optimizers(left, right, saved, model, values, sides)
+    mine, theirs, names = _models(left, right, model)
+    entries = compare(mine, theirs, values) if names is None else compare_through(names, mine, theirs, values)
+    entries = explain_computed(explain_moved(entries, mine, theirs))
     outside = compare_outside(left, right, values)
     if ignore_dtype and values is not None:
-        entries = _converted(entries, mine.by_key(), theirs.by_key(), values)
-        outside = _converted(outside, loose(left), loose(right), values)
+        entries = _as_converted(entries, mine.by_key(), theirs.by_key(), values)
+        outside = _as_converted(outside, loose_entries(left), loose_entries(right), values)
     entries = (*entries, *outside)
     harmless = EITHER_WAY | ({"dtype"} if ignore_dtype else set())
-    identical = all(entry.status in harmless for entry in entries)
-    hidden = () if names is not None else hidden_segments(entries)
-    adapters = adapter_notes(mine.keys, theirs.keys, ("left", "right"))
-    ranks = (*one_rank(left), *one_rank(right))
-    beside, others = Beside(left, right, (mine, theirs), names, values).compared()
-    compared = {"keys": True, "shapes": True, "dtypes": not ignore_dtype, **others}
-    notes = (*ranks, *hidden, *adapters, *beside)
-    inferred = suggestions(left, right, entries, values is not None) if infers and names is None else None
-    shown = Diff(left.source, right.source, identical, entries, notes=notes, inferred=inferred, harmless=harmless)
-    return replace(shown, aside=bool(beside), compared=compared, outlines=(outlines(mine), outlines(theirs)))
-
-
-def _converted(entries: Iterable[Entry], left: _Keyed, right: _Keyed, values: Values) -> tuple[Entry, ...]:
-    """The entries; where the dtype is no difference, the values of the left count as loading converts them."""
-    return tuple(
-        _by_value(entry, left[entry.left[0]], right[entry.right[0]], values) if entry.status == "dtype" else entry
-        for entry in entries
+    hidden = () if names is not None else hidden_segments(entries, sides)
+    adapters = adapter_notes(mine.keys, theirs.keys, sides)
+    other_notes, compared = _compare_others(left, right, (mine, theirs), names, values, sides)
+    return Diff(
+        left.source,
+        right.source,
+        identical=all(entry.status in harmless for entry in entries),
+        entries=entries,
+        notes=(*one_rank(left), *one_rank(right), *hidden, *adapters, *other_notes),
+        inferred=suggestions(left, right, entries, values is not None) if infers and names is None else None,
+        harmless=harmless,
+        has_other_notes=bool(other_notes),
+        compared={"keys": True, "shapes": True, "dtypes": not ignore_dtype, **compared},
+        outlines=(outlines(mine), outlines(theirs)),
     )
 
 
-def _by_value(entry: Entry, left: object, right: object, values: Values) -> Entry:
-    """The entry of tensors of two dtypes, or that their values are others too, or not compared."""
-    dense = [one for one in (left, right) if isinstance(one, TensorEntry) and one.storage and one.dtype in PLAIN]
-    if len(dense) < 2:
-        return replace(entry, status="value", reason=f"{entry.reason}, and the values are not compared")
-    old, new = dense
-    cast = Op("aten._to_copy.default", (Ref(old.key),), (("dtype", Special("dtype", new.dtype)),))
-    differs = values(entry_of("", cast, {old.key: old}), new)
-    if differs is None:
-        return entry
-    reason = f"{entry.reason}, and other values when they are converted"
-    return replace(entry, status="value", reason=reason, detail=differs.text, spread=differs.spread or None)
+def _saved_optimizers(left: Checkpoint, right: Checkpoint) -> tuple[SavedOptimizer, SavedOptimizer] | None:
+    """Return the two optimizers if both sides hold nothing but the state of one."""
+    mine, theirs = optimizer_alone(left), optimizer_alone(right)
+    return None if mine is None or theirs is None else (SavedOptimizer.of(left, mine), SavedOptimizer.of(right, theirs))
+
+
+def _models(left: Checkpoint, right: Checkpoint, model: ModelOperand | None) -> tuple[Section, Section, Names | None]:
+    """Return the sections of the two models, and the names that both are read with."""
+    mine, theirs = model_section(left), model_section(right)
+    names = None if model is None else as_read(as_read(model, mine, left.source), theirs, right.source).names()
+    return mine, theirs, names
 
 
 def _optimizers(
@@ -343,25 +96,402 @@ def _optimizers(
     saved: tuple[SavedOptimizer, SavedOptimizer],
     model: ModelOperand | None,
     values: Values | None,
+    sides: Sides,
 ) -> Diff:
-    """Two saved optimizers."""
+    """Compare two saved optimizers."""
     names = None if model is None else model.names()
-    found = compare_optimizers(*saved, names, values)
-    entries = (*found.entries, *compare_outside(left, right, values))
-    identical = all(entry.status in EITHER_WAY for entry in entries)
-    remedy = _alike(saved, model is not None, entries)
-    beside, others = Beside(left, right, (saved[0].section, saved[1].section), names, values).compared()
-    compared = dict.fromkeys(("keys", "shapes", "dtypes"), True) | others
-    shown = Diff(left.source, right.source, identical, entries, (), (*found.notes, *beside), remedy=remedy)
-    return replace(shown, aside=bool(beside), compared=compared, outlines=found.outlines)
+    diff = compare_optimizers(*saved, names, values, sides)
+    entries = (*diff.entries, *compare_outside(left, right, values))
+    notes: list[str] = []
+    if diff.by_id:
+        notes.append(Info("parameters are compared by id: pass --model MODEL to compare them by name"))
+    if diff.classes[0] != diff.classes[1]:
+        classes = [title or UNKNOWN_CLASS for title in diff.classes]
+        notes.append(f"{sides[0]} is the state of {classes[0]}, {sides[1]} of {classes[1]}: neither loads the other's")
+    other_notes, compared = _compare_others(left, right, (saved[0].section, saved[1].section), names, values, sides)
 
-
-def _alike(saved: tuple[SavedOptimizer, SavedOptimizer], by_model: bool, entries: Iterable[Entry]) -> Remedy | None:
-    """What brings the first optimizer into the form, the order and the groups of the second."""
+    # What brings the first optimizer into the form, the order and the groups of the second
     form, wanted = (form_of(one.section) for one in saved)
-    regrouped = (entry.status == "renamed" and entry.right[0].startswith(GROUPS) for entry in entries)
-    if any(regrouped) or any(entry.status == "order" for entry in entries):
-        return Remedy("like_right", None if form == wanted else wanted)
-    if form == wanted:
+    remedy = None
+    if any(e.status == "order" or (e.status == "renamed" and e.right[0].startswith(GROUPS)) for e in entries):
+        remedy = Remedy("like_right", None if form == wanted else wanted)
+    elif form != wanted:
+        remedy = Remedy("keys_by_model" if model is not None or not is_named(saved[0]) else "keys", wanted)
+    return Diff(
+        left.source,
+        right.source,
+        identical=all(entry.status in EITHER_WAY for entry in entries),
+        entries=entries,
+        notes=(*notes, *diff.notes, *other_notes),
+        remedy=remedy,
+        has_other_notes=bool(other_notes),
+        compared=dict.fromkeys(("keys", "shapes", "dtypes"), True) | compared,
+        outlines=diff.outlines,
+    )
+
+
+def _as_converted(entries: Iterable[Entry], left: _Entries, right: _Entries, values: Values) -> tuple[Entry, ...]:
+    """Return the entries; if only the dtype differs, the values are compared after the conversion that loading does."""
+    found = []
+    for entry in entries:
+        if entry.status == "dtype" and entry.cause is not None:
+            old, new = left[entry.left[0]], right[entry.right[0]]
+            converted_cause = entry.cause.and_also(Cause(Code.CONVERTED))
+            if not _is_plain(old) or not _is_plain(new):
+                entry = replace(entry, status="value", cause=entry.cause.and_also(Cause(Code.UNREAD)))
+            else:
+                assert isinstance(new, TensorEntry)
+                cast = Op("aten._to_copy.default", (Ref(old.key),), (("dtype", Special("dtype", new.dtype)),))
+                differs = values(entry_of("", cast, {old.key: old}), new)
+                if differs is not None:
+                    spread = differs.spread or None
+                    entry = replace(entry, status="value", cause=converted_cause, detail=differs.text, spread=spread)
+        found.append(entry)
+    return tuple(found)
+
+
+def _is_plain(entry: object) -> bool:
+    return isinstance(entry, TensorEntry) and bool(entry.storage) and entry.dtype in PLAIN
+
+
+# Everything besides the two models
+
+
+def compare_outside(left: Checkpoint, right: Checkpoint, values: Values | None) -> tuple[Entry, ...]:
+    """Compare the entries outside of state dicts that both have, and all storages that belong to no known tensor."""
+    mine, theirs = loose_entries(left), loose_entries(right)
+    entries = [compare_pair(mine[key], theirs[key], values) for key in mine if key in theirs]
+    if left.format != right.format and "torchscript" in (left.format, right.format):
+        return tuple(entries)  # other formats have no place for the constants of its code
+
+    # Only their bytes identify such storages, so these are always compared.
+    by_content: dict[bytes | None, list[Unreached]] = {}
+    for storage in right.unreached:
+        by_content.setdefault(_content(storage), []).append(storage)
+    alone = []
+    for storage in left.unreached:
+        content = _content(storage)
+        same = by_content.get(content) if content is not None else None
+        if same:
+            entries.append(Entry("same", (storage.path,), (same.pop(0).path,)))
+        else:
+            alone.append(only_left(storage.path, _STORAGE_LEFT))
+    rest = (only_right(storage.path, _STORAGE_RIGHT) for storages in by_content.values() for storage in storages)
+    return (*entries, *alone, *rest)
+
+
+_STORAGE_LEFT, _STORAGE_RIGHT = (
+    Cause(Code.STORAGE).and_also(Cause(Code.UNEXPECTED)),
+    Cause(Code.STORAGE).and_also(Cause(Code.MISSING)),
+)
+
+
+def loose_entries(checkpoint: Checkpoint) -> dict[str, TensorEntry | ExtraEntry]:
+    """Return the entries outside of state dicts and optimizers, by their dotted path."""
+    return {entry.key: entry for section in checkpoint.sections if section.kind == "other" for entry in section.entries}
+
+
+def _content(storage: Unreached) -> bytes | None:
+    try:
+        return content_of_storage(storage.storage)
+    except CkptError:
         return None
-    return Remedy("keys_by_model" if by_model or not is_named(saved[0]) else "keys", wanted)
+
+
+def _compare_others(
+    left: Checkpoint,
+    right: Checkpoint,
+    models: tuple[Section, Section],
+    names: Names | None,
+    values: Values | None,
+    sides: Sides,
+) -> tuple[list[str], dict[str, bool]]:
+    """Return notes on what differs or was not compared, and which aspects were compared completely."""
+    mine, theirs = _other_sections(left, right, models)
+    notes, skipped = _section_notes(left, right, models, names, values, sides)
+    loose = loose_entries(left), loose_entries(right)
+    for side, source, own, others, tensors, known in (
+        (sides[0], left.source, mine, theirs, loose[0], loose[1]),
+        (sides[1], right.source, theirs, mine, loose[1], loose[0]),
+    ):
+        alone = [section.title for path, section in own.items() if path not in others]
+        if alone:
+            notes.append(f"not compared: {some(alone)} in {side} only (for example {source}::{alone[0]})")
+        keys = [key for key in tensors if key not in known]
+        if keys:
+            count = plural(len(keys), "entry")
+            notes.append(f"not compared: {count} outside of state dicts in {side} only: {some(keys)}")
+        skipped = skipped or bool(alone or keys)
+    versions = otherwise(*models)
+    if versions:
+        count = plural(len(versions), "module")
+        notes.append(f"not compared: {count} with other versions (_metadata): {some(versions)}")
+    if values is not None:
+        mine_objects, their_objects = ({entry.key: entry for entry in side.objects} for side in (left, right))
+        for side, objects, other_objects in (
+            (sides[0], mine_objects, their_objects),
+            (sides[1], their_objects, mine_objects),
+        ):
+            alone = [path or "(root)" for path in objects if path not in other_objects]
+            if alone:
+                notes.append(f"non-tensor entries in {side} only: {some(alone)}")
+        both = [path for path in mine_objects if path in their_objects]
+        unlike = [path or "(root)" for path in both if not same_objects(mine_objects[path], their_objects[path])]
+        if unlike:
+            notes.append(f"non-tensor entries with different values: {some(unlike)}")
+    compared = {
+        "values": values is not None,
+        **dict.fromkeys(("aliases", "metadata"), False),
+        **dict.fromkeys(("optimizers", "other_sections"), not skipped),
+        "objects": values is not None,
+    }
+    if any(side.format in ("pt2", "torchscript") for side in (left, right)):
+        compared["code"] = False
+    return notes, compared
+
+
+def _other_sections(
+    left: Checkpoint, right: Checkpoint, models: tuple[Section, Section]
+) -> tuple[dict[str, Section], dict[str, Section]]:
+    """Return the state dicts and optimizers besides the models, by path."""
+    mine, theirs = (
+        {s.path: s for s in side.sections if s.kind != "other" and s.path != model.path}
+        for side, model in zip((left, right), models)
+    )
+    return mine, theirs
+
+
+def _section_notes(
+    left: Checkpoint,
+    right: Checkpoint,
+    models: tuple[Section, Section],
+    names: Names | None,
+    values: Values | None,
+    sides: Sides,
+) -> tuple[list[str], bool]:
+    """Compare the sections that both have under one path: a note on each difference, and if one was not compared."""
+    notes, skipped = [], False
+    mine, theirs = _other_sections(left, right, models)
+    for path in [path for path in mine if path in theirs]:
+        one, other = mine[path], theirs[path]
+        if one.kind != other.kind:
+            notes.append(f"{one.title}: {one.kind} in {sides[0]}, {other.kind} in {sides[1]}")
+            continue
+        try:
+            if one.kind == "state_dict":
+                entries = compare(one, other, values)
+            else:
+                saved = SavedOptimizer.of(left, one), SavedOptimizer.of(right, other)
+                entries = compare_optimizers(*saved, names, values).entries
+        except CkptError as error:
+            notes.append(f"not compared: {one.title}: {error.message}")
+            skipped = True
+            continue
+        count = sum(entry.status not in EITHER_WAY for entry in entries)
+        if count:
+            operands = (f"{side.source}::{path}" for side in (left, right))
+            command = shell("ckpttool", "diff", *["--values"] * (values is not None), *operands)
+            notes.append(f"{one.title}: {plural(count, 'difference')} ({command})")
+    return notes, skipped
+
+
+def hidden_segments(entries: Iterable[Entry], sides: Sides = SIDES) -> tuple[str, ...]:
+    """Return notes on keys that differ from a key of the other side by one segment: a hook may hide it.
+
+    It is a hint only: nobody knows without the model.
+    """
+    entries = list(entries)
+    missing = [entry.right[0] for entry in entries if entry.status == "missing"]
+    unexpected = [entry.left[0] for entry in entries if entry.status == "unexpected"]
+    counts: Counter[tuple[str, str]] = Counter()
+    for side, longer, shorter in ((sides[0], missing, unexpected), (sides[1], unexpected, missing)):
+        known, dots = set(shorter), {key.count(".") + 1 for key in shorter}
+        for key in longer:
+            if key.count(".") not in dots:
+                continue
+            parts = key.split(".")
+            hits = {part for i, part in enumerate(parts) if ".".join(parts[:i] + parts[i + 1 :]) in known}
+            if len(hits) == 1:
+                counts[side, hits.pop()] += 1
+    return tuple(
+        f"{plural(count, 'key')} in {side} without the segment `{segment}` of the other side: a state_dict hook may "
+        "hide it (pass --model to know)"
+        for (side, segment), count in counts.items()
+    )
+
+
+def adapter_notes(left: Collection[str], right: Collection[str], sides: Sides) -> tuple[str, ...]:
+    """Return notes if only one side has an adapter."""
+    adapters = adapter_of(left), adapter_of(right)
+    if (adapters[0] is None) == (adapters[1] is None):
+        return ()
+    adapter, base, (side, other) = (
+        (adapters[0], right, sides) if adapters[0] is not None else (adapters[1], left, (sides[1], sides[0]))
+    )
+    assert adapter is not None
+    lost = missing_modules(adapter, base)
+    count = plural(len(adapter.modules), "module")
+    touched = f"{len(adapter.modules) - len(lost) if lost else 'all'} of them are in {other}"
+    if adapter.alone:
+        note = (
+            f"{side} is {adapter.title} for {count}, {touched}; it does not have the weights of the model: PEFT's "
+            "PeftModel.from_pretrained(BASE, FOLDER) adds it to its base, and merge_and_unload() merges the two"
+        )
+    else:
+        note = (
+            f"{side} has {adapter.title} next to {count}, {touched}; without it the weights are not the trained ones: "
+            "PEFT's merge_and_unload() merges it"
+        )
+    return (note, f"{plural(len(lost), 'adapted module')} not in {other}: {some(lost)}") if lost else (note,)
+
+
+# The same comparison shared by the ranks of a job
+
+
+def compare_on_ranks(values: Values | None, *comparisons: Callable[[Values], object]) -> Values | None:
+    """Return `values` with all answers that the comparisons need, found by the ranks of the job; then rank 0 goes on.
+
+    Every rank runs the comparisons once, as if all values were equal, to learn which tensors they compare. What they
+    compare only if values differ is computed when it is needed. Without a job, return `values`.
+    """
+    if values is None or current() is None:
+        return values
+    compute = values
+    pairs: dict[tuple[object, object], tuple[TensorEntry, TensorEntry]] = {}  # keeps alive what the keys are ids of
+
+    def note(left: TensorEntry, right: TensorEntry) -> None:
+        if left.storage is not None and right.storage is not None:
+            pairs.setdefault((left.identity, right.identity), (left, right))
+
+    def as_json(left: TensorEntry, right: TensorEntry) -> dict[str, Any] | None:
+        difference = compute(left, right)
+        return None if difference is None else asdict(difference)
+
+    for comparison in comparisons:
+        comparison(note)
+    questions = {at: Question(a.key, a.nbytes + b.nbytes, partial(as_json, a, b)) for at, (a, b) in pairs.items()}
+    known = answers("comparing values", questions)
+    only_first()
+
+    def look_up(left: TensorEntry, right: TensorEntry) -> Difference | None:
+        at = left.identity, right.identity
+        if at not in pairs:
+            return compute(left, right)
+        answer = known[at]
+        if answer is None:
+            return None
+        return Difference(answer["text"], tuple((exponent, count) for exponent, count in answer["spread"]))
+
+    return look_up
+
+
+def read_all_values(left: Checkpoint, right: Checkpoint, model: ModelOperand | None, values: Values) -> None:
+    """Call `values` for every pair of tensors that a diff of the two compares, and read nothing else."""
+    saved = _saved_optimizers(left, right)
+    if saved is not None:
+        compare_optimizers(*saved, None if model is None else model.names(), values)
+    else:
+        mine, theirs, names = _models(left, right, model)
+        if names is None:
+            compare(mine, theirs, values)
+        else:
+            compare_through(names, mine, theirs, values)
+        _section_notes(left, right, (mine, theirs), names, values, SIDES)
+    mine_loose, their_loose = loose_entries(left), loose_entries(right)
+    for key in [key for key in mine_loose if key in their_loose]:
+        compare_pair(mine_loose[key], their_loose[key], values)
+
+
+# A checkpoint and a manifest
+
+
+def is_about_manifest(left: Checkpoint, right: Checkpoint) -> bool:
+    """Return True if one of the two is a manifest."""
+    return MANIFEST.name in (left.format, right.format)
+
+
+def compare_manifest(left: Checkpoint, right: Checkpoint, values: Values | None) -> Diff:
+    """Compare a checkpoint with a manifest: identical if both have the same sections and names, and with `values` the
+    same bytes under each name.
+
+    If the files are the same as the manifest's, their tensors are not read.
+    """
+    file_notes = None if values is None else _file_notes(left, right)
+    have, want = _by_place(left), _by_place(right)
+    both = [place for place in have if place in want]
+    if file_notes == []:
+        entries = [Entry("same", (have[place].key,), (want[place].key,)) for place in both]
+    else:
+        values = compare_on_ranks(values, lambda read: [compare_pair(have[place], want[place], read) for place in both])
+        entries = [compare_pair(have[place], want[place], values) for place in both]
+    entries += [only_left(entry.key) for place, entry in have.items() if place not in want]
+    entries += [only_right(entry.key) for place, entry in want.items() if place not in have]
+
+    # Only their bytes identify storages that belong to no known tensor, so these are always compared.
+    mine, theirs = ({one.path: one.storage.data for one in side.unreached} for side in (left, right))
+    for path in {**mine, **theirs}:
+        if path not in theirs:
+            entries.append(only_left(path, _STORAGE_LEFT))
+        elif path not in mine:
+            entries.append(only_right(path, _STORAGE_RIGHT))
+        elif sha256_of(mine[path]) == sha256_of(theirs[path]):
+            entries.append(Entry("same", (path,), (path,)))
+        else:
+            entries.append(Entry("value", (path,), (path,), Cause(Code.STORAGE)))
+    failure = "" if set(left.others) == set(right.others) else "only one side has some of the non-tensor entries"
+    compared = dict.fromkeys(("keys", "shapes", "dtypes"), True) | {"values": values is not None}
+    compared |= dict.fromkeys(("aliases", "metadata", "optimizers", "other_sections", "objects"), file_notes == [])
+    return Diff(
+        left.source,
+        right.source,
+        identical=not failure and all(entry.status in HARMLESS for entry in entries),
+        entries=tuple(entries),
+        notes=tuple(_manifest_notes(left, right, file_notes)),
+        other_failure=failure,
+        compared=compared,
+    )
+
+
+def _by_place(checkpoint: Checkpoint) -> dict[tuple[str, str], TensorEntry | ExtraEntry]:
+    """Return every entry by section path and key (joined by a dot, two places can be one name).
+
+    An entry that is not a tensor is one object, with the tensors inside it.
+    """
+    places: dict[tuple[str, str], TensorEntry | ExtraEntry] = {}
+    for section in checkpoint.sections:
+        for tensor in section.tensors:
+            places[section.path, tensor.key] = tensor.under(dotted(section.path, tensor.key))
+        for extra in all_extras(section):
+            places[section.path, extra.key] = replace(extra, key=dotted(section.path, extra.key), tensors=())
+    return places
+
+
+def _file_notes(left: Checkpoint, right: Checkpoint) -> list[str]:
+    """Return notes on how the files differ from the manifest's; for two manifests the digests of tensors decide.
+
+    An additional file counts: it may be read instead of another one.
+    """
+    manifest, other = (right, left) if right.format == MANIFEST.name else (left, right)
+    is_whole = other.format not in (MANIFEST.name, MEMORY.name, "rank_files") and split(other.source)[1] is None
+    if manifest.container is None or not is_whole:
+        return ["the files were not compared"]
+    changed, more = other_files(manifest, other.source)
+    notes = [f"{name} differs from the manifest's file" for name in changed]
+    return [*notes, f"not among the manifest's files: {some(more)}"] if more else notes
+
+
+def _manifest_notes(left: Checkpoint, right: Checkpoint, file_notes: Sequence[str] | None) -> Iterator[str]:
+    """Yield the notes; `file_notes` is None if no digest was compared."""
+    if file_notes is None:
+        yield "digests were not compared: pass --values to compare them"
+    elif not file_notes:
+        yield "the files and the manifest are the same, byte for byte"
+        return
+    yield from file_notes or ()
+    for side, mine, theirs in (("left", left, right), ("right", right, left)):
+        alone = [name for name in mine.others if name not in theirs.others]
+        if alone:
+            yield f"non-tensor entries in {side} only: {', '.join(alone)}"
+    both = [name for name in left.others if name in right.others]
+    if both:
+        yield f"not compared (not tensors): {', '.join(both)}"

@@ -1,4 +1,4 @@
-"""What one `diff` is asked for: every option once, under its name on the command line and in Python."""
+"""The options of `diff` that say what is compared."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def statuses_in(text: str) -> frozenset[str]:
-    """The statuses of differences in ``missing,shape``. Raises `CkptError` for a word that is none of them."""
+    """Return the statuses in ``missing,shape``. Raises `CkptError` for an unknown one."""
     known = STATUSES[1:]
-    words = [word.strip() for word in text.split(",")]
-    strange = [word for word in words if word not in known]
-    if strange:
-        raise CkptError(f"{strange[0]!r} is no status of a difference", hint=f"they are {', '.join(known)}")
-    return frozenset(words)
+    statuses = [word.strip() for word in text.split(",")]
+    for status in statuses:
+        if status not in known:
+            raise CkptError(f"unknown status {status!r}", hint=f"use one of {', '.join(known)}")
+    return frozenset(statuses)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class DiffOptions(OptimizerOptions):
     values: Annotated[bool, option("--values", help="Compare the bytes of the tensors too.")] = False
     rtol: Annotated[float, option("--rtol", least=0, help="Relative tolerance of --values.")] = 0.0
     atol: Annotated[float, option("--atol", least=0, help="Absolute tolerance of --values.")] = 0.0
-    ignore_dtype: Annotated[bool, option("--ignore-dtype", help="Another dtype is no difference.")] = False
-    whole: Annotated[bool, option("--whole", help="What stands beside the models counts as well.")] = False
+    ignore_dtype: Annotated[bool, option("--ignore-dtype", help="Ignore dtype differences.")] = False
+    whole: Annotated[bool, option("--whole", help="Also compare optimizer state and other entries.")] = False
 
     fail_on: Annotated[
         str | None,
@@ -46,19 +46,21 @@ class DiffOptions(OptimizerOptions):
     ] = None
     ignore: Annotated[
         Sequence[str] | None,
-        option("--ignore", metavar="LINE", help="'STATUS PATTERN # REASON': no status 1 for it. Repeatable."),
+        option("--ignore", metavar="LINE", help="'STATUS PATTERN # REASON': accept these. Repeatable."),
     ] = None
     ignore_file: Annotated[
-        str | None, option("--ignore-file", metavar="FILE", help="Such lines in a file, kept in the repository.")
+        str | None, option("--ignore-file", metavar="FILE", help="File with lines as in --ignore.")
     ] = None
-    fail_on_unused: Annotated[bool, option("--fail-on-unused", help="Status 1 for lines that ignore nothing.")] = False
+    fail_on_unused: Annotated[bool, option("--fail-on-unused", help="Status 1 if an ignore line matches nothing.")] = (
+        False
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ignore", several(self.ignore))
 
     @property
     def says_what_fails(self) -> bool:
-        """Whether some differences are to be accepted."""
+        """Whether some differences are accepted."""
         return bool(self.fail_on or self.ignore or self.ignore_file)
 
     @property
@@ -70,21 +72,20 @@ class DiffOptions(OptimizerOptions):
 
     @property
     def comparison(self) -> Values | None:
-        """What compares two tensors of one dtype and shape, where values are asked for."""
+        """The function that compares two tensors of one dtype and shape; None if values are not compared."""
         if not (self.values or self.rtol or self.atol):
             return None
         from ckpttool.evaluate.compare import difference
 
-        def compared(left: TensorEntry, right: TensorEntry) -> Difference | None:
+        def compare(left: TensorEntry, right: TensorEntry) -> Difference | None:
             with progress.part(left.nbytes + right.nbytes):
                 return difference(left, right, self.rtol, self.atol)
 
-        return compared
+        return compare
 
-    def comparing(self, *sides: Checkpoint | None) -> AbstractContextManager[None]:
-        """Inside, these are compared: a piece of work where their values are."""
+    def comparing(self, *checkpoints: Checkpoint | None) -> AbstractContextManager[None]:
+        """Return a context in which the values of these checkpoints are compared, as one task with progress."""
         if self.comparison is None:
             return nullcontext()
-        return progress.doing(
-            "comparing values", sum(own.nbytes for one in sides if one is not None for own in one.sections)
-        )
+        sections = [section for checkpoint in checkpoints if checkpoint for section in checkpoint.sections]
+        return progress.doing("comparing values", sum(section.nbytes for section in sections))

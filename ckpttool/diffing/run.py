@@ -1,4 +1,4 @@
-"""The whole of `diff`: which question is asked, and its answer; exit status 0 is `Diff.identical`."""
+"""Answer the question that the operands and options of `diff` ask."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import replace
 
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
-from ckpttool.diffing.checkpoints import checkpoints
-from ckpttool.diffing.manifest import compare_manifest, is_about_manifest
+from ckpttool.diffing.causes import SIDES, Sides
+from ckpttool.diffing.checkpoints import checkpoints, compare_manifest, is_about_manifest
 from ckpttool.diffing.optimizer import optimizer_alone
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import NO_VALUES, Diff
 from ckpttool.diffing.sections import Values
 from ckpttool.operands.model import ModelOperand, operand_of
 
-BESIDE = "the models are the same, and what stands beside them is not"
+OTHERS_DIFFER = "the models are the same, but other sections or entries differ"
 
 
 def run(
@@ -25,33 +25,40 @@ def run(
     values: Values | None = None,
     *,
     infers: bool = True,
+    sides: Sides = SIDES,
 ) -> Diff:
-    """What differs, and why; what mends it is found by `edits.mend`, but for optimizers.
+    """Return what differs, and why; `ckpttool.fixes` adds the commands.
 
-    `left` is what there is, `right` what is expected. With a model alone: its serialized keys against its runtime
-    names. With a model and `left`: the checkpoint against what the model loads; `identical` exactly where a strict load
-    succeeds (and converts no dtype, unless that is to be ignored). With a model's optimizer: the state of the saved one
-    against it. `model` is that of the options, where it has been read already, and `values` what compares values as
-    they say; unless it `infers`, no other names are looked for. Raises `CkptError` where this asks for nothing.
+    `left` is what you have, `right` is what is expected. With a model alone: its serialized keys and its runtime names.
+    With a model and `left`: the checkpoint and what the model loads; `identical` exactly if a strict load succeeds
+    (and converts no dtype, unless that is ignored). With an optimizer of the model: the saved state and what it loads.
+    Pass `model` and `values` if they were read from the options already; unless it `infers`, likely renames are not
+    searched. `sides` are the names of left and right in notes. Raises `CkptError` if there is nothing to compare.
     """
     model = operand_of(options) if model is None else model
-    values, ignore_dtype = values or options.comparison, options.ignore_dtype
-    if options.whole and (left is None or right is None or is_about_manifest(left, right)):
+    values = values or options.comparison
+    both = None if left is None or right is None else (left, right)
+    about_manifest = both is not None and is_about_manifest(*both)
+    if options.whole and (both is None or about_manifest):
         raise CkptError("--whole compares two checkpoints", hint="ckpttool diff LEFT RIGHT --values --whole")
-    if left is not None and right is not None and is_about_manifest(left, right):
+    if both is not None and about_manifest:
         if model is not None:
-            raise CkptError("a manifest is compared as it is, without a model", hint="leave --model out")
-        return replace(compare_manifest(left, right, values), scope=options.scope)
-    if left is not None and right is not None:
-        found = replace(checkpoints(left, right, model, values, ignore_dtype, infers), scope=options.scope)
-        counts = options.whole and found.aside and found.identical
-        return replace(found, identical=False, beyond=BESIDE) if counts else found
+            raise CkptError("a manifest is compared without a model", hint="remove --model")
+        return replace(compare_manifest(*both, values), scope=options.scope)
+    if both is not None:
+        diff = checkpoints(*both, model, values, options.ignore_dtype, infers, sides)
+        diff = replace(diff, scope=options.scope)
+        if options.whole and diff.has_other_notes and diff.identical:
+            return replace(diff, identical=False, other_failure=OTHERS_DIFFER)
+        return diff
     if model is None or right is not None or values is not None:
         raise CkptError("nothing to compare", hint="ckpttool diff LEFT RIGHT, or ckpttool diff --model MODEL [CKPT]")
     from ckpttool.diffing.model import load, names_alone, optimizer
 
     if left is None:
-        return replace(names_alone(model), scope=NO_VALUES)
-    if model.optimizer is None and optimizer_alone(left) is None:
-        return replace(load(model, left, ignore_dtype), scope=NO_VALUES)
-    return replace(optimizer(model, left, ignore_dtype), scope=NO_VALUES)
+        diff = names_alone(model)
+    elif model.optimizer is None and optimizer_alone(left) is None:
+        diff = load(model, left, options.ignore_dtype)
+    else:
+        diff = optimizer(model, left, options.ignore_dtype)
+    return replace(diff, scope=NO_VALUES)

@@ -48,19 +48,19 @@ def _diff(left: Ckpt | None, right: Ckpt | None, options: DiffOptions, suggest_r
     if options.comparison is None:
         only_first()
     if is_names_file(left):
-        from ckpttool.fixes import candidates
+        from ckpttool.fixes.suggest import diff_names_file
 
         other = ModelOperand(right) if options.model is None and is_names_file(right) else None
         if right is not None and other is None:
             raise CkptError(f"{left} is a names file, and is compared with a model", hint="leave the checkpoint out")
-        return candidates.run(str(left), other or operand_of(options), options)
+        return diff_names_file(str(left), other or operand_of(options), options)
     model = operand_of(options)
     opened = [None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right)]
     first, second = (None if ckpt is None else read_for_model(ckpt, model) for ckpt in opened)
     with options.comparing(first, second):
         diff = run(first, second, options, model)
     by_manifest = any(side is not None and side.format == MANIFEST.name for side in (first, second))
-    only_other_entries = options.whole and not any(map(diff.weighs, diff.entries))
+    only_other_entries = options.whole and not any(map(diff.is_difference, diff.entries))
     if diff.identical or only_other_entries or by_manifest:  # nothing to fix, or no values to fix it with
         return diff
     from ckpttool.fixes.suggest import answered  # a third of the program, which the cases above need not load

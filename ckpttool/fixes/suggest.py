@@ -1,315 +1,454 @@
-"""The fix that a diff suggests, and what no command fixes."""
+"""Suggest the commands that fix a diff, and say why if there are none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckpttool.core.checkpoint import Checkpoint, Section
-from ckpttool.core.text import Info, plural, some
-from ckpttool.diffing.result import KIND, OBJECT, Diff, Entry, Remedy
-from ckpttool.diffing.sections import COMPUTED, MENDED, MENDED_BY
-from ckpttool.fixes import candidates
-from ckpttool.fixes.candidates import Way, with_a_model
-from ckpttool.fixes.rules_file import INFERRED, OF_RULES, PART, Suggested, needs_file, through_file
-from ckpttool.fixes.trial import PLACEHOLDERS, Attempt, Question, command, try_remap, untried
+from ckpttool.core.checkpoint import Section, TensorEntry
+from ckpttool.core.errors import CkptError
+from ckpttool.core.text import Info, plural, shell, some
+from ckpttool.diffing.causes import OBJECTS, Code
+from ckpttool.diffing.names import compare_with_code, keys_only
+from ckpttool.diffing.options import DiffOptions
+from ckpttool.diffing.result import Diff, Entry, Remedy
+from ckpttool.fixes.candidates import Candidate, suggested_for_model, to_compare, to_load, to_load_model
+from ckpttool.fixes.rules_file import Suggested, SuggestedRules, by_file, with_file
+from ckpttool.fixes.trial import Fix, Question, command, try_remap, try_swap
 from ckpttool.formats.ranks.files import one_rank
 from ckpttool.formats.registry import MEMORY
 from ckpttool.formats.remarks import PLACEHOLDER
 from ckpttool.naming.wrappers import ADAPTERS
 from ckpttool.operands.checkpoint import model_section, open_operand, split
-from ckpttool.operands.model import ModelOperand
-from ckpttool.operands.output import operand, outputs
+from ckpttool.operands.model import ModelOperand, read_names, saved_by
+from ckpttool.operands.output import free, operand, outputs
+from ckpttool.remapping import run as remap
 from ckpttool.remapping.options import RemapOptions
+from ckpttool.swap.swap import Misfit, SwapOptions
 
-_FEW = 3
+PLACEHOLDERS = ("MODEL", "OLD", "OPTIMIZER", "OLD_OPTIMIZER", "PROGRAM.pt2", "CKPT")  # for what only the user knows
+CKPT = "CKPT"
+
+PART = "the suggested command fixes only some of the differences"
+INFERRED = "the suggested rules are inferred from names and shapes; check the values"
+DROPPED = Info("--drop leaves out second names only: their values are in the output under another name")
+OWN_NAMES = Info("swap-weights gives the program all of the weights; the program keeps its names")
+NOT_READ = "values of tensors without a counterpart by name were not compared: run diff --values on the output"
+FOREIGN = "no fix is suggested because the new model does not have these keys, and their values would be lost"
+NO_REMAP = "no remap makes this state fit: load the model only, and start the optimizer from scratch"
 _ADAPTER = (
-    "the left holds an adapter alone, no model: load it onto its base with PeftModel.from_pretrained(base, FOLDER), "
-    "and save merge_and_unload() for a model without adapters"
+    "left is an adapter without its base model: load it with PeftModel.from_pretrained(base, FOLDER), and save "
+    "merge_and_unload() for a model without adapters"
 )
+_THEN_OPTIMIZER = "no rule reorders the state of an optimizer: rename the keys first, then run"
+_FEW = 3
 
-# Status of what remains -> what it is called, what is so with it, and what to do instead.
-_SAID: dict[str, tuple[str, str, str]] = {
+
+class Fixes(NamedTuple):
+    """Commands, and notes on them. `is_partial`: they fix only some of the differences."""
+
+    commands: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    is_partial: bool = False
+    is_inferred: bool = False
+
+    def added_to(self, diff: Diff) -> Diff:
+        """Return the diff with the commands, and all notes on them."""
+        words = {word for line in self.commands for word in shlex.split(line)}
+        unknown = [name for name in PLACEHOLDERS if name in words]
+        notes = [*diff.notes, *[PART] * self.is_partial, *[INFERRED] * self.is_inferred, *self.notes]
+        if unknown:
+            notes.append(Info(f"not tried, because the result depends on {' and '.join(unknown)}"))
+        return replace(diff, fix=self.commands, notes=tuple(notes))
+
+
+def answered(question: Question, diff: Diff, suggests: bool = False) -> Diff:
+    """Return the diff with fixes. `suggests`: also give the rules to a model's keys if no command needs their file."""
+    if question.left is not None and question.right is not None:
+        suggested = Suggested(diff, question.left, question.right)
+        fixes = _fixes(question, diff, suggested)
+        rules = None if diff.inferred is None else suggested.rules(question.options.comparison is not None)
+        if rules is None or diff.inferred is None:
+            return fixes.added_to(diff)
+        if rules.needs_file and (not fixes.commands or fixes.is_partial):
+            fixes = Fixes(rules.commands, rules.undone, bool(rules.undone), bool(diff.inferred.pairs))
+        else:
+            fixes = fixes._replace(notes=(*fixes.notes, *rules.undone))
+        return replace(fixes.added_to(diff), rules=rules.text)
+    fixes = _fixes(question, diff, None)
+    left, model = question.left, question.model
+    if left is None or model is None or not left.state_dicts or left.format == "pt2":
+        return fixes.added_to(diff)
+    if fixes.commands and not suggests:
+        return fixes.added_to(diff)
+    rules = suggested_for_model(left, model).rules()
+    if rules is None:
+        return fixes.added_to(diff)
+    if not suggests:  # the rules of a file fix everything, or they are not suggested
+        if rules.undone or diff.remedy is not None or left.format == MEMORY.name:
+            return fixes.added_to(diff)
+        return Fixes(with_file(left.source, *model.words), is_inferred=True).added_to(diff)
+    notes = (*fixes.notes, *rules.undone) if rules.undone else ()
+    return replace(Fixes(fixes.commands, notes, False, True).added_to(diff), rules=rules.text)
+
+
+def _fixes(question: Question, diff: Diff, suggested: Suggested | None) -> Fixes:
+    """Return the commands that fix the diff, each tried. `suggested` are the rules that two checkpoints suggest."""
+    left = question.left
+    if diff.remedy is not None:
+        return _optimizer_fixes(question, diff, diff.remedy)
+    if left is None:
+        return _model_fixes(question, diff)
+    if not left.state_dicts:
+        return Fixes()
+    if question.options.optimizer is not None and question.right is None:  # the state fits, the model may not
+        if diff.identical:
+            return Fixes()
+        tried = (try_remap(question, options, word) for word, options in to_load_model(question))
+        complete = next((fix for fix in tried if fix is not None and fix.after.identical), None)
+        return Fixes() if complete is None else Fixes((complete.command,))
+    is_program = question.right is not None and "pt2" in (left.format, question.right.format)
+    swap, swap_notes = _swap_fix(question) if is_program else (None, [])
+    if swap is not None and swap.after.identical:
+        return Fixes((swap.command,))
+    best = _best(question, diff, suggested)
+    drops, infers = best is not None and best.drops, best is not None and best.infers
+    if swap is not None and drops:
+        best, drops, infers = None, False, False  # the program takes what only a remap would drop
+    commands = [fix.command for fix in (swap, best) if fix is not None]
+    with_model: tuple[str, ...] = ()
+    if not commands or (infers and is_program):  # the program's own model knows better
+        with_model = _commands_with_a_model(question, diff)
+    notes = [*swap_notes, *[OWN_NAMES] * (swap is not None), *[DROPPED] * drops]
+    unpaired = any(entry.status in ("missing", "transformed") for entry in diff.entries)
+    if best is not None and question.options.comparison is not None and unpaired:
+        notes.append(NOT_READ)
+    is_partial = False
+    if not with_model and swap is None:
+        is_partial = best is not None and not best.after.identical
+        notes += _unfixable(question, diff, best)
+    return Fixes((*with_model, *commands), tuple(notes), is_partial, infers)
+
+
+def _best(question: Question, diff: Diff, suggested: Suggested | None) -> Fix | None:
+    """Return the first remap after which the two are the same, or else the remap that leaves the fewest differences."""
+    left = question.left
+    assert left is not None
+    if one_rank(left):
+        return None  # no command has what the other ranks hold
+    differing = {entry.status for entry in diff.entries} - {"same"}
+    if any(entry.left != entry.right for entry in question.different_values(diff)):
+        differing.add("renamed")  # the names can be fixed even if the values cannot
+    not_by_names = {"shape", "dtype"} | ({"value"} if question.right is not None else set())
+    if differing and differing <= not_by_names and left.format != "rank_files":
+        return None
+    best, fewest = None, question.remaining(diff)
+    for word, options in to_load(question, diff) if suggested is None else to_compare(question, diff, suggested):
+        fix = try_remap(question, options, word, fewest)
+        if fix is not None and fix.after.identical:
+            return fix
+        if fix is not None:
+            best, fewest = fix, question.remaining(fix.after)
+    return best
+
+
+def _swap_fix(question: Question) -> tuple[Fix | None, list[str]]:
+    """Return the swap that works if one of two checkpoints is a program; else why none does, if that is final."""
+    options = SwapOptions(**question.model_options)
+    fix = try_swap(question, options)
+    for _ in range(2):  # constants, and then another dtype
+        if isinstance(fix, Misfit) and fix.advice in ("constants", "cast"):
+            constants = options.constants or fix.advice == "constants"
+            options = replace(options, constants=constants, cast=fix.advice == "cast")
+            fix = try_swap(question, options)
+    if isinstance(fix, Fix):
+        return fix, []
+    if question.options.model is None:
+        return None, []
+    problems = "; ".join(map(str, fix.problems[:_FEW]))
+    if len(fix.problems) > _FEW:
+        problems += f"; and {plural(len(fix.problems) - _FEW, 'problem')} more"
+    hint = f"; {fix.hint}" if isinstance(fix, Misfit) and fix.advice == "values" else ""
+    return None, [f"swap-weights would be refused: {fix.message} ({problems}){hint}" if problems else fix.message]
+
+
+# Differences that no command fixes
+
+
+# Status or code -> what the keys are, and what to do.
+_ADVICE: dict[str | Code, tuple[str, str, str]] = {
     "missing": (
         "key",
-        "that no name of the left leads to",
-        "take what is absent from a checkpoint that has it, or load with strict=False and initialise it; what is there "
-        "under other names gets these by --rule 'FROM => TO'",
+        "missing from left",
+        "copy them from another checkpoint, or load with strict=False and initialize them; if left has them under "
+        "other names, pass --rule 'FROM => TO'",
     ),
     "shape": (
         "tensor",
-        "of another shape, which no rename mends",
-        "build the model as it was when this was saved (--model-kwargs), or cut, pad or reshape them yourself",
+        "of a different shape, which no rename fixes",
+        "build the model as it was when this was saved (--model-kwargs), or slice, pad or reshape them yourself",
     ),
     "dtype": (
         "tensor",
-        "of another dtype",
-        "--ignore-dtype takes that for no difference, as loading converts; `cast` in a file of rules does it now",
+        "of a different dtype",
+        "pass --ignore-dtype because loading converts them, or convert them with `cast` in a rules file",
     ),
-    "value": ("tensor", "with other values, which no rename mends", "these are two states of training, or two models"),
+    "value": (
+        "tensor",
+        "with different values, which no rename fixes",
+        "these are two states of training, or two models",
+    ),
     "unexpected": (
         "key",
-        "without a place on the right",
-        "no fix is suggested, since it would have to lose values; --rule 'FROM => TO' renames what is there under "
-        "another name",
+        "not in right",
+        "no fix is suggested because it would lose values; if right has them under other names, pass "
+        "--rule 'FROM => TO'",
     ),
-    "renamed": ("key", "under another name", "--rule 'FROM => TO' gives it the name that it has on the right"),
+    "renamed": ("key", "under another name", "pass --rule 'FROM => TO' to give them the names that right has"),
     "transformed": (
         "key",
         "computed when the model is saved",
         "load the checkpoint into the model, and save its state_dict()",
     ),
-    "alias": (
-        "second name",
-        "of a tensor, on one side only",
-        "remap --model MODEL writes all names that the model ties",
+    "alias": ("second name", "on one side only", "remap --model MODEL writes all names of tied tensors"),
+    Code.PART: (
+        "key",
+        "of parameters that one side computes from others",
+        "no rename converts one to the other: load the file into a model built like the one that saved it, add or "
+        "remove what computes them there (torch.nn.utils), and save its state_dict()",
     ),
-    COMPUTED: ("key", *MENDED),
-    OBJECT: ("object", "with another content, which no rename mends", "it is carried whole: take it from the right"),
+    Code.OBJECT: (
+        "object",
+        "with different content, which no rename fixes",
+        "it is copied unchanged: take it from right",
+    ),
+    Code.ROTARY_LEFT: (
+        "tensor",
+        "with rows in the other rotary-embedding order",
+        "`diff LEFT RIGHT --values --suggest rules.toml` writes the rule that reorders them (`permute`)",
+    ),
+    Code.ROW_ORDER: ("tensor", "with rows in a different order", "index them yourself: no rule sorts rows"),
+    Code.TRANSPOSED: ("tensor", "transposed", "`transpose` in a rules file transposes it (docs/rules.md)"),
+    Code.MOVED: (
+        "tensor",
+        "with values that right has under other names",
+        "pass --rule 'FROM => TO' for each of them to rename all of them at once",
+    ),
+    Code.PLACEHOLDER: ("tensor", "without values", PLACEHOLDER),
+    Code.KIND: ("tensor", "of a different kind", "read it where its class is known, and save plain tensors"),
 }
-_DIFFERING = ("shape", "dtype", "value")
 
 
-def sentences(left: Checkpoint, before: Diff, after: Diff) -> tuple[str, ...]:
-    """Why `after`, which is `before` where nothing helped, is not the same: a sentence for each cause."""
+def _unfixable(question: Question, diff: Diff, best: Fix | None) -> Iterator[str]:
+    """Yield a sentence for each kind of difference that is left after the best fix, if there is one."""
+    left = question.left
+    assert left is not None
     if one_rank(left):
-        return ()  # the diff has said so, and that says it all
-    if after is before and is_adapter(model_section(left)):
-        return (_ADAPTER,)
-    return tuple(_said(cause, entries) for cause, entries in _by_cause(after))
+        return  # a note of the diff says everything
+    entries: Sequence[Entry] = diff.entries
+    if best is not None:  # it was tried without values, which it does not change
+        names = () if best.after.identical else best.after.entries
+        entries = (*names, *question.different_values(diff))
+    elif is_adapter(model_section(left)):
+        yield _ADAPTER
+        return
+    kinds: dict[str | Code, list[str]] = {}
+    for entry in entries:
+        kinds.setdefault(_kind(entry), []).append((entry.right or entry.left or ("",))[0])
+    for kind, (noun, what, advice) in _ADVICE.items():
+        if kind in kinds:
+            yield f"{plural(len(kinds[kind]), noun)} {what} ({some(kinds[kind], _FEW)}): {advice}"
 
 
-def _by_cause(diff: Diff) -> Iterator[tuple[str, Sequence[Entry]]]:
-    found: dict[str, list[Entry]] = {}
-    for entry in diff.entries:
-        if entry.status != "same":
-            found.setdefault(_cause(entry), []).append(entry)
-    yield from ((cause, found[cause]) for cause in (*_SAID, *MENDED_BY) if cause in found)
-
-
-def _cause(entry: Entry) -> str:
-    """The status, or what is so with values that are there in another place or order, or as others."""
-    if COMPUTED in entry.reason:
-        return COMPUTED
-    if entry.status in _DIFFERING and entry.reason.startswith(OBJECT):
-        return OBJECT
-    found = (words for words in MENDED_BY if entry.status == "value" and words in entry.reason)
-    return next(found, entry.status)
-
-
-def _said(cause: str, entries: Sequence[Entry]) -> str:
-    noun, is_so, instead = _SAID[cause] if cause in _SAID else ("tensor", *MENDED_BY[cause])
-    if any(PLACEHOLDER in entry.reason for entry in entries):
-        is_so, instead = "without its values", PLACEHOLDER
-    if any(KIND in entry.reason for entry in entries):
-        is_so, instead = "of another kind", "read it where its class is known, and save plain tensors"
-    keys = [(entry.right or entry.left)[0] for entry in entries]
-    return f"{plural(len(keys), noun)} {is_so} ({some(keys, _FEW)}): {instead}"
+def _kind(entry: Entry) -> str | Code:
+    """Return the row of `_ADVICE` that is about the entry."""
+    if entry.has(Code.PART, Code.COMPUTED_FROM):
+        return Code.PART
+    if entry.status in ("shape", "dtype", "value") and entry.cause is not None and entry.cause.code in OBJECTS:
+        return Code.OBJECT
+    if entry.has(Code.ROTARY_RIGHT):
+        return Code.ROTARY_LEFT
+    codes = (code for code in _ADVICE if isinstance(code, Code) and entry.has(code))
+    return next(codes, entry.status)
 
 
 def is_adapter(section: Section) -> bool:
-    """Whether all tensors are those of adapters (LoRA and its like), without the layers that they adapt."""
+    """Return True if all tensors belong to adapters (LoRA and the like), without the layers that they adapt."""
     keys = [entry.key for entry in section.tensors]
     return bool(keys) and all(any(part.startswith(ADAPTERS) for part in key.split(".")) for key in keys)
 
 
-FOREIGN = "no fix is suggested, since the new model has no place for these keys, and their values would be lost"
-UNMENDED = (
-    "no remap makes this state fit: load the model alone, and start the optimizer afresh; the file is left as it is"
-)
+# Two checkpoints whose relation only the model's code could tell
 
 
-def optimizer_fix(question: Question, diff: Diff, remedy: Remedy) -> Diff:
-    """`diff` with the command that fixes it: tried, unless it names what only the user knows; else a note."""
+def _commands_with_a_model(question: Question, diff: Diff) -> tuple[str, ...]:
+    """Return commands with the placeholder MODEL if all differences look like the work of a hook, or of a rank."""
+    if question.model is not None:
+        return ()
+    left, right = question.two
+    source = operand(left.source, left.format)
+    mine, theirs = model_section(left), model_section(right)
+    statuses = {entry.status for entry in diff.entries}
+    # If left lacks only second names of tensors that it has, the model ties them.
+    lacks_second_names = any(entry.status == "alias" and not entry.left for entry in diff.entries)
+    if left.format == "rank_files" or (lacks_second_names and statuses <= {"same", "alias", "extra_state"}):
+        to = "serialized"
+    elif statuses <= {"same", "alias", "extra_state", "missing", "unexpected"}:
+        only_left = [key for entry in diff.entries if entry.status == "unexpected" for key in entry.left]
+        only_right = [key for entry in diff.entries if entry.status == "missing" for key in entry.right]
+        if not only_left or len(only_left) != len(only_right):
+            return ()
+        if _are_shortened(mine, only_left, theirs, only_right):
+            to = "exported"
+        elif _are_shortened(theirs, only_right, mine, only_left):
+            to = "serialized"
+        else:
+            return ()
+        if "pt2" in (left.format, right.format):
+            program, weights = (right, left) if right.format == "pt2" else (left, right)
+            swap = SwapOptions(model="MODEL", out=next(outputs(program.source, "swapped")))
+            return (command("swap-weights", (program.source, operand(weights.source, weights.format)), swap),)
+    else:
+        return ()
+    is_tied = bool(mine.aliases() or theirs.aliases())  # a torch file holds each of the names
+    *_, torch_file = names = list(outputs(source, to))
+    options = RemapOptions(model="MODEL", to=to, out=torch_file if is_tied else names[0])
+    return (command("remap", (source,), options),)
+
+
+def _are_shortened(short: Section, shorter: list[str], long: Section, longer: list[str]) -> bool:
+    """Return True if each shorter key is exactly one longer key without a segment, with the same dtype and shape."""
+    have, want = short.by_key(), long.by_key()
+    rest = set(shorter)
+    for key in longer:
+        parts = key.split(".")
+        hits = {".".join(parts[:i] + parts[i + 1 :]) for i in range(len(parts))} & rest
+        if len(hits) != 1:
+            return False
+        hit = hits.pop()
+        one, other = (
+            (entry.dtype, entry.shape) if isinstance(entry, TensorEntry) else None for entry in (have[hit], want[key])
+        )
+        if one != other:
+            return False
+        rest.discard(hit)
+    return True
+
+
+# A model alone, and a names file
+
+
+def _model_fixes(question: Question, diff: Diff) -> Fixes:
+    """Return the commands that bring what the model saves to its runtime names; the checkpoint is not known."""
+    assert question.model is not None
+    names = question.model.names()
+    options = RemapOptions(model=names, to="exported", partial=True)
+    try:
+        result = remap.run(saved_by(names), options, may_copy=True).result
+    except CkptError as error:
+        problems = "; ".join(map(str, error.problems[:_FEW]))
+        reason = f"{error.message} ({problems})"
+        return Fixes(notes=(f"no command brings this model's checkpoints to its runtime names: {reason}",))
+    keys = result.section("").by_key()
+    lost = [t.fqn for t in names.runtime if t.persistent and t.alias_of is None and t.fqn not in keys]
+    notes = []
+    if lost:
+        count = f"{plural(len(lost), 'tensor')} {'is' if len(lost) == 1 else 'are'}"
+        notes.append(
+            f"{count} not in any key that state_dict() writes ({some(lost, _FEW)}), so no command can restore them "
+            "from a checkpoint of this model: save them in a hook, or fix the hook that removes them"
+        )
+    if not any(entry.status in ("renamed", "transformed") for entry in diff.entries):
+        return Fixes(notes=tuple(notes))
+    model = question.model_options
+    renamed = command("remap", (CKPT,), RemapOptions(**model, to="exported", out="OUT.pt"))
+    swap = command("swap-weights", ("PROGRAM.pt2", CKPT), SwapOptions(**model, out="OUT.pt2"))
+    return Fixes((renamed,) if lost else (swap, renamed), tuple(notes))
+
+
+def diff_names_file(path: str, model: ModelOperand | None, options: DiffOptions) -> Diff:
+    """Compare the names file at `path` with the model's code, with commands that rename a checkpoint with old names.
+
+    Raises `CkptError` if no model is named, or if the options ask for values.
+    """
+    if model is None:
+        hint = f"{shell('ckpttool', 'diff', path)} --model MODEL"
+        raise CkptError(f"{path} is a names file: name the model to compare it with", hint=hint)
+    if options.comparison is not None:
+        raise CkptError(f"{path} is a names file, which has no values", hint="remove --values")
+    old = read_names(path)
+    diff = compare_with_code(old, path, model)
+    rules: SuggestedRules | None = None
+    if diff.inferred is not None:
+        rules = Suggested(keys_only(diff), saved_by(old), saved_by(model.names())).rules()
+    commands = () if rules is None else rules.commands
+    if rules is not None and rules.needs_file:
+        file = free(path.removesuffix(".json"), "rules", ".toml")
+        commands = (shell("ckpttool", "diff", path, *model.words, "--suggest", file), by_file(CKPT, file))
+    notes = () if rules is None else rules.undone
+    optimizer = model.optimizer if isinstance(model.optimizer, str) else None
+    if any(entry.status == "order" for entry in diff.entries):
+        if commands:
+            words = [*model.words, *(["--optimizer", optimizer] if optimizer else [])]
+            notes = (*notes, f"{_THEN_OPTIMIZER}: {shell('ckpttool', 'diff', free(CKPT, 'renamed', '.pt'), *words)}")
+        else:
+            words = ["--model", path, "--to-model", model.words[1]]
+            words += ["--to-optimizer", optimizer] if optimizer else []
+            commands = (shell("ckpttool", "remap", CKPT, *words, "-o", free(CKPT, "migrated", ".pt")),)
+    fixes = Fixes(commands, notes, bool(rules and rules.undone), rules is not None)
+    return replace(fixes.added_to(diff), rules=None if rules is None else rules.text)
+
+
+# Saved optimizers
+
+
+def _optimizer_fixes(question: Question, diff: Diff, remedy: Remedy) -> Fixes:
+    """Return the command that fixes the state: tried, unless it names what only the user knows; else a note."""
     assert question.left is not None
-    path, picked = split(question.left.source)
-    whole = question.left if picked is None else open_operand(path)
     if remedy.foreign_keys:
-        lost = f"{FOREIGN}: {some(remedy.foreign_keys)}"
-        return replace(diff, notes=(*diff.notes, lost))
-    if remedy.way != "afresh":
-        word, options = _way(question, remedy)
-        if set(PLACEHOLDERS).intersection(v for v in vars(options).values() if isinstance(v, str)):
-            named = operand(path, whole.format)
-            return replace(diff, fix=(command("remap", (named,), replace(options, out=next(outputs(named, word)))),))
-        found = try_remap(replace(question, left=whole, picked=picked), options, word, question.remaining(diff))
-        if found is not None:
-            return replace(diff, fix=(found.command,))
-    return replace(diff, notes=(*diff.notes, UNMENDED))
+        return Fixes(notes=(f"{FOREIGN}: {some(remedy.foreign_keys)}",))
+    if remedy.way != "drop_state":
+        path, optimizer_path = split(question.left.source)
+        file = question.left if optimizer_path is None else open_operand(path)
+        word, options = _optimizer_remap(question, remedy)
+        if set(PLACEHOLDERS).intersection(value for value in vars(options).values() if isinstance(value, str)):
+            named = operand(path, file.format)
+            return Fixes((command("remap", (named,), replace(options, out=next(outputs(named, word)))),))
+        asked = replace(question, left=file, optimizer_path=optimizer_path)
+        fix = try_remap(asked, options, word, question.remaining(diff))
+        if fix is not None:
+            return Fixes((fix.command,))
+    return Fixes(notes=(NO_REMAP,))
 
 
-def _lacks_keys(question: Question) -> bool:
-    """Return whether the model has keys that the file may lack under any name."""
-    assert question.left is not None
-    if question.model is None or not question.left.state_dicts:
-        return False
-    return len(question.model.names().serialized) > max(len(one.keys) for one in question.left.state_dicts)
-
-
-def _way(question: Question, remedy: Remedy) -> Way:
-    """The word for the output's name, and the remap, with placeholders for what the question does not name."""
-    asked, made = question.options, None if question.model is None else question.model.optimizer
-    model: dict[str, Any] = {"model": asked.model, "model_kwargs": asked.model_kwargs, "materialize": asked.materialize}
-    model = {"model": "MODEL"} if asked.model is None else model
-    form = remedy.form
-    old = {True: made, False: "OLD_OPTIMIZER", None: None}[remedy.same_groups]
-    ways: Mapping[str, tuple[str, dict[str, Any]]] = {
-        "by_name": ("ordered", {**model, "optimizer": made, "optimizer_keys": form}),
-        "regroup": ("mapped", {**model, "to_optimizer": made}),
-        "old_model": (
-            "mapped",
-            {
-                "model": "OLD",
-                "optimizer": None if made is None else old,
-                "to_model": asked.model,
-                "to_model_kwargs": asked.model_kwargs,
-                "materialize": asked.materialize,
-                "to_optimizer": made,
-                "partial": _lacks_keys(question),
-            },
-        ),
-        "like_right": (form or "ordered", {**model, "to_optimizer": made or "OPTIMIZER", "optimizer_keys": form}),
-        "keys_by_model": (form or "", {**model, "optimizer": made, "optimizer_keys": form}),
-        "keys": (form or "", {"optimizer_keys": form}),
-    }
-    word, fields = ways[remedy.way]
-    return word, RemapOptions(**fields)
-
-
-_NOT_BY_NAMES = {"shape", "dtype", "value"}
-DROPPED = Info("--drop leaves out second names only: their values are in the output, under another name")
-UNREAD = "values of tensors without a partner by name were not compared: diff --values of the output does"
-_UNPAIRED = ("missing", "transformed")
-OWN_NAMES = Info("swap-weights gives the program all of the weights, and leaves it the names that it has")
-
-
-def answered(question: Question, diff: Diff, suggests: bool = False) -> Diff:
-    """Return the diff with fixes, and a note on those that could not be tried.
-
-    `suggests`: give the rules that lead to a model's keys too, even if a command needs no file for them.
-    """
-    found = _answered(question, diff, suggests)
-    return replace(found, notes=(*found.notes, *untried(found.fix)))
-
-
-def _answered(question: Question, diff: Diff, suggests: bool) -> Diff:
-    """`diff`, the answer, with commands that mend it. Suggested rules in a file mend what nothing else mends whole."""
-    if question.left is None or question.right is None:
-        done = suggest(question, diff)
-        if suggests or not done.fix:
-            ruled = _with_rules(done, diff, question.left, question.model)
-            return ruled if suggests else _by_rules(done, ruled, question)
-        return done
-    suggested = Suggested(diff, question.left, question.right)
-    done = suggest(question, diff, suggested)
-    if diff.inferred is None:
-        return done
-    ruled = suggested.told(values=question.options.comparison is not None)
-    if needs_file(ruled) and (not done.fix or PART in done.notes):
-        return replace(ruled, notes=(*ruled.notes, *([INFERRED] if diff.inferred.pairs else [])))
-    more = tuple(note for note in ruled.notes if note not in (*done.notes, PART))  # not of the rules' command
-    return replace(done, rules=ruled.rules, notes=(*done.notes, *more))
-
-
-def _with_rules(done: Diff, diff: Diff, left: Checkpoint | None, model: ModelOperand | None) -> Diff:
-    """`done`, made of `diff`, with the rules that lead from the checkpoint's keys to the model's."""
-    if left is None or model is None or not left.state_dicts or left.format == "pt2":
-        return done
-    ruled = candidates.suggested_for(left, model).told()
-    if ruled.rules is None:
-        return done
-    undone = [note for note in ruled.notes if note == PART or note.startswith(OF_RULES)]
-    notes = [note for note in (done if undone else diff).notes if note not in (PART, INFERRED)]
-    return replace(done, rules=ruled.rules, notes=(*notes, *undone, INFERRED))
-
-
-def _by_rules(done: Diff, ruled: Diff, question: Question) -> Diff:
-    """Return `ruled` with the commands that write its rules and carry them out, or `done` if they leave something."""
-    left, model = question.left, question.model
-    if ruled.rules is None or left is None or model is None or done.remedy is not None or left.format == MEMORY.name:
-        return done
-    if any(note == PART or note.startswith(OF_RULES) for note in ruled.notes):
-        return done
-    return through_file(replace(ruled, rules=done.rules), left.source, *model.words)
-
-
-def suggest(question: Question, diff: Diff, suggested: Suggested | None = None) -> Diff:
-    """`diff` with commands that mend it, each tried, and a sentence for what none of them mends.
-
-    `suggested` are the rules that two checkpoints suggest.
-    """
-    if diff.remedy is not None:
-        return optimizer_fix(question, diff, diff.remedy)
-    if question.left is None:
-        from ckpttool.fixes.candidates import of_names
-
-        return of_names(question, diff)
-    if not question.left.state_dicts:
-        return diff
-    if question.options.optimizer is not None and question.right is None:  # the state fits, the model may not
-        fixes = (try_remap(question, options, word) for word, options in candidates.next_to_state(question))
-        whole = next((fix for fix in fixes if fix is not None and fix.after.identical), None)
-        return diff if diff.identical or whole is None else replace(diff, fix=(whole.command,))
-    swaps, notes = _swaps(question)
-    if swaps and swaps[0].after.identical:
-        return replace(diff, fix=(swaps[0].command,))
-    best = _best(question, question.left, diff, suggested)
-    best = None if swaps and best and best.drops else best  # the program takes what only a remap would drop
-    found = [*swaps, *([best] if best else [])]
-    swappable = bool(best and best.infers) and is_about_a_program(question)  # the program's own model knows better
-    unknown = with_a_model(question, diff) if swappable or not found else ()
-    notes += [OWN_NAMES] if swaps else []
-    notes += [INFERRED] if best and best.infers else []
-    notes += [DROPPED] if best and best.drops else []
-    unpaired = question.options.comparison is not None and any(e.status in _UNPAIRED for e in diff.entries)
-    notes += [UNREAD] if best and unpaired else []
-    if not unknown and not swaps:
-        notes += [PART] if best and not best.after.identical else []
-        notes += sentences(question.left, diff, _left_over(question, diff, best))
-    return replace(diff, fix=(*unknown, *(attempt.command for attempt in found)), notes=(*diff.notes, *notes))
-
-
-def _left_over(question: Question, diff: Diff, best: Attempt | None) -> Diff:
-    """What still differs once the best way is gone: values, which it was not asked about, as they do now."""
-    if best is None:
-        return diff
-    names = () if best.after.identical else best.after.entries
-    return replace(best.after, entries=(*names, *question.of_values(diff)))
-
-
-def _best(question: Question, left: Checkpoint, diff: Diff, suggested: Suggested | None) -> Attempt | None:
-    """The first way after which the two are the same; else the one that leaves the least to do, if it helps at all."""
-    differing = {entry.status for entry in diff.entries} - {"same"}
-    if any(entry.left != entry.right for entry in question.of_values(diff)):
-        differing.add("renamed")  # the names can be mended where the values cannot
-    if one_rank(left):
-        return None  # what the other ranks hold, no command makes of it
-    not_by_names = _NOT_BY_NAMES if question.right is not None else _NOT_BY_NAMES - {"value"}
-    if differing and differing <= not_by_names and left.format != "rank_files":
-        return None
-    worth = (
-        candidates.to_load(question, diff) if suggested is None else candidates.to_compare(question, diff, suggested)
+def _optimizer_remap(question: Question, remedy: Remedy) -> Candidate:
+    """Return the remap of a remedy, with placeholders for what the question does not name."""
+    asked, form, left = question.options, remedy.form, question.left
+    optimizer = None if question.model is None else question.model.optimizer
+    model: dict[str, Any] = {"model": "MODEL"} if asked.model is None else question.model_options
+    if remedy.way == "by_name":
+        return "ordered", RemapOptions(**model, optimizer=optimizer, optimizer_keys=form)
+    if remedy.way == "regroup":
+        return "mapped", RemapOptions(**model, to_optimizer=optimizer)
+    if remedy.way == "like_right":
+        options = RemapOptions(**model, to_optimizer=optimizer or "OPTIMIZER", optimizer_keys=form)
+        return form or "ordered", options
+    if remedy.way == "keys_by_model":
+        return form or "", RemapOptions(**model, optimizer=optimizer, optimizer_keys=form)
+    if remedy.way == "keys":
+        return form or "", RemapOptions(optimizer_keys=form)
+    old_optimizer = {True: optimizer, False: "OLD_OPTIMIZER", None: None}[remedy.same_groups]
+    lacks_keys = False  # the model has keys that the file may not have under any name
+    if question.model is not None and left is not None and left.state_dicts:
+        lacks_keys = len(question.model.names().serialized) > max(len(one.keys) for one in left.state_dicts)
+    return "mapped", RemapOptions(
+        model="OLD",
+        optimizer=None if optimizer is None else old_optimizer,
+        to_model=asked.model,
+        to_model_kwargs=asked.model_kwargs,
+        materialize=asked.materialize,
+        to_optimizer=optimizer,
+        partial=lacks_keys,
     )
-    best, least = None, question.remaining(diff)
-    for word, options in worth:
-        attempt = try_remap(question, options, word, least)
-        if attempt is not None and attempt.after.identical:
-            return attempt
-        if attempt is not None:
-            best, least = attempt, question.remaining(attempt.after)
-    return best
-
-
-def _swaps(question: Question) -> tuple[list[Attempt], list[str]]:
-    if not is_about_a_program(question):
-        return [], []
-    from ckpttool.fixes.candidates import by_swap
-
-    return by_swap(question)
-
-
-def is_about_a_program(question: Question) -> bool:
-    """Whether one of two checkpoints is an exported program."""
-    left, right = question.left, question.right
-    return left is not None and right is not None and "pt2" in (left.format, right.format)

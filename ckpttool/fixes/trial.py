@@ -1,10 +1,9 @@
-"""Try a fix on the index: would the diff's question then be answered yes?"""
+"""Try a fix on the index: are the two the same afterwards?"""
 
 from __future__ import annotations
 
 import json
-import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any, get_args, get_type_hints
 
@@ -12,7 +11,7 @@ from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import refs
 from ckpttool.core.options import Option, OutputOptions
-from ckpttool.core.text import Info, shell
+from ckpttool.core.text import shell
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import HARMLESS, Diff, Entry
@@ -25,15 +24,16 @@ from ckpttool.remapping import run as remap
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.plan import Remap
 from ckpttool.remapping.steps import NO_COUNTER
+from ckpttool.swap import swap
+from ckpttool.swap.swap import SwapOptions
 
-PLACEHOLDERS = ("MODEL", "OLD", "OPTIMIZER", "OLD_OPTIMIZER", "PROGRAM.pt2", "CKPT")  # for what only the user knows
 _OUTPUT = frozenset(field.name for field in fields(OutputOptions))
 
 
 def command(verb: str, operands: tuple[str, ...], options: Any) -> str:
-    """``ckpttool VERB OPERANDS OPTIONS`` for the options that are not as they are by default, those of the output last.
+    """Return ``ckpttool VERB OPERANDS OPTIONS`` with the options that are not at their default, output options last.
 
-    An object of the caller's has no words: the name of its option stands for it (``MODEL``).
+    The metavar of the option replaces an object that has no words (``MODEL``).
     """
     return shell("ckpttool", verb, *operands, *_words(options, output=False), *_words(options, output=True))
 
@@ -49,141 +49,155 @@ def _words(options: Any, *, output: bool) -> Iterator[str]:
             yield mark.flags[0]
             continue
         for one in value if isinstance(value, (list, tuple)) else (value,):
-            yield from (mark.flags[0], _text(one, mark))
-
-
-def _text(value: Any, mark: Option) -> str:
-    if isinstance(value, Mapping):
-        return json.dumps(dict(value))
-    return str(value) if isinstance(value, (str, int)) else str(mark.metavar)
-
-
-def untried(fix: Iterable[str]) -> list[Info]:
-    """Return a note on the commands that name what only the user knows: they were not tried."""
-    words = [word for line in fix for word in shlex.split(line)]
-    names = [name for name in PLACEHOLDERS if name in words]
-    stand = "stands" if len(names) == 1 else "stand"
-    return [Info(f"not tried, since it depends on what {' and '.join(names)} {stand} for")] if names else []
+            text = json.dumps(dict(one)) if isinstance(one, Mapping) else one
+            yield from (mark.flags[0], str(text) if isinstance(text, (str, int)) else str(mark.metavar))
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a diff was asked. `model` is read once, however often the question is asked of other checkpoints.
+    """The operands and options of a diff, to be asked again about other checkpoints. `model` is read once.
 
-    `picked` is the path of the one optimizer that is asked about, where a command changes the whole file.
+    `optimizer_path` is the section of the only optimizer in question, if a command changes the complete file.
     """
 
     left: Checkpoint | None
     right: Checkpoint | None
     options: DiffOptions
     model: ModelOperand | None
-    picked: str | None = None
+    optimizer_path: str | None = None
 
-    def of_names(self, left: Checkpoint, right: Checkpoint | None) -> Diff:
-        """The same question of other checkpoints, without their bytes: no rename changes these, nor suggestions."""
+    @property
+    def two(self) -> tuple[Checkpoint, Checkpoint]:
+        """The two checkpoints of a question about two."""
+        assert self.left is not None
+        assert self.right is not None
+        return self.left, self.right
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """The options that name the model."""
+        asked = self.options
+        return {"model": asked.model, "model_kwargs": asked.model_kwargs, "materialize": asked.materialize}
+
+    def ask_again(self, left: Checkpoint, right: Checkpoint | None) -> Diff:
+        """Ask the same question about other checkpoints, without values and suggestions: renames do not change them."""
+        if self.optimizer_path is not None and self.right is not None:
+            left = replace(left, sections=(replace(left.section(self.optimizer_path), path=""),))
+        elif self.optimizer_path is not None:
+            sections = (s for s in left.sections if s.kind != "optimizer" or s.path == self.optimizer_path)
+            left = replace(left, sections=tuple(sections))
         options = replace(self.options, values=False, rtol=0.0, atol=0.0)
-        return run(self._narrowed(left), right, options, self.model, infers=False)
+        return run(left, right, options, self.model, infers=False)
 
     def remaining(self, diff: Diff) -> int:
-        """How many differences are left that a remap could mend: those of values alone it leaves as they are."""
-        alone = sum(entry.left == entry.right for entry in self.of_values(diff))
-        return sum(entry.status not in HARMLESS for entry in diff.entries) - alone
+        """Count the differences that a remap could fix: all but different values under one name."""
+        values_only = sum(entry.left == entry.right for entry in self.different_values(diff))
+        return sum(entry.status not in HARMLESS for entry in diff.entries) - values_only
 
-    def of_values(self, diff: Diff) -> list[Entry]:
-        """The tensors of two checkpoints that have other values, under one name or two."""
+    def different_values(self, diff: Diff) -> list[Entry]:
+        """Return the tensors of two checkpoints with different values, under one name or two."""
         return [] if self.right is None else [entry for entry in diff.entries if entry.status == "value"]
-
-    def _narrowed(self, left: Checkpoint) -> Checkpoint:
-        """Of an output what was asked about: the one optimizer, with the model beside it where a model is asked."""
-        if self.picked is None:
-            return left
-        if self.right is not None:
-            return replace(left, sections=(replace(left.section(self.picked), path=""),))
-        kept = (s for s in left.sections if s.kind != "optimizer" or s.path == self.picked)
-        return replace(left, sections=tuple(kept))
-
-    def model_with(self, optimizer: object) -> ModelOperand:
-        """The model, which there is, with an optimizer of it, or none."""
-        assert self.model is not None
-        return self.model.with_optimizer(optimizer)
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
-    """A command that works, and the answer to the question once it has run.
+class Fix:
+    """A command that works, as its options, and the answer after it has run."""
 
-    `drops`: it leaves tensors out; `infers`: its rules are what names and shapes suggest.
-    """
-
-    command: str
+    verb: str
+    operands: tuple[str, ...]
+    options: RemapOptions | SwapOptions
     after: Diff
-    drops: bool = False
-    infers: bool = False
+
+    @property
+    def command(self) -> str:
+        """The command line."""
+        return command(self.verb, self.operands, self.options)
+
+    @property
+    def drops(self) -> bool:
+        """Whether it leaves tensors out."""
+        return isinstance(self.options, RemapOptions) and bool(self.options.drop)
+
+    @property
+    def infers(self) -> bool:
+        """Whether its rules are inferred from names and shapes."""
+        return isinstance(self.options, RemapOptions) and bool(self.options.rule)
 
 
-def try_remap(question: Question, options: RemapOptions, word: str, most: int | None = None) -> Attempt | None:
-    """The remap of the left checkpoint that `options` ask for; None where it is refused, or no format can hold it, or
-    where it leaves `most` differences and more, or loses something.
+def try_remap(question: Question, options: RemapOptions, word: str, most: int | None = None) -> Fix | None:
+    """Return the remap of the left checkpoint with these options; None if it is refused, if no format can hold the
+    result, if it loses something, or if `most` differences or more are left.
 
-    `options` are as they are to be printed; they are carried out with what is read already. `word` is for the name of
-    the output, of which the ending may change to that of a format that holds more.
+    `options` are as printed; what is read already is reused. `word` is part of the output's name, whose ending may
+    change to the ending of a format that holds more.
     """
-    source = question.left
+    source, model = question.left, None
     assert source is not None
-    read = replace(
-        options,
-        dry_run=True,
-        model=None if options.model is None else question.model_with(options.optimizer),
-        like=None if options.like is None else question.right,
-    )
+    if options.model is not None:
+        assert question.model is not None
+        model = question.model.with_optimizer(options.optimizer)
+    read = replace(options, dry_run=True, model=model, like=None if options.like is None else question.right)
     try:
         model = operand_of(read)
         to_model = remap.loading_model(read, model)
-        done = remap.plan_remap(source, read, model, to_model)
+        result = remap.plan_remap(source, read, model, to_model)
     except CkptError:
         return None
-    if _loses(source, done, question.model):
+    if _loses(source, result, question.model):
         return None
     named = operand(source.source, source.format)
     for out in outputs(named, word):
         try:
             target = target_for(out, source)
-            fitted = remap.fitted(done, target, read, to_model or model)
-            after = question.of_names(replace(fitted, source=out, format=target.format.name), question.right)
-            if not (after.identical or most is None or _helps(question, options, after, most)):
-                return None
+            fitted = remap.fitted(result, target, read, to_model or model)
+            after = question.ask_again(replace(fitted, source=out, format=target.format.name), question.right)
+            if not after.identical and most is not None:
+                # A key that is missing may be one of those left out.
+                drops_missing = options.drop and any(entry.status == "missing" for entry in after.entries)
+                if drops_missing or question.remaining(after) >= most:
+                    return None
             target.lay_out(fitted)
         except CkptError:
             continue
-        line = command("remap", (named,), replace(options, out=out, partial=bool(done.missing)))
-        return Attempt(line, after, drops=bool(options.drop), infers=bool(options.rule))
+        return Fix("remap", (named,), replace(options, out=out, partial=bool(result.missing)), after)
     return None
 
 
-def _loses(source: Checkpoint, done: Remap, model: ModelOperand | None) -> bool:
-    """Return whether the output lacks the values of a tensor of the source, under any name.
+def try_swap(question: Question, options: SwapOptions) -> Fix | CkptError:
+    """Return the swap with these options, or why it is refused."""
+    left, right = question.two
+    program, weights = (right, left) if right.format == "pt2" else (left, right)
+    read = replace(options, dry_run=True, model=None if options.model is None else question.model)
+    try:
+        swapped = swap.run(program.source, weights, read).program
+    except CkptError as error:
+        return error
+    out = next(outputs(program.source, "swapped"))
+    swapped = replace(swapped, source=out)
+    after = question.ask_again(*((swapped, weights) if program is left else (weights, swapped)))
+    operands = program.source, operand(weights.source, weights.format)
+    return Fix("swap-weights", operands, replace(options, out=out), after)
 
-    A counter of AveragedModel counts as kept, and so do a buffer that is not persistent and a key that the model's own
-    saving computes from other tensors: its code makes them again.
+
+def _loses(source: Checkpoint, result: Remap, model: ModelOperand | None) -> bool:
+    """Return True if the output does not have the values of a tensor of the source, under any name.
+
+    Not lost are counters of AveragedModel, non-persistent buffers, and keys that the model's saving computes from other
+    tensors: its code creates them again.
     """
-    if any(one.dropped for one in done.optimizers):
+    if any(optimizer.dropped for optimizer in result.optimizers):
         return True
-    made_again = () if model is None else tuple(t.fqn for t in model.names().runtime if not t.persistent)
-    kept = {(output.section, key) for output in done.plan.outputs for key in refs(output.source)}
-    gone = [one for one in done.plan.dropped if one.reason not in (NO_COUNTER, MADE_AGAIN)]
-    paths = {section.path: section for section in source.sections}
-    twins = {path: aliases(paths[path]) for path in {one.section for one in gone} if path in paths}
-    for one in gone:
-        first = twins.get(one.section, {})
-        own = first.get(one.key, one.key)
-        same = (key for key in (own, *(key for key, other in first.items() if other == own)) if key != one.key)
-        again = any(one.key == fqn or one.key.endswith(f".{fqn}") for fqn in made_again)
-        if not again and not any((one.section, key) in kept for key in same):
+    created_again = () if model is None else tuple(t.fqn for t in model.names().runtime if not t.persistent)
+    kept = {(output.section, key) for output in result.plan.outputs for key in refs(output.source)}
+    dropped = [one for one in result.plan.dropped if one.reason not in (NO_COUNTER, MADE_AGAIN)]
+    sections = {section.path: section for section in source.sections}
+    second_names = {path: aliases(sections[path]) for path in {one.section for one in dropped} if path in sections}
+    for one in dropped:
+        names = second_names.get(one.section, {})
+        first = names.get(one.key, one.key)
+        same = [key for key in (first, *(key for key, other in names.items() if other == first)) if key != one.key]
+        if any(one.key == fqn or one.key.endswith(f".{fqn}") for fqn in created_again):
+            continue
+        if not any((one.section, key) in kept for key in same):
             return True
     return False
-
-
-def _helps(question: Question, options: RemapOptions, after: Diff, most: int) -> bool:
-    """Whether fewer than `most` differences are left, and none of what is missing may be among what it leaves out."""
-    loses = options.drop and any(entry.status == "missing" for entry in after.entries)
-    return not loses and question.remaining(after) < most

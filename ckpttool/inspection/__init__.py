@@ -1,1 +1,1 @@
-"""What is in a checkpoint, and one tensor under all its names."""
+"""Describe the contents of a checkpoint, and one tensor under all its names."""

@@ -1,4 +1,4 @@
-"""One tensor under all its names: what `explain` answers."""
+"""Explain one tensor: all its names, its optimizer id and its hook."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from ckpttool.keywords import OptimizerKeywords
 
 _SEGMENTS = frozenset(row.segment for row in TABLE)
-_MOST_SEGMENTS = 10  # of wrappers in one name that are tried one by one
+_MOST_SEGMENTS = 10  # of wrappers in one name, all combinations of which are tried
 _STATE = re.compile(r"(?:(?:optimizer|optim)\.)?state\.(.+)\.[^.]+")
 
 
 @public
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`serialized` are the keys that hold the tensor or a part of it; `forms` maps a form to the name that it uses.
+    """`serialized` are the keys with the tensor or a part of it; `forms` maps each form to the name in it.
 
-    `also` are the FQNs of other tensors that `name` is a name of in another form, or a key that they are a part of.
+    `also` are the FQNs of other tensors that `name` names in another form.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Explanation:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The keys of the tensor's state in ``optimizer.state_dict()``."""
+        """Its keys in ``optimizer.state_dict()``."""
         own = self.optimizer
         return () if own is None else tuple(f"state.{own.id}.{name}" for name in own.state)
 
     def to_json(self) -> dict[str, Any]:
-        """The `explain` object of the contract."""
+        """Return the `explain` object of the contract."""
         return dict(EXPLAIN.write(self))
 
 
@@ -118,56 +118,41 @@ def explain(name: str, model: Any, **options: Unpack[OptimizerKeywords]) -> Expl
 
 
 def _named(names: Names, tables: NameTables, name: str) -> list[RuntimeTensor]:
-    """Return the tensors that have the name: as it is, or without the segments that wrappers and optimizers add.
-
-    Of several readings the one that takes the fewest segments out counts.
-    """
+    """Return the tensors with this name: as it is, or without the fewest segments of wrappers and optimizers."""
     canonical: dict[str, list[str]] = {}
-    for called, fqn in (*tables.serialized_names.items(), *((t.fqn, t.canonical) for t in names.runtime)):
-        canonical.setdefault(fqn, []).append(called)
+    for key, fqn in (*tables.serialized_names.items(), *((t.fqn, t.canonical) for t in names.runtime)):
+        canonical.setdefault(fqn, []).append(key)
     for candidates in _readings(names, name):
-        found: dict[str, RuntimeTensor] = {}
-        for one in candidates:
-            for called in (one, *canonical.get(one, ())):
-                found.update((tensor.fqn, tensor) for tensor in _called(tables, called))
-        if found:
-            break
-    else:
-        near = difflib.get_close_matches(
-            name, {*tables.tensors, *tables.fqn_of, *(t.canonical for t in names.runtime)}, 3
-        )
-        hint = (
-            f"names that are like it: {', '.join(near)}" if near else f"list them: ckpttool trace {names.model} --all"
-        )
-        raise CkptError(f"{names.model} has no tensor {name!r}", hint=hint)
-    return list(found.values())
-
-
-def _called(tables: NameTables, name: str) -> Iterator[RuntimeTensor]:
-    """Yield the tensors of this FQN and of this key, and those that the key is computed from."""
-    source = tables.saved.get(name)
-    parts = () if source is None else ex.refs(source)
-    for fqn in dict.fromkeys((name, tables.fqn_of.get(name, name), *parts)):
-        if fqn in tables.tensors:
-            yield tables.tensors[fqn]
+        tensors: dict[str, RuntimeTensor] = {}
+        for candidate in candidates:
+            for one in (candidate, *canonical.get(candidate, ())):
+                # The FQN, the key, and what the key is computed from
+                source = tables.saved.get(one)
+                parts = () if source is None else ex.refs(source)
+                for fqn in dict.fromkeys((one, tables.fqn_of.get(one, one), *parts)):
+                    if fqn in tables.tensors:
+                        tensors[fqn] = tables.tensors[fqn]
+        if tensors:
+            return list(tensors.values())
+    known = {*tables.tensors, *tables.fqn_of, *(t.canonical for t in names.runtime)}
+    similar = difflib.get_close_matches(name, known, 3)
+    hint = f"similar names: {', '.join(similar)}" if similar else f"list them: ckpttool trace {names.model} --all"
+    raise CkptError(f"{names.model} has no tensor {name!r}", hint=hint)
 
 
 def _readings(names: Names, name: str) -> Iterator[list[str]]:
-    """Yield the names that `name` may stand for, those with the fewest segments taken out first."""
+    """Yield the names that `name` may stand for, those with the fewest segments removed first."""
     for inner in dict.fromkeys((name, *base_names(name))):
         yield [inner]
-        yield from _unwrapped(inner)
+        parts = inner.split(".")
+        places = [at for at, part in enumerate(parts[:-1]) if part in _SEGMENTS][:_MOST_SEGMENTS]
+        for count in range(1, len(places) + 1):
+            yield [
+                ".".join(part for at, part in enumerate(parts) if at not in removed)
+                for removed in combinations(places, count)
+            ]
     of_state = _STATE.fullmatch(name)
     if of_state is not None:  # the key of an optimizer's state, by FQN or by id
         inner = of_state[1]
         yield [p.fqn for p in names.ids if str(p.id) == inner]
         yield from _readings(names, inner)
-
-
-def _unwrapped(name: str) -> Iterator[list[str]]:
-    parts = name.split(".")
-    places = [at for at, part in enumerate(parts[:-1]) if part in _SEGMENTS][:_MOST_SEGMENTS]
-    for count in range(1, len(places) + 1):
-        yield [
-            ".".join(part for at, part in enumerate(parts) if at not in taken) for taken in combinations(places, count)
-        ]

@@ -1,8 +1,9 @@
-"""Inspection: what is in one checkpoint, read off its index. The value behind `ckpttool inspect`."""
+"""Describe what is in a checkpoint, from its index."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,8 +45,8 @@ from ckpttool.operands.checkpoint import Ckpt, open_checkpoint, split
 from ckpttool.rules.patterns import names_entry
 
 
-class Found(NamedTuple):
-    """A tensor of a checkpoint, and what is known of it: its first name, the extra that it is inside of, its values."""
+class InspectedTensor(NamedTuple):
+    """A tensor with its first name if it is an alias, the entry that it is inside of, and its statistics."""
 
     section: str
     entry: TensorEntry
@@ -62,11 +63,11 @@ class Found(NamedTuple):
 @public
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A checkpoint and what can be told from its names alone.
+    """A checkpoint, and what its names show.
 
     `wrappers` are the segments that wrappers added to the keys of each section (``module``, ``_orig_mod``, ...), and
-    `aliases` the keys of each section that name a tensor a second time, with its first name; both by section path.
-    `statistics`, where they were asked for, are those of every dense tensor, by its identity.
+    `aliases` maps the second names of tensors to the first; both by section path. `statistics` are by the identity of
+    each dense tensor; None if values were not read.
     """
 
     checkpoint: Checkpoint
@@ -76,69 +77,103 @@ class Inspection:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the reader found odd, and what the values show."""
-        odd = _odd(list(self.tensors())) if self.statistics else ()
-        own = self.checkpoint
-        return (*_code(own), *own.notes, *_of_loading(own), *_of_one_rank(own), *odd)
+        """Remarks of the reader, and what the values show."""
+        checkpoint = self.checkpoint
+        notes = []
+        imports = list(dict.fromkeys(one.name for one in dangerous(checkpoint.imports)))
+        if imports:
+            count = plural(len(imports), "dangerous import")
+            notes.append(f"{count}, executed if it is loaded with weights_only=False: {some(imports)}")
+        notes += checkpoint.notes
+        if checkpoint.format == "torch_legacy":
+            from ckpttool.formats.torch.legacy_file import UNREADABLE, refused_by_torch
 
-    def tensors(self) -> Iterator[Found]:
-        """Every tensor, section by section, those inside of extras behind the others.
+            notes += [UNREADABLE] if refused_by_torch(checkpoint) else []
+        entries = [entry for section in checkpoint.sections for entry in section.entries]
+        if any(is_flat(e.key) or isinstance(e, ExtraEntry) or e.layout != "strided" for e in entries):
+            from ckpttool.formats.ranks.files import one_rank
 
-        A key need not be the only one: a list `a` has a tensor ``a.0`` inside it, and beside it may stand one.
+            notes += one_rank(checkpoint)
+        return (*notes, *(self._odd_values() if self.statistics else ()))
+
+    def _odd_values(self) -> Iterator[str]:
+        with_stats = [(one.name, one.stats) for one in self.tensors() if one.stats]
+        zeros = [
+            # A single 0 is not odd: it may be a counter.
+            (name, s.minimum == s.maximum == 0 and not s.nan and not s.inf and s.zeros != 1)
+            for name, s in with_stats
+        ]
+        for what, hits in (
+            ("NaN", [name for name, stats in with_stats if stats.nan]),
+            ("infinite values", [name for name, stats in with_stats if stats.inf]),
+            ("only zeros", [name for name, is_zero in zeros if is_zero]),
+        ):
+            if hits:
+                yield f"{plural(len(hits), 'tensor')} with {what}: {some(hits)}"
+
+    def tensors(self) -> Iterator[InspectedTensor]:
+        """Yield every tensor, section by section, those inside of other entries last.
+
+        Keys may repeat: a list `a` has a tensor ``a.0`` inside it, and there may also be a tensor of that name.
         """
         known = self.statistics or {}
         for section in self.checkpoint.sections:
-            aliases = self.aliases[section.path]
+            path, aliases = section.path, self.aliases[section.path]
             for entry in section.tensors:
-                yield Found(section.path, entry, aliases.get(entry.key), None, known.get(entry.identity))
+                yield InspectedTensor(path, entry, aliases.get(entry.key), None, known.get(entry.identity))
             for extra in section.extras:
                 for entry in extra.inside():
-                    yield Found(section.path, entry, None, extra.key, known.get(entry.identity))
+                    yield InspectedTensor(path, entry, None, extra.key, known.get(entry.identity))
 
     def to_json(self) -> dict[str, Any]:
-        """The `inspect` object of the contract."""
+        """Return the `inspect` object of the contract."""
         return dict(INSPECT.write(self))
 
     @property
     def adapters(self) -> dict[str, Adapter]:
         """The adapters among the keys of state dicts, by section path."""
-        found = ((section.path, adapter_of(section.keys)) for section in self.checkpoint.state_dicts)
-        return {path: adapter for path, adapter in found if adapter is not None}
+        adapters = ((section.path, adapter_of(section.keys)) for section in self.checkpoint.state_dicts)
+        return {path: adapter for path, adapter in adapters if adapter is not None}
 
     @property
     def optimizers(self) -> dict[str, OptimizerState]:
         """The optimizers that are in one of torch's forms, by section path."""
-        found = ((section.path, _state(section)) for section in self.checkpoint.optimizers)
-        return {path: state for path, state in found if state is not None}
+        from ckpttool.optimizers.forms import read
+
+        states = {}
+        for section in self.checkpoint.optimizers:
+            with suppress(CkptError):
+                states[section.path] = read(section)
+        return states
 
 
-# What stands in the lists of the JSON, member by member
+# The lists of the JSON, one tuple for each item
 
 
 def _sections(inspection: Inspection) -> Iterator[tuple[object, ...]]:
-    for own in inspection.checkpoint.sections:
-        yield own.path, own.kind, len(own.all_tensors()), own.nbytes, inspection.wrappers[own.path]
+    for one in inspection.checkpoint.sections:
+        yield one.path, one.kind, len(one.all_tensors()), one.nbytes, inspection.wrappers[one.path]
 
 
 def _tensors(inspection: Inspection) -> Iterator[tuple[object, ...]]:
-    for found in inspection.tensors():
-        e, inside = found.entry, LEFT_OUT if found.inside is None else found.inside
-        stats = LEFT_OUT if inspection.statistics is None else found.stats
-        yield found.section, e.key, e.dtype, e.shape, e.nbytes, found.alias_of, inside, stats
+    for one in inspection.tensors():
+        e, inside = one.entry, LEFT_OUT if one.inside is None else one.inside
+        stats = LEFT_OUT if inspection.statistics is None else one.stats
+        yield one.section, e.key, e.dtype, e.shape, e.nbytes, one.alias_of, inside, stats
 
 
 def _extras(inspection: Inspection) -> Iterator[tuple[object, ...]]:
-    return ((own.path, extra.key) for own in inspection.checkpoint.sections for extra in own.extras)
+    return ((one.path, extra.key) for one in inspection.checkpoint.sections for extra in one.extras)
 
 
 def _flat_parameters(inspection: Inspection) -> Iterator[tuple[object, ...]]:
-    for own in inspection.checkpoint.sections:
-        yield from ((own.path, flat.key, flat.unit, flat.numel) for flat in flat_params(own))
+    for one in inspection.checkpoint.sections:
+        yield from ((one.path, flat.key, flat.unit, flat.numel) for flat in flat_params(one))
 
 
 def _adapters(inspection: Inspection) -> Iterator[tuple[object, ...]]:
-    for path, own in inspection.adapters.items():
-        yield path, own.kinds, own.modules, sum(map(len, own.modules.values())), own.alone
+    for path, one in inspection.adapters.items():
+        yield path, one.kinds, one.modules, sum(map(len, one.modules.values())), one.alone
 
 
 def _optimizers(inspection: Inspection) -> Iterator[tuple[object, ...]]:
@@ -148,7 +183,7 @@ def _optimizers(inspection: Inspection) -> Iterator[tuple[object, ...]]:
 
 
 def _unreached(inspection: Inspection) -> Iterator[tuple[object, ...]]:
-    return ((left.path, left.storage.nbytes, left.is_referred) for left in inspection.checkpoint.unreached)
+    return ((one.path, one.storage.nbytes, one.is_referred) for one in inspection.checkpoint.unreached)
 
 
 _NUMBER = plain("a number", lambda value: isinstance(value, (int, float)), {"type": "number"})
@@ -216,22 +251,13 @@ INSPECT = record(
 
 
 def names_in_file(state: OptimizerState) -> dict[Param, str]:
-    """What the file itself calls an optimizer's parameters: in its keys, or in the ``param_names`` of its groups."""
+    """Return the names of an optimizer's parameters in the file: in its keys, or in ``param_names`` of its groups."""
     return {
         param: name
         for group in state.groups
         for param, name in zip(group.params, group.param_names or group.params)
         if isinstance(name, str)
     }
-
-
-def _state(section: Section) -> OptimizerState | None:
-    from ckpttool.optimizers.forms import read
-
-    try:
-        return read(section)
-    except CkptError:
-        return None
 
 
 @expand_options()
@@ -247,16 +273,29 @@ def inspect(ckpt: Ckpt, *, stats: bool = False, filter: str | None = None) -> In
         checkpoint = replace(checkpoint, imports=in_order((*checkpoint.imports, *beside)))
     if filter is not None:
         checkpoint = _filtered(checkpoint, filter)
-    return Inspection(
-        checkpoint,
-        {section.path: _wrappers(section, is_lightning(checkpoint)) for section in checkpoint.sections},
-        {section.path: aliases(section) for section in checkpoint.sections},
-        _all_statistics(checkpoint) if stats else None,
-    )
+    lightning = is_lightning(checkpoint)
+    wrappers = {
+        section.path: tuple(segments(infer(section.keys, lightning=lightning).paths))
+        if section.kind == "state_dict"
+        else ()
+        for section in checkpoint.sections
+    }
+    second_names = {section.path: aliases(section) for section in checkpoint.sections}
+    if not stats:
+        return Inspection(checkpoint, wrappers, second_names)
+
+    def read(entry: TensorEntry) -> dict[str, Any]:
+        return asdict(statistics(entry))
+
+    # By identity: a tensor with several names is read once.
+    dense = (entry for section in checkpoint.sections for entry in section.all_tensors() if entry.storage)
+    questions = {entry.identity: Question(entry.key, entry.nbytes, partial(read, entry)) for entry in dense}
+    values = answers(f"reading the values of {checkpoint.source}", questions)
+    return Inspection(checkpoint, wrappers, second_names, {at: Statistics(**one) for at, one in values.items()})
 
 
 def _filtered(checkpoint: Checkpoint, pattern: str) -> Checkpoint:
-    """Return the checkpoint with the entries that the pattern names, and of other objects the tensors that it names."""
+    """Return the checkpoint with the entries that match the pattern, and with matching tensors inside other entries."""
 
     def kept(section: Section) -> Section:
         extras = []
@@ -293,62 +332,3 @@ def manifest(ckpt: Ckpt, *, leave_out: str | Collection[str] = ()) -> dict[str, 
     if section is not None:
         raise CkptError("a manifest is of whole files", hint=f"leave ::{section} out")
     return statement(checkpoint, None if checkpoint.format == MEMORY.name else path, several(leave_out) or ())
-
-
-def _all_statistics(checkpoint: Checkpoint) -> dict[object, Statistics]:
-    """Those of every dense tensor, by its identity: what has several names is read once."""
-    title = f"reading the values of {checkpoint.source}"
-    dense = (entry for section in checkpoint.sections for entry in section.all_tensors() if entry.storage)
-    asked = {entry.identity: Question(entry.key, entry.nbytes, partial(_asked, entry)) for entry in dense}
-    return {identity: Statistics(**found) for identity, found in answers(title, asked).items()}
-
-
-def _asked(entry: TensorEntry) -> dict[str, Any]:
-    return asdict(statistics(entry))
-
-
-def _is_zero(own: Statistics) -> bool:
-    """Whether all of several elements are 0; a counter at its start is nothing odd."""
-    return own.minimum == own.maximum == 0 and not own.nan and not own.inf and own.zeros != 1
-
-
-def _of_loading(checkpoint: Checkpoint) -> tuple[str, ...]:
-    if checkpoint.format != "torch_legacy":
-        return ()
-    from ckpttool.formats.torch.legacy_file import UNREADABLE, refused_by_torch
-
-    return (UNREADABLE,) if refused_by_torch(checkpoint) else ()
-
-
-def _of_one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:
-    entries = [entry for section in checkpoint.sections for entry in section.entries]
-    if not any(is_flat(entry.key) or isinstance(entry, ExtraEntry) or entry.layout != "strided" for entry in entries):
-        return ()
-    from ckpttool.formats.ranks.files import one_rank
-
-    return one_rank(checkpoint)
-
-
-def _code(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """What runs when the checkpoint is loaded by something that executes its pickles."""
-    names = list(dict.fromkeys(one.name for one in dangerous(checkpoint.imports)))
-    if not names:
-        return ()
-    return (f"{plural(len(names), 'dangerous import')}, run when it is loaded with weights_only=False: {some(names)}",)
-
-
-def _odd(found: Sequence[Found]) -> Iterator[str]:
-    """Sentences on values that are rarely meant."""
-    for what, hits in (
-        ("NaN", [one.name for one in found if one.stats and one.stats.nan]),
-        ("infinite values", [one.name for one in found if one.stats and one.stats.inf]),
-        ("nothing but zeros", [one.name for one in found if one.stats and _is_zero(one.stats)]),
-    ):
-        if hits:
-            yield f"{plural(len(hits), 'tensor')} with {what}: {some(hits)}"
-
-
-def _wrappers(section: Section, lightning: bool) -> tuple[str, ...]:
-    if section.kind != "state_dict":
-        return ()
-    return tuple(segments(infer(section.keys, lightning=lightning).paths))

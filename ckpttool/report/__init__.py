@@ -1,4 +1,4 @@
-"""Reports: a result, as a `Document` and as JSON-able data, becomes text in one of the formats. No one prints here."""
+"""Reports: a `Document`, or the data of the JSON report, becomes text in one of the formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ckpttool.report.document import Document
     from ckpttool.report.renderers.text import Terminal
 
-# Format name -> the file endings that choose it. The renderer is the module of the same name, imported when it is used.
+# Format -> the file endings that choose it. The renderer is the module of the same name.
 FORMATS: dict[str, tuple[str, ...]] = {
     "text": (".txt",),
     "json": (".json",),
@@ -25,25 +25,25 @@ BY_ENDING = {ending: name for name, endings in FORMATS.items() for ending in end
 
 
 def check_format(name: str) -> str:
-    """The name itself. Raises `CkptError` where there is no such format."""
+    """Return the name. Raises `CkptError` for an unknown format."""
     if name not in FORMATS:
-        raise CkptError(f"unknown format {name!r}", hint=f"--format takes one of {', '.join(FORMATS)}")
+        raise CkptError(f"unknown format {name!r}", hint=f"use one of {', '.join(FORMATS)}")
     return name
 
 
 def format_of(path: str) -> str:
-    """The format that the ending of a report file chooses. Raises `CkptError` where it chooses none."""
+    """Return the format that the ending of a report file chooses. Raises `CkptError` for an unknown ending."""
     ending = PurePath(path).suffix.lower()
     if ending not in BY_ENDING:
         raise CkptError(
-            f"the ending of report file {path!r} names no format",
-            hint=f"end it with one of {', '.join(BY_ENDING)}, or redirect the output: --format github > FILE",
+            f"report file {path!r} has no known ending",
+            hint=f"use one of {', '.join(BY_ENDING)}, or redirect the output: --format github > FILE",
         )
     return BY_ENDING[ending]
 
 
 def render(name: str, document: Document, data: Mapping[str, Any], terminal: Terminal | None = None) -> str:
-    """The result in format `name`: JSON from `data`, all else from `document`. `terminal` is for text only."""
+    """Return the result in format `name`: JSON from `data`, all others from `document`. `terminal` is for text."""
     module = import_module(f"ckpttool.report.renderers.{check_format(name)}")
     if name == "json":
         return str(module.render(data))

@@ -1,4 +1,4 @@
-"""Collapsing: the keys of repeated layers become one line, ``layers.{0-31}.attn.wq.weight``. Keys in, patterns out."""
+"""Collapse the keys of repeated layers into one line: ``layers.{0-31}.attn.wq.weight``."""
 
 from __future__ import annotations
 
@@ -12,45 +12,46 @@ from ckpttool.core.text import number
 from ckpttool.core.values import dataclass
 
 _INDEX = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})(?![^.])")  # as ModuleList and Sequential number their children
-_MOST_VARYING = 6  # indices on one way; models have up to three, hostile files would make the search slow and deep
+_MOST_VARYING = 6  # indices in one key; models have up to three, hostile files would make the search slow and deep
 
 L = TypeVar("L", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
 class Group(Generic[L]):
-    """Keys that differ only in the indices on their way. `pattern` names exactly these keys, no more and no less."""
+    """Keys that differ only in indices. `pattern` names exactly these keys."""
 
     pattern: str
     keys: tuple[str, ...]
     likeness: L
 
 
-Template = tuple[str, ...]  # what stands before, between and behind the indices of a key
+Template = tuple[str, ...]  # the parts of a key between its indices
 Row = tuple[tuple[str, ...], str]  # the indices of a key, and the key
 
 
 def collapse(items: Iterable[tuple[str, L]]) -> list[Group[L]]:
-    """Groups keys that have the same likeness (dtype, shape, ...) and differ only in whole numeric segments.
+    """Group keys that have the same likeness (dtype, shape, ...) and differ only in indices, in order of their first.
 
-    `items` are pairs of key and likeness; groups come in the order of their first key.
+    `items` are pairs of key and likeness.
     """
     groups: dict[tuple[Template, L], list[Row]] = {}
-    known: dict[str, str] = {}  # an index stands in many keys, and is kept once
+    interned: dict[str, str] = {}  # an index is in many keys, and is kept once
     for key, likeness in items:
-        parts = _INDEX.split(key)  # the indices, and between them what stands around them
+        parts = _INDEX.split(key)
+        indices = tuple([interned.setdefault(index, index) for index in parts[1::2]])
         template = tuple(parts[::2])
-        own = groups.get((template, likeness))
-        if own is None:
-            own = groups[template, likeness] = []
-        own.append((tuple([known.setdefault(index, index) for index in parts[1::2]]), key))
+        rows = groups.get((template, likeness))
+        if rows is None:
+            rows = groups[template, likeness] = []
+        rows.append((indices, key))
     return [group for (template, likeness), rows in groups.items() for group in _exact(template, likeness, rows)]
 
 
 def first_pattern(keys: Iterable[str], all: bool = False) -> str:
-    """The first pattern of the keys, and how many keys it leaves out: ``layers.{0-3}.wq (+8 more)``; ``-`` for none.
+    """Return the first pattern and how many keys it leaves out, ``layers.{0-3}.wq (+8 more)``; ``-`` for no keys.
 
-    With `all` every key by itself.
+    With `all`, return every key.
     """
     if all:
         return " + ".join(keys) or "-"
@@ -62,26 +63,23 @@ def first_pattern(keys: Iterable[str], all: bool = False) -> str:
 
 
 def _exact(template: Template, likeness: L, rows: Sequence[Row]) -> list[Group[L]]:
-    """One group where the indices are a full grid of values; else one for each value of the first that varies."""
+    """Return one group if the indices are a full grid; else one for each value of the first index that varies."""
     columns = [list(dict.fromkeys(column)) for column in zip(*(indices for indices, _ in rows))]
     varying = [i for i, column in enumerate(columns) if len(column) > 1]
     keys = tuple([key for _, key in rows])
     if len(varying) > _MOST_VARYING:
         return [Group(key, (key,), likeness) for key in keys]
-    if prod(len(columns[i]) for i in varying) == len(set(keys)):  # two sections, or an entry and what is in another
-        return [Group("".join(chain(*zip_longest(template, map(_segment, columns), fillvalue=""))), keys, likeness)]
+    if prod(len(columns[i]) for i in varying) == len(set(keys)):  # a key may repeat: in two sections, or in an entry
+        segments = [values[0] if len(values) == 1 else f"{{{_ranges(sorted(map(int, values)))}}}" for values in columns]
+        return [Group("".join(chain(*zip_longest(template, segments, fillvalue=""))), keys, likeness)]
     by_value: dict[str, list[Row]] = {}
     for row in rows:
         by_value.setdefault(row[0][varying[0]], []).append(row)
-    return [group for own in by_value.values() for group in _exact(template, likeness, own)]
-
-
-def _segment(values: Sequence[str]) -> str:
-    return values[0] if len(values) == 1 else f"{{{_ranges(sorted(map(int, values)))}}}"
+    return [group for part in by_value.values() for group in _exact(template, likeness, part)]
 
 
 def _ranges(indices: Sequence[int]) -> str:
-    """``0-3,8,10-11`` for sorted indices without repeats; steps of one length are ``0-28/4``."""
+    """Return ``0-3,8,10-11`` for sorted indices without repeats; steps of one length are ``0-28/4``."""
     step = indices[1] - indices[0]
     if len(indices) > 2 and step > 1 and all(b - a == step for a, b in pairwise(indices)):
         return f"{indices[0]}-{indices[-1]}/{step}"

@@ -1,14 +1,14 @@
-"""Documents: what a command has to say, before anyone has chosen a format. Values in, no format known here.
+"""Documents: what a command reports, independent of the format.
 
-Texts are raw: renderers pass every one of them through `words.visible` before it leaves the program. Keep the words
-around them ASCII, so that the plain rendering can be read on any terminal.
+Texts are raw: renderers pass every one through `visible` before it leaves the program. Keep the words around them
+ASCII, so that the plain rendering can be read on any terminal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Literal, Union, get_args
+from typing import Literal, Union
 
 from ckpttool.core.errors import Problem
 from ckpttool.core.text import Info
@@ -20,13 +20,14 @@ Severity = Literal["error", "warning", "notice"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A piece of text and what it is; a renderer's own table says what that looks like."""
+    """A piece of text and its role, which renderers give a style."""
 
     text: str
     role: Role = "plain"
 
 
 Inline = Union[str, Cell]
+Row = tuple[Inline, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`role` is that of the column's bare strings; columns of numbers are set flush right."""
+    """`role` is the role of plain strings in the column; numbers are aligned right."""
 
     title: str
     role: Role = "plain"
@@ -48,14 +49,19 @@ class Column:
 class Table:
     """Rows under columns. `footer` says what is not shown (``... 33 more (--all)``).
 
-    What the rows of an `is_listed` one say, the document's listing says too.
+    If `is_listed`, the document's listing has its rows too.
     """
 
     title: str
     columns: tuple[Column, ...]
-    rows: tuple[tuple[Inline, ...], ...]
+    rows: tuple[Row, ...]
     footer: str = ""
     is_listed: bool = False
+
+    @property
+    def cells(self) -> list[list[Cell]]:
+        """The rows; a plain string has the role of its column."""
+        return [[cell(inline, column.role) for column, inline in zip(self.columns, row)] for row in self.rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Problems:
-    """Everything of one severity that is wrong, each at its key."""
+    """All problems of one severity, each at its key."""
 
     problems: tuple[Problem, ...]
     severity: Severity = "error"
@@ -76,29 +82,18 @@ class Problems:
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """Shell commands that can be pasted: what mends it. The last block of a document."""
+    """Shell commands that can be pasted."""
 
     title: str
     commands: tuple[str, ...]
 
 
 Block = Union[Facts, Table, Note, Problems, Commands]
-KINDS = get_args(Block)  # in the order in which renderers list what they do with each
-
-
-def facts(*pairs: tuple[str, Inline]) -> Facts:
-    """The pairs, but for those of which nothing is known."""
-    return Facts(tuple(pair for pair in pairs if cell(pair[1]).text))
-
-
-def filled(blocks: Iterable[Block]) -> tuple[Block, ...]:
-    """The blocks, but for tables that have no rows."""
-    return tuple(block for block in blocks if not (isinstance(block, Table) and not block.rows))
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A key, and what is told of its tensor: dtype, shape and bytes, each empty or None where it is not known."""
+    """A key with the dtype, shape and bytes of its tensor, each empty or None if it is not known."""
 
     key: str
     dtype: str = ""
@@ -108,9 +103,9 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is found of the keys of one tensor, on one side or both; `spread` as in `queries.diff.result.Entry`.
+    """A finding about the keys of one tensor; `spread` as in `diffing.result.Entry`.
 
-    `place` are file and line of the hook that is the reason; `fails` is whether it is a reason of bad news.
+    `place` is the file and line of the hook that is the reason; `fails`: it is a reason for a failure.
     """
 
     status: str
@@ -125,10 +120,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Every key there is, for a reader who searches. `sides` are called so: one, or left and right.
+    """Every key, for a reader who searches. `sides` are the names of one side or two.
 
-    `statuses` are those of the findings with their roles, in the order in which they are shown; `quiet` ones are
-    hidden at first. The findings are made where they are shown.
+    `statuses` maps the status of findings to its role, in the order of the report; `quiet` ones are hidden at first.
     """
 
     sides: tuple[str, ...]
@@ -148,29 +142,34 @@ class Document:
     listing: Listing | None = None
 
 
+def facts(*pairs: tuple[str, Inline]) -> Facts:
+    """Return the pairs that have a value."""
+    return Facts(tuple(pair for pair in pairs if cell(pair[1]).text))
+
+
+def filled(blocks: Iterable[Block]) -> tuple[Block, ...]:
+    """Return the blocks without empty tables."""
+    return tuple(block for block in blocks if not (isinstance(block, Table) and not block.rows))
+
+
 def noted(notes: Iterable[str], *, quiet: bool = False) -> Iterator[Note]:
     """Yield a paragraph for each note: a warning, unless it is `Info`, or the document is `quiet`."""
     return (Note(note, "notice" if quiet or isinstance(note, Info) else "warning") for note in notes)
 
 
 def warnings_apart(document: Document) -> tuple[Document, tuple[Note | Problems, ...]]:
-    """The document without its warnings, and these."""
+    """Return the document without its warnings, and the warnings."""
     warnings = tuple(b for b in document.blocks if isinstance(b, (Note, Problems)) and b.severity == "warning")
     return replace(document, blocks=tuple(block for block in document.blocks if block not in warnings)), warnings
 
 
 def cell(inline: Inline, role: Role = "plain") -> Cell:
-    """The cell itself, or a bare string as a cell of `role`."""
+    """Return the cell, or a plain string as a cell of this role."""
     return inline if isinstance(inline, Cell) else Cell(inline, role)
 
 
-def cells(table: Table) -> list[list[Cell]]:
-    """The rows of the table, every bare string in the role of its column."""
-    return [[cell(inline, column.role) for column, inline in zip(table.columns, row)] for row in table.rows]
-
-
 def shortened(table: Table, limit: int | None, option: str = "--all") -> Table:
-    """The table with at most `limit` rows and a footer that says how many more `option` shows; None leaves out none."""
+    """Return the table with at most `limit` rows, and a footer with the `option` that shows the others."""
     hidden = 0 if limit is None else len(table.rows) - limit
     if hidden <= 0:
         return table

@@ -103,7 +103,7 @@ def test_version() -> None:
             "-o names the output: ckpttool remap x.pt -o 'a b.pt' -q",
         ),
         (["remap", "x.pt", "y.pt", "-o", "z.pt"], "got unexpected extra argument", "usage: ckpttool remap [OPTIONS]"),
-        (["inspect", "x.pt", "--format", "yaml"], "unknown format 'yaml'", "--format takes one of text, json,"),
+        (["inspect", "x.pt", "--format", "yaml"], "unknown format 'yaml'", "use one of text, json,"),
         (["inspect", "x.pt", "--report", "r.pdf"], "the ending of report file 'r.pdf'", "end it with one of .txt,"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

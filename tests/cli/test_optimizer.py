@@ -46,7 +46,7 @@ def test_inspect_names_the_parameters_where_the_file_does(
     assert [group["names"] for group in found["groups"]] == names
     assert main(["inspect", str(tmp_path / "o.pt")]) == 0
     text = capsys.readouterr().out
-    assert ("Parameters of the optimizer, as the file names them" in text) == (make == "decayed_named")
+    assert ("Optimizer parameters, with their names in the file" in text) == (make == "decayed_named")
 
 
 def test_remap_says_what_it_did(ckpt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 import optimizer_models as models
 from ckpttool.cli.app import main
 from ckpttool.diffing.result import HARMLESS
-from ckpttool.fixes.suggest import FOREIGN, UNMENDED
+from ckpttool.fixes.suggest import FOREIGN, NO_REMAP
 from command import Run
 from optimizer_support import save, steps, train
 
@@ -69,7 +69,7 @@ def test_pytorch_7499_143828_state_of_another_class(
         assert (status == 0) == (error is None), (wanted, error, found["notes"])
         if status == 0:
             continue
-        assert (found["fix"], UNMENDED in found["notes"]) == ([], True)
+        assert (found["fix"], NO_REMAP in found["notes"]) == ([], True)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_no_command_drops_an_optimizer_that_does_not_fit(
     new = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:sgd")
     status, found = told(capsys, "diff", *new, f"{path}::{picked}" if picked else path)
     assert status == 1
-    assert (found["fix"], UNMENDED in found["notes"]) == ([], True)
+    assert (found["fix"], NO_REMAP in found["notes"]) == ([], True)
 
 
 def test_another_order_of_groups_is_mended_in_the_optimizer_that_is_asked_about(
@@ -199,7 +199,7 @@ def test_hyperparameters_that_do_not_go_together_are_named(tmp_path: Path, capsy
     path = tagged(tmp_path / "old.pt", models.Net, models.decayed)
     _, found = told(capsys, "diff", "--model", "optimizer_models:Net", "--optimizer", "optimizer_models:adamw", path)
     assert any("weight_decay is 0.1 in param group 0 and 0.0 in 1" in note for note in found["notes"])
-    assert (found["fix"], UNMENDED in found["notes"]) == ([], True)
+    assert (found["fix"], NO_REMAP in found["notes"]) == ([], True)
 
 
 # Order
@@ -237,7 +237,7 @@ def test_a_history_that_belongs_to_all_parameters_cannot_be_put_in_order(
     words = ("--model", "optimizer_models:Reordered", "--optimizer", "optimizer_models:lbfgs_named")
     status, found = told(capsys, "diff", *words, path)
     assert status == 1
-    assert (found["fix"], UNMENDED in found["notes"]) == ([], True)
+    assert (found["fix"], NO_REMAP in found["notes"]) == ([], True)
     assert any("belongs to all parameters together" in note for note in found["notes"])
 
 
@@ -249,7 +249,7 @@ def test_names_as_keys_in_another_order_are_loaded_by_name_only(
     words = ("diff", "--model", "optimizer_models:Reordered", "--optimizer", "optimizer_models:in_order")
     status, found = told(capsys, *words, out)
     assert status == 0
-    assert any("Optimizer.load_state_dict goes by position" in note for note in found["notes"])
+    assert any("Optimizer.load_state_dict loads by position" in note for note in found["notes"])
 
 
 @pytest.mark.parametrize("saved", ["in_order", "adamw"])
@@ -328,7 +328,7 @@ def test_of_two_saved_optimizers_what_is_printed_brings_one_nearer_to_the_other(
     status, found = told(capsys, "diff", *words, f"{left}::optimizer", f"{right}::optimizer")
     assert status == 1
     if not found["fix"]:
-        assert UNMENDED in found["notes"]
+        assert NO_REMAP in found["notes"]
         return
     out = paste(found["fix"][0])
     _, after = told(capsys, "diff", *words, f"{out}::optimizer", f"{right}::optimizer")

@@ -47,7 +47,7 @@ def test_an_annotation_names_a_bounded_number_of_keys(run: Run) -> None:
     assert first.startswith("::error title=diff::30 differences%0Avalue: w0%0Avalue: w1%0A")
     assert (first.count("%0Avalue: "), "... 20 more" in first) == (10, True)
     same = run("diff", "old.pt", "old.pt", "--values", "--format", "github")
-    assert same.out.startswith("::notice title=diff::the same; values are equal\n")
+    assert same.out.startswith("::notice title=diff::no differences; values are equal\n")
 
 
 def test_an_annotation_stands_at_the_line_of_the_hook(run: Run) -> None:
@@ -68,4 +68,4 @@ def test_the_headline_says_why_it_fails(run: Run) -> None:
     done = run("diff", "old.pt", "new.pt", "--values", *ignored[2:], "--fail-on-unused")
     assert done.out.splitlines()[1] == "30 differences"
     done = run("diff", "old.pt", "old.pt", *ignored, "--fail-on-unused")
-    assert done.out.splitlines()[1].startswith("2 unused ignore entries (--fail-on-unused); the same")
+    assert done.out.splitlines()[1].startswith("2 unused ignore entries (--fail-on-unused); no differences")

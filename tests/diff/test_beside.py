@@ -22,7 +22,7 @@ from torch import nn
 
 import ckpttool
 from ckpttool.diffing.result import Diff
-from ckpttool.diffing.run import BESIDE
+from ckpttool.diffing.run import OTHERS_DIFFER
 from command import Run
 
 
@@ -121,15 +121,17 @@ def test_a_change_at_any_place_is_told(folder: Path, way: str) -> None:
     if where == "model":
         assert not found.identical
     else:
-        told = " ".join((*found.notes, *(key for entry in found.entries for key in entry.left if found.weighs(entry))))
+        told = " ".join(
+            (*found.notes, *(key for entry in found.entries for key in entry.left if found.is_difference(entry)))
+        )
         assert where in told or way == "-"
-        assert found.aside or not found.identical
+        assert found.has_other_notes or not found.identical
 
 
 def test_equal_files_have_nothing_beside(folder: Path, tmp_path: Path) -> None:
     torch.save(training(), tmp_path / "again.pt", _use_new_zipfile_serialization=False)
     found = between(folder / "left.pt", tmp_path / "again.pt")
-    assert (found.identical, found.aside, found.notes) == (True, False, ())
+    assert (found.identical, found.has_other_notes, found.notes) == (True, False, ())
 
 
 class Whole(dict[str, Any]):
@@ -144,9 +146,9 @@ def test_the_object_that_is_the_whole_file_is_told(tmp_path: Path) -> None:
     for name, value in files.items():
         torch.save(value, tmp_path / name)
     one, other, plain = (tmp_path / name for name in ("1.pt", "2.pt", "plain.pt"))
-    assert between(one, other).notes == ("no tensor, and other values: (root)",)
-    assert between(one, plain).notes == ("beside the tensors only left has (root)",)
-    assert between(plain, one).notes == ("beside the tensors only right has (root)",)
+    assert between(one, other).notes == ("non-tensor entries with different values: (root)",)
+    assert between(one, plain).notes == ("non-tensor entries in left only: (root)",)
+    assert between(plain, one).notes == ("non-tensor entries in right only: (root)",)
 
 
 def test_a_second_name_beside_the_models_is_one_that_a_strict_load_misses(folder: Path, run: Run) -> None:
@@ -157,7 +159,7 @@ def test_a_second_name_beside_the_models_is_one_that_a_strict_load_misses(folder
         both = [str(folder / name) for name in pair]
         assert run("diff", *both).status == 0
         whole = run("diff", *both, "--whole")
-        assert (whole.status, whole.out.splitlines()[1].partition(";")[0]) == (1, BESIDE)
+        assert (whole.status, whole.out.splitlines()[1].partition(";")[0]) == (1, OTHERS_DIFFER)
         (command,) = re.findall(r"ema: 1 difference \(ckpttool (.*)\)", whole.out + whole.err)
         assert run(*shlex.split(command)).status == 1
 
@@ -170,19 +172,21 @@ def test_the_verdict_speaks_of_the_models_alone_and_the_commands_show_the_rest(t
     for name, made in (("left.pt", left), ("right.pt", right)):
         torch.save(made, tmp_path / name)
     done = run("diff", "--values", tmp_path / "left.pt", tmp_path / "right.pt")
-    assert (done.status, done.out.splitlines()[1].partition(";")[0]) == (0, "the models are the same")
-    assert "beside the tensors only left has args" in done.out
-    assert "no tensor, and other values: epoch" in done.out
+    assert (done.status, done.out.splitlines()[1].partition(";")[0]) == (0, "no differences between the models")
+    assert "non-tensor entries in left only: args" in done.out
+    assert "non-tensor entries with different values: epoch" in done.out
     commands = re.findall(r"^(ema|optimizer): (\d+) differences? \((ckpttool diff .*)\)$", done.out, re.MULTILINE)
     assert [(name, int(count)) for name, count, _ in commands] == [("ema", 9), ("optimizer", 1)]
     for _, count, command in commands:
         told = run(*shlex.split(command)[1:])
         assert (told.status, told.out.splitlines()[1]) == (1, f"{count} difference{'s' * (count != '1')}")
     assert (
-        run("diff", tmp_path / "left.pt", tmp_path / "right.pt").out.splitlines()[1].startswith("the same; values not")
+        run("diff", tmp_path / "left.pt", tmp_path / "right.pt")
+        .out.splitlines()[1]
+        .startswith("no differences; values not")
     )
     done = run("diff", "--values", "--whole", tmp_path / "left.pt", tmp_path / "right.pt")
-    assert (done.status, done.out.splitlines()[1]) == (1, BESIDE)
+    assert (done.status, done.out.splitlines()[1]) == (1, OTHERS_DIFFER)
     assert run("diff", "--values", "--whole", tmp_path / "left.pt", tmp_path / "left.pt").status == 0
 
 
@@ -201,7 +205,7 @@ def test_beside_two_optimizers(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1)
     for epoch in (1, 2):
         torch.save({"optimizer": optimizer.state_dict(), "epoch": epoch}, tmp_path / f"{epoch}.pt")
-    assert between(tmp_path / "1.pt", tmp_path / "2.pt").notes[-1] == "no tensor, and other values: epoch"
+    assert between(tmp_path / "1.pt", tmp_path / "2.pt").notes[-1] == "non-tensor entries with different values: epoch"
 
 
 EMPTY: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -214,17 +218,17 @@ def sections(**parts: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("left", "right", "told"),
     [
-        ({"ema": {"w": torch.ones(2)}}, {}, "not compared: ema of left (LEFT::ema is one)"),
-        ({}, {"ema": {"w": torch.ones(2)}}, "not compared: ema of right (RIGHT::ema is one)"),
-        ({"a": (torch.ones(2),)}, {}, "not compared: 1 entry outside of state dicts that only left has: a.0"),
-        ({"o": EMPTY}, {"o": {"w": torch.ones(2)}}, "o: optimizer on the left, state_dict on the right"),
+        ({"ema": {"w": torch.ones(2)}}, {}, "not compared: ema in left only (for example LEFT::ema)"),
+        ({}, {"ema": {"w": torch.ones(2)}}, "not compared: ema in right only (for example RIGHT::ema)"),
+        ({"a": (torch.ones(2),)}, {}, "not compared: 1 entry outside of state dicts in left only: a.0"),
+        ({"o": EMPTY}, {"o": {"w": torch.ones(2)}}, "o: optimizer in left, state_dict in right"),
         (
             {"o": {"state": {}, "param_groups": [{"lr": 1}]}},
             {"o": {"state": {}, "param_groups": [{"lr": 1}]}},
             "not compared: o: o is not an optimizer's state dict as torch writes it",
         ),
-        ({"epoch": 1}, {}, "beside the tensors only left has epoch"),
-        ({}, {"epoch": 1}, "beside the tensors only right has epoch"),
+        ({"epoch": 1}, {}, "non-tensor entries in left only: epoch"),
+        ({}, {"epoch": 1}, "non-tensor entries in right only: epoch"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -237,9 +241,9 @@ def test_what_is_not_compared_is_said(tmp_path: Path, left: Any, right: Any, tol
         told
     ]
     assert found.identical
-    assert found.aside
+    assert found.has_other_notes
     whole = ckpttool.diff(str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), values=True, whole=True)
-    assert (whole.identical, whole.beyond, whole.fix) == (False, BESIDE, ())
+    assert (whole.identical, whole.other_failure, whole.fix) == (False, OTHERS_DIFFER, ())
     assert whole.notes == found.notes
 
 
@@ -250,5 +254,5 @@ def test_versions_of_modules_are_not_compared(tmp_path: Path) -> None:
         state._metadata[""]["version"] = version  # type: ignore[attr-defined]
         torch.save(state, tmp_path / f"{version}.pt")
     (note,) = between(tmp_path / "1.pt", tmp_path / "2.pt").notes
-    assert note == ("not compared: 1 module of other versions (_metadata), which loading may read otherwise: (root)")
+    assert note == ("not compared: 1 module with other versions (_metadata): (root)")
     assert not between(tmp_path / "1.pt", tmp_path / "1.pt").notes

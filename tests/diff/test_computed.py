@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
+from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.result import Entry, only_left, only_right
-from ckpttool.diffing.sections import COMPUTED, explain_computed, parts
+from ckpttool.diffing.sections import explain_computed, parts
+from ckpttool.fixes.suggest import PART
 from command import Run
 
 torch.set_num_threads(1)
@@ -69,9 +71,9 @@ MODELS = {
 
 def test_what_a_name_is_on_the_other_side_is_not_said_of_it() -> None:
     """`w` on the left is the right's `x`: the right's `w` is another tensor, and the one that is computed."""
-    renamed = Entry("renamed", ("w",), ("x",), "a wrapper")
+    renamed = Entry("renamed", ("w",), ("x",), Cause(Code.HOOK, ("hides `a`",)))
     found = explain_computed([renamed, only_left("w_g"), only_left("w_v"), only_right("w"), only_right("other")])
-    assert [COMPUTED in entry.reason for entry in found] == [False, True, True, True, False]
+    assert [entry.has(Code.PART, Code.COMPUTED_FROM) for entry in found] == [False, True, True, True, False]
 
 
 def test_the_names_are_those_of_torch() -> None:
@@ -93,7 +95,9 @@ def test_a_printed_command_makes_the_same_model(saved: str, wanted: str, tmp_pat
     assert answer.status == 1
     if "plain" in (saved, wanted):
         assert not answer.data["fix"]
-        assert all(COMPUTED in entry["reason"] for entry in answer.data["entries"] if entry["status"] != "same")
+        assert all(
+            entry["code"] in ("part", "computed-from") for entry in answer.data["entries"] if entry["status"] != "same"
+        )
     for command in answer.data["fix"]:
         words = shlex.split(command)
         assert run(*words[1:]).status == 0
@@ -101,6 +105,6 @@ def test_a_printed_command_makes_the_same_model(saved: str, wanted: str, tmp_pat
         try:
             target.load_state_dict(out)
         except RuntimeError:
-            assert any("mends a part" in note for note in answer.data["notes"]), command
+            assert any(PART in note for note in answer.data["notes"]), command
             continue
         assert torch.allclose(target.eval()(X), source.eval()(X)), command

@@ -76,7 +76,7 @@ def test_from_red_to_mended(repository: Path, run: Run) -> None:
     done = run("diff", "names.json", "--format", "json")
     assert done.status == 1
     assert done.data["summary"] == {"same": 12, "missing": 4, "unexpected": 4}
-    assert any("refuses checkpoints with the old keys" in note for note in done.data["notes"])
+    assert any("rejects checkpoints with the old keys" in note for note in done.data["notes"])
     assert run("diff", "names.json", "--suggest", "migrate.toml").status == 1
     assert run("remap", "CKPT", "--rules", "migrate.toml", "-o", "new.pt").status == 0
     renamed = {name.replace("head", "classifier").replace("embed", "embedding"): m for name, m in moments.items()}
@@ -87,7 +87,7 @@ def test_from_red_to_mended(repository: Path, run: Run) -> None:
         follow(run, command)
     assert resumed("CKPT.renamed.pt").keys() == renamed.keys()
     updated = run("diff", "names.json", "--update")
-    assert (updated.status, "4  only left has it" in " ".join(updated.out.split("unexpected")[1:])) == (0, True)
+    assert (updated.status, "4  not in right" in " ".join(updated.out.split("unexpected")[1:])) == (0, True)
     assert "names.json has the names of model.py:build now" in updated.said[1]
     assert run("diff", "names.json").status == 0
     before = Path("names.json").stat().st_mtime_ns
@@ -103,7 +103,7 @@ def test_another_order_of_definition_is_an_order_of_ids(repository: Path, run: R
     assert done.status == 1
     assert done.data["summary"] == {"same": 16, "order": 16}
     assert {entry["detail"] for entry in done.data["entries"] if entry["status"] == "order"} == set(moments)
-    assert any("takes the old keys" in note for note in done.data["notes"])
+    assert any("accepts the old keys" in note for note in done.data["notes"])
     (command,) = done.data["fix"]
     follow(run, command)
     found = resumed("CKPT.migrated.pt")
@@ -169,7 +169,7 @@ def test_a_names_file_without_an_optimizer_is_no_contract_on_one(repository: Pat
     assert run("trace", "model.py:build", "-o", "names.json", "--no-defaults", "--force").status == 0
     assert run("diff", *names).status == 0
     done = run("diff", *names, "--optimizer", "model.py:optimizer")
-    assert (done.status, "the optimizer is AdamW, and was not named" in done.out + done.err) == (1, True)
+    assert (done.status, "the optimizer is AdamW; it was not named" in done.out + done.err) == (1, True)
 
 
 def test_values_that_hooks_add_or_compute_are_part_of_the_contract(repository: Path, run: Run) -> None:
@@ -195,7 +195,7 @@ def test_what_there_is_no_memory_to_try_is_not_said(
     free = 4 * sum(parameter.nbytes for parameter in made()[0].parameters())  # the names take 3 times, to load 5
     monkeypatch.setattr(runtime, "memory_available", lambda: free)
     notes = run("diff", "names.json", "--format", "json").data["notes"]
-    assert any(note.startswith("whether the new code loads the old keys was not tried") for note in notes)
+    assert any(note.startswith("could not check if the new code loads the old keys") for note in notes)
 
 
 def test_what_is_not_asked_rightly_is_no_answer(repository: Path, run: Run) -> None:

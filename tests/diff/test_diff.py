@@ -217,8 +217,8 @@ def test_what_there_is_nothing_to_compare_with_is_no_answer(tmp_path: Path, run:
         ((w, m, "--model", model), "without a model"),
         (("--model", model, "--values"), "nothing to compare"),
         (("--model", model, w, "--values"), "nothing to compare"),
-        (("--model", model, *made, w), "holds no optimizer"),
-        (("--model", model, *made, two), "holds several optimizers: a, b"),
+        (("--model", model, *made, w), "has no optimizer"),
+        (("--model", model, *made, two), "has several optimizers: a, b"),
     ):
         done = run("diff", *words)
         assert (done.status, said in done.err) == (2, True), words
@@ -262,7 +262,7 @@ def test_what_is_no_tensor_is_not_counted_as_one(tmp_path: Path, run: Run) -> No
     for name, state in ("a.pt", left), ("b.pt", right):
         torch.save(state, tmp_path / name)
     done = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--values", "--format", "json")
-    counted = [note for note in done.data["notes"] if "which no rename mends" in note]
+    counted = [note for note in done.data["notes"] if "which no rename fixes" in note]
     assert [note.partition(" with")[0] for note in counted] == ["1 tensor", "3 objects"]
 
 

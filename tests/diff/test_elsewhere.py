@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import real_models
 from ckpttool.cli.app import main
 from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
-from ckpttool.diffing.sections import Rotary, compare, explain_moved, rotary
+from ckpttool.diffing.moved import Rotary, explain_moved, rotary
+from ckpttool.diffing.sections import compare
 from ckpttool.evaluate.compare import Difference
 from ckpttool.live.model import section_of
 from ckpttool.naming.pairing.evidence import exchangeable
@@ -42,16 +43,16 @@ def test_layers_that_changed_places() -> None:
         for order in ((0, 1, 2), (1, 0, 2))
     )
     assert reasons(left, right) == {
-        **dict.fromkeys(["layers.0.w", "layers.0.b"], "other values: left `layers.0` is right `layers.1`"),
-        **dict.fromkeys(["layers.1.w", "layers.1.b"], "other values: left `layers.1` is right `layers.0`"),
+        **dict.fromkeys(["layers.0.w", "layers.0.b"], "different values; left `layers.0` is right `layers.1`"),
+        **dict.fromkeys(["layers.1.w", "layers.1.b"], "different values; left `layers.1` is right `layers.0`"),
     }
 
 
 def test_a_name_of_one_segment_is_told_whole() -> None:
     a, b = torch.rand(3), torch.rand(3)
     assert reasons({"x.w": a, "w": b}, {"x.w": b, "w": a}) == {
-        "x.w": "other values: left `x.w` is right `w`",
-        "w": "other values: left `w` is right `x.w`",
+        "x.w": "different values; left `x.w` is right `w`",
+        "w": "different values; left `w` is right `x.w`",
     }
 
 
@@ -62,8 +63,8 @@ def test_sparse_tensors_of_the_same_shape_are_passed_over(tmp_path: Path, capsys
     assert main(["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--values", "--format", "json"]) == 1
     found = json.loads(capsys.readouterr().out)["entries"]
     assert [(entry["status"], entry["left"], entry["reason"]) for entry in found] == [
-        ("value", ["a"], "other values"),
-        ("value", ["s"], "other values"),
+        ("value", ["a"], "different values"),
+        ("value", ["s"], "different values"),
     ]
 
 
@@ -82,9 +83,9 @@ def test_only_matrices_of_one_shape_have_rows_in_another_order() -> None:
 def test_what_stayed_where_it_was_came_from_no_other_name() -> None:
     """Norms hold ones: one that was trained since is none that was not."""
     left = {"a.w": torch.ones(3), "b.w": torch.ones(3), "c.w": torch.ones(3) * 2}
-    assert reasons(left, {**left, "a.w": torch.rand(3)}) == {"a.w": "other values"}
+    assert reasons(left, {**left, "a.w": torch.rand(3)}) == {"a.w": "different values"}
     moved = {**left, "a.w": torch.rand(3), "c.w": torch.ones(3)}
-    assert reasons(left, moved) == {"a.w": "other values: left `a` is right `c`", "c.w": "other values"}
+    assert reasons(left, moved) == {"a.w": "different values; left `a` is right `c`", "c.w": "different values"}
 
 
 def test_norms_that_changed_places_in_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,8 +96,8 @@ def test_norms_that_changed_places_in_the_command(tmp_path: Path, capsys: pytest
     assert main(["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--values", "--format", "json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert {entry["reason"] for entry in found["entries"]} == {
-        "other values: left `layers.0.attention_norm` is right `layers.0.ffn_norm`",
-        "other values: left `layers.0.ffn_norm` is right `layers.0.attention_norm`",
+        "different values; left `layers.0.attention_norm` is right `layers.0.ffn_norm`",
+        "different values; left `layers.0.ffn_norm` is right `layers.0.attention_norm`",
     }
     assert all("8 of 8 elements differ" in entry["detail"] for entry in found["entries"])
 
@@ -115,19 +116,19 @@ def test_rotary_rows_are_recognised_with_the_size_of_their_heads(heads: int, siz
     (reason,) = reasons(*(sides[::-1] if back else sides)).values()
     assert f"heads of {size}:" in reason
     names = ("right", "left") if back else ("left", "right")
-    assert reason.endswith(f"side by side in {names[0]}, half a head apart in {names[1]}")
+    assert reason.endswith(f"adjacent pairs in {names[0]}, halves in {names[1]}")
 
 
 def test_other_orders_other_values_and_a_transposed_matrix() -> None:
     w = torch.rand(6, 6)
-    assert reasons({"w": w}, {"w": w.flip(0)}) == {"w": "other values: the same rows in another order"}
-    assert reasons({"w": w}, {"w": w.t().contiguous()}) == {"w": "other values: each is the other transposed"}
-    assert reasons({"w": w}, {"w": w + 1}) == {"w": "other values"}
+    assert reasons({"w": w}, {"w": w.flip(0)}) == {"w": "different values; same rows in a different order"}
+    assert reasons({"w": w}, {"w": w.t().contiguous()}) == {"w": "different values; each is the transpose of the other"}
+    assert reasons({"w": w}, {"w": w + 1}) == {"w": "different values"}
     two = {"a": w, "b": w.clone(), "c": w + 1}  # which of them it is cannot be said
     assert reasons({"a": w + 1, "b": w + 2, "c": w}, two) == {
-        "a": "other values: left `a` is right `c`",
-        "b": "other values",
-        "c": "other values",
+        "a": "different values; left `a` is right `c`",
+        "b": "different values",
+        "c": "different values",
     }
 
 
@@ -142,11 +143,11 @@ def test_what_loading_would_not_notice(capsys: pytest.CaptureFixture[str], tmp_p
     assert {layer + "input_layernorm.weight", layer + "post_attention_layernorm.weight"} in alike
     assert {"model.embed_tokens.weight", "lm_head.weight"} in alike
     assert main(["diff", "--model", model, str(tmp_path / "llama.pt")]) == 0
-    assert "could be exchanged" not in "".join(capsys.readouterr())  # nothing was
+    assert "would not be noticed" not in "".join(capsys.readouterr())  # nothing was
     state = {key.replace("input_layer", "in_layer"): value for key, value in real_models.llama().state_dict().items()}
     torch.save(state, tmp_path / "llama.pt")
     assert main(["diff", "--model", model, str(tmp_path / "llama.pt")]) == 1
-    assert "could be exchanged with others of their layer without any shape error" in capsys.readouterr().err
+    assert "the same shape as a neighbor, so a swap would not be noticed" in capsys.readouterr().err
 
 
 def test_a_tied_head_is_no_other_tensor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

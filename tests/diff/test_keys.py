@@ -46,15 +46,15 @@ PAIRS: dict[str, tuple[list[Entries], list[Entries], list[tuple[str, str, str, s
     "values": (
         [tensor("a", 1, 2), tensor("b", 1, 2)],
         [tensor("a", 1, 3), tensor("b", 1, 2)],
-        [("value", "a", "a", "other values: 1 of 2 elements differ, by 1 at most")],
+        [("value", "a", "a", "different values: 1 of 2 elements differ, by 1 at most")],
     ),
     "shapes and dtypes": (
         [tensor("a", 1, 2), tensor("b", 1, 2), tensor("c", 1)],
         [tensor("a", 1, 2, 3), tensor("b", 1, 2, dtype="int8"), ExtraEntry("c", value=1)],
         [
-            ("shape", "a", "a", "another shape: [2] instead of [3]"),
+            ("shape", "a", "a", "different shape: [2] instead of [3]"),
             ("dtype", "b", "b", "uint8 instead of int8"),
-            ("shape", "c", "c", "no tensor on one side"),
+            ("shape", "c", "c", "a tensor on one side only"),
         ],
     ),
     "a wrapper": (
@@ -62,21 +62,21 @@ PAIRS: dict[str, tuple[list[Entries], list[Entries], list[tuple[str, str, str, s
         [tensor("a", 1), tensor("b", 2), tensor("d", 1)],
         [
             ("renamed", "module.a", "a", "IN"),
-            ("value", "module.b", "b", "other values, and renamed: IN: 1 of 1 elements differ, by 1 at most"),
-            ("unexpected", "c", "", "only left has it"),
-            ("missing", "", "d", "only right has it"),
+            ("value", "module.b", "b", "different values; IN: 1 of 1 elements differ, by 1 at most"),
+            ("unexpected", "c", "", "not in right"),
+            ("missing", "", "d", "missing from left"),
         ],
     ),
     "objects": (
         [ExtraEntry("a", value=1), ExtraEntry("b", value=1), ExtraEntry("c", tensors=(tensor("0", 1), tensor("1", 2)))],
         [ExtraEntry("a", value=1), ExtraEntry("b", value=2), ExtraEntry("c", tensors=(tensor("0", 1), tensor("1", 3)))],
         [
-            ("value", "b", "b", "no tensor, and another object"),
+            ("value", "b", "b", "not a tensor, and a different object"),
             (
                 "value",
                 "c",
                 "c",
-                "no tensor, with a tensor inside it: other values: c.1: 1 of 1 elements differ, by 1 at most",
+                "INSIDE; different values: c.1: 1 of 1 elements differ, by 1 at most",
             ),
         ],
     ),
@@ -84,8 +84,8 @@ PAIRS: dict[str, tuple[list[Entries], list[Entries], list[tuple[str, str, str, s
         [ExtraEntry("a", tensors=(tensor("x", 1),)), ExtraEntry("b", tensors=(tensor("x", 1),))],
         [ExtraEntry("a", tensors=(tensor("y", 1),)), ExtraEntry("b")],
         [
-            ("shape", "a", "a", "no tensor, with other tensors inside it: a.x: only left has it"),
-            ("shape", "b", "b", "no tensor, with other tensors inside it: b.x: only left has it"),
+            ("shape", "a", "a", "not a tensor, and contains different tensors: a.x: only in left"),
+            ("shape", "b", "b", "not a tensor, and contains different tensors: b.x: only in left"),
         ],
     ),
 }
@@ -95,7 +95,9 @@ PAIRS: dict[str, tuple[list[Entries], list[Entries], list[tuple[str, str, str, s
 def test_what_two_state_dicts_have_otherwise(name: str) -> None:
     left, right, wanted = PAIRS[name]
     ddp = "left is wrapped in DistributedDataParallel or DataParallel or AveragedModel (`module`)"
-    assert compared(left, right) == [(*entry[:3], entry[3].replace("IN", ddp)) for entry in wanted]
+    inside = "not a tensor, and a tensor inside it differs"
+    expected = [(*entry[:3], entry[3].replace("INSIDE", inside).replace("IN", ddp)) for entry in wanted]
+    assert compared(left, right) == expected
     back = {(status, theirs, mine) for status, mine, theirs, _ in wanted}
     swap = {"unexpected": "missing", "missing": "unexpected"}
     assert {entry[:3] for entry in compared(right, left)} == {(swap.get(s, s), *keys) for s, *keys in back}
@@ -104,17 +106,17 @@ def test_what_two_state_dicts_have_otherwise(name: str) -> None:
 def test_without_values_objects_are_carried_and_not_compared() -> None:
     one: list[Entries] = [ExtraEntry("a", value=1), tensor("w", 1)]
     other: list[Entries] = [ExtraEntry("a", value=2), tensor("w", 2)]
-    assert compared(one, other, values=False) == [("extra_state", "a", "a", "no tensor: carried, not compared")]
+    assert compared(one, other, values=False) == [("extra_state", "a", "a", "not a tensor: copied, not compared")]
 
 
 def test_a_second_name_of_what_both_have_is_an_alias() -> None:
     shared = storage(1, 2)
     tied = [tensor("b", 1, 2, of=shared), tensor("a", 1, 2, of=shared), tensor("c", 1, 2)]
-    alias = "a second name of a tensor that both sides have: same as"
+    alias = "second name of a tensor that both sides have: same as"
     for kept, gone in (("a", "b"), ("b", "a")):
         assert compared([*tied], [tensor(kept, 1, 2)]) == [
             ("alias", gone, "", f"{alias} {kept}"),
-            ("unexpected", "c", "", "only left has it"),
+            ("unexpected", "c", "", "not in right"),
         ]
         assert compared([tensor(kept, 1, 2)], [*tied])[0] == ("alias", "", gone, f"{alias} {kept}")
     assert [entry[0] for entry in compared([*tied], [tensor("x", 9, 9)])] == ["unexpected"] * 3 + ["missing"]
@@ -150,11 +152,11 @@ def test_storages_that_are_not_understood_are_told_apart_by_their_bytes() -> Non
         return compare_outside(left, right, None)
 
     assert not told(outside(found(1, 2, 2), found(2, 1, 2)))
-    why = "a storage of no tensor that is understood: only {} has it"
+    why = "a storage that belongs to no known tensor; {}"
     assert told(outside(found(1, 1, 2), found(1, 3))) == [
-        ("unexpected", "data/1", "", why.format("left")),
-        ("unexpected", "data/2", "", why.format("left")),
-        ("missing", "", "data/1", why.format("right")),
+        ("unexpected", "data/1", "", why.format("not in right")),
+        ("unexpected", "data/2", "", why.format("not in right")),
+        ("missing", "", "data/1", why.format("missing from left")),
     ]
     gone = (Unreached("data/0", Storage(Span("no such file", 0, 1))),)
     assert [status for status, *_ in told(outside(gone, gone))] == ["unexpected", "missing"]

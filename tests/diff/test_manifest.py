@@ -72,7 +72,7 @@ def test_a_checkpoint_is_its_manifest_in_every_format(run: Run, tmp_path: Path, 
     manifest(run, ckpt, tmp_path / "m.json")
     done = run("diff", "--values", ckpt, tmp_path / "m.json", "--format", "json")
     assert done.status == 0
-    assert done.data["notes"] == ["the files are those of the manifest, to the byte"]
+    assert done.data["notes"] == ["the files and the manifest are the same, byte for byte"]
     again = tmp_path / "again"
     again.mkdir()
     for other in FORMATS:
@@ -112,14 +112,17 @@ def test_what_is_not_understood_is_compared_by_its_bytes(run: Run, tmp_path: Pat
             (f"{left}.json", f"{right}.json"),
         ):
             done = run("diff", *(tmp_path / name for name in pair), "--format", "json")
-            odd = [entry for entry in done.data["entries"] if "understood" in entry["reason"]]
+            odd = [entry for entry in done.data["entries"] if "known tensor" in entry["reason"]]
             alone = {(True, False): "missing", (False, True): "unexpected"}.get(
                 (left == "none", right == "none"), "value"
             )
             assert [entry["status"] for entry in odd] == ([] if left == right else [alone])
             assert done.status == (left != right)
             valued = run("diff", "--values", *(tmp_path / name for name in pair))
-            assert (valued.status, "to the byte" in valued.out) == (left != right, left == right and "pt" in str(pair))
+            assert (valued.status, "byte for byte" in valued.out) == (
+                left != right,
+                left == right and "pt" in str(pair),
+            )
 
 
 def whole() -> dict[str, Any]:
@@ -184,7 +187,7 @@ def test_nothing_beside_dense_tensors_is_taken_for_the_same(run: Run, tmp_path: 
     torch.save({**ckpt, "step": 8}, tmp_path / "later.pt")
     later = run("diff", "--values", tmp_path / "later.pt", tmp_path / "m.json", "--format", "json")
     assert later.status == 0
-    assert "not compared, since it is no tensor: step" in later.data["notes"]
+    assert "not compared (not tensors): step" in later.data["notes"]
     CHANGES[place](ckpt)
     torch.save(ckpt, tmp_path / "b.pt")
     done = run("diff", "--values", tmp_path / "b.pt", tmp_path / "m.json", "--format", "json")
@@ -209,8 +212,8 @@ def test_what_is_no_tensor_is_on_both_sides_in_whatever_order(run: Run, tmp_path
     assert run("diff", "--values", tmp_path / "turned.pt", tmp_path / "m.json").status == 0
     for accepted in ([], ["--fail-on", "missing"], ["--ignore", "missing epoch # not needed"]):
         done = run("diff", "--values", tmp_path / "less.pt", tmp_path / "m.json", *accepted)
-        assert (done.status, done.out.splitlines()[1]) == (1, "only one side has some entry that is no tensor")
-        assert "beside the tensors only right has epoch" in done.err
+        assert (done.status, done.out.splitlines()[1]) == (1, "only one side has some of the non-tensor entries")
+        assert "non-tensor entries in right only: epoch" in done.err
 
 
 def test_an_output_is_written_with_its_manifest(run: Run, tmp_path: Path) -> None:
@@ -268,7 +271,7 @@ def test_a_changed_file_below_a_folder_is_noticed(run: Run, tmp_path: Path) -> N
     assert run("diff", "--values", tmp_path / "m", tmp_path / "m.json").status == 0
     (tmp_path / "m" / "own.json").write_bytes((tmp_path / "m.json").read_bytes())  # is none of the files that it is of
     beside = run("diff", "--values", tmp_path / "m", tmp_path / "m" / "own.json", "--format", "json")
-    assert beside.data["notes"] == ["the files are those of the manifest, to the byte"]
+    assert beside.data["notes"] == ["the files and the manifest are the same, byte for byte"]
     more = run("diff", "--values", tmp_path / "m", tmp_path / "m.json", "--format", "json")
     assert (more.status, more.data["notes"]) == (0, ["not among the manifest's files: own.json"])
     save_file({"a": torch.ones(2)}, tmp_path / "m" / "sub" / "x.safetensors")
@@ -289,9 +292,9 @@ def test_behind_a_url_all_folders_below_count(run: Run, tmp_path: Path) -> None:
     assert {str(subject) for subject in here["subject"]} == {str(subject) for subject in there["subject"]}
     assert "one/two/tokens.json" in {subject["name"] for subject in there["subject"]}
     done = run("diff", "--values", url, tmp_path / "a.json")
-    assert (done.status, "another file" in done.out) == (0, False)
+    assert (done.status, "differs from the manifest" in done.out) == (0, False)
     memory.pipe(f"{url}/one/two/tokens.json", b"[]")
-    assert "one/two/tokens.json is another file" in run("diff", "--values", url, tmp_path / "a.json").out
+    assert "one/two/tokens.json differs from the manifest" in run("diff", "--values", url, tmp_path / "a.json").out
 
 
 def test_what_is_no_file_or_is_left_out_is_no_part_of_a_folder(tmp_path: Path) -> None:

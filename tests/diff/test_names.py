@@ -12,8 +12,9 @@ from ckpttool.core.checkpoint import ExtraEntry, Lazy, Section, Storage, TensorE
 from ckpttool.core.errors import Problem
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.names import Hook, LoadedTensor, Names, RuntimeTensor, SerializedKey
+from ckpttool.diffing.causes import Code
 from ckpttool.diffing.names import compare_load, compare_names, compare_through, loads
-from ckpttool.diffing.result import TIED, Entry
+from ckpttool.diffing.result import Entry
 from ckpttool.evaluate.compare import difference
 
 HIDE, FUSE, ADD = (Hook(name, "net.py", line, "") for line, name in enumerate(("hide", "fuse", "add"), 1))
@@ -70,7 +71,7 @@ def section(*entries: TensorEntry | ExtraEntry | str) -> Section:
 def told(entries: Iterable[Entry]) -> list[tuple[str, str, str, str]]:
     """What is not the same: status, the keys of both sides, and why."""
     return [
-        (one.status, " ".join(one.left), " ".join(one.right), ": ".join(filter(None, (one.why, one.detail))))
+        (one.status, " ".join(one.left), " ".join(one.right), ": ".join(filter(None, (one.why(), one.detail))))
         for one in entries
         if one.status != "same"
     ]
@@ -82,12 +83,12 @@ def test_a_model_alone() -> None:
     assert told(found) == [
         ("renamed", "b.w", "b.zin.w", "state_dict hook hides the segment `zin`: hide (net.py:1)"),
         ("transformed", "qk", "q k", "computed: cat: fuse (net.py:2)"),
-        ("alias", "twin", "", "a second key of one tensor: same as w"),
-        ("unexpected", "version", "", "a hook adds it: no runtime tensor feeds it: add (net.py:3)"),
-        ("extra_state", "_extra_state", "", "extra state: no tensor of a program"),
-        ("alias", "", "v2", "a second name of one tensor: same as v"),
-        ("missing", "", "mean", "saved inside of an entry that is no tensor"),
-        ("not_serialized", "", "seen", "a non-persistent buffer"),
+        ("alias", "twin", "", "second name of a tensor that both sides have: same as w"),
+        ("unexpected", "version", "", "added by a hook: no runtime tensor is its source: add (net.py:3)"),
+        ("extra_state", "_extra_state", "", "extra state"),
+        ("alias", "", "v2", "second name of a tensor that both sides have: same as v"),
+        ("missing", "", "mean", "saved inside an entry that is not a tensor"),
+        ("not_serialized", "", "seen", "non-persistent buffer, which the model does not save"),
         ("not_serialized", "", "lost", "state_dict() leaves it out: saved, but not loaded again @ lost"),
         ("not_serialized", "", "lost2", "state_dict() leaves it out"),
     ]
@@ -108,7 +109,7 @@ OTHERS: dict[str, tuple[Section, list[tuple[str, str, str, str]]]] = {
                 "b.w",
                 "left has the runtime name; the state_dict hook hides the segment `zin`: hide (net.py:1)",
             ),
-            ("transformed", "q k", "qk", "left has the runtime tensors; the keys are computed: cat: fuse (net.py:2)"),
+            ("transformed", "q k", "qk", "left has the runtime tensors; computed: cat: fuse (net.py:2)"),
         ],
     ),
     "a wrapper's names": (
@@ -134,17 +135,17 @@ OTHERS: dict[str, tuple[Section, list[tuple[str, str, str, str]]]] = {
     "less, and more": (
         section("w", "v", "b.w", "other", "seen", "version", "_flat_param"),
         [
-            ("unexpected", "other", "", "only left has it"),
-            ("unexpected", "seen", "", "only left has it: a non-persistent buffer of the model, which is not saved"),
+            ("unexpected", "other", "", "not in right"),
+            ("unexpected", "seen", "", "not in right; non-persistent buffer, which the model does not save"),
             (
                 "unexpected",
                 "_flat_param",
                 "",
-                "FSDP1's flat parameter: all parameters of its module end to end, in the files of all ranks",
+                "FSDP1 flat parameter: all parameters of its module end to end, split over the files of all ranks",
             ),
-            ("missing", "", "twin", f"{TIED}: same as w"),
-            ("missing", "", "qk", "only right has it"),
-            ("missing", "", "_extra_state", "only right has it"),
+            ("missing", "", "twin", f"{Code.TIED.words}: same as w"),
+            ("missing", "", "qk", "missing from left"),
+            ("missing", "", "_extra_state", "missing from left"),
         ],
     ),
     "of other kinds": (
@@ -155,9 +156,9 @@ OTHERS: dict[str, tuple[Section, list[tuple[str, str, str, str]]]] = {
             *("v", "version", ExtraEntry("qk"), ExtraEntry("_extra_state")),
         ),
         [
-            ("shape", "w", "w", "another shape: [3] instead of [2]"),
+            ("shape", "w", "w", "different shape: [3] instead of [2]"),
             ("dtype", "b.w", "b.w", "float16 instead of float32"),
-            ("shape", "qk", "qk", "no tensor, where the model has one"),
+            ("shape", "qk", "qk", "not a tensor, but the model expects one"),
             ("extra_state", "_extra_state", "_extra_state", "extra state"),
         ],
     ),
@@ -182,7 +183,7 @@ def test_other_values_under_a_tied_name_are_lost() -> None:
     mine = [TensorEntry(e.key, "uint8", (2,), (1,), 0, e.storage) for e in mine]
     keys = tuple(SerializedKey(key, "uint8", (2,), Ref("w"), None) for key in ("w", "twin"))
     names = Names(sized.model, sized.torch, sized.runtime, keys, ())
-    reason = "tied, and the file has other values under another name of it: loading loses one of them"
+    reason = "tied, but the file has different values under another of its names: loading loses one"
     assert told(compare_load(names, section(*mine), None)) == [("value", "w", "w", f"{reason}: loading keeps twin")]
     kept: Any = type("Verdict", (), {"reads": {"w": Ref("w")}, "ok": True, "unexpected": ()})
     assert told(compare_load(names, section(*mine), kept)) == [("value", "twin", "twin", f"{reason}: loading keeps w")]
@@ -197,13 +198,13 @@ def test_what_loading_takes_all_the_same() -> None:
     found = compare_load(NAMES, section("old", "bad", "gone", *WHOLE[1:]), verdict)
     assert told(found) == [
         ("extra_state", "_extra_state", "_extra_state", "extra state"),
-        ("renamed", "old", "", "a load hook takes it under this name: goes to w"),
-        ("unexpected", "bad", "", "only left has it"),
-        ("unexpected", "gone", "", "only left has it; a load hook takes it away without an error"),
-        ("missing", "", "w", f"{TIED}; loading does without it: same as twin"),
+        ("renamed", "old", "", "a load hook accepts it under this name: goes to w"),
+        ("unexpected", "bad", "", "not in right"),
+        ("unexpected", "gone", "", "not in right; a load hook removes it without an error"),
+        ("missing", "", "w", f"{Code.TIED.words}; loading does not need it: same as twin"),
     ]
     verdict.ok = False
-    assert ("unexpected", "gone", "", "only left has it") in told(compare_load(NAMES, section("gone", *WHOLE), verdict))
+    assert ("unexpected", "gone", "", "not in right") in told(compare_load(NAMES, section("gone", *WHOLE), verdict))
 
 
 def test_call_variants_of_an_unflattened_program() -> None:
@@ -212,14 +213,14 @@ def test_call_variants_of_an_unflattened_program() -> None:
     keys = [SerializedKey(one.fqn, "uint8", (2,), Ref(one.alias_of or one.fqn), None) for one in model]
     both, plain = (Names("n", "2", model[:n], tuple(keys[:n]), ()) for n in (4, 1))
     assert told(compare_load(both, section(tensor("f.w", 1, 2), tensor("g.w", 1, 2)), None)) == [
-        ("alias", "", "f@1.w", "a call variant of a tensor that both sides have: same as f.w"),
-        ("missing", "", "g@1.w", "only right has it"),
+        ("alias", "", "f@1.w", "call variant of a tensor that both sides have: same as f.w"),
+        ("missing", "", "g@1.w", "missing from left"),
     ]
     base = tensor("f.w", 1, 2)
     for variant, wanted in (
-        (tensor("f@1.w", 1, 2), ("alias", "f@1.w", "", "a call variant of a tensor that both sides have: same as f.w")),
-        (tensor("f@1.w", 1, 3), ("unexpected", "f@1.w", "", "only left has it")),
-        (tensor("h@1.w", 1, 2), ("unexpected", "h@1.w", "", "only left has it")),
+        (tensor("f@1.w", 1, 2), ("alias", "f@1.w", "", "call variant of a tensor that both sides have: same as f.w")),
+        (tensor("f@1.w", 1, 3), ("unexpected", "f@1.w", "", "not in right")),
+        (tensor("h@1.w", 1, 2), ("unexpected", "h@1.w", "", "not in right")),
     ):
         assert told(compare_load(plain, section(base, variant), None)) == [wanted]
     lone = compare_load(plain, section(tensor("x.w", 1, 2), tensor("x@1.w", 1, 2)), None)
@@ -258,6 +259,6 @@ def test_two_checkpoints_through_the_names() -> None:
         ("value", "qk", "qk"),
     ]
     assert through(section(*serialized, tensor("x", 1, 1)), section(*serialized[:2], serialized[3])) == [
-        ("unexpected", "qk", "", "only left has it"),
-        ("unexpected", "x", "", "only left has it"),
+        ("unexpected", "qk", "", "not in right"),
+        ("unexpected", "x", "", "not in right"),
     ]

@@ -12,9 +12,10 @@ from ckpttool.core.checkpoint import ExtraEntry, Section, Span, Storage, TensorE
 from ckpttool.core.expression import Ref
 from ckpttool.core.names import Names, RuntimeTensor, SerializedKey
 from ckpttool.core.optimizer_state import FLAT, FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
+from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.optimizer import (
-    Found,
     Misassigned,
+    OptimizerDiff,
     SavedOptimizer,
     compare_optimizers,
     group_entries,
@@ -48,15 +49,15 @@ def told(entries: Iterable[Entry]) -> list[tuple[str, str, str]]:
 def test_hyperparameters_are_compared_by_name() -> None:
     left, right = optimizer("a", lr=1, eps=2, old=0), optimizer("a", lr=1, eps=3, new=None)
     assert told(group_entries(left, right)) == [
-        ("value", "param_groups.0.eps param_groups.0.eps", "another `eps`: 2 instead of 3"),
-        ("unexpected", "param_groups.0.old", "only left's param groups have `old`"),
-        ("missing", "param_groups.0.new", "only right's param groups have `new`"),
+        ("value", "param_groups.0.eps param_groups.0.eps", "different `eps`: 2 instead of 3"),
+        ("unexpected", "param_groups.0.old", "`old` is not in the param groups of right"),
+        ("missing", "param_groups.0.new", "`new` is not in the param groups of left"),
     ]
 
 
 def another_group(param: str, mine: int, theirs: int) -> tuple[str, str, str]:
     keys = " ".join(f"param_groups.{index}.params.{param}" for index in (mine, theirs))
-    return "renamed", keys, f"in param group {mine} on the left, {theirs} on the right"
+    return "renamed", keys, f"in param group {mine} of left, {theirs} of right"
 
 
 PAIRED: dict[str, tuple[Sequence[str], Sequence[str], list[tuple[str, str, str]]]] = {
@@ -65,16 +66,16 @@ PAIRED: dict[str, tuple[Sequence[str], Sequence[str], list[tuple[str, str, str]]
         ["a", ""],
         ["b", ""],
         [
-            ("unexpected", "param_groups.0.params.a", "only left has this parameter, in param group 0"),
-            ("missing", "param_groups.0.params.b", "only right has it, in param group 0"),
+            ("unexpected", "param_groups.0.params.a", "parameter not in right; in param group 0 of left"),
+            ("missing", "param_groups.0.params.b", "parameter missing from left; in param group 0 of right"),
         ],
     ),
     "by most of their parameters": (
         ["abc", "d"],
         ["a", "bcd"],
         [
-            ("unexpected", "param_groups.1", "only left has this param group"),
-            ("missing", "param_groups.0", "only right has this param group"),
+            ("unexpected", "param_groups.1", "right does not have this param group"),
+            ("missing", "param_groups.0", "left does not have this param group"),
             another_group("a", 0, 0),
             another_group("d", 1, 1),
         ],
@@ -83,19 +84,19 @@ PAIRED: dict[str, tuple[Sequence[str], Sequence[str], list[tuple[str, str, str]]
         ["xab"],
         ["aby"],
         [
-            ("unexpected", "param_groups.0.params.x", "only left has this parameter, in param group 0"),
-            ("missing", "param_groups.0.params.y", "only right has it, in param group 0"),
+            ("unexpected", "param_groups.0.params.x", "parameter not in right; in param group 0 of left"),
+            ("missing", "param_groups.0.params.y", "parameter missing from left; in param group 0 of right"),
         ],
     ),
     "one less": (
         ["ab", "c"],
         ["abc"],
-        [("unexpected", "param_groups.1", "only left has this param group"), another_group("c", 1, 0)],
+        [("unexpected", "param_groups.1", "right does not have this param group"), another_group("c", 1, 0)],
     ),
     "one more": (
         ["abc"],
         ["ab", "c"],
-        [("missing", "param_groups.1", "only right has this param group"), another_group("c", 0, 1)],
+        [("missing", "param_groups.1", "left does not have this param group"), another_group("c", 0, 1)],
     ),
 }
 
@@ -107,7 +108,7 @@ def test_groups_are_paired_by_their_parameters_else_by_their_places(name: str) -
 
 
 def test_what_goes_astray_is_said_of_what_both_have() -> None:
-    astray = Misassigned("it goes astray", {"a": "to b", "c": None, "z": "nobody has it"})
+    astray = Misassigned(Cause(Code.DOUBT, ("it goes astray",)), {"a": "to b", "c": None, "z": "nobody has it"})
     keys = ["param_groups.0.params.a param_groups.0.params.a", "param_groups.0.params.b param_groups.0.params.b"]
     assert told(group_entries(optimizer("ab"), optimizer("ab"), astray)) == [("order", keys[0], "it goes astray: to b")]
 
@@ -121,12 +122,12 @@ def test_state_is_compared_name_by_name() -> None:
     }
     found = state_entries(optimizer("abc", own=left), optimizer("abc", own=right), None)
     assert told(found) == [
-        ("value", "state.a.step state.a.step", "another value"),
+        ("value", "state.a.step state.a.step", "different value"),
         ("dtype", "state.a.m state.a.m", "a tensor on one side, a Python value on the other"),
         ("dtype", "state.a.v state.a.v", "float32 instead of float16"),
-        ("unexpected", "state.a.old", "right has no `old` in its state"),
+        ("unexpected", "state.a.old", "no `old` in the state of right"),
         ("unexpected", "state.b.step", "right has no state for this parameter"),
-        ("missing", "state.a.new", "left has no `new` in its state"),
+        ("missing", "state.a.new", "no `new` in the state of left"),
         ("missing", "state.c.step", "left has no state for this parameter"),
     ]
 
@@ -143,13 +144,13 @@ def test_what_is_inside_of_state_and_belongs_to_no_parameter_is_compared() -> No
     right = OptimizerState(FQN, groups, other, {}, {"scaler": {"scale": moment(1), "step": 1}, "same": 1})
     found = state_entries(left, right, None)
     assert told(found) == [
-        ("shape", "state.a.d.m state.a.d.m", "another shape: [2] instead of [3]"),
-        ("value", "state.a.p state.a.p", "another value"),
-        ("value", "state.a.b.c@1 state.a.b.c@1", "another value"),
-        ("unexpected", "state.a.d.n", "right has no `d.n` in its state"),
-        ("unexpected", "state.x.y", "only left has it"),
-        ("missing", "state.a.l.1", "left has no `l.1` in its state"),
-        ("missing", "scaler.step", "only right has it"),
+        ("shape", "state.a.d.m state.a.d.m", "different shape: [2] instead of [3]"),
+        ("value", "state.a.p state.a.p", "different value"),
+        ("value", "state.a.b.c@1 state.a.b.c@1", "different value"),
+        ("unexpected", "state.a.d.n", "no `d.n` in the state of right"),
+        ("unexpected", "state.x.y", "not in right"),
+        ("missing", "state.a.l.1", "no `l.1` in the state of left"),
+        ("missing", "scaler.step", "missing from left"),
     ]
     assert [one.left[0] for one in found if one.status == "same"] == [
         *("state.a.l.0", "state.a.e", "state.a.b.c", "scaler.scale", "same")
@@ -162,10 +163,10 @@ def test_an_object_is_compared_as_one_is_everywhere() -> None:
     pairs = {"same": (one, one), "other": (one, other), "tensor": (one, moment(1)), "plain": (one, 1), "dict": ({}, 1)}
     left, right = (optimizer("a", own={"a": {name: pair[at] for name, pair in pairs.items()}}) for at in (0, 1))
     assert told(state_entries(left, right, lambda left, right: None)) == [
-        ("value", "state.a.other state.a.other", "no tensor, and another object"),
-        ("shape", "state.a.tensor state.a.tensor", "no tensor on one side"),
-        ("value", "state.a.plain state.a.plain", "another value"),
-        ("value", "state.a.dict state.a.dict", "another value"),
+        ("value", "state.a.other state.a.other", "not a tensor, and a different object"),
+        ("shape", "state.a.tensor state.a.tensor", "a tensor on one side only"),
+        ("value", "state.a.plain state.a.plain", "different value"),
+        ("value", "state.a.dict state.a.dict", "different value"),
     ]
 
 
@@ -183,7 +184,7 @@ def ids(*groups: Sequence[Param], names: str = "", own: Own | None = None) -> Op
     return OptimizerState(ID, tuple(ParamGroup(tuple(g), o) for g, o in zip(groups, options)), own or {})
 
 
-def compared(left: OptimizerState, right: OptimizerState) -> Found:
+def compared(left: OptimizerState, right: OptimizerState) -> OptimizerDiff:
     return compare_optimizers(saved(left), saved(right))
 
 
@@ -192,8 +193,8 @@ def test_equal_names_in_other_places_matter_where_there_is_state() -> None:
     one: Own = {1: {"exp_avg": moment(2)}}
     found = compared(ids([0, 1, 2], names="abc", own=one), ids([0, 1, 2], names="acb", own={2: {"exp_avg": moment(2)}}))
     assert [(status, why.rpartition(": ")[2]) for status, _, why in told(found.entries)] == [
-        ("order", "number 1 on the left, 2 on the right"),
-        ("order", "number 2 on the left, 1 on the right"),
+        ("order", "number 1 in left, 2 in right"),
+        ("order", "number 2 in left, 1 in right"),
     ]
     assert not told(compared(ids([0, 1], names="ab"), ids([0, 1], names="ba")).entries)
     sides = ids([0, 1], names="ab", own={0: {"exp_avg": moment(2)}}), ids([0, 1], names="ba")
@@ -222,9 +223,9 @@ def test_what_nothing_names_rightly_is_said() -> None:
 
 def test_names_on_one_side_alone_are_places() -> None:
     found = compared(optimizer("ab"), ids([0, 1]))
-    assert "parameters are compared by their places in the param groups" in found.notes
+    assert "parameters are compared by position in the param groups" in found.notes
     assert told(found.entries) == [
-        ("renamed", "state state", "left's parameters are names, right's ids, as torch.optim writes them")
+        ("renamed", "state state", "left identifies parameters by name, right by id, as torch.optim does")
     ]
     back = compared(ids([0, 1]), optimizer("ab"))
     assert [status for status, *_ in told(back.entries)] == ["renamed"]
@@ -232,7 +233,7 @@ def test_names_on_one_side_alone_are_places() -> None:
 
 def test_ids_on_both_sides_are_ids_where_one_has_no_names() -> None:
     found = compared(ids([0, 1], names="ab"), ids([1, 0]))
-    assert found.notes == ("parameters are compared by their ids: pass --model MODEL to compare them by name",)
+    assert (found.notes, found.by_id) == ((), True)
     assert not told(found.entries)
 
 
@@ -247,15 +248,13 @@ def test_two_classes_are_named() -> None:
     sgd: Own = {0: {"momentum_buffer": moment(2)}}
     adam: Own = {0: {"step": 1, "exp_avg": moment(2), "exp_avg_sq": moment(2)}}
     odd: Own = {0: {"trace": moment(2)}}
-    said = "the left state is that of {}, the right one that of {}: neither loads the other's"
-    for one, other, words in (
+    for one, other, classes in (
         (sgd, adam, ("SGD", "Adam or AdamW")),
-        (odd, sgd, ("an optimizer that is not torch's", "SGD")),
-        (odd, odd, None),
-        (sgd, sgd, None),
+        (odd, sgd, (None, "SGD")),
+        (odd, odd, (None, None)),
+        (sgd, sgd, ("SGD", "SGD")),
     ):
-        notes = compared(ids([0], names="a", own=one), ids([0], names="a", own=other)).notes
-        assert notes == (() if words is None else (said.format(*words),))
+        assert compared(ids([0], names="a", own=one), ids([0], names="a", own=other)).classes == classes
 
 
 def test_flat_and_named_states_are_compared_by_name() -> None:
@@ -263,5 +262,5 @@ def test_flat_and_named_states_are_compared_by_name() -> None:
     left = optimizer("ab", own=own, lr=1)
     flat = OptimizerState(FLAT, (ParamGroup(("b", "a"), {"lr": 1}),), own)
     assert told(compared(left, flat).entries) == [
-        ("renamed", "state state", "left's parameters are names, right's names in flat keys")
+        ("renamed", "state state", "left identifies parameters by name, right by name, in flat keys")
     ]

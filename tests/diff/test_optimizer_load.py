@@ -97,8 +97,8 @@ def test_keys_beside_it_bear_ids_out_or_speak_against_them() -> None:
 def test_named_ids_in_another_order_would_reach_other_parameters() -> None:
     fit = compared(saved(ID, "abc", names=True), model("acb"))
     assert [(status, detail) for status, _, detail in told(fit)] == [
-        ("order", "here stands c"),
-        ("order", "here stands b"),
+        ("order", "gets the state of c"),
+        ("order", "gets the state of b"),
     ]
     assert (fit.fits, fit.remedy) == (False, Remedy("by_name", ID))
     assert compared(saved(ID, "abc", names=True, stateless="bc"), model("acb")).fits  # of no state nothing is lost
@@ -108,7 +108,7 @@ def test_named_ids_in_another_order_would_reach_other_parameters() -> None:
 def test_names_go_by_name_whatever_their_places() -> None:
     fit = compared(saved(FQN, "bca"), model("abc"))
     assert (fit.fits, told(fit)) == (True, [])
-    assert ["Optimizer.load_state_dict goes by position" in note for note in fit.notes] == [True]
+    assert ["Optimizer.load_state_dict loads by position" in note for note in fit.notes] == [True]
     flat = compared(saved(FLAT, "bca"), model("abc"))
     assert (flat.fits, flat.notes) == (True, ())
 
@@ -125,10 +125,12 @@ def test_names_without_state_are_missed_where_they_are_trained() -> None:
 def test_another_class_can_only_start_afresh() -> None:
     momentum = lambda: {"momentum_buffer": adam()["exp_avg"]}  # noqa: E731
     fit = compared(saved(ID, "ab", own=momentum), model("ab"))
-    assert (fit.fits, fit.remedy) == (False, Remedy("afresh"))
+    assert (fit.fits, fit.remedy) == (False, Remedy("drop_state"))
     keys = [key for status, key, _ in told(fit) if status == "missing"]
     assert keys == [f"state.{param}.{name}" for param in "ab" for name in ("step", "exp_avg")]
-    assert any("the state is that of SGD, the optimizer an optimizer that is not torch's" in note for note in fit.notes)
+    assert any(
+        "the state is from SGD, the optimizer is an optimizer that is not part of torch" in note for note in fit.notes
+    )
 
 
 def test_hyperparameters_are_listed_and_weigh_nothing() -> None:
@@ -148,7 +150,10 @@ def test_other_groups(form: str, way: Remedy) -> None:
     assert ("missing", "param_groups.1", None) in told(fit)
     assert fit.remedy == way
     apart = compared(saved(form, "ab", "c"), model("abc"))
-    assert (apart.fits, apart.remedy) == (False, Remedy("afresh") if form == FQN else Remedy("old_model", None, False))
+    assert (apart.fits, apart.remedy) == (
+        False,
+        Remedy("drop_state") if form == FQN else Remedy("old_model", None, False),
+    )
 
 
 def test_flat_states_that_do_not_fit() -> None:
@@ -156,7 +161,7 @@ def test_flat_states_that_do_not_fit() -> None:
     less = compared(saved(FLAT, "ab"), model("abc"))
     assert (less.fits, ("missing", "param_groups.0.params.c", None) in told(less)) == (False, True)
     apart = compared(saved(FLAT, "a", "b"), model("ab"))
-    assert (apart.fits, apart.remedy) == (False, Remedy("afresh"))
+    assert (apart.fits, apart.remedy) == (False, Remedy("drop_state"))
 
 
 @pytest.mark.parametrize(("form", "named", "groups"), [(FQN, False, False), (ID, True, None), (ID, False, False)])
@@ -193,9 +198,9 @@ def test_what_torch_does_goes_before_what_places_say() -> None:
     assert not compared(swapped, model("ab")).fits
     assert compared(swapped, model("ab"), verdict=torch_says(a=1, b=0)).fits
     astray = compared(saved(ID, "ab", names=True), model("ab"), verdict=torch_says(a=1, b=0))
-    assert [detail for *_, detail in told(astray)] == ["here stands b", "here stands a"]
+    assert [detail for *_, detail in told(astray)] == ["gets the state of b", "gets the state of a"]
     refused = compared(saved(ID, "ab"), model("ab"), verdict=torch_says("ValueError: no", stepped=False))
-    assert (refused.fits, refused.remedy, refused.notes) == (False, Remedy("afresh"), ("torch: ValueError: no",))
+    assert (refused.fits, refused.remedy, refused.notes) == (False, Remedy("drop_state"), ("torch: ValueError: no",))
     odd = saved(ID, "ab", own=lambda: {"trace": 1})
     assert compared(odd, model("ab"), verdict=torch_says(a=0, b=1)).fits
     assert not compared(odd, model("ab"), verdict=torch_says(stepped=False)).fits
@@ -205,7 +210,7 @@ def test_a_tensor_under_another_name_is_no_parameter_to_be_dropped() -> None:
     """Keys that the model has not, where it has some that the file has not: these may be renamed."""
     fit = compared(saved(ID, "abcd"), model("abc"), ["abxy"])
     assert (fit.fits, fit.remedy) == (False, None)
-    assert any(note.startswith("net.py:Net has no x, and the file no c: what is one") for note in fit.notes)
+    assert any(note.startswith("x is not in net.py:Net, and c is not in the file") for note in fit.notes)
     grown = compared(saved(ID, "abcd"), model("abc"), ["abcx"])
     assert grown.remedy == Remedy("old_model", None, None, ("x",))
 
@@ -223,5 +228,5 @@ def test_which_optimizer_of_a_model_is_meant() -> None:
         assert [one.fqn for one in found.optimizer] == list(letters)
         assert found.optimizer_groups == ({**OPTIONS, "weight_decay": 0},)
     for groups, words in ((("ab",), "2 parameters in 1 param group"), (("ab", "c"), "3 parameters in 2 param groups")):
-        with pytest.raises(CkptError, match=f"{words}: nothing says which optimizer of net.py:Net"):
+        with pytest.raises(CkptError, match=f"{words}: unclear which optimizer of net.py:Net"):
             in_model_order(names, section(*groups))

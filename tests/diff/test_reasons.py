@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ckpttool.diffing.result import Entry, hidden_segments, segment_change, segment_reason
+from ckpttool.diffing.causes import segment_change, wrapper_cause
+from ckpttool.diffing.checkpoints import hidden_segments
+from ckpttool.diffing.result import Entry
 
 
 @pytest.mark.parametrize(
@@ -41,12 +43,12 @@ DDP, COMPILE = "DistributedDataParallel or DataParallel or AveragedModel (`modul
         ("model.w", "w", "left has the prefix `model`"),
         ("module.net.w", "w", f"left is wrapped in {DDP} and has the prefix `net`"),
         ("base_model.model.w", "w", "left is wrapped in PEFT (`base_model.model`)"),
-        ("module._orig_mod.w", "_orig_mod.module.w", "the same wrappers in another order"),
+        ("module._orig_mod.w", "_orig_mod.module.w", "same wrappers in a different order"),
         ("a.w", "a.w", ""),
     ],
 )
 def test_wrappers_are_named(left: str, right: str, words: str) -> None:
-    assert segment_reason(left, right) == words
+    assert str(wrapper_cause(left, right) or "") == words
 
 
 def test_a_segment_that_a_hook_may_hide() -> None:
@@ -59,8 +61,8 @@ def test_a_segment_that_a_hook_may_hide() -> None:
     entries += [Entry("missing", (), ("d.z",)), Entry("same", ("e.layer.w",), ("e.layer.w",))]
     told = [note.partition(": a state_dict hook may hide it")[0] for note in hidden_segments(entries)]
     assert told == [
-        "2 keys of the left without a segment `layer` that the other side has",
-        "1 key of the left without a segment `other` that the other side has",
-        "1 key of the left without a segment `x` that the other side has",
-        "1 key of the right without a segment `more` that the other side has",
+        "2 keys in left without the segment `layer` of the other side",
+        "1 key in left without the segment `other` of the other side",
+        "1 key in left without the segment `x` of the other side",
+        "1 key in right without the segment `more` of the other side",
     ]

@@ -113,7 +113,7 @@ def test_a_manifest_is_none_of_the_three(manifest: int, tmp_path: Path, capsys: 
     assert main(["inspect", three[0], "--manifest", str(tmp_path / "m.json")]) == 0
     three[manifest] = str(tmp_path / "m.json")
     assert main(["diff", *three[:2], "--base", three[2]]) == 2
-    assert "a manifest is no base, and has none" in capsys.readouterr().err
+    assert "a manifest cannot be used with --base" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--suggest", "r.toml"], ["--optimizer", "torch.optim:SGD", "--model", "m:f"]])

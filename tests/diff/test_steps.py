@@ -116,9 +116,9 @@ def steady(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_steps_without_a_change_are_folded(steady: list[str], run: Run) -> None:
     done = run("diff", *reversed(steady))
     assert done.status == 0
-    assert "nothing changed in 4 steps" in done.out
+    assert "no changes in 4 steps" in done.out
     assert "run/step-10.pt ... run/step-12.pt (3 steps)  nothing" in done.out
-    assert run("diff", "run", "--all").out.count("nothing\n") == 3
+    assert run("diff", "run", "--all").out.count("no change\n") == 3
     valued = run("diff", "run", "--values")
     assert valued.status == 1
     assert "another `lr`" in valued.out
@@ -137,7 +137,7 @@ def test_what_cannot_be_read_is_said_and_never_the_same(steady: list[str], run: 
     Path(steady[2]).write_bytes(Path(steady[2]).read_bytes()[:900])
     done = run("diff", "run")
     assert done.status == 1
-    assert "nothing changed in 4 steps, 1 could not be read" in done.out
+    assert "no changes in 4 steps, 1 could not be read" in done.out
     last = run("diff", "run", "--format", "json").data["steps"]
     assert [bool(step["error"]) for step in last] == [False, False, True, False]
     assert (last[3]["since"], last[3]["changes"]) == ("step-10.pt", [])
@@ -159,7 +159,7 @@ def test_a_class_of_optimizer_and_a_new_section_are_one_line_each(steady: list[s
         "status": "class",
         "before": ["Adam or AdamW"],
         "after": ["SGD"],
-        "reason": "another class of optimizer",
+        "reason": "different optimizer class",
     }
     assert [(c["status"], c["after"]) for c in data[5]["changes"]] == [("section", ["ema"]), ("added", ["epoch"])]
     lines = [line for line in run("diff", "run").out.splitlines() if "step-13" in line]
@@ -178,7 +178,12 @@ def test_what_else_a_step_may_hold(steady: list[str], run: Run) -> None:
     assert last(content, _use_new_zipfile_serialization=False) == [("", "format", ["torch_zip"], ["torch_legacy"])]
     assert last(content["model"])[:1] == [("", "section", [], ["(root)"])]
     odd = {"state": {0: {"trace": torch.ones(2)}}, "param_groups": [{"params": [0, 1, 2, 3], "lr": 1}]}
-    assert last({**content, "optimizer": odd})[0] == ("optimizer", "class", ["Adam or AdamW"], ["not one of torch's"])
+    assert last({**content, "optimizer": odd})[0] == (
+        "optimizer",
+        "class",
+        ["Adam or AdamW"],
+        ["an optimizer that is not part of torch"],
+    )
     last({**content, "best": torch.ones(2)})
     Path("run/step-13.pt").rename("run/step-12.pt")
     for name in ("run/step-9.pt", "run/step-10.pt", "run/step-11.pt"):
@@ -215,7 +220,7 @@ def test_folders_of_a_trainer(tmp_path: Path, run: Run) -> None:
     changes = done.data["steps"][1]["changes"]
     assert {change["section"] for change in changes} == {"optimizer.pt"}
     assert changes[0]["after"] == ["SGD"]
-    assert "not compared, beside the steps: model.safetensors" in done.data["notes"]
+    assert "not compared (not steps): model.safetensors" in done.data["notes"]
     Path(tmp_path / "checkpoint-500/optimizer.pt").unlink()
     (change,) = run("diff", tmp_path, "--format", "json").data["steps"][1]["changes"]
     assert (change["status"], change["before"], change["after"]) == ("section", [], ["optimizer.pt"])
@@ -230,7 +235,7 @@ def test_folders_of_a_trainer(tmp_path: Path, run: Run) -> None:
     save_file(model.state_dict(), tmp_path / "model-2.safetensors")
     done = run("diff", tmp_path, "--format", "json")
     assert [step["source"] for step in done.data["steps"]] == ["model-2.safetensors", "model.safetensors"]
-    assert "not compared, beside the steps: checkpoint-1000" in done.data["notes"]
+    assert "not compared (not steps): checkpoint-1000" in done.data["notes"]
 
 
 def test_folders_of_distributed_checkpoints(tmp_path: Path, run: Run) -> None:

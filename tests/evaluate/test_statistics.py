@@ -112,7 +112,7 @@ def test_the_command(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert found["notes"] == [
         "1 tensor with NaN: nan",
         "1 tensor with infinite values: rest",
-        "1 tensor with nothing but zeros: zero",
+        "1 tensor with only zeros: zero",
     ]
     assert main(["inspect", str(path), "--stats"]) == 0
     shown = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Situations in which a printed command was once refused, or nothing was said: each with what mends it."""
+"""Situations in which a printed command was once refused, or nothing was said: each with the suggested fix."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch import nn
 import mend_models
 from ckpttool import diff
 from ckpttool.cli.app import main
-from ckpttool.fixes.candidates import common_way, drops
-from ckpttool.fixes.rules_file import PART
+from ckpttool.fixes.candidates import common_prefix, drops
+from ckpttool.fixes.suggest import PART
 from ckpttool.fixes.trial import command
 from ckpttool.operands.output import outputs
 from ckpttool.remapping.options import RemapOptions
@@ -259,9 +259,9 @@ def without_bias(module, state, prefix, meta): del state[prefix + "bias"]
     [
         ("nothing", None),
         ("twin", None),  # its tensor is saved under its first name
-        ("both", "1 tensor is in no key that state_dict() writes (b.weight), so no command"),
-        ("alone", "1 tensor is in no key that state_dict() writes (bias), so no command"),
-        ("three", "2 tensors are in no key that state_dict() writes (a.bias, b.weight), so no command"),
+        ("both", "1 tensor is not in any key that state_dict() writes (b.weight), so no command"),
+        ("alone", "1 tensor is not in any key that state_dict() writes (bias), so no command"),
+        ("three", "2 tensors are not in any key that state_dict() writes (a.bias, b.weight), so no command"),
     ],
 )
 def test_tensors_that_a_model_does_not_save_are_said_and_no_swap_is_printed(
@@ -269,7 +269,7 @@ def test_tensors_that_a_model_does_not_save_are_said_and_no_swap_is_printed(
 ) -> None:
     Path("forgetful.py").write_text(FORGETFUL)
     found = ask("--model", f"forgetful.py:{name}")
-    notes = [note for note in found["notes"] if "in no key that state_dict() writes" in note]
+    notes = [note for note in found["notes"] if "not in any key that state_dict() writes" in note]
     assert [note.startswith(said or "") for note in notes] == ([True] if said else [])
     names_differ = [] if name == "alone" else ["remap"]
     assert [line.split()[1] for line in found["fix"]] == (names_differ if said else ["swap-weights", "remap"])
@@ -354,10 +354,10 @@ def test_too_many_patterns_are_none() -> None:
     assert drops([f"k{i}" for i in range(100)], {"m.k1"}) is None
 
 
-def test_the_common_way() -> None:
-    assert common_way({"net.a.w", "net.b.w", "loss.w"}, {"a.w", "b.w"}) == "net"
-    assert common_way({"a.w", "b.w"}, {"a.w", "b.w"}) == ""
-    assert common_way({"q.a.w", "x.y"}, {"a.w", "b.w"}) == ""
+def test_the_common_prefix() -> None:
+    assert common_prefix({"net.a.w", "net.b.w", "loss.w"}, {"a.w", "b.w"}) == "net"
+    assert common_prefix({"a.w", "b.w"}, {"a.w", "b.w"}) == ""
+    assert common_prefix({"q.a.w", "x.y"}, {"a.w", "b.w"}) == ""
 
 
 def test_what_is_in_memory_has_a_placeholder_for_its_name(ask: Ask) -> None:

@@ -21,8 +21,7 @@ from torch import nn
 
 import mend_models
 from ckpttool.cli.app import main
-from ckpttool.fixes.rules_file import INFERRED, PART
-from ckpttool.fixes.suggest import OWN_NAMES, UNREAD
+from ckpttool.fixes.suggest import INFERRED, NOT_READ, OWN_NAMES, PART
 from hook_zoo import ZOO
 
 torch.set_num_threads(1)
@@ -256,7 +255,7 @@ def check(case: Pair, run: Runs) -> None:
             after = run.diff(tuple(out if arg == case.left else arg for arg in case.args), case.words)
             assert after is not None, case.words
             alone = {entry["status"] for entry in after["entries"]} <= {"same", "value"}
-            said = UNREAD in found["notes"] or "with other values" in str(found["notes"])
+            said = NOT_READ in found["notes"] or "with different values" in str(found["notes"])
             told = {PART, INFERRED} & set(found["notes"]) or (alone and said)
             assert after["identical"] or told, f"{case.words}\n{command}\n{after['summary']}"
             assert after["identical"] or to_mend(after) < to_mend(found), f"{case.words}\n{command}"

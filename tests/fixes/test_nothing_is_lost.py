@@ -137,7 +137,7 @@ def test_a_printed_command_runs_and_loses_no_value(
     for line in found["fix"]:
         parts = shlex.split(line)[1:]
         if "MODEL" in parts:
-            assert any("what MODEL stands for" in note for note in found["notes"])
+            assert any("depends on MODEL" in note for note in found["notes"])
             continue
         assert main(parts) == (1 if parts[0] == "diff" else 0), (words, line, capsys.readouterr().err)
         if parts[0] == "remap":

@@ -179,7 +179,7 @@ def test_a_storage_beside_the_model_is_compared(run: Run, tmp_path: Path, model:
     done = run("diff", f"{tmp_path}/left.pt{operand}", f"{tmp_path}/right.pt{operand}", "--format", "json")
     assert done.status == 1
     reasons = [entry["reason"] for entry in done.data["entries"] if "raw" in entry["left"] + entry["right"]]
-    assert sum("a storage of no tensor that is understood" in reason for reason in reasons) == 2
+    assert sum("a storage that belongs to no known tensor" in reason for reason in reasons) == 2
 
 
 def test_a_record_that_nothing_refers_to_is_named_and_kept(run: Run, tmp_path: Path) -> None:

@@ -74,13 +74,13 @@ def test_what_else_a_name_names_is_said(name: str, run: Run) -> None:
     assert (done.data["serialized"], done.data["also"], done.data["optimizer_id"]) == TOLD[name]
     assert done.data["optimizer_group"] == (None if name == "steps" else 0)
     assert done.data["forms"].get("serialized") == (TOLD[name][0] if isinstance(TOLD[name][0], str) else None)
-    assert ("another's name" in run(*line).out) == bool(TOLD[name][1])
+    assert ("also a name of" in run(*line).out) == bool(TOLD[name][1])
 
 
 def test_what_is_no_tensors_name_is_refused_with_names_that_are_like_it() -> None:
     names = ModelOperand(Fused).names()
     every = "list them: ckpttool trace Fused --all"
-    for name, hint in ("step", "names that are like it: steps"), ("added", every), ("xyz", every):
+    for name, hint in ("step", "similar names: steps"), ("added", every), ("xyz", every):
         with pytest.raises(CkptError, match=f"has no tensor '{name}'") as refused:
             explain(name, names)
         assert refused.value.hint == hint

@@ -96,7 +96,7 @@ inspect train.pt
 torch_zip, 12 tensors, 4.0 KiB on disk
 
 Sections
-  section    kind        tensors      size  wrappers seen
+  section    kind        tensors      size  wrappers
   model      state_dict       11   2.8 KiB  module
   optimizer  optimizer         1  24 bytes
 
@@ -112,11 +112,11 @@ Tensors
   model            1  module.head.weight     float32  [12, 6]         288 bytes
   optimizer        1  state.0.g              float32  [4] sparse_coo   24 bytes
 
-Aliases: a second name of one tensor
+Aliases (second names of a tensor)
   key                       same tensor as
   model.module.head.weight  model.module.embed.weight
 
-Not tensors, carried as they are
+Non-tensor entries (copied unchanged)
   key
   model.module.fp8._extra_state
   epoch

@@ -107,7 +107,7 @@ def test_an_adapter_in_a_complete_model_is_reported(tmp_path: Path, capsys: pyte
     for state, section in (model, "(root)"), ({"model": model, "epoch": 1}, "model"):
         torch.save(state, tmp_path / "a.pt")
         assert main(["inspect", str(tmp_path / "a.pt")]) == 0
-        (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "beside its model" in line]
+        (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "with its base model" in line]
         assert row[0] == section
 
 
@@ -119,5 +119,5 @@ def test_inspect_calls_it_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found == {"section": "", "kinds": ["LoRA"], "modules": TARGETS, "tensors": 8, "alone": True}
     assert main(["inspect", path]) == 0
     shown = capsys.readouterr().out
-    assert "LoRA, alone: no weights of its model" in shown
+    assert "LoRA, without its base model" in shown
     assert "model.layers.{0-1}.self_attn.q_proj" in shown

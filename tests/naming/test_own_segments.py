@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import segment_models
 from ckpttool.cli.app import main
-from ckpttool.fixes.rules_file import INFERRED
+from ckpttool.fixes.suggest import INFERRED
 from zoo import randomized, runtime_values
 
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "5"))

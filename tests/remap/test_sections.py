@@ -66,7 +66,7 @@ def test_rules_reach_an_average_and_not_another_model(tmp_path: Path, run: Run) 
     torch.save({"model": weights, "ema": ema, "critic": other, "lr": 0.1}, tmp_path / "a.pt")
     done = run("remap", tmp_path / "a.pt", "-o", tmp_path / "b.pt", "--rule", "encoder.{x*} => body.{x*}")
     assert done.status == 0
-    assert "one model  model, ema" in done.out
+    assert "sections  model, ema" in done.out
     assert "critic has 2 of the 2 names of model and stays as it is (--sections 'model,ema,critic'" in done.said[1]
     found = torch.load(tmp_path / "b.pt")
     assert _equal(found["model"], {"body.weight": weights["encoder.weight"], "head.weight": weights["head.weight"]})

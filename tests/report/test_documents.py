@@ -11,6 +11,7 @@ from ckpttool.core.expression import LOADED, Op, Ref
 from ckpttool.core.names import Hook
 from ckpttool.core.plan import Dropped, ModelRun, Output, Plan
 from ckpttool.diffing import history, three_way
+from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.result import HARMLESS, Diff, Entry
 from ckpttool.naming.pairing.values import Ambiguous, Inference, Pair
 from ckpttool.remapping.optimizer import OptimizerRemap
@@ -25,25 +26,35 @@ from ckpttool.report.documents import remap as of_remap
 HOOK = Hook("rename", "model.py", 7, "layers.0")
 
 
+def because(reason: str) -> Cause:
+    return Cause(Code.DOUBT, (reason,))
+
+
 def both(status: str, key: str, reason: str = "", detail: str | None = None, ignored: str | None = None) -> Entry:
-    return Entry(status, (key,), (key,), reason, None, detail, None, ignored)
+    return Entry(status, (key,), (key,), because(reason) if reason else None, None, detail, None, ignored)
 
 
 def shapes(name: str, *details: str) -> list[Entry]:
-    return [both("shape", f"{name}.{at}", f"another shape of {name}", detail) for at, detail in enumerate(details)]
+    return [both("shape", f"{name}.{at}", f"different shape of {name}", detail) for at, detail in enumerate(details)]
 
 
 ENTRIES = (
     both("same", "w"),
     both("alias", "tied", "a second name", "same as w"),
-    Entry("renamed", ("layers.0.a",), ("layers.0.b",), "state_dict hook", HOOK),
-    Entry("renamed", ("layers.1.a",), ("layers.1.b",), "state_dict hook", HOOK),
-    Entry("renamed", ("layers.2.a",), ("layers.2.b",), "state_dict hook", Hook("rename", "model.py", 9, "layers.2")),
+    Entry("renamed", ("layers.0.a",), ("layers.0.b",), because("state_dict hook"), HOOK),
+    Entry("renamed", ("layers.1.a",), ("layers.1.b",), because("state_dict hook"), HOOK),
+    Entry(
+        "renamed",
+        ("layers.2.a",),
+        ("layers.2.b",),
+        because("state_dict hook"),
+        Hook("rename", "model.py", 9, "layers.2"),
+    ),
     *shapes("one", "[1] instead of [2]", "[1] instead of [2]"),
     *shapes("two", "[1] instead of [2]", "[1] instead of [3]"),
     *shapes("many", "[1]", "[2]", "[3]", "[4]"),
-    *(both("value", f"v.{at}", "other values", f"by {at}") for at in range(3)),
-    Entry("transformed", ("q", "k"), ("qk",), "computed: cat"),
+    *(both("value", f"v.{at}", "different values", f"by {at}") for at in range(3)),
+    Entry("transformed", ("q", "k"), ("qk",), because("computed: cat")),
 )
 PAIRS = (
     Pair(("a.0.w",), ("b.0.w",), "the only one of its shape"),
@@ -63,7 +74,7 @@ def text(document: Document) -> str:
 
 CAUSES = """\
 diff
-15 differences (6 pairs may be the same tensors)
+15 differences (6 likely renames)
 
 left   a.pt
 right  b.pt
@@ -71,26 +82,26 @@ right  b.pt
 Summary
   status       entries  meaning
   same               1  same key, dtype and shape
-  renamed            3  one tensor under two names
+  renamed            3  same tensor, different name
   transformed        1  computed from other tensors
-  shape              8  another shape, or another kind of tensor
-  value              3  other values
+  shape              8  different shape or kind of tensor
+  value              3  different values
 
 Differences, one line for each cause (--all lists every key)
-  status       entries  why                                                           left            right
-  renamed            2  state_dict hook: rename (model.py:7)                          layers.{0-1}.a  layers.{0-1}.b
-  renamed            1  state_dict hook: rename (model.py:9)                          layers.2.a      layers.2.b
-  shape              2  another shape of one: [1] instead of [2]                      one.{0-1}       one.{0-1}
-  shape              2  another shape of two: [1] instead of [2], [1] instead of [3]  two.{0-1}       two.{0-1}
-  shape              4  another shape of many: [1], [2], and 2 more                   many.{0-3}      many.{0-3}
-  value              3  other values                                                  v.{0-2}         v.{0-2}
-  transformed        1  computed: cat                                                 q (+1 more)     qk
+  status       entries  why                                                             left            right
+  renamed            2  state_dict hook: rename (model.py:7)                            layers.{0-1}.a  layers.{0-1}.b
+  renamed            1  state_dict hook: rename (model.py:9)                            layers.2.a      layers.2.b
+  shape              2  different shape of one: [1] instead of [2]                      one.{0-1}       one.{0-1}
+  shape              2  different shape of two: [1] instead of [2], [1] instead of [3]  two.{0-1}       two.{0-1}
+  shape              4  different shape of many: [1], [2], and 2 more                   many.{0-3}      many.{0-3}
+  value              3  different values                                                v.{0-2}         v.{0-2}
+  transformed        1  computed: cat                                                   q (+1 more)     qk
 
 Not counted as differences
   status  entries  why                       left  right
   alias         1  a second name: same as w  tied  tied
 
-Suggested: likely one tensor under two names; nothing above rests on it
+Likely renames (heuristic; does not affect the result)
   pairs  left           right          evidence
       2  a.{0-1}.w      b.{0-1}.w      the only one of its shape
       1  a.2.w          b.2.w          the only one of its shape; stored transposed in right
@@ -103,7 +114,7 @@ Ambiguous matches
 
 warning: a note
 
-what mends it
+Suggested fix
   ckpttool remap
 """
 
@@ -114,7 +125,7 @@ def test_the_causes_of_a_diff() -> None:
 
 EVERY_KEY = """\
 diff
-15 differences (6 pairs may be the same tensors)
+15 differences (6 likely renames)
 
 left   a.pt
 right  b.pt
@@ -122,10 +133,10 @@ right  b.pt
 Summary
   status       entries  meaning
   same               1  same key, dtype and shape
-  renamed            3  one tensor under two names
+  renamed            3  same tensor, different name
   transformed        1  computed from other tensors
-  shape              8  another shape, or another kind of tensor
-  value              3  other values
+  shape              8  different shape or kind of tensor
+  value              3  different values
 
 Every key
   status       left        right       why
@@ -133,24 +144,24 @@ Every key
   renamed      layers.0.a  layers.0.b  state_dict hook: rename (model.py:7) on module layers.0
   renamed      layers.1.a  layers.1.b  state_dict hook: rename (model.py:7) on module layers.0
   renamed      layers.2.a  layers.2.b  state_dict hook: rename (model.py:9) on module layers.2
-  shape        one.0       one.0       another shape of one: [1] instead of [2]
-  shape        one.1       one.1       another shape of one: [1] instead of [2]
-  shape        two.0       two.0       another shape of two: [1] instead of [2]
-  shape        two.1       two.1       another shape of two: [1] instead of [3]
-  shape        many.0      many.0      another shape of many: [1]
-  shape        many.1      many.1      another shape of many: [2]
-  shape        many.2      many.2      another shape of many: [3]
-  shape        many.3      many.3      another shape of many: [4]
-  value        v.0         v.0         other values: by 0
-  value        v.1         v.1         other values: by 1
-  value        v.2         v.2         other values: by 2
+  shape        one.0       one.0       different shape of one: [1] instead of [2]
+  shape        one.1       one.1       different shape of one: [1] instead of [2]
+  shape        two.0       two.0       different shape of two: [1] instead of [2]
+  shape        two.1       two.1       different shape of two: [1] instead of [3]
+  shape        many.0      many.0      different shape of many: [1]
+  shape        many.1      many.1      different shape of many: [2]
+  shape        many.2      many.2      different shape of many: [3]
+  shape        many.3      many.3      different shape of many: [4]
+  value        v.0         v.0         different values: by 0
+  value        v.1         v.1         different values: by 1
+  value        v.2         v.2         different values: by 2
   transformed  q + k       qk          computed: cat
 
 Not counted as differences
   status  left  right  why
   alias   tied  tied   a second name: same as w
 
-Suggested: likely one tensor under two names; nothing above rests on it
+Likely renames (heuristic; does not affect the result)
   pairs  left       right  evidence
       1  a.0.w      b.0.w  the only one of its shape
       1  a.1.w      b.1.w  the only one of its shape
@@ -165,7 +176,7 @@ Ambiguous matches
 
 warning: a note
 
-what mends it
+Suggested fix
   ckpttool remap
 """
 
@@ -175,7 +186,6 @@ def test_every_key_of_a_diff() -> None:
 
 
 LETS_PASS = HARMLESS | {"dtype"}
-NOT = "not the same: "
 HALF = (both("dtype", "h", "float16 instead of float32"),)
 WEIGHS = (both("shape", "s"), both("missing", "m", ignored="new"), *HALF)
 
@@ -183,22 +193,22 @@ WEIGHS = (both("shape", "s"), both("missing", "m", ignored="new"), *HALF)
 @pytest.mark.parametrize(
     ("diff", "verdict"),
     [
-        (Diff("a", "b", True, ENTRIES[:2]), "the same"),
+        (Diff("a", "b", True, ENTRIES[:2]), "no differences"),
         (
             Diff("a", "b", True, HALF, harmless=LETS_PASS),
-            "fits, with 1 difference that loading takes care of",
+            "loads; 1 harmless difference",
         ),
         (Diff("a", "b", False, WEIGHS), "3 differences, 1 of them ignored"),
         (Diff("a", "b", False, WEIGHS, accepted=False), "3 differences, 1 of them ignored"),
         (
             Diff("a", "b", False, WEIGHS, accepted=True),
-            f"{NOT}3 differences, accepted (1 ignored, 2 not in --fail-on)",
+            "3 differences, accepted (1 ignored, 2 not in --fail-on)",
         ),
-        (Diff("a", "b", False, WEIGHS[1:2], accepted=True), f"{NOT}1 difference, accepted (1 ignored)"),
-        (Diff("a", "b", False, WEIGHS[:1], accepted=True), f"{NOT}1 difference, accepted (1 not in --fail-on)"),
-        (Diff("a", "b", False, HALF, harmless=LETS_PASS, beyond="does not load"), "does not load"),
-        (Diff("a", "b", False, (), beyond="does not load"), "does not load"),
-        (Diff("a", "b", False, ()), "not the same"),
+        (Diff("a", "b", False, WEIGHS[1:2], accepted=True), "1 difference, accepted (1 ignored)"),
+        (Diff("a", "b", False, WEIGHS[:1], accepted=True), "1 difference, accepted (1 not in --fail-on)"),
+        (Diff("a", "b", False, HALF, harmless=LETS_PASS, other_failure="does not load"), "does not load"),
+        (Diff("a", "b", False, (), other_failure="does not load"), "does not load"),
+        (Diff("a", "b", False, ()), "different"),
     ],
 )
 def test_the_verdict_counts_what_weighs(diff: Diff, verdict: str) -> None:
@@ -210,8 +220,8 @@ def test_what_only_names_tell_apart_is_counted() -> None:
     alike = ("layers.0.wq", "layers.1.wq", "x"), ("e", "f", "g")
     entries = tuple(Entry("missing", (), (key,)) for key in ("x", "f"))
     said = text(of_diff.document(Diff("a", "b", False, entries, exchangeable=alike)))
-    assert "\nwarning: 6 tensors could be exchanged with others of their layer" in said
-    assert ", as layers.{0-1}.wq, x: only their names tell them apart\n" in said
+    assert "\nwarning: 6 tensors have the same shape as a neighbor, so a swap would not be noticed" in said
+    assert "(for example layers.{0-1}.wq, x)\n" in said
 
 
 IGNORED = """\
@@ -223,31 +233,34 @@ right  b.pt
 
 Summary
   status      entries  meaning
-  missing           4  only right has it
-  unexpected        1  only left has it
+  missing           4  missing from left
+  unexpected        1  not in right
 
 Differences, one line for each cause (--all lists every key)
   status      entries  why                left  right
-  missing           3  only right has it  -     head.{0-1} (+1 more)
-  unexpected        1  only left has it   old   -
-  missing           1  only right has it  -     lost
+  missing           3  missing from left  -     head.{0-1} (+1 more)
+  unexpected        1  not in right       old   -
+  missing           1  missing from left  -     lost
 
-Ignored, and not the same
-  status      entries  key         why it is ignored
+Accepted differences
+  status      entries  key         reason
   missing           2  head.{0-1}  new
   unexpected        1  old         new
   missing           1  tail        later
 
-warning: ignores nothing: shape x # y (f:1)
+warning: unused ignore entry: shape x # y (f:1)
 """
+
+
+_MISSING = Cause(Code.MISSING)
 
 
 def test_what_is_ignored_and_why() -> None:
     entries = (
-        *(Entry("missing", (), (f"head.{at}",), "only right has it", ignored="new") for at in range(2)),
-        Entry("unexpected", ("old",), (), "only left has it", ignored="new"),
-        Entry("missing", (), ("tail",), "only right has it", ignored="later"),
-        Entry("missing", (), ("lost",), "only right has it"),
+        *(Entry("missing", (), (f"head.{at}",), _MISSING, ignored="new") for at in range(2)),
+        Entry("unexpected", ("old",), (), Cause(Code.UNEXPECTED), ignored="new"),
+        Entry("missing", (), ("tail",), _MISSING, ignored="later"),
+        Entry("missing", (), ("lost",), _MISSING),
     )
     found = Diff("a.pt", "b.pt", False, entries, accepted=False, unused_ignores=("shape x # y (f:1)",))
     assert text(of_diff.document(found)) == IGNORED
@@ -259,8 +272,8 @@ def change(status: str, *keys: str, reason: str = "") -> three_way.Change:
 
 
 POINTS = (
-    three_way.Point("left", ("a.0",), change("value", "a.0", reason="other values"), None),
-    three_way.Point("left", ("a.1",), change("value", "a.1", reason="other values"), None),
+    three_way.Point("left", ("a.0",), change("value", "a.0", reason="different values"), None),
+    three_way.Point("left", ("a.1",), change("value", "a.1", reason="different values"), None),
     three_way.Point("right", ("b",), None, change("dropped")),
     three_way.Point("both", (), change("added", "n"), change("added", "n")),
     three_way.Point(
@@ -279,17 +292,17 @@ right  right.pt
 
 Summary
   by        changes  meaning
-  left            2  changed on the left only
-  right           1  changed on the right only
-  both            1  changed on both sides, and these agree
-  conflict        1  changed on both sides, and these do not agree
+  left            2  changed in left only
+  right           1  changed in right only
+  both            1  changed in both, without conflict
+  conflict        1  changed in both, with a conflict
 
 Changes since the base
-  by        changes  base     left                         right
-  conflict        1  c        renamed d                    dtype c: float16 instead of float32
-  both            1  -        added n                      added n
-  right           1  b        -                            dropped
-  left            2  a.{0-1}  value a.{0-1}: other values  -
+  by        changes  base     left                             right
+  conflict        1  c        renamed d                        dtype c: float16 instead of float32
+  both            1  -        added n                          added n
+  right           1  b        -                                dropped
+  left            2  a.{0-1}  value a.{0-1}: different values  -
 
 warning: a note
 """
@@ -304,18 +317,18 @@ right  right.pt
 
 Summary
   by        changes  meaning
-  left            2  changed on the left only
-  right           1  changed on the right only
-  both            1  changed on both sides, and these agree
-  conflict        1  changed on both sides, and these do not agree
+  left            2  changed in left only
+  right           1  changed in right only
+  both            1  changed in both, without conflict
+  conflict        1  changed in both, with a conflict
 
 Changes since the base
-  by        changes  base  left                     right
-  conflict        1  c     renamed d                dtype c: float16 instead of float32
-  both            1  -     added n                  added n
-  right           1  b     -                        dropped
-  left            1  a.0   value a.0: other values  -
-  left            1  a.1   value a.1: other values  -
+  by        changes  base  left                         right
+  conflict        1  c     renamed d                    dtype c: float16 instead of float32
+  both            1  -     added n                      added n
+  right           1  b     -                            dropped
+  left            1  a.0   value a.0: different values  -
+  left            1  a.1   value a.1: different values  -
 
 warning: a note
 """
@@ -328,7 +341,7 @@ def test_changes_since_a_base(all: bool) -> None:
 
 
 def test_changes_since_a_base_that_agree() -> None:
-    for points, verdict in ((POINTS[:4], "no conflicts"), ((), "nothing changed"), (POINTS[4:] * 2, "2 conflicts")):
+    for points, verdict in ((POINTS[:4], "no conflicts"), ((), "no changes"), (POINTS[4:] * 2, "2 conflicts")):
         shown = of_diff.three_way_document(three_way.Since("base.pt", "left.pt", "right.pt", points, ()))
         assert (shown.verdict, shown.ok) == (verdict, verdict != "2 conflicts")
 
@@ -337,7 +350,7 @@ def over_time(status: str, before: str, after: str, reason: str = "", detail: st
     return history.Change("model", status, tuple(before.split()), tuple(after.split()), reason, detail)
 
 
-CLASS = history.Change("o", "class", ("AdamW",), ("SGD",), "another class of optimizer")
+CLASS = history.Change("o", "class", ("AdamW",), ("SGD",), "different optimizer class")
 RUN = history.Steps(
     "run",
     (
@@ -348,8 +361,8 @@ RUN = history.Steps(
         history.Step(
             *("s5", "s3", None, 9),
             (
-                *(over_time("shape", f"l.{at}", f"l.{at}", "another shape", f"[{at}]") for at in range(3)),
-                *(over_time("dtype", f"d.{at}", f"d.{at}", "another dtype", f"d{at}") for at in range(2)),
+                *(over_time("shape", f"l.{at}", f"l.{at}", "different shape", f"[{at}]") for at in range(3)),
+                *(over_time("dtype", f"d.{at}", f"d.{at}", "different dtype", f"d{at}") for at in range(2)),
                 over_time("added", "", "new"),
                 CLASS,
                 history.Change("o", "dropped", ("state.0.v",), (), "no `v`"),
@@ -371,16 +384,16 @@ run  run
 
 Steps
   step                 change      keys  before               now      why
-  s1                   the first  1,234
-  s2 ... s3 (2 steps)  nothing
+  s1                   first      1,234
+  s2 ... s3 (2 steps)  no change
   s4                   not read                                        no such file (check the path)
-  s5                   shape          3  l.{0-2}              l.{0-2}  model: another shape: [0], [1], and 1 more
-  s5                   dtype          2  d.{0-1}              d.{0-1}  model: another dtype: d0, d1
+  s5                   shape          3  l.{0-2}              l.{0-2}  model: different shape: [0], [1], and 1 more
+  s5                   dtype          2  d.{0-1}              d.{0-1}  model: different dtype: d0, d1
   s5                   added          1  -                    new      model
-  s5                   class          1  AdamW                SGD      o: another class of optimizer
-  s5                   dropped        2  state.0.v (+1 more)  -        o: what the one class has and the other has not
+  s5                   class          1  AdamW                SGD      o: different optimizer class
+  s5                   dropped        2  state.0.v (+1 more)  -        o: only one of the classes has it
   s5                   renamed?       2  o.{0-1}              n.{0-1}  of one shape
-  s6                   nothing
+  s6                   no change
 
 a note
 """
@@ -393,22 +406,22 @@ run  run
 
 Steps
   step  change      keys  before     now  why
-  s1    the first  1,234
-  s2    nothing
-  s3    nothing
+  s1    first      1,234
+  s2    no change
+  s3    no change
   s4    not read                          no such file (check the path)
-  s5    shape          1  l.0        l.0  model: another shape: [0]
-  s5    shape          1  l.1        l.1  model: another shape: [1]
-  s5    shape          1  l.2        l.2  model: another shape: [2]
-  s5    dtype          1  d.0        d.0  model: another dtype: d0
-  s5    dtype          1  d.1        d.1  model: another dtype: d1
+  s5    shape          1  l.0        l.0  model: different shape: [0]
+  s5    shape          1  l.1        l.1  model: different shape: [1]
+  s5    shape          1  l.2        l.2  model: different shape: [2]
+  s5    dtype          1  d.0        d.0  model: different dtype: d0
+  s5    dtype          1  d.1        d.1  model: different dtype: d1
   s5    added          1  -          new  model
-  s5    class          1  AdamW      SGD  o: another class of optimizer
+  s5    class          1  AdamW      SGD  o: different optimizer class
   s5    dropped        1  state.0.v  -    o: no `v`
   s5    dropped        1  state.0.m  -    o: no `m`
   s5    renamed?       1  o.0        n.0  of one shape
   s5    renamed?       1  o.1        n.1  of one shape
-  s6    nothing
+  s6    no change
 
 a note
 """
@@ -424,10 +437,10 @@ check
 2 of 3 files with problems
 
 Files
-  file    taken for   found
+  file    type        result
   a.json  names       2 problems
   b.pt    checkpoint  1 problem
-  c.toml  rules       nothing wrong
+  c.toml  rules       OK
 
 error: a.json: is missing @ $.x
 error: cannot be read @ a.json
@@ -446,7 +459,7 @@ def test_checked_files() -> None:
         Checked("c.toml", "rules", notes=("not compared",)),
     )
     assert text(of_check.check_document(Checks(files))) == CHECK
-    assert of_check.check_document(Checks(files[2:])).verdict == "1 file, nothing wrong"
+    assert of_check.check_document(Checks(files[2:])).verdict == "1 file checked: OK"
 
 
 REMAP = """\
@@ -456,11 +469,11 @@ remap
 source               a.pt
 output               b.pt
 form                 runtime -> serialized
-one model            model, (root)
-computed             1 tensor by running model.py:build's own load_state_dict() on the values
-optimizer optimizer  id -> fqn, 2 parameters, known by param_names
+sections             model, (root)
+computed             1 tensor by running model.py:build.load_state_dict()
+optimizer optimizer  id -> fqn, 2 parameters, identified by param_names
 optimizer            id -> id, 1 parameter
-it takes             reads 1 byte, writes 2 bytes, holds no values
+cost                 reads 1 byte, writes 2 bytes, holds no values
 
 Changes
   from       to

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import ckpttool
-from ckpttool.report.documents.inspection import of_diff
+from ckpttool.report.documents.diff import findings
 from command import Run
 
 
@@ -17,14 +17,14 @@ def test_every_key_is_listed_with_its_tensor_in_the_order_of_the_right(tmp_path:
     sparse = torch.eye(2).to_sparse()
     torch.save({"old": torch.ones(3), "b": sparse, "a": torch.ones(2)}, tmp_path / "left.pt")
     torch.save({"a": torch.ones(2), "b": sparse, "new": torch.ones(1)}, tmp_path / "right.pt")
-    found = list(of_diff(ckpttool.diff(str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))))
+    found = list(findings(ckpttool.diff(str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))))
     told = {name.key: (name.dtype, name.shape) for one in found for name in (*one.left, *one.right)}
     assert told["b"] == ("float32 sparse_coo", "[2, 2]")
     assert told["old"] == ("float32", "[3]")
     assert [(one.left or one.right)[0].key for one in found if one.status != "unexpected"] == ["a", "b", "new"]
     names = ckpttool.trace(torch.nn.Linear, model_kwargs={"in_features": 2, "out_features": 3})
     loose = replace(names, serialized=(replace(names.serialized[0], shape=None), names.serialized[1]))
-    sizes = {name.key: name.nbytes for one in of_diff(ckpttool.diff(model=loose)) for name in one.left}
+    sizes = {name.key: name.nbytes for one in findings(ckpttool.diff(model=loose)) for name in one.left}
     assert sizes == {"weight": None, "bias": 12}
 
 

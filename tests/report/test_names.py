@@ -54,7 +54,7 @@ def test_what_a_model_has_is_counted(run: Run) -> None:
         "serialized keys": "7",
         "extra state": "1",
     }
-    assert "7 serialized keys, 0 of them not under the runtime name" in done.out
+    assert "7 serialized keys, 0 of them different from the runtime name" in done.out
 
 
 @pytest.mark.parametrize(

@@ -414,7 +414,7 @@ def test_the_ending_picks_the_format() -> None:
 def test_an_unknown_format_is_an_error_that_lists_them() -> None:
     with pytest.raises(CkptError) as caught:
         render("yaml", DIFF, {})
-    assert caught.value.hint == "--format takes one of text, json, markdown, github, html"
+    assert caught.value.hint == "use one of text, json, markdown, github, html"
 
 
 def test_shortened_says_how_many_are_left_out() -> None:

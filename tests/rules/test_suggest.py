@@ -20,7 +20,8 @@ from torch import nn
 
 import real_models
 from ckpttool.cli.app import main
-from ckpttool.fixes.rules_file import PART, suggest
+from ckpttool.fixes.rules_file import suggest
+from ckpttool.fixes.suggest import PART
 from ckpttool.live.model import section_of
 from ckpttool.naming.pairing.search import infer
 from ckpttool.naming.pairing.values import Inference, Pair, Side, Tensor
@@ -262,14 +263,14 @@ def test_remaining_keys_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtu
     torch.save({f"bert.{key}": value for key, value in plain().state_dict().items()}, tmp_path / "left.pt")
     torch.save({**plain().state_dict(), "head.weight": torch.zeros(5, 2)}, tmp_path / "right.pt")
     _, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
-    assert "the suggested rules do not make 1 key of the right: head.weight" in found["notes"]
+    assert "the suggested rules do not write 1 key of the right: head.weight" in found["notes"]
 
 
 def test_different_dtypes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({f"a.{n}.w": torch.rand(2, n + 1) for n in range(3)}, tmp_path / "left.pt")
     torch.save({f"b.{n}.w": torch.rand(2, n + 1).half() for n in range(3)}, tmp_path / "right.pt")
     _, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
-    assert "the suggested rules leave dtypes and values as they are, and some differ" in found["notes"]
+    assert "the suggested rules do not change dtypes and values, and some differ" in found["notes"]
     assert {value.dtype for value in torch.load(mended(found, capsys)).values()} == {torch.float32}
 
 
@@ -404,7 +405,7 @@ def test_a_file_of_rules_leads_from_a_checkpoint_to_a_model(
     assert found["entries"] == before["entries"]
     for option, rule in pairwise(shlex.split(" ".join(before["fix"]))):  # those that are printed without a file
         assert option != "--rule" or rule in found["rules"]
-    assert not any("no name of the left leads to" in note for note in found["notes"])
+    assert not any("missing from left" in note for note in found["notes"])
     (command,) = found["fix"]
     assert main(shlex.split(command)[1:]) == 0
     out = torch.load(shlex.split(command)[-1])["model"]
@@ -449,12 +450,12 @@ def test_problems_that_a_rules_file_does_not_fix_are_reported(
     torch.save({"q.weight": torch.ones(4, 4), "q.bias": torch.ones(4)}, "part.pt")
     status, found = asked(capsys, "diff", "part.pt", "--model", "models.py:long", "--suggest", "rules.toml")
     assert status == 1
-    assert any("the suggested rules do not make 6 keys" in note for note in found["notes"])
+    assert any("the suggested rules do not write 6 keys" in note for note in found["notes"])
     space: dict[str, Any] = {}
     exec(MODELS, space)
     torch.save({**space["short"]().state_dict(), "other": torch.ones(9)}, "more.pt")
     _, found = asked(capsys, "diff", "more.pt", "--model", "models.py:long", "--suggest", "more.toml")
-    assert "the suggested rules leave 1 key of the left as they are: other" in found["notes"]
+    assert "the suggested rules do not change 1 key of the left: other" in found["notes"]
     torch.save({"other": torch.ones(9)}, "other.pt")
     status, found = asked(capsys, "diff", "other.pt", "--model", "models.py:long", "--suggest", "no.toml")
     assert status == 1

@@ -26,7 +26,7 @@ def test_a_buffer_in_extra_state_is_saved_where_loading_brings_it_back(build: ty
 def test_diff_says_where_it_is_saved(run: Run) -> None:
     done = run("diff", "--model", f"{MODELS}:Pickled", "--format", "json")
     (entry,) = [entry for entry in done.data["entries"] if entry["right"] == ["amax"]]
-    assert (entry["status"], entry["reason"]) == ("extra_state", "saved inside of an entry that is no tensor")
+    assert (entry["status"], entry["reason"]) == ("extra_state", "saved inside an entry that is not a tensor")
 
 
 def test_tensors_in_dicts_below_one_key(run: Run, tmp_path: Path) -> None:
@@ -55,5 +55,5 @@ def test_tensors_in_dicts_below_one_key(run: Run, tmp_path: Path) -> None:
     last.load_state_dict(torch.load(tmp_path / "whole.pt"), strict=True)
     assert all(map(torch.equal, last.parameters(), model.parameters()))
     alone = {e["right"][0]: e for e in run("diff", *words, "--format", "json").data["entries"] if e["right"]}
-    assert alone["0.weight"]["reason"] == "saved inside of an entry that is no tensor"
+    assert alone["0.weight"]["reason"] == "saved inside an entry that is not a tensor"
     assert alone["0.weight"]["status"] == "missing"

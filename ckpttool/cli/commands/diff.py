@@ -129,7 +129,6 @@ def _diff_of_two(options: DiffOptions, left: str | None, right: str | None, sugg
 
 def _with_rules_written(result: Diff, path: str, of_names: bool) -> Diff:
     """Write the rules that the diff suggests, and show how to use them. Raise `CkptError` for another's file."""
-    from ckpttool.fixes.candidates import migrates
     from ckpttool.fixes.rules_file import by_file
 
     if result.rules is None:
@@ -138,4 +137,4 @@ def _with_rules_written(result: Diff, path: str, of_names: bool) -> Diff:
     if os.path.exists(path) and Path(path).read_text(encoding="utf-8", errors="replace") != result.rules:
         raise CkptError(f"{path} is there, and has other content", hint="give another FILE, or remove it first")
     write_text(path, result.rules, force=True)  # what is there is the same
-    return migrates(result, path) if of_names else by_file(result, path)
+    return replace(result, fix=(by_file("CKPT" if of_names else result.left, path),))

@@ -1,1 +1,1 @@
-"""A result becomes a `Document`, a module for each kind of result."""
+"""A module for each kind of result, which becomes a `Document`."""

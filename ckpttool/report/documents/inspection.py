@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import field, replace
 from functools import partial
 from itertools import groupby
-from math import inf, prod
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
@@ -20,130 +20,88 @@ from ckpttool.naming.flat import flat_params
 from ckpttool.operands.checkpoint import split
 from ckpttool.report.collapse import Group, collapse
 from ckpttool.report.document import (
+    Block,
     Cell,
     Column,
     Document,
     Finding,
-    Inline,
     Listing,
     Named,
     Role,
+    Row,
     Table,
     noted,
     shortened,
 )
 
 if TYPE_CHECKING:
-    from ckpttool.diffing.result import Diff, Entry, Outline, Outlines
+    from ckpttool.diffing.result import Outline
 
-
+_ROWS = 40
+_DIGITS = 12  # of a hash; JSON has all of them
+_VALUE_WIDTH = 200  # characters of a long text that are shown
+_ROOT = "(root)"
 _BAR = 20  # characters of the longest bar
-_INDENT = "  "
-_DEEPEST = 24  # levels that are told apart; models have about ten
+_DEEPEST = 24  # levels of modules that are distinguished; models have about ten
+_VERDICTS: dict[str, Role] = {DANGEROUS: "bad", UNKNOWN: "warn", KNOWN: "ok"}
+_KEY, _TENSORS, _SIZE = Column("key", "key"), Column("tensors", "number"), Column("size", "number")
+_SECTION = Column("section", "key")
 
 
-@dataclass(slots=True)
-class _Module:
-    """What lies under a module; `storages` are counted once, however many names they have."""
+def document(
+    inspection: Inspection, *, all: bool = False, depth: int | None = None, by_bytes: bool = False
+) -> Document:
+    """Return the document; with `all` every tensor has its own line and no list is cut.
 
-    tensors: int = 0
-    nbytes: int = 0
-    dtypes: dict[str, None] = field(default_factory=dict)
-    below: dict[str, _Module] = field(default_factory=dict)
-
-    def add(self, path: list[str], dtype: str, nbytes: int) -> None:
-        """Counts a tensor here, and in every module on its way."""
-        self.tensors += 1
-        self.nbytes += nbytes
-        self.dtypes[dtype] = None
-        if path:
-            self.below.setdefault(path[0], _Module()).add(path[1:], dtype, nbytes)
-
-    @property
-    def likeness(self) -> tuple[object, ...]:
-        """Equal for modules that look alike, down to the last tensor."""
-        below = tuple((name, module.likeness) for name, module in self.below.items())
-        return self.tensors, self.nbytes, tuple(self.dtypes), below
-
-
-def tree(checkpoint: Checkpoint, depth: int, by_bytes: bool) -> Table:
-    """A row for each module down to `depth`, repeated layers on one; the bar is its share of the file's tensors."""
-    columns = (
-        Column("module", "key"),
-        Column("tensors", "number"),
-        Column("dtypes", "dtype"),
-        Column("size", "number"),
-        Column("share of all"),
+    With a `depth`, list modules instead of tensors; `by_bytes` lists the largest first.
+    """
+    checkpoint = inspection.checkpoint
+    tensors = sum(len(section.all_tensors()) for section in checkpoint.sections)
+    verdict = f"{checkpoint.format}, {plural(tensors, 'tensor')}, {human_bytes(checkpoint.nbytes)} on disk"
+    limit = None if all else _ROWS
+    dangerous = any(one.verdict == DANGEROUS for one in checkpoint.imports)
+    extras = [dotted(section.path, extra.key) for section in checkpoint.sections for extra in section.extras]
+    second_names: tuple[Row, ...] = tuple(
+        (dotted(path, key), Cell(dotted(path, first), "key"))
+        for path, aliases in inspection.aliases.items()
+        for key, first in aliases.items()
     )
-    roots = [(section.path or _ROOT, _module_of(section)) for section in checkpoint.sections]
-    roots = [(path, root) for path, root in roots if root.tensors]
-    total = sum(root.nbytes for _, root in roots)
-    if by_bytes:
-        roots.sort(key=lambda one: -one[1].nbytes)
-    rows = [row for path, root in roots for row in _rows(path, 1, root, depth, 0, total, by_bytes)]
-    return Table("Modules", columns, tuple(rows))
-
-
-def _module_of(section: Section) -> _Module:
-    root, seen = _Module(), set[object]()
-    for entry in section.all_tensors():
-        counted = 0 if entry.identity in seen else entry.nbytes
-        seen.add(entry.identity)
-        root.add(entry.key.split(".")[:-1][:_DEEPEST], entry.dtype, counted)
-    return root
-
-
-def _rows(
-    name: str, count: int, module: _Module, depth: int, level: int, total: int, by_bytes: bool
-) -> Iterator[tuple[Inline, ...]]:
-    nbytes = module.nbytes * count
-    share = nbytes / total if total else 0.0
-    bar = "#" * max(round(share * _BAR), 1 if nbytes else 0)
-    yield (
-        _INDENT * level + name,
-        number(module.tensors * count),
-        ", ".join(module.dtypes),
-        human_bytes(nbytes),
-        Cell(f"{share:>6.1%} {bar}", "dim"),
+    metadata = tuple((key, _cut(value, all)) for key, value in checkpoint.metadata.items())
+    tables = (
+        *([_imports(checkpoint)] if dangerous else []),
+        _sections(inspection),
+        _dtypes(checkpoint),
+        shortened(_tensors(checkpoint, all, by_bytes), limit) if depth is None else tree(checkpoint, depth, by_bytes),
+        shortened(_statistics(inspection), limit),
+        shortened(_flat_parameters(checkpoint), limit),
+        _adapters(inspection, all),
+        shortened(_optimizer_params(inspection), limit),
+        shortened(Table("Aliases (second names of a tensor)", (_KEY, Column("same tensor as")), second_names), limit),
+        shortened(
+            Table(
+                "Non-tensor entries (copied unchanged)", (_KEY,), tuple((key,) for key in (*extras, *checkpoint.others))
+            ),
+            limit,
+        ),
+        *([] if dangerous else [shortened(_imports(checkpoint), limit)]),
+        shortened(Table("Metadata", (_KEY, Column("value")), metadata), limit),
     )
-    if level == depth:
-        return
-    groups = collapse((below, own.likeness) for below, own in module.below.items())
-    found = [(group.pattern, len(group.keys), module.below[group.keys[0]]) for group in groups]
-    if by_bytes:
-        found.sort(key=lambda one: -one[1] * one[2].nbytes)
-    for pattern, many, below in found:
-        yield from _rows(pattern, count * many, below, depth, level + 1, total, by_bytes)
+    blocks: tuple[Block, ...] = (*noted(inspection.notes), *(table for table in tables if table.rows))
+    listing = Listing((checkpoint.source,), {"tensor": "plain"}, partial(_findings, inspection))
+    return Document(f"inspect {checkpoint.source}", verdict, True, blocks, listing)
 
 
-def of_diff(diff: Diff) -> Iterator[Finding]:
-    """Every entry, in the order of the tensors on the right, and those that only left has by their own."""
-    left, right = diff.outlines
-    places = [{key: place for place, key in enumerate(side)} for side in (left, right)]
-
-    def order(entry: Entry) -> float:
-        keys, side = (entry.right, places[1]) if entry.right else (entry.left, places[0])
-        return side.get(keys[0], inf)
-
-    for entry in sorted(diff.entries, key=order):
-        sides = _named(entry.left, left), _named(entry.right, right)
-        place = None if entry.hook is None or not entry.hook.file else (entry.hook.file, entry.hook.line)
-        fails = not diff.identical and diff.weighs(entry) and entry.ignored is None
-        yield Finding(entry.status, *sides, entry.why, entry.detail or "", entry.spread or (), place, fails)
+def _findings(inspection: Inspection) -> Iterator[Finding]:
+    """Yield every tensor, below the path of its section."""
+    for one in inspection.tensors():
+        why = "" if one.alias_of is None else f"second name of {one.alias_of}"
+        yield Finding("tensor", (replace(outlined(one.entry.key, one.entry), key=one.name),), why=why)
 
 
-def of_inspection(inspection: Inspection) -> Iterator[Finding]:
-    """Every tensor, below the path of its section."""
-    for found in inspection.tensors():
-        why = "" if found.alias_of is None else f"a second name of {found.alias_of}"
-        yield Finding("tensor", (replace(_outlined(found.entry.key, found.entry), key=found.name),), why=why)
-
-
-def _named(keys: Iterable[str], outlines: Outlines) -> tuple[Named, ...]:
-    return tuple(_outlined(key, outlines[key]) if key in outlines else Named(key) for key in keys)
-
-
-def _outlined(key: str, outline: Outline) -> Named:
+def outlined(key: str, outline: Outline | None) -> Named:
+    """Return the key with what is known about its tensor."""
+    if outline is None:
+        return Named(key)
     if isinstance(outline, TensorEntry):
         dtype = outline.dtype if outline.layout == "strided" else f"{outline.dtype} {outline.layout}"
         return Named(key, dtype, shape_text(outline.shape), outline.nbytes)
@@ -151,99 +109,30 @@ def _outlined(key: str, outline: Outline) -> Named:
     return Named(key, outline.dtype, shape_text(outline.shape), nbytes)
 
 
-_ROWS = 40
-_DIGITS = 12  # of a hash; JSON has all of them
-_VALUE_WIDTH = 200  # characters of a long text that are shown
-_ROOT = "(root)"
-
-
-def document(
-    inspection: Inspection, *, all: bool = False, depth: int | None = None, by_bytes: bool = False
-) -> Document:
-    """The document; with `all` every tensor has a line of its own and no list is cut.
-
-    With a `depth` the modules stand in the place of the tensors; `by_bytes` puts what is largest first.
-    """
-    checkpoint = inspection.checkpoint
-    tensors = sum(len(section.all_tensors()) for section in checkpoint.sections)
-    verdict = f"{checkpoint.format}, {plural(tensors, 'tensor')}, {human_bytes(checkpoint.nbytes)} on disk"
-    limit = None if all else _ROWS
-    dangerous = any(one.verdict == DANGEROUS for one in checkpoint.imports)
-    tables = (
-        *([_imports(inspection)] if dangerous else []),
-        _sections(inspection),
-        _dtypes(inspection),
-        shortened(_tensors(inspection, all, by_bytes), limit) if depth is None else tree(checkpoint, depth, by_bytes),
-        shortened(_statistics(inspection), limit),
-        shortened(_flat_parameters(inspection), limit),
-        _adapters(inspection, all),
-        shortened(_parameters(inspection), limit),
-        shortened(_aliases(inspection), limit),
-        shortened(_extras(inspection), limit),
-        *([] if dangerous else [shortened(_imports(inspection), limit)]),
-        shortened(_metadata(inspection, all), limit),
-    )
-    notes = tuple(noted(inspection.notes))
-    shown = [table for table in tables if table.rows]
-    listing = Listing((checkpoint.source,), {"tensor": "plain"}, partial(of_inspection, inspection))
-    return Document(f"inspect {checkpoint.source}", verdict, True, (*notes, *shown), listing)
+def _cut(text: str, all: bool) -> str:
+    more = len(text) - _VALUE_WIDTH
+    return text if all or more <= 0 else f"{text[:_VALUE_WIDTH]} ... {plural(more, 'more character')} (--all)"
 
 
 def _sections(inspection: Inspection) -> Table:
-    columns = (Column("section", "key"), Column("kind"), Column("tensors", "number"), Column("size", "number"))
-    rows: list[tuple[Inline, ...]] = []
+    rows: list[Row] = []
     for section in inspection.checkpoint.sections:
         wrappers = Cell(", ".join(inspection.wrappers[section.path]), "warn")
-        size = human_bytes(section.nbytes)
-        rows.append((section.path or _ROOT, section.kind, number(len(section.all_tensors())), size, wrappers))
-    return Table("Sections", (*columns, Column("wrappers seen", "warn")), tuple(rows))
+        tensors = number(len(section.all_tensors()))
+        rows.append((section.path or _ROOT, section.kind, tensors, human_bytes(section.nbytes), wrappers))
+    return Table("Sections", (_SECTION, Column("kind"), _TENSORS, _SIZE, Column("wrappers", "warn")), tuple(rows))
 
 
-def _dtypes(inspection: Inspection) -> Table:
-    columns = (Column("dtype", "dtype"), Column("tensors", "number"), Column("elements", "number"))
-    entries = [entry for section in inspection.checkpoint.sections for entry in section.all_tensors()]
+def _dtypes(checkpoint: Checkpoint) -> Table:
+    entries = [entry for section in checkpoint.sections for entry in section.all_tensors()]
     entries.sort(key=lambda entry: entry.dtype)
-    rows: list[tuple[Inline, ...]] = []
-    for dtype, found in groupby(entries, key=lambda entry: entry.dtype):
-        same = list(found)
+    rows: list[Row] = []
+    for dtype, group in groupby(entries, key=lambda entry: entry.dtype):
+        same = list(group)
         elements, size = sum(entry.numel for entry in same), sum(entry.nbytes for entry in same)
         rows.append((dtype, number(len(same)), number(elements), human_bytes(size)))
-    return Table("Dtypes", (*columns, Column("size", "number")), tuple(rows))
-
-
-def _tensors(inspection: Inspection, all: bool, by_bytes: bool) -> Table:
-    """A line a group of alike tensors; the columns that would say nothing (one section, no groups) are left out."""
-    sections = inspection.checkpoint.sections
-    groups = [(section, group) for section in sections for group in _groups(section, all)]
-    many = len([section for section in sections if section.all_tensors()]) > 1
-    counted = any(len(group.keys) > 1 for _, group in groups)
-    columns = [Column("key", "key"), Column("dtype", "dtype"), Column("shape", "shape"), Column("size", "number")]
-    if by_bytes:
-        groups.sort(key=lambda one: -_size(one[1]))
-    rows: list[tuple[Inline, ...]] = []
-    for section, group in groups:
-        like = group.likeness
-        row: tuple[Inline, ...] = (group.pattern, like.dtype, _geometry(like), human_bytes(_size(group)))
-        count = (number(len(group.keys)),) if counted else ()
-        rows.append((*((section.path or _ROOT,) if many else ()), *count, *row))
-    columns = [*([Column("section")] if many else []), *([Column("tensors", "number")] if counted else []), *columns]
-    return Table("Tensors", tuple(columns), tuple(rows), is_listed=True)
-
-
-def _statistics(inspection: Inspection) -> Table:
-    """A line a dense tensor, where its values were read."""
-    titles = ("min", "max", "mean", "zeros", "NaN", "inf")
-    columns = (Column("key", "key"), *(Column(title, "number") for title in titles), Column("sha256", "dim"))
-    rows: list[tuple[Inline, ...]] = []
-    for found in inspection.tensors() if inspection.statistics else ():
-        own = found.stats
-        if own is None:
-            continue
-        counts = [Cell("" if n is None else number(n), "bad" if n else "number") for n in (own.nan, own.inf)]
-        values = ["" if value is None else f"{value:.4g}" for value in (own.minimum, own.maximum, own.mean)]
-        zeros = "" if own.zeros is None else number(own.zeros)
-        rows.append((found.name, *values, zeros, *counts, own.sha256[:_DIGITS]))
-    return Table("Values", columns, tuple(rows))
+    columns = (Column("dtype", "dtype"), _TENSORS, Column("elements", "number"), _SIZE)
+    return Table("Dtypes", columns, tuple(rows))
 
 
 class _Likeness(NamedTuple):
@@ -255,93 +144,147 @@ class _Likeness(NamedTuple):
     nbytes: int
 
 
-def _groups(section: Section, all: bool) -> list[Group[_Likeness]]:
-    shown = [(e.key, _Likeness(e.dtype, e.shape, e.layout, e.nbytes)) for e in section.all_tensors()]
-    return [Group(key, (key,), likeness) for key, likeness in shown] if all else collapse(shown)
+def _tensors(checkpoint: Checkpoint, all: bool, by_bytes: bool) -> Table:
+    """Return a line for each group of equal tensors, without columns that would be the same everywhere."""
+    groups: list[tuple[Section, Group[_Likeness], int]] = []
+    for section in checkpoint.sections:
+        items = [(e.key, _Likeness(e.dtype, e.shape, e.layout, e.nbytes)) for e in section.all_tensors()]
+        own = [Group(key, (key,), like) for key, like in items] if all else collapse(items)
+        groups += [(section, group, group.likeness.nbytes * len(group.keys)) for group in own]
+    if by_bytes:
+        groups.sort(key=lambda one: -one[2])
+    has_sections = len([section for section in checkpoint.sections if section.all_tensors()]) > 1
+    has_counts = any(len(group.keys) > 1 for _, group, _ in groups)
+    rows: list[Row] = []
+    for section, group, nbytes in groups:
+        like = group.likeness
+        shape = shape_text(like.shape) + ("" if like.layout == "strided" else f" {like.layout}")
+        prefix = ((section.path or _ROOT,) if has_sections else ()) + ((number(len(group.keys)),) if has_counts else ())
+        rows.append((*prefix, group.pattern, like.dtype, shape, human_bytes(nbytes)))
+    columns = [*([Column("section")] if has_sections else []), *([_TENSORS] if has_counts else [])]
+    columns += [_KEY, Column("dtype", "dtype"), Column("shape", "shape"), _SIZE]
+    return Table("Tensors", tuple(columns), tuple(rows), is_listed=True)
 
 
-def _size(group: Group[_Likeness]) -> int:
-    return group.likeness.nbytes * len(group.keys)
+def _statistics(inspection: Inspection) -> Table:
+    """Return a line for each dense tensor whose values were read."""
+    titles = ("min", "max", "mean", "zeros", "NaN", "inf")
+    columns = (_KEY, *(Column(title, "number") for title in titles), Column("sha256", "dim"))
+    rows: list[Row] = []
+    for one in inspection.tensors() if inspection.statistics else ():
+        stats = one.stats
+        if stats is None:
+            continue
+        odd = [Cell("" if n is None else number(n), "bad" if n else "number") for n in (stats.nan, stats.inf)]
+        values = ["" if value is None else f"{value:.4g}" for value in (stats.minimum, stats.maximum, stats.mean)]
+        zeros = "" if stats.zeros is None else number(stats.zeros)
+        rows.append((one.name, *values, zeros, *odd, stats.sha256[:_DIGITS]))
+    return Table("Values", columns, tuple(rows))
 
 
-def _geometry(like: _Likeness) -> str:
-    shape = shape_text(like.shape)
-    return shape if like.layout == "strided" else f"{shape} {like.layout}"
-
-
-def _flat_parameters(inspection: Inspection) -> Table:
-    rows: list[tuple[Inline, ...]] = [
+def _flat_parameters(checkpoint: Checkpoint) -> Table:
+    rows: list[Row] = [
         (dotted(section.path, flat.key), Cell(flat.unit or _ROOT, "key"), number(flat.numel))
-        for section in inspection.checkpoint.sections
+        for section in checkpoint.sections
         for flat in flat_params(section)
     ]
-    columns = (Column("key", "key"), Column("parameters of"), Column("elements", "number"))
-    return Table("Flat parameters: all parameters of a module, end to end", columns, tuple(rows))
+    columns = (_KEY, Column("module"), Column("elements", "number"))
+    return Table("Flat parameters (all parameters of a module, end to end)", columns, tuple(rows))
 
 
 def _adapters(inspection: Inspection, all: bool) -> Table:
-    columns = (Column("section", "key"), Column("adapter"), Column("modules", "number"), Column("touches", "key"))
-    rows: list[tuple[Inline, ...]] = []
+    rows: list[Row] = []
     for path, adapter in inspection.adapters.items():
-        touched = ", ".join(group.pattern for group in collapse((module, None) for module in adapter.modules))
-        alone = "alone: no weights of its model" if adapter.alone else "beside its model"
-        kinds = f"{' and '.join(adapter.kinds)}, {alone}"
-        rows.append((path or _ROOT, kinds, number(len(adapter.modules)), _cut(touched, all)))
-    return Table("Adapters: what is added to a model's layers", columns, tuple(rows))
+        modules = ", ".join(group.pattern for group in collapse((module, None) for module in adapter.modules))
+        kinds = f"{' and '.join(adapter.kinds)}, {'without' if adapter.alone else 'with'} its base model"
+        rows.append((path or _ROOT, kinds, number(len(adapter.modules)), _cut(modules, all)))
+    columns = (_SECTION, Column("adapter"), Column("modules", "number"), Column("adapted modules", "key"))
+    return Table("Adapters", columns, tuple(rows))
 
 
-def _parameters(inspection: Inspection) -> Table:
-    """A line a parameter that is a number in the keys, and has a name in its param group."""
-    rows: list[tuple[Inline, ...]] = []
+def _optimizer_params(inspection: Inspection) -> Table:
+    """Return a line for each parameter that is a number in the keys and has a name in its param group."""
+    rows: list[Row] = []
     for path, state in inspection.optimizers.items():
         names = names_in_file(state)
         for index, group in enumerate(state.groups):
             ids = (param for param in group.params if isinstance(param, int) and param in names)
             rows += [(path or _ROOT, str(index), str(param), names[param]) for param in ids]
-    columns = (Column("section", "key"), Column("param group", "number"), Column("id", "number"))
-    return Table(
-        "Parameters of the optimizer, as the file names them", (*columns, Column("parameter", "key")), tuple(rows)
-    )
+    columns = (_SECTION, Column("param group", "number"), Column("id", "number"), Column("parameter", "key"))
+    return Table("Optimizer parameters, with their names in the file", columns, tuple(rows))
 
 
-def _aliases(inspection: Inspection) -> Table:
-    rows: list[tuple[Inline, ...]] = [
-        (dotted(path, key), Cell(dotted(path, first), "key"))
-        for path, aliases in inspection.aliases.items()
-        for key, first in aliases.items()
-    ]
-    return Table("Aliases: a second name of one tensor", (Column("key", "key"), Column("same tensor as")), tuple(rows))
-
-
-def _extras(inspection: Inspection) -> Table:
-    places = ((section.path, extra.key) for section in inspection.checkpoint.sections for extra in section.extras)
-    keys = (*(dotted(*place) for place in places), *inspection.checkpoint.others)
-    return Table("Not tensors, carried as they are", (Column("key", "key"),), tuple((key,) for key in keys))
-
-
-_STYLES: dict[str, Role] = {DANGEROUS: "bad", UNKNOWN: "warn", KNOWN: "ok"}
-
-
-def _imports(inspection: Inspection) -> Table:
-    """A line for each import, dangerous ones first, with its place and its calls."""
-    imports = inspection.checkpoint.imports
-    several = {one.file for one in imports} != {split(inspection.checkpoint.source)[0]}
-    rows: list[tuple[Inline, ...]] = []
+def _imports(checkpoint: Checkpoint) -> Table:
+    """Return a line for each import with its place and its calls."""
+    imports = checkpoint.imports
+    several = {one.file for one in imports} != {split(checkpoint.source)[0]}
+    rows: list[Row] = []
     for one in imports:
         place = f"{one.file}: {one.place}" if several and one.member else one.place
         calls = list(one.calls) if one.verdict != KNOWN else []
         if calls and one.called > len(calls):
             calls.append(f"{number(one.called - len(calls))} more")
-        rows.append((one.name, Cell(one.verdict, _STYLES[one.verdict]), place, "; ".join(calls)))
+        rows.append((one.name, Cell(one.verdict, _VERDICTS[one.verdict]), place, "; ".join(calls)))
     columns = (Column("name", "key"), Column("verdict"), Column("where"), Column("called"))
     return Table("Pickle imports (never executed)", columns, tuple(rows))
 
 
-def _cut(text: str, all: bool) -> str:
-    more = len(text) - _VALUE_WIDTH
-    return text if all or more <= 0 else f"{text[:_VALUE_WIDTH]} ... {plural(more, 'more character')} (--all)"
+@dataclass(slots=True)
+class _Module:
+    """The tensors below a module; a storage is counted once, however many names it has."""
+
+    tensors: int = 0
+    nbytes: int = 0
+    dtypes: dict[str, None] = field(default_factory=dict)
+    below: dict[str, _Module] = field(default_factory=dict)
+
+    def add(self, path: list[str], dtype: str, nbytes: int) -> None:
+        """Count a tensor here, and in every module on its path."""
+        self.tensors += 1
+        self.nbytes += nbytes
+        self.dtypes[dtype] = None
+        if path:
+            self.below.setdefault(path[0], _Module()).add(path[1:], dtype, nbytes)
+
+    @property
+    def likeness(self) -> tuple[object, ...]:
+        """Equal for modules that are alike, down to the last tensor."""
+        below = tuple((name, module.likeness) for name, module in self.below.items())
+        return self.tensors, self.nbytes, tuple(self.dtypes), below
 
 
-def _metadata(inspection: Inspection, all: bool) -> Table:
-    rows = tuple((key, _cut(value, all)) for key, value in inspection.checkpoint.metadata.items())
-    return Table("Metadata", (Column("key", "key"), Column("value")), rows)
+def tree(checkpoint: Checkpoint, depth: int, by_bytes: bool) -> Table:
+    """Return a row for each module down to `depth`, repeated layers on one line; the bar is its share of all bytes."""
+    roots: list[tuple[str, _Module]] = []
+    for section in checkpoint.sections:
+        root, seen = _Module(), set[object]()
+        for entry in section.all_tensors():
+            nbytes = 0 if entry.identity in seen else entry.nbytes
+            seen.add(entry.identity)
+            root.add(entry.key.split(".")[:-1][:_DEEPEST], entry.dtype, nbytes)
+        if root.tensors:
+            roots.append((section.path or _ROOT, root))
+    if by_bytes:
+        roots.sort(key=lambda one: -one[1].nbytes)
+    total = sum(root.nbytes for _, root in roots)
+    rows: list[Row] = []
+
+    def add(name: str, count: int, module: _Module, level: int) -> None:
+        nbytes = module.nbytes * count
+        share = nbytes / total if total else 0.0
+        bar = Cell(f"{share:>6.1%} {'#' * max(round(share * _BAR), 1 if nbytes else 0)}", "dim")
+        dtypes = ", ".join(module.dtypes)
+        rows.append(("  " * level + name, number(module.tensors * count), dtypes, human_bytes(nbytes), bar))
+        if level == depth:
+            return
+        groups = collapse((below, child.likeness) for below, child in module.below.items())
+        children = [(group.pattern, len(group.keys), module.below[group.keys[0]]) for group in groups]
+        if by_bytes:
+            children.sort(key=lambda one: -one[1] * one[2].nbytes)
+        for pattern, many, child in children:
+            add(pattern, count * many, child, level + 1)
+
+    for path, root in roots:
+        add(path, 1, root, 0)
+    columns = (Column("module", "key"), _TENSORS, Column("dtypes", "dtype"), _SIZE, Column("share of all"))
+    return Table("Modules", columns, tuple(rows))

@@ -16,12 +16,21 @@ from ckpttool.report.documents import diff as diff_report
 
 
 def document(names: Names, *, all: bool = False, written: str | None = None) -> Document:
-    """What `trace` shows: counts, every cause for which a serialized key is not a runtime name, and the way back."""
+    """Return what `trace` shows: counts, why serialized keys differ from runtime names, and if they load again."""
     entries = compare_names(names)
     diff = Diff("serialized", "runtime", False, entries, outlines=names_outlines(names))
     shown = diff_report.document(diff, all=all)
     tables = [block for block in shown.blocks if isinstance(block, Table)]
-    blocks: list[Block] = [Facts(_counts(names)), *tables]
+    parameters = [t for t in names.runtime if t.kind == "parameter"]
+    counts = (
+        ("parameters", f"{number(len(parameters))} ({number(sum(not t.trainable for t in parameters))} frozen)"),
+        ("buffers", number(len(names.runtime) - len(parameters))),
+        ("aliases", number(sum(t.alias_of is not None for t in names.runtime))),
+        ("serialized keys", number(len(names.serialized))),
+        ("extra state", number(len(names.extra_state))),
+        ("torch", names.torch),
+    )
+    blocks: list[Block] = [Facts(counts), *tables]
     if names.roundtrips:
         blocks.append(Note("load_state_dict() reads back what state_dict() writes"))
     else:
@@ -31,68 +40,53 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
     if written is not None:
         blocks.append(Note(f"names file: {written}"))
     renamed = sum(entry.status in ("renamed", "transformed") for entry in entries)
-    verdict = f"{plural(len(names.serialized), 'serialized key')}, {number(renamed)} of them not under the runtime name"
+    keys = plural(len(names.serialized), "serialized key")
+    verdict = f"{keys}, {number(renamed)} of them different from the runtime name"
     return Document(f"trace {names.model}", verdict, names.roundtrips, tuple(blocks), shown.listing)
 
 
-def _counts(names: Names) -> tuple[tuple[str, str], ...]:
-    parameters = [t for t in names.runtime if t.kind == "parameter"]
-    frozen = sum(not t.trainable for t in parameters)
-    aliases = sum(t.alias_of is not None for t in names.runtime)
-    return (
-        ("parameters", f"{number(len(parameters))} ({number(frozen)} frozen)"),
-        ("buffers", number(len(names.runtime) - len(parameters))),
-        ("aliases", number(aliases)),
-        ("serialized keys", number(len(names.serialized))),
-        ("extra state", number(len(names.extra_state))),
-        ("torch", names.torch),
-    )
-
-
-def explained(found: Explanation) -> Document:
-    """What `explain` shows."""
-    tensor = found.tensor
+def explained(explanation: Explanation) -> Document:
+    """Return what `explain` shows."""
+    tensor, optimizer = explanation.tensor, explanation.optimizer
     kind = f"{'trainable' if tensor.trainable else 'frozen'} parameter" if tensor.kind == "parameter" else "buffer"
-    optimizer = found.optimizer
     shown = facts(
         ("runtime", Cell(tensor.fqn, "key")),
         ("canonical", Cell(tensor.canonical, "key")),
-        ("serialized", Cell(", ".join(found.serialized) or "not serialized", "key")),
-        ("aliases", Cell(", ".join(found.aliases) or "none", "key")),
-        ("another's name", Cell(", ".join(found.also), "key")),
+        ("serialized", Cell(", ".join(explanation.serialized) or "not serialized", "key")),
+        ("aliases", Cell(", ".join(explanation.aliases) or "none", "key")),
+        ("also a name of", Cell(", ".join(explanation.also), "key")),
         ("tensor", f"{tensor.dtype} {shape_text(tensor.shape)}, {kind}"),
         ("persistent", "" if tensor.persistent else "no"),
         ("optimizer id", "" if optimizer is None else f"{optimizer.id} (param group {optimizer.group})"),
-        ("optimizer state", Cell(", ".join(found.states), "key")),
-        ("renamed by", str(found.hook or "")),
+        ("optimizer state", Cell(", ".join(explanation.states), "key")),
+        ("renamed by", str(explanation.hook or "")),
     )
-    verdict = plural(len({tensor.fqn, *found.serialized, *found.aliases}), "name")
-    return Document(f"explain {found.name}", verdict, True, (shown,))
+    verdict = plural(len({tensor.fqn, *explanation.serialized, *explanation.aliases}), "name")
+    return Document(f"explain {explanation.name}", verdict, True, (shown,))
 
 
 def check_document(checks: Checks) -> Document:
-    """What was checked, and found."""
+    """Return what `check` shows."""
     rows = tuple(
         (
             file.path,
             file.kind,
-            Cell(plural(len(file.problems), "problem"), "bad") if file.problems else Cell("nothing wrong", "ok"),
+            Cell(plural(len(file.problems), "problem"), "bad") if file.problems else Cell("OK", "ok"),
         )
         for file in checks.files
     )
-    columns = (Column("file", "key"), Column("taken for"), Column("found"))
-    problems = tuple(_at(file.path, one) for file in checks.files for one in file.problems)
+    columns = (Column("file", "key"), Column("type"), Column("result"))
+    problems = tuple(
+        one if one.key == file.path else Problem(f"{file.path}: {one.problem}", one.key)
+        for file in checks.files
+        for one in file.problems
+    )
     blocks: list[Block] = [Table("Files", columns, rows)]
     blocks += [Problems(problems)] if problems else []
     blocks += [Note(f"hint: {file.path}: {file.hint}") for file in checks.files if file.hint]
     for file in checks.files:
         blocks += (replace(note, text=f"{file.path}: {note.text}") for note in noted(file.notes))
     wrong = sum(bool(file.problems) for file in checks.files)
-    of = plural(len(rows), "file")
-    verdict = f"{number(wrong)} of {of} with problems" if wrong else f"{of}, nothing wrong"
+    count = plural(len(rows), "file")
+    verdict = f"{number(wrong)} of {count} with problems" if wrong else f"{count} checked: OK"
     return Document("check", verdict, checks.ok, tuple(blocks))
-
-
-def _at(path: str, problem: Problem) -> Problem:
-    """The problem with its file, said once."""
-    return problem if problem.key == path else Problem(f"{path}: {problem.problem}", problem.key)

@@ -1,4 +1,4 @@
-"""The documents of `remap` and `swap-weights`: what was written, from what, and what was left out."""
+"""The documents of `remap`, `swap-weights` and `undo`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from ckpttool.report.collapse import collapse, first_pattern
 from ckpttool.report.document import Block, Cell, Column, Document, Note, Table, facts, filled, noted, shortened
 
 if TYPE_CHECKING:
-    from ckpttool.remapping.optimizer import OptimizerRemap
     from ckpttool.remapping.plan import Remap
     from ckpttool.remapping.undo import Undone
     from ckpttool.rules.parse import Preset
@@ -31,10 +30,10 @@ _VERDICTS = {
 
 
 def document(done: Remap) -> Document:
-    """What a remap did, or would do."""
+    """Return what a remap did, or would do."""
     verdict = ", ".join(f"{number(count)} {what}" for what, count in done.counts.items())
     computed = (
-        ("computed", f"{plural(len(keys), 'tensor')} by running {run.model}'s own {BY_CODE[run.way]}() on the values")
+        ("computed", f"{plural(len(keys), 'tensor')} by running {run.model}.{BY_CODE[run.way]}()")
         for run, keys in done.plan.by_code
     )
     blocks: list[Block] = [
@@ -42,11 +41,18 @@ def document(done: Remap) -> Document:
             ("source", Cell(done.source, "key")),
             ("output", Cell(done.output, "key")),
             ("form", " -> ".join(filter(None, (done.form and done.source_form, done.form)))),
-            ("one model", ", ".join(path or "(root)" for path in done.sections)),
+            ("sections", ", ".join(path or "(root)" for path in done.sections)),
             *computed,
-            *((f"optimizer {one.section}".strip(), _optimizer(one)) for one in done.optimizers),
+            *(
+                (
+                    f"optimizer {one.section}".strip(),
+                    f"{one.was} -> {one.to}, {plural(one.params, 'parameter')}"
+                    + ("" if one.evidence is None else f", identified by {one.evidence}"),
+                )
+                for one in done.optimizers
+            ),
             ("other files", str(done.companions or "")),
-            ("it takes", str(done.cost or "")),
+            ("cost", str(done.cost or "")),
             ("to be written" if done.dry_run else "written", str(done.written or "")),
             ("undo", _undo(done)),
             ("verified", str(done.verified or "")),
@@ -75,17 +81,17 @@ def _undo(done: Remap) -> str:
 
 
 def undone(done: Undone) -> Document:
-    """What `undo` did."""
-    said = {
-        "undone": "the last edit in place is undone",
-        "rolled back": "an interrupted edit is rolled back",
-        "finished": "an interrupted replacement is finished: the old files were already removed",
+    """Return what `undo` did."""
+    verdicts = {
+        "undone": "undid the last edit in place",
+        "rolled back": "rolled back an interrupted edit",
+        "finished": "finished an interrupted replacement: the old files were already removed",
     }
-    return Document("undo", said[done.way], True, (facts(("path", Cell(done.path, "key"))),))
+    return Document("undo", verdicts[done.way], True, (facts(("path", Cell(done.path, "key"))),))
 
 
 def swapped(done: Swap) -> Document:
-    """What a swap did, or would do."""
+    """Return what a swap did, or would do."""
     renamed = sum(isinstance(source, Ref) and source.key != fqn for fqn, source in done.sources.items())
     computed = sum(not isinstance(source, Ref) for source in done.sources.values())
     blocks: list[Block] = [
@@ -93,13 +99,13 @@ def swapped(done: Swap) -> Document:
             ("program", Cell(done.source, "key")),
             ("weights", Cell(done.weights, "key")),
             ("output", Cell(done.output, "key")),
-            ("keys read as", done.form),
-            ("under another name", number(renamed)),
+            ("key form", done.form),
+            ("renamed", number(renamed)),
             ("computed", number(computed)),
-            ("by the model's own load_state_dict()", number(len(done.by_code)) if done.by_code else ""),
+            ("computed by load_state_dict()", number(len(done.by_code)) if done.by_code else ""),
             ("constants kept", number(len(done.constants))),
-            ("kept as they are", ", ".join(done.kept)),
-            ("it takes", str(done.cost or "")),
+            ("not replaced", ", ".join(done.kept)),
+            ("cost", str(done.cost or "")),
             ("undo", str(done.undo or (NO_UNDO if split(done.source)[0] == done.output else ""))),
             ("verified", str(done.verified or "")),
         )
@@ -110,40 +116,35 @@ def swapped(done: Swap) -> Document:
     columns = (Column("constant", "key"), Column("value"))
     blocks.append(shortened(Table("Constants of the program", columns, rows), _ROWS, "--format json"))
     ignored = tuple((key,) for key in done.ignored)
-    table = Table("In the checkpoint, and no part of any program", (Column("key", "key"),), ignored)
+    table = Table("Checkpoint entries that programs do not have", (Column("key", "key"),), ignored)
     blocks.append(shortened(table, _ROWS, "--format json"))
     dry_run = done.cost is not None
     if dry_run:
         blocks.append(Note("dry run: nothing was written"))
     verdict = f"{plural(len(done.sources), 'weight')} {'fit' if dry_run else 'swapped'}"
-    verdict += ", all with the values that the program has" if done.unchanged else ""
+    verdict += ", all values unchanged" if done.unchanged else ""
     return Document("swap-weights", verdict, True, filled(blocks))
 
 
 def ready_sets(sets: Sequence[Preset]) -> Document:
-    """A row for each ready set of rules."""
+    """Return a row for each ready set of rules."""
     rows = tuple((one.name, one.about, " ".join(f"--size {name}=N" for name in one.sizes)) for one in sets)
     columns = (Column("set", "key"), Column("from, to"), Column("sizes"))
     return Document("remap --rules SET", plural(len(sets), "ready set"), True, (Table("Sets", columns, rows),))
 
 
-def _optimizer(one: OptimizerRemap) -> str:
-    known = "" if one.evidence is None else f", known by {one.evidence}"
-    return f"{one.was} -> {one.to}, {plural(one.params, 'parameter')}{known}"
-
-
 def _changes(plan: Plan) -> Table:
-    """A row for each way in which names change, repeated layers on one line."""
+    """Return a row for each kind of change, repeated layers on one line."""
     sources = {o.key: tuple(dict.fromkeys(refs(o.source))) for o in plan.outputs if o.source != Ref(o.key)}
-    rows = [
-        (" + ".join(first_pattern(keys) for keys in zip(*map(sources.__getitem__, group.keys))) or "-", group.pattern)
-        for group in collapse((key, tuple(map(_without_indices, own))) for key, own in sources.items())
+    items = [
+        (key, tuple(tuple("" if part.isdecimal() else part for part in one.split(".")) for one in own))
+        for key, own in sources.items()
     ]
+    rows = []
+    for group in collapse(items):
+        patterns = (first_pattern(keys) for keys in zip(*(sources[key] for key in group.keys)))
+        rows.append((" + ".join(patterns) or "-", group.pattern))
     return Table("Changes", (Column("from", "key"), Column("to", "key")), tuple(rows))
-
-
-def _without_indices(key: str) -> tuple[str, ...]:
-    return tuple("" if part.isdecimal() else part for part in key.split("."))
 
 
 def _dropped(plan: Plan) -> Table:

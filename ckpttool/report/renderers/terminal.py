@@ -1,19 +1,18 @@
-"""The text report on a terminal: the same blocks as the plain one, in colour, folded to the terminal's width."""
+"""The text report on a terminal: the same blocks as the plain one, in color, folded to the width of the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from io import StringIO
-from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
 from ckpttool.core.text import visible
-from ckpttool.report.document import KINDS, Cell, Commands, Document, Facts, Note, Problems, Table, cell, cells
+from ckpttool.report.document import Block, Commands, Document, Facts, Note, Table, cell
 
-# What each role looks like, in the sixteen colours that the user's own theme sets.
+# The style of each role, in the sixteen colors of the user's own theme.
 STYLES: dict[str, str] = {
     "plain": "",
     "key": "cyan",
@@ -31,12 +30,12 @@ STYLES: dict[str, str] = {
     "notice": "",
 }
 
-_WIDEST = 4096  # columns that the cells which are never folded may ask for
+_WIDEST = 4096  # columns for cells that are never folded
 _FOLD_AT = 32  # columns that a key keeps on the narrowest terminal
 
 
 def render(document: Document, width: int, color: bool) -> str:
-    """The document for a terminal of `width` columns. Keys and commands are folded, never cut."""
+    """Return the document for a terminal of `width` columns. Keys and commands are folded, never cut."""
     out = StringIO()
     console = Console(
         file=out,
@@ -52,13 +51,13 @@ def render(document: Document, width: int, color: bool) -> str:
     _print(console, _text(document.verdict, "ok" if document.ok else "bad"))
     for block in document.blocks:
         console.print()
-        for renderable in _BLOCKS[type(block)](block):
+        for renderable in _renderables(block):
             _print(console, renderable)
     return "\n".join(line.rstrip() for line in out.getvalue().split("\n"))
 
 
 def _print(console: Console, renderable: RenderableType) -> None:
-    """Prints without cutting anything off: what is wider than the terminal, the terminal itself wraps.
+    """Print without cutting anything off: the terminal itself wraps what is too wide.
 
     So a command that is copied from the terminal is still one line.
     """
@@ -74,26 +73,35 @@ def _text(text: str, role: str) -> Text:
     return Text(visible(text), style=STYLES[role])
 
 
-def _cell(entry: Cell) -> Text:
-    return _text(entry.text, entry.role)
+def _renderables(block: Block) -> Iterator[RenderableType]:
+    if isinstance(block, Facts):
+        grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False, show_header=False)
+        grid.add_column(no_wrap=True)
+        grid.add_column(overflow="fold")
+        for label, value in block.pairs:
+            entry = cell(value)
+            grid.add_row(_text(label, "dim"), _text(entry.text, entry.role))
+        yield grid
+    elif isinstance(block, Table):
+        yield _text(block.title, "title")
+        yield _table(block)
+        if block.footer:
+            yield _text(block.footer, "dim")
+    elif isinstance(block, Note):
+        severity = [] if block.severity == "notice" else [_text(f"{block.severity}: ", block.severity)]
+        yield Text.assemble(*severity, _text(block.text, "plain"))
+    elif isinstance(block, Commands):
+        yield _text(block.title, "plain")
+        yield from (_text(f"  {command}", "command") for command in block.commands)
+    else:
+        for problem in block.problems:
+            severity, text = _text(f"{block.severity}: ", block.severity), _text(f"{problem.problem} @ ", "plain")
+            yield Text.assemble(severity, text, _text(problem.key, "key"))
 
 
-def _grid() -> Grid:
-    return Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_edge=False)
-
-
-def _facts(facts: Facts) -> list[RenderableType]:
-    grid = _grid()
-    grid.show_header = False
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, value in facts.pairs:
-        grid.add_row(_text(label, "dim"), _cell(cell(value)))
-    return [grid]
-
-
-def _table(table: Table) -> list[RenderableType]:
-    grid, rows = _grid(), cells(table)
+def _table(table: Table) -> Grid:
+    grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_edge=False)
+    rows = table.cells
     for index, column in enumerate(table.columns):
         fold = column.role in ("key", "plain")
         longest = max(map(len, [column.title, *(row[index].text for row in rows)]))
@@ -105,30 +113,5 @@ def _table(table: Table) -> list[RenderableType]:
             overflow="fold",
         )
     for row in rows:
-        grid.add_row(*map(_cell, row))
-    footer: list[RenderableType] = [_text(table.footer, "dim")] if table.footer else []
-    return [_text(table.title, "title"), grid, *footer]
-
-
-def _note(note: Note) -> list[RenderableType]:
-    if note.severity == "notice":
-        return [_text(note.text, "plain")]
-    return [Text.assemble(_text(f"{note.severity}: ", note.severity), _text(note.text, "plain"))]
-
-
-def _problems(block: Problems) -> list[RenderableType]:
-    return [
-        Text.assemble(
-            _text(f"{block.severity}: ", block.severity), _text(f"{p.problem} @ ", "plain"), _text(p.key, "key")
-        )
-        for p in block.problems
-    ]
-
-
-def _commands(block: Commands) -> list[RenderableType]:
-    return [_text(block.title, "plain"), *(_text(f"  {command}", "command") for command in block.commands)]
-
-
-_BLOCKS: Mapping[type, Callable[[Any], list[RenderableType]]] = dict(
-    zip(KINDS, (_facts, _table, _note, _problems, _commands))
-)
+        grid.add_row(*(_text(entry.text, entry.role) for entry in row))
+    return grid

@@ -1,0 +1,210 @@
+"""Why two names or two tensors differ: a stable code with arguments, and its words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from enum import Enum
+from functools import cache
+
+from ckpttool.core.names import NAMED_EXTRA_STATE
+from ckpttool.core.values import dataclass
+from ckpttool.formats.remarks import PLACEHOLDER
+from ckpttool.naming.wrappers import TABLE
+
+Sides = tuple[str, str]  # what a sentence calls the two sides
+SIDES: Sides = ("left", "right")
+
+
+class Code(Enum):
+    """A stable code (as in JSON), and its words: ``{0}`` is an argument, ``{left}`` and ``{right}`` are the sides."""
+
+    def __init__(self, code: str, words: str) -> None:
+        self.code, self.words = code, words
+
+    # Keys
+    MISSING = "missing", "missing from {left}"
+    UNEXPECTED = "unexpected", "not in {right}"
+    OPTIONAL = "optional", "loading does not need it"
+    TIED = "tied", "tied: saved under only one of its names, as save_pretrained does"
+    SECOND_NAME = "second-name", "second name of a tensor that both sides have"
+    CALL_VARIANT = "call-variant", "call variant of a tensor that both sides have"
+    STORAGE = "storage", "a storage that belongs to no known tensor"
+    FLAT = (
+        "flat-parameter",
+        ("FSDP1 flat parameter: all parameters of its module end to end, split over the files of all ranks"),
+    )
+    # Names
+    WRAPPED_LEFT = "wrapper-prefix", "{left} {0}"
+    WRAPPED_RIGHT = "wrapper-prefix", "{right} {0}"
+    WRAPPERS_REORDERED = "wrapper-order", "same wrappers in a different order"
+    HOOK = "hook", "state_dict hook {0}"
+    SAVING = "saving", "saving {0}"
+    RUNTIME_KEY = "runtime-key", "{left} has the runtime name; the state_dict hook {0}"
+    LOAD_HOOK = "load-hook", "a load hook accepts it under this name"
+    LOAD_HOOK_DROPS = "load-hook-drops", "a load hook removes it without an error"
+    RUNTIME_NAME = (
+        "runtime-name",
+        ("runtime name changed, key did not: affects exported programs and optimizers that use names"),
+    )
+    # Tensors
+    SHAPE = "shape", "different shape"
+    RANK_SHAPE = "rank-shape", "different shape on another rank"
+    PLACEHOLDER = "placeholder", PLACEHOLDER
+    KIND = "kind", "different kind of tensor"
+    DTYPE = "dtype", "{0} instead of {1}"
+    VALUE = "value", "different values"
+    RANK_VALUE = "rank-value", "different values on another rank"
+    CONVERTED = "converted-value", "different values even after conversion"
+    UNREAD = "unread-value", "values not compared"
+    TIED_VALUE = "tied-value", "tied, but the file has different values under another of its names: loading loses one"
+    # Values that are found under another name or in another order
+    MOVED = "moved", "{left} `{0}` is {right} `{1}`"
+    TRANSPOSED = "transposed", "each is the transpose of the other"
+    ROW_ORDER = "row-order", "same rows in a different order"
+    ROTARY_LEFT = "rotary-order", "rows in rotary order, heads of {0}: adjacent pairs in {left}, halves in {right}"
+    ROTARY_RIGHT = (
+        "rotary-order",
+        "rows in rotary order, heads of {0}: adjacent pairs in {right}, halves in {left}",
+    )
+    # Entries that are not tensors
+    OBJECT = "object", "not a tensor, but the model expects one"
+    OBJECT_ONE_SIDE = "object-one-side", "a tensor on one side only"
+    OBJECT_TENSORS = "object-tensors", "not a tensor, and contains different tensors"
+    OBJECT_TENSOR = "object-tensor", "not a tensor, and a tensor inside it differs"
+    OBJECT_VALUE = "object-value", "not a tensor, and a different object"
+    OBJECT_UNREAD = "object-unread", "not a tensor: copied, not compared"
+    EXTRA_STATE = "extra-state", "extra state"
+    NAMED_EXTRA_STATE = "named-extra-state", NAMED_EXTRA_STATE
+    INSIDE_OBJECT = "inside-object", "saved inside an entry that is not a tensor"
+    # Computed values
+    PART = "part", "the other side has the parameter that is computed from it ({0})"
+    COMPUTED_FROM = "computed-from", "the other side has the parts it is computed from ({0})"
+    COMPUTED = "computed", "computed: {0}"
+    OPAQUE = "opaque", "computed by code outside of torch operators"
+    BY_HOOK = "computed-by-hook", "computed by a state_dict hook"
+    ADDED_BY_HOOK = "added-by-hook", "added by a hook: no runtime tensor is its source"
+    RECOMPUTED = "recomputed", "computed from other tensors, or in another way"
+    RUNTIME_TENSORS = "runtime-tensors", "{left} has the runtime tensors"
+    NON_PERSISTENT = "non-persistent", "non-persistent buffer, which the model does not save"
+    NOT_SAVED = "not-saved", "state_dict() leaves it out"
+    # Optimizers
+    GROUP_MISSING = "group-missing", "{left} does not have this param group"
+    GROUP_UNEXPECTED = "group-unexpected", "{right} does not have this param group"
+    OPTION_MISSING = "option-missing", "`{0}` is not in the param groups of {left}"
+    OPTION_UNEXPECTED = "option-unexpected", "`{0}` is not in the param groups of {right}"
+    OPTION = "option", "different `{0}`"
+    PARAM_MISSING = "param-missing", "parameter missing from {left}; in param group {0} of {right}"
+    PARAM_UNEXPECTED = "param-unexpected", "parameter not in {right}; in param group {0} of {left}"
+    OTHER_GROUP = "other-group", "in param group {0} of {left}, {1} of {right}"
+    KEY_ORDER = (
+        "key-order",
+        ("the two files list the model's keys in different orders, so equal ids may be different parameters"),
+    )
+    POSITION = "position", "same parameter, different position: loading by position would give its state to another one"
+    MISASSIGNED = "misassigned", "torch assigns state by position: this parameter would get the state of another one"
+    DOUBT = "doubtful-ids", "{0}"
+    OPTIMIZER_ID = "optimizer-id", "optimizer id changed: torch assigns state by id"
+    PARAM_REMOVED = "param-removed", "no longer a parameter of the optimizer"
+    PARAM_ADDED = "param-added", "new parameter of the optimizer"
+    NO_STATE_LEFT = "no-state", "{left} has no state for this parameter"
+    NO_STATE_RIGHT = "no-state", "{right} has no state for this parameter"
+    NO_VALUE_LEFT = "no-state-value", "no `{0}` in the state of {left}"
+    NO_VALUE_RIGHT = "no-state-value", "no `{0}` in the state of {right}"
+    NOT_STEPPABLE = "step-needs", "the next optimizer step needs it, but the saved state does not have it"
+    NO_STATE = "state-required", "trainable parameter without state, which set_optimizer_state_dict refuses"
+    PYTHON_VALUE = "python-value", "a tensor on one side, a Python value on the other"
+    OTHER_VALUE = "other-value", "different value"
+    FORM = "optimizer-keys", "{left} identifies parameters by {0}, {right} by {1}"
+
+
+# Entries of which one side at least is not a tensor.
+OBJECTS = frozenset(
+    {Code.OBJECT, Code.OBJECT_ONE_SIDE, Code.OBJECT_TENSORS, Code.OBJECT_TENSOR, Code.OBJECT_VALUE, Code.OBJECT_UNREAD}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why an entry is not the same. `also` are further causes of the same entry."""
+
+    code: Code
+    args: tuple[object, ...] = ()
+    also: tuple[Cause, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, sides: Sides = SIDES) -> str:
+        """Return the sentence, with these names for the two sides."""
+        words = self.code.words.format(*self.args, left=sides[0], right=sides[1])
+        return "; ".join([words, *(cause.text(sides) for cause in self.also)])
+
+    def has(self, *codes: Code) -> bool:
+        """Return True if this cause, or one in `also`, has one of the codes."""
+        return self.code in codes or any(cause.has(*codes) for cause in self.also)
+
+    def and_also(self, *causes: Cause | None) -> Cause:
+        """Return this cause with more causes."""
+        return Cause(self.code, self.args, (*self.also, *(cause for cause in causes if cause is not None)))
+
+
+def segment_change(old: str, new: str) -> str:
+    """Describe how a name became another: ``hides the segment `layer` ``."""
+    a, b = old.split("."), new.split(".")
+    start = 0
+    while start < min(len(a), len(b)) and a[start] == b[start]:
+        start += 1
+    end = 0
+    while end < min(len(a), len(b)) - start and a[-1 - end] == b[-1 - end]:
+        end += 1
+    removed, added = ".".join(a[start : len(a) - end]), ".".join(b[start : len(b) - end])
+    if removed and added:
+        return f"turns `{removed}` into `{added}`"
+    return f"hides the segment `{removed}`" if removed else f"adds the segment `{added}`"
+
+
+def wrapper_cause(left: str, right: str) -> Cause | None:
+    """Return why two names of one tensor differ if only the segments of wrappers do; None if they are equal."""
+    cause = _wrapper_cause(_more(left, right), _more(right, left))
+    return cause or (None if left == right else Cause(Code.WRAPPERS_REORDERED))
+
+
+def _more(name: str, other: str) -> tuple[str, ...]:
+    """Return the segments of the name that the other one has less often."""
+    rest, more = Counter(other.split(".")), []
+    for segment in name.split("."):
+        if rest[segment]:
+            rest[segment] -= 1
+        else:
+            more.append(segment)
+    return tuple(more)
+
+
+@cache
+def _wrapper_cause(left: tuple[str, ...], right: tuple[str, ...]) -> Cause | None:
+    causes = [
+        Cause(code, (_wrapped_in(segments),))
+        for code, segments in ((Code.WRAPPED_LEFT, left), (Code.WRAPPED_RIGHT, right))
+        if segments
+    ]
+    return causes[0].and_also(*causes[1:]) if causes else None
+
+
+def _wrapped_in(segments: Sequence[str]) -> str:
+    """Name the wrappers that add the segments: ``is wrapped in torch.compile (`_orig_mod`)``."""
+    by_title: dict[str, list[str]] = {}
+    prefix = []
+    for segment in segments:
+        title = " or ".join(row.title for row in TABLE if row.segment == segment)
+        if segment == "model" and "base_model" not in segments:  # PEFT's only below its `base_model`
+            title = ""
+        if title:
+            by_title.setdefault(title, []).append(segment)
+        else:
+            prefix.append(segment)
+    titles = [f"{title} (`{'.'.join(dict.fromkeys(names))}`)" for title, names in by_title.items()]
+    phrases = ["is wrapped in " + " and ".join(titles)] if titles else []
+    if prefix:
+        phrases.append(f"has the prefix `{'.'.join(prefix)}`")
+    return " and ".join(phrases)

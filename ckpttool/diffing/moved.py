@@ -1,0 +1,162 @@
+"""Find different values under another name, transposed, or with their rows in another order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from typing import TypeGuard
+
+from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
+from ckpttool.core.expression import Op, Ref
+from ckpttool.core.values import dataclass
+from ckpttool.diffing.causes import Cause, Code
+from ckpttool.diffing.result import Entry
+from ckpttool.evaluate.apply import Digests
+from ckpttool.evaluate.compare import elements
+
+_FIRST = 4096  # bytes that are enough to tell most tensors apart
+_ROWS = 1 << 20  # the order of more rows is not examined
+_HEADS = 256  # most rows of one head; with four rows the order is its own reverse, which says nothing
+
+
+def explain_moved(entries: Iterable[Entry], left: Section, right: Section) -> tuple[Entry, ...]:
+    """Return the entries; those with different values say where the values are, if they are anywhere."""
+    entries = tuple(entries)
+    have, want = left.by_key(), right.by_key()
+    differing: dict[Entry, tuple[TensorEntry, TensorEntry]] = {}
+    for entry in entries:
+        if entry.status == "value":
+            old, new = have[entry.left[0]], want[entry.right[0]]
+            if _is_dense(old) and _is_dense(new):
+                differing[entry] = old, new
+    if not differing:
+        return entries
+    mine, theirs = Digests(have), Digests(want)
+
+    # (dtype, shape, hash) -> keys of the right. A tensor that is the same under its own name did not move: many hold
+    # nothing but ones.
+    in_place = {key for entry in entries if entry.status == "same" for key in entry.right}
+    beginnings = {_beginning(old) for old, _ in differing.values()}
+    likenesses, second_names = {likeness for likeness, _ in beginnings}, right.aliases()
+    places: defaultdict[Hashable, list[str]] = defaultdict(list)
+    for tensor in right.tensors:
+        if tensor.storage is None or tensor.key in second_names or tensor.key in in_place:
+            continue
+        if _likeness(tensor) in likenesses and _beginning(tensor) in beginnings:
+            places[_likeness(tensor), theirs(Ref(tensor.key))].append(tensor.key)
+
+    explained: dict[Entry, Entry] = {}
+    for entry, (old, new) in differing.items():
+        keys = places.get((_likeness(old), mine(Ref(old.key))), [])
+        if len(keys) == 1:
+            cause: Cause | None = _moved(old.key, keys[0])
+        elif _is_transposed(old, new, mine, theirs):
+            cause = Cause(Code.TRANSPOSED)
+        else:
+            cause = _row_order(old, new)
+        if cause is not None and entry.cause is not None:
+            explained[entry] = replace(entry, cause=entry.cause.and_also(cause))
+    return tuple(explained.get(entry, entry) for entry in entries)
+
+
+def _is_dense(entry: object) -> TypeGuard[TensorEntry]:
+    return isinstance(entry, TensorEntry) and entry.storage is not None
+
+
+def _likeness(entry: TensorEntry) -> Hashable:
+    return entry.dtype, entry.shape
+
+
+def _beginning(entry: TensorEntry) -> tuple[Hashable, bytes]:
+    """Return dtype, shape and first bytes: if these differ, the rest is not read."""
+    first = b""
+    for chunk in elements(entry):
+        first += chunk[:_FIRST]
+        if len(first) >= _FIRST:
+            break
+    return _likeness(entry), first[:_FIRST]
+
+
+def _moved(left: str, right: str) -> Cause:
+    """Name the two, without the segments that both end in."""
+    mine, theirs = left.split("."), right.split(".")
+    while len(mine) > 1 and len(theirs) > 1 and mine[-1] == theirs[-1]:
+        mine.pop()
+        theirs.pop()
+    return Cause(Code.MOVED, (".".join(mine), ".".join(theirs)))
+
+
+def _is_transposed(left: TensorEntry, right: TensorEntry, mine: Digests, theirs: Digests) -> bool:
+    """Return True if a square matrix is the transpose of the other."""
+    if len(left.shape) != 2 or left.shape[0] != left.shape[1]:
+        return False
+    return mine(Op("aten.permute.default", (Ref(left.key), (1, 0)))) == theirs(Ref(right.key))
+
+
+def _row_order(left: TensorEntry, right: TensorEntry) -> Cause | None:
+    """Return the cause if the two have the same rows in another order."""
+    count = left.shape[0] if left.shape else 0
+    if not 1 < count <= _ROWS:
+        return None
+    mine, theirs = _rows(left, count), _rows(right, count)
+    if sorted(mine) != sorted(theirs):
+        return None
+    order = _rotary(mine, theirs)
+    if order is None:
+        return Cause(Code.ROW_ORDER)
+    return Cause(Code.ROTARY_LEFT if order.left_is_adjacent else Code.ROTARY_RIGHT, (order.size,))
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """The two orders of rows for rotary embeddings: `size` rows a head, whose pairs are adjacent in one of the two."""
+
+    size: int
+    left_is_adjacent: bool
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """The sizes that dimension 0 of the left splits into; with the last two swapped they are the right's."""
+        half = self.size // 2
+        return (-1, half, 2) if self.left_is_adjacent else (-1, 2, half)
+
+
+def rotary(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry) -> Rotary | None:
+    """Return how the rows of two tensors are in the two rotary orders; None if they are not."""
+    if not _is_dense(left) or not _is_dense(right):
+        return None
+    count = left.shape[0] if left.shape else 0
+    if not 1 < count <= _ROWS or not left.numel or _likeness(left) != _likeness(right):
+        return None
+    mine, theirs = _rows(left, count), _rows(right, count)
+    return None if mine == theirs else _rotary(mine, theirs)  # equal rows (a norm of ones) say nothing
+
+
+def _rotary(mine: Sequence[bytes], theirs: Sequence[bytes]) -> Rotary | None:
+    for size in range(6, min(len(mine), _HEADS) + 1, 2):
+        if len(mine) % size:
+            continue
+        for left_is_adjacent, adjacent, apart in (True, mine, theirs), (False, theirs, mine):
+            # Row 2i of each head is row i of the other, and row 2i + 1 is row size / 2 + i.
+            if all(
+                [*adjacent[at : at + size : 2], *adjacent[at + 1 : at + size : 2]] == [*apart[at : at + size]]
+                for at in range(0, len(mine), size)
+            ):
+                return Rotary(size, left_is_adjacent)
+    return None
+
+
+def _rows(entry: TensorEntry, count: int) -> list[bytes]:
+    """Return a hash of each row, streamed."""
+    import hashlib  # loads OpenSSL
+
+    size, rest = entry.nbytes // count, b""
+    hashes = []
+    for chunk in elements(entry):
+        data = rest + bytes(chunk)
+        complete = len(data) // size
+        for at in range(complete):
+            hashes.append(hashlib.blake2b(data[at * size : (at + 1) * size], digest_size=12).digest())
+        rest = data[complete * size :]
+    return hashes
