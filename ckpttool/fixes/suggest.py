@@ -182,8 +182,8 @@ _ADVICE: dict[str | Code, tuple[str, str, str]] = {
     "missing": (
         "key",
         "missing from left",
-        "copy them from another checkpoint, or load with strict=False and initialize them; if left has them under "
-        "other names, pass --rule 'FROM => TO'",
+        "copy the values from another checkpoint, or load with strict=False and initialize them; if left has the keys "
+        "under other names, pass --rule 'FROM => TO'",
     ),
     "shape": (
         "tensor",
@@ -193,7 +193,7 @@ _ADVICE: dict[str | Code, tuple[str, str, str]] = {
     "dtype": (
         "tensor",
         "of a different dtype",
-        "pass --ignore-dtype because loading converts them, or convert them with `cast` in a rules file",
+        "loading converts it, so --ignore-dtype accepts it; `cast` in a rules file converts it now",
     ),
     "value": (
         "tensor",
@@ -203,8 +203,8 @@ _ADVICE: dict[str | Code, tuple[str, str, str]] = {
     "unexpected": (
         "key",
         "not in right",
-        "no fix is suggested because it would lose values; if right has them under other names, pass "
-        "--rule 'FROM => TO'",
+        "no fix is suggested because it would lose values; if right has the keys under other names, "
+        "pass --rule 'FROM => TO'",
     ),
     "renamed": ("key", "under another name", "pass --rule 'FROM => TO' to give them the names that right has"),
     "transformed": (
@@ -256,6 +256,8 @@ def _unfixable(question: Question, diff: Diff, best: Fix | None) -> Iterator[str
         return
     kinds: dict[str | Code, list[str]] = {}
     for entry in entries:
+        if entry.status == "dtype" and question.options.ignore_dtype:
+            continue
         kinds.setdefault(_kind(entry), []).append((entry.right or entry.left or ("",))[0])
     for kind, (noun, what, advice) in _ADVICE.items():
         if kind in kinds:
