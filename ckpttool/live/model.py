@@ -1,4 +1,4 @@
-"""What is swapped into (a module, a program, a compiled package) as FQN to tensor."""
+"""The tensors of a module, a program or a compiled package by FQN, and a state dict as a section."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ Model = Union[str, Names, LoadedModel, nn.Module, ExportedProgram, Callable[[], 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """`tensors`: canonical FQN -> parameter or persistent buffer. `constants` are in no state dict: they stay as they
-    are, but for those tensors that the model's loading makes anew (`remade`: these can be changed).
-    `compared`: whether they are compared with the model's. Those of a module are its own state, and are not.
+    """`tensors`: canonical FQN -> parameter or persistent buffer. `constants` are in no state dict. They stay, except
+    for tensors that the model's loading computes, if these can be changed (`remade`). `compared`: whether they are
+    compared with the model's; those of a module are its own state, and are not.
     """
 
     title: str
@@ -47,7 +47,7 @@ class Target:
 
 
 def module_target(module: nn.Module) -> Target:
-    """The module's runtime tensors, under names without the segments of wrappers (compile, DDP, ...)."""
+    """Return the module's runtime tensors, under names without the segments of wrappers (compile, DDP, ...)."""
     paths, items = wrapper_paths(module), listed(module)
     count = Counter(strip(item.fqn, paths) for item in items)
     tensors: dict[str, torch.Tensor] = {}
@@ -67,22 +67,35 @@ def module_target(module: nn.Module) -> Target:
 
 
 def program_target(program: ExportedProgram) -> Target:
-    """The program's state dict; its constants are lifted from its code and stay."""
+    """Return the program's state dict; its constants are lifted from its code and stay."""
     return Target("ExportedProgram", dict(program.state_dict), dict(program.constants), remade=False)
 
 
 def package_target(package: Any, model: Model | None) -> Target:
-    """The constants of a loaded AOTInductor package that are weights of `model`, with the model's shapes and dtypes.
+    """Return the constants of a loaded AOTInductor package that are weights of `model`, with the model's shapes and
+    dtypes.
 
     The package itself tells names only, and `load_constants` copies bytes whatever their shape and dtype. Raises
-    `CkptError` where no model is given, `Refused` where it is another one.
+    `CkptError` without a model, and `Refused` if it is another one.
     """
     if model is None:
         raise CkptError(
             "a loaded AOTInductor package does not say what shapes and dtypes its weights have",
             hint="pass model=: the program or the module that it was compiled from, or a file.py:build operand",
         )
-    have, (like, unsaved) = package.get_constant_fqns(), _weights(model)
+    # Tensors with the shape, dtype and strides of the model's weights; contiguous if only names are known.
+    like: Mapping[str, torch.Tensor]
+    unsaved: Mapping[str, object]
+    if isinstance(model, (ExportedProgram, nn.Module)):
+        target = program_target(model) if isinstance(model, ExportedProgram) else module_target(model)
+        like, unsaved = target.tensors, target.constants
+    else:
+        known: dict[bool, dict[str, torch.Tensor]] = {True: {}, False: {}}
+        for r in ModelOperand(model).names().runtime:
+            if r.shape is not None:
+                known[r.persistent][r.fqn] = torch.empty(r.shape, dtype=getattr(torch, r.dtype), device="meta")
+        like, unsaved = known[True], known[False]
+    have = package.get_constant_fqns()
     if not any(fqn in like for fqn in have):
         raise Refused(
             "no constant of the package is a weight of the model",
@@ -93,64 +106,47 @@ def package_target(package: Any, model: Model | None) -> Target:
     return Target(type(package).__name__, tensors, {fqn: unsaved.get(fqn) for fqn in have if fqn not in tensors})
 
 
-def _weights(model: Model) -> tuple[Mapping[str, torch.Tensor], Mapping[str, object]]:
-    """Tensors with the shape, dtype and strides of the model's weights; contiguous where only names are known.
-
-    Behind them those of buffers that are not saved.
-    """
-    if isinstance(model, (ExportedProgram, nn.Module)):
-        target = program_target(model) if isinstance(model, ExportedProgram) else module_target(model)
-        return target.tensors, target.constants
-    found: dict[bool, dict[str, torch.Tensor]] = {True: {}, False: {}}
-    for tensor in ModelOperand(model).names().runtime:
-        if tensor.shape is not None:
-            like = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
-            found[tensor.persistent][tensor.fqn] = like
-    return found[True], found[False]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """The payload of a tensor that is no dense block of memory; what it is made of is compared."""
+    """The payload of a tensor that is not dense; its parts are compared."""
 
     tensor: torch.Tensor
 
     def content(self) -> bytes | None:
-        """Equal for tensors that mean the same by the same bytes; of DTensors, for this rank's parts."""
-        found = hashlib.blake2b()
+        """Return a digest, equal for tensors with the same parts and bytes; of DTensors, for this rank's parts."""
+        digest = hashlib.blake2b()
         for level in levels(self.tensor.detach()):
-            found.update(_told(level).encode(errors="surrogatepass"))
+            digest.update(_description(level).encode(errors="surrogatepass"))
             if layout_of(level) == "strided":
-                found.update(torch_eval.to_bytes(level.cpu()))
+                digest.update(torch_eval.to_bytes(level.cpu()))
             elif not inside(level):
                 return None
-        return found.digest()
+        return digest.digest()
 
 
 def model_in(state: Mapping[str, object]) -> Mapping[str, object]:
     """Return the state dict that `state` is, or the one inside it that holds the model.
 
-    Raises `CkptError` if several of them could be meant, or none.
+    Raises `CkptError` if there are several such dicts, or none.
     """
     if any(isinstance(value, torch.Tensor) for value in state.values()) or not any(map(is_container, state.values())):
         return state
     checkpoint = checkpoint_of(state)
     path = model_section(checkpoint).path
-    found: Any = state
+    model: Any = state
     assert isinstance(checkpoint.container, Container)
     for _, key in checkpoint.container.tree.places[path].steps:
-        found = found[key]
-    if not isinstance(found, Mapping):
+        model = model[key]
+    if not isinstance(model, Mapping):
         raise CkptError(f"{path} is not a dict of tensors", hint="pass its state_dict()")
-    return found
+    return model
 
 
 def section_of(state_dict: Mapping[str, object]) -> Section:
-    """The state dict as a section. Tensors keep their storage: nothing is copied until bytes are compared.
+    """Return the state dict as a section. Tensors keep their storage: nothing is copied until bytes are compared.
 
-    What is no dense block of memory (quantized, sparse, subclasses, meta) has no storage but a `layout`. Raises
-    `CkptError` where a key is no string, and where the memory of a tensor, or of a part of it, was freed: whoever reads
-    that ends the process.
+    A tensor that is not dense (quantized, sparse, a subclass, meta) has no storage but a `layout`. Raises `CkptError`
+    if a key is not a string, or if the memory of a tensor, or of a part, was freed: reading it would end the process.
     """
     tensors: list[TensorEntry] = []
     extras: list[ExtraEntry] = []
@@ -159,11 +155,11 @@ def section_of(state_dict: Mapping[str, object]) -> Section:
     check_memory((key, value) for key, value in state_dict.items() if isinstance(value, torch.Tensor))
     for key, value in state_dict.items():
         if not isinstance(key, str):
-            raise CkptError(f"the state dict has a key that is no string: {key!r}", hint="pass model.state_dict()")
+            raise CkptError(f"the state dict has a key that is not a string: {key!r}", hint="pass model.state_dict()")
         if isinstance(value, torch.Tensor):
-            one = token(value), *(map(_told, levels(value.detach())) if is_special(value) else ())
+            one = token(value), *(map(_description, levels(value.detach())) if is_special(value) else ())
             tensors.append(_entry(key, value, storages, first.setdefault(one, Packed(value))))
-        else:
+        else:  # a file holds plain values as they are
             plain = _is_plain(value)
             extras.append(ExtraEntry(key, None if plain else value, value if plain else None))
     versions = getattr(state_dict, "_metadata", None)
@@ -171,19 +167,14 @@ def section_of(state_dict: Mapping[str, object]) -> Section:
     return Section("", "state_dict", tuple(tensors), tuple(extras), modules)
 
 
-def context(tensor: torch.Tensor) -> object:
-    """What a wrapper subclass knows beside its parts (a scale, a block size, ...): None where it is none."""
-    return tensor.__tensor_flatten__()[1] if hasattr(tensor, "__tensor_flatten__") else None
-
-
 def _is_plain(value: object) -> bool:
-    """Whether a file has the value as it is: numbers, words, and lists of such."""
     return all(map(_is_plain, value)) if type(value) is list else type(value) in (bool, int, float, str)
 
 
-def _told(tensor: torch.Tensor) -> str:
-    """All that a tensor is but the values of its dense parts."""
-    return repr((type(tensor).__name__, tensor.dtype, tuple(tensor.shape), context(tensor)))
+def _description(tensor: torch.Tensor) -> str:
+    """Describe a tensor without the values of its dense parts, but with the context of a wrapper subclass (a scale)."""
+    context = tensor.__tensor_flatten__()[1] if hasattr(tensor, "__tensor_flatten__") else None
+    return repr((type(tensor).__name__, tensor.dtype, tuple(tensor.shape), context))
 
 
 def _entry(key: str, tensor: torch.Tensor, storages: dict[int, Storage], first: Packed) -> TensorEntry:
@@ -201,7 +192,7 @@ _FSDP1 = "torch.distributed.fsdp", "FullyShardedDataParallel"
 _FSDP2 = "torch.distributed.fsdp", "FSDPModule"
 _DDP = "torch.nn.parallel", "DistributedDataParallel"
 _SCRIPT = "torch.jit", "ScriptModule"
-# What reads its parameters through something that does not follow when other tensors take their names.
+# Wrappers that keep references to their parameters, and do not follow if other tensors replace them.
 _HOLDERS = {
     _FSDP1: "FSDP computes with its flat parameters, of which the module's are views",
     _FSDP2: "fully_shard computes with the shards that it has",
@@ -212,11 +203,11 @@ _HOLDERS = {
 
 @contextmanager
 def at_rest(module: nn.Module) -> Iterator[None]:
-    """The module while its parameters are those that every later forward pass reads.
+    """Give the module the parameters that every later forward pass reads.
 
-    Under `fully_shard` these are the shards: what was gathered for a pass is given back first, as torch's own loading
-    does. Under FSDP1 they are whole for as long as this lasts, and are cut again after it, changed or not: all ranks
-    must come here, and each needs memory for the whole model. Raises `CkptError` where a pass is under way.
+    Under `fully_shard` these are the shards: tensors that were gathered for a pass are freed first, as torch's own
+    loading does. Under FSDP1 they are unsharded inside the block and sharded again after it: all ranks must come here,
+    and each needs memory for the complete model. Raises `CkptError` during a pass.
     """
     with ExitStack() as held:
         try:
@@ -225,7 +216,7 @@ def at_rest(module: nn.Module) -> Iterator[None]:
             if _instances(module, _FSDP1):
                 whole = torch.distributed.fsdp.FullyShardedDataParallel.summon_full_params(module, writeback=True)
                 whole.__enter__()
-                held.callback(whole.__exit__, None, None, None)  # also where the block raises: none of it is FSDP's
+                held.callback(whole.__exit__, None, None, None)  # without the block's error: it is not FSDP's
         except (AssertionError, RuntimeError, AttributeError) as error:
             reason = first_line(error)
             raise CkptError(
@@ -236,7 +227,7 @@ def at_rest(module: nn.Module) -> Iterator[None]:
 
 
 def check_replaceable(module: nn.Module) -> None:
-    """Raises `Refused`, naming every wrapper, where new tensors in the module's place would not be what it uses."""
+    """Raise `Refused`, naming every wrapper, if the module would not use new tensors put into it."""
     reasons = {id(part): reason for kind, reason in _HOLDERS.items() for part in _instances(module, kind)}
     problems = [
         Problem(reasons[id(part)], name or "(root)") for name, part in module.named_modules() if id(part) in reasons
@@ -250,7 +241,7 @@ def check_replaceable(module: nn.Module) -> None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The memory in which a DTensor has this rank's part, where that is dense; None for any other tensor."""
+    """Return the memory of a DTensor's part on this rank if that is dense; None for any other tensor."""
     if not _is_dtensor(tensor):
         return None
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
@@ -258,7 +249,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def placed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A whole tensor cut as the DTensor `like` is. Each rank takes its part of what it was given."""
+    """Return a complete tensor sharded as the DTensor `like`; each rank takes its part of the tensor that it has."""
     if not _is_dtensor(like) or _is_dtensor(value):
         return value
     from torch.distributed.tensor import DTensor, Replicate
@@ -269,7 +260,7 @@ def placed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:
-    known = sys.modules.get("torch.distributed.tensor")  # where nothing has imported it, there is none
+    known = sys.modules.get("torch.distributed.tensor")  # if nothing has imported it, there are no DTensors
     return known is not None and isinstance(tensor, known.DTensor)
 
 
@@ -279,10 +270,10 @@ def _instances(module: nn.Module, kind: tuple[str, str]) -> list[nn.Module]:
 
 
 def _reshard(part: Any) -> None:
-    """Brings the parameters of one `fully_shard`ed module back to its shards, and its view of them up to date.
+    """Return the parameters of one `fully_shard`ed module to its shards, and update its view of them.
 
-    What is still being gathered (`unshard(async_op=True)`, a prefetch) is waited for: it would be used later as if it
-    were new.
+    A gather in progress (`unshard(async_op=True)`, a prefetch) is awaited: its result would be used later as if it were
+    new.
     """
     state = part._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one until torch 2.12

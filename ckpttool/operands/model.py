@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from ckpttool.keywords import OptimizerKeywords
     from ckpttool.tracing.build_model import LoadedModel
-    from ckpttool.tracing.experiment import ModelCode
+    from ckpttool.tracing.model_code import ModelCode
 
 
 def is_names_file(operand: object) -> bool:
@@ -198,19 +198,19 @@ class ModelOperand:
     def run(self, run: ModelRun, given: Section, names: Sequence[str]) -> Mapping[str, TensorEntry]:
         """Run the model's own code on `given` and return the tensors in `names`: an `evaluate.apply.Runner`.
 
-        Raise as `tracing.experiment.ModelCode`.
+        Raise as `tracing.model_code.ModelCode`.
         """
         return self._code(run, given, names)
 
     @cached_property
     def _code(self) -> ModelCode:
-        from ckpttool.tracing.experiment import ModelCode
+        from ckpttool.tracing.model_code import ModelCode
 
         return ModelCode(self.definition())
 
     def constants(self, names: Sequence[str]) -> Mapping[str, TensorEntry | str]:
         """Return the values that the model gives to tensors outside of its state dict, or why they are not known."""
-        from ckpttool.tracing.constants import values_of_constants
+        from ckpttool.tracing.model_code import values_of_constants
 
         return values_of_constants(self.definition(), names)
 

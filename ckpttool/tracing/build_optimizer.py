@@ -1,4 +1,4 @@
-"""Build the real optimizer of a model's meta twin, and run its loading and one step."""
+"""Build the real optimizer of a fresh model, and run its loading and one step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,11 +20,12 @@ from ckpttool.core.optimizer_state import FLAT, GROUPS, ID, STATE, Param, rebuil
 from ckpttool.core.text import a, plural
 from ckpttool.core.values import dataclass
 from ckpttool.optimizers.forms import form_of
-from ckpttool.tracing.build_model import LoadedModel, find, says_meta, user_code
-from ckpttool.tracing.output_capture import prints_once
+from ckpttool.tracing.build_model import LoadedModel, find
 from ckpttool.tracing.runtime import is_cheap, memory_available, nbytes
+from ckpttool.tracing.user_code import prints_once, says_meta, user_code
 
 _FORM = "an optimizer is a function of the model that returns a torch.optim.Optimizer: file.py:make_optimizer"
+_OWNER = "ckpttool.owner"  # added to the state of each parameter, to see which parameter gets it
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,84 +36,78 @@ class LoadedOptimizer:
     make: Callable[..., Any]
 
     def build(self, model: nn.Module, on_meta: bool) -> torch.optim.Optimizer:
-        """The optimizer of `model`. Raises `CkptError` with the user's own error where it cannot be made."""
+        """Return the optimizer of `model`. Raises `CkptError` with the user's own error."""
         is_class = isinstance(self.make, type) and issubclass(self.make, torch.optim.Optimizer)
         with user_code(f"{self.operand} cannot be called with the model", on_meta=on_meta):
-            made = self.make(model.parameters() if is_class else model)
-        if isinstance(made, Mapping):  # what Lightning's configure_optimizers may return
-            made = made.get("optimizer")
-        if isinstance(made, (list, tuple)) and len(made) == 1:
-            made = made[0]
-        if not isinstance(made, torch.optim.Optimizer):
-            raise CkptError(f"{self.operand} gives {a(made)}, not an optimizer", hint=_FORM)
-        return made
+            optimizer = self.make(model.parameters() if is_class else model)
+        if isinstance(optimizer, Mapping):  # Lightning's configure_optimizers may return it so
+            optimizer = optimizer.get("optimizer")
+        if isinstance(optimizer, (list, tuple)) and len(optimizer) == 1:
+            optimizer = optimizer[0]
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise CkptError(f"{self.operand} gives {a(optimizer)}, not an optimizer", hint=_FORM)
+        return optimizer
 
 
 def load_optimizer(operand: Any) -> LoadedOptimizer:
-    """The optimizer's definition: an operand, whose import runs the user's code, or the function or class itself.
+    """Return the definition: of an operand, whose import runs the user's code, or of the function or class itself.
 
-    Raises `CkptError` where there is none.
+    Raises `CkptError` if there is none.
     """
     target = find(operand, _FORM) if isinstance(operand, str) else operand
     if not isinstance(operand, str):
         operand = getattr(operand, "__name__", repr(operand))
     if not callable(target):
-        raise CkptError(f"{operand} is no function but {a(target)}", hint=_FORM)
+        raise CkptError(f"{operand} is not a function but {a(target)}", hint=_FORM)
     return LoadedOptimizer(operand, target)
 
 
 def with_optimizer(names: Names, model: LoadedModel, optimizer: LoadedOptimizer) -> Names:
-    """`names` with the ids, groups and hyperparameters of the optimizer.
+    """Return `names` with the ids, groups and hyperparameters of the optimizer.
 
-    Made on the meta device, where a step costs nothing; for real where its code reads values, and there is memory for
-    weights, gradients and moments.
+    It is built on the meta device, where a step costs nothing; for real if its code reads values, and there is memory
+    for weights, gradients and moments.
     """
-    if model.materialize:
-        return _read(names, model.build(True), optimizer, False)
-    twin = model.build(False)
-    try:
-        return _read(names, twin, optimizer, True)
-    except CkptError:
-        if 6 * nbytes(twin) > memory_available():
-            raise
-    return _read(names, model.build(True), optimizer, False)
+    if not model.materialize:
+        instance = model.build(False)
+        try:
+            return _with_ids(names, instance, optimizer, True)
+        except CkptError:
+            if 6 * nbytes(instance) > memory_available():
+                raise
+    return _with_ids(names, model.build(True), optimizer, False)
 
 
-def _read(names: Names, model: nn.Module, optimizer: LoadedOptimizer, on_meta: bool) -> Names:
-    made = optimizer.build(model, on_meta)
+def _with_ids(names: Names, model: nn.Module, definition: LoadedOptimizer, on_meta: bool) -> Names:
+    optimizer = definition.build(model, on_meta)
     fqns = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
-    states = _states(made)
+    with contextlib.suppress(Exception), prints_once():  # LBFGS needs a closure, others need values
+        _step(optimizer)
     params: list[OptimizerParam] = []
-    strangers: list[Problem] = []
-    for index, group in enumerate(made.param_groups):
+    unknown: list[Problem] = []
+    for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             fqn = fqns.get(id(parameter))
             if fqn is None:
-                strangers.append(Problem(f"a parameter of shape {list(parameter.shape)}", f"param_groups.{index}"))
+                unknown.append(Problem(f"a parameter of shape {list(parameter.shape)}", f"param_groups.{index}"))
             else:
-                params.append(OptimizerParam(len(params), fqn, index, states.get(id(parameter), ())))
-    if strangers:
+                state = tuple(map(str, optimizer.state.get(parameter, ())))
+                params.append(OptimizerParam(len(params), fqn, index, state))
+    if unknown:
         raise CkptError(
-            f"{optimizer.operand}: the optimizer has {plural(len(strangers), 'parameter')} that the model has not",
+            f"{definition.operand}: the optimizer has {plural(len(unknown), 'parameter')} that the model has not",
             hint="it has to take its parameters from the model that it is called with",
-            problems=strangers,
+            problems=unknown,
         )
     groups = tuple(
-        {name: _plain(value) for name, value in group.items() if name != "params" and _is_plain(value)}
-        for group in made.param_groups
+        {name: _as_json(value) for name, value in group.items() if name != "params" and _is_plain(value)}
+        for group in optimizer.param_groups
     )
-    return replace(names, optimizer=tuple(params), optimizer_class=type(made).__name__, optimizer_groups=groups)
+    return replace(names, optimizer=tuple(params), optimizer_class=type(optimizer).__name__, optimizer_groups=groups)
 
 
-def _states(optimizer: torch.optim.Optimizer) -> dict[int, tuple[str, ...]]:
-    """The names of the state that a first step makes, by parameter; none where a step cannot be tried."""
-    with contextlib.suppress(Exception), prints_once():  # LBFGS wants a closure, others values
-        take_step(optimizer)
-    return {id(parameter): tuple(map(str, state)) for parameter, state in optimizer.state.items()}
-
-
-def take_step(optimizer: torch.optim.Optimizer) -> None:
-    """A step of the optimizer with gradients of zeros. Raises what its code raises."""
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step with gradients of zeros. Raises what its code raises."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
@@ -126,70 +121,22 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _plain(value: Any) -> Any:
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-_OWNER = "ckpttool.owner"  # stands in the state of each parameter, and says where it came from
+def _as_json(value: Any) -> Any:
+    return [_as_json(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerVerdict:
-    """What torch does with a saved state.
+    """The result of loading a saved state with torch.
 
-    `landed`: the FQN of each parameter that was given state -> the id in the file that it was the state of; empty for a
-    state that goes by names. `error` is what loading, or one of two steps after it, raises; `stepped` says whether a
-    step could be tried at all.
+    `landed`: the FQN of each parameter that got state -> the id of that state in the file; empty for a state that names
+    its parameters. `error` is what loading, or one of two steps after it, raises; `stepped` says whether a step could
+    be tried at all.
     """
 
     landed: Mapping[str, Param]
     error: str | None
     stepped: bool
-
-
-class _Run(NamedTuple):
-    """A fresh model and its optimizer."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    model: LoadedModel
-    optimizer: LoadedOptimizer
-    section: Section
-    form: str
-    real: bool
-
-    def fresh(self) -> _Run:
-        made = self.model.build(self.real)
-        return _Run(made, self.optimizer.build(made, not self.real))
-
-    def state(self) -> dict[Any, Any]:
-        """The saved state in tensors of its own: steps change them, and hooks the groups."""
-        saved = self.section.mapping or {}
-        if self.form != FLAT:
-            saved = {name: saved.get(name) for name in (STATE, GROUPS)}
-        return copy.deepcopy(dict(rebuilt(saved, lambda _, value: _made(value, self.real))))
-
-    def load(self, run: _Run, state: Any) -> None:
-        """Loads a state by position, or one that names its parameters by name."""
-        if self.form == ID:
-            run.optimizer.load_state_dict(state)
-        else:
-            from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
-            options = StateDictOptions(flatten_optimizer_state_dict=self.form == FLAT)
-            set_optimizer_state_dict(run.model, run.optimizer, state, options=options)
-
-    def save(self, run: _Run) -> Any:
-        if self.form == ID:
-            return run.optimizer.state_dict()
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
-        options = StateDictOptions(flatten_optimizer_state_dict=self.form == FLAT)
-        return get_optimizer_state_dict(run.model, run.optimizer, options=options)
 
 
 def optimizer_verdict(model: LoadedModel, optimizer: LoadedOptimizer, section: Section) -> OptimizerVerdict | None:
@@ -202,74 +149,113 @@ def optimizer_verdict(model: LoadedModel, optimizer: LoadedOptimizer, section: S
     if model.materialize and not cheap:
         return None
     with contextlib.suppress(CkptError, ImportError):  # a torch that was built without torch.distributed
-        return _tried(_Trial(model, optimizer, section, form_of(section), real=cheap))
+        return _verdict(_Trial(model, optimizer, section, form_of(section), real=cheap))
     return None
 
 
-def _tried(trial: _Trial) -> OptimizerVerdict | None:
+def _verdict(trial: _Trial) -> OptimizerVerdict | None:
     run, state = trial.fresh(), trial.state()
-    loads, steps = _own_state(trial)
-    error = _raised(lambda: trial.load(run, state))
+    # Whether such an optimizer loads a state that it wrote itself, and takes steps before and after.
+    first, second = trial.fresh(), trial.fresh()
+    steps = _raised(first.two_steps) is None
+    loads = _raised(lambda: second.load(first.save())) is None
+    steps = loads and steps and _raised(second.two_steps) is None
+
+    error = _raised(lambda: run.load(state))
     if error is not None:
         if not trial.real and (not loads or says_meta(error)):
             return None
         return OptimizerVerdict({}, error, False)
-    landed = _landed(trial) if trial.form == ID else {}
+    landed: dict[str, Param] = {}
+    if trial.form == ID:
+        marked, state = trial.fresh(), trial.state()
+        for param, values in state[STATE].items():
+            if values and isinstance(values, dict):  # empty state is not marked: torch makes it at the next step
+                values[_OWNER] = param
+        if _raised(lambda: marked.load(state)) is None:
+            for fqn, parameter in marked.model.named_parameters():
+                values = marked.optimizer.state.get(parameter, {})
+                if _OWNER in values:
+                    landed[fqn] = values[_OWNER]
     if not steps:
         return OptimizerVerdict(landed, None, False)
-    error = _raised(lambda: _two_steps(run.optimizer))
-    if error is not None and says_meta(error):  # the file's hyperparameters ask for values that meta tensors have not
+    error = _raised(run.two_steps)
+    if error is not None and says_meta(error):  # the file's hyperparameters need values, which meta tensors do not have
         return OptimizerVerdict(landed, None, False)
     return OptimizerVerdict(landed, error, True)
 
 
-def _own_state(trial: _Trial) -> tuple[bool, bool]:
-    """Whether such an optimizer loads a state that it wrote itself, and takes steps before and after it."""
-    first, second = trial.fresh(), trial.fresh()
-    stepped = _raised(lambda: _two_steps(first.optimizer)) is None
-    loads = _raised(lambda: trial.load(second, trial.save(first))) is None
-    return loads, loads and stepped and _raised(lambda: _two_steps(second.optimizer)) is None
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    model: LoadedModel
+    optimizer: LoadedOptimizer
+    section: Section
+    form: str
+    real: bool
+
+    def fresh(self) -> _Run:
+        instance = self.model.build(self.real)
+        return _Run(instance, self.optimizer.build(instance, not self.real), self.form)
+
+    def state(self) -> dict[Any, Any]:
+        """Return the saved state in new tensors: steps change them, and hooks change the groups."""
+        saved = self.section.mapping or {}
+        if self.form != FLAT:
+            saved = {name: saved.get(name) for name in (STATE, GROUPS)}
+        return copy.deepcopy(dict(rebuilt(saved, lambda _, value: self._value(value))))
+
+    def _value(self, value: Any) -> Any:
+        """Return a tensor of zeros, or without data; a single element is real: steps read their counter."""
+        if isinstance(value, ExtraEntry):
+            return value.value
+        if not isinstance(value, TensorEntry):
+            return value
+        dtype = getattr(torch, value.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CkptError(f"no tensor of dtype {value.dtype} can be made", hint="")
+        if value.numel == 1:
+            return torch.ones(value.shape, dtype=dtype)
+        return torch.zeros(value.shape, dtype=dtype, device=None if self.real else "meta")
 
 
-def _landed(trial: _Trial) -> dict[str, Param]:
-    """Which parameter is given the state of which id. Empty state is not marked: torch makes it at the next step."""
-    run, state = trial.fresh(), trial.state()
-    for param, own in state[STATE].items():
-        if own and isinstance(own, dict):
-            own[_OWNER] = param
-    if _raised(lambda: trial.load(run, state)) is not None:
-        return {}
-    states = ((fqn, run.optimizer.state.get(parameter, {})) for fqn, parameter in run.model.named_parameters())
-    return {fqn: own[_OWNER] for fqn, own in states if _OWNER in own}
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A fresh model and its optimizer, which loads and saves by position (`form` ID) or by name."""
 
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    form: str
 
-def _two_steps(optimizer: torch.optim.Optimizer) -> None:
-    take_step(optimizer)
-    take_step(optimizer)
+    def load(self, state: Any) -> None:
+        if self.form == ID:
+            self.optimizer.load_state_dict(state)
+        else:
+            from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+            options = StateDictOptions(flatten_optimizer_state_dict=self.form == FLAT)
+            set_optimizer_state_dict(self.model, self.optimizer, state, options=options)
+
+    def save(self) -> Any:
+        if self.form == ID:
+            return self.optimizer.state_dict()
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+        options = StateDictOptions(flatten_optimizer_state_dict=self.form == FLAT)
+        return get_optimizer_state_dict(self.model, self.optimizer, options=options)
+
+    def two_steps(self) -> None:
+        _step(self.optimizer)
+        _step(self.optimizer)
 
 
 def _raised(run: Callable[[], object]) -> str | None:
-    """What the user's or torch's code raises, in words."""
+    """Return what the user's or torch's code raises, as text."""
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             run()
         except ImportError:
             raise
-        except Exception as error:  # whatever it is, it is the answer
+        except Exception as error:  # any error is a verdict
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
     return None
-
-
-def _made(value: Any, real: bool) -> Any:
-    """A tensor of zeros, or without data; a single element, as a step counter is, for real: steps read it."""
-    if isinstance(value, ExtraEntry):
-        return value.value
-    if not isinstance(value, TensorEntry):
-        return value
-    dtype = getattr(torch, value.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CkptError(f"no tensor of dtype {value.dtype} can be made", hint="")
-    if value.numel == 1:
-        return torch.ones(value.shape, dtype=dtype)
-    return torch.zeros(value.shape, dtype=dtype, device=None if real else "meta")

@@ -1,18 +1,20 @@
-"""What ``load_state_dict(checkpoint, strict=True)`` says, found out by running it.
+"""The verdict of ``load_state_dict(checkpoint, strict=True)``, and what loading reads, found by running it.
 
-It is run on tensors without data, and recorded. Where these cannot stand for the file's (sparse, quantized, subclasses,
-dtypes that few operators know), or where it costs next to nothing, it is run once more with the file's own values and
-nothing of ours in between: what that says is the answer.
+It runs on tensors without data, and is recorded. If these cannot replace the file's (sparse, quantized, subclasses,
+dtypes that few operators know), or if it costs next to nothing, it runs once more with the file's own values and
+without a recorder: that verdict is the answer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ckpttool.core.checkpoint import Section
@@ -20,32 +22,43 @@ from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.expression import Expression, Op, Ref, is_constant, parts
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
-from ckpttool.tracing.build_model import CannotBuild, LoadedModel, describe
-from ckpttool.tracing.hooks import Watcher, quiet
-from ckpttool.tracing.recorder.memory import opaque
-from ckpttool.tracing.recorder.recorder import NeedsValues, Recorder
-from ckpttool.tracing.runtime import (
-    CodeFailed,
-    check_memory,
-    dtype_name,
-    failure,
+from ckpttool.tracing.build_model import CannotBuild, LoadedModel
+from ckpttool.tracing.experiment import (
+    FILLINGS,
+    copied_state,
     failure_of_loading,
+    filled,
+    load_strictly,
+    metadata_of,
+    others,
+    same,
+    values_of,
+)
+from ckpttool.tracing.recorder.hooks import Watcher, quiet
+from ckpttool.tracing.recorder.memory import opaque
+from ckpttool.tracing.recorder.recorder import NeedsValues, Recorder, recording
+from ckpttool.tracing.runtime import (
+    check_memory,
+    code_failed,
+    dtype_name,
     is_cheap,
     listed,
-    load_strictly,
     on_meta_or_real,
-    recording,
     tensors_in,
 )
 from ckpttool.tracing.safe_state_dict import needs_values, stored
+from ckpttool.tracing.user_code import as_exception, attempt, describe
 
 _TORCH_SAYS = "Error(s) in loading state_dict for"
 _MISSING, _UNEXPECTED = "Missing key(s) in state_dict: ", "Unexpected key(s) in state_dict: "
-UNWRITTEN = Op("unwritten")  # what a runtime tensor holds before loading
+_UNWRITTEN = Op("unwritten")  # the value of a runtime tensor before loading
+_INTEGERS = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)} | {torch.bool}
+_MOST_TRIED = 256  # keys that are changed one by one, to see which of them feed a tensor
+_MOST_VERSIONS = 8
 
 
 class DtypeChange(NamedTuple):
-    """A runtime tensor that loading converts: from the dtype of what is loaded (`key`, if it is one key) to its own."""
+    """A runtime tensor that loading converts, from the dtype of the loaded value (`key`, if it is one key)."""
 
     fqn: str
     key: str | None
@@ -55,12 +68,12 @@ class DtypeChange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What strict loading says. `ok`: it succeeds. `errors` are torch's own messages beside the two lists of keys.
+    """The verdict of strict loading. `ok`: it succeeds. `errors` are torch's own messages besides the two key lists.
 
-    `reads` says for each runtime FQN what it would hold, over checkpoint keys; None where the checkpoint does not
-    reach it. `assigns`: what it refuses it takes with ``assign=True``, which puts the file's tensors in the place of
-    the model's. `doubtful`: it was found on tensors without data, in a way that these do not answer for. `by_values`:
-    the model's code looked at values, or made some outside of torch: for other values `reads` may be others.
+    `reads` gives for each runtime FQN its value after loading, over checkpoint keys; None if the checkpoint does not
+    reach it. `assigns`: it is refused, but ``assign=True``, which replaces the model's tensors by the file's, succeeds.
+    `doubtful`: it was found on tensors without data, and real tensors may refuse it. `by_values`: the model's code
+    looked at values, or made some outside of torch: for other values `reads` may differ.
     """
 
     ok: bool
@@ -75,34 +88,46 @@ class Verdict:
 
 
 def load_verdict(model: LoadedModel, section: Section) -> Verdict:
-    """Loads the section's tensors into a fresh instance, without data where these can stand for the file's.
+    """Load the section's tensors into a fresh instance, without data if that can replace the file's.
 
-    Raises `CkptError` where real tensors are needed and do not fit in memory, where the file does not hold what its
-    entries say, and where the answer depends on an object that is not made here (`stored`).
+    Raises `CkptError` if real tensors are needed and do not fit in memory, if the file does not hold what its entries
+    say, and if the answer depends on an object that is not created here (`stored`).
     """
+
+    def recorded(real: bool) -> Verdict:
+        source = stored(section, real)
+        verdict = loaded(model.build(real), source.state, real)
+        if source.unknown and not verdict.missing and not verdict.unexpected:
+            raise undecided(model, source.unknown)
+        return verdict
+
+    def truth(verdict: Verdict) -> Verdict:
+        """`verdict` with what torch decides without a recorder."""
+        instance = model.build(True)
+        lists = _Lists(instance)
+        failed = failure_of_loading(instance, stored(section, True).state)
+        missing, unexpected, errors = lists.read(failed)
+        assigns = bool(errors) and not missing and not unexpected
+        if assigns:
+            assigns = failure_of_loading(model.build(True), stored(section, True).state, assign=True) is None
+        ok = failed is None
+        return replace(verdict, ok=ok, missing=missing, unexpected=unexpected, errors=errors, assigns=assigns)
+
     need = 2 * sum(entry.nbytes for entry in section.tensors)
     if model.materialize or needs_values(section):
         check_memory(model, need, f"{model.operand} has to load tensors with their values")
-        return _truth(model, section, _recorded(model, section, True))
-    verdict = on_meta_or_real(model, lambda real: _recorded(model, section, real), need)
+        return truth(recorded(True))
+    verdict = on_meta_or_real(model, recorded, need)
     if verdict.doubtful:
         check_memory(model, need, f"whether {model.operand} loads it cannot be told without values")
-        return _truth(model, section, verdict)
+        return truth(verdict)
     with contextlib.suppress(CannotBuild):
-        return _truth(model, section, verdict) if is_cheap(model, need) else verdict
-    return verdict
-
-
-def _recorded(model: LoadedModel, section: Section, real: bool) -> Verdict:
-    given = stored(section, real)
-    verdict = loaded(model.build(real), given.state, real)
-    if given.unknown and not verdict.missing and not verdict.unexpected:
-        raise undecided(model, given.unknown)
+        return truth(verdict) if is_cheap(model, need) else verdict
     return verdict
 
 
 def undecided(model: LoadedModel, unknown: Sequence[Problem]) -> CkptError:
-    """The error for objects of the file that are not made here."""
+    """Return the error for objects of the file that are not created here."""
     return CkptError(
         f"whether {model.operand} loads it depends on {plural(len(unknown), 'object')} that no safe loader makes",
         hint="torch.serialization.add_safe_globals([CLASS]) where the model is defined says that they may be made",
@@ -110,31 +135,14 @@ def undecided(model: LoadedModel, unknown: Sequence[Problem]) -> CkptError:
     )
 
 
-def _truth(model: LoadedModel, section: Section, recorded: Verdict) -> Verdict:
-    """`recorded`, as torch decides it when nobody looks on."""
-    instance, state = model.build(True), stored(section, True).state
-    lists = _Lists(instance)
-    failed = failure_of_loading(instance, state)
-    missing, unexpected, errors = lists.read(failed)
-    beside = bool(errors) and not (missing or unexpected)
-    return replace(
-        recorded,
-        ok=failed is None,
-        missing=missing,
-        unexpected=unexpected,
-        errors=errors,
-        assigns=beside and failure_of_loading(model.build(True), stored(section, True).state, assign=True) is None,
-    )
-
-
 def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict:
-    """Loads `state` strictly into `instance`, which is changed. Raises `CodeFailed` where that cannot run on meta."""
+    """Load `state` strictly into `instance`, which is changed. Raises `CodeFailed` if that cannot run on meta."""
     recorder = Recorder()
     for key, value in state.items():
         for tensor in tensors_in(value):
             recorder.name(tensor, Ref(key) if tensor is value else opaque(Ref(key)))
     for item in listed(instance):
-        recorder.name(item.tensor, UNWRITTEN)
+        recorder.name(item.tensor, _UNWRITTEN)
     watcher = Watcher(instance, recorder)
     lists = _Lists(instance)
     failed: Exception | None = None
@@ -146,60 +154,48 @@ def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict
     except CkptError:
         raise
     except (Exception, SystemExit) as error:
-        failed = failure(error)
-        if not real and (recorder.blind or not _is_torchs_answer(error)):
-            where = f" in {watcher.failed}" if watcher.failed else ""
-            raise CodeFailed(
-                f"load_state_dict fails{where}: {describe(error)}", hint="fix it there: torch fails the same way"
-            ) from error
+        failed = as_exception(error)
+        is_verdict = isinstance(error, RuntimeError) and str(error).startswith(_TORCH_SAYS)
+        if not real and (recorder.blind or not is_verdict):
+            raise code_failed("load_state_dict", watcher, error) from error
     with quiet():
         missing, unexpected, errors = lists.read(failed)
+        reads: dict[str, Expression | None] = {}
+        names: dict[object, list[str]] = {}
+        for item in listed(instance):
+            value = recorder.value(item.tensor)
+            if is_constant(value):
+                reads[item.fqn] = None
+            else:
+                reads[item.fqn] = opaque(value) if _UNWRITTEN in parts(value) else value
+            for place in (item.token, item.token[0]):
+                names.setdefault(place, []).append(item.fqn)
+        changes = []
+        for mark, source, target, value in recorder.conversions:
+            # Under the name that the key has, or the tensor's first; a copy into a part of a tensor counts for all
+            # tensors of that storage: a token begins with its address.
+            loaded_key = value.key if isinstance(value, Ref) else None
+            fqns = names.get(mark) or names.get(mark[0])
+            if fqns:
+                fqn = loaded_key if loaded_key is not None and loaded_key in fqns else fqns[0]
+                changes.append(DtypeChange(fqn, loaded_key, dtype_name(source), dtype_name(target)))
         return Verdict(
             ok=failed is None,
             missing=missing,
             unexpected=unexpected,
             errors=errors,
-            dtype_changes=_changes(instance, recorder),
-            reads={item.fqn: _over_keys(recorder.value(item.tensor)) for item in listed(instance)},
+            dtype_changes=tuple(dict.fromkeys(changes)),
+            reads=reads,
             doubtful=recorder.doubtful,
             by_values=bool(recorder.reads) or (real and recorder.outside),
         )
 
 
-def _is_torchs_answer(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and str(error).startswith(_TORCH_SAYS)
-
-
-def _over_keys(value: Expression) -> Expression | None:
-    if is_constant(value):
-        return None
-    return opaque(value) if UNWRITTEN in parts(value) else value
-
-
-def _changes(instance: nn.Module, recorder: Recorder) -> tuple[DtypeChange, ...]:
-    """One for each copy that converted, under the name that the key has, or the tensor's first.
-
-    A copy into a part of a tensor counts for all tensors that lie in that storage: `token` begins with its address.
-    """
-    names: dict[object, list[str]] = {}
-    for item in listed(instance):
-        for place in (item.token, item.token[0]):
-            names.setdefault(place, []).append(item.fqn)
-    found = []
-    for mark, source, target, value in recorder.conversions:
-        key = value.key if isinstance(value, Ref) else None
-        into = names.get(mark) or names.get(mark[0])
-        if into:
-            fqn = key if key in into else into[0]
-            found.append(DtypeChange(str(fqn), key, dtype_name(source), dtype_name(target)))
-    return tuple(dict.fromkeys(found))
-
-
 class _Lists:
-    """The lists of missing and unexpected keys and of errors that torch fills while it loads."""
+    """Catch the lists of missing and unexpected keys and of errors that torch fills while it loads."""
 
     def __init__(self, root: nn.Module) -> None:
-        self.found: tuple[list[str], list[str], list[str]] | None = None
+        self.lists: tuple[list[str], list[str], list[str]] | None = None
         method = root._load_from_state_dict
 
         def run(
@@ -211,8 +207,8 @@ class _Lists:
             unexpected_keys: Any,
             error_msgs: Any,
         ) -> Any:
-            self.found = missing_keys, unexpected_keys, error_msgs
-            return method(state_dict, prefix, local_metadata, strict, *self.found)
+            self.lists = missing_keys, unexpected_keys, error_msgs
+            return method(state_dict, prefix, local_metadata, strict, *self.lists)
 
         object.__setattr__(root, "_load_from_state_dict", run)
 
@@ -220,13 +216,140 @@ class _Lists:
         text = str(failed) if failed is not None else ""
         if failed is not None and not text.startswith(_TORCH_SAYS):
             return (), (), (describe(failed),)
-        if self.found is None:
-            missing, unexpected, errors = _quoted(text, _MISSING), _quoted(text, _UNEXPECTED), text.split("\n\t")[1:]
+        if self.lists is None:
+            lines = [line.strip() for line in text.split("\n\t")]
+            missing, unexpected = (
+                re.findall(r'"(.*?)"', next((line for line in lines if line.startswith(start)), ""))
+                for start in (_MISSING, _UNEXPECTED)
+            )
+            errors = text.split("\n\t")[1:]
         else:
-            missing, unexpected, errors = self.found
+            missing, unexpected, errors = self.lists
         return tuple(missing), tuple(unexpected), tuple(e for e in errors if not e.startswith((_MISSING, _UNEXPECTED)))
 
 
-def _quoted(text: str, start: str) -> list[str]:
-    line = next((line.strip() for line in text.split("\n\t") if line.strip().startswith(start)), "")
-    return re.findall(r'"(.*?)"', line)
+# Whether the values matter: on real tensors, code outside of torch turns them into constants
+
+
+def reads_of_any(model: LoadedModel, state: Mapping[str, Any], verdict: Verdict) -> dict[str, Expression | None]:
+    """Return the `reads` of `verdict`, of loading `state` for real; opaque if they depend on values.
+
+    Raises `CkptError` if the model's own code fails.
+    """
+    reads, proven = dict(verdict.reads), False
+    before = _after_loading(model, state)
+    for seed in FILLINGS:
+        other = attempt(lambda: _other_state(model, seed, state))  # noqa: B023  # it is called at once
+        if isinstance(other, Exception):
+            continue  # a check on values that these do not pass
+        again = loaded(model.build(True), copied_state(other), True)
+        if not again.ok:
+            continue
+        proven, after = True, _after_loading(model, other)
+        varying = []
+        for fqn, value in reads.items():
+            second = again.reads.get(fqn)
+            if value is None and second is None:  # it is not read, and must not depend on what is loaded
+                varies = fqn in before and (fqn not in after or not same(before[fqn], after[fqn]))
+            else:
+                varies = value != second
+            if varies:
+                varying.append(fqn)
+        for fqn, keys in _feeders(model, state, other, varying).items():
+            reads[fqn] = opaque(reads[fqn], again.reads.get(fqn), *map(Ref, keys))
+    if proven:
+        return reads
+    # No other values could be tried: only a tensor that is a key, or is left alone, is certain.
+    every = [Ref(key) for key, value in state.items() if isinstance(value, torch.Tensor)]
+    fresh = values_of(model.build(True))
+    for fqn, value in reads.items():
+        untouched = value is None and fqn in fresh and fqn in before and same(fresh[fqn], before[fqn])
+        if not untouched and not isinstance(value, Ref):
+            reads[fqn] = opaque(*every)
+    return reads
+
+
+def _other_state(model: LoadedModel, seed: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what an instance with other values saves; integers that are still those of `state` are changed too."""
+    copied = copied_state(filled(model, seed).state_dict())
+    for key, value in copied.items():
+        plain = type(value) is torch.Tensor and value.layout == torch.strided
+        if plain and value.dtype in _INTEGERS and same(value, state.get(key, value)):
+            copied[key] = others(value)
+    return copied
+
+
+def _after_loading(model: LoadedModel, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the runtime tensors of a fresh instance that has loaded `state`; none if that fails."""
+    instance = model.build(True)
+    return {} if failure_of_loading(instance, copied_state(state)) is not None else values_of(instance)
+
+
+def _feeders(
+    model: LoadedModel, state: Mapping[str, Any], other: Mapping[str, Any], varying: Iterable[str]
+) -> dict[str, list[str]]:
+    """Return for each of the `varying` tensors the keys that change it if changed alone; all if there are very many."""
+    feeders: dict[str, list[str]] = {fqn: [] for fqn in varying}
+    keys = [key for key, value in state.items() if isinstance(value, torch.Tensor)]
+    if not feeders:
+        return {}
+    if len(keys) > _MOST_TRIED or not is_cheap(model):
+        return dict.fromkeys(feeders, keys)
+    before = _after_loading(model, state)
+    for key in (key for key in keys if key in other):
+        after = _after_loading(model, copied_state({**state, key: other[key]}))
+        for fqn, found in feeders.items():
+            if fqn not in after or not same(before[fqn], after[fqn]):
+                found.append(key)
+    return feeders
+
+
+# Whether the versions matter
+
+
+def versions_asked_for(
+    model: LoadedModel, state: Mapping[str, Any], verdict: Verdict, real: bool
+) -> dict[str, Any] | None:
+    """Return module path -> version in `state`, which loads as `verdict` says, for modules whose code may ask for it.
+
+    None if it loads the same whatever the versions are, or does not load at all.
+    """
+    metadata = metadata_of(state)
+    if metadata is None or not verdict.ok:
+        return None
+    versions = {path: payload.get("version") for path, payload in metadata.items() if isinstance(payload, Mapping)}
+    for other in _under_other_versions(state, versions):
+        instance = model.build(real)
+        # Modules whose loading runs other code than `nn.Module`'s, which asks for no version.
+        asking = {
+            path
+            for path, module in instance.named_modules(remove_duplicate=False)
+            if module._load_state_dict_pre_hooks
+            or getattr(module._load_from_state_dict, "__func__", None) is not nn.Module._load_from_state_dict
+            or (not path and type(module).load_state_dict is not nn.Module.load_state_dict)
+        }
+        if not asking:
+            return None
+        asked = {path: version for path, version in versions.items() if path in asking} or versions
+        try:
+            again = loaded(instance, other, real)
+        except CkptError:  # a tensor of an old version is missing
+            return asked
+        if not again.ok:
+            return asked
+        if again.reads != verdict.reads:  # random numbers have this effect too
+            return asked if loaded(model.build(real), copied_state(state), real).reads == verdict.reads else None
+    return None
+
+
+def _under_other_versions(state: Mapping[str, Any], versions: Mapping[str, Any]) -> Iterator[OrderedDict[str, Any]]:
+    """Yield the state dict without versions, then with every other version up to the next one."""
+    copied = copied_state(state)
+    del copied._metadata  # type: ignore[attr-defined]
+    yield copied
+    highest = max((version for version in versions.values() if isinstance(version, int)), default=0)
+    for version in range(1, min(highest + 2, _MOST_VERSIONS)):
+        if set(versions.values()) != {version}:
+            copied = copied_state(state)
+            copied._metadata = OrderedDict((path, {"version": version}) for path in versions)  # type: ignore[attr-defined]
+            yield copied

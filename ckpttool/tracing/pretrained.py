@@ -1,7 +1,7 @@
-"""The names of ``from_pretrained``: what ``save_pretrained`` writes of a model of transformers, as a form of its own.
+"""The names of ``from_pretrained``: the keys that ``save_pretrained`` writes for a model of transformers.
 
-transformers (from version 5 on) keeps how these differ from ``state_dict()`` as data, and has both ways as functions: a
-model whose ``state_dict`` and ``load_state_dict`` are these two is traced like any other. Nothing of it is imitated.
+transformers (since version 5) keeps the difference to ``state_dict()`` as data, and has functions for both ways: a
+model whose ``state_dict`` and ``load_state_dict`` are these functions is traced like any other. Nothing is imitated.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from torch import nn
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import AS_A_PART, Hook, Names
 from ckpttool.io.paths import is_url
-from ckpttool.tracing.build_model import LoadedModel, user_code
+from ckpttool.tracing.build_model import LoadedModel
+from ckpttool.tracing.user_code import user_code
 
 _ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers loads in threads, where no recorder sees it
 
 
 def is_pretrained(model: LoadedModel) -> bool:
-    """Whether it is a model of transformers, in a version that tells how its files' names differ."""
+    """Return whether it is a model of transformers, in a version that has the conversion of names."""
     if "transformers" not in sys.modules:
         return False
     instance = model.build()
@@ -35,20 +36,27 @@ def is_pretrained(model: LoadedModel) -> bool:
 
 
 def as_pretrained(model: LoadedModel) -> LoadedModel:
-    """The definition whose ``state_dict()`` has the names that ``save_pretrained`` writes, and which loads these.
+    """Return the definition whose ``state_dict()`` has the names of ``save_pretrained``, and which loads these.
 
-    Raises `CkptError` where it is no model of transformers 5.
+    Raises `CkptError` if it is not a model of transformers 5.
     """
     if not is_pretrained(model):
         raise CkptError(
-            f"{model.operand} has no names of from_pretrained: it is no model of transformers 5 or newer",
+            f"{model.operand} has no names of from_pretrained: it is not a model of transformers 5 or newer",
             hint="its own names are --to serialized; pip install -U transformers",
         )
-    return replace(model, make=lambda real: _renamed(model.make(real)))
+
+    def make(real: bool) -> nn.Module:
+        instance = model.make(real)
+        cls = type(instance)  # transformers uses its name
+        instance.__class__ = type(cls.__name__, (_Pretrained, cls), {"__module__": cls.__module__})
+        return instance
+
+    return replace(model, make=make)
 
 
 def by_transformers(names: Names) -> Names:
-    """`names` of such a definition, with the function of transformers for the method above it; it is the root only."""
+    """Return the names of such a definition, with the function of transformers as the hook; it is the root's only."""
     revert = _conversions()[1]
     code = revert.__code__
     hook = Hook(revert.__name__, code.co_filename, code.co_firstlineno, "")
@@ -58,9 +66,10 @@ def by_transformers(names: Names) -> Names:
 
 
 def of_folder(operand: str, arguments: Mapping[str, Any], materialize: bool) -> LoadedModel:
-    """The model that ``hf:FOLDER`` names: built of its ``config.json`` by transformers' own code, never the folder's.
+    """Return the model that ``hf:FOLDER`` names: built from its ``config.json`` by transformers' own code, never the
+    folder's.
 
-    Raises `CkptError` where transformers does not know it, or the weights are quantized.
+    Raises `CkptError` if transformers does not know it, or the weights are quantized.
     """
     folder = operand.partition(":")[2]
     if arguments:
@@ -81,27 +90,28 @@ def of_folder(operand: str, arguments: Mapping[str, Any], materialize: bool) -> 
     if getattr(config, "quantization_config", None) is not None:
         raise CkptError(f"{folder} holds quantized weights", hint="name the model's code: --model file.py:build")
     names = config.architectures or []
-    kind = getattr(transformers, names[0], None) if names else transformers.AutoModel
-    if kind is None:
+    cls = getattr(transformers, names[0], None) if names else transformers.AutoModel
+    if cls is None:
         raise CkptError(
             f"transformers {transformers.__version__} has no {names[0]}", hint="pip install -U transformers"
         )
-    return LoadedModel(operand, lambda real: _built(kind, config, real), materialize)
 
+    def make(real: bool) -> nn.Module:
+        before = torch.get_default_dtype()
+        dtype = getattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", None)
+        torch.set_default_dtype(dtype if isinstance(dtype, torch.dtype) else before)
+        try:
+            with torch.device("cpu" if real else "meta"):
+                instance: nn.Module = cls(config) if names else cls.from_config(config)
+                return instance
+        finally:
+            torch.set_default_dtype(before)
 
-def _built(kind: Any, config: Any, real: bool) -> nn.Module:
-    before = torch.get_default_dtype()
-    wanted = getattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", None)
-    torch.set_default_dtype(wanted if isinstance(wanted, torch.dtype) else before)
-    try:
-        with torch.device("cpu" if real else "meta"):
-            return kind.from_config(config) if kind.__name__ == "AutoModel" else kind(config)
-    finally:
-        torch.set_default_dtype(before)
+    return LoadedModel(operand, make, materialize)
 
 
 def _conversions() -> Any:
-    """The functions of transformers; None in a version that has not got them."""
+    """Return the functions of transformers; None if this version does not have them."""
     try:
         from transformers import conversion_mapping, core_model_loading, modeling_utils
 
@@ -116,18 +126,13 @@ def _conversions() -> Any:
         return None
 
 
-def _renamed(instance: nn.Module) -> nn.Module:
-    """`instance`, with the two methods put before those of its class; transformers goes by the name of that."""
-    kind = type(instance)
-    instance.__class__ = type(kind.__name__, (_Pretrained, kind), {"__module__": kind.__module__})
-    return instance
-
-
 class _Pretrained:
-    """What ``save_pretrained`` does to a state dict before it writes it, and ``from_pretrained`` after it was read."""
+    """The two methods that come before those of the model's class: save as ``save_pretrained`` does, and load as
+    ``from_pretrained`` does.
+    """
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """The keys and tensors of the file; as a part of another module those of its own."""
+        """Return the keys and tensors of the file; as a part of another module its own."""
         with _itself(self):
             state = self.state_dict(*args, **kwargs)
             if args or kwargs:
@@ -138,32 +143,25 @@ class _Pretrained:
             return revert(self, untied(kept, self))
 
     def load_state_dict(self: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads the file's tensors into those that are there. With `strict`, raises as torch's own method does."""
-        wanted = list(self.state_dict()) if strict else []
-        with _itself(self):
+        """Load the file's tensors into the model's. With `strict`, raises as torch's own method does."""
+        expected = list(self.state_dict()) if strict else []
+        conversions, _, load, load_config, _ = _conversions()
+        with _itself(self), _in_this_thread():
             own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-            info = _converted(self, state_dict)
-            _take_over(self, own)
-        errors = [] if not strict else _errors(info, [key for key in wanted if key not in state_dict])
+            device = next((p.device for p in self.parameters()), torch.device("cpu"))
+            config = load_config(weight_mapping=conversions(self), device_map={"": str(device)}, dtype_plan={"*": None})
+            info, _ = load(self, dict(state_dict), config)
+            self.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+            self._adjust_missing_and_unexpected_keys(info)
+            _copy_back(self, own)
+        errors = _errors(info, [key for key in expected if key not in state_dict]) if strict else []
         if errors:
             raise RuntimeError(f"Error(s) in loading state_dict for {type(self).__name__}:\n\t" + "\n\t".join(errors))
 
 
-def _converted(model: Any, state: Mapping[str, Any]) -> Any:
-    """Puts what is made of the file's tensors in the places of the model's; what transformers says of it."""
-    conversions, _, load, config, _ = _conversions()
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    asked = config(weight_mapping=conversions(model), device_map={"": str(device)}, dtype_plan={"*": None})
-    with _in_this_thread():
-        info, _ = load(model, dict(state), asked)
-        model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
-        model._adjust_missing_and_unexpected_keys(info)
-    return info
-
-
 @contextmanager
 def _in_this_thread() -> Iterator[None]:
-    """transformers without threads, progress bars and warnings."""
+    """Run transformers without threads, progress bars and warnings."""
     from transformers.utils import logging
 
     before, level, bars = os.environ.get(_ASYNC), logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -181,8 +179,8 @@ def _in_this_thread() -> Iterator[None]:
             os.environ[_ASYNC] = before
 
 
-def _take_over(model: nn.Module, own: Mapping[str, torch.Tensor]) -> None:
-    """Copies the new tensors into the model's own, which go back to their places: as torch's loading does it."""
+def _copy_back(model: nn.Module, own: Mapping[str, torch.Tensor]) -> None:
+    """Copy the new tensors into the model's own, and put these back, as torch's loading does."""
     with torch.no_grad():
         for name, tensor in own.items():
             path, _, last = name.rpartition(".")
@@ -198,7 +196,7 @@ def _take_over(model: nn.Module, own: Mapping[str, torch.Tensor]) -> None:
 
 
 def _errors(info: Any, absent: list[str]) -> list[str]:
-    """What stands against it, in the words of torch's own strict loading."""
+    """Return the errors of loading, in the words of torch's own strict loading."""
     wrong = [
         f"size mismatch for {name}: copying a param with shape {shape} from checkpoint, "
         f"the shape in current model is {own}."
@@ -213,7 +211,7 @@ def _errors(info: Any, absent: list[str]) -> list[str]:
 
 @contextmanager
 def _itself(model: Any) -> Iterator[None]:
-    """The model as transformers made it, without what stands before its methods."""
+    """Give the model the class of transformers, without the two methods and what watches them."""
     renamed = type(model)
     watched = {name: vars(model).pop(name) for name in ("state_dict", "load_state_dict") if name in vars(model)}
     model.__class__ = renamed.__mro__[2]

@@ -26,7 +26,7 @@ STATE = {"weight": torch.ones(1, 1)}
     [
         (lambda path: ckpttool.inspect(cast(Any, 3)), "an int is not a checkpoint"),
         (lambda path: ckpttool.remap(cast(Any, {1, 2})), "a set is not a checkpoint"),
-        (lambda path: ckpttool.trace(3), "an int is no model"),
+        (lambda path: ckpttool.trace(3), "an int is not a model"),
         (
             lambda path: cast(Any, ckpttool.swap_weights)(nn.Linear(1, 1, bias=False), STATE, str(path)),
             "a Linear is in memory: the swap writes no out.pt",

@@ -109,7 +109,7 @@ def test_dry_run_and_in_place(ckpt: str) -> None:
         (["--optimizer", "optimizer_models:adamw"], "is called with a model"),
         ([*MODEL, "--optimizer", "optimizer_models:missing"], "has no attribute 'missing'"),
         ([*MODEL, "--optimizer", "optimizer_models"], "names no Python object"),
-        ([*MODEL, "--optimizer", "optimizer_models:torch"], "is no function but a module"),
+        ([*MODEL, "--optimizer", "optimizer_models:torch"], "is not a function but a module"),
         ([*MODEL, "--optimizer", "optimizer_models:Net"], "cannot be called with the model"),
         ([*MODEL, "--optimizer", "builtins:id"], "gives an int, not an optimizer"),
     ],

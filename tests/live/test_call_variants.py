@@ -156,7 +156,7 @@ def test_an_attribute_keeps_its_kind() -> None:
         (lambda m: variants(m, "nothing"), "no submodule 'nothing'"),
         (lambda m: variants(m, "gate@7"), "no submodule 'gate@7'"),
         (lambda m: variants(m, ""), "the root module has no variants"),
-        (lambda m: swap_module(m, "gate", cast(Any, torch.ones(1))), "gate: a Tensor is no nn.Module"),
+        (lambda m: swap_module(m, "gate", cast(Any, torch.ones(1))), "gate: a Tensor is not an nn.Module"),
         (lambda m: swap_attribute(m, "gate.none", 1), "gate has no attribute 'none'"),
         (lambda m: swap_attribute(m, "gate.proj", 1), "gate.proj is a submodule"),
         (lambda m: swap_attribute(m, "gate.shift", 1), "gate.shift is a tensor, the new value an int"),

@@ -19,7 +19,7 @@ from ckpttool.core.errors import CkptError, Refused
 from ckpttool.operands.model import ModelOperand
 from ckpttool.tracing import runtime
 from ckpttool.tracing.build_model import of_object
-from ckpttool.tracing.saving import filled
+from ckpttool.tracing.experiment import filled
 from command import Run
 from loading_zoo import Undeclared, packed
 from opaque_zoo import ZOO, Listed, Net, Quantized, Transposed, blended, noisy

@@ -13,7 +13,7 @@ from torch import nn
 from ckpttool.core.expression import Expression, Ref, is_opaque, refs
 from ckpttool.evaluate.torch_eval import evaluate
 from ckpttool.tracing.build_model import of_object
-from ckpttool.tracing.saving import filled
+from ckpttool.tracing.experiment import filled
 from ckpttool.tracing.trace import trace
 from opaque_zoo import ZOO, blended, noisy
 from zoo import runtime_values
@@ -188,7 +188,7 @@ def test_what_no_other_values_bear_out(
     build: type[nn.Module], keys: set[str], cheap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not cheap:
-        monkeypatch.setattr("ckpttool.tracing.any_values.is_cheap", lambda model: False)
+        monkeypatch.setattr("ckpttool.tracing.loading.is_cheap", lambda model: False)
         keys = {"weight", "bias", "seal"}
     names = trace(of_object(build))
     sources = {one.fqn: one.source for one in names.load}

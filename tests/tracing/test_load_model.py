@@ -13,7 +13,8 @@ from torch import nn
 
 import hook_zoo
 from ckpttool.core.errors import CkptError
-from ckpttool.tracing.build_model import LoadedModel, load, of_object, raised_at, shown
+from ckpttool.tracing.build_model import LoadedModel, load, of_object
+from ckpttool.tracing.user_code import raised_at, short_path
 from loading_zoo import ZOO
 
 
@@ -306,7 +307,7 @@ def test_an_ordinary_failure_is_not_blamed_on_meta(source) -> None:
 @pytest.mark.parametrize("value", ["3", "'text'", "[]", "{'a': 1}", "None", "torch.ones(2)"])
 def test_not_a_module(source, value: str) -> None:
     path = source(f"thing = {value}\ndef build():\n    return thing")
-    assert "is no model" in fails(f"{path}:thing").message
+    assert "is not a model" in fails(f"{path}:thing").message
     assert "not an nn.Module" in fails(f"{path}:build").message
 
 
@@ -367,4 +368,4 @@ def test_an_error_of_a_package_is_placed_where_the_users_code_calls_it(tmp_path:
 
     with pytest.raises(FileNotFoundError) as caught:
         load_file(tmp_path / "none")
-    assert (raised_at(caught.tb) or "").rpartition(":")[0] == shown(__file__)
+    assert (raised_at(caught.tb) or "").rpartition(":")[0] == short_path(__file__)

@@ -102,7 +102,7 @@ def test_a_model_without_end_costs_no_memory() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (3, "3 is no function but an int"),
+        (3, "3 is not a function but an int"),
         (lambda model: None, "gives a NoneType, not an optimizer"),
         (lambda model: [torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters())], "gives a list"),
         (lambda model: {"lr_scheduler": None}, "gives a NoneType"),

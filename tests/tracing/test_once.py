@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from ckpttool.tracing.output_capture import logs_as_warnings, prints_once
+from ckpttool.tracing.user_code import logs_as_warnings, prints_once
 
 
 def test_a_line_is_said_once_and_one_without_an_end_too(capsys: pytest.CaptureFixture[str]) -> None:

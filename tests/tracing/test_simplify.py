@@ -12,7 +12,7 @@ import torch
 
 from ckpttool.core.expression import Argument, Expression, Op, Ref, Special
 from ckpttool.evaluate.torch_eval import evaluate, same_bits
-from ckpttool.tracing.recorder.simplify import Simplifier
+from ckpttool.tracing.simplify import Simplifier
 
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "100"))
 ENDLESS = (1 << 63) - 1  # the end of x[2:], as torch writes it

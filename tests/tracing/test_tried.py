@@ -141,7 +141,7 @@ def test_what_cannot_be_tried_is_unknown_and_no_no(monkeypatch: pytest.MonkeyPat
     def no_memory(*args: object) -> None:
         raise CkptError("no memory", hint="buy some")
 
-    monkeypatch.setattr("ckpttool.tracing.trace.check_memory", no_memory)
+    monkeypatch.setattr("ckpttool.tracing.roundtrip.check_memory", no_memory)
     names = trace(model(AddsNothing))
     assert names.roundtrips
     assert names.notes == (

@@ -1,4 +1,4 @@
-"""What is in one storage while a model saves or loads: an expression for each view of it."""
+"""What is in one storage while a model saves or loads: an expression for each view."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SMALL = 1 << 22  # elements; below, the overlap of two strided tensors is found
 
 
 class Geometry(NamedTuple):
-    """How a tensor lies in its storage, in elements of its dtype; strides of dimensions of size 1 are 0."""
+    """The place of a tensor in its storage, in elements of its dtype; strides of dimensions of size 1 are 0."""
 
     offset: int
     shape: tuple[int, ...]
@@ -29,12 +29,12 @@ class Geometry(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of the tensor, however often an element of the storage is among them."""
+        """Count the elements of the tensor; one element of an expanded storage counts several times."""
         return prod(self.shape)
 
     @property
     def end(self) -> int:
-        """One past the last element that the tensor reaches."""
+        """Return the offset behind the last element."""
         if not self.numel:
             return self.offset
         return self.offset + sum((size - 1) * step for size, step in zip(self.shape, self.stride)) + 1
@@ -46,12 +46,12 @@ class Geometry(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """True where the elements fill offset..end without gap or overlap, in some order of the dimensions."""
+        """Return whether the elements fill offset..end without gap or overlap, in any order of the dimensions."""
         return self.end - self.offset == self.numel and not self.overlaps_itself
 
     @property
     def overlaps_itself(self) -> bool:
-        """Whether one element of the storage may be several of the tensor (as after ``expand``)."""
+        """Return whether one element of the storage may be several of the tensor (as after ``expand``)."""
         step = 1
         for size, stride in sorted(zip(self.shape, self.stride), key=lambda pair: pair[1]):
             if size > 1:
@@ -60,14 +60,13 @@ class Geometry(NamedTuple):
                 step = stride * size
         return False
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the bytes are the values: neither conjugated nor negated lazily."""
-        return not self.conj and not self.neg
+    def holds(self, inner: Geometry) -> bool:
+        """Return whether all of `inner` is between the first and the last element of this one."""
+        return self.dtype == inner.dtype and self.offset <= inner.offset and inner.end <= self.end
 
 
 def geometry(tensor: torch.Tensor) -> Geometry:
-    """The geometry of a strided tensor."""
+    """Return the geometry of a strided tensor."""
     shape = tuple(tensor.shape)
     stride = tuple(step if size != 1 else 0 for size, step in zip(shape, tensor.stride()))
     return Geometry(int(tensor.storage_offset()), shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg())
@@ -75,11 +74,12 @@ def geometry(tensor: torch.Tensor) -> Geometry:
 
 @dataclass(slots=True)
 class Memory:
-    """One storage. `roots` are geometries with a value of their own, `views` those derived since the last write.
+    """One storage. `roots` are geometries with a value of their own, `views` are derived from them since the last
+    write.
 
-    `storage` keeps the address from being given to another tensor. `author` is who created it or wrote it last,
-    `stale` says that its real bytes no longer are what the expressions say, `pieces` are the parts of a root that were
-    written one by one.
+    `storage` keeps the address from being given to another tensor. `author` created it or wrote it last, `stale` says
+    that its real bytes are no longer what the expressions say, `pieces` are the parts of a root that were written one
+    by one.
     """
 
     storage: Any
@@ -90,73 +90,55 @@ class Memory:
     pieces: dict[Geometry, dict[Geometry, Expression]] = field(default_factory=dict)
 
     def known(self, geom: Geometry) -> Expression | None:
-        """The value seen through `geom` if it has been noted."""
+        """Return the value seen through `geom` if it was noted."""
         for table in (self.roots, self.views, *self.pieces.values()):
             if geom in table:
                 return table[geom]
         return None
 
     def read(self, geom: Geometry) -> Expression:
-        """The value seen through `geom`, derived from a root that holds all of it where it has not been noted."""
-        found = self.known(geom)
-        if found is None:
-            found = self.views[geom] = self._derive(geom)
-        return found
-
-    def _derive(self, geom: Geometry) -> Expression:
-        for root, value in self.roots.items():
-            inner = _window(root, value, geom)
-            if inner is not None:
-                return inner
-        return opaque(*self.roots.values())
+        """Return the value seen through `geom`; if it was not noted, derived from a root that holds all of it."""
+        value = self.known(geom)
+        if value is None:
+            windows = (_window(root, whole, geom) for root, whole in self.roots.items())
+            value = next((window for window in windows if window is not None), None) or opaque(*self.roots.values())
+            self.views[geom] = value
+        return value
 
     def write(self, geom: Geometry, value: Expression) -> None:
-        """Replaces what is seen through `geom`; every other root that it reaches into is changed along."""
-        if geom.overlaps_itself:  # one place is given several values, and keeps the last of them
+        """Replace what is seen through `geom`; every other root that shares an element changes too."""
+        if geom.overlaps_itself:  # one place is given several values, and keeps the last
             value = opaque(value)
-        self.pieces = {root: _untouched(parts, geom) for root, parts in self.pieces.items() if root != geom}
+        self.pieces = {
+            root: {part: content for part, content in parts.items() if not meet(part, geom)}
+            for root, parts in self.pieces.items()
+            if root != geom
+        }
         reached = {root: old for root, old in self.roots.items() if root != geom and meet(root, geom)}
         changed = {root: _overwritten(root, old, geom, value) for root, old in reached.items()}
         for root, new in changed.items():
-            whole = _made_of(root, self._pieced(root, geom, value)) or new
-            self.roots[root] = whole or self._through_whole(root, geom, changed) or opaque(self.roots[root], value)
-        if geom in self.roots or not any(_holds(root, geom) for root in self.roots):
+            parts = self.pieces.get(root, {})
+            self.pieces[root] = {**(parts if len(parts) < _MOST_PIECES else {}), geom: value}
+            new = _from_pieces(root, self.pieces[root]) or new
+            for whole, content in changed.items() if new is None else ():
+                # A third tensor may hold both this root and what was written.
+                if content is not None and whole.holds(root) and whole.holds(geom):
+                    new = _window(whole, content, root)
+                    break
+            self.roots[root] = new or opaque(self.roots[root], value)
+        if geom in self.roots or not any(root.holds(geom) for root in self.roots):
             self.roots[geom] = value
         self.views = {geom: value}
 
-    def _pieced(self, root: Geometry, geom: Geometry, value: Expression) -> Mapping[Geometry, Expression]:
-        """The parts of `root` that were written one by one and still hold what was written, `geom` the last of them."""
-        known = self.pieces.get(root, {})
-        self.pieces[root] = {**(known if len(known) < _MOST_PIECES else {}), geom: value}
-        return self.pieces[root]
-
-    @staticmethod
-    def _through_whole(
-        root: Geometry, geom: Geometry, changed: Mapping[Geometry, Expression | None]
-    ) -> Expression | None:
-        """What `root` sees of a third tensor that holds both it and what was written."""
-        for whole, value in changed.items():
-            if value is not None and _holds(whole, root) and _holds(whole, geom):
-                return _window(whole, value, root)
-        return None
-
 
 def opaque(*parts: Argument) -> Op:
-    """Computed in a way that cannot be written down: only what it was computed from is known."""
+    """Return the expression of a value that cannot be written down, computed from `parts`."""
     keys = dict.fromkeys(key for part in parts for key in refs(part))
     return Op(OPAQUE, tuple(Ref(key) for key in keys))
 
 
-def _holds(outer: Geometry, inner: Geometry) -> bool:
-    return outer.dtype == inner.dtype and outer.offset <= inner.offset and inner.end <= outer.end
-
-
-def _untouched(parts: Mapping[Geometry, Expression], geom: Geometry) -> dict[Geometry, Expression]:
-    return {part: value for part, value in parts.items() if not meet(part, geom)}
-
-
 def meet(one: Geometry, other: Geometry) -> bool:
-    """True where the two share an element (or might: very large interleaved ones are not looked into)."""
+    """Return whether the two share an element (very large interleaved tensors count as sharing one)."""
     size, others = one.dtype.itemsize, other.dtype.itemsize  # bytes: a view may have elements of another size
     if one.offset * size >= other.end * others or other.offset * others >= one.end * size:
         return False
@@ -167,13 +149,19 @@ def meet(one: Geometry, other: Geometry) -> bool:
     return bool(touched.as_strided(other.shape, other.stride, other.offset).any())
 
 
-def _made_of(root: Geometry, pieces: Mapping[Geometry, Expression]) -> Expression | None:
-    """`root` as made of the pieces alone, where they cover it all (they do not overlap)."""
-    if sum(piece.numel for piece in pieces) != root.numel or not all(_holds(root, piece) for piece in pieces):
+def _from_pieces(root: Geometry, pieces: Mapping[Geometry, Expression]) -> Expression | None:
+    """Return `root` as made of the pieces alone if they cover all of it (they do not overlap)."""
+    if sum(piece.numel for piece in pieces) != root.numel or not all(root.holds(piece) for piece in pieces):
         return None
-    joined = _joined(root, pieces)
-    if joined is not None:
-        return joined
+    ordered = sorted(pieces, key=lambda piece: piece.offset)
+    for dim in range(len(root.shape)):
+        start = 0
+        for piece in ordered:
+            if not _is_slice(root, piece, dim, start):
+                break
+            start += piece.shape[dim]
+        else:
+            return Op("aten.cat.default", (tuple(pieces[piece] for piece in ordered), dim))
     dtype = Special("dtype", str(root.dtype).removeprefix("torch."))
     whole: Expression | None = Op("aten.full.default", (root.shape, 0), (("dtype", dtype),))
     for piece, value in pieces.items():
@@ -181,30 +169,19 @@ def _made_of(root: Geometry, pieces: Mapping[Geometry, Expression]) -> Expressio
     return whole
 
 
-def _joined(root: Geometry, pieces: Mapping[Geometry, Expression]) -> Expression | None:
-    """The pieces put behind each other, where they make up all of `root` along one dimension."""
-    ordered = sorted(pieces, key=lambda piece: piece.offset)
-    for dim in range(len(root.shape)):
-        at = 0
-        for piece in ordered:
-            rest = piece.shape[:dim] + piece.shape[dim + 1 :] == root.shape[:dim] + root.shape[dim + 1 :]
-            if not rest or len(piece.shape) != len(root.shape) or not _is_slice(root, piece, dim, at):
-                break
-            at += piece.shape[dim]
-        else:
-            return Op("aten.cat.default", (tuple(pieces[piece] for piece in ordered), dim))
-    return None
-
-
 def _is_slice(root: Geometry, piece: Geometry, dim: int, start: int) -> bool:
-    strides = all(size == 1 or a == b for size, a, b in zip(piece.shape, piece.stride, root.stride))
-    same = (piece.dtype, piece.conj, piece.neg) == (root.dtype, root.conj, root.neg)
-    return strides and same and piece.offset == root.offset + start * root.stride[dim]
+    return (
+        len(piece.shape) == len(root.shape)
+        and piece.shape[:dim] + piece.shape[dim + 1 :] == root.shape[:dim] + root.shape[dim + 1 :]
+        and all(size == 1 or a == b for size, a, b in zip(piece.shape, piece.stride, root.stride))
+        and (piece.dtype, piece.conj, piece.neg) == (root.dtype, root.conj, root.neg)
+        and piece.offset == root.offset + start * root.stride[dim]
+    )
 
 
-def _flat(root: Geometry, value: Expression) -> Expression | None:
-    """`value` in memory order in a storage of its own, so that strides can be applied to it."""
-    if not root.is_dense or not root.is_plain:
+def _flat(root: Geometry, value: Expression, geom: Geometry) -> Expression | None:
+    """Return `value` in memory order in its own storage, so that the strides of `geom` can be applied to it."""
+    if geom.conj or geom.neg or root.conj or root.neg or not root.holds(geom) or not root.is_dense:
         return None
     if root.order != tuple(range(len(root.shape))):
         value = Op("aten.permute.default", (value, root.order))
@@ -212,18 +189,18 @@ def _flat(root: Geometry, value: Expression) -> Expression | None:
 
 
 def _window(root: Geometry, value: Expression, geom: Geometry) -> Expression | None:
-    flat = _flat(root, value) if geom.is_plain and _holds(root, geom) else None
+    flat = _flat(root, value, geom)
     if flat is None:
         return None
     return Op("aten.as_strided.default", (flat, geom.shape, geom.stride, geom.offset - root.offset))
 
 
 def _overwritten(root: Geometry, old: Expression, geom: Geometry, value: Expression) -> Expression | None:
-    """The value of `root` after `value` was written through `geom`; None where strides cannot say it."""
+    """Return the value of `root` after `value` was written through `geom`; None if strides cannot express it."""
     covered = _window(geom, value, root)
     if covered is not None:
         return covered
-    flat = _flat(root, old) if geom.is_plain and _holds(root, geom) else None
+    flat = _flat(root, old, geom)
     if flat is None:
         return None
     changed = Op("aten.as_strided_scatter.default", (flat, value, geom.shape, geom.stride, geom.offset - root.offset))
@@ -233,11 +210,11 @@ def _overwritten(root: Geometry, old: Expression, geom: Geometry, value: Express
     return Op("aten.permute.default", (changed, tuple(order.index(d) for d in range(len(order)))))
 
 
-Token = tuple[Any, ...]  # (address of the storage, geometry), or what else identifies a tensor that has no storage
+Token = tuple[Any, ...]  # (address of the storage, geometry), or what else identifies a tensor without a storage
 
 
 def token(tensor: torch.Tensor) -> Token:
-    """What is equal for two tensors exactly when they are the same elements of the same memory."""
+    """Return a value that is equal for two tensors exactly if they are the same elements of the same memory."""
     if torch.nn.parameter.is_lazy(tensor):
         return ("object", id(tensor))
     if is_traceable_wrapper_subclass(tensor):
@@ -245,19 +222,31 @@ def token(tensor: torch.Tensor) -> Token:
     try:
         if tensor.layout == torch.strided:
             return (address(tensor), geometry(tensor))
-        return (tensor.layout, tuple(tensor.shape), *map(token, components(tensor)))
+        return (tensor.layout, tuple(tensor.shape), *map(token, _components(tensor)))
     except RuntimeError:
         return ("object", id(tensor))
 
 
 def address(tensor: torch.Tensor) -> int:
-    """A number for the tensor's storage: where its bytes lie (numpy may share them), or the storage object on meta."""
+    """Return a number for the storage: the address of its bytes (numpy may share them); on meta that of the object."""
     storage = tensor.untyped_storage()
     return (0 if tensor.device.type == "meta" else storage.data_ptr()) or storage._cdata
 
 
-def components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The dense tensors that a sparse tensor is made of."""
+def inside(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that a wrapper subclass or a sparse tensor is made of."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return []
+    if is_traceable_wrapper_subclass(tensor):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [part for part in parts if isinstance(part, torch.Tensor)]  # a DTensor lists its mesh too
+    try:
+        return list(_components(tensor))
+    except RuntimeError:
+        return []
+
+
+def _components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout == torch.sparse_coo:
         return (tensor._indices(), tensor._values())
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -265,16 +254,3 @@ def components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
     raise NotImplementedError(tensor.layout)
-
-
-def inside(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a wrapper subclass or a sparse tensor is made of."""
-    if torch.nn.parameter.is_lazy(tensor):
-        return []
-    if is_traceable_wrapper_subclass(tensor):
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return [part for part in parts if isinstance(part, torch.Tensor)]  # a DTensor lists its mesh too
-    try:
-        return list(components(tensor))
-    except RuntimeError:
-        return []

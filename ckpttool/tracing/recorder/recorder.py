@@ -1,160 +1,48 @@
-"""The recorder: runs while a model saves or loads, and knows of every tensor how it was computed from named ones.
+"""The recorder: runs while a model saves or loads, and knows how each tensor was computed from named ones.
 
 Values are followed by memory (storage, offset, shape, stride, dtype), not by Python object: ``nn.Parameter(x)`` and
-``.data`` bypass the dispatcher, but not the storage that they share."""
+``.data`` bypass the dispatcher, but share the storage."""
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpttool.core.expression import Argument, Expression, Op, Special, refs
-from ckpttool.tracing.build_model import says_meta
+from ckpttool.core.expression import OPAQUE, Argument, Expression, Op, Special, refs
 from ckpttool.tracing.recorder.memory import Memory, Token, inside, meet, opaque, token
+from ckpttool.tracing.user_code import prints_once, says_meta
 
-Value = Callable[[torch.Tensor], Expression]
-
-# An operator that gives its first argument's value again, perhaps in other memory.
-SAME = frozenset({"detach", "alias", "clone", "contiguous", "lift_fresh", "lift", "lift_fresh_copy", "_pin_memory",
-                  "resolve_conj", "resolve_neg", "detach_copy", "alias_copy", "_lazy_clone"})  # fmt: skip
-# A view whose success depends on strides; `reshape` gives the same value for any.
+# Operators that return their first argument's value, perhaps in other memory.
+_SAME = frozenset({"detach", "alias", "clone", "contiguous", "lift_fresh", "lift", "lift_fresh_copy", "_pin_memory",
+                   "resolve_conj", "resolve_neg", "detach_copy", "alias_copy", "_lazy_clone"})  # fmt: skip
+# A view succeeds or fails by strides; `reshape` has the same value for any.
 _RESHAPES = frozenset(
     {"view.default", "_unsafe_view.default", "_reshape_alias.default", "reshape.default", "view_copy.default"}
 )
-# Filled tensors: where the fill value stands among the arguments, or the value itself.
-_FILLS: Mapping[str, Any] = {
+_FILLS: Mapping[str, int] = {
     "zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1, "zero": 0,
 }  # fmt: skip
-_UNINITIALISED = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
-_RANDOM_LIKE = frozenset({"rand_like", "randn_like", "randint_like"})  # they read a shape only
 _FILL_ARGUMENT: Mapping[str, int] = {"full": 1, "full_like": 1, "new_full": 2, "fill": 1}
-_PLACEMENT = frozenset({"device", "pin_memory", "layout", "non_blocking", "generator"})  # where, not what
-_LITERAL_LIMIT = 4096  # elements; a constant made outside torch is written into the expression up to here
-
-
-def call_expression(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, value: Value) -> Expression:
-    """The value of ``func(*args, **kwargs)``; `out` is what it gave, for its shape and dtype."""
-    name = str(func).partition(".")[2]
-    base = name.partition(".")[0]
-    if base in SAME or (base == "_to_copy" and out.dtype == args[0].dtype):
-        return value(args[0])
-    if base == "_to_copy":
-        return cast_expression(value(args[0]), out.dtype)
-    if base in _UNINITIALISED:
-        return opaque()
-    if base in _FILLS:
-        return full_expression(tuple(out.shape), _FILLS[base], out.dtype)
-    if base in _FILL_ARGUMENT:
-        fill = args[_FILL_ARGUMENT[base]]
-        if not isinstance(fill, torch.Tensor):
-            return full_expression(tuple(out.shape), fill, out.dtype)
-        same = value(fill) if fill.dtype == out.dtype else cast_expression(value(fill), out.dtype)
-        return Op("aten.expand.default", (same, tuple(out.shape)))
-    if base in _RANDOM_LIKE:
-        return opaque()
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        return opaque(*(value(arg) for arg in args if isinstance(arg, torch.Tensor)))
-    if name in _RESHAPES:
-        return Op("aten.reshape.default", (value(args[0]), tuple(out.shape)))
-    if name == "slice.Tensor":
-        return _slice(args, kwargs, value)
-    if base == "as_strided":
-        return opaque(value(args[0]))  # the caller derives it from the memory where it can
-    return Op(
-        str(func),
-        tuple(argument(arg, value) for arg in args),
-        tuple((key, argument(arg, value)) for key, arg in kwargs.items() if key not in _PLACEMENT),
-    )
-
-
-def argument(arg: Any, value: Value) -> Argument:
-    """One argument of an operator as expression data; tensors through `value`."""
-    if isinstance(arg, torch.Tensor):
-        return value(arg)
-    if isinstance(arg, (list, tuple)):
-        return tuple(argument(item, value) for item in arg)
-    for kind, cls in (("dtype", torch.dtype), ("layout", torch.layout), ("memory_format", torch.memory_format)):
-        if isinstance(arg, cls):
-            return Special(kind, str(arg).removeprefix("torch."))
-    if isinstance(arg, complex):
-        return Special("complex", repr(arg))
-    return arg if isinstance(arg, (type(None), bool, int, float, str)) else opaque()
-
-
-def cast_expression(source: Expression, dtype: torch.dtype) -> Expression:
-    """`source` converted to `dtype`."""
-    return Op("aten._to_copy.default", (source,), (("dtype", _dtype(dtype)),))
-
-
-def full_expression(shape: tuple[int, ...], fill: Any, dtype: torch.dtype) -> Expression:
-    """A tensor with one value throughout."""
-    fill = Special("complex", repr(fill)) if isinstance(fill, complex) else fill
-    return Op("aten.full.default", (shape, fill), (("dtype", _dtype(dtype)),))
-
-
-def literal(tensor: torch.Tensor) -> Expression:
-    """A constant's values, written out; opaque where they cannot be read or are too many."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    if not plain or tensor.device.type == "meta" or tensor.is_quantized or tensor.numel() > _LITERAL_LIMIT:
-        return opaque()
-    shape, values = tuple(tensor.shape), tensor.detach().cpu().reshape(-1).tolist()
-    if len(set(map(repr, values))) < 2:  # 0.0 and -0.0 are equal, and not the same
-        return full_expression(shape, values[0] if values else 0, tensor.dtype)
-    kind = (("dtype", _dtype(tensor.dtype)),)
-    items = tuple(
-        Op("aten.scalar_tensor.default", (Special("complex", repr(v)) if isinstance(v, complex) else v,), kind)
-        for v in values
-    )
-    stacked = Op("aten.stack.default", (items,))
-    return stacked if len(shape) == 1 else Op("aten.reshape.default", (stacked, shape))
-
-
-@cache
-def functional(func: Any) -> Any:
-    """The operator that computes what the in-place or ``out=`` operator `func` writes; None where torch has none."""
-    namespace, _, rest = str(func).partition(".")
-    base, _, overload = rest.partition(".")
-    packet = getattr(getattr(torch.ops, namespace), base.removesuffix("_"), None)
-    if packet is None:
-        return None
-    wanted = [str(arg.type) for arg in func._schema.arguments if not arg.is_out]
-    names = [overload, overload.removesuffix("_out").removesuffix("out") or "default", "default", *packet.overloads()]
-    for name in dict.fromkeys(names):
-        found = getattr(packet, name, None) if name in packet.overloads() else None
-        if found is None or found._schema.is_mutable:
-            continue
-        if [str(arg.type) for arg in found._schema.arguments] == wanted:
-            return found
-    return None
-
-
-def _slice(args: Sequence[Any], kwargs: Mapping[str, Any], value: Value) -> Expression:
-    names = dict(zip(("self", "dim", "start", "end", "step"), args)) | dict(kwargs)
-    source = names["self"]
-    dim = names.get("dim", 0) % max(source.dim(), 1)
-    start, end, step = slice(names.get("start"), names.get("end"), names.get("step", 1)).indices(source.shape[dim])
-    bounds = (dim, start, max(start, end)) + ((step,) if step != 1 else ())
-    return Op("aten.slice.Tensor", (value(source), *bounds))
-
-
-def _dtype(dtype: torch.dtype) -> Special:
-    return Special("dtype", str(dtype).removeprefix("torch."))
-
-
+# Operators that read a shape only, and whose values nothing can tell.
+_UNKNOWN = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted",
+                      "rand_like", "randn_like", "randint_like"})  # fmt: skip
+_PLACEMENT = frozenset({"device", "pin_memory", "layout", "non_blocking", "generator"})  # these do not change values
 # Questions about a tensor that are answered without reading its values.
 _HARMLESS = frozenset({"is_pinned", "is_same_size", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
                        "size", "stride", "storage_offset", "is_contiguous", "is_strides_like_format", "dim",
                        "numel"})  # fmt: skip
-# Of other dtypes few operators know on any device, and meta says of more that they do.
+# Few operators support other dtypes, on any device, and meta accepts more than real tensors do.
 _COMMON = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
                      torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})  # fmt: skip
-
-
+_LITERAL_LIMIT = 4096  # elements; a constant made outside torch is written into the expression up to here
 _DEEPEST = 100  # operators inside each other; everything that walks expressions recurses
 _LARGEST = 20_000  # nodes, those that occur twice counted twice
 
@@ -163,17 +51,16 @@ class NeedsValues(Exception):
     """Code asked for the values of a tensor that has none (meta)."""
 
     def __str__(self) -> str:
-        return "it reads the values of tensors, which a model on the meta device has not"
+        return "it reads the values of tensors, which a model on the meta device does not have"
 
 
 class Recorder(TorchDispatchMode):
-    """Every operator that runs under it is noted; `value(tensor)` then says how the tensor came about.
+    """Record every operator that runs; `value(tensor)` then says how the tensor was computed.
 
     `author` is set from outside to whose code is running. `reads` lists ``(author, names)`` for each time that code
-    looked at values, `blind` that it asked for values that do not exist (and may have caught the error). `conversions`
-    lists ``(token, from, to, source)`` for each copy into a tensor that changed the dtype. `doubtful` says that an
-    operator ran on meta of which nobody knows whether it runs on values, `outside` that a tensor came
-    about outside of torch.
+    looked at values; `blind` says that it asked for values that do not exist (and may have caught the error).
+    `conversions` lists ``(token, from, to, source)`` for each copy into a tensor that changed the dtype. `doubtful`
+    says that an operator ran on meta that real tensors may refuse, `outside` that a tensor was made outside of torch.
     """
 
     def __init__(self) -> None:
@@ -187,74 +74,99 @@ class Recorder(TorchDispatchMode):
         self.blind = False
         self.doubtful = False
         self.outside = False
-        self.bounds = _Bounds()
+        self.sizes: dict[int, tuple[Op, int, int]] = {}  # of expressions: holding the node keeps its id unique
         self.conversions: list[tuple[Token, torch.dtype, torch.dtype, Expression]] = []
 
     def name(self, tensor: torch.Tensor, expression: Expression) -> None:
-        """Says what `tensor` is before recording starts; the first name of a tensor stays."""
+        """Name `tensor` before recording starts; the first name of a tensor stays."""
         mark = token(tensor)
         if not isinstance(mark[0], int):
             self.objects.setdefault(mark, (tensor, expression, None))
             for part in inside(tensor):
                 self.name(part, opaque(expression))
             return
-        memory = self._memory(tensor, mark[0])
-        memory.roots.setdefault(mark[1], expression)
+        self._memory(tensor).roots.setdefault(mark[1], expression)
 
     def value(self, tensor: torch.Tensor) -> Expression:
-        """How `tensor` was computed."""
+        """Return how `tensor` was computed."""
         mark = token(tensor)
         if not isinstance(mark[0], int):
-            found = self.objects.get(mark)
-            return found[1] if found else opaque(*(self.value(part) for part in inside(tensor)))
-        memory = self.memories.get(mark[0])
-        if memory is None:
+            known = self.objects.get(mark)
+            return known[1] if known else opaque(*(self.value(part) for part in inside(tensor)))
+        if mark[0] not in self.memories:
             self.outside = True
-            memory = self._memory(tensor, mark[0])
-            memory.roots[mark[1]] = literal(tensor)
-        return memory.read(mark[1])
+            self._memory(tensor).roots[mark[1]] = _literal(tensor)
+        return self.memories[mark[0]].read(mark[1])
 
     def author_of(self, mark: Token) -> Any:
-        """Whose code made the tensor, or wrote to it last."""
+        """Return whose code made the tensor, or wrote to it last."""
         if isinstance(mark[0], int):
             memory = self.memories.get(mark[0])
             return memory.author if memory else None
-        found = self.objects.get(mark)
-        return found[2] if found else None
+        known = self.objects.get(mark)
+        return known[2] if known else None
 
     def written_since(self, clock: int) -> set[Any]:
-        """The storages (or objects) that were written in place after `clock`."""
+        """Return the storages (or objects) that were written in place after `clock`."""
         return {_place(mark) for when, mark in self.writes if when > clock}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_made_of_others(func):  # in inference mode such an operator arrives whole
+        if _is_composite(func):  # in inference mode such an operator arrives undivided
             with self:
                 return func.decompose(*args, **kwargs)
         written = _written(func)
+        if written and torch.Tag.inplace_view in func.tags:
+            # `t_`, `squeeze_`, ...: the tensor sees the same memory differently; `set_` gives it other memory.
+            before = self.value(args[0])
+            out = func(*args, **kwargs)
+            mark = token(args[0])
+            if not func.__name__.startswith(("set_", "resize_")) and not self._is_known(mark):
+                self._note(
+                    args[0], mark, _call_expression(_functional(func), args, kwargs, args[0], lambda tensor: before)
+                )
+            return out
         if written:
             return self._in_place(func, args, kwargs, written)
         out = self._run(func, args, kwargs)
         if isinstance(out, torch.Tensor):
             mark = token(out)
             if not self._is_known(mark):
-                self._note(out, mark, call_expression(func, args, kwargs, out, self.value))
+                self._note(out, mark, _call_expression(func, args, kwargs, out, self.value))
         elif isinstance(out, (list, tuple)):
-            self._note_each(func, args, kwargs, out)
+            marks = [token(item) if isinstance(item, torch.Tensor) else None for item in out]
+            if not all(mark is None or self._is_known(mark) for mark in marks):
+                whole = _call_expression(func, args, kwargs, out, self.value)
+                for index, (item, item_mark) in enumerate(zip(out, marks)):
+                    if item_mark is not None:
+                        self._note(item, item_mark, Op("getitem", (whole, index)))
         elif func.__name__.partition(".")[0] not in _HARMLESS:
             self.read(_tensors(args, kwargs))
         return out
 
-    def _run(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self.doubtful = self.doubtful or _is_doubtful(func, _tensors(args, kwargs))
+        runnable = self._runnable(args, kwargs)
+        if "device" in kwargs and any(t.device.type == "meta" for t in _tensors(args, {})):
+            kwargs = {**kwargs, "device": torch.device("meta")}  # a tensor without values cannot leave
         try:
-            return func(*self._runnable(args, kwargs), **_moved(func, args, kwargs))
+            return func(*runnable, **kwargs)
         except Exception as error:
             self.blind = self.blind or says_meta(str(error))
             raise
 
+    def _runnable(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+        """Return the arguments, all on meta if one of them has no values: torch refuses to mix devices."""
+        return _on_meta(args) if any(map(self._is_unreal, _tensors(args, kwargs))) else args
+
+    def _is_unreal(self, tensor: torch.Tensor) -> bool:
+        if tensor.device.type == "meta":
+            return True
+        memory = self.memories.get(_place(token(tensor)))
+        return memory is not None and memory.stale
+
     def read(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Notes that code looked at the values of `tensors`. Raises `NeedsValues` where they have none."""
+        """Note that code looked at the values of `tensors`. Raises `NeedsValues` if they have none."""
         names: dict[str, None] = {}
         for tensor in tensors:
             names.update(dict.fromkeys(refs(self.value(tensor))))
@@ -264,15 +176,6 @@ class Recorder(TorchDispatchMode):
         if names:
             self.reads.append((self.author, tuple(names)))
 
-    def _note_each(self, func: Any, args: Sequence[Any], kwargs: Any, out: Sequence[Any]) -> None:
-        marks = [token(item) if isinstance(item, torch.Tensor) else None for item in out]
-        if all(mark is None or self._is_known(mark) for mark in marks):
-            return
-        whole = call_expression(func, args, kwargs, out, self.value)
-        for index, (item, mark) in enumerate(zip(out, marks)):
-            if mark is not None:
-                self._note(item, mark, Op("getitem", (whole, index)))
-
     def _is_known(self, mark: Token) -> bool:
         if not isinstance(mark[0], int):
             return mark in self.objects
@@ -280,183 +183,148 @@ class Recorder(TorchDispatchMode):
         return memory is not None and memory.known(mark[1]) is not None
 
     def _note(self, tensor: torch.Tensor, mark: Token, expression: Expression) -> None:
-        expression = self.bounds.within(expression)
+        expression = self._bounded(expression)
         if not isinstance(mark[0], int):
             self.objects[mark] = (tensor, expression, self.author)
-            return
-        memory = self.memories.get(mark[0])
-        if memory is None:
-            self._memory(tensor, mark[0]).roots[mark[1]] = expression
-        elif isinstance(expression, Op) and expression.op == "opaque":
-            memory.read(mark[1])
+        elif mark[0] not in self.memories:
+            self._memory(tensor).roots[mark[1]] = expression
+        elif isinstance(expression, Op) and expression.op == OPAQUE:
+            self.memories[mark[0]].read(mark[1])
         else:
-            memory.views[mark[1]] = expression
+            self.memories[mark[0]].views[mark[1]] = expression
 
-    def _memory(self, tensor: torch.Tensor, cdata: int) -> Memory:
-        memory = self.memories.get(cdata)
-        if memory is None:
-            memory = self.memories[cdata] = Memory(tensor.untyped_storage(), author=self.author)
-        return memory
+    def _memory(self, tensor: torch.Tensor) -> Memory:
+        place = token(tensor)[0]
+        if place not in self.memories:
+            self.memories[place] = Memory(tensor.untyped_storage(), author=self.author)
+        return self.memories[place]
 
     def _in_place(self, func: Any, args: Sequence[Any], kwargs: Any, written: tuple[str, ...]) -> Any:
-        if torch.Tag.inplace_view in func.tags:
-            return self._reshape_in_place(func, args, kwargs)
-        given = dict(zip((arg.name for arg in func._schema.arguments), args)) | dict(kwargs)
-        targets = _tensors([given.get(name) for name in written], {})
+        arguments = dict(zip((arg.name for arg in func._schema.arguments), args)) | dict(kwargs)
+        targets = _tensors([arguments.get(name) for name in written], {})
         for target in targets:
-            _refuse_overlap(target)
-        pure = functional(func)
-        values = self._results(func, pure, args, kwargs, targets)
+            strided = not torch.nn.parameter.is_lazy(target) and target.layout == torch.strided
+            if strided and any(size > 1 and step == 0 for size, step in zip(target.shape, target.stride())):
+                # torch refuses this for tensors with values, and not on meta.
+                raise RuntimeError(
+                    "unsupported operation: more than one element of the written-to tensor refers to a single memory "
+                    "location. Please clone() the tensor before performing the operation."
+                )
+        values = self._results(func, args, kwargs, targets)
         out = self._run(func, args, kwargs)
         real = set(map(id, _tensors(self._runnable(args, kwargs), kwargs)))
         if any(id(target) not in real for target in targets):
-            out = self._only_followed(func, targets)
+            # Real memory cannot take a value that does not exist: from now on its bytes mean nothing.
+            for target in targets:
+                if isinstance(token(target)[0], int):
+                    self._memory(target).stale = True
+            returns = len(func._schema.returns)
+            out = None if returns == 0 else targets[0] if returns == 1 else tuple(targets)
         for target, value in zip(targets, values):
             self.write(target, value)
         return out
 
-    def _only_followed(self, func: Any, targets: Sequence[torch.Tensor]) -> Any:
-        """Real memory cannot take a value that does not exist: from now on its bytes mean nothing."""
-        for target in targets:
-            if isinstance(token(target)[0], int):
-                self._memory(target, token(target)[0]).stale = True
-        returns = len(func._schema.returns)
-        return None if returns == 0 else targets[0] if returns == 1 else tuple(targets)
-
     def write(self, target: torch.Tensor, value: Expression) -> None:
-        """Notes that `target` now holds `value`."""
+        """Note that `target` now holds `value`."""
         mark = token(target)
         self.clock += 1
         self.writes.append((self.clock, mark))
         if not isinstance(mark[0], int):
             self.objects[mark] = (target, value, self.author)
             return
-        memory = self._memory(target, mark[0])
-        memory.write(mark[1], self.bounds.within(value))
-        for root, grown in memory.roots.items():
-            memory.roots[root] = self.bounds.within(grown)
+        memory = self._memory(target)
+        memory.write(mark[1], self._bounded(value))
+        memory.roots = {root: self._bounded(content) for root, content in memory.roots.items()}
         memory.author = self.author
 
-    def _results(
-        self, func: Any, pure: Any, args: Any, kwargs: Any, targets: Sequence[torch.Tensor]
-    ) -> list[Expression]:
-        """What each target holds after the in-place call."""
+    def _results(self, func: Any, args: Any, kwargs: Any, targets: Sequence[torch.Tensor]) -> list[Expression]:
+        """Return what each target holds after the in-place call."""
         for target in targets:
             self.value(target)
         if func is torch.ops.aten.copy_.default:
             return [self._copied(targets[0], args[1])]
         if func.__name__.startswith("zero_"):
-            return [full_expression(tuple(targets[0].shape), 0, targets[0].dtype)]
-        given = _tensors(args, kwargs)
-        inputs = [self.value(tensor) for tensor in given]
-        places = Counter(map(_place, map(token, given)))
-        in_turn = len(targets) > 1 and any(places[_place(token(target))] > 1 for target in targets)  # one reads another
-        in_turn = in_turn or any(_is_read_meanwhile(target, given) for target in targets)
-        if pure is None or in_turn or torch.Tag.nondeterministic_seeded in func.tags:
-            return [opaque(*inputs) for _ in targets]
-        pure_kwargs = {name: value for name, value in kwargs.items() if not _is_out(func, name)}
-        meta_args, meta_kwargs = _on_meta(args), {k: _on_meta(v) for k, v in pure_kwargs.items()}
+            return [_full(tuple(targets[0].shape), 0, targets[0].dtype)]
+        inputs = _tensors(args, kwargs)
+        unknown: list[Expression] = [opaque(*map(self.value, inputs)) for _ in targets]
+        pure = _functional(func)
+        if pure is None or torch.Tag.nondeterministic_seeded in func.tags:
+            return unknown
+        marks = [token(tensor) for tensor in inputs]
+        places = Counter(map(_place, marks))
+        for mark in map(token, targets):
+            # A target that is read as well, as another target or another view: the order of writes would matter.
+            if len(targets) > 1 and places[_place(mark)] > 1:
+                return unknown
+            views = (other for other in marks if other[0] == mark[0] and other != mark)
+            if isinstance(mark[0], int) and any(meet(other[1], mark[1]) for other in views):
+                return unknown
+        pure_kwargs = {
+            name: value
+            for name, value in kwargs.items()
+            if not any(arg.name == name and arg.is_out for arg in func._schema.arguments)
+        }
         try:
-            out = pure(*meta_args, **meta_kwargs)
+            out = pure(*_on_meta(args), **{name: _on_meta(value) for name, value in pure_kwargs.items()})
         except (RuntimeError, TypeError, NotImplementedError):
-            return [opaque(*inputs) for _ in targets]
+            return unknown
         outs = list(out) if isinstance(out, (list, tuple)) else [out]
         if len(outs) != len(targets):
-            return [opaque(*inputs) for _ in targets]
-        whole = call_expression(pure, args, pure_kwargs, out, self.value)
+            return unknown
+        whole = _call_expression(pure, args, pure_kwargs, out, self.value)
         parts = [whole] if isinstance(out, torch.Tensor) else [Op("getitem", (whole, i)) for i in range(len(outs))]
-        return [
-            part if o.dtype == t.dtype else cast_expression(part, t.dtype) for part, o, t in zip(parts, outs, targets)
-        ]
+        return [part if o.dtype == t.dtype else _cast(part, t.dtype) for part, o, t in zip(parts, outs, targets)]
 
     def _copied(self, target: torch.Tensor, source: Any) -> Expression:
         if not isinstance(source, torch.Tensor):  # torch takes a number too
-            return full_expression(tuple(target.shape), source, target.dtype)
+            return _full(tuple(target.shape), source, target.dtype)
         value = self.value(source)
         if torch.nn.parameter.is_lazy(source):
             return value
         if source.dtype != target.dtype:
             self.conversions.append((token(target), source.dtype, target.dtype, value))
-            value = cast_expression(value, target.dtype)
+            value = _cast(value, target.dtype)
         if source.shape != target.shape:
             value = Op("aten.expand.default", (value, tuple(target.shape)))
         return value
 
-    def _reshape_in_place(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        """``t_``, ``squeeze_``, …: the tensor sees the same memory differently; ``set_`` gives it other memory."""
-        before = self.value(args[0])
-        out = func(*args, **kwargs)
-        mark = token(args[0])
-        if not func.__name__.startswith(("set_", "resize_")) and not self._is_known(mark):
-            self._note(args[0], mark, call_expression(functional(func), args, kwargs, args[0], lambda _: before))
-        return out
-
-    def _is_unreal(self, tensor: torch.Tensor) -> bool:
-        if tensor.device.type == "meta":
-            return True
-        mark = token(tensor)
-        memory = self.memories.get(mark[0]) if isinstance(mark[0], int) else None
-        return memory is not None and memory.stale
-
-    def _runnable(self, args: Sequence[Any], kwargs: Any) -> Sequence[Any]:
-        """The arguments, all on meta where one of them has no values: torch refuses to mix devices."""
-        devices = {self._is_unreal(t) for t in _tensors(args, kwargs)}
-        return [_on_meta(arg) for arg in args] if len(devices) > 1 or (devices == {True}) else args
-
-
-class _Bounds:
-    """How large an expression may grow: code that loops over a tensor makes it deep, doubling wide. Remembers the size
-    of every expression it has seen, so that each new one costs only its own arguments.
-    """
-
-    def __init__(self) -> None:
-        self.known: dict[int, tuple[Op, int, int]] = {}
-
-    def within(self, expression: Expression) -> Expression:
-        """`expression`, or where it is too large what it was computed from."""
+    def _bounded(self, expression: Expression) -> Expression:
+        """Return `expression`; if it is too large (code that loops over a tensor doubles it), only its inputs."""
         if isinstance(expression, Op):
-            size, depth = self._measure(expression)
+            size, depth = self._size(expression)
             if size > _LARGEST or depth > _DEEPEST:
                 return opaque(expression)
         return expression
 
-    def _measure(self, node: Argument) -> tuple[int, int]:
+    def _size(self, node: Argument) -> tuple[int, int]:
+        """Return nodes and depth; those of known parts are not counted again."""
         if isinstance(node, tuple):
-            sizes = [self._measure(item) for item in node]
+            sizes = [self._size(item) for item in node]
             return sum(size for size, _ in sizes), max((depth for _, depth in sizes), default=0)
         if not isinstance(node, Op):
             return 1, 0
-        known = self.known.get(id(node))
-        if known is None:
-            parts = [self._measure(arg) for arg in (*node.args, *(value for _, value in node.kwargs))]
-            size, depth = sum(size for size, _ in parts) + 1, max((depth for _, depth in parts), default=0) + 1
-            known = self.known[id(node)] = (node, size, depth)  # holding the node keeps its id its own
-        return known[1:]
+        if id(node) not in self.sizes:
+            size, depth = self._size((*node.args, *(value for _, value in node.kwargs)))
+            self.sizes[id(node)] = (node, size + 1, depth + 1)
+        return self.sizes[id(node)][1:]
 
 
 def _place(mark: Token) -> Any:
-    """The address of the storage, or what else identifies a tensor that has none."""
+    """Return the address of the storage, or what else identifies a tensor that has none."""
     return mark[0] if isinstance(mark[0], int) else mark
 
 
-def _is_read_meanwhile(target: torch.Tensor, given: Iterable[torch.Tensor]) -> bool:
-    """Whether a part of what is written is read, and not as the target: then it matters what is written first."""
-    mark = token(target)
-    others = (other for other in map(token, given) if other[0] == mark[0] and other != mark)
-    return isinstance(mark[0], int) and any(meet(other[1], mark[1]) for other in others)
-
-
 def _is_doubtful(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether meta may accept what real tensors refuse: a computation in a dtype that few operators know."""
+    """Return whether meta may accept what real tensors refuse: a computation in a dtype that few operators know."""
     dtypes = {tensor.dtype for tensor in tensors if not torch.nn.parameter.is_lazy(tensor)}
     if dtypes <= _COMMON or not any(tensor.device.type == "meta" for tensor in tensors):
         return False
-    moves = func is torch.ops.aten.copy_.default or func.is_view or func.__name__.partition(".")[0] in SAME
+    moves = func is torch.ops.aten.copy_.default or func.is_view or func.__name__.partition(".")[0] in _SAME
     return not moves or len(dtypes) > 1
 
 
 @cache
-def _is_made_of_others(func: Any) -> bool:
+def _is_composite(func: Any) -> bool:
     return bool(func._can_decompose())
 
 
@@ -465,36 +333,14 @@ def _written(func: Any) -> tuple[str, ...]:
     return tuple(arg.name for arg in func._schema.arguments if arg.alias_info is not None and arg.alias_info.is_write)
 
 
-def _refuse_overlap(target: torch.Tensor) -> None:
-    """As torch does for tensors with values: one place in memory cannot take two of them (expanded buffers)."""
-    if torch.nn.parameter.is_lazy(target):
-        return
-    if target.layout == torch.strided and any(n > 1 and s == 0 for n, s in zip(target.shape, target.stride())):
-        raise RuntimeError(
-            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
-            "Please clone() the tensor before performing the operation."
-        )
-
-
-def _is_out(func: Any, name: str) -> bool:
-    return any(arg.name == name and arg.is_out for arg in func._schema.arguments)
-
-
 def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for arg in (*args, *kwargs.values()):
         if isinstance(arg, torch.Tensor):
-            found.append(arg)
+            tensors.append(arg)
         elif isinstance(arg, (list, tuple)):
-            found += _tensors(arg, {})
-    return found
-
-
-def _moved(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments with `device` on meta where the input has no values: it cannot leave."""
-    if "device" in kwargs and any(t.device.type == "meta" for t in _tensors(args, {})):
-        return {**kwargs, "device": torch.device("meta")}
-    return kwargs
+            tensors += _tensors(arg, {})
+    return tensors
 
 
 def _on_meta(arg: Any) -> Any:
@@ -503,3 +349,153 @@ def _on_meta(arg: Any) -> Any:
     if isinstance(arg, (list, tuple)):
         return [_on_meta(item) for item in arg]
     return arg
+
+
+# Operators as expressions
+
+
+_Value = Callable[[torch.Tensor], Expression]
+
+
+def _call_expression(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, value: _Value) -> Expression:
+    """Return the value of ``func(*args, **kwargs)``; `out` is its result, for its shape and dtype."""
+    name = str(func).partition(".")[2]
+    base = name.partition(".")[0]
+    if base in _SAME or (base == "_to_copy" and out.dtype == args[0].dtype):
+        return value(args[0])
+    if base == "_to_copy":
+        return _cast(value(args[0]), out.dtype)
+    if base in _UNKNOWN:
+        return opaque()
+    if base in _FILLS:
+        return _full(tuple(out.shape), _FILLS[base], out.dtype)
+    if base in _FILL_ARGUMENT:
+        fill = args[_FILL_ARGUMENT[base]]
+        if not isinstance(fill, torch.Tensor):
+            return _full(tuple(out.shape), fill, out.dtype)
+        same = value(fill) if fill.dtype == out.dtype else _cast(value(fill), out.dtype)
+        return Op("aten.expand.default", (same, tuple(out.shape)))
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return opaque(*(value(arg) for arg in args if isinstance(arg, torch.Tensor)))
+    if name in _RESHAPES:
+        return Op("aten.reshape.default", (value(args[0]), tuple(out.shape)))
+    if name == "slice.Tensor":
+        names = dict(zip(("self", "dim", "start", "end", "step"), args)) | dict(kwargs)
+        source = names["self"]
+        dim = names.get("dim", 0) % max(source.dim(), 1)
+        bounds = slice(names.get("start"), names.get("end"), names.get("step", 1))
+        start, end, step = bounds.indices(source.shape[dim])
+        return Op("aten.slice.Tensor", (value(source), dim, start, max(start, end), *((step,) if step != 1 else ())))
+    if base == "as_strided":
+        return opaque(value(args[0]))  # the caller derives it from the memory if it can
+    return Op(
+        str(func),
+        tuple(_argument(arg, value) for arg in args),
+        tuple((key, _argument(arg, value)) for key, arg in kwargs.items() if key not in _PLACEMENT),
+    )
+
+
+def _argument(arg: Any, value: _Value) -> Argument:
+    if isinstance(arg, torch.Tensor):
+        return value(arg)
+    if isinstance(arg, (list, tuple)):
+        return tuple(_argument(item, value) for item in arg)
+    for kind, cls in (("dtype", torch.dtype), ("layout", torch.layout), ("memory_format", torch.memory_format)):
+        if isinstance(arg, cls):
+            return Special(kind, str(arg).removeprefix("torch."))
+    return _number(arg) if isinstance(arg, (type(None), bool, int, float, str, complex)) else opaque()
+
+
+def _number(value: Any) -> Any:
+    return Special("complex", repr(value)) if isinstance(value, complex) else value
+
+
+def _dtype(dtype: torch.dtype) -> tuple[tuple[str, Special]]:
+    return (("dtype", Special("dtype", str(dtype).removeprefix("torch."))),)
+
+
+def _cast(source: Expression, dtype: torch.dtype) -> Expression:
+    return Op("aten._to_copy.default", (source,), _dtype(dtype))
+
+
+def _full(shape: tuple[int, ...], fill: Any, dtype: torch.dtype) -> Expression:
+    return Op("aten.full.default", (shape, _number(fill)), _dtype(dtype))
+
+
+def _literal(tensor: torch.Tensor) -> Expression:
+    """Return a constant with its values; opaque if they cannot be read or are too many."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or tensor.device.type == "meta" or tensor.is_quantized or tensor.numel() > _LITERAL_LIMIT:
+        return opaque()
+    shape, values = tuple(tensor.shape), tensor.detach().cpu().reshape(-1).tolist()
+    if len(set(map(repr, values))) < 2:  # by repr: 0.0 and -0.0 are equal, and not the same
+        return _full(shape, values[0] if values else 0, tensor.dtype)
+    items = tuple(Op("aten.scalar_tensor.default", (_number(value),), _dtype(tensor.dtype)) for value in values)
+    stacked = Op("aten.stack.default", (items,))
+    return stacked if len(shape) == 1 else Op("aten.reshape.default", (stacked, shape))
+
+
+@cache
+def _functional(func: Any) -> Any:
+    """Return the operator that computes what the in-place or ``out=`` operator writes; None if torch has none."""
+    namespace, _, rest = str(func).partition(".")
+    base, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), base.removesuffix("_"), None)
+    if packet is None:
+        return None
+    types = [str(arg.type) for arg in func._schema.arguments if not arg.is_out]
+    names = [overload, overload.removesuffix("_out").removesuffix("out") or "default", "default", *packet.overloads()]
+    for name in dict.fromkeys(names):
+        candidate = getattr(packet, name, None) if name in packet.overloads() else None
+        if candidate is None or candidate._schema.is_mutable:
+            continue
+        if [str(arg.type) for arg in candidate._schema.arguments] == types:
+            return candidate
+    return None
+
+
+# Questions about tensors that are not operators
+
+
+class _Questions(TorchFunctionMode):
+    """Answer what code asks about tensors besides their values, so that meta tensors look like real ones.
+
+    Addresses are 0 on meta, and a hook that finds shared tensors by ``data_ptr()`` would take all for one.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func in _READS:
+            self.recorder.read(args[:1])
+        elif func == torch.Tensor.data_ptr and args[0].device.type == "meta":
+            tensor = args[0]
+            return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+        elif func == _IS_META:
+            return False
+        return func(*args, **(kwargs or {}))
+
+
+_READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__})
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Record what the block runs, without its prints and warnings; meta tensors and storages look like real ones."""
+    storages: Any = torch.UntypedStorage
+    inherited = storages.data_ptr
+
+    def data_ptr(storage: Any) -> int:
+        return storage._cdata if storage.device.type == "meta" else inherited(storage)
+
+    storages.data_ptr = data_ptr
+    try:
+        with prints_once(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with recorder, _Questions(recorder):
+                yield
+    finally:
+        del storages.data_ptr

@@ -1,4 +1,4 @@
-"""Who renamed it: watches all user code that takes part in `state_dict()`, and notes what each piece changed."""
+"""Whose code named a key: watches all user code that takes part in saving and loading, and notes what it changed."""
 
 from __future__ import annotations
 
@@ -9,27 +9,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice, takewhile
 from operator import and_, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ckpttool.core.names import Hook
-from ckpttool.core.values import dataclass
-from ckpttool.tracing.build_model import shown
 from ckpttool.tracing.recorder.memory import token
 from ckpttool.tracing.recorder.recorder import Recorder
-
-_SAVE_METHODS = ("state_dict", "_save_to_state_dict")
-_LOAD_METHODS = ("load_state_dict", "_load_from_state_dict")
-
+from ckpttool.tracing.user_code import short_path
 
 _Runner = Callable[..., Any]  # runs (function, module path, *arguments)
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
+class _Change(NamedTuple):
     """The last time a key got its value: the value's token, whose code did it, and when."""
 
     token: Any
@@ -38,11 +32,11 @@ class _Change:
 
 
 class _Watched:
-    """Stands in a hook's or method's place, and has the watcher run it; a deep copy of the model gets a copy of it."""
+    """Replaces a hook or method, and has the watcher run it; a deep copy of the model gets a copy."""
 
     def __init__(self, function: Callable[..., Any], path: str, run: _Runner) -> None:
         self.function, self.path, self.run = function, path, run
-        self.__wrapped__ = function  # its signature is the one that callers ask for
+        self.__wrapped__ = function  # callers see its signature
         if getattr(function, "_from_public_api", False):
             self._from_public_api = True  # torch looks at it: such a hook may return nothing
 
@@ -54,7 +48,7 @@ class _Watched:
 
 
 class Watcher:
-    """Wraps the hooks and overridden methods of one fresh model, which behaves as before.
+    """Wrap the hooks and overridden methods of one fresh model, which behaves as before.
 
     `changes` then says for each key who gave it its value last, `failed` the innermost hook that raised.
     """
@@ -64,47 +58,54 @@ class Watcher:
         self.changes: dict[str, _Change] = {}
         self.failed: Hook | None = None
         self.paths = {id(module): path for path, module in reversed(list(root.named_modules(remove_duplicate=False)))}
-        self._wrap_saving(root)
+        self._wrap_saving_hooks(root)
         for module in root.modules():
-            self._wrap(module, "_load_state_dict_pre_hooks", self._load)
-            self._wrap(module, "_load_state_dict_post_hooks", self._load)
-            for name in _SAVE_METHODS:
-                self._wrap_method(module, name, self._save_method)
-            for name in _LOAD_METHODS:
-                self._wrap_method(module, name, self._load)
+            self._wrap_hooks(module, "_load_state_dict_pre_hooks", self._load)
+            self._wrap_hooks(module, "_load_state_dict_post_hooks", self._load)
+            self._wrap_method(module, "state_dict", self._save)
+            self._wrap_method(module, "_save_to_state_dict", self._save)
+            self._wrap_method(module, "load_state_dict", self._load)
+            self._wrap_method(module, "_load_from_state_dict", self._load)
 
     def hook_of(self, key: str, value: torch.Tensor) -> Hook | None:
-        """Whose code gave the key its value, as far as that was seen."""
+        """Return whose code gave the key its value, if that was seen."""
         change = self.changes.get(key)
         if change is not None:
             return change.hook
         author = self.recorder.author_of(token(value))
         return author if isinstance(author, Hook) else None
 
-    def _wrap_saving(self, root: nn.Module) -> None:
-        for module in root.modules():
-            self._wrap(module, "_state_dict_pre_hooks", self._pre_hook)
-            self._wrap(module, "_state_dict_hooks", self._post_hook)
+    @property
+    def where(self) -> str:
+        """The hook that raised, as a part of an error message."""
+        return f" in {self.failed}" if self.failed else ""
 
-    def _wrap(self, module: nn.Module, table: str, run: _Runner) -> None:
+    def _wrap_saving_hooks(self, root: nn.Module) -> None:
+        for module in root.modules():
+            self._wrap_hooks(module, "_state_dict_pre_hooks", self._save_pre_hook)
+            self._wrap_hooks(module, "_state_dict_hooks", self._save_hook)
+
+    def _wrap_hooks(self, module: nn.Module, table: str, run: _Runner) -> None:
         hooks = module.__dict__.get(table) or {}
-        for number, function in [item for item in hooks.items() if not isinstance(item[1], _Watched)]:
-            hooks[number] = _Watched(function, self.paths.get(id(module), ""), run)
+        for number, function in list(hooks.items()):
+            if not isinstance(function, _Watched):
+                hooks[number] = _Watched(function, self.paths.get(id(module), ""), run)
 
     def _wrap_method(self, module: nn.Module, name: str, run: _Runner) -> None:
-        own = module.__dict__.get(name)
-        if own is None and getattr(type(module), name) is getattr(nn.Module, name):
-            return
-        method = own if own is not None else getattr(module, name)
+        method = module.__dict__.get(name)
+        if method is None:
+            if getattr(type(module), name) is getattr(nn.Module, name):
+                return
+            method = getattr(module, name)
         object.__setattr__(module, name, _Watched(method, self.paths.get(id(module), ""), run))
 
-    def _pre_hook(self, function: Callable[..., Any], _: str, module: nn.Module, prefix: str, *args: Any) -> Any:
+    def _save_pre_hook(self, function: Callable[..., Any], _: str, module: nn.Module, prefix: str, *args: Any) -> Any:
         with self._running(described(function, prefix[:-1])):
             result = function(module, prefix, *args)
-        self._wrap_saving(module)  # it may have registered more of them
+        self._wrap_saving_hooks(module)  # it may have registered more
         return result
 
-    def _post_hook(self, function: Callable[..., Any], path: str, *args: Any) -> Any:
+    def _save_hook(self, function: Callable[..., Any], _: str, *args: Any) -> Any:
         destination, prefix = args[1:3]
         hook = described(function, prefix[:-1])
         before, clock = dict(destination), self.recorder.clock
@@ -114,13 +115,13 @@ class Watcher:
         self._compare(before, result if replaced else destination, hook, clock)
         return result
 
-    def _save_method(self, method: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
-        given = kwargs.get("destination", args[0] if args else None)
+    def _save(self, method: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
+        destination = kwargs.get("destination", args[0] if args else None)
         hook = described(method, path)
-        before, clock = dict(given) if isinstance(given, Mapping) else {}, self.recorder.clock
+        before, clock = dict(destination) if isinstance(destination, Mapping) else {}, self.recorder.clock
         with self._running(hook):
             result = method(*args, **kwargs)
-        after = result if isinstance(result, Mapping) else given
+        after = result if isinstance(result, Mapping) else destination
         self._compare(before, after if isinstance(after, Mapping) else {}, hook, clock)
         return result
 
@@ -141,7 +142,10 @@ class Watcher:
 
     def _compare(self, before: Mapping[str, Any], after: Mapping[str, Any], hook: Hook, clock: int) -> None:
         written = self.recorder.written_since(clock) if self.recorder.clock > clock else set()
-        start = 0 if written else _unchanged(before, after)
+        start = 0
+        if not written:  # skip the entries at the start that are the same: a hook deep in a large model changes few
+            same = map(and_, map(is_, before, after), map(is_, before.values(), after.values()))
+            start = sum(takewhile(bool, same))
         with quiet():
             for key, value in islice(after.items(), start, None):
                 old = before.get(key, before)
@@ -156,26 +160,20 @@ class Watcher:
                     self.changes[key] = _Change(mark, hook, self.recorder.clock)
 
 
-def _unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> int:
-    """How many entries at the start are the same objects: a hook deep in a large model changes the last few keys."""
-    same = map(and_, map(is_, before, after), map(is_, before.values(), after.values()))
-    return sum(takewhile(bool, same))
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """What runs here is ours: neither recorded nor answered for the user's code."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        yield
-
-
 def _mark(value: Any) -> Any:
     return token(value) if isinstance(value, torch.Tensor) else ("object", id(value))
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Run code of ckpttool inside a recording: it is neither recorded nor given the answers for the user's code."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
 def described(function: Any, module: str) -> Hook:
-    """The code behind a hook: partials, bound methods, callable objects and wrappers (torch's too) looked through."""
-    for _ in range(16):  # wrappers of wrappers; a cycle would be the user's joke
+    """Return the code behind a hook: inside partials, bound methods, callable objects and wrappers (torch's too)."""
+    for _ in range(16):  # wrappers may wrap each other in a cycle
         if isinstance(function, functools.partial):
             function = function.func
         elif hasattr(function, "__wrapped__"):  # a `_Watched` too
@@ -191,4 +189,4 @@ def described(function: Any, module: str) -> Hook:
     name = name.rpartition("<locals>.")[2] if not name.endswith("<lambda>") else name
     if code is None:
         return Hook(name, "<built-in>", 0, module)
-    return Hook(name, shown(code.co_filename), code.co_firstlineno, module)
+    return Hook(name, short_path(code.co_filename), code.co_firstlineno, module)

@@ -1,12 +1,11 @@
-"""Simplifies expressions that only move elements, so that a value that was split and joined again is seen to be itself.
+"""Simplify expressions that only move elements: a value that was split and joined again is the value itself.
 
-Every rule keeps the value exactly, bit for bit; what no rule fits stays as it is.
+Every rule keeps the value exactly, bit for bit; an expression that no rule fits is unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cached_property
+from collections.abc import Mapping
 
 import torch
 
@@ -27,7 +26,7 @@ _RESHAPES = frozenset({_RESHAPE, "aten.view.default", "aten.unsqueeze.default", 
                        "aten.squeeze.dim", "aten.squeeze.dims", "aten.flatten.using_ints"})  # fmt: skip
 _ITSELF = frozenset({"aten.clone.default", "aten.contiguous.default", "aten.detach.default", "aten.alias.default"})
 _SELF_INVERSE = frozenset({"aten.neg.default", "aten.flip.default", "aten.bitwise_not.default"})
-# Every value of the first dtype is one of each dtype behind it, so a cast there and back changes nothing.
+# Each dtype with others that hold all of its values: a cast there and back changes nothing.
 _LOSSLESS: Mapping[str, tuple[str, ...]] = {
     "float16": ("float32", "float64"), "bfloat16": ("float32", "float64"), "float32": ("float64",),
     "float8_e4m3fn": ("float16", "bfloat16", "float32", "float64"),
@@ -40,14 +39,14 @@ _LOSSLESS: Mapping[str, tuple[str, ...]] = {
 
 
 class Simplifier:
-    """Simplifies expressions over tensors whose shape and dtype `leaves` knows (meta tensors by key)."""
+    """Simplify expressions over tensors whose shapes and dtypes are those of `leaves` (meta tensors by key)."""
 
     def __init__(self, leaves: Mapping[str, torch.Tensor]) -> None:
         self.leaves = leaves
         self.known: dict[Expression, torch.Tensor] = {}
 
     def simplify(self, node: Argument) -> Argument:
-        """The same value, said more simply."""
+        """Return a simpler expression for the same value."""
         if isinstance(node, tuple):
             return tuple(self.simplify(item) for item in node)
         if not isinstance(node, Op):
@@ -56,10 +55,10 @@ class Simplifier:
         try:
             return self._apply(node)
         except (CkptError, LookupError, TypeError, ValueError):
-            return node  # not a form that the rules know
+            return node  # the rules do not know this form
 
     def meta(self, node: Argument) -> torch.Tensor:
-        """A tensor without data of the node's shape and dtype."""
+        """Return a tensor without data of the node's shape and dtype."""
         if not isinstance(node, (Ref, Op)):
             raise TypeError(f"not a tensor: {node!r}")
         if isinstance(node, Ref):
@@ -69,32 +68,36 @@ class Simplifier:
         return self.known[node]
 
     def shape(self, node: Argument) -> Shape:
-        """The shape of the expression's value."""
         return tuple(self.meta(node).shape)
 
     def _apply(self, node: Op) -> Argument:
-        if node.op in _ITSELF:
-            return node.args[0]
+        source = node.args[0]
+        if node.op in _ITSELF or (node.op == "aten.expand.default" and self.shape(node) == self.shape(source)):
+            return source
         if node.op in _PERMUTES:
-            return self._permute(node.args[0], self._order(node))
+            return self._permute(source, self._order(node))
         if node.op in _RESHAPES:
-            return self._reshape(node.args[0], self.shape(node))
-        if node.op in _SELF_INVERSE:
-            inner = node.args[0]
-            return (
-                inner.args[0]
-                if isinstance(inner, Op) and (inner.op, inner.args[1:]) == (node.op, node.args[1:])
-                else node
-            )
-        rule = self._rules.get(node.op)
-        return rule(node) if rule else node
-
-    @cached_property
-    def _rules(self) -> Mapping[str, Callable[[Op], Argument]]:
-        return {
-            "getitem": self._getitem, _SLICE: self._slice_node, _CAT: self._cat_node, _COPY: self._copy,
-            "aten.stack.default": self._stack, "aten.select.int": self._select, "aten.expand.default": self._expand,
-        }  # fmt: skip
+            return self._reshape(source, self.shape(node))
+        if node.op in _SELF_INVERSE and isinstance(source, Op):
+            return source.args[0] if (source.op, source.args[1:]) == (node.op, node.args[1:]) else node
+        if node.op == "getitem":
+            return self._getitem(node)
+        if node.op == _SLICE and len(node.args) == 4:
+            dim = self._dim(node, 1, source)
+            start, end, _ = slice(*map(_int, node.args[2:])).indices(self.shape(source)[dim])
+            return self._slice(source, dim, start, end)
+        if node.op == "aten.select.int":
+            return self._select(source, self._dim(node, 1, source), _int(node.args[2]))
+        if node.op == _CAT:
+            parts = _tuple(source)
+            return self._cat(list(parts), self._dim(node, 1, parts[0]))
+        if node.op == "aten.stack.default":
+            parts = _tuple(source)
+            rank = len(self.shape(parts[0])) + 1
+            dim = _int(node.args[1]) % rank if len(node.args) > 1 else 0
+            slabs = [self._reshape(p, (*self.shape(p)[:dim], 1, *self.shape(p)[dim:])) for p in parts]
+            return self._cat(slabs, dim)
+        return self._copy(node) if node.op == _COPY else node
 
     def _getitem(self, node: Op) -> Argument:
         whole, index = node.args[0], _int(node.args[1])
@@ -102,7 +105,7 @@ class Simplifier:
             return node
         source = whole.args[0]
         if whole.op == "aten.unbind.int":
-            return self._selected(source, self._dim(whole, 1, source), index)
+            return self._select(source, self._dim(whole, 1, source), index)
         if whole.op not in ("aten.split.Tensor", "aten.split_with_sizes.default"):
             return node
         dim = self._dim(whole, 2, source)
@@ -114,17 +117,10 @@ class Simplifier:
             start, end = index * _int(sizes), min((index + 1) * _int(sizes), length)
         return self._slice(source, dim, start, end)
 
-    def _slice_node(self, node: Op) -> Argument:
-        if len(node.args) != 4:
-            return node
-        source, dim = node.args[0], self._dim(node, 1, node.args[0])
-        start, end, _ = slice(*map(_int, node.args[2:])).indices(self.shape(source)[dim])
-        return self._slice(source, dim, start, end)
-
     def _slice(self, source: Argument, dim: int, start: int, end: int) -> Argument:
         if (start, end) == (0, self.shape(source)[dim]):
             return source
-        if start >= end:  # nothing of it
+        if start >= end:  # empty
             return Op(_SLICE, (source, dim, start, end))
         if isinstance(source, Op) and source.op == _SLICE and len(source.args) == 4 and source.args[1] == dim:
             offset = _int(source.args[2])
@@ -140,10 +136,6 @@ class Simplifier:
                 at += size
             return self._cat(kept, dim)
         return Op(_SLICE, (source, dim, start, end))
-
-    def _cat_node(self, node: Op) -> Argument:
-        parts = _tuple(node.args[0])
-        return self._cat(list(parts), self._dim(node, 1, parts[0]))
 
     def _cat(self, parts: list[Argument], dim: int) -> Argument:
         joined: list[Argument] = []
@@ -170,24 +162,10 @@ class Simplifier:
             return node.args[0], _int(node.args[2]), _int(node.args[3])
         return node, 0, self.shape(node)[dim]
 
-    def _stack(self, node: Op) -> Argument:
-        parts = _tuple(node.args[0])
-        rank = len(self.shape(parts[0])) + 1
-        dim = _int(node.args[1]) % rank if len(node.args) > 1 else 0
-        slabs = [self._reshape(p, (*self.shape(p)[:dim], 1, *self.shape(p)[dim:])) for p in parts]
-        return self._cat(slabs, dim)
-
-    def _select(self, node: Op) -> Argument:
-        source = node.args[0]
-        return self._selected(source, self._dim(node, 1, source), _int(node.args[2]))
-
-    def _selected(self, source: Argument, dim: int, index: int) -> Argument:
+    def _select(self, source: Argument, dim: int, index: int) -> Argument:
         shape = self.shape(source)
         index %= shape[dim]
         return self._reshape(self._slice(source, dim, index, index + 1), shape[:dim] + shape[dim + 1 :])
-
-    def _expand(self, node: Op) -> Argument:
-        return node.args[0] if self.shape(node) == self.shape(node.args[0]) else node
 
     def _copy(self, node: Op) -> Argument:
         source, target = node.args[0], dict(node.kwargs).get("dtype")
@@ -207,7 +185,7 @@ class Simplifier:
         return source if self.shape(source) == shape else Op(_RESHAPE, (source, shape))
 
     def _permute(self, source: Argument, order: Shape) -> Argument:
-        """Permutations go inwards, past slices and joins, so that two of them meet."""
+        """Move a permutation inwards, past slices and joins, so that two of them meet."""
         if order == tuple(range(len(order))):
             return source
         if isinstance(source, Op) and source.op == _PERMUTE:
