@@ -36,13 +36,12 @@ from ckpttool.remapping.refusals import check_code
 from ckpttool.remapping.undo import UNDO, Undo, undo_of
 from ckpttool.remapping.write import COST, VERIFIED, Cost, Verified, Writer, cost_of
 from ckpttool.swap.weight_map import (
-    Feed,
     canonical_names,
     chosen_constants,
     constants_of,
-    feed_by_keys,
-    feed_by_model,
     fit_all,
+    map_by_keys,
+    map_by_model,
     replaced,
 )
 
@@ -68,11 +67,11 @@ class SwapOptions(ModelOptions, OutputOptions):
 
     @property
     def source_form(self) -> Form | None:
-        """The form of NEW's keys, where the user says it. Raises `CkptError` for a word that names none."""
+        """The form of NEW's keys, if the user names one. Raises `CkptError` for an unknown form."""
         return None if self.from_ is None else convert.parse(self.from_)
 
     def check(self) -> None:
-        """Raises `CkptError` for options that do not go together, or that name a form that is none."""
+        """Raise `CkptError` for options that exclude each other, and for an unknown form."""
         if self.in_place and self.out is not None and not self.dry_run:
             raise CkptError("--in-place and -o OUT exclude each other", hint="-o OUT")
         if self.no_undo and not self.in_place:
@@ -84,9 +83,9 @@ class SwapOptions(ModelOptions, OutputOptions):
 
 
 class Constant(NamedTuple):
-    """A tensor of the program that NEW does not hold: whether its value is the model's, and if not, the reason.
+    """A tensor of the program that is not in NEW, compared with the model's; `reason` says why it is not equal.
 
-    `verdict` is ``equal``, ``different`` (and kept as it is), ``from_model`` (its new value) or ``not_compared``.
+    `verdict` is ``equal``, ``different`` (and unchanged), ``from_model`` (its new value) or ``not_compared``.
     """
 
     name: str
@@ -99,12 +98,11 @@ class Constant(NamedTuple):
 class Swap:
     """The program with its new weights. `sources`: FQN -> expression over the checkpoint's keys.
 
-    `unchanged`: the program had all of these values before.
-    `compared` says of each constant that NEW does not hold how it compares with the model's.
-    `form` is the form that the checkpoint's keys were read in; `ignored` are its entries that no program holds, `kept`
-    what the program has and no checkpoint of the model: counters of AveragedModels, buffers that are not saved. `cost`
-    is what a dry run found it to take, `verified` how the output is known to be right, `undo` how a swap in place is
-    taken back. `source`, `weights` and `output` are the operands: PROGRAM, NEW, and OUT.
+    `unchanged`: the program had all of these values before. `compared` compares each constant that is not in NEW with
+    the model's. `form` is the form of the checkpoint's keys; `ignored` are its entries that no program holds. `kept`
+    are tensors of the program that no checkpoint of the model has: counters of AveragedModels, buffers that are not
+    saved. `cost` is the result of a dry run, `verified` how the output was checked, `undo` how to undo a swap in
+    place. `source`, `weights` and `output` are the operands: PROGRAM, NEW, and OUT.
     """
 
     program: Checkpoint
@@ -123,7 +121,7 @@ class Swap:
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """The program's constants that stay as they are."""
+        """The program's constants that are unchanged."""
         new = {*self.sources, *(one.name for one in self.compared if one.verdict == "from_model")}
         return tuple(entry.key for entry in constants_of(self.program) if entry.key not in new)
 
@@ -133,17 +131,17 @@ class Swap:
         return tuple(fqn for fqn, source in self.sources.items() if any(ex.calls(source)))
 
     def values_json(self) -> dict[str, object]:
-        """What the new weights are made of."""
+        """Return the expressions of the new weights."""
         return {fqn: ex.to_json(source) for fqn, source in self.sources.items()}
 
     @property
     def layout(self) -> str:
-        """How the program's file is laid out."""
+        """The layout of the program's file."""
         file = program_of(self.program)
         return self.program.format if file is None else file.layout
 
     def to_json(self) -> dict[str, Any]:
-        """The `swap-weights` object of the contract."""
+        """Return the `swap-weights` object of the contract."""
         return dict(SWAP.write(self))
 
 
@@ -177,7 +175,7 @@ SWAP = record(
     title="ckpttool.swap/1",
 )
 _REMADE = "a constant of the program, which the model's loading makes anew from the checkpoint"
-# What to do about weights that do not fit: a kind, and what the command line says of it.
+# What to do about weights that do not fit: a kind, and the hint of the command line.
 Advice = Literal["constants", "values", "code", "compiled", "model", "alone", "cast", "compare"]
 _HINTS: dict[Advice, str] = {
     "constants": "some of them are constants of the program: --constants swaps these too",
@@ -193,7 +191,7 @@ _HINTS: dict[Advice, str] = {
 
 
 class Misfit(Refused):
-    """The weights do not fit. `advice` is the kind of the hint, for callers who have other words for it."""
+    """The weights do not fit. `advice` is the kind of the hint, for callers with another hint."""
 
     def __init__(self, advice: Advice, problems: Sequence[Problem]) -> None:
         message = f"the weights do not fit the program: {plural(len(problems), 'problem')}"
@@ -215,63 +213,88 @@ def swap(
     compare: bool = True,
     code: ModelOperand | None = None,
 ) -> Swap:
-    """Return `program` with every weight replaced by what `weights` holds for it.
+    """Return `program` with every weight replaced by its value in `weights`.
 
-    With `constants` every constant gets the value that `weights` or else the model has for it, with `keep_constants`
-    none does. Buffers among them that the model's loading makes of the checkpoint follow with `constants` or `remade`.
+    With `constants` every constant gets its value in `weights` or else in the model, with `keep_constants` none does.
+    Buffers among them that the model's loading computes from the checkpoint follow with `constants` or `remade`.
     `packed` also takes tensors that are not dense (quantized, sparse, subclasses): in memory such a weight is an object
     like any other. `code` is the model itself, which computes what `names` do not say.
 
-    Raises `Refused`, with all problems at once, if a weight is missing, left over, of another shape or dtype (`cast`
-    allows another dtype), if the names of one tensor got different values, or if a constant has another value in the
-    model (looked at with `compare`) and neither option decides.
+    Raises `Refused`, with all problems at once, if a weight is missing, unexpected, of another shape or dtype (`cast`
+    allows another dtype), if the names of one tensor get different values, or if a constant has another value in the
+    model (compared with `compare`) and neither option decides.
     """
-    whole, (weights, counters) = _target(program), _apart(weights)
-    target, counted = _apart(whole, (wrappers.COUNTER,) if counters else ())
-    weights = _unwrapped(weights, form) if isinstance(form, Chain) else weights
+    if not program.sections:
+        raise Refused(f"{program.source} is compiled code that holds its weights itself", hint=OUTSIDE)
+    main = program.section("")
+    weights, counters = _without_counters(weights)
+    target, old_counters = _without_counters(main, (wrappers.COUNTER,) if counters else ())
+    if isinstance(form, Chain):
+        weights = _unwrapped(weights, form)
+    constant_entries = constants_of(program)
     chosen = chosen_constants(program, weights) if constants else {}
     taken = {key for source in chosen.values() for key in ex.refs(source)}
     rest = replace(weights, tensors=tuple(e for e in weights.tensors if e.key not in taken))
-    feed = _feed(program, target, rest, names, form, code)
-    stale = [] if constants or remade or keep_constants else [Problem(_REMADE, key) for key in feed.remade]
-    feed.sources.update(chosen if stale or keep_constants else {**feed.remade, **chosen})
-    feed.sources.update((mine.key, Ref(new.key)) for mine, new in zip(counted, counters))
-    feed.ignored.extend(entry.key for entry in counters[len(counted) :])
-    runners = {} if code is None else {run.way: code.run for run in feed.runs}
-    found, computed = run_code(weights, list(feed.sources.values()), feed.runs, runners)
-    sources = dict(zip(feed.sources, found))
-    unsaved = _not_saved(target, names, feed.sources)
-    kept = (*(entry.key for entry in counted[len(counters) :]), *unsaved)
-    outside = [entry for entry in constants_of(program) if entry.key not in feed.sources]
+    canonical = canonical_names(program)
+    if names is None:
+        weight_map = map_by_keys(target, rest, canonical)
+    else:
+        lifted = {entry.key: canonical[entry.key] for entry in constant_entries}
+        form_name = form.names if isinstance(form, ModelForm) else None
+        weight_map = map_by_model(target, lifted, rest, names, form_name, None if code is None else code.arguments)
+    problems = list(weight_map.problems)
+    if not keep_constants and (constants or remade):
+        weight_map.sources.update(weight_map.remade)
+    elif not keep_constants:
+        problems += [Problem(_REMADE, key) for key in weight_map.remade]
+    weight_map.sources.update(chosen)
+    weight_map.sources.update((old.key, Ref(new.key)) for old, new in zip(old_counters, counters))
+    ignored = (*weight_map.ignored, *(entry.key for entry in counters[len(old_counters) :]))
+    runners = {} if code is None else {run.way: code.run for run in weight_map.runs}
+    results, computed = run_code(weights, list(weight_map.sources.values()), weight_map.runs, runners)
+    sources = dict(zip(weight_map.sources, results))
+
+    # Buffers that the model saves in no state dict stay, unless the weights have them. An exported program has them
+    # among its constants, compiled code among its weights.
+    buffers = () if names is None else (t.canonical for t in names.runtime if not t.persistent)
+    matched = match([entry.key for entry in target.tensors], {name: name for name in buffers})
+    unsaved = tuple(key for key in matched.names if key not in weight_map.sources)
+    kept = (*(entry.key for entry in old_counters[len(counters) :]), *unsaved)
+
+    outside = [entry for entry in constant_entries if entry.key not in weight_map.sources]
     outside += [entry for entry in target.tensors if entry.key in unsaved]
-    compared, values = _compared(program, outside if compare else [], code)
-    different = [one for one in compared if one.verdict == "different"]
+    compared, values = _compared(outside if compare else [], canonical, code)
+    different = [constant for constant in compared if constant.verdict == "different"]
     if constants:
-        sources.update((one.name, Ref(_of_model(one.name))) for one in different)
-        compared = [one._replace(verdict="from_model") if one in different else one for one in compared]
+        sources.update((constant.name, Ref(_of_model(constant.name))) for constant in different)
+        compared = [c._replace(verdict="from_model") if c in different else c for c in compared]
         kept = tuple(key for key in kept if key not in sources)
     elif not keep_constants:
-        stale += [Problem(f"the model has another value for it ({one.reason})", one.name, "value") for one in different]
-    taking = (*target.tensors, *counted, *(e for e in constants_of(program) if e.key in sources))
-    wanted = [entry for entry in taking if entry.key not in kept]
+        for constant in different:
+            text = f"the model has another value for it ({constant.reason})"
+            problems.append(Problem(text, constant.name, "value"))
+
+    changing = (*target.tensors, *old_counters, *(e for e in constant_entries if e.key in sources))
     have = {**computed, **{entry.key: entry for entry in counters}, **values}
-    fitted, misfits = fit_all(wanted, sources, have, cast, packed)
-    problems = [*feed.problems, *stale, *misfits]
+    fitted, misfits = fit_all([e for e in changing if e.key not in kept], sources, have, cast, packed)
+    problems += misfits
     for section in program.sections:
-        problems += _untied(section, fitted, weights, feed.twins if section is whole else ())
+        problems += _untied(section, fitted, weights, weight_map.twins if section is main else ())
     if problems:
-        raise _misfit(program, names, problems, constants, have)
-    return Swap(_with(program, fitted), feed.sources, feed.form, tuple(feed.ignored), kept, tuple(compared))
+        advice = _advice(program, names, problems, constants)
+        raise Misfit(advice, [_for_compiled_code(program, problem, have) for problem in problems])
+    sections = tuple(replace(section, tensors=replaced(section.tensors, fitted)) for section in program.sections)
+    result = replace(program, sections=sections)
+    return Swap(result, weight_map.sources, weight_map.form, ignored, kept, tuple(compared))
 
 
 def _compared(
-    program: Checkpoint, entries: Sequence[TensorEntry], code: ModelOperand | None
+    entries: Sequence[TensorEntry], names: Mapping[str, str], code: ModelOperand | None
 ) -> tuple[list[Constant], dict[str, TensorEntry]]:
-    """How each of the program's tensors compares with the model's, and the values of the model that differ."""
+    """Compare the program's tensors, by their canonical names, with the model's; also return the values that differ."""
     if code is None or not entries:
         reason = "no code of a model was given"
         return [Constant(entry.key, "not_compared", reason) for entry in entries], {}
-    names = canonical_names(program)
     known = code.constants([names[entry.key] for entry in entries])
     compared: list[Constant] = []
     values: dict[str, TensorEntry] = {}
@@ -283,7 +306,12 @@ def _compared(
         elif same_values(entry, value):
             compared.append(Constant(entry.key, "equal"))
         else:
-            compared.append(Constant(entry.key, "different", _difference(entry, value)))
+            if (entry.dtype, entry.shape) != (value.dtype, value.shape):
+                reason = f"{value.dtype} {list(value.shape)}, the program has {entry.dtype} {list(entry.shape)}"
+            else:
+                differs = difference(entry, value, 0, 0)
+                reason = "" if differs is None else differs.text
+            compared.append(Constant(entry.key, "different", reason))
             values[_of_model(entry.key)] = value
     return compared, values
 
@@ -292,52 +320,8 @@ def _of_model(name: str) -> str:
     return f"{name} of the model"
 
 
-def _difference(entry: TensorEntry, value: TensorEntry) -> str:
-    if (entry.dtype, entry.shape) != (value.dtype, value.shape):
-        return f"{value.dtype} {list(value.shape)}, the program has {entry.dtype} {list(entry.shape)}"
-    differs = difference(entry, value, 0, 0)
-    return "" if differs is None else differs.text
-
-
-def _feed(
-    program: Checkpoint,
-    target: Section,
-    weights: Section,
-    names: Names | None,
-    form: Form | None,
-    code: ModelOperand | None,
-) -> Feed:
-    own, word = canonical_names(program), form.names if isinstance(form, ModelForm) else None
-    if names is None:
-        return feed_by_keys(target, weights, own)
-    lifted = {entry.key: own[entry.key] for entry in constants_of(program)}
-    return feed_by_model(target, lifted, weights, names, word, None if code is None else code.arguments)
-
-
-def _with(program: Checkpoint, fitted: Mapping[str, TensorEntry]) -> Checkpoint:
-    sections = tuple(replace(section, tensors=replaced(section.tensors, fitted)) for section in program.sections)
-    return replace(program, sections=sections)
-
-
-def _not_saved(target: Section, names: Names | None, sources: Mapping[str, Expression]) -> tuple[str, ...]:
-    """Buffers that the model saves in no state dict, and the weights have not: they stay as they are.
-
-    An exported program has them among its constants, compiled code among its weights.
-    """
-    fixed = () if names is None else (t.canonical for t in names.runtime if not t.persistent)
-    found = match([entry.key for entry in target.tensors], {name: name for name in fixed})
-    return tuple(key for key in found.names if key not in sources)
-
-
-def _misfit(
-    program: Checkpoint, names: Names | None, problems: list[Problem], constants: bool, have: Mapping[str, object]
-) -> Misfit:
-    advice = _advice(program, names, problems, constants)
-    return Misfit(advice, [_of_code(program, problem, have) for problem in problems])
-
-
-def _of_code(program: Checkpoint, problem: Problem, have: Mapping[str, object]) -> Problem:
-    """`problem`, in other words for a weight that the compiler writes into the code."""
+def _for_compiled_code(program: Checkpoint, problem: Problem, have: Mapping[str, object]) -> Problem:
+    """Return the problem with another text for a weight that the compiler writes into the code."""
     file, entry = program_of(program), have.get(problem.key)
     if file is None or not file.compiled or problem.kind != "left_over" or not isinstance(entry, TensorEntry):
         return problem
@@ -347,10 +331,10 @@ def _of_code(program: Checkpoint, problem: Problem, have: Mapping[str, object]) 
     return replace(problem, problem=f"{size}: written into the compiled code, where it cannot be swapped")
 
 
-def _apart(section: Section, more: Sequence[str] = ()) -> tuple[Section, list[TensorEntry]]:
-    """The section without the counters of AveragedModels, and these: the module that is averaged has none.
+def _without_counters(section: Section, more: Sequence[str] = ()) -> tuple[Section, list[TensorEntry]]:
+    """Return the section without the counters of AveragedModels, and the counters: the averaged module has none.
 
-    `more` are names of counters where no wrapper's segment shows it: those of a live module leave the segments out.
+    `more` are further names of counters, without the wrapper's segment: those of a live module have no segments.
     """
     keys = {*wrappers.counters([entry.key for entry in section.tensors]), *more}
     rest = tuple(entry for entry in section.tensors if entry.key not in keys)
@@ -358,7 +342,7 @@ def _apart(section: Section, more: Sequence[str] = ()) -> tuple[Section, list[Te
 
 
 def _unwrapped(section: Section, form: Chain) -> Section:
-    """The section under its names inside of the wrappers that the user says are there. Raises `Refused` on others."""
+    """Return the section under its names inside the wrappers that the user names. Raises `Refused` on others."""
     keys = section.by_key()
     paths = wrappers.declared(form, keys).paths
     names = {key: strip(key, paths) for key in keys}
@@ -369,17 +353,10 @@ def _unwrapped(section: Section, form: Chain) -> Section:
     )
 
 
-def _target(program: Checkpoint) -> Section:
-    """The program's state dict. Raises `Refused` where the file holds none that could be replaced."""
-    if not program.sections:
-        raise Refused(f"{program.source} is compiled code that holds its weights itself", hint=OUTSIDE)
-    return program.section("")
-
-
 def _untied(
     target: Section, fitted: Mapping[str, TensorEntry], weights: Section, twins: Sequence[tuple[str, str]]
 ) -> list[Problem]:
-    """Names of one tensor that would get different values: the program's own ties, and those of the model."""
+    """Return names of one tensor that would get different values: the program's own ties, and those of the model."""
     have = weights.by_key()
     pairs = [(key, first, fitted.get(key), fitted.get(first)) for key, first in target.aliases().items()]
     tensors = {key: entry for key, entry in have.items() if isinstance(entry, TensorEntry)}
@@ -410,10 +387,10 @@ def _advice(program: Checkpoint, names: Names | None, problems: Sequence[Problem
 
 
 def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
-    """`program` (``PATH`` or ``PATH::NAME``) with new weights, written where `options` name an output.
+    """Put new weights into `program` (``PATH`` or ``PATH::NAME``), and write it if `options` name an output.
 
-    Raises `Refused`, all problems at once, where they do not fit, and `CkptError` where the program cannot be read or
-    OUT not be written; then nothing is.
+    Raises `Refused`, with all problems at once, if they do not fit, and `CkptError` if the program cannot be read or
+    OUT cannot be written; then nothing is written.
     """
     path, picked = split(program)
     look_anew(path)
@@ -448,8 +425,15 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
             f"nothing to swap: no key of {weights.source} is a weight of {path}",
             hint="compare the two: " + shell("ckpttool", "diff", program, weights.source),
         )
-    swapped = replace(swapped, source=program, weights=weights.source, output=options.target(path) or "")
-    swapped = replace(swapped, unchanged=_same(deployed, swapped.program))
+    old_and_new = (
+        (old, new)
+        for before, after in zip(deployed.sections, swapped.program.sections)
+        for old, new in zip(before.tensors, after.tensors)
+        if old is not new
+    )
+    unchanged = all(same_values(old, new) for old, new in old_and_new)  # reads up to the first that differs
+    output = options.target(path) or ""
+    swapped = replace(swapped, source=program, weights=weights.source, output=output, unchanged=unchanged)
     if options.in_place and not options.no_undo:
         swapped = replace(swapped, undo=undo_of(path, size(path)))
     if target is None:
@@ -461,28 +445,17 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
     return swapped
 
 
-def _same(before: Checkpoint, after: Checkpoint) -> bool:
-    """Whether the program has all the values that it had; reads up to the first that differs."""
-    pairs = (
-        (old, new)
-        for left, right in zip(before.sections, after.sections)
-        for old, new in zip(left.tensors, right.tensors)
-        if old is not new
-    )
-    return all(same_values(old, new) for old, new in pairs)
-
-
 def _read(path: str, name: str | None, weights: Checkpoint, out: str | None) -> Checkpoint:
-    """The program in the file. Raises `CkptError` where it holds none, and where that may be in `weights`."""
-    found = sniff(path)
-    if found == "pt2":
+    """Return the program in the file. Raises `CkptError` if there is none; the hint says if it is `weights` instead."""
+    kind = sniff(path)
+    if kind == "pt2":
         return read_program(path, name)
-    if found == "torchscript" and name is None:
+    if kind == "torchscript" and name is None:
         return read_scripted(path)
-    if found == "torchscript":
-        raise CkptError(f"{path} holds one program without a name: {FORMATS[found].title}", hint=f"name {path} alone")
+    if kind == "torchscript":
+        raise CkptError(f"{path} holds one program without a name: {FORMATS[kind].title}", hint=f"name {path} alone")
     hint = "PROGRAM is a .pt2 or a TorchScript archive, and comes first"
     if weights.format in ("pt2", "torchscript"):
         command = shell("ckpttool", "swap-weights", weights.source, path, "-o", out or "OUT.pt2")
         hint = f"the program comes first: {command}"
-    raise CkptError(f"{path} is no exported program: {FORMATS[found].title}", hint=hint)
+    raise CkptError(f"{path} is not an exported program: {FORMATS[kind].title}", hint=hint)

@@ -19,17 +19,20 @@ from ckpttool.evaluate.chunks import in_own_storage
 from ckpttool.formats.pt2.archive import replaceable
 from ckpttool.formats.pt2.program import CONSTANTS
 from ckpttool.naming import wrappers
-from ckpttool.naming.convert import Reading, check_versions, left_to_code, read, with_keys
+from ckpttool.naming.convert import check_versions, left_to_code, read, with_keys
 from ckpttool.naming.match import Match, NameTables, match
 from ckpttool.naming.wrappers import strip
 
+_LEFT_OVER = "left over: the program has no such weight"
+Entries = Mapping[str, Union[TensorEntry, ExtraEntry]]
+
 
 @dataclass(frozen=True, slots=True)
-class Feed:
-    """What is to feed each FQN, before anything is compared.
+class WeightMap:
+    """FQN -> expression over the checkpoint's keys, before any value is compared.
 
-    `twins` are keys that must hold the same value, `runs` those of the model's own code that compute a part. `remade`
-    are constants of the program, buffers that no checkpoint has, with what the model's loading makes of them.
+    `twins` are keys that must hold the same value, `runs` those runs of the model's own code that compute a part.
+    `remade` are constants of the program, buffers that no checkpoint has, with their values after the model's loading.
     """
 
     sources: dict[str, Expression]
@@ -42,237 +45,215 @@ class Feed:
 
 
 def constants_of(program: Checkpoint) -> tuple[TensorEntry, ...]:
-    """The constants of an exported program, which are not in its state dict; empty for other checkpoints."""
+    """Return the constants of an exported program, which are not in its state dict; empty for other checkpoints."""
     return next((section.tensors for section in program.sections if section.path == CONSTANTS), ())
 
 
 def canonical_names(program: Checkpoint) -> dict[str, str]:
-    """FQN or constant -> its name without the wrappers that were around the model that was exported."""
+    """Return FQN or constant -> its name without the wrappers that were around the exported model."""
     paths = wrappers.recognise(entry.key for section in program.sections[:1] for entry in section.tensors)
     return {entry.key: strip(entry.key, paths) for section in program.sections for entry in section.tensors}
 
 
 def chosen_constants(program: Checkpoint, weights: Section) -> dict[str, Expression]:
-    """Constant -> its new value, for each constant of the program that one of the keys names."""
+    """Return constant -> its new value, for each constant of the program that one of the keys names."""
     constants = {entry.key: entry.key for entry in constants_of(program)}
-    found = match([entry.key for entry in weights.tensors], canonical_names(program))
-    chosen: dict[str, Expression] = {name: Ref(key) for key, name in found.names.items() if name in constants}
+    matched = match([entry.key for entry in weights.tensors], canonical_names(program))
+    chosen: dict[str, Expression] = {name: Ref(key) for key, name in matched.names.items() if name in constants}
     for section in program.sections:
         if section.path == CONSTANTS:
             _share(chosen, constants | section.aliases())
     return chosen
 
 
-def feed_by_keys(target: Section, weights: Section, names: Mapping[str, str]) -> Feed:
-    """Without a model: the keys must be the program's FQNs, but for wrappers' segments on either side.
+def map_by_keys(target: Section, weights: Section, names: Mapping[str, str]) -> WeightMap:
+    """Map without a model: the keys must be the program's FQNs, except for wrappers' segments on either side.
 
     `names` are the canonical ones of the program's tensors.
     """
     aliases = target.aliases()
-    own = {entry.key: names[entry.key] for entry in target.tensors}
-    found = match([entry.key for entry in weights.tensors], own, aliases)
-    sources: dict[str, Expression] = {fqn: Ref(key) for key, fqn in found.names.items()}
+    canonical = {entry.key: names[entry.key] for entry in target.tensors}
+    matched = match([entry.key for entry in weights.tensors], canonical, aliases)
+    sources: dict[str, Expression] = {fqn: Ref(key) for key, fqn in matched.names.items()}
     _share(sources, {entry.key: aliases.get(entry.key, entry.key) for entry in target.tensors})
-    spare = _other_names(found, weights)
-    problems = [problem for problem in _left_over(found) if problem.key not in spare]
-    return Feed(sources, RUNTIME, problems, [entry.key for entry in weights.extras], _variants(found))
+    # A key without a name is fine if its tensor has another key that the program uses.
+    used = {entry.identity for entry in weights.tensors if entry.key in matched.names}
+    unmatched = set(matched.unmatched)
+    spare = {entry.key for entry in weights.tensors if entry.key in unmatched and entry.identity in used}
+    problems = [problem for problem in _misfits(matched) if problem.key not in spare]
+    return WeightMap(sources, RUNTIME, problems, [entry.key for entry in weights.extras], _variants(matched))
 
 
-def _other_names(found: Match, weights: Section) -> set[str]:
-    """Keys that no name of the program is left for, of tensors that it gets by another of their keys."""
-    used = {entry.identity for entry in weights.tensors if entry.key in found.names}
-    unmatched = set(found.unmatched)
-    return {entry.key for entry in weights.tensors if entry.key in unmatched and entry.identity in used}
-
-
-def feed_by_model(
+def map_by_model(
     target: Section,
     constants: Mapping[str, str],
     weights: Section,
     names: Names,
     form: str | None,
     kwargs: Mapping[str, object] | None = None,
-) -> Feed:
-    """With the model: its names say what each FQN is of the checkpoint's keys, in whatever form these are.
+) -> WeightMap:
+    """Map with the model: its names say how each FQN is computed from the checkpoint's keys, in any form.
 
-    `constants` are those of the program, each with its canonical name. Where the model's code can be run, `kwargs` are
-    what it is built with.
+    `constants` are those of the program, each with its canonical name. If the model's code can be run, `kwargs` are
+    its arguments.
     """
     tables = NameTables(names)
     reading = read(tables, weights, form)
-    if reading.form != RUNTIME:
-        check_versions(names, weights, reading)
     keys = {name: key for key, name in reading.match.names.items()}
     values: dict[str, Expression]
+    meaning: Mapping[str, Expression | None]
     if reading.form == RUNTIME:
         values = {fqn: Ref(key) for fqn, key in keys.items() if fqn in tables.first}
+        meaning = {fqn: Ref(first) for fqn, first in tables.first.items()}
     else:
+        check_versions(names, weights, reading)
         values = {fqn: with_keys(source, keys) for fqn, source in tables.runtime_values(keys).items()}
+        meaning = tables.saved
     plan = Plan(tuple(Output(weights.path, fqn, source) for fqn, source in values.items()))
     if kwargs is not None:
         plan = left_to_code(plan, tables, weights, reading, kwargs)
         values = {output.key: output.source for output in plan.outputs}
     _share(values, tables.first)
-    fqns = match([entry.key for entry in target.tensors], {t.fqn: t.canonical for t in names.runtime})
-    fed = {p: values[fqn] for p, fqn in fqns.names.items() if fqn in values}
-    feed = Feed(fed, reading.form, _left_over(reading.match), runs=plan.runs, remade=_remade(constants, names, values))
-    feed.twins.extend(_variants(reading.match))
-    feed.problems.extend(
-        Problem("the model has no tensor of this name: is it another model?", p) for p in fqns.unmatched
+    matched = match([entry.key for entry in target.tensors], {t.fqn: t.canonical for t in names.runtime})
+    sources = {fqn: values[name] for fqn, name in matched.names.items() if name in values}
+    # A constant gets a value if the model's loading computes it from the checkpoint.
+    unsaved = {t.canonical: values[t.fqn] for t in names.runtime if not t.persistent and t.fqn in values}
+    remade = {
+        constant: unsaved[name]
+        for constant, name in constants.items()
+        if name in unsaved and not ex.is_constant(unsaved[name])
+    }
+    weight_map = WeightMap(sources, reading.form, _misfits(reading.match), runs=plan.runs, remade=remade)
+    weight_map.twins.extend(_variants(reading.match))
+    weight_map.problems.extend(
+        Problem("the model has no tensor of this name: is it another model?", fqn) for fqn in matched.unmatched
     )
-    _account(feed, tables, reading, keys)
-    return feed
-
-
-def _account(feed: Feed, tables: NameTables, reading: Reading, keys: dict[str, str]) -> None:
-    """Says of each key (by its name) that feeds nothing why that is so, or that it should not be."""
-    used = {key for source in feed.sources.values() for key in ex.refs(source)}
-    meant: Mapping[str, Expression | None] = tables.saved
-    if reading.form == RUNTIME:
-        meant = {fqn: Ref(first) for fqn, first in tables.first.items()}
-    by_source = {meant.get(name): key for name, key in reversed(keys.items()) if key in used}
+    # Each key that is not used has a twin with the same meaning, is left over, or is no tensor of the program.
+    used = {key for source in sources.values() for key in ex.refs(source)}
+    by_meaning = {meaning.get(name): key for name, key in reversed(keys.items()) if key in used}
     for name, key in keys.items():
-        source = meant.get(name)
+        source = meaning.get(name)
         if key in used:
             continue
-        if source is not None and source in by_source:
-            feed.twins.append((key, by_source[source]))
+        if source is not None and source in by_meaning:
+            weight_map.twins.append((key, by_meaning[source]))
         elif isinstance(source, Ref):
-            feed.problems.append(Problem("left over: the program has no such weight", key, "left_over"))
+            weight_map.problems.append(Problem(_LEFT_OVER, key, "left_over"))
         else:
-            feed.ignored.append(key)
-
-
-def _remade(constants: Mapping[str, str], names: Names, values: Mapping[str, Expression]) -> dict[str, Expression]:
-    """Constant -> what the model's loading makes of it, where that depends on the checkpoint."""
-    unsaved = {t.fqn: t.canonical for t in names.runtime if not t.persistent and t.fqn in values}
-    fqns = {canonical: fqn for fqn, canonical in unsaved.items()}
-    found = {constant: values[fqns[name]] for constant, name in constants.items() if name in fqns}
-    return {constant: source for constant, source in found.items() if not ex.is_constant(source)}
+            weight_map.ignored.append(key)
+    return weight_map
 
 
 def _share(values: dict[str, Expression], first: Mapping[str, str]) -> None:
-    """Gives every name of a tensor the value that one of its names has, where it has none of its own."""
+    """Give every name of a tensor without a value the value of another of its names."""
     known = {first[fqn]: source for fqn, source in reversed(values.items())}
     for fqn, root in first.items():
         if root in known:
             values.setdefault(fqn, known[root])
 
 
-def _left_over(found: Match) -> list[Problem]:
-    return [Problem("left over: the program has no such weight", key, "left_over") for key in found.unmatched] + list(
-        found.problems
-    )
+def _misfits(matched: Match) -> list[Problem]:
+    return [*(Problem(_LEFT_OVER, key, "left_over") for key in matched.unmatched), *matched.problems]
 
 
-def _variants(found: Match) -> list[tuple[str, str]]:
-    """Call variants of an unflattened program, each with the key that its name has the value from."""
-    keys = {name: key for key, name in found.names.items()}
-    return [(key, keys[name]) for key, name in found.variants.items()]
+def _variants(matched: Match) -> list[tuple[str, str]]:
+    """Return call variants of an unflattened program, each with the key that gives its name the value."""
+    keys = {name: key for key, name in matched.names.items()}
+    return [(key, keys[name]) for key, name in matched.variants.items()]
 
 
-Entries = Mapping[str, Union[TensorEntry, ExtraEntry]]
+# Values
 
 
 def fit_all(
-    wanted: Sequence[TensorEntry], sources: Mapping[str, Expression], have: Entries, cast: bool, packed: bool
+    entries: Sequence[TensorEntry], sources: Mapping[str, Expression], have: Entries, cast: bool, packed: bool
 ) -> tuple[dict[str, TensorEntry], list[Problem]]:
-    """The new value of each of the program's tensors that has one, and what is wrong with the others."""
+    """Return the new value of each of the program's tensors that has one, and what is wrong with the others."""
     fitted: dict[str, TensorEntry] = {}
     problems: list[Problem] = []
-    for entry in wanted:
+    for entry in entries:
         source = sources.get(entry.key)
-        found = (
-            Problem("no weight for it", entry.key, "missing")
-            if source is None
-            else _fit(entry, source, have, cast, packed)
-        )
-        if isinstance(found, Problem):
-            problems.append(found)
+        if source is None:
+            problems.append(Problem("no weight for it", entry.key, "missing"))
+            continue
+        value = _fit(entry, source, have, cast, packed)
+        if isinstance(value, Problem):
+            problems.append(value)
         else:
-            fitted[entry.key] = found
+            fitted[entry.key] = value
     return fitted, problems
 
 
 def _fit(entry: TensorEntry, source: Expression, have: Entries, cast: bool, packed: bool) -> TensorEntry | Problem:
-    """The new value of the program's `entry`, or why it cannot be that."""
+    """Return the new value of the program's `entry`, or the reason why it cannot be used."""
     if ex.is_opaque(source):
         return Problem("a hook computes it by code that is no tensor operator", entry.key, "opaque")
-    if entry.storage is None and not packed:
-        return _pickled(entry, source, have)
+    origin = "from " + ", ".join(dict.fromkeys(ex.refs(source)))
+    if entry.storage is None and not packed:  # only a tensor that is pickled as the same kind can replace it
+        pickled = have[source.key] if isinstance(source, Ref) else None
+        if not isinstance(pickled, TensorEntry) or not replaceable(entry, pickled):
+            return Problem(f"{entry.layout}, and its new value is not pickled as such a tensor ({origin})", entry.key)
+        if (pickled.shape, pickled.dtype) != (entry.shape, entry.dtype):
+            shapes = f"{pickled.dtype} {list(pickled.shape)}, the program has {entry.dtype} {list(entry.shape)}"
+            return Problem(shapes, entry.key)
+        return replace(pickled, key=entry.key)
     try:
-        found = _value(entry.key, source, have, packed)
+        value = _value(entry.key, source, have, packed)
     except Refused as error:
         return Problem(error.message, entry.key)
-    if found.shape != entry.shape:
-        text = f"shape {list(found.shape)}, the program has {list(entry.shape)} ({_named(source)})"
+    if value.shape != entry.shape:
+        text = f"shape {list(value.shape)}, the program has {list(entry.shape)} ({origin})"
         return Problem(text, entry.key, "shape")
-    if found.dtype == entry.dtype:
-        return found
+    if value.dtype == entry.dtype:
+        return value
     if not cast:
-        text = f"dtype {found.dtype}, the program has {entry.dtype} ({_named(source)})"
-        return Problem(text, entry.key, "dtype")
-    return _value(entry.key, Op("aten._to_copy.default", (source,), (("dtype", Special("dtype", entry.dtype)),)), have)
-
-
-def _pickled(entry: TensorEntry, source: Expression, have: Entries) -> TensorEntry | Problem:
-    """The new value of a weight that is no strided tensor: one that is pickled as the same kind of tensor."""
-    found = have[source.key] if isinstance(source, Ref) else None
-    if not isinstance(found, TensorEntry) or not replaceable(entry, found):
-        return Problem(
-            f"{entry.layout}, and its new value is not pickled as such a tensor ({_named(source)})", entry.key
-        )
-    if (found.shape, found.dtype) != (entry.shape, entry.dtype):
-        return Problem(
-            f"{found.dtype} {list(found.shape)}, the program has {entry.dtype} {list(entry.shape)}", entry.key
-        )
-    return replace(found, key=entry.key)
+        return Problem(f"dtype {value.dtype}, the program has {entry.dtype} ({origin})", entry.key, "dtype")
+    converted = Op("aten._to_copy.default", (source,), (("dtype", Special("dtype", entry.dtype)),))
+    return _value(entry.key, converted, have)
 
 
 def _value(fqn: str, source: Expression, have: Entries, packed: bool = False) -> TensorEntry:
     if isinstance(source, Ref):
-        found = have[source.key]
-        if isinstance(found, TensorEntry) and (packed or found.storage is not None):
-            return replace(found, key=fqn)
-        raise Refused(f"{source.key} is no dense tensor", hint="only dense tensors can be put into a program")
+        entry = have[source.key]
+        if isinstance(entry, TensorEntry) and (packed or entry.storage is not None):
+            return replace(entry, key=fqn)
+        raise Refused(f"{source.key} is not a dense tensor", hint="only dense tensors can be put into a program")
     return entry_of(fqn, source, have)
 
 
-def _named(source: Expression) -> str:
-    return "from " + ", ".join(dict.fromkeys(ex.refs(source)))
-
-
 def replaced(entries: Sequence[TensorEntry], fitted: Mapping[str, TensorEntry]) -> tuple[TensorEntry, ...]:
-    """The program's entries on their new storages, with the geometry that the program gave them.
+    """Return the program's entries on their new storages, with the geometry that the program gave them.
 
-    Storages of which no tensor has a new value are the old ones.
+    Storages without a new value are the old ones.
     """
     by_storage: defaultdict[Storage, list[TensorEntry]] = defaultdict(list)
     for entry in entries:
         if entry.storage is not None:
             by_storage[entry.storage].append(entry)
-    fresh = {
+    storages = {
         storage: _storage(storage, group, fitted)
         for storage, group in by_storage.items()
         if any(entry.key in fitted for entry in group)
     }
-    return tuple(_moved(entry, fresh, fitted.get(entry.key)) for entry in entries)
-
-
-def _moved(entry: TensorEntry, fresh: Mapping[Storage, Storage], new: TensorEntry | None) -> TensorEntry:
-    if entry.storage is not None:
-        return replace(entry, storage=fresh.get(entry.storage, entry.storage))
-    return replace(entry, payload=new.payload) if new is not None and replaceable(entry, new) else entry
+    result = []
+    for entry in entries:
+        new = fitted.get(entry.key)
+        if entry.storage is not None:
+            entry = replace(entry, storage=storages.get(entry.storage, entry.storage))
+        elif new is not None and replaceable(entry, new):
+            entry = replace(entry, payload=new.payload)
+        result.append(entry)
+    return tuple(result)
 
 
 def _storage(old: Storage, entries: Sequence[TensorEntry], fitted: Mapping[str, TensorEntry]) -> Storage:
-    """The storage for the new values of `entries`: moved as they are where they fill it, else put in their places."""
+    """Return the storage for the new values of `entries`: as it is if one value fills it, else put together."""
     first, new = entries[0], fitted.get(entries[0].key, entries[0])
     one_tensor = len({entry.identity for entry in entries}) == 1
     if one_tensor and first.is_contiguous and first.nbytes == old.nbytes and new.storage is not None:
-        own = in_own_storage(new).storage  # of a view, its own elements only
-        assert own is not None
-        return own
+        storage = in_own_storage(new).storage  # of a view, only its elements
+        assert storage is not None
+        return storage
     from ckpttool.evaluate import torch_eval
 
     return torch_eval.arrange(old, [(entry, fitted.get(entry.key, entry)) for entry in entries])
