@@ -20,7 +20,7 @@ from ckpttool.tracing.recorder.memory import Token, token
 
 
 class _Home(NamedTuple):
-    """One place of a variant: ``parent._modules[name]``. `fqn` is None if no FQN leads to it."""
+    """One place of a variant: ``parent._modules[name]``. `fqn` is None if it has none."""
 
     fqn: str | None
     parent: nn.Module
@@ -38,7 +38,7 @@ def variants(module: nn.Module, fqn: str, *, shared: bool = True) -> tuple[str, 
 
 
 def swap_module(module: nn.Module, fqn: str, new: nn.Module, *, shared: bool = True) -> tuple[str, ...]:
-    """Put `new` in the place of every variant of the submodule `fqn`, and return their FQNs.
+    """Replace every variant of the submodule `fqn` by `new`, and return their FQNs.
 
     The surrounding graphs call `new` as they called the old graph: with tensors, positionally, unless its signature
     was preserved at export. Raises `Refused`, with nothing changed, if `new` cannot be called like that.
@@ -163,7 +163,7 @@ def _call_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def _variants_of(segment: str, children: list[_Home]) -> list[_Home]:
-    """Return the children with the name `segment`, and those that are call variants of it."""
+    """Return the children with the name `segment`, and their call variants."""
     named = [home for home in children if home.name == segment]
     base = split(segment)[0]
     if base != segment:  # the name of a variant, unless it is the name of a module of the user's own

@@ -36,7 +36,7 @@ Model = Union[str, Names, LoadedModel, nn.Module, ExportedProgram, Callable[[], 
 class Target:
     """`tensors`: canonical FQN -> parameter or persistent buffer. `constants` are in no state dict. They stay, except
     for tensors that the model's loading computes, if these can be changed (`remade`). `compared`: whether they are
-    compared with the model's; those of a module are its own state, and are not.
+    compared with the model's; the constants of a module are its own state, and are not.
     """
 
     title: str

@@ -24,7 +24,7 @@ from ckpttool.tracing.runtime import layout_of
 @dataclass(frozen=True, slots=True, eq=False)
 class New:
     """The value for one tensor of the target. With `whole`, `value` is a tensor object to be swapped for the old one;
-    otherwise its elements are copied into the old one's memory. `is_own`: `value` has memory of its own.
+    otherwise its elements are copied into the old one's memory. `is_own`: nothing else uses the memory of `value`.
     """
 
     fqn: str
@@ -35,7 +35,7 @@ class New:
 
     @property
     def memory(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What is written in place, and with what: of a DTensor this rank's part. None if objects are swapped."""
+        """The memory to write, and its new value: of a DTensor this rank's part. None for swapped objects."""
         if not self.whole:
             return self.old, self.value
         old, value = local_part(self.old), local_part(self.value)

@@ -90,9 +90,9 @@ def swap_weights(
     module, a program, a factory); without it the keys must be the target's names, except for segments of wrappers.
     `cast` allows other dtypes. `in_place` writes into the existing tensors, so that optimizers, other modules and views
     keep them: the default for a module. Otherwise new tensors replace them one by one (for a program: in one step, the
-    default there, since its tensors may still be those of the model that it was exported from).
+    default there, since it may still share its tensors with the exported model).
 
-    A program's constants stay, and are compared with those of `model`, if that is code. If they differ, `constants`
+    A program's constants stay, and are compared with the model's, if `model` is code. If they differ, `constants`
     takes the values of `state_dict` or else of the model, `keep_constants` keeps the program's.
 
     Raises `Refused`, with all problems at once, if a weight is missing, unexpected, of another shape or dtype, or tied
@@ -278,7 +278,7 @@ def _put(fresh: Mapping[int, torch.Tensor], module: nn.Module) -> None:
 
 
 def _tables(module: nn.Module, seen: set[int]) -> Iterator[Any]:
-    """Yield every dict and list in which a module may hold tensors: also those of modules that it keeps as attributes,
+    """Yield every dict and list in which a module may hold tensors: also for modules that it keeps as attributes,
     such as the calls behind a dispatcher of an unflattened program, and the flat weights of an RNN."""
     if id(module) in seen:
         return

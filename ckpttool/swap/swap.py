@@ -174,7 +174,7 @@ SWAP = record(
     },
     title="ckpttool.swap/1",
 )
-_REMADE = "a constant of the program, which the model's loading makes anew from the checkpoint"
+_REMADE = "a constant of the program, which the model's loading computes from the checkpoint"
 # What to do about weights that do not fit: a kind, and the hint of the command line.
 Advice = Literal["constants", "values", "code", "compiled", "model", "alone", "cast", "compare"]
 _HINTS: dict[Advice, str] = {
@@ -334,7 +334,7 @@ def _for_compiled_code(program: Checkpoint, problem: Problem, have: Mapping[str,
 def _without_counters(section: Section, more: Sequence[str] = ()) -> tuple[Section, list[TensorEntry]]:
     """Return the section without the counters of AveragedModels, and the counters: the averaged module has none.
 
-    `more` are further names of counters, without the wrapper's segment: those of a live module have no segments.
+    `more` are further names of counters, without the wrapper's segment: the names of a live module have no segments.
     """
     keys = {*wrappers.counters([entry.key for entry in section.tensors]), *more}
     rest = tuple(entry for entry in section.tensors if entry.key not in keys)
@@ -356,7 +356,7 @@ def _unwrapped(section: Section, form: Chain) -> Section:
 def _untied(
     target: Section, fitted: Mapping[str, TensorEntry], weights: Section, twins: Sequence[tuple[str, str]]
 ) -> list[Problem]:
-    """Return names of one tensor that would get different values: the program's own ties, and those of the model."""
+    """Return names of one tensor that would get different values, by the ties of the program and the model."""
     have = weights.by_key()
     pairs = [(key, first, fitted.get(key), fitted.get(first)) for key, first in target.aliases().items()]
     tensors = {key: entry for key, entry in have.items() if isinstance(entry, TensorEntry)}

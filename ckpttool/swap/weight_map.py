@@ -94,7 +94,7 @@ def map_by_model(
 ) -> WeightMap:
     """Map with the model: its names say how each FQN is computed from the checkpoint's keys, in any form.
 
-    `constants` are those of the program, each with its canonical name. If the model's code can be run, `kwargs` are
+    `constants` are the program's, each with its canonical name. If the model's code can be run, `kwargs` are
     its arguments.
     """
     tables = NameTables(names)
@@ -128,7 +128,7 @@ def map_by_model(
     weight_map.problems.extend(
         Problem("the model has no tensor of this name: is it another model?", fqn) for fqn in matched.unmatched
     )
-    # Each key that is not used has a twin with the same meaning, is left over, or is no tensor of the program.
+    # Each key that is not used has a twin with the same meaning, is left over, or is not a tensor of the program.
     used = {key for source in sources.values() for key in ex.refs(source)}
     by_meaning = {meaning.get(name): key for name, key in reversed(keys.items()) if key in used}
     for name, key in keys.items():
@@ -168,7 +168,7 @@ def _variants(matched: Match) -> list[tuple[str, str]]:
 def fit_all(
     entries: Sequence[TensorEntry], sources: Mapping[str, Expression], have: Entries, cast: bool, packed: bool
 ) -> tuple[dict[str, TensorEntry], list[Problem]]:
-    """Return the new value of each of the program's tensors that has one, and what is wrong with the others."""
+    """Return the new values of the program's tensors, and a problem for each tensor without one."""
     fitted: dict[str, TensorEntry] = {}
     problems: list[Problem] = []
     for entry in entries:

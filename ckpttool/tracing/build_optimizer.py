@@ -65,8 +65,8 @@ def load_optimizer(operand: Any) -> LoadedOptimizer:
 def with_optimizer(names: Names, model: LoadedModel, optimizer: LoadedOptimizer) -> Names:
     """Return `names` with the ids, groups and hyperparameters of the optimizer.
 
-    It is built on the meta device, where a step costs nothing; for real if its code reads values, and there is memory
-    for weights, gradients and moments.
+    A step on the meta device costs nothing. The optimizer is built for real if its code reads values, and there is
+    memory for weights, gradients and moments.
     """
     if not model.materialize:
         instance = model.build(False)

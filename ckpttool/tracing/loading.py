@@ -270,7 +270,7 @@ def reads_of_any(model: LoadedModel, state: Mapping[str, Any], verdict: Verdict)
 
 
 def _other_state(model: LoadedModel, seed: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what an instance with other values saves; integers that are still those of `state` are changed too."""
+    """Return the state dict of an instance with other values; integers that are still the same are changed too."""
     copied = copied_state(filled(model, seed).state_dict())
     for key, value in copied.items():
         plain = type(value) is torch.Tensor and value.layout == torch.strided

@@ -22,7 +22,7 @@ from ckpttool.io.paths import is_url
 from ckpttool.tracing.build_model import LoadedModel
 from ckpttool.tracing.user_code import user_code
 
-_ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers loads in threads, where no recorder sees it
+_ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers loads in threads, which no recorder sees
 
 
 def is_pretrained(model: LoadedModel) -> bool:
@@ -127,9 +127,7 @@ def _conversions() -> Any:
 
 
 class _Pretrained:
-    """The two methods that come before those of the model's class: save as ``save_pretrained`` does, and load as
-    ``from_pretrained`` does.
-    """
+    """Two methods that precede the model's: save as ``save_pretrained`` does, and load as ``from_pretrained`` does."""
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the keys and tensors of the file; as a part of another module its own."""

@@ -28,7 +28,7 @@ _ROOT = "(root)"
 _PROBE_LIMIT = 50_000_000  # elements of the tensors that are filled with random values to compare both ways
 _FEW, _ROUNDS = 1024, 16  # elements, and for fewer elements the number of random values that are tried
 
-# Fillings of the instance that is saved and of the one that loads; a change of sign shows in one element too.
+# Fillings of the instance that saves and the instance that loads; a change of sign shows in one element too.
 _SEEDS: tuple[tuple[Filling, Filling], ...] = ((11, 12), (-11, 14))
 # If the keys depend on values: one value everywhere, and the constructor's, into and out of random ones.
 _EVERY = (*_SEEDS, *((one, 12) for one in (*CONSTANT, "own")), *((11, one) for one in CONSTANT))
@@ -38,7 +38,7 @@ def roundtrip_problems(model: LoadedModel, saved: Saved, verdict: Verdict) -> tu
     """Return every way in which loading what was saved does not give the same model again.
 
     `verdict` is of the model's own keys. Expressions answer first; a doubt is settled by trying it, if there is memory
-    for that. What cannot be told is a problem of the kind ``unknown``.
+    for that. An unsettled doubt is a problem of the kind ``unknown``.
     """
     problems = tuple(_by_expressions(saved, verdict))
     if not problems and not saved.varying:
@@ -46,7 +46,7 @@ def roundtrip_problems(model: LoadedModel, saved: Saved, verdict: Verdict) -> tu
     try:
         check_memory(model, 0, "")
         failed, differing = _tried(model, _EVERY if saved.varying else _SEEDS)
-    except CkptError:  # there is no memory for it, or the model builds on meta only
+    except CkptError:  # not enough memory, or the model builds on meta only
         return (*problems, Problem(_UNTRIED, _ROOT, "unknown")) if saved.varying else problems
     certain = tuple(problem for problem in problems if problem.kind != "unknown")
     if failed is not None:
@@ -72,7 +72,7 @@ def _tried(model: LoadedModel, fillings: Iterable[tuple[Filling, Filling]]) -> t
     differing: set[str] = set()
     for filling, other in fillings:
         source, target = filled(model, filling), filled(model, other)
-        for item in listed(target):  # change integers, so that those that are not loaded are seen
+        for item in listed(target):  # change integers, to see which are not loaded
             tensor = item.tensor
             plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_quantized
             if plain and tensor.dtype in (torch.int64, torch.int32) and 0 not in tensor.stride():
@@ -87,7 +87,7 @@ def _tried(model: LoadedModel, fillings: Iterable[tuple[Filling, Filling]]) -> t
 
 
 def brought_back(model: LoadedModel, fqns: Iterable[str]) -> frozenset[str]:
-    """Return those of the tensors whose random values an instance with others gets by loading. Raises `CannotBuild`."""
+    """Return the tensors whose random values another instance gets by loading. Raises `CannotBuild`."""
     source, target = (filled(model, seed) for seed in _SEEDS[0])
     expected, before = values_of(source), values_of(target)
     if _pass_on(source, target) is not None:
@@ -195,7 +195,7 @@ def _difference(value: Expression, own: Ref, sources: Mapping[str, Expression | 
 
 
 def _leaves(saved: Saved) -> dict[str, torch.Tensor]:
-    """Return the runtime tensors without data; those that overlap in the model share a storage."""
+    """Return the runtime tensors without data; tensors that overlap in the model share a storage."""
     storages: dict[Any, torch.Tensor] = {}
     leaves = {}
     for r in saved.runtime:

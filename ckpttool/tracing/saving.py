@@ -38,7 +38,7 @@ class Saved:
 
     `places` are the tokens of the runtime tensors before the run, `reads` the values that hooks looked at. `carried`
     are runtime tensors inside extra entries. `varying` are the names of keys that are written for some values of the
-    tensors only; `further` are those of these keys that this run did not write.
+    tensors only; `further` are the varying keys that this run did not write.
     """
 
     runtime: tuple[RuntimeTensor, ...]

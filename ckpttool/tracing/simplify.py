@@ -39,7 +39,7 @@ _LOSSLESS: Mapping[str, tuple[str, ...]] = {
 
 
 class Simplifier:
-    """Simplify expressions over tensors whose shapes and dtypes are those of `leaves` (meta tensors by key)."""
+    """Simplify expressions over tensors with the shapes and dtypes of `leaves` (meta tensors by key)."""
 
     def __init__(self, leaves: Mapping[str, torch.Tensor]) -> None:
         self.leaves = leaves

@@ -1,4 +1,4 @@
-"""Run the user's code: what it prints goes to stderr, and what it raises becomes one clear error."""
+"""Run the user's code: its prints go to stderr, and its errors become one clear error."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def attempt(run: Callable[[], T]) -> T | Exception:
 
 
 def as_exception(error: Exception | SystemExit) -> Exception:
-    """Return the error; for an exit of the process an error that says so."""
+    """Return the error; an exit of the process becomes an error too."""
     return error if isinstance(error, Exception) else RuntimeError(f"exits: {error}")
 
 

@@ -28,7 +28,7 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("name", ZOO)
-def test_a_module_gets_what_its_own_loading_makes(name: str, in_place: bool) -> None:
+def test_a_module_gets_the_values_of_its_own_loading(name: str, in_place: bool) -> None:
     state = filled(of_object(ZOO[name]), 77).state_dict()
     module = ZOO[name]()
     objects = {fqn: id(tensor) for fqn, tensor in module.named_parameters()}
@@ -40,7 +40,7 @@ def test_a_module_gets_what_its_own_loading_makes(name: str, in_place: bool) -> 
 
 
 class Layer(nn.Module):
-    """What is exported: a layer whose file is read by numpy."""
+    """The exported module: a layer whose file is read by numpy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Layer(nn.Module):
         return x @ self.inner.weight.t() + self.inner.bias
 
 
-def test_a_program_gets_it_by_its_model() -> None:
+def test_a_program_gets_the_values_of_its_models_loading() -> None:
     program = torch.export.export(Layer(), (torch.ones(4, 4),))
     new = Layer()
     done = swap_weights(program, new.state_dict(), model=Layer)
@@ -60,7 +60,7 @@ def test_a_program_gets_it_by_its_model() -> None:
     assert done.by_code == ("inner.weight",)
 
 
-def test_what_is_not_the_same_twice_changes_nothing() -> None:
+def test_random_loading_changes_nothing() -> None:
     module = noisy()
     before = {fqn: value.clone() for fqn, value in runtime_values(module).items()}
     with pytest.raises(Refused, match="same twice"):
@@ -69,7 +69,7 @@ def test_what_is_not_the_same_twice_changes_nothing() -> None:
 
 
 class Doubled(nn.Module):
-    """Computes with a buffer that loading makes anew, and no state dict holds."""
+    """Computes with a buffer that loading computes, and no state dict holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Doubled(nn.Module):
         return x @ self.doubled
 
 
-def test_a_buffer_that_loading_makes_anew_follows() -> None:
+def test_a_buffer_that_loading_computes_follows() -> None:
     module, new = Doubled(), Doubled()
     done = swap_weights(module, new.state_dict(), model=module)
     assert_equal(runtime_values(module), runtime_values(new))
@@ -98,7 +98,7 @@ def test_a_buffer_that_loading_makes_anew_follows() -> None:
     assert "constants=True" in refused.value.hint
 
 
-def test_names_alone_say_whose_code_is_missing() -> None:
+def test_names_without_code_are_refused() -> None:
     from ckpttool.tracing.trace import trace
 
     module = ZOO["quantized"]()

@@ -40,7 +40,7 @@ GATES = {
     Twice: ("gate", ("gate", "gate@1")),
     Nested: ("block.gate", ("block.gate", "block.gate@1", "block@1.gate", "block@1.gate@1")),
     Shared: ("one", ("one", "one@1", "two", "two@1")),
-    Called: ("gate", ("gate",)),  # the others are behind a dispatcher, where no FQN leads
+    Called: ("gate", ("gate",)),  # the others are behind a dispatcher, and have no FQN
 }
 
 
@@ -99,7 +99,7 @@ def test_a_new_module_behind_a_preserved_signature_is_called_as_in_the_model() -
     assert torch.equal(module(example()), model(example()))
 
 
-def test_what_only_a_dispatcher_leads_to_is_changed_too() -> None:
+def test_variants_behind_a_dispatcher_are_changed_too() -> None:
     module, model, other = program(Called), made(Called), nn.Linear(4, 4)
     assert swap_module(module, "gate.proj", other) == ("gate.proj",)
     model.get_submodule("gate").proj = other
@@ -171,7 +171,7 @@ def test_an_attribute_keeps_its_kind() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_said_and_nothing_is_changed(call: Any, says: str) -> None:
+def test_a_value_that_does_not_fit_is_refused(call: Any, says: str) -> None:
     module, model = program(Twice), made(Twice)
     with pytest.raises(CkptError) as raised:
         call(module)
@@ -234,7 +234,7 @@ def test_plain_attributes_that_differ_are_not_set_together() -> None:
     assert swap_attribute(module, "gate.kind", [2]) == ("gate.kind", "gate@1.kind")
 
 
-def test_a_class_is_a_value_and_no_function() -> None:
+def test_a_class_is_a_value() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     vars(module[0])["kind"] = nn.ReLU
     assert swap_attribute(module, "0.kind", nn.GELU) == ("0.kind",)
@@ -242,7 +242,7 @@ def test_a_class_is_a_value_and_no_function() -> None:
 
 
 class Stateful(nn.Linear):
-    """A class as an unflattened program keeps its name, and state that is no tensor."""
+    """A module with the class name of an unflattened program, and with state that is not a tensor."""
 
     def __init__(self, kind: str | None, weight: nn.Parameter | None) -> None:
         super().__init__(2, 2, bias=False)
@@ -278,7 +278,7 @@ def test_variants_have_one_class_and_the_same_tensors(one: Any, other: Any, same
     assert variants(module, "gate") == (("gate", "gate@1") if same else ("gate",))
 
 
-def test_names_of_variants_stand_for_themselves_where_nothing_else_is_called_so() -> None:
+def test_names_like_variants_without_a_base() -> None:
     module = nn.Module()
     module.add_module("gate@1", nn.Linear(2, 2))
     module.add_module("gate", None)
@@ -289,7 +289,7 @@ def test_names_of_variants_stand_for_themselves_where_nothing_else_is_called_so(
         variants(module, "gate")
 
 
-def test_modules_that_are_only_called_so_are_no_variants() -> None:
+def test_modules_with_names_like_variants() -> None:
     module = nn.Module()
     module.add_module("gate", nn.Linear(2, 2))
     module.add_module("gate@1", nn.Linear(2, 2))

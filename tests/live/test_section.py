@@ -15,7 +15,7 @@ from ckpttool.core.errors import CkptError
 
 Z = torch.tensor([[1 + 1j, 2 - 3j], [4 + 0.5j, -1j]])
 X = torch.arange(6.0).reshape(2, 3)
-# What tensors lie in, and one that another of these bytes would be taken for.
+# Kinds of tensors, each with a different one of the same bytes.
 KINDS = {
     "plain": (X, X + 1),
     "turned": (X.t(), X.reshape(3, 2)),
@@ -44,7 +44,7 @@ def test_values_are_what_torch_reads(tensor: torch.Tensor, other: torch.Tensor) 
 
 
 @pytest.mark.parametrize("tensor", [tensor for tensor, _ in KINDS.values()], ids=KINDS)
-def test_the_file_has_what_the_memory_has(tensor: torch.Tensor, tmp_path: Path) -> None:
+def test_a_file_has_the_same_index_as_memory(tensor: torch.Tensor, tmp_path: Path) -> None:
     ckpttool.remap({"w": tensor}, str(tmp_path / "out.pt"))
     torch.save({"w": tensor.resolve_conj().resolve_neg()}, tmp_path / "saved.pt")
     assert ckpttool.diff({"w": tensor}, str(tmp_path / "saved.pt"), values=True).identical
@@ -70,9 +70,7 @@ class Holder(nn.Module):
     ids=["sparse", "quantized", "subclass"],
 )
 @pytest.mark.parametrize("into_itself", [True, False])
-def test_a_model_takes_from_memory_what_it_takes_from_a_file(
-    special: torch.Tensor, into_itself: bool, tmp_path: Path
-) -> None:
+def test_the_verdict_is_the_same_for_memory_and_file(special: torch.Tensor, into_itself: bool, tmp_path: Path) -> None:
     state, like = Holder(special).state_dict(), special.clone() if into_itself else torch.eye(2)
     torch.save(state, tmp_path / "saved.pt")
     try:
@@ -95,7 +93,7 @@ def test_a_model_takes_from_memory_what_it_takes_from_a_file(
         ([[1, "a"], []], [[1], []]),
     ],
 )
-def test_what_is_no_tensor_is_compared_as_in_a_file(value: object, other: object, tmp_path: Path) -> None:
+def test_other_values_are_compared_as_in_a_file(value: object, other: object, tmp_path: Path) -> None:
     have, state = {"w": X, "n": value}, {"w": X, "n": other}
     torch.save(have, tmp_path / "same.pt")
     torch.save(state, tmp_path / "other.pt")

@@ -38,7 +38,7 @@ def test_sharded_modules_compute_with_the_new_weights_whatever_they_did_last(tmp
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
-def test_a_value_may_lie_in_the_shard_of_another_weight(order: str) -> None:
+def test_a_value_may_be_in_the_shard_of_another_weight(order: str) -> None:
     """Both get what the state dict had, whichever is written first."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
@@ -53,7 +53,7 @@ def test_a_value_may_lie_in_the_shard_of_another_weight(order: str) -> None:
         dist.destroy_process_group()
 
 
-def test_the_part_of_a_rank_is_memory_only_where_it_is_dense() -> None:
+def test_the_part_of_a_rank_is_memory_only_if_dense() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
@@ -68,7 +68,7 @@ def test_the_part_of_a_rank_is_memory_only_where_it_is_dense() -> None:
 
 
 @pytest.mark.parametrize("made", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 2))])
-def test_torchscript_takes_weights_in_place_and_says_so(made: Any) -> None:
+def test_torchscript_takes_weights_in_place_only(made: Any) -> None:
     module, other = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     scripted = made(module)
     with pytest.raises(Refused) as refused:
@@ -82,7 +82,7 @@ def test_torchscript_takes_weights_in_place_and_says_so(made: Any) -> None:
 
 
 class Made(TorchDispatchMode):
-    """Counts the bytes of the dense tensors that operators make anew."""
+    """Count the bytes of the dense tensors that operators allocate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Made(TorchDispatchMode):
         return result
 
 
-def test_new_tensors_of_another_dtype_are_made_once() -> None:
+def test_new_tensors_of_another_dtype_are_created_once() -> None:
     live, other = nn.Linear(50, 40), nn.Linear(50, 40).double()
     with Made() as made:
         swap_weights(live, other.state_dict(), cast=True, in_place=False)

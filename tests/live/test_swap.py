@@ -90,7 +90,7 @@ def problems(refused: pytest.ExceptionInfo[Refused]) -> set[str]:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_the_new_weights_are_those_that_torch_would_load(in_place: bool) -> None:
+def test_the_new_weights_are_what_torch_loads(in_place: bool) -> None:
     live, other, oracle = seeded(Tied, 0), seeded(Tied, 1), seeded(Tied, 0)
     oracle.load_state_dict(other.state_dict())
     done = swap_weights(live, other.state_dict(), in_place=in_place)
@@ -146,7 +146,7 @@ def test_a_state_dict_of_the_module_itself_may_be_permuted(in_place: bool) -> No
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_weights_that_lie_in_one_memory_still_do(in_place: bool) -> None:
+def test_weights_that_share_memory_still_do(in_place: bool) -> None:
     def flat() -> Any:
         module = nn.Module()
         memory = torch.rand(8)
@@ -174,7 +174,7 @@ def test_overlapping_weights_that_get_two_values_are_refused() -> None:
 
 
 def lain(chance: random.Random, flat: npt.NDArray[Any]) -> torch.Tensor:
-    """Two by two elements of the buffer, or of one like it, seen in any way: by a storage of their own or of all."""
+    """Two by two elements of the buffer, or of a copy, in any view: of a separate storage or the shared one."""
     start, stride = chance.randrange(4), chance.choice([(2, 1), (1, 2), (1, 2), (2, 1), (1, 1), (0, 1), (3, 1)])
     flat = flat if chance.random() < 0.8 else flat + 100
     found = torch.from_numpy(flat[start:]) if chance.random() < 0.5 else torch.from_numpy(flat)[start:]
@@ -184,7 +184,7 @@ def lain(chance: random.Random, flat: npt.NDArray[Any]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_whatever_memory_they_share_the_values_are_what_the_state_dict_had(in_place: bool) -> None:
+def test_the_state_dict_may_share_memory_with_the_module(in_place: bool) -> None:
     """Weights and new values in one buffer, as numpy gives it out; or all is as it was."""
     done = 0
     for seed in range(SEEDS):
@@ -206,7 +206,7 @@ def test_whatever_memory_they_share_the_values_are_what_the_state_dict_had(in_pl
     assert 0.2 * SEEDS < done < 0.95 * SEEDS, done
 
 
-def test_neighbours_in_a_buffer_are_not_in_each_others_way() -> None:
+def test_interleaved_views_of_a_buffer() -> None:
     flat, live = np.zeros(8, np.float32), nn.Module()
     live.register_buffer("left", torch.from_numpy(flat[:4]))
     live.register_buffer("right", torch.from_numpy(flat)[4:].view(2, 2).t())
@@ -216,8 +216,8 @@ def test_neighbours_in_a_buffer_are_not_in_each_others_way() -> None:
 
 @pytest.mark.parametrize("within", [range(1, 2), range(1, 3), range(1, 6)])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_value_lies_in_a_weight_that_others_lie_in(in_place: bool, within: range) -> None:
-    """Whatever is written before it: behind what lies in the large one, its memory goes on; there are two of these."""
+def test_a_value_in_the_memory_of_another_weight(in_place: bool, within: range) -> None:
+    """In any order of writing: the memory of the large one continues behind the others; there are two such tensors."""
     live, memories = nn.Module(), torch.arange(16.0).split(8)
     for number, memory in enumerate(memories):
         live.register_buffer(f"large{number}", memory)
@@ -273,7 +273,7 @@ def test_a_wrapper_that_has_a_tensor_of_its_own_name_keeps_both(in_place: bool) 
 # The same refusals as the command
 
 
-def test_all_problems_are_said_at_once_and_nothing_is_changed() -> None:
+def test_all_problems_are_reported_at_once_and_nothing_is_changed() -> None:
     live, state = seeded(Tied, 0), seeded(Tied, 1).state_dict()
     state["head.weight"] = state["head.weight"] + 1
     state["norm.weight"] = torch.ones(5)
@@ -302,7 +302,7 @@ def test_another_dtype_needs_cast() -> None:
     assert torch.equal(live.weight, other.weight.float())
 
 
-def test_the_model_says_what_hooks_renamed() -> None:
+def test_the_model_tells_how_hooks_rename() -> None:
     operand = f"{ROOT / 'examples' / 'fusion_decoder.py'}:build"
     definition = load(operand)
     live, other = definition.build(True), definition.build(True)
@@ -326,11 +326,11 @@ def test_the_model_says_what_hooks_renamed() -> None:
     [
         (object(), {}, "an object holds no weights that can be swapped"),
         (nn.Linear(1, 1), [1], "a list is not a state_dict"),
-        (nn.Linear(1, 1), {1: torch.ones(1)}, "the state dict has a key that is no string: 1"),
+        (nn.Linear(1, 1), {1: torch.ones(1)}, "the state dict has a key that is not a string: 1"),
         (nn.LazyLinear(1), {}, "the module is not initialised yet: it has 2 lazy parameters"),
     ],
 )
-def test_what_cannot_be_swapped_is_said(target: Any, state: Any, says: str) -> None:
+def test_targets_and_states_that_cannot_be_swapped(target: Any, state: Any, says: str) -> None:
     with pytest.raises(CkptError) as raised:
         swap_weights(target, state)
     assert raised.value.message == says
@@ -340,14 +340,14 @@ def test_what_cannot_be_swapped_is_said(target: Any, state: Any, says: str) -> N
 
 
 class Closed(dict[str, Any]):
-    """A state dict whose file is gone."""
+    """A state dict whose file was deleted."""
 
     def items(self) -> Any:
-        """What is there no more."""
+        """A missing file."""
         raise RuntimeError("the file is closed")
 
 
-def test_what_fails_in_the_state_dict_is_not_said_of_the_module() -> None:
+def test_an_error_of_the_state_dict_is_not_blamed_on_the_module() -> None:
     with pytest.raises(RuntimeError, match="the file is closed"):
         swap_weights(nn.Linear(2, 2), Closed(nn.Linear(2, 2).state_dict()))
 
@@ -390,7 +390,7 @@ def test_values_without_data_are_refused() -> None:
 
 
 @pytest.mark.parametrize("into_sparse", [True, False])
-def test_dense_and_sparse_do_not_go_into_one_another(into_sparse: bool) -> None:
+def test_dense_and_sparse_do_not_mix(into_sparse: bool) -> None:
     dense, sparse = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     sparse.weight = nn.Parameter(torch.eye(2).to_sparse())
     live, state = (sparse, dense.state_dict()) if into_sparse else (dense, sparse.state_dict())
@@ -451,7 +451,7 @@ class Weight8(torch.Tensor):
 
 
 class Scaled(Weight8):
-    """As above, but the scale is a number that the class keeps beside its tensors."""
+    """As above, but the scale is a number that the class keeps next to its tensors."""
 
     @staticmethod
     def __new__(cls, data8: torch.Tensor, factor: Any) -> Scaled:
@@ -530,7 +530,7 @@ def test_tied_subclasses_that_get_two_values_are_refused() -> None:
     assert problems(refused) == {"tied to a.weight, and its new value is another one @ c.weight"}
 
 
-def test_what_a_subclass_knows_beside_its_tensors_is_its_value_too() -> None:
+def test_the_context_of_a_subclass_is_part_of_its_value() -> None:
     data = torch.ones(2, 2, dtype=torch.int8)
     state = {"a.weight": Scaled(data, 0.5), "b.weight": Scaled(data, 0.25)}
     ties = nn.ModuleDict({"a": nn.Linear(2, 2, False), "b": nn.Linear(2, 2, False)})
@@ -598,7 +598,7 @@ GIVEN: list[tuple[Any, str | None]] = [
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize(("given", "refused"), GIVEN)
-def test_what_module_load_gives_is_the_modules_own(
+def test_the_result_of_module_load_belongs_to_the_module(
     monkeypatch: pytest.MonkeyPatch, given: Any, refused: str | None, in_place: bool
 ) -> None:
     """Also where it is the very tensor of the state dict: what is trained on later is not the state dict."""
@@ -616,7 +616,7 @@ def test_what_module_load_gives_is_the_modules_own(
     assert (isinstance(weight, nn.Parameter), weight.requires_grad) == (True, False)
 
 
-def test_a_swap_that_a_class_fails_halfway_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_swap_that_a_class_fails_halfway_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it raises."""
     live = nn.ModuleList([owning(1.0), owning(2.0)])
     monkeypatch.setattr(Own, "given", staticmethod(lambda own, other: other.clone()))
@@ -634,7 +634,7 @@ class Locked(list[torch.Tensor]):
         raise TypeError("locked")
 
 
-def test_new_tensors_that_cannot_be_put_there_are_taken_back() -> None:
+def test_new_tensors_that_cannot_be_put_into_the_module_are_undone() -> None:
     live = seeded(nn.Linear, 0, 2, 2)
     live.held = Locked([live.bias])
     before = snapshot(live)
@@ -643,8 +643,8 @@ def test_new_tensors_that_cannot_be_put_there_are_taken_back() -> None:
     assert unchanged(before, live)
 
 
-def test_a_swap_that_torch_refuses_halfway_is_taken_back() -> None:
-    """The last of three tensor objects is in use by autograd: torch finds that only when it is asked to swap it."""
+def test_a_swap_that_torch_refuses_halfway_is_undone() -> None:
+    """The last of three tensor objects is in use by autograd: torch notices that only when it swaps it."""
     live, other = quantized(0), quantized(5)
     live["c"].weight = nn.Parameter(live["c"].weight.detach(), requires_grad=True)
     live["a"].bias.grad = torch.ones(4)
@@ -722,7 +722,7 @@ def test_quantized_tensors_take_data_and_scale(in_place: bool) -> None:
         lambda dense: torch.quantize_per_channel(dense, torch.tensor([0.5, 1]), torch.zeros(2).long(), 0, torch.qint8),
     ],
 )
-def test_two_names_of_what_is_not_dense_get_one_value(made: Any, in_place: bool) -> None:
+def test_two_names_of_a_tensor_that_is_not_dense_get_one_value(made: Any, in_place: bool) -> None:
     live, new = nn.Module(), made(torch.tensor([[1.0, 0], [0, 3]]))
     old = made(torch.eye(2))
     live.register_buffer("a", old)
@@ -787,7 +787,7 @@ def test_a_program_gives_new_outputs_and_keeps_its_constants(in_place: bool | No
     assert torch.equal(live(x), old if in_place is None else other(x))  # it still has the memory of its model
 
 
-def test_a_program_that_is_refused_is_as_it_was() -> None:
+def test_a_refused_program_is_unchanged() -> None:
     program = torch.export.export(seeded(nn.Linear, 0, 4, 2), (torch.ones(1, 4),))
     before = dict(program.state_dict)
     with pytest.raises(Refused):

@@ -19,7 +19,7 @@ PARTS = ("buffer", "attribute", "literal", "random", "of_weights", "remade", "ne
 
 
 class Model(nn.Module):
-    """A layer and tensors outside of its state dict, as in `parts`; those that `k` decides change with it."""
+    """A layer and tensors outside of its state dict, as in `parts`; some of them change with `k`."""
 
     def __init__(self, parts: tuple[str, ...], k: float) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def outputs(path: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_a_swap_calls_equal_computes_what_the_model_does(seed: int, tmp_path: Path) -> None:
+def test_constants_called_equal_compute_what_the_model_computes(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     parts = " ".join(part for part in PARTS if rng.random() < 0.5) or "buffer"
     old, new = 2.0, rng.choice([2.0, 3.0])

@@ -1,4 +1,4 @@
-"""A swap of no weight is refused; one of the values that the program has says so."""
+"""A swap without a weight is refused; a swap of unchanged values is reported."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Marked(Scaled):
 
 
 @pytest.mark.parametrize("options", [[], ["--dry-run"], ["--keep-constants"]])
-def test_keys_that_no_weight_is_made_of_are_no_success(options: list[str], run: Run, tmp_path: Path) -> None:
+def test_keys_without_a_weight_are_refused(options: list[str], run: Run, tmp_path: Path) -> None:
     """A constant that a hook writes into the state dict is ignored if weights are swapped."""
     program, out = export(Marked(), tmp_path / "p.pt2"), tmp_path / "out.pt2"
     torch.save(Marked().state_dict(), tmp_path / "new.pt")
@@ -66,7 +66,7 @@ def test_keys_that_no_weight_is_made_of_are_no_success(options: list[str], run: 
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
-def test_the_same_values_are_said(dry: list[str], run: Run, tmp_path: Path) -> None:
+def test_unchanged_values_are_reported(dry: list[str], run: Run, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     program = export(model, tmp_path / "p.pt2")
     torch.save(model.state_dict(), tmp_path / "same.pt")

@@ -66,7 +66,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def answer(run: Run) -> Callable[..., tuple[int, Any, str]]:
-    """Runs one command; gives its exit status, the JSON object that it prints, and what it says on stderr."""
+    """Run one command; return its exit status, the JSON object that it prints, and its stderr."""
 
     def answer(*args: object) -> tuple[int, Any, str]:
         done = run(*args, "--format", "json")
@@ -115,7 +115,7 @@ def test_swapped_programs_compute_what_the_trained_model_computes(
     assert program.read_bytes() == before
 
 
-def test_keys_that_are_the_programs_need_no_model(tmp_path: Path, program: Path, answer: Any) -> None:
+def test_keys_of_the_program_need_no_model(tmp_path: Path, program: Path, answer: Any) -> None:
     model = trained(1)
     torch.save(runtime(model), tmp_path / "new.pt")
     assert answer("swap-weights", program, tmp_path / "new.pt", "-o", tmp_path / "out.pt2")[0] == 0
@@ -205,7 +205,7 @@ def test_dry_run_writes_nothing(tmp_path: Path, program: Path, answer: Any) -> N
 
 
 class Doubled(nn.Module):
-    """Computes with a buffer that loading makes anew, and no state dict holds."""
+    """Computes with a buffer that loading computes, and no state dict holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class Doubled(nn.Module):
         return x @ self.doubled
 
 
-def test_a_constant_that_loading_makes_anew_is_not_left_behind(tmp_path: Path, run: Run) -> None:
+def test_a_constant_that_loading_computes_is_not_left_behind(tmp_path: Path, run: Run) -> None:
     program, weights, out = (str(tmp_path / name) for name in ("p.pt2", "w.pt", "o.pt2"))
     new = Doubled()
     torch.export.save(torch.export.export(Doubled(), (torch.ones(4, 4),)), program)
@@ -265,13 +265,13 @@ def views(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of_views() -> tuple[Views, State]:
-    """Another instance, and its state dict with every tensor by itself."""
+    """Another instance, and its state dict with a separate copy of every tensor."""
     torch.manual_seed(1)
     model = Views()
     return model, {key: value.clone() for key, value in model.state_dict().items()}
 
 
-def test_weights_that_share_a_storage_in_the_program_go_on_sharing_it(views: Path, tmp_path: Path, run: Run) -> None:
+def test_weights_that_share_a_storage_still_do(views: Path, tmp_path: Path, run: Run) -> None:
     model, state = of_views()
     out = tmp_path / "out.pt2"
     torch.save({**state, "again": model.get_buffer("scale").clone()}, tmp_path / "new.pt")
@@ -304,7 +304,7 @@ def test_values_that_contradict_the_program_are_refused(
 
 
 def test_a_second_key_of_a_weight_needs_no_name_in_the_program(views: Path, tmp_path: Path, run: Run) -> None:
-    """Where it is the same tensor; of a copy nobody knows what it is."""
+    """If it is the same tensor; a copy could be anything."""
     model, state = of_views()
     asked = ["swap-weights", views, tmp_path / "new.pt", "-o", tmp_path / "out.pt2"]
     torch.save({**state, "tied": state["weight"].clone()}, tmp_path / "new.pt")
@@ -340,7 +340,7 @@ def exported(model: nn.Module, path: Path, x: torch.Tensor | None = None) -> Pat
 
 
 @pytest.mark.parametrize(("form", "crossed"), [(None, True), ("serialized", True), ("runtime", False)])
-def test_which_form_the_keys_are_in_may_be_said(tmp_path: Path, run: Run, form: str | None, crossed: bool) -> None:
+def test_the_form_of_the_keys_can_be_given(tmp_path: Path, run: Run, form: str | None, crossed: bool) -> None:
     state = {"a": torch.full((3,), 5.0), "b": torch.full((3,), 7.0)}
     torch.save(state, tmp_path / "new.pt")
     words = [exported(Crossed(), tmp_path / "p.pt2"), tmp_path / "new.pt", "--model", f"{__file__}:Crossed"]
@@ -355,7 +355,7 @@ def test_which_form_the_keys_are_in_may_be_said(tmp_path: Path, run: Run, form: 
 
 
 class Stated(nn.Linear):
-    """Saves beside its weights what is none of them: extra state that is a tensor, a constant, and a sum."""
+    """Saves entries that are not weights: extra state that is a tensor, a constant, and a sum."""
 
     def __init__(self) -> None:
         super().__init__(3, 3)
@@ -390,7 +390,7 @@ class Stated(nn.Linear):
 
 
 @pytest.mark.parametrize("form", ["serialized", "runtime"])
-def test_what_is_no_weight_is_ignored_and_said(tmp_path: Path, run: Run, form: str) -> None:
+def test_entries_that_are_not_weights_are_ignored_and_reported(tmp_path: Path, run: Run, form: str) -> None:
     """A constant that loading makes of nothing in the file is as it was."""
     model = Stated()
     state = dict(model.state_dict())
@@ -406,7 +406,7 @@ def test_what_is_no_weight_is_ignored_and_said(tmp_path: Path, run: Run, form: s
     assert torch.equal(torch.export.load(tmp_path / "out.pt2").module()(torch.ones(3)), model(torch.ones(3)))
 
 
-# Where the program lies, and what it becomes
+# The path of the program, and the output
 
 
 def test_in_place_and_an_output_exclude_each_other(tmp_path: Path, run: Run) -> None:
@@ -423,7 +423,7 @@ def test_in_place_and_an_output_exclude_each_other(tmp_path: Path, run: Run) -> 
     assert torch.equal(torch.export.load(program).state_dict["weight"], model.weight)
 
 
-def test_operands_in_the_wrong_order_are_said_with_the_output(tmp_path: Path, run: Run) -> None:
+def test_operands_in_the_wrong_order(tmp_path: Path, run: Run) -> None:
     program, new = exported(nn.Linear(3, 2), tmp_path / "p.pt2"), tmp_path / "new.pt"
     torch.save(nn.Linear(3, 2).state_dict(), new)
     for words, out in ((["-o", tmp_path / "o.pt2"], tmp_path / "o.pt2"), (["--dry-run"], "OUT.pt2")):
@@ -452,7 +452,7 @@ class Wide(Narrow):
 
 
 @pytest.mark.parametrize("key", ["z", "y"])
-def test_a_weight_of_the_model_that_the_program_has_not_is_left_over(tmp_path: Path, run: Run, key: str) -> None:
+def test_a_weight_that_the_program_does_not_have_is_left_over(tmp_path: Path, run: Run, key: str) -> None:
     torch.save({"x": torch.ones(3), key: torch.ones(3)}, tmp_path / "new.pt")
     words = [exported(Narrow(), tmp_path / "p.pt2"), tmp_path / "new.pt", "--model", f"{__file__}:Wide"]
     done = run("swap-weights", *words, "-o", tmp_path / "out.pt2", "--format", "json")

@@ -107,7 +107,7 @@ def test_an_instance_is_copied_with_its_ties(source, real: bool) -> None:
     assert one.layer.weight.device.type == ("cpu" if real else "meta")
 
 
-def test_a_factory_that_hands_out_one_object_gives_copies(source) -> None:
+def test_the_global_module_of_a_factory_is_copied(source) -> None:
     model = load(f"{source(FACTORY + '    def same():' + chr(10) + '        return instance')}:same", materialize=True)
     one = model.build()
     with torch.no_grad():
@@ -116,7 +116,7 @@ def test_a_factory_that_hands_out_one_object_gives_copies(source) -> None:
     assert not hasattr(model.build(), "added")
 
 
-def test_what_a_factory_keeps_in_a_cache_is_copied(source) -> None:
+def test_the_cached_module_of_a_factory_is_copied(source) -> None:
     code = "    import functools" + FACTORY.replace("def build", "@functools.lru_cache\n    def build")
     model = load(f"{source(code)}:build", materialize=True)
     one = model.build()
@@ -129,7 +129,7 @@ def test_a_factory_of_no_module_and_its_arguments() -> None:
     assert "not an nn.Module" in fails("builtins:dict").message
 
 
-def test_a_file_does_not_take_the_place_of_a_module_that_is_loaded(source) -> None:
+def test_a_file_does_not_replace_a_loaded_module(source) -> None:
     """Nor is a name wanted that an import could have."""
     import random
 
@@ -147,7 +147,7 @@ def test_a_class_of_a_file_has_the_name_that_its_pickles_have(source) -> None:
     assert type(load(f"{odd}:Net").build()).__module__ == "_ckpttool_my-net"
 
 
-def test_what_fails_while_it_is_imported_is_no_matter_of_meta(source) -> None:
+def test_an_import_error_does_not_mention_meta(source) -> None:
     assert fails(f"{source('raise RuntimeError(1)')}:build").hint == "fix it there: the same happens in plain Python"
 
 
@@ -160,7 +160,7 @@ def test_prints_go_to_stderr(source, capsys: pytest.CaptureFixture[str]) -> None
     assert "building" in err
 
 
-def test_neighbours_of_a_file_can_be_imported_also_late(source, tmp_path: Path) -> None:
+def test_files_next_to_a_file_can_be_imported_later(source, tmp_path: Path) -> None:
     source("WIDTH = 5", "deep/neighbour_for_late_import.py")
     path = source(
         "def build():\n    import neighbour_for_late_import as n\n    return nn.Linear(n.WIDTH, 1)", "deep/a_model.py"
@@ -187,7 +187,7 @@ def test_dataclasses_in_a_file(source) -> None:
 @pytest.mark.parametrize(
     "operand", ["", "model", "model:", ":attr", "model.pt:x:", "a b:c", "1model:x", "..:x", "random:a/b", "a/b:x"]
 )
-def test_operands_of_no_form(source, operand: str) -> None:
+def test_malformed_operands(source, operand: str) -> None:
     assert "package.module:attr" in fails(operand).hint
 
 
@@ -202,7 +202,7 @@ def test_missing_file_directory_and_module(source, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["'a_library'", "None"])
-def test_a_module_that_says_that_another_is_missing(source, name: str) -> None:
+def test_a_module_that_raises_module_not_found(source, name: str) -> None:
     path = source(f"raise ModuleNotFoundError('install it', name={name})")
     assert fails(f"{path.stem}:build").message.startswith(f"{path.stem} cannot be imported: ModuleNotFoundError")
 
@@ -220,7 +220,9 @@ def test_missing_attribute_names_close_ones(source) -> None:
     assert fails(f"{several}:zzz").hint.endswith(f"; did you mean {several}:net?")
 
 
-def test_a_file_of_a_package_is_told_its_name(source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_a_package_gets_a_hint_with_its_module_name(
+    source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = f"package_{os.getpid()}"
     for folder in (name, f"{name}/deep"):
         source("", f"{folder}/__init__.py")
@@ -233,7 +235,7 @@ def test_a_file_of_a_package_is_told_its_name(source, tmp_path: Path, monkeypatc
     assert fails("model.py:build").hint == f"{hint}, in the folder {tmp_path}"
 
 
-def test_a_missing_import_of_the_users(source) -> None:
+def test_a_missing_import_of_the_user(source) -> None:
     path = source("import a_library_that_is_not_installed")
     error = fails(f"{path}:build")
     assert "No module named 'a_library_that_is_not_installed'" in error.message
@@ -251,7 +253,7 @@ def test_syntax_error(source) -> None:
     assert fails(f"{by_hand}:build").message.endswith(f"SyntaxError: odd ({by_hand.name}:3)")
 
 
-def test_an_error_without_words(source) -> None:
+def test_an_error_without_a_message(source) -> None:
     path = source("raise ValueError")
     assert fails(f"{path}:build").message.endswith(f"cannot be imported: ValueError ({path.name}:3)")
 
@@ -322,11 +324,11 @@ def test_wrong_kwargs(source) -> None:
     assert "takes no arguments" in fails(f"{path}:model", kwargs={"width": 1}).message
 
 
-def test_class_that_is_no_module(source) -> None:
+def test_a_class_that_is_not_a_module(source) -> None:
     assert "not an nn.Module" in fails(f"{source('class Config:' + chr(10) + '    pass')}:Config").message
 
 
-def test_file_that_is_no_python(source, tmp_path: Path) -> None:
+def test_a_file_that_is_not_python(source, tmp_path: Path) -> None:
     path = tmp_path / "weights.py"
     path.write_bytes(b"\x80\x02}q\x00(\xff\xfe")
     assert "weights.py" in fails(f"{path}:build").message
@@ -355,7 +357,7 @@ def test_meta_copy_of_an_instance_keeps_overlaps(source) -> None:
 
 
 @pytest.mark.parametrize("name", ["sparse_buffer", "quantized_buffer", "packed_weight", "lazy"])
-def test_what_has_no_twin_on_meta_is_copied(name: str) -> None:
+def test_tensors_without_a_meta_twin_are_copied(name: str) -> None:
     instance = nn.LazyLinear(2) if name == "lazy" else {**hook_zoo.ZOO, **ZOO}[name]()
     built = of_object(instance).build()
     assert built.state_dict().keys() == instance.state_dict().keys()
@@ -363,7 +365,7 @@ def test_what_has_no_twin_on_meta_is_copied(name: str) -> None:
     assert kinds[0] == kinds[1]
 
 
-def test_an_error_of_a_package_is_placed_where_the_users_code_calls_it(tmp_path: Path) -> None:
+def test_an_error_in_a_package_names_the_users_line(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     with pytest.raises(FileNotFoundError) as caught:

@@ -1,4 +1,4 @@
-"""What an OPTIMIZER operand says of a model: held against the real optimizer of the real model."""
+"""OPTIMIZER operands against the real optimizer of the real model."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_ids_groups_and_the_first_step_are_the_real_ones(
             assert lists == {name: list(value) for name, value in group.items() if isinstance(value, tuple)}
 
 
-def test_a_model_without_end_costs_no_memory() -> None:
-    """Where the code reads values and there is no memory for them, the error is the code's own."""
+def test_a_huge_model_costs_no_memory() -> None:
+    """If the code reads values and there is not enough memory, the error is the code's."""
 
     def build() -> nn.Module:
         return nn.Linear(HUGE, HUGE)
@@ -110,7 +110,7 @@ def test_a_model_without_end_costs_no_memory() -> None:
         (lambda model: torch.optim.SGD(Net().parameters()), "has 9 parameters that the model has not"),
     ],
 )
-def test_what_is_no_optimizer_of_the_model_is_an_error(make: Any, said: str) -> None:
+def test_an_optimizer_of_another_model_is_an_error(make: Any, said: str) -> None:
     with pytest.raises(CkptError) as raised:
         names_of(Net, make)
     assert said in raised.value.message

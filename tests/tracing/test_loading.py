@@ -165,7 +165,7 @@ def test_dtype_changes_are_those_of_the_file(name: str, dtype: torch.dtype) -> N
     assert set(verdict.dtype_changes) == wanted
 
 
-def test_an_unknown_extra_state_is_not_guessed_at() -> None:
+def test_an_unknown_extra_state_has_no_verdict() -> None:
     state = zoo_model("extra_state").build(True).state_dict()
     section = section_of(state)
     unknown = Section("", "state_dict", section.tensors, (ExtraEntry("0._extra_state", "a record"),), section.modules)
@@ -179,14 +179,14 @@ def test_an_unknown_extra_state_is_not_guessed_at() -> None:
     assert verdict.errors[0].startswith("ValueError: format 2 is not known (")
 
 
-def test_a_load_hook_that_raises_is_the_answer() -> None:
+def test_the_error_of_a_load_hook_is_the_verdict() -> None:
     state = zoo_model("loads_only_with_metadata").build(True).state_dict()
     verdict = load_verdict(zoo_model("loads_only_with_metadata"), section_of(dict(state)))
     assert not verdict.ok
     assert verdict.errors[0].startswith("KeyError: '0.gamma' (")
 
 
-def test_wrong_shape_is_said_in_torchs_words() -> None:
+def test_a_wrong_shape_has_torchs_message() -> None:
     state = zoo_model("plain").build(True).state_dict()
     state["0.weight"] = torch.ones(7, 7)
     verdict = load_verdict(zoo_model("plain"), section_of(state))
@@ -231,14 +231,14 @@ class Tries(Own):
 
 
 class Converts(Own):
-    """Converts into a tensor of its own before it is loaded."""
+    """Converts into a new tensor before it is loaded."""
 
     def take(self, weight: torch.Tensor) -> torch.Tensor:
         return torch.empty(2, 2, device=weight.device).copy_(weight)
 
 
 class ByRows(Own):
-    """Copies a part by itself."""
+    """Copies one part separately."""
 
     def take(self, weight: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -273,7 +273,7 @@ class ByKeywords(nn.Linear):
     (ByKeywords, [("weight", "weight"), ("bias", "bias")]),
 ])  # fmt: skip
 @pytest.mark.parametrize("cheap", [True, False])
-def test_loading_by_code_of_its_own(
+def test_custom_loading_code(
     build: Callable[[], nn.Module], changes: list[tuple[str, str | None]], cheap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not cheap:
@@ -289,12 +289,12 @@ def test_loading_by_code_of_its_own(
             assert torch.equal(evaluate(source, state.__getitem__).float(), model.get_parameter(fqn)), fqn
 
 
-def test_a_load_that_ends_the_process_fails() -> None:
+def test_a_load_that_exits_fails() -> None:
     verdict = load_verdict(of_object(Ends), section_of(nn.Linear(2, 2).state_dict()))
     assert (verdict.ok, verdict.errors[0].partition(" (")[0]) == (False, "RuntimeError: exits: not with me")
 
 
-def test_a_signature_without_strictness() -> None:
+def test_load_state_dict_without_strict() -> None:
     state = loading_zoo.bare_signatures().state_dict()
     assert load_verdict(of_object(loading_zoo.bare_signatures), section_of(state)).ok
     state["bias"] = torch.ones(7)

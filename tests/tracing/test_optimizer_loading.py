@@ -1,4 +1,4 @@
-"""What is said of loading a saved state, against a real load and a real step."""
+"""The verdict on a saved optimizer state, against a real load and a real step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def saved() -> dict[str, Any]:
 
 
 def with_state(**more: Any) -> dict[str, Any]:
-    """The state of the first parameter, and more of it or beside all."""
+    """The state of the first parameter, with `more` in it or next to all states."""
     state = saved()
     state["state"][0].update({name: value for name, value in more.items() if name != "loose"})
     state["state"].update({name: value for name, value in more.items() if name == "loose"})
@@ -61,8 +61,8 @@ def verdict(state: dict[str, Any], make: Callable[..., Any], path: Path, real: b
 
 STATES: dict[str, dict[str, Any]] = {
     "as it is": saved(),
-    "a number beside": with_state(loose=3),
-    "a dict beside": with_state(loose={"a": torch.ones(2)}),
+    "a number next to the states": with_state(loose=3),
+    "a dict next to the states": with_state(loose={"a": torch.ones(2)}),
     "an object": with_state(kind=torch.float16),
     "another shape": with_state(momentum_buffer=torch.ones(4, 4)),
     "no momentum": with_state(momentum_buffer=None),
@@ -70,7 +70,7 @@ STATES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_what_is_said_is_what_torch_does(name: str, tmp_path: Path) -> None:
+def test_the_verdict_is_torchs(name: str, tmp_path: Path) -> None:
     model = build()
     optimizer = sgd(model)
     try:
@@ -86,7 +86,7 @@ def test_what_is_said_is_what_torch_does(name: str, tmp_path: Path) -> None:
     assert found.landed == {"weight": 0, "bias": 1}
 
 
-def test_an_error_without_words(tmp_path: Path) -> None:
+def test_an_error_without_a_message(tmp_path: Path) -> None:
     found = verdict(saved(), terse, tmp_path / "a.pt")
     assert found == OptimizerVerdict({}, "AssertionError", False)
 
@@ -94,7 +94,7 @@ def test_an_error_without_words(tmp_path: Path) -> None:
 def test_a_large_model_is_tried_without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "_CHEAP", 0)
     for state in STATES.values():
-        # Real tensors were asked for, and there are too many of them.
+        # Real tensors were requested, and there are too many.
         assert verdict(state, sgd, tmp_path / "a.pt", real=True) is None
         large = verdict(state, sgd, tmp_path / "a.pt")
         monkeypatch.undo()

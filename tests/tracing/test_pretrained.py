@@ -1,4 +1,4 @@
-"""Models that a ``config.json`` describes, and the names of ``from_pretrained`` where a model is asked otherwise."""
+"""Models of a ``config.json``, and the names of ``from_pretrained`` for other models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder(path: Path, **more: Any) -> str:
     return f"hf:{path}"
 
 
-def test_a_model_is_built_as_its_configuration_says(tmp_path: Path) -> None:
+def test_a_model_is_built_from_its_config(tmp_path: Path) -> None:
     """Of the class that it names, or the one without a head, in its dtype; others are made in the default one again."""
     made = of_folder(folder(tmp_path, architectures=["LlamaForCausalLM"], dtype="bfloat16"), {}, False).build()
     assert {one.dtype for one in made.parameters()} == {torch.bfloat16}
@@ -48,13 +48,13 @@ def test_a_model_is_built_as_its_configuration_says(tmp_path: Path) -> None:
     ({"architectures": ["LlamaForNothing"]}, {}, "has no LlamaForNothing"),
     ({"model_type": "no_such_kind"}, {}, "config.json describes no model that transformers builds"),
 ])  # fmt: skip
-def test_what_describes_no_model_is_an_error(more: Any, arguments: Any, said: str, tmp_path: Path) -> None:
+def test_a_config_without_a_model_is_an_error(more: Any, arguments: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(CkptError) as raised:
         of_folder(folder(tmp_path, **more), arguments, False)
     assert said in raised.value.message
 
 
-def test_a_folder_that_is_not_there_and_no_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_folder_and_missing_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CkptError, match=r"^hf: holds no config.json"):
         of_folder("hf:", {}, False)
@@ -63,7 +63,7 @@ def test_a_folder_that_is_not_there_and_no_transformers(tmp_path: Path, monkeypa
         of_folder(folder(tmp_path), {}, False)
 
 
-def test_a_version_that_does_not_tell_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_of_transformers_without_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import modeling_utils
 
     monkeypatch.delattr(modeling_utils, "remove_tied_weights_from_state_dict")
@@ -71,7 +71,7 @@ def test_a_version_that_does_not_tell_its_names(monkeypatch: pytest.MonkeyPatch)
         as_pretrained(of_object(FEW["tied"]))
 
 
-def test_it_is_asked_as_a_model_is() -> None:
+def test_pretrained_loading_has_the_errors_of_torch() -> None:
     """As a part of another it has its own names; not strictly it takes what there is; what is not saved is left out."""
     model: Any = as_pretrained(of_object(FEW["experts"])).build(True)
     own = FEW["experts"]().state_dict()
@@ -90,7 +90,9 @@ def test_it_is_asked_as_a_model_is() -> None:
 
 @pytest.mark.parametrize("bars", [True, False])
 @pytest.mark.parametrize("threads", [None, "0"])
-def test_transformers_is_left_as_it_was(bars: bool, threads: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_transformers_are_restored(
+    bars: bool, threads: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers.utils import logging
 
     monkeypatch.delenv(pretrained._ASYNC, raising=False)

@@ -44,7 +44,7 @@ def without_first(x: torch.Tensor) -> torch.Tensor:
     return made
 
 
-# What a hook does when it saves, and what it does to bring that back: not all of it does.
+# A change that a hook makes when it saves, and the change back when it loads: not all are inverse.
 CHANGES: dict[str, tuple[Change, Change]] = {
     "transpose": (lambda x: x.transpose(0, -1) if x.dim() else x,) * 2,
     "copied transpose": (lambda x: x.transpose(0, -1).contiguous() if x.dim() else x,) * 2,
@@ -132,7 +132,7 @@ def lost(seed: int, generator: torch.Generator) -> set[str]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_random_hooks_do_is_told_as_torch_does_it(seed: int) -> None:
+def test_random_hooks_are_traced_as_torch_runs_them(seed: int) -> None:
     def make(real: bool) -> nn.Module:
         with torch.device("cpu" if real else "meta"):
             return Hooked(seed)

@@ -109,7 +109,7 @@ MAKES: tuple[Make, ...] = (sliced, in_pieces, in_pieces, joined, turned, turned,
 
 
 def grown(chance: random.Random, have: dict[str, torch.Tensor]) -> Pool:
-    """Expressions of expressions, with their values; those that torch refuses are left out."""
+    """Nested expressions with their values, without expressions that torch refuses."""
     pool: Pool = [(Ref(name), value) for name, value in have.items()]
     for _ in range(12):
         node, value = chance.choice([*pool, *pool[-3:]])
@@ -124,7 +124,7 @@ def grown(chance: random.Random, have: dict[str, torch.Tensor]) -> Pool:
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 100))
-def test_the_value_stays(first: int) -> None:
+def test_simplifying_keeps_the_value(first: int) -> None:
     simpler = 0
     for seed in range(first, first + 100):
         chance = random.Random(seed)
@@ -172,7 +172,7 @@ HALF = Special("dtype", "float16")
         Op("no.such.operator", (A,)),
     ],
 )
-def test_what_no_rule_fits_stays_as_it_is(node: Op) -> None:
+def test_expressions_without_a_rule_are_unchanged(node: Op) -> None:
     """Files of names hold what their authors like."""
     simplifier = Simplifier({name: torch.empty(4, 6, device="meta") for name in "ab"})
     assert simplifier.simplify(node) == node
@@ -253,7 +253,7 @@ def wider(chance: random.Random, value: torch.Tensor) -> torch.dtype:
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 100))
-def test_what_is_put_back_is_itself(first: int) -> None:
+def test_a_tensor_that_is_put_together_again_is_itself(first: int) -> None:
     for seed in range(first, first + 100):
         chance = random.Random(seed)
         have = leaves(chance)

@@ -1,6 +1,6 @@
 """Exit status 0 of `diff --model` against a strict load by torch itself, over random pairs of a model and a checkpoint.
 
-The suite draws a few; ``CKPTTOOL_PAIRS=10000 pytest tests/test_strict_load.py`` as many as are asked for.
+The suite draws a few; ``CKPTTOOL_PAIRS=10000 pytest tests/tracing/test_strict_load.py`` draws more.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _dtypes() -> list[torch.dtype]:
 
 
 def _dtensor(value: torch.Tensor, random: random.Random) -> torch.Tensor:
-    """What the first of one or two ranks has of it, or a copy of all."""
+    """The part of the first of one or two ranks, or a copy of all."""
     world = random.choice((1, 2))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
@@ -160,7 +160,7 @@ PLACES: dict[str, Callable[[State], dict[str, Any]]] = {
 
 
 def draw(random: random.Random, path: Path) -> tuple[str, str]:
-    """Writes a checkpoint; the model that is to load it, and what was done to the checkpoint."""
+    """Write a checkpoint; return the model that loads it, and the damage."""
     operand = random.choice(list(MODELS))
     source = operand if random.random() < 0.9 else random.choice(list(MODELS))
     given = build(source, random.randrange(100)).state_dict()
@@ -222,7 +222,7 @@ def converts(operand: str, path: Path) -> bool:
 
 
 def loses(operand: str, path: Path) -> bool:
-    """Whether the file has other values under names that the model ties: it loads, and one of them is gone.
+    """Whether the file has different values for tied names: it loads, and loses one of them.
 
     Tensors of two kinds are taken for other ones: they are not compared.
     """

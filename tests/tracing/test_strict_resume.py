@@ -1,6 +1,6 @@
 """Exit status 0 of `diff --model --optimizer` against torch itself, over random models and damaged optimizers' states.
 
-The suite draws a few; ``CKPTTOOL_PAIRS=2000 pytest tests/tracing/test_strict_resume.py`` as many as are asked for.
+The suite draws a few; ``CKPTTOOL_PAIRS=2000 pytest tests/tracing/test_strict_resume.py`` draws more.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def test_status_0_exactly_where_torch_resumes(seed: int, tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize("kinds", [("frozen", "frozen"), ("trained", "frozen"), ("trained", "trained")])
-def test_places_matter_where_there_is_state(
+def test_positions_matter_if_there_is_state(
     kinds: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Adapters are trained, and their base is not: what has no state can stand anywhere in its group."""

@@ -129,7 +129,7 @@ def test_constants_are_fed_by_nothing() -> None:
     assert list(ex.refs(source_of("drops_out", "weight"))) == ["weight"]
 
 
-def test_code_that_cannot_be_followed_is_never_made_up() -> None:
+def test_opaque_code_has_no_invented_expression() -> None:
     for name in ("divides_by_item", "goes_through_numpy", "goes_through_bytes"):
         assert source_of(name, "weight") == ex.Op("opaque", (ex.Ref("weight"),))
         assert source_of(name, "bias") == ex.Ref("bias")
@@ -137,7 +137,7 @@ def test_code_that_cannot_be_followed_is_never_made_up() -> None:
     assert source_of("asserts_on_values", "kernel") == ex.Ref("weight")
 
 
-def test_persistence_and_what_is_left_out() -> None:
+def test_persistence_and_tensors_that_are_not_saved() -> None:
     names = traced("buffers")
     assert {r.fqn for r in names.runtime if not r.persistent} == {"0.mask", "1.mask"}
     assert names.not_serialized == ("0.mask", "1.mask")
@@ -158,13 +158,13 @@ def test_lazy_parameters_have_no_shape() -> None:
     assert {r.shape for r in traced("lazy").runtime if r.fqn.startswith("0.")} == {None}
 
 
-def test_split_tensors_are_put_together() -> None:
+def test_split_tensors_are_joined() -> None:
     loaded = {r.fqn: r.source for r in traced("loads_by_slices").load}
     assert loaded["1.deep.weight"] == ex.Op("aten.cat.default", ((ex.Ref("1.deep.a"), ex.Ref("1.deep.b")), 0))
     assert loaded["1.deep.columns"] == ex.Op("aten.cat.default", ((ex.Ref("1.deep.left"), ex.Ref("1.deep.right")), 1))
 
 
-def test_a_buffer_that_is_not_saved_is_so_at_each_of_its_modules_places() -> None:
+def test_a_non_persistent_buffer_of_a_shared_module() -> None:
     inner = nn.BatchNorm1d(2)
     inner.register_buffer("mask", torch.ones(2), persistent=False)
     model = nn.Sequential(inner, nn.Sequential(inner))
@@ -179,7 +179,7 @@ def test_two_tensors_sent_to_one_key() -> None:
     assert problems[0].endswith(" on module (root) @ a.weight")
 
 
-def test_a_dropped_tensor_is_not_called_lost_to_another() -> None:
+def test_a_dropped_tensor_is_not_a_collision() -> None:
     assert not any("sent to one key" in str(problem) for problem in traced("drops_a_key").roundtrip_problems)
 
 
@@ -268,12 +268,12 @@ class Fewer(Filtered):
 
 
 @pytest.mark.parametrize("build", [Filtered, Fewer])
-def test_parameters_are_those_that_the_model_lists(build: type[nn.Module]) -> None:
+def test_parameters_are_listed_by_the_model(build: type[nn.Module]) -> None:
     found = [tensor.fqn for tensor in trace(of_object(build)).runtime]
     assert found == [name for name, _ in build().named_parameters()]
 
 
-def test_a_wrapped_module_that_is_not_saved_at_either_of_its_places() -> None:
+def test_a_wrapped_module_that_is_not_saved() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -285,7 +285,7 @@ def test_a_wrapped_module_that_is_not_saved_at_either_of_its_places() -> None:
     assert found == {"one.cache": False, "other.cache": False}
 
 
-def test_a_save_that_asks_for_values_and_does_without() -> None:
+def test_a_save_that_catches_missing_values() -> None:
     """What is true of values that are there is told, not what is done where there are none."""
 
     def save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -363,7 +363,7 @@ def test_a_lost_tensor_whose_key_a_constant_has() -> None:
     assert trace(of_object(build)).not_serialized == ("weight",)
 
 
-def test_a_key_that_is_no_name_where_the_model_is_a_part() -> None:
+def test_a_key_that_changes_if_the_model_is_nested() -> None:
     class Odd(nn.Linear):
         def __init__(self) -> None:
             super().__init__(2, 2)

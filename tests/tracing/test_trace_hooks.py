@@ -112,7 +112,7 @@ def test_a_sparse_tensor_that_is_changed_in_place() -> None:
     assert [s.key for s in trace(loaded(build)).serialized if s.hook is not None] == ["table"]
 
 
-def test_what_an_inner_hook_changed_is_the_outer_ones_where_it_changes_it_again() -> None:
+def test_the_outer_hook_counts_if_it_changes_a_key_again() -> None:
     class Outer(nn.Linear):
         def __init__(self) -> None:
             super().__init__(2, 2)

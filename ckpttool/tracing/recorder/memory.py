@@ -1,4 +1,4 @@
-"""What is in one storage while a model saves or loads: an expression for each view."""
+"""The content of one storage while a model saves or loads: an expression for each view."""
 
 from __future__ import annotations
 
@@ -74,8 +74,7 @@ def geometry(tensor: torch.Tensor) -> Geometry:
 
 @dataclass(slots=True)
 class Memory:
-    """One storage. `roots` are geometries with a value of their own, `views` are derived from them since the last
-    write.
+    """One storage. `roots` are geometries with an independent value, `views` were derived from them after a write.
 
     `storage` keeps the address from being given to another tensor. `author` created it or wrote it last, `stale` says
     that its real bytes are no longer what the expressions say, `pieces` are the parts of a root that were written one
@@ -228,7 +227,7 @@ def token(tensor: torch.Tensor) -> Token:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Return a number for the storage: the address of its bytes (numpy may share them); on meta that of the object."""
+    """Return a number for the storage: the address of its bytes (numpy may share them), or of the object on meta."""
     storage = tensor.untyped_storage()
     return (0 if tensor.device.type == "meta" else storage.data_ptr()) or storage._cdata
 

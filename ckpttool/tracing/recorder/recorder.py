@@ -44,7 +44,7 @@ _COMMON = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
                      torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})  # fmt: skip
 _LITERAL_LIMIT = 4096  # elements; a constant made outside torch is written into the expression up to here
 _DEEPEST = 100  # operators inside each other; everything that walks expressions recurses
-_LARGEST = 20_000  # nodes, those that occur twice counted twice
+_LARGEST = 20_000  # nodes; a node that occurs twice counts twice
 
 
 class NeedsValues(Exception):
@@ -297,7 +297,7 @@ class Recorder(TorchDispatchMode):
         return expression
 
     def _size(self, node: Argument) -> tuple[int, int]:
-        """Return nodes and depth; those of known parts are not counted again."""
+        """Return the number of nodes and the depth; known parts are not counted again."""
         if isinstance(node, tuple):
             sizes = [self._size(item) for item in node]
             return sum(size for size, _ in sizes), max((depth for _, depth in sizes), default=0)

@@ -1,4 +1,4 @@
-"""What the recorder says of tensors that are written in place, through views of each other: random programs."""
+"""The recorder's expressions for tensors that are written in place, through views of each other: random programs."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def write(chance: random.Random, x: torch.Tensor, y: torch.Tensor) -> None:
 )
 @pytest.mark.parametrize("small", [1 << 22, 0])
 @pytest.mark.parametrize("first", range(0, SEEDS, 100))
-def test_every_tensor_is_what_it_is_said_to_be(first: int, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tensor_has_the_value_of_its_expression(first: int, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where memory is too large for every element of it to be looked at."""
     monkeypatch.setattr(memory, "_SMALL", small)
     told = wanted = 0
@@ -168,7 +168,7 @@ SEVERAL_WAYS: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("change", SEVERAL_WAYS.values(), ids=SEVERAL_WAYS)
-def test_memory_that_is_seen_in_several_ways(change: Callable[[torch.Tensor], object]) -> None:
+def test_memory_with_several_views(change: Callable[[torch.Tensor], object]) -> None:
     whole = torch.arange(2.0, 26).reshape(4, 6)
     names = {"whole": whole, "columns": whole.t()[2:4], "middle": whole[1:3], "end": whole[2:]}
     before, recorder = {name: tensor.clone() for name, tensor in names.items()}, Recorder()
@@ -188,7 +188,7 @@ def cuts(chance: random.Random, size: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def test_what_is_filled_piece_by_piece_is_made_of_the_pieces() -> None:
+def test_a_tensor_filled_in_pieces_is_made_of_the_pieces() -> None:
     """Rows, columns or blocks of memory that held nothing, in any order; some of them are written again."""
     for seed in range(100):
         chance = random.Random(seed)
@@ -219,8 +219,8 @@ def test_what_is_filled_piece_by_piece_is_made_of_the_pieces() -> None:
             assert not in_a_row or (isinstance(told, Op) and told.op == "aten.cat.default"), (seed, told)
 
 
-def test_memory_that_took_a_value_that_does_not_exist_cannot_be_read() -> None:
-    """What is written is known all the same; until something else is written there, its bytes mean nothing."""
+def test_memory_with_a_meta_value_cannot_be_read() -> None:
+    """The written value is known; until another value is written, the bytes mean nothing."""
     weight = torch.empty(2, 3, device="meta")
     recorder = Recorder()
     recorder.name(weight, Ref("weight"))
@@ -240,7 +240,7 @@ def test_memory_that_took_a_value_that_does_not_exist_cannot_be_read() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_one_place_in_memory_takes_no_two_values(device: str) -> None:
+def test_overlapping_elements_cannot_be_written(device: str) -> None:
     """As torch has it for tensors with values."""
     row = torch.zeros(3, device=device)
     with Recorder(), pytest.raises(RuntimeError, match="single memory location"):
@@ -257,7 +257,7 @@ def test_one_place_in_memory_takes_no_two_values(device: str) -> None:
         lambda w: torch.stack([w, w]).to("cpu")[1],
     ],
 )
-def test_what_has_no_values_does_not_leave_meta(copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_meta_tensors_stay_on_meta(copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """A hook that saves on the CPU is followed where there is nothing to copy."""
     weight, recorder = torch.empty(2, 3, device="meta"), Recorder()
     recorder.name(weight, Ref("weight"))
@@ -269,7 +269,7 @@ def test_what_has_no_values_does_not_leave_meta(copy: Callable[[torch.Tensor], t
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor.clone, torch.Tensor.to_sparse])
-def test_who_made_a_tensor_or_wrote_to_it_last(kind: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_the_author_of_a_tensor(kind: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """A dense tensor is known by its memory, any other by what it is made of."""
     weight, recorder = torch.eye(3), Recorder()
     recorder.name(weight, Ref("weight"))
@@ -290,7 +290,7 @@ def test_who_made_a_tensor_or_wrote_to_it_last(kind: Callable[[torch.Tensor], to
     assert set(refs(recorder.value(made))) == {"weight"}
 
 
-def test_what_came_about_outside_of_torch_has_its_values() -> None:
+def test_a_tensor_made_outside_torch_is_a_literal() -> None:
     weight, outside, recorder = torch.randn(2), torch.from_numpy(np.array([3.0, 4.0], np.float32)), Recorder()
     recorder.name(weight, Ref("weight"))
     with recorder:
@@ -299,7 +299,7 @@ def test_what_came_about_outside_of_torch_has_its_values() -> None:
     assert torch.equal(evaluate(recorder.value(outside), {"weight": weight}.__getitem__), outside)
 
 
-def test_the_inside_of_a_tensor_is_known_to_be_its_own() -> None:
+def test_the_parts_of_a_wrapper_subclass_are_known() -> None:
     whole, recorder = TwoTensor(torch.randn(2), torch.randn(2)), Recorder()
     recorder.name(whole, Ref("whole"))
     with recorder:
@@ -339,7 +339,7 @@ OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
-def test_an_operator_is_said_as_data(operator: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_an_operator_becomes_an_expression(operator: Callable[[torch.Tensor], torch.Tensor]) -> None:
     weight, recorder = torch.arange(6.0).reshape(2, 3), Recorder()
     before = weight.clone()
     recorder.name(weight, Ref("weight"))
@@ -352,7 +352,7 @@ def test_an_operator_is_said_as_data(operator: Callable[[torch.Tensor], torch.Te
     assert same_bits(found, made)
 
 
-def test_of_several_outputs_those_that_are_none_are_no_tensors() -> None:
+def test_outputs_that_are_none() -> None:
     weight, recorder = torch.ones(1, 2, 3), Recorder()
     recorder.name(weight, Ref("weight"))
     wanted, rest = [True, False, False], (None, [1], [0], [1], False, [0], 1)
@@ -363,7 +363,7 @@ def test_of_several_outputs_those_that_are_none_are_no_tensors() -> None:
 
 
 class Own(torch.Tensor):
-    """A class of its own, whose values may mean anything."""
+    """A class whose values may mean anything."""
 
 
 OWN = numbers(1.0, 2.0).as_subclass(Own)
@@ -381,7 +381,7 @@ NOT_SAID: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
 
 
 @pytest.mark.parametrize(("operator", "by_weight"), NOT_SAID.values(), ids=NOT_SAID)
-def test_what_cannot_be_said_says_what_it_is_made_of(
+def test_opaque_expressions_list_their_inputs(
     operator: Callable[[torch.Tensor], torch.Tensor], by_weight: bool
 ) -> None:
     weight, recorder = torch.arange(6.0).reshape(2, 3), Recorder()
@@ -394,7 +394,7 @@ def test_what_cannot_be_said_says_what_it_is_made_of(
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_questions_that_need_no_values_are_no_reading(device: str) -> None:
+def test_questions_about_shapes_do_not_read_values(device: str) -> None:
     weight, recorder = torch.zeros(2, 3, device=device), Recorder()
     recorder.name(weight, Ref("weight"))
     with recorder:
@@ -416,7 +416,9 @@ def test_questions_that_need_no_values_are_no_reading(device: str) -> None:
         (lambda w: torch.cat([w, w]), True),
     ],
 )
-def test_meta_may_do_what_no_values_can(operator: Callable[[torch.Tensor], torch.Tensor], doubtful: bool) -> None:
+def test_operators_that_only_meta_supports_are_doubtful(
+    operator: Callable[[torch.Tensor], torch.Tensor], doubtful: bool
+) -> None:
     """Of a dtype that few operators know, what only moves is done anywhere."""
     recorder = Recorder()
     with recorder:
@@ -452,7 +454,7 @@ def library() -> Iterator[Any]:
 
 @pytest.mark.parametrize("name", ["bump_", "quiet_", "both_", "half_"])
 @pytest.mark.parametrize("unreal", [False, True])
-def test_operators_of_somebodys_own_that_write(library: Any, name: str, unreal: bool) -> None:
+def test_custom_operators_that_write(library: Any, name: str, unreal: bool) -> None:
     """What each tensor holds then is made of all that was given; memory that follows meta can be read no more."""
     recorder = Recorder()
     tensors = [torch.ones(2), torch.ones(2)][: 1 if name in ("bump_", "quiet_") else 2]
@@ -475,7 +477,7 @@ def test_operators_of_somebodys_own_that_write(library: Any, name: str, unreal: 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
-def test_a_sparse_tensor_is_what_it_is_made_of(layout: str) -> None:
+def test_a_sparse_tensor_is_identified_by_its_parts(layout: str) -> None:
     def made() -> torch.Tensor:
         sizes = [(1, 1)] if layout.startswith("bs") else []
         dense = torch.eye(2)
@@ -488,7 +490,7 @@ def test_a_sparse_tensor_is_what_it_is_made_of(layout: str) -> None:
 
 
 @pytest.mark.parametrize("most", [3, 4, 5])
-def test_more_pieces_than_are_looked_at_are_not_put_together(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_pieces_are_not_joined(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_MOST_PIECES", most)
     value, recorder = torch.arange(8.0).reshape(4, 2), Recorder()
     recorder.name(value, Ref("value"))

@@ -1,4 +1,4 @@
-"""What a hook fills a part of a tensor with, by each of torch's ways, is what a trace says of it."""
+"""A trace knows the value that a hook fills into a part of a tensor, by each of torch's functions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FILLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", FILLS)
-def test_what_is_filled_in_is_told(name: str) -> None:
+def test_fill_values_are_traced(name: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

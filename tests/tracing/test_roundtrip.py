@@ -83,7 +83,7 @@ class SavesSize(nn.Module):
 
 
 class SavesSizeByNumpy(SavesSize):
-    """The same, where no symbol can follow."""
+    """The same, computed outside of torch."""
 
     def size(self, gain: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(abs(gain.detach().numpy()).copy())
@@ -127,7 +127,7 @@ BACK = (Dequantises, AddsNothing, TurnsQuantized, Overlaps)
 
 
 @pytest.mark.parametrize(("cls", "comes_back"), [(Halves, False), *((cls, True) for cls in BACK)])
-def test_what_symbols_cannot_follow_is_tried(cls: type[nn.Module], comes_back: bool) -> None:
+def test_opaque_round_trips_are_tried(cls: type[nn.Module], comes_back: bool) -> None:
     torch.manual_seed(0)
     source, target = cls(), cls()
     target.load_state_dict(source.state_dict(), strict=True)
@@ -137,7 +137,7 @@ def test_what_symbols_cannot_follow_is_tried(cls: type[nn.Module], comes_back: b
     assert (names.roundtrips, names.notes) == (comes_back, ())
 
 
-def test_what_cannot_be_tried_is_unknown_and_no_no(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_trip_that_cannot_be_tried_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(*args: object) -> None:
         raise CkptError("no memory", hint="buy some")
 
@@ -169,7 +169,7 @@ def test_a_constructor_that_makes_other_tensors_on_meta(cheap: bool, monkeypatch
     assert names.notes == ()
 
 
-def test_a_constructor_that_cannot_be_looked_at_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_constructor_that_reads_values_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     class Reads(nn.Linear):
         def __init__(self) -> None:
             super().__init__(2, 2)
@@ -181,7 +181,7 @@ def test_a_constructor_that_cannot_be_looked_at_is_said(monkeypatch: pytest.Monk
     )
 
 
-def test_a_buffer_whose_name_ends_as_an_extra_state_does() -> None:
+def test_a_buffer_whose_name_ends_with_extra_state() -> None:
     names = trace(model(loading_zoo.buffer_with_such_an_ending))
     assert [s.key for s in names.serialized] == ["weight", "bias", "my_extra_state"]
     assert (names.extra_state, names.not_serialized, names.roundtrips) == ((), (), True)
@@ -234,11 +234,11 @@ class InTwoDtypes(Dequantises):
 
 
 @pytest.mark.parametrize(("cls", "comes_back"), [(Forgets, False), (Expands, True), (InTwoDtypes, True)])
-def test_what_stands_beside_is_looked_at_as_it_is(cls: type[nn.Module], comes_back: bool) -> None:
+def test_round_trips_of_buffers_and_extra_state(cls: type[nn.Module], comes_back: bool) -> None:
     assert trace(model(cls)).roundtrips == comes_back
 
 
-def test_two_tensors_are_the_same_where_their_parts_are() -> None:
+def test_tensors_with_the_same_parts_are_the_same() -> None:
     sparse = torch.eye(2).to_sparse()
     assert same(sparse, torch.eye(2).to_sparse())
     assert not same(sparse, (torch.eye(2) * 2).to_sparse())
@@ -261,12 +261,12 @@ class Picky(mend_models.Pickled):
         super().set_extra_state(state)
 
 
-def test_what_extra_state_carries_where_loading_it_fails() -> None:
+def test_extra_state_that_fails_to_load() -> None:
     assert trace(model(mend_models.Pickled)).not_serialized == ()
     assert trace(model(Picky)).not_serialized == ("amax",)
 
 
-def test_no_memory_for_what_meta_shows_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_to_build_a_model_that_differs_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "_CHEAP", -1)
     monkeypatch.setattr(runtime, "memory_available", lambda: -1)
     (note,) = trace(model(AsksForMeta)).notes
@@ -274,7 +274,7 @@ def test_no_memory_for_what_meta_shows_otherwise(monkeypatch: pytest.MonkeyPatch
 
 
 class Changes(nn.Module):
-    """What is saved is changed, and what is loaded too."""
+    """Changes the state dict when it saves, and when it loads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +331,9 @@ SAID: dict[type[Changes], list[str]] = {
 
 @pytest.mark.parametrize("limit", [50_000_000, 7])
 @pytest.mark.parametrize("build", SAID)
-def test_what_does_not_come_back_is_told(build: type[Changes], limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_do_not_come_back_are_reported(
+    build: type[Changes], limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where it is too large for random values, and only a real round trip tells."""
     monkeypatch.setattr("ckpttool.tracing.roundtrip._PROBE_LIMIT", limit)
     names = trace(model(build))

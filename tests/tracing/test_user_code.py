@@ -11,7 +11,7 @@ import pytest
 from ckpttool.tracing.user_code import logs_as_warnings, prints_once
 
 
-def test_a_line_is_said_once_and_one_without_an_end_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_is_printed_once_even_without_a_newline(capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         with prints_once():
             print("one of a test")
@@ -19,7 +19,7 @@ def test_a_line_is_said_once_and_one_without_an_end_too(capsys: pytest.CaptureFi
     assert capsys.readouterr() == ("", "one of a test\ntwo of a test\n")
 
 
-def test_what_torch_warns_of_is_a_warning_and_what_it_tells_is_not() -> None:
+def test_logged_warnings_become_warnings_and_info_does_not() -> None:
     log, said = logging.getLogger("torch.of_a_test"), io.StringIO()
     handler = logging.StreamHandler(said)
     log.addHandler(handler)

@@ -1,4 +1,4 @@
-"""What a trace says of code that computes outside of torch holds for any values: checked with others than it saw."""
+"""Expressions of code that computes outside of torch hold for any values: checked with other values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 
 
 def wrong(sources: Mapping[str, Expression | None], have: Mapping[str, torch.Tensor], want: Mapping) -> list[str]:
-    """The names whose expression is no opaque one, and gives another value than `want`."""
+    """Return the names whose expression is not opaque, and gives another value than `want`."""
     told = {name: source for name, source in sources.items() if source is not None and not is_opaque(source)}
     return [name for name, source in told.items() if not torch.equal(evaluate(source, have.__getitem__), want[name])]
 
@@ -47,7 +47,7 @@ def test_expressions_hold_for_other_values(name: str) -> None:
     ("transposed", "fc.weight", {"fc.weight"}),
     ("cached", "cache", {"q", "scale"}),
 ])  # fmt: skip
-def test_what_feeds_a_tensor_is_known(name: str, fqn: str, keys: set[str]) -> None:
+def test_feeders_of_a_tensor_are_known(name: str, fqn: str, keys: set[str]) -> None:
     names = trace(of_object(ZOO[name]))
     source = next(loaded.source for loaded in names.load if loaded.fqn == fqn)
     assert is_opaque(source)
@@ -55,16 +55,16 @@ def test_what_feeds_a_tensor_is_known(name: str, fqn: str, keys: set[str]) -> No
 
 
 @pytest.mark.parametrize("build", [noisy, blended])
-def test_a_load_that_differs_each_time_is_opaque(build: Callable[[], nn.Module]) -> None:
+def test_a_random_load_is_opaque(build: Callable[[], nn.Module]) -> None:
     names = trace(of_object(build))
     source = next(loaded.source for loaded in names.load if loaded.fqn == "layers.0.weight")
     assert is_opaque(source)
 
 
 @pytest.mark.parametrize("flag", [False, True])
-def test_a_truth_is_tried_both_ways(flag: bool) -> None:
+def test_a_boolean_is_tried_both_ways(flag: bool) -> None:
     class Flagged(nn.Linear):
-        """Saved twice as large where its flag says so."""
+        """Saved twice as large if its flag is set."""
 
         def __init__(self) -> None:
             super().__init__(2, 2)
@@ -133,8 +133,8 @@ class Sealed(Checking):
 
 
 @pytest.mark.parametrize(("build", "told"), [(Checking, True), (Sealed, False)])
-def test_a_check_on_values_is_no_part_of_them(build: type[nn.Module], told: bool) -> None:
-    """Where others pass it; where none do, nobody knows what would become of them."""
+def test_a_check_of_values_does_not_make_them_opaque(build: type[nn.Module], told: bool) -> None:
+    """If other values pass it; if none do, the result for them is unknown."""
     names = trace(of_object(lambda: nn.ModuleList([build(), Doubling()])))
     source, plain = (key.source for key in names.serialized if key.key.endswith("weight"))
     assert source is not None
@@ -184,7 +184,7 @@ class TakesAll(SavesAll):
     (TakesAll, {"weight"}),
 ])  # fmt: skip
 @pytest.mark.parametrize("cheap", [True, False])
-def test_what_no_other_values_bear_out(
+def test_expressions_without_other_values_are_opaque(
     build: type[nn.Module], keys: set[str], cheap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not cheap:
@@ -198,8 +198,8 @@ def test_what_no_other_values_bear_out(
 
 
 @pytest.mark.parametrize("most", [256, 0])
-def test_what_numbers_outside_of_torch_are_made_of(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a hook that nothing watches: each tensor is changed by itself, and of very many all are taken."""
+def test_feeders_of_values_computed_outside_torch(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a hook that nothing watches: each tensor is changed alone; very many tensors all count as feeders."""
 
     class Hashed(nn.Module):
         def __init__(self) -> None:
@@ -224,8 +224,8 @@ def test_what_numbers_outside_of_torch_are_made_of(most: int, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "complex64", "qint8"])
-def test_tensors_of_which_torch_makes_little(dtype: str) -> None:
-    """They stand beside what is computed outside of torch, and other values are tried all the same."""
+def test_unsigned_integers(dtype: str) -> None:
+    """They are next to values that are computed outside of torch, and other values are tried anyway."""
 
     def build() -> nn.Module:
         model = nn.ModuleDict({"coded": ZOO["by_number"]()})

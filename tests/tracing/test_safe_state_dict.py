@@ -1,4 +1,4 @@
-"""What a file's objects become here, against torch's own safe loader: the same object, or none that is known."""
+"""The objects of a file against torch's own safe loader: the same object, or an unknown one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Slotted(Made):
 
 
 class Bare:
-    """Which has slots and no attributes beside them."""
+    """Has slots and no other attributes."""
 
     __slots__ = ("level",)
 
@@ -80,7 +80,7 @@ class Named:
 
 
 class Longer(list):
-    """A list of a class of its own."""
+    """A list of a user's class."""
 
 
 class By:
@@ -183,7 +183,7 @@ def alike(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("name", VALUES)
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_an_object_is_made_where_torchs_safe_loader_makes_it(name: str, tmp_path: Path) -> None:
+def test_objects_are_created_if_torchs_safe_loader_creates_them(name: str, tmp_path: Path) -> None:
     value, protocol = VALUES[name]
     path = tmp_path / "a.pt"
     torch.save({"w": torch.ones(2), "_extra_state": value}, path, pickle_protocol=protocol)
@@ -202,7 +202,7 @@ def test_a_string_of_python_2_is_unknown(tmp_path: Path) -> None:
     assert (problem.key, problem.problem) == ("_extra_state", "a string of Python 2")
 
 
-def test_a_tensor_is_made_as_its_entry_says(tmp_path: Path) -> None:
+def test_a_tensor_has_the_geometry_of_its_entry(tmp_path: Path) -> None:
     """Also where it was read of a file as another one; what has no block of values, or a dtype of no torch, is not."""
     path = tmp_path / "a.pt"
     torch.save({"w": torch.arange(4.0)}, path)
@@ -220,7 +220,7 @@ def test_a_tensor_is_made_as_its_entry_says(tmp_path: Path) -> None:
         stored(Section("", "state_dict", (replace(entry, dtype="float3", payload=None),)), True)
 
 
-def test_what_is_no_weight_has_values_on_meta_too(tmp_path: Path) -> None:
+def test_extra_state_has_values_on_meta_too(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     torch.save({"w": torch.ones(2), "a._extra_state": torch.ones(2), "b": [torch.ones(2)]}, path)
     (section,) = open_operand(str(path)).sections
@@ -229,7 +229,7 @@ def test_what_is_no_weight_has_values_on_meta_too(tmp_path: Path) -> None:
     assert torch.equal(state["b"][0], torch.ones(2))
 
 
-def test_objects_in_memory_are_handed_over() -> None:
+def test_objects_in_memory_are_passed_on() -> None:
     given = {"a._extra_state": 3, "b._extra_state": Opaque(), "w": torch.ones(2)}
     found = stored(section_of(given), True)
     assert found.unknown == ()
@@ -254,8 +254,8 @@ METADATA = {
 
 @pytest.mark.parametrize("name", METADATA)
 @pytest.mark.parametrize("without", [(), ("1.num_batches_tracked",)])
-def test_versions_are_handed_over_as_they_are(name: str, without: tuple[str, ...], run: Run, tmp_path: Path) -> None:
-    """Batch norm asks for its version, and fails where that is no number in a dict; version 1 had no counter."""
+def test_versions_are_passed_on(name: str, without: tuple[str, ...], run: Run, tmp_path: Path) -> None:
+    """Batch norm asks for its version, and fails if that is not a number in a dict; version 1 had no counter."""
     state: Any = OrderedDict((key, value) for key, value in normed().state_dict().items() if key not in without)
     state._metadata = METADATA[name]
     torch.save(state, tmp_path / "a.pt")
