@@ -118,7 +118,7 @@ def test_names_are_compared_where_a_model_is_named(run: Run) -> None:
     rename()
     done = run("check", "names.json")
     assert done.status == 1
-    assert "unexpected: only left has it @ head.weight" in done.out
+    assert "unexpected: not in right @ head.weight" in done.out
     done = run("check", "names.json", "--no-defaults")
     assert (done.status, "were not compared with a model's code" in done.err) == (0, True)
 

@@ -88,7 +88,7 @@ def test_kokoro_368_an_adapter_that_matches_nothing(tmp_path: Path, capsys: pyte
 
     assert any(
         note.startswith(
-            "left is a LoRA adapter for 4 modules, all of them are in right; it has no weights of the model"
+            "left is a LoRA adapter for 4 modules, all of them are in right; it does not have the weights of the model"
         )
         for note in notes(adapter, str(tmp_path / "llama.pt"))
     )
