@@ -60,16 +60,14 @@ def read_names(path: str) -> Names:
 
 def saved_by(names: Names) -> Checkpoint:
     """Return a checkpoint that the model writes, with zeros as values."""
-    tensors = tuple(
-        _entry(saved.key, saved.dtype, () if saved.shape is None else saved.shape) for saved in names.serialized
-    )
+
+    def entry(key: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
+        length = prod(shape) * itemsize(dtype)
+        return in_row_major(key, dtype, shape, Storage(Lazy(length, lambda: [bytes(length)])))
+
+    tensors = tuple(entry(saved.key, saved.dtype, saved.shape or ()) for saved in names.serialized)
     section = Section("", "state_dict", tensors, tuple(map(ExtraEntry, names.extra_state)))
     return Checkpoint("CKPT", "torch_zip", 0, (section,))
-
-
-def _entry(key: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
-    length = prod(shape) * itemsize(dtype)
-    return in_row_major(key, dtype, shape, Storage(Lazy(length, lambda: [bytes(length)])))
 
 
 HF = "hf:"  # hf:FOLDER is the model that the config.json in the folder describes
@@ -134,7 +132,14 @@ class ModelOperand:
         if not self.is_definition:
             if self.pretrained:
                 raise CkptError(f"{self.title} lists no names of from_pretrained", hint="name the model's code")
-            return self._listed()
+            if isinstance(self.model, Names):
+                return self.model
+            path, program = split(self.model)
+            if not path.endswith(".pt2"):
+                return read_names(self.model)
+            from ckpttool.formats.pt2.archive import names
+
+            return names(path, program)
         return self._once(self._traced)
 
     def _traced(self) -> Names:
@@ -142,7 +147,8 @@ class ModelOperand:
         from ckpttool.tracing.trace import trace
 
         names = trace(self.definition())
-        progress.counts.traced[self._tracing] = time.monotonic() - begun
+        command = shell("ckpttool", "trace", *self.words_of("--model")[1:], "-o", "names.json")
+        progress.counts.traced[command] = time.monotonic() - begun
         if not self.pretrained:
             return names
         from ckpttool.tracing.pretrained import by_transformers
@@ -161,11 +167,6 @@ class ModelOperand:
         return Names.from_json(names, self.title)
 
     @property
-    def _tracing(self) -> str:
-        """The command that writes the names to a file."""
-        return shell("ckpttool", "trace", *self.words_of("--model")[1:], "-o", "names.json")
-
-    @property
     def is_folder(self) -> bool:
         """Whether it is ``hf:FOLDER``, whose checkpoints from_pretrained loads."""
         return isinstance(self.model, str) and self.model.startswith(HF)
@@ -178,7 +179,16 @@ class ModelOperand:
     @property
     def arguments(self) -> Mapping[str, Any]:
         """The arguments for a factory. Raise `CkptError` if `kwargs` is text but not a JSON object."""
-        return _parsed(self.kwargs, self.option) if isinstance(self.kwargs, str) else self.kwargs or {}
+        if not isinstance(self.kwargs, str):
+            return self.kwargs or {}
+        hint = f"as in {self.option}-kwargs '{{\"layers\": 4}}'"
+        try:
+            arguments: Any = strict_json.loads(self.kwargs)
+        except ValueError as error:
+            raise CkptError(f"{self.option}-kwargs is not JSON: {error}", hint=hint) from None
+        if not isinstance(arguments, dict):
+            raise CkptError(f"{self.option}-kwargs is not a JSON object", hint=hint)
+        return arguments
 
     def definition(self) -> LoadedModel:
         """Return the model's definition. Raise `CkptError` if it is not found, or is not a model."""
@@ -236,16 +246,6 @@ class ModelOperand:
             words += [f"{option}-kwargs", json.dumps(dict(self.arguments))]
         return (*words, "--materialize") if self.materialize else tuple(words)
 
-    def _listed(self) -> Names:
-        if isinstance(self.model, Names):
-            return self.model
-        path, program = split(self.model)
-        if path.endswith(".pt2"):
-            from ckpttool.formats.pt2.archive import names
-
-            return names(path, program)
-        return read_names(self.model)
-
 
 def _no_attribute(path: str) -> CkptError:
     """Return the error for a path without the attribute that builds the model."""
@@ -291,7 +291,9 @@ def as_read(model: ModelOperand, section: Section, source: str) -> ModelOperand:
     if not model.is_definition or model.pretrained:
         return model
     own = NameTables(model.names())
-    beside = _has_config(split(source)[0])
+    path = split(source)[0]
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    beside = os.path.isfile(os.path.join(folder, "config.json"))
     if not beside and not model.is_folder and holds_keys(own, section):
         return model
     from ckpttool.tracing.pretrained import is_pretrained
@@ -303,18 +305,3 @@ def as_read(model: ModelOperand, section: Section, source: str) -> ModelOperand:
     differ = any(own.saved.get(key, source) != source for key, source in other.saved.items())
     preferred = theirs.form == SERIALIZED and theirs.match.score == ours and (model.is_folder or (beside and differ))
     return model.by_pretrained if theirs.match.score > ours or preferred else model
-
-
-def _has_config(path: str) -> bool:
-    return os.path.isfile(os.path.join(path if os.path.isdir(path) else os.path.dirname(path), "config.json"))
-
-
-def _parsed(text: str, option: str) -> dict[str, Any]:
-    hint = f"as in {option}-kwargs '{{\"layers\": 4}}'"
-    try:
-        arguments: Any = strict_json.loads(text)
-    except ValueError as error:
-        raise CkptError(f"{option}-kwargs is not JSON: {error}", hint=hint) from None
-    if not isinstance(arguments, dict):
-        raise CkptError(f"{option}-kwargs is not a JSON object", hint=hint)
-    return arguments

@@ -75,12 +75,9 @@ def _as_peft_writes_it(field: str, value: object) -> bool:
     if field in ("modules_to_save", "target_parameters"):
         return value is None or names
     if field == "layers_to_transform":
-        return value is None or isinstance(value, int) or (isinstance(value, list) and all(map(_is_int, value)))
+        numbers = isinstance(value, list) and all(isinstance(one, int) for one in value)
+        return value is None or isinstance(value, int) or numbers
     return True
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int)
 
 
 def _follow(config: Mapping[str, Any], renamed: Renamed) -> tuple[dict[str, Any], list[Problem]]:
@@ -99,11 +96,6 @@ def _follow(config: Mapping[str, Any], renamed: Renamed) -> tuple[dict[str, Any]
     return new, problems
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Return the fields that changed with their new values, as in ``target_modules = ["query"]``."""
-    return ", ".join(f"{field} = {_shown(value, _SHOWN)}" for field, value in new.items() if value != old.get(field))
-
-
 def _targets(config: Mapping[str, Any], path: str) -> bool:
     """Whether PEFT puts an adapter on the module (`peft.tuners.tuners_utils.check_target_module_exists`)."""
     wanted, excluded = config.get("target_modules"), config.get("exclude_modules")
@@ -113,7 +105,14 @@ def _targets(config: Mapping[str, Any], path: str) -> bool:
         return False
     if isinstance(wanted, str) or wanted is None or path in wanted:
         return wanted is not None and _named(wanted, path)
-    return _named(wanted, path) and _in_layers(config, path)
+    layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern")
+    if not _named(wanted, path) or layers is None or layers == []:
+        return _named(wanted, path)
+    patterns = [patterns] if isinstance(patterns, str) and patterns else patterns or [None]
+    begins = (r".*?\.[^.]*" if one is None else rf"(?:.*?\.)??{one}" for one in patterns)
+    matches = (compiled(rf"{begin}\.(?P<idx>\d+)\..*").fullmatch(path) for begin in begins)
+    first = next((match for match in matches if match), None)
+    return first is not None and int(first["idx"]) in ([layers] if isinstance(layers, int) else layers)
 
 
 def _named(wanted: str | Iterable[str], path: str) -> bool:
@@ -126,17 +125,6 @@ def _matches(expression: str, path: str) -> bool:
     return compiled(expression).fullmatch(path) is not None
 
 
-def _in_layers(config: Mapping[str, Any], path: str) -> bool:
-    layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern")
-    if layers is None or layers == []:
-        return True
-    patterns = [patterns] if isinstance(patterns, str) and patterns else patterns or [None]
-    begins = (r".*?\.[^.]*" if one is None else rf"(?:.*?\.)??{one}" for one in patterns)
-    found = (compiled(rf"{begin}\.(?P<idx>\d+)\..*").fullmatch(path) for begin in begins)
-    first = next((match for match in found if match), None)
-    return first is not None and int(first["idx"]) in ([layers] if isinstance(layers, int) else layers)
-
-
 def _target_modules(
     config: Mapping[str, Any], new: dict[str, Any], renamed: Renamed, by_parameter: Collection[str]
 ) -> list[Problem]:
@@ -145,25 +133,18 @@ def _target_modules(
         return []
     wanted = [now for old, now in renamed.modules.items() if old not in by_parameter or _targets(config, old)]
     listed = {"target_modules": wanted, **{field: None for field in _TARGETS[1:] if field in config}}
-    for candidate in (new, new | {"target_modules": _last_names(config, renamed, wanted)}, new | listed):
+    short: list[str] = []  # each name as short as it was
+    for name in [] if isinstance(config["target_modules"], str) else config["target_modules"]:
+        parts = name.count(".") + 1
+        short += [".".join(now.split(".")[-parts:]) for old, now in renamed.modules.items() if _named([name], old)]
+    short = wanted if isinstance(config["target_modules"], str) else list(dict.fromkeys(short))
+    for candidate in (new, new | {"target_modules": short}, new | listed):
         if candidate is not new and renamed.paths is None and candidate["target_modules"] != wanted:
             continue  # whether a short name is one of other modules too is not known
         if _exact(lambda path, config=candidate: _targets(config, path), wanted, renamed.paths):  # type: ignore[misc]
             new.update({field: candidate[field] for field in listed})
             return []
     return [_problem("target_modules", config["target_modules"], "no list of paths finds the same modules")]
-
-
-def _last_names(config: Mapping[str, Any], renamed: Renamed, wanted: Collection[str]) -> list[str]:
-    """The list with each name as short as it was."""
-    old = config["target_modules"]
-    if isinstance(old, str):
-        return list(wanted)
-    found = dict[str, None]()
-    for one in old:
-        parts = one.count(".") + 1
-        found |= {".".join(renamed.modules[p].split(".")[-parts:]): None for p in renamed.modules if _named([one], p)}
-    return list(found)
 
 
 def _modules_to_save(config: Mapping[str, Any], new: dict[str, Any], renamed: Renamed) -> list[Problem]:
@@ -252,22 +233,23 @@ def _by_pattern(patterns: Mapping[str, Any], path: str) -> Any:
 def _other(field: str, value: Any, new: dict[str, Any], renamed: Renamed) -> list[Problem]:
     """Ends of paths in a list, or as keys of an object, follow; anything else that names a module is a problem."""
     places = {**renamed.modules, **{_parent(old): _parent(now) for old, now in renamed.tensors.items()}}
-    stale = [one for one in _texts(value) if any(_stale(one, old, now) for old, now in places.items())]
+    stale = [
+        one
+        for one in _texts(value)
+        if any(_named([one], old) and not _named([one], now) for old, now in places.items())
+    ]
     if not stale:
         return []
     if isinstance(value, (list, Mapping)) and all(isinstance(one, str) for one in value):
         found = {one: [now for old, now in places.items() if old.endswith(one)] for one in value}
         every = [now for names in found.values() for now in names]
-        if all(found.values()) and not (renamed.paths or frozenset()).difference(every) & _ends(renamed.paths, every):
+        others = (renamed.paths or frozenset()).difference(every)
+        if all(found.values()) and not any(path.endswith(one) for path in others for one in every):
             both = value.items() if isinstance(value, Mapping) else ((one, None) for one in value)
             made = {now: own for one, own in both for now in found[one]}
             new[field] = made if isinstance(value, Mapping) else list(made)
             return []
     return [_problem(field, value, f"it names {', '.join(stale)}, which is called something else now")]
-
-
-def _ends(paths: Collection[str] | None, names: Collection[str]) -> frozenset[str]:
-    return frozenset(path for path in paths or () if any(map(path.endswith, names)))
 
 
 def _texts(value: Any) -> list[str]:
@@ -277,22 +259,18 @@ def _texts(value: Any) -> list[str]:
     return [text for part in parts for text in _texts(part)]
 
 
-def _stale(text: str, old: str, now: str) -> bool:
-    return _named([text], old) and not _named([text], now)
-
-
 def _exact(finds: Callable[[str], bool], wanted: Collection[str], every: Collection[str] | None) -> bool:
     """Whether all `wanted` are found, and of `every` other name none."""
     return all(map(finds, wanted)) and not any(map(finds, set(every or ()).difference(wanted)))
 
 
 def _problem(field: str, value: Any, why: str) -> Problem:
-    return Problem(f"{_shown(value, _SHOWN)} cannot be rewritten: {why}", field)
+    return Problem(f"{_shown(value)} cannot be rewritten: {why}", field)
 
 
-def _shown(value: Any, most: int | None) -> str:
+def _shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
-    return text if most is None or len(text) <= most else text[:most] + "..."
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def _parent(name: str) -> str:
@@ -375,7 +353,8 @@ def companions_of(
     files: dict[str, str | bytes] = {**found}
     before: dict[str, bytes] = {}
     notes: list[str] = []
-    changed = not described and not keeps_names(source, plan)
+    keeps_names = {o.key for o in plan.outputs} == {o.key for o in plan.outputs if o.source == Ref(o.key)}
+    changed = not described and not keeps_names
     stale = [name for name in (names_in(path) if stays else found) if _DESCRIBES_NAMES.fullmatch(name) and changed]
     for name in stale:
         if stays:
@@ -397,15 +376,11 @@ def companions_of(
         if to_folder and new is not None:
             files[NAME], before[NAME] = new, text
     elif adapter is not None:
-        notes += _ends_that_changed(_renamed(adapter, plan).modules)
+        modules = _renamed(adapter, plan).modules
+        ends = {(old.rpartition(".")[2], new.rpartition(".")[2]) for old, new in modules.items()}
+        changes = ", ".join(f"{old} is {new} now" for old, new in sorted(ends) if old != new)
+        notes += [f"target_modules in the adapter's adapter_config.json: {changes}"] if changes else []
     return Companions(files, left_out, tuple(notes), before)
-
-
-def keeps_names(source: Checkpoint, plan: Plan) -> bool:
-    """Return True if every key that is not left out keeps its tensor."""
-    own = {output.key for output in plan.outputs}
-    kept = {output.key for output in plan.outputs if output.source == Ref(output.key)}
-    return own == kept
 
 
 def _others(folder: str, source: Checkpoint, found: Collection[str]) -> dict[str, str]:
@@ -484,7 +459,8 @@ def _adapter_config(
             hint="name the weights alone as CKPT and a file as OUT, and write the configuration for it by hand",
             problems=problems,
         )
-    told = [*([changes(config, new)] if new != config else []), *(f"{one.key}: {one.problem}" for one in problems)]
+    changed = [f"{field} = {_shown(value)}" for field, value in new.items() if value != config.get(field)]
+    told = [*([", ".join(changed)] if changed else []), *(f"{one.key}: {one.problem}" for one in problems)]
     if told and not to_folder:
         notes.append(
             f"{path} is not changed, and names modules of the old base. It has to say {'; '.join(told)}. "
@@ -494,9 +470,3 @@ def _adapter_config(
         return text, None
     end = b"\n" if text.endswith(b"\n") else b""
     return text, json.dumps(new, indent=2, ensure_ascii=False).encode() + end
-
-
-def _ends_that_changed(modules: Mapping[str, str]) -> list[str]:
-    ends = {(old.rpartition(".")[2], new.rpartition(".")[2]) for old, new in modules.items()}
-    changed = ", ".join(f"{old} is {new} now" for old, new in sorted(ends) if old != new)
-    return [f"target_modules in the adapter's adapter_config.json: {changed}"] if changed else []
