@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -442,9 +444,13 @@ def _optimizer_remap(question: Question, remedy: Remedy) -> Candidate:
     if remedy.way == "keys":
         return form or "", RemapOptions(optimizer_keys=form)
     old_optimizer = {True: optimizer, False: "OLD_OPTIMIZER", None: None}[remedy.same_groups]
-    lacks_keys = False  # the model has keys that the file may not have under any name
+    lacks_values = False  # the model has values that no tensor of the file can become, whatever its name
     if question.model is not None and left is not None and left.state_dicts:
-        lacks_keys = len(question.model.names().serialized) > max(len(one.keys) for one in left.state_dicts)
+        largest = max(left.state_dicts, key=lambda section: len(section.keys))
+        in_file = Counter(entry.shape for entry in largest.tensors)
+        in_model = Counter(key.shape for key in question.model.names().serialized if key.shape is not None)
+        missing, left_over = (in_model - in_file).elements(), (in_file - in_model).elements()
+        lacks_values = sum(map(math.prod, missing)) > sum(map(math.prod, left_over))
     return "mapped", RemapOptions(
         model="OLD",
         optimizer=None if optimizer is None else old_optimizer,
@@ -452,5 +458,5 @@ def _optimizer_remap(question: Question, remedy: Remedy) -> Candidate:
         to_model_kwargs=asked.model_kwargs,
         materialize=asked.materialize,
         to_optimizer=optimizer,
-        partial=lacks_keys,
+        partial=lacks_values,
     )

@@ -355,3 +355,17 @@ def test_a_wrapped_model_next_to_a_state_that_fits_gets_its_fix(tmp_path: Path, 
     words = shlex.split(fix)[1:]
     assert run(*words).status == 0
     assert run("diff", words[words.index("-o") + 1], *whose).status == 0
+
+
+@pytest.mark.parametrize(("old", "new"), [("Split", "Fused"), ("Fused", "Split")])
+def test_parameters_that_are_cut_or_joined_are_not_missing(
+    old: str, new: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another number of keys is no reason for --partial, which would hide keys that are missing."""
+    path = save(tmp_path / "old.pt", *train(getattr(models, old), models.in_order, 1))
+    status, found = told(
+        capsys, "diff", "--model", f"optimizer_models:{new}", "--optimizer", "optimizer_models:in_order", path
+    )
+    assert status == 1
+    (command,) = found["fix"]
+    assert "--partial" not in command
