@@ -67,7 +67,7 @@ def test_a_version_of_transformers_without_conversions(monkeypatch: pytest.Monke
     from transformers import modeling_utils
 
     monkeypatch.delattr(modeling_utils, "remove_tied_weights_from_state_dict")
-    with pytest.raises(CkptError, match="no model of transformers 5 or newer"):
+    with pytest.raises(CkptError, match="not a model of transformers 5 or newer"):
         as_pretrained(of_object(FEW["tied"]))
 
 
