@@ -141,7 +141,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a dtype": (changed(norm__bias=torch.ones(4).half()), ["dtype float16, the program has float32"]),
     "a part of a split": (changed(attention__k__weight=None), ["@ attention.qkv.weight"]),
     "tied and different": (changed(head__weight=TIED), ["tied to"]),
-    "not a dense tensor": (changed(norm__bias=torch.ones(4).to_sparse()), ["norm.bias is not a dense tensor @ norm.bias"]),
+    "not a dense tensor": (
+        changed(norm__bias=torch.ones(4).to_sparse()),
+        ["norm.bias is not a dense tensor @ norm.bias"],
+    ),
     "no tensor": ({**changed(), "norm.bias": "a word"}, ["norm.bias is not a dense tensor @ norm.bias"]),
     "one of two tied": (changed(embed__weight=torch.ones(5, 4)), ["(from embed.weight) @ embed.weight"]),
     "more than a dtype": (changed(norm__bias=torch.ones(4).half(), norm__weight=torch.ones(5)), ["`ckpttool diff "]),
