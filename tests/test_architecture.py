@@ -145,7 +145,7 @@ def test_only_the_command_line_prints() -> None:
 
 WRITERS = (
     *(f"ckpttool.io.{name}" for name in ("syscalls", "temporary", "transaction", "write", "undo")),
-    "ckpttool.distributed.make",
+    "ckpttool.distributed.files",
     "ckpttool.cli.output",
 )
 CHANGES = {f"os.{name}" for name in ("replace", "rename", "link", "symlink", "unlink", "remove", "mkdir", "truncate")}

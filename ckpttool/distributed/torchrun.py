@@ -1,4 +1,4 @@
-"""The job that torchrun started this process for, as the environment says (RANK, WORLD_SIZE, MASTER_ADDR, …)."""
+"""Join the job of torchrun that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, …)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from datetime import timedelta
 from ckpttool.core.errors import CkptError
 from ckpttool.distributed.job import Job
 
-PATIENCE = 120.0  # seconds until all ranks have imported torch and said that they are there
+PATIENCE = 120.0  # seconds until all ranks have imported torch and joined
 
 
 def join(command: Sequence[str]) -> Job:
-    """This rank of the job, once all ranks are there. Raises `CkptError` where some do not come."""
+    """Return this rank of the job, once all ranks are there. Raises `CkptError` if some are missing."""
     from torch.distributed import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
@@ -34,4 +34,4 @@ def join(command: Sequence[str]) -> Job:
     return Job(rank, size, store, tuple(command))
 
 
-_ALONE = "what is to run alone inside of a job of torchrun: env -u TORCHELASTIC_RUN_ID ckpttool …"
+_ALONE = "to run a command alone inside of a job of torchrun: env -u TORCHELASTIC_RUN_ID ckpttool …"

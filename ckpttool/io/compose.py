@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The runs of an object in order: pieces that are sent, and spans of other objects that the store copies."""
+    """The runs of an object in order: pieces to send, and spans of other objects that the store copies."""
 
     runs: Sequence[Pieces | Span]
 
@@ -49,105 +49,100 @@ class Plan:
 
     @property
     def sent(self) -> int:
-        """Bytes that come through here."""
+        """Bytes that this process sends."""
         return sum(piece.nbytes for run in self.runs if not isinstance(run, Span) for piece in run)
 
     def parts(self) -> Iterator[bytes | Span]:
-        """The parts of the upload in order. Raises `CkptError` where a source cannot be read."""
+        """Yield the parts of the upload in order. Raises `CkptError` if a source cannot be read."""
         for run in self.runs:
-            yield from copied(run) if isinstance(run, Span) else sent(run, self.sent, ends=run is self.runs[-1])
+            if isinstance(run, Span):
+                yield from copied(run)
+            else:
+                yield from sent(run, lengths(nbytes_of(run), self.sent, ends=run is self.runs[-1]))
 
 
 def copied(span: Span) -> Iterator[Span]:
-    """The span in parts of about one size, which the store copies."""
+    """Cut a span that the store copies into parts of about one size."""
     count = -(-span.length // _COPIED)
     ends = [span.length * number // count for number in range(count + 1)]
     return (Span(span.path, span.offset + start, end - start) for start, end in pairwise(ends))
 
 
 def lengths(nbytes: int, total: int, *, ends: bool = False) -> list[int]:
-    """Bytes of each part of `nbytes` that are sent, of an object to which `total` are.
+    """Return the bytes of each part of `nbytes` that are sent, of `total` for the whole object.
 
-    The last one is longer, where what would be left is no part by itself: where the object `ends`, it is one however
-    short, and no part is longer than those before it, which some stores ask for.
+    The last part is longer if the rest is too short for a part. If the object `ends` here, the rest is a part however
+    short it is: some stores require that no part is longer than those before it.
     """
     size = max(_SENT, -(-total // MOST_PARTS))
     count = max(1, -(-nbytes // size) if ends else (nbytes - LEAST) // size + 1)
     return [*[size] * (count - 1), nbytes - size * (count - 1)]
 
 
-def sent(pieces: Pieces, total: int, *, ends: bool = False) -> Iterator[bytes]:
-    """The bytes of the pieces in parts of these lengths. Raises `CkptError` where a source cannot be read."""
-    wanted = iter(lengths(nbytes_of(pieces), total, ends=ends))
-    size, part = next(wanted), bytearray()
+def sent(pieces: Pieces, sizes: Sequence[int]) -> Iterator[bytes]:
+    """Yield the bytes of the pieces in parts of these sizes. Raises `CkptError` if a source cannot be read."""
+    remaining, part = iter(sizes), bytearray()
+    size = next(remaining)
     for data in stream(pieces):
         part += data
-        while len(part) > size:  # the last part is what is left
+        while len(part) > size:  # the last part is the rest
             yield bytes(part[:size])
             del part[:size]
-            size = next(wanted)
+            size = next(remaining)
     yield bytes(part)
 
 
 def plan(pieces: Pieces, out: str) -> Plan | None:
-    """How the object at the URL `out` is made of parts; None where its store joins none, or it is no longer than one.
+    """Return how the object at the URL `out` is made of parts; None if its store joins none, or if one is enough.
 
-    What precedes a copied span is at least as long as a part has to be: bytes of the span itself are sent along.
+    The pieces before a copied span are at least as long as a part must be: bytes of the span itself are sent too.
     """
     fs, _ = filesystem(out)
     if not hasattr(fs, "call_s3") or nbytes_of(pieces) <= LEAST:
         return None
-    made = Plan(_runs(_joined(pieces), {path for path in _paths(pieces) if filesystem(path)[0] is fs}))
-    return made if len(made.runs) < _MOST_RUNS else Plan([pieces])
-
-
-def _paths(pieces: Pieces) -> set[str]:
-    return {piece.data.path for piece in pieces if isinstance(piece.data, Span) and is_url(piece.data.path)}
+    paths = {piece.data.path for piece in pieces if isinstance(piece.data, Span) and is_url(piece.data.path)}
+    there = {path for path in paths if filesystem(path)[0] is fs}
+    runs: list[Pieces | Span] = []
+    waiting: list[Piece] = []  # that are to be sent
+    count = 0  # bytes of these
+    for piece in _joined(pieces):
+        data = piece.data
+        short = max(0, LEAST - count) if waiting else 0
+        copies = isinstance(data, Span) and piece.crc is None and data.path in there
+        if not isinstance(data, Span) or not copies or data.length - short < _WORTH:
+            waiting.append(piece)
+            count += piece.nbytes
+            continue
+        if waiting:
+            runs.append([*waiting, *([Piece(Span(data.path, data.offset, short))] if short else [])])
+            waiting, count = [], 0
+        runs.append(Span(data.path, data.offset + short, data.length - short))
+    if waiting:
+        runs.append(waiting)
+    return Plan(runs if len(runs) < _MOST_RUNS else [pieces])
 
 
 def _joined(pieces: Pieces) -> Iterator[Piece]:
-    """The pieces; spans that go on where the one before them ended are one."""
+    """Yield the pieces, adjacent spans joined."""
     last, *others = pieces
     for piece in others:
-        if _goes_on(last, piece):
-            assert isinstance(last.data, Span)
-            last = Piece(Span(last.data.path, last.data.offset, last.nbytes + piece.nbytes))
+        a, b = last.data, piece.data
+        plain = last.crc is None and piece.crc is None
+        if (
+            plain
+            and isinstance(a, Span)
+            and isinstance(b, Span)
+            and (a.path, a.offset + a.length) == (b.path, b.offset)
+        ):
+            last = Piece(Span(a.path, a.offset, a.length + b.length))
         else:
             yield last
             last = piece
     yield last
 
 
-def _goes_on(last: Piece, piece: Piece) -> bool:
-    a, b = last.data, piece.data
-    if not isinstance(a, Span) or not isinstance(b, Span) or last.crc is not None or piece.crc is not None:
-        return False
-    return (a.path, a.offset + a.length) == (b.path, b.offset)
-
-
-def _runs(pieces: Iterator[Piece], there: set[str]) -> list[Pieces | Span]:
-    """Pieces to send, and spans of the objects `there` to copy, each but the last with enough bytes for a part."""
-    runs: list[Pieces | Span] = []
-    sent: list[Piece] = []
-    count = 0  # bytes of these
-    for piece in pieces:
-        data = piece.data
-        short = max(0, LEAST - count) if sent else 0
-        copies = isinstance(data, Span) and piece.crc is None and data.path in there
-        if not isinstance(data, Span) or not copies or data.length - short < _WORTH:
-            sent.append(piece)
-            count += piece.nbytes
-            continue
-        if sent:
-            head = [Piece(Span(data.path, data.offset, short))] if short else []
-            runs.append([*sent, *head])
-            sent, count = [], 0
-        runs.append(Span(data.path, data.offset + short, data.length - short))
-    return [*runs, sent] if sent else runs
-
-
 def begin(out: str, *, verify: bool = False) -> Upload:
-    """An upload to the URL `out`, of which nothing is seen until it is completed. Raises `CkptError`."""
+    """Begin an upload to the URL `out`; nothing is visible until it is completed. Raises `CkptError`."""
     fs, path = filesystem(out)
     bucket, key, _ = fs.split_path(path)
     with answered(out):
@@ -157,9 +152,9 @@ def begin(out: str, *, verify: bool = False) -> Upload:
 
 @contextmanager
 def begun(out: str, *, replace: bool, verify: bool = False) -> Iterator[Upload]:
-    """An upload to the URL `out`: the object is there once the block ends, and never where the block raises.
+    """Yield an upload to the URL `out`, which is completed at the end, and aborted if the block raises.
 
-    Without `replace` not where an object is there already. Raises `CkptError` where the store refuses.
+    Without `replace` it is not completed if an object is there already. Raises `CkptError` if the store refuses.
     """
     upload = begin(out, verify=verify)
     try:
@@ -172,9 +167,9 @@ def begun(out: str, *, replace: bool, verify: bool = False) -> Iterator[Upload]:
 
 
 def is_exclusive(fs: Any) -> bool:
-    """Whether the store itself refuses to replace an object where it is asked to.
+    """Return True if the store can be asked to refuse replacing an object.
 
-    That is S3, where both the driver (s3fs 2024.12) and what speaks for it (botocore 1.35) know how to ask.
+    That is S3, if both the driver (s3fs 2024.12) and botocore (1.35) are new enough.
     """
     if not hasattr(fs, "call_s3") or "mode" not in signature(fs._pipe_file).parameters:
         return False
@@ -183,14 +178,14 @@ def is_exclusive(fs: Any) -> bool:
 
 
 def check_absent(url: str) -> None:
-    """Raises `CkptError` where an object is there by now."""
+    """Raise `CkptError` if an object is there by now."""
     forget(url)
     if stat(url) is not None:
         raise came_meanwhile(url)
 
 
 def came_meanwhile(url: str) -> CkptError:
-    """What is said where somebody else was quicker."""
+    """Return the error for an object that another process has written first."""
     return CkptError(
         f"{url} exists: another process has written it meanwhile",
         hint="pass --force to overwrite it, or name another place",
@@ -199,10 +194,10 @@ def came_meanwhile(url: str) -> CkptError:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A multipart upload to `url`, begun at `place`; `parts` is what the store said of each part so far.
+    """A multipart upload to `url`; `place` is the store's name for it, `parts` what the store said about each part.
 
-    To `verify` it, each has its own ``MD5`` too, reckoned here of what it has to be. Of those that are `copied`, by
-    number, it still is to be.
+    To `verify` it, each part also has the ``MD5`` that it must have. For those that are `copied`, by number, that is
+    computed at the end.
     """
 
     url: str
@@ -217,11 +212,11 @@ class Upload:
         return filesystem(self.url)[0]
 
     def call(self, method: str, **arguments: Any) -> Any:
-        """The store's answer."""
+        """Return the store's answer."""
         return self.fs.call_s3(method, **self.place, **arguments)
 
     def complete(self, *, replace: bool) -> None:
-        """Makes the object of the parts; without `replace` not where one is there already. Raises `CkptError`."""
+        """Make the object; without `replace` only if there is none yet. Raises `CkptError`."""
         absent = {} if replace else {"IfNoneMatch": "*"}
         parts = [{"PartNumber": part["PartNumber"], "ETag": part["ETag"]} for part in self._in_order()]
         if not replace and not is_exclusive(self.fs):
@@ -231,11 +226,11 @@ class Upload:
         self.fs.invalidate_cache(filesystem(self.url)[1])
 
     def is_proved(self, nbytes: int) -> bool:
-        """Whether the store's checksums prove that the object, which is completed, is the parts as they have to be.
+        """Return True if the store's checksums prove that the completed object has the right parts.
 
-        The tag of a part is the MD5 of its bytes, and the object's that of these. Where a store makes other tags (of
-        what the user's own keys encrypt) they prove nothing. The source of what was copied is read for that. Raises
-        `CkptError` where it cannot be, or the store does not answer.
+        The tag of a part is the MD5 of its bytes, and the object's tag is the MD5 of these. Other tags, as of objects
+        encrypted with the user's own keys, prove nothing. The source of copied parts is read for that. Raises
+        `CkptError` if that fails, or if the store does not answer.
         """
         copied = {number: self._md5(span) for number, span in self.copied.items()}
         parts = [{"MD5": copied.get(part["PartNumber"]), **part} for part in self._in_order()]
@@ -249,12 +244,12 @@ class Upload:
         return sorted(self.parts, key=lambda part: int(part["PartNumber"]))
 
     def abort(self) -> None:
-        """Lets the store forget all parts, if it answers."""
+        """Let the store forget all parts, if it answers."""
         with uninterrupted(insisting=True), suppress(Exception):
             self.call("abort_multipart_upload")
 
     def there(self) -> dict[int, tuple[int, str]]:
-        """Each part that the store has, by its number: bytes, and ETag. Raises `CkptError`, also for no upload."""
+        """Return bytes and ETag of each part that the store has, by number. Raises `CkptError`, also for no upload."""
         found, after, more = dict[int, tuple[int, str]](), 0, True
         with answered(self.url):
             while more:
@@ -264,7 +259,7 @@ class Upload:
         return found
 
     def fill(self, made: Plan) -> None:
-        """Sends the parts, and has the others copied, several at a time."""
+        """Send the parts, or have them copied, several at a time."""
         with ThreadPoolExecutor(_AT_A_TIME) as pool:
             answers: list[Future[dict[str, Any]]] = []
             try:
@@ -285,9 +280,9 @@ class Upload:
         log.info("%s: %s bytes sent, %s copied by the store", self.place["Key"], f"{made.sent:,}", f"{made.copied:,}")
 
     def put(self, number: int, part: Span | bytes, there: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Sends the part, or has it copied; what the store says of it.
+        """Send the part, or have it copied, and return what the store says about it.
 
-        Not where `there` is what it says of one that is there, and it is the same by its MD5.
+        `there` is what it says about a part that it has: one with the same MD5 is not sent again.
         """
         md5 = self._md5(part)
         if there is None or there["ETag"].strip('"') != md5:
@@ -302,7 +297,6 @@ class Upload:
         return {"PartNumber": number, "ETag": tag}
 
     def _md5(self, part: Span | bytes) -> str | None:
-        """Of what the part has to be; the bytes of one that is copied are read from where it is copied from."""
         if not self.verify:
             return None
         found = hashlib.md5(usedforsecurity=False)
@@ -311,7 +305,7 @@ class Upload:
         return found.hexdigest()
 
     def _range(self, span: Span) -> dict[str, Any]:
-        """The span as the store is asked for it: of the object that was read, or of none."""
+        """Return the arguments that copy the span, of the version that was read only."""
         check_assumed(span.path)
         note_streamed(span.path)
         bucket, key, version = self.fs.split_path(filesystem(span.path)[1])
@@ -322,14 +316,14 @@ class Upload:
         }
 
 
-_MOST = 1 << 26  # bytes beside the range that are read for it
+_MOST = 1 << 26  # bytes around the range that are read for it
 
 
 def is_copied(runs: Sequence[Pieces | Span], out: str) -> bool:
-    """Whether the object `out` is proved to be these runs, one of which is a range of another object there.
+    """Return True if the CRCs of the store prove that the object `out` is these runs, one of them a range of another.
 
-    False also where that cannot be told: by a store that does not say these CRCs, or without ``awscrt``, which reckons
-    them. Raises `CkptError` where the source cannot be read.
+    Return False if that is not known: the store has no such CRCs, or ``awscrt``, which computes them, is not installed.
+    Raises `CkptError` if the source cannot be read.
     """
     spans = [(number, run) for number, run in enumerate(runs) if isinstance(run, Span)]
     try:
@@ -348,7 +342,7 @@ def is_copied(runs: Sequence[Pieces | Span], out: str) -> bool:
         return False
 
     def of_range(whole: int, head: Pieces, tail: Pieces, more: int) -> int:
-        """The CRC of the range, as it were with as many zeros behind it as both tails have bytes."""
+        """Return the CRC of the range with as many zeros after it as both tails have bytes."""
         zeros = nbytes_of(tail) + more
         return int(combined(whole ^ _crc(tail), 0, more) ^ combined(_crc(head), 0, span.length + zeros))
 
@@ -365,7 +359,7 @@ def _crc(pieces: Pieces) -> int:
 
 
 def _of_object(url: str, nbytes: int) -> int | None:
-    """The CRC of all of the object, of so many bytes, that its store says; None where it says none."""
+    """Return the CRC of the object, of so many bytes, if its store tells it."""
     fs, path = filesystem(url)
     bucket, key, version = fs.split_path(path)
     with suppress(Exception):  # drivers and stores raise what they like at what they do not know

@@ -30,7 +30,7 @@ _LOCAL = ("file", "local")
 
 
 def preflight(out: str, sources: Iterable[str], *, force: bool, in_place: bool) -> None:
-    """Raises `CkptError` where the URL `out` cannot or must not be written. Called before any work is done."""
+    """Raise `CkptError` if the URL `out` cannot or must not be written. Called before any work is done."""
     _check_scheme(out, in_place)
     found = stat(out)
     if found is not None and found.folder:
@@ -42,7 +42,7 @@ def preflight(out: str, sources: Iterable[str], *, force: bool, in_place: bool) 
 
 
 def preflight_folder(out: str, present: Collection[str], source: str, *, force: bool, in_place: bool) -> None:
-    """Raises `CkptError` where a checkpoint cannot or must not be written into the folder `out`, a URL.
+    """Raise `CkptError` if a checkpoint cannot or must not be written into the folder `out`, a URL.
 
     `present` are the files of a checkpoint that is there already, `source` the path that is read.
     """
@@ -62,9 +62,9 @@ def _check_scheme(out: str, in_place: bool) -> None:
     scheme, _, path = out.partition("://")
     if in_place:
         raise CkptError(
-            f"{out} cannot be changed in place: an object is only ever written anew, and its bytes would go over the"
+            f"{out} cannot be changed in place: objects are only written completely, and the bytes would cross the"
             " network twice",
-            hint="write it beside the old one with -o OUT, then remove that one",
+            hint="write a new object with -o OUT, then remove the old one",
         )
     if "::" in out:
         raise CkptError(f"{out}: a chain of URLs is read, not written", hint="name the URL of the store alone")
@@ -78,41 +78,37 @@ def _same(left: str, right: str) -> bool:
 
 
 def write(pieces: Pieces, out: str, *, replace: bool = True, held: Held | None = None) -> None:
-    """Writes `pieces` to the URL, which appears complete or not at all.
+    """Write `pieces` to the URL, which appears complete or not at all.
 
-    Without `replace`, what came there meanwhile stays. In `held` is noted what the store's checksums prove of it.
-    Raises `CkptError` on a source that changed while it was read, and where the store refuses; `out` is then as it was.
+    Without `replace`, an object that appears meanwhile stays. `held` gets what the store's checksums prove. Raises
+    `CkptError` on a source that changed while it was read, and if the store refuses; `out` is then as it was.
     """
-    made = compose.plan(pieces, out)
-    if made is not None:
+    plan = compose.plan(pieces, out)
+    if plan is not None:
         with compose.begun(out, replace=replace, verify=held is not None) as upload, sources_stay():
-            upload.fill(made)
+            upload.fill(plan)
     else:
-        _send(pieces, out, replace=replace)
+        with _appearing(out, nbytes_of(pieces), replace) as file:
+            with sources_stay():
+                for data in stream(pieces):
+                    with answered(out), uninterrupted(insisting=True):
+                        file.write(data)
+                    progress.has_written(len(data))
+            if not replace:
+                check_absent(out)
     forget(out)
-    if made is not None and held is not None:
+    if plan is not None and held is not None:
         with sources_stay():
-            if compose.is_copied(made.runs, out) or upload.is_proved(nbytes_of(pieces)):
+            if compose.is_copied(plan.runs, out) or upload.is_proved(nbytes_of(pieces)):
                 held.note(out, pieces)
     progress.has_made(*amounts(pieces))
 
 
-def _send(pieces: Pieces, out: str, *, replace: bool) -> None:
-    with _appearing(out, nbytes_of(pieces), replace) as file:
-        with sources_stay():
-            for data in stream(pieces):
-                with answered(out), uninterrupted(insisting=True):
-                    file.write(data)
-                progress.has_written(len(data))
-        if not replace:
-            check_absent(out)
-
-
 @contextmanager
 def _appearing(url: str, nbytes: int, replace: bool) -> Iterator[Any]:
-    """A file of about `nbytes` that is at the URL once the block ends, and never where the block raises.
+    """Yield a file of about `nbytes` that is at the URL once the block ends, and never if the block raises.
 
-    Without `replace` S3 itself refuses where an object is there by then, if it can be asked to.
+    Without `replace`, S3 itself refuses to replace an object, if it can be asked to.
     """
     fs, path = filesystem(url)
     at_close = not _AT_CLOSE.isdisjoint([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
@@ -130,29 +126,24 @@ def _appearing(url: str, nbytes: int, replace: bool) -> Iterator[Any]:
             if place != path:
                 fs.mv(place, path)
     except BaseException:
-        with uninterrupted(insisting=True):
-            _abandon(fs, file, None if at_close else place)
+        with uninterrupted(insisting=True):  # closing the file would complete it
+            with suppress(Exception):
+                file.discard()
+            with suppress(Exception):
+                file.closed = True  # or the driver closes it when it is collected
+            if not at_close:
+                with suppress(Exception):
+                    fs.rm_file(place)
         raise
-
-
-def _abandon(fs: Any, file: Any, temporary: str | None) -> None:
-    """Leaves nothing of the file behind. Closing it would complete it."""
-    with suppress(Exception):
-        file.discard()
-    with suppress(Exception):
-        file.closed = True  # or the driver closes it when it is collected
-    if temporary is not None:
-        with suppress(Exception):
-            fs.rm_file(temporary)
 
 
 # Folders
 
 
 def home_of(files: Iterable[str], out: str, stale: Collection[str], *, replace: bool) -> str:
-    """The folder in which the files of the folder `out`, a URL, are made: itself, unless some there are to be replaced.
+    """Return the folder in which the files of the folder `out`, a URL, are made: `out`, unless some are replaced there.
 
-    Raises `CkptError` where another process is just replacing them, and without `replace` where there are some.
+    Raises `CkptError` if another process is just replacing them, and without `replace` if there are some.
     """
     recover(out)
     places = [join(out, own) for own in (*files, *stale)]
@@ -170,10 +161,10 @@ def home_of(files: Iterable[str], out: str, stale: Collection[str], *, replace: 
 def complete(
     files: Mapping[str, Pieces | Link | Upload], home: str, out: str, stale: Collection[str], *, replace: bool
 ) -> None:
-    """Completes the uploads to the folder `home`, a URL, and writes the other files, the last one last.
+    """Complete the uploads to the folder `home`, a URL, and write the other files, the last one last.
 
-    From there they take the places in `out` as `write_folder` says. Raises `CkptError`, and removes what it wrote,
-    where the store refuses.
+    From there they are moved to `out` as in `write_folder`. Raises `CkptError`, and removes what it wrote, if the store
+    refuses.
     """
     with _settling(files, home, out, stale) as written:
         for own, content in files.items():
@@ -186,7 +177,7 @@ def complete(
 
 @contextmanager
 def _settling(files: Iterable[str], home: str, out: str, stale: Collection[str]) -> Iterator[list[str]]:
-    """The files that are `written` in `home` are the folder `out` once the block ends, and gone where it raises."""
+    """Yield the list of files `written` to `home`, which are moved to `out`, or removed if the block raises."""
     written: list[str] = []
     try:
         yield written
@@ -202,15 +193,15 @@ def _settling(files: Iterable[str], home: str, out: str, stale: Collection[str])
 def write_folder(
     files: Files, out: str, stale: Collection[str], link: str, held: Held | None = None, *, replace: bool
 ) -> None:
-    """Writes `files` into the folder `out`, a URL, the last one last.
+    """Write `files` into the folder `out`, a URL, the last one last.
 
-    Where a checkpoint is to be replaced, the new files are uploaded beside it first; then its files named `stale` and
-    the one that makes it complete are removed, and the new ones moved in, under a journal. In `held` is noted what the
-    store's checksums prove of files that were not moved. Without `replace` no file is replaced. Raises `CkptError`, and
-    removes what it wrote, on a source that changed while it was read and where the store refuses.
+    To replace a checkpoint, the new files are uploaded next to it first; then its files named `stale` and the one that
+    makes it complete are removed, and the new ones moved in, under a journal. `held` gets what the store's checksums
+    prove about files that were not moved. Without `replace` no file is replaced. Raises `CkptError`, and removes what
+    it wrote, on a source that changed while it was read and if the store refuses.
     """
     if link != "copy" and any(isinstance(content, Link) for content in files.values()):
-        raise CkptError(f"{out}: nothing in it can be linked ({link})", hint="--link copy works everywhere")
+        raise CkptError(f"{out}: files of a store cannot be linked ({link})", hint="--link copy works everywhere")
     home = home_of(files, out, stale, replace=replace)
     with _settling(files, home, out, stale) as written:
         for own, content in files.items():

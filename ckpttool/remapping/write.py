@@ -194,9 +194,9 @@ class Writer:
         """Return the job whose ranks write `out` together; None if this process writes alone."""
         job = current()
         if job is not None and is_url(out):
-            from ckpttool.distributed import send
+            from ckpttool.distributed import objects
 
-            if not send.can(out) or self.link != "copy":
+            if not objects.can(out) or self.link != "copy":
                 job.only_first()
         return current()
 
@@ -204,7 +204,7 @@ class Writer:
         self, job: Job, files: Files, folder: str, decided: Decided | None, stale: Collection[str] | None = None
     ) -> None:
         """Let all ranks send the files to the folder: one file, or all files of it, which replace the `stale` ones."""
-        from ckpttool.distributed import send
+        from ckpttool.distributed import objects
         from ckpttool.io import write_remote
 
         home = folder
@@ -214,20 +214,19 @@ class Writer:
             plan = None if decided is None else decided()
             urls = {name: join(home, name) for name in files}
             held = self._proved(files) if home == folder else None
-            with send.sent(job, files, urls, folder, plan, verify=held is not None) as contents:
+            with objects.sent(job, files, urls, folder, plan, verify=held is not None) as contents:
                 write_remote.complete(contents, home, folder, stale or (), replace=self.force)
                 if held is not None:
-                    send.note(held, files, contents)
+                    objects.note(held, files, contents)
 
     @contextmanager
     def _made(self, job: Job, files: Files, out: str, home: Path, decided: Decided | None) -> Iterator[Contents]:
-        from ckpttool.distributed import make
+        from ckpttool.distributed.files import written
 
         with progress.doing(out, _nbytes(files), "written"):
-            again = self.fsync and decided is not None
             plan = None if decided is None else decided()
-            asked = make.Asked(plan, self.link, self.fsync, self.verify, again)
-            with make.made(job, files, out, home, asked) as ready:
+            options = self._options(files=files)
+            with written(job, files, out, home, plan, options, verify=self.verify) as ready:
                 yield ready
 
     def ranks(self, ranks: Sequence[Checkpoint], out: str, decided: Decided | None = None) -> Verified | None:

@@ -195,5 +195,5 @@ def test_a_file_that_is_taken_over_as_it_is_is_copied_by_the_store_or_through_he
     assert fs.cat_file("/journals/m/proved/a") == b"mine"
     assert copied.count("/journals/m/mine") == 1  # nothing proves what a store has copied
     write_folder({"a": [Piece(b"x")]}, f"{OUT}/none", (), "hard", replace=False)  # in which nothing is to be linked
-    with pytest.raises(CkptError, match="nothing in it can be linked"):
+    with pytest.raises(CkptError, match="files of a store cannot be linked"):
         write_folder({"a": Link(f"{OUT}/mine")}, f"{OUT}/hard", (), "hard", replace=False)

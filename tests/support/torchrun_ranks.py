@@ -151,9 +151,9 @@ def _outlive(mark: Path) -> None:
 
 def before_each_unit(call: Callable[[], object]) -> None:
     """Calls it whenever this process is to write a unit, or to send a share."""
-    from ckpttool.distributed import make, send
+    from ckpttool.distributed import files, objects
 
-    for place, name in ((vars(make)["_Task"], "_write"), (vars(send)["_Task"], "_send")):
+    for place, name in ((vars(files)["_Writer"], "_write"), (vars(objects)["_Sender"], "_send")):
         setattr(place, name, _after(call, getattr(place, name)))
 
 

@@ -17,9 +17,9 @@ from torch.distributed import HashStore
 
 from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.core.errors import CkptError
-from ckpttool.distributed import send
+from ckpttool.distributed import objects
+from ckpttool.distributed.items import Item
 from ckpttool.distributed.job import Job
-from ckpttool.distributed.send import Share
 from ckpttool.io import compose, progress, sources, write_remote
 from ckpttool.io.pieces import Crc, Held, Link, Piece, Pieces, nbytes_of
 
@@ -69,8 +69,8 @@ def test_shares_are_the_object_in_parts_that_a_store_takes() -> None:
     many = late = copied = 0
     for seed in range(SEEDS):
         pieces = drawn(random.Random(seed))
-        shares: list[Share] = list(vars(send)["_shares"]("out.pt", pieces, OUT))
-        runs: list[Pieces] = [[Piece(one.run)] if isinstance(one.run, Span) else one.run for one in shares]
+        shares: list[Item] = list(vars(objects)["_items"]("out.pt", pieces, OUT))
+        runs: list[Pieces] = [[Piece(one.data)] if isinstance(one.data, Span) else one.data for one in shares]
         whole = [piece for run in runs for piece in run if piece.nbytes]
         assert [*spread(whole)] == [*spread([piece for piece in pieces if piece.nbytes])], seed
         sizes = [size for one in shares for size in one.sizes]
@@ -86,7 +86,7 @@ def test_shares_are_the_object_in_parts_that_a_store_takes() -> None:
             assert one.late == any(id(crc) not in own for piece in run for crc in piece.needs), seed
             assert [id(crc) for crc in one.crcs] == [id(piece.crc) for piece in run if piece.crc is not None], seed
         many, late = many + (len(shares) > 8), late + any(one.late for one in shares)
-        copied += any(isinstance(one.run, Span) for one in shares)
+        copied += any(isinstance(one.data, Span) for one in shares)
     assert min(many, late, copied) > SEEDS / 20, (many, late, copied)
 
 
@@ -104,7 +104,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "S3_UPLOAD_PART_MIN_SIZE", compose.LEAST >> 10)
     for own in ("LEAST", "_SENT", "_WORTH", "_COPIED"):
         monkeypatch.setattr(compose, own, getattr(compose, own) >> 10)
-    monkeypatch.setattr(send, "_MOST", PARTS)
+    monkeypatch.setattr(objects, "MOST", PARTS)
 
 
 def object_of(tmp_path: Path, broken: bool = False) -> dict[str, Pieces | Link]:
@@ -147,11 +147,11 @@ def run(bucket: Any, files: dict[str, Pieces | Link], plan: object = "plan", hel
     sources.forget_all()
     with (
         patch.object(compose.Upload, "_put", counted),
-        send.sent(Job(0, 1, HashStore(), ("remap",)), files, urls, out, plan, verify=held is not None) as made,
+        objects.sent(Job(0, 1, HashStore(), ("remap",)), files, urls, out, plan, verify=held is not None) as made,
     ):
         write_remote.complete(made, out, out, (), replace=True)
         if held is not None:
-            send.note(held, files, made)
+            objects.note(held, files, made)
     sources.forget_all()
     return sent[0]
 
@@ -170,7 +170,7 @@ def uploads(bucket: Any) -> list[str]:
 
 def killed(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: object) -> None:
     """A run ends by a signal while it sends the fifth share."""
-    plain, seen = send._Task._send, list[int]()
+    plain, seen = objects._Sender._send, list[int]()
 
     def ending(task: Any, number: int) -> Any:
         seen.append(number)
@@ -179,7 +179,7 @@ def killed(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: o
         return plain(task, number)
 
     with monkeypatch.context() as inside:
-        inside.setattr(send._Task, "_send", ending)
+        inside.setattr(objects._Sender, "_send", ending)
         with pytest.raises(KeyboardInterrupt):
             run(bucket, object_of(tmp_path), plan)
 
@@ -247,9 +247,3 @@ def test_what_the_tags_of_the_store_do_not_prove_is_not_noted(
     monkeypatch.setattr(compose.Upload, "is_proved", lambda upload, nbytes: upload.url.endswith("first"))
     run(bucket, object_of(tmp_path), held=held)
     assert [*held.objects] == [f"s3://{bucket[1]}/m/first"]
-
-
-def test_an_object_of_which_no_rank_sent_a_part_is_not_whole() -> None:
-    shares = [Share("first", 1, [Piece(b"x")], 1), Share("first", 2, [Piece(b"y")], 1)]
-    with pytest.raises(CkptError, match="1 parts were sent by no rank"):
-        send._Task(Job(0, 1, HashStore()), shares, {}, {}).finish([(0, [], [])])

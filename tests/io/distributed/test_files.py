@@ -18,11 +18,12 @@ from torch.distributed import HashStore
 
 from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.core.errors import CkptError
-from ckpttool.distributed import make
+from ckpttool.distributed import files as by_ranks
+from ckpttool.distributed.items import is_staging, staging_name, write_all
 from ckpttool.distributed.job import FailedElsewhere, Job, RankDone
-from ckpttool.distributed.make import Asked, cut, is_staging, made, staging_name
 from ckpttool.io import progress, sources
 from ckpttool.io.pieces import Crc, Files, Link, Piece, Ready
+from ckpttool.io.write import WriteOptions
 
 LEAST = 1 << 14  # bytes of a unit
 SOURCE = os.urandom(5 * LEAST + 123)
@@ -31,7 +32,7 @@ SOURCE = os.urandom(5 * LEAST + 123)
 @pytest.fixture(autouse=True)
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Five units and a bit."""
-    monkeypatch.setattr(make, "_LEAST", LEAST)
+    monkeypatch.setattr(by_ranks, "_LEAST", LEAST)
     path = tmp_path / "source.bin"
     path.write_bytes(SOURCE)
     yield path
@@ -75,7 +76,7 @@ WHOLE = {
 }
 
 
-def run(home: Path, *ranks: Files, plan: str = "plan", **asked: Any) -> dict[str, bytes]:
+def run(home: Path, *ranks: Files, plan: str | None = "plan", verify: bool = False, **options: Any) -> dict[str, bytes]:
     """What the ranks, a thread each, make of their files: the bytes by name. Raises what the first rank raises."""
     sources.forget_all()  # each run is a command of its own
     store, found, errors = HashStore(), dict[str, bytes](), dict[int, BaseException]()
@@ -83,7 +84,8 @@ def run(home: Path, *ranks: Files, plan: str = "plan", **asked: Any) -> dict[str
     def one(rank: int) -> None:
         job = Job(rank, len(ranks), store, ("remap",))
         try:
-            with made(job, ranks[rank], str(home / "out"), home, Asked(plan, **asked)) as ready:
+            how = WriteOptions(**options)
+            with by_ranks.written(job, ranks[rank], str(home / "out"), home, plan, how, verify=verify) as ready:
                 found.update(
                     (name, Path(one.path).read_bytes()) for name, one in ready.items() if isinstance(one, Ready)
                 )
@@ -183,8 +185,8 @@ def damaged(folder: Path) -> None:
 SPOILT: dict[str, Callable[[Path], object]] = {
     "of another plan": lambda folder: records(folder, lambda one: one.update(plan="another")),
     "of another file": lambda folder: records(folder, lambda one: one.update(file="deep/second.bin")),
-    "of no unit": lambda folder: records(folder, lambda one: one.update(unit=99)),
-    "without a unit": lambda folder: records(folder, lambda one: one.pop("unit")),
+    "of no unit": lambda folder: records(folder, lambda one: one.update(item=99)),
+    "without a unit": lambda folder: records(folder, lambda one: one.pop("item")),
     "half a line": lambda folder: [p.write_text(p.read_text()[:-9].rpartition("{")[2]) for p in folder.glob("w*.*")],
     "no file": lambda folder: (folder / "new" / "first.bin").unlink(),
     "a shorter file": lambda folder: os.truncate(folder / "new" / "first.bin", LEAST),
@@ -229,7 +231,7 @@ def test_two_jobs_do_not_make_the_same_files_at_once(source: Path, tmp_path: Pat
             run(tmp_path, files(source))
         assert run(tmp_path, files(source), plan="another") == WHOLE
         assert [*tmp_path.glob(".out.*")] == [folder]  # which is in use
-        assert run(tmp_path, files(source), again=False) == WHOLE
+        assert run(tmp_path, files(source), plan=None) == WHOLE
     finally:
         os.close(descriptor)
     run(tmp_path, files(source), plan="another")
@@ -252,11 +254,11 @@ def test_only_what_was_left_of_the_same_output_goes() -> None:
 
 
 def test_no_unit_is_much_larger_than_others(source: Path) -> None:
-    found = cut(files(source))
+    found = by_ranks.items_of(files(source))
     assert [(unit.name, unit.late) for unit in found if unit.late] == [("first.bin", True)]
     for name, whole in WHOLE.items():
         own = [unit for unit in found if unit.name == name]
-        assert [unit.offset for unit in own] == [sum(unit.nbytes for unit in own[:at]) for at in range(len(own))]
+        assert [unit.first for unit in own] == [sum(unit.nbytes for unit in own[:at]) for at in range(len(own))]
         assert sum(unit.nbytes for unit in own) == len(whole)
     assert [unit.nbytes // LEAST for unit in found if unit.nbytes > LEAST] == [3]  # which is computed in one go
 
@@ -301,7 +303,7 @@ def test_what_is_written_is_flushed_where_it_is_to_be(
     assert ({"first.bin", "second.bin"} <= {*flushed}) is fsync
 
 
-def test_a_file_of_which_no_rank_wrote_a_part_is_not_whole(source: Path, tmp_path: Path) -> None:
-    task = make._Task(Job(0, 1, HashStore()), cut(files(source)), tmp_path, "plan", Asked(), {})
-    with pytest.raises(CkptError, match=f"{len(task.units) - 1} parts were written by no rank"):
-        task.finish([])
+def test_a_file_of_which_no_rank_wrote_a_part_is_not_whole(source: Path) -> None:
+    items = by_ranks.items_of(files(source))
+    with pytest.raises(CkptError, match=f"{len(items) - 2} parts were written by no rank"):
+        write_all(Job(0, 1, HashStore()), items, lambda number: {"item": 0, "crcs": []}, {}, verify=False)
