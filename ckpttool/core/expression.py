@@ -1,4 +1,4 @@
-"""How one tensor is computed from others: a `Ref` names a tensor, an `Op` applies a torch operator."""
+"""Expressions: how one tensor is computed from others. A `Ref` names a tensor, an `Op` applies a torch operator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpttool.core.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """The tensor that stands under `key`."""
+    """The tensor with the key."""
 
     key: str
 
@@ -47,7 +47,7 @@ _SPECIAL_KINDS = ("dtype", "layout", "memory_format", "device", "complex")
 
 
 def parts(expression: Argument) -> Iterator[Expression]:
-    """Every tensor in the expression, what it is made of before itself, with repeats."""
+    """Yield every tensor in the expression, operands first, with repeats."""
     if isinstance(expression, tuple):
         for item in expression:
             yield from parts(item)
@@ -61,34 +61,34 @@ def parts(expression: Argument) -> Iterator[Expression]:
 
 
 def refs(expression: Argument) -> Iterator[str]:
-    """Every key the expression reads, in order of appearance, with repeats."""
+    """Return every key that the expression reads, in order, with repeats."""
     if isinstance(expression, Ref):  # as nearly all are
         return iter((expression.key,))
     return (part.key for part in parts(expression) if isinstance(part, Ref))
 
 
 def is_constant(expression: Argument) -> bool:
-    """Whether no key is read."""
+    """Return True if no key is read."""
     return next(refs(expression), None) is None
 
 
 def operators(expression: Argument) -> Iterator[str]:
-    """The operator of every part, the innermost first, with repeats."""
+    """Return the operator of every part, the innermost first, with repeats."""
     return (part.op for part in parts(expression) if isinstance(part, Op))
 
 
 def is_opaque(expression: Argument) -> bool:
-    """True where some part of the value was computed by code that cannot be written down as operators."""
+    """Return True if a part of the value was computed by code that cannot be recorded as operators."""
     return OPAQUE in operators(expression)
 
 
 def by_code(way: str, name: str, source: Expression) -> Op:
-    """What a run of a model's own code calls `name`; of `source`, which stands for it, what it reads is kept."""
+    """Return the value `name` of a run of a model's own code, which reads the keys of `source`."""
     return Op(way, (name, *map(Ref, dict.fromkeys(refs(source)))))
 
 
 def calls(expression: Argument) -> Iterator[Op]:
-    """Every value in the expression that a run of a model's own code gives, in order of appearance."""
+    """Yield every value in the expression that a run of a model's own code computes, in order."""
     if isinstance(expression, Op):
         if expression.op in BY_CODE:
             yield expression
@@ -110,19 +110,19 @@ def substitute(expression: Argument, replace: Callable[[str], Argument]) -> Argu
 
 
 def substitute(expression: Argument, replace: Callable[[str], Argument]) -> Argument:
-    """The expression with every `Ref(key)` replaced by `replace(key)`."""
+    """Return the expression with every `Ref(key)` replaced by `replace(key)`."""
     return _rebuilt(expression, lambda node: replace(node.key) if isinstance(node, Ref) else node)
 
 
 def with_calls(expression: Expression, replace: Callable[[Op], Expression]) -> Expression:
-    """The expression with every value of `calls` replaced."""
+    """Return the expression with every value of `calls` replaced."""
     made = _rebuilt(expression, lambda node: replace(node) if isinstance(node, Op) and node.op in BY_CODE else node)
     assert isinstance(made, (Ref, Op))
     return made
 
 
 def _rebuilt(expression: Argument, replace: Callable[[Expression], Argument]) -> Argument:
-    """The expression with the parts that `replace` changes; it is asked from the outside in."""
+    """Return the expression with the parts that `replace` changes, which is called from the outside in."""
     if isinstance(expression, tuple):
         return tuple(_rebuilt(item, replace) for item in expression)
     made = replace(expression) if isinstance(expression, (Ref, Op)) else expression
@@ -133,7 +133,7 @@ def _rebuilt(expression: Argument, replace: Callable[[Expression], Argument]) ->
 
 
 def to_json(expression: Argument) -> Any:
-    """The JSON form of the contract: ``{"ref": KEY}`` or ``{"op": NAME, "args": [...], "kwargs": {...}}``."""
+    """Return the JSON form: ``{"ref": KEY}`` or ``{"op": NAME, "args": [...], "kwargs": {...}}``."""
     if isinstance(expression, Ref):
         return {"ref": expression.key}
     if isinstance(expression, Op):
@@ -146,7 +146,7 @@ def to_json(expression: Argument) -> Any:
         return {expression.kind: expression.name}
     if isinstance(expression, tuple):
         return [to_json(item) for item in expression]
-    if isinstance(expression, float) and not isfinite(expression):  # inf and nan are no JSON numbers
+    if isinstance(expression, float) and not isfinite(expression):  # JSON has no inf and nan
         return {"float": repr(expression)}
     return expression
 
@@ -178,7 +178,7 @@ _OP = {
     "required": ["op"],
     "additionalProperties": False,
 }
-# The same as JSON Schema, for the ``$defs`` of a schema in which expressions stand.
+# The ``$defs`` of a JSON Schema with expressions.
 DEFINITIONS: dict[str, Any] = {
     "expression": {"anyOf": [_leaf("ref", _TEXT), _OP]},
     "argument": {
@@ -199,47 +199,35 @@ def _problems(value: Any, path: str, depth: int = 0) -> Iterator[Problem]:
     elif isinstance(value, list):
         for number, item in enumerate(value):
             yield from _problems(item, f"{path}[{number}]", depth + 1)
+    elif isinstance(value, dict) and "op" in value:
+        args, kwargs = value.get("args", []), value.get("kwargs", {})
+        known = value.keys() <= {"op", "args", "kwargs"} and isinstance(value["op"], str)
+        if not known or not isinstance(args, list) or not isinstance(kwargs, dict):
+            yield Problem(f"not an expression: {str(value)[:80]}", path)
+            return
+        for number, item in enumerate(args):
+            yield from _problems(item, f"{path}.args[{number}]", depth + 1)
+        for name, item in kwargs.items():
+            yield from _problems(item, f"{path}.kwargs.{name}", depth + 1)
     elif isinstance(value, dict):
-        yield from _problems_of_object(value, path, depth)
+        ((kind, name),) = value.items() if len(value) == 1 else ((None, None),)
+        special = kind in ("ref", *_SPECIAL_KINDS) or (kind == "float" and name in ("inf", "-inf", "nan"))
+        if not special or not isinstance(name, str):
+            yield Problem(f"not an expression: {str(value)[:80]}", path)
     elif value is not None and not isinstance(value, (bool, int, float, str)):
         yield Problem("not an expression", path)
 
 
-def _problems_of_object(value: dict[str, Any], path: str, depth: int) -> Iterator[Problem]:
-    if "op" not in value:
-        if not _is_leaf(value):
-            yield Problem(f"not an expression: {str(value)[:80]}", path)
-        return
-    args, kwargs = value.get("args", []), value.get("kwargs", {})
-    known = value.keys() <= {"op", "args", "kwargs"} and isinstance(value["op"], str)
-    if not known or not isinstance(args, list) or not isinstance(kwargs, dict):
-        yield Problem(f"not an expression: {str(value)[:80]}", path)
-        return
-    for number, item in enumerate(args):
-        yield from _problems(item, f"{path}.args[{number}]", depth + 1)
-    for name, item in kwargs.items():
-        yield from _problems(item, f"{path}.kwargs.{name}", depth + 1)
-
-
-def _is_leaf(value: dict[str, Any]) -> bool:
-    if len(value) != 1:
-        return False
-    ((kind, name),) = value.items()
-    if kind == "float":
-        return isinstance(name, str) and name in ("inf", "-inf", "nan")
-    return isinstance(name, str) and kind in ("ref", *_SPECIAL_KINDS)
-
-
-def _problems_of_whole(value: Any, path: str) -> Iterator[Problem]:
+def _problems_at_top(value: Any, path: str) -> Iterator[Problem]:
     if isinstance(value, dict) and value.keys() & {"op", "ref"}:
         return _problems(value, path)
     return iter([Problem("not an expression", path)])
 
 
 def _in_json(problems: Callable[[Any, str], Iterator[Problem]], name: str) -> Kind:
-    """The JSON of it; its schema refers to the definition that a JSON Schema has to hold (`DEFINITIONS`)."""
+    """Return the kind; its schema refers to a definition that the JSON Schema must have (`DEFINITIONS`)."""
     ref = {"$ref": f"#/$defs/{name}"}
     return Kind(lambda value: next(problems(value, "$"), None) is None, problems, lambda closed: ref, _read, to_json)
 
 
-ARGUMENT, EXPRESSION = _in_json(_problems, "argument"), _in_json(_problems_of_whole, "expression")
+ARGUMENT, EXPRESSION = _in_json(_problems, "argument"), _in_json(_problems_at_top, "expression")

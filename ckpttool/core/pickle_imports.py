@@ -1,7 +1,4 @@
-"""What a pickle imports: torch's own classes, harmless ones, ones that run code, and everything else.
-
-Nothing is imported here to find out: the verdict comes from the name alone.
-"""
+"""Classify what a pickle imports by its name alone: torch's own, harmless, dangerous (runs code) or unknown."""
 
 from __future__ import annotations
 
@@ -38,17 +35,17 @@ class Import:
 
     @property
     def place(self) -> str:
-        """The record and the byte, in words."""
+        """The record and the byte, as text."""
         return f"{self.member or self.file}, byte {self.offset:,}"
 
 
 def in_order(imports: Iterable[Import]) -> tuple[Import, ...]:
-    """The imports, dangerous ones first, then unknown ones; each group by name, and within a name in file order."""
+    """Return the imports: dangerous, unknown, known; each group by name, and within a name in file order."""
     return tuple(sorted(dict.fromkeys(imports), key=lambda one: (VERDICTS.index(one.verdict), one.name)))
 
 
 def dangerous(imports: Iterable[Import]) -> tuple[Import, ...]:
-    """Return those of the imports that run code."""
+    """Return the imports that run code."""
     return tuple(one for one in imports if one.verdict == DANGEROUS)
 
 
@@ -115,7 +112,7 @@ _NAMES = {
     "torch._export.serde.serialize": "deserialize_torch_artifact",
 }
 _FUNCTIONS = {module: _words(names) for module, names in _NAMES.items()}
-# Where a dotted name passes through one of these, it leaves the module that it seems to come from.
+# A dotted name that passes through one of these leaves the module that it seems to come from.
 _DETOURS = _words(
     """
     os posix nt sys subprocess importlib builtins __builtin__ pickle ctypes shutil socket runpy
@@ -203,7 +200,9 @@ def verdict(module: str, name: str) -> str:
     found = _verdict(module, name)
     if found in (OWN, DANGEROUS):
         return found
-    now = _python3(module, name)
+    from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # what Python 3 imports for a name of Python 2
+
+    now = NAME_MAPPING.get((module, name)) or (IMPORT_MAPPING.get(module, module), name)
     return found if now == (module, name) else _verdict(*now)
 
 
@@ -215,7 +214,8 @@ def _verdict(module: str, name: str) -> str:
     if name in _DATA.get(module, ()) or (module == "builtins" and name.endswith(("Error", "Exception", "Warning"))):
         return KNOWN
     steps = name.split(".")
-    if any(_is_special(step) for step in steps) or not _DETOURS.isdisjoint(steps):
+    special = any(len(step) > 4 and step.startswith("__") and step.endswith("__") for step in steps)
+    if special or not _DETOURS.isdisjoint(steps):
         return DANGEROUS
     parts = module.split(".")
     if any(".".join(parts[:count]) in _MODULES for count in range(1, len(parts) + 1)):
@@ -224,19 +224,8 @@ def _verdict(module: str, name: str) -> str:
         return DANGEROUS
     if module == "torch._utils" and name.startswith("_rebuild_") and len(steps) == 1:
         return OWN
-    if module.startswith("__torch__"):  # a class of TorchScript code, which is no Python
+    if module.startswith("__torch__"):  # a class of TorchScript code, which is not Python
         return OWN
     if _TORCH_CLASSES.fullmatch(module) and _CLASS.fullmatch(name):
         return OWN
     return KNOWN if module == "numpy.dtypes" and _CLASS.fullmatch(name) else UNKNOWN
-
-
-def _is_special(step: str) -> bool:
-    return len(step) > 4 and step.startswith("__") and step.endswith("__")
-
-
-def _python3(module: str, name: str) -> tuple[str, str]:
-    """What Python 3 imports for a name of Python 2 in a pickle of protocol 2 or less."""
-    from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-
-    return NAME_MAPPING.get((module, name)) or (IMPORT_MAPPING.get(module, module), name)

@@ -132,7 +132,7 @@ class Plan:
 
     @property
     def by_code(self) -> list[tuple[ModelRun, list[str]]]:
-        """The keys that each run of a model's code computes, or has a part in."""
+        """The keys that each run of a model's code computes, completely or in part."""
         ways = {(o.section, o.key): {call.op for call in ex.calls(o.source)} for o in self.computed}
         return [
             (run, [key for (section, key), own in ways.items() if section == run.section and run.way in own])
@@ -140,7 +140,7 @@ class Plan:
         ]
 
     def check(self, source: Checkpoint) -> list[Problem]:
-        """What makes the plan unfit for `source`: unknown refs, collisions, entries neither used nor dropped."""
+        """Return why the plan does not fit `source`: unknown refs, collisions, entries neither used nor dropped."""
         paths = self.sections
         outputs: dict[str, list[Output]] = {path: [] for path in paths}
         dropped: dict[str, list[str]] = {path: [] for path in paths}
@@ -161,7 +161,7 @@ class Plan:
         return [problem for problems in found for problem in problems] + self._without_code()
 
     def _without_code(self) -> list[Problem]:
-        """What code computes of which the plan does not say whose it is, or not before another run is given it."""
+        """Return computed values whose run the plan does not name, or not before another run reads them."""
         known: set[tuple[str, str]] = set()
         unknown: list[str] = []
         for run in self.runs:
@@ -171,15 +171,15 @@ class Plan:
         return [Problem("the plan does not say which model's code computes it", key) for key in unknown]
 
     def to_json(self) -> dict[str, Any]:
-        """The PLAN object of the contract.
+        """Return the PLAN object of the contract.
 
-        ``modules`` is added where ``_metadata`` follows the renames, ``runs`` where a model's own code computes.
+        It has ``modules`` if ``_metadata`` follows the renames, ``runs`` if a model's own code computes something.
         """
         return dict(PLAN.write(self))
 
     @staticmethod
     def from_json(value: Any, source: str = "the plan") -> Plan:
-        """Reads what `to_json` wrote; `source` names the file in the error.
+        """Read the result of `to_json`; `source` names the file in the error.
 
         Raises `CkptError`, with every problem at its JSON path, on anything else.
         """
@@ -189,7 +189,7 @@ class Plan:
 
 
 _PLACE: Members = {"section": TEXT, "key": TEXT}
-# Names, each with the expression that it is; here a mapping.
+# Names with their expressions; here a mapping.
 _SOURCES = replace(
     list_of(object_of({"name": TEXT, "from": EXPRESSION}), unique="name"),
     read=lambda value: {one["name"]: EXPRESSION.read(one["from"]) for one in value},
@@ -221,7 +221,7 @@ PLAN = record(
 
 
 def _is_said(section: str, source: Expression, known: Collection[tuple[str, str]]) -> bool:
-    """Whether every value of a run of code in it is one of a run that is `known`, by its name there."""
+    """Return True if every value that code computes in it comes from a run that is `known`, under a name."""
     return all((section, call.op) in known and [*map(type, call.args[:1])] == [str] for call in ex.calls(source))
 
 
@@ -238,7 +238,14 @@ def _check_section(
     wanted = read | dict.fromkeys(key for one in given for key in ex.refs(one))
     problems = [Problem("the plan reads a key that the checkpoint has not", key) for key in wanted if key not in have]
     problems += [Problem("the plan drops a key that the checkpoint has not", key) for key in dropped if key not in have]
-    problems += _collisions(outputs)
+    writers: dict[str, list[str]] = {}
+    for output in outputs:
+        writers.setdefault(output.key, []).append(" + ".join(dict.fromkeys(ex.refs(output.source))) or "a constant")
+    problems += [
+        Problem(f"{len(sources)} sources would be written to one key ({', '.join(sources)})", key)
+        for key, sources in writers.items()
+        if len(sources) > 1
+    ]
     problems += [
         Problem("computed by code that is no tensor operator", o.key, "opaque")
         for o in computed
@@ -248,48 +255,31 @@ def _check_section(
     return problems
 
 
-def _collisions(outputs: list[Output]) -> list[Problem]:
-    writers: dict[str, list[Expression]] = {}
-    for output in outputs:
-        writers.setdefault(output.key, []).append(output.source)
-    return [
-        Problem(f"{len(sources)} sources would be written to one key ({', '.join(map(_read_by, sources))})", key)
-        for key, sources in writers.items()
-        if len(sources) > 1
-    ]
-
-
-def _read_by(source: Expression) -> str:
-    return " + ".join(dict.fromkeys(ex.refs(source))) or "a constant"
-
-
 def compose(first: Plan, second: Plan) -> Plan:
-    """The plan that does what `first` and then `second` do: the second reads the keys that the first writes.
+    """Return the plan that does `first` and then `second`, which reads the keys that the first writes.
 
-    What the second drops is dropped of the source too, where nothing else is made of it.
+    Keys that the second drops are dropped from the source too, unless something else is made from them.
     """
     made: dict[str, dict[str, Expression]] = {}
     for output in first.outputs:
         made.setdefault(output.section, {})[output.key] = output.source
-    outputs = tuple(_composed(output, made[output.section]) for output in second.outputs)
-    runs = tuple(_after(run, made.get(run.section, {})) for run in second.runs)
+    outputs = []
+    for output in second.outputs:
+        source = ex.substitute(output.source, made[output.section].__getitem__)
+        outputs.append(output if source == output.source else replace(output, source=source))  # keys share outputs
+    runs = []
+    for run in second.runs:
+        given = {name: ex.substitute(one, made.get(run.section, {}).__getitem__) for name, one in run.given.items()}
+        runs.append(replace(run, given=given))
     used = {(output.section, key) for output in outputs for key in ex.refs(output.source)}
     dropped = {(d.section, key): d.reason for d in second.dropped for key in ex.refs(made[d.section][d.key])}
     late = tuple(Dropped(*place, reason) for place, reason in dropped.items() if place not in used)
-    return Plan(outputs, (*first.dropped, *late), in_turn(first.modules, second.modules), (*first.runs, *runs))
-
-
-def _composed(output: Output, made: Mapping[str, Expression]) -> Output:
-    source = ex.substitute(output.source, made.__getitem__)
-    return output if source == output.source else replace(output, source=source)  # a million keys share their outputs
-
-
-def _after(run: ModelRun, made: Mapping[str, Expression]) -> ModelRun:
-    return replace(run, given={name: ex.substitute(one, made.__getitem__) for name, one in run.given.items()})
+    modules = in_turn(first.modules, second.modules)
+    return Plan(tuple(outputs), (*first.dropped, *late), modules, (*first.runs, *runs))
 
 
 def in_turn(first: Iterable[ModuleRename], second: Iterable[ModuleRename]) -> tuple[ModuleRename, ...]:
-    """Both renames of modules as one: the second knows the paths that the first has made."""
+    """Return both renames of modules as one: the second applies to the results of the first."""
     after = {(m.section, m.old): m.new for m in second}
     before = {(m.section, m.old): m.new for m in first}
     whole = {place: after.get((place[0], new), new) for place, new in before.items()}
@@ -298,10 +288,10 @@ def in_turn(first: Iterable[ModuleRename], second: Iterable[ModuleRename]) -> tu
 
 
 def module_renames(section: str, modules: Iterable[str], renames: Mapping[str, str]) -> tuple[ModuleRename, ...]:
-    """How the module paths of ``_metadata`` follow the renames of keys (old key -> new key).
+    """Return how the module paths of ``_metadata`` follow the renames of keys (old key -> new key).
 
-    A key and its new name say which module became which as long as their ends agree, segment by segment; the evidence
-    nearest to the tensor wins. A module without tensors follows its nearest ancestor that moved.
+    A key and its new name tell which module became which while their last segments are equal; the evidence nearest to
+    the tensor wins. A module without tensors follows its nearest ancestor that moved.
     """
     moved: dict[str, tuple[int, str]] = {}
     for old, new in renames.items():
@@ -314,18 +304,14 @@ def module_renames(section: str, modules: Iterable[str], renames: Mapping[str, s
                 moved[path] = (depth, target)
     found = []
     for path in modules:
-        if not isinstance(path, str):  # torch loads any path, and looks up those that are strings
+        if not isinstance(path, str):  # torch loads any path, but only looks up strings
             continue
-        follows = _follow(path, moved)
-        if follows is not None and follows != path:
-            found.append(ModuleRename(section, path, follows))
+        parts = path.split(".") if path else []
+        for length in range(len(parts), -1, -1):
+            known = moved.get(".".join(parts[:length]))
+            if known is not None:
+                follows = dotted(known[1], *parts[length:])
+                if follows != path:
+                    found.append(ModuleRename(section, path, follows))
+                break
     return tuple(found)
-
-
-def _follow(path: str, moved: Mapping[str, tuple[int, str]]) -> str | None:
-    parts = path.split(".") if path else []
-    for length in range(len(parts), -1, -1):
-        known = moved.get(".".join(parts[:length]))
-        if known is not None:
-            return dotted(known[1], *parts[length:])
-    return None

@@ -1,4 +1,4 @@
-"""How numbers, shapes, commands and untrusted text are written, the same in every report."""
+"""Format numbers, shapes, commands and untrusted text, the same in every report."""
 
 from __future__ import annotations
 
@@ -9,34 +9,32 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def visible(text: str) -> str:
-    r"""The text with every character that could act instead of being read written as an escape (``\x1b``, ``\u202e``).
+    r"""Return the text with unprintable characters as escapes (``\x1b``, ``\u202e``).
 
-    Keys come from files that nobody vouches for: control characters drive terminals, bidi overrides reorder what is
-    read, lone surrogates cannot be encoded. Printable text comes back as it is, backslashes included.
+    Keys come from untrusted files: control characters drive terminals, bidi overrides reorder the text, lone surrogates
+    cannot be encoded. Printable text is returned as it is, with its backslashes.
     """
-    return text if text.isprintable() else "".join(char if char.isprintable() else _escape(char) for char in text)
-
-
-def _escape(char: str) -> str:
-    return char.encode("unicode_escape").decode("ascii")
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 def shell(*args: str) -> str:
-    r"""A command line that can be pasted into bash or zsh; unprintable characters are quoted as ``$'\x1b'``."""
-    return " ".join(shlex.quote(arg) if arg.isprintable() else _ansi_c_quote(arg) for arg in args)
-
-
-def _ansi_c_quote(arg: str) -> str:
-    return "$'" + visible(arg.replace("\\", "\\\\").replace("'", "\\'")) + "'"
+    r"""Return a command line for bash or zsh; unprintable characters are quoted as ``$'\x1b'``."""
+    quoted = []
+    for arg in args:
+        escaped = arg.replace("\\", "\\\\").replace("'", "\\'")
+        quoted.append(shlex.quote(arg) if arg.isprintable() else f"$'{visible(escaped)}'")
+    return " ".join(quoted)
 
 
 def number(n: int) -> str:
-    """``1,234,567``."""
+    """Return ``1,234,567``."""
     return f"{n:,}"
 
 
 def plural(n: int, word: str) -> str:
-    """``1 tensor``, ``2,000 tensors``, ``3 aliases``, ``2 entries``."""
+    """Return ``1 tensor``, ``2,000 tensors``, ``3 aliases``, ``2 entries``."""
     if n == 1:
         return f"1 {word}"
     if word.endswith(("s", "x", "ch", "sh")):
@@ -53,24 +51,24 @@ class Info(str):
 
 
 def some(words: Sequence[str], most: int = 5) -> str:
-    """The first of them, and how many more there are: ``a, b and 1,000 more``."""
+    """Return the first ones, and how many more there are: ``a, b and 1,000 more``."""
     more = f" and {number(len(words) - most)} more" if len(words) > most else ""
     return ", ".join(words[:most]) + more
 
 
 def a(value: object) -> str:
-    """What kind of thing the value is, with its article: ``an int``, ``a dict``."""
+    """Return the type of the value with its article: ``an int``, ``a dict``."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception says; its class where it says nothing."""
+    """Return the first line of the message of an exception, or its class if it has none."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def human_bytes(n: int) -> str:
-    """``1,000 bytes``, ``1.5 KiB``: binary units, rounded down to one decimal so that no size is overstated."""
+    """Return ``1,000 bytes`` or ``1.5 KiB``: binary units, rounded down to one decimal."""
     unit = min(max(n.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
     if unit == 0:
         return plural(n, "byte")
@@ -79,5 +77,5 @@ def human_bytes(n: int) -> str:
 
 
 def shape_text(shape: Iterable[int] | None) -> str:
-    """``[12, 6]`` as torch prints it, ``[]`` for a 0-dim tensor, ``?`` for one that has no shape yet."""
+    """Return ``[12, 6]`` as torch prints it, ``[]`` for a 0-dim tensor, ``?`` for a tensor without a shape."""
     return "?" if shape is None else f"[{', '.join(map(str, shape))}]"
