@@ -28,11 +28,11 @@ class _Weak:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lazy(_Weak):
-    """`length` bytes that do not exist yet: `produce()` says them when they are written, one part after the other.
+    """`length` bytes that do not exist yet: `produce()` yields them, part by part, when they are written.
 
-    A buffer among them is valid until the next part is asked for. `sha256` is their digest where that is all that is
-    known of them: `produce` then raises `CkptError`. `reads` are the bytes that it reads for them, `memory` those that
-    it holds meanwhile: as many as it makes, unless it says otherwise.
+    A buffer among the parts is valid until the next part. With a `sha256`, only the digest of the bytes is known, and
+    `produce` raises `CkptError`. `reads`: bytes that are read for them; `memory`: bytes that are held meanwhile, by
+    default `length`.
     """
 
     length: int
@@ -43,7 +43,7 @@ class Lazy(_Weak):
 
     @property
     def held(self) -> int:
-        """Bytes of memory that producing it takes at most."""
+        """Bytes of memory that `produce` holds at most."""
         return self.length if self.memory is None else self.memory
 
 
@@ -63,12 +63,12 @@ class Storage:
 
     @property
     def held(self) -> int:
-        """Bytes of memory that its content takes while it is made; what lies in a file is read in small parts."""
+        """Bytes of memory that its content needs while it is computed; a file is read in small parts."""
         return 0 if isinstance(self.data, Span) else self.data.held
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole storage, of which a tensor may show a part."""
+        """Bytes of the storage; a tensor may be a view of a part."""
         return self.data.length
 
 
@@ -76,10 +76,10 @@ class Storage:
 class TensorEntry:
     """One named tensor: its geometry and its storage.
 
-    `shape`, `stride` and `offset` count elements, as in torch. `storage` is None where the bytes are not one strided
-    block (`layout` then says what it is: ``sparse_coo``, ``quantized``, ``subclass``, ``meta``, ...); such a tensor can
-    be renamed and carried by the format it came from, not computed with or converted. `packed_bytes` is its size.
-    `payload` is the reader's own record of the entry, which the same format's writer carries through unchanged.
+    `shape`, `stride` and `offset` count elements, as in torch. `storage` is None if the bytes are not one strided block
+    (see `layout`: ``sparse_coo``, ``quantized``, ``subclass``, ``meta``, ...); such a tensor can be renamed and copied
+    within its format, but not computed with or converted. `packed_bytes` is its size. `payload` is the reader's own
+    record of the entry, for the writer of the same format.
     """
 
     key: str
@@ -93,13 +93,13 @@ class TensorEntry:
     payload: object = field(default=None, compare=False, repr=False)
 
     def under(self, key: str) -> TensorEntry:
-        """The same tensor under another name. `replace` would take several times as long."""
+        """Return the same tensor with another key. `replace` would take several times as long."""
         where = (self.offset, self.storage, self.layout, self.packed_bytes, self.payload)
         return TensorEntry(key, self.dtype, self.shape, self.stride, *where)
 
     @property
     def geometry(self) -> tuple[Any, ...]:
-        """What makes the entry the tensor that it is: all of it but its name and its payload, in order."""
+        """All fields but the key and the payload."""
         return (self.dtype, self.shape, self.stride, self.offset, self.storage, self.layout, self.packed_bytes)
 
     @property
@@ -121,7 +121,7 @@ class TensorEntry:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie one after the other in row-major order, as ``Tensor.is_contiguous()`` says."""
+        """True if the elements are adjacent in row-major order, as in ``Tensor.is_contiguous()``."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride)):
             if size != 1 and stride != expected and self.numel:
@@ -131,7 +131,7 @@ class TensorEntry:
 
     @property
     def span(self) -> Span | None:
-        """Where the elements lie in row-major order without gaps, or None where they must be gathered or computed."""
+        """The bytes of the elements in row-major order, or None if they must be gathered or computed."""
         if self.storage is None or not isinstance(self.storage.data, Span) or not self.is_contiguous:
             return None
         data = self.storage.data
@@ -139,7 +139,7 @@ class TensorEntry:
 
     @property
     def identity(self) -> object:
-        """Equal for two entries exactly when they are the same elements of the same storage (one tensor, two names)."""
+        """Equal for two entries if they are the same elements of the same storage (one tensor, two names)."""
         if self.storage is None:
             return (id(self.payload),) if self.payload is not None else (self.key,)
         return (id(self.storage), self.offset, self.shape, self.stride, self.dtype)
@@ -148,31 +148,31 @@ class TensorEntry:
 def in_row_major(
     key: str, dtype: str, shape: tuple[int, ...], storage: Storage | None, payload: object = None
 ) -> TensorEntry:
-    """The entry of a tensor whose elements begin with the storage, in row-major order without gaps."""
+    """Return the entry of a contiguous tensor at the start of the storage."""
     return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, storage, payload=payload)
 
 
 @runtime_checkable
 class Comparable(Protocol):
-    """A payload that can tell its whole content, the storages that it refers to included."""
+    """A payload that can tell its complete content, with the storages that it refers to."""
 
     def content(self) -> bytes | None:
-        """Equal for equal content, whichever file it lies in; None where it cannot be told. Reads the storages."""
+        """Return the content, equal for equal content in any file; None if it is not known. Reads the storages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Digested:
-    """The payload of what is no dense tensor where the SHA-256 of its content, or None, is all that is known of it."""
+    """The payload of a tensor that is not dense, of which only the SHA-256 of its content, or None, is known."""
 
     sha256: str | None
 
 
 @runtime_checkable
 class Resolvable(Protocol):
-    """A payload of a tensor whose values are to be made of its bytes."""
+    """A payload of a tensor whose values must be made from its bytes."""
 
     def resolved(self, entry: TensorEntry) -> TensorEntry:
-        """The entry as a dense tensor, where it is one lazily conjugated or negated; else the entry itself."""
+        """Return the entry as a dense tensor if it is lazily conjugated or negated; else the entry itself."""
 
 
 @runtime_checkable
@@ -180,24 +180,24 @@ class Composite(Protocol):
     """A payload of a tensor that is more than one block of values."""
 
     def lost(self, entry: TensorEntry) -> str:
-        """What of it a format of plain tensors has no place for, in words."""
+        """Return a text about what a format of plain tensors would lose."""
 
 
 @runtime_checkable
 class Meaningful(Protocol):
-    """A payload of a tensor whose values mean what is written elsewhere in its file: as a part of something larger."""
+    """A payload of a tensor whose values depend on another entry of its file: a part of something larger."""
 
     @property
     def meaning(self) -> str:
-        """What is written there; other words make another value of the same bytes."""
+        """The other entry; with another one the same bytes are another value."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExtraEntry:
-    """What a state_dict holds beside tensors (``_extra_state``, a version number): carried as a whole.
+    """An entry of a state_dict that is not a tensor (``_extra_state``, a version number); it is copied completely.
 
-    `value` is the plain Python value where it is one (numbers, strings, lists, dicts of such), else None. `tensors` are
-    those inside it (a tuple of packed parameters, a nested dict): their keys are the way to each from the entry's own.
+    `value` is the plain Python value (numbers, strings, lists, dicts), if it is one, else None. `tensors` are the
+    tensors inside it (a tuple of packed parameters, a nested dict), with keys relative to the entry.
     """
 
     key: str
@@ -206,19 +206,19 @@ class ExtraEntry:
     tensors: tuple[TensorEntry, ...] = field(default=(), compare=False)
 
     def under(self, key: str) -> ExtraEntry:
-        """The same under another name."""
+        """Return the same entry with another key."""
         return replace(self, key=key)
 
     def inside(self) -> tuple[TensorEntry, ...]:
-        """The tensors inside it under their whole keys: ``KEY.0``, ``KEY.weight``."""
+        """Return the tensors inside it with complete keys: ``KEY.0``, ``KEY.weight``."""
         return tuple(entry.under(f"{self.key}.{entry.key}") for entry in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class Unreached:
-    """A storage that belongs to no tensor of the index: what it holds is not understood.
+    """A storage that no tensor of the index has: its content is not understood.
 
-    `path` is the dotted way to where the file refers to it, or the name of its record where nothing does
+    `path` is the dotted path of the reference to it, or the name of its record if there is no reference
     (`is_referred`).
     """
 
@@ -235,11 +235,11 @@ KINDS = ("state_dict", "optimizer", "other")
 class Section:
     """One state dict in a file. `path` is the dotted way to it from the file's root (``""`` is the root itself).
 
-    `kind` is one of `KINDS`: ``other`` are tensors that stand outside every state dict. `modules` are
-    the module paths of the state dict's ``_metadata`` with their payloads (versions), in file order, or None where it
-    has none; a path that is no string (a hostile file's) means nothing to torch, and is carried. `mapping` is an
-    optimizer's whole state dict: Python's own dicts, lists, tuples and scalars, with a `TensorEntry` for each of
-    `tensors` and an `ExtraEntry` for what is neither; None for other kinds. `form` is the form of a model's names that
+    `kind` is one of `KINDS`: ``other`` are tensors outside of all state dicts. `modules` are the module paths of the
+    state dict's ``_metadata`` with their payloads (versions), in file order, or None if it has none; torch ignores a
+    path that is not a string, and it is copied. `mapping` is an optimizer's complete state dict: Python's own dicts,
+    lists, tuples and scalars, with a `TensorEntry` for each of `tensors` and an `ExtraEntry` for any other object; None
+    for other kinds. `form` is the form of a model's names that
     is recorded in the file, because the names alone do not tell it (`formats.form_mark`). `in_lightning`: the section
     was picked from a Lightning checkpoint, so a common prefix of its keys is the LightningModule's attribute.
     """
@@ -255,16 +255,16 @@ class Section:
 
     @property
     def title(self) -> str:
-        """The path as reports and errors have it."""
+        """The path as reports and errors show it."""
         return self.path or "(root)"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements of all tensors; those of a tied tensor count under each of its names."""
+        """Bytes of the elements of all tensors; a tied tensor counts under each of its names."""
         return sum(entry.nbytes for entry in self.all_tensors())
 
     def all_tensors(self) -> tuple[TensorEntry, ...]:
-        """The tensors, behind them those inside the extras."""
+        """Return the tensors, then the tensors inside the extras."""
         inside = tuple(entry for extra in self.extras for entry in extra.inside())
         return (*self.tensors, *inside) if inside else self.tensors
 
@@ -275,17 +275,17 @@ class Section:
 
     @property
     def keys(self) -> list[str]:
-        """Every key, those of tensors first; `by_key` takes several times as long where there are very many."""
+        """Every key, tensors first; much faster than `by_key` for very many."""
         return list(self.by_key()) if self.extras else [entry.key for entry in self.tensors]
 
     def by_key(self) -> dict[str, TensorEntry | ExtraEntry]:
-        """Every entry under its key, tensors first."""
+        """Return every entry by its key, tensors first."""
         found: dict[str, TensorEntry | ExtraEntry] = {entry.key: entry for entry in self.tensors}
         found.update((entry.key, entry) for entry in self.extras)
         return found
 
     def aliases(self) -> dict[str, str]:
-        """Key -> first key of the same tensor, for every key but the first of its group."""
+        """Return the first key of the same tensor, for every other key of it."""
         if own_storages(self.tensors):
             return {}
         first: dict[object, str] = {}
@@ -298,16 +298,16 @@ class Section:
 
 
 def own_storages(tensors: Collection[TensorEntry]) -> bool:
-    """Whether no two tensors have the same storage; what has none is not told apart."""
+    """Return True if no two tensors have the same storage."""
     return len({id(entry.storage) for entry in tensors}) == len(tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Readings:
-    """What else a file of dicts in dicts could be read as: that a dict is one state dict only a model's names can tell.
+    """Other readings of a file of nested dicts: only a model's names can tell which dict is one state dict.
 
-    `dicts` are the keys of each dict that was taken for none, by its dotted path, `sections` what the file was read as,
-    and `again(paths)` reads it with the dicts at these paths taken for state dicts.
+    `dicts` are the keys of each dict that was not read as a state dict, by its dotted path; `sections` is the result.
+    `again(paths)` reads the file with the dicts at these paths as state dicts.
     """
 
     dicts: Mapping[str, Sequence[str]]
@@ -365,7 +365,7 @@ class Checkpoint:
         return tuple(section for section in self.sections if section.kind == "optimizer")
 
     def read_as(self, paths: Iterable[str]) -> Checkpoint:
-        """The same file with the dicts at `paths` read as state dicts; itself where all are, or none is to be had."""
+        """Return the same file with the dicts at `paths` read as state dicts; itself if nothing changes."""
         other = self.readings
         if other is None or other.sections is not self.sections:
             return self
@@ -373,12 +373,12 @@ class Checkpoint:
         return replace(other.again(found), imports=self.imports, files=self.files) if found else self
 
     def read_for(self, wanted: Iterable[tuple[str, str]]) -> Checkpoint:
-        """The same file in the reading that has the `wanted` pairs of a section's path and a key, as far as one has."""
+        """Return the reading of the same file that has most of the `wanted` pairs of a section's path and a key."""
         have = self.entries()
         return self.read_as({at[0] for at in wanted if at not in have})
 
     def entries(self) -> dict[tuple[str, str], TensorEntry | ExtraEntry]:
-        """Every entry by its section's path and its key."""
+        """Return every entry by its section's path and its key."""
         return {(section.path, key): entry for section in self.sections for key, entry in section.by_key().items()}
 
     def part(self, path: str) -> str:
@@ -393,7 +393,7 @@ class Checkpoint:
         return "ckpttool.inspect(ckpt)" if self.format == "memory" else shell("ckpttool", "inspect", self.source)
 
     def section(self, path: str) -> Section:
-        """The section at `path`; KeyError where there is none."""
+        """Return the section at `path`. Raises KeyError if there is none."""
         for section in self.sections:
             if section.path == path:
                 return section
@@ -401,7 +401,7 @@ class Checkpoint:
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Row-major strides, in elements, as torch gives them to a new tensor of this shape."""
+    """Return row-major strides, in elements, as of a new tensor of this shape."""
     stride: list[int] = []
     step = 1
     for size in reversed(shape):

@@ -7,14 +7,14 @@ from typing import Literal
 
 from ckpttool.core.values import dataclass, public
 
-# What a problem is, for code that chooses what to advise; what nobody asks about is ``other``.
+# The kind of a problem, for code that chooses a hint.
 Kind = Literal["missing", "left_over", "shape", "dtype", "unknown", "opaque", "value", "other"]
 
 
 @public
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong, and the key (or path) where it is wrong."""
+    """A problem, and the key (or path) that has it."""
 
     problem: str
     key: str
@@ -25,7 +25,7 @@ class Problem:
 
     @staticmethod
     def parse(text: str) -> Problem:
-        """What ``str`` made of a problem, but for its kind."""
+        """Return the problem from the result of ``str``, without its kind."""
         problem, _, key = text.rpartition(" @ ")
         return Problem(problem or text, key if problem else "")
 

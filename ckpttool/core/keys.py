@@ -1,4 +1,4 @@
-"""How keys are spelled: their dots, and the last segments of flat optimizer keys."""
+"""The spelling of keys: dots, numbers, flat parameters."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a segment that is a number, as
 
 
 def dotted(*parts: str) -> str:
-    """The parts joined by dots, without those that are empty: the root of a file or a model has no name."""
+    """Return the parts joined by dots, without empty ones: the root of a file or a model has no name."""
     return ".".join(filter(None, parts))
 
 
 def is_flat(key: str) -> bool:
-    """Whether the last segment of `key` is one that flat parameters have."""
+    """Return True if the last segment of `key` is the name of a flat parameter."""
     return "flat_param" in key and _FLAT.fullmatch(key.rpartition(".")[2]) is not None
 
 
 def free(path: str, taken: Container[str]) -> str:
-    """`path`, or where it is taken (keys may hold dots themselves) the first `path@1`, `path@2`, ... that is free."""
+    """Return `path`, or if it is taken (keys may contain dots) the first of `path@1`, `path@2`, ... that is not."""
     number, found = 0, path
     while found in taken:
         number += 1

@@ -1,4 +1,4 @@
-"""How much an input may cost: one value whose fields the error messages name."""
+"""Limits on the cost of an input, which error messages name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Limits:
     remote_requests: int = 4  # at a time for large tensors; each holds 8 MiB
 
     def named(self, name: str) -> str:
-        """The limit as an error says it, with the option that raises it: ``the limit is …``."""
+        """Return the text about the limit for an error, with the option that raises it."""
         value = getattr(self, name)
         return f"the limit {name} is {value:,} (--limit {name}={2 * value} raises it)"
 
@@ -44,13 +44,13 @@ spent: dict[str, float] = {}  # seconds that each regular expression has taken i
 
 
 def limits() -> Limits:
-    """The limits that hold now."""
+    """Return the current limits."""
     return _limits
 
 
 @contextmanager
 def limited(to: Limits) -> Iterator[None]:
-    """Inside, these limits hold."""
+    """Apply these limits inside the block."""
     global _limits
     before, _limits = _limits, to
     try:
@@ -60,9 +60,9 @@ def limited(to: Limits) -> Iterator[None]:
 
 
 def raised(texts: Sequence[str], start: Limits = Limits()) -> Limits:
-    """The limits with each ``NAME=VALUE`` in its place; VALUE is a number, perhaps with K, M, G or T.
+    """Return the limits with each ``NAME=VALUE`` applied; VALUE is a number, perhaps with K, M, G or T.
 
-    Raises `CkptError` for what is none.
+    Raises `CkptError` for an invalid limit.
     """
     known = [field.name for field in fields(Limits)]
     for text in texts:
@@ -82,7 +82,7 @@ _spare: ContextVar[list[int] | None] = ContextVar("spare", default=None)
 
 @contextmanager
 def one_reading() -> Iterator[None]:
-    """Inside, all files that are read share `Limits.pickle_memory`; outside of it each has all of that."""
+    """Share `Limits.pickle_memory` among all files that are read inside the block; outside, each has all of it."""
     token = _spare.set([_limits.pickle_memory])
     try:
         yield
@@ -91,7 +91,7 @@ def one_reading() -> Iterator[None]:
 
 
 class Memory:
-    """The bytes of memory that the index of a file of `nbytes` may take: counted from above, not measured."""
+    """The bytes of memory that the index of a file of `nbytes` may take: an upper bound, not measured."""
 
     __slots__ = ("_own", "_spare")
 

@@ -44,7 +44,7 @@ class RuntimeTensor:
     """A tensor as ``named_parameters(remove_duplicate=False)`` / ``named_buffers(remove_duplicate=False)`` list it.
 
     `canonical` is the FQN without the segments that wrappers added; `kind` is ``parameter`` or ``buffer``; `alias_of`
-    the first FQN of the same tensor; `shape` is None for an uninitialised (lazy) parameter.
+    is the first FQN of the same tensor; `shape` is None for an uninitialized (lazy) parameter.
     """
 
     fqn: str
@@ -59,7 +59,7 @@ class RuntimeTensor:
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """The code that renamed or computed a key: its function, file, line, and the FQN of the module that it is on."""
+    """The code that renamed or computed a key: its function, file, line, and the FQN of its module."""
 
     function: str
     file: str
@@ -72,7 +72,7 @@ class Hook:
 
 @dataclass(frozen=True, slots=True)
 class SerializedKey:
-    """A tensor of ``model.state_dict()``: how it comes from runtime tensors (None: from none), and by which hook."""
+    """A tensor of ``model.state_dict()``: its expression over runtime tensors (None: from none), and its hook."""
 
     key: str
     dtype: str
@@ -93,7 +93,7 @@ class LoadedTensor:
 class OptimizerParam:
     """A parameter's position in ``optimizer.state_dict()``: its id, its FQN, the index of its param group.
 
-    `state` are the names of the state that one step gives it; empty where that is not known.
+    `state` are the names of its state after one step; empty if that is not known.
     """
 
     id: int
@@ -107,10 +107,9 @@ class OptimizerParam:
 class Names:
     """All names of one model; the fields are those of the contract's `trace` object.
 
-    `modules` are the module paths of the state dict's ``_metadata``, or None where it has none; `versions` those whose
-    loading may ask for their version, with it, where other versions are read otherwise, else None. `optimizer_groups`
-    are the hyperparameters of each param group, as far as they are plain values. `notes` say what was not looked at, or
-    could not be told.
+    `modules` are the module paths of the state dict's ``_metadata``, or None if it has none; `versions` the versions of
+    modules whose loading depends on it, else None. `optimizer_groups` are the hyperparameters of each param group, if
+    they are plain values. `notes` say what was not examined, or could not be determined.
     """
 
     model: str
@@ -138,12 +137,12 @@ class Names:
         return tuple(OptimizerParam(index, fqn, 0) for index, fqn in enumerate(parameters))
 
     def to_json(self) -> dict[str, Any]:
-        """The `trace` object of the contract, and the content of a names file."""
+        """Return the `trace` object of the contract, which is the content of a names file."""
         return dict(NAMES.write(replace(self, optimizer=self.ids)))
 
     @staticmethod
     def from_json(value: Any, source: str) -> Names:
-        """Reads what `to_json` wrote; `source` names the file in the error. Raises `CkptError` on anything else."""
+        """Read the result of `to_json`; `source` names the file in the error. Raises `CkptError` on anything else."""
         check_titled(NAMES, value, source, "a names file", _HINT)
         if next(_unknown_names(value), None) is not None:
             raise faults(_unknown_names(value), f"{source} is not a names file", _HINT)
@@ -196,7 +195,7 @@ NAMES = record(
 
 
 def _unknown_names(value: Any) -> Iterator[Problem]:
-    """Every name that a part of a names file refers to, and that the file does not have."""
+    """Yield a problem for every reference in a names file to a name that it does not have."""
     runtime = {r["fqn"] for r in value["runtime"]}
     keys = {*(s["key"] for s in value["serialized"]), *value["extra_state"]}
     groups = len(value.get("optimizer_groups", ()))

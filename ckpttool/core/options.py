@@ -17,10 +17,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The words of an option: its `flags` (``-o``, ``--output``), what stands for its value, the help's sentence.
+    """An option: its `flags` (``-o``, ``--output``), the metavar of its value, its help.
 
-    `least` is the smallest number that it takes; `check` is called with a value, and raises `CkptError` where it is
-    none of those that there are.
+    `least` is the smallest number that it takes; `check` is called with a value, and raises `CkptError` for an invalid
+    one.
     """
 
     flags: tuple[str, ...]
@@ -32,7 +32,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """The words of what a command takes by its place: what stands for its value, the help's sentence."""
+    """A positional argument: the metavar of its value, its help."""
 
     metavar: str
     help: str
@@ -45,7 +45,7 @@ def option(
     least: float | None = None,
     check: Callable[[Any], object] | None = None,
 ) -> Option:
-    """Marks a field as an option: ``Annotated[str | None, option("--to", metavar="FORM", help="…")]``."""
+    """Mark a field as an option: ``Annotated[str | None, option("--to", metavar="FORM", help="…")]``."""
     return Option(flags, metavar, help, least, check)
 
 
@@ -151,5 +151,5 @@ class OutputOptions:
     no_fsync: Annotated[bool, option("--no-fsync", help="Do not wait until the disk has the bytes.")] = False
 
     def target(self, source: str) -> str | None:
-        """The path that is to be written, or None where nothing is."""
+        """Return the path to write, or None if nothing is written."""
         return source if self.in_place else self.out

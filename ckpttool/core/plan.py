@@ -86,7 +86,7 @@ class OptimizerMove:
 
 @dataclass(frozen=True, slots=True)
 class ModelRun:
-    """A run of a model's own code, which computes what no operators say: outputs refer to it as ``Op(way, (NAME, …))``.
+    """A run of a model's own code, which computes values that no operators express: ``Op(way, (NAME, …))``.
 
     With `way` `LOADED` a real instance of `model`, built with the arguments `kwargs`, loads `given` strictly, and NAME
     is one of its tensors; with `SAVED` it gets `given` as its tensors, and NAME is a key of its ``state_dict()``.
@@ -103,7 +103,7 @@ class ModelRun:
 @public
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a remap does. Sections that nothing here names are carried through unchanged."""
+    """The result of a remap. Sections that it does not name are copied unchanged."""
 
     outputs: tuple[Output, ...] = ()
     dropped: tuple[Dropped, ...] = ()
@@ -118,14 +118,14 @@ class Plan:
 
     @property
     def computed(self) -> tuple[Output, ...]:
-        """The outputs that are no renames. A plan without any moves bytes only and needs no torch."""
+        """The outputs that are not renames. A plan without any only moves bytes and needs no torch."""
         return tuple(output for output in self.outputs if not isinstance(output.source, Ref))
 
     @property
     def reads(self) -> set[tuple[str, str]]:
-        """The section and the key of everything that it moves, computes with, or leaves out.
+        """Return the section and the key of everything that it moves, reads, or drops.
 
-        What is left out at the root may be a whole section, or be in none: that does not say what is a key there.
+        Drops at the root are left out: they may be complete sections, or outside of all sections.
         """
         moved = {(output.section, key) for output in self.outputs for key in ex.refs(output.source)}
         return moved | {(gone.section, gone.key) for gone in self.dropped if gone.section}

@@ -1,4 +1,4 @@
-"""What a JSON value must be, declared once: validation of files, and JSON Schema."""
+"""Kinds of JSON values, declared once for validation, reading, writing and JSON Schema."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def _itself(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a value may have to be.
+    """A kind of JSON value.
 
-    `problems(value, path)` says in words what is wrong with a value that does not fit, and where in the file.
-    `schema(closed)` is the same as JSON Schema 2020-12; where it is closed, objects have no other members than those
-    that they name. `title` is what the member ``schema`` of an object says that it is, and in which version.
+    `problems(value, path)` yields what is wrong with a value that does not fit, and where in the file. `schema(closed)`
+    is the kind as JSON Schema 2020-12; if it is closed, objects must not have other members. `title` is the
+    value of the member ``schema`` of an object: its name and version.
     """
 
     fits: Callable[[Any], bool]
@@ -55,7 +55,7 @@ def plain(said: str, fits: Callable[[Any], bool], keywords: Mapping[str, Any]) -
 
 
 def nullable(kind: Kind) -> Kind:
-    """The kind, or null."""
+    """Return the kind, or null."""
     return Kind(
         lambda value: value is None or kind.fits(value),
         lambda value, path: iter(()) if value is None else kind.problems(value, path),
@@ -66,7 +66,7 @@ def nullable(kind: Kind) -> Kind:
 
 
 def unless_empty(kind: Kind) -> Kind:
-    """The kind; what is empty is written as null, or left out where it may be."""
+    """Return the kind; an empty value is written as null, or left out if it may be."""
     return replace(kind, write=lambda made: kind.write(made) or None)
 
 
@@ -217,7 +217,7 @@ def record(
 
 
 def titled(title: str, kind: Kind) -> Kind:
-    """The object with the member ``schema`` before its others."""
+    """Return the kind of the object with the member ``schema`` first."""
 
     def schema(closed: bool) -> dict[str, Any]:
         found = kind.schema(closed)
@@ -260,13 +260,13 @@ ERROR = titled("ckpttool.error/1", row({"status": COUNT, "error": TEXT, "problem
 
 
 def check(kind: Kind, value: Any, message: str, hint: str) -> None:
-    """Raises `CkptError` with `message` and every problem at its JSON path where the value is not of the kind."""
+    """Raise `CkptError` with `message` and every problem at its JSON path if the value is not of the kind."""
     if not kind.fits(value):
         raise faults(kind.problems(value, "$"), message, hint)
 
 
 def check_titled(kind: Kind, value: Any, source: str, what: str, hint: str) -> None:
-    """Raises `CkptError` where the file `source` is not `what`: does not say so, in this version, or is not."""
+    """Raise `CkptError` if the file `source` is not `what`, in this version."""
     found = value.get("schema") if isinstance(value, dict) else None
     if found != kind.title:
         raise CkptError(f"{source} is not {what}: schema is {_shown(found)}, not {kind.title!r}", hint=hint)
@@ -274,7 +274,7 @@ def check_titled(kind: Kind, value: Any, source: str, what: str, hint: str) -> N
 
 
 def faults(problems: Iterator[Problem], message: str, hint: str) -> CkptError:
-    """The error that lists these problems, or the first of very many."""
+    """Return the error that lists these problems, or the first of very many."""
     shown = list(islice(problems, _MOST + 1))
     more = [Problem(f"more than {_MOST} problems: these are the first", "$")] if len(shown) > _MOST else []
     return CkptError(message, hint=hint, problems=[*shown[:_MOST], *more])

@@ -17,12 +17,12 @@ from fsspec.exceptions import FSTimeoutError
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import limits
 
-# The module that a driver lacks, where the package to install has another name.
+# Modules that drivers import, if the package to install has another name.
 _PACKAGES = {"smbclient": "smbprotocol", "dropboxdrivefs": "dropboxdrivefs", "yarl": "aiohttp", "git": "pygit2"}
 _LOGIN = "check the credentials that the driver finds, and that they may do this"
 _NETWORK = "check the network, and the endpoint that the driver is set to"
 _ANY = "check the URL, the network, and what the driver is set to"
-# Drivers share no classes for these, but nearly the same names for them.
+# Drivers share no classes for these, but their names are similar.
 _NAMES = (
     (re.compile("Credential|TokenRetrieval|Login|Auth|Gated|Profile|Forbidden|AccessDenied|Unauthorized"), _LOGIN),
     (re.compile("Connect|Timeout|Endpoint|DNS|gaierror|SSL|ServerDisconnected|IncompleteRead|Payload"), _NETWORK),
@@ -38,18 +38,18 @@ log = logging.getLogger(__name__)
 
 
 class SendsTooMuch(OSError):
-    """An answer is longer than what was asked for."""
+    """An answer is longer than the range in the request."""
 
 
 class CameShort(OSError):
-    """An answer has fewer bytes than the range (`start`, `end`) that was asked for."""
+    """An answer has fewer bytes than the range (`start`, `end`) in the request."""
 
     def __init__(self, start: int, end: int, came: int) -> None:
         super().__init__(f"asked for {end - start:,} bytes from byte {start:,}, got {came:,}")
 
 
 def patiently(url: str, ask: Callable[[], Answer]) -> Answer:
-    """What `ask` gives; asked again, up to some seconds later, where the store may answer then. Raises `CkptError`."""
+    """Return the result of `ask`; retry for some seconds after errors that may pass. Raises `CkptError`."""
     for wait in _WAITS:
         try:
             return ask()
@@ -65,19 +65,19 @@ def patiently(url: str, ask: Callable[[], Answer]) -> Answer:
 
 @contextmanager
 def answered(url: str) -> Iterator[None]:
-    """Raises `CkptError` for whatever the driver of the URL raises inside."""
+    """Turn whatever the driver of the URL raises inside into a `CkptError`."""
     try:
         yield
     except (CkptError, MemoryError):
         raise
     except Exception as error:  # drivers raise what they like, their libraries too
-        raise _in_words(url, error) from error
+        raise _explained(url, error) from error
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether the same request may well be answered a moment later: throttled, cut off, a server that is busy.
+    """Return True if the same request may succeed a moment later: throttled, cut off, a busy server.
 
-    Silence for longer than the limit is not asked for again, nor what refuses a connection.
+    A server that is silent for too long, or that refuses the connection, is not asked again.
     """
     if isinstance(error, (FSTimeoutError, SendsTooMuch)):
         return False
@@ -93,13 +93,13 @@ def is_passing(error: BaseException) -> bool:
 
 
 def is_failure(cause: BaseException | None) -> TypeGuard[BaseException]:
-    """Whether a file that a driver calls missing may well be there: it was not allowed to look, or got no answer."""
+    """Return True if a file that a driver calls missing may exist: access was denied, or there was no answer."""
     return getattr(cause, "status", 404) not in (404, 410) or (
         isinstance(cause, OSError) and not isinstance(cause, (FileNotFoundError, NotADirectoryError))
     )
 
 
-def _in_words(url: str, error: Exception) -> CkptError:
+def _explained(url: str, error: Exception) -> CkptError:
     scheme = url.partition("://")[0].rpartition("::")[2]
     if isinstance(error, ImportError):
         return _no_driver(url, scheme, error)
@@ -150,6 +150,5 @@ def _hint(error: Exception) -> str:
 
 
 def _text(error: Exception) -> str:
-    """The error in one line."""
     said = " ".join(str(error).split()) or quote(repr(error))
     return said if isinstance(error, OSError) else f"{type(error).__name__}: {said}"
