@@ -16,7 +16,7 @@ from ckpttool.io import progress
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "_current", ())
+    monkeypatch.setattr(job, "_current", None)
 
 
 def test_what_the_first_rank_finds_it_looks_for_once() -> None:
