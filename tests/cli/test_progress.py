@@ -176,5 +176,5 @@ def test_a_bar_that_is_over_does_not_appear(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_rank_says_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert progress._line(1).endswith("requests")
-    monkeypatch.setattr(job, "_current", (job.Job(1, 3, HashStore()),))
+    monkeypatch.setattr(job, "_current", job.Job(1, 3, HashStore()))
     assert progress._line(1).endswith("requests (rank 1 of 3)")
