@@ -208,6 +208,7 @@ class _Writer:
         finally:
             os.close(descriptor)
         record: Record = {"item": number, "plan": self.plan, "file": item.name, "read": read}
+        record |= {"offset": item.first, "size": item.nbytes}
         record |= {"blake2b": None if found is None else found.hexdigest(), "crcs": [crc.value for crc in item.crcs]}
         if found is not None and not self._holds(item, record["blake2b"]):
             raise CkptError(

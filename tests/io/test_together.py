@@ -239,7 +239,7 @@ def test_a_killed_swap_goes_on_where_it_was(source: Path, tmp_path: Path, run: R
     killed = run_ranks(tmp_path, 2, *command, "out.pt2", fault=Fault(1, 1))
     assert killed[1].status == -9, killed
     (staging,) = tmp_path.glob(".out.*.ckpttool.job")
-    noted = sum(path.read_text().count('"unit"') for path in staging.glob("written.*"))
+    noted = sum(path.read_text().count('"item"') for path in staging.glob("written.*"))
     assert noted
     done = run_ranks(tmp_path, 3, *command, "out.pt2")
     assert [one.status for one in done] == [0, 0, 0], done
