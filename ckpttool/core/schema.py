@@ -14,7 +14,7 @@ from ckpttool.core.dtypes import BY_NAME
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.values import dataclass
 
-LEFT_OUT = object()  # in the place of the value of a member that is not written
+LEFT_OUT = object()  # instead of the value of a member that is not written
 _MOST = 100  # problems that are listed
 _PLAIN = re.compile(r"[A-Za-z_]\w*")
 
@@ -101,7 +101,7 @@ def list_of(kind: Kind, unique: str = "") -> Kind:
 
 
 def items(*kinds: Kind) -> Kind:
-    """A list of as many items as there are kinds, each of its own."""
+    """Return the kind of a list with one item for each kind."""
 
     def fits(value: Any) -> bool:
         alike = isinstance(value, list) and len(value) == len(kinds)
@@ -173,7 +173,7 @@ def object_of(needs: Members, may: Members | None = None) -> Kind:
 
 
 def row(needs: Members, may: Members | None = None) -> Kind:
-    """An object that is written from a tuple of its members in order; in the place of one may stand `LEFT_OUT`."""
+    """Return the kind of an object that is written from a tuple of its members; `LEFT_OUT` omits one."""
     members = {**needs, **(may or {})}
 
     def write(made: Any) -> dict[str, Any]:

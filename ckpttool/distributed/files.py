@@ -71,7 +71,7 @@ def written(
 
 
 def items_of(files: Files) -> list[Item]:
-    """Cut the files into items, without those that only the first rank writes."""
+    """Cut the files into items; files without tensors are left to the first rank."""
     contents = {name: content for name, content in files.items() if not isinstance(content, Link)}
     contents = {name: content for name, content in contents.items() if not is_text(content)}
     total = sum(nbytes_of(content) for content in contents.values())
@@ -148,7 +148,7 @@ def _locked(folder: Path) -> Iterator[bool | None]:
 def _known(staging: Path, items: Sequence[Item], plan: str, sizes: Mapping[str, int]) -> dict[int, Record]:
     """Return the records of the items that an earlier run of the same plan has written; remove all others.
 
-    Others may be about a file that is gone, and would be taken for the one that replaces it.
+    Another record may be about a deleted file, and would be taken for its replacement.
     """
     complete = {name for name, size in sizes.items() if _size(staging / NEW / name) == size}
     known: dict[int, Record] = {}

@@ -136,7 +136,7 @@ _current: Job | None = None
 
 
 def current() -> Job | None:
-    """Return the job that this process is a rank of, while its work is to be shared."""
+    """Return the job that this process is a rank of, while its work is shared."""
     return None if _current is None or _current._alone else _current
 
 

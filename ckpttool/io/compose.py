@@ -103,7 +103,7 @@ def plan(pieces: Pieces, out: str) -> Plan | None:
     paths = {piece.data.path for piece in pieces if isinstance(piece.data, Span) and is_url(piece.data.path)}
     there = {path for path in paths if filesystem(path)[0] is fs}
     runs: list[Pieces | Span] = []
-    waiting: list[Piece] = []  # that are to be sent
+    waiting: list[Piece] = []  # for the next run
     count = 0  # bytes of these
     for piece in _joined(pieces):
         data = piece.data

@@ -229,7 +229,7 @@ def is_glob(path: str) -> bool:
 
 
 def files_of(source: str) -> list[str]:
-    """Return the local files that a CKPT operand names: itself, those that match it, those in the folder."""
+    """Return the local files that a CKPT operand names: a file, the matches of a pattern, or the files of a folder."""
     if is_url(source) or "\0" in source:
         return []
     if os.path.isdir(source):
@@ -240,7 +240,7 @@ def files_of(source: str) -> list[str]:
 def places(path: str) -> dict[str, set[str] | None]:
     """Return the names of the local files at the path (a file, a folder, a glob) by folder; None: all of the folder.
 
-    Symbolic links are followed, as journals are next to the file itself. An index stands for its folder.
+    Symbolic links are followed, as journals are next to the file itself. An index means all of its folder.
     """
     found: dict[str, set[str] | None] = {}
     if "\0" in path:
@@ -278,7 +278,7 @@ def look_anew(path: str) -> None:
 
 
 def settle(path: str) -> None:
-    """Roll back interrupted edits of the local files at the path, which is to be written. Raises `CkptError`."""
+    """Roll back interrupted edits of the local files at the path before it is written. Raises `CkptError`."""
     if is_url(path):
         return
     for folder, names in places(path).items():

@@ -1,4 +1,4 @@
-"""Patch a file where it lies: write other bytes before and after those that stay, which no call reads or copies.
+"""Patch a file in place: write other bytes before and after the rest, which no call reads or copies.
 
 The inverse is a patch too. The bytes that stay keep their place, or are moved by whole blocks, which ext4 and XFS do by
 changing the list of the file's extents.
@@ -16,7 +16,7 @@ from ckpttool.io.pieces import Pieces
 from ckpttool.io.syscalls import write_all
 
 _MOST = 1 << 28  # bytes that a patch writes; if more changes, the file is rewritten completely
-_SAMPLE = 4096  # bytes at each end of those that stay, by which a file is recognized
+_SAMPLE = 4096  # bytes at each end of the rest, by which a file is recognized
 _COLLAPSE, _INSERT = 0x08, 0x20  # linux/falloc.h: FALLOC_FL_COLLAPSE_RANGE, FALLOC_FL_INSERT_RANGE
 
 
@@ -38,7 +38,7 @@ class Patch:
 
     @property
     def end(self) -> int:
-        """Where the bytes that stay end in the new file."""
+        """The end of the bytes that stay, in the new file."""
         return self.start + self.shift + self.length
 
     @property
@@ -140,7 +140,7 @@ def _read(descriptor: int, offset: int, count: int) -> bytes:
 
 
 def _move(descriptor: int, patch: Patch) -> None:
-    """Move the whole content by whole blocks: up, or down over the bytes that lie there."""
+    """Move the content by complete blocks: up, or down over the first bytes."""
     if patch.shift > 0:
         syscalls.fallocate(descriptor, _INSERT, 0, patch.shift)
     else:

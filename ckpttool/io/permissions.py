@@ -14,9 +14,9 @@ _RWX = 0o777
 
 
 def settle(descriptor: int, place: Path, sources: Iterable[str]) -> None:
-    """Set owner and mode of the new file, which is to be moved to `place`. Raises OSError.
+    """Set owner and mode of the new file before it is moved to `place`. Raises OSError.
 
-    They are those of a file that it replaces, without bits for reading or writing that a source lacks.
+    It gets those of the file that it replaces, without bits for reading or writing that a source lacks.
     """
     bits, group = _allowed(sources)
     old = _stat(place)

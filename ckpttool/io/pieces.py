@@ -83,7 +83,7 @@ def nbytes_of(pieces: Iterable[Piece]) -> int:
 
 
 def amounts(pieces: Pieces) -> tuple[int, int]:
-    """Return the bytes that are copied from a source, and those of computed values."""
+    """Return the number of bytes that are copied from a source, and of computed bytes."""
     moved = sum(piece.nbytes for piece in pieces if isinstance(piece.data, Span))
     return moved, sum(piece.nbytes for piece in pieces if isinstance(piece.data, Lazy) and not piece.needs)
 

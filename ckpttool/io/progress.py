@@ -110,7 +110,7 @@ def advance(nbytes: int) -> None:
 
 
 def written() -> int:
-    """Return the bytes that the task has written so far, such as those of a folder's other files."""
+    """Return the bytes that the task has written so far, with the other files of a folder."""
     return 0 if _task is None else counts.written - _task.before
 
 

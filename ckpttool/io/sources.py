@@ -1,4 +1,4 @@
-"""What was read: the state of each file when it was first opened, so that changes are noticed.
+"""Sources: the state of each file when it was first opened, so that changes are noticed.
 
 A source is never overwritten unasked, and an output is not more readable than its sources.
 """
@@ -32,7 +32,7 @@ class State:
 
 @dataclass(slots=True)
 class _Sources:
-    """What a command has read.
+    """The sources of a command.
 
     `streamed`: paths and URLs whose tensors were read since `note_anew`. `opened`: local files by path, with the number
     of the look. `read`: local files that are not checkpoints (rules, plans, names, code). `looks` counts `forget`: an
@@ -125,7 +125,7 @@ def states() -> dict[str, list[int]]:
 
 
 def check_open(path: str, descriptor: int) -> None:
-    """Raise `CkptError` if the local file, whose tensors are to be read, is not the one whose index was read."""
+    """Raise `CkptError` if the local file has changed since its index was read; before its tensors are read."""
     place = os.path.abspath(path)
     if place not in _sources.opened:
         note_opened(path, descriptor)

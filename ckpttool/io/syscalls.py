@@ -143,7 +143,7 @@ def write_back(descriptor: int, offset: int, length: int) -> None:
 
 
 def evict(descriptor: int, offset: int, length: int) -> None:
-    """Remove those of the bytes that the disk has from the page cache."""
+    """Remove bytes that the disk has from the page cache."""
     with suppress(OSError, AttributeError):
         os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
 

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """What a store says about a URL: `size` in bytes; `version`: a name and a value that change with the content."""
+    """The description of a URL by its store: `size` in bytes; `version`: a name and a value that change with the content."""
 
     folder: bool
     size: int | None
@@ -94,14 +94,14 @@ class Cache:
         return data[at][start - starts[at] : end - starts[at]]
 
     def keep_ranges(self, url: str, ranges: Mapping[int, bytes]) -> None:
-        """Keep ranges by their offsets; if there is no room, drop the earlier ones."""
+        """Keep ranges by their offsets; without room, drop the earlier ones."""
         starts, data = self.ahead.get(url, ([], []))
         found = {**(dict(zip(starts, data)) if sum(map(len, data)) < _MAX_AHEAD else {}), **ranges}
         ordered = sorted(found)
         self.ahead[url] = ordered, [found[start] for start in ordered]
 
     def keep_heads(self, heads: Mapping[str, bytes]) -> None:
-        """Keep the starts of these files; if there is no room, drop the first ones."""
+        """Keep the starts of these files; without room, drop the first ones."""
         for url, data in heads.items():
             self.keep_ranges(url, {0: data})
             self.heads[url] = len(data)
@@ -110,7 +110,7 @@ class Cache:
             del self.heads[first], self.ahead[first]
 
     def used(self, url: str, numbers: Iterable[int]) -> None:
-        """Note that these blocks were used; if there is no room, drop those that were not used for longest."""
+        """Note that these blocks were used; without room, drop the least recently used blocks."""
         for number in numbers:
             self.blocks.move_to_end((url, number))
         while len(self.blocks) > _MAX_BLOCKS:
@@ -139,7 +139,7 @@ class BoundedResponse(aiohttp.ClientResponse):
 
 
 def http_options(configured: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our options for fsspec's HTTP driver, merged with those that the user has configured for its client."""
+    """Return our options for fsspec's HTTP driver, merged with the user's own for its client."""
     client = {"timeout": aiohttp.ClientTimeout(total=None), **configured.get("client_kwargs", {})}
     return {"client_kwargs": {**client, "response_class": BoundedResponse}}
 
@@ -242,7 +242,7 @@ def check_unchanged(urls: Iterable[str]) -> None:
 
 
 def is_still(url: str, before: Stat) -> bool:
-    """Return True if the file can be the one that the store described as `before`. Raises `CkptError` as `stat`."""
+    """Return True if the file can be the same as `before`. Raises `CkptError` as `stat`."""
     now = stat(url)
     return now is not None and now.is_still(before)
 
