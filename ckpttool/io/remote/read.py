@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """The description of a URL by its store: `size` in bytes; `version`: a name and a value that change with the content."""
+    """What a store says: `size` in bytes; `version`: a name and a value that change with the content."""
 
     folder: bool
     size: int | None
