@@ -232,6 +232,7 @@ class _Sender:
         upload = self.uploads[item.name]
         known = self.known.get(number, {"parts": ()})
         there: dict[int, Any] = {part["PartNumber"]: part for part in known["parts"]}
+        parts: Iterator[Span | bytes]
         if isinstance(item.data, Span):
             parts, made = iter([item.data]), (item.nbytes, 0)
         else:

@@ -79,9 +79,10 @@ class Cache:
         def is_about(other: str) -> bool:
             return (other + "/").startswith(below) or below.startswith(other.rstrip("/") + "/")
 
-        for known in (self.stats, self.assumed, self.ahead, self.heads, self.runs):
+        tables: tuple[dict[str, Any], ...] = (self.stats, self.assumed, self.ahead, self.heads, self.runs)
+        for known in tables:
             for other in [other for other in known if is_about(other)]:
-                known.pop(other)  # type: ignore[attr-defined]
+                del known[other]
         for at in [at for at in self.blocks if is_about(at[0])]:
             del self.blocks[at]
 
