@@ -95,8 +95,11 @@ def _renderables(block: Block) -> Iterator[RenderableType]:
         yield from (_text(f"  {command}", "command") for command in block.commands)
     else:
         for problem in block.problems:
-            severity, text = _text(f"{block.severity}: ", block.severity), _text(f"{problem.problem} @ ", "plain")
-            yield Text.assemble(severity, text, _text(problem.key, "key"))
+            yield Text.assemble(
+                _text(f"{block.severity}: ", block.severity),
+                _text(f"{problem.problem} @ ", "plain"),
+                _text(problem.key, "key"),
+            )
 
 
 def _table(table: Table) -> Grid:
