@@ -160,7 +160,7 @@ def test_a_suggested_rename_is_one_missing_and_one_unexpected_key(
     assert done.out.splitlines()[1].startswith("4 differences (2 likely renames); values not")
     assert "layers.{0-1}.wq.weight  layers.{0-1}.q_proj.weight" in done.out
     torch.save({"layers.0.q_proj.weight": torch.ones(3, 4), "layers.1.wq.weight": torch.ones(3, 5)}, "b.pt")
-    assert "2 differences (1 pair may be the same tensor); " in run("diff", "a.pt", "b.pt").out
+    assert "2 differences (1 likely rename); " in run("diff", "a.pt", "b.pt").out
 
 
 def test_what_is_not_saved_is_not_in_the_summary(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

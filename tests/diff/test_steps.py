@@ -117,7 +117,7 @@ def test_steps_without_a_change_are_folded(steady: list[str], run: Run) -> None:
     done = run("diff", *reversed(steady))
     assert done.status == 0
     assert "no changes in 4 steps" in done.out
-    assert "run/step-10.pt ... run/step-12.pt (3 steps)  nothing" in done.out
+    assert "run/step-10.pt ... run/step-12.pt (3 steps)  no change" in done.out
     assert run("diff", "run", "--all").out.count("no change\n") == 3
     valued = run("diff", "run", "--values")
     assert valued.status == 1
