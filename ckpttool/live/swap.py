@@ -166,7 +166,15 @@ class _Plan:
         return {fqn: old for fqn, old in every.items() if fqn in self.sources}
 
 
-def _planned(target: Target, state: Mapping[str, object], model: Model | None, **options: bool) -> _Plan:
+def _planned(
+    target: Target,
+    state: Mapping[str, object],
+    model: Model | None,
+    *,
+    cast: bool,
+    constants: bool,
+    keep_constants: bool,
+) -> _Plan:
     """Plan and refuse as the command does, on an index of what is in memory."""
     sections = section_of(target.tensors), replace(section_of(target.constants), path=CONSTANTS, kind="other")
     program = Checkpoint(target.title, "memory", 0, sections)
@@ -180,7 +188,9 @@ def _planned(target: Target, state: Mapping[str, object], model: Model | None, *
             remade=target.remade,
             compare=target.compared,
             code=operand if operand is not None and operand.is_definition else None,
-            **options,
+            cast=cast,
+            constants=constants,
+            keep_constants=keep_constants,
         )
     except Misfit as error:
         hint = _HINTS.get(error.advice, "compare the keys of the two")

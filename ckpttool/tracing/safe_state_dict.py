@@ -101,7 +101,7 @@ class _Maker:
     def value(self, entry: TensorEntry | ExtraEntry) -> Any:
         payload = entry.payload
         if isinstance(payload, Carried) and (isinstance(entry, ExtraEntry) or payload.describes(entry)):
-            return self.object(payload.node, payload.storages)
+            return self.create(payload.node, payload.storages)
         if isinstance(entry, ExtraEntry):
             if isinstance(payload, str):
                 raise NotMade("an object in a record of its own")
@@ -130,7 +130,7 @@ class _Maker:
             self.memory[id(storage)] = data.untyped_storage()
         return self.memory[id(storage)]
 
-    def object(self, node: Any, storages: Storages, depth: int = 0) -> Any:
+    def create(self, node: Any, storages: Storages, depth: int = 0) -> Any:
         """Return the object of `node`. Raises `NotMade` if only unpickling could create it."""
         if node is None or type(node) in (bool, int, float, str, bytes, bytearray):
             return node
@@ -139,7 +139,7 @@ class _Maker:
         if id(node) not in self.objects:
             self.keep.append(node)
             try:
-                self._make(node, storages, lambda part: self.object(part, storages, depth + 1))
+                self._make(node, storages, lambda part: self.create(part, storages, depth + 1))
             except (NotMade, CkptError):
                 raise
             except Exception as error:  # a class that is declared safe may raise anything
