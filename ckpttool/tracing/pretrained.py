@@ -103,7 +103,7 @@ def of_folder(operand: str, arguments: Mapping[str, Any], materialize: bool) -> 
         try:
             with torch.device("cpu" if real else "meta"):
                 instance: Any = cls(config) if names else cls.from_config(config)
-                return instance  # type: ignore[no-any-return]
+                return instance
         finally:
             torch.set_default_dtype(before)
 
