@@ -75,7 +75,6 @@ class RemapKeywords(OptimizerKeywords, total=False):
     save_plan: str | None
     keep_aliases: bool
     max_shard_size: str | None
-    torch_format: str | None
     units: str | Sequence[str] | None
     world_size: int | None
     copy: bool
@@ -110,5 +109,4 @@ class WriteKeywords(TypedDict, total=False):
     no_fsync: bool
     keep_aliases: bool
     max_shard_size: str | None
-    torch_format: str | None
     link: str

@@ -192,11 +192,10 @@ def test_what_counts_as_torchs_own_is_no_module_and_comes_from_nowhere_else(modu
 # What is carried on
 
 
-@pytest.mark.parametrize("out", ["out.pt", "out.dcp", "legacy.pt"])
+@pytest.mark.parametrize("out", ["out.pt", "out.dcp"])
 def test_code_is_not_carried_on_unasked(tmp_path: Path, run: Run, out: str) -> None:
     torch.save({"m": {"w": torch.ones(1)}, "x": Runs(os.getcwd)}, tmp_path / "evil.pth")
     asked = ["remap", tmp_path / "evil.pth", "-o", tmp_path / out, "--rule", "w => v"]
-    asked += ["--torch-format", "legacy"] if out == "legacy.pt" else []
     refused = run(*asked)
     assert (refused.status, (tmp_path / out).exists()) == (1, False)
     assert "imports posix.getcwd @ x" in refused.err

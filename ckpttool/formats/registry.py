@@ -96,10 +96,6 @@ TABLE = (
 MANIFEST = Format("manifest", "manifest", "manifest of a checkpoint (in-toto statement)", ())  # digests, and no values
 MEMORY = Format("memory", "", "a checkpoint in memory", (), pickled=True)  # not a file: nothing reads or writes it
 FORMATS = {row.name: row for row in (*TABLE, MANIFEST, MEMORY)}
-TORCH_FORMATS = {
-    "zip": FORMATS["torch_zip"],
-    "legacy": FORMATS["torch_legacy"],
-}  # by the word for what torch.save writes
 
 
 def format_for(out: str) -> Format:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
 from ckpttool.core.checkpoint import Checkpoint, Span
-from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.values import dataclass
 from ckpttool.formats.detect_folder import DCP_METADATA, INDEX, checkpoint_files, locate
-from ckpttool.formats.registry import FORMATS, TABLE, TORCH_FORMATS, Format, format_for
+from ckpttool.formats.registry import FORMATS, TABLE, Format, format_for
 from ckpttool.io.files import is_dir, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as paths_name
@@ -112,29 +111,14 @@ class Target:
         return checkpoint_files(self.folder, marker).difference(files or ())
 
 
-def target_for(
-    out: str, source: Checkpoint, max_shard_size: int | None = None, torch_format: str | None = None
-) -> Target:
-    """Return the target that `out` names for `source`; `torch_format` is one of `TORCH_FORMATS`, for a torch file.
+def target_for(out: str, source: Checkpoint, max_shard_size: int | None = None) -> Target:
+    """Return the target that `out` names for `source`.
 
     OUT is a folder if it ends with a slash, if the folder exists, if it is the name of an index or of DCP's
     ``.metadata``, if it ends in ``.dcp`` (DCP again), or if the source is a folder and OUT has no ending. A folder gets
     the source's format if that one fills folders, else sharded safetensors; with `max_shard_size` (bytes) a single file
-    of a folder is sharded too. Raise `CkptError` for an ending that no format has, and for `torch_format` with another
-    format.
+    of a folder is sharded too. Raise `CkptError` for an ending that no format has.
     """
-    target = _target(out, source, max_shard_size)
-    if torch_format is None:
-        return target
-    if target.format is not TORCH_FORMATS["zip"]:
-        raise CkptError(
-            f"--torch-format is for files of torch.save, and {out} is to be another: {target.format.title}",
-            hint=f"end OUT in {' '.join(TORCH_FORMATS['zip'].endings)}, or leave --torch-format out",
-        )
-    return replace(target, format=TORCH_FORMATS[torch_format])
-
-
-def _target(out: str, source: Checkpoint, max_shard_size: int | None) -> Target:
     name = paths_name(out)
     if INDEX.fullmatch(name) or name == DCP_METADATA:
         return Target(out, format_for(out), parent(out), name)

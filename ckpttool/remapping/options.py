@@ -10,7 +10,6 @@ from ckpttool.core.names import FSDP_FLAT, FSDP_SHARDED, RANK_FORMS
 from ckpttool.core.optimizer_state import FORMS as KEYS
 from ckpttool.core.options import OptimizerOptions, OutputOptions, option, several
 from ckpttool.core.values import dataclass
-from ckpttool.formats.registry import TORCH_FORMATS
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import LINKS
 from ckpttool.naming import convert
@@ -68,9 +67,6 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     ] = False
     max_shard_size: Annotated[
         str | None, option("--max-shard-size", metavar="SIZE", help="Shard afresh, as in 5GB.")
-    ] = None
-    torch_format: Annotated[
-        str | None, option("--torch-format", metavar="|".join(TORCH_FORMATS), help="What torch.save writes, or wrote.")
     ] = None
     units: Annotated[
         Sequence[str] | None,
@@ -203,16 +199,6 @@ _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
         lambda a: a.plan and (a.optimizer_keys or a.to_optimizer is not None),
         "--plan stands alone: it says all that is to be done",
         "leave --optimizer-keys and --to-optimizer out",
-    ),
-    (
-        lambda a: a.torch_format is not None and a.torch_format not in TORCH_FORMATS,
-        "--torch-format {a.torch_format}: no such format",
-        "zip is what torch.save writes, legacy what it wrote before torch 1.6",
-    ),
-    (
-        lambda a: a.torch_format == "legacy" and a.to_ranks,
-        "--torch-format legacy is for one file, and the files of ranks are torch zips",
-        "leave --torch-format out",
     ),
     (
         lambda a: not a.to_ranks and a.world_size is not None,

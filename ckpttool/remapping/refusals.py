@@ -14,7 +14,7 @@ from ckpttool.core.text import shell
 from ckpttool.formats.dcp.metadata import BytesItem, parse
 from ckpttool.formats.detect_folder import DCP_METADATA, checkpoint_files
 from ckpttool.formats.registry import MEMORY
-from ckpttool.formats.torch.pickled_code import entries_with_code
+from ckpttool.formats.torch.nodes import entries_with_code
 from ckpttool.io.files import is_dir, size
 from ckpttool.io.paths import join, parent
 from ckpttool.io.pieces import Files, Link, nbytes_of

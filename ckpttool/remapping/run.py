@@ -21,7 +21,7 @@ from ckpttool.formats.compat import check_in_place, fit, loses_versions, losses
 from ckpttool.formats.detect_folder import note_on
 from ckpttool.formats.huggingface import parse_size
 from ckpttool.formats.pickle_write import dangerous_written
-from ckpttool.formats.torch.pickled_code import entries_with_code
+from ckpttool.formats.torch.nodes import entries_with_code
 from ckpttool.io import progress as io_progress
 from ckpttool.io import sources
 from ckpttool.io.edit_in_place import Written
@@ -93,7 +93,7 @@ def remap(
 
 
 # The options of a remap that say how the output is written.
-WRITTEN = ("force", "dry_run", "verify", "no_fsync", "keep_aliases", "max_shard_size", "torch_format", "link")
+WRITTEN = ("force", "dry_run", "verify", "no_fsync", "keep_aliases", "max_shard_size", "link")
 
 
 @expand_options(RemapOptions, only=WRITTEN)
@@ -125,7 +125,7 @@ def run(source: Checkpoint, options: RemapOptions, *, may_copy: bool = False) ->
     )
     out, target = options.target(source.source), None
     if out is not None and not options.to_ranks:
-        target = target_for(out, source, _shard_size(options), options.torch_format)
+        target = target_for(out, source, _shard_size(options))
         if options.in_place:
             check_in_place(source, target.format)
         if not options.dry_run:

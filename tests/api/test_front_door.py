@@ -87,7 +87,7 @@ def test_a_call_writes_over_what_earlier_calls_have_read_and_over_nothing_that_i
         with pytest.raises(CkptError, match="the source itself"):
             ckpttool.remap(ckpt, out, force=True, **options)
         assert Path(out).read_bytes() == before
-    ckpttool.remap("b.pt", "a.pt", torch_format="legacy", force=True)
+    ckpttool.remap("b.pt", "a.pt", to="serialized", force=True)
     assert torch.load("a.pt")["weight"].item() == 2
     with pytest.raises(CkptError, match="no longer the file that was opened"):
         ckpttool.write(held, "c.pt")

@@ -72,7 +72,6 @@ NOTHING = [
     "wrapped.pt -o out.pt --dry-run",
     "wrapped.pt --save-plan p.json",
     "wrapped.pt -o out.pt --verify --no-fsync",
-    "wrapped.pt -o out.pt --torch-format zip",
     "wrapped.safetensors -o out.safetensors",
     "wrapped.pt -o out.pt --rules optional.toml",
     "train.pt -o out.pt",
@@ -144,7 +143,6 @@ def test_names_that_are_already_as_requested_are_copied_and_it_is_said(line: str
 CHANGES = [
     "wrapped.pt -o out.safetensors",
     "wrapped.pt -o out/",
-    "wrapped.pt -o out.pt --torch-format legacy",
     "wrapped.pt -o out.pt --to compile",
     "train.pt -o out.pt --drop epoch",
     "train.pt::model -o out.pt",

@@ -117,7 +117,7 @@ def test_errors_say_what_is_wrong_and_what_to_do(
         "remap new.pt --like like.pt::model -o like.pt",
         "remap new.pt --like sharded/model.safetensors.index.json -o sharded/model-00001-of-00002.safetensors",
         "remap new.pt --like sharded -o sharded/",
-        "remap new.pt --plan plan.pt -o plan.pt --torch-format legacy",
+        "remap new.pt --plan plan.pt -o plan.pt",
         "remap new.pt --rules rules.pt -o rules.pt",
         "swap-weights other.pt2 new.pt --model program.pt2 -o program.pt2",
         "swap-weights other.pt2 new.pt -o new.pt2",

@@ -126,9 +126,6 @@ def written(row: Format, sample: Path, run: Run, folder: Path) -> tuple[str, str
     if outputs and outputs[0] is not None and all(outputs):
         return " ".join(f"`{ending}`" for ending in row.endings), by_ranks(run, *outputs[0])
     out = folder / f"out{sample.suffix}"
-    legacy = ("remap", sample, *RENAMED, "--torch-format", "legacy")
-    if row.pickled and run(*legacy, "-o", out).status == 0:
-        return "`--torch-format legacy`", by_ranks(run, out, legacy)
     swap = ("swap-weights", sample, sample)
     return ("`swap-weights`", by_ranks(run, out, swap)) if run(*swap, "-o", out).status == 0 else ("no", "no")
 

@@ -155,7 +155,6 @@ CASES = {
     "torch zip, in place": Case(zipped, "remap in.pt --in-place", look="in.pt", journal=True),
     "torch zip to safetensors": Case(zipped, "remap in.pt::model -o out.safetensors"),
     "torch legacy to torch zip": Case(legacy, "remap in.pt -o out.pt"),
-    "torch zip to torch legacy": Case(zipped, "remap in.pt -o out.pt --torch-format legacy"),
     "torchscript": Case(scripted, "swap-weights in.pt new.pt -o out.pt"),
     "program": Case(program, "swap-weights tagger-torch-2.9.1.pt2 weights-torch-2.9.1.pt -o out.pt2"),
     "program, in place": Case(

@@ -73,7 +73,6 @@ class Kind:
     load: Callable[[Path], State]
     out: str
     keeps_bytes: bool = True  # a rename and its inverse give back the same files
-    options: tuple[str, ...] = ()
 
 
 def _save_sharded(state: State, folder: Path) -> None:
@@ -114,11 +113,10 @@ KINDS = {
     "torch_legacy": Kind(
         lambda state, path: torch.save(state, path, _use_new_zipfile_serialization=False),
         lambda path: dict(torch.load(path, weights_only=True)),
-        "old.pt",
-        False,  # torch calls storages by their address
-        ("--torch-format", "legacy"),
+        "",  # is not written
     ),
 }
+WRITTEN = [kind for kind in KINDS if KINDS[kind].out]
 UNLOADABLE = {("torch_legacy", "integers"), ("torch_legacy", "fp8")}  # torch 2.13 writes these and cannot load them
 
 
@@ -139,7 +137,7 @@ def source(kind: str, state: State, folder: Path) -> Path:
 def remap(path: Path, kind: str, folder: Path, *options: str) -> Path:
     out = folder / KINDS[kind].out
     out.parent.mkdir(exist_ok=True, parents=True)
-    assert main(["remap", str(path), "-o", str(out), "--no-fsync", *KINDS[kind].options, *options]) == 0
+    assert main(["remap", str(path), "-o", str(out), "--no-fsync", *options]) == 0
     return out.parent if out.name == INDEX else out
 
 
@@ -162,23 +160,18 @@ def test_the_index_is_what_the_reference_library_loads(kind: str, name: str, tmp
 
 
 @pytest.mark.parametrize("name", [name for name in STATES if name != MANY])
-@pytest.mark.parametrize(("kind", "target"), list(itertools.permutations(KINDS, 2)))
+@pytest.mark.parametrize(("kind", "target"), [pair for pair in itertools.permutations(KINDS, 2) if pair[1] in WRITTEN])
 def test_a_conversion_loads_and_its_way_back_is_the_identity(kind: str, target: str, name: str, tmp_path: Path) -> None:
     state = STATES[name]()
     path = source(kind, state, tmp_path)
-    if (target, name) in UNLOADABLE:
-        assert main(["remap", str(path), "-o", str(tmp_path / KINDS[target].out), *KINDS[target].options]) == 1
-        return
     there = remap(path, target, tmp_path, "--verify")
     assert_equal(KINDS[target].load(there), state)
-    if (kind, name) not in UNLOADABLE:
+    if kind in WRITTEN:
         back = remap(there, kind, tmp_path / "back")
         assert_equal(KINDS[kind].load(back), state)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [p for p in itertools.product(KINDS, STATES) if p not in {*UNLOADABLE, ("torch_legacy", MANY)}]
-)
+@pytest.mark.parametrize(("kind", "name"), list(itertools.product(WRITTEN, STATES)))
 def test_a_rename_loads_and_its_inverse_gives_back_the_bytes(kind: str, name: str, tmp_path: Path) -> None:
     state = STATES[name]()
     path = source(kind, state, tmp_path)

@@ -71,7 +71,6 @@ REFUSED = {
     ),
     "remap two.pt --sections a,c -o o.pt --drop b.*": ("two.pt has no state dict 'c'", "its state dicts are: a, b"),
     "remap empty.pt --sections c -o o.pt": ("empty.pt has no state dict 'c'", "its state dicts are: none"),
-    "remap lin.pt -o o.safetensors --torch-format legacy": ("--torch-format is for files of torch.save", ".pt .pth"),
     "inspect lin.pt --report r.md --report ./r.md": ("r.md is named for two outputs", "a name of its own"),
     "inspect lin.pt --manifest r.json --report r.json": ("r.json is named for two outputs", "a name of its own"),
     "remap lin.pt -o o.pt --save-plan o.pt": ("o.pt is named for two outputs", "a name of its own"),

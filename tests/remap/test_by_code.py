@@ -71,10 +71,8 @@ def test_runtime_values_are_those_of_the_loaded_model(name: str, tmp_path: Path)
 def test_serialized_values_are_those_that_the_model_saves(name: str, tmp_path: Path) -> None:
     model = trained(name)
     values = {fqn: value for fqn, value in runtime_values(model).items() if fqn != "cache"}
-    source, legacy = saved(values, tmp_path / "a.pt"), "legacy"  # names may stay as they are
-    ckpttool.remap(
-        source, str(tmp_path / "b.pt"), model=ZOO[name], from_="runtime", to="serialized", torch_format=legacy
-    )
+    source = saved(values, tmp_path / "a.pt")
+    ckpttool.remap(source, str(tmp_path / "b.pt"), model=ZOO[name], from_="runtime", to="serialized")
     found = torch.load(tmp_path / "b.pt")
     assert_equal(found, model.state_dict())
     ZOO[name]().load_state_dict(found, strict=True)

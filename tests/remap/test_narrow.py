@@ -21,7 +21,7 @@ MODEL = ("--model", "wrapped_ranks:Net")
 
 def narrowed(state: dict, tmp_path: Path, *options: str) -> dict:
     torch.save(state, tmp_path / "model.pt")
-    out = ("-o", str(tmp_path / "out.pt"), "--force", "--torch-format", "legacy")  # names may stay as they are
+    out = ("-o", str(tmp_path / "out.pt"), "--force")
     assert main(["remap", str(tmp_path / "model.pt"), *options, *out]) == 0
     return torch.load(tmp_path / "out.pt")
 
@@ -132,7 +132,7 @@ def test_what_is_trained_is_asked_of_the_parameter_and_not_of_its_name(to: str, 
 
 
 def test_buffers_are_no_frozen_parameters(tmp_path: Path) -> None:
-    assert "scale" in narrowed(Net().state_dict(), tmp_path, *MODEL, "--trainable-only")
+    assert "scale" in narrowed(Net().state_dict(), tmp_path, *MODEL, "--trainable-only", "--to", "serialized")
 
 
 @pytest.mark.parametrize(

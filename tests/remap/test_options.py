@@ -60,8 +60,6 @@ CONFLICTS: list[tuple[Asked, str, list[Asked]]] = [
         "--to-optimizer is called with a model",
         [{"to_optimizer": "m.py:o", **MODEL}, {"to_optimizer": "m.py:o", "to_model": "n.py:f"}],
     ),
-    ({"torch_format": "tar"}, "--torch-format tar: no such", [{"torch_format": "zip"}, {"torch_format": "legacy"}]),
-    ({**SHARDED, "torch_format": "legacy"}, "--torch-format legacy is for one", [{**SHARDED, "torch_format": "zip"}]),
     ({"world_size": 2}, "--world-size is for --to fsdp", [SHARDED, FLAT]),
     ({"units": ["a"]}, "--units needs the model's modules", [{"units": ["a"], **MODEL}]),
     ({**SHARDED, "model": None}, "--to fsdp-sharded needs the model's parameters", []),

@@ -354,8 +354,6 @@ def test_what_no_tensor_is_made_into_is_said_where_a_strict_load_wants_it(tmp_pa
     asked = (
         "--model",
         f"{__file__}:Versioned",
-        "--torch-format",
-        "legacy",
         "-o",
         tmp_path / "out.pt",
         "--force",
@@ -370,7 +368,7 @@ def test_what_no_tensor_is_made_into_is_said_where_a_strict_load_wants_it(tmp_pa
         Versioned().load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
     run("remap", tmp_path / "whole.pt", *asked, "runtime")
     (tmp_path / "out.pt").rename(tmp_path / "back.pt")
-    done = run("remap", tmp_path / "back.pt", *asked, "serialized", "--from", "runtime", "--torch-format", "zip")
+    done = run("remap", tmp_path / "back.pt", *asked, "serialized", "--from", "runtime")
     assert done.data["missing"] == []
     Versioned().load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
 

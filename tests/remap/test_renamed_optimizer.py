@@ -81,10 +81,10 @@ def test_ids_and_keys_stand_in_the_models_order_under_the_new_names(kind: str, f
         model, optimizer = trained(chance.sample(NAMES, 4) if other else NAMES, groups, named)
         torch.save({"model": model.state_dict(), "optimizer": saved(model, optimizer, form)}, path)
         rules = [f"{old}.{{x*}} => {new}.{{x*}}" for old, new in renames.items()]
-        options: dict[str, Any] = {"rule": rules, "torch_format": "legacy"}
+        options: dict[str, Any] = {"rule": rules}
         if rules and chance.random() < 0.5:
             (tmp_path / "rules.toml").write_text(f"[[rule]]\nrename = {rules}\n")
-            options = {"rules": str(tmp_path / "rules.toml"), "torch_format": "legacy"}
+            options = {"rules": str(tmp_path / "rules.toml")}
         if groups == 2:
             options["optimizer"] = partial(sgd, groups=groups, named=False)
         definition = partial(Net, NAMES)

@@ -47,7 +47,7 @@ def test_by_a_models_names_both_sections_load(name: str, tmp_path: Path, run: Ru
     ):
         source, out = tmp_path / f"{word}.pt", tmp_path / f"{word}-out.pt"
         torch.save({"model": model.state_dict(), "ema": ema, "epoch": 3}, source)
-        words = ("--model", f"{CODE}:{name}", "--to", "serialized", "--torch-format", "legacy", "--format", "json")
+        words = ("--model", f"{CODE}:{name}", "--to", "serialized", "--format", "json")
         done = run("remap", source, "-o", out, *words)
         assert done.status == 0, done.err
         assert done.data["sections"] == ["model", "ema"]

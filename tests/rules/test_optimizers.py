@@ -390,7 +390,7 @@ def test_two_parameters_do_not_get_one_name(tmp_path: Path, capsys: pytest.Captu
         ({"w": torch.ones(1)}, ("--optimizer-keys", "fqn"), 1, "holds no optimizer"),
         (
             {"model": {"w": torch.ones(1)}, "optimizer": {"state": {}, "param_groups": []}},
-            ("--optimizer-keys", "fqn", "--torch-format", "legacy"),
+            ("--optimizer-keys", "fqn"),
             0,
             "",
         ),

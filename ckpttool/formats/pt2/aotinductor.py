@@ -1,6 +1,6 @@
-"""AOTInductor packages: compiled code, and its weights beside it where it was packaged so.
+"""AOTInductor packages: compiled code, and its weights next to it if it was packaged that way.
 
-``NAME/data/aotinductor/M/weights_config.json`` says of each weight its record ``NAME/data/weights/weight_N`` (a torch
+``NAME/data/aotinductor/M/weights_config.json`` lists for each weight its record ``NAME/data/weights/weight_N`` (a torch
 zip of one tensor, perhaps with several weights in it) and its geometry there; models share records.
 """
 
@@ -9,14 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from ckpttool.core.checkpoint import Section, Storage, TensorEntry
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.limits import limits
 from ckpttool.core.schema import COUNT, SHAPE, TEXT, items, map_of
 from ckpttool.formats.pt2.layouts import open_record, payload_of
-from ckpttool.formats.pt2.program import CONSTANTS, Home, Payload, Program, damaged, program_sections, read_json
+from ckpttool.formats.pt2.program import CONSTANTS, Home, Program, damaged, program_sections, read_json
 from ckpttool.formats.torch.tensors import entry_of, is_tensor
 from ckpttool.formats.zip_read import Archive, read_record
 
@@ -41,18 +40,21 @@ _WEIGHTS = map_of(items(TEXT, SHAPE, SHAPE, COUNT))  # the record, sizes, stride
 
 
 def models(archive: Archive, root: str) -> list[str]:
-    """The names of the compiled models in the file."""
+    """Return the names of the compiled models in the file."""
     start = root + FOLDER
     inside = [r.name.removeprefix(start) for r in archive.records if r.name.startswith(start)]
     return list(dict.fromkeys(name.partition("/")[0] for name in inside if "/" in name))
 
 
 def read(archive: Archive, root: str, name: str) -> Program:
-    """The compiled model `name` of the file; without sections where its weights are inside the code."""
+    """Read the compiled model `name`; it has no sections if its weights are inside the code."""
     files = [r.name for r in archive.records if r.name.startswith(f"{root}{FOLDER}{name}/")]
     config = f"{root}{FOLDER}{name}/{_CONFIG}"
     if config not in files:
-        return Program(archive, name, LAYOUT, "", (), notes=(_without(files, name),))
+        inside = "compiled into its shared library, or left out of the package"
+        if any(file.endswith((".blob", "_weights.bin")) for file in files):
+            inside = "one block of bytes without names"
+        return Program(archive, name, LAYOUT, "", (), notes=(f"the weights of {name} are {inside}: {OUTSIDE}",))
     entries, homes = _entries(archive, root, config)
     lifted = _lifted(archive, files)
     weights = Section("", "state_dict", tuple(entry for entry in entries if entry.key not in lifted))
@@ -66,12 +68,12 @@ def read(archive: Archive, root: str, name: str) -> Program:
 
 
 def is_inlined(entry: TensorEntry) -> bool:
-    """Whether the compiler writes a tensor of this shape into the code, where no swap reaches it."""
+    """Return whether the compiler writes a tensor of this shape into the code, where it cannot be replaced."""
     return len(entry.shape) <= 1 and entry.numel <= MOST_INLINED
 
 
 def _lifted(archive: Archive, files: list[str]) -> set[str]:
-    """The tensors that stood in the model's code, and are no weights: what the package has of its source says so."""
+    """Return the constants of the model's code, which are not weights, by the C++ source in the package."""
     found: set[str] = set()
     for file in files:
         if file.endswith(".cpp") and archive.by_name[file].nbytes <= limits().json_bytes:
@@ -82,52 +84,35 @@ def _lifted(archive: Archive, files: list[str]) -> set[str]:
     return found
 
 
-def _without(files: list[str], name: str) -> str:
-    if any(file.endswith((".blob", "_weights.bin")) for file in files):
-        return f"the weights of {name} are one block of bytes without names: {OUTSIDE}"
-    return f"the weights of {name} are compiled into its shared library, or left out of the package: {OUTSIDE}"
-
-
 def _entries(archive: Archive, root: str, config: str) -> tuple[tuple[TensorEntry, ...], dict[Storage, Home]]:
-    found: list[TensorEntry] = []
+    """Return the weights: each is ``tensor.as_strided(sizes, strides, offset)`` of the one tensor in its record."""
+    entries: list[TensorEntry] = []
     homes: dict[Storage, Home] = {}
-    complete: dict[str, tuple[TensorEntry, Payload]] = {}
+    complete: dict[str, TensorEntry] = {}
     try:
-        for fqn, (file, *geometry) in read_json(archive, config, _WEIGHTS, "torch").items():
+        for fqn, (file, sizes, strides, offset) in read_json(archive, config, _WEIGHTS, "torch").items():
             record = f"{root}data/weights/{file}"
             if record not in complete:
-                complete[record] = _complete(archive, record, homes)
-            whole, payload = complete[record]
-            found.append(_view(fqn, whole, geometry, payload))
+                pickle, storages, inner = open_record(archive, record)
+                if not is_tensor(pickle.root):
+                    raise damaged(archive.path, f"its record {record} is not a tensor")
+                tensor = entry_of(record, pickle.root, storages)
+                complete[record] = replace(tensor, payload=payload_of(record, tensor))
+                homes.update((storage, Home(record, inner, f"data/{key}")) for key, storage in storages.found.items())
+            if len(sizes) != len(strides):
+                raise ValueError(f"{fqn} has {len(sizes)} sizes and {len(strides)} strides")
+            view = replace(complete[record], key=fqn, shape=tuple(sizes), stride=tuple(strides), offset=offset)
+            reach = view.end * itemsize(view.dtype)
+            if view.storage is None or reach > view.storage.nbytes:
+                raise ValueError(f"{fqn} needs {reach} bytes of a strided tensor, which its record does not have")
+            entries.append(view)
     except ValueError as error:
         raise damaged(archive.path, f"{config} is not as torch writes it: {error}") from error
-    return tuple(found), homes
-
-
-def _complete(archive: Archive, record: str, homes: dict[Storage, Home]) -> tuple[TensorEntry, Payload]:
-    """The tensor that the record holds."""
-    pickle, storages, inner = open_record(archive, record)
-    if not is_tensor(pickle.root):
-        raise damaged(archive.path, f"its record {record} is no tensor")
-    whole = entry_of(record, pickle.root, storages)
-    homes.update((storage, Home(record, inner, f"data/{key}")) for key, storage in storages.found.items())
-    return whole, payload_of(record, whole)
-
-
-def _view(fqn: str, whole: TensorEntry, geometry: list[Any], payload: Payload) -> TensorEntry:
-    """The weight as ``whole.as_strided(*geometry)``."""
-    shape, stride, offset = tuple(geometry[0]), tuple(geometry[1]), geometry[2]
-    if len(shape) != len(stride):
-        raise ValueError(f"{fqn} has {len(shape)} sizes and {len(stride)} strides")
-    view = replace(whole, key=fqn, shape=shape, stride=stride, offset=offset, payload=payload)
-    reach = view.end * itemsize(whole.dtype)
-    if view.storage is None or reach > view.storage.nbytes:
-        raise ValueError(f"{fqn} needs {reach} bytes of a strided tensor, which its record has not")
-    return view
+    return tuple(entries), homes
 
 
 def _shared(archive: Archive, root: str, name: str) -> Mapping[str, list[str]]:
-    """Record -> the other models whose weights are in it."""
+    """Return for each record the other models whose weights are in it."""
     found: dict[str, list[str]] = {}
     for other in models(archive, root):
         config = f"{root}{FOLDER}{other}/{_CONFIG}"

@@ -39,9 +39,9 @@ from ckpttool.io.ranges import read_span, stream
 
 
 def under_old_names(old: Section, new: Section) -> tuple[Section, dict[str, str]]:
-    """`new` with each entry of the program's section `old` under the name that it has there, and the new name of each.
+    """Return `new` with each entry of the program's section `old` under its old name, and the new name of each.
 
-    An entry is known by its payload, whatever it is called: two tensors that change names are not two new values.
+    An entry is recognized by its payload, whatever its name: two tensors that swap names are not two new values.
     """
     payloads = [(id(entry.payload), key) for key, entry in old.by_key().items()]
     count = Counter(payload for payload, _ in payloads)
@@ -54,7 +54,7 @@ def under_old_names(old: Section, new: Section) -> tuple[Section, dict[str, str]
 
 
 def renamed(program: Program, names: Sequence[Mapping[str, str]]) -> tuple[dict[Home, bytes], list[Problem]]:
-    """What the program's file says of its names with those of each section changed, and what stands against it."""
+    """Return the records with the new names of each section, and the problems with these names."""
     every = {key: name for own in names for key, name in own.items()}
     if not every:
         return {}, []
@@ -73,7 +73,7 @@ def renamed(program: Program, names: Sequence[Mapping[str, str]]) -> tuple[dict[
 
 FORMAT = "pt2"
 
-_ONLY = "model"  # what the only program of a file is called, where the file does not say
+_ONLY = "model"  # the name of the only program of a file that has no name for it
 _Reader = Callable[[Archive, str, str], Program]
 Data = bytes | Span | Lazy
 
@@ -82,9 +82,9 @@ Data = bytes | Span | Lazy
 
 
 def read(path: str) -> Checkpoint:
-    """The index of every program of the file, graph and tensors left alone.
+    """Return the index of every program of the file, without reading graphs and tensors.
 
-    Section ``""`` is a program's state dict, section ``constants`` its constants; where the file holds several programs
+    Section ``""`` is a program's state dict, section ``constants`` its constants; if the file holds several programs
     they are ``NAME`` and ``NAME.constants``. Raises `CkptError` for other files.
     """
     archive = read_archive(path)
@@ -93,7 +93,7 @@ def read(path: str) -> Checkpoint:
     left = _unreached(archive, programs)
     _read_imports(archive)
     if len(found) == 1:
-        return replace(_checkpoint(path, archive, programs[0]), unreached=left)
+        return replace(_checkpoint(path, programs[0]), unreached=left)
     sections = tuple(
         replace(section, path=dotted(program.name, section.path))
         for program in programs
@@ -104,7 +104,7 @@ def read(path: str) -> Checkpoint:
 
 
 def _unreached(archive: Archive, programs: Sequence[Program]) -> tuple[Unreached, ...]:
-    """The storages of the file that no program's entries refer to."""
+    """Return the storages of the file that no program's entries refer to."""
     used = {home.record for program in programs for home in program.homes.values()}
     for entry in (entry for p in programs for section in p.sections for entry in section.by_key().values()):
         if isinstance(entry.payload, Payload):
@@ -119,9 +119,9 @@ def _unreached(archive: Archive, programs: Sequence[Program]) -> tuple[Unreached
 
 
 def read_program(path: str, name: str | None = None) -> Checkpoint:
-    """The index of the program `name` of the file (default: its only one), alone.
+    """Return the index of the program `name` of the file (default: its only one).
 
-    Raises `CkptError` where there is no such program, and where there are several and none is named.
+    Raises `CkptError` if there is no such program, or there are several and `name` is None.
     """
     archive = read_archive(path)
     found = _programs(archive)
@@ -134,7 +134,7 @@ def read_program(path: str, name: str | None = None) -> Checkpoint:
     if name not in found:
         raise CkptError(f"{path} holds no program {name}", hint=f"it holds {', '.join(found)}")
     _read_imports(archive)
-    return _checkpoint(path, archive, _read(archive, found, name))
+    return _checkpoint(path, _read(archive, found, name))
 
 
 _PICKLED = re.compile(r"(data/(weights|constants|sample_inputs)/|serialized_).+(?<!\.json)")
@@ -142,7 +142,7 @@ _BARE = re.compile(r"data/constants/opaque_obj_.+")  # a pickle by itself, which
 
 
 def _read_imports(archive: Archive) -> None:
-    """Read the pickles of all records that torch unpickles, for what they import: `pickle_tree.collected` has it."""
+    """Read the pickles of all records that torch unpickles, for their imports (`pickle_read.collected`)."""
     root = root_of(archive)
     for record in archive.records:
         name = record.name.removeprefix(root)
@@ -163,8 +163,10 @@ def _read_imports(archive: Archive) -> None:
 
 
 def read_scripted(path: str) -> Checkpoint:
-    """The index of a TorchScript archive, as a program whose weights are replaced; its code calls every tensor by its
-    attribute, and stays as it is with its constants. Raises `CkptError` where it cannot be read.
+    """Return the index of a TorchScript archive, as a program whose weights can be replaced.
+
+    Its code calls every tensor by its attribute, and is not changed, nor are its constants. Raises `CkptError` if it
+    cannot be read.
     """
     checkpoint, archive = torchscript.read(path), read_archive(path)
     records: dict[object, str] = {archive.span(record): record.name for record in archive.records}
@@ -174,12 +176,8 @@ def read_scripted(path: str) -> Checkpoint:
     return replace(checkpoint, container=program)
 
 
-def _checkpoint(path: str, archive: Archive, program: Program) -> Checkpoint:
-    return Checkpoint(path, FORMAT, archive.length, program.sections, container=program, notes=program.notes)
-
-
 def _programs(archive: Archive) -> dict[str, _Reader]:
-    """Name -> reader of each program of the file, in its order. Raises `CkptError` where there is none."""
+    """Return the reader of each program by name, in the file's order. Raises `CkptError` if there is none."""
     root = root_of(archive)
     if layouts.GRAPH in archive.by_name:
         return {_ONLY: lambda archive, root, name: layouts.read_up_to_2_7(archive, "", name)}
@@ -196,44 +194,44 @@ def _programs(archive: Archive) -> dict[str, _Reader]:
     return found
 
 
-def _read(archive: Archive, found: Mapping[str, _Reader], name: str) -> Program:
+def _read(archive: Archive, readers: Mapping[str, _Reader], name: str) -> Program:
     root = root_of(archive)
-    _check_byte_order(archive, root)
-    return found[name](archive, root, name)
-
-
-def _check_byte_order(archive: Archive, root: str) -> None:
     record = archive.by_name.get(f"{root}byteorder")
     if record is not None and read_record(archive, record, 64) != b"little":
         raise CkptError(
-            f"{archive.path} was written on a big-endian machine, its weights are not as they lie in memory here",
+            f"{archive.path} was written on a big-endian machine: its weights are not little-endian",
             hint="export it again on the machine where it is used",
         )
+    return readers[name](archive, root, name)
+
+
+def _checkpoint(path: str, program: Program) -> Checkpoint:
+    return Checkpoint(path, FORMAT, program.archive.length, program.sections, container=program, notes=program.notes)
 
 
 # Writing
 
 
 def layout(checkpoint: Checkpoint) -> Pieces:
-    """The program with the tensors of the checkpoint, as pieces; records that do not change are copied as they are.
+    """Return the program with the tensors of the checkpoint, as pieces; records that do not change are copied.
 
-    A storage is replaced where it is no longer the source's, a name where a tensor of the program has another one.
-    Raises `Refused`, with every problem, where the checkpoint is not that program's: other tensors, dtypes, shapes,
-    strides, tied weights with two storages, or names that no module can have.
+    Storages that are no longer the source's and names that changed are replaced. Raises `Refused`, with every problem,
+    if the checkpoint is not that program's: other tensors, dtypes, shapes, strides, tied weights with two storages, or
+    names that no module can have.
     """
     return layout_archive(*_changed_archive(checkpoint))
 
 
 def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
-    """The program as it is, with its names and a new directory behind it; what these replace stays, dead.
+    """Return the program as it is, followed by records with its new names and a new directory.
 
-    None where values are new, or the names lie beside values in one record (torch before 2.9). Raises as `layout`.
+    None if values are new, or names and values are in one record (torch before 2.9). Raises as `layout`.
     """
     return edit_behind(*_changed_archive(checkpoint))
 
 
 def _changed_archive(checkpoint: Checkpoint) -> tuple[Archive, Sequence[Record | NewRecord]]:
-    """The archive of the program, and the records that it is to have."""
+    """Return the archive of the program, and its new records."""
     program = checkpoint.container
     if not isinstance(program, Program):
         if checkpoint.format == FORMAT:
@@ -243,14 +241,14 @@ def _changed_archive(checkpoint: Checkpoint) -> tuple[Archive, Sequence[Record |
                 "ckpttool swap-weights PROGRAM.pt2 WEIGHTS --program NAME -o OUT.pt2",
             )
         raise Refused(
-            "weights alone are no exported program",
+            "weights alone are not an exported program",
             hint="put them into a program: ckpttool swap-weights PROGRAM.pt2 WEIGHTS -o OUT.pt2",
         )
     changed, problems, unfit = _changed(program, checkpoint.sections)
     if unfit and not problems:
         raise Refused(
             f"{program.archive.path} cannot have these names",
-            hint="torch makes a module of the program's tensors, modules and graphs: choose names that none has",
+            hint="torch makes a module of the program's tensors, modules and graphs: choose other names",
             problems=unfit,
         )
     if problems:
@@ -264,9 +262,7 @@ def _changed_archive(checkpoint: Checkpoint) -> tuple[Archive, Sequence[Record |
 
 
 def _changed(program: Program, sections: Sequence[Section]) -> tuple[dict[str, Data], list[Problem], Sequence[Problem]]:
-    """The new bytes of each record that changes, everything in which `sections` do not fit the program, and new names
-    that it cannot have.
-    """
+    """Return the new bytes of each record that changes, the problems with `sections`, and with their new names."""
     if [section.path for section in sections] != [section.path for section in program.sections]:
         return {}, [Problem("not the sections of the program", section.title) for section in sections], []
     problems: list[Problem] = []
@@ -274,61 +270,69 @@ def _changed(program: Program, sections: Sequence[Section]) -> tuple[dict[str, D
     names: list[dict[str, str]] = []
     for old_section, new_section in zip(program.sections, sections):
         under_old, renames = under_old_names(old_section, new_section)
-        fitting, found = _paired(old_section, under_old)
         names.append(renames)
+        fitting, misfits = _paired(old_section, under_old)
         pairs += fitting
-        problems += found
+        problems += misfits
     data, untied = _by_home(program, pairs)
-    pickled = _pickled(pairs)
-    said, unfit = renamed(program, names)
-    stale = _stale(program, {*(home.record for home in data), *pickled})
-    return _by_record({**data, **said}) | pickled, [*problems, *untied, *stale], unfit
+    alone: dict[str, Data] = {}  # new records of tensors that are pickled by themselves
+    for old, new in pairs:
+        role = old.payload
+        if isinstance(role, Payload) and isinstance(new.payload, Carried):
+            alone[role.record] = _lazy(torch_zip.of_tensor(new.payload, role.is_param, role.requires_grad))
+    records, unfit = renamed(program, names)
+    stale = _stale(program, {*(home.record for home in data), *alone})
+    return _by_record({**data, **records}) | alone, [*problems, *untied, *stale], unfit
 
 
 def _paired(old: Section, new: Section) -> tuple[list[tuple[TensorEntry, TensorEntry]], list[Problem]]:
-    """Each of the program's tensors with the one that is to take its place, and what does not fit."""
-    have = {entry.key: entry for entry in new.tensors}
+    """Pair each of the program's tensors with its replacement, and list what does not fit."""
+    count = Counter(entry.key for entry in new.tensors)
+    replacements = {entry.key: entry for entry in new.tensors}
     known = {entry.key for entry in old.tensors}
-    problems = [Problem("stands twice", key) for key, n in Counter(e.key for e in new.tensors).items() if n > 1]
-    problems += [Problem("the program has no such tensor", key) for key in have if key not in known]
-    problems += [Problem("missing", entry.key) for entry in old.tensors if entry.key not in have]
+    problems = [Problem("the name is there twice", key) for key, n in count.items() if n > 1]
+    problems += [Problem("the program has no such tensor", key) for key in replacements if key not in known]
+    problems += [Problem("missing", entry.key) for entry in old.tensors if entry.key not in replacements]
     if old.extras != new.extras:
-        problems.append(Problem("its objects that are no tensors cannot be changed", old.title))
-    pairs = [(entry, have[entry.key]) for entry in old.tensors if entry.key in have]
-    misfits = [(entry, _misfit(entry, other)) for entry, other in pairs]
-    problems += [Problem(problem, entry.key) for entry, problem in misfits if problem]
-    return [pair for pair, (_, problem) in zip(pairs, misfits) if not problem], problems
+        problems.append(Problem("its objects that are not tensors cannot be changed", old.title))
+    pairs = []
+    for entry in old.tensors:
+        if entry.key in replacements:
+            misfit = _misfit(entry, replacements[entry.key])
+            if misfit is None:
+                pairs.append((entry, replacements[entry.key]))
+            else:
+                problems.append(Problem(misfit, entry.key))
+    return pairs, problems
 
 
 def _misfit(old: TensorEntry, new: TensorEntry) -> str | None:
-    """Why `new` cannot take the place of `old`, its storage left aside."""
+    """Return why `new` cannot replace `old`, apart from its storage."""
     for what in ("dtype", "shape", "stride", "offset"):
-        ours, theirs = getattr(new, what), getattr(old, what)
-        if ours != theirs:
-            return f"{what} {_shown(ours)}, the program has {_shown(theirs)}"
-    if old.storage is None and new.payload is not old.payload and not replaceable(old, new):
+        values = [list(v) if isinstance(v, tuple) else v for v in (getattr(new, what), getattr(old, what))]
+        if values[0] != values[1]:
+            return f"{what} {values[0]}, the program has {values[1]}"
+    if old.storage is None:
+        if new.payload is old.payload or replaceable(old, new):
+            return None
         return f"a {old.layout} tensor in the program, which cannot be replaced"
-    if old.storage is not None and new.storage is None:
+    if new.storage is None:
         return f"a {new.layout} tensor, the program has a strided one"
-    if old.storage is not None and new.payload is not old.payload:
+    if new.payload is not old.payload:
         return "computed by a remap, which gives a program other names and no other values: swap-weights does"
     return None
 
 
 def replaceable(old: TensorEntry, new: TensorEntry) -> bool:
-    """Whether `old`, no strided tensor, is pickled by itself, and `new` is pickled as the same kind of tensor."""
+    """Return whether `old` is packed in a pickle of its own, and `new` is pickled as the same kind of tensor."""
     alone = isinstance(old.payload, Payload) and old.payload.alone
     return alone and isinstance(new.payload, Carried) and new.layout == old.layout
-
-
-def _shown(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _by_home(
     program: Program, pairs: Sequence[tuple[TensorEntry, TensorEntry]]
 ) -> tuple[dict[Home, Span | Lazy], list[Problem]]:
-    """The new bytes of each storage that changes. Tensors that share a storage must go on sharing one."""
+    """Return the new bytes of each storage that changes. Tensors that share a storage must still share one."""
     first: dict[Home, tuple[str, Span | Lazy]] = {}
     changed: dict[Home, Span | Lazy] = {}
     problems: list[Problem] = []
@@ -347,7 +351,7 @@ def _by_home(
 
 
 def _by_record(data: Mapping[Home, Data]) -> dict[str, Data]:
-    """The new bytes of each record: its own, or a torch zip's with some of its records replaced."""
+    """Return the new bytes of each record: its own, or a torch zip's with some of its records replaced."""
     records: dict[str, Data] = {}
     inside: defaultdict[str, dict[str, Data]] = defaultdict(dict)
     zips: dict[str, Inner] = {}
@@ -362,22 +366,12 @@ def _by_record(data: Mapping[Home, Data]) -> dict[str, Data]:
     return records
 
 
-def _pickled(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> dict[str, Data]:
-    """The new records of tensors that are pickled by themselves."""
-    records: dict[str, Data] = {}
-    for old, new in pairs:
-        role = old.payload
-        if isinstance(role, Payload) and isinstance(new.payload, Carried):
-            records[role.record] = _lazy(torch_zip.of_tensor(new.payload, role.is_param, role.requires_grad))
-    return records
-
-
 def _lazy(pieces: Pieces) -> Lazy:
     return Lazy(nbytes_of(pieces), partial(stream, pieces))
 
 
 def _stale(program: Program, records: Collection[str]) -> list[Problem]:
-    """Who else in the file would keep the old weights where these `records` change, or get new ones unasked."""
+    """List everything else in the file that would keep the old weights, or get new ones too, if `records` change."""
     if not records:
         return []
     root = root_of(program.archive)
@@ -400,10 +394,10 @@ _RANKS = {kind: rank for rank, kind in enumerate(_KINDS.values())}
 
 
 def names(path: str, program: str | None = None) -> Names:
-    """All names of the program's parameters and buffers; constants that were lifted out of its code have none.
+    """Return all names of the program's parameters and buffers; constants that were lifted out of its code have none.
 
-    `program` is the one that is meant in a file of several. Raises `CkptError` where there is no such program, and
-    where its graph has no signature that can be read.
+    `program` names one of several in the file. Raises `CkptError` if there is no such program, or its graph has no
+    signature that can be read.
     """
     checkpoint = read_program(path, program)
     assert isinstance(checkpoint.container, Program)
@@ -426,26 +420,26 @@ def names(path: str, program: str | None = None) -> Names:
 
 
 def _runtime(checkpoint: Checkpoint, graph: dict[str, str]) -> list[RuntimeTensor]:
-    """Parameters, then buffers, then constants, each in the order of the graph's inputs; `graph`: FQN -> kind."""
-    entries = [(entry, section.path == "") for section in checkpoint.sections for entry in section.tensors]
-    kinds = {entry.key: _kind(entry, persistent, graph.get(entry.key)) for entry, persistent in entries}
+    """List parameters, then buffers, then constants, each in the order of the graph's inputs; `graph`: FQN -> kind."""
+
+    def kind_of(entry: TensorEntry, is_saved: bool) -> str:
+        kind = graph.get(entry.key)  # None: a tensor of a module that is never called, or a tied name
+        if kind is not None and not (is_saved and kind == "constant"):  # a saved tensor is not a constant
+            return kind
+        if isinstance(entry.payload, Payload) and entry.payload.is_param:
+            return "parameter"
+        return "buffer" if is_saved else "constant"
+
     order = {fqn: position for position, fqn in enumerate(graph)}
-    entries.sort(key=lambda item: (_RANKS[kinds[item[0].key]], order.get(item[0].key, len(order))))
+    entries = [(entry, section.path == "") for section in checkpoint.sections for entry in section.tensors]
+    rows = [(kind_of(entry, is_saved), is_saved, entry) for entry, is_saved in entries]
+    rows.sort(key=lambda row: (_RANKS[row[0]], order.get(row[2].key, len(order))))
     first: dict[object, str] = {}
-    found: list[RuntimeTensor] = []
-    for entry, persistent in entries:
-        fqn, kind, payload = entry.key, kinds[entry.key], entry.payload
+    tensors: list[RuntimeTensor] = []
+    for kind, is_saved, entry in rows:
+        fqn, payload = entry.key, entry.payload
         trainable = kind == "parameter" and isinstance(payload, Payload) and payload.requires_grad
         root = first.setdefault(entry.identity, fqn)
         alias_of = None if root == fqn else root
-        found.append(RuntimeTensor(fqn, fqn, kind, persistent, trainable, entry.dtype, entry.shape, alias_of))
-    return found
-
-
-def _kind(entry: TensorEntry, persistent: bool, taken: str | None) -> str:
-    """As what the graph takes it, None where it does not: a tensor of a module that is never called, or a tied name."""
-    if taken is not None and not (persistent and taken == "constant"):  # what is saved is no constant
-        return taken
-    if isinstance(entry.payload, Payload) and entry.payload.is_param:
-        return "parameter"
-    return "buffer" if persistent else "constant"
+        tensors.append(RuntimeTensor(fqn, fqn, kind, is_saved, trainable, entry.dtype, entry.shape, alias_of))
+    return tensors

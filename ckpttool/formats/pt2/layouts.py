@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -53,7 +53,7 @@ _CONFIG = object_of({"config": map_of(_PAYLOAD)})
 
 
 def read(archive: Archive, root: str, name: str) -> Program:
-    """The program `name` of the file. Raises `CkptError` where its configs are not as torch.export.save writes them."""
+    """Read the program `name`. Raises `CkptError` if its configs are not as torch.export.save writes them."""
     homes: dict[Storage, Home] = {}
     folders = [f"{root}data/{kind}/" for kind in ("weights", "constants")]
     configs = [f"{folder}{name}_{folder.split('/')[-2]}_config.json" for folder in folders]
@@ -64,7 +64,7 @@ def read(archive: Archive, root: str, name: str) -> Program:
 
 
 def renamed(program: Program, index: str, names: Mapping[str, str]) -> bytes:
-    """The config `index` of the program with its entries called by their new `names`."""
+    """Return the config `index` of the program with new `names` for its entries."""
     value = read_json(program.archive, index, _CONFIG, "torch.export.save")
     value["config"] = {names.get(fqn, fqn): meta for fqn, meta in value["config"].items()}
     return json.dumps(value).encode()
@@ -73,7 +73,7 @@ def renamed(program: Program, index: str, names: Mapping[str, str]) -> bytes:
 def _payloads(
     archive: Archive, folder: str, config: str, homes: dict[Storage, Home]
 ) -> tuple[tuple[TensorEntry, ...], tuple[ExtraEntry, ...]]:
-    """The tensors and the other objects that the config lists; their records lie in the folder."""
+    """Return the tensors and the other objects that the config lists; their records are in the folder."""
     value = read_json(archive, config, _CONFIG, "torch.export.save")
     tensors: list[TensorEntry] = []
     objects: list[ExtraEntry] = []
@@ -100,8 +100,8 @@ def _tensor(
     if tensor["dtype"] not in BY_PT2:
         raise damaged(archive.path, f"{fqn} has the dtype number {tensor['dtype']!r}, which ckpttool does not know")
     dtype = BY_PT2[tensor["dtype"]].name
-    shape, stride = _sizes(tensor["sizes"]), _sizes(tensor["strides"])
-    (offset,) = _sizes([tensor["storage_offset"]])
+    shape, stride = (tuple(size["as_int"] for size in tensor[which]) for which in ("sizes", "strides"))
+    offset = tensor["storage_offset"]["as_int"]
     if len(shape) != len(stride):
         raise ValueError(f"{fqn} has {len(shape)} sizes and {len(stride)} strides")
     pickled = meta["use_pickle"]
@@ -124,24 +124,19 @@ def _tensor(
     return replace(entry, storage=storage, packed_bytes=0)
 
 
-def _sizes(values: Sequence[Mapping[str, int]]) -> tuple[int, ...]:
-    """Sizes, strides or offsets."""
-    return tuple(value["as_int"] for value in values)
-
-
 GRAPH = "serialized_exported_program.json"  # of torch up to 2.7
 UP_TO_2_7, IN_2_8 = "torch<=2.7", "torch 2.8"
 
 
 def read_up_to_2_7(archive: Archive, root: str, name: str) -> Program:
-    """The only program of the file. Raises `CkptError` where its state dict or its constants cannot be read."""
+    """Read the only program of the file. Raises `CkptError` if its state dict or its constants cannot be read."""
     stems = [f"{root}serialized_{what}" for what in ("state_dict", "constants")]
     records = [f"{stem}.json" if f"{stem}.json" in archive.by_name else f"{stem}.pt" for stem in stems]
     return _read(archive, name, UP_TO_2_7, root + GRAPH, records)
 
 
 def read_2_8(archive: Archive, root: str, name: str) -> Program:
-    """The program `name` of the file. Raises `CkptError` where its state dict or its constants cannot be read."""
+    """Read the program `name`. Raises `CkptError` if its state dict or its constants cannot be read."""
     records = [f"{root}data/{kind}/{name}.pt" for kind in ("weights", "constants")]
     return _read(archive, name, IN_2_8, f"{root}models/{name}.json", records)
 
@@ -158,7 +153,7 @@ def _read(archive: Archive, name: str, layout: str, model: str, records: list[st
 
 
 def renamed_until_2_8(program: Program, index: str, names: Mapping[str, str]) -> tuple[Inner, bytes]:
-    """The torch zip `index` of the program, and its pickle with the entries called by their new `names`."""
+    """Return the torch zip `index` of the program, and its pickle with new `names` for the entries."""
     pickle, _, inner = open_record(program.archive, index)
     pairs = {names.get(key, key): node for key, node in (pairs_of(pickle.root) or {}).items()}
     if type(pickle.root) is Call:
@@ -169,12 +164,13 @@ def renamed_until_2_8(program: Program, index: str, names: Mapping[str, str]) ->
 def _entries(
     archive: Archive, record: str, homes: dict[Storage, Home], left: list[Unreached]
 ) -> tuple[tuple[TensorEntry, ...], tuple[ExtraEntry, ...]]:
-    """The tensors and the other objects of the dict that the record holds."""
+    """Return the tensors and the other objects of the dict in the record."""
     pickle, storages, inner = open_record(archive, record)
     pairs = pairs_of(pickle.root)
     if pairs is None or not all(type(key) is str for key in pairs):
-        raise damaged(archive.path, f"its record {record} is no state dict")
-    tensors = tuple(_tensor_until_2_8(key, node, storages, record) for key, node in pairs.items() if is_tensor(node))
+        raise damaged(archive.path, f"its record {record} is not a state dict")
+    entries = [entry_of(key, node, storages) for key, node in pairs.items() if is_tensor(node)]
+    tensors = tuple(replace(entry, payload=payload_of(record, entry)) for entry in entries)
     objects = tuple(extra_of(key, node, storages) for key, node in pairs.items() if not is_tensor(node))
     for found in torch_zip.unreached_in(inner.archive, inner.folder, pickle.root, storages):
         left.append(replace(found, path=f"{record}: {found.path}"))
@@ -182,21 +178,15 @@ def _entries(
     return tensors, objects
 
 
-def _tensor_until_2_8(key: str, node: Any, storages: Storages, record: str) -> TensorEntry:
-    """The entry of a tensor's node; its payload says whether the node makes a Parameter."""
-    entry = entry_of(key, node, storages)
-    return replace(entry, payload=payload_of(record, entry))
-
-
 def payload_of(record: str, entry: TensorEntry) -> Payload:
-    """What the file says of the tensor's role."""
+    """Return the role of a tensor: its node says whether it is a Parameter."""
     assert isinstance(entry.payload, Carried)
     node = entry.payload.node
     return Payload(record, is_parameter(node), is_parameter(node) and node.args[1] is True, source=entry.payload)
 
 
 def open_record(archive: Archive, name: str) -> tuple[Pickle, Storages, Inner]:
-    """The torch zip in the record `name`: its pickle, its storages, and the archive that it is."""
+    """Open the torch zip in the record `name`: return its pickle, its storages, and its archive."""
     record = archive.by_name.get(name)
     if record is None:
         raise damaged(archive.path, f"its record {name} is missing")

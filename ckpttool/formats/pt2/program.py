@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from shlex import quote
 from typing import Any
@@ -28,10 +28,10 @@ _AGAIN = "copy it or export it again"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Payload:
-    """What the file says of one tensor beyond its geometry: the record that holds it, and its role.
+    """What the file says about one tensor beyond its geometry: the record that holds it, and its role.
 
-    `alone`: the record is a torch file of this tensor and nothing else, which another one can take the place of.
-    `source` can tell the content of a tensor that is no strided block of bytes.
+    `alone`: the record is a torch file of this tensor and nothing else, and can be replaced. `source` has the content
+    of a packed tensor.
     """
 
     record: str
@@ -47,13 +47,13 @@ class Payload:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordOf:
-    """The payload of what a record of its own holds: a pickled tensor or object."""
+    """The payload of a pickled tensor or object in a record of its own."""
 
     archive: Archive
     record: Record
 
     def content(self) -> bytes | None:
-        """See `checkpoint.Comparable`. That of the object, where the record is a torch file; else that of the bytes."""
+        """See `checkpoint.Comparable`: of the object if the record is a torch file, else of the bytes."""
         try:
             inner = read_archive(self.archive.path, self.archive.base + self.record.data, self.record.nbytes)
             _, pickle, storages = torch_zip.open_tree(inner)
@@ -72,7 +72,7 @@ class Inner:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where something lies: it is the record itself, or the record `key` of the torch zip in it, less its folder."""
+    """A place in the file: a record, or the record `key` (without its folder) of the torch zip in it."""
 
     record: str
     inner: Inner | None = None
@@ -107,20 +107,20 @@ class Program:
 
 
 def program_of(checkpoint: Checkpoint) -> Program | None:
-    """The program that the checkpoint is; None for any other checkpoint."""
+    """Return the program in the checkpoint; None for any other checkpoint."""
     return checkpoint.container if isinstance(checkpoint.container, Program) else None
 
 
 def root_of(archive: Archive) -> str:
-    """The folder that all records lie in, with its slash; empty where there is none."""
+    """Return the folder of all records, with its slash; empty if there is none."""
     first = archive.records[0].name if archive.records else ""
     return first[: first.find("/") + 1]
 
 
 def read_json(archive: Archive, name: str, kind: Kind, writer: str) -> Any:
-    """The JSON value of a record, which is of the kind: as `writer` writes it.
+    """Return the JSON value of a record, checked to be of the kind that `writer` writes.
 
-    Raises `CkptError`, every problem at its JSON path, where it is missing, damaged, no JSON, or something else.
+    Raises `CkptError`, with the JSON path of every problem, if it is missing, damaged, not JSON, or something else.
     """
     if name not in archive.by_name:
         raise damaged(archive.path, f"its record {name} is missing")
@@ -133,23 +133,23 @@ def read_json(archive: Archive, name: str, kind: Kind, writer: str) -> Any:
 
 
 def damaged(path: str, problem: str) -> CkptError:
-    """The error for a program that contradicts itself."""
+    """Return the error for a program that contradicts itself."""
     return CkptError(f"{path} is not a program that can be read: {problem}", hint=_AGAIN)
 
 
 def compressed(path: str, record: str) -> CkptError:
-    """The error for a record whose bytes do not lie in the file as they are."""
+    """Return the error for a compressed record."""
     code = "import torch, sys; torch.export.save(torch.export.load(sys.argv[1]), sys.argv[2])"
     hint = f'load and save it again with torch: python -c "{code}" {quote(path)} OUT.pt2'
     return CkptError(f"{path} is compressed (record {record}), which torch never does", hint=hint)
 
 
 def program_sections(weights: Section, constants: Section) -> tuple[Section, ...]:
-    """The sections of a program; that of its constants is left out where it has none."""
+    """Return the sections of a program; that of its constants only if it has some."""
     return (weights, constants) if constants.tensors or constants.extras else (weights,)
 
 
-# What names a tensor or an object in a specification of each kind, and the kinds that name none (torch/_export/serde).
+# The field that names a tensor or an object in a specification of each kind, and kinds without (torch/_export/serde).
 FIELDS = {
     "parameter": "parameter_name",
     "buffer": "buffer_name",
@@ -168,7 +168,7 @@ _CALLS = list_of(object_of({"fqn": TEXT}))
 _GRAPH = object_of({"signature": _SIGNATURE}, {"module_call_graph": _CALLS})
 _MODEL = object_of({"torch_version": TEXT, "graph_module": _GRAPH})
 
-# The attributes of the modules that torch makes of a program, which a name cannot take the place of.
+# The attributes of the modules that torch makes of a program: names that a tensor cannot have.
 _ATTRIBUTES = """
     T_destination _adapt_flat_args _apply _backward_hooks _backward_pre_hooks _boxed_call _buffers _call_impl _code
     _compiled_call_impl _create_node_hooks _deepcopy_hooks _deepcopy_init _dispatch_modules _erase_node_hooks
@@ -196,7 +196,7 @@ ATTRIBUTES = frozenset(_ATTRIBUTES.split())
 
 
 def read_graph(program: Program) -> Any:
-    """``models/M.json``. Raises `CkptError` where it has no signature that can be read."""
+    """Return ``models/M.json``. Raises `CkptError` if it has no signature that can be read."""
     model = read_json(program.archive, program.model, _MODEL, "torch.export.save")
     if not all(_specs(model)):
         raise damaged(
@@ -206,17 +206,15 @@ def read_graph(program: Program) -> Any:
 
 
 def renamed(program: Program, names: Mapping[str, str]) -> tuple[bytes, list[Problem]]:
-    """``models/M.json`` with FQNs called by their new `names`, and what stands against these."""
+    """Return ``models/M.json`` with new `names` for FQNs, and the problems with these."""
     model = read_graph(program)
     kinds = {kind for spec in _specs(model) for kind in spec}
     problems = [
         Problem("the graph has inputs or outputs that are not known, and may name tensors", kind)
         for kind in sorted(kinds - FIELDS.keys() - _NAMELESS)
     ]
-    have = [key for section in program.sections for key in section.keys]
-    graph = model["graph_module"]
-    modules = {entry["fqn"].partition("@")[0] for entry in graph.get("module_call_graph", ())}
-    problems += _unfit(have, names, modules, set(_subgraphs(graph)))
+    keys = [key for section in program.sections for key in section.keys]
+    problems += _unfit(keys, names, model["graph_module"])
     for spec in _specs(model):
         for kind in spec.keys() & FIELDS.keys():
             field = FIELDS[kind]
@@ -229,29 +227,30 @@ def _specs(model: Any) -> list[dict[str, Any]]:
     return [*signature["input_specs"], *signature["output_specs"]]
 
 
-def _unfit(have: Sequence[str], names: Mapping[str, str], modules: Set[str], subgraphs: Set[str]) -> Iterator[Problem]:
-    """The new names that no module could have beside the others; `modules` and `subgraphs` are such as torch makes."""
-    count = Counter(names.get(key, key) for key in have)
-    paths = {path for key in (*count, *modules) for path in _parents(key)} | modules
-    for new in (names[key] for key in have if key in names):
+def _unfit(keys: Sequence[str], names: Mapping[str, str], graph: Any) -> Iterator[Problem]:
+    """Yield the new names that no module could have; torch makes modules of the graph's calls and subgraphs."""
+
+    def parents(name: str) -> list[str]:
+        return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
+
+    modules = {entry["fqn"].partition("@")[0] for entry in graph.get("module_call_graph", ())}
+    subgraphs = set(_subgraphs(graph))
+    count = Counter(names.get(key, key) for key in keys)
+    paths = {path for key in (*count, *modules) for path in parents(key)} | modules
+    for new in (names[key] for key in keys if key in names):
         parts = new.split(".")
         taken = [part for part in parts if part in ATTRIBUTES or part.startswith("__") or part in subgraphs]
-        below = [path for path in _parents(new) if path in count]
+        below = [path for path in parents(new) if path in count]
         if count[new] > 1 or new in paths:
             yield Problem("the program has a tensor or a module of that name", new)
         elif below:
             yield Problem(f"{below[0]} is a tensor, and has nothing below it", new)
         elif taken or not all(parts):
-            yield Problem(f"no name that a module of torch can have: {taken[0] if taken else 'an empty part'}", new)
-
-
-def _parents(name: str) -> Iterator[str]:
-    """The modules that the name lies in, without the root."""
-    return (name[: dot.start()] for dot in re.finditer(r"\.", name))
+            yield Problem(f"not a name that a module of torch can have: {taken[0] if taken else 'an empty part'}", new)
 
 
 def _subgraphs(graph: Any) -> Iterator[str]:
-    """The names of the graphs inside the graph (of ``torch.cond`` and the like), however deep."""
+    """Yield the names of the graphs inside the graph (of ``torch.cond`` and the like), at any depth."""
     left = [graph]
     while left:
         value = left.pop()

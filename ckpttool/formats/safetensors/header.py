@@ -20,22 +20,22 @@ _TENSOR = re.compile(
     rf'(\{{"dtype": ?"[A-Z0-9_]+", ?"shape": ?\[(?:{_SIZE}(?:, ?{_SIZE})*)?\]), ?'
     rf'"data_offsets": ?\[({_SIZE}), ?({_SIZE})\]\}}(, ?|\}}[ \t\n\r]*\Z)'
 )
-# A member of the outermost object, by whatever spelling: its name, and an object that holds no other.
+# A member of the outermost object, however it is written: its name, and an object without objects in it.
 _MEMBER = re.compile(
     r'("[^"\\]*(?:\\.[^"\\]*)*")\s*:\s*(?:null|\{[^"{}]*(?:"[^"\\]*(?:\\.[^"\\]*)*"[^"{}]*)*\})\s*[,}]\s*'
 )
 
-# What all tensors of one dtype and shape have in common: dtype, shape, stride, bytes.
+# The values that all tensors of one dtype and shape have in common: dtype, shape, stride, bytes.
 Alike = tuple[str, tuple[int, ...], tuple[int, ...], int]
 
 
 def plain_tensors(
     text: str, at: int, data: Span, alike: Callable[[str], Alike | None]
 ) -> dict[str, TensorEntry] | None:
-    """The tensors of the header `text` from character `at` on, by name; None where the strict way has to look.
+    """Return the tensors of the header `text` from character `at` on, by name; None if it must be read strictly.
 
-    `data` are the bytes behind the header. `alike` reads the text of a dtype and shape
-    (``{"dtype":"F32","shape":[2]}``), and gives None where these are not a plain dtype and a size.
+    `data` are the bytes after the header. `alike` reads the text of a dtype and shape
+    (``{"dtype":"F32","shape":[2]}``), and returns None if these are not a plain dtype and a size.
     """
     known: dict[str, Alike | None] = {}
     found: dict[str, TensorEntry] = {}
@@ -64,7 +64,7 @@ def plain_tensors(
 
 
 def _is_covered(tensors: Iterable[TensorEntry], data: Span) -> bool:
-    """Whether the tensors, in some order, lie one behind the other from the begin of `data` to its end."""
+    """Return whether the tensors, in some order, cover `data` without gaps and overlaps."""
     reach = data.offset
     for offset, length in sorted((span.offset, span.length) for entry in tensors if (span := entry.span)):
         if offset != reach:
@@ -73,24 +73,12 @@ def _is_covered(tensors: Iterable[TensorEntry], data: Span) -> bool:
     return reach == data.offset + data.length
 
 
-def first_member(text: str, name: str) -> tuple[Any, int]:
-    """The value of the first member and where it ends, if that has the name; else ({}, 0), and None for no JSON."""
-    start = f'{{"{name}":'
-    try:
-        return strict_json.value_at(text, len(start)) if text.startswith(start) else ({}, 0)
-    except ValueError:
-        return None, 0
-
-
-def quoted_names(text: str, but: str) -> Iterator[tuple[int, int]]:
-    """Where each quoted name of the outermost object of a header begins and ends, those of the member `but` left out.
-
-    The header is one that was read: all members are objects without objects in them, or the metadata.
-    """
-    quoted = strict_json.quoted(but)
+def quoted_names(text: str) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of each tensor's quoted name in the text of a header that was read, in the header's order."""
+    quoted = strict_json.quoted(METADATA)
     for match in _MEMBER.finditer(text, text.index("{") + 1):
         name = match[1]
-        if name != quoted and ("\\" not in name or strict_json.loads(name) != but):
+        if name != quoted and ("\\" not in name or strict_json.loads(name) != METADATA):
             yield match.span(1)
 
 
@@ -118,10 +106,9 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Header:
-    """The header as it stands in the file; `Checkpoint.container` of this format.
+    """The header of a file; `Checkpoint.container` of this format.
 
-    `place` is where its text lies, without the blanks at its end, `data` are all bytes after it; `tensors` are in the
-    header's order.
+    `place` is its text without the padding, `data` are all bytes after it; `tensors` are in the header's order.
     """
 
     place: Span
@@ -131,22 +118,17 @@ class Header:
 
     @property
     def length(self) -> int:
-        """Its length in bytes, with the blanks at its end."""
+        """Its length in bytes, with the padding."""
         return self.data.offset - self.place.offset
 
     def read(self) -> str:
-        """Its text, which is not kept: that of many tensors is long, and only a rename needs it."""
+        """Return its text, which is not kept: that of many tensors is long, and only a rename needs it."""
         return read_span(self.place).decode()
-
-    @staticmethod
-    def names(text: str) -> Iterator[tuple[int, int]]:
-        """The places of the tensors' quoted names in its text, in the order of `tensors`."""
-        return quoted_names(text, METADATA)
 
 
 def read_header(path: str) -> Header:
-    """The header of the file. Raises `CkptError` for what is no valid safetensors file; `problems` lists every tensor
-    that is described wrongly.
+    """Return the header of the file. Raises `CkptError` if the file is not valid; `problems` lists every tensor that is
+    described wrongly.
     """
     text, place, data = _read_text(path)
     with many_objects():
@@ -158,8 +140,13 @@ _Content = tuple[dict[str, str], tuple[TensorEntry, ...]]  # the metadata, and t
 
 
 def _as_usual(text: str, data: Span) -> _Content | None:
-    """What the header describes, where it is spelled as writers spell it; None where it has to be read strictly."""
-    metadata, at = first_member(text, METADATA)
+    """Read a header that is spelled as writers spell it; return None for any other, which must be read strictly."""
+    start, metadata, at = f'{{"{METADATA}":', {}, 0
+    if text.startswith(start):
+        try:
+            metadata, at = strict_json.value_at(text, len(start))
+        except ValueError:
+            return None
     if not _is_metadata(metadata) or (at and not text.startswith(",", at)):
         return None
     tensors = plain_tensors(text, at + 1, data, _alike)
@@ -167,7 +154,7 @@ def _as_usual(text: str, data: Span) -> _Content | None:
 
 
 def _strictly(text: str, data: Span) -> _Content:
-    """The same of any header. Raises `CkptError` with all that is wrong with it."""
+    """Read any header. Raises `CkptError` with everything that is wrong with it."""
     try:
         infos = strict_json.loads(text)
     except ValueError as error:
@@ -176,13 +163,13 @@ def _strictly(text: str, data: Span) -> _Content:
     if metadata is None:
         metadata = {}
     if not _is_metadata(metadata):
-        raise _invalid(data.path, f"{METADATA} holds something else than strings under names")
+        raise _invalid(data.path, f"{METADATA} is not a dict of strings")
     _check(data.path, infos, data.length)
     return metadata, tuple(_entry(data.path, data.offset, name, info) for name, info in infos.items())
 
 
 def _alike(described: str) -> Alike | None:
-    """What all tensors of one dtype and shape have in common; None where the header has to be read strictly."""
+    """Return the values that all tensors of one dtype and shape have in common; None if they must be read strictly."""
     info = strict_json.loads(described)
     code, shape = info["dtype"], tuple(info["shape"])
     bits = _bits(shape, _BITS.get(code, _U64_MAX + 1))
@@ -192,7 +179,7 @@ def _alike(described: str) -> Alike | None:
 
 
 def _read_text(path: str) -> tuple[str, Span, Span]:
-    """The header's text without the blanks at its end, where it lies, and the bytes after it."""
+    """Return the header's text without padding, its place, and the bytes after it."""
     with opened(path) as file:
         nbytes = file.size
         start = file.read(8)
@@ -218,7 +205,7 @@ def _is_metadata(value: Any) -> bool:
 
 
 def _check(path: str, infos: Mapping[str, Any], data_length: int) -> None:
-    """Every check of the reference reader: each entry by itself, then that the entries cover the data without gaps."""
+    """Run every check of the reference reader: on each entry, then that the entries cover the data without gaps."""
     problems = [Problem(problem, name) for name, info in infos.items() if (problem := _problem(info))]
     end = 0
     if not problems:
@@ -237,7 +224,7 @@ def _check(path: str, infos: Mapping[str, Any], data_length: int) -> None:
 
 
 def _problem(info: Any) -> str | None:
-    """What is wrong with one tensor's entry of the header, by itself."""
+    """Return the problem with one tensor's entry of the header, or None."""
     if not isinstance(info, dict) or not info.keys() >= _FIELDS:
         return "not an object with dtype, shape and data_offsets"
     code, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
@@ -258,7 +245,7 @@ def _problem(info: Any) -> str | None:
 
 
 def _bits(shape: Sequence[int], per_element: int) -> int | None:
-    """Size in bits, or None where a product on the way overflows 64 bits, also if a later size is 0."""
+    """Return the size in bits, or None if a product on the way overflows 64 bits, even if a later size is 0."""
     bits = 1
     for factor in (*shape, per_element):
         bits *= factor
@@ -293,7 +280,7 @@ def _invalid(path: str, problem: str, problems: Sequence[Problem] = ()) -> CkptE
 
 
 def overlapping(tensors: Iterable[TensorEntry]) -> dict[str, str]:
-    """Key -> an earlier key whose bytes it shares, wholly or in part; empty if and only if no two tensors share bytes.
+    """Return for each key an earlier key whose bytes it shares, completely or in part; empty if no two share bytes.
 
     Of many that share the same bytes not every pair is named. A view with gaps counts with all bytes from its first
     element to its last.
@@ -303,8 +290,8 @@ def overlapping(tensors: Iterable[TensorEntry]) -> dict[str, str]:
         return {}
     by_storage: dict[int, list[tuple[int, int, tuple[int, str]]]] = {}
     for position, entry in enumerate(tensors):
-        begin, end = _extent(entry)
-        if begin < end:
+        if entry.storage is not None and entry.numel:
+            begin, end = (index * itemsize(entry.dtype) for index in (entry.offset, entry.end))
             by_storage.setdefault(id(entry.storage), []).append((begin, end, (position, entry.key)))
     found: list[tuple[int, str, str]] = []
     for group in by_storage.values():
@@ -317,10 +304,3 @@ def overlapping(tensors: Iterable[TensorEntry]) -> dict[str, str]:
             if end > reach:
                 reach, widest = end, current
     return {key: other for _, key, other in sorted(found)}
-
-
-def _extent(entry: TensorEntry) -> tuple[int, int]:
-    """First byte and end of the elements in their storage; nothing for a tensor without elements or storage."""
-    if entry.storage is None or not entry.numel:
-        return 0, 0
-    return entry.offset * itemsize(entry.dtype), entry.end * itemsize(entry.dtype)

@@ -1,16 +1,16 @@
 """safetensors: an 8-byte length, a JSON header, the tensors' bytes. Reader and writer, without torch or safetensors.
 
-The writer has two ways. Where only names changed, the header is the source's own text with the names in it replaced,
-and the data is one span; a rename and its inverse give back the same bytes as long as the source's header has a length
-that is a multiple of 8, ends in no blanks but spaces, and spells the names without needless escapes (the reference
-writer's files do). Everything else is laid out afresh, as the reference writer does it.
+If only names changed, the new header is the source's own text with the names replaced, and the data is one span. A
+rename and its inverse give back the same bytes if the length of the source's header is a multiple of 8, it is padded
+with spaces only, and its names have no needless escapes (as in files of the reference writer). Everything else is laid
+out as the reference writer does it.
 """
 
 from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from io import BytesIO
 from typing import Any
 
@@ -26,6 +26,7 @@ from ckpttool.formats.safetensors.header import (
     Header,
     Packed,
     overlapping,
+    quoted_names,
     read_header,
 )
 from ckpttool.io.pieces import BLOCK, LEAST, Edited, Piece
@@ -45,9 +46,9 @@ _RANK = {code: rank for rank, code in enumerate(_ORDER)}
 
 
 def read(path: str) -> Checkpoint:
-    """The index of the file: one section, its tensors in the header's order. Reads the header, no tensor.
+    """Return the index of the file: one section, its tensors in the header's order. Reads the header only.
 
-    Raises `CkptError` for what is no valid safetensors file; `problems` lists every tensor that is described wrongly.
+    Raises `CkptError` if the file is not valid; `problems` lists every tensor that is described wrongly.
     """
     header = read_header(path)
     tensors = torchao.marked(header.tensors, header.metadata)
@@ -67,16 +68,13 @@ def read(path: str) -> Checkpoint:
 
 
 def layout(checkpoint: Checkpoint) -> list[Piece]:
-    """The file that holds the checkpoint, as pieces.
-
-    Raises `Refused`, with every problem, where the format cannot hold it.
-    """
-    found = problems(checkpoint)
-    if found:
+    """Return the file of the checkpoint. Raises `Refused`, with every problem, if the format cannot hold it."""
+    unfit = problems(checkpoint)
+    if unfit:
         raise Refused(
             "safetensors cannot hold this checkpoint",
             hint="write a torch file (OUT ending in .pt)" + torchao.way(checkpoint),
-            problems=found,
+            problems=unfit,
         )
     checkpoint = torchao.settled(checkpoint)
     tensors = checkpoint.sections[0].tensors
@@ -84,14 +82,14 @@ def layout(checkpoint: Checkpoint) -> list[Piece]:
     if isinstance(header, Header) and checkpoint.metadata == header.metadata:
         raw = _rename(header, tensors)
         if raw is not None:
-            return [_header(raw, _length(header, raw)), *_with_bytes([Piece(header.data)])]
+            return [_header(raw, _length(header, raw)), *([Piece(header.data)] if header.data.length else [])]
     return _layout_afresh(tensors, checkpoint.metadata)
 
 
 def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
-    """The file with all data where it lies in the one that was read, or moved by whole blocks if the header needs room.
+    """Return the file with its data at the same place, or moved by whole blocks if the header needs room.
 
-    None where more than names and metadata changed.
+    None if more than names and metadata changed.
     """
     header = checkpoint.container
     if not isinstance(header, Header) or problems(checkpoint):
@@ -105,12 +103,15 @@ def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
         infos = {name: info for name, info in strict_json.loads(raw.decode()).items() if name != METADATA}
         raw = _encoded(strict_json.dumps(metadata | infos))
     more = max(0, len(raw) - header.length)
-    pieces = [_header(raw, header.length + -(-more // BLOCK) * BLOCK), *_with_bytes([Piece(header.data)])]
+    pieces = [
+        _header(raw, header.length + -(-more // BLOCK) * BLOCK),
+        *([Piece(header.data)] if header.data.length else []),
+    ]
     return Edited(pieces, bytes(read_span(header.place)), raw)
 
 
 def problems(checkpoint: Checkpoint) -> list[Problem]:
-    """Everything in the checkpoint that a file has no place for: sections, extras, dtypes, layouts, shared bytes."""
+    """List everything that the format cannot hold: sections, extras, dtypes, layouts, shared bytes."""
     if not checkpoint.sections:
         return [Problem("holds no state dict", checkpoint.source)]
     if len(checkpoint.sections) > 1 or checkpoint.sections[0].path:
@@ -119,14 +120,14 @@ def problems(checkpoint: Checkpoint) -> list[Problem]:
     found = [Problem("not a tensor", extra.key) for extra in section.extras]
     found += [Problem(problem, entry.key) for entry in section.tensors if (problem := tensor_problem(entry))]
     found += [
-        Problem("the name stands twice", key) for key, n in Counter(e.key for e in section.tensors).items() if n > 1
+        Problem("the name is there twice", key) for key, n in Counter(e.key for e in section.tensors).items() if n > 1
     ]
     found += [Problem(f"shares its bytes with {other}", key) for key, other in overlapping(section.tensors).items()]
     return found
 
 
 def tensor_problem(entry: TensorEntry) -> str | None:
-    """Why the format cannot hold this tensor, or None where it can."""
+    """Return why the format cannot hold this tensor, or None."""
     if entry.key == METADATA:
         return "the name is taken by the format"
     if isinstance(entry.payload, Packed):
@@ -146,38 +147,38 @@ def tensor_problem(entry: TensorEntry) -> str | None:
 
 
 def _rename(header: Header, tensors: Sequence[TensorEntry]) -> bytes | None:
-    """The source's header with new names, or None where more than the names changed."""
+    """Return the source's header with new names, or None if more than the names changed."""
     ordered = _in_order_of(header.tensors, tensors)
     if ordered is None:
         return None
-    text, made, at = header.read(), BytesIO(), 0
-    for (start, end), old, new in zip(header.names(text), header.tensors, ordered):
+    text, renamed, at = header.read(), BytesIO(), 0
+    for (start, end), old, new in zip(quoted_names(text), header.tensors, ordered):
         if new.key != old.key:
-            made.write(_encoded(text[at:start] + strict_json.quoted(new.key)))
+            renamed.write(_encoded(text[at:start] + strict_json.quoted(new.key)))
             at = end
-    made.write(text[at:].encode())
-    return made.getvalue()
+    renamed.write(text[at:].encode())
+    return renamed.getvalue()
 
 
 def _in_order_of(source: Sequence[TensorEntry], tensors: Sequence[TensorEntry]) -> Sequence[TensorEntry] | None:
-    """The tensors, each at the place of the one of `source` that it is; None where they are not the same tensors."""
+    """Return the tensors in the order of the same ones in `source`; None if they are not the same tensors."""
+
+    def data_of(entry: TensorEntry) -> object:
+        return entry.payload if entry.storage is None else entry.storage
+
     if len(tensors) != len(source):
         return None
-    if not all(_bytes_of(new) is _bytes_of(old) for new, old in zip(tensors, source)):
-        by_bytes = {id(_bytes_of(entry)): entry for entry in tensors}
-        tensors = [by_bytes[at] for at in (id(_bytes_of(old)) for old in source) if at in by_bytes]
-    alike = (new is old or new.geometry == old.geometry for new, old in zip(tensors, source))
-    return tensors if len(tensors) == len(source) and all(alike) else None
-
-
-def _bytes_of(entry: TensorEntry) -> object:
-    return entry.payload if entry.storage is None else entry.storage
+    if not all(data_of(new) is data_of(old) for new, old in zip(tensors, source)):
+        by_data = {id(data_of(entry)): entry for entry in tensors}
+        tensors = [by_data[key] for key in (id(data_of(old)) for old in source) if key in by_data]
+    same = all(new is old or new.geometry == old.geometry for new, old in zip(tensors, source))
+    return tensors if len(tensors) == len(source) and same else None
 
 
 def _length(header: Header, raw: bytes) -> int:
-    """How long the header `raw` of a file is to be whose data is that of `header`: with as much room as that had.
+    """Return the length for the header `raw`, with as many spare bytes as `header` had, if the data stays the same.
 
-    Large data keeps its place within a block, so that files can share it; room is then a number of whole blocks. Both
+    Large data keeps its place within a block, so that files can share it; the spare bytes are then whole blocks. Both
     ways a rename and its inverse give the same length.
     """
     needed, had = _aligned(len(raw)), _aligned(header.place.length)
@@ -193,32 +194,29 @@ def _aligned(length: int) -> int:
 
 
 def _layout_afresh(tensors: Sequence[TensorEntry], metadata: Any) -> list[Piece]:
-    coded = [(*_code_and_shape(entry), entry) for entry in tensors]
+    coded: list[tuple[str, Sequence[int], TensorEntry]] = []
+    for entry in tensors:
+        if isinstance(entry.payload, Packed):
+            coded.append((entry.payload.code, entry.payload.shape, entry))
+        else:
+            code = BY_NAME[entry.dtype].safetensors or ""
+            shape = (*entry.shape[:-1], entry.shape[-1] * 2) if code == PAIRS_IN_A_BYTE else entry.shape
+            coded.append((code, shape, entry))
     coded.sort(key=lambda item: (-_RANK[item[0]], item[2].key))
     infos = [strict_json.dumps({METADATA: dict(metadata)})[1:-1]] if metadata else []
-    end = 0
+    end, pieces = 0, []
     for code, shape, entry in coded:  # text at once: a million dicts would take more memory than all else
         begin, end = end, end + entry.nbytes
         sizes, key = ",".join(map(str, shape)), strict_json.quoted(entry.key)
         infos.append(f'{key}:{{"dtype":"{code}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}')
+        data = entry.payload.span if isinstance(entry.payload, Packed) else entry.span
+        if data is None:
+            assert entry.storage is not None  # `tensor_problem` checks it
+            pieces.append(Piece(entry.storage.data))
+        else:
+            pieces.append(Piece(data))
     raw = _encoded(f"{{{','.join(infos)}}}")
-    return [_header(raw, _aligned(len(raw))), *_with_bytes(_data(entry) for _, _, entry in coded)]
-
-
-def _code_and_shape(entry: TensorEntry) -> tuple[str, tuple[int, ...]]:
-    if isinstance(entry.payload, Packed):
-        return entry.payload.code, entry.payload.shape
-    code = BY_NAME[entry.dtype].safetensors or ""
-    return code, (*entry.shape[:-1], entry.shape[-1] * 2) if code == PAIRS_IN_A_BYTE else entry.shape
-
-
-def _data(entry: TensorEntry) -> Piece:
-    if isinstance(entry.payload, Packed):
-        return Piece(entry.payload.span)
-    if entry.span is not None:
-        return Piece(entry.span)
-    assert entry.storage is not None  # tensor_problem has seen to it
-    return Piece(entry.storage.data)
+    return [_header(raw, _aligned(len(raw))), *(piece for piece in pieces if piece.nbytes)]
 
 
 def _encoded(text: str) -> bytes:
@@ -226,18 +224,14 @@ def _encoded(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         bad = error.object[error.start : error.end]
-        raise Refused(f"a name holds {bad!r}, which is no text", hint="rename it with --rule 'FROM => TO'") from error
+        raise Refused(f"a name holds {bad!r}, which is not text", hint="rename it with --rule 'FROM => TO'") from error
 
 
 def _header(raw: bytes, length: int) -> Piece:
-    """The file's first bytes: the header, with blanks behind it up to `length` bytes."""
+    """Return the file's first bytes: the header, padded with spaces to `length` bytes."""
     if length > MAX_HEADER:
         raise Refused(
             f"the header would be {length} bytes long, safetensors allows {MAX_HEADER}",
             hint="write a torch file (OUT ending in .pt)",
         )
     return Piece(b"".join((struct.pack("<Q", length), raw, b" " * (length - len(raw)))))
-
-
-def _with_bytes(data: Iterable[Piece]) -> list[Piece]:
-    return [piece for piece in data if piece.nbytes]

@@ -1,39 +1,32 @@
-"""The format of torch.save before torch 1.6, still written by choice: five pickles, then the bytes of each storage.
+"""Read the format of torch.save before torch 1.6: five pickles, then the bytes of each storage.
 
-Read to the same tree as a torch zip, and written as either. See `_legacy_save` in torch/serialization.py.
+It is read to the same tree as a torch zip, and written as one. See `_legacy_save` in torch/serialization.py.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from functools import partial
 from typing import Any, NamedTuple
 
 from ckpttool.core import dtypes
 from ckpttool.core.checkpoint import Checkpoint, Span, Storage
-from ckpttool.core.errors import CkptError, Problem, Refused
-from ckpttool.core.keys import dotted
+from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Memory, limits
 from ckpttool.core.values import dataclass, many_objects
 from ckpttool.formats.detect import LEGACY_START
-from ckpttool.formats.pickle_read import Call, Global, Origin, Persistent, Pickle, loads
-from ckpttool.formats.pickle_write import dumps
+from ckpttool.formats.pickle_read import Global, Origin, Persistent, Pickle, loads
+from ckpttool.formats.torch.nodes import children, walk
 from ckpttool.formats.torch.tensors import (
-    HOLDS,
     Carried,
-    Rebuilder,
     Storages,
     is_tensor,
-    typed_storage,
-    with_references,
 )
-from ckpttool.formats.torch.tree import Tree, read_tree, unreached, ways
-from ckpttool.formats.torch.zip_file import Container, tree_to_write
+from ckpttool.formats.torch.tree import Tree, read_tree, unreached
+from ckpttool.formats.torch.zip_file import Container
 from ckpttool.io.files import Source, assume, opened
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import Piece, Pieces
 
 FORMAT = "torch_legacy"  # in the table of formats
 UNREADABLE = (
@@ -175,26 +168,22 @@ def _parse(path: str, data: bytes, nbytes: int) -> _Pickles:
 
 
 def _shift_views(path: str, root: Any, views: Mapping[int, int]) -> None:
-    """Makes tensors on a view of a storage tensors on the storage itself, further behind its first element."""
+    """Make tensors on a view of a storage tensors on the storage itself, further behind its first element."""
     if not views:
         return
-    todo, seen, whole = [root], set[int](), set(views)
-    while todo:
-        node = todo.pop()
-        if type(node) not in HOLDS or id(node) in seen:
-            continue
-        seen.add(id(node))
+    shifted = set[int]()  # ids of the arguments of these tensors
+    for node in walk([root]):
+        inside = children(node)
         if is_tensor(node) and node.args and id(node.args[0]) in views:
-            if len(node.args) < 2 or type(node.args[1]) is not int:
+            reference, *rest = node.args
+            if not rest or type(rest[0]) is not int:
                 raise _unfit(path, f"the arguments of {node.func}")
-            reference, offset, *rest = node.args
-            node.args = (reference, offset + views[id(reference)], *rest)
-            todo.extend(rest)
-            whole.discard(id(reference))
-        elif id(node) in views:
-            raise _unfit(path, "a part of a storage stands outside of every tensor")
-        else:
-            todo.extend(HOLDS[type(node)](node))
+            node.args = (reference, rest[0] + views[id(reference)], *rest[1:])
+            shifted.add(id(node.args))
+        elif id(node) in shifted:
+            inside = node[1:]
+        if any(id(part) in views for part in inside):
+            raise _unfit(path, "a part of a storage is outside of every tensor")
 
 
 # The storages
@@ -274,82 +263,3 @@ def _unfit(path: str, message: str) -> CkptError:
         f"{path}: not as torch.save wrote it before torch 1.6: {message}",
         hint="the file is damaged, or written by another program: save it again with torch.save",
     )
-
-
-# Writing
-
-
-@many_objects()
-def layout(checkpoint: Checkpoint) -> Pieces:
-    """The bytes of the checkpoint's file, storages moved as they are.
-
-    Raises `Refused`, all problems at once, for storages that torch would not load from this format: untyped ones, among
-    them those of dtypes that came later, and those that tensors of several dtypes look at; and for what needs values to
-    be made, as torch reads all storages at last.
-    """
-    root, protocol, rebuilder = tree_to_write(checkpoint)
-    references: list[Persistent] = []
-    dumps(Pickle(root, protocol), references)
-    _know_all(checkpoint, references, rebuilder)
-    widths, problems = _widths(checkpoint, references, rebuilder)
-    problems += [
-        Problem("torch would make it of values that come after it", path) for path in ways(root, _early).values()
-    ]
-    if problems:
-        raise Refused(
-            "not every tensor fits into the format of torch.save before torch 1.6",
-            hint="write a torch zip: leave --torch-format out",
-            problems=problems,
-        )
-    numels = {key: rebuilder.storages[key].nbytes // width for key, width in widths.items()}
-
-    def older(reference: Persistent) -> Persistent:
-        return Persistent((*reference.id[:4], numels[reference.id[2]], None))  # no view of another storage
-
-    parts = (_MAGIC, _PROTOCOL, _SYSTEM, with_references(root, older), list(numels))
-    pieces = [Piece(b"".join(dumps(Pickle(part, protocol)) for part in parts))]
-    for key, numel in numels.items():
-        pieces += [Piece(numel.to_bytes(_NUMEL, "little")), Piece(rebuilder.storages[key].data)]
-    return pieces
-
-
-_EARLY = {
-    Global("torch._utils", "_rebuild_nested_tensor"),
-    Global("torch", "ScriptObject"),
-    Global("torch._C", "Generator"),
-}
-
-
-def _early(node: Any) -> int | None:
-    """The id of a node that reads the values of its tensors when it is made; None for any other."""
-    return id(node) if type(node) is Call and type(node.func) is Global and node.func in _EARLY else None
-
-
-def _know_all(checkpoint: Checkpoint, references: Sequence[Persistent], rebuilder: Rebuilder) -> None:
-    """Looks up the storages that no tensor is made of."""
-    if not isinstance(checkpoint.container, Container):
-        return
-    storages = checkpoint.container.tree.storages
-    for reference in references:
-        if reference.id[2] not in rebuilder.storages:
-            rebuilder.adopt(typed_storage(reference, storages)[1], reference.id[2])
-
-
-def _widths(
-    checkpoint: Checkpoint, references: Sequence[Persistent], rebuilder: Rebuilder
-) -> tuple[dict[str, int], list[Problem]]:
-    """The bytes of an element of each storage by its key, in the order of the pickle; and those that have none."""
-    kinds: defaultdict[str, set[str]] = defaultdict(set)
-    for _, kind, key, *_ in (reference.id for reference in references):
-        kinds[key].add(kind.name)
-    rows = {key: [dtypes.BY_STORAGE.get(name) for name in names] for key, names in kinds.items()}
-    widths = {key: row.itemsize for key, (row, *more) in rows.items() if row is not None and not more}
-    widths = {key: width for key, width in widths.items() if rebuilder.storages[key].nbytes % width == 0}
-    names = {
-        id(entry.storage): dotted(section.path, entry.key)
-        for section in reversed(checkpoint.sections)
-        for entry in reversed(section.all_tensors())
-    }
-    unfit = [key for key in rows if key not in widths]
-    keys = [names.get(id(rebuilder.storages[key]), f"storage {key}") for key in unfit]
-    return widths, [Problem("its storage is not of one dtype that was known then", key) for key in keys]

@@ -1,12 +1,123 @@
-"""Mappings among the nodes of a pickle, and a digest of an object's content."""
+"""What the nodes of a pickle hold: their parts, the pairs of mappings, and a digest of an object's content."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
+from ckpttool.core.keys import dotted
+from ckpttool.core.pickle_imports import DANGEROUS, verdict
 from ckpttool.formats.pickle_read import ABSENT, ByteString, Call, Global, Persistent, PickledSet, check_key
+
+# The parts of a node
+
+Step = tuple[str, Any]  # ("item", key or index), ("arg", index), ("kwarg", name), ("element", index), ("state", None)
+Steps = tuple[Step, ...]
+REMOVE = object()  # a part that `transform` leaves out
+
+# Type -> the nodes directly inside. A node of any other type holds none.
+_PARTS: dict[type, Callable[[Any], Any]] = {
+    tuple: lambda node: node,
+    list: lambda node: node,
+    dict: lambda node: [*node.keys(), *node.values()],
+    Persistent: lambda node: (node.id,),
+    PickledSet: lambda node: node.items,
+    Call: lambda node: (node.func, node.args, node.kwargs, node.items, node.pairs, node.state, node.setter),
+}
+
+
+def children(node: Any) -> Any:
+    """Return every node directly inside, in any order."""
+    parts = _PARTS.get(type(node))
+    return () if parts is None else parts(node)
+
+
+def walk(root: Any, spend: Callable[[int], None] | None = None) -> Iterator[Any]:
+    """Yield every node below and with `root` that can hold others, each once, in any order.
+
+    `spend` is called with the number of nodes that are looked at; it may raise.
+    """
+    todo, seen = [root], set[int]()
+    while todo:
+        node = todo.pop()
+        if type(node) not in _PARTS or id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield node
+        parts = children(node)
+        if spend is not None:
+            spend(1 + len(parts))
+        todo.extend(parts)
+
+
+def transform(node: Any, change: Callable[[Step, Any], Any], done: dict[int, Any] | None = None) -> Any:
+    """Return a copy of the node with `change` called for each part, which is left out if that returns `REMOVE`.
+
+    The copy is put into `done` under the node's id before its parts are changed, since these may hold the node.
+    """
+
+    def sequence(kind: str, parts: Iterable[Any]) -> list[Any]:
+        changed = [change((kind, index), part) for index, part in enumerate(parts)]
+        return [part for part in changed if part is not REMOVE]
+
+    def mapping(kind: str, pairs: dict[Any, Any]) -> dict[Any, Any]:
+        changed = [(change(("key", key), key), change((kind, key), value)) for key, value in pairs.items()]
+        return {key: value for key, value in changed if value is not REMOVE}
+
+    if type(node) is tuple:
+        return tuple(sequence("item", node))
+    copy: Any
+    if type(node) is Call:
+        copy = Call(node.func, ())
+    else:
+        copy = PickledSet([], node.frozen) if type(node) is PickledSet else type(node)()
+    if done is not None:
+        done[id(node)] = copy
+    if type(node) is list:
+        copy.extend(sequence("item", node))
+    elif type(node) is dict:
+        copy.update(mapping("item", node))
+    elif type(node) is PickledSet:
+        copy.items.extend(sequence("item", node.items))
+    else:
+        copy.func, copy.how = change(("func", None), node.func), node.how
+        copy.args = tuple(sequence("arg", node.args))
+        copy.kwargs = None if node.kwargs is None else mapping("kwarg", node.kwargs)
+        copy.items = None if node.items is None else sequence("element", node.items)
+        copy.pairs = None if node.pairs is None else mapping("item", node.pairs)
+        copy.state = ABSENT if node.state is ABSENT else change(("state", None), node.state)
+        copy.setter = change(("setter", None), node.setter)
+    return copy
+
+
+def clone(node: Call) -> Call:
+    """Return a second node of the same call."""
+    copy = Call(node.func, node.args, node.how, node.kwargs)
+    copy.items, copy.pairs, copy.state, copy.setter = node.items, node.pairs, node.state, node.setter
+    return copy
+
+
+def entries_with_code(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Yield the dotted path of each entry that a dangerous import makes, and the name of the import."""
+    others = set(checkpoint.others)
+    payloads = [(extra.key, extra.payload) for extra in checkpoint.objects if extra.key in others]
+    for section in checkpoint.sections:
+        payloads += [(dotted(section.path, entry.key), entry.payload) for entry in section.entries]
+    seen: set[int] = set()
+    for path, payload in payloads:
+        todo = [getattr(payload, "node", None)]
+        while todo:
+            node = todo.pop()
+            if type(node) is Global and verdict(node.module, node.name) == DANGEROUS:
+                yield path, str(node)
+            elif type(node) in _PARTS and id(node) not in seen:
+                seen.add(id(node))
+                todo.extend(children(node))
+
+
+# Mappings
 
 _MAPPINGS = frozenset(
     Global(module, name)
@@ -22,72 +133,71 @@ _DEFAULT, _COUNTER = Global("collections", "defaultdict"), Global("collections",
 
 
 def is_mapping(node: Any) -> bool:
-    """True for a call of one of Python's own kinds of dict."""
+    """Return whether the node is a call of one of Python's own kinds of dict."""
     return type(node) is Call and type(node.func) is Global and node.func in _MAPPINGS
 
 
 def pairs_of(node: Any) -> dict[Any, Any] | None:
-    """The keys and values of a mapping; None for a node that is none, or whose arguments are not understood."""
+    """Return the keys and values of a mapping; None for any other node, and if its arguments are not understood.
+
+    The items that a mapping is made of are put among its pairs.
+    """
     if type(node) is dict:
         return node
     if type(node) is not Call:
         return None
-    if is_mapping(node) and not _settled(node):
-        return None
-    return node.pairs
-
-
-def _settled(node: Call) -> bool:
-    """Puts the items that the mapping is made of among its pairs; False where its arguments are none."""
+    if not is_mapping(node):
+        return node.pairs
     first = 1 if node.func == _DEFAULT else 0  # the function that makes missing values
-    if len(node.args) > first:  # what is only made, and not called, ignores them
+    if len(node.args) > first:  # an object that is not called ignores them
         is_called = node.how in ("REDUCE", "OBJ") and len(node.args) == first + 1
         is_counted = node.func == _COUNTER and type(node.args[first]) in (list, tuple)  # and not set
         pairs = _items(node.args[first]) if is_called and not is_counted else None
         if pairs is None:
-            return False
+            return None
         node.args = node.args[:first]
         node.pairs = {**pairs, **(node.pairs or {})}
     if node.pairs is None:
         node.pairs = {}
-    return True
+    return node.pairs
 
 
 def _items(argument: Any) -> dict[Any, Any] | None:
-    """What a dict is that is made of `argument`; None where that is no dict and no list of pairs."""
+    """Return the dict that is made of `argument`; None if that is not a dict or a list of pairs."""
     if type(argument) is dict:
         return argument
     if is_mapping(argument):
         return pairs_of(argument)
     if type(argument) not in (list, tuple):
         return None
-    found: dict[Any, Any] = {}
+    pairs: dict[Any, Any] = {}
     for item in argument:
         if type(item) not in (list, tuple) or len(item) != 2:
             return None
-        key, value = item
         try:
-            check_key(key)
+            check_key(item[0])
         except (TypeError, ValueError):
             return None
-        found[key] = value
-    return found
+        pairs[item[0]] = item[1]
+    return pairs
 
 
 def metadata_of(node: Any) -> dict[Any, Any] | None:
-    """The ``_metadata`` attribute of a state dict: module path -> its payload; None where it has none.
+    """Return the ``_metadata`` attribute of a state dict (module path -> its payload), or None.
 
-    Raises `CkptError` where it is something else: torch can read the file then, and load it nowhere.
+    Raises `CkptError` if it is something else: torch reads the file then, but loads it into no module.
     """
-    found = node.state.get("_metadata") if type(node) is Call and type(node.state) is dict else None
-    pairs = pairs_of(found)
-    if pairs is None and found is not None:
-        raise CkptError("a state dict's _metadata is no dict of module versions", hint="the file is damaged or hostile")
+    metadata = node.state.get("_metadata") if type(node) is Call and type(node.state) is dict else None
+    pairs = pairs_of(metadata)
+    if pairs is None and metadata is not None:
+        raise CkptError(
+            "a state dict's _metadata is not a dict of module versions", hint="the file is damaged or hostile"
+        )
     return pairs
 
 
 def text_of(key: Any) -> str | None:
-    """A key as text: a ``str``, or one of Python 2 that is not ASCII; None for any other."""
+    """Return a key as text: a ``str``, or one of Python 2 that is not ASCII; None for any other."""
     if type(key) is str:
         return key
     if type(key) not in (bytes, ByteString):
@@ -99,15 +209,18 @@ def text_of(key: Any) -> str | None:
         return raw.decode("latin1")
 
 
+# Content
+
 _MAX_DEPTH = 200
+_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # their names before protocol 3
 
 Leaf = Callable[[Any], "bytes | None"]
 
 
 def content_of(node: Any, leaf: Leaf) -> bytes | None:
-    """The digest of the object that `node` makes; None where it holds itself, or is nested too deep.
+    """Return a digest of the object that `node` makes; None if it holds itself, or is nested too deep.
 
-    `leaf` gives that of a node whose content lies outside of the pickle (a storage, a tensor), and None for all others.
+    `leaf` returns that of a node whose content is outside of the pickle (a storage, a tensor), and None for all others.
     """
     try:
         return _Digests(leaf).of(node, 0)
@@ -120,61 +233,66 @@ class _Endless(Exception):
 
 
 class _Digests:
-    """A node's digest is made of those of its parts: each is looked at once, however often it is shared."""
+    """Digests of nodes, made of those of their parts: each node is looked at once, however often it is shared."""
 
     def __init__(self, leaf: Leaf) -> None:
         self.leaf = leaf
-        self.known: dict[int, bytes | None] = {}
+        self.known: dict[int, bytes | None] = {}  # None while the node is looked at
 
     def of(self, node: Any, depth: int) -> bytes:
         if type(node) is Global and node.module in _MODULES:
             node = Global(_MODULES[node.module], node.name)
-        kind = type(node)
-        if kind not in _INSIDE:
-            return _hashed([kind.__name__.encode(), repr(node).encode("utf-8", "surrogatepass")])
+        if type(node) not in _PARTS:
+            return _hashed([type(node).__name__.encode(), repr(node).encode("utf-8", "surrogatepass")])
         if id(node) not in self.known:
             if depth > _MAX_DEPTH:
                 raise _Endless
             self.known[id(node)] = None
             known = self.leaf(node)
-            self.known[id(node)] = self._made(node, depth) if known is None else _hashed([b"leaf", known])
-        found = self.known[id(node)]
-        if found is None:
+            self.known[id(node)] = self._of_parts(node, depth) if known is None else _hashed([b"leaf", known])
+        digest = self.known[id(node)]
+        if digest is None:
             raise _Endless
-        return found
+        return digest
 
-    def _made(self, node: Any, depth: int) -> bytes:
+    def _of_parts(self, node: Any, depth: int) -> bytes:
         if type(node) is Call:
             pairs_of(node)  # puts the items of a dict where all dicts have them
-            node = _later(node)
-            if type(node) is bytes:
-                return self.of(node, depth)
-        name, parts = _INSIDE[type(node)](node)
+            node = _as_later_protocols(node)
+        kind, parts = type(node), children(node)
+        if kind is bytes:
+            return self.of(node, depth)
+        name: tuple[object, ...]
+        if kind is dict:
+            name, parts = ("dict", len(node)), _flat(node)
+        elif kind is Call:
+            state = [] if node.state is ABSENT else [node.state, node.setter]
+            items, pairs = node.items or [], _flat(node.pairs or {})
+            name = ("call", node.how, len(items), len(pairs), len(state))
+            parts = [node.func, node.args, node.kwargs, *items, *pairs, *state]
+        elif kind is PickledSet:
+            name = ("set", node.frozen)
+        else:
+            name = ("reference",) if kind is Persistent else (kind.__name__, len(node))
         digests = [self.of(part, depth + 1) for part in parts]
-        return _hashed([name, *(sorted(digests) if type(node) is PickledSet else digests)])
+        return _hashed([repr(name).encode(), *(sorted(digests) if kind is PickledSet else digests)])
 
 
-_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # their names before protocol 3
-
-
-def _later(node: Call) -> Any:
-    """A set or bytes as later protocols have them, of which protocol 2 makes a call; any other call itself."""
+def _as_later_protocols(node: Call) -> Any:
+    """Return a set or bytes as later protocols write them, for the call that protocol 2 writes; other calls as is."""
     kind, args = str(node.func).replace("__builtin__", "builtins"), node.args
     if node.how != "REDUCE" or node.items or node.pairs or node.state is not ABSENT:
         return node
     if kind in ("builtins.set", "builtins.frozenset") and len(args) == 1 and type(args[0]) is list:
         return PickledSet(args[0], kind == "builtins.frozenset")
-    if kind == "_codecs.encode" and len(args) == 2 and args[1] == "latin1" and _is_latin(args[0]):
+    is_latin = len(args) == 2 and args[1] == "latin1" and type(args[0]) is str and max(args[0], default="") <= "\xff"
+    if kind == "_codecs.encode" and is_latin:
         return args[0].encode("latin1")
     return b"" if kind == "builtins.bytes" and not args else node
 
 
-def _is_latin(text: Any) -> bool:
-    return type(text) is str and max(text, default="") <= "\xff"
-
-
-def _words(*parts: object) -> bytes:
-    return repr(parts).encode()
+def _flat(pairs: dict[Any, Any]) -> list[Any]:
+    return [part for pair in pairs.items() for part in pair]
 
 
 def _hashed(parts: Iterable[bytes]) -> bytes:
@@ -184,24 +302,3 @@ def _hashed(parts: Iterable[bytes]) -> bytes:
     for part in parts:
         digest.update(part)
     return digest.digest()
-
-
-def _flat(pairs: dict[Any, Any] | None) -> list[Any]:
-    return [part for pair in (pairs or {}).items() for part in pair]
-
-
-def _of_call(node: Call) -> tuple[bytes, list[Any]]:
-    rest = [] if node.state is ABSENT else [node.state, node.setter]
-    items, pairs = node.items or [], _flat(node.pairs)
-    counts = _words("call", node.how, len(items), len(pairs), len(rest))
-    return counts, [node.func, node.args, node.kwargs, *items, *pairs, *rest]
-
-
-_INSIDE: dict[type, Callable[[Any], tuple[bytes, Iterable[Any]]]] = {
-    tuple: lambda node: (_words("tuple", len(node)), node),
-    list: lambda node: (_words("list", len(node)), node),
-    dict: lambda node: (_words("dict", len(node)), _flat(node)),
-    PickledSet: lambda node: (_words("set", node.frozen), node.items),
-    Persistent: lambda node: (_words("reference"), [node.id]),
-    Call: _of_call,
-}

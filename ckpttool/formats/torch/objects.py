@@ -9,15 +9,13 @@ from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
 from ckpttool.core.errors import CkptError
 from ckpttool.core.optimizer_state import rebuilt
 from ckpttool.formats.pickle_read import ABSENT, Call, PickledSet
-from ckpttool.formats.torch.nodes import is_mapping, pairs_of, text_of
+from ckpttool.formats.torch.nodes import Steps, is_mapping, pairs_of, text_of
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor
 
 SLOTS = ("_parameters", "_buffers", "_modules")
 
 _MAX_DEPTH = 200  # modules inside each other
 _MAX_MODULES = 1_000_000  # a pickle shares nodes: a small one can hold a tree without end
-
-Steps = tuple[tuple[str, Any], ...]
 
 
 class Slot(NamedTuple):

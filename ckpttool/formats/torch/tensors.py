@@ -15,7 +15,7 @@ from ckpttool.core.limits import Memory
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import content_of_storage, fingerprint
 from ckpttool.formats.pickle_read import Call, Global, Persistent, PickledSet
-from ckpttool.formats.torch.nodes import content_of
+from ckpttool.formats.torch.nodes import content_of, transform, walk
 
 MAX_DIMS, MOST = 64, 1 << 63  # torch's own limits, of dimensions and of each
 _MAX_WRAPPERS = 8  # a Parameter of a subclass of ...; more is no tensor that torch has written
@@ -192,30 +192,14 @@ def _rebuilt(key: str, node: Call, storages: Storages) -> TensorEntry:
 
 
 def _parts(root: Any, storages: Storages) -> Iterator[Any]:
-    """Every node inside `root`, each once, in no order; Python's scalars are left out."""
-    todo, seen = [root], set[int]()
-    while todo:
-        part = todo.pop()
-        kind = type(part)
-        if kind not in HOLDS or id(part) in seen:
-            continue
-        seen.add(id(part))
-        yield part
-        inside = HOLDS[kind](part)
-        storages.parts_left -= 1 + len(inside)
+    """Yield every node below and with `root` that can hold others. Raises `CkptError` for too many in one file."""
+
+    def spend(count: int) -> None:
+        storages.parts_left -= count
         if storages.parts_left < 0:
             raise malformed("tensors are made of too many parts")
-        todo.extend(inside)
 
-
-HOLDS: dict[type, Callable[[Any], Any]] = {
-    tuple: lambda node: node,
-    list: lambda node: node,
-    dict: lambda node: [*node.keys(), *node.values()],
-    Persistent: lambda node: (node.id,),
-    PickledSet: lambda node: node.items,
-    Call: lambda node: (node.func, node.args, node.kwargs, node.items, node.pairs, node.state, node.setter),
-}
+    return walk(root, spend)
 
 
 # Reading. One function for each way to rebuild; each gets the arguments, the storages, and how deep it is called.
@@ -489,7 +473,7 @@ class Rebuilder:
 
     def transplant(self, carried: Carried) -> Any:
         """A copy of a node of another file, its storage references changed to this file's keys."""
-        return _copy(carried.node, lambda reference: self._moved(reference, carried.storages), {}, 0)
+        return _with_references(carried.node, lambda reference: self._moved(reference, carried.storages))
 
     def _moved(self, reference: Persistent, storages: Storages) -> Persistent:
         storage = typed_storage(reference, storages)[1]
@@ -498,18 +482,13 @@ class Rebuilder:
 
 
 def renumbered(root: Any, numbers: Mapping[str, str]) -> Any:
-    """The tree with its storages under other keys."""
+    """Return the tree with its storages under other keys."""
 
     def moved(reference: Persistent) -> Persistent:
         word, kind, key, *rest = reference.id
         return Persistent((word, kind, numbers[key], *rest))
 
-    return with_references(root, moved)
-
-
-def with_references(root: Any, moved: Callable[[Persistent], Persistent]) -> Any:
-    """The tree with other references to its storages."""
-    return _copy(root, moved, {}, 0)
+    return _with_references(root, moved)
 
 
 def is_parameter(node: Any) -> bool:
@@ -517,34 +496,20 @@ def is_parameter(node: Any) -> bool:
     return type(node) is Call and type(node.func) is Global and node.func.name.startswith("_rebuild_parameter")
 
 
-def _copy(node: Any, moved: Callable[[Persistent], Persistent], done: dict[int, Any], depth: int) -> Any:
-    kind = type(node)
-    if kind not in HOLDS:
-        return node
-    if id(node) in done:
+def _with_references(root: Any, moved: Callable[[Persistent], Persistent]) -> Any:
+    """Return a copy of the tree with other references to its storages."""
+    done: dict[int, Any] = {}
+
+    def copy(node: Any, depth: int) -> Any:
+        if type(node) not in (tuple, list, dict, Call, PickledSet, Persistent):
+            return node
+        if id(node) not in done:
+            if depth > 200:
+                raise malformed("an object is nested too deep to be moved to another file")
+            if type(node) is Persistent:
+                done[id(node)] = moved(node)
+            else:
+                done[id(node)] = transform(node, lambda _, part: copy(part, depth + 1), done)
         return done[id(node)]
-    if depth > 200:
-        raise malformed("an object is nested too deep to be moved to another file")
 
-    def copy(part: Any) -> Any:
-        return _copy(part, moved, done, depth + 1)
-
-    made: Any
-    if kind is Persistent:
-        made = moved(node)
-    elif kind is tuple:
-        made = tuple(map(copy, node))
-    elif kind is list:
-        made = done[id(node)] = []
-        made.extend(map(copy, node))
-    elif kind is dict:
-        made = done[id(node)] = {}
-        made.update((copy(key), copy(value)) for key, value in node.items())
-    elif kind is PickledSet:
-        made = PickledSet(copy(node.items), node.frozen)
-    else:
-        made = done[id(node)] = Call(copy(node.func), copy(node.args), node.how, copy(node.kwargs))
-        made.items, made.pairs = copy(node.items), copy(node.pairs)
-        made.state, made.setter = copy(node.state), copy(node.setter)
-    done[id(node)] = made
-    return made
+    return copy(root, 0)

@@ -1,4 +1,4 @@
-"""The sections of a torch file: where state dicts are in the tree of its pickle."""
+"""Find the sections of a torch file: state dicts, optimizers and modules in the tree of its pickle."""
 
 from __future__ import annotations
 
@@ -11,27 +11,25 @@ from ckpttool.core.keys import dotted, free
 from ckpttool.core.optimizer_state import looks_flat
 from ckpttool.core.values import dataclass, many_objects
 from ckpttool.formats.pickle_read import ABSENT, Call, Persistent, PickledSet
-from ckpttool.formats.torch.nodes import content_of, metadata_of, pairs_of, text_of
+from ckpttool.formats.torch.nodes import Steps, children, content_of, metadata_of, pairs_of, text_of
 from ckpttool.formats.torch.objects import SLOTS, class_of, is_module, mapping_of, slots_of
-from ckpttool.formats.torch.tensors import HOLDS, Carried, Storages, entry_of, is_tensor, storage_key
+from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, storage_key
 
 _MAX_DEPTH = 200  # containers inside each other; below that nothing is looked for
 
-# A pickle can share: a few bytes make a section stand at any number of places. Where it pickles a state dict once, this
-# many bytes of the pickle (a tensor takes 110) allow one entry at a further place, and so many are always allowed.
+# A pickle can share: a few bytes put a section at any number of places. If it pickles a state dict once, this many
+# bytes of the pickle (a tensor takes 110) allow one entry at a further place, and so many are always allowed.
 _PICKLED, _LEAST_AGAIN = 16, 10_000
 
-# Bytes of memory, from above: of a container that was looked into, of a way for each step, of an entry, of a section.
+# Bytes of memory, from above: for a container that was looked into, for each step of a path, an entry, a section.
 _WALKED, _STEP, _ENTRY, _SECTION = 150, 16, 500, 1000
 
-Step = tuple[str, Any]  # ("item", key or index), ("arg", index), ("kwarg", name), ("element", index), ("state", None)
-Steps = tuple[Step, ...]
 Adder = Callable[["Tree", Any, "tuple[str, ...]", Steps], None]  # adds the section that a node is
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """Where a section stands: the steps to its node, and for one that is no state dict those to each of its tensors."""
+    """The place of a section: the steps to its node, and unless it is a state dict those to each of its tensors."""
 
     section: Section
     steps: Steps
@@ -41,9 +39,9 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class Tree:
-    """What was found in the tree of a pickle: places by section path, and the steps to everything else by path.
+    """The contents of a pickle's tree: places by section path, and the steps to everything else by path.
 
-    `rings` are the places of what refers back to what it stands in: the steps there, and to what it refers to.
+    `rings` are the places that refer back to a container around them: the steps there, and to that container.
     """
 
     storages: Storages
@@ -54,24 +52,24 @@ class Tree:
     loose: list[TensorEntry] = field(default_factory=list)
     loose_steps: dict[str, Steps] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
-    added: dict[int, tuple[Adder | None, int]] = field(default_factory=dict)  # by id of a section, or what holds some
-    again_left: int = 100_000  # entries of sections that stand at further places, in all
-    listed: set[int] = field(default_factory=set)  # ids of tensors that stand in a section already
-    of_tensors: dict[int, bool] = field(default_factory=dict)  # by id of a mapping that was asked about
+    added: dict[int, tuple[Adder | None, int]] = field(default_factory=dict)  # by id of what is or holds a section
+    again_left: int = 100_000  # entries of sections at further places, in all
+    listed: set[int] = field(default_factory=set)  # ids of tensors that are in a section already
+    of_tensors: dict[int, bool] = field(default_factory=dict)  # by id of a mapping: whether tensors are in it
     plain_left: int = 1_000_000  # nodes that may still be turned into plain values
-    barren: set[int] = field(default_factory=set)  # ids of containers inside which there is no tensor to be listed
+    barren: set[int] = field(default_factory=set)  # ids of containers without a tensor to list
     notes: list[str] = field(default_factory=list)
-    unreached: tuple[Unreached, ...] = ()  # as the reader of the file found them
+    unreached: tuple[Unreached, ...] = ()  # storages, as the reader of the file lists them
     outer: dict[str, Any] = field(default_factory=dict)  # path -> a pickled object that has sections or tensors in it
-    whole: Collection[str] = ()  # paths of dicts that are state dicts, whatever they look like
+    whole: Collection[str] = ()  # paths of dicts that are read as state dicts
     noted: set[int] = field(default_factory=set)  # ids of dicts inside entries of state dicts that are in `dicts`
     dicts: dict[str, Sequence[str]] = field(default_factory=dict)  # path -> keys of what could be a state dict
 
 
 def find_sections(root: Any, storages: Storages, whole: Collection[str] = ()) -> Tree:
-    """The sections of the tree, tensors outside of all as a last one (``other``). Raises `CkptError` on bad tensors.
+    """Return the sections of the tree, loose tensors as a last one (``other``). Raises `CkptError` on bad tensors.
 
-    The dicts at the dotted paths `whole` are state dicts.
+    The dicts at the dotted paths `whole` are read as state dicts.
     """
     tree = Tree(storages, whole=whole)
     tree.again_left = min(tree.again_left, max(_LEAST_AGAIN, storages.pickled // _PICKLED))
@@ -84,7 +82,7 @@ def find_sections(root: Any, storages: Storages, whole: Collection[str] = ()) ->
 
 
 def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: bool) -> bool:
-    """Finds the sections and tensors in `node`; False where there are none. `foreign`: inside a pickled object."""
+    """Find the sections and tensors in `node`; False if there are none. `foreign`: inside a pickled object."""
     if is_tensor(node):
         _add_loose(tree, ".".join(path), node, steps)
         return True
@@ -104,7 +102,7 @@ def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: b
 
 
 def _add(tree: Tree, add: Adder | None, node: Any, path: tuple[str, ...], steps: Steps, foreign: bool) -> bool:
-    """Adds the section that `node` is, by `add`, or what stands in it; False where there is nothing."""
+    """Add the section that `node` is, by `add`, or the sections in it; False if there are none."""
     if add is not None:
         add(tree, node, path, steps)
         return True
@@ -129,7 +127,7 @@ def _add(tree: Tree, add: Adder | None, node: Any, path: tuple[str, ...], steps:
 
 
 def _add_again(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: bool) -> bool:
-    """What is or holds a section elsewhere does so here too; False for all else: its tensors are in the first place."""
+    """Add a node that is or holds a section elsewhere here too; False for others: they have their first place."""
     if id(node) in tree.around:
         tree.rings[free(".".join(path), tree.rings)] = steps, tree.around[id(node)]
         return False
@@ -140,17 +138,17 @@ def _add_again(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, forei
 
 
 def _looks_again(tree: Tree, path: tuple[str, ...], count: int) -> bool:
-    """Whether what was looked at already, `count` entries, is looked at here too; a note says from where on no more."""
+    """Return whether `count` entries that were looked at before are looked at again; a note says where that ends."""
     left = tree.again_left
     tree.again_left -= count
     if left >= 0 > tree.again_left:
-        note = f"from {'.'.join(path)} on, sections that stand at several places are looked at in one of them"
+        note = f"from {'.'.join(path)} on, sections at several places are looked at in one of them"
         tree.notes.append(note)
     return tree.again_left >= 0
 
 
 def _recognised(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None:
-    """What adds the node to the tree where it is a section; None for what may hold some."""
+    """Return the function that adds the node as a section; None for a container that may hold sections."""
     names = _names(node)
     if path in tree.whole and names is not None and not foreign:
         return _add_state_dict
@@ -167,7 +165,7 @@ def _recognised(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None
 
 
 def _named_children(node: Any, path: tuple[str, ...], steps: Steps) -> Iterator[tuple[tuple[str, ...], Steps, Any]]:
-    """The nodes inside `node`. A pickled object's state is looked through: its attributes are its children."""
+    """Yield path, steps and node of the nodes inside. A pickled object's attributes have the path of the object."""
     pairs = pairs_of(node)
     if pairs is not None:
         for key, value in pairs.items():
@@ -197,50 +195,43 @@ def _is_optimizer(node: Any) -> bool:
 
 
 def _names(node: Any) -> list[str] | None:
-    """The keys of a mapping as they are in text; None for one with other keys, or with one twice."""
+    """Return the keys of a mapping as text; None if some have no text, or two have the same."""
     pairs = pairs_of(node)
     names = [text_of(key) for key in pairs or ()]
     named = [name for name in names if name is not None]
     return named if pairs is not None and len(set(named)) == len(names) else None
 
 
-def _is_state_dict(tree: Tree, node: Any, names: Sequence[str], foreign: bool) -> bool:
-    """True for a mapping that says so by its ``_metadata``, or that holds tensors and no section of tensors.
-
-    A configuration with a tensor among its settings is none, and the states of random generators are none.
-    """
-    pairs = pairs_of(node) or {}
-    if metadata_of(node) is not None:
-        return True
-    named = list(zip(names, pairs.values()))
-    tensors = {name: value for name, value in named if is_tensor(value)}
-    if foreign or not tensors or _is_settings(pairs, len(tensors)):
-        return False
-    if all(_is_random_state(entry_of(name, value, tree.storages)) for name, value in tensors.items()):
-        return False
-    inner = [name for name, value in named if not name.endswith("_extra_state") and _holds_tensors(tree, value)]
-    # A module's own dict stands under the module's path, like the tensors beside it; a section has a name of one word.
-    return not inner or (all("." in name for name in inner) and any("." in name for name in tensors))
-
-
 _RANDOM_STATES = ((5056,), (816,), (16,))  # bytes of torch's generators: of the CPU, and of CUDA before and since 2.0
 
 
-def _is_random_state(entry: TensorEntry) -> bool:
-    return entry.dtype == "uint8" and entry.shape in _RANDOM_STATES
+def _is_state_dict(tree: Tree, node: Any, names: Sequence[str], foreign: bool) -> bool:
+    """Return whether a mapping says so by its ``_metadata``, or holds tensors and no section of tensors.
 
-
-def _is_settings(pairs: Mapping[Any, Any], tensors: int) -> bool:
-    """Whether most of the values are what a state dict holds rarely: plain numbers, words and nothing."""
-    plain = sum(type(value) in (bool, int, float, str, type(None)) for value in pairs.values())
-    return plain > tensors
+    A configuration with a tensor among its settings is not one, nor are the states of random generators.
+    """
+    if metadata_of(node) is not None:
+        return True
+    values = list((pairs_of(node) or {}).values())
+    tensors = {name: value for name, value in zip(names, values) if is_tensor(value)}
+    settings = sum(type(value) in (bool, int, float, str, type(None)) for value in values)
+    if foreign or not tensors or settings > len(tensors):
+        return False
+    entries = (entry_of(name, value, tree.storages) for name, value in tensors.items())
+    if all(entry.dtype == "uint8" and entry.shape in _RANDOM_STATES for entry in entries):
+        return False
+    inner = [
+        name for name, value in zip(names, values) if not name.endswith("_extra_state") and _holds_tensors(tree, value)
+    ]
+    # A module's own dict is under the module's path, like the tensors next to it; a section has a name of one word.
+    return not inner or (all("." in name for name in inner) and any("." in name for name in tensors))
 
 
 def _holds_tensors(tree: Tree, node: Any) -> bool:
+    pairs = pairs_of(node)
+    if pairs is None:
+        return False
     if id(node) not in tree.of_tensors:
-        pairs = pairs_of(node)
-        if pairs is None:
-            return False
         tree.of_tensors[id(node)] = any(is_tensor(value) for value in pairs.values())
     return tree.of_tensors[id(node)]
 
@@ -263,7 +254,7 @@ def _add_state_dict(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) 
 
 
 def _note_dicts(tree: Tree, node: Any, path: tuple[str, ...]) -> None:
-    """Notes the dicts inside an entry of a state dict, each once: one of them may be what a model is saved in."""
+    """Note the dicts inside an entry of a state dict, each once: a model may be saved in one of them."""
     if id(node) in tree.noted or len(path) > _MAX_DEPTH:
         return
     tree.noted.add(id(node))
@@ -277,19 +268,19 @@ def _note_dicts(tree: Tree, node: Any, path: tuple[str, ...]) -> None:
 
 
 def _extra(tree: Tree, key: str, node: Any) -> ExtraEntry:
-    """What stands under a key of a state dict and is no tensor, with the tensors inside it."""
+    """Return the entry of an object that is not a tensor, with the tensors inside it."""
     inner = Tree(tree.storages, barren=tree.barren)
     _walk_tensors(inner, node, (), ())
     return ExtraEntry(key, Carried(node, tree.storages), _plain(tree, node), tuple(inner.loose))
 
 
 def extra_of(key: str, node: Any, storages: Storages) -> ExtraEntry:
-    """The entry of an object that stands alone, with the tensors inside it."""
+    """Return the entry of an object outside of any section, with the tensors inside it."""
     return _extra(Tree(storages), key, node)
 
 
 def _add_module(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
-    """The state dict of a pickled module, and the tensors that the module holds beside: they are in no state dict."""
+    """Add the state dict of a pickled module, and its other tensors as loose ones."""
     slots = list(slots_of(node, steps))
     saved = [slot for slot in slots if slot.is_persistent]
     inner = Tree(tree.storages, seen=tree.seen, listed={id(slot.node) for slot in slots})
@@ -331,7 +322,7 @@ def _add_optimizer(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -
 
 
 def _walk_tensors(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
-    """Finds all tensors below `node`, whatever they stand in."""
+    """Find all tensors below `node`, in whatever containers."""
     if is_tensor(node):
         if id(node) not in tree.listed:
             _add_loose(tree, ".".join(path), node, steps)
@@ -352,7 +343,7 @@ _PLAIN_DEPTH = 16
 
 
 def _plain(tree: Tree, node: Any) -> object:
-    """The Python value of a node that is numbers, strings, and lists and dicts of such; None for any other."""
+    """Return the Python value of a node of numbers, strings, lists and dicts; None for any other."""
 
     def convert(node: Any, depth: int) -> object:
         tree.plain_left -= 1
@@ -376,42 +367,35 @@ def _plain(tree: Tree, node: Any) -> object:
 def unreached(
     root: Any, storages: Storages, keys: Iterable[str], find: Callable[[str], Storage]
 ) -> tuple[Unreached, ...]:
-    """Those of the storages `keys` that no tensor of the index is made of, by where `root` refers to them.
+    """Return the storages `keys` that no tensor of the index is made of, by the path at which `root` refers to them.
 
-    `find` looks one up by its key. Raises `CkptError` where it cannot be read.
+    `find` looks one up by its key. Raises `CkptError` if it cannot be read.
     """
     left = [key for key in keys if key not in storages.reached]
     if not left:
         return ()
-    places = ways(root, lambda node: storage_key(node) if type(node) is Persistent else None)
-    found: dict[str, Unreached] = {}
-    for key in left:
-        path = places.get(key)
-        name = f"data/{key}" if path is None else path or "(root)"
-        if name in found:
-            name = f"{name} (data/{key})"
-        found[name] = Unreached(name, find(key), path is not None)
-    return tuple(found.values())
-
-
-def ways(root: Any, wanted: Callable[[Any], object]) -> dict[Any, str]:
-    """What `wanted` says of a node, other than None -> the dotted way to the first node of which it says so."""
-    found: dict[Any, str] = {}
+    places: dict[str, str] = {}
     seen: set[int] = set()
     todo: list[tuple[str, Any]] = [("", root)]
     while todo:
         path, node = todo.pop()
-        if type(node) not in HOLDS or id(node) in seen:
-            continue
-        seen.add(id(node))
-        if (key := wanted(node)) is not None:
-            found.setdefault(key, path)
-        todo += [(dotted(path, name), part) for name, part in reversed(_parts(node))]
-    return found
+        if id(node) not in seen and children(node):
+            seen.add(id(node))
+            if type(node) is Persistent:
+                places.setdefault(storage_key(node), path)
+            todo += [(dotted(path, name), part) for name, part in reversed(_parts(node))]
+    found: dict[str, Unreached] = {}
+    for key in left:
+        path_there = places.get(key)
+        name = f"data/{key}" if path_there is None else path_there or "(root)"
+        if name in found:
+            name = f"{name} (data/{key})"
+        found[name] = Unreached(name, find(key), path_there is not None)
+    return tuple(found.values())
 
 
 def _parts(node: Any) -> list[tuple[str, Any]]:
-    """Every node inside `node` with its name there; attributes and arguments of an object stand under its own."""
+    """Return every node inside `node` with its name there; attributes and arguments of an object have the object's."""
     pairs = pairs_of(node)
     named = [(text_of(key) or "", value) for key, value in (pairs or {}).items()]
     named += [("", key) for key in pairs or ()]
@@ -428,19 +412,22 @@ def _parts(node: Any) -> list[tuple[str, Any]]:
 def read_tree(
     root: Any, storages: Storages, made: Callable[[Tree], Checkpoint], whole: Collection[str] = ()
 ) -> Checkpoint:
-    """What `made` makes of the sections in the tree below `root`; the dicts at the paths `whole` are state dicts.
+    """Return the checkpoint that `made` makes of the tree below `root`; the dicts at the paths `whole` are state dicts.
 
     Raises `CkptError` on bad tensors.
     """
     tree = find_sections(root, storages, whole)
     checkpoint = made(tree)
     other = Readings(tree.dicts, checkpoint.sections, lambda paths: read_tree(root, storages, made, {*whole, *paths}))
-    return replace(checkpoint, readings=other if tree.dicts else None, objects=_objects(root, tree))
+    # the objects of their own, then those around sections and tensors
+    objects = [ExtraEntry(path, Carried(_at(root, steps), tree.storages)) for path, steps in tree.others.items()]
+    objects += [ExtraEntry(path, _Around(node, tree)) for path, node in tree.outer.items()]
+    return replace(checkpoint, readings=other if tree.dicts else None, objects=tuple(objects))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Around:
-    """The payload of an object with tensors inside: its content is what it is without them and the sections in it."""
+    """The payload of an object with tensors inside: its content leaves out these tensors and the sections in it."""
 
     node: Any
     tree: Tree
@@ -451,23 +438,13 @@ class _Around:
         return content_of(self.node, lambda node: b"" if is_tensor(node) or id(node) in sections else None)
 
 
-def _objects(root: Any, tree: Tree) -> tuple[ExtraEntry, ...]:
-    """What stands beside the sections, by its path; objects around sections and tensors after them."""
-    others = [ExtraEntry(path, Carried(_at(root, steps), tree.storages)) for path, steps in tree.others.items()]
-    return (*others, *(ExtraEntry(path, _Around(node, tree)) for path, node in tree.outer.items()))
-
-
 def _at(node: Any, steps: Steps) -> Any:
+    """Return the node at the end of the steps (see `_named_children`)."""
     for kind, name in steps:
-        node = _CHILD[kind](node, name)
+        if kind == "item":
+            node = (pairs_of(node) or node)[name]
+        elif kind == "state":
+            node = node.state
+        else:
+            node = {"arg": node.args, "kwarg": node.kwargs, "element": node.items}[kind][name]
     return node
-
-
-# Kind of a step -> the node that it leads to; see `_named_children`.
-_CHILD: dict[str, Callable[[Any, Any], Any]] = {
-    "item": lambda node, key: (pairs_of(node) or node)[key],
-    "arg": lambda node, index: node.args[index],
-    "kwarg": lambda node, name: node.kwargs[name],
-    "element": lambda node, index: node.items[index],
-    "state": lambda node, _: node.state,
-}

@@ -12,23 +12,22 @@ from ckpttool.core.optimizer_state import kept
 from ckpttool.core.values import dataclass
 from ckpttool.formats.pickle_read import ABSENT, Call, Global, Persistent, Pickle
 from ckpttool.formats.pickle_write import dumps
-from ckpttool.formats.torch.nodes import metadata_of, pairs_of, text_of
+from ckpttool.formats.torch.nodes import REMOVE, Step, Steps, clone, metadata_of, pairs_of, text_of, transform
 from ckpttool.formats.torch.objects import node_of
 from ckpttool.formats.torch.tensors import Carried, Rebuilder, Storages, malformed, renumbered, storage_key
-from ckpttool.formats.torch.tree import Place, Step, Steps, Tree
+from ckpttool.formats.torch.tree import Place, Tree
 from ckpttool.formats.zip_read import Archive, Record
 from ckpttool.formats.zip_write import NewRecord
 
 _HINT = "keep the format of the source; `ckpttool inspect` shows what the entry is"
 _ORDERED_DICT = Global("collections", "OrderedDict")
-_REMOVE = object()  # an edit that takes a node out of its container
 _PLAIN = (type(None), bool, int, float, str, list, dict)
 
 
 def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebuilder) -> Any:
-    """`root` with the changes that `checkpoint` makes to what `tree` found in it; `root` itself where it makes none.
+    """Return `root` with the changes that `checkpoint` makes to its `tree`; `root` itself if there are none.
 
-    Raises `Refused` for sections that the tree has no place for, and for keys that cannot be renamed where they are.
+    Raises `Refused` for sections that the tree has no place for, and for keys that cannot be renamed there.
     """
     nodes = _Nodes(checkpoint, rebuilder, tree.storages)
     now = {section.path: section for section in checkpoint.sections}
@@ -48,62 +47,59 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
             change = _tensor_edits if section.kind != "state_dict" or place.tensors else _state_dict_edits
             edits.update(_shared(change(section, place, nodes), place, made))
     kept = set(checkpoint.others)
-    edits.update((steps, _REMOVE) for path, steps in tree.others.items() if path not in kept)
+    edits.update((steps, REMOVE) for path, steps in tree.others.items() if path not in kept)
     _check_arguments(edits)
     _check_rings(edits, tree)
     return _edited(root, edits) if edits else root
 
 
 def _check_arguments(edits: Mapping[Steps, Any]) -> None:
-    """Raises `Refused` where an object would be made without an argument or its state: it would be another one."""
-    gone = [steps for steps, node in edits.items() if node is _REMOVE and steps[-1][0] in ("arg", "kwarg", "state")]
+    """Raise `Refused` if an object would be made without an argument or its state: it would be another object."""
+    gone = [steps for steps, node in edits.items() if node is REMOVE and steps[-1][0] in ("arg", "kwarg", "state")]
     if gone:
         paths = (".".join(str(name) for _, name in steps if name is not None) for steps in gone)
-        problems = [Problem("an object is made of it", path) for path in paths]
+        problems = [Problem("an argument or the state of an object", path) for path in paths]
         hint = "drop the whole object, or nothing of it"
-        raise Refused("an object cannot be made without what it is made of", hint=hint, problems=problems)
+        raise Refused("an object cannot be made without its arguments and its state", hint=hint, problems=problems)
 
 
 def _check_rings(edits: Mapping[Steps, Any], tree: Tree) -> None:
-    """Raises `Refused` where something is to be changed in what holds itself: that would hold what it was before."""
-    gone = {steps for steps, node in edits.items() if node is _REMOVE}
+    """Raise `Refused` for a change in a container that holds itself: its copy would hold the unchanged container."""
+    gone = {steps for steps, node in edits.items() if node is REMOVE}
     problems = [
-        Problem("refers back to what it stands in", path)
+        Problem("refers back to a container around it", path)
         for path, (at, whole) in tree.rings.items()
         if any(steps[: len(whole)] == whole != steps for steps in edits)
         and not any(at[:length] in gone for length in range(len(at) + 1))
     ]
     if problems:
-        raise Refused("what holds itself cannot be changed where it is", hint=_HINT, problems=problems)
+        raise Refused("a container that holds itself cannot be changed", hint=_HINT, problems=problems)
 
 
 def _check_storages(checkpoint: Checkpoint, tree: Tree) -> None:
-    """Raises `Refused` where a storage is to be left out that something in the tree refers to."""
+    """Raise `Refused` if a storage would be left out that the tree still refers to."""
     kept = {found.path for found in checkpoint.unreached}
     held = [found.path for found in tree.unreached if found.is_referred and found.path not in kept]
-    gone = _gone(checkpoint, tree) if held else set[str]()
-    inside = [path for path in held if not any(path == name or path.startswith(f"{name}.") for name in gone)]
-    if inside:
-        problems = [Problem("what holds it stays, and cannot be written without it", path) for path in inside]
-        raise Refused("a storage cannot be left out of what holds it", hint=_HINT, problems=problems)
-
-
-def _gone(checkpoint: Checkpoint, tree: Tree) -> set[str]:
-    """The paths of what stood in the tree, and is no part of the checkpoint any more."""
+    if not held:
+        return
 
     def paths(sections: Iterable[Section], others: Iterable[str]) -> set[str]:
-        own = [section for section in sections if section.kind != "other"]
-        extras = {dotted(section.path, extra.key) for section in own for extra in section.extras}
-        return {*others, *(section.path for section in own), *extras}
+        sections = [section for section in sections if section.kind != "other"]
+        extras = {dotted(section.path, extra.key) for section in sections for extra in section.extras}
+        return {*others, *(section.path for section in sections), *extras}
 
-    was = paths((place.section for place in tree.places.values()), tree.others)
-    return was - paths(checkpoint.sections, checkpoint.others)
+    gone = paths((place.section for place in tree.places.values()), tree.others)
+    gone -= paths(checkpoint.sections, checkpoint.others)
+    inside = [path for path in held if not any(path == name or path.startswith(f"{name}.") for name in gone)]
+    if inside:
+        problems = [Problem("the object around it is kept, and cannot be written without it", path) for path in inside]
+        raise Refused("a storage cannot be left out of an object that is kept", hint=_HINT, problems=problems)
 
 
 def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
-    """What torch.save would be given: the state dict itself, or a dict of the sections.
+    """Return the object to save: the state dict itself, or a dict of the sections.
 
-    Raises `Refused` for what has no place in a new file.
+    Raises `Refused` for entries that have no place in a new file.
     """
     problems = [Problem("belongs to the file that it was read from", path) for path in checkpoint.others]
     problems += [
@@ -147,7 +143,7 @@ def _entries(section: Section) -> Iterator[TensorEntry | ExtraEntry]:
 
 
 class _Nodes:
-    """The nodes of a checkpoint's entries: those they were read from as long as they describe them, else new ones."""
+    """The nodes of a checkpoint's entries: the ones that were read if they still describe the entry, else new ones."""
 
     def __init__(self, checkpoint: Checkpoint, rebuilder: Rebuilder, storages: Storages | None) -> None:
         self.rebuilder = rebuilder
@@ -178,7 +174,7 @@ class _Nodes:
 
 
 def _mixed_storages(checkpoint: Checkpoint) -> set[int]:
-    """The ids of storages that tensors of more than one dtype look at."""
+    """Return the ids of storages that tensors of more than one dtype look at."""
     first: dict[int, str] = {}
     entries = (entry for section in checkpoint.sections for entry in section.tensors if entry.storage is not None)
     return {id(e.storage) for e in entries if first.setdefault(id(e.storage), e.dtype) != e.dtype}
@@ -189,14 +185,14 @@ def _mixed_storages(checkpoint: Checkpoint) -> set[int]:
 
 def _removal(place: Place) -> dict[Steps, Any]:
     if place.section.kind == "other":
-        return dict.fromkeys(place.tensors.values(), _REMOVE)
+        return dict.fromkeys(place.tensors.values(), REMOVE)
     if not place.steps:
-        raise Refused("the file is this one state dict, nothing would be left", hint="keep some of it")
-    return {place.steps: _REMOVE}
+        raise Refused("the file is this one state dict: nothing would be left", hint="keep some of it")
+    return {place.steps: REMOVE}
 
 
 def _tensor_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Steps, Any]:
-    """For an optimizer and for loose tensors: each keeps its place, with its own or another value."""
+    """Return the edits for an optimizer, a module or loose tensors: each tensor keeps its place."""
     moved = [
         Problem("cannot be renamed here", entry.key) for entry in section.tensors if entry.key not in place.tensors
     ]
@@ -208,7 +204,7 @@ def _tensor_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Steps, 
     for entry in place.section.tensors:
         steps = place.tensors[entry.key]
         if entry.key not in now:
-            edits[steps] = _REMOVE
+            edits[steps] = REMOVE
         elif now[entry.key] is not entry and (node := nodes.of(now[entry.key])) is not _node(entry):
             edits[steps] = node
     return edits
@@ -229,7 +225,7 @@ def _state_dict_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Ste
         return {}
     if type(place.node) is dict and same_modules:
         return {place.steps: pairs}
-    made = _clone(place.node) if type(place.node) is Call else Call(nodes.ordered_dict, ())
+    made = clone(place.node) if type(place.node) is Call else Call(nodes.ordered_dict, ())
     made.pairs = pairs
     if not same_modules:
         made.state = _state_with(made.state, section.modules, nodes)
@@ -237,9 +233,9 @@ def _state_dict_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Ste
 
 
 def _shared(edits: dict[Steps, Any], place: Place, made: dict[int, Any]) -> dict[Steps, Any]:
-    """The edits; a state dict that stands at several places stays one where it becomes the same at all of them.
+    """Return the edits; a state dict at several places stays one object if it becomes the same at all of them.
 
-    `made` is what each has become at the first, by the id of its node.
+    `made` holds the new node of the first place, by the id of the old one.
     """
     node = edits.get(place.steps)
     if node is None:
@@ -257,18 +253,18 @@ def _same_modules(now: Mapping[str, object] | None, was: Mapping[str, object] | 
 
 
 def _state_with(state: Any, modules: Mapping[str, object] | None, nodes: _Nodes) -> Any:
-    """The attributes of a state dict with other ``_metadata``, in their order."""
+    """Return the attributes of a state dict with other ``_metadata``, in their order."""
     had = {} if state is ABSENT else state
     if modules is None:
         return {name: value for name, value in had.items() if name != "_metadata"} or ABSENT
     was = had.get("_metadata")
-    made = _clone(was) if type(was) is Call else Call(nodes.ordered_dict, ())
+    made = clone(was) if type(was) is Call else Call(nodes.ordered_dict, ())
     made.pairs = _modules(modules, nodes).pairs
     return {**had, "_metadata": made}
 
 
 def _in_place_order(section: Section, place: Place, was: Mapping[str, Any]) -> Sequence[TensorEntry | ExtraEntry]:
-    """The entries in their order, what is no tensor between the tensors that it stood between."""
+    """Return the entries in order, with extras between the tensors that they were between."""
     if not section.extras:
         return section.tensors
     tensors = {entry.key for entry in place.section.tensors}
@@ -277,11 +273,11 @@ def _in_place_order(section: Section, place: Place, was: Mapping[str, Any]) -> S
     return [entry for entry in (*ordered, *queues[True], *queues[False]) if entry is not None]
 
 
-# Edits of nodes: those on the way are copied, all others shared
+# Edits of nodes: those on the path to an edit are copied, all others shared
 
 
 def _edited(root: Any, edits: Mapping[Steps, Any]) -> Any:
-    """The tree with the node at each of the steps replaced, or taken out (`_REMOVE`)."""
+    """Return the tree with the node at each of the steps replaced, or removed (`REMOVE`)."""
     trie: dict[Any, Any] = {}
     made: dict[int, _Edit] = {}
     for steps, node in edits.items():
@@ -303,7 +299,7 @@ _Done = dict[int, tuple[Mapping[Step, Any], Any]]  # by id of a node: the first 
 
 
 def _edit(node: Any, trie: Mapping[Step, Any], done: _Done) -> Any:
-    """The node with the edits; what stands at several places stays one where they are the same at all of them."""
+    """Return the node with the edits; a node at several places stays one if they are the same at all of them."""
     if id(node) not in done:
         done[id(node)] = trie, _edited_node(node, trie, done)
     return done[id(node)][1] if done[id(node)][0] == trie else _edited_node(node, trie, done)
@@ -316,42 +312,14 @@ def _edited_node(node: Any, trie: Mapping[Step, Any], done: _Done) -> Any:
             return child
         return edit.node if isinstance(edit, _Edit) else _edit(child, edit, done)
 
-    def sequence(kind: str, children: Any) -> list[Any]:
-        parts = [changed((kind, index), child) for index, child in enumerate(children)]
-        return [part for part in parts if part is not _REMOVE]
-
-    def mapping(pairs: dict[Any, Any]) -> dict[Any, Any]:
-        parts = {key: changed(("item", key), value) for key, value in pairs.items()}
-        return {key: part for key, part in parts.items() if part is not _REMOVE}
-
-    if type(node) is dict:
-        return mapping(node)
-    if type(node) is list:
-        return sequence("item", node)
-    if type(node) is tuple:
-        return tuple(sequence("item", node))
-    made = _clone(node)
-    made.args = tuple(changed(("arg", index), arg) for index, arg in enumerate(node.args))
-    made.kwargs = None if node.kwargs is None else {k: changed(("kwarg", k), v) for k, v in node.kwargs.items()}
-    made.items = None if node.items is None else sequence("element", node.items)
-    made.pairs = None if node.pairs is None else mapping(node.pairs)
-    if node.state is not ABSENT:
-        made.state = changed(("state", None), node.state)
-    return made
-
-
-def _clone(node: Call) -> Call:
-    """A second node of the same call."""
-    made = Call(node.func, node.args, node.how, node.kwargs)
-    made.items, made.pairs, made.state, made.setter = node.items, node.pairs, node.state, node.setter
-    return made
+    return transform(node, changed)
 
 
 Entries = list["Record | NewRecord"]
 
 
 def dumped(root: Any, protocol: int) -> tuple[bytes, dict[str, None]]:
-    """The pickle, and the keys of the storages in the order in which its reader meets them."""
+    """Return the pickle, and the keys of the storages in the order in which a reader meets them."""
     references: list[Persistent] = []
     data = dumps(Pickle(root, protocol), references)
     return data, dict.fromkeys(storage_key(reference) for reference in references)
@@ -367,11 +335,11 @@ def changed_records(
     *,
     keep_numbers: bool = False,
 ) -> tuple[Entries, dict[str, None]]:
-    """The records of `archive` with another pickle, and the keys of its storages in the order of that pickle.
+    """Return the records of `archive` with another pickle, and the keys of its storages in the order of that pickle.
 
-    A way there and back gives the same file: where storages are new, or would not stand in the order of their numbers
-    as they did, all are numbered again (with `keep_numbers` only where some are new). `orphans` are the keys of
-    storages that no pickle refers to and that stay.
+    A change and its inverse give the same file: if storages are new, or would no longer be in the order of their
+    numbers, all are numbered again (with `keep_numbers` only if some are new). `orphans` are the keys of storages to
+    keep that no pickle refers to.
     """
     data, keys = dumped(root, protocol)
     missing = [key for key in keys if key not in rebuilder.taken]
@@ -385,13 +353,28 @@ def changed_records(
     numbers = dict(zip(whole, _first_numbers(len(whole))))
     data, _ = dumped(renumbered(root, numbers), protocol)
     entries = _kept(archive, folder, data, ())
-    at = _place_of_storages(archive, entries, folder)
-    entries[at:at] = [_moved(archive, folder, key, number, rebuilder) for key, number in numbers.items()]
+    # The storages go where they were: after the record before them, or before ``version`` if there were none.
+    names = [record.name for record in archive.records]
+    first = next((at for at, record in enumerate(archive.records) if key_of(record, folder) is not None), None)
+    if first is None:
+        first = names.index(folder + "version") if folder + "version" in names else len(names)
+    before = set(names[:first])
+    at = sum(entry.name in before for entry in entries)
+    moved: Entries = []
+    for key, number in numbers.items():
+        record = archive.by_name.get(f"{folder}data/{key}")
+        if record is None:
+            moved.append(NewRecord(f"{folder}data/{number}", rebuilder.storages[key].data))
+        elif key == number:
+            moved.append(record)
+        else:
+            moved.append(NewRecord(f"{folder}data/{number}", archive.span(record), record.crc))
+    entries[at:at] = moved
     return entries, dict.fromkeys(numbers[key] for key in keys)
 
 
 def key_of(record: Record | NewRecord, folder: str) -> str | None:
-    """The key of the storage that a record holds; None for any other record."""
+    """Return the key of the storage that a record holds; None for any other record."""
     prefix = folder + "data/"
     return record.name.removeprefix(prefix) if record.name.startswith(prefix) else None
 
@@ -410,24 +393,3 @@ def _kept(archive: Archive, folder: str, data: bytes, keys: Collection[str]) -> 
         elif key is None or key in keys:
             entries.append(record)
     return entries
-
-
-def _moved(archive: Archive, folder: str, key: str, number: str, rebuilder: Rebuilder) -> Record | NewRecord:
-    """The record of the storage `key` under its new number."""
-    record = archive.by_name.get(f"{folder}data/{key}")
-    if record is not None and key == number:
-        return record
-    name = f"{folder}data/{number}"
-    if record is None:
-        return NewRecord(name, rebuilder.storages[key].data)
-    return NewRecord(name, archive.span(record), record.crc)
-
-
-def _place_of_storages(archive: Archive, entries: Sequence[Record | NewRecord], folder: str) -> int:
-    """Where the storages stood: behind the record before them; in front of ``version`` if there were none."""
-    names = [record.name for record in archive.records]
-    first = next((at for at, record in enumerate(archive.records) if key_of(record, folder) is not None), None)
-    if first is None:
-        first = names.index(folder + "version") if folder + "version" in names else len(names)
-    before = set(names[:first])
-    return sum(entry.name in before for entry in entries)

@@ -451,14 +451,14 @@ def test_what_does_not_fit_is_refused(folder):
         "the program has no such tensor @ thawed",
         "missing @ frozen",
     ]
-    assert problems(with_tensors(old, *tensors, tensors[0])) == [f"stands twice @ {tensors[0].key}"]
+    assert problems(with_tensors(old, *tensors, tensors[0])) == [f"the name is there twice @ {tensors[0].key}"]
     for nbytes in (8, 16):
         assert problems(replace_storage(old, "frozen", Storage(Lazy(nbytes, list)))) == [
             f"a storage of {nbytes} bytes, the program's has 12 @ frozen"
         ]
     assert change("frozen", key="forward", dtype="float64") == [
         "dtype float64, the program has float32 @ frozen",
-        "no name that a module of torch can have: forward @ forward",
+        "not a name that a module of torch can have: forward @ forward",
     ]
     assert problems(replace_storage(old, "frozen", None, layout="sparse_coo")) == [
         "a sparse_coo tensor, the program has a strided one @ frozen"

@@ -265,7 +265,7 @@ def test_constants_that_are_no_tensors_stay(version, tmp_path):
     assert out[STATE[version]] != records(old)[STATE[version]]
     with pytest.raises(Refused) as caught:
         layout(replace(found, sections=(found.sections[0], replace(found.sections[1], extras=()))))
-    assert [str(p) for p in caught.value.problems] == ["its objects that are no tensors cannot be changed @ constants"]
+    assert [str(p) for p in caught.value.problems] == ["its objects that are not tensors cannot be changed @ constants"]
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict])

@@ -177,7 +177,7 @@ def test_names_that_no_module_can_have_are_refused(tmp_path: Path, run: Run) -> 
     assert re.findall(r"  (.*) @ (.*)", said) == [
         ("the program has a tensor or a module of that name", "mix.0"),
         ("embed.weight is a tensor, and has nothing below it", "embed.weight.bias"),
-        ("no name that a module of torch can have: training", "training"),
+        ("not a name that a module of torch can have: training", "training"),
     ]
     assert not (tmp_path / "o.pt2").exists()
 
@@ -185,18 +185,18 @@ def test_names_that_no_module_can_have_are_refused(tmp_path: Path, run: Run) -> 
 @pytest.mark.parametrize(
     ("new", "problem"),
     [
-        ("x..y", "no name that a module of torch can have: an empty part"),
+        ("x..y", "not a name that a module of torch can have: an empty part"),
         ("", "the program has a tensor or a module of that name"),
-        ("x.", "no name that a module of torch can have: an empty part"),
-        ("x.forward.y", "no name that a module of torch can have: forward"),
-        ("x.__slots__", "no name that a module of torch can have: __slots__"),
-        ("x.true_graph_0", "no name that a module of torch can have: true_graph_0"),
+        ("x.", "not a name that a module of torch can have: an empty part"),
+        ("x.forward.y", "not a name that a module of torch can have: forward"),
+        ("x.__slots__", "not a name that a module of torch can have: __slots__"),
+        ("x.true_graph_0", "not a name that a module of torch can have: true_graph_0"),
         ("plain", "the program has a tensor or a module of that name"),
         ("b", "the program has a tensor or a module of that name"),
         ("b.1", "the program has a tensor or a module of that name"),  # has no tensors
         ("unused.x", "unused is a tensor, and has nothing below it"),
         ("a.lin.weight.x.y", "a.lin.weight is a tensor, and has nothing below it"),
-        ("__x", "no name that a module of torch can have: __x"),
+        ("__x", "not a name that a module of torch can have: __x"),
         ("_x", None),
         ("b.1.x", None),
         ("forward_", None),

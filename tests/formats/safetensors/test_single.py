@@ -120,7 +120,7 @@ def test_keys_keep_the_order_of_the_header(tmp_path):
         (b"\1\2\3", "3 bytes are too few"),
         (packed("{}", length=100_000_001), "claims 100000001 bytes"),
         (packed("{}", b"", length=100_000_000), "truncated: the header alone needs 100000008 bytes, it has 10"),
-        (packed(f'{{"a":{F32},"__metadata__":{F32.replace("0,4", "4,8")}}}', bytes(8)), "something else than strings"),
+        (packed(f'{{"a":{F32},"__metadata__":{F32.replace("0,4", "4,8")}}}', bytes(8)), "not a dict of strings"),
         (packed("{}", length=2**63), "claims 9223372036854775808 bytes"),
         (packed("{}", b"", length=64), "truncated: the header alone needs 72 bytes, it has 10"),
         (packed(b'{"\xff":1}'), "not UTF-8"),
@@ -133,8 +133,8 @@ def test_keys_keep_the_order_of_the_header(tmp_path):
         (packed('{"a":' + "9" * 5000 + "}"), "not valid JSON"),
         (packed(f'{{"a":{F32},"__metadata__":{{}},"__metadata__":{{}}}}'), "'__metadata__' stands twice"),
         (packed(f'{{"a":{F32},"a":{F32}}}'), "'a' stands twice"),
-        (packed(f'{{"a":{F32},"__metadata__":{{"x":1}}}}'), "something else than strings"),
-        (packed(f'{{"a":{F32},"__metadata__":["x"]}}'), "something else than strings"),
+        (packed(f'{{"a":{F32},"__metadata__":{{"x":1}}}}'), "not a dict of strings"),
+        (packed(f'{{"a":{F32},"__metadata__":["x"]}}'), "not a dict of strings"),
         (packed(f'{{"a":{F32}}}', bytes(3)), "truncated: its tensors need 4 bytes, 3 are there"),
         (packed(f'{{"a":{F32}}}', bytes(5)), "1 bytes after the last tensor belong to none"),
     ],
@@ -401,7 +401,7 @@ def test_everything_that_does_not_fit_is_named(tmp_path):
         "the format has no float4_e2m1fn_x2 without dimensions @ f4",
         "the format has no dtype complex128 @ tied",
         "the name is taken by the format @ __metadata__",
-        "the name stands twice @ twice",
+        "the name is there twice @ twice",
         "shares its bytes with c128 @ tied",
     ]
     for sections in (

@@ -208,7 +208,7 @@ def test_optimizers_that_share_their_state_have_all_of_it(tmp_path: Path) -> Non
     many = opened(tmp_path, {str(number): {"state": {0: shared}, "param_groups": []} for number in range(110)})
     assert 5 < sum(len(section.tensors) for section in many.sections) < 50
     assert [note.partition(" on, ")[2] for note in many.notes] == [
-        "sections that stand at several places are looked at in one of them"
+        "sections at several places are looked at in one of them"
     ]
 
 

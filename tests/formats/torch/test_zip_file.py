@@ -575,7 +575,7 @@ def test_what_holds_itself_is_changed_where_nothing_is_left_of_it_as_it_was(tmp_
     assert [section.path for section in read(path).sections] == ["model", "beside", "inner.ema"]
     status, said = run("remap", path, "--rule", "{x} => a.{x}", "--sections", "model", "-o", out).said
     assert status == 1
-    assert "refers back to what it stands in @ inner.around.0" in said
+    assert "refers back to a container around it @ inner.around.0" in said
     assert "inner.self" not in said
     status, said = run("remap", path, "--rule", "{x} => a.{x}", "--sections", "inner.ema", "-o", out).said
     assert status == 1
@@ -591,7 +591,7 @@ def test_so_many_state_dicts_at_several_places_are_looked_at_and_no_more(tmp_pat
     checkpoint = read(saved(tmp_path, {"list": [shared] * 2000}))
     assert [section.path for section in checkpoint.sections] == [f"list.{number}" for number in range(101)]
     assert len(checkpoint.others) == 1899
-    assert checkpoint.notes == ("from list.101 on, sections that stand at several places are looked at in one of them",)
+    assert checkpoint.notes == ("from list.101 on, sections at several places are looked at in one of them",)
 
 
 def test_metadata_follows(tmp_path: Path) -> None:
