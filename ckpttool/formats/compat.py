@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from shlex import quote
 
-from ckpttool.core.checkpoint import Checkpoint, Resolvable, TensorEntry
+from ckpttool.core.checkpoint import Checkpoint, Resolvable
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.keys import dotted
 from ckpttool.core.text import Info
@@ -18,21 +18,28 @@ _WRITTEN_BY = "format"  # in ``__metadata__``: whose tensors these are, as in ``
 
 
 def check_in_place(checkpoint: Checkpoint, target: Format) -> None:
-    """Raises `Refused` where a checkpoint replaced by itself in the format `target` would lose what else is in it."""
+    """Raise `Refused` if replacing a checkpoint by itself in the format `target` would lose other contents."""
     own = FORMATS[checkpoint.format]
     if own is not target and not (own.pickled and target.pickled):
         raise Refused(
-            f"{checkpoint.source} is in another format ({own.title}) than what would replace it ({target.title})",
-            hint="write what can be converted to another file: -o OUT",
+            f"{checkpoint.source} is in another format ({own.title}) than its replacement ({target.title})",
+            hint="write another file: -o OUT",
         )
 
 
 def fit(checkpoint: Checkpoint, target: Format, *, keep_aliases: bool = False) -> Checkpoint:
-    """`checkpoint` as `target` can hold it, with the same keys and values.
+    """Return `checkpoint` as `target` can hold it, with the same keys and values.
 
-    Raises `Refused`, all problems at once, on what the format has no place for.
+    Raises `Refused`, all problems at once, for entries that the format has no place for.
     """
-    lost = _unreached(checkpoint, target)
+    lost: list[Problem] = []
+    if checkpoint.format not in (target.name, "torchscript"):  # the tensors of TorchScript's code are left out with it
+        pickled = target.pickled and FORMATS[checkpoint.format].pickled and checkpoint.container is not None
+        lost = [
+            Problem("a storage that belongs to no tensor that is understood", storage.path)
+            for storage in checkpoint.unreached
+            if not (pickled and storage.is_referred)
+        ]
     if lost:
         raise Refused(
             f"storages of no tensor that is understood would be lost: {target.title} has no place for them",
@@ -42,7 +49,7 @@ def fit(checkpoint: Checkpoint, target: Format, *, keep_aliases: bool = False) -
     apart = [] if target.name in ("safetensors", "sharded") else torchao.come_apart(checkpoint)
     if apart:
         raise Refused(
-            f"tensors of torchao would come apart: {target.title} has no place for what says which parts are one",
+            f"tensors of torchao would come apart: {target.title} has no place for the list of their parts",
             hint=f"let torchao put them together: {torchao.joined(checkpoint.source)}",
             problems=apart,
         )
@@ -52,22 +59,18 @@ def fit(checkpoint: Checkpoint, target: Format, *, keep_aliases: bool = False) -
     return fitted if same else replace(fitted, container=None)
 
 
-def _unreached(checkpoint: Checkpoint, target: Format) -> list[Problem]:
-    """What of the file is no tensor, and does not come along in the tree of its pickle."""
-    if checkpoint.format in (target.name, "torchscript"):  # the tensors of TorchScript's code are left out with it
-        return []
-    carried = target.pickled and FORMATS[checkpoint.format].pickled and checkpoint.container is not None
-    lost = [found for found in checkpoint.unreached if not (carried and found.is_referred)]
-    return [Problem("a storage that belongs to no tensor that is understood", found.path) for found in lost]
-
-
 def _flat(checkpoint: Checkpoint, target: Format, keep_aliases: bool) -> Checkpoint:
-    """The one state dict of the checkpoint at the root, each tensor dense and under one name."""
-    problems = _not_flat(checkpoint)
+    """Return the checkpoint with its one state dict at the root, each tensor dense and under one name."""
+    main = next(iter(checkpoint.state_dicts), None)
+    problems = [Problem(f"a second section ({s.kind})", s.title) for s in checkpoint.sections if s is not main]
+    problems += [Problem("not a tensor", path) for path in checkpoint.others]
+    if main is None:
+        problems.append(Problem("no state dict", checkpoint.source))
+    else:
+        problems += [Problem("not a tensor", dotted(main.path, extra.key)) for extra in main.extras]
     if problems:
-        raise Refused(
-            f"{target.title} holds tensors only, and one state dict", hint=_narrower(checkpoint), problems=problems
-        )
+        hint = _hint(checkpoint)
+        raise Refused(f"{target.title} holds tensors only, and one state dict", hint=hint, problems=problems)
     (section,) = checkpoint.sections
     aliases = {} if target.aliases else section.aliases()
     if aliases and not keep_aliases:
@@ -76,19 +79,18 @@ def _flat(checkpoint: Checkpoint, target: Format, keep_aliases: bool) -> Checkpo
             hint="--keep-aliases keeps the first name and records the others in __metadata__",
             problems=[Problem(f"the same tensor as {first}", key) for key, first in aliases.items()],
         )
-    resolved = tuple(map(_resolved, section.tensors))
+    # asking a protocol of None for each of many entries takes time
+    resolved = (
+        entry.payload.resolved(entry) if entry.payload is not None and isinstance(entry.payload, Resolvable) else entry
+        for entry in section.tensors
+    )
     dense = tuple(entry if target.aliases else row_major(entry) for entry in resolved)
     section = replace(section, path="", tensors=tuple(e for e in dense if e.key not in aliases), modules=None)
     return replace(checkpoint, sections=(section,), metadata={**checkpoint.metadata, **aliases})
 
 
-def _resolved(entry: TensorEntry) -> TensorEntry:
-    payload = entry.payload  # asking a protocol of None for each of many entries takes time
-    return payload.resolved(entry) if payload is not None and isinstance(payload, Resolvable) else entry
-
-
 def _with_aliases(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with the names that ``--keep-aliases`` recorded in ``__metadata__``."""
+    """Return the checkpoint with the names that ``--keep-aliases`` recorded in ``__metadata__``."""
     if not checkpoint.metadata:
         return checkpoint
     (section,) = checkpoint.sections
@@ -100,48 +102,32 @@ def _with_aliases(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, sections=(replace(section, tensors=(*section.tensors, *again)),), metadata=metadata)
 
 
-def _not_flat(checkpoint: Checkpoint) -> list[Problem]:
-    """What of the checkpoint is no tensor of its one state dict."""
-    main = next(iter(checkpoint.state_dicts), None)
-    problems = [Problem(f"a second section ({s.kind})", s.title) for s in checkpoint.sections if s is not main]
-    problems += [Problem("not a tensor", path) for path in checkpoint.others]
-    if main is not None:
-        problems += [Problem("not a tensor", dotted(main.path, e.key)) for e in main.extras]
-    else:
-        problems += [Problem("no state dict", checkpoint.source)]
-    return problems
-
-
-def _narrower(checkpoint: Checkpoint) -> str:
-    """The hint that names the shortest way to a checkpoint that fits."""
-    if not checkpoint.state_dicts:
-        return _hint_without_state_dict(checkpoint)
-    main = [s for s in checkpoint.state_dicts if s.path]
-    others = [s.path for s in checkpoint.sections if s not in main] + list(checkpoint.others)
-    if main and others and "::" not in checkpoint.source:
-        return f"take the section alone: {checkpoint.part(main[0].path)}, or choose an output that ends in .pt"
-    return "choose an output that ends in .pt"
-
-
 _NAMED = "import torch, sys; torch.save({'tensor': torch.load(sys.argv[1])}, sys.argv[2])"
 
 
-def _hint_without_state_dict(checkpoint: Checkpoint) -> str:
-    if [entry.key for section in checkpoint.sections for entry in section.tensors] == [""]:
-        return f'it is one tensor without a name; give it one: python -c "{_NAMED}" {quote(checkpoint.source)} OUT.pt'
-    if checkpoint.optimizers:
-        return "it is an optimizer's state, which torch files can hold: choose an output that ends in .pt"
+def _hint(checkpoint: Checkpoint) -> str:
+    """Return the hint with the shortest way to a checkpoint that fits."""
+    if not checkpoint.state_dicts:
+        if [entry.key for section in checkpoint.sections for entry in section.tensors] == [""]:
+            name = f'python -c "{_NAMED}" {quote(checkpoint.source)} OUT.pt'
+            return f"it is one tensor without a name; give it one: {name}"
+        if checkpoint.optimizers:
+            return "it is an optimizer's state, which torch files can hold: choose an output that ends in .pt"
+    named = [section for section in checkpoint.state_dicts if section.path]
+    others = [section.path for section in checkpoint.sections if section not in named] + list(checkpoint.others)
+    if named and others and "::" not in checkpoint.source:
+        return f"take the section alone: {checkpoint.part(named[0].path)}, or choose an output that ends in .pt"
     return "choose an output that ends in .pt"
 
 
 def loses_versions(checkpoint: Checkpoint, target: Format) -> bool:
-    """Whether there are module versions (``_metadata``), and the format has no place for them."""
+    """Return whether there are module versions (``_metadata``), and the format has no place for them."""
     versions = any(section.modules is not None for section in checkpoint.sections)
     return versions and (target.tensors_only or target.name == "dcp")
 
 
 def losses(checkpoint: Checkpoint, target: Format) -> list[str]:
-    """What else the output will not hold, in sentences: it belongs to no tensor, and the format has no place for it."""
+    """Return sentences about other contents that the output will not hold."""
     notes: list[str] = []
     if checkpoint.format == "torch_legacy" and target.name == "torch_zip":
         notes.append(Info("written in the format of torch 1.6 and later"))

@@ -23,9 +23,9 @@ _ZIP_MAGIC, _ZIP_END, _ZIP_TAIL = b"PK\3\4", b"PK\5\6", 65_557
 
 
 def sniff(path: str) -> str:
-    """The name in the table of formats of the file at `path`: ``safetensors``, ``torch_zip``, ``pt2`` or ``sharded``.
+    """Return the name in the table of formats of the file at `path`, such as ``safetensors`` or ``torch_zip``.
 
-    Raises `CkptError` for everything else: it says what the file is instead, as far as its content tells.
+    Raises `CkptError` for everything else; it says what the file is instead, if its content shows it.
     """
     _check_exists(path)
     with opened(path) as file:
@@ -33,7 +33,15 @@ def sniff(path: str) -> str:
     if not head:
         raise CkptError(f"{path} is empty", hint="download or copy it again")
     if head.startswith(_ZIP_MAGIC):
-        return _sniff_zip(path)
+        with opened(path) as file:
+            file.seek(max(0, file.size - _ZIP_TAIL))
+            has_end = _ZIP_END in file.read()
+        if has_end:
+            return classify_zip(path, [record.name for record in read_archive(path).records])
+        raise CkptError(
+            f"{path} is truncated: a zip archive without its end ({files.size(path)} bytes are there)",
+            hint="download or copy it again",
+        )
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER:
         return "safetensors"
     if _WEIGHT_MAP.match(head):
@@ -54,7 +62,10 @@ def _check_exists(path: str) -> None:
     if "\0" in path:
         return
     if files.is_dir(path):
-        raise CkptError(f"{path} is a directory, not a checkpoint file", hint=_directory_hint(path))
+        endings = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pt2")
+        inside = [paths.join(path, name) for name in files.names_in(path) if name.endswith(endings)]
+        hint = f"name one of its files, for example {inside[0]}" if inside else "name one checkpoint file"
+        raise CkptError(f"{path} is a directory, not a checkpoint file", hint=hint)
     if paths.is_url(path) or files.exists(path):
         return
     folder = Path(path).parent
@@ -67,20 +78,12 @@ def _check_exists(path: str) -> None:
     raise CkptError(f"no such file: {path}", hint=hint)
 
 
-def _directory_hint(folder: str) -> str:
-    endings = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pt2")
-    inside = [name for name in files.names_in(folder) if name.endswith(endings)]
-    if not inside:
-        return "name one checkpoint file"
-    return f"name one of its files, for example {paths.join(folder, inside[0])}"
-
-
-# Files that are no zip archives
+# Files that are not zip archives
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A kind of file that is told by its first bytes, and what to do about it; `{path}` in the hint is the file."""
+    """A kind of file with known first bytes, and what to do about it; `{path}` in the hint is the file."""
 
     matches: Callable[[bytes], object]
     what: str
@@ -100,9 +103,9 @@ def _torch(expression: str, path: str) -> str:
 
 
 _READS = "ckpttool reads safetensors files, what torch.save and torch.jit.save write, and .pt2 programs"
-_SCRIPTED = "use the TorchScript archive, or the checkpoint, that it was made from"
+_SCRIPTED = "use the TorchScript archive or the checkpoint that it was made from"
 _PACKAGED = "save the state dict of the model in it: torch.save(torch.package.PackageImporter(...).load_pickle(...)...)"
-_AGAIN = "download it again: the address needs a login, or is that of the page and not of the file (…/resolve/…)"
+_AGAIN = "download it again: the address needs a login, or is the address of the page and not of the file (…/resolve/…)"
 _PICKLED = (
     "load it with the program that wrote it, if you trust it, and keep its tensors: torch.save(state_dict, 'OUT.pt')"
 )
@@ -147,26 +150,10 @@ _KNOWN = (
 _PROGRAM = re.compile(r"models/.+\.json")
 
 
-def _sniff_zip(path: str) -> str:
-    if not _has_zip_end(path):
-        size = files.size(path)
-        raise CkptError(
-            f"{path} is truncated: a zip archive without its end ({size} bytes are there)",
-            hint="download or copy it again",
-        )
-    return classify_zip(path, [record.name for record in read_archive(path).records])
-
-
-def _has_zip_end(path: str) -> bool:
-    with opened(path) as file:
-        file.seek(max(0, file.size - _ZIP_TAIL))
-        return _ZIP_END in file.read()
-
-
 def classify_zip(path: str, names: Collection[str]) -> str:
-    """The name in the table of formats of the zip archive at `path` with records of these `names`.
+    """Return the name in the table of formats of the zip archive at `path` with records of these `names`.
 
-    Raises `CkptError` for an archive that holds no checkpoint, or one that is not read.
+    Raises `CkptError` for an archive without a checkpoint, or with one that ckpttool does not read.
     """
     inner = {name.partition("/")[2] for name in names} | set(names)  # torch puts all records into one folder, mostly
     if "serialized_exported_program.json" in inner or any(_PROGRAM.fullmatch(name) for name in inner):

@@ -29,11 +29,11 @@ HF_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")  # of on
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(safetensors|bin)")
 _ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pt2")
 _OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".distcp", ".metadata", ".ot", ".tflite")
-# What a trainer saves beside the weights; never meant where there is anything else.
+# Files that a trainer saves next to the weights; never a candidate if there are others.
 _BESIDE = re.compile(
     r"(training_args|optimizer(_\d+)?|scheduler(_\d+)?|sampler(_\d+)?|scaler|rng_state.*|random_states.*)\.(bin|pt|pth)"
 )
-# What accelerate saves under FSDP: a folder or a file for each model and each optimizer, or files of the ranks.
+# The names that accelerate uses under FSDP: a folder or a file for each model and optimizer, or files of the ranks.
 _FSDP = re.compile(r"(?P<kind>pytorch_model_fsdp|optimizer)(_(?P<number>\d+))?(\.bin)?")
 _FSDP_RANK = re.compile(r"((pytorch_model_fsdp|optimizer)(_\d+)?_rank)\d+\.bin")
 _OPTIMIZER = re.compile(r"optimizer\.(bin|pt|pth)")
@@ -53,9 +53,9 @@ class Found(NamedTuple):
 
 
 def locate(folder: str) -> Found:
-    """The one checkpoint in `folder`.
+    """Return the only checkpoint in `folder`.
 
-    Raises `CkptError` where there is none, or more than one: `problems` lists them.
+    Raises `CkptError` if there is none, or more than one: `problems` lists them.
     """
     names = names_in(folder)
     found = _candidates(folder, names)
@@ -63,7 +63,10 @@ def locate(folder: str) -> Found:
         raise CkptError(
             f"{folder} holds several checkpoints",
             hint=f"name one of them: {quote(found[0].path)}",
-            problems=[Problem(_title(candidate), os.path.basename(candidate.path)) for candidate in found],
+            problems=[
+                Problem("a sharded checkpoint" if one.format == "sharded" else "a file", os.path.basename(one.path))
+                for one in found
+            ],
         )
     if found:
         return found[0] if found[0].format else Found(sniff(found[0].path), found[0].path)
@@ -71,7 +74,7 @@ def locate(folder: str) -> Found:
 
 
 def _candidates(folder: str, names: list[str]) -> list[Found]:
-    """Every checkpoint in the folder; a single file's format is left to its content."""
+    """List every checkpoint in the folder; the format of a single file is empty: its content decides."""
     files = [name for name in names if is_file(join(folder, name))]
     if DCP_METADATA in files or any(HF_SHARD.fullmatch(name) for name in files):
         return [Found("dcp", folder)]
@@ -79,7 +82,13 @@ def _candidates(folder: str, names: list[str]) -> list[Found]:
         return [Found("deepspeed", _step_of(folder, names))]
     ranks = dict.fromkeys(found[1] for found in map(_FSDP_RANK.fullmatch, files) if found)
     if ranks:
-        raise _files_of_ranks(folder, list(ranks))
+        globs = [join(folder, f"{stem}*.bin") for stem in ranks]
+        model = next((glob for glob in globs if "pytorch_model_fsdp" in glob), globs[0])
+        raise CkptError(
+            f"{folder} holds files of ranks, as accelerate saves them without torch.distributed.checkpoint",
+            hint=f"name the files of all ranks together: {quote(model)}",
+            problems=[Problem("the files of all ranks", glob) for glob in globs],
+        )
     if is_fsdp(folder):
         return [Found("accelerate", folder)]
     found = [Found("sharded", join(folder, name)) for name in files if INDEX.fullmatch(name)]
@@ -91,9 +100,9 @@ def _candidates(folder: str, names: list[str]) -> list[Found]:
 
 
 def fsdp_parts(folder: str) -> dict[str, str]:
-    """What accelerate saved in the folder under FSDP: ``model``, ``optimizer``, ``model_1`` … -> its name there.
+    """Return the parts that accelerate saved under FSDP: ``model``, ``optimizer``, ``model_1`` … -> its file name.
 
-    Raises `CkptError` where two are of one model: of two runs with other settings.
+    Raises `CkptError` if two are of one model: they are from runs with different settings.
     """
     found: dict[str, str] = {}
     for name in names_in(folder):
@@ -113,52 +122,42 @@ def fsdp_parts(folder: str) -> dict[str, str]:
 
 
 def is_fsdp(folder: str) -> bool:
-    """Whether accelerate saved a model in the folder under FSDP."""
+    """Return whether accelerate saved a model in the folder under FSDP."""
     return any(section.startswith("model") for section in fsdp_parts(folder))
 
 
 def weights_beside(folder: str) -> tuple[str, ...]:
-    """Files with weights in a folder of accelerate's that are no part of it: the Trainer's own copy."""
+    """List files with weights that are not parts of accelerate's checkpoint: the Trainer's own copy."""
     parts = set(fsdp_parts(folder).values())
     names = (name for name in names_in(folder) if name.endswith(_ENDINGS) and name not in parts)
     return tuple(name for name in names if not _BESIDE.fullmatch(name) and is_file(join(folder, name)))
 
 
 def states_beside(folder: str) -> tuple[str, ...]:
-    """What is saved beside the weights to go on with training: of the scheduler, random numbers, the user's own."""
+    """List the other files for resuming a training: of the scheduler, random numbers, the user's own."""
     parts = set(fsdp_parts(folder).values())
     names = (name for name in names_in(folder) if _BESIDE.fullmatch(name) or name.endswith(".pkl"))
     return tuple(name for name in names if name not in parts and is_file(join(folder, name)))
 
 
-def _files_of_ranks(folder: str, stems: list[str]) -> CkptError:
-    globs = [join(folder, f"{stem}*.bin") for stem in stems]
-    model = next((found for found in globs if "pytorch_model_fsdp" in found), globs[0])
-    return CkptError(
-        f"{folder} holds files of ranks, as accelerate saves them without torch.distributed.checkpoint",
-        hint=f"name those of all ranks together: {quote(model)}",
-        problems=[Problem("the files of all ranks", found) for found in globs],
-    )
-
-
 def parts_in(folder: str, names: list[str]) -> list[str]:
-    """The folders inside that are checkpoints of their own, by torch.distributed.checkpoint."""
+    """List the folders inside that are checkpoints of torch.distributed.checkpoint."""
     return [name for name in names if is_file(join(join(folder, name), DCP_METADATA))]
 
 
 def is_part(folder: str, names: list[str]) -> bool:
-    """Whether files of these names in the folder are parts of one checkpoint, and no checkpoints of their own."""
+    """Return whether files of these names in the folder are parts of one checkpoint."""
     shards = any(INDEX.fullmatch(name) or _SHARD.fullmatch(name) or HF_SHARD.fullmatch(name) for name in names)
     return shards or DCP_METADATA in names or _is_deepspeed(folder, names)
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file of this name is a checkpoint, and none of those that a trainer saves beside one."""
+    """Return whether a file of this name holds weights, by its ending; a trainer's other files do not."""
     return name.endswith(_ENDINGS) and not _BESIDE.fullmatch(name)
 
 
 def optimizers_in(names: list[str]) -> list[str]:
-    """The files that a trainer saves an optimizer in, beside the weights."""
+    """List the files in which a trainer saves an optimizer."""
     return [name for name in names if _OPTIMIZER.fullmatch(name)]
 
 
@@ -169,10 +168,6 @@ def _shards_of(index: str) -> set[str]:
         return set()  # its reader says what is wrong with it
 
 
-def _title(found: Found) -> str:
-    return "a sharded checkpoint" if found.format == "sharded" else "a file"
-
-
 def _is_deepspeed(folder: str, names: list[str]) -> bool:
     return any(_DEEPSPEED.fullmatch(name) for name in names) or (
         any(name in names for name in _LATEST) and any(_STEP.fullmatch(name) for name in names)
@@ -180,9 +175,9 @@ def _is_deepspeed(folder: str, names: list[str]) -> bool:
 
 
 def _step_of(folder: str, names: list[str]) -> str:
-    """The folder of one step: the one that ``latest`` names, which DeepSpeed itself loads, or `folder`.
+    """Return the folder of one step: ``latest`` names it, as for DeepSpeed itself, or it is `folder`.
 
-    Where there are universal checkpoints only, ``latest_universal`` names it.
+    If there are only universal checkpoints, ``latest_universal`` names it.
     """
     if any(_DEEPSPEED.fullmatch(name) for name in names):
         return folder
@@ -222,7 +217,7 @@ def _nothing(folder: str, names: list[str]) -> CkptError:
     if any(name.endswith(".distcp") for name in names):
         return CkptError(
             f"{folder} is a torch.distributed.checkpoint folder without its {DCP_METADATA}",
-            hint="it was not saved to its end, or copied without hidden files: copy it again",
+            hint="saving it was interrupted, or it was copied without hidden files: copy it again",
         )
     inside = [name for name in names if is_dir(join(folder, name)) and not name.startswith(".")]
     hint = f"name one of its folders: {quote(join(folder, inside[-1]))}" if inside else "check the path"
@@ -231,9 +226,9 @@ def _nothing(folder: str, names: list[str]) -> CkptError:
 
 
 def companions(folder: str) -> dict[str, str]:
-    """Name -> path of the files that belong to a model beside its weights: configuration, tokenizer, model card.
+    """Return name -> path of a model's other files: configuration, tokenizer, model card, and a trainer's files.
 
-    Hidden files, subfolders and whatever holds weights are left out; what a trainer saves beside them is not.
+    Hidden files, subfolders and files with weights are left out.
     """
     found = {}
     read = set(fsdp_parts(folder).values()) if is_fsdp(folder) else set()
@@ -247,15 +242,15 @@ def companions(folder: str) -> dict[str, str]:
 
 
 def beside(folder: str) -> tuple[str, ...]:
-    """The torch files in a folder of torch.distributed.checkpoint: Megatron-Core saves a part of its checkpoint so."""
+    """List the torch files in a folder of torch.distributed.checkpoint: Megatron-Core saves some of its state there."""
     files = (name for name in names_in(folder) if name.endswith(_ENDINGS) and not HF_SHARD.fullmatch(name))
     return tuple(name for name in files if is_file(join(folder, name)))
 
 
 def checkpoint_files(folder: str, like: str) -> set[str]:
-    """The files in `folder` that make up a checkpoint like the one whose complete-making file is called `like`.
+    """Return the files in `folder` of a checkpoint like the new one, whose index or only file is called `like`.
 
-    A new checkpoint takes their place: an index or a single file that stays would be found instead of it.
+    The new checkpoint replaces them: an old index or single file would be read instead of it.
     """
     names = set(names_in(folder)) if is_dir(folder) else set()
     if like == DCP_METADATA:
@@ -270,25 +265,22 @@ def checkpoint_files(folder: str, like: str) -> set[str]:
 
 
 def open_checkpoint(path: str) -> Checkpoint:
-    """The index of the file or folder at `path`. Raises `CkptError` where it is no checkpoint that can be read."""
+    """Return the index of the file or folder at `path`. Raises `CkptError` if it cannot be read as a checkpoint."""
     files.look_anew(path)
     look = sources.begin_look()
     with one_reading(), collected() as imports:
         checkpoint = _open(path)
-    opened = files.opened_at(_urls(checkpoint)) if paths.is_url(path) else sources.opened_since(look)
+    if paths.is_url(path):
+        entries = (entry for section in checkpoint.sections for entry in section.tensors)
+        data = (entry.storage.data for entry in entries if entry.storage is not None)
+        opened = files.opened_at({span.path for span in data if isinstance(span, Span)})
+    else:
+        opened = sources.opened_since(look)
     notes = (*checkpoint.notes, *remarks(checkpoint))
     return replace(checkpoint, notes=notes, files=opened, imports=in_order(imports))
 
 
-def _urls(checkpoint: Checkpoint) -> set[str]:
-    """The URLs that tensors lie behind."""
-    entries = (entry for section in checkpoint.sections for entry in section.tensors)
-    found = (entry.storage.data for entry in entries if entry.storage is not None)
-    return {data.path for data in found if isinstance(data, Span)}
-
-
 def _open(path: str) -> Checkpoint:
-
     if files.is_glob(path):
         return FORMATS["rank_files"].read(path)
     if paths.name(path) == DCP_METADATA:

@@ -1,13 +1,14 @@
-"""Manifests: what a checkpoint holds, by digests and without its bytes; an in-toto statement, which other tools sign.
+"""Manifests: the contents of a checkpoint as digests, without its bytes; an in-toto statement, which other tools sign.
 
-The subjects are the checkpoint's files, the predicate lists its sections, tensors and what is none, each with a
-SHA-256: of a dense tensor that of its elements in row-major order, so that it is the same in every format. The layout
+The subjects are the checkpoint's files, the predicate lists its sections, tensors and other objects, each with a
+SHA-256: for a dense tensor of its elements in row-major order, so that it is the same in every format. The layout
 of the statement is that of in-toto's attestation framework (github.com/in-toto/attestation, spec/v1/statement.md).
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -44,7 +45,7 @@ _FILE, _TENSORS, _EXTRAS, _UNREACHED = "file", "tensors", "extras", "unreached"
 
 _SHA256 = plain(
     "a SHA-256 in hexadecimal",
-    lambda value: isinstance(value, str) and _is_sha256(value),
+    lambda value: isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None,
     {"type": "string", "pattern": "^[0-9a-f]{64}$"},
 )
 _TENSOR = object_of(
@@ -80,10 +81,6 @@ STATEMENT = replace(
 )
 
 
-def _is_sha256(text: str) -> bool:
-    return len(text) == 64 and set(text) <= set("0123456789abcdef")
-
-
 # Writing
 
 
@@ -114,7 +111,7 @@ def statement(checkpoint: Checkpoint, path: str | None, leave_out: Iterable[str]
 
 
 def _digests(checkpoint: Checkpoint, names: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Question]]:
-    """What is hashed: each file, tensor, other object and unreached storage, by what it is and its name."""
+    """Yield a question for each file, tensor, other object and unreached storage, by kind and name."""
     for name, file in names.items():
         yield (_FILE, name), Question(name, files.size(file), partial(_of_file, file))
     for section in checkpoint.sections:
@@ -148,14 +145,14 @@ def _section_json(section: Section, digests: Mapping[tuple[str, ...], str | None
 
 
 def all_extras(section: Section) -> tuple[ExtraEntry, ...]:
-    """What is no tensor; of an optimizer also its groups and hyperparameters, as one."""
+    """Return the entries that are not tensors; an optimizer's groups and hyperparameters are one more."""
     if section.mapping is None:
         return section.extras
     return (*section.extras, ExtraEntry("param_groups", value=_without_tensors(section.mapping)))
 
 
 def _without_tensors(value: Any) -> Any:
-    """The value with a name in the place of every tensor, and of all that has an entry of its own."""
+    """Return the value with its key instead of every tensor and every other entry."""
     if isinstance(value, Mapping):
         return {key: _without_tensors(member) for key, member in value.items()}
     if isinstance(value, (list, tuple)):
@@ -164,7 +161,7 @@ def _without_tensors(value: Any) -> Any:
 
 
 def _files(source: str) -> dict[str, str]:
-    """The checkpoint's files by their names in its folder: all files below it, since any may be a part of it."""
+    """Return the checkpoint's files by their names in its folder: all files below it, since any may be a part."""
     if paths.is_url(source):
         return dict(_below(source)) if files.is_dir(source) else {paths.name(source): source}
     if os.path.isdir(source):
@@ -174,7 +171,7 @@ def _files(source: str) -> dict[str, str]:
 
 
 def _below(folder: str, way: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
-    """The files behind a URL and in all folders below it, each by its way from there."""
+    """Yield the files behind a URL and in all folders below it, by their relative paths."""
     if depth > _DEEPEST:
         raise CkptError(f"{folder}: more than {_DEEPEST} folders inside each other", hint="name one of them")
     for name in files.names_in(folder):
@@ -193,12 +190,12 @@ def _of_file(path: str) -> str:
 
 
 def read(path: str) -> Checkpoint:
-    """The index of the checkpoint that the manifest at `path` is of; its tensors have digests and no bytes.
+    """Return the index of the checkpoint of the manifest at `path`; its tensors have digests and no bytes.
 
-    Raises `CkptError`, every fault at its JSON path, for what is no such manifest.
+    Raises `CkptError`, with the JSON path of every fault, if it is not a manifest.
     """
     data = strict_json.read_file(path, _AGAIN)
-    check(STATEMENT, data, f"{path} is no manifest of a checkpoint", _AGAIN)
+    check(STATEMENT, data, f"{path} is not a manifest of a checkpoint", _AGAIN)
     own, subjects = data["predicate"], {file["name"]: file["digest"]["sha256"] for file in data["subject"]}
     return Checkpoint(
         source=path,
@@ -221,7 +218,7 @@ def _section(path: str, data: Mapping[str, Any]) -> Section:
 
 
 def _tensor(path: str, data: Mapping[str, Any], storages: dict[object, Storage]) -> TensorEntry:
-    """The entry; those that are one tensor share its storage. Raises `CkptError` where it contradicts itself."""
+    """Return the entry; aliases share a storage. Raises `CkptError` if it contradicts itself."""
     shape, digest, dense = tuple(data["shape"]), data["sha256"], data["kind"] == _DENSE
     entry = TensorEntry(
         *(data["key"], data["dtype"], shape, contiguous_stride(shape), 0, None, data["kind"], data["bytes"]),
@@ -236,17 +233,16 @@ def _tensor(path: str, data: Mapping[str, Any], storages: dict[object, Storage])
 
 
 def _storage(path: str, length: int, digest: str) -> Storage:
-    return Storage(Lazy(length, partial(_no_values, path), digest))
+    def no_values() -> NoReturn:
+        raise CkptError(f"{path} holds digests, and no values", hint="name the checkpoint that it was written for")
 
-
-def _no_values(path: str) -> NoReturn:
-    raise CkptError(f"{path} holds digests, and no values", hint="name the checkpoint that it was written for")
+    return Storage(Lazy(length, no_values), digest)
 
 
 def other_files(manifest: Checkpoint, path: str) -> tuple[list[str], list[str]]:
-    """The names of the manifest's files that are not there at `path` with the same bytes, and of those that it has not.
+    """Return the manifest's files that differ or are missing at `path`, and the files there that it does not list.
 
-    Reads the first whole. The manifest may lie beside the files that it is of.
+    Reads all of the former. The manifest may be next to its files, and is left out.
     """
     subjects, have = manifest.container, _files(path)
     assert isinstance(subjects, dict)

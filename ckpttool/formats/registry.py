@@ -32,27 +32,27 @@ class Format:
     pickled: bool = False
 
     def read(self, path: str) -> Checkpoint:
-        """The index of the file at `path`. Raises `CkptError` on what is truncated, corrupt or unsafe."""
+        """Return the index of the file at `path`. Raises `CkptError` if it is truncated, corrupt or unsafe."""
         checkpoint: Checkpoint = self._module.read(path)
         return checkpoint
 
     def layout(self, checkpoint: Checkpoint) -> Pieces:
-        """The bytes of the checkpoint's file. Raises `Refused` on what the format cannot hold."""
+        """Return the bytes of the checkpoint's file. Raises `Refused` for entries that the format cannot hold."""
         pieces: Pieces = self._module.layout(checkpoint)
         return pieces
 
     def layout_files(self, checkpoint: Checkpoint, name: str = "", max_shard_size: int | None = None) -> Files:
-        """The files of the checkpoint's folder. `name` is that of the index, `max_shard_size` in bytes; both optional.
+        """Return the files of the checkpoint's folder; `name` is the name of the index, `max_shard_size` is in bytes.
 
-        Raises `Refused` on what the format cannot hold.
+        Raises `Refused` for entries that the format cannot hold.
         """
         content: Files = self._module.layout_files(checkpoint, self.name, name, max_shard_size)
         return content
 
     def layout_in_place(self, checkpoint: Checkpoint, name: str) -> Mapping[str, Edited] | None:
-        """The file `name`, or the files of the folder, with all tensors where they lie in those that were read.
+        """Return the edit of the file `name`, or of the files of the folder, that leaves all tensors in place.
 
-        None where the format, or what was changed, needs all to be written anew.
+        None if the format or the change needs everything to be rewritten.
         """
         lay_out = getattr(self._module, "layout_in_place", None)
         content: Edited | Mapping[str, Edited] | None = None if lay_out is None else lay_out(checkpoint)
@@ -99,7 +99,7 @@ FORMATS = {row.name: row for row in (*TABLE, MANIFEST, MEMORY)}
 
 
 def format_for(out: str) -> Format:
-    """The format that the ending of `out` asks for. Raises `CkptError` for an ending that no format has."""
+    """Return the format of the ending of `out`. Raises `CkptError` for an ending that no format has."""
     for row in TABLE:
         if out.lower().endswith(row.endings):
             return row

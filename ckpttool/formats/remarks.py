@@ -1,12 +1,12 @@
-"""What a checkpoint's content shows about how it was saved."""
+"""Notes about how a checkpoint was saved, by its contents."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry, Unreached
+from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.keys import is_flat
 from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.text import human_bytes, plural, some
@@ -24,66 +24,61 @@ _DEEPSPEED = {"ds_version", "ds_config"}  # keys in every file that DeepSpeed sa
 
 
 def remarks(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Sentences for `Checkpoint.notes`; none for most checkpoints."""
-    found = []
-    if checkpoint.unreached and checkpoint.format != "torchscript":  # its reader says so in its own words
-        found.append(_unreached(checkpoint.unreached))
-    if _DEEPSPEED & set(checkpoint.others):
-        found.append(_deepspeed(checkpoint.others))
+    """Return sentences for `Checkpoint.notes`; none for most checkpoints."""
+    notes = []
+    if checkpoint.unreached and checkpoint.format != "torchscript":  # its reader has a note of its own
+        names = some([unreached.path for unreached in checkpoint.unreached])
+        size = human_bytes(sum(unreached.storage.nbytes for unreached in checkpoint.unreached))
+        notes.append(
+            f"{plural(len(checkpoint.unreached), 'storage')} ({size}) of no tensor that is understood: {names}"
+        )
+    is_deepspeed = bool(_DEEPSPEED & set(checkpoint.others))
+    if is_deepspeed:
+        part = "the model's part" if "param_shapes" in checkpoint.others else "one rank's part"
+        notes.append(
+            f"{part} of a DeepSpeed checkpoint: with ZeRO every rank's file holds some of the fp32 weights; {_GATHER}"
+        )
     states = [section for section in checkpoint.state_dicts if not _is_of_fsdp(checkpoint, section)]
     floating = [entry for section in states for entry in section.tensors if "float" in entry.dtype]
     hollow = sum(map(is_placeholder, floating))
-    is_deepspeed = bool(_DEEPSPEED & set(checkpoint.others))
     if hollow and (is_deepspeed or 1 < hollow == len(floating)):
-        found.append(
+        notes.append(
             f"{hollow} tensors have shape [0]: ZeRO-3 placeholders, the values are in the ranks' files; {_GATHER}"
         )
-    found += (said for said in map(_partitioned, states) if said)
-    return tuple(found)
-
-
-def _unreached(storages: Sequence[Unreached]) -> str:
-    names = some([storage.path for storage in storages])
-    size = human_bytes(sum(storage.storage.nbytes for storage in storages))
-    return f"{plural(len(storages), 'storage')} ({size}) of no tensor that is understood: {names}"
+    notes += (note for note in map(_partitioned, states) if note)
+    return tuple(notes)
 
 
 def _partitioned(section: Section) -> str:
-    """What tells of weights that ZeRO-3 has left one element of; empty where nothing does.
+    """Return a note on weights of which ZeRO-3 has left one element; empty if there are none.
 
-    A weight of one element is nothing odd (a norm of one channel, PReLU). It is no weight where its own bias has more
-    elements: DeepSpeed leaves small parameters whole. And a linear layer's or an embedding's has two dimensions, which
-    only the names tell.
+    A weight of one element can be right (a norm of one channel, PReLU), but not if its own bias has more elements:
+    DeepSpeed does not partition small parameters. And that of a linear layer or an embedding has two dimensions, which
+    only the names show.
     """
     floating = [entry for entry in section.tensors if "float" in entry.dtype]
     single = [entry.key for entry in floating if entry.shape == (1,)]
     weights = [key for key in single if key.endswith(".weight")]
     biases = {entry.key: entry.numel for entry in floating if entry.key.endswith("bias") and entry.numel > 1}
-    beside = next((key for key in weights if _bias(key) in biases), None) if biases else None
+    small = next((key for key in weights if key.removesuffix("weight") + "bias" in biases), None) if biases else None
     matrix = next((key for key in weights if _MATRIX.fullmatch(key.rsplit(".", 2)[-2])), None)
-    if beside is None and (matrix is None or 2 * len(single) <= len(floating)):
+    if small is None and (matrix is None or 2 * len(single) <= len(floating)):
         return ""
-    by = f"likely, as {matrix}" if beside is None else f"{beside} beside a bias of {biases[_bias(beside)]}"
+    if small is None:
+        evidence = f"likely, as {matrix}"
+    else:
+        evidence = f"{small} next to a bias of {biases[small.removesuffix('weight') + 'bias']}"
     count = plural(len(single), "tensor")
-    return f"{count} of shape [1], as ZeRO-3 leaves parameters that it has partitioned ({by}); {_GATHER}"
-
-
-def _bias(weight: str) -> str:
-    return f"{weight.removesuffix('weight')}bias"
+    return f"{count} of shape [1], as ZeRO-3 leaves parameters that it has partitioned ({evidence}); {_GATHER}"
 
 
 def _is_of_fsdp(checkpoint: Checkpoint, section: Section) -> bool:
-    """Whether an empty tensor is what FSDP1 leaves on a rank that holds nothing of a parameter."""
+    """Return whether FSDP1 may have left empty tensors, on ranks that hold nothing of a parameter."""
     return checkpoint.format == "rank_files" or any(is_flat(entry.key) for entry in section.tensors)
 
 
-def _deepspeed(others: Collection[str]) -> str:
-    what = "the model's part" if "param_shapes" in others else "one rank's part"
-    return f"{what} of a DeepSpeed checkpoint: with ZeRO every rank's file holds some of the fp32 weights; {_GATHER}"
-
-
 def is_placeholder(entry: TensorEntry) -> bool:
-    """Whether the tensor is what DeepSpeed's ZeRO-3 leaves of a parameter on every rank: one dimension, no elements."""
+    """Return whether the tensor is a ZeRO-3 placeholder of a parameter: one dimension, no elements."""
     return entry.shape == (0,) and "float" in entry.dtype
 
 
@@ -91,7 +86,7 @@ MARK = "ckpttool.form"
 
 
 def read_form(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint` with the marks of the file in `Section.form`, and nowhere else."""
+    """Return `checkpoint` with the marks of the file moved to `Section.form`."""
     form = _known(checkpoint.metadata.get(MARK))
     metadata = {name: value for name, value in checkpoint.metadata.items() if name != MARK}
     sections = tuple(_taken_off(section, form) for section in checkpoint.sections)
@@ -112,7 +107,7 @@ def _known(form: object) -> str | None:
 
 
 def write_form(checkpoint: Checkpoint, *, in_metadata: bool) -> Checkpoint:
-    """`checkpoint` with each section's form where its file will keep it; `in_metadata`: in ``__metadata__``."""
+    """Return `checkpoint` with the mark for each section's form; `in_metadata`: in ``__metadata__``."""
     forms = [section.form for section in checkpoint.sections if section.form is not None]
     if not forms:
         return checkpoint

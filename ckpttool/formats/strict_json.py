@@ -1,4 +1,4 @@
-"""Strict JSON: what the reference readers accept, and nothing more."""
+"""Strict JSON: accept what the reference readers accept, and nothing more."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import limits
 from ckpttool.io.files import opened
 
+_BLANKS = " \t\n\r"
+
 
 def read_file(path: str, hint: str) -> Any:
-    """The JSON value in the file. Raises `CkptError` with `hint` where there is none."""
+    """Return the JSON value in the file. Raises `CkptError` with `hint` if it is not JSON."""
     most = limits().json_bytes
     with opened(path, pipes=True) as file:
         data = file.read(most + 1)
@@ -25,9 +27,9 @@ def read_file(path: str, hint: str) -> Any:
 
 
 def loads(text: str, *, surrogates: bool = False) -> Any:
-    """The value of the JSON text. Raises ValueError, whatever is wrong with it.
+    """Return the value of the JSON text. Raises ValueError, whatever is wrong with it.
 
-    With `surrogates` strings may hold lone ones, as keys of a pickle may.
+    With `surrogates` strings may hold lone surrogates, as keys of a pickle may.
     """
     decoder = _DECODER if "-0" in text else _PLAIN_DECODER  # reading integers in Python is half of the time
     value, end = _value(text, len(text) - len(text.lstrip(_BLANKS)), decoder)
@@ -39,30 +41,27 @@ def loads(text: str, *, surrogates: bool = False) -> Any:
 
 
 def value_at(text: str, at: int) -> tuple[Any, int]:
-    """The value that begins at character `at` of the text, and where it ends. Raises ValueError as `loads` does."""
-    value, end = _value(text, at)
+    """Return the value that begins at character `at` of the text, and its end. Raises ValueError as `loads` does."""
+    value, end = _value(text, at, _DECODER)
     _check_surrogates(text[at:end], value)
     return value, end
 
 
+def _value(text: str, at: int, decoder: json.JSONDecoder) -> tuple[Any, int]:
+    try:
+        return decoder.raw_decode(text, at)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
 def dumps(value: Any) -> str:
-    """JSON without blanks and with plain UTF-8, as the reference writers spell it."""
+    """Return JSON without blanks and with plain UTF-8, as the reference writers spell it."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def quoted(text: str) -> str:
-    """The text as a string of JSON, as `dumps` spells it; `dumps` makes an encoder for each call."""
+    """Return the text as a string of JSON, as `dumps` spells it, but without an encoder for each call."""
     return json.encoder.encode_basestring(text)
-
-
-_BLANKS = " \t\n\r"
-
-
-def _value(text: str, at: int, decoder: json.JSONDecoder | None = None) -> tuple[Any, int]:
-    try:
-        return (decoder or _DECODER).raw_decode(text, at)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
 
 
 def _check_surrogates(text: str, value: Any) -> None:
@@ -71,11 +70,11 @@ def _check_surrogates(text: str, value: Any) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    value = dict(pairs)
+    if len(value) != len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"{twice!r} stands twice in one object")
-    return found
+        raise ValueError(f"{twice!r} is there twice in one object")
+    return value
 
 
 def _int(digits: str) -> int | float:

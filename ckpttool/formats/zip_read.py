@@ -1,4 +1,4 @@
-"""Read the zip archives of torch.save, torch.jit.save and torch.export.save: where each record is."""
+"""Read the zip archives of torch.save, torch.jit.save and torch.export.save: the place of each record."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ ALIGNMENT = 64  # of every record's data; torch.utils.serialization.config.save.
 U32 = 0xFFFFFFFF
 
 _LOCAL, _FIELD = 30, 4  # bytes of a local header, and of the tag and length of an extra field
-# What reads no tensors does not read: of torch.save, TorchScript, and torch.export since 2.9.
+# Records that are read for their values only: of torch.save, TorchScript, and torch.export since 2.9.
 _STORAGE = re.compile(rb"[^/]+/(?:data|constants|tensors)/\d+|(?:[^/]+/)?data/(?:weights|constants)/\w+_\d+")
 
 
 def is_storage(raw_name: bytes) -> bool:
-    """Whether a record of that name holds the data of tensors."""
+    """Return whether a record of that name holds the data of tensors."""
     return _STORAGE.fullmatch(raw_name) is not None
 
 
 def is_wide(start: int, size: int) -> bool:
-    """True where torch's writer (miniz) uses zip64 fields and the longer data descriptor."""
+    """Return whether torch's writer (miniz) uses zip64 fields and the longer data descriptor."""
     return start >= U32 or size >= U32
 
 
 def data_of(raw_name: bytes, start: int, size: int, end: int) -> int | None:
-    """Where the data of the stored record at `start` begins: `size` bytes long, with what follows at `end`.
+    """Return where torch puts the data of the stored record at `start`, `size` bytes long.
 
-    None where the two ways to tell do not agree.
+    None if the record would then not end at `end`.
     """
     wide = _FIELD + 16 * (size >= U32) + 8 * (start >= U32) if is_wide(start, size) else 0
     bare = start + _LOCAL + len(raw_name) + wide + _FIELD
@@ -69,8 +69,8 @@ class Record(NamedTuple):
     """One record of an archive; offsets and sizes are bytes, offsets from the archive's first byte.
 
     `start` is the offset of its local header, `data` of its data, `nbytes` the stored size, `size` the size after
-    decompression, and `end` where its region ends: after the data descriptor, where it has one. `central` is its entry
-    of the central directory as it stands in the file. (A NamedTuple, because archives hold 100,000 of them.)
+    decompression, and `end` the end of its region: after the data descriptor, if it has one. `central` is its entry
+    in the central directory. (A NamedTuple, because archives hold 100,000 of them.)
     """
 
     name: str
@@ -94,8 +94,8 @@ class Record(NamedTuple):
 class Archive:
     """The index of the archive that begins at byte `base` of the file `path` and is `length` bytes long.
 
-    `records` are in the directory's order; `is_tight` where they lie in it too, with nothing between them: an archive
-    that was changed in place holds dead ones, and has the new ones at its end.
+    `records` are in the directory's order; `is_tight` if the file has them in this order with nothing between them: an
+    archive that was changed in place holds unused records, and the new ones at its end.
     """
 
     path: str
@@ -106,32 +106,32 @@ class Archive:
     is_tight: bool = True
 
     def span(self, record: Record) -> Span:
-        """Where the record's stored bytes lie in the file."""
+        """Return the place of the record's stored bytes in the file."""
         return Span(self.path, self.base + record.data, record.nbytes)
 
 
 def read_archive(path: str, base: int = 0, length: int | None = None) -> Archive:
-    """The index of the zip archive in bytes `base` to `base + length` (default: to the end) of the file.
+    """Return the index of the zip archive in bytes `base` to `base + length` (default: to the end) of the file.
 
-    Raises `CkptError` for what is no zip archive, is truncated, or whose directory and records contradict each other.
+    Raises `CkptError` if it is not a zip archive, is truncated, or its directory and records contradict each other.
     """
     if is_url(path):
         return _read(path, base, length)
     try:
         state = os.stat(path)
-    except (OSError, ValueError):  # whoever opens it says what is wrong
+    except (OSError, ValueError):  # opening it says what is wrong
         return _read(path, base, length)
     return _read_once(path, base, length, (state.st_ino, state.st_size, state.st_mtime_ns))
 
 
-@lru_cache(maxsize=1)  # what recognises a file reads its directory just before its reader does
+@lru_cache(maxsize=1)  # `detect` reads the directory just before the reader does
 def _read_once(path: str, base: int, length: int | None, version: tuple[int, int, int]) -> Archive:
     return _read(path, base, length)
 
 
 @many_objects()
 def _read(path: str, base: int, length: int | None) -> Archive:
-    if base:  # an archive inside of one: where it lies has to be true
+    if base:  # an archive inside of one: its place must be true
         check_assumed(path)
     with opened(path) as file:
         available = file.size - base
@@ -142,17 +142,19 @@ def _read(path: str, base: int, length: int | None) -> Archive:
 
 
 def read_record(archive: Archive, record: Record, limit: int) -> bytes:
-    """The record's data, decompressed, its CRC-32 checked where it has one.
+    """Return the record's data, decompressed, its CRC-32 checked if it has one.
 
-    Raises `CkptError` where it holds more than `limit` bytes, is compressed by a method other than deflate, or is
-    damaged.
+    Raises `CkptError` if it holds more than `limit` bytes, is compressed by a method other than deflate, or is damaged.
     """
     nbytes = max(record.size, record.nbytes)
     if nbytes > limit:
         raise _corrupt(archive.path, f"record {record.name} is {nbytes} bytes, at most {limit} are expected there")
     data = _read_span(archive.span(record))
     if record.method == DEFLATED:
-        data = _inflate(archive.path, record, data)
+        try:  # one byte more than announced shows a size that is wrong
+            data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, record.size + 1)
+        except zlib.error as error:
+            raise _corrupt(archive.path, f"record {record.name} is damaged: {error}") from error
     elif record.method != STORED:
         raise _corrupt(archive.path, f"record {record.name} is compressed by method {record.method}, not deflate")
     if len(data) != record.size:
@@ -163,7 +165,7 @@ def read_record(archive: Archive, record: Record, limit: int) -> bytes:
 
 
 class _Window(NamedTuple):
-    """The bytes of an open file that the archive lies in."""
+    """The bytes of an open file that hold the archive."""
 
     path: str
     file: Source
@@ -176,25 +178,16 @@ class _Window(NamedTuple):
         return _read_at(self.path, self.file, count, self.base + offset)
 
 
-class _End(NamedTuple):
-    """What the end of the archive says of its central directory."""
-
-    records: int
-    size: int
-    offset: int
-
-
 def _read_archive(window: _Window) -> Archive:
-    end = _find_end(window)
-    directory = window.read(end.offset, end.size)
-    entries = _parse_directory(window.path, directory, end)
-    assumed = _by_layout(window, entries, end.offset)
-    found = {**assumed, **_located(window, [entry for entry in entries if entry.start not in assumed])}
+    count, size, offset = _find_end(window)
+    entries = _parse_directory(window.path, window.read(offset, size), count)
+    assumed = _by_layout(window, entries, offset)
+    located = _located(window, [entry for entry in entries if entry.start not in assumed])
     if assumed:
-        own = [entry for entry in entries if entry.start in assumed]
-        assume(window.path, partial(_check, window, own, assumed))
-    records = [found[entry.start] for entry in entries]
-    records, is_tight = _close_regions(window, records, end.offset)
+        unread = [entry for entry in entries if entry.start in assumed]
+        assume(window.path, partial(_check, window, unread, assumed))
+    records = [(assumed.get(entry.start) or located[entry.start]) for entry in entries]
+    records, is_tight = _close_regions(window, records, offset)
     by_name = {record.name: record for record in records}
     if len(by_name) != len(records):
         twice = [name for name, count in Counter(record.name for record in records).items() if count > 1]
@@ -203,23 +196,23 @@ def _read_archive(window: _Window) -> Archive:
 
 
 def _located(window: _Window, entries: Sequence[_Entry]) -> dict[int, Record]:
-    """The records by their places, as their local headers say; what is small is fetched with its header."""
-    found: dict[int, Record] = {}
+    """Return the records by their places, read from local headers; small records are fetched with their headers."""
+
+    def head(entry: _Entry) -> int:
+        header = LOCAL.size + len(entry.raw_name)
+        small = entry.nbytes if entry.nbytes <= _SMALL and not is_storage(entry.raw_name) else 0
+        return header + (_MOST_PADDING + small if small else 0)
+
+    records: dict[int, Record] = {}
     for first in range(0, len(entries), _AT_A_TIME):
         batch = entries[first : first + _AT_A_TIME]
-        window.file.prefetch((window.base + entry.start, _head(entry)) for entry in batch)
-        found.update((entry.start, _locate(window, entry)) for entry in batch)
-    return found
-
-
-def _head(entry: _Entry) -> int:
-    header = LOCAL.size + len(entry.raw_name)
-    small = entry.nbytes if entry.nbytes <= _SMALL and not is_storage(entry.raw_name) else 0
-    return header + (_MOST_PADDING + small if small else 0)
+        window.file.prefetch((window.base + entry.start, head(entry)) for entry in batch)
+        records.update((entry.start, _locate(window, entry)) for entry in batch)
+    return records
 
 
 def _by_layout(window: _Window, entries: Sequence[_Entry], directory: int) -> dict[int, Record]:
-    """The storages of a remote file that lie where torch's writer puts them, by their places.
+    """Return the storages of a remote file that are where torch's writer puts them, by their places.
 
     Their local headers, a request each, are read with the data.
     """
@@ -236,13 +229,14 @@ def _by_layout(window: _Window, entries: Sequence[_Entry], directory: int) -> di
 
 
 def _check(window: _Window, entries: Sequence[_Entry], assumed: Mapping[int, Record]) -> None:
-    """Raises `CkptError` where a local header does not say what was assumed."""
+    """Raise `CkptError` if a local header contradicts what was assumed."""
     wrong = [own.name for start, own in _located(window, entries).items() if own != assumed[start]]
     if wrong:
         raise _corrupt(window.path, "the zip directory and the records contradict each other", wrong)
 
 
-def _find_end(window: _Window) -> _End:
+def _find_end(window: _Window) -> tuple[int, int, int]:
+    """Return the number of records, and the size and offset of the central directory."""
     tail_length = min(window.length, END.size + U16)
     tail_offset = window.length - tail_length
     tail = window.read(tail_offset, tail_length)
@@ -254,7 +248,7 @@ def _find_end(window: _Window) -> _End:
                 break
         at = tail.rfind(END_SIGNATURE, 0, at)
     else:
-        raise _corrupt(window.path, "no end of a zip archive found: the file is truncated, or no zip archive")
+        raise _corrupt(window.path, "no end of a zip archive found: the file is truncated, or not a zip archive")
     limit = tail_offset + at
     locator = window.read(limit - LOCATOR.size, LOCATOR.size) if limit >= LOCATOR.size else b""
     if locator.startswith(LOCATOR_SIGNATURE):
@@ -267,7 +261,7 @@ def _find_end(window: _Window) -> _End:
         raise _corrupt(window.path, "the archive is one part of several (multi-disk)")
     if offset + size > limit:
         raise _corrupt(window.path, "the zip directory points outside the file")
-    return _End(count, size, offset)
+    return count, size, offset
 
 
 class _Entry(NamedTuple):
@@ -283,13 +277,13 @@ class _Entry(NamedTuple):
     central: bytes
 
 
-def _parse_directory(path: str, directory: bytes, end: _End) -> list[_Entry]:
+def _parse_directory(path: str, directory: bytes, count: int) -> list[_Entry]:
     entries = []
     at = 0
     unpack = CENTRAL.unpack_from
-    if end.records * CENTRAL.size > len(directory):
-        raise _corrupt(path, f"the zip directory is too small for the {end.records} records that it announces")
-    for _ in range(end.records):
+    if count * CENTRAL.size > len(directory):
+        raise _corrupt(path, f"the zip directory is too small for the {count} records that it announces")
+    for _ in range(count):
         if at + CENTRAL.size > len(directory):
             raise _corrupt(path, "the zip directory is cut off")
         fields = unpack(directory, at)
@@ -302,8 +296,7 @@ def _parse_directory(path: str, directory: bytes, end: _End) -> list[_Entry]:
             raise _corrupt(path, "the archive is encrypted", [raw_name.decode("utf-8", "replace")])
         if U32 in (nbytes, size, start):
             extra_at = at + CENTRAL.size + name
-            wide = _zip64_values(path, directory[extra_at : extra_at + extra], (size, nbytes, start))
-            size, nbytes, start = wide
+            size, nbytes, start = _zip64_values(path, directory[extra_at : extra_at + extra], (size, nbytes, start))
         if disk not in (0, U16):
             raise _corrupt(path, "the archive is one part of several (multi-disk)")
         if method == STORED and size != nbytes:
@@ -311,12 +304,12 @@ def _parse_directory(path: str, directory: bytes, end: _End) -> list[_Entry]:
         entries.append(_Entry(raw_name, flags, method, crc, nbytes, size, start, directory[at:after]))
         at = after
     if at != len(directory):
-        raise _corrupt(path, f"the zip directory holds more than the {end.records} records that it announces")
+        raise _corrupt(path, f"the zip directory holds more than the {count} records that it announces")
     return entries
 
 
 def _zip64_values(path: str, extra: bytes, values: tuple[int, int, int]) -> list[int]:
-    """`values` with each that is 0xFFFFFFFF replaced by its 64-bit value from the zip64 extra field."""
+    """Return `values` with each 0xFFFFFFFF replaced by its 64-bit value from the zip64 extra field."""
     for tag, content in extra_fields(extra):
         if tag == ZIP64_FIELD and len(content) >= 8 * values.count(U32):
             wide = iter(struct.unpack_from(f"<{len(content) // 8}Q", content))
@@ -325,7 +318,7 @@ def _zip64_values(path: str, extra: bytes, values: tuple[int, int, int]) -> list
 
 
 def extra_fields(extra: bytes) -> Iterable[tuple[int, bytes]]:
-    """Tag and content of each extra field of a record; a last one that is cut off is left out."""
+    """Yield tag and content of each extra field of a record, without a last one that is cut off."""
     at = 0
     while at + 4 <= len(extra):
         tag, length = struct.unpack_from("<HH", extra, at)
@@ -334,13 +327,13 @@ def extra_fields(extra: bytes) -> Iterable[tuple[int, bytes]]:
 
 
 def _locate(window: _Window, entry: _Entry) -> Record:
-    """The record of a directory entry; its local header says where the data begins."""
+    """Return the record of a directory entry; its local header says where the data begins."""
     raw_name, start = entry.raw_name, entry.start
     header = window.read(start, LOCAL.size + len(raw_name))
     name_length, extra_length = header[26] | header[27] << 8, header[28] | header[29] << 8
     if not header.startswith(LOCAL_SIGNATURE) or name_length != len(raw_name) or header[LOCAL.size :] != raw_name:
         name = _decode(window.path, raw_name, entry.flags)
-        raise _corrupt(window.path, "the zip directory points to where no such record is", [name])
+        raise _corrupt(window.path, "the zip directory points to a place without such a record", [name])
     return _record(window, entry, start + LOCAL.size + name_length + extra_length)
 
 
@@ -359,41 +352,28 @@ def _decode(path: str, raw_name: bytes, flags: int) -> str:
 
 
 def _close_regions(window: _Window, records: list[Record], directory: int) -> tuple[list[Record], bool]:
-    """The records, their `end`s moved behind their data descriptors, and whether all lie in this order without gaps.
+    """Return the records with `end` after their data descriptors, and whether the file has them in order without gaps.
 
-    Raises where two overlap.
+    Raises `CkptError` if two overlap.
     """
     placed = sorted(records, key=lambda record: record.start)
     is_tight = placed == records and (not placed or placed[0].start == 0)
-    starts = [record.start for record in placed[1:]]
     closed = {}
-    for record, limit in zip(placed, [*starts, directory]):
+    for record, limit in zip(placed, [*(record.start for record in placed[1:]), directory]):
         gap = limit - record.end
         if gap < 0:
             raise _corrupt(window.path, "a record overlaps what follows it", [record.name])
         if gap > _LONGEST_DESCRIPTOR:  # bytes that belong to no record, as after an update in place
-            gap, is_tight = _descriptor_length(window, record), False
+            gap, is_tight = 0, False
+            if record.flags & HAS_DESCRIPTOR:
+                is_signed = window.read(record.end, 4) == DESCRIPTOR_SIGNATURE
+                gap = (24 if is_wide(record.start, record.size) else 16) - (0 if is_signed else 4)
         closed[record.start] = record._replace(end=record.end + gap) if gap else record
     return [closed[record.start] for record in records], is_tight
 
 
-def _descriptor_length(window: _Window, record: Record) -> int:
-    if not record.flags & HAS_DESCRIPTOR:
-        return 0
-    signed = window.read(record.end, 4) == DESCRIPTOR_SIGNATURE
-    return (24 if is_wide(record.start, record.size) else 16) - (0 if signed else 4)
-
-
-def _inflate(path: str, record: Record, data: bytes) -> bytes:
-    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
-    try:
-        return inflater.decompress(data, record.size + 1)  # one byte more than announced shows a size that lies
-    except zlib.error as error:
-        raise _corrupt(path, f"record {record.name} is damaged: {error}") from error
-
-
 def read_span(span: Span) -> bytes:
-    """The bytes of the span. Raises `CkptError` where the file cannot be read, or has become shorter."""
+    """Return the bytes of the span. Raises `CkptError` if the file cannot be read, or has become shorter."""
     check_assumed(span.path)
     return _read_span(span)
 

@@ -35,14 +35,19 @@ class NewRecord:
 def layout_archive(
     source: Archive | None, entries: Sequence[Record | NewRecord], alignment: int = ALIGNMENT
 ) -> list[Piece]:
-    """The pieces of an archive of `entries`, in their order: `Record`s are kept from `source`, `NewRecord`s are new.
+    """Return the pieces of an archive of `entries`, in order: `Record`s are kept from `source`, `NewRecord`s are new.
 
-    A kept record's data and CRC are copied as they are; where its header need not change either, neighbours are copied
-    as one span. New records are laid out as torch's own writer does it, data at multiples of `alignment` bytes. A CRC
-    that `source` left out is computed.
+    Data and CRC of a kept record are copied; if its header need not change either, neighbors are copied as one span.
+    New records are laid out as torch's own writer does it, data at multiples of `alignment` bytes. A CRC that `source`
+    left out is computed.
     """
     if source is not None:
-        entries = [_with_crc(source, entry) for entry in entries]
+        entries = [
+            NewRecord(entry.name, source.span(entry))
+            if isinstance(entry, Record) and not entry.has_crc and entry.method == za.STORED
+            else entry
+            for entry in entries
+        ]
     if source is not None and source.is_tight and tuple(entries) == source.records:
         return [Piece(Span(source.path, source.base, source.length))]
     layout = _Layout(alignment)
@@ -57,9 +62,9 @@ def layout_archive(
 
 
 def layout_behind(source: Archive, entries: Sequence[Record | NewRecord], alignment: int = ALIGNMENT) -> list[Piece]:
-    """The pieces of an archive of `entries` that leaves `source` where it lies: new records and a directory follow it.
+    """Return the pieces of an archive of `entries` that keeps `source` in place: new records and a directory follow.
 
-    What it replaces, the directory too, belongs to no record any more; cutting the file off gives it back.
+    The bytes that they replace, with the old directory, are unused; truncating the file restores the old archive.
     """
     layout = _Layout(alignment)
     layout.put(_region(source, 0, source.length))
@@ -73,9 +78,9 @@ def layout_behind(source: Archive, entries: Sequence[Record | NewRecord], alignm
 
 
 def edit_behind(source: Archive, entries: Sequence[Record | NewRecord], alignment: int = ALIGNMENT) -> Edited | None:
-    """The edit of the file by which `source` becomes an archive of `entries`, which lies behind it (`layout_behind`).
+    """Return the edit of the file by which `source` becomes an archive of `entries` (`layout_behind`).
 
-    None where not all that is new is literal bytes.
+    None if some of the new data is not literal bytes.
     """
     if tuple(entries) == source.records:
         return Edited([Piece(_region(source, 0, source.length))], b"", b"")
@@ -84,23 +89,15 @@ def edit_behind(source: Archive, entries: Sequence[Record | NewRecord], alignmen
     if len(written) < len(new):
         return None
     old = [source.by_name[name] for name in new]
-    before = _index(source.records, [za.read_record(source, record, record.size) for record in old])
-    return Edited(layout_behind(source, entries, alignment), before, _index(entries, written))
-
-
-def _index(entries: Sequence[Record | NewRecord], texts: Sequence[bytes]) -> bytes:
-    return b"\0".join([*(entry.name.encode() for entry in entries), *texts])
-
-
-def _with_crc(source: Archive, entry: Record | NewRecord) -> Record | NewRecord:
-    if isinstance(entry, Record) and not entry.has_crc and entry.method == za.STORED:
-        return NewRecord(entry.name, source.span(entry))
-    return entry
+    replaced = [za.read_record(source, record, record.size) for record in old]
+    before = b"\0".join([*(record.name.encode() for record in source.records), *replaced])
+    after = b"\0".join([*(entry.name.encode() for entry in entries), *written])
+    return Edited(layout_behind(source, entries, alignment), before, after)
 
 
 @dataclass(slots=True)
 class _Layout:
-    """The archive that is being laid out: the pieces so far, and the central directory that will follow them."""
+    """An archive in the making: the pieces so far, and the central directory that will follow them."""
 
     alignment: int
     pieces: list[Piece] = field(default_factory=list)
@@ -108,18 +105,22 @@ class _Layout:
     directory: list[tuple[bytes, Crc | None]] = field(default_factory=list)
 
     def put(self, data: bytes | Span | Lazy, crc: Crc | None = None, needs: tuple[Crc, ...] = ()) -> None:
-        """Appends a piece; a span that continues the last one is merged with it."""
+        """Append a piece; a span that continues the last one is merged with it."""
         piece = Piece(data, crc, needs)
         self.cursor += piece.nbytes
         last = self.pieces[-1].data if self.pieces and self.pieces[-1].crc is crc is None else None
-        if isinstance(data, Span) and isinstance(last, Span) and _follows(last, data):
+        if (
+            isinstance(data, Span)
+            and isinstance(last, Span)
+            and (last.path, last.offset + last.length) == (data.path, data.offset)
+        ):
             self.pieces[-1] = Piece(Span(last.path, last.offset, last.length + data.length))
         elif piece.nbytes:
             self.pieces.append(piece)
 
     def add(self, record: NewRecord) -> None:
         start, size, name = self.cursor, record.nbytes, record.name.encode()
-        flags = za.UTF8 | (za.HAS_DESCRIPTOR if size else 0)  # torch writes no descriptor behind an empty record
+        flags = za.UTF8 | (za.HAS_DESCRIPTOR if size else 0)  # torch writes no descriptor after an empty record
         crc = record.crc or (zlib.crc32(record.data) if isinstance(record.data, bytes) else 0)
         fixed = za.LOCAL.pack(za.LOCAL_SIGNATURE, 0, flags, za.STORED, 0, 0, 0, 0, 0, 0, 0)
         header = _local_header(fixed, name, b"", start, size, self.alignment)
@@ -133,14 +134,19 @@ class _Layout:
             if late is None:
                 self.put(descriptor)
             else:
-                self.put(_late_descriptor(len(descriptor), start, size, late), needs=(late,))
+                crc_known = Lazy(len(descriptor), lambda: [_descriptor(start, size, size, late.value)])
+                self.put(crc_known, needs=(late,))
         made = (za.CENTRAL_SIGNATURE, 0, 0, flags, za.STORED, 0, 0, crc, 0, 0, len(name), 0, 0, 0, 0, 0, 0)
         self.directory.append((_central_entry(za.CENTRAL.pack(*made) + name, start, size, size), late))
 
     def keep(self, source: Archive, record: Record) -> None:
         start = self.cursor
-        step = self._step(record)
-        header = None if self._fits(record, step) else _padded_header(source, record, start, step)
+        # Data may move by a multiple of `step`: large data keeps its place within a block, so that files can share it.
+        aligned = not record.data % self.alignment and not BLOCK % self.alignment
+        step = BLOCK if aligned and record.nbytes >= LEAST else self.alignment
+        # Torch writes a large offset into the local header.
+        fits = start == record.start or (max(start, record.start) < U32 and (start - record.start) % step == 0)
+        header = None if fits else _padded_header(source, record, start, step)
         if header is None:
             self.put(_region(source, record.start, record.end))
         else:
@@ -156,22 +162,8 @@ class _Layout:
                 self.put(descriptor)
         self.directory.append((_central_entry(record.central, start, record.nbytes, record.size), None))
 
-    def _step(self, record: Record) -> int:
-        """Bytes by a multiple of which the record's data may move: large data keeps its place within a block, so that
-        two files can share it."""
-        aligned = not record.data % self.alignment and not BLOCK % self.alignment
-        return BLOCK if aligned and record.nbytes >= LEAST else self.alignment
-
-    def _fits(self, record: Record, step: int) -> bool:
-        """True where the record's own local header is right at the cursor too: its data stays aligned."""
-        if self.cursor == record.start:
-            return True
-        if max(self.cursor, record.start) >= U32:  # torch writes such an offset into the local header
-            return False
-        return (self.cursor - record.start) % step == 0
-
     def finish(self) -> None:
-        """Appends the central directory and the three end records, as torch writes them."""
+        """Append the central directory and the three end records, as torch writes them."""
         offset, count = self.cursor, len(self.directory)
         size = sum(len(entry) for entry, _ in self.directory)
         needs = tuple(late for _, late in self.directory if late is not None)
@@ -186,10 +178,6 @@ class _Layout:
         self.put(end64 + locator + end)
 
 
-def _follows(first: Span, second: Span) -> bool:
-    return first.path == second.path and first.offset + first.length == second.offset
-
-
 def _region(archive: Archive, start: int, end: int) -> Span:
     return Span(archive.path, archive.base + start, end - start)
 
@@ -197,8 +185,9 @@ def _region(archive: Archive, start: int, end: int) -> Span:
 def _local_header(
     fixed: bytes, name: bytes, others: bytes, start: int, size: int, alignment: int, place: int = 0
 ) -> bytes:
-    """A local header at `start`, padded as torch pads it so that the data behind it is aligned, or at `place` modulo
-    that. `fixed` are its first 30 bytes, `others` the extra fields to keep.
+    """Return a local header at `start`, padded as torch does to put the data after it at `place` modulo `alignment`.
+
+    `fixed` are its first 30 bytes, `others` the extra fields to keep.
     """
     wide = [size, 0] * (size >= U32) + [start] * (start >= U32)
     extra = _zip64_field(wide) + others
@@ -208,8 +197,10 @@ def _local_header(
 
 
 def _padded_header(archive: Archive, record: Record, start: int, step: int) -> bytes | None:
-    """The record's local header padded anew for `start`, where its data comes to lie as it did modulo a step of blocks,
-    or aligned; None where it has no padding to change."""
+    """Return the record's local header padded for `start`: its data stays at the same place in a block, or is aligned.
+
+    None if the header has no padding.
+    """
     header = za.read_span(_region(archive, record.start, record.data))
     extra_at = za.LOCAL.size + int.from_bytes(header[26:28], "little")
     fields = list(za.extra_fields(header[extra_at:]))
@@ -234,17 +225,13 @@ def _descriptor(start: int, nbytes: int, size: int, crc: int) -> bytes:
     return za.DESCRIPTOR_SIGNATURE + struct.pack("<IQQ" if is_wide(start, size) else "<III", crc, nbytes, size)
 
 
-def _late_descriptor(length: int, start: int, size: int, late: Crc) -> Lazy:
-    return Lazy(length, lambda: [_descriptor(start, size, size, late.value)])
-
-
 def _late_directory(directory: Sequence[tuple[bytes, Crc | None]]) -> Iterable[bytes]:
     for entry, late in directory:
         yield entry if late is None else entry[:_CRC_AT] + struct.pack("<I", late.value) + entry[_SIZES_AT:]
 
 
 def _central_entry(entry: bytes, start: int, nbytes: int, size: int) -> bytes:
-    """`entry` of the central directory, changed to say that the record begins at `start` and how long it is."""
+    """Return an entry of the central directory with another start and other sizes."""
     wide = [value for value in (size, nbytes, start) if value >= U32]
     sizes = struct.pack("<II", min(nbytes, U32), min(size, U32))
     offset = struct.pack("<I", min(start, U32))

@@ -159,7 +159,7 @@ def test_partitioned_parameters_are_named(count: int, tmp_path: Path, capsys: py
     whole = {f"layers.{n}.bias": torch.ones(4) for n in range(count)}
     weights = {f"layers.{n}.weight": torch.ones(1) for n in range(count)}
     (note,) = notes_of(weights | whole, tmp_path / "w.pt", capsys)
-    assert "(layers.0.weight beside a bias of 4)" in note
+    assert "(layers.0.weight next to a bias of 4)" in note
 
 
 @pytest.mark.parametrize("make", [

@@ -1,9 +1,9 @@
-"""Tensor subclasses of torchao in safetensors: each is saved in parts, and ``__metadata__`` says which belong together.
+"""Tensor subclasses of torchao in safetensors: each is saved in parts, and ``__metadata__`` lists the parts.
 
 ``0.weight`` of the class ``Float8Tensor`` is ``0._weight_qdata`` and ``0._weight_scale``; the metadata holds, as JSON,
 ``tensor_names``, and under each name the class, its attributes and its ``_tensor_data_names`` (torchao 0.14 to 0.18,
-``torchao/prototype/safetensors/safetensors_support.py``). torchao looks for the parts by these names, so where they are
-renamed the metadata follows, or the rename is refused.
+``torchao/prototype/safetensors/safetensors_support.py``). torchao looks for the parts by these names, so if they are
+renamed the metadata is changed too, or the rename is refused.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _APART = "rename all parts of a tensor alike, or drop all of them; the last segm
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The payload of a tensor that torchao knows as the `part` of the tensor `name`, or as `name` itself.
+    """The payload of a tensor that for torchao is the `part` of the tensor `name`, or `name` itself.
 
-    `parts` is how many there are of it, `kind` its class, `meaning` all that is written of it.
+    `parts` is the number of its parts, `kind` its class, `meaning` its entry in the metadata.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Part:
 
 
 def marked(tensors: tuple[TensorEntry, ...], metadata: Mapping[str, str]) -> tuple[TensorEntry, ...]:
-    """The tensors of a file, with a `Part` for those that its metadata names; as they are in any other file."""
+    """Return the tensors of a file, with a `Part` for those that its metadata lists."""
     known = _parts(metadata)
     if not known:
         return tensors
@@ -47,7 +47,7 @@ def marked(tensors: tuple[TensorEntry, ...], metadata: Mapping[str, str]) -> tup
 
 
 def _parts(metadata: Mapping[str, str]) -> dict[str, Part]:
-    """Key -> what torchao knows the tensor as; empty where the metadata is not torchao's."""
+    """Return the `Part` of each key; empty if the metadata is not torchao's."""
     found: dict[str, Part] = {}
     for name in _listed(metadata):
         described = _json(metadata.get(name, ""))
@@ -77,7 +77,7 @@ def _json(text: str) -> Any:
 
 
 def remark(tensors: Iterable[TensorEntry]) -> tuple[str, ...]:
-    """A sentence on the tensors that are in parts; none where there are none."""
+    """Return a sentence about the tensors that are in parts, if there are any."""
     found: dict[Part, list[str]] = {}
     for entry in tensors:
         if isinstance(entry.payload, Part) and entry.payload.part is not None:
@@ -91,23 +91,22 @@ def remark(tensors: Iterable[TensorEntry]) -> tuple[str, ...]:
 
 
 def settled(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with metadata that calls its tensors as they are called now, and no `Part` left.
+    """Return the checkpoint with the current names of its tensors in the metadata, and without `Part`s.
 
-    Raises `Refused`, all problems at once, where parts of a tensor would no longer be found together.
+    Raises `Refused`, all problems at once, if torchao would no longer find the parts of a tensor.
     """
     names = new_names(checkpoint)
     if names is None:
         return checkpoint
-    sections = tuple(replace(s, tensors=tuple(map(_plain, s.tensors))) for s in checkpoint.sections)
-    return replace(checkpoint, sections=sections, metadata=renamed(checkpoint.metadata, names))
-
-
-def _plain(entry: TensorEntry) -> TensorEntry:
-    return replace(entry, payload=None) if isinstance(entry.payload, Part) else entry
+    sections = []
+    for section in checkpoint.sections:
+        tensors = (replace(e, payload=None) if isinstance(e.payload, Part) else e for e in section.tensors)
+        sections.append(replace(section, tensors=tuple(tensors)))
+    return replace(checkpoint, sections=tuple(sections), metadata=renamed(checkpoint.metadata, names))
 
 
 def new_names(checkpoint: Checkpoint) -> dict[str, str] | None:
-    """Each name that torchao knows a tensor of the checkpoint by -> its name now; None where there are none.
+    """Return the current name for each name that torchao's metadata lists; None if there are none.
 
     Raises `Refused` as `settled` does.
     """
@@ -133,7 +132,7 @@ def new_names(checkpoint: Checkpoint) -> dict[str, str] | None:
 
 
 def _called(key: str, part: str | None) -> str | None:
-    """The name by which torchao finds the part `key`; None where there is none."""
+    """Return the name by which torchao finds the part `key`, or None."""
     if part is None:
         return key
     module, _, last = key.rpartition(".")
@@ -142,7 +141,7 @@ def _called(key: str, part: str | None) -> str | None:
 
 
 def renamed(metadata: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    """`metadata` in the new names; what is not among them is no longer there."""
+    """Return the metadata with the new names, without tensors that have none."""
     listed = _listed(metadata)
     kept = {name: text for name, text in metadata.items() if name in names or name not in listed}
     made = {names.get(name, name) if name in listed else name: text for name, text in kept.items()}
@@ -164,7 +163,7 @@ _TAKEN_APART = (
 
 
 def way(checkpoint: Checkpoint) -> str:
-    """How torchao itself writes a torch file with its tensors to safetensors, to be added to a hint; else nothing."""
+    """Return the end of a hint: how torchao itself writes its tensors to safetensors; empty without such tensors."""
     if not any(name.startswith("torchao.") for name in checkpoint.globals):
         return ""
     source = quote(checkpoint.source.partition("::")[0])
@@ -172,12 +171,12 @@ def way(checkpoint: Checkpoint) -> str:
 
 
 def joined(source: str) -> str:
-    """The command by which torchao makes a torch file of one of safetensors."""
+    """Return the command by which torchao converts a safetensors file to a torch file."""
     return f'python -c "{_JOINED}" {quote(source)} OUT.pt'
 
 
 def come_apart(checkpoint: Checkpoint) -> list[Problem]:
-    """The tensors in parts, for a format that has no place for what says so."""
+    """List the tensors in parts, for a format that has no place for their metadata."""
     tensors = (entry for section in checkpoint.sections for entry in section.tensors)
     found = {entry.payload.name: entry.payload for entry in tensors if isinstance(entry.payload, Part)}
     return [Problem(f"a {own.kind} in {own.parts} parts", name) for name, own in found.items() if own.part is not None]

@@ -5,7 +5,7 @@ It is read to the same tree as a torch zip, and written as one. See `_legacy_sav
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import field
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ _NUMEL = 8  # bytes before each storage's own: how many elements it has
 
 @many_objects()
 def read(path: str) -> Checkpoint:
-    """The index of the file at `path`. Raises `CkptError` on what is truncated, corrupt or not as torch.save writes."""
+    """Return the index of the file at `path`. Raises `CkptError` if it is corrupt or not as torch.save writes it."""
     with opened(path) as file:
         nbytes = file.size
         pickles = _read_pickles(path, file, nbytes)
@@ -90,11 +90,11 @@ def refused_by_torch(checkpoint: Checkpoint) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _References:
-    """Turns the pickle's persistent ids into those of a torch zip, where storages have numbers for names.
+    """Turns the pickle's persistent ids into those of a torch zip, whose storages have numbers as names.
 
-    `keys` leads from a storage's key in the file to its number; `widths` and `sizes` are the bytes of its elements and
-    of all of it, by number. `views` are the references that mean a part of their storage: how many elements it begins
-    behind the storage's first (written before torch 0.4), by the reference's id.
+    `keys` maps a storage's key in the file to its number; `widths` and `sizes` are the bytes of one element and of the
+    storage, by number. `views` are the references to a part of a storage (written before torch 0.4): the offset of its
+    first element in the storage, by the reference's id.
     """
 
     keys: dict[Any, str] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class _References:
 
 
 class _Pickles(NamedTuple):
-    """The pickles of a file: the tree of its contents, the keys of its storages in file order, and where they end."""
+    """The pickles of a file: the tree of its contents, the keys of its storages in file order, and their end."""
 
     tree: Pickle
     references: _References
@@ -163,7 +163,7 @@ def _parse(path: str, data: bytes, nbytes: int) -> _Pickles:
     tree = loads(data, system.end, references, origin)
     keys = loads(data, tree.end, origin=origin)
     if type(keys.root) is not list or not all(type(key) in (str, int) for key in keys.root):
-        raise _unfit(path, "the list of its storages is none")
+        raise _unfit(path, "the list of its storages is not a list of keys")
     return _Pickles(tree, references, keys.root, keys.end)
 
 
@@ -193,7 +193,7 @@ _Found = tuple[dict[str, Span], int]
 
 
 def _find_storages(path: str, file: Source, pickles: _Pickles, nbytes: int) -> _Found:
-    """Number -> where the storage's bytes lie, and where the last one ends."""
+    """Return the place of each storage's bytes by number, and the end of the last one."""
     assumed = _as_pickled(path, pickles)
     if assumed is None or assumed[1] != nbytes:
         return _read_storages(path, file, pickles, nbytes)
@@ -202,7 +202,7 @@ def _find_storages(path: str, file: Source, pickles: _Pickles, nbytes: int) -> _
 
 
 def _as_pickled(path: str, pickles: _Pickles) -> _Found | None:
-    """`_find_storages` of a remote file, if the storages are as long as the pickle says: nothing is read."""
+    """Return the same for a remote file without reading it, if the storages are as long as the pickle says."""
     found: dict[str, Span] = {}
     at = pickles.end
     for key in pickles.keys:
@@ -215,16 +215,20 @@ def _as_pickled(path: str, pickles: _Pickles) -> _Found | None:
 
 
 def _check(path: str, file: Source, pickles: _Pickles, assumed: _Found) -> None:
-    """Raises `CkptError` where the storages are not as long as the pickle says."""
+    """Raise `CkptError` if the storages are not as long as the pickle says."""
     if _read_storages(path, file, pickles, assumed[1]) != assumed:
         raise _unfit(path, "its storages are not as long as its pickle says")
 
 
 def _read_storages(path: str, file: Source, pickles: _Pickles, nbytes: int) -> _Found:
-    """`_find_storages`, by the numbers of elements that stand before the storages."""
+    """Return the same by the numbers of elements in front of the storages."""
     found: dict[str, Span] = {}
     at = pickles.end
-    file.prefetch(_expected(pickles))
+    counts, expected = [], pickles.end  # the places of these numbers, if the storages are as long as the pickle says
+    for key in pickles.keys:
+        counts.append((expected, _NUMEL))
+        expected += _NUMEL + pickles.references.sizes.get(pickles.references.keys.get(key, ""), 0)
+    file.prefetch(counts)
     for key in pickles.keys:
         number = pickles.references.keys.get(key)
         if number is None or number in found:
@@ -239,14 +243,6 @@ def _read_storages(path: str, file: Source, pickles: _Pickles, nbytes: int) -> _
         found[number] = Span(path, at + _NUMEL, length)
         at += _NUMEL + length
     return found, at
-
-
-def _expected(pickles: _Pickles) -> Iterator[tuple[int, int]]:
-    """Where the numbers of elements stand, if the storages are as long as the pickle says."""
-    at = pickles.end
-    for key in pickles.keys:
-        yield at, _NUMEL
-        at += _NUMEL + pickles.references.sizes.get(pickles.references.keys.get(key, ""), 0)
 
 
 def _storage(path: str, found: Mapping[str, Span], number: str, nbytes: int) -> Storage:

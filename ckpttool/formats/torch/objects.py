@@ -1,4 +1,4 @@
-"""Pickled modules and optimizers: their tensors under the keys of a state dict."""
+"""Read pickled modules and optimizers: their tensors under the keys of a state dict."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Slot(NamedTuple):
 
 
 def is_module(node: Any) -> bool:
-    """True for a node that makes a module."""
+    """Return whether the node makes a module."""
     return _attributes(node) is not None
 
 
 def class_of(node: Any) -> str:
-    """The name of the module's class."""
+    """Return the name of the module's class."""
     is_older = str(node.func) in ("copy_reg._reconstructor", "copyreg._reconstructor")  # of protocols 0 and 1
     return str(node.args[0] if is_older and node.args else node.func)
 
 
 def slots_of(module: Any, steps: Steps) -> Iterator[Slot]:
-    """The tensors of the module and of those inside it, in the order of ``state_dict()``.
+    """Yield the tensors of the module and its submodules, in the order of ``state_dict()``.
 
     Raises `CkptError` for more modules than a model has.
     """
@@ -54,7 +54,14 @@ def slots_of(module: Any, steps: Steps) -> Iterator[Slot]:
         if found is None:
             continue
         attributes, more = found
-        unsaved = _names(attributes.get("_non_persistent_buffers_set"))
+        names: Any = attributes.get("_non_persistent_buffers_set")  # a set, or the call that protocol 2 writes for one
+        if type(names) is PickledSet:
+            names = names.items
+        elif type(names) is Call and len(names.args) == 1 and isinstance(names.args[0], (list, tuple)):
+            names = names.args[0]
+        else:
+            names = ()
+        unsaved = {name for name in names if type(name) is str}
         for kind in SLOTS[:2]:
             for name, key, value in _named(attributes[kind]):
                 if is_tensor(value):
@@ -68,7 +75,7 @@ def slots_of(module: Any, steps: Steps) -> Iterator[Slot]:
 
 
 def _attributes(node: Any) -> tuple[dict[Any, Any], Steps] | None:
-    """The attributes of a module, and the steps to them from its node; None for any other node."""
+    """Return the attributes of a module, and the steps to them from its node; None for any other node."""
     if type(node) is not Call:
         return None
     if _are_attributes(node.state):
@@ -86,21 +93,11 @@ def _are_attributes(node: Any) -> bool:
 
 
 def _named(node: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Name, key and value of each entry of a slot."""
+    """Yield name, key and value of each entry of a slot."""
     for key, value in (pairs_of(node) or {}).items():
         name = text_of(key)
         if name is not None:
             yield name, key, value
-
-
-def _names(node: Any) -> set[str]:
-    """The strings in a set."""
-    parts: Any = ()
-    if type(node) is PickledSet:
-        parts = node.items
-    elif type(node) is Call and len(node.args) == 1 and isinstance(node.args[0], (list, tuple)):
-        parts = node.args[0]
-    return {part for part in parts if type(part) is str}
 
 
 _SCALARS = (bool, int, float, str, bytes, type(None))
@@ -113,11 +110,10 @@ class _TooMuch(Exception):
 
 
 def mapping_of(node: Any, entries: Iterable[TensorEntry], storages: Storages) -> Mapping[Any, Any] | None:
-    """The state dict that `node` makes; None where it is too large to be taken apart, or no mapping.
+    """Return the state dict that `node` makes; None if it is too large, or not a mapping.
 
-    `entries` are its tensors as far as they are known. Any kind of Python's dicts is a dict here; any other object
-    stands as an `ExtraEntry` that carries its node. A list of scalars stays the node that it is, shared where the
-    pickle shares it.
+    `entries` are its known tensors. Any of Python's dicts becomes a dict, any other object an `ExtraEntry` with its
+    node. A list of scalars stays its node, shared as in the pickle.
     """
     known = {id(entry.payload.node): entry for entry in entries if isinstance(entry.payload, Carried)}
     seen: set[int] = set()
@@ -136,8 +132,9 @@ def mapping_of(node: Any, entries: Iterable[TensorEntry], storages: Storages) ->
         if repeats[0] > _MAX_REPEATS:
             raise _TooMuch
         if len(path) < _MAX_OPTIMIZER_DEPTH:
-            pairs = _pairs(node)
-            if pairs is not None:
+            is_dict = type(node) is dict or (is_mapping(node) and node.state is ABSENT)
+            pairs = pairs_of(node) if is_dict else None
+            if pairs is not None and all(type(key) in (int, str) for key in pairs):
                 return {name: value(part, (*path, str(name))) for name, part in pairs.items()}
             if type(node) in (list, tuple):
                 if all(type(part) in _SCALARS for part in node):
@@ -153,20 +150,9 @@ def mapping_of(node: Any, entries: Iterable[TensorEntry], storages: Storages) ->
     return found if isinstance(found, dict) else None
 
 
-def _pairs(node: Any) -> dict[Any, Any] | None:
-    """What a dict holds whose keys are ids or names; None for every other node."""
-    is_dict = type(node) is dict or (is_mapping(node) and node.state is ABSENT)
-    pairs = pairs_of(node) if is_dict else None
-    return pairs if pairs is not None and all(type(key) in (int, str) for key in pairs) else None
-
-
 def node_of(value: Any, entry_node: Callable[[TensorEntry | ExtraEntry], Any]) -> Any:
-    """The node that makes `value`, a mapping or a part of one; `entry_node` makes those of entries.
+    """Return the node that makes `value`, a mapping or a part of one; `entry_node` makes the nodes of entries.
 
-    What holds no entry is its own node, and stays shared.
+    A value without entries is its own node, and stays shared.
     """
-
-    def made(part: Any) -> Any:
-        return entry_node(part) if isinstance(part, (TensorEntry, ExtraEntry)) else part
-
-    return rebuilt(value, lambda path, part: made(part))
+    return rebuilt(value, lambda path, part: entry_node(part) if isinstance(part, (TensorEntry, ExtraEntry)) else part)

@@ -18,7 +18,7 @@ from ckpttool.formats.pickle_read import Call, Global, Persistent, PickledSet
 from ckpttool.formats.torch.nodes import content_of, transform, walk
 
 MAX_DIMS, MOST = 64, 1 << 63  # torch's own limits, of dimensions and of each
-_MAX_WRAPPERS = 8  # a Parameter of a subclass of ...; more is no tensor that torch has written
+_MAX_WRAPPERS = 8  # a Parameter of a subclass of ...; torch writes fewer
 _MAX_PARTS = 2_000_000  # nodes looked at to find the tensors inside other tensors, in a whole file
 
 
@@ -26,8 +26,8 @@ _MAX_PARTS = 2_000_000  # nodes looked at to find the tensors inside other tenso
 class Storages:
     """The storages of one file by their key in its pickle: `find(key, nbytes)` looks one up, once.
 
-    `carried` are the tensors that were read from them by the id of their node: one node is one tensor, one payload.
-    `reached` are the keys of the storages that these tensors are made of. `dtypes` are those of the references to a
+    `carried` are the payloads of tensors by the id of their node: one node is one tensor. `reached` are the keys of the
+    storages that these tensors are made of. `dtypes` are those of the references to a
     storage, and ``uint8`` of one without: torch takes the first one's for all, and so writes no others. `memory` is
     what the index of the file may take, `pickled` are the bytes of its pickle. `untyped`: a reference names no dtype.
     """
@@ -43,7 +43,7 @@ class Storages:
     untyped: bool = False
 
     def get(self, key: str, nbytes: int) -> Storage:
-        """The storage under `key`, of which the pickle says that it holds `nbytes`."""
+        """Return the storage under `key`, which holds `nbytes` by the pickle."""
         storage = self.found.get(key)
         if storage is None:
             storage = self.found[key] = self.find(key, nbytes)
@@ -52,7 +52,7 @@ class Storages:
         return storage
 
     def content(self, node: Any) -> bytes | None:
-        """A digest of what a storage or a dense tensor holds; None for any other node."""
+        """Return a digest of the content of a storage or a dense tensor; None for any other node."""
         if type(node) is Persistent:
             dtype, storage = typed_storage(node, self)
             return content_of_storage(storage) + dtype.encode()
@@ -69,16 +69,16 @@ def unnamed(
     layout: str = "strided",
     packed_bytes: int = 0,
 ) -> TensorEntry:
-    """The entry of a tensor that has no name yet."""
+    """Return the entry of a tensor that has no name yet."""
     return TensorEntry("", dtype, shape, stride, offset, storage, layout, packed_bytes)
 
 
 def _packed(entry: TensorEntry, layout: str, nbytes: int | None = None) -> TensorEntry:
-    """The same tensor as one that is no strided block of bytes."""
+    """Return the tensor as one whose values are not a strided block of bytes."""
     return replace(entry, storage=None, layout=layout, packed_bytes=entry.nbytes if nbytes is None else nbytes)
 
 
-# Layout -> what of such a tensor is no block of values.
+# Layout -> the parts of such a tensor that a block of values does not have.
 _LOST = {
     "quantized": "the scale and the zero point of its values",
     "sparse_coo": "the indices of its values",
@@ -95,11 +95,11 @@ class Carried:
     rebuilt: TensorEntry | None = None
 
     def describes(self, entry: TensorEntry) -> bool:
-        """True where the entry is still the tensor that the node rebuilds."""
+        """Return whether the entry is still the tensor that the node rebuilds."""
         return self.rebuilt is not None and self.rebuilt.geometry == entry.geometry
 
     def content(self) -> bytes | None:
-        """See `checkpoint.Comparable`. A Parameter's is that of the tensor in it."""
+        """See `checkpoint.Comparable`: for a Parameter, of the tensor in it."""
         return content_of(bare(self.node), self.storages.content)
 
     def lost(self, entry: TensorEntry) -> str:
@@ -126,7 +126,7 @@ class Carried:
 
 
 def malformed(message: str) -> CkptError:
-    """The error of a file whose pickle is sound but not what torch.save writes; `message` says where."""
+    """Return the error for a file whose pickle is valid but not as torch.save writes it."""
     return CkptError(
         f"not as torch.save writes it: {message}",
         hint="the file is damaged, or needs a newer ckpttool: pip install -U ckpttool",
@@ -134,7 +134,7 @@ def malformed(message: str) -> CkptError:
 
 
 def is_tensor(node: Any) -> bool:
-    """True for a node that rebuilds a tensor."""
+    """Return whether the node rebuilds a tensor."""
     return type(node) is Call and type(node.func) is Global and node.func.name in _REBUILD and is_torch(node.func)
 
 
@@ -142,12 +142,12 @@ _FLAGS = {"conj": "aten.conj_physical.default", "neg": "aten.neg.default"}
 
 
 def is_dense(entry: TensorEntry) -> bool:
-    """Whether the tensor is a strided one of torch's own class; lazily conjugated and negated ones are."""
+    """Return whether the tensor is strided and of torch's own class, perhaps lazily conjugated or negated."""
     return entry.layout == "strided" or entry.layout in _FLAGS
 
 
 def kind(entry: TensorEntry) -> str:
-    """What tells tensors apart that do not load in each other's place: the layout; of a subclass its name."""
+    """Return the kind of tensor, by which loading distinguishes them: the layout, or the name of a subclass."""
     if not isinstance(entry.payload, Carried):
         return entry.layout
     args = bare(entry.payload.node).args
@@ -156,7 +156,7 @@ def kind(entry: TensorEntry) -> str:
 
 
 def bare(node: Any) -> Any:
-    """The node of the tensor inside a Parameter."""
+    """Return the node of the tensor inside a Parameter."""
     for _ in range(_MAX_WRAPPERS):
         if is_tensor(node) and node.func.name == "_rebuild_parameter":
             node = node.args[0]
@@ -164,31 +164,27 @@ def bare(node: Any) -> Any:
 
 
 def is_torch(name: Global) -> bool:
-    """Whether the name is of torch itself, whose classes are taken for what they are called."""
+    """Return whether the name belongs to torch, whose classes are trusted to be what their names say."""
     return name.module == "torch" or name.module.startswith("torch.")
 
 
 def entry_of(key: str, node: Call, storages: Storages) -> TensorEntry:
-    """The index entry of a tensor's node. Raises `CkptError` where its geometry does not fit its storage."""
+    """Return the index entry of a tensor's node. Raises `CkptError` if its geometry does not fit its storage."""
     carried = storages.carried.get(id(node))
     if carried is None:
-        rebuilt = _rebuilt(key, node, storages)
+        try:
+            rebuilt = _read(node, storages, 0)
+        except CkptError as error:
+            raise CkptError(error.message, hint=error.hint, problems=[Problem(error.message, key)]) from None
+        except (IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
+            problem = malformed(f"the arguments of {node.func}: {error}")
+            raise CkptError(problem.message, hint=problem.hint, problems=[Problem(problem.message, key)]) from None
         carried = storages.carried[id(node)] = Carried(node, storages, rebuilt)
         if rebuilt.storage is None:
             references = (part for part in _parts(node, storages) if type(part) is Persistent)
             storages.reached.update(map(storage_key, references))
     assert carried.rebuilt is not None
     return replace(carried.rebuilt, key=key, payload=carried)
-
-
-def _rebuilt(key: str, node: Call, storages: Storages) -> TensorEntry:
-    try:
-        return _read(node, storages, 0)
-    except CkptError as error:
-        problem = error
-    except (IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
-        problem = malformed(f"the arguments of {node.func}: {error}")
-    raise CkptError(problem.message, hint=problem.hint, problems=[Problem(problem.message, key)])
 
 
 def _parts(root: Any, storages: Storages) -> Iterator[Any]:
@@ -202,7 +198,7 @@ def _parts(root: Any, storages: Storages) -> Iterator[Any]:
     return walk(root, spend)
 
 
-# Reading. One function for each way to rebuild; each gets the arguments, the storages, and how deep it is called.
+# Reading. One function for each rebuild function of torch; it gets the arguments, the storages, and the depth.
 
 
 def _read(node: Any, storages: Storages, depth: int) -> TensorEntry:
@@ -237,16 +233,12 @@ def _view(dtype: str, storage: Storage, args: Any) -> TensorEntry:
 
 
 def _flagged(view: TensorEntry, metadata: Any) -> TensorEntry:
-    """A lazily conjugated or negated tensor: its bytes are not its values."""
+    """Return the tensor as packed if it is lazily conjugated or negated: its bytes are not its values."""
     flags = metadata[0] if metadata else {}
     for flag in _FLAGS:
         if flags.get(flag):
             return _packed(view, flag)
     return view
-
-
-def _parameter(args: Any, storages: Storages, depth: int) -> TensorEntry:
-    return _read(args[0], storages, depth + 1)
 
 
 _PLAIN_TYPES = ("Tensor", "Parameter", "Buffer")
@@ -275,7 +267,7 @@ def _sparse(args: Any, storages: Storages, depth: int) -> TensorEntry:
     values, size = (data[1], data[2]) if len(data) == 3 or type(data[3]) is bool else (data[2], data[3])
     layout = kind.args[0] if type(kind) is Call else kind.name
     found = _read(values, storages, depth + 1)
-    nbytes = _inner_bytes(data, storages, depth)
+    nbytes = sum(part.nbytes for part in _inner(data, storages, depth))
     return unnamed(found.dtype, sizes_of(size), (), 0, None, layout.removeprefix("torch."), nbytes)
 
 
@@ -283,14 +275,15 @@ def _quantized(args: Any, storages: Storages, depth: int) -> TensorEntry:
     dtype, storage = typed_storage(args[0], storages)
     view = _view(dtype, storage, args[1:4])
     nbytes = -(-view.nbytes // _PER_BYTE.get(dtype, 1))
-    return _packed(view, "quantized", nbytes + _inner_bytes(args[4], storages, depth))
+    return _packed(view, "quantized", nbytes + sum(part.nbytes for part in _inner(args[4], storages, depth)))
 
 
 def _nested(args: Any, storages: Storages, depth: int) -> TensorEntry:
     """The sizes of a nested tensor are a tensor themselves; the shape here is the number of its components."""
     found = _read(args[0], storages, depth + 1)
     sizes = _read(args[1], storages, depth + 1)
-    return unnamed(found.dtype, sizes.shape[:1], (), 0, None, "nested", _inner_bytes(args, storages, depth))
+    nbytes = sum(part.nbytes for part in _inner(args, storages, depth))
+    return unnamed(found.dtype, sizes.shape[:1], (), 0, None, "nested", nbytes)
 
 
 def _meta(args: Any, storages: Storages, depth: int) -> TensorEntry:
@@ -306,16 +299,12 @@ def _device(args: Any, storages: Storages, depth: int) -> TensorEntry:
     return unnamed(_dtype(dtype), shape, (), 0, None, "device", prod(shape) * dtypes.itemsize(_dtype(dtype)))
 
 
-def _uninitialized(args: Any, storages: Storages, depth: int) -> TensorEntry:
-    return unnamed("float32", (), (), 0, None, "uninitialized")
-
-
 _REBUILD: dict[str, Callable[[Any, Storages, int], TensorEntry]] = {
     "_rebuild_tensor": _tensor,
     "_rebuild_tensor_v2": _tensor,
     "_rebuild_tensor_v3": _tensor_v3,
-    "_rebuild_parameter": _parameter,
-    "_rebuild_parameter_with_state": _parameter,
+    "_rebuild_parameter": lambda args, storages, depth: _read(args[0], storages, depth + 1),
+    "_rebuild_parameter_with_state": lambda args, storages, depth: _read(args[0], storages, depth + 1),
     "_rebuild_from_type": _from_type,
     "_rebuild_from_type_v2": _from_type,
     "_rebuild_wrapper_subclass": _wrapper_subclass,
@@ -327,8 +316,8 @@ _REBUILD: dict[str, Callable[[Any, Storages, int], TensorEntry]] = {
     "_rebuild_device_tensor_from_cpu_tensor": _device,
     "_rebuild_device_tensor_from_numpy": _device,
     "_rebuild_xla_tensor": _device,
-    "UninitializedParameter": _uninitialized,
-    "UninitializedBuffer": _uninitialized,
+    "UninitializedParameter": lambda *_: unnamed("float32", (), (), 0, None, "uninitialized"),
+    "UninitializedBuffer": lambda *_: unnamed("float32", (), (), 0, None, "uninitialized"),
 }
 
 
@@ -336,17 +325,13 @@ _INNERMOST = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 
 
 def _inner(node: Any, storages: Storages, depth: int) -> list[TensorEntry]:
-    """The tensors that a packed tensor is made of."""
+    """Return the tensors that a packed tensor is made of."""
     found = (part for part in _parts(node, storages) if is_tensor(part) and part.func.name in _INNERMOST)
     return [_read(part, storages, depth + 1) for part in found]
 
 
-def _inner_bytes(node: Any, storages: Storages, depth: int) -> int:
-    return sum(part.nbytes for part in _inner(node, storages, depth))
-
-
 def storage_key(node: Any) -> str:
-    """The key in a reference ``("storage", class, key, location, number of elements)``; `CkptError` on any other."""
+    """Return the key in a reference ``("storage", class, key, location, number of elements)``; else `CkptError`."""
     if type(node) is Persistent and type(node.id) is tuple and len(node.id) >= 5:
         word, kind, key, _, numel = node.id[:5]
         if word == "storage" and type(kind) is Global and type(key) is str and type(numel) is int and numel >= 0:
@@ -355,7 +340,7 @@ def storage_key(node: Any) -> str:
 
 
 def typed_storage(node: Any, storages: Storages) -> tuple[str, Storage]:
-    """Dtype and storage of a storage reference."""
+    """Return dtype and storage of a storage reference."""
     key = storage_key(node)
     kind, numel = node.id[1].name, node.id[4]
     if kind != "UntypedStorage" and kind not in dtypes.BY_STORAGE:
@@ -374,7 +359,7 @@ def _dtype(node: Any) -> str:
 
 
 def sizes_of(node: Any) -> tuple[int, ...]:
-    """The sizes of a ``torch.Size``, a list or a tuple. Raises `CkptError` for what torch takes for none."""
+    """Return the sizes of a ``torch.Size``, a list or a tuple. Raises `CkptError` for sizes that torch refuses."""
     sizes = node.args[0] if type(node) is Call and node.func == Global("torch", "Size") else node
     if type(sizes) not in (tuple, list) or len(sizes) > MAX_DIMS:
         raise malformed(f"{type(sizes).__name__} where sizes have to be")
@@ -404,7 +389,7 @@ class Rebuilder:
     apart: dict[tuple[int, str], Storage] = field(default_factory=dict)
 
     def node(self, entry: TensorEntry, mixed: bool = False) -> Call:
-        """The node of a strided tensor on the CPU. `mixed`: tensors of other dtypes look at the same storage."""
+        """Return the node of a strided tensor on the CPU. `mixed`: tensors of other dtypes use the same storage."""
         assert entry.storage is not None
         row, storage = dtypes.BY_NAME[entry.dtype], entry.storage
         kept = self.kept.get(id(storage))
@@ -421,14 +406,14 @@ class Rebuilder:
         return Call(self._global("torch._utils", "_rebuild_tensor_v3"), (*args, self._global("torch", entry.dtype)))
 
     def reference(self, storage: Storage, row: dtypes.DType | None) -> Persistent:
-        """The reference to a storage of the file, typed by `row` of the table or untyped."""
+        """Return the reference to a storage of the file, typed by `row` of the table or untyped."""
         name = row.storage if row else None
         kind = self._global("torch", name) if name else self._global("torch.storage", "UntypedStorage")
         numel = storage.nbytes // (row.itemsize if row else 1)
         return Persistent((self._word("storage"), kind, self.key(storage), self._word("cpu"), numel))
 
     def key(self, storage: Storage) -> str:
-        """The key of the storage's record in the file: the one that it has, or the first number that is free."""
+        """Return the key of the storage's record in the file: its own, or the first free number."""
         key = self.keys.get(id(storage))
         if key is None:
             number = len(self.taken)
@@ -439,18 +424,18 @@ class Rebuilder:
         return key
 
     def adopt(self, storage: Storage, key: str) -> None:
-        """From now on `storage` is called `key`."""
+        """Give the storage this key."""
         self.keys[id(storage)] = key
         self.storages[key] = storage
         self.taken.add(key)
 
     def keep(self, storages: Storages) -> None:
-        """Notes of which dtype nodes that stay refer to storages, or that are moved from another file."""
+        """Note the dtypes by which nodes that are kept, or moved from another file, refer to storages."""
         found = ((key, storage) for key, storage in storages.found.items() if key in storages.dtypes)
         self.kept.update((id(storage), storages.dtypes[key]) for key, storage in found)
 
     def learn(self, storages: Storages) -> None:
-        """Takes over the keys and words of the file whose tree is changed."""
+        """Take over the keys and words of the file whose tree is changed."""
         for key, storage in storages.found.items():
             self.adopt(storage, key)
         nodes = (carried.node for carried in storages.carried.values())
@@ -462,7 +447,7 @@ class Rebuilder:
         return self.words.setdefault(word, word)
 
     def parameter(self, data: Any, requires_grad: bool) -> Call:
-        """The node of a Parameter of the tensor that the node `data` makes; torch does so for subclasses too."""
+        """Return the node of a Parameter of the tensor that the node `data` makes, as torch does for subclasses too."""
         return Call(self._global("torch._utils", "_rebuild_parameter"), (data, requires_grad, self._hooks()))
 
     def _hooks(self) -> Call:
@@ -472,7 +457,7 @@ class Rebuilder:
         return self.globals.setdefault(f"{module}.{name}", Global(module, name))
 
     def transplant(self, carried: Carried) -> Any:
-        """A copy of a node of another file, its storage references changed to this file's keys."""
+        """Return a copy of a node of another file, its storage references changed to this file's keys."""
         return _with_references(carried.node, lambda reference: self._moved(reference, carried.storages))
 
     def _moved(self, reference: Persistent, storages: Storages) -> Persistent:
@@ -492,7 +477,7 @@ def renumbered(root: Any, numbers: Mapping[str, str]) -> Any:
 
 
 def is_parameter(node: Any) -> bool:
-    """True for a node that says itself that its tensor is a Parameter."""
+    """Return whether the node rebuilds a Parameter."""
     return type(node) is Call and type(node.func) is Global and node.func.name.startswith("_rebuild_parameter")
 
 

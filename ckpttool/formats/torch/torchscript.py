@@ -1,19 +1,18 @@
 """TorchScript archives (torch.jit.save): the parameters and buffers of their modules, under the keys of `state_dict()`.
 
-Reading only: the code in the archive calls every tensor by its attribute, so it would not find one that was renamed.
-New values under the same names are put in as into every program, see `formats.pt2.archive`.
+Reading only: the code in the archive calls every tensor by its attribute, so it would not find a renamed one. New
+values under the same names are written as for every program, see `formats.pt2.archive`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import field
 from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, Section, Storage, TensorEntry, Unreached
 from ckpttool.core.errors import CkptError, Refused
-from ckpttool.core.values import dataclass, many_objects
+from ckpttool.core.values import many_objects
 from ckpttool.formats.pickle_read import Call, Global
 from ckpttool.formats.torch.tensors import Storages, entry_of, is_tensor
 from ckpttool.formats.torch.zip_file import check_byteorder, find_storage, read_pickle, unreached_in
@@ -32,13 +31,13 @@ _STRING = re.compile(r'"([^"]*)"')
 
 @many_objects()
 def read(path: str) -> Checkpoint:
-    """The index of the archive at `path`, its code not run. Raises `CkptError` on what is truncated or corrupt."""
+    """Return the index of the archive at `path`, without running its code. Raises `CkptError` if it is corrupt."""
     archive = read_archive(path)
     folder = _folder(archive)
     check_byteorder(archive, folder)
     root = read_pickle(archive, folder + "data.pkl").root
     storages = Storages(lambda key, nbytes: find_storage(archive, folder, key, nbytes))
-    reader = _Reader(_Code(archive, folder), storages)
+    reader = _Reader(archive, folder, storages)
     tensors = tuple(reader.tensors(root))
     constants = [record for record in archive.records if record.name.startswith(folder + "constants/")]
     left = reader.attributes + len(constants)
@@ -55,7 +54,7 @@ def read(path: str) -> Checkpoint:
 
 
 def layout(checkpoint: Checkpoint) -> Pieces:
-    """Raises `Refused`: nothing can be written in this format."""
+    """Raise `Refused`: nothing can be written in this format."""
     raise Refused(
         "a TorchScript archive cannot be written: its code calls every tensor by its attribute",
         hint="write its state dict to a .pt or .safetensors file; new values under its own names: "
@@ -73,35 +72,28 @@ def _folder(archive: Archive) -> str:
     return found[0].removesuffix("data.pkl")
 
 
-@dataclass(slots=True, eq=False)
-class _Code:
-    """What the classes in the archive's code say of their attributes, read file by file when it is asked for."""
+class _Reader:
+    """Walks the modules of the pickle as `state_dict()` does; `attributes` counts the other tensors of the modules."""
 
-    archive: Archive
-    folder: str
-    files: dict[str, dict[str, tuple[list[str], list[str]]]] = field(default_factory=dict)
+    def __init__(self, archive: Archive, folder: str, storages: Storages) -> None:
+        self.archive = archive
+        self.folder = folder
+        self.storages = storages
+        self.attributes = 0
+        self.classes: dict[str, dict[str, tuple[list[str], list[str]]]] = {}  # by record, those in its code
 
     def slots(self, name: Global) -> tuple[list[str], list[str]] | None:
-        """The names of the class's parameters and buffers, in order; None for a class that is no module."""
+        """Return the names of the class's parameters and buffers, in order; None if the class is not a module."""
         record = f"{self.folder}code/{name.module.replace('.', '/')}.py"
-        if record not in self.files:
-            self.files[record] = self._classes(record)
-        return self.files[record].get(name.name)
-
-    def _classes(self, record: str) -> dict[str, tuple[list[str], list[str]]]:
-        if record not in self.archive.by_name:
-            raise CkptError(f"{self.archive.path}: its record {record} is missing", hint="download or save it again")
-        text = read_record(self.archive, self.archive.by_name[record], _MAX_CODE).decode(errors="replace")
-        return {name: (_STRING.findall(own), _STRING.findall(buffers)) for name, own, buffers in _CLASS.findall(text)}
-
-
-@dataclass(slots=True, eq=False)
-class _Reader:
-    """Walks the modules of the pickle as `state_dict()` does; `attributes` counts the tensors that it passes over."""
-
-    code: _Code
-    storages: Storages
-    attributes: int = 0
+        if record not in self.classes:
+            if record not in self.archive.by_name:
+                raise CkptError(
+                    f"{self.archive.path}: its record {record} is missing", hint="download or save it again"
+                )
+            text = read_record(self.archive, self.archive.by_name[record], _MAX_CODE).decode(errors="replace")
+            matches = _CLASS.findall(text)
+            self.classes[record] = {n: (_STRING.findall(params), _STRING.findall(bufs)) for n, params, bufs in matches}
+        return self.classes[record].get(name.name)
 
     def tensors(self, root: Any) -> Iterator[TensorEntry]:
         todo: list[tuple[tuple[str, ...], Any]] = [((), root)]
@@ -111,20 +103,20 @@ class _Reader:
             left -= 1
             if left < 0 or len(path) > _MAX_DEPTH:
                 raise CkptError("a TorchScript module holds too many others", hint="the file is damaged or hostile")
-            slots = self.code.slots(node.func) if _is_object(node) else None
+            slots = self.slots(node.func) if _is_object(node) else None
             if slots is None:
                 continue
-            own = [name for kind in slots for name in kind]
-            for name in own:
+            names = [name for kind in slots for name in kind]
+            for name in names:
                 if is_tensor(node.state.get(name)):
                     yield entry_of(".".join((*path, name)), node.state[name], self.storages)
-            rest = [(name, value) for name, value in node.state.items() if type(name) is str and name not in own]
+            rest = [(name, value) for name, value in node.state.items() if type(name) is str and name not in names]
             self.attributes += sum(is_tensor(value) for _, value in rest)
             todo += [((*path, name), value) for name, value in reversed(rest) if _is_object(value)]
 
 
 def _is_object(node: Any) -> bool:
-    """True for an object of a class in the archive's code, with attributes; torch's own classes have no code there."""
+    """Return whether the node is an object of a class in the archive's code; torch's own classes have no code there."""
     if type(node) is not Call or type(node.func) is not Global or type(node.state) is not dict:
         return False
     module = f"{node.func.module}."

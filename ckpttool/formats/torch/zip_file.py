@@ -26,7 +26,7 @@ _MAX_NOTE = 64  # bytes of the records that hold a word or a number
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Container:
-    """What the writer needs of the file that was read; `folder` is the prefix of all records, ``NAME/``.
+    """The parts of a file for its writer; `folder` is the prefix of all records, ``NAME/``.
 
     `archive` is None for a file of the format before torch 1.6, which is written as a new archive.
     """
@@ -41,14 +41,14 @@ class Container:
 
 
 def read(path: str) -> Checkpoint:
-    """The index of the file at `path`. Raises `CkptError` on what is truncated, corrupt or not as torch.save writes."""
+    """Return the index of the file at `path`. Raises `CkptError` if it is corrupt or not as torch.save writes it."""
     archive = read_archive(path)
     return read_from(archive, path)
 
 
 @many_objects()
 def read_from(archive: Archive, source: str) -> Checkpoint:
-    """The index of an archive that torch.save wrote; `source` is what the user calls it."""
+    """Return the index of an archive that torch.save wrote; `source` is the user's name for it."""
     folder, pickle, storages = open_tree(archive)
 
     def made(tree: Tree) -> Checkpoint:
@@ -68,7 +68,7 @@ def read_from(archive: Archive, source: str) -> Checkpoint:
 
 
 def unreached_in(archive: Archive, folder: str, root: Any, storages: Storages) -> tuple[Unreached, ...]:
-    """The storages of the archive that belong to no tensor that was read from them."""
+    """Return the storages of the archive that no tensor was read from."""
     keys = [key for record in archive.records if (key := key_of(record, folder)) is not None]
 
     def find(key: str) -> Storage:
@@ -78,7 +78,7 @@ def unreached_in(archive: Archive, folder: str, root: Any, storages: Storages) -
 
 
 def open_tree(archive: Archive) -> tuple[str, Pickle, Storages]:
-    """The folder of all records with its slash, the pickle, and the storages that its tensors refer to.
+    """Return the folder of all records with its slash, the pickle, and the storages that its tensors refer to.
 
     Raises `CkptError` for an archive that torch.save did not write.
     """
@@ -94,7 +94,7 @@ def open_tree(archive: Archive) -> tuple[str, Pickle, Storages]:
 
 
 def read_pickle(archive: Archive, name: str) -> Pickle:
-    """The pickle in the record `name`. Raises `CkptError` where it is damaged, or there is more than a pickle in it."""
+    """Read the pickle in the record `name`. Raises `CkptError` if it is damaged, or other bytes follow it."""
     record = archive.by_name[name]
     span = archive.span(record)
     origin = Origin(archive.path, archive.length, name, span.offset, span.offset + span.length)
@@ -117,7 +117,7 @@ def _folder(archive: Archive) -> str:
 
 
 def check_byteorder(archive: Archive, folder: str) -> None:
-    """Raises `CkptError` where the file says that its storages are not little-endian."""
+    """Raise `CkptError` if the file says that its storages are not little-endian."""
     record = archive.by_name.get(folder + "byteorder")
     if record is not None and read_record(archive, record, _MAX_NOTE) != b"little":
         raise CkptError(
@@ -127,13 +127,13 @@ def check_byteorder(archive: Archive, folder: str) -> None:
 
 
 def find_storage(archive: Archive, folder: str, key: str, nbytes: int) -> Storage:
-    """The storage `key`, of which its tensors say that it holds `nbytes`. Raises `CkptError` where it does not."""
+    """Return the storage `key`, which holds `nbytes` by its tensors. Raises `CkptError` if it does not."""
     record = archive.by_name.get(f"{folder}data/{key}")
     if record is None:
         raise _unfit(archive, f"storage {key} is missing")
     if record.method != STORED:
         raise CkptError(
-            f"{archive.path}: storage {key} is compressed, so its tensors lie nowhere in the file",
+            f"{archive.path}: storage {key} is compressed, so the file does not contain the bytes of its tensors",
             hint="store it again uncompressed: unzip it to a folder, then zip -0 -r OUT.pt FOLDER",
         )
     if not 0 <= record.nbytes - nbytes < 16:  # a storage need not be a whole number of elements
@@ -153,54 +153,49 @@ def _unfit(archive: Archive, message: str) -> CkptError:
 
 @many_objects()
 def layout(checkpoint: Checkpoint) -> Pieces:
-    """The bytes of the checkpoint's file: like the one it was read from (its `container`) but for what was changed.
+    """Return the bytes of the checkpoint's file: the file it was read from (its `container`) with the changes.
 
     Raises `Refused` for an entry that this format cannot hold, or cannot hold at its place.
     """
     container = checkpoint.container
-    if isinstance(container, Container) and container.archive is not None:
-        return _changed(checkpoint, container, container.archive)
-    return new_archive(*tree_to_write(checkpoint))
-
-
-def tree_to_write(checkpoint: Checkpoint) -> tuple[Any, int, Rebuilder]:
-    """The tree of the checkpoint's pickle, its protocol, and what its new nodes and storages were made with."""
-    container = checkpoint.container
-    if isinstance(container, Container):
+    if not isinstance(container, Container):
+        rebuilder = Rebuilder()
+        return new_archive(fresh_root(checkpoint, rebuilder), 2, rebuilder)
+    archive, folder = container.archive, container.folder
+    if archive is None:
         root, rebuilder = _changed_root(checkpoint, container)
-        return root, container.pickle.protocol, rebuilder
-    rebuilder = Rebuilder()
-    return fresh_root(checkpoint, rebuilder), 2, rebuilder
+        return new_archive(root, container.pickle.protocol, rebuilder)
+    changed = _changed_records(checkpoint, container, archive)
+    if changed is None:
+        return layout_archive(archive, archive.records)
+    entries, keys = changed
+    return layout_archive(archive, _without_version(entries, folder, keys, entries), _alignment(archive, folder))
 
 
 @many_objects()
 def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
-    """The file that was read as it is, with a new pickle and a new directory behind it; what these replace stays, dead.
+    """Return the file that was read, followed by a new pickle and a new directory; the old ones stay, unused.
 
-    None where the file is none of its own, or storages are new; where nothing changes, the file itself. Raises as
-    `layout`.
+    None if it is not a torch zip, or storages are new; if nothing changes, the file itself. Raises as `layout`.
     """
     container = checkpoint.container
     if not isinstance(container, Container) or container.archive is None:
         return None
     archive = container.archive
-    made = _changed_records(checkpoint, container, archive, keep_numbers=True)
-    if made is None:
+    changed = _changed_records(checkpoint, container, archive, keep_numbers=True)
+    if changed is None:
         return edit_behind(archive, archive.records)
-    entries = _without_version(made[0], container.folder, made[1], _where_they_lie(made[0]))
+    entries, keys = changed
+    kept = sorted((entry for entry in entries if isinstance(entry, Record)), key=lambda record: record.start)
+    placed: list[Record | None] = []  # in the order of the file, None for other bytes between two
+    for last, record in zip([None, *kept], kept):
+        placed += [record] if last is None or last.end == record.start else [None, record]
+    entries = _without_version(entries, container.folder, keys, placed)
     return edit_behind(archive, entries, _alignment(archive, container.folder))
 
 
-def _changed(checkpoint: Checkpoint, container: Container, archive: Archive) -> Pieces:
-    folder = container.folder
-    made = _changed_records(checkpoint, container, archive)
-    if made is None:
-        return layout_archive(archive, archive.records)
-    return layout_archive(archive, _without_version(made[0], folder, made[1], made[0]), _alignment(archive, folder))
-
-
 def _changed_root(checkpoint: Checkpoint, container: Container) -> tuple[Any, Rebuilder]:
-    """The pickle's tree with the checkpoint's tensors, and what its new nodes and storages were made with."""
+    """Return the pickle's tree with the checkpoint's tensors, and the rebuilder that made its new nodes."""
     archive, folder = container.archive, container.folder
     records = () if archive is None else archive.records
     rebuilder = Rebuilder(taken={key for r in records if (key := key_of(r, folder)) is not None})
@@ -213,9 +208,9 @@ def _changed_root(checkpoint: Checkpoint, container: Container) -> tuple[Any, Re
 def _changed_records(
     checkpoint: Checkpoint, container: Container, archive: Archive, *, keep_numbers: bool = False
 ) -> tuple[list[Record | NewRecord], dict[str, None]] | None:
-    """The records of the archive with the checkpoint's tensors, and their keys in the pickle's order.
+    """Return the records of the archive with the checkpoint's tensors, and their keys in the pickle's order.
 
-    None where nothing changes.
+    None if nothing changes.
     """
     root, rebuilder = _changed_root(checkpoint, container)
     if root is container.pickle.root and checkpoint.unreached == container.tree.unreached:
@@ -228,11 +223,11 @@ def _changed_records(
 def _without_version(
     entries: list[Record | NewRecord], folder: str, keys: dict[str, None], placed: Sequence[Record | NewRecord | None]
 ) -> list[Record | NewRecord]:
-    """The entries; without ``.format_version`` where a reader that trusts it would look for storages in wrong places.
+    """Return the entries, without ``.format_version`` if a reader that trusts it would compute wrong places.
 
-    From version 1 on torch computes where a storage lies from those read before it, if they are read in file order and
-    the first one is called 0 (`calculate_storage_offsets`, and always when it loads to the meta device). `placed` is
-    what lies in the file, in its order; None stands for bytes of no record.
+    From version 1 on torch computes the place of a storage from those read before it, if they are read in file order
+    and the first one is called 0 (`calculate_storage_offsets`, and always when it loads to the meta device). `placed`
+    are the records in the order of the file, None for bytes of no record.
     """
     keys_placed = [None if entry is None else key_of(entry, folder) for entry in placed]
     stored = {index: key for index, key in enumerate(keys_placed) if key is not None}
@@ -242,26 +237,17 @@ def _without_version(
     return [entry for entry in entries if entry.name != folder + ".format_version"]
 
 
-def _where_they_lie(entries: Sequence[Record | NewRecord]) -> list[Record | None]:
-    """The kept records in the order of the file, with None where other bytes lie between two."""
-    kept = sorted((entry for entry in entries if isinstance(entry, Record)), key=lambda record: record.start)
-    placed: list[Record | None] = []
-    for last, record in zip([None, *kept], kept):
-        placed += [record] if last is None or last.end == record.start else [None, record]
-    return placed
-
-
 def _alignment(archive: Archive, folder: str) -> int:
     record = archive.by_name.get(folder + ".storage_alignment")
     text = read_record(archive, record, _MAX_NOTE) if record is not None else b""
     return int(text) if text.isdigit() and 0 < int(text) <= 1 << 16 else ALIGNMENT
 
 
-_FOLDER = "archive/"  # torch.save names it after the file, and "archive" where there is no name
+_FOLDER = "archive/"  # torch.save names it after the file, or "archive" without a name
 
 
 def new_archive(root: Any, protocol: int, rebuilder: Rebuilder) -> Pieces:
-    """The pieces of a file that nothing is kept of: the records and the order of today's ``torch.save``.
+    """Return the pieces of a new file, with the records and the order of today's ``torch.save``.
 
     Its serialization id, a random number in torch, is made from `root`: the same content gives the same bytes.
     """
@@ -281,14 +267,14 @@ def new_archive(root: Any, protocol: int, rebuilder: Rebuilder) -> Pieces:
 
 
 def with_records(archive: Archive, folder: str, data: Mapping[str, bytes | Span | Lazy]) -> Pieces:
-    """The same file with other bytes in some of its records, by their names in the folder; in storages as many."""
+    """Return the file with other bytes in some records, by their names in the folder; storages keep their sizes."""
     new = {folder + name: piece for name, piece in data.items()}
     entries = [NewRecord(r.name, new[r.name]) if r.name in new else r for r in archive.records]
     return layout_archive(archive, entries, _alignment(archive, folder))
 
 
 def of_tensor(carried: Carried, is_param: bool, requires_grad: bool) -> Pieces:
-    """A new file of one tensor of another file, as its node rebuilds it; a Parameter where `is_param` says so."""
+    """Return a new file of one tensor of another file, as its node rebuilds it; a Parameter if `is_param`."""
     rebuilder = Rebuilder()
     root = rebuilder.transplant(carried)
     if is_param and not is_parameter(root):

@@ -174,7 +174,7 @@ def test_an_archive_inside_a_file(tmp_path: Path) -> None:
     assert path.read_bytes()[span.offset : span.offset + span.length] == b"little"
 
 
-OUTSIDE, ELSEWHERE = "points outside the file", "points to where no such record is"
+OUTSIDE, ELSEWHERE = "points outside the file", "points to a place without such a record"
 NO_END, DISKS = "no end of a zip archive found", "one part of several"
 # What the file is, and what is said of it
 LYING = {

@@ -86,7 +86,7 @@ def test_it_is_read_and_not_written(saved: Path, run: Run, tmp_path: Path) -> No
     done = run("remap", tmp_path / "run", "--rule", "emb.{x*} => e.{x*}", "--in-place")
     assert (
         done.status,
-        "is in another format (DeepSpeed folder (ZeRO, universal)) than what would replace it" in done.err,
+        "is in another format (DeepSpeed folder (ZeRO, universal)) than its replacement" in done.err,
     ) == (1, True)
     done = run("remap", f"{tmp_path / 'run'}::model", "--keep-aliases", "-o", f"{tmp_path / 'out'}/")
     assert done.status == 0, done.err
