@@ -139,7 +139,7 @@ def test_of_very_many_faults_the_first_are_said() -> None:
 def test_a_repeated_member_is_no_json(tmp_path: Path) -> None:
     text = json.dumps(PLAN).replace('"dropped":', '"outputs": [], "dropped":')
     (tmp_path / "p.json").write_text(text)
-    with pytest.raises(CkptError, match="'outputs' stands twice"):
+    with pytest.raises(CkptError, match="'outputs' is there twice"):
         read_file(str(tmp_path / "p.json"), "")
 
 

@@ -41,7 +41,7 @@ def test_blanks_around_a_value_are_no_part_of_it(tmp_path):
 
 def test_a_name_stands_once():
     for text in ('{"a":1,"\\u0061":2}', '{"b":{"b":0,"a":1,"a":2}}'):
-        with pytest.raises(ValueError, match="'a' stands twice"):
+        with pytest.raises(ValueError, match="'a' is there twice"):
             loads(text)
 
 
