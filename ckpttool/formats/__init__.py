@@ -1,4 +1,4 @@
-"""A file or a folder becomes a `Checkpoint`, and a `Checkpoint` becomes pieces; reader beside writer.
+"""Read files and folders as a `Checkpoint`, and lay out a `Checkpoint` as pieces; each reader is next to its writer.
 
-A file is recognised by its content, a folder by its files, an output by its ending.
+A file is recognized by its content, a folder by its files, an output by its ending.
 """

@@ -28,7 +28,7 @@ _AGAIN = "copy it or export it again"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Payload:
-    """What the file says about one tensor beyond its geometry: the record that holds it, and its role.
+    """The payload of one tensor: the record that holds it, and its role in the program.
 
     `alone`: the record is a torch file of this tensor and nothing else, and can be replaced. `source` has the content
     of a packed tensor.

@@ -52,7 +52,7 @@ def read(path: str) -> Checkpoint:
     storages = Storages(lambda key, size: _storage(path, found, key, size), memory=memory, pickled=pickles.end)
     storages.untyped = pickles.references.untyped
     for key, size in pickles.references.sizes.items():
-        storages.get(key, size)  # those of bare storages too: the writer needs them all
+        storages.get(key, size)  # of bare storages too: the writer needs them all
     _shift_views(path, pickles.tree.root, pickles.references.views)
     behind = (f"{nbytes - end:,} bytes follow the last storage: not read",) if end < nbytes else ()
 

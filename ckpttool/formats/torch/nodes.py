@@ -233,7 +233,7 @@ class _Endless(Exception):
 
 
 class _Digests:
-    """Digests of nodes, made of those of their parts: each node is looked at once, however often it is shared."""
+    """Digests of nodes, made of the digests of their parts: each node is looked at once, however often it is shared."""
 
     def __init__(self, leaf: Leaf) -> None:
         self.leaf = leaf
