@@ -236,7 +236,7 @@ def _storage(path: str, length: int, digest: str) -> Storage:
     def no_values() -> NoReturn:
         raise CkptError(f"{path} holds digests, and no values", hint="name the checkpoint that it was written for")
 
-    return Storage(Lazy(length, no_values), digest)
+    return Storage(Lazy(length, no_values, digest))
 
 
 def other_files(manifest: Checkpoint, path: str) -> tuple[list[str], list[str]]:
