@@ -350,7 +350,10 @@ class _Search:
                 parts = order or parts
                 text = f"{evidence}; the values differ" if order is None else "the same values, parts in this order"
             keys = tuple(part.key for part in parts)
-            self._take(*(((one.key,), keys) if side == 0 else (keys, (one.key,))), text)
+            if side == 0:
+                self._take((one.key,), keys, text)
+            else:
+                self._take(keys, (one.key,), text)
         return True
 
     def _have_values(self, whole: Outlined, parts: Sequence[Outlined], side: int) -> bool:
