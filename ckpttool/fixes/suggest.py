@@ -89,7 +89,8 @@ def answered(question: Question, diff: Diff, suggests: bool = False) -> Diff:
     if rules is None:
         return fixes.added_to(diff)
     if not suggests:  # the rules of a file fix everything, or they are not suggested
-        if rules.undone or diff.remedy is not None or left.format == MEMORY.name:
+        about_optimizer = diff.remedy is not None or question.options.optimizer is not None
+        if rules.undone or about_optimizer or left.format == MEMORY.name:
             return fixes.added_to(diff)
         return Fixes(with_file(left.source, *model.words), is_inferred=True).added_to(diff)
     notes = (*fixes.notes, *rules.undone) if rules.undone else ()
