@@ -104,7 +104,11 @@ def test_version() -> None:
         ),
         (["remap", "x.pt", "y.pt", "-o", "z.pt"], "got unexpected extra argument", "usage: ckpttool remap [OPTIONS]"),
         (["inspect", "x.pt", "--format", "yaml"], "unknown format 'yaml'", "use one of text, json,"),
-        (["inspect", "x.pt", "--report", "r.pdf"], "report file 'r.pdf' has no known ending", "end it with one of .txt,"),
+        (
+            ["inspect", "x.pt", "--report", "r.pdf"],
+            "report file 'r.pdf' has no known ending",
+            "end it with one of .txt,",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
