@@ -218,7 +218,7 @@ def _order_notes(names: Names, checkpoint: Checkpoint) -> list[str]:
     """Return a note if optimizers in the file were saved by a model with another order of parameters."""
     paths = [section.path for section in checkpoint.optimizers]
     order = saved_order(saved_state_dicts(checkpoint), names, set(Parameters(names).shapes)) if paths else None
-    if order is None or not order.differing:
+    if not order:
         return []
     return [
         "the model that saved this file registers its parameters in another order, which decides whose state torch "

@@ -12,7 +12,7 @@ from ckpttool.core.names import Hook
 from ckpttool.diffing.causes import Cause, Code, wrapper_cause
 from ckpttool.diffing.result import Entry, only_left, only_right
 from ckpttool.evaluate.compare import Difference, same_objects
-from ckpttool.formats.ranks.sharded import must_be_alike
+from ckpttool.formats.ranks.shards import rank_pairs
 from ckpttool.formats.remarks import is_placeholder
 from ckpttool.formats.torch.tensors import is_dense, kind
 from ckpttool.naming.call_variants import aliases
@@ -54,7 +54,7 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
     if difference is not None:
         return difference
     code = Code.VALUE
-    for one, other in chain([(left, right)], must_be_alike(left, right)):
+    for one, other in chain([(left, right)], rank_pairs(left, right)):
         if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
             return Entry("shape", *keys, Cause(Code.RANK_SHAPE))
         differs = None if values is None else values(one, other)

@@ -1,93 +1,15 @@
-"""Assemble tensors and storages from chunks of others, when they are written."""
+"""Windows of tensors, and storages that concatenate them when they are written."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from math import prod
 from threading import RLock
 from weakref import WeakKeyDictionary
 
 from ckpttool.core.checkpoint import Lazy, Part, Span, Storage, TensorEntry, contiguous_stride, length_of
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.values import dataclass
-from ckpttool.io.ranges import read_span
-
-SLAB = 1 << 24  # bytes that are put together before they are passed on
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A box of a tensor: its corner and sizes in elements, and its elements in row-major order."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    data: Span | bytes
-
-    @property
-    def first_row(self) -> int:
-        return self.offsets[0]
-
-    @property
-    def end_row(self) -> int:
-        return self.offsets[0] + self.sizes[0]
-
-    def rows(self, first: int, end: int, itemsize: int) -> Span | bytes:
-        """Return the box's elements in the tensor's rows `first` to `end`."""
-        row = prod(self.sizes[1:]) * itemsize
-        begin, length = (first - self.first_row) * row, (end - first) * row
-        if isinstance(self.data, Span):
-            return Span(self.data.path, self.data.offset + begin, length)
-        return self.data[begin : begin + length]
-
-
-def assembled(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> Iterator[Part]:
-    """Yield the parts of a tensor that the boxes cover without overlapping, rows at a time. No box is empty."""
-    if len(boxes) == 1:
-        yield boxes[0].data
-        return
-    row = prod(shape[1:]) * itemsize
-    waiting = sorted(boxes, key=lambda box: box.offsets, reverse=True)
-    members: list[Box] = []  # the boxes of the rows between two edges
-    for first, end in pairwise(sorted({edge for box in boxes for edge in (box.first_row, box.end_row)})):
-        members = [box for box in members if box.end_row > first]
-        while waiting and waiting[-1].first_row == first:
-            members.append(waiting.pop())
-        if len(members) == 1:
-            yield members[0].rows(first, end, itemsize)
-            continue
-        step = max(1, SLAB // row)
-        for start in range(first, end, step):
-            yield _slab(shape, itemsize, start, min(start + step, end), members)
-
-
-def _slab(shape: tuple[int, ...], itemsize: int, first: int, end: int, members: Sequence[Box]) -> memoryview:
-    row = prod(shape[1:]) * itemsize
-    slab = bytearray((end - first) * row)
-    for box in members:
-        rows = box.rows(first, end, itemsize)
-        data = memoryview(read_span(rows) if isinstance(rows, Span) else rows)
-        starts, run = _runs(shape[1:], box.offsets[1:], box.sizes[1:])
-        at, length = 0, run * itemsize
-        for base in range(0, len(slab), row):
-            for start in starts:
-                target = base + start * itemsize
-                slab[target : target + length] = data[at : at + length]
-                at += length
-    return memoryview(slab)
-
-
-def _runs(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[list[int], int]:
-    """Return the elements of a row at which runs of a box's elements begin, and the length of the runs."""
-    starts, run, is_full, step = [0], 1, True, 1
-    for extent, offset, size in zip(reversed(shape), reversed(offsets), reversed(sizes)):
-        if is_full:
-            starts, run, is_full = [offset * step], size * step, size == extent
-        else:
-            starts = [(offset + index) * step + start for index in range(size) for start in starts]
-        step *= extent
-    return starts, run
 
 
 def row_major(entry: TensorEntry) -> TensorEntry:

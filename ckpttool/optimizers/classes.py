@@ -1,4 +1,4 @@
-"""What the state of each torch.optim class looks like: the names it is known by, and the shapes of its tensors."""
+"""The state of each torch.optim class: its names, and the shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -12,54 +12,53 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class OptimizerClass:
-    """`state` are names that only this class's state has together, `options` hyperparameters that only it has."""
+    """`state` are names that together occur in this class only, and so are the hyperparameters `options`."""
 
     title: str
     state: frozenset[str]
     options: frozenset[str]
 
 
-def _row(title: str, state: str, options: str) -> OptimizerClass:
-    return OptimizerClass(title, frozenset(state.split()), frozenset(options.split()))
-
-
-# The first row that fits is the class; one whose names are part of another's comes after it.
-TABLE = (
-    _row("NAdam", "exp_avg exp_avg_sq mu_product", "betas momentum_decay"),
-    _row("Adam or AdamW", "exp_avg exp_avg_sq", "betas amsgrad"),
-    _row("RAdam", "exp_avg exp_avg_sq", "betas decoupled_weight_decay"),
-    _row("Adamax", "exp_avg exp_inf", "betas foreach weight_decay"),
-    _row("SparseAdam", "exp_avg exp_avg_sq", "betas eps maximize"),
-    _row("Adadelta", "square_avg acc_delta", "rho"),
-    _row("RMSprop", "square_avg", "alpha centered"),
-    _row("SGD", "momentum_buffer", "dampening nesterov"),
-    _row("Muon", "momentum_buffer", "ns_steps"),
-    _row("Adagrad", "sum", "lr_decay initial_accumulator_value"),
-    _row("Adafactor", "row_var col_var", "beta2_decay d"),
-    _row("ASGD", "ax eta mu", "lambd t0"),
-    _row("Rprop", "prev step_size", "etas step_sizes"),
-    _row("LBFGS", "old_dirs old_stps", "history_size line_search_fn"),
-    _row("Adafactor of transformers", "exp_avg_sq_row exp_avg_sq_col", "decay_rate clip_threshold"),
+# The first row that fits is the class, so a row whose names are part of another's comes after it.
+TABLE = tuple(
+    OptimizerClass(title, frozenset(state.split()), frozenset(options.split()))
+    for title, state, options in (
+        ("NAdam", "exp_avg exp_avg_sq mu_product", "betas momentum_decay"),
+        ("Adam or AdamW", "exp_avg exp_avg_sq", "betas amsgrad"),
+        ("RAdam", "exp_avg exp_avg_sq", "betas decoupled_weight_decay"),
+        ("Adamax", "exp_avg exp_inf", "betas foreach weight_decay"),
+        ("SparseAdam", "exp_avg exp_avg_sq", "betas eps maximize"),
+        ("Adadelta", "square_avg acc_delta", "rho"),
+        ("RMSprop", "square_avg", "alpha centered"),
+        ("SGD", "momentum_buffer", "dampening nesterov"),
+        ("Muon", "momentum_buffer", "ns_steps"),
+        ("Adagrad", "sum", "lr_decay initial_accumulator_value"),
+        ("Adafactor", "row_var col_var", "beta2_decay d"),
+        ("ASGD", "ax eta mu", "lambd t0"),
+        ("Rprop", "prev step_size", "etas step_sizes"),
+        ("LBFGS", "old_dirs old_stps", "history_size line_search_fn"),
+        ("Adafactor of transformers", "exp_avg_sq_row exp_avg_sq_col", "decay_rate clip_threshold"),
+    )
 )
 
 
 def class_of(state: OptimizerState) -> str | None:
-    """The torch.optim class that the state belongs to, in words; None for one that the table does not know.
+    """Return the title of the torch.optim class that the state belongs to; None if the table does not know it.
 
-    The param groups' hyperparameters decide; where they tell nothing, the names in the state do.
+    The param groups' hyperparameters decide, or else the names in the state.
     """
     options = {name for group in state.groups for name in group.options}
     names = {str(name) for own in state.state.values() for name in own}
-    found = _by_options(options) or next((row for row in TABLE if row.state <= names), None)
-    return None if found is None else found.title
+    row = _by_options(options) or next((row for row in TABLE if row.state <= names), None)
+    return None if row is None else row.title
 
 
 def _by_options(options: Collection[str]) -> OptimizerClass | None:
     return next((row for row in TABLE if row.options.issubset(options)), None)
 
 
-# Hyperparameters that torch gives to groups of files that lack them (each class's own ``__setstate__``), and state that
-# a step makes only where the file's hyperparameters ask for it.
+# Hyperparameters that torch adds to groups of files that lack them (each class's ``__setstate__``), and state that a
+# step creates only if the file's hyperparameters ask for it.
 _FILLED_IN = frozenset(
     {
         *("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "nesterov", "centered"),
@@ -72,21 +71,21 @@ _ON_REQUEST = frozenset({"max_exp_avg_sq", "grad_avg", "momentum_buffer"})
 def lacking(
     state: OptimizerState, groups: Sequence[Mapping[str, object]], steps: Mapping[Param, Sequence[str]]
 ) -> list[str]:
-    """What an optimizer with these hyperparameters needs and `state` lacks, as keys: it is the state of another class.
+    """Return the keys that an optimizer with these hyperparameters needs and the state of another class lacks.
 
-    `steps` are the names of the state that a first step gives to a parameter, where that is known. torch loads such a
-    state, and fails with a ``KeyError`` at the next step (pytorch#7499).
+    `steps` are the names of the state that a first step creates for a parameter, if known. torch loads such a state,
+    and fails with a ``KeyError`` at the next step (pytorch#7499).
     """
-    wanted = dict.fromkeys(name for group in groups for name in group if name != PARAM_NAMES and name not in _FILLED_IN)
-    found = [
+    needed = dict.fromkeys(name for group in groups for name in group if name != PARAM_NAMES and name not in _FILLED_IN)
+    missing = [
         f"{GROUPS}.{index}.{name}"
         for index, group in enumerate(state.groups)
-        for name in wanted
+        for name in needed
         if name not in group.options
     ]
     row = _by_options({name for group in groups for name in group})
     usual = () if row is None or row.title == class_of(state) else sorted(row.state)
-    return found + [
+    return missing + [
         f"{STATE}.{param}.{name}"
         for param, own in state.state.items()
         for name in steps.get(param) or usual
@@ -94,7 +93,7 @@ def lacking(
     ]
 
 
-# State that belongs to all parameters together, and stands under the first: it cannot be moved with a parameter.
+# State of all parameters together, saved under the first: it cannot move with a parameter.
 WHOLE = frozenset({"old_dirs", "old_stps", "H_diag", "prev_flat_grad", "ro", "d", "al"})
 
 ELEMENTWISE = frozenset(
@@ -104,7 +103,7 @@ ELEMENTWISE = frozenset(
     }
 )
 
-# State with a shape of its own -> the shape that it has for a parameter of this one.
+# State with another shape than its parameter -> its shape for a parameter of this shape.
 _FACTORED: Mapping[str, Callable[[Shape], Shape]] = {
     "row_var": lambda shape: (*shape[:-1], 1),
     "col_var": lambda shape: (*shape[:-2], 1, shape[-1]),
@@ -114,7 +113,7 @@ _FACTORED: Mapping[str, Callable[[Shape], Shape]] = {
 
 
 def fits(name: str, state: Shape, parameter: Shape) -> bool:
-    """Whether a parameter of this shape can have a state of this name and shape; True where nothing is known of it."""
+    """Return True if a parameter of this shape can have a state of this name and shape, and for unknown names."""
     if name in ELEMENTWISE:
         return state == parameter
     if name in _FACTORED:

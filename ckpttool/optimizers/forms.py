@@ -1,12 +1,12 @@
 """The three forms of an optimizer's state dict, read to an `OptimizerState` and written from one.
 
-``id``: torch's own, numbers; ``fqn``: the same with names; ``flat``: one dict with the names in its keys.
+``id``: torch's own, with numbers; ``fqn``: the same with names; ``flat``: one dict with the names in its keys.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,66 +32,67 @@ from ckpttool.evaluate.compare import same_objects, same_values
 
 
 def form_of(section: Section) -> str:
-    """The form of the optimizer in `section`: ``id``, ``fqn`` or ``flat``."""
+    """Return the form of the optimizer in `section`: ``id``, ``fqn`` or ``flat``."""
     return read(section).form
 
 
 def read(section: Section) -> OptimizerState:
-    """The state of the optimizer in `section`, in whichever form it is.
+    """Return the state of the optimizer in `section`, in any form.
 
-    Raises `CkptError`, all problems at once, where it is in none of the three.
+    Raises `CkptError`, all problems at once, if it is in none of the three.
     """
-    mapping = section.mapping
     where = section.title
-    if mapping is None:
+    if section.mapping is None:
         raise CkptError(
             f"{where}: this file's format gives no access to an optimizer's hyperparameters",
             hint="convert it to one file of torch.save first",
         )
-    mapping = kept(mapping, {entry.key for entry in section.tensors})
+    mapping = kept(section.mapping, {entry.key for entry in section.tensors})
     problems: list[Problem] = []
-    found = (_read_flat if looks_flat(list(mapping)) else _read_nested)(mapping, problems)
-    twice = [param for param, count in Counter(found.params).items() if count > 1]
-    problems += [Problem("stands in more than one place of the param groups", str(param)) for param in twice]
+    state = (_read_flat if looks_flat(list(mapping)) else _read_nested)(mapping, problems)
+    repeated = [param for param, count in Counter(state.params).items() if count > 1]
+    problems += [Problem("is listed more than once in the param groups", str(param)) for param in repeated]
     if problems:
         raise CkptError(
             f"{where} is not an optimizer's state dict as torch writes it",
             hint="`ckpttool inspect` shows what is in it",
             problems=problems,
         )
-    return found
+    return state
 
 
 def _read_nested(mapping: Mapping[Any, Any], problems: list[Problem]) -> OptimizerState:
-    for key, kind in ((STATE, Mapping), (GROUPS, (list, tuple))):
-        if not isinstance(mapping.get(key), kind):
-            problems.append(Problem("is an object of its own", key))
-    groups = [_read_group(group, index, problems) for index, group in enumerate(_list(mapping.get(GROUPS)))]
+    states, listed = mapping.get(STATE), mapping.get(GROUPS)
+    if not isinstance(states, Mapping):
+        problems.append(Problem("is not a dict", STATE))
+        states = {}
+    if not isinstance(listed, (list, tuple)):
+        problems.append(Problem("is not a list", GROUPS))
+        listed = ()
+    groups = []
+    for index, group in enumerate(listed):
+        options = group if isinstance(group, Mapping) else {}
+        params = options.get(PARAMS)
+        if not isinstance(params, (list, tuple)) or not all(type(param) in (int, str) for param in params):
+            problems.append(Problem("has no list of ids or names", f"{GROUPS}.{index}.{PARAMS}"))
+            params = ()
+        groups.append(ParamGroup(tuple(params), {name: value for name, value in options.items() if name != PARAMS}))
     params = {param for group in groups for param in group.params}
     if len({type(param) for param in params}) > 1:
         problems.append(Problem("some params are ids and some names", GROUPS))
     state: dict[Param, Mapping[Any, Any]] = {}
     loose: dict[str, Any] = {}
-    for key, value in _dict(mapping.get(STATE)).items():
+    for key, value in states.items():
         if key in params and isinstance(value, Mapping):
             state[key] = value
         elif isinstance(key, str) and key not in params:
             loose[key] = value
         else:
-            text = "is no dict" if key in params else "no param group has this parameter"
+            text = "is not a dict" if key in params else "no param group has this parameter"
             problems.append(Problem(text, f"{STATE}.{key}"))
     rest = {key: value for key, value in mapping.items() if key not in (STATE, GROUPS)}
     named = bool(params) and all(isinstance(param, str) for param in params)
     return OptimizerState(FQN if named else ID, tuple(groups), state, loose, rest)
-
-
-def _read_group(group: Any, index: int, problems: list[Problem]) -> ParamGroup:
-    options = _dict(group)
-    params = options.get(PARAMS)
-    if not isinstance(params, (list, tuple)) or not all(type(param) in (int, str) for param in params):
-        problems.append(Problem("has no list of ids or names", f"{GROUPS}.{index}.{PARAMS}"))
-        params = ()
-    return ParamGroup(tuple(params), {name: value for name, value in options.items() if name != PARAMS})
 
 
 def _read_flat(mapping: Mapping[Any, Any], problems: list[Problem]) -> OptimizerState:
@@ -108,16 +109,24 @@ def _read_flat(mapping: Mapping[Any, Any], problems: list[Problem]) -> Optimizer
         kind, _, rest = key.partition(".")
         if kind != STATE:
             continue
-        fqn = _owner(rest, options)
-        if fqn is None:
+        owner = _owner(rest, options)
+        if owner is None:
             problems.append(Problem("no param_groups key names this parameter", key))
-        elif not _put(state.setdefault(fqn, {}), rest[len(fqn) + 1 :].split("."), value):
-            problems.append(Problem("stands in the place of another part of the state", key))
-    return OptimizerState(FLAT, _regrouped(options), state)
+        elif not _put(state.setdefault(owner, {}), rest[len(owner) + 1 :].split("."), value):
+            problems.append(Problem("conflicts with another part of the state", key))
+    # The flat form does not keep the groups: parameters with equal options are one group, in the order of the first.
+    groups: list[tuple[Mapping[str, Any], list[Param]]] = []
+    for fqn, own in options.items():
+        params = next((params for known, params in groups if same_options(known, own)), None)
+        if params is None:
+            groups.append((own, [fqn]))
+        else:
+            params.append(fqn)
+    return OptimizerState(FLAT, tuple(ParamGroup(tuple(params), own) for own, params in groups), state)
 
 
 def _owner(path: str, params: Container[Param]) -> str | None:
-    """Whose state a flat key is: of ``a.b`` and ``a``, if both are there, the state ``a.b.c`` is the first one's."""
+    """Return the parameter that a flat key belongs to. Of ``a.b`` and ``a``, the key ``a.b.c`` belongs to ``a.b``."""
     while "." in path:
         path = path.rpartition(".")[0]
         if path in params:
@@ -125,35 +134,22 @@ def _owner(path: str, params: Container[Param]) -> str | None:
     return None
 
 
-def _put(where: dict[Any, Any], path: Sequence[str], value: Any) -> bool:
-    """Puts the value where the path leads; False where something else stands there, or on the way."""
+def _put(mapping: dict[Any, Any], path: Sequence[str], value: Any) -> bool:
+    """Put the value at the path. Return False if there is something else, there or on the way."""
     for name in path[:-1]:
-        where = where.setdefault(name, {})
-        if not isinstance(where, dict):
+        mapping = mapping.setdefault(name, {})
+        if not isinstance(mapping, dict):
             return False
-    return where.setdefault(path[-1], value) is value
-
-
-def _regrouped(options: Mapping[str, Mapping[str, Any]]) -> tuple[ParamGroup, ...]:
-    """Parameters with equal options as one group, in the order of their first parameters: the flat form has no more."""
-    groups: list[tuple[Mapping[str, Any], list[Param]]] = []
-    for fqn, own in options.items():
-        for known, params in groups:
-            if same_options(known, own):
-                params.append(fqn)
-                break
-        else:
-            groups.append((own, [fqn]))
-    return tuple(ParamGroup(tuple(params), own) for own, params in groups)
+    return mapping.setdefault(path[-1], value) is value
 
 
 def same_options(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
-    """Whether two groups' options are the same, tensors by their bytes."""
+    """Return True if two groups have the same options; tensors are compared by their bytes."""
     return left.keys() == right.keys() and all(same_option(left[name], right[name]) for name in left)
 
 
 def same_option(left: Any, right: Any) -> bool:
-    """Whether two values of an option are the same; two tensors are where they are one tensor or hold equal bytes."""
+    """Return True if two values of an option are the same. Tensors are, if their bytes are equal."""
     if left is right:
         return True
     if isinstance(left, TensorEntry) and isinstance(right, TensorEntry):
@@ -169,55 +165,47 @@ def same_option(left: Any, right: Any) -> bool:
     return bool(left == right) and isinstance(left, bool) == isinstance(right, bool)
 
 
-def _dict(value: Any) -> Mapping[Any, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _list(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else ()
-
-
 # Writing
 
 
 def write(state: OptimizerState, section: Section) -> Section:
-    """`section` with `state` in it, in the form that `state` says."""
+    """Return `section` with `state` in it, in the form that `state` says."""
     tensors: list[TensorEntry] = []
 
     def keyed(path: tuple[str, ...], value: Any) -> Any:
         if not isinstance(value, (TensorEntry, ExtraEntry)):
             return value
-        made = replace(value, key=".".join(path))
-        tensors.extend([made] if isinstance(made, TensorEntry) else [])
-        return made
+        entry = replace(value, key=".".join(path))
+        tensors.extend([entry] if isinstance(entry, TensorEntry) else [])
+        return entry
 
-    mapping = rebuilt(_FORM[state.form](state), keyed)
+    if state.form == FLAT:
+        mapping = _flat(state)
+    else:
+        groups = [{**group.options, PARAMS: list(group.params)} for group in state.groups]
+        mapping = {STATE: {**state.state, **state.loose}, GROUPS: groups, **state.rest}
+    mapping = rebuilt(mapping, keyed)
     return replace(section, kind="optimizer", tensors=tuple(tensors), extras=(), mapping=mapping)
 
 
-def _nested(state: OptimizerState) -> dict[Any, Any]:
-    groups = [{**group.options, PARAMS: list(group.params)} for group in state.groups]
-    return {STATE: {**state.state, **state.loose}, GROUPS: groups, **state.rest}
-
-
 def _flat(state: OptimizerState) -> dict[Any, Any]:
-    """Raises `Refused` for what torch.distributed.checkpoint cannot flatten either, and for what would be one key."""
+    """Raises `Refused` for state that torch.distributed.checkpoint cannot flatten either, and for conflicting keys."""
     problems = [Problem("belongs to no parameter", key) for key in (*state.loose, *state.rest)]
     parts: list[tuple[str, Any]] = []
     params = set(state.params)
     for fqn, own in state.state.items():
-        found = [*_flattened(str(fqn), own, problems)] if own else []
-        parts += [(f"{STATE}.{key}", value) for key, value in found]
-        astray = (key for key, _ in found if _owner(key, params) != fqn)
-        problems += [Problem("would be the state of another parameter", f"{STATE}.{key}") for key in astray]
+        for key, value in _flattened(str(fqn), own, problems) if own else ():
+            parts.append((f"{STATE}.{key}", value))
+            if _owner(key, params) != fqn:
+                problems.append(Problem("would be the state of another parameter", f"{STATE}.{key}"))
     for group in state.groups:
         if not group.params:
             problems.append(Problem("a param group without parameters", GROUPS))
         parts += [(f"{GROUPS}.{fqn}.{name}", v) for fqn in group.params for name, v in group.options.items()]
     flat = dict(parts)
     if len(flat) < len(parts):
-        twice = (key for key, count in Counter(key for key, _ in parts).items() if count > 1)
-        problems += [Problem("two parameters' names lead to this key", key) for key in twice]
+        repeated = (key for key, count in Counter(key for key, _ in parts).items() if count > 1)
+        problems += [Problem("two parameters' names lead to this key", key) for key in repeated]
     if problems:
         raise Refused(
             "the flattened form has no place for all of this optimizer's state",
@@ -237,6 +225,3 @@ def _flattened(prefix: str, value: Any, problems: list[Problem]) -> Iterator[tup
     else:
         for name, part in value.items():
             yield from _flattened(f"{prefix}.{name}", part, problems)
-
-
-_FORM: dict[str, Callable[[OptimizerState], dict[Any, Any]]] = {ID: _nested, FQN: _nested, FLAT: _flat}

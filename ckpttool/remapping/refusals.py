@@ -167,7 +167,7 @@ def _listed(found: tuple[Import, ...], files: Files, linked: dict[str, str]) -> 
     pickles = {one: bytes(read_span(Span(one.file, one.start, one.end - one.start))) for one in found}
     names = set()
     for item in parse(text, DCP_METADATA).items.values():
-        for place in [item.place] if isinstance(item, BytesItem) else [chunk.place for chunk in item.chunks]:
+        for place in item.places:
             if place.name not in linked:
                 continue
             span = Span(linked[place.name], place.offset, place.length)

@@ -55,7 +55,7 @@ from ckpttool.remapping.refusals import (
     is_as_saved,
     refuse_unchanged,
 )
-from ckpttool.remapping.sharding.gather import made_whole, put_together
+from ckpttool.remapping.sharding.gather import gather_ranks, merge_replicas
 from ckpttool.remapping.steps import RemapRequest
 from ckpttool.remapping.undo import undo, undo_of
 from ckpttool.remapping.write import Decided, Writer, cost_of, recover_source
@@ -178,9 +178,9 @@ def plan_remap(
     """
     if options.plan is not None:
         return _run_saved_plan(source, options.plan, model, to_model)
-    source = made_whole(read_for_model(source, model))
+    source = merge_replicas(read_for_model(source, model))
     names, to_names = (None if one is None else one.names() for one in (model, to_model))
-    gathered = put_together(source, names, () if options.to_ranks else options.units or ())
+    gathered = gather_ranks(source, names, () if options.to_ranks else options.units or ())
     if gathered is not None and options.save_plan is not None:
         raise CkptError("a plan cannot put rank files together", hint="write the checkpoint: -o OUT, without a plan")
     whole = source if gathered is None else gathered.checkpoint

@@ -98,7 +98,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, 
 
 
 def says_on_what_it_rests(notes: list[str]) -> bool:
-    return any("this answer rests on that" in note for note in notes)
+    return any("this answer assumes" in note for note in notes)
 
 
 def paste(command: str, seed: int) -> int:

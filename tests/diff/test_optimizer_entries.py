@@ -211,14 +211,17 @@ def test_what_nothing_names_rightly_is_said() -> None:
     unknown = compare_optimizers(saved(ids([0, 1])), saved(ids([0, 1])), names)
     assert "and the model 3, 3 of them trainable" in unknown.notes[0]
     strange = compare_optimizers(saved(optimizer("xy")), saved(optimizer("xy")), names)
-    assert strange.notes[0] == "left holds 2 parameters that the model has not: no parameter of n @ x"
+    assert strange.notes[0] == "left holds 2 parameters that the model lacks: not a parameter of n @ x"
     wrong: Own = {0: {"exp_avg": moment(7)}}
     for side in range(2):
         pair = [ids([0, 1, 2], names="abc"), ids([0, 1, 2], names="abc")]
         pair[side] = replace(pair[side], state=wrong)
         doubted = compare_optimizers(saved(pair[0]), saved(pair[1]), names)
         assert {entry.status for entry in doubted.entries} - {"same"} >= {("unexpected", "missing")[side]}
-        assert any(note.startswith(f"{('left', 'right')[side]}: by its param_names") for note in doubted.notes)
+        assert any(
+            note.startswith(f"{('left', 'right')[side]}: the shapes in its state contradict its param_names")
+            for note in doubted.notes
+        )
 
 
 def test_names_on_one_side_alone_are_places() -> None:

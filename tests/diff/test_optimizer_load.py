@@ -81,13 +81,13 @@ def told(fit: OptimizerFit) -> list[tuple[str, str, str | None]]:
 def test_the_same_optimizer_fits_in_every_form(form: str, groups: tuple[str, ...]) -> None:
     fit = compared(saved(form, *groups), model(*groups))
     assert (fit.fits, told(fit), fit.remedy) == (True, [], None)
-    assert any("this answer rests on that" in note for note in fit.notes) == (form == ID)
+    assert any("this answer assumes" in note for note in fit.notes) == (form == ID)
 
 
 def test_keys_beside_it_bear_ids_out_or_speak_against_them() -> None:
     fit = compared(saved(ID, "abc"), model("abc"), ["abc"])
     assert fit.fits
-    assert fit.notes == ("left: its ids are those of the optimizer: the model's keys in the file stand in its order",)
+    assert fit.notes == ("left: its ids are those of the optimizer: the file lists the model's keys in this order",)
     other = compared(saved(ID, "abc"), model("abc"), ["acb"])
     assert not other.fits
     assert [entry[0] for entry in told(other)] == ["order", "order"]

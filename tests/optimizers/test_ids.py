@@ -84,19 +84,19 @@ def test_nested_state_is_flattened_as_torch_does(tmp_path: Path) -> None:
         ({"state": {}, "param_groups": [3]}, "has no list of ids or names @ param_groups.0.params"),
         ({"state": {}, "param_groups": [{"params": [[0]]}]}, "has no list of ids or names @ param_groups.0.params"),
         ({"state": {}, "param_groups": [{"params": [0, "a"]}]}, "some params are ids and some names @ param_groups"),
-        ({"state": {}, "param_groups": [{"params": [0, 0]}]}, "stands in more than one place of the param groups @ 0"),
+        ({"state": {}, "param_groups": [{"params": [0, 0]}]}, "is listed more than once in the param groups @ 0"),
         ({"state": {3: {}}, "param_groups": [{"params": [0]}]}, "no param group has this parameter @ state.3"),
-        ({"state": {0: 3}, "param_groups": [{"params": [0]}]}, "is no dict @ state.0"),
-        ({"state": {"a": 3}, "param_groups": [{"params": ["a"]}]}, "is no dict @ state.a"),
+        ({"state": {0: 3}, "param_groups": [{"params": [0]}]}, "is not a dict @ state.0"),
+        ({"state": {"a": 3}, "param_groups": [{"params": ["a"]}]}, "is not a dict @ state.a"),
         ({"param_groups.a.lr": 1, "state.b.step": 1}, "no param_groups key names this parameter @ state.b.step"),
         ({"param_groups.lr": 1}, "names no parameter @ param_groups.lr"),
         (
             {"param_groups.a.lr": 1, "state.a.x": 1, "state.a.x.y": 2},
-            "stands in the place of another part of the state @ state.a.x.y",
+            "conflicts with another part of the state @ state.a.x.y",
         ),
         (
             {"param_groups.a.lr": 1, "state.a.x.y": 2, "state.a.x": 1},
-            "stands in the place of another part of the state @ state.a.x",
+            "conflicts with another part of the state @ state.a.x",
         ),
     ],
 )
@@ -242,7 +242,7 @@ def test_state_in_an_object_with_attributes_is_not_taken_apart(tmp_path: Path) -
     found = section(tmp_path / "o.pt", {"state": state, "param_groups": [{"params": [0]}]})
     with pytest.raises(CkptError) as raised:
         read(found)
-    assert "is an object of its own @ state" in map(str, raised.value.problems)
+    assert "is not a dict @ state" in map(str, raised.value.problems)
 
 
 def test_what_is_dropped_is_not_written_to_a_file_of_its_own(tmp_path: Path) -> None:

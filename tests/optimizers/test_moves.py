@@ -169,7 +169,7 @@ def test_parameters_that_are_joined_have_taken_the_same_steps() -> None:
         ({}, "a and b have not taken the same steps"),
         ({"exp_avg": moment(2)}, "a and b have not taken the same steps"),
         ({"exp_avg": moment(2), "step": 4}, "step: not the same in a, b"),
-        ({"exp_avg": moment(3), "step": 3}, "exp_avg: it has not the shape of its parameter"),
+        ({"exp_avg": moment(3), "step": 3}, "exp_avg: it does not have the shape of its parameter"),
     ):
         with pytest.raises(Refused, match="the state of 1 parameters cannot follow them") as refused:
             carried(both, a=one, b=other)
@@ -205,7 +205,7 @@ def test_state_that_has_not_the_shape_of_its_parameter() -> None:
     for odd in (moment(3), ExtraEntry("hook")):
         with pytest.raises(Refused) as refused:
             carried({"x": joined("a", "b")}, a={"odd": odd}, b={"odd": odd})
-        assert list(map(str, refused.value.problems)) == ["odd: it has not the shape of its parameter @ x"]
+        assert list(map(str, refused.value.problems)) == ["odd: it does not have the shape of its parameter @ x"]
 
 
 def test_hyperparameters_that_are_no_numbers_are_told_by_their_kind() -> None:

@@ -87,7 +87,7 @@ def test_ids_are_told_apart_exactly_where_one_order_alone_fits() -> None:
             assert found.names == {number: f"p{at}" for number, at in enumerate(order)}
             assert (found.doubt is None) == bool(possible), seed
             assert found.assumed
-            assert "this answer rests on that" in found.rests_on("optimizer")
+            assert "this answer assumes" in found.rests_on("optimizer")
             continue
         ways.append(min(len(possible), 2))
         if len(possible) == 1:
@@ -116,11 +116,11 @@ def test_names_in_the_file_are_the_models_or_refused() -> None:
     names = model([(2,), (3,), (2,)], [True] * 3)
     found = owners(named("p2", "module.p0", shapes=[(2,), (2,)]), names, "optimizer")
     assert (found.names, found.evidence, found.assumed, found.doubt) == ({0: "p2", 1: "p0"}, "param_names", False, None)
-    with pytest.raises(Refused, match="optimizer holds 2 parameters that the model has not") as refused:
+    with pytest.raises(Refused, match="optimizer holds 2 parameters that the model lacks") as refused:
         owners(named("p0", "x", "y"), names, "optimizer")
     assert list(map(str, refused.value.problems)) == [
-        "no parameter of net.py:Net @ x",
-        "no parameter of net.py:Net @ y",
+        "not a parameter of net.py:Net @ x",
+        "not a parameter of net.py:Net @ y",
     ]
     for which in (names, None):
         with pytest.raises(Refused, match="several parameters have one name") as refused:
@@ -141,7 +141,7 @@ def test_names_that_the_shapes_speak_against_are_doubted() -> None:
     moments = optimizer([range(3)], [(2,), (2,), (2,)]).state
     own: dict[Param, Any] = {f"p{at}": state for at, state in moments.items()}
     by_name = OptimizerState(FQN, (ParamGroup(("p0", "p1", "p2"), {}),), own)
-    with pytest.raises(Refused, match="by its names the parameters are others") as refused:
+    with pytest.raises(Refused, match="the shapes in its state contradict its names") as refused:
         owners(by_name, names, "optimizer")
     assert list(map(str, refused.value.problems)) == ["exp_avg is [2], the parameter [3] @ p1"]
 
@@ -166,7 +166,7 @@ def test_the_order_of_the_keys_beside_it(groups: list[str], keys: list[str], ass
     assert (found.doubt is not None) == doubted
     if found.doubt is None:
         assert found.assumed == assumed
-        assert ("the model's keys in the file stand in its order" in found.rests_on("optimizer")) != assumed
+        assert ("the file lists the model's keys in this order" in found.rests_on("optimizer")) != assumed
     else:
         assert found.doubt.by_another
         wrong = next(at for at, key in enumerate(keys[-1]) if key != str(at) and key != sorted(keys[-1])[at])
@@ -178,7 +178,7 @@ def test_of_no_state_only_the_groups_can_be_wrong() -> None:
     names = model([(2,)] * 3, [True] * 3)
     assert owners(optimizer([range(3)], [None] * 3), names, "optimizer", [keyed("210")]).doubt is None
     assert owners(optimizer([range(3)], [None, (2,), None]), names, "optimizer", [keyed("210")]).doubt is not None
-    with pytest.raises(Refused, match="cannot be told apart; its ids need not be this model's"):
+    with pytest.raises(Refused, match="cannot be told apart; its ids may not be this model's"):
         owners(optimizer([[0], [1, 2]], [None] * 3), names, "optimizer", [keyed("210")])
 
 
@@ -236,9 +236,11 @@ def test_an_order_in_either_form_and_of_keys_that_are_none() -> None:
     constant = SerializedKey("p2", "float32", (2,), None, None)
     names = Names("M", "2.6", runtime, (*keys, constant), ())
     for section in (keyed("210"), _called("r", keyed("10"))):
-        order = saved_order([section], names, {"r0", "r1"})
-        assert order is not None
-        assert (order.file, order.model) == (("r1", "r0"), ("r0", "r1"))
+        moved = saved_order([section], names, {"r0", "r1"})
+        assert list(map(str, moved or ())) == [
+            "the file's model has r1 instead @ r0",
+            "the file's model has r0 instead @ r1",
+        ]
         entries = in_order_of(section, names).tensors
         assert [entry.key for entry in entries] == sorted(section.by_key())
 

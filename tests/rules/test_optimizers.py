@@ -236,7 +236,7 @@ def test_factored_moments_are_left_out_on_request(tmp_path: Path, capsys: pytest
     line += ["--to-model", f"{__file__}:Apart"]
     assert main(line) == 1
     error = capsys.readouterr().err
-    assert "row_var: it has not the shape of its parameter @ q.weight" in error
+    assert "row_var: it does not have the shape of its parameter @ q.weight" in error
     assert "start the optimizer afresh" in error
     assert "--drop" not in error
     assert main([*line, "--drop", "optimizer"]) == 0

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from ckpttool.core.checkpoint import Section
 from ckpttool.evaluate import torch_eval
 from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.formats.ranks.sharded import is_sharded
+from ckpttool.formats.ranks.shards import SHARDED_TENSOR, shard_kind
 from command import Run
 from fsdp_run import Net
 from places import SUPPORT
@@ -101,7 +101,7 @@ def test_the_section_that_is_named_is_the_one_that_is_cut(run: Run, tmp_path: Pa
     assert run("remap", tmp_path / "all.pt", *MODEL, *out, "--sections", "ema").status == 0
     made = open_checkpoint(str(tmp_path / "rank_0.pt"))
     assert all(torch.equal(torch_eval.load(entry), wrapped[entry.key]) for entry in made.section("model").tensors)
-    assert any(map(is_sharded, made.section("ema").tensors))
+    assert SHARDED_TENSOR in map(shard_kind, made.section("ema").tensors)
 
 
 def test_slices_of_an_average_are_not_one_ranks(run: Run, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_an_average_that_does_not_fit_is_said_to_stay(run: Run, tmp_path: Path) 
 
 
 def test_parameters_that_every_rank_has_whole_are_the_same_on_all(run: Run, tmp_path: Path) -> None:
-    """Else they are of two steps, or each rank's own. Of buffers, and in no state dict, rank 0's is taken."""
+    """Else they are of two steps, or each rank's own. Of buffers, and in no state dict, rank 0's is used."""
     states = [{**state_of(0), "layers.0.seen": torch.full((2,), rank)} for rank in (0, 1)]
     files = of_ranks(
         tmp_path,
@@ -150,8 +150,8 @@ def test_parameters_that_every_rank_has_whole_are_the_same_on_all(run: Run, tmp_
     )
     done = run("remap", files, *MODEL, "-o", tmp_path / "out.pt")
     assert done.status == 0
-    assert "warning: layers.0.seen differs between the ranks: rank 0's is taken\n" in done.err
-    assert "warning: rng differs between the ranks: rank 0's is taken\n" in done.err
+    assert "warning: layers.0.seen differs between the ranks: rank 0's is used\n" in done.err
+    assert "warning: rng differs between the ranks: rank 0's is used\n" in done.err
     assert done.err.count("differs") == 2
     states[1]["emb.weight"] = state_of(1)["emb.weight"]
     done = run("remap", of_ranks(tmp_path, *states), *MODEL, "-o", tmp_path / "out.pt", "--force")
@@ -170,7 +170,9 @@ def test_ranks_with_other_module_versions_are_said(run: Run, tmp_path: Path, non
     done = run("remap", of_ranks(tmp_path, *states), *MODEL, "-o", tmp_path / "out.pt")
     assert done.status == 0
     taken = 1 - none
-    assert f"_metadata (module versions) is another or none on rank {none}, rank 2: rank {taken}'s is taken" in done.err
+    assert (
+        f"_metadata (module versions) differs or is missing on rank {none}, rank 2: rank {taken}'s is used" in done.err
+    )
     assert torch.load(tmp_path / "out.pt")._metadata == Net().state_dict()._metadata  # type: ignore[attr-defined]
     assert "_metadata" not in run("remap", of_ranks(tmp_path, *states[2:], states[2]), *MODEL, "--dry-run").err
 

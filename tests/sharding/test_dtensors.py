@@ -152,7 +152,7 @@ def test_ordinary_tensors_beside_dtensors_are_every_ranks(
     done = run("remap", tmp_path / "fsdp_?.pt", "-o", tmp_path / "out.pt", "--format", "json")
     problems = [(one["problem"], one["key"]) for one in done.data.get("problems", ())]
     assert (done.status, problems) == ((0, []) if says is None else (2, [(says, key)])), done.err
-    assert (f"{key} differs between the ranks: rank 0's is taken" in done.data.get("notes", ())) == (says is None)
+    assert (f"{key} differs between the ranks: rank 0's is used" in done.data.get("notes", ())) == (says is None)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from ckpttool.diffing.causes import Code
 from ckpttool.evaluate import torch_eval
 from ckpttool.evaluate.torch_eval import evaluate
 from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.formats.ranks.sharded import RankParts
+from ckpttool.formats.ranks.shards import RankParts
 from ckpttool.naming.flat import misfit, shard_sizes, slots, unit_paths
 from ckpttool.remapping.plan import Remap
 from ckpttool.remapping.sharding.gather import gather
@@ -258,7 +258,7 @@ def test_the_parts_say_which_rank_they_are_of(runs: dict[int, Path]) -> None:
 
 def test_buffers_are_rank_0s_and_that_they_differ_is_said(runs: dict[int, Path], names: Names, run: Run) -> None:
     gathered = gather(open_checkpoint(str(runs[2] / "flat_rank_*.pt")), names)
-    assert gathered.notes == tuple(f"layers.{i}.seen differs between the ranks: rank 0's is taken" for i in (0, 1))
+    assert gathered.notes == tuple(f"layers.{i}.seen differs between the ranks: rank 0's is used" for i in (0, 1))
     done = run("remap", runs[2] / "flat_rank_*.pt", *MODEL, "--dry-run", "--format", "json")
     assert set(gathered.notes) <= set(done.data["notes"])
 
@@ -400,8 +400,8 @@ def test_files_of_two_runs(runs: dict[int, Path], run: Run, tmp_path: Path) -> N
     pattern = copy_as(tmp_path, {"r0.pt": runs[2] / "flat_rank_0.pt", "r1.pt": runs[3] / "flat_rank_1.pt"})
     status, _, error = run("inspect", pattern)
     assert status == 2
-    assert f"is of a run of 2 ranks @ {tmp_path / 'r0.pt'}" in error
-    assert f"is of a run of 3 ranks @ {tmp_path / 'r1.pt'}" in error
+    assert f"comes from a run of 2 ranks @ {tmp_path / 'r0.pt'}" in error
+    assert f"comes from a run of 3 ranks @ {tmp_path / 'r1.pt'}" in error
 
 
 def test_one_rank_twice(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_slices_under_the_names_of_either_form(run: Run, tmp_path: Path, runtime
     done = run("remap", of_shifted(tmp_path, runtime, {}, {}), *SHIFTED, "--to", to, "-o", tmp_path / "out.pt")
     assert done.status == 0, done.err
     buffer = "seen" if runtime else "b"
-    assert f"{buffer} differs between the ranks: rank 0's is taken" in done.err
+    assert f"{buffer} differs between the ranks: rank 0's is used" in done.err
     model = Shifted()
     expected = model.state_dict() if to == "serialized" else {"a": model.a, "b": model.b, "seen": model.seen}
     assert same(torch.load(tmp_path / "out.pt"), expected)

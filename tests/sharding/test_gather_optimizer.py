@@ -49,7 +49,7 @@ def of_flat(folder: Path, params: list[Any], own: list[State], **group: Any) -> 
     return folder / "flat.pt"
 
 
-OTHER = ("is no flat parameter, as others are", "scale")
+OTHER = ("not a flat parameter, as others are", "scale")
 UNKNOWN = ("the model section has no such flat parameter", "x.flat_param")
 
 

@@ -55,11 +55,11 @@ def without_tensors(state: State) -> State:
 @pytest.mark.parametrize(
     ("model", "change", "flat", "rows"),
     [
-        (Scalar, dict, ["FSDP1 flattens no scalars @ scale"], ["FSDP1 shards no scalars @ scale"]),
+        (Scalar, dict, ["FSDP1 cannot flatten scalars @ scale"], ["FSDP1 cannot shard scalars @ scale"]),
         (
             Scalar,
             lambda state: {**state, "scale": torch.ones(1)},
-            ["FSDP1 flattens no scalars @ scale"],
+            ["FSDP1 cannot flatten scalars @ scale"],
             ["[1], the model's is [] @ scale"],
         ),
         (
@@ -87,14 +87,14 @@ def without_tensors(state: State) -> State:
                 "not in the checkpoint @ weight",
                 "a hook computes it, and FSDP1 saves the parameters as they are @ weight",
             ],
-            ["a hook makes it of weight, and FSDP1 saves the parameters as they are @ weight"],
+            ["a hook computes it from weight, and FSDP1 saves the parameters as they are @ weight"],
         ),
         (
             Renamed,
             dict,
             [],
             [
-                "a hook makes it of weight, and FSDP1 saves the parameters as they are @ kernel",
+                "a hook computes it from weight, and FSDP1 saves the parameters as they are @ kernel",
                 "not in the checkpoint @ weight",
             ],
         ),
@@ -197,4 +197,4 @@ def test_an_optimizer_of_a_scalar_is_refused_with_the_model(run: Run, tmp_path: 
     asked = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Scalar", "-o", tmp_path / "r{rank}.pt"]
     done = run(*asked, "--to", "fsdp-sharded", "--world-size", 2, "--format", "json")
     said = [f"{one['problem']} @ {one['key']}" for one in done.data["problems"]]
-    assert (done.status, said) == (1, ["FSDP1 shards no scalars @ scale"])
+    assert (done.status, said) == (1, ["FSDP1 cannot shard scalars @ scale"])

@@ -1,6 +1,6 @@
-"""Nested state dicts and their flat keys, by the rules of torch.distributed.checkpoint (`_nested_dict`, `_traverse`).
+"""Convert nested state dicts to flat keys and back, as torch.distributed.checkpoint does (`_nested_dict`, `_traverse`).
 
-Mappings are flattened always, lists where they hold a tensor or a mapping; all else is a leaf.
+Mappings are always flattened, and lists that hold a tensor or a mapping. Any other object is a leaf.
 """
 
 from __future__ import annotations
@@ -14,39 +14,35 @@ from ckpttool.formats.torch.nodes import pairs_of
 from ckpttool.formats.torch.tensors import is_tensor
 
 _MAX_DEPTH = 200
-_MAX_HOLES = 10_000  # places of a list that nothing was saved for
+_MAX_HOLES = 10_000  # missing items of a list
 
 
 class _Branch(dict[Any, Any]):
-    """A container of which it is not yet known whether it is a dict or a list."""
+    """A container: a dict or a list, which its steps will show."""
 
 
 def nested(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
-    """The state dict whose leaves are at these paths: a string step is a key of a dict, a number an index of a list.
+    """Return the state dict with these leaves. In a path, a string is a key of a dict and a number an index of a list.
 
-    Raises `CkptError`, all problems at once, for paths that contradict each other.
+    Raises `CkptError`, all problems at once, if paths contradict each other.
     """
     root, problems = _Branch(), []
     for path, leaf in leaves.items():
-        if not _put(root, path, leaf):
-            problems.append(Problem("the way to it leads through another entry", _key(path)))
-    found = {} if problems else _resolved(root, (), problems)
-    if problems or not isinstance(found, dict):
+        branch = root
+        for step in path[:-1]:
+            if type(branch) is not _Branch:
+                break
+            branch = branch.setdefault(step, _Branch())
+        if type(branch) is not _Branch or branch.setdefault(path[-1], leaf) is not leaf:
+            problems.append(Problem("its path leads through another entry", _key(path)))
+    state_dict = {} if problems else _resolved(root, (), problems)
+    if problems or not isinstance(state_dict, dict):
         raise CkptError(
-            "the keys of this checkpoint make no nested state dict",
+            "the keys of this checkpoint do not form a nested state dict",
             hint="save it again with torch.distributed.checkpoint",
             problems=problems,
         )
-    return found
-
-
-def _put(root: _Branch, path: Path, leaf: Any) -> bool:
-    where = root
-    for step in path[:-1]:
-        where = where.setdefault(step, _Branch())
-        if type(where) is not _Branch:
-            return False
-    return where.setdefault(path[-1], leaf) is leaf
+    return state_dict
 
 
 def _resolved(branch: Any, path: Path, problems: list[Problem]) -> Any:
@@ -64,39 +60,38 @@ def _resolved(branch: Any, path: Path, problems: list[Problem]) -> Any:
     return {}
 
 
-def _optimizer(found: dict[Any, Any]) -> dict[Any, Any]:
-    """An optimizer's state dict with what flattening takes away: an empty state, and ids that are numbers."""
-    found = {"state": {}, **found}
-    state = found["state"]
-    groups = [group for group in found["param_groups"] if type(group) is dict and type(group.get("params")) is list]
+def _optimizer(mapping: dict[Any, Any]) -> dict[Any, Any]:
+    """Restore what flattening loses of an optimizer's state dict: an empty state, and ids that are numbers."""
+    mapping = {"state": {}, **mapping}
+    state = mapping["state"]
+    groups = [group for group in mapping["param_groups"] if type(group) is dict and type(group.get("params")) is list]
     ids = {str(param): param for group in groups for param in group["params"] if type(param) is int}
     if ids and type(state) is dict:
-        found["state"] = {ids.get(key, key): value for key, value in state.items()}
-    return found
+        mapping["state"] = {ids.get(key, key): value for key, value in state.items()}
+    return mapping
 
 
 def flattened(root: Any) -> dict[str, tuple[Path, Any]]:
-    """Flat key -> the path and the node of each leaf of the state dict that `root` makes.
+    """Return flat key -> the path and the node of each leaf of the state dict at the node `root`.
 
-    Raises `Refused`, all problems at once, for what torch cannot flatten: keys that are no words, two leaves of a key.
+    Raises `Refused`, all problems at once, if torch cannot flatten it: other keys than text, or a key of two leaves.
     """
-    found: dict[str, tuple[Path, Any]] = {}
+    leaves: dict[str, tuple[Path, Any]] = {}
     problems: list[Problem] = []
-    terminal: dict[int, bool] = {}
-    for path, node in _leaves(root, (), terminal, problems):
+    for path, node in _leaves(root, (), {}, problems):
         key = _key(path)
-        if key in found:
+        if key in leaves:
             problems.append(Problem("two entries have this flat key", key))
-        found[key] = (path, node)
+        leaves[key] = (path, node)
     if pairs_of(root) is None:
-        problems.append(Problem("the file holds no dict", "(root)"))
+        problems.append(Problem("the file does not hold a dict", "(root)"))
     if problems:
         raise Refused(
             "torch.distributed.checkpoint cannot hold this",
             hint="rename the keys with --rule 'FROM => TO', or write a torch file (OUT ending in .pt)",
             problems=problems,
         )
-    return found
+    return leaves
 
 
 def _leaves(node: Any, path: Path, terminal: dict[int, bool], problems: list[Problem]) -> Iterator[tuple[Path, Any]]:
@@ -106,7 +101,7 @@ def _leaves(node: Any, path: Path, terminal: dict[int, bool], problems: list[Pro
     elif pairs is not None:
         for name, value in pairs.items():
             if type(name) not in (str, int, float, bool, type(None)):
-                problems.append(Problem("a key of a dict that is no word", _key(path)))
+                problems.append(Problem("a dict key that is neither text nor a number", _key(path)))
             yield from _leaves(value, (*path, str(name)), terminal, problems)
     elif _is_terminal(node, terminal, 0):
         yield path, node
@@ -122,14 +117,8 @@ def _is_terminal(node: Any, known: dict[int, bool], depth: int) -> bool:
         return True
     if id(node) not in known:
         known[id(node)] = True  # a list inside itself
-        known[id(node)] = not any(
-            is_tensor(part) or (_is_container(part) and not _is_terminal(part, known, depth + 1)) for part in node
-        )
+        known[id(node)] = not any(is_tensor(part) or not _is_terminal(part, known, depth + 1) for part in node)
     return known[id(node)]
-
-
-def _is_container(node: Any) -> bool:
-    return type(node) is list or pairs_of(node) is not None
 
 
 def _key(path: Path) -> str:

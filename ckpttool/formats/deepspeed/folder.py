@@ -1,95 +1,45 @@
-"""A DeepSpeed checkpoint (ZeRO or universal) as an ordinary one."""
+"""Read a DeepSpeed checkpoint (ZeRO or universal) as an ordinary one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, contiguous_stride
+from ckpttool.core.checkpoint import (
+    Checkpoint,
+    ExtraEntry,
+    Part,
+    Section,
+    TensorEntry,
+    contiguous_stride,
+    in_row_major,
+)
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.values import dataclass, many_objects
-from ckpttool.evaluate.chunks import in_own_storage
+from ckpttool.evaluate.chunks import across, concatenated, in_own_storage
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.deepspeed.files import (
     COPY,
     UNIVERSAL_REST,
     File,
     Files,
-    Partitions,
-    flat,
-    groups_of,
     is_plain,
     mapping,
-    partitions_of,
     plain,
     read_file,
     read_files,
     sequence,
-    zero_stage,
 )
 from ckpttool.formats.torch.nodes import pairs_of
 from ckpttool.formats.torch.tensors import is_tensor, sizes_of
 from ckpttool.io.files import is_dir, names_in
 from ckpttool.io.paths import join, safe_path
 
-_WEIGHT, _ENDING = "fp32", ".pt"
+Shapes = Mapping[str, tuple[int, ...]]
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Parameters:
-    """The weights by name, and `states`: parameter -> name of a state -> its tensor. Of `cut` only the groups count."""
-
-    cut: Partitions
-    weights: Mapping[str, TensorEntry]
-    states: Mapping[str, Mapping[str, TensorEntry]]
-    files: tuple[File, ...]
-
-
-def read_parameters(files: Files, root: str, notes: list[str]) -> Parameters:
-    """The parameters in the folder `root`; `notes` get what is left out.
-
-    Raises `CkptError`, all problems at once, where one is missing or does not fit.
-    """
-    cut = Partitions(zero_stage(files.optimizers[0]), len(files.models), groups_of(files), (), ())
-    shapes = {name: shape for group in cut.groups for name, shape in group.items()}
-    read: list[File] = []
-    problems: list[Problem] = []
-    found = {name: _of_parameter(root, name, shape, read, problems) for name, shape in shapes.items()}
-    problems += [
-        Problem(f"no file {_WEIGHT}{_ENDING} of it", name) for name, own in found.items() if _WEIGHT not in own
-    ]
-    if problems or not shapes:
-        raise CkptError(f"{root} does not hold every parameter whole", hint=COPY, problems=problems)
-    known = {*shapes, UNIVERSAL_REST, *files.models[0].tensors("module")}
-    notes += [f"not carried: {join(root, name)} is of no parameter" for name in names_in(root) if name not in known]
-    weights = {name: replace(own.pop(_WEIGHT), key=name) for name, own in found.items()}
-    return Parameters(cut, weights, found, tuple(read))
-
-
-def _of_parameter(
-    root: str, param: str, shape: tuple[int, ...], read: list[File], problems: list[Problem]
-) -> dict[str, TensorEntry]:
-    """The tensors in the folder of one parameter by the names of their files."""
-    folder = safe_path(root, param)
-    if folder is None or not is_dir(folder):
-        return {}
-    found: dict[str, TensorEntry] = {}
-    for name in names_in(folder):
-        own = name.removesuffix(_ENDING)
-        file = read_file(join(folder, name))
-        read.append(file)
-        entry = file.entry(f"state.{param}.{own}", file.items.get("param"))
-        if entry.shape in (shape, (prod(shape),)):
-            entry = replace(entry, shape=shape, stride=contiguous_stride(shape), payload=None)
-        elif entry.shape != () or own == _WEIGHT:  # one value, as its step is, stays what it is
-            problems.append(Problem(f"{name} is of shape {list(entry.shape)}, the parameter of {list(shape)}", param))
-        found[own] = entry
-    return found
-
-
-# What describes the run and its partitions, and means nothing beside the gathered tensors.
+# Keys of the model's file that describe the run and its partitions. Without them, the tensors lose nothing.
 _OWN = {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}
 _OWN |= {"shared_params", "ds_config", "ds_version", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd"}
 _OWN |= {"checkpoint_parallel_dimensions"}
@@ -97,196 +47,365 @@ _OWN |= {"checkpoint_parallel_dimensions"}
 
 @many_objects()
 def read(folder: str) -> Checkpoint:
-    """The index of the checkpoint in `folder`, one step's. Raises `CkptError` where files are missing or do not fit."""
+    """Read the index of one step's folder. Raises `CkptError` if files are missing or do not fit."""
     files = read_files(folder)
-    notes: list[str] = []
-    whole = None if files.universal is None else read_parameters(files, files.universal, notes)
-    cut, weights = partitions_of(files) if whole is None else (whole.cut, whole.weights)
-    sections = [Section("model", "state_dict", *_model(files, cut, weights, notes))]
-    optimizer = (
-        _optimizer(files, cut, notes) if whole is None else _universal_optimizer(files.optimizers[0], whole, notes)
+    groups = tuple(
+        {str(name): sizes_of(size) for name, size in mapping({"": group}, "").items()}
+        for group in sequence(files.models[0].items, "param_shapes")
     )
-    every = (*files.models, *files.optimizers, *(() if whole is None else whole.files))
+    notes: list[str] = []
+    read: list[File] = [*files.models, *files.optimizers]
+    if files.universal is None:
+        layout, weights = _partitions(files, groups)
+        title = f"ZeRO-{files.stage} of {len(files.optimizers)} ranks, gathered"
+    else:
+        states, parameter_files = _read_parameters(files, files.universal, groups, notes)
+        weights = {name: replace(state.pop("fp32"), key=name) for name, state in states.items()}
+        read += parameter_files
+        title = f"a universal checkpoint of ZeRO-{files.stage}"
+    model = Section("model", "state_dict", *_model(files, weights, notes))
+    if files.universal is None:
+        optimizer = _optimizer(files, layout, notes)
+    else:
+        optimizer = _universal_optimizer(files.optimizers[0], groups, states, notes)
     lost = [str(key) for key, value in files.models[0].items.items() if key not in _OWN and value is not None]
     if lost:
-        notes.append(f"not carried: {', '.join(lost)} of {files.models[0].path}")
+        notes.append(f"not copied: {', '.join(lost)} of {files.models[0].path}")
     return Checkpoint(
         folder,
         "deepspeed",
-        sum(file.nbytes for file in every),
-        tuple(sections + ([optimizer] if optimizer is not None else [])),
-        notes=(
-            f"ZeRO-{cut.stage} of {cut.world_size} ranks, gathered"
-            if whole is None
-            else f"a universal checkpoint of ZeRO-{cut.stage}",
-            *notes,
-        ),
+        sum(file.nbytes for file in read),
+        (model,) if optimizer is None else (model, optimizer),
+        notes=(title, *notes),
     )
 
 
-def _model(
-    files: Files, cut: Partitions, weights: Mapping[str, TensorEntry], notes: list[str]
-) -> tuple[tuple[TensorEntry, ...], tuple[ExtraEntry, ...]]:
-    """The state dict in the module's order: weights, what was frozen, buffers, and second names of shared weights.
+# Partitions
 
-    Behind it what is no tensor there.
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How parameters lie in the flat tensors of the ranks.
+
+    `groups` are the shapes of the parameters of each param group in order. `gaps` is the padding after each parameter,
+    in elements (ZeRO-1 and -2). `sizes` are the numbers of elements of each rank's flat tensors: one for each param
+    group, or with ZeRO-3 for each part of one.
     """
+
+    stage: int
+    groups: tuple[Shapes, ...]
+    gaps: tuple[tuple[int, ...], ...]
+    sizes: tuple[tuple[int, ...], ...]
+
+    def places(self) -> Iterator[tuple[int, str, tuple[int, ...], int]]:
+        """Yield the param group, name, shape and first element of each parameter, of ZeRO-1 and -2."""
+        for index, (shapes, gaps) in enumerate(zip(self.groups, self.gaps)):
+            at = 0
+            for (name, shape), gap in zip(shapes.items(), gaps):
+                yield index, name, shape, at
+                at += prod(shape) + gap
+
+    def gather(self, flats: Sequence[Sequence[TensorEntry]]) -> dict[str, TensorEntry]:
+        """Return parameter -> its tensor, from the flat tensors of each rank.
+
+        Raises `CkptError` if the ranks hold too few elements, or several dtypes.
+        """
+        parts: dict[str, tuple[tuple[int, ...], list[Part]]] = {}
+        if self.stage < 3:
+            for index, name, shape, at in self.places():
+                parts[name] = shape, across([tensors[index] for tensors in flats], at, prod(shape))
+        else:  # each parameter is cut into equal parts, the last one padded
+            at = 0
+            for shapes in self.groups:
+                for name, shape in shapes.items():
+                    part, left = -(-prod(shape) // len(flats)), prod(shape)
+                    parts[name] = shape, []
+                    for tensors in flats:
+                        parts[name][1].extend(across(tensors, at, min(part, left)))
+                        left -= min(part, left)
+                    at += part
+        dtypes = sorted({tensor.dtype for tensors in flats for tensor in tensors})
+        if len(dtypes) > 1:
+            raise CkptError(f"the ranks' partitions have several dtypes: {', '.join(dtypes)}", hint=COPY)
+        gathered = {}
+        for name, (shape, own) in parts.items():
+            storage = concatenated(own)
+            gathered[name] = in_row_major(name, dtypes[0] if dtypes else "float32", shape, storage)
+            if storage.nbytes != gathered[name].nbytes:
+                problem = Problem("the ranks hold too few elements", name)
+                raise CkptError(
+                    "the ranks' partitions do not hold a parameter completely", hint=COPY, problems=[problem]
+                )
+        return gathered
+
+
+def _partitions(files: Files, groups: tuple[Shapes, ...]) -> tuple[_Layout, dict[str, TensorEntry]]:
+    """Return the layout and the fp32 weights. Raises `CkptError` if shapes and partitions do not fit.
+
+    Every element of the partitions must be a parameter's or padding.
+    """
+    states = [mapping(file.items, "optimizer_state_dict") for file in files.optimizers]
+    key = "fp32_flat_groups" if files.stage == 3 else "single_partition_of_fp32_groups"
+    flats = [[file.flat(key, node) for node in sequence(own, key)] for file, own in zip(files.optimizers, states)]
+    key = "param_alignment_paddings"
+    gaps = [sequence({key: own}, key) for own in sequence(states[0], key)] or [[0] * len(own) for own in groups]
+    sizes = tuple(tuple(flat.numel for flat in own) for own in flats)
+    layout = _Layout(files.stage, groups, tuple(tuple(plain(own)) for own in gaps), sizes)
+    problems = _layout_problems(layout)
+    if not problems and files.stage < 3:
+        problems = _slice_problems(layout, files, states)
+    if problems:
+        raise CkptError(
+            f"{files.optimizers[0].path}: the partitions do not fit the parameters of {files.models[0].path}",
+            hint=COPY,
+            problems=problems,
+        )
+    return layout, layout.gather(flats)
+
+
+def _layout_problems(layout: _Layout) -> list[Problem]:
+    groups, gaps, sizes = layout.groups, layout.gaps, layout.sizes
+    if not groups:
+        return [Problem("no shapes of parameters", "param_shapes")]
+    is_number = all(type(gap) is int and gap >= 0 for own in gaps for gap in own)
+    if not is_number or list(map(len, gaps)) != list(map(len, groups)):
+        return [Problem("not one for each parameter", "param_alignment_paddings")]
+    if len(set(map(len, sizes))) > 1 or (layout.stage < 3 and len(sizes[0]) != len(groups)):
+        return [Problem(f"{len(groups)} param groups, the ranks have {list(map(len, sizes))}", "param_shapes")]
+    problems = []
+    if layout.stage == 3:
+        expected = sum(-(-prod(shape) // len(sizes)) for shapes in groups for shape in shapes.values())
+        for rank, own in enumerate(sizes):
+            if sum(own) != expected:
+                text = f"holds {sum(own):,} elements, its parts of the parameters are {expected:,}"
+                problems.append(Problem(text, f"rank {rank}"))
+        return problems
+    for index, shapes in enumerate(groups):
+        # The end of a group is padded to a multiple of twice the number of ranks, and not always saved.
+        expected = sum(map(prod, shapes.values())) + sum(gaps[index])
+        actual = sum(own[index] for own in sizes)
+        if not expected - (gaps[index][-1] if gaps[index] else 0) <= actual < expected + 2 * len(sizes):
+            text = f"the ranks hold {actual:,} elements, its parameters are {expected:,}"
+            problems.append(Problem(text, f"param group {index}"))
+    return problems
+
+
+def _slice_problems(layout: _Layout, files: Files, states: Sequence[Mapping[Any, Any]]) -> list[Problem]:
+    """Compare the layout with ``param_slice_mappings``, which gives each rank's slice of each parameter."""
+    problems = []
+    ends = {(index, name): (at, at + prod(shape)) for index, name, shape, at in layout.places()}
+    for index in range(len(layout.groups)):
+        before = 0
+        for file, state, own in zip(files.optimizers, states, layout.sizes):
+            slices = sequence(state, "param_slice_mappings")
+            for name, node in mapping({"": slices[index]}, "").items() if index < len(slices) else ():
+                # A dataclass: fragment_address(numel, start)
+                fragment = node.state if type(getattr(node, "state", None)) is dict else {}
+                numel, start = fragment.get("numel"), fragment.get("start")
+                low, high = ends.get((index, str(name)), (-1, -1))
+                here = max(low, before), min(high, before + own[index])
+                if type(numel) is not int or type(start) is not int or here != (before + start, before + start + numel):
+                    problems.append(Problem(f"{file.path} gives another place for its part", str(name)))
+            before += own[index]
+    return problems
+
+
+# Universal checkpoints
+
+
+def _read_parameters(
+    files: Files, root: str, groups: Sequence[Shapes], notes: list[str]
+) -> tuple[dict[str, dict[str, TensorEntry]], list[File]]:
+    """Return parameter -> name of a file -> its tensor, and the files. `notes` get what is left out.
+
+    Raises `CkptError`, all problems at once, if a parameter is missing or does not fit.
+    """
+    read: list[File] = []
+    problems: list[Problem] = []
+    states: dict[str, dict[str, TensorEntry]] = {}
+    for param, shape in ((name, shape) for group in groups for name, shape in group.items()):
+        state = states[param] = {}
+        folder = safe_path(root, param)
+        for name in names_in(folder) if folder is not None and is_dir(folder) else ():
+            kind = name.removesuffix(".pt")
+            file = read_file(join(folder or "", name))
+            read.append(file)
+            entry = file.flat(f"state.{param}.{kind}", file.items.get("param"))
+            if entry.shape in (shape, (prod(shape),)):
+                entry = replace(entry, shape=shape, stride=contiguous_stride(shape), payload=None)
+            elif entry.shape != () or kind == "fp32":  # one value, such as a step, stays as it is
+                text = f"{name} has the shape {list(entry.shape)}, the parameter {list(shape)}"
+                problems.append(Problem(text, param))
+            state[kind] = entry
+    problems += [Problem("no file fp32.pt of it", name) for name, state in states.items() if "fp32" not in state]
+    if problems or not states:
+        raise CkptError(f"{root} does not hold every parameter completely", hint=COPY, problems=problems)
+    known = {*states, UNIVERSAL_REST, *files.models[0].tensors("module")}
+    notes += [f"not copied: {join(root, name)} belongs to no parameter" for name in names_in(root) if name not in known]
+    return states, read
+
+
+def _universal_optimizer(
+    rest: File, groups: Sequence[Shapes], states: Mapping[str, Mapping[str, TensorEntry]], notes: list[str]
+) -> Section | None:
+    """Return the optimizer's section; None, and a note, if it does not have the model's param groups."""
+    base = mapping(rest.items, "optimizer_state_dict")
+    options = [pairs_of(group) for group in sequence(base, "param_groups")]
+    known = [group for group in options if group is not None]
+    if len(known) != len(groups) or len(options) != len(known):
+        notes.append(f"the optimizer is not read: {len(options)} param groups in {rest.path}, {len(groups)} of shapes")
+        return None
+    state: dict[str, dict[str, Any]] = {name: dict(own) for name, own in states.items()}
+    kept = mapping(mapping(base, "optimizer_state_dict"), "state")  # of ZeRO-3: rank 0's own, with its step
+    for at, shapes in enumerate(groups):
+        for name, node in mapping(kept, at).items():
+            value = rest.flat(str(name), node) if is_tensor(node) else plain(node)
+            if not isinstance(value, TensorEntry) or value.numel == 1:
+                for param in shapes:
+                    state[param].setdefault(str(name), _copy(value, param, str(name)))
+            elif any(name not in state[param] for param in shapes):
+                notes.append(f"not copied: {name} of {rest.path}, which belongs to one rank alone")
+    return _optimizer_section(groups, known, state, notes)
+
+
+# Sections
+
+
+def _model(
+    files: Files, weights: Mapping[str, TensorEntry], notes: list[str]
+) -> tuple[tuple[TensorEntry, ...], tuple[ExtraEntry, ...]]:
+    """Return the tensors in the module's order (weights, frozen parameters, buffers, shared names), and the objects."""
     first = files.models[0]
-    module, objects = first.tensors("module"), first.objects("module")
-    gathered = {**weights, **_frozen(files, cut)}
+    entries = first.entries("module")
+    module = {name: entry for name, entry in entries.items() if isinstance(entry, TensorEntry)}
+    gathered = {**weights, **_frozen(files)}
     buffers = [name for name in sequence(first.items, "buffer_names") if type(name) is str and name in module]
-    whole = [name for name, entry in module.items() if cut.stage < 3 or entry.numel]  # ZeRO-3 leaves a placeholder
+    whole = [name for name, entry in module.items() if files.stage < 3 or entry.numel]  # ZeRO-3 leaves a placeholder
     own = {name: module[name] for name in (*whole, *buffers) if name not in gathered}
-    found = {**own, **gathered}
+    tensors = {**own, **gathered}
     for name, other in mapping(first.items, "shared_params").items():
-        shared = found.get(other) if type(other) is str else None
-        found.pop(str(name), None)
+        shared = tensors.get(other) if type(other) is str else None
+        tensors.pop(str(name), None)
         if shared is not None:
-            found[str(name)] = replace(shared, key=str(name))
-    unknown = [name for name in module if name not in found]
+            tensors[str(name)] = replace(shared, key=str(name))
+    unknown = [name for name in module if name not in tensors]
     if unknown:
         raise CkptError(
-            f"{first.path}: of some entries of the module no partition holds the values",
+            f"{first.path}: no partition holds the values of some entries of the module",
             hint=COPY,
             problems=[Problem("neither a parameter, a buffer nor shared", name) for name in unknown],
         )
-    taken: dict[str, TensorEntry | ExtraEntry] = {**own, **objects}
+    objects = {name: entry for name, entry in entries.items() if isinstance(entry, ExtraEntry)}
+    expected: dict[str, TensorEntry | ExtraEntry] = {**own, **objects}
     for file in files.models[1:]:
-        theirs: dict[str, TensorEntry | ExtraEntry] = {**file.tensors("module"), **file.objects("module")}
-        differing = [name for name in taken if name not in theirs or not same_values(theirs[name], taken[name])]
-        notes += [f"{name} differs between the ranks: rank 0's is taken" for name in differing]
-    return tuple(found[name] for name in dict.fromkeys((*module, *found))), tuple(objects.values())
+        others = file.entries("module")
+        differing = [name for name in expected if name not in others or not same_values(others[name], expected[name])]
+        notes += [f"{name} differs between the ranks: rank 0's is used" for name in differing]
+    return tuple(tensors[name] for name in dict.fromkeys((*module, *tensors))), tuple(objects.values())
 
 
-def _frozen(files: Files, cut: Partitions) -> dict[str, TensorEntry]:
-    """Parameters that are not trained: whole in the model's file, with ZeRO-3 in equal parts."""
-    fragments = [file.tensors("frozen_param_fragments") for file in files.models]
-    if cut.stage < 3:
-        return fragments[0]
-    shapes = {str(k): sizes_of(v) for k, v in mapping(files.models[0].items, "frozen_param_shapes").items()}
-    found: dict[str, TensorEntry] = {}
-    for name, shape in shapes.items():
-        one = replace(cut, groups=({name: shape},))
+def _frozen(files: Files) -> dict[str, TensorEntry]:
+    """Return the frozen parameters: complete in the model's file, or with ZeRO-3 in equal parts."""
+    first = files.models[0]
+    if files.stage < 3:
+        return first.tensors("frozen_param_fragments")
+    fragments = [
+        {str(name): node for name, node in mapping(file.items, "frozen_param_fragments").items()}
+        for file in files.models
+    ]
+    gathered: dict[str, TensorEntry] = {}
+    for key, size in mapping(first.items, "frozen_param_shapes").items():
+        name = str(key)
         missing = [Problem("a rank has no part of it", name) for own in fragments if name not in own]
         if missing:
-            raise CkptError(f"{files.models[0].path}: frozen parameters are not whole", hint=COPY, problems=missing)
-        found |= one.gather([[flat(file, own[name])] for file, own in zip(files.models, fragments)])
-    return found
+            raise CkptError(f"{first.path}: parts of frozen parameters are missing", hint=COPY, problems=missing)
+        layout = _Layout(3, ({name: sizes_of(size)},), (), ())
+        gathered |= layout.gather([[file.flat(name, own[name])] for file, own in zip(files.models, fragments)])
+    return gathered
 
 
-# The optimizer
-
-
-def _optimizer(files: Files, cut: Partitions, notes: list[str]) -> Section | None:
-    """The optimizer's state by the names of its parameters; None, and a note, where its layout is not known."""
-    key = "optimizer_state_dict" if cut.stage == 3 else "base_optimizer_state"
-    states: list[Any] = []
+def _optimizer(files: Files, layout: _Layout, notes: list[str]) -> Section | None:
+    """Return the optimizer's state by the names of its parameters; None, and a note, if its layout is not known."""
+    key = "optimizer_state_dict" if files.stage == 3 else "base_optimizer_state"
+    bases: list[Any] = []
     for file in files.optimizers:
         base = mapping(file.items, "optimizer_state_dict").get(key)
-        if not _is_known(base, len(cut.groups)):
-            notes.append(f"the optimizer is not read: {key} of {file.path} is not laid out as DeepSpeed does today")
+        if not _is_known(base, len(layout.groups)):
+            notes.append(f"the optimizer is not read: {key} of {file.path} does not have DeepSpeed's current layout")
             return None
-        states.append(base)
-    problems = [problem for at in range(len(cut.groups)) for problem in _differing(at, states, files.optimizers)]
-    state: dict[str, dict[str, Any]] = {name: {} for shapes in cut.groups for name in shapes}
-    flat_ids = [param for group in states[0]["param_groups"] for param in sequence(group, "params")]
-    own_states = [[mapping(own["state"], param) for param in flat_ids] for own in states]
-    for name in dict.fromkeys(str(name) for rank in own_states for own in rank for name in own):
-        for param, value in _gathered(name, own_states, files.optimizers, cut, problems).items():
+        bases.append(base)
+    problems: list[Problem] = []
+    for index in range(len(layout.groups)):
+        options = [base["param_groups"][index] for base in bases]
+        for name in dict.fromkeys(name for own in options for name in own):
+            values = [plain(own.get(name)) for own in options]
+            problems += [
+                Problem(f"{name} is {value!r}, and {values[0]!r} on rank 0", file.path)
+                for file, value in zip(files.optimizers, values)
+                if value != values[0]
+            ]
+    state: dict[str, dict[str, Any]] = {name: {} for shapes in layout.groups for name in shapes}
+    ids = [param for group in bases[0]["param_groups"] for param in sequence(group, "params")]
+    by_rank = [[mapping(base["state"], param) for param in ids] for base in bases]
+    for name in dict.fromkeys(str(name) for own in by_rank for values in own for name in values):
+        nodes = [[values.get(name) for values in own] for own in by_rank]
+        for param, value in _gathered(name, nodes, files.optimizers, layout, problems).items():
             state[param][name] = value
     if problems:
         raise CkptError(f"{files.optimizers[0].path}: the ranks' optimizers do not fit", hint=COPY, problems=problems)
-    return _section(cut, states[0]["param_groups"], state, notes)
-
-
-def _section(
-    cut: Partitions, options: Sequence[Mapping[str, Any]], state: Mapping[str, Mapping[str, Any]], notes: list[str]
-) -> Section:
-    """The optimizer's section: the options of each param group, and the state of each parameter."""
-    groups: list[dict[str, Any]] = []
-    for at, shapes in enumerate(cut.groups):
-        own = {name: value for name, value in options[at].items() if name != "params"}
-        lost = [name for name, value in own.items() if not is_plain(value)]
-        notes += [f"not carried: {name} of param group {at}, which is no number and no word" for name in lost]
-        groups.append({"params": list(shapes), **{k: plain(v) for k, v in own.items() if k not in lost}})
-    tensors = tuple(v for own in state.values() for v in own.values() if isinstance(v, TensorEntry))
-    return Section("optimizer", "optimizer", tensors, mapping={"state": state, "param_groups": groups})
-
-
-def _universal_optimizer(rest: File, whole: Parameters, notes: list[str]) -> Section | None:
-    """The optimizer's state of a universal checkpoint; None, and a note, where it has not the groups of the model."""
-    base, cut = mapping(rest.items, "optimizer_state_dict"), whole.cut
-    options = [pairs_of(group) for group in sequence(base, "param_groups")]
-    known = [group for group in options if group is not None]
-    if len(known) != len(cut.groups) or len(options) != len(known):
-        notes.append(
-            f"the optimizer is not read: {len(options)} param groups in {rest.path}, {len(cut.groups)} of shapes"
-        )
-        return None
-    state: dict[str, dict[str, Any]] = {name: dict(own) for name, own in whole.states.items()}
-    kept = mapping(mapping(base, "optimizer_state_dict"), "state")  # of ZeRO-3: rank 0's own, with its step
-    for at, shapes in enumerate(cut.groups):
-        for name, node in mapping(kept, at).items():
-            value = rest.entry(str(name), node) if is_tensor(node) else plain(node)
-            if isinstance(value, TensorEntry) and value.numel != 1:
-                lost = any(name not in state[param] for param in shapes)
-                notes += [f"not carried: {name} of {rest.path}, of one rank alone"] if lost else []
-            else:
-                for param in shapes:
-                    state[param].setdefault(str(name), _own(value, param, str(name)))
-    return _section(cut, known, state, notes)
+    return _optimizer_section(layout.groups, bases[0]["param_groups"], state, notes)
 
 
 def _is_known(base: Any, groups: int) -> bool:
-    """Whether the state is laid out as an optimizer of as many param groups, each of flat parameters with numbers."""
+    """Return True if this is the state of an optimizer with as many param groups, of flat parameters with numbers."""
     if type(base) is not dict or type(base.get("state")) is not dict or type(base.get("param_groups")) is not list:
         return False
-    own = base["param_groups"]
-    params = [group.get("params") for group in own if type(group) is dict]
-    return len(own) == len(params) == groups and all(
+    params = [group.get("params") for group in base["param_groups"] if type(group) is dict]
+    return len(base["param_groups"]) == len(params) == groups and all(
         type(ids) is list and all(type(param) is int for param in ids) for ids in params
     )
 
 
-def _differing(group: int, states: Sequence[Mapping[str, Any]], files: Sequence[File]) -> list[Problem]:
-    """Hyperparameters of a param group that are not on all ranks the same."""
-    own = [state["param_groups"][group] for state in states]
-    return [
-        Problem(f"{name} is {plain(other.get(name))!r}, and {plain(own[0].get(name))!r} on rank 0", file.path)
-        for name in dict.fromkeys(name for one in own for name in one)
-        for file, other in zip(files, own)
-        if plain(other.get(name)) != plain(own[0].get(name))
-    ]
-
-
 def _gathered(
-    name: str,
-    states: Sequence[Sequence[Mapping[Any, Any]]],
-    files: Sequence[File],
-    cut: Partitions,
-    problems: list[Problem],
+    name: str, nodes: Sequence[Sequence[Any]], files: Sequence[File], layout: _Layout, problems: list[Problem]
 ) -> dict[str, Any]:
-    """Parameter -> its value of the state `name`: its part of the flat ones, or the one that all ranks have."""
-    values = [[own.get(name) for own in rank] for rank in states]
-    entries = [
-        [file.entry(name, value) if is_tensor(value) else None for value in rank] for file, rank in zip(files, values)
-    ]
-    flats = [[entry for entry in rank if entry is not None] for rank in entries]
-    holds = [all(e.numel >= size and len(e.shape) == 1 for e, size in zip(*pair)) for pair in zip(flats, cut.sizes)]
-    if all(len(own) == len(sizes) for own, sizes in zip(flats, cut.sizes)) and all(holds):
-        return {param: replace(entry, key=f"state.{param}.{name}") for param, entry in cut.gather(flats).items()}
-    one, number = entries[0][0], plain(values[0][0])
-    if one is None:
-        same = all(type(plain(v)) in (int, float, bool) and plain(v) == number for rank in values for v in rank)
+    """Return parameter -> its value of the state `name`: from the flat tensors, or one value that all ranks have."""
+    entries = [[file.flat(name, node) if is_tensor(node) else None for node in own] for file, own in zip(files, nodes)]
+    flats = [[entry for entry in own if entry is not None] for own in entries]
+    if all(
+        len(own) == len(sizes) and all(e.numel >= size and len(e.shape) == 1 for e, size in zip(own, sizes))
+        for own, sizes in zip(flats, layout.sizes)
+    ):
+        return {param: replace(entry, key=f"state.{param}.{name}") for param, entry in layout.gather(flats).items()}
+    tensor, number = entries[0][0], plain(nodes[0][0])
+    if tensor is None:
+        values = [plain(node) for own in nodes for node in own]
+        same = all(type(value) in (int, float, bool) and value == number for value in values)
     else:
-        same = one.numel == 1 and all(e is not None and same_values(one, e) for rank in entries for e in rank)
+        same = tensor.numel == 1 and all(e is not None and same_values(tensor, e) for own in entries for e in own)
     if not same:
         problems.append(Problem("has neither the shape of the partitions nor one value on all ranks", name))
         return {}
-    value = number if one is None else one
-    return {param: _own(value, param, name) for shapes in cut.groups for param in shapes}
+    value = number if tensor is None else tensor
+    return {param: _copy(value, param, name) for shapes in layout.groups for param in shapes}
 
 
-def _own(value: Any, param: str, name: str) -> Any:
-    """The same value, of each parameter its own."""
+def _optimizer_section(
+    groups: Sequence[Shapes],
+    options: Sequence[Mapping[str, Any]],
+    state: Mapping[str, Mapping[str, Any]],
+    notes: list[str],
+) -> Section:
+    param_groups: list[dict[str, Any]] = []
+    for index, shapes in enumerate(groups):
+        own = {name: value for name, value in options[index].items() if name != "params"}
+        lost = [name for name, value in own.items() if not is_plain(value)]
+        notes += [f"not copied: {name} of param group {index}, which is neither a number nor text" for name in lost]
+        param_groups.append({"params": list(shapes), **{k: plain(v) for k, v in own.items() if k not in lost}})
+    tensors = tuple(v for own in state.values() for v in own.values() if isinstance(v, TensorEntry))
+    return Section("optimizer", "optimizer", tensors, mapping={"state": state, "param_groups": param_groups})
+
+
+def _copy(value: Any, param: str, name: str) -> Any:
+    """Return the same value as the parameter's own."""
     return replace(in_own_storage(value), key=f"state.{param}.{name}") if isinstance(value, TensorEntry) else value

@@ -16,83 +16,80 @@ from ckpttool.core.plan import Dropped
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.chunks import across, concatenated
-from ckpttool.formats.ranks.sharded import OF_ONE_STEP, is_held_alike, is_of_dtensors, is_of_ranks, is_whole, parts_of
-from ckpttool.naming.convert import read
+from ckpttool.formats.ranks.shards import ONE_STEP, RankParts, is_of_ranks, is_whole, parts_of, ranks_agree
+from ckpttool.naming.convert import Reading, read
 from ckpttool.naming.flat import Slot, flat_params, misfit, named_units, slots, unit_paths
 from ckpttool.naming.match import NameTables
 from ckpttool.naming.wrappers import recognise, strip
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.remapping.plan import Remap
 
-_CARRIES = "torch_zip"  # rank 0's file, of which all that is no tensor is kept
+DIFFERS = "differs between the ranks"  # a problem of a tensor that every rank holds completely
+
+# DTensors
 
 
-def without_replicas(source: Checkpoint) -> Checkpoint:
-    """`source` with every tensor that the ranks hold copies of as one, where DTensors tell that these are copies.
+def merge_replicas(source: Checkpoint) -> Checkpoint:
+    """Return `source` with one tensor for all replicas of a DTensor, after comparing their values.
 
-    The copies are read and compared. What an ordinary tensor is beside DTensors, every rank has: a buffer may differ
-    (rank 0's is taken, and a note says so), a step or another part of an optimizer's state may not. Raises `CkptError`,
-    all problems at once, where copies differ: the files are of two steps.
+    Every rank has its own copy of an ordinary tensor next to DTensors. Buffers may differ between the ranks: rank 0's
+    is used, with a note. Steps and other optimizer state may not. Raises `CkptError`, all problems at once, if copies
+    differ: the files are of two steps.
     """
-    entries = [entry for section in source.sections for entry in section.tensors]
-    if not any(map(is_of_dtensors, entries)):
+    entries = (entry for section in source.sections for entry in section.tensors)
+    if not any(isinstance(entry.payload, RankParts) and entry.payload.of_dtensors for entry in entries):
         return source
-    work = _ReplicasWork()
-    sections = tuple(work.section(section) for section in source.sections)
-    if work.problems:
+    problems: list[Problem] = []
+    notes: list[str] = []
+    sections = []
+    for section in source.sections:
+        merged = {id(entry): _merged(entry, section, problems, notes) for entry in section.tensors}
+        tensors = tuple(merged[id(entry)] for entry in section.tensors)
+        sections.append(replace(section, tensors=tensors, mapping=_with_entries(section.mapping, merged)))
+    if problems:
         raise CkptError(
-            f"the files of {source.source} are not of one step: {plural(len(work.problems), 'difference')}",
-            hint=OF_ONE_STEP,
-            problems=work.problems,
+            f"the files of {source.source} are not of one step: {plural(len(problems), 'difference')}",
+            hint=ONE_STEP,
+            problems=problems,
         )
-    notes = [f"{key} is carried as rank 0 has it" for key in source.others]
-    return replace(source, format=_CARRIES, sections=sections, notes=(*source.notes, *work.notes, *notes))
+    notes += [f"{key} is copied from rank 0" for key in source.others]
+    # Rank 0's file, of which everything but tensors is kept, is a torch zip.
+    return replace(source, format="torch_zip", sections=tuple(sections), notes=(*source.notes, *notes))
 
 
-class _ReplicasWork:
-    def __init__(self) -> None:
-        self.problems: list[Problem] = []
-        self.notes: list[str] = []
-
-    def section(self, section: Section) -> Section:
-        where = f"{section.path}." if section.path else ""
-        made = {id(entry): self._one(entry, section.kind, where) for entry in section.tensors}
-        tensors = tuple(made[id(entry)] for entry in section.tensors)
-        return replace(section, tensors=tensors, mapping=_with(section.mapping, made))
-
-    def _one(self, entry: TensorEntry, kind: str, where: str) -> TensorEntry:
-        if is_whole(entry):
-            if not is_held_alike(entry):
-                self.problems.append(Problem("its replicas differ between the ranks", where + entry.key))
-            return replace(entry, payload=None)
-        parts = parts_of(entry)
-        have = [part for part in parts if part is not None]
-        if len(have) < len(parts):
-            self.problems.append(Problem("some ranks have it, and others do not", where + entry.key))
-        elif not is_held_alike(entry):
-            if kind == "optimizer" or len({part.shape for part in have}) > 1:
-                self.problems.append(Problem("differs between the ranks", where + entry.key))
-            else:
-                self.notes.append(f"{where}{entry.key} differs between the ranks: rank 0's is taken")
-        return replace(entry, payload=have[0].payload)
+def _merged(entry: TensorEntry, section: Section, problems: list[Problem], notes: list[str]) -> TensorEntry:
+    key = dotted(section.path, entry.key)
+    if is_whole(entry):
+        if not ranks_agree(entry):
+            problems.append(Problem("its replicas differ between the ranks", key))
+        return replace(entry, payload=None)
+    parts = parts_of(entry)
+    present = [part for part in parts if part is not None]
+    if len(present) < len(parts):
+        problems.append(Problem("some ranks have it, and others do not", key))
+    elif not ranks_agree(entry):
+        if section.kind == "optimizer" or len({part.shape for part in present}) > 1:
+            problems.append(Problem(DIFFERS, key))
+        else:
+            notes.append(f"{key} {DIFFERS}: rank 0's is used")
+    return replace(entry, payload=present[0].payload)
 
 
-def _with(value: Any, made: Mapping[int, TensorEntry]) -> Any:
-    """The optimizer's state dict with other entries, by the ids of those that it has."""
+def _with_entries(value: Any, entries: Mapping[int, TensorEntry]) -> Any:
+    """Return the optimizer's state dict with other entries, given by the ids of the present ones."""
     if isinstance(value, TensorEntry):
-        return made.get(id(value), value)
+        return entries.get(id(value), value)
     if isinstance(value, Mapping):
-        return {key: _with(item, made) for key, item in value.items()}
-    return type(value)(_with(item, made) for item in value) if type(value) in (list, tuple) else value
+        return {key: _with_entries(item, entries) for key, item in value.items()}
+    return type(value)(_with_entries(item, entries) for item in value) if type(value) in (list, tuple) else value
 
 
-DIFFERS = "differs between the ranks"  # what every rank has whole
-_UNITS = "--units 'layers.*' checks which modules are units; is it the model, and the version of it, that was saved?"
+# Flat parameters and slices
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A flat parameter of a checkpoint: its key and entry, and the places of the model's parameters in it."""
+    """A flat parameter of a checkpoint: its key and entry, and the slots of the model's parameters in it."""
 
     key: str
     entry: TensorEntry
@@ -100,16 +97,15 @@ class Unit:
 
     @property
     def parts(self) -> tuple[TensorEntry | None, ...]:
-        """What each rank holds of it, by rank."""
+        """Return what each rank holds of it."""
         return parts_of(self.entry)
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """A state dict with ordinary tensors only; `sources` are its keys as expressions over those of the files.
+class _Gathered:
+    """A state dict with ordinary tensors only; `sources` are its keys as expressions over the keys of the files.
 
-    `units` are the flat parameters that were taken apart, by the path of the unit, in ``model.parameters()`` order;
-    `problems` where files and model do not fit.
+    `units` are the flat parameters that were split into parameters, by the path of the module.
     """
 
     section: Section
@@ -117,190 +113,201 @@ class Whole:
     units: Mapping[str, Unit]
     dropped: tuple[Dropped, ...]
     notes: tuple[str, ...]
-    problems: tuple[Problem, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """`checkpoint` has the model's state dicts whole; `sections` are these by path, `units` those of the first."""
+    """The assembled checkpoint; `sections` are the assembled state dicts by path, `units` those of the first one."""
 
     checkpoint: Checkpoint
-    sections: Mapping[str, Whole]
+    sections: Mapping[str, _Gathered]
     units: Mapping[str, Unit]
     notes: tuple[str, ...]
 
     def before(self, done: Remap) -> Remap:
-        """What was `done` to the gathered checkpoint, as done to the files it was gathered from.
+        """Return a remap of the assembled checkpoint as a remap of the files.
 
-        Raises `Refused`, all problems at once, for what ranks hold in their own ways and no model says how.
+        Raises `Refused`, all problems at once, for tensors that differ between ranks and are unknown to the model.
         """
-        remarks = _remarks(done.result)
+        differing = [
+            (section, entry)
+            for section in done.result.sections
+            if section.kind != "optimizer"
+            for entry in section.tensors
+            if not ranks_agree(entry)
+        ]
+        unknown = [dotted(section.path, entry.key) for section, entry in differing if section.kind == "state_dict"]
+        if unknown:
+            raise Refused(
+                f"{plural(len(unknown), 'tensor')} not in the model: the ranks hold parts, or copies that differ",
+                hint="convert the section of each model alone: PATTERN::SECTION",
+                problems=[Problem(DIFFERS, key) for key in unknown],
+            )
+        remarks = [f"{dotted(s.path, entry.key)} {DIFFERS}: rank 0's is used" for s, entry in differing]
         outputs = tuple(
             replace(o, source=substitute(o.source, self.sections[o.section].sources.__getitem__))
             if o.section in self.sections
             else o
             for o in done.plan.outputs
         )
-        dropped = (gone for whole in self.sections.values() for gone in whole.dropped)
+        dropped = (dropped for section in self.sections.values() for dropped in section.dropped)
         plan = replace(done.plan, outputs=outputs, dropped=(*dropped, *done.plan.dropped))
         return replace(done, plan=plan, notes=(*self.notes, *done.notes, *remarks))
 
 
-def flat_entries(section: Section, names: Names) -> list[TensorEntry]:
-    """The flat parameters among the tensors of a model's section; what the model itself calls so is none."""
-    own = {t.fqn for t in names.runtime}
-    return [entry for entry in section.tensors if is_flat(entry.key) and entry.key not in own]
+def gather_ranks(source: Checkpoint, names: Names | None, units: Sequence[str]) -> Gathered | None:
+    """Return the source with flat parameters and parts of tensors assembled; None if it has none.
 
-
-def without_model(source: Checkpoint) -> Refused:
-    """The refusal to put rank files together without knowing the parameters."""
-    flat = [(section.path, found) for section in source.sections for found in flat_params(section)]
-    if not flat:
-        return Refused(
-            f"{source.source} is {plural(_world_size(source), 'rank file')}: only the model's shapes tell a part of a "
-            "tensor from a copy of it",
-            hint="pass --model MODEL, the definition of the model before it was wrapped",
+    Raises `CkptError` if that is impossible, or if there are no flat parameters for `units` to name.
+    """
+    of_ranks = any(is_of_ranks(entry) for section in source.sections for entry in section.tensors)
+    if not of_ranks and not any(is_flat(entry.key) for section in source.state_dicts for entry in section.tensors):
+        if units:
+            raise CkptError(f"{source.source} holds no flat parameters", hint="leave --units out")
+        return None
+    if names is not None:
+        return gather(source, names, units)
+    if not of_ranks:
+        return None
+    flat = [(section.path, param) for section in source.sections for param in flat_params(section)]
+    hint = "pass --model MODEL, the definition of the model before it was wrapped"
+    if flat:
+        raise Refused(
+            f"{source.source} holds {plural(len(flat), 'flat parameter')}: each is all parameters of one module (a "
+            "unit), laid end to end without their names and shapes",
+            hint=hint,
+            problems=[
+                Problem(
+                    f"{param.numel:,} elements: the parameters of {param.unit or 'the root module'}",
+                    dotted(path, param.key),
+                )
+                for path, param in flat
+            ],
         )
-    return Refused(
-        f"{source.source} holds {plural(len(flat), 'flat parameter')}: each is all parameters of one module (a unit), "
-        "laid end to end without their names and shapes",
-        hint="pass --model MODEL, the definition of the model before it was wrapped",
-        problems=[
-            Problem(f"{one.numel:,} elements: the parameters of {one.unit or 'the root module'}", dotted(path, one.key))
-            for path, one in flat
-        ],
+    world_size = max(len(parts_of(entry)) for section in source.sections for entry in section.tensors)
+    raise Refused(
+        f"{source.source} is {plural(world_size, 'rank file')}: only the model's shapes tell a part of a "
+        "tensor from a copy of it",
+        hint=hint,
     )
 
 
-def _world_size(source: Checkpoint) -> int:
-    entries = (entry for section in source.sections for entry in section.tensors)
-    return max((len(parts_of(entry)) for entry in entries), default=1)
-
-
 def gather(source: Checkpoint, names: Names, patterns: Sequence[str] = ()) -> Gathered:
-    """`source` with every state dict of the model as an ordinary one, in runtime names where it held flat parameters.
+    """Return `source` with every state dict of the model as an ordinary one, with runtime names for flat parameters.
 
-    `patterns` name the modules that are units, to be checked. State dicts beside the model's that do not fit it stay
-    as they are, and optimizers are left to `gather_optimizer`. Raises `Refused`, all problems at once, where the files
-    and the model do not fit, and `CkptError` where a parameter differs that every rank has whole.
+    `patterns` name the modules that are units, as a check. Other state dicts that do not fit the model stay unchanged,
+    and optimizers are left to `gather_optimizers`. Raises `Refused`, all problems at once, if the files do not fit the
+    model, and `CkptError` if a parameter differs between ranks that hold it completely.
     """
-    first = _whole(model_section(source), names, patterns)
-    if any(problem.problem == DIFFERS for problem in first.problems):
-        raise CkptError("the files are not of one step", hint=OF_ONE_STEP, problems=first.problems)
-    if first.problems:
+    problems: list[Problem] = []
+    first = _gather_section(model_section(source), names, patterns, problems)
+    if any(problem.problem == DIFFERS for problem in problems):
+        raise CkptError("the files are not of one step", hint=ONE_STEP, problems=problems)
+    if problems:
         raise Refused(
-            f"the files do not fit {names.model}: {plural(len(first.problems), 'problem')}",
-            hint=_UNITS,
-            problems=first.problems,
+            f"the files do not fit {names.model}: {plural(len(problems), 'problem')}",
+            hint="--units 'layers.*' checks which modules are units; "
+            "is it the model, and the version of it, that was saved?",
+            problems=problems,
         )
     sections, notes = {first.section.path: first}, [*first.notes]
     for section in source.state_dicts:
-        if section.path not in sections and _is_in_parts(section, names):
-            further = _whole(section, names)
-            if further.problems:
-                notes.append(f"{section.title} does not fit {names.model}, and stays as the ranks hold it")
-            else:
-                sections[section.path] = further
-                notes += (f"{section.path}: {note}" for note in further.notes)
+        in_parts = flat_entries(section, names) or any(map(is_of_ranks, section.tensors))
+        if section.path in sections or not in_parts:
+            continue
+        unfit: list[Problem] = []
+        further = _gather_section(section, names, (), unfit)
+        if unfit:
+            notes.append(f"{section.title} does not fit {names.model}, and stays as the ranks hold it")
+        else:
+            sections[section.path] = further
+            notes += (f"{section.path}: {note}" for note in further.notes)
     made = tuple(sections[s.path].section if s.path in sections else s for s in source.sections)
     return Gathered(replace(source, sections=made), sections, first.units, tuple(notes))
 
 
-def _remarks(made: Checkpoint) -> list[str]:
-    """What is rank 0's outside of state dicts. Raises `Refused` for what is in one, and no model says what it is."""
-    entries = ((section, e) for section in made.sections if section.kind != "optimizer" for e in section.tensors)
-    other = [(s, e) for s, e in entries if not is_held_alike(e)]
-    unknown = [dotted(section.path, entry.key) for section, entry in other if section.kind == "state_dict"]
-    if unknown:
-        raise Refused(
-            f"{plural(len(unknown), 'tensor')} of no place in the model: the ranks hold parts, or copies that differ",
-            hint="convert the section of each model alone: PATTERN::SECTION",
-            problems=[Problem(DIFFERS, key) for key in unknown],
-        )
-    return [f"{dotted(section.path, entry.key)} {DIFFERS}: rank 0's is taken" for section, entry in other]
+def flat_entries(section: Section, names: Names) -> list[TensorEntry]:
+    """Return the flat parameters of a model's section. A parameter of the model with such a name is not one."""
+    own = {tensor.fqn for tensor in names.runtime}
+    return [entry for entry in section.tensors if is_flat(entry.key) and entry.key not in own]
 
 
-def _is_in_parts(section: Section, names: Names) -> bool:
-    return bool(flat_entries(section, names)) or any(map(is_of_ranks, section.tensors))
-
-
-def _whole(section: Section, names: Names, patterns: Sequence[str] = ()) -> Whole:
+def _gather_section(section: Section, names: Names, patterns: Sequence[str], problems: list[Problem]) -> _Gathered:
     tables, flat = NameTables(names), flat_entries(section, names)
-    keys = {entry.key for entry in flat}
-    rest = replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in keys))
-    work = _Work(tables, rest)
-    paths = unit_paths(keys, rest.by_key())
-    problems = _other_units(names, patterns, set(paths.values())) if patterns else []
-    units = _units(flat, paths, slots(names, set(paths.values()), work.fqns), work.problems)
-    problems += work.problems
+    flat_keys = {entry.key for entry in flat}
+    rest = replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in flat_keys))
+    reading = read(tables, rest)
+    name_of = reading.match.names
+
+    def runtime_key(key: str) -> str:
+        name = name_of.get(key)
+        return key if name is None else name if reading.form == RUNTIME else tables.fqn_of.get(name, name)
+
+    paths = unit_paths(flat_keys, rest.by_key())
+    if patterns:
+        problems += _unit_differences(names, patterns, set(paths.values()))
+    notes: list[str] = []
+    tensors = {entry.key: _from_ranks(entry, tables, reading, problems, notes) for entry in rest.tensors}
+    present = {runtime_key(entry.key) for entry in rest.tensors}
+    units = _units(flat, paths, slots(names, set(paths.values()), present), problems)
     if problems:
-        return Whole(section, {}, {}, (), (), tuple(problems))
-    made = [work.ordinary(entry, bool(units)) for entry in rest.tensors]
-    made += [entry for unit in units.values() for entry in taken_apart(unit)]
-    reason = "its parameters stand in the files under their own names"
-    dropped = [Dropped(section.path, e.key, reason) for e in flat if paths[e.key] not in units]
-    sources = {work.key(entry.key, bool(units)): work.expression(entry) for entry in rest.tensors}
+        return _Gathered(section, {}, {}, (), ())
+    # Flat parameters become parameters under their runtime names, and then all keys have these.
+    new_key = {key: runtime_key(key) if units else name_of.get(key) or key for key in tensors}
+    made = [replace(tensors[entry.key], key=new_key[entry.key]) for entry in rest.tensors]
+    sources: dict[str, Expression] = {}
+    for entry in rest.tensors:
+        shape, ref = tensors[entry.key].shape, Ref(entry.key)
+        sources[new_key[entry.key]] = ref if shape == entry.shape else Op("aten.view.default", (ref, shape))
     sources.update((entry.key, Ref(entry.key)) for entry in rest.extras)
-    sources.update((fqn, _cut_out(unit, slot)) for unit in units.values() for slot in unit.slots for fqn in slot.fqns)
+    for unit in units.values():
+        for slot in unit.slots:
+            # Each parameter has its own storage, which its names within the unit share.
+            parameter = cut_out(unit.entry.dtype, unit.parts, slot)
+            part = Op("aten.slice.Tensor", (Ref(unit.key), 0, slot.start, slot.end))
+            for fqn in slot.fqns:
+                made.append(replace(parameter, key=fqn))
+                sources[fqn] = Op("aten.view.default", (part, slot.shape))
+    reason = "its parameters are in the files under their own names"
+    dropped = tuple(Dropped(section.path, entry.key, reason) for entry in flat if paths[entry.key] not in units)
+    modules = section.modules
+    if modules is not None:  # without the paths of wrappers; of two that become one, the inner module's is kept
+        wrappers = recognise(path for path in modules if path and isinstance(path, str))
+        modules = {strip(path, wrappers) if isinstance(path, str) else path: own for path, own in modules.items()}
     form = RUNTIME if units else section.form
-    done = replace(section, tensors=tuple(made), form=form, modules=_modules(section))
-    return Whole(done, sources, units, tuple(dropped), tuple(work.notes), ())
+    whole = replace(section, tensors=tuple(made), form=form, modules=modules)
+    return _Gathered(whole, sources, units, dropped, tuple(notes))
 
 
-class _Work:
-    """The tensors that stand under names of their own: copies, and slices that are put together."""
-
-    def __init__(self, tables: NameTables, rest: Section) -> None:
-        self.tables = tables
-        self.reading = read(tables, rest)
-        serialized = self.reading.form == SERIALIZED
-        self.likeness = tables.serialized_likeness if serialized else tables.runtime_likeness
-        self.problems: list[Problem] = []
-        self.notes: list[str] = []
-        self.resolved = {entry.key: self._resolved(entry) for entry in rest.tensors}
-        self.fqns = {self.key(entry.key, True) for entry in rest.tensors}
-
-    def _resolved(self, entry: TensorEntry) -> TensorEntry:
-        shape = self.likeness.get(self.reading.match.names.get(entry.key, ""), ("", None))[1]
-        if shape is None and not is_held_alike(entry):
-            return entry  # a copy or a part: the model does not say it
-        found = resolved(entry, shape)
-        if found is None:
-            held = sum(part.numel for part in parts_of(entry) if part is not None)
-            self.problems.append(
-                Problem(f"the ranks hold {held:,} elements of it, and the model's is {list(shape or ())}", entry.key)
-            )
-            return entry
-        if is_a_copy(found, entry) and not is_held_alike(entry):
-            if self._is_parameter(entry.key):
-                self.problems.append(Problem(DIFFERS, entry.key))
-            else:
-                self.notes.append(f"{entry.key} {DIFFERS}: rank 0's is taken")
-        return found
-
-    def _is_parameter(self, key: str) -> bool:
-        name = self.reading.match.names.get(key, "")
-        source = self.tables.saved.get(name) if self.reading.form == SERIALIZED else Ref(name)
-        tensors = [self.tables.tensors.get(fqn) for fqn in refs(source or ())]
-        return any(tensor is not None and tensor.kind == "parameter" for tensor in tensors)
-
-    def key(self, key: str, runtime: bool) -> str:
-        """The key that the entry gets; with `runtime` that of the model's runtime names."""
-        name = self.reading.match.names.get(key)
-        if not runtime or name is None or self.reading.form == RUNTIME:
-            return name or key
-        return self.tables.fqn_of.get(name, name)
-
-    def ordinary(self, entry: TensorEntry, runtime: bool) -> TensorEntry:
-        return replace(self.resolved[entry.key], key=self.key(entry.key, runtime))
-
-    def expression(self, entry: TensorEntry) -> Expression:
-        shape = self.resolved[entry.key].shape
-        return Ref(entry.key) if shape == entry.shape else Op("aten.view.default", (Ref(entry.key), shape))
+def _from_ranks(
+    entry: TensorEntry, tables: NameTables, reading: Reading, problems: list[Problem], notes: list[str]
+) -> TensorEntry:
+    """Assemble a tensor that has a name of its own, with the shape of the model's."""
+    serialized = reading.form == SERIALIZED
+    likeness = tables.serialized_likeness if serialized else tables.runtime_likeness
+    name = reading.match.names.get(entry.key, "")
+    shape = likeness.get(name, ("", None))[1]
+    if shape is None and not ranks_agree(entry):
+        return entry  # a copy or a part: the model does not say
+    whole = resolved(entry, shape)
+    if whole is None:
+        held = sum(part.numel for part in parts_of(entry) if part is not None)
+        problems.append(
+            Problem(f"the ranks hold {held:,} elements of it, and the model's is {list(shape or ())}", entry.key)
+        )
+        return entry
+    if is_a_copy(whole, entry) and not ranks_agree(entry):
+        source = tables.saved.get(name) if serialized else Ref(name)
+        read_by_it = [tables.tensors.get(fqn) for fqn in refs(source or ())]
+        if any(tensor is not None and tensor.kind == "parameter" for tensor in read_by_it):
+            problems.append(Problem(DIFFERS, entry.key))
+        else:
+            notes.append(f"{entry.key} {DIFFERS}: rank 0's is used")
+    return whole
 
 
 def resolved(entry: TensorEntry, shape: tuple[int, ...] | None) -> TensorEntry | None:
-    """What the ranks hold as one tensor of `shape`: a copy of it each, or slices of it. None where it is neither."""
+    """Return what the ranks hold as one tensor of `shape`: copies of it, or slices of it. None if it is neither."""
     if not is_of_ranks(entry):
         return entry
     if is_whole(entry):
@@ -315,118 +322,51 @@ def resolved(entry: TensorEntry, shape: tuple[int, ...] | None) -> TensorEntry |
     return in_row_major(entry.key, parts[0].dtype, shape, storage)
 
 
-def is_a_copy(found: TensorEntry, entry: TensorEntry) -> bool:
-    """Whether `found`, to which the entry was resolved, is what one rank holds of it."""
-    return any(part is not None and part.storage is found.storage for part in parts_of(entry))
+def is_a_copy(whole: TensorEntry, entry: TensorEntry) -> bool:
+    """Return True if `whole`, the result of `resolved`, is one rank's tensor."""
+    return any(part is not None and part.storage is whole.storage for part in parts_of(entry))
 
 
-# Flat parameters
+def cut_out(dtype: str, parts: Sequence[TensorEntry | None], slot: Slot) -> TensorEntry:
+    """Return the tensor in `slot` of the flat tensor that the parts are together."""
+    storage = concatenated(across((part for part in parts if part is not None), slot.start, slot.numel))
+    return in_row_major(slot.fqns[0], dtype, slot.shape, storage)
 
 
 def _units(
     flat: Sequence[TensorEntry],
     paths: Mapping[str, str],
-    places: Mapping[str, tuple[Slot, ...]],
+    unit_slots: Mapping[str, tuple[Slot, ...]],
     problems: list[Problem],
 ) -> dict[str, Unit]:
-    """The flat parameters that have to be taken apart, by unit, in the order of `places`."""
-    found: dict[str, Unit] = {}
+    """Return the flat parameters to split, by the path of the module, in the order of `unit_slots`."""
+    units: dict[str, Unit] = {}
     for entry in flat:
         path = paths[entry.key]
-        if path not in places:
+        if path not in unit_slots:
             problems.append(Problem(f"the model has no module {path} with parameters", entry.key))
-        elif path in found:
+        elif path in units:
             problems.append(
-                Problem(f"{found[path].key} is of the same module, and which parameters are in which?", entry.key)
+                Problem(f"{units[path].key} is of the same module: which parameters are in which?", entry.key)
             )
-        elif places[path]:
-            found[path] = Unit(entry.key, entry, places[path])
-            reason = _unfit(found[path])
+        elif unit_slots[path]:
+            unit = units[path] = Unit(entry.key, entry, unit_slots[path])
+            if entry.storage is None:
+                reason: str | None = "is one rank's part: name the files of all ranks, as in 'rank_*.pt'"
+            elif len(entry.shape) != 1:
+                reason = "is not one-dimensional"
+            else:
+                reason = misfit(unit.slots, entry.numel, len(unit.parts), padded=True)
             problems += [] if reason is None else [Problem(reason, entry.key)]
-    return {path: found[path] for path in places if path in found}
+    return {path: units[path] for path in unit_slots if path in units}
 
 
-def _unfit(unit: Unit) -> str | None:
-    if unit.entry.storage is None:
-        return "is one rank's part: name the files of all ranks, as in 'rank_*.pt'"
-    if len(unit.entry.shape) != 1:
-        return "is not one-dimensional"
-    return misfit(unit.slots, unit.entry.numel, len(unit.parts), padded=True)
-
-
-def taken_apart(unit: Unit) -> Iterator[TensorEntry]:
-    """The parameters of a unit, each with a storage of its own; its names within the unit share it."""
-    for slot in unit.slots:
-        entry = cut_out(unit.entry.dtype, unit.parts, slot)
-        yield from (replace(entry, key=fqn) for fqn in slot.fqns)
-
-
-def cut_out(dtype: str, parts: Sequence[TensorEntry | None], slot: Slot) -> TensorEntry:
-    """The tensor in `slot` of the flat tensor that the parts are together."""
-    storage = concatenated(across((part for part in parts if part is not None), slot.start, slot.numel))
-    return in_row_major(slot.fqns[0], dtype, slot.shape, storage)
-
-
-def _cut_out(unit: Unit, slot: Slot) -> Expression:
-    return Op("aten.view.default", (Op("aten.slice.Tensor", (Ref(unit.key), 0, slot.start, slot.end)), slot.shape))
-
-
-def _other_units(names: Names, patterns: Sequence[str], have: set[str]) -> list[Problem]:
-    """How the units of the files are others than the patterns say."""
-    wanted, problems = named_units(names, patterns)
-    full = {path for path, own in slots(names, wanted).items() if own}
-    problems += [
-        Problem("--units names it, and the files have no flat parameter of it", p) for p in sorted(full - have - {""})
-    ]
-    return problems + [
-        Problem("the files have a flat parameter of it, and --units does not name it", p)
-        for p in sorted(have - set(wanted))
-    ]
-
-
-def _modules(section: Section) -> Mapping[str, object] | None:
-    """``_metadata`` without the paths of wrappers; where two are one then, the inner module's stays."""
-    if section.modules is None:
-        return None
-    wrappers = recognise(path for path in section.modules if path and isinstance(path, str))
-    return {
-        strip(path, wrappers) if isinstance(path, str) else path: payload for path, payload in section.modules.items()
-    }
-
-
-def put_together(source: Checkpoint, names: Names | None, units: Sequence[str]) -> Gathered | None:
-    """The source with flat parameters and parts of tensors made whole; None where it has none.
-
-    Raises `CkptError` where that cannot be, or where `units` has nothing to say.
-    """
-    if not _needs_gathering(source):
-        if units:
-            raise CkptError(f"{source.source} holds no flat parameters", hint="leave --units out")
-        return None
-
-    if names is None:
-        if _is_of_ranks(source):
-            raise without_model(source)
-        return None
-    return gather(source, names, units)
-
-
-def _needs_gathering(source: Checkpoint) -> bool:
-    """Whether the checkpoint is that of several ranks, or holds flat parameters."""
-    return _is_of_ranks(source) or any(is_flat(e.key) for section in source.state_dicts for e in section.tensors)
-
-
-def _is_of_ranks(source: Checkpoint) -> bool:
-    entries = [entry for section in source.sections for entry in section.tensors]
-    if not any(entry.payload is not None for entry in entries):
-        return False
-
-    return any(map(is_of_ranks, entries))
-
-
-def made_whole(source: Checkpoint) -> Checkpoint:
-    """`source` with what ranks hold copies of as one: `replicas.without_replicas`, where there can be any."""
-    if not _is_of_ranks(source):
-        return source
-
-    return without_replicas(source)
+def _unit_differences(names: Names, patterns: Sequence[str], paths: set[str]) -> Iterator[Problem]:
+    """Compare the units of the files with the modules that the patterns name."""
+    named, problems = named_units(names, patterns)
+    yield from problems
+    full = {path for path, own in slots(names, named).items() if own}
+    for path in sorted(full - paths - {""}):
+        yield Problem("--units names it, and the files have no flat parameter of it", path)
+    for path in sorted(paths - set(named)):
+        yield Problem("the files have a flat parameter of it, and --units does not name it", path)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, Part, Section, TensorEntry
 from ckpttool.core.dtypes import itemsize
@@ -15,217 +15,57 @@ from ckpttool.core.keys import FLAT_PARAM
 from ckpttool.core.names import FSDP_FLAT, Names, RuntimeTensor
 from ckpttool.core.optimizer_state import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, numbered
 from ckpttool.core.text import plural
-from ckpttool.core.values import dataclass
 from ckpttool.evaluate.chunks import across, concatenated, in_own_storage, row_major, window
 from ckpttool.evaluate.compare import same_values
-from ckpttool.formats.ranks.sharded import sharded
+from ckpttool.formats.ranks.shards import sharded_tensor
 from ckpttool.naming.flat import Slot, named_units, shard_sizes, slots
 from ckpttool.naming.match import NameTables
 from ckpttool.optimizers import forms
 from ckpttool.optimizers.identify import Parameters, owners
 from ckpttool.remapping.optimizer import OptimizerRequest, remap_optimizers
 
-Units = Mapping[str, tuple[Slot, ...]]
+_MOST_RANKS = 65_536
 
 
-@dataclass(frozen=True, slots=True)
-class FlatCut:
-    """Cuts a checkpoint of the model of `names`: the parameters of each unit, by its path, over `world_size` ranks.
+def scatter(
+    source: Checkpoint, models: Collection[str], form: str, names: Names, units: Sequence[str], world_size: int
+) -> list[Checkpoint]:
+    """Return the checkpoint of each rank in `form`. State dicts other than `models` are complete in each.
 
-    `unknown` are patterns of units that name no module.
+    `models` are the paths of sections with the model's serialized keys. `units` name the modules with flat parameters
+    of their own (``layers.*``); the root always has one. Raises `Refused`, all problems at once, for tensors that FSDP1
+    cannot shard.
     """
-
-    names: Names
-    units: Units
-    world_size: int
-    unknown: tuple[Problem, ...]
-
-    @staticmethod
-    def of(names: Names, patterns: Sequence[str], world_size: int) -> FlatCut:
-        """`patterns` name the modules that are wrapped on their own (``layers.*``); the root always is."""
-        paths, problems = named_units(names, patterns)
-        units = {unit: own for unit, own in slots(names, paths).items() if own}
-        return FlatCut(names, units, world_size, tuple(problems))
-
-    def model(self, section: Section) -> list[Section]:
-        """The model's section on each rank. Raises `Refused`, all problems at once, for what FSDP1 cannot flatten."""
-        problems = list(self.unknown)
-        shards = _model(section, self, problems)
-        if problems:
-            raise Refused(
-                f"{section.path or 'the checkpoint'} cannot be flattened: {plural(len(problems), 'problem')}",
-                hint="`ckpttool trace MODEL` lists the model's parameters; --units names the modules that are wrapped",
-                problems=problems,
-            )
-        return shards
-
-    def optimizer(self, section: Section) -> list[Section]:
-        """The optimizer's section on each rank: a flat parameter's state in place of those of its parameters."""
-        return _optimizer(section, self)
-
-
-def flat_key(unit: str) -> str:
-    """The key of a unit's flat parameter in a rank's file."""
-    return f"{unit}.{FLAT_PARAM}" if unit else FLAT_PARAM
-
-
-# The model
-
-
-def _model(section: Section, ranks: FlatCut, problems: list[Problem]) -> list[Section]:
-    tables, have = NameTables(ranks.names), {entry.key: entry for entry in section.tensors}
-    keys = {fqn: key for key, fqn in tables.fqn_of.items() if key in have}
-    flat: dict[str, list[TensorEntry]] = {}
-    for unit, own in ranks.units.items():
-        entries = [_entry(slot, have, keys, problems) for slot in own]
-        flat[unit] = [row_major(entry) for entry in entries if entry is not None]  # once for all ranks
-        dtypes = {entry.dtype for entry in flat[unit]}
-        if len(dtypes) > 1:
-            text = f"its parameters are {', '.join(sorted(dtypes))}, and one flat parameter has one dtype"
-            problems.append(Problem(text, unit or "(root)"))
-    parameters = {tensor.fqn for tensor in ranks.names.runtime if tensor.kind == "parameter"}
-    rest = tuple(entry for entry in section.tensors if not _reads(tables, entry.key, parameters, problems))
-    if problems:
-        return []
-    shards = [_rank_of(flat, ranks, rank) for rank in range(ranks.world_size)]
-    return [replace(section, tensors=(*own, *rest), modules=None, form=None) for own in shards]
-
-
-def _entry(
-    slot: Slot, have: Mapping[str, TensorEntry], keys: Mapping[str, str], problems: list[Problem]
-) -> TensorEntry | None:
-    named = [have[keys[fqn]] for fqn in slot.fqns if fqn in keys]
-    entry = named[0] if named else None
-    if entry is None or entry.storage is None:
-        text = "not in the checkpoint" if entry is None else f"{entry.layout}: only dense tensors can be flattened"
-        problems.append(Problem(text, slot.fqns[0]))
-        return None
-    lost = [other.key for other in named if not same_values(entry, other)]
-    problems += [Problem(f"other values than {entry.key}, and one flat parameter holds both", key) for key in lost]
-    if entry.shape != slot.shape or not slot.shape:
-        text = (
-            "FSDP1 flattens no scalars" if not slot.shape else f"{list(entry.shape)}, the model's is {list(slot.shape)}"
+    if not 2 <= world_size <= _MOST_RANKS:
+        raise CkptError(
+            f"--world-size {world_size}: FSDP1 shards over 2 to {_MOST_RANKS:,} ranks",
+            hint="for one process write an ordinary checkpoint: --to serialized",
         )
-        problems.append(Problem(text, entry.key))
-    return entry
-
-
-def _reads(tables: NameTables, key: str, parameters: set[str], problems: list[Problem]) -> bool:
-    """Whether the key is a parameter, which is in a flat one."""
-    source = tables.saved.get(key)
-    if source is None or isinstance(source, Ref):
-        return source is not None and source.key in parameters
-    problems.append(Problem("a hook computes it, and FSDP1 saves the parameters as they are", key))
-    return True
-
-
-def _rank_of(units: Mapping[str, list[TensorEntry]], ranks: FlatCut, rank: int) -> Iterator[TensorEntry]:
-    for unit, entries in units.items():
-        numel = ranks.units[unit][-1].end
-        sizes = shard_sizes(numel, ranks.world_size)
-        storage = concatenated(across(entries, sum(sizes[:rank]), sizes[rank]))
-        yield sharded(flat_key(unit), storage, entries[0].dtype, (numel,), sizes, rank)
-
-
-# Optimizers
-
-
-def _optimizer(section: Section, ranks: FlatCut) -> list[Section]:
-    where = section.title
-    state = owners(forms.read(section), ranks.names, where).state
-    canonical = Parameters(ranks.names).canonical
-    owner = {canonical[slot.fqns[0]]: unit for unit, own in ranks.units.items() for slot in own}
-    problems: list[Problem] = []
-    groups = tuple(_group(group, owner, ranks) for group in state.groups)
-    places = {str(param): index for index, group in enumerate(state.groups) for param in group.params}
-    for unit, own in ranks.units.items():
-        if len({places.get(canonical[slot.fqns[0]]) for slot in own}) > 1:
-            problems.append(
-                Problem("its parameters are in several param groups, or only some in any", unit or "(root)")
-            )
-    flat = {} if problems else {u: _flat_state(own, state, canonical, problems) for u, own in ranks.units.items()}
-    if problems:
-        raise Refused(
-            f"{where}: FSDP1 with use_orig_params=False has one state for each flat parameter",
-            hint="convert the model alone (CKPT::SECTION), and start the optimizer afresh",
-            problems=problems,
-        )
-    made = []
-    for rank in range(ranks.world_size):
-        values: dict[Param, Mapping[Any, Any]] = {
-            unit: {name: _on_rank(value, ranks, rank) for name, value in own.items()}
-            for unit, own in flat.items()
-            if own
-        }
-        made.append(forms.write(numbered(replace(state, form=ID, groups=groups, state=values)), section))
-    return made
-
-
-def _group(group: ParamGroup, owner: Mapping[str, str], ranks: FlatCut) -> ParamGroup:
-    units = {owner[str(param)] for param in group.params}
-    options = {name: value for name, value in group.options.items() if name != PARAM_NAMES}
-    return ParamGroup(tuple(unit for unit in ranks.units if unit in units), options)
-
-
-@dataclass(frozen=True, slots=True)
-class _Flat:
-    """The state of a unit's parameters that has their shapes, in the order in which they are laid end to end."""
-
-    entries: tuple[TensorEntry, ...]
-
-
-def _flat_state(
-    own: Sequence[Slot], state: OptimizerState, canonical: Mapping[str, str], problems: list[Problem]
-) -> dict[Any, Any]:
-    """Name -> `_Flat` for state that has the parameters' shapes, or the one value that they all have."""
-    states = [state.state.get(canonical[slot.fqns[0]], {}) for slot in own]
-    made: dict[Any, Any] = {}
-    for name in dict.fromkeys(name for values in states for name in values):
-        values = [values.get(name) for values in states]
-        entries = [value for value in values if isinstance(value, TensorEntry) and value.storage is not None]
-        shaped = len(entries) == len(values) and all(e.shape == slot.shape for e, slot in zip(entries, own))
-        if shaped and len({entry.dtype for entry in entries}) == 1:
-            made[name] = _Flat(tuple(map(row_major, entries)))
-        elif all(_same(values[0], value) for value in values):
-            made[name] = values[0]
+    sharding = _FlatSharding(names, world_size, units) if form == FSDP_FLAT else _RowSharding(names, world_size)
+    named = remap_optimizers(source, OptimizerRequest(keys=FQN, names=names))[0] if source.optimizers else source
+    columns = []
+    for section in named.sections:
+        if section.path in models:
+            columns.append(sharding.model(section))
+        elif section.kind == "optimizer":
+            columns.append(sharding.optimizer(section))
         else:
-            problems.append(Problem(f"{name} has neither its shape nor one value for all of the unit", own[0].fqns[0]))
-    return made
+            columns.append([section] * world_size)
+    return [replace(source, sections=tuple(rank), container=None) for rank in zip(*columns)]
 
 
-def _same(left: Any, right: Any) -> bool:
-    if type(left) is not type(right):
-        return False
-    return same_values(left, right) if isinstance(left, TensorEntry) else bool(left == right)
+class _RowSharding:
+    """Shards every parameter along its first dimension."""
 
-
-def _on_rank(value: Any, ranks: FlatCut, rank: int) -> Any:
-    """What a rank holds of a value: of a flat one its chunk, the last ones filled up with zeros."""
-    if isinstance(value, TensorEntry):
-        return in_own_storage(value)
-    if not isinstance(value, _Flat):
-        return value
-    numel = sum(entry.numel for entry in value.entries)
-    sizes, first = shard_sizes(numel, ranks.world_size), value.entries[0]
-    parts: list[Part] = across(value.entries, sum(sizes[:rank]), sizes[rank])
-    missing = sizes[0] - sizes[rank]
-    if missing:
-        parts.append(bytes(missing * itemsize(first.dtype)))
-    return TensorEntry(first.key, first.dtype, (sizes[0],), (1,), 0, concatenated(parts))
-
-
-@dataclass(frozen=True, slots=True)
-class RowCut:
-    """Cuts a checkpoint of the model of `names` for `world_size` ranks."""
-
-    names: Names
-    world_size: int
+    def __init__(self, names: Names, world_size: int) -> None:
+        self.names = names
+        self.world_size = world_size
 
     def model(self, section: Section) -> list[Section]:
-        """The model's section on each rank. Raises `Refused`, all problems at once, for what cannot be cut by rows."""
+        """Return the model's section for each rank."""
         tables = NameTables(self.names)
         parameters = {t.canonical: t for t in self.names.runtime if t.kind == "parameter"}
-        problems = [problem for entry in section.tensors for problem in _problems(entry, tables, parameters)]
+        problems = [problem for entry in section.tensors for problem in _row_problems(entry, tables, parameters)]
         problems += [Problem("not in the checkpoint", key) for key in parameters if key not in section.by_key()]
         if problems:
             raise Refused(
@@ -234,112 +74,198 @@ class RowCut:
                 "--to serialized -o OUT.dcp",
                 problems=problems,
             )
-        cut = {entry.key: self._rows(entry) for entry in section.tensors if entry.key in parameters}
+        columns = [
+            self._rows(entry) if entry.key in parameters else [entry] * self.world_size for entry in section.tensors
+        ]
         return [
-            replace(
-                section,
-                tensors=tuple(cut[entry.key][rank] if entry.key in cut else entry for entry in section.tensors),
-                modules=None,
-                form=None,
-            )
+            replace(section, tensors=tuple(column[rank] for column in columns), modules=None, form=None)
             for rank in range(self.world_size)
         ]
 
     def optimizer(self, section: Section) -> list[Section]:
-        """The optimizer's section on each rank, its parameters under their names."""
+        """Return the optimizer's section for each rank, with parameters under their names."""
         state = owners(forms.read(section), self.names, section.title).state
         shapes = Parameters(self.names).shapes
-        cut = {
-            param: {name: self._value(value, shapes[str(param)]) for name, value in own.items()}
-            for param, own in state.state.items()
-        }
-        return [
-            forms.write(replace(state, state={param: _of(own, rank) for param, own in cut.items()}), section)
-            for rank in range(self.world_size)
-        ]
-
-    def _value(self, value: Any, shape: tuple[int, ...] | None) -> Any:
-        """What each rank holds of a value of the state, or the one value that all hold."""
-        if not isinstance(value, TensorEntry) or value.storage is None:
-            return value
-        return _Cut(tuple(self._rows(value))) if shape and value.shape == shape else value
+        columns: dict[Param, dict[Any, Sequence[Any]]] = {}
+        for param, own in state.state.items():
+            shape = shapes[str(param)]
+            columns[param] = {
+                name: self._rows(value)
+                if shape and isinstance(value, TensorEntry) and value.storage is not None and value.shape == shape
+                else [value] * self.world_size
+                for name, value in own.items()
+            }
+        return [forms.write(replace(state, state=_of_rank(columns, rank)), section) for rank in range(self.world_size)]
 
     def _rows(self, entry: TensorEntry) -> list[TensorEntry]:
         row, whole = prod(entry.shape[1:]), row_major(entry)
         sizes = shard_sizes(entry.shape[0], self.world_size)
-        return [
-            sharded(
-                entry.key,
-                concatenated([window(whole, sum(sizes[:rank]) * row, size * row)]),
-                entry.dtype,
-                entry.shape,
-                sizes,
-                rank,
-            )
-            for rank, size in enumerate(sizes)
-        ]
+        shards = []
+        for rank, size in enumerate(sizes):
+            storage = concatenated([window(whole, sum(sizes[:rank]) * row, size * row)])
+            shards.append(sharded_tensor(entry.key, storage, entry.dtype, entry.shape, sizes, rank))
+        return shards
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """A value of which each rank has another part."""
-
-    parts: tuple[TensorEntry, ...]
+def _of_rank(columns: Mapping[Param, Mapping[Any, Sequence[Any]]], rank: int) -> dict[Param, Mapping[Any, Any]]:
+    return {param: {name: values[rank] for name, values in own.items()} for param, own in columns.items()}
 
 
-def _of(own: Mapping[Any, Any], rank: int) -> dict[Any, Any]:
-    return {name: value.parts[rank] if isinstance(value, _Cut) else value for name, value in own.items()}
-
-
-def _problems(entry: TensorEntry, tables: NameTables, parameters: Mapping[str, RuntimeTensor]) -> list[Problem]:
-    """What keeps the model's `entry` from being what FSDP1 loads; `parameters` are by canonical name."""
+def _row_problems(entry: TensorEntry, tables: NameTables, parameters: Mapping[str, RuntimeTensor]) -> list[Problem]:
+    """Return why FSDP1 does not load the model's `entry` in shards. `parameters` are by canonical name."""
     source, own = tables.saved.get(entry.key), parameters.get(entry.key)
     if own is None or source != Ref(tables.first[own.fqn]):
         read = set() if source is None else set(refs(source)) & {tables.first[t.fqn] for t in parameters.values()}
-        how = f"a hook makes it of {', '.join(sorted(read))}, and FSDP1 saves the parameters as they are"
+        how = f"a hook computes it from {', '.join(sorted(read))}, and FSDP1 saves the parameters as they are"
         return [Problem(how, entry.key)] if read else []
     if entry.storage is None:
         return [Problem(f"{entry.layout}: only dense tensors can be sharded", entry.key)]
     if not entry.shape:
-        return [Problem("FSDP1 shards no scalars", entry.key)]
+        return [Problem("FSDP1 cannot shard scalars", entry.key)]
     if own.shape not in (None, entry.shape):
         return [Problem(f"{list(entry.shape)}, the model's is {list(own.shape or ())}", entry.key)]
     return []
 
 
-_MOST_RANKS = 65_536
+class _FlatSharding:
+    """Lays the parameters of each unit end to end, and shards these flat parameters.
 
-
-class Cut(Protocol):
-    """A way to cut sections into those of the ranks, from rank 0 on.
-
-    `Refused`, all problems at once, for what cannot be cut.
+    `patterns` name the modules that are wrapped on their own (``layers.*``); the root always is.
     """
+
+    def __init__(self, names: Names, world_size: int, patterns: Sequence[str]) -> None:
+        self.names = names
+        self.world_size = world_size
+        paths, self.unknown = named_units(names, patterns)
+        self.units = {unit: own for unit, own in slots(names, paths).items() if own}
 
     def model(self, section: Section) -> list[Section]:
-        """Of the model, in its serialized keys."""
+        """Return the model's section for each rank."""
+        problems = list(self.unknown)
+        tables, by_key = NameTables(self.names), {entry.key: entry for entry in section.tensors}
+        keys = {fqn: key for key, fqn in tables.fqn_of.items() if key in by_key}
+        flat: dict[str, list[TensorEntry]] = {}
+        for unit, own in self.units.items():
+            entries = [_flattened(slot, [by_key[keys[f]] for f in slot.fqns if f in keys], problems) for slot in own]
+            flat[unit] = [row_major(entry) for entry in entries if entry is not None]  # once for all ranks
+            dtypes = {entry.dtype for entry in flat[unit]}
+            if len(dtypes) > 1:
+                text = f"its parameters are {', '.join(sorted(dtypes))}, and one flat parameter has one dtype"
+                problems.append(Problem(text, unit or "(root)"))
+        parameters = {tensor.fqn for tensor in self.names.runtime if tensor.kind == "parameter"}
+        rest = []
+        for entry in section.tensors:
+            source = tables.saved.get(entry.key)
+            if source is not None and not isinstance(source, Ref):
+                text = "a hook computes it, and FSDP1 saves the parameters as they are"
+                problems.append(Problem(text, entry.key))
+            elif source is None or source.key not in parameters:
+                rest.append(entry)
+        if problems:
+            raise Refused(
+                f"{section.path or 'the checkpoint'} cannot be flattened: {plural(len(problems), 'problem')}",
+                hint="`ckpttool trace MODEL` lists the model's parameters; --units names the modules that are wrapped",
+                problems=problems,
+            )
+        shards = []
+        for rank in range(self.world_size):
+            tensors = []
+            for unit, entries in flat.items():
+                numel = self.units[unit][-1].end
+                sizes = shard_sizes(numel, self.world_size)
+                storage = concatenated(across(entries, sum(sizes[:rank]), sizes[rank]))
+                key = f"{unit}.{FLAT_PARAM}" if unit else FLAT_PARAM
+                tensors.append(sharded_tensor(key, storage, entries[0].dtype, (numel,), sizes, rank))
+            shards.append(replace(section, tensors=(*tensors, *rest), modules=None, form=None))
+        return shards
 
     def optimizer(self, section: Section) -> list[Section]:
-        """Of an optimizer whose parameters are named by their FQNs."""
+        """Return the optimizer's section for each rank: the state of flat parameters instead of their parameters'."""
+        state = owners(forms.read(section), self.names, section.title).state
+        canonical = Parameters(self.names).canonical
+        members = {unit: [canonical[slot.fqns[0]] for slot in own] for unit, own in self.units.items()}
+        unit_of = {name: unit for unit, own in members.items() for name in own}
+        problems: list[Problem] = []
+        group_of = {str(param): index for index, group in enumerate(state.groups) for param in group.params}
+        for unit, own in members.items():
+            if len({group_of.get(name) for name in own}) > 1:
+                text = "its parameters are in several param groups, or only some in any"
+                problems.append(Problem(text, unit or "(root)"))
+        columns: dict[Param, dict[Any, Sequence[Any]]] = {}
+        if not problems:
+            for unit, own in members.items():
+                values = self._values(self.units[unit], [state.state.get(name, {}) for name in own], problems)
+                if values:
+                    columns[unit] = values
+        if problems:
+            raise Refused(
+                f"{section.title}: FSDP1 with use_orig_params=False has one state for each flat parameter",
+                hint="convert the model alone (CKPT::SECTION), and start the optimizer afresh",
+                problems=problems,
+            )
+        groups = []
+        for group in state.groups:
+            units = {unit_of[str(param)] for param in group.params}
+            options = {name: value for name, value in group.options.items() if name != PARAM_NAMES}
+            groups.append(ParamGroup(tuple(unit for unit in self.units if unit in units), options))
+        flat = OptimizerState(ID, tuple(groups), {}, state.loose, state.rest)
+        return [
+            forms.write(numbered(replace(flat, state=_of_rank(columns, rank))), section)
+            for rank in range(self.world_size)
+        ]
+
+    def _values(
+        self, own: Sequence[Slot], states: Sequence[Mapping[Any, Any]], problems: list[Problem]
+    ) -> dict[Any, Sequence[Any]]:
+        """Return each value of a unit's state for each rank: chunks of a flat tensor, or the one value of all slots."""
+        columns: dict[Any, Sequence[Any]] = {}
+        for name in dict.fromkeys(name for state in states for name in state):
+            values = [state.get(name) for state in states]
+            first = values[0]
+            entries = [value for value in values if isinstance(value, TensorEntry) and value.storage is not None]
+            shaped = len(entries) == len(values) and all(e.shape == slot.shape for e, slot in zip(entries, own))
+            if shaped and len({entry.dtype for entry in entries}) == 1:
+                columns[name] = self._chunks(entries)
+            elif not all(_same(first, value) for value in values):
+                text = f"{name} has neither its shape nor one value for all of the unit"
+                problems.append(Problem(text, own[0].fqns[0]))
+            elif isinstance(first, TensorEntry):
+                columns[name] = [in_own_storage(first) for _ in range(self.world_size)]
+            else:
+                columns[name] = [first] * self.world_size
+        return columns
+
+    def _chunks(self, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
+        """Return each rank's chunk of the entries laid end to end. The last chunks are padded with zeros."""
+        first, whole = entries[0], [row_major(entry) for entry in entries]
+        sizes = shard_sizes(sum(entry.numel for entry in entries), self.world_size)
+        chunks = []
+        for rank, size in enumerate(sizes):
+            parts: list[Part] = across(whole, sum(sizes[:rank]), size)
+            if size < sizes[0]:
+                parts.append(bytes((sizes[0] - size) * itemsize(first.dtype)))
+            chunks.append(TensorEntry(first.key, first.dtype, (sizes[0],), (1,), 0, concatenated(parts)))
+        return chunks
 
 
-def scatter(
-    source: Checkpoint, models: Collection[str], form: str, names: Names, units: Sequence[str], world_size: int
-) -> list[Checkpoint]:
-    """The checkpoint of each rank, from rank 0 on, in `form`; other state dicts than the `models` are whole in each.
+def _flattened(slot: Slot, entries: Sequence[TensorEntry], problems: list[Problem]) -> TensorEntry | None:
+    """Return the entry of a slot's parameter, which may have several names; None, and a problem, if it has no data."""
+    entry = entries[0] if entries else None
+    if entry is None or entry.storage is None:
+        text = "not in the checkpoint" if entry is None else f"{entry.layout}: only dense tensors can be flattened"
+        problems.append(Problem(text, slot.fqns[0]))
+        return None
+    for other in entries:
+        if not same_values(entry, other):
+            problems.append(Problem(f"other values than {entry.key}, and one flat parameter holds both", other.key))
+    if not slot.shape:
+        problems.append(Problem("FSDP1 cannot flatten scalars", entry.key))
+    elif entry.shape != slot.shape:
+        problems.append(Problem(f"{list(entry.shape)}, the model's is {list(slot.shape)}", entry.key))
+    return entry
 
-    The sections at these paths have the model's serialized keys. `units` name the modules with flat parameters of their
-    own (``layers.*``); the root always has one. Raises `Refused`, all problems at once, for what FSDP1 cannot shard.
-    """
-    if not 2 <= world_size <= _MOST_RANKS:
-        raise CkptError(
-            f"--world-size {world_size}: FSDP1 shards over two ranks or more, and {_MOST_RANKS:,} files are the most",
-            hint="for one process write an ordinary checkpoint: --to serialized",
-        )
-    cut: Cut = FlatCut.of(names, units, world_size) if form == FSDP_FLAT else RowCut(names, world_size)
-    named = remap_optimizers(source, OptimizerRequest(keys=FQN, names=names))[0] if source.optimizers else source
-    columns = [
-        cut.model(own) if own.path in models else cut.optimizer(own) if own.kind == "optimizer" else [own] * world_size
-        for own in named.sections
-    ]
-    return [replace(source, sections=tuple(rank), container=None) for rank in zip(*columns)]
+
+def _same(left: Any, right: Any) -> bool:
+    if type(left) is not type(right):
+        return False
+    return same_values(left, right) if isinstance(left, TensorEntry) else bool(left == right)

@@ -54,7 +54,11 @@ def test_what_torch_flattens_is_flattened_so(state: dict[Any, Any]) -> None:
 def test_what_has_no_flat_keys_is_refused(root: Any) -> None:
     with pytest.raises(Refused, match="cannot hold this") as caught:
         flattened(pickled(root))
-    said = "a key of a dict that is no word @ " if isinstance(root, dict) else "the file holds no dict @ (root)"
+    said = (
+        "a dict key that is neither text nor a number @ "
+        if isinstance(root, dict)
+        else "the file does not hold a dict @ (root)"
+    )
     assert said in list(map(str, caught.value.problems))
 
 

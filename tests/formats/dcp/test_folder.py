@@ -159,10 +159,10 @@ def test_safetensors_of_two_ranks(ranks: Path, tmp_path: Path, name: str) -> Non
 def test_shards_that_do_not_say_where_they_lie(tmp_path: Path, text: str) -> None:
     path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
     save_file({"rows": torch.ones(2, 2)}, path, {"DCP_SHARDING_INFO": text})
-    with pytest.raises(CkptError, match="whole tensors"):
+    with pytest.raises(CkptError, match="do not cover the tensors"):
         open_checkpoint(str(tmp_path))
     save_file({"rows": torch.ones(2, 2)}, path, {"DCP_SHARDING_INFO": '{"rows": {"saved_offsets": [1, 0]}}'})
-    with pytest.raises(CkptError, match="whole tensors"):
+    with pytest.raises(CkptError, match="do not cover the tensors"):
         open_checkpoint(str(tmp_path))
 
 
@@ -412,7 +412,7 @@ LIES: dict[str, tuple[Callable[[Any], Any], list[str] | None]] = {
     ),
     "no file": (first_place(relative_path="gone"), ["the data file is missing @ gone"]),
     "no bytes": (first_place(length=0), ["it has no bytes: torch.save writes some for every item @ n"]),
-    "transformed": (first_place(transform_descriptors=["zstd"]), ["went through an extension: zstd @ n"]),
+    "transformed": (first_place(transform_descriptors=["zstd"]), ["an extension encoded it: zstd @ n"]),
     "behind the end": (first_place(offset=1 << 50), ["__0_0.distcp ends at byte SIZE, before its data @ n"]),
     "before the start": (
         first_place(offset=-1),
@@ -434,7 +434,7 @@ LIES: dict[str, tuple[Callable[[Any], Any], list[str] | None]] = {
         first_place(relative_path=5),
         ["not as torch writes it: 5, byte OFFSET, LENGTH bytes @ Metadata"],
     ),
-    "no places": (no_place, ["nothing says where its bytes lie @ n", "nothing says where its bytes lie @ w"]),
+    "no places": (no_place, ["storage_data has no place for it @ n", "storage_data has no place for it @ w"]),
     "a huge shape": (
         of_w(size=torch.Size([1 << 40, 1 << 40])),
         ["its shape [1099511627776, 1099511627776] is too large @ w"],
@@ -453,21 +453,21 @@ LIES: dict[str, tuple[Callable[[Any], Any], list[str] | None]] = {
     "a dtype that is text": (of_w(properties=Properties("float32")), ["unknown dtype float32 @ w"]),
     "properties of a newer torch": (
         of_w(properties=Properties(torch.float32, None, None)),
-        ["its properties are those of a newer torch: pip install -U ckpttool @ w"],
+        ["a newer torch wrote its properties: pip install -U ckpttool @ w"],
     ),
-    "an object for a size": (of_w(size=Path("4")), ["sizes that are no tuple @ w"]),
+    "an object for a size": (of_w(size=Path("4")), ["its sizes are not a tuple @ w"]),
     "a state that is none": (of_w(size=torch.Size([4]), properties=Properties.bare()), None),
     "a list for a dict": (lambda metadata: vars(metadata).update(state_dict_metadata=[]), None),
     "a set for places": (lambda metadata: vars(metadata).update(storage_data={1}), None),
     "a way to a number": (lambda metadata: metadata.planner_data.update({5: ("w",)}), None),
-    "a huge rank": (of_w(size=torch.Size([1] * 100_000)), ["sizes that are no tuple @ w"]),
-    "a rank too many": (of_w(size=torch.Size([1] * 65)), ["sizes that are no tuple @ w"]),
-    "sizes of text": (of_w(size="4"), ["sizes that are no tuple @ w"]),
+    "a huge rank": (of_w(size=torch.Size([1] * 100_000)), ["its sizes are not a tuple @ w"]),
+    "a rank too many": (of_w(size=torch.Size([1] * 65)), ["its sizes are not a tuple @ w"]),
+    "sizes of text": (of_w(size="4"), ["its sizes are not a tuple @ w"]),
     "a size of text": (of_w(size=("4",)), ["sizes ['4'] @ w"]),
     "a size below nothing": (of_w(size=(-4,)), ["sizes [-4] @ w"]),
     "a gap": (of_w(size=torch.Size([5])), ["its chunks hold 4 elements, it has 5 @ w"]),
-    "no chunks": (of_w(chunks=7), ["int where a list has to be @ w"]),
-    "no properties": (of_w(properties=7), ["int where a TensorProperties has to be @ w"]),
+    "no chunks": (of_w(chunks=7), ["int instead of a list @ w"]),
+    "no properties": (of_w(properties=7), ["int instead of a TensorProperties @ w"]),
     "an overlap": (chunks(([0], [2]), ([1], [2])), ["two of its chunks overlap @ w"]),
     "a chunk outside": (chunks(([0], [2]), ([3], [2])), ["a chunk at [3] of [2] elements is not inside [4] @ w"]),
     "a chunk of another rank": (
@@ -479,8 +479,8 @@ LIES: dict[str, tuple[Callable[[Any], Any], list[str] | None]] = {
     "a deep path": (paths(w=("x",) * 100_000), [NO_PATH]),
     "a path of true": (paths(w=("w", True)), [NO_PATH]),
     "a list for a path": (paths(w=["w"]), [NO_PATH]),
-    "no metadata": (no_metadata, ["not as torch writes it: dict where a Metadata has to be @ Metadata"]),
-    "a key that is a number": (odd_key, ["a key that is no string @ 3"]),
+    "no metadata": (no_metadata, ["not as torch writes it: dict instead of a Metadata @ Metadata"]),
+    "a key that is a number": (odd_key, ["its key is not a string @ 3"]),
 }
 
 
@@ -508,8 +508,8 @@ def test_metadata_that_lies(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("ways", "said"),
     [
-        ({"a": ("a",), "a.b": ("a", "b")}, "the way to it leads through another entry @ a.b"),
-        ({"a.b": ("a", "b"), "a": ("a",)}, "the way to it leads through another entry @ a"),
+        ({"a": ("a",), "a.b": ("a", "b")}, "its path leads through another entry @ a.b"),
+        ({"a.b": ("a", "b"), "a": ("a",)}, "its path leads through another entry @ a"),
         ({"a.0": ("a", 0), "a.b": ("a", "b")}, "neither a dict nor a list @ a"),
         ({"a.20000": ("a", 20000)}, "neither a dict nor a list @ a"),
         ({"a.10001": ("a", 10001)}, "neither a dict nor a list @ a"),
@@ -521,7 +521,7 @@ def test_metadata_that_lies(tmp_path: Path, name: str) -> None:
 def test_keys_that_make_no_nested_state_dict(tmp_path: Path, ways: dict[str, Any], said: str | None) -> None:
     folder = save(dict.fromkeys(ways, torch.ones(2)), tmp_path / "m")
     change(folder, paths(**ways))
-    with pytest.raises(CkptError, match="make no nested state dict") as caught:
+    with pytest.raises(CkptError, match="do not form a nested state dict") as caught:
         open_checkpoint(str(folder))
     assert list(map(str, caught.value.problems)) == ([said] if said else [])
 
@@ -583,7 +583,7 @@ def test_elements_smaller_than_a_byte_are_no_chunks(tmp_path: Path) -> None:
             info.offset, info.length = 0, len(data)
 
     change(folder, at_its_begin)
-    with pytest.raises(CkptError, match=r"has no chunk of w as \.metadata says"):
+    with pytest.raises(CkptError, match=r"has no chunk of w as \.metadata describes it"):
         open_checkpoint(str(folder))
 
 
@@ -607,7 +607,10 @@ def test_an_object_is_read_up_to_a_size(tmp_path: Path) -> None:
     """What is no tensor is read whole; of one that is longer than any, only the place is said."""
     folder = save({"n": 3}, tmp_path / "m")
     os.truncate(folder / "__0_0.distcp", 1 << 25)
-    for length, said in (((1 << 24) + 1, "n is 16,777,217 bytes and no tensor"), (1 << 24, "n is not as torch.save")):
+    for length, said in (
+        ((1 << 24) + 1, "n is 16,777,217 bytes and not a tensor"),
+        (1 << 24, "n is not as torch.save"),
+    ):
         change(folder, first_place(offset=0, length=length))
         with pytest.raises(CkptError, match=said):
             open_checkpoint(str(folder))

@@ -41,9 +41,9 @@ def test_the_parts_of_two_ranks_are_one_tensor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "said"),
     [
-        ((1, 2), "rank 2: no"),
-        ((1, 2, 4, 7), "rank 7, none of 3, 5, 6: no"),
-        ((2,), "rank 2, none of 1: no"),
+        ((1, 2), "2: no"),
+        ((1, 2, 4, 7), "7, without 3, 5, 6: no"),
+        ((2,), "2, without 1: no"),
     ],
 )
 def test_that_no_file_says_how_many_ranks_there_were_is_said(tmp_path: Path, ranks: tuple[int, ...], said: str) -> None:
@@ -51,7 +51,7 @@ def test_that_no_file_says_how_many_ranks_there_were_is_said(tmp_path: Path, ran
     for rank in ranks:
         shard(tmp_path, rank, {f"w{rank}": torch.ones(2)}, {f"w{rank}": [0]})
     (note,) = open_checkpoint(str(tmp_path)).notes
-    assert note == f"put together of shards up to that of {said} file says whether there were others"
+    assert note == f"assembled from the shards up to rank {said} file says how many ranks there were"
 
 
 @pytest.mark.parametrize(
@@ -62,18 +62,18 @@ def test_that_no_file_says_how_many_ranks_there_were_is_said(tmp_path: Path, ran
         (WHOLE[:2], [0, 0], "its chunks hold 9 elements, it has 6 @ rows"),
         (WHOLE[1:], [0, 1], "two of its chunks overlap @ rows"),
         (WHOLE[1:, 0], [1], "a chunk at [0, 0] of [1, 3] elements is not inside [4] @ rows"),
-        (WHOLE[1:], [1], "SHARD does not say where in the tensor it lies @ rows"),
-        (WHOLE[1:], [-1, 0], "SHARD does not say where in the tensor it lies @ rows"),
-        (WHOLE[1:], [True, 0], "SHARD does not say where in the tensor it lies @ rows"),
-        (WHOLE[1:], [1 << 62, 0], "SHARD does not say where in the tensor it lies @ rows"),
+        (WHOLE[1:], [1], "SHARD does not give the offsets of its chunk @ rows"),
+        (WHOLE[1:], [-1, 0], "SHARD does not give the offsets of its chunk @ rows"),
+        (WHOLE[1:], [True, 0], "SHARD does not give the offsets of its chunk @ rows"),
+        (WHOLE[1:], [1 << 62, 0], "SHARD does not give the offsets of its chunk @ rows"),
         (WHOLE[1:2], [0, 0], "SHARD has other values at [0, 0] than another rank's shard @ rows"),
-        (WHOLE[1:], "10", "SHARD does not say where in the tensor it lies @ rows"),
+        (WHOLE[1:], "10", "SHARD does not give the offsets of its chunk @ rows"),
     ],
 )
 def test_parts_that_do_not_make_up_a_tensor(tmp_path: Path, second: torch.Tensor, offsets: Any, said: str) -> None:
     shard(tmp_path, 1, {"rows": WHOLE[:1].clone()}, {"rows": [0, 0]})
     shard(tmp_path, 2, {"rows": second.clone()}, {"rows": offsets})
-    with pytest.raises(CkptError, match="its shards do not make up whole tensors") as caught:
+    with pytest.raises(CkptError, match="its shards do not cover the tensors") as caught:
         open_checkpoint(str(tmp_path))
     assert said.replace("SHARD", "shard-00002-model-00001-of-00001.safetensors") in map(str, caught.value.problems)
 
@@ -109,5 +109,5 @@ def test_files_of_another_checkpoint_beside_the_metadata(tmp_path: Path, other: 
     (data,) = (tmp_path / "d").glob("*.distcp")
     assert open_checkpoint(str(tmp_path / "d")).sections[0].tensors[0].shape == (4, 3)
     save_file(other, data)
-    with pytest.raises(CkptError, match=r"has no chunk of rows as \.metadata says"):
+    with pytest.raises(CkptError, match=r"has no chunk of rows as \.metadata describes it"):
         open_checkpoint(str(tmp_path / "d"))

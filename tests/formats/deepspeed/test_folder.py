@@ -38,7 +38,7 @@ def test_weights_and_moments_are_those_that_deepspeed_gathers(saved: Path, run: 
     """`zero_to_fp32` gives buffers in fp32; here they, and what is frozen, keep the dtype in which they were saved."""
     done = run("remap", saved, "-o", tmp_path / "whole.pt", "--verify")
     assert done.status == 0, done.err
-    assert "not carried: skipped_steps, global_steps, global_samples, epoch of" in done.err
+    assert "not copied: skipped_steps, global_steps, global_samples, epoch of" in done.err
     want, have = torch.load(saved / "whole.pt"), torch.load(tmp_path / "whole.pt")
     model = have["model"]
     assert want["model"].keys() <= model.keys() <= {*want["model"], "frozen.weight"}
@@ -209,37 +209,37 @@ def _flat(own: dict[str, Any]) -> str:
         (_without_model, "without the model's own file"),
         (_of_another_step, "has neither the shape of the partitions nor one value on all ranks @ step"),
         (_with_a_stranger, " ranks @ rank 7"),
-        (_experts, "not of the one model part that is read @ layer_00-model_states.pt"),
-        (_experts, "not of the one model part that is read @ expp_rank_0_mp_rank_00_optim_states.pt"),
-        (_of_another_format, "is no file of torch.save"),
-        (_of_another_kind([1]), "holds no dict"),
-        (_rank(1, lambda own: _set(own, **{_flat(own): [3]})), "is no flat tensor"),
-        (_rank(1, lambda own: _set(own, **{_flat(own): [torch.ones(9).to_sparse()]})), "is no flat tensor"),
+        (_experts, "belongs to another model part @ layer_00-model_states.pt"),
+        (_experts, "belongs to another model part @ expp_rank_0_mp_rank_00_optim_states.pt"),
+        (_of_another_format, "was not written by torch.save"),
+        (_of_another_kind([1]), "does not hold a dict"),
+        (_rank(1, lambda own: _set(own, **{_flat(own): [3]})), "is not a flat tensor"),
+        (_rank(1, lambda own: _set(own, **{_flat(own): [torch.ones(9).to_sparse()]})), "is not a flat tensor"),
         (_rank(0, lambda own: _set(own, partition_count=1)), "the run had 1 ranks @ rank 1"),
         (_rank(0, lambda own: _set(own, partition_count="x")), "'x' partitions"),
         (_rank(0, lambda own: _set(own, partition_count=1 << 63)), "None partitions"),
-        (lambda step: edited(_ranks(step)[0], lambda own: _set(own, optimizer_state_dict=5)), "_dict is no dict"),
+        (lambda step: edited(_ranks(step)[0], lambda own: _set(own, optimizer_state_dict=5)), "_dict is not a dict"),
         (_all(lambda own: _set(_base(own)["state"][0], more=torch.ones(3))), "one value on all ranks @ more"),
         (_all(lambda own: _set(_base(own)["state"][0], more="x")), "one value on all ranks @ more"),
         (_rank(0, lambda own: _set(own, param_alignment_paddings=[[None] * 7])), "each parameter @ param_alignment_"),
-        (_of_one_model_part_more, "not of the one model part that is read @"),
+        (_of_one_model_part_more, "belongs to another model part @"),
         (_rank(0, lambda own: _base(own)["state"][0].pop("exp_avg")), "one value on all ranks @ exp_avg"),
         (_rank(1, lambda own: _base(own)["state"][0].pop("exp_avg")), "one value on all ranks @ exp_avg"),
         (_rank(1, lambda own: _set(_base(own)["state"][0], more=1)), "one value on all ranks @ more"),
         (_rank(1, lambda own: _set(_base(own)["param_groups"][0], lr=0.5)), "lr is 0.5, and 0.01 on rank 0 @"),
         (_rank(1, lambda own: _set(_base(own)["param_groups"][0], more=1)), "more is 1, and None on rank 0 @"),
-        (_rank(0, lambda own: _set(own, param_alignment_paddings=[5])), "param_alignment_paddings is no list"),
+        (_rank(0, lambda own: _set(own, param_alignment_paddings=[5])), "param_alignment_paddings is not a list"),
         (_rank(0, _negative), "not one for each parameter @ param_alignment_paddings"),
         (_rank(0, lambda own: _set(own, param_alignment_paddings=[[0]])), "one for each parameter @ param_alignment_"),
         (_rank(1, lambda own: _set(own, zero_stage=7)), "zero_stage is 7, in "),
         (_rank(0, lambda own: _set(own, zero_stage=7)), " 7"),
         (_rank(1, lambda own: _set(own, partition_count=4)), "partition_count is 4, in "),
         (_rank(0, lambda own: _set(own, partition_count=[4])), "no file of this rank's optimizer states @ rank 3"),
-        (_rank(0, lambda own: _set(own, partition_count=[3, 2])), "are cut over [3, 2] ranks, as those of experts are"),
+        (_rank(0, lambda own: _set(own, partition_count=[3, 2])), "are partitioned over [3, 2] ranks, as for experts"),
         (_rank(0, lambda own: _set(own, partition_count=[])), "[] partitions"),
         (_rank(0, lambda own: _set(own, partition_count=0)), "0 partitions"),
-        (_rank(1, _of_another_dtype), "the ranks' partitions are of several dtypes: float32, int32"),
-        (_rank(1, _strided), "is no flat tensor"),
+        (_rank(1, _of_another_dtype), "the ranks' partitions have several dtypes: float32, int32"),
+        (_rank(1, _strided), "is not a flat tensor"),
         (_rank(1, _longer), "rank_0_mp_rank_00_optim_states.pt: the partitions do not fit the parameters of"),
         (_rank(1, _one_group_less), "the partitions do not fit the parameters"),
         (_rank(1, lambda own: _set(own, ds_version="0.1")), "ds_version is '0.1', in "),
@@ -266,11 +266,11 @@ def test_what_is_not_whole_and_ranks_that_say_other_things_are_refused(
         (
             0,
             lambda own: own["frozen_param_shapes"].update({"frozen.weight": torch.Size([6, 5])}),
-            "is cut short @ frozen",
+            "the ranks hold too few elements @ frozen",
         ),
         (1, lambda own: own.update(global_steps=4), "global_steps is 4, in "),
         (1, lambda own: own.update(dp_world_size=4), "dp_world_size is 4, in "),
-        (0, lambda own: own.update(param_shapes=None), "says no shapes of parameters @ param_shapes"),
+        (0, lambda own: own.update(param_shapes=None), "no shapes of parameters @ param_shapes"),
         (0, lambda own: own.update(param_shapes=[{"up.weight": [-1]}]), "sizes [-1]"),
         (0, lambda own: own.update(param_shapes=[{"up.weight": [1 << 20_000]}]), "sizes that no tensor has"),
         (0, lambda own: own.update(param_shapes=[{"up.weight": [-1 << 20_000]}]), "sizes that no tensor has"),
@@ -307,16 +307,16 @@ def test_a_model_file_of_each_rank_has_to_be_there(run: Run, tmp_path: Path) -> 
             {"param_alignment_paddings": None},
             "its parameters are 0 @",
         ),
-        (None, {"param_slice_mappings": [{"up.weight": 5}]}, "says that its part lies elsewhere @ up.weight"),
+        (None, {"param_slice_mappings": [{"up.weight": 5}]}, "gives another place for its part @ up.weight"),
         (
             None,
             {"param_slice_mappings": [{"up.weight": SimpleNamespace(numel=None, start=0)}]},
-            "says that its part lies elsewhere @ up.weight",
+            "gives another place for its part @ up.weight",
         ),
         (
             None,
             {"param_slice_mappings": [{"up.weight": SimpleNamespace(numel=0, start=None)}]},
-            "says that its part lies elsewhere @ up.weight",
+            "gives another place for its part @ up.weight",
         ),
         (None, _one_group_less, "param groups, the ranks have"),
     ],
@@ -351,7 +351,7 @@ def test_buffers_that_differ_are_rank_0s_and_it_is_said(run: Run, tmp_path: Path
     edited(step / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda own: own["module"]["scale"].add_(1))
     edited(step / "zero_pp_rank_2_mp_rank_00_model_states.pt", lambda own: own["module"].pop("count"))
     done = run("remap", tmp_path / "run", "-o", tmp_path / "whole.pt")
-    assert [f"{name} differs between the ranks: rank 0's is taken" in done.err for name in ("scale", "count")] == [
+    assert [f"{name} differs between the ranks: rank 0's is used" in done.err for name in ("scale", "count")] == [
         True,
         True,
     ]
@@ -367,7 +367,7 @@ def test_what_the_module_holds_beside_tensors_is_carried(saved: Path, run: Run, 
     assert done.status == 0, done.err
     have = torch.load(tmp_path / "whole.pt")["model"]
     assert (have["up._extra_state"], have["n"]) == ({"amax": 0}, [1, 2])
-    assert ("up._extra_state differs between the ranks: rank 0's is taken" in done.err) == saved.name.startswith(
+    assert ("up._extra_state differs between the ranks: rank 0's is used" in done.err) == saved.name.startswith(
         "zero-3"
     )
     assert "n differs" not in done.err
@@ -385,7 +385,7 @@ def test_an_option_that_is_not_carried_is_said(saved: Path, run: Run, tmp_path: 
     for rank, _ in enumerate(step.glob("*optim_states.pt")):
         _rank(rank, lambda own: _base(own)["param_groups"][0].update(options))(step)
     done = run("remap", tmp_path / "run", "-o", tmp_path / "whole.pt")
-    assert all(f"not carried: {name} of param group 0" in done.err for name in lost)
+    assert all(f"not copied: {name} of param group 0" in done.err for name in lost)
     group = torch.load(tmp_path / "whole.pt")["optimizer"]["param_groups"][0]
     assert group.keys().isdisjoint(lost)
     assert (group["own"], group["pair"]) == (None, [1, [2.0]])
@@ -405,7 +405,7 @@ def test_nothing_is_said_of_a_file_that_holds_nothing_else(saved: Path, run: Run
     step = shutil.copytree(saved, tmp_path / "run") / "global_step2"
     for path in step.glob("*model_states.pt"):
         edited(path, lambda own: own.update(skipped_steps=None, global_steps=None, global_samples=None, epoch=None))
-    assert "not carried" not in run("inspect", tmp_path / "run").err
+    assert "not copied" not in run("inspect", tmp_path / "run").err
 
 
 @pytest.mark.parametrize(
@@ -439,7 +439,7 @@ def test_files_under_other_ranks_are_found_out(run: Run, tmp_path: Path, name: s
     one.rename(zero)
     (tmp_path / "other").rename(one)
     done = run("inspect", tmp_path / "run")
-    assert (done.status, "says that its part lies elsewhere @" in done.err) == (2, True), done.err
+    assert (done.status, "gives another place for its part @" in done.err) == (2, True), done.err
 
 
 def test_a_step_that_latest_does_not_have(run: Run, tmp_path: Path) -> None:
@@ -525,14 +525,14 @@ def _no_step(zero: Path) -> None:
     ("damage", "says"),
     [
         (_without("fp32.pt"), "no file fp32.pt of it @ up.weight"),
-        (_of_another_shape, "exp_avg.pt is of shape [5], the parameter of [5, 3] @ up.weight"),
+        (_of_another_shape, "exp_avg.pt has the shape [5], the parameter [5, 3] @ up.weight"),
         (_no_parameter, "no file fp32.pt of it @ norm.bias"),
         (lambda zero: (zero / "optimizer_state.pt").unlink(), "optimizer_state.pt"),
         (_no_step, "without the partitions of the weights"),
-        (_file({}), "state.up.weight.fp32 is no flat tensor"),
-        (_file({"param": torch.tensor(1.0)}), "fp32.pt is of shape [], the parameter of [5, 3] @ up.weight"),
-        (_file({"param": torch.ones(15).to_sparse()}), "state.up.weight.fp32 is no flat tensor"),
-        (_shapes(None), "does not hold every parameter whole"),
+        (_file({}), "state.up.weight.fp32 is not a flat tensor"),
+        (_file({"param": torch.tensor(1.0)}), "fp32.pt has the shape [], the parameter [5, 3] @ up.weight"),
+        (_file({"param": torch.ones(15).to_sparse()}), "state.up.weight.fp32 is not a flat tensor"),
+        (_shapes(None), "does not hold every parameter completely"),
         (_shapes([{"../norm.bias": torch.Size([5])}]), "no file fp32.pt of it @ ../norm.bias"),
     ],
 )
@@ -552,7 +552,7 @@ def test_of_a_model_that_was_cut_the_hint_takes_the_weights(universal: Path, run
     shutil.copy(first, step / first.name.replace("mp_rank_00", "mp_rank_01"))
     done = run("inspect", step)
     assert done.status == 2
-    assert "cut by layers, by experts or within tensors" in done.err
+    assert "split by layers, by experts or within tensors" in done.err
     words = shlex.split(done.err.rpartition("precision: ")[2])
     subprocess.run([sys.executable, *words[1:-1], str(tmp_path / "OUT.pt")], check=True)
     made = torch.load(tmp_path / "OUT.pt")
@@ -600,7 +600,7 @@ def test_state_of_rank_0_in_a_universal_checkpoint(universal: Path, run: Run, tm
         lambda rest: rest.update(optimizer_state_dict={"state": {0: own}}),
     )
     done = run("remap", tmp_path / "run", "-o", tmp_path / "o.pt")
-    assert [f"not carried: {name} of " in done.err for name in own] == [False, False, False, True, True], done.err
+    assert [f"not copied: {name} of " in done.err for name in own] == [False, False, False, True, True], done.err
     found = torch.load(tmp_path / "o.pt")["optimizer"]
     first, second = (group["params"] for group in found["param_groups"])
     assert all(found["state"][name]["beta"] == 0.5 for name in first)
@@ -628,7 +628,7 @@ def test_what_a_universal_checkpoint_has_beside_is_said(universal: Path, run: Ru
     shutil.copytree(universal, tmp_path / "run")
     zero = tmp_path / "run" / "global_step2_universal" / "zero"
     shutil.copytree(zero / "up.bias", zero / "stranger")
-    assert "stranger is of no parameter" in run("inspect", tmp_path / "run").err
+    assert "stranger belongs to no parameter" in run("inspect", tmp_path / "run").err
 
 
 # Files of other bytes

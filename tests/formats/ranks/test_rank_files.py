@@ -96,7 +96,7 @@ def test_parts_that_are_not_what_the_placements_give_are_refused(run: Run, tmp_p
             part = DTensor.from_local(torch.ones(numel), mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
             torch.save({"w": part}, tmp_path / f"rank_{rank}.pt")
     done = run("inspect", tmp_path / "rank_*.pt")
-    said = "its part has the shape [0], where its placements give [1] @ w"
+    said = "its part has the shape [0], but its placements give [1] @ w"
     assert (done.status, said in done.err) == (2, True), done.err
 
 
@@ -104,19 +104,19 @@ def test_parts_that_are_not_what_the_placements_give_are_refused(run: Run, tmp_p
     ("attribute", "value", "says"),
     [
         ("_coordinate_on_dim", (0,), None),
-        ("_coordinate_on_dim", (0,), "its parts hold 2 of 4 elements @ w"),
-        ("_coordinate_on_dim", (0, 0), "no place in the mesh"),
-        ("_coordinate_on_dim", (-1,), "no counts"),
-        ("_coordinate_on_dim", (0.0,), "no counts"),
-        ("_coordinate_on_dim", ("0",), "no counts"),
-        ("_flatten_rank_map", (0, 1 << 63), "no counts"),
+        ("_coordinate_on_dim", (0,), "its chunks hold 2 elements, it has 4 @ w"),
+        ("_coordinate_on_dim", (0, 0), "its coordinate is not in the mesh"),
+        ("_coordinate_on_dim", (-1,), "not counts"),
+        ("_coordinate_on_dim", (0.0,), "not counts"),
+        ("_coordinate_on_dim", ("0",), "not counts"),
+        ("_flatten_rank_map", (0, 1 << 63), "not counts"),
         ("_layout", SimpleNamespace(shape=(2,), stride=(1,)), None),  # as torch had it before
         ("_layout", SimpleNamespace(shape=((1, 2),), stride=((2, 1),)), None),
         ("_layout", 5, "the DTensor w"),
-        ("_coordinate_on_dim", (2,), "no place in the mesh"),
-        ("_coordinate_on_dim", (), "no place in the mesh"),
+        ("_coordinate_on_dim", (2,), "its coordinate is not in the mesh"),
+        ("_coordinate_on_dim", (), "its coordinate is not in the mesh"),
         ("_coordinate_on_dim", None, "the DTensor w"),
-        ("_rank", 9, "no rank of the mesh"),
+        ("_rank", 9, "its rank is not in the mesh"),
         ("_rank", 0, "is rank 0, as another file is"),
     ],
 )
@@ -210,7 +210,7 @@ def test_strided_cuts(run: Run, tmp_path: Path, placements: Any, said: str | Non
     [
         (lambda part: setattr(part, "_local_tensor", 5), "no local tensor"),
         (lambda part: setattr(part, "_local_tensor", ONES.to_sparse()), "its part is a sparse_coo tensor @ w"),
-        (lambda part: setattr(part, "_local_tensor", torch.ones(3)), "its part has the shape [3], where its placem"),
+        (lambda part: setattr(part, "_local_tensor", torch.ones(3)), "its part has the shape [3], but its placem"),
         (lambda part: setattr(part._spec, "placements", (5,)), "the DTensor w"),
         (lambda part: setattr(part._spec, "placements", (Made(Shard, (0,)),)), None),
         (lambda part: setattr(part._spec, "placements", (Made(_StridedShard, (0, 1)),)), None),
@@ -224,7 +224,7 @@ def test_strided_cuts(run: Run, tmp_path: Path, placements: Any, said: str | Non
         (lambda part: setattr(part._spec, "placements", (Made(Shard, ("0",)),)), "the DTensor w"),
         (
             lambda part: vars(part._spec).update(shard_order=((0, (1,)),)),
-            "an order of shards that is not that of the",
+            "an order of shards that does not match the",
         ),
     ],
 )
@@ -288,8 +288,8 @@ def test_files_of_runs_of_other_sizes_and_of_no_ranks(run: Run, tmp_path: Path) 
     assert done.status == 2
     assert [line for line in done.err.splitlines() if line.startswith("  ")] == [
         f"  does not say its rank, other files do @ {tmp_path}/rank_2.pt",
-        f"  is of a run of 2 ranks @ {tmp_path}/rank_0.pt",
-        f"  is of a run of 3 ranks @ {tmp_path}/rank_1.pt",
+        f"  comes from a run of 2 ranks @ {tmp_path}/rank_0.pt",
+        f"  comes from a run of 3 ranks @ {tmp_path}/rank_1.pt",
     ]
 
 
@@ -297,7 +297,7 @@ def test_files_of_another_format_are_no_ranks(run: Run, tmp_path: Path) -> None:
     for rank in (0, 1):
         save_file({"w": ONES}, tmp_path / f"rank_{rank}.safetensors")
     done = run("inspect", tmp_path / "rank_*.safetensors")
-    assert (done.status, "rank_0.safetensors is no file of torch.save, and a glob names" in done.err) == (2, True)
+    assert (done.status, "rank_0.safetensors was not written by torch.save, but a glob names" in done.err) == (2, True)
 
 
 # What ranks hold otherwise than others
@@ -330,9 +330,9 @@ def optimizer(**own: Any) -> dict[str, Any]:
         ({"flat_param": ONES, "b": ONES}, {"b": ONES}, None),
         (optimizer(m=ONES, n=LONG), optimizer(m=ONES, n=-LONG), "is 0x1000"),
         (optimizer(m=ONES, n=1), optimizer(m=ONES, n=True), "is 1 on rank 0, and True on rank 1"),
-        ({"a": ONES, "b": None}, {"a": ONES, "b": ONES}, "differs between the ranks, and no parts make it @ b"),
-        ({"a": ONES, "b": ONES}, {"a": ONES, "b": None}, "differs between the ranks, and no parts make it @ b"),
-        ({"a": torch.eye(2).to_sparse()}, {"a": torch.ones(2, 2).to_sparse()}, "and no parts make it @ a"),
+        ({"a": ONES, "b": None}, {"a": ONES, "b": ONES}, "differs between the ranks, and has no parts to assemble @ b"),
+        ({"a": ONES, "b": ONES}, {"a": ONES, "b": None}, "differs between the ranks, and has no parts to assemble @ b"),
+        ({"a": torch.eye(2).to_sparse()}, {"a": torch.ones(2, 2).to_sparse()}, "and has no parts to assemble @ a"),
         ({"m": {"a": ONES}}, {"m": {"a": ONES}, "epoch": 2, "n": 3}, None),
         ({"m": {"a": ONES}, "epoch": math.nan}, {"m": {"a": ONES}, "epoch": math.nan}, None),
         ({"m": {"a": ONES}, "epoch": 1}, {"m": {"a": ONES}, "epoch": 1.0}, "is 1 on rank 0, and 1.0 on rank 1 @ epoch"),
@@ -355,14 +355,14 @@ def test_of_three_ranks_those_are_named_that_differ(run: Run, tmp_path: Path) ->
 def test_objects_that_differ_are_rank_0s_and_it_is_said(run: Run, tmp_path: Path) -> None:
     states = [{"a": ONES, "b": ONES, "x._extra_state": {"amax": amax}} for amax in (1, 2)]
     notes = run("inspect", saved(tmp_path, *states), "--format", "json").data["notes"]
-    assert "x._extra_state differs between the ranks: rank 0's is taken" in notes
+    assert "x._extra_state differs between the ranks: rank 0's is used" in notes
     notes = run("inspect", saved(tmp_path, states[0], states[0]), "--format", "json").data["notes"]
     assert not any("differs" in note for note in notes)
 
 
 def test_what_rank_0_has_not_is_said(run: Run, tmp_path: Path) -> None:
     done = run("inspect", saved(tmp_path, {"m": {"a": ONES}}, {"m": {"a": ONES}, "args": [1]}), "--format", "json")
-    assert "not carried: args, which rank 0 has not" in done.data["notes"]
+    assert "not copied: args, which rank 0 does not have" in done.data["notes"]
 
 
 # Which file is of which rank
@@ -454,31 +454,29 @@ def holding(tensor: torch.Tensor) -> Callable[[Any, Any], None]:
     return lambda sharded, shard: setattr(shard, "tensor", tensor)
 
 
-NOT_IN_ROWS = "is not cut along its first dimension, rank by rank @ w"
-
-
 @pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda sharded, shard: None, None),
-        (again, "rank 1 holds 2 shards of w, and only one a rank can be put together"),
-        (at(0, 0), NOT_IN_ROWS),
-        (at(2, 1), NOT_IN_ROWS),
-        (at(2), NOT_IN_ROWS),
-        (at(3, 0), NOT_IN_ROWS),
-        (holding(torch.ones(2, 3).double()), NOT_IN_ROWS),
-        (holding(torch.ones(3, 3)), NOT_IN_ROWS),
-        (holding(torch.ones(2, 2)), NOT_IN_ROWS),
-        (holding(torch.ones(2, 3).bfloat16()), NOT_IN_ROWS),
-        (holding(torch.ones(0, 3)), "its parts hold 6 of 12 elements @ w"),
+        (again, "a rank holds 2 shards of w: only one for each rank is supported"),
+        (at(0, 0), "its chunks hold 6 elements, it has 12 @ w"),
+        (at(2, 1), "a chunk at [2, 1] of [2, 3] elements is not inside [4, 3] @ w"),
+        (at(2), "a chunk at [2] of [2, 3] elements is not inside [4, 3] @ w"),
+        (at(3, 0), "a chunk at [3, 0] of [2, 3] elements is not inside [4, 3] @ w"),
+        (at(1, 0), "two of its chunks overlap @ w"),
+        (holding(torch.ones(2, 3).double()), "its part is float64, the tensor float32 @ w"),
+        (holding(torch.ones(2, 3).to_sparse()), "its part is a sparse_coo tensor @ w"),
+        (holding(torch.ones(3, 3)), "a chunk at [2, 0] of [3, 3] elements is not inside [4, 3] @ w"),
+        (holding(torch.ones(2, 2)), "its chunks hold 10 elements, it has 12 @ w"),
+        (holding(torch.ones(0, 3)), "its chunks hold 6 elements, it has 12 @ w"),
         (lambda sharded, shard: setattr(sharded._metadata.tensor_properties, "dtype", print), "ValueError('no dtype')"),
-        (holding(torch.ones(1, 3)), "its parts hold 9 of 12 elements @ w"),
-        (holding(torch.ones(3, 2).t()), "a part of it is a strided view @ w"),
-        (lambda sharded, shard: sharded._local_shards.clear(), "its parts hold 6 of 12 elements @ w"),
+        (holding(torch.ones(1, 3)), "its chunks hold 9 elements, it has 12 @ w"),
+        (holding(torch.ones(3, 2).t()), None),
+        (lambda sharded, shard: sharded._local_shards.clear(), "its chunks hold 6 elements, it has 12 @ w"),
         (
             lambda sharded, shard: setattr(sharded._metadata, "size", torch.Size([5, 3])),
-            "has another shape or dtype on other ranks @ w",
+            "its shape, dtype or placements differ between the ranks @ w",
         ),
         (
             lambda sharded, shard: setattr(shard, "tensor", 1),
@@ -486,7 +484,7 @@ NOT_IN_ROWS = "is not cut along its first dimension, rank by rank @ w"
         ),
     ],
 )
-def test_parts_of_a_sharded_tensor_that_are_not_its_rows_in_order_are_refused(
+def test_shards_that_do_not_cover_their_tensor_are_refused(
     run: Run, tmp_path: Path, change: Callable[[Any, Any], None], said: str | None
 ) -> None:
     """As one rank's object would be, of which the other says something else."""
@@ -518,7 +516,7 @@ def of_rank_2(state: Any) -> None:
     ("change", "said"),
     [
         (plain, None),
-        (of_rank_2, "no rank of a process group"),
+        (of_rank_2, "its rank is not in the process group"),
         (lambda state: state.update(w=Made(ShardedTensor, ())), "the sharded tensor w"),
         (lambda state: state.update(v=ONES), "a sharded tensor on some ranks, and not on all @ v"),
         (lambda state: state.pop("v"), "a sharded tensor on some ranks, and not on all @ v"),

@@ -1,0 +1,388 @@
+"""``DTensor`` and ``ShardedTensor`` in a rank's file: which chunk of the tensor does the file hold?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ckpttool.core import dtypes
+from ckpttool.core.checkpoint import ExtraEntry, Storage, TensorEntry, contiguous_stride
+from ckpttool.core.errors import CkptError
+from ckpttool.core.values import dataclass
+from ckpttool.evaluate.compare import same_values
+from ckpttool.formats.chunks import Chunk
+from ckpttool.formats.pickle_read import Call, Global, Persistent
+from ckpttool.formats.torch.tensors import (
+    MOST,
+    Carried,
+    Storages,
+    bare,
+    entry_of,
+    is_tensor,
+    malformed,
+    sizes_of,
+    unnamed,
+)
+
+# Hints
+ALL_RANKS = "name the files of all ranks and no others, as in 'rank_*.pt'"
+ONE_STEP = "name the files that the ranks of one run saved at one step, and no others"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankParts:
+    """The payload of an entry: what each rank holds under its key, by rank.
+
+    `whole`: the parts together are the entry. Otherwise the entry is the first of them, and they may be copies of one
+    tensor or parts of one. `copies` are groups of parts that should be equal: the replicas of a DTensor's chunk, or all
+    parts that may be copies.
+    """
+
+    parts: tuple[TensorEntry | None, ...]
+    whole: bool
+    copies: tuple[tuple[TensorEntry, ...], ...] = ()
+    of_dtensors: bool = False
+
+
+def parts_of(entry: TensorEntry) -> tuple[TensorEntry | None, ...]:
+    """Return what each rank holds of the entry, by rank. An entry of a single file is its only part."""
+    return entry.payload.parts if isinstance(entry.payload, RankParts) else (entry,)
+
+
+def is_of_ranks(entry: TensorEntry) -> bool:
+    """Return True if the entry comes from the files of several ranks."""
+    return isinstance(entry.payload, RankParts)
+
+
+def is_whole(entry: TensorEntry) -> bool:
+    """Return True if the parts that ranks hold are the entry together."""
+    return isinstance(entry.payload, RankParts) and entry.payload.whole
+
+
+def _copies(entry: TensorEntry) -> list[tuple[TensorEntry, TensorEntry]]:
+    groups = entry.payload.copies if isinstance(entry.payload, RankParts) else ()
+    return [(group[0], copy) for group in groups for copy in group[1:]]
+
+
+def ranks_agree(entry: TensorEntry) -> bool:
+    """Return True if all ranks that hold a copy of the entry, or of one of its chunks, hold the same values."""
+    return all(same_values(one, other) for one, other in _copies(entry))
+
+
+def rank_pairs(left: TensorEntry, right: TensorEntry) -> Sequence[tuple[TensorEntry | None, TensorEntry | None]]:
+    """Return the pairs of parts that must be equal if the two entries are.
+
+    If both come from the same number of ranks and may be copies or parts, compare rank by rank. Otherwise compare the
+    copies on each side.
+    """
+    if type(left.payload) is not RankParts and type(right.payload) is not RankParts:
+        return ()  # almost all entries, and there may be very many
+    ranks = [entry.payload for entry in (left, right) if isinstance(entry.payload, RankParts)]
+    if [(one.whole, len(one.parts)) for one in ranks] == [(False, len(ranks[0].parts))] * 2:
+        return [pair for pair in zip(*(one.parts for one in ranks)) if pair != (None, None)]
+    return [*_copies(left), *_copies(right)]
+
+
+# Reading
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalShard:
+    """What one rank holds of a sharded tensor of `shape`: the entry `local` is its `chunk`, or the rank has none.
+
+    `layout` is what all ranks have in common: the mesh's shape and the placements.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: tuple[Any, ...]
+    chunk: Chunk | None
+    local: TensorEntry | None
+
+
+class Unsupported(CkptError):
+    """The file alone does not say which chunk of the tensor a rank holds."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, hint="save it with torch.distributed.checkpoint, or its full_tensor()")
+
+
+_SHARD = "torch.distributed._shard"
+_SHARDED_TENSOR_CLASS = Global(f"{_SHARD}.sharded_tensor.api", "ShardedTensor")
+DTENSOR, SHARDED_TENSOR = "DTensor", "sharded tensor"
+_MISREAD = (IndexError, TypeError, ValueError, AttributeError, KeyError)  # what reading an unexpected node raises
+
+
+def shard_kind(entry: TensorEntry | ExtraEntry) -> str | None:
+    """Return `DTENSOR`, `SHARDED_TENSOR`, or None for any other entry."""
+    kind, _ = _shard_state(entry)
+    return kind
+
+
+def _shard_state(entry: TensorEntry | ExtraEntry) -> tuple[str | None, Any]:
+    if not isinstance(entry.payload, Carried):
+        return None, None
+    node = entry.payload.node
+    rebuilt = bare(node)
+    args: tuple[Any, ...] = rebuilt.args if type(rebuilt) is Call else ()
+    if len(args) == 4 and type(args[1]) is Global and args[1].name == "DTensor":
+        return DTENSOR, args[3]
+    if type(node) is Call and type(node.func) is Global:
+        if node.func.name == "_rebuild_from_type_v2" and len(node.args) == 4 and node.args[1] == _SHARDED_TENSOR_CLASS:
+            return SHARDED_TENSOR, node.args[3]
+        if node.func == _SHARDED_TENSOR_CLASS:  # up to torch 1.13
+            return SHARDED_TENSOR, node.state
+    return None, None
+
+
+def rank_and_world_size(entry: TensorEntry | ExtraEntry) -> tuple[int, int]:
+    """Return the rank that saved a sharded entry, and the number of ranks. Raises `CkptError` if it is damaged."""
+    kind, state = _shard_state(entry)
+    try:
+        if kind == SHARDED_TENSOR:
+            return _process_group(state)
+        mesh = _attributes(_attributes(state[1]["_spec"])["mesh"])
+        ranks = _counts(mesh["_flatten_rank_map" if "_flatten_rank_map" in mesh else "_flatten_mesh_list"])
+        rank = mesh.get("_rank")
+        if rank is None:
+            number = 0
+            for size, at in zip(_mesh_shape(mesh), _counts(mesh["_coordinate_on_dim"])):
+                number = number * size + at
+            rank = ranks[number]
+        if rank not in ranks:
+            raise ValueError("its rank is not in the mesh")
+        return rank, max(ranks) + 1
+    except _MISREAD as error:
+        raise malformed(f"the {kind} {entry.key}: {error!r}") from None
+
+
+def local_shard(entry: TensorEntry | ExtraEntry) -> LocalShard:
+    """Return what the file of a sharded entry holds of it.
+
+    Raises `CkptError` if it is damaged, and `Unsupported` if its placements do not say which chunk the part is.
+    """
+    assert isinstance(entry.payload, Carried)
+    kind, state = _shard_state(entry)
+    try:
+        read = _local_dtensor if kind == DTENSOR else _local_sharded_tensor
+        return read(entry.key, state, entry.payload.storages)
+    except _MISREAD as error:
+        raise malformed(f"the {kind} {entry.key}: {error!r}") from None
+
+
+def _local_dtensor(key: str, state: Any, storages: Storages) -> LocalShard:
+    attributes = state[1]  # of a class with slots the state is a pair
+    spec = _attributes(attributes["_spec"])
+    mesh = _attributes(spec["mesh"])
+    if not is_tensor(attributes["_local_tensor"]):
+        raise ValueError("no local tensor")
+    local = entry_of(key, attributes["_local_tensor"], storages)
+    if local.storage is None:
+        raise Unsupported(f"its part is a {local.layout} tensor")
+    shape = sizes_of(_items(spec["tensor_meta"])[0])
+    mesh_shape, at = _mesh_shape(mesh), _counts(mesh["_coordinate_on_dim"])
+    if len(at) != len(mesh_shape) or any(index >= size for index, size in zip(at, mesh_shape)):
+        raise ValueError("its coordinate is not in the mesh")
+    placements = tuple(_placement(node) for node in _items(spec["placements"]))
+    order = _shard_order(placements, mesh_shape, spec)
+    offsets, sizes = [0] * len(shape), list(shape)
+    for dim, mesh_dims in order:
+        if not 0 <= dim < len(shape):
+            raise ValueError(f"cut along dimension {dim} of {len(shape)}")
+        for mesh_dim in mesh_dims:  # each cut gives pieces of the rounded-up size, as torch.chunk does
+            piece = -(-sizes[dim] // mesh_shape[mesh_dim])
+            start = min(piece * at[mesh_dim], sizes[dim])
+            offsets[dim] += start
+            sizes[dim] = min(piece, sizes[dim] - start)
+    if local.shape != tuple(sizes) and (local.numel or prod(sizes)):
+        raise Unsupported(f"its part has the shape {list(local.shape)}, but its placements give {sizes}")
+    chunk = Chunk(tuple(offsets), tuple(sizes))
+    return LocalShard(shape, local.dtype, (mesh_shape, placements, order), chunk, local)
+
+
+def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
+    """Read the shape from the tensor of ranks (up to torch 2.9), or from the layout (later versions)."""
+    if "mesh" in mesh:
+        return _counts(mesh["mesh"].args[2])
+    layout = _attributes(mesh["_layout"])
+    if "axes" in layout:
+        return tuple(prod(_counts(_attributes(axis)["shape"])) for axis in _items(layout["axes"]))
+    return tuple(size if type(size) is int else prod(_counts(size)) for size in _items(layout["shape"]))
+
+
+def _placement(node: Any) -> tuple[str, int, int]:
+    """Return ``("Replicate", -1, 1)``, ``("Shard", dim, 1)`` or ``("_StridedShard", dim, split factor)``."""
+    name, state = node.func.name, _attributes(node) if type(node.state) in (dict, tuple) else {}
+    if name == "Replicate":
+        return name, -1, 1
+    if name not in ("Shard", "_StridedShard"):
+        raise Unsupported(f"is {name.lstrip('_')}: a part of a sum over ranks, not of a tensor")
+    dim, factor, *_ = (*node.args, 1, 1) if node.args else (state["dim"], state.get("split_factor", 1))
+    if factor < 1:
+        raise ValueError(f"{factor} pieces")
+    return name, dim, factor
+
+
+def _shard_order(
+    placements: tuple[tuple[str, int, int], ...], mesh_shape: tuple[int, ...], spec: Mapping[str, Any]
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return each sharded dimension with the mesh dimensions that cut it, in the order of the cuts.
+
+    A strided shard is cut after the shards that follow it, which have as many pieces as its split factor: FSDP2 makes
+    it from a tensor that tensor parallelism has sharded (torch/distributed/tensor/placement_types.py).
+    """
+    plain: dict[int, list[int]] = {}
+    strided: dict[int, int] = {}
+    for index, (name, dim, factor) in enumerate(placements):
+        if name == "_StridedShard" and factor > 1:
+            after = [i for i, (_, d, _) in enumerate(placements) if i > index and d == dim]
+            if dim in strided or prod(mesh_shape[i] for i in after) != factor:
+                raise Unsupported(f"is cut in strides ({factor} pieces) that the mesh does not explain")
+            strided[dim] = index
+        elif name != "Replicate":
+            plain.setdefault(dim, []).append(index)
+    listed: dict[int, list[int]] = {}
+    for node in _items(spec.get("shard_order") or ()):
+        dim, mesh_dims = _items(node)
+        listed[dim] = list(_counts(mesh_dims))
+    if not strided and any(sorted(listed.get(dim, dims)) != dims for dim, dims in plain.items()):
+        raise ValueError("an order of shards that does not match the placements")
+    order = plain if strided else {dim: listed.get(dim, dims) for dim, dims in plain.items()}
+    for dim, index in strided.items():
+        if any(i < index for i in order.get(dim, [])):
+            raise Unsupported("is cut in strides after other cuts, which the mesh does not explain")
+        order[dim] = [*order.get(dim, []), index]
+    return tuple((dim, tuple(dims)) for dim, dims in sorted(order.items()))
+
+
+def _process_group(state: Any) -> tuple[int, int]:
+    group = _attributes(state[2])
+    rank, world_size = _counts((group["local_rank"], group["local_world_size"]))
+    if rank >= world_size:
+        raise ValueError("its rank is not in the process group")
+    return rank, world_size
+
+
+def _local_sharded_tensor(key: str, state: Any, storages: Storages) -> LocalShard:
+    _process_group(state)
+    shards, metadata = state[0], _attributes(state[1])
+    shape, dtype = sizes_of(metadata["size"]), str(metadata["tensor_properties"].state[0].name)
+    if dtype not in dtypes.BY_NAME:
+        raise ValueError("no dtype")
+    if len(shards) > 1:
+        raise CkptError(
+            f"a rank holds {len(shards)} shards of {key}: only one for each rank is supported",
+            hint="save it with StateDictType.FULL_STATE_DICT, or with torch.distributed.checkpoint",
+        )
+    if not shards:
+        return LocalShard(shape, dtype, (), None, None)
+    shard = _attributes(shards[0])
+    if not is_tensor(shard["tensor"]):
+        raise ValueError("a shard without a tensor")
+    local = entry_of(key, shard["tensor"], storages)
+    if local.storage is None:
+        raise Unsupported(f"its part is a {local.layout} tensor")
+    if local.dtype != dtype:
+        raise Unsupported(f"its part is {local.dtype}, the tensor {dtype}")
+    offsets = sizes_of(_attributes(shard["metadata"])["shard_offsets"])
+    return LocalShard(shape, dtype, (), Chunk(offsets, local.shape), local)
+
+
+def _attributes(node: Any) -> Any:
+    """Return the attributes of an object. One with slots has them as the second of two states."""
+    return node.state[1] if type(node.state) is tuple else node.state
+
+
+def _counts(node: Any) -> tuple[int, ...]:
+    """Return the numbers of a list or tuple. Raises `ValueError` or `TypeError` for anything else."""
+    if not all(type(count) is int and 0 <= count < MOST for count in node):
+        raise ValueError("not counts")
+    return tuple(node)
+
+
+def _items(node: Any) -> tuple[Any, ...]:
+    """Return the items of a tuple, a list or a named tuple."""
+    return tuple(node.args if type(node) is Call else node)
+
+
+# Writing
+
+
+def sharded_tensor(
+    key: str, storage: Storage, dtype: str, shape: tuple[int, ...], rows: Sequence[int], rank: int
+) -> TensorEntry:
+    """Return the entry of a ``ShardedTensor`` as `rank` saves it. Only a torch file can hold it.
+
+    `rows` are the sizes of the ranks' shards along the first dimension, `storage` is this rank's shard. A rank without
+    rows holds no shard.
+    """
+
+    def find(key: str, nbytes: int) -> Storage:
+        raise malformed(f"storage {key} does not exist")
+
+    strided = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    cpu = Call(Global("torch", "device"), ("cpu",))
+    stride = contiguous_stride(shape)
+    placements = [
+        _object(
+            Global("torch.distributed.remote_device", "_remote_device"),
+            {"_worker_name": None, "_rank": number, "_device": cpu},
+        )
+        for number in range(len(rows))
+    ]
+    shards: dict[int, Call] = {}
+    for number, count in enumerate(rows):
+        if count:
+            offsets, sizes = [sum(rows[:number]), *[0] * (len(shape) - 1)], [count, *shape[1:]]
+            attributes = {"shard_offsets": offsets, "shard_sizes": sizes, "placement": placements[number]}
+            shards[number] = _object(Global(f"{_SHARD}.metadata", "ShardMetadata"), (None, attributes))
+    local = []
+    if rows[rank]:
+        tensor = {"tensor": _tensor(dtype, (rows[rank], *shape[1:])), "metadata": shards[rank]}
+        local.append(_object(Global(f"{_SHARD}.sharded_tensor.shard", "Shard"), (None, tensor)))
+    module = f"{_SHARD}.sharded_tensor.metadata"
+    encoding = Call(Global(module, "MEM_FORMAT_ENCODING"), (0,))
+    properties = _object(Global(module, "TensorProperties"), (Global("torch", dtype), strided, True, encoding, False))
+    size = Call(Global("torch", "Size"), (shape,))
+    metadata = {"shards_metadata": list(shards.values()), "size": size, "tensor_properties": properties}
+    group = {"local_rank": rank, "global_rank": rank, "local_world_size": len(rows), "global_world_size": len(rows)}
+    group_class = Call(Global("__builtin__", "getattr"), (_SHARDED_TENSOR_CLASS, "ProcessGroupState"))
+    spec = Global(f"{_SHARD}.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec")
+    state = (
+        local,
+        _object(Global(module, "ShardedTensorMetadata"), metadata),
+        _object(group_class, group),
+        _object(spec, {"dim": 0, "placements": placements}),
+        False,
+    )
+    node = Call(
+        Global("torch._tensor", "_rebuild_from_type_v2"),
+        (
+            Global("torch._utils", "_rebuild_wrapper_subclass"),
+            _SHARDED_TENSOR_CLASS,
+            (_SHARDED_TENSOR_CLASS, Global("torch", dtype), shape, stride, 0, strided, cpu, True),
+            state,
+        ),
+    )
+    rebuilt = unnamed(dtype, shape, stride, 0, None, "subclass", storage.nbytes)
+    return replace(rebuilt, key=key, payload=Carried(node, Storages(find, {"0": storage}), rebuilt))
+
+
+def _object(kind: Any, state: Any) -> Call:
+    node = Call(kind, (), "NEWOBJ")
+    node.state = state
+    return node
+
+
+def _tensor(dtype: str, shape: tuple[int, ...]) -> Call:
+    numel = prod(shape)
+    row = dtypes.BY_NAME[dtype]
+    hooks = Call(Global("collections", "OrderedDict"), ())
+    kind = Global("torch", row.storage) if row.storage else Global("torch.storage", "UntypedStorage")
+    count = numel if row.storage else numel * row.itemsize
+    args = (Persistent(("storage", kind, "0", "cpu", count)), 0, shape, contiguous_stride(shape), False, hooks)
+    if row.storage:
+        return Call(Global("torch._utils", "_rebuild_tensor_v2"), args)
+    return Call(Global("torch._utils", "_rebuild_tensor_v3"), (*args, Global("torch", dtype)))
