@@ -1,4 +1,4 @@
-"""Chunks of a larger tensor: do they cover it, and what are its bytes?"""
+"""Chunks of a larger tensor: check that they cover it, and assemble its bytes."""
 
 from __future__ import annotations
 

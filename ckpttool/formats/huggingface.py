@@ -24,47 +24,33 @@ from ckpttool.io.paths import name as name_of
 from ckpttool.io.paths import parent, safe_path
 from ckpttool.io.pieces import Edited, Files, Piece, Pieces
 
+SAFETENSORS, BIN = "sharded", "sharded_bin"  # names in the table of formats
+DEFAULT_SIZE = 5 * 10**9  # bytes; the default of transformers up to version 4
+
 _INDEX = object_of({"weight_map": map_of(TEXT)}, {"metadata": OBJECT})
-_AGAIN = "download or copy it again"
+_KINDS = {"safetensors": SAFETENSORS, "torch_zip": BIN}
+_LAYOUT = {SAFETENSORS: ("model", ".safetensors", safetensors.layout), BIN: ("pytorch_model", ".bin", torch_zip.layout)}
+_AHEAD = 64  # shards whose headers are fetched concurrently
+# Estimates in bytes: a header's entry without its name and offsets, the rest of a header, the shortest header that is
+# worth a request, and the header of another format.
+_AN_ENTRY, _METADATA, _HEAD, _UNKNOWN = 60, 64, 4096, 1 << 17
 
 
-def read_index(path: str) -> tuple[str, dict[str, Any]]:
-    """The index as text, and as the object it is: ``weight_map`` maps keys to names of shards.
+@dataclass(frozen=True, slots=True, eq=False)
+class Shards:
+    """The container of this format: the name of the index, its text and value, and each shard's index by name."""
 
-    Raises `CkptError`, every problem at its JSON path, for what is no such index. What the names lead to is not looked
-    at.
-    """
-    most = limits().json_bytes
-    with opened(path) as file:
-        raw = file.read(most + 1)
-    try:
-        if len(raw) > most:
-            raise ValueError(f"it is longer: {limits().named('json_bytes')}")
-        text = raw.decode()
-        index = strict_json.loads(text)
-    except ValueError as error:
-        raise _no_index(path, str(error)) from error
-    check(_INDEX, index, f"{path} is no index of a sharded checkpoint", _AGAIN)
-    if not index["weight_map"]:
-        raise _no_index(path, "it has no weight_map")
-    return text, index
+    name: str
+    text: str
+    index: Mapping[str, Any]
+    shards: Mapping[str, Checkpoint]
 
 
-def _no_index(path: str, problem: str) -> CkptError:
-    return CkptError(f"{path} is no index of a sharded checkpoint: {problem}", hint=_AGAIN)
-
-
-DEFAULT_SIZE = 5 * 10**9  # bytes; what transformers took up to version 4
-
-_UNITS = {"": 1, "B": 1} | {
-    prefix + unit: base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for unit, base in (("B", 1000), ("iB", 1024))
-}
+# Plan
 
 
 class Item(NamedTuple):
-    """One tensor to place: its size in bytes, and what it shares with the tensors that must lie in the same shard."""
+    """A tensor to place: its size in bytes, and its group, which must be in one shard."""
 
     key: str
     nbytes: int
@@ -72,9 +58,9 @@ class Item(NamedTuple):
 
 
 def plan_shards(items: Iterable[Item], limit: int) -> list[list[str]]:
-    """The keys of each shard: filled in order, up to `limit` bytes each; a larger tensor gets a shard of its own.
+    """Return the keys of each shard: filled in order, up to `limit` bytes each. A larger tensor gets its own shard.
 
-    The items of one group count once and stay together. It is the plan of `huggingface_hub` for the same tensors.
+    The items of one group count once and stay together. `huggingface_hub` makes the same plan.
     """
     shards: list[list[str]] = []
     open_shard: list[str] = []
@@ -97,48 +83,51 @@ def plan_shards(items: Iterable[Item], limit: int) -> list[list[str]]:
 
 
 def shard_names(stem: str, ending: str, count: int) -> list[str]:
-    """``model-00001-of-00003.safetensors`` and so on, for `stem` ``model`` and `ending` ``.safetensors``."""
+    """Return ``model-00001-of-00003.safetensors`` and so on, for `stem` ``model`` and `ending` ``.safetensors``."""
     return [f"{stem}-{number:05d}-of-{count:05d}{ending}" for number in range(1, count + 1)]
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``5GB`` (10^9), ``512MiB`` (2^20), ``1000``. Raises `CkptError` for what is no such size."""
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?i?B?)", text.strip(), re.IGNORECASE)
-    units = {unit.upper(): factor for unit, factor in _UNITS.items()}
-    factor = units.get(match[2].upper()) if match else None
-    size = int(float(match[1]) * factor) if match and factor else 0
+    """Return the bytes of ``5GB`` (10^9), ``512MiB`` (2^20) or ``1000``. Raises `CkptError` for any other text."""
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([KMGTkmgt])([Ii]?)[Bb]|[Bb])?", text.strip())
+    size = 0
+    if match:
+        power = " KMGT".index((match[2] or " ").upper())
+        size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
     if not size:
         raise CkptError(f"{text!r} is not a size", hint="as in 5GB, 500MB, 2GiB or 1000000 (bytes)")
     return size
 
 
-SAFETENSORS, BIN = "sharded", "sharded_bin"  # names in the table of formats
-
-_KINDS = {"safetensors": SAFETENSORS, "torch_zip": BIN}
-_LAYOUT = {SAFETENSORS: ("model", ".safetensors", safetensors.layout), BIN: ("pytorch_model", ".bin", torch_zip.layout)}
-_REPAIR = "download or copy all files again; or name the shards one by one"
-_AHEAD = 64  # shards whose headers are fetched side by side
-# Bytes: of an entry but for its name and its offsets, of what a header has besides, of the shortest and of other heads.
-_AN_ENTRY, _METADATA, _HEAD, _UNKNOWN = 60, 64, 4096, 1 << 17
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Shards:
-    """The container of this format: the name of the index, its text and value, and each shard's own index by name."""
-
-    name: str
-    text: str
-    index: Mapping[str, Any]
-    shards: Mapping[str, Checkpoint]
-
-
 # Reading
 
 
-def read(path: str) -> Checkpoint:
-    """The index of the checkpoint whose ``*.index.json`` is at `path`: one section, its keys in the index's order.
+def read_index(path: str) -> tuple[str, dict[str, Any]]:
+    """Return the index as text and as an object: ``weight_map`` maps keys to names of shards, which are not checked.
 
-    Raises `CkptError`, with every disagreement between index and shards, where they do not fit.
+    Raises `CkptError`, every problem at its JSON path, for anything else.
+    """
+    most = limits().json_bytes
+    message, hint = f"{path} is not an index of a sharded checkpoint", "download or copy it again"
+    with opened(path) as file:
+        raw = file.read(most + 1)
+    try:
+        if len(raw) > most:
+            raise ValueError(f"it is longer: {limits().named('json_bytes')}")
+        text = raw.decode()
+        index = strict_json.loads(text)
+    except ValueError as error:
+        raise CkptError(f"{message}: {error}", hint=hint) from error
+    check(_INDEX, index, message, hint)
+    if not index["weight_map"]:
+        raise CkptError(f"{message}: it has no weight_map", hint=hint)
+    return text, index
+
+
+def read(path: str) -> Checkpoint:
+    """Read the checkpoint whose ``*.index.json`` is at `path`: one section, with its keys in the index's order.
+
+    Raises `CkptError`, with every disagreement between index and shards, if they do not fit.
     """
     text, index = read_index(path)
     weight_map: dict[str, str] = index["weight_map"]
@@ -150,47 +139,61 @@ def read(path: str) -> Checkpoint:
     for number, name in enumerate(names):
         if number % _AHEAD == 0:
             ahead = names[number : number + _AHEAD]
-            look_ahead({place: heads[own] for own in ahead if (place := safe_path(folder, own))})
-        found = _read_shard(folder, name)
-        if isinstance(found, Checkpoint):
-            shards[name] = found
+            look_ahead({place: heads[one] for one in ahead if (place := safe_path(folder, one))})
+        shard = _read_shard(folder, name)
+        if isinstance(shard, Checkpoint):
+            shards[name] = shard
         else:
-            problems += found
-    problems += _disagreements(weight_map, shards) + _kind_problems(shards)
-    if problems:
-        raise CkptError(f"{path} and its shards disagree", hint=_REPAIR, problems=problems)
+            problems += shard
     entries = {name: shard.sections[0].by_key() for name, shard in shards.items()}
-    tensors = tuple(entry for key, name in weight_map.items() if isinstance(entry := entries[name][key], TensorEntry))
-    extras = tuple(entry for key, name in weight_map.items() if isinstance(entry := entries[name][key], ExtraEntry))
+    for key, name in weight_map.items():
+        if name in entries and key not in entries[name]:
+            problems.append(Problem(f"in the index, but not in {name}", key))
+    for name, by_key in entries.items():
+        problems += [Problem(f"in {name}, but not in the index", key) for key in by_key if weight_map.get(key) != name]
+    if len({shard.format for shard in shards.values()}) > 1:
+        problems += [Problem(f"a {shard.format} file among others", name) for name, shard in shards.items()]
+    if problems:
+        raise CkptError(
+            f"{path} and its shards disagree",
+            hint="download or copy all files again; or name the shards one by one",
+            problems=problems,
+        )
+    ordered = [entries[name][key] for key, name in weight_map.items()]
+    tensors = tuple(entry for entry in ordered if isinstance(entry, TensorEntry))
+    extras = tuple(entry for entry in ordered if isinstance(entry, ExtraEntry))
+    versions = [shard.sections[0].modules for shard in shards.values() if shard.sections[0].modules is not None]
+    modules = {path: own for modules in versions for path, own in modules.items()} if versions else None
     return Checkpoint(
         path,
         _KINDS[next(iter(shards.values())).format],
         len(text.encode()) + sum(shard.nbytes for shard in shards.values()),
-        (Section("", "state_dict", tensors, extras, _modules(shards.values())),),
+        (Section("", "state_dict", tensors, extras, modules),),
         metadata=_common([shard.metadata for shard in shards.values()]),
         container=Shards(name_of(path), text, index, shards),
         notes=(*_size_notes(index, tensors), *torchao.remark(tensors)),
         unreached=tuple(
-            replace(found, path=f"{name}: {found.path}") for name, shard in shards.items() for found in shard.unreached
+            replace(tensor, path=f"{name}: {tensor.path}")
+            for name, shard in shards.items()
+            for tensor in shard.unreached
         ),
     )
 
 
 def _heads(index: Mapping[str, Any], names: Sequence[str]) -> dict[str, int]:
-    """About how many bytes the header of each shard has, as far as the index tells: rarely fewer than it really has.
+    """Estimate the size of each shard's header from the index: rarely fewer bytes than it really has.
 
     One of safetensors has ``"KEY":{"dtype":"BF16","shape":[4096,4096],"data_offsets":[4294967296,4328521728]},``.
     """
     total = index.get("metadata", {}).get("total_size")
     digits = min(10, (total // len(names)).bit_length() * 3 // 10 + 1) if isinstance(total, int) else 10
-    found = dict.fromkeys(names, _METADATA)
+    heads = dict.fromkeys(names, _METADATA)
     for key, name in index["weight_map"].items():
-        found[name] += len(key) + _AN_ENTRY + 2 * digits
-    return {name: max(_HEAD, nbytes) if name.endswith(".safetensors") else _UNKNOWN for name, nbytes in found.items()}
+        heads[name] += len(key) + _AN_ENTRY + 2 * digits
+    return {name: max(_HEAD, nbytes) if name.endswith(".safetensors") else _UNKNOWN for name, nbytes in heads.items()}
 
 
 def _read_shard(folder: str, name: str) -> Checkpoint | list[Problem]:
-    """The index of one shard, or what makes it none."""
     path = safe_path(folder, name)
     if path is None:
         return [Problem("the index leads out of its folder", name)]
@@ -206,48 +209,25 @@ def _read_shard(folder: str, name: str) -> Checkpoint | list[Problem]:
     if shard is None:
         return [Problem(f"is in a format that shards cannot have: {FORMATS[kind].title}", name)]
     if [(section.path, section.kind) for section in shard.sections] != [("", "state_dict")]:
-        return [Problem("holds something else than one state dict", name)]
+        return [Problem("does not hold one state dict", name)]
     return shard
 
 
-def _disagreements(weight_map: Mapping[str, str], shards: Mapping[str, Checkpoint]) -> list[Problem]:
-    """Keys that the index looks for in a shard that has them not, and keys of shards that the index does not know."""
-    keys = {name: shard.sections[0].by_key() for name, shard in shards.items()}
-    problems = [
-        Problem(f"not in {name}, where the index looks for it", key)
-        for key, name in weight_map.items()
-        if name in keys and key not in keys[name]
-    ]
-    return problems + [
-        Problem(f"in {name}, which the index does not know", key)
-        for name, have in keys.items()
-        for key in have
-        if weight_map.get(key) != name
-    ]
-
-
-def _kind_problems(shards: Mapping[str, Checkpoint]) -> list[Problem]:
-    kinds = dict.fromkeys(shard.format for shard in shards.values())
-    if len(kinds) < 2:
-        return []
-    return [Problem(f"a {shard.format} file among others", name) for name, shard in shards.items()]
-
-
 def _size_notes(index: Mapping[str, Any], tensors: Sequence[TensorEntry]) -> tuple[str, ...]:
-    """What to say of a wrong ``total_size``. No reader needs it, and many published indexes have it wrong."""
-    said = index.get("metadata", {}).get("total_size")
-    if said is None or said in (_total_size(tensors), sum(entry.nbytes for entry in tensors)):
+    """Return a note about a wrong ``total_size``. No reader needs it, and many published indexes have it wrong."""
+    total = index.get("metadata", {}).get("total_size")
+    if total is None or total in (_total_size(tensors), sum(entry.nbytes for entry in tensors)):
         return ()
-    return (f"the index says total_size {said!r:.40}, the tensors are {_total_size(tensors)} bytes",)
+    return (f"the index says total_size {total!r:.40}, the tensors are {_total_size(tensors)} bytes",)
 
 
 def _total_size(tensors: Iterable[TensorEntry]) -> int:
-    """Bytes of the tensors, each counted once whatever number of names it has."""
+    """Return the bytes of the tensors. Tensors with several names count once."""
     return sum({entry.identity: entry.nbytes for entry in tensors}.values())
 
 
 def _common(metadatas: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """What the shards say of themselves without contradicting each other."""
+    """Return the items of the shards' metadata that do not contradict each other."""
     values: dict[str, set[str]] = {}
     for metadata in metadatas:
         for name, value in metadata.items():
@@ -255,58 +235,55 @@ def _common(metadatas: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return {name: value.pop() for name, value in values.items() if len(value) == 1}
 
 
-def _modules(shards: Iterable[Checkpoint]) -> dict[str, object] | None:
-    """The versions of modules (``_metadata``) of all shards that have some; None where none has."""
-    found = [shard.sections[0].modules for shard in shards if shard.sections[0].modules is not None]
-    return {path: own for modules in found for path, own in modules.items()} if found else None
-
-
 # Writing
 
 
 def layout_files(checkpoint: Checkpoint, kind: str, name: str = "", max_shard_size: int | None = None) -> Files:
-    """The files of the sharded checkpoint, shards first and the index last.
+    """Return the files of the sharded checkpoint, shards first and the index last.
 
-    `kind` is `SAFETENSORS` or `BIN`. Tensors stay in their shards, or with `max_shard_size` (bytes), or where they come
-    from no shards, are sharded afresh; what then fits into one shard gets no index, unless one is asked for by `name`.
-    Raises `Refused` for what the shards' format cannot hold.
+    `kind` is `SAFETENSORS` or `BIN`. Tensors stay in their shards. They are sharded again with `max_shard_size`
+    (bytes), and if they come from no shards. One shard gets an index only if `name` asks for one. Raises `Refused` for
+    entries that the shards' format cannot hold.
     """
-    source = checkpoint.container if isinstance(checkpoint.container, Shards) else None
-    checkpoint, source = _settled(checkpoint, source)
+    checkpoint, source = _with_new_names(checkpoint)
     stem, ending, layout = _LAYOUT[kind]
     if source is not None and max_shard_size is None:
         shards = _kept(checkpoint, source)
     else:
         stem = name.partition(f"{ending}.index")[0] or stem
-        shards = _afresh(checkpoint, stem, ending, max_shard_size or DEFAULT_SIZE, bool(name))
+        shards = _sharded_again(checkpoint, stem, ending, max_shard_size or DEFAULT_SIZE, bool(name))
     files: dict[str, Pieces] = {shard: layout(content) for shard, content in shards.items()}
     if list(shards) == [stem + ending]:
         return files
     index_name = name or (source.name if source is not None else f"{stem}{ending}.index.json")
-    files[index_name] = [Piece(_index_of(checkpoint, shards, source))]
+    files[index_name] = [Piece(_index(checkpoint, shards, source))]
     return files
 
 
 def layout_in_place(checkpoint: Checkpoint) -> Mapping[str, Edited] | None:
-    """The files with all data where it lies in those that were read; None where one of them has to be written anew."""
-    source = checkpoint.container
-    if isinstance(source, Shards):
-        checkpoint, source = _settled(checkpoint, source)
-    shards = _kept(checkpoint, source) if isinstance(source, Shards) else {}
-    if not isinstance(source, Shards) or shards.keys() != source.shards.keys():
+    """Return the files with all data in its present position; None if one of them has to be rewritten."""
+    checkpoint, source = _with_new_names(checkpoint)
+    if source is None:
+        return None
+    shards = _kept(checkpoint, source)
+    if shards.keys() != source.shards.keys():
         return None
     files: dict[str, Edited] = {}
     for name, content in shards.items():
-        own = FORMATS[content.format].layout_in_place(content, name)
-        if own is None:
+        edited = FORMATS[content.format].layout_in_place(content, name)
+        if edited is None:
             return None
-        files |= own
-    index = _index_of(checkpoint, shards, source)
+        files |= edited
+    index = _index(checkpoint, shards, source)
     return {**files, source.name: Edited([Piece(index)], source.text.encode(), index)}
 
 
-def _settled(checkpoint: Checkpoint, source: Shards | None) -> tuple[Checkpoint, Shards | None]:
-    """Both with the metadata in the names of now: the parts of a tensor of torchao may lie in several shards."""
+def _with_new_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Shards | None]:
+    """Return the checkpoint and its container, with torchao's metadata under the tensors' new names.
+
+    The parts of a tensor of torchao may be in several shards.
+    """
+    source = checkpoint.container if isinstance(checkpoint.container, Shards) else None
     names = torchao.new_names(checkpoint)
     if names is not None and source is not None:
         shards = {n: replace(s, metadata=torchao.renamed(s.metadata, names)) for n, s in source.shards.items()}
@@ -314,14 +291,8 @@ def _settled(checkpoint: Checkpoint, source: Shards | None) -> tuple[Checkpoint,
     return torchao.settled(checkpoint), source
 
 
-def _index_of(checkpoint: Checkpoint, shards: Mapping[str, Checkpoint], source: Shards | None) -> bytes:
-    weight_map = {key: shard for shard, content in shards.items() for key in content.sections[0].keys}
-    ordered = {key: weight_map[key] for key in checkpoint.sections[0].keys}
-    return _index(ordered, _total_size(checkpoint.sections[0].tensors), source)
-
-
 def _kept(checkpoint: Checkpoint, source: Shards) -> dict[str, Checkpoint]:
-    """The shards with the entries that lay in them; what was computed lies with the entry before it."""
+    """Return the shards with their entries. A computed entry is in the shard of the entry before it."""
     home = {_origin(entry): name for name, shard in source.shards.items() for entry in shard.sections[0].tensors}
     content: dict[str, list[TensorEntry]] = {name: [] for name in source.shards}
     name = next(iter(content))
@@ -330,13 +301,13 @@ def _kept(checkpoint: Checkpoint, source: Shards) -> dict[str, Checkpoint]:
         content[name].append(entry)
     common = _common([shard.metadata for shard in source.shards.values()])
     new = {key: value for key, value in checkpoint.metadata.items() if key not in common}
-    gone, modules = common.keys() - checkpoint.metadata.keys(), checkpoint.sections[0].modules
+    removed, modules = common.keys() - checkpoint.metadata.keys(), checkpoint.sections[0].modules
     kept: dict[str, Checkpoint] = {}
     for name, entries in content.items():
         if entries:
             own = source.shards[name].metadata
-            said = {key: checkpoint.metadata[key] if key in common else own[key] for key in own if key not in gone}
-            kept[name] = replace(_shard(source.shards[name], entries, modules), metadata=said | new)
+            metadata = {k: checkpoint.metadata[k] if k in common else own[k] for k in own if k not in removed}
+            kept[name] = replace(_shard(source.shards[name], entries, modules), metadata=metadata | new)
     return kept
 
 
@@ -344,51 +315,46 @@ def _origin(entry: TensorEntry) -> int:
     return id(entry.payload if entry.storage is None else entry.storage)
 
 
-def _shard(whole: Checkpoint, entries: Iterable[TensorEntry], modules: Mapping[str, object] | None) -> Checkpoint:
-    """`whole` with these entries only, as a file of its own."""
-    return replace(whole, sections=(replace(whole.sections[0], tensors=tuple(entries), extras=(), modules=modules),))
+def _shard(checkpoint: Checkpoint, entries: Iterable[TensorEntry], modules: Mapping[str, object] | None) -> Checkpoint:
+    """Return the checkpoint with only these entries."""
+    section = replace(checkpoint.sections[0], tensors=tuple(entries), extras=(), modules=modules)
+    return replace(checkpoint, sections=(section,))
 
 
-def _afresh(checkpoint: Checkpoint, stem: str, ending: str, limit: int, indexed: bool) -> dict[str, Checkpoint]:
-    have = {entry.key: entry for entry in checkpoint.sections[0].tensors}
-    items = [Item(key, entry.nbytes, _origin(entry)) for key, entry in have.items()]
-    plan = plan_shards(items, limit)
+def _sharded_again(checkpoint: Checkpoint, stem: str, ending: str, limit: int, indexed: bool) -> dict[str, Checkpoint]:
+    by_key = {entry.key: entry for entry in checkpoint.sections[0].tensors}
+    plan = plan_shards([Item(key, entry.nbytes, _origin(entry)) for key, entry in by_key.items()], limit)
     names = shard_names(stem, ending, len(plan)) if len(plan) > 1 or indexed else [stem + ending]
-    # transformers takes __metadata__ without a format for another framework's
+    # transformers assumes another framework if __metadata__ has no format
     metadata = {"format": "pt", **checkpoint.metadata} if ending == ".safetensors" else checkpoint.metadata
     whole = replace(checkpoint, container=None, metadata=metadata)
     modules = checkpoint.sections[0].modules
-    return {name: _shard(whole, (have[key] for key in keys), modules) for name, keys in zip(names, plan)}
+    return {name: _shard(whole, (by_key[key] for key in keys), modules) for name, keys in zip(names, plan)}
 
 
-def _index(weight_map: dict[str, str], total_size: int, source: Shards | None) -> bytes:
-    """The text of the index, in the style of the source's; what it says beside sizes and places is kept."""
+def _index(checkpoint: Checkpoint, shards: Mapping[str, Checkpoint], source: Shards | None) -> bytes:
+    """Return the text of the index in the style of the source's. Its other items are kept."""
+    shard_of = {key: shard for shard, content in shards.items() for key in content.sections[0].keys}
+    weight_map = {key: shard_of[key] for key in checkpoint.sections[0].keys}
+    total_size = _total_size(checkpoint.sections[0].tensors)
     old: Mapping[str, Any] = source.index if source is not None else {}
     metadata = dict(old.get("metadata", {}))
-    if source is None or total_size != _total_size(_tensors(source)) or _size_notes(old, _tensors(source)):
+    before = [entry for shard in source.shards.values() for entry in shard.sections[0].tensors] if source else []
+    if source is None or total_size != _total_size(before) or _size_notes(old, before):
         metadata.pop("total_parameters", None)
         metadata["total_size"] = total_size
     else:
         metadata.setdefault("total_size", total_size)
-    before = list(old.get("weight_map", {}))
-    if before == sorted(before):
+    old_keys = list(old.get("weight_map", {}))
+    if old_keys == sorted(old_keys):
         weight_map = dict(sorted(weight_map.items()))
     index = {**({} if "metadata" in old else {"metadata": metadata}), **old}
     index |= {"metadata": metadata, "weight_map": weight_map}
-    return _spelled(index, source).encode()
-
-
-def _tensors(source: Shards) -> list[TensorEntry]:
-    return [entry for shard in source.shards.values() for entry in shard.sections[0].tensors]
-
-
-_STYLES = [(indent, ascii, end) for indent in (2, 4, None) for ascii in (True, False) for end in ("\n", "")]
-
-
-def _spelled(index: Mapping[str, Any], source: Shards | None) -> str:
-    """`index` as JSON, spelled like the source's text; by default as transformers spells it."""
     if source is not None:
         for indent, ascii, end in _STYLES:
             if json.dumps(source.index, indent=indent, ensure_ascii=ascii) + end == source.text:
-                return json.dumps(index, indent=indent, ensure_ascii=ascii) + end
-    return json.dumps(index, indent=2) + "\n"
+                return (json.dumps(index, indent=indent, ensure_ascii=ascii) + end).encode()
+    return (json.dumps(index, indent=2) + "\n").encode()  # as transformers writes it
+
+
+_STYLES = [(indent, ascii, end) for indent in (2, 4, None) for ascii in (True, False) for end in ("\n", "")]

@@ -191,7 +191,7 @@ class ParamMap:
 
 
 def owners(state: OptimizerState, names: Names | None, where: str, beside: Sequence[Section] = ()) -> ParamMap:
-    """Return which parameter each state belongs to. `beside` are the file's state dicts with keys in the saved order.
+    """Return which parameter each state belongs to. `beside` lists the file's state dicts with keys in the saved order.
 
     Raises `Refused` if nothing says it, and if the names in the keys cannot be the model's.
     """
@@ -381,7 +381,7 @@ def _interleave(
 
 
 class _Shapes:
-    """Compares the shapes in a state with those of parameters.
+    """Compares the shapes in a state with the parameters' shapes.
 
     Names that no table knows count as elementwise if their tensors together have shapes that the parameters have.
     """
@@ -396,7 +396,7 @@ class _Shapes:
         self.elementwise = ELEMENTWISE | {n for n, count in by_name.items() if any(count) and count <= available}
 
     def misfit(self, param: Param, shape: Shape | None) -> str | None:
-        """Return why the state cannot be that of a parameter of this shape; None if it can."""
+        """Return why the state does not fit a parameter of this shape; None if it does."""
         if shape is None:
             return None
         for name, own in self.state.shapes(param).items():

@@ -33,7 +33,7 @@ def identity(params: Sequence[Param]) -> dict[str, Expression]:
 
 
 def between(old: Names, new: Names, renamed: Mapping[str, str]) -> dict[str, Expression]:
-    """Return the parameters of `new` as expressions over those of `old`, as far as these give them.
+    """Return the parameters of `new` as expressions over the parameters of `old`, if they can be computed.
 
     `renamed` maps the old parameters to their names after the user's rules. Equal canonical names are one parameter;
     others are matched by the keys that the old model writes and the new one loads.
@@ -90,7 +90,7 @@ def _canonical(source: Expression, parameters: Parameters) -> Expression | None:
 
 
 def carry(state: OptimizerState, sources: Sources, shapes: Shapes, where: str) -> dict[Param, Mapping[Any, Any]]:
-    """Return the state of every new parameter that has one. `shapes` are those of the old parameters.
+    """Return the state of every new parameter that has one. `shapes` has the shapes of the old parameters.
 
     Raises `Refused`, all problems at once, for state that the parameter's expression cannot be applied to.
     """

@@ -90,15 +90,15 @@ def test_of_several_models_each_has_its_sections(tmp_path: Path, run: Run, files
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("pytorch_model_fsdp", ADAM, "holds (root) (optimizer), and not the one of model @ {}"),
-        ("optimizer", {"w": torch.ones(2)}, "holds (root) (state_dict), and not the one of optimizer @ {}"),
+        ("pytorch_model_fsdp", ADAM, "holds (root) (optimizer) instead of the one of model @ {}"),
+        ("optimizer", {"w": torch.ones(2)}, "holds (root) (state_dict) instead of the one of optimizer @ {}"),
         (
             "pytorch_model_fsdp",
             {"a": {"w": torch.ones(2)}, "b": {"w": torch.ones(2)}},
-            "holds a (state_dict), b (state_dict), and not the one of model @ {}",
+            "holds a (state_dict), b (state_dict) instead of the one of model @ {}",
         ),
-        ("pytorch_model_fsdp", 3, "holds no state dict, and not the one of model @ {}"),
-        ("pytorch_model_fsdp", {"a": {"w": torch.ones(2)}, "epoch": 3}, "holds more than that @ {}::epoch"),
+        ("pytorch_model_fsdp", 3, "holds no state dict instead of the one of model @ {}"),
+        ("pytorch_model_fsdp", {"a": {"w": torch.ones(2)}, "epoch": 3}, "is not expected there @ {}::epoch"),
     ],
 )
 def test_a_part_that_is_none_is_named(tmp_path: Path, run: Run, name: str, content: Any, problem: str) -> None:
@@ -127,7 +127,7 @@ def test_weights_beside_are_named(saved: Path, run: Run, tmp_path: Path) -> None
     (folder / "trainer_state.json").write_text("{}")
     done = run("inspect", folder)
     assert done.status == 0
-    assert "model.safetensors lies beside it, and is not read" in done.err
+    assert "model.safetensors is in the same folder, and is not read" in done.err
     out = tmp_path / "model.safetensors"
     assert run("remap", f"{folder}::model", "-o", out).status == 0
     same(load_file(out), torch.load(saved / f"{WHOLE[-1]}.pt")["model"])

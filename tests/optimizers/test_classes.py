@@ -1,4 +1,4 @@
-"""What the table knows of each class, held against the class itself: the names and shapes of its state."""
+"""The table of classes, checked against the classes: the names and shapes of their state."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ ALIKE = (
 
 
 def test_options_are_the_same_by_their_values(tmp_path: Path) -> None:
-    """True is not 1. A flat state has one group for those that are the same."""
+    """True is not 1. A flat state has one group for equal options."""
     mapping = {f"param_groups.{n.replace('.', '_')}.lr": v for n, v in OPTIONS.items()}
     torch.save({"optimizer": mapping}, tmp_path / "o.pt")
     (found,) = open_checkpoint(str(tmp_path / "o.pt")).sections

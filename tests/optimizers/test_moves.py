@@ -71,7 +71,7 @@ class Renaming(nn.Module):
 
 
 class Renamed(nn.Module):
-    """What was saved before: a parameter, and a buffer or another parameter."""
+    """The saved state: a parameter, and a buffer or another parameter."""
 
     def __init__(self, count: str) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def test_what_belongs_to_all_parameters_stays_in_their_order() -> None:
 
 
 def test_state_that_has_not_the_shape_of_its_parameter() -> None:
-    """An object, or a tensor of another shape; one number on which both agree is carried, in memory of its own."""
+    """An object, or a tensor of another shape, is refused; an equal number is copied to its own memory."""
     step = moment(1)
     found = carried({"x": joined("a", "b")}, a={"step": step}, b={"step": moment(1)})["x"]["step"]
     assert (found.shape, found.storage is step.storage) == ((1,), False)
@@ -241,7 +241,7 @@ def test_moments_that_only_torch_moves(op: str) -> None:
 
 def test_which_parameters_are_of_serialized_keys() -> None:
     class Halved(nn.Module):
-        """Its weight is saved in two parts, beside a constant."""
+        """Its weight is saved in two parts, with a constant."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Whose state ids are, where nothing in the file says it: the order of the model, where one way of it alone fits."""
+"""Owners of ids if the file does not name them: the order of the model, if exactly one assignment fits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model(shapes: Sequence[Shape], trainable: Sequence[bool]) -> Names:
 
 
 def keyed(keys: str, shapes: Sequence[Shape] = ()) -> Section:
-    """A state dict beside the optimizer, whose keys are ``p`` and these digits."""
+    """A state dict next to the optimizer, with the keys ``p`` and these digits."""
     sizes = shapes or [(2,)] * len(keys)
     entries = (
         TensorEntry(f"p{key}", "float32", shape, (1,), 0, Storage(STORAGE.data)) for key, shape in zip(keys, sizes)
@@ -183,7 +183,7 @@ def test_of_no_state_only_the_groups_can_be_wrong() -> None:
 
 
 def test_what_the_file_itself_calls_them() -> None:
-    """Ids of one group are the keys beside it, where there are as many, each of the shape of its state."""
+    """Ids of one group get the keys of the state dict, if there are as many and all shapes fit."""
     shapes: list[Shape] = [(2,), (3,), (2,)]
     state = optimizer([range(3)], [(2,), None, (2,)])
     found = own_names(state, [keyed("01", shapes), keyed("012", shapes)])

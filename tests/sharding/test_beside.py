@@ -1,4 +1,4 @@
-"""What stands beside the model in the files of ranks: averages of it, other models, tensors of no state dict."""
+"""Other entries in rank files: averages of the model, other models, tensors outside of state dicts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def of_ranks(folder: Path, *files: dict[str, Any]) -> Path:
 
 
 def slices(state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """What one of two ranks has of a state dict with `use_orig_params`: the lower half of each parameter, or the other.
+    """Return one of two ranks' state dict with `use_orig_params`: the lower or upper half of each parameter.
 
     Buffers are whole.
     """
@@ -56,7 +56,7 @@ def slices(state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_averages_are_cut_and_put_together_as_the_model_is(run: Run, tmp_path: Path, form: str) -> None:
+def test_averages_are_sharded_and_assembled_like_the_model(run: Run, tmp_path: Path, form: str) -> None:
     """Also of another dtype, and in a wrapper with a counter; what is no such model is whole in every file."""
     average = AveragedModel(Net())
     average.module.load_state_dict(state_of(1))

@@ -57,7 +57,7 @@ def differing(want: Any, have: Any, way: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_put_together_they_are_what_the_ranks_gather(saved: Path, run: Run, tmp_path: Path, name: str) -> None:
+def test_assembled_dtensors_equal_what_the_ranks_gather(saved: Path, run: Run, tmp_path: Path, name: str) -> None:
     """Even and uneven cuts, replicas, strides, by rows and by columns, with the optimizer in both its forms."""
     done = run("remap", saved / f"{name}_*.pt", "-o", tmp_path / "out.pt", "--verify")
     assert done.status == 0, done.err
@@ -136,7 +136,7 @@ MEAN = ("model", "norm.running_mean")  # a buffer
         (STEP, None, "some ranks have it, and others do not"),
     ],
 )
-def test_ordinary_tensors_beside_dtensors_are_every_ranks(
+def test_ordinary_tensors_next_to_dtensors(
     saved: Path, run: Run, tmp_path: Path, way: tuple[Any, ...], value: torch.Tensor | None, says: str | None
 ) -> None:
     """Rank 2 has another one, or none; a sparse tensor is carried."""

@@ -83,7 +83,7 @@ def same_optimizer(made: dict, expected: dict) -> None:
 
 @pytest.mark.parametrize("kind", ["flat", "original", "sharded"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_rank_files_become_what_fsdp_makes_of_them(
+def test_rank_files_become_the_full_state_dict_of_fsdp(
     runs: dict[int, Path], run: Run, tmp_path: Path, kind: str, world_size: int
 ) -> None:
     folder, out = runs[world_size], tmp_path / "full.pt"
@@ -126,8 +126,8 @@ def test_groups_of_equal_sizes_without_names_are_refused(
 
 
 @pytest.mark.parametrize("kind", ["flat", "original", "sharded"])
-def test_one_rank_is_never_the_whole(runs: dict[int, Path], run: Run, tmp_path: Path, kind: str) -> None:
-    """Of a model, of its names and of the plain weights: other, or no answer; all ranks are asked for, nothing else."""
+def test_one_rank_is_never_the_model(runs: dict[int, Path], run: Run, tmp_path: Path, kind: str) -> None:
+    """Against a model, its names and plain weights: the message asks for all ranks, and no fix is printed."""
     one, whole, names = runs[2] / f"{kind}_rank_0.pt", tmp_path / "whole.pt", tmp_path / "names.json"
     torch.save(Net().state_dict(), whole)
     assert run("trace", f"{SCRIPT}:Net", "-o", names).status == 0
@@ -191,7 +191,7 @@ def test_rank_files_for_another_number_of_ranks(
 
 
 @pytest.mark.parametrize(("form", "units"), [("fsdp-flat", UNITS), ("fsdp-sharded", [])])
-def test_what_is_no_tensor_of_a_state_is_on_every_rank(run: Run, tmp_path: Path, form: str, units: list[str]) -> None:
+def test_plain_values_of_a_state_are_on_every_rank(run: Run, tmp_path: Path, form: str, units: list[str]) -> None:
     """Old releases counted steps in plain numbers; other optimizers keep what they like."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -225,8 +225,8 @@ class Rowless(nn.Module):
 
 
 @pytest.mark.parametrize("form", ["fsdp-flat", "fsdp-sharded"])
-def test_state_of_no_parameters_shape_is_on_every_rank_as_it_was(run: Run, tmp_path: Path, form: str) -> None:
-    """Also a view with strides, whose values are laid in order where each rank has them in a storage of its own."""
+def test_state_with_another_shape_is_on_every_rank(run: Run, tmp_path: Path, form: str) -> None:
+    """Also a strided view: each rank has its values in row-major order, in its own storage."""
     kept = {"view": torch.arange(6.0).reshape(2, 3).t(), "sparse": torch.eye(3).to_sparse()}
     model = Net()
     params = [name for name, _ in model.named_parameters()]
@@ -240,14 +240,14 @@ def test_state_of_no_parameters_shape_is_on_every_rank_as_it_was(run: Run, tmp_p
     assert len(views) == sum(entry.layout == "sparse_coo" for entry in optimizer.tensors) > 0
 
 
-def test_what_lies_in_one_file_stays_a_span_of_it(runs: dict[int, Path], names: Names) -> None:
+def test_a_parameter_inside_one_file_stays_a_span(runs: dict[int, Path], names: Names) -> None:
     gathered = gather(open_checkpoint(str(runs[2] / "flat_rank_*.pt")), names)
     storages = {entry.storage for entry in gathered.checkpoint.section("model").tensors}
     spread = [storage for storage in storages if not isinstance(storage.data, Span)]
-    assert len(spread) == len(gathered.units)  # two ranks: one parameter of each unit lies in both files
+    assert len(spread) == len(gathered.units)  # two ranks: one parameter of each unit is in both files
 
 
-def test_the_parts_say_which_rank_they_are_of(runs: dict[int, Path]) -> None:
+def test_the_parts_are_in_the_order_of_the_ranks(runs: dict[int, Path]) -> None:
     checkpoint = open_checkpoint(str(runs[3] / "flat_rank_*.pt"))
     assert "rank 2 flat_rank_2.pt" in checkpoint.notes[0]
     flat = checkpoint.section("model").by_key()["_flat_param"]
@@ -256,7 +256,7 @@ def test_the_parts_say_which_rank_they_are_of(runs: dict[int, Path]) -> None:
     assert paths == [str(runs[3] / f"flat_rank_{rank}.pt") for rank in range(3)]
 
 
-def test_buffers_are_rank_0s_and_that_they_differ_is_said(runs: dict[int, Path], names: Names, run: Run) -> None:
+def test_a_note_says_that_buffers_differ(runs: dict[int, Path], names: Names, run: Run) -> None:
     gathered = gather(open_checkpoint(str(runs[2] / "flat_rank_*.pt")), names)
     assert gathered.notes == tuple(f"layers.{i}.seen differs between the ranks: rank 0's is used" for i in (0, 1))
     done = run("remap", runs[2] / "flat_rank_*.pt", *MODEL, "--dry-run", "--format", "json")
@@ -322,8 +322,8 @@ def test_inspect_names_the_flat_parameters(runs: dict[int, Path], run: Run) -> N
     assert "is the part of one rank: name the files of all ranks at once" in warned
 
 
-def test_the_mend_of_flat_keys_loads(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
-    """A flat key is said to be one, and the printed command makes a file of which diff says the same."""
+def test_the_fix_of_flat_keys_loads(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+    """The reason names the flat key, and the printed command writes a file without differences."""
     said = run("diff", *MODEL, f"{runs[2]}/flat_rank_*.pt", "--format", "json").data
     assert {entry["reason"] for entry in said["entries"] if entry["status"] == "unexpected"} == {Code.FLAT.words}
     words = shlex.split(said["fix"][0])
@@ -416,7 +416,7 @@ def test_names_in_the_wrong_order(runs: dict[int, Path], run: Run, tmp_path: Pat
     pattern = copy_as(tmp_path, {f"r{1 - rank}.pt": runs[2] / f"flat_rank_{rank}.pt" for rank in (0, 1)})
     status, _, err = run("remap", pattern, *MODEL, "-o", tmp_path / "full.pt")
     assert status == 0
-    assert f"{tmp_path / 'r0.pt'} was saved by rank 1, whatever its name says" in " ".join(err.split())
+    assert f"rank 1 saved {tmp_path / 'r0.pt'}, although the number in its name is 0" in " ".join(err.split())
     same(torch.load(tmp_path / "full.pt")["model"], torch.load(runs[2] / "flat_full.pt")["model"])
 
 
@@ -492,7 +492,7 @@ def test_what_cannot_be_flattened(run: Run, tmp_path: Path) -> None:
     done = run("remap", tmp_path / "model.pt", *MODEL, *out, "--to", "fsdp-sharded")
     assert (done.status, list(tmp_path.glob("rank_*"))) == (1, [])
     assert "not in the checkpoint @ layers.1.scale" in done.err
-    assert "not in the checkpoint @ layers.0" not in done.err  # a parameter of another dtype is cut by itself
+    assert "not in the checkpoint @ layers.0" not in done.err  # a parameter of another dtype is cut alone
 
 
 def test_tied_names_of_other_values_are_not_made_one(run: Run, tmp_path: Path) -> None:
@@ -509,9 +509,9 @@ def test_tied_names_of_other_values_are_not_made_one(run: Run, tmp_path: Path) -
     [
         (["--to", "fsdp-flat", *MODEL], "needs the model's parameters and the number of ranks"),
         (["--to", "fsdp-flat", *MODEL, "--world-size", "1"], "over two ranks or more"),
-        (["--to", "fsdp-flat", *MODEL, "--world-size", "2", "-o", "one.pt"], "every rank gets a file of its own"),
+        (["--to", "fsdp-flat", *MODEL, "--world-size", "2", "-o", "one.pt"], "every rank gets its own file"),
         (["--to", "serialized", *MODEL, "--world-size", "2"], "--world-size is for --to fsdp-flat and fsdp-sharded"),
-        (["--to", "fsdp-sharded", *MODEL, "--world-size", "2", *UNITS], "cuts each parameter by itself"),
+        (["--to", "fsdp-sharded", *MODEL, "--world-size", "2", *UNITS], "cuts each parameter alone"),
         (["--to", "fsdp-flat", *MODEL, "--world-size", "2", "-o", "one.pt"], "-o 'rank_{rank}.pt'"),
         (["--to", "serialized", *MODEL], "DTensors (FSDP2, tensor parallelism) load from a folder"),
         ([*MODEL, "--units", "layers.*", "-o", "out.pt"], "holds no flat parameters"),

@@ -1,4 +1,4 @@
-"""What the ranks hold of a model: parts in any geometry, under the names of either form, and its flat parameters."""
+"""A model's parts on the ranks: in any geometry, under the names of either form, and in flat parameters."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SHIFTED = ["--model", f"{__file__}:Shifted"]
 
 
 def of_shifted(folder: Path, runtime: bool, *changes: dict[str, torch.Tensor]) -> Path:
-    """What two ranks have with `use_orig_params`, in runtime names or those of `state_dict()`."""
+    """The state dicts of two ranks with `use_orig_params`, under runtime names or serialized keys."""
     model = Shifted()
     names = dict(zip(SAVED, SAVED)) if runtime else SAVED
     for rank, change in enumerate(changes):
@@ -109,7 +109,7 @@ def test_a_slice_that_is_a_view_with_strides(run: Run, tmp_path: Path) -> None:
 
 
 def flat_net(inner: type[nn.Module]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The model's state, and that of the same model with `inner` and itself flattened."""
+    """The model's state, and the state of the same model with `inner` and itself flattened."""
     model = Net()
     state = {key: value.clone() for key, value in model.state_dict().items()}
     return state, flattened(model, inner, True).state_dict()
@@ -126,7 +126,7 @@ def test_a_unit_without_parameters_of_its_own_may_be_named(run: Run, tmp_path: P
 
 
 def test_the_root_need_not_be_flattened(run: Run, tmp_path: Path) -> None:
-    """Its parameters stand under their own names then; `--units` does not name it."""
+    """Its parameters have their own names then; `--units` does not name it."""
     model = Net()
     expected = {key: value.clone() for key, value in model.state_dict().items()}
     model.layers = nn.ModuleList(FlattenParamsWrapper(layer) for layer in model.layers)

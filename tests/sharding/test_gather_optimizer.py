@@ -1,4 +1,4 @@
-"""What the ranks hold of an optimizer: whose state it is, and what cannot be put together is refused by its key."""
+"""Optimizers in rank files: owners of state, and state that cannot be assembled is refused by its key."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Scalar(nn.Linear):
 
 
 class Doubled(nn.Linear):
-    """Saves twice its weight, and a constant beside it."""
+    """Saves twice its weight, and a constant."""
 
     def __init__(self) -> None:
         super().__init__(2, 3)

@@ -44,7 +44,7 @@ _MAX_VALUE = 1 << 24  # bytes of an item that is not a tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Container(torch_zip.Container):
-    """What the writer needs from the folder that was read, as the tree of a torch file.
+    """The tree of the folder as that of a torch file, and what the writer reuses from the folder.
 
     `items` are the tensors, and the objects that hold tensors, by the id of their node in the tree. `values` are the
     places of all other objects by their pickle and flat key, and by their pickle alone (flat key ``""``). `names` are
@@ -89,7 +89,7 @@ def read(path: str) -> Checkpoint:
     _refuse(
         path,
         [
-            Problem(f"its bytes in {one.name} are also those of {places[one]}", places[other])
+            Problem(f"it shares bytes in {one.name} with {places[one]}", places[other])
             for one, other in pairwise(in_order)
             if one.name == other.name and one.offset + one.length > other.offset
         ],
@@ -99,7 +99,7 @@ def read(path: str) -> Checkpoint:
     nbytes = pickled + sum(sizes.values())
     storages = Storages(lambda key, nbytes: reader.rebuilder.storages[key], memory=Memory(nbytes), pickled=pickled)
     for key, storage in reader.rebuilder.storages.items():
-        storages.get(key, storage.nbytes)  # also those that no tensor looks at: the writer needs them all
+        storages.get(key, storage.nbytes)  # the writer also needs storages without tensors
 
     def made(tree: Tree) -> Checkpoint:
         tree.unreached = unreached(root, storages, storages.found, storages.found.__getitem__)
@@ -299,7 +299,7 @@ def _free_name(source: Container | None, rank: int) -> str:
 
 @dataclass(slots=True, eq=False)
 class _Writer:
-    """Returns the item of each leaf: the one that was read, or a new one at the end of the smallest of `files`."""
+    """Returns the item of each leaf: the item that was read, or a new item at the end of the smallest of `files`."""
 
     rebuilder: Rebuilder
     storages: Storages
@@ -335,7 +335,7 @@ class _Writer:
         item = self.tensors.get(identity)
         if item is None:
             data = entry.storage.data
-            if isinstance(data, Span):  # on a storage of its own that holds no more than the tensor spans
+            if isinstance(data, Span):  # write only the part of the storage that the tensor spans
                 itemsize = dtypes.itemsize(entry.dtype)
                 count = entry.end - entry.offset if entry.numel else 0
                 span = Span(data.path, data.offset + entry.offset * itemsize, count * itemsize)

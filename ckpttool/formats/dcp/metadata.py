@@ -19,7 +19,7 @@ Path = tuple[Union[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an item or chunk is stored: `length` bytes from `offset` of the file `name` in the folder.
+    """The place of an item or chunk: `length` bytes from `offset` of the file `name` in the folder.
 
     `transforms` are the stream extensions (compression, encryption) that encoded the bytes. `raw` bytes are the
     elements themselves instead of a torch file; torch's own ``.metadata`` cannot say that.

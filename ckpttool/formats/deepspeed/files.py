@@ -24,7 +24,7 @@ from ckpttool.formats.zip_read import read_archive
 from ckpttool.io.files import is_dir, is_file, names_in
 from ckpttool.io.paths import join, parent
 
-COPY = "copy the folder again, or take an older step: the file `latest` next to it names the one that DeepSpeed loads"
+COPY = "copy the folder again, or take an older step: the file `latest` next to it names the step that DeepSpeed loads"
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
 _EXPERTS = re.compile(r"(?:layer_\d+[-_]|expp?_).*_states\.pt")

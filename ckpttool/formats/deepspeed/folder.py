@@ -85,7 +85,7 @@ def read(folder: str) -> Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How parameters lie in the flat tensors of the ranks.
+    """The positions of parameters in the flat tensors of the ranks.
 
     `groups` are the shapes of the parameters of each param group in order. `gaps` is the padding after each parameter,
     in elements (ZeRO-1 and -2). `sizes` are the numbers of elements of each rank's flat tensors: one for each param

@@ -168,7 +168,7 @@ def _in_rank_order(pattern: str, saved_by: Mapping[str, tuple[int, int] | None])
 
 
 def _numbers(paths: Sequence[str]) -> dict[str, int]:
-    """Return the number in which the paths differ, or of several the one that counts the paths; empty if none."""
+    """Return the number in which the paths differ, or of several the number that counts the paths; empty if none."""
     digits = [[int(number) for number in re.findall(r"\d{1,9}", path)] for path in paths]
     alike = len({len(numbers) for numbers in digits}) == 1
     varying = {column for column in zip(*digits) if len(set(column)) > 1} if alike else set()
@@ -342,7 +342,7 @@ def _end_to_end(parts: tuple[TensorEntry | None, ...], key: str) -> TensorEntry:
     present = [part for part in parts if part is not None]
     dtype, numel = present[0].dtype, sum(part.numel for part in present)
     if any(len(part.shape) != 1 or part.dtype != dtype for part in present):
-        raise _misfit("its name is that of a flat parameter, but it is not one-dimensional or not of one dtype", key)
+        raise _misfit("it has the name of a flat parameter, but is not one-dimensional or not of one dtype", key)
     storage = concatenated(across(present, 0, numel))
     return in_row_major(key, dtype, (numel,), storage, payload=RankParts(parts, whole=True))
 

@@ -90,7 +90,7 @@ def rank_pairs(left: TensorEntry, right: TensorEntry) -> Sequence[tuple[TensorEn
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalShard:
-    """What one rank holds of a sharded tensor of `shape`: the entry `local` is its `chunk`, or the rank has none.
+    """One rank's shard of a tensor of `shape`: the entry `local` is its `chunk`. A rank without a shard has None.
 
     `layout` is what all ranks have in common: the mesh's shape and the placements.
     """

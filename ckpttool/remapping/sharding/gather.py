@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry, in_row_major
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Expression, Op, Ref, refs, substitute
 from ckpttool.core.keys import dotted, is_flat
 from ckpttool.core.names import RUNTIME, SERIALIZED, Names
+from ckpttool.core.optimizer_state import rebuilt
 from ckpttool.core.plan import Dropped
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
@@ -41,11 +41,12 @@ def merge_replicas(source: Checkpoint) -> Checkpoint:
         return source
     problems: list[Problem] = []
     notes: list[str] = []
+    merged = {id(e): _merged(e, section, problems, notes) for section in source.sections for e in section.tensors}
     sections = []
     for section in source.sections:
-        merged = {id(entry): _merged(entry, section, problems, notes) for entry in section.tensors}
         tensors = tuple(merged[id(entry)] for entry in section.tensors)
-        sections.append(replace(section, tensors=tensors, mapping=_with_entries(section.mapping, merged)))
+        mapping = section.mapping and rebuilt(section.mapping, lambda _, value: merged.get(id(value), value))
+        sections.append(replace(section, tensors=tensors, mapping=mapping))
     if problems:
         raise CkptError(
             f"the files of {source.source} are not of one step: {plural(len(problems), 'difference')}",
@@ -73,15 +74,6 @@ def _merged(entry: TensorEntry, section: Section, problems: list[Problem], notes
         else:
             notes.append(f"{key} {DIFFERS}: rank 0's is used")
     return replace(entry, payload=present[0].payload)
-
-
-def _with_entries(value: Any, entries: Mapping[int, TensorEntry]) -> Any:
-    """Return the optimizer's state dict with other entries, given by the ids of the present ones."""
-    if isinstance(value, TensorEntry):
-        return entries.get(id(value), value)
-    if isinstance(value, Mapping):
-        return {key: _with_entries(item, entries) for key, item in value.items()}
-    return type(value)(_with_entries(item, entries) for item in value) if type(value) in (list, tuple) else value
 
 
 # Flat parameters and slices
@@ -117,7 +109,7 @@ class _Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The assembled checkpoint; `sections` are the assembled state dicts by path, `units` those of the first one."""
+    """The assembled checkpoint, and its assembled state dicts by path. `units` belong to the first state dict."""
 
     checkpoint: Checkpoint
     sections: Mapping[str, _Gathered]
@@ -158,7 +150,7 @@ class Gathered:
 def gather_ranks(source: Checkpoint, names: Names | None, units: Sequence[str]) -> Gathered | None:
     """Return the source with flat parameters and parts of tensors assembled; None if it has none.
 
-    Raises `CkptError` if that is impossible, or if there are no flat parameters for `units` to name.
+    Raises `CkptError` if that is impossible, or if `units` are given and the source has no flat parameters.
     """
     of_ranks = any(is_of_ranks(entry) for section in source.sections for entry in section.tensors)
     if not of_ranks and not any(is_flat(entry.key) for section in source.state_dicts for entry in section.tensors):
@@ -282,7 +274,7 @@ def _gather_section(section: Section, names: Names, patterns: Sequence[str], pro
 def _from_ranks(
     entry: TensorEntry, tables: NameTables, reading: Reading, problems: list[Problem], notes: list[str]
 ) -> TensorEntry:
-    """Assemble a tensor that has a name of its own, with the shape of the model's."""
+    """Assemble a tensor that is not in a flat parameter, with the shape that the model says."""
     serialized = reading.form == SERIALIZED
     likeness = tables.serialized_likeness if serialized else tables.runtime_likeness
     name = reading.match.names.get(entry.key, "")

@@ -27,7 +27,7 @@ _LEAVE_OUT = "convert the model alone: PATTERN::SECTION"
 
 
 def with_gathered_optimizers(done: Remap, gathered: Gathered, names: Names) -> Remap:
-    """Return the remap of the assembled model with every optimizer as that of the model before it was wrapped.
+    """Return the remap with every optimizer as it would be for the model before it was wrapped.
 
     Ids are numbered in ``model.parameters()`` order again. Raises `Refused`, all problems at once, if the owner of
     some state is unknown, or if it does not fit.

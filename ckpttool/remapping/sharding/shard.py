@@ -32,8 +32,8 @@ def scatter(
 ) -> list[Checkpoint]:
     """Return the checkpoint of each rank in `form`. State dicts other than `models` are complete in each.
 
-    `models` are the paths of sections with the model's serialized keys. `units` name the modules with flat parameters
-    of their own (``layers.*``); the root always has one. Raises `Refused`, all problems at once, for tensors that FSDP1
+    `models` are the paths of sections with the model's serialized keys. `units` name the modules that have flat
+    parameters (``layers.*``); the root always has one. Raises `Refused`, all problems at once, for tensors that FSDP1
     cannot shard.
     """
     if not 2 <= world_size <= _MOST_RANKS:

@@ -34,7 +34,7 @@ def pickled(value: Any) -> Any:
 
 @settings(max_examples=150, deadline=None)
 @given(state=st.dictionaries(KEYS, TREES, max_size=4))
-def test_what_torch_flattens_is_flattened_so(state: dict[Any, Any]) -> None:
+def test_state_dicts_are_flattened_as_torch_does(state: dict[Any, Any]) -> None:
     try:
         flat, paths = flatten_state_dict(state)
     except ValueError:
@@ -51,7 +51,7 @@ def test_what_torch_flattens_is_flattened_so(state: dict[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("root", [torch.ones(2), [torch.ones(2)], {(1, 2): torch.ones(2)}])
-def test_what_has_no_flat_keys_is_refused(root: Any) -> None:
+def test_objects_without_flat_keys_are_refused(root: Any) -> None:
     with pytest.raises(Refused, match="cannot hold this") as caught:
         flattened(pickled(root))
     said = (
@@ -83,7 +83,7 @@ def inside(depth: int, container: Any) -> Any:
     return reduce(lambda inner, _: container(inner), range(depth), 1)
 
 
-def test_what_is_nested_too_deep() -> None:
+def test_the_limit_of_nesting() -> None:
     assert list(flattened(inside(200, lambda inner: {"a": inner}))) == [".".join("a" * 200)]
     with pytest.raises(Refused) as caught:
         flattened(inside(201, lambda inner: {"a": inner}))

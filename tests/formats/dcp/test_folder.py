@@ -156,7 +156,7 @@ def test_safetensors_of_two_ranks(ranks: Path, tmp_path: Path, name: str) -> Non
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"rows": {}}', '{"rows": {"saved_offsets": [0, 1, 2]}}', '{"rows": 5}', "{"]
 )
-def test_shards_that_do_not_say_where_they_lie(tmp_path: Path, text: str) -> None:
+def test_shards_without_offsets_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
     save_file({"rows": torch.ones(2, 2)}, path, {"DCP_SHARDING_INFO": text})
     with pytest.raises(CkptError, match="do not cover the tensors"):
@@ -374,7 +374,7 @@ def of_w(**said: Any) -> Callable[[Any], None]:
 
 
 def chunks(*boxes: tuple[list[int], list[int]]) -> Callable[[Any], None]:
-    """The tensor `w` in these boxes, each with a place of its own in the file."""
+    """The tensor `w` in these boxes, each in another place in the file."""
 
     def lies(metadata: Any) -> None:
         own = [ChunkStorageMetadata(torch.Size(at), torch.Size(size)) for at, size in boxes]
@@ -403,7 +403,7 @@ def odd_key(metadata: Any) -> None:
 
 
 NO_PATH = "is not the flat key of its path @ Metadata"
-# What is changed, and all that is said of it; None where that is how far Python got
+# The change, and every reported problem; None if it depends on how far Python got
 LIES: dict[str, tuple[Callable[[Any], Any], list[str] | None]] = {
     "outside": (first_place(relative_path="../secret"), ["leads out of the folder @ ../secret"]),
     "itself": (
@@ -485,7 +485,7 @@ LIES: dict[str, tuple[Callable[[Any], Any], list[str] | None]] = {
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_metadata_that_lies(tmp_path: Path, name: str) -> None:
+def test_wrong_metadata_is_refused(tmp_path: Path, name: str) -> None:
     folder = save({"w": torch.ones(4), "n": 3}, tmp_path / "m")
     (tmp_path / "secret").write_text("x")
     place = pickle.loads((folder / ".metadata").read_bytes()).storage_data[MetadataIndex("n")]
@@ -518,7 +518,7 @@ def test_metadata_that_lies(tmp_path: Path, name: str) -> None:
         ({".".join("x" * 300): tuple("x" * 300)}, "nested too deep @ x.x.x.x.x.x.x.x.x.x"),
     ],
 )
-def test_keys_that_make_no_nested_state_dict(tmp_path: Path, ways: dict[str, Any], said: str | None) -> None:
+def test_keys_that_do_not_form_a_state_dict(tmp_path: Path, ways: dict[str, Any], said: str | None) -> None:
     folder = save(dict.fromkeys(ways, torch.ones(2)), tmp_path / "m")
     change(folder, paths(**ways))
     with pytest.raises(CkptError, match="do not form a nested state dict") as caught:
@@ -526,7 +526,7 @@ def test_keys_that_make_no_nested_state_dict(tmp_path: Path, ways: dict[str, Any
     assert list(map(str, caught.value.problems)) == ([said] if said else [])
 
 
-def test_lists_keep_their_places_where_something_is_missing(tmp_path: Path) -> None:
+def test_lists_keep_their_positions_if_an_item_is_missing(tmp_path: Path) -> None:
     folder = save({"a.0": torch.ones(1), "a.3": torch.ones(2)}, tmp_path / "m")
     change(folder, paths(**{"a.0": ("a", 0), "a.3": ("a", 3)}))
     remap(folder, "-o", tmp_path / "out.pt")
@@ -542,7 +542,7 @@ def test_a_property_that_torch_added_later_is_kept(tmp_path: Path, more: Any) ->
     assert [getattr(own, "more", None) for own in item.items.values()] == [tuple(s and tuple(s) for s in more)]
 
 
-def test_what_a_folder_may_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks that a pickle names once and refers to often, and the pickle itself."""
     folder = save({"w": torch.ones(4), "x": torch.ones(4)}, tmp_path / "m")
     nbytes = (folder / ".metadata").stat().st_size
@@ -564,8 +564,8 @@ def test_shards_beside_a_metadata_are_not_looked_at(tmp_path: Path) -> None:
     assert [entry.key for entry in open_checkpoint(str(folder)).sections[0].tensors] == ["w"]
 
 
-def test_elements_smaller_than_a_byte_are_no_chunks(tmp_path: Path) -> None:
-    """Neither in shards nor in a file that .metadata names: where in the tensor they lie is told in elements."""
+def test_elements_smaller_than_a_byte_are_refused(tmp_path: Path) -> None:
+    """In shards, and in a file that .metadata names: offsets are counted in elements."""
     described = {"w": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}
     noted = {"__metadata__": {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [0]}}'}}
     raw = json.dumps({**noted, **described}).encode()
@@ -604,7 +604,7 @@ def test_chunks_in_files_of_both_kinds(tmp_path: Path) -> None:
 
 
 def test_an_object_is_read_up_to_a_size(tmp_path: Path) -> None:
-    """What is no tensor is read whole; of one that is longer than any, only the place is said."""
+    """An object that is not a tensor is read completely; if it is too long, only its place is reported."""
     folder = save({"n": 3}, tmp_path / "m")
     os.truncate(folder / "__0_0.distcp", 1 << 25)
     for length, said in (
@@ -631,7 +631,7 @@ def test_items_that_share_bytes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match="do not fit") as caught:
         open_checkpoint(str(folder))
     assert [(problem.key, problem.problem) for problem in caught.value.problems] == [
-        ("x", "its bytes in __0_0.distcp are also those of w")
+        ("x", "it shares bytes in __0_0.distcp with w")
     ]
 
 

@@ -28,7 +28,7 @@ def shard(folder: Path, number: int, tensors: dict[str, torch.Tensor], info: Any
     save_file(tensors, path, {"DCP_SHARDING_INFO": json.dumps(said)})
 
 
-def test_the_parts_of_two_ranks_are_one_tensor(tmp_path: Path) -> None:
+def test_the_shards_of_two_ranks_are_one_tensor(tmp_path: Path) -> None:
     shard(tmp_path, 1, {"rows": WHOLE[:1].clone(), "b": torch.ones(2)}, {"rows": [0, 0], "b": [0]})
     shard(tmp_path, 2, {"rows": WHOLE[1:].clone()}, {"rows": [1, 0]})
     shard(tmp_path, 3, {"rows": WHOLE[1:].clone()}, {"rows": [1, 0]})  # as another rank has it
@@ -46,8 +46,8 @@ def test_the_parts_of_two_ranks_are_one_tensor(tmp_path: Path) -> None:
         ((2,), "2, without 1: no"),
     ],
 )
-def test_that_no_file_says_how_many_ranks_there_were_is_said(tmp_path: Path, ranks: tuple[int, ...], said: str) -> None:
-    """A tensor may be in one rank's shard alone, and the last rows of another one in that of the last rank."""
+def test_a_note_says_that_the_number_of_ranks_is_unknown(tmp_path: Path, ranks: tuple[int, ...], said: str) -> None:
+    """A tensor may be in one rank's shard alone, and the last rows of another tensor in the last rank's shard."""
     for rank in ranks:
         shard(tmp_path, rank, {f"w{rank}": torch.ones(2)}, {f"w{rank}": [0]})
     (note,) = open_checkpoint(str(tmp_path)).notes
@@ -70,7 +70,9 @@ def test_that_no_file_says_how_many_ranks_there_were_is_said(tmp_path: Path, ran
         (WHOLE[1:], "10", "SHARD does not give the offsets of its chunk @ rows"),
     ],
 )
-def test_parts_that_do_not_make_up_a_tensor(tmp_path: Path, second: torch.Tensor, offsets: Any, said: str) -> None:
+def test_shards_that_do_not_cover_a_tensor_are_refused(
+    tmp_path: Path, second: torch.Tensor, offsets: Any, said: str
+) -> None:
     shard(tmp_path, 1, {"rows": WHOLE[:1].clone()}, {"rows": [0, 0]})
     shard(tmp_path, 2, {"rows": second.clone()}, {"rows": offsets})
     with pytest.raises(CkptError, match="its shards do not cover the tensors") as caught:

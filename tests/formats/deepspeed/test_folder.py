@@ -1,4 +1,4 @@
-"""ZeRO folders that DeepSpeed wrote: what is gathered is what its own programs gather, bit for bit."""
+"""ZeRO folders that DeepSpeed wrote are gathered bit for bit as its own programs gather them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def saved(request: pytest.FixtureRequest) -> Path:
     return folder
 
 
-def test_weights_and_moments_are_those_that_deepspeed_gathers(saved: Path, run: Run, tmp_path: Path) -> None:
-    """`zero_to_fp32` gives buffers in fp32; here they, and what is frozen, keep the dtype in which they were saved."""
+def test_weights_and_moments_equal_what_deepspeed_gathers(saved: Path, run: Run, tmp_path: Path) -> None:
+    """`zero_to_fp32` gives buffers in fp32; here buffers and frozen parameters keep their saved dtype."""
     done = run("remap", saved, "-o", tmp_path / "whole.pt", "--verify")
     assert done.status == 0, done.err
     assert "not copied: skipped_steps, global_steps, global_samples, epoch of" in done.err
@@ -246,7 +246,7 @@ def _flat(own: dict[str, Any]) -> str:
         (_second_model, "rank 0"),
     ],
 )
-def test_what_is_not_whole_and_ranks_that_say_other_things_are_refused(
+def test_missing_or_contradicting_ranks_are_refused(
     saved: Path, run: Run, tmp_path: Path, damage: Callable[[Path], None], says: str
 ) -> None:
     shutil.copytree(saved, tmp_path / "run")
@@ -277,7 +277,7 @@ def test_what_is_not_whole_and_ranks_that_say_other_things_are_refused(
         (0, lambda own: own["param_shapes"][1].update(more=torch.Size([4])), "its parts of the parameters are"),
     ],
 )
-def test_model_files_of_stage_3_that_lie_are_refused(
+def test_wrong_model_files_of_stage_3_are_refused(
     run: Run, tmp_path: Path, rank: int, change: Callable[[dict[str, Any]], None], says: str
 ) -> None:
     step = shutil.copytree(DATA / "deepspeed-0.19.8" / "zero-3", tmp_path / "run") / "global_step2"
@@ -345,7 +345,7 @@ def test_a_release_that_does_not_say_where_parts_lie(run: Run, tmp_path: Path, n
 
 @pytest.mark.parametrize("listed", [["scale", "count"], [], ["gone", [1]]])
 def test_buffers_that_differ_are_rank_0s_and_it_is_said(run: Run, tmp_path: Path, listed: list[str]) -> None:
-    """Also where the file does not list them: what is no placeholder is the module's own."""
+    """Also if the file does not list them: entries other than placeholders are the module's."""
     step = shutil.copytree(DATA / "deepspeed-0.19.8" / "zero-3", tmp_path / "run") / "global_step2"
     edited(step / "zero_pp_rank_0_mp_rank_00_model_states.pt", lambda own: own.update(buffer_names=listed))
     edited(step / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda own: own["module"]["scale"].add_(1))
@@ -358,7 +358,7 @@ def test_buffers_that_differ_are_rank_0s_and_it_is_said(run: Run, tmp_path: Path
     assert torch.load(tmp_path / "whole.pt")["model"]["scale"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_what_the_module_holds_beside_tensors_is_carried(saved: Path, run: Run, tmp_path: Path) -> None:
+def test_other_objects_of_the_module_are_copied(saved: Path, run: Run, tmp_path: Path) -> None:
     step = shutil.copytree(saved, tmp_path / "run") / "global_step2"
     for number, path in enumerate(sorted(step.glob("*model_states.pt"))):
         objects = {"up._extra_state": {"amax": number}, "n": [1, 2]}
@@ -377,7 +377,7 @@ def nested_lists(depth: int) -> list[Any]:
     return reduce(lambda inner, _: [inner], range(depth), list[Any]())
 
 
-def test_an_option_that_is_not_carried_is_said(saved: Path, run: Run, tmp_path: Path) -> None:
+def test_a_note_lists_options_that_are_not_copied(saved: Path, run: Run, tmp_path: Path) -> None:
     step = shutil.copytree(saved, tmp_path / "run") / "global_step2"
     lost = {"lr": torch.tensor(0.1), "betas": (torch.tensor(0.9), 0.99), "foreach": {}, "fused": torch.device("cpu")}
     lost |= {"capturable": OrderedDict(), "maximize": [torch.Size([1])], "amsgrad": nested_lists(400)}
@@ -401,7 +401,7 @@ def test_a_state_that_is_a_number_is_each_parameters(saved: Path, run: Run, tmp_
     assert [(type(own["step"]), own["step"]) for own in state.values()] == [(int, 2)] * 7
 
 
-def test_nothing_is_said_of_a_file_that_holds_nothing_else(saved: Path, run: Run, tmp_path: Path) -> None:
+def test_no_note_if_everything_is_copied(saved: Path, run: Run, tmp_path: Path) -> None:
     step = shutil.copytree(saved, tmp_path / "run") / "global_step2"
     for path in step.glob("*model_states.pt"):
         edited(path, lambda own: own.update(skipped_steps=None, global_steps=None, global_samples=None, epoch=None))
@@ -420,7 +420,7 @@ def test_nothing_is_said_of_a_file_that_holds_nothing_else(saved: Path, run: Run
         lambda base: base["param_groups"][0].update(params=["x"]),
     ],
 )
-def test_an_optimizer_that_is_laid_out_otherwise_is_not_read(
+def test_an_optimizer_with_another_layout_is_not_read(
     saved: Path, run: Run, tmp_path: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:
     step = shutil.copytree(saved, tmp_path / "run") / "global_step2"
@@ -431,8 +431,8 @@ def test_an_optimizer_that_is_laid_out_otherwise_is_not_read(
 
 
 @pytest.mark.parametrize("name", ["zero-1", "zero-2"])
-def test_files_under_other_ranks_are_found_out(run: Run, tmp_path: Path, name: str) -> None:
-    """ZeRO-1 and -2 say where each rank's part lies."""
+def test_files_with_swapped_ranks_are_refused(run: Run, tmp_path: Path, name: str) -> None:
+    """ZeRO-1 and -2 save the position of each rank's part."""
     shutil.copytree(DATA / "deepspeed-0.19.8" / name, tmp_path / "run")
     zero, one = (next((tmp_path / "run").rglob(f"*zero_pp_rank_{rank}_*optim*")) for rank in (0, 1))
     zero.rename(tmp_path / "other")
@@ -451,7 +451,7 @@ def test_a_step_that_latest_does_not_have(run: Run, tmp_path: Path) -> None:
     assert run("inspect", tmp_path / "run").status == 2
 
 
-def test_a_folder_of_another_layout_holds_no_optimizer_and_says_so(run: Run, tmp_path: Path) -> None:
+def test_an_old_layout_is_read_without_its_optimizer(run: Run, tmp_path: Path) -> None:
     """Older releases wrote a list of states; the weights are read all the same."""
     shutil.copytree(FOLDERS[0], tmp_path / "run")
     for path in (tmp_path / "run").rglob("*optim_states.pt"):
@@ -476,7 +476,7 @@ def gathered(folder: Path, run: Run, out: Path) -> Any:
     return torch.load(out)
 
 
-def test_a_universal_checkpoint_is_what_it_was_converted_from(universal: Path, run: Run, tmp_path: Path) -> None:
+def test_a_universal_checkpoint_equals_its_source(universal: Path, run: Run, tmp_path: Path) -> None:
     """All that `ds_to_universal` keeps: weights, buffers, moments, steps and hyperparameters."""
     source = universal.with_name(universal.name.removesuffix("-universal"))
     have = gathered(universal, run, tmp_path / "universal.pt")
@@ -536,7 +536,7 @@ def _no_step(zero: Path) -> None:
         (_shapes([{"../norm.bias": torch.Size([5])}]), "no file fp32.pt of it @ ../norm.bias"),
     ],
 )
-def test_a_universal_checkpoint_that_is_not_whole_is_refused(
+def test_an_incomplete_universal_checkpoint_is_refused(
     universal: Path, run: Run, tmp_path: Path, damage: Callable[[Path], None], says: str
 ) -> None:
     shutil.copytree(universal, tmp_path / "run")
@@ -545,7 +545,7 @@ def test_a_universal_checkpoint_that_is_not_whole_is_refused(
     assert (done.status, says in done.err) == (2, True), done.err
 
 
-def test_of_a_model_that_was_cut_the_hint_takes_the_weights(universal: Path, run: Run, tmp_path: Path) -> None:
+def test_the_hint_for_a_split_model_extracts_the_weights(universal: Path, run: Run, tmp_path: Path) -> None:
     """Its universal checkpoint has a model file for each part, and the parameters whole."""
     step = shutil.copytree(universal / "global_step2_universal", tmp_path / "step")
     first = next(step.glob("*model_states.pt"))
@@ -564,7 +564,7 @@ def test_of_a_model_that_was_cut_the_hint_takes_the_weights(universal: Path, run
         assert torch.equal(value.flatten(), want if trained else want.to(torch.bfloat16).float()), name
 
 
-def test_the_hint_for_a_model_that_is_cut_is_deepspeeds_own_program(saved: Path, run: Run, tmp_path: Path) -> None:
+def test_the_hint_for_a_split_model_is_deepspeeds_own_program(saved: Path, run: Run, tmp_path: Path) -> None:
     step = next(shutil.copytree(saved, tmp_path / "run").glob("global_step*"))
     first = next(step.glob("*model_states.pt"))
     shutil.copy(first, step / first.name.replace("mp_rank_00", "mp_rank_01"))
@@ -581,7 +581,7 @@ def test_the_hint_for_a_model_that_is_cut_is_deepspeeds_own_program(saved: Path,
         lambda rest: _set(rest, param_groups=[5, *rest["param_groups"][1:]]),
     ],
 )
-def test_param_groups_of_a_universal_checkpoint_that_are_others(
+def test_a_universal_checkpoint_with_other_param_groups(
     universal: Path, run: Run, tmp_path: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:
     shutil.copytree(universal, tmp_path / "run")
@@ -592,7 +592,7 @@ def test_param_groups_of_a_universal_checkpoint_that_are_others(
 
 
 def test_state_of_rank_0_in_a_universal_checkpoint(universal: Path, run: Run, tmp_path: Path) -> None:
-    """One value is each parameter's; of more it is said that they are left out, unless each parameter has its own."""
+    """One value applies to every parameter. More values are left out with a note, unless each parameter has its own."""
     shutil.copytree(universal, tmp_path / "run")
     own = {"step": 7, "beta": 0.5, "exp_avg": torch.ones(4), "alone": torch.ones(3), "none": torch.ones(0)}
     edited(
@@ -624,7 +624,7 @@ def test_a_parameter_of_one_element_has_its_shape(universal: Path, run: Run, tmp
     assert [have["optimizer"]["state"][name]["step"].shape for name in ("one", "none", "cube")] == [()] * 3
 
 
-def test_what_a_universal_checkpoint_has_beside_is_said(universal: Path, run: Run, tmp_path: Path) -> None:
+def test_a_note_lists_unknown_folders_of_a_universal_checkpoint(universal: Path, run: Run, tmp_path: Path) -> None:
     shutil.copytree(universal, tmp_path / "run")
     zero = tmp_path / "run" / "global_step2_universal" / "zero"
     shutil.copytree(zero / "up.bias", zero / "stranger")

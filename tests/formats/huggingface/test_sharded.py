@@ -66,7 +66,7 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def test_the_index_says_what_transformers_saved(llama: Path) -> None:
+def test_the_index_has_what_transformers_saved(llama: Path) -> None:
     want = real_models.build("llama", 0).state_dict()
     for operand in (llama, llama / INDEX):
         checkpoint = open_checkpoint(str(operand))
@@ -223,7 +223,7 @@ def test_every_disagreement_at_once(tmp_path: Path) -> None:
     assert "not in b.safetensors" in places["b2"]
 
 
-def test_a_wrong_total_size_is_said_and_mended(tmp_path: Path) -> None:
+def test_a_wrong_total_size_is_reported_and_fixed(tmp_path: Path) -> None:
     shards = {"a.safetensors": {"a": torch.ones(2)}, "b.safetensors": {"b": torch.ones(2)}}
     path = write(tmp_path / "m", shards, metadata={"total_size": 7})
     checkpoint = open_checkpoint(str(path))
@@ -239,7 +239,7 @@ def test_a_wrong_total_size_is_said_and_mended(tmp_path: Path) -> None:
 def test_the_index_keeps_its_spelling_and_its_order(
     tmp_path: Path, keys: str, indent: int | None, ascii_only: bool, end: str
 ) -> None:
-    """In an order of its own or sorted, with all else that it says; its inverse gives the same text."""
+    """In any order or sorted, with all other items; its inverse gives the same text."""
     shards = {f"{key}.safetensors": {f"é.{key}": torch.ones(2)} for key in "ab"}
     path = write(tmp_path / "m", shards)
     value: dict[str, Any] = {
@@ -397,7 +397,7 @@ def test_what_cannot_say_its_form_is_said_with_the_option_that_reads_it(tmp_path
     assert torch.equal(load_file(tmp_path / "back.safetensors")["weight"], state["weight"])
 
 
-def test_what_is_no_tensor_goes_along(tmp_path: Path) -> None:
+def test_objects_are_copied_too(tmp_path: Path) -> None:
     shards: dict[str, dict[str, Any]] = {
         "a.bin": {"x": torch.ones(2), "x._extra_state": {"n": 1}},
         "b.bin": {"y": torch.zeros(2)},
@@ -425,10 +425,10 @@ def test_what_is_no_tensor_goes_along(tmp_path: Path) -> None:
                 and (folder / "c.safetensors").rename(folder / "b.safetensors")
             ),
             [
-                "not in a.safetensors, where the index looks for it @ a",
-                "not in b.safetensors, where the index looks for it @ b",
-                "in a.safetensors, which the index does not know @ b",
-                "in b.safetensors, which the index does not know @ a",
+                "in the index, but not in a.safetensors @ a",
+                "in the index, but not in b.safetensors @ b",
+                "in a.safetensors, but not in the index @ b",
+                "in b.safetensors, but not in the index @ a",
             ],
         ),
         (
@@ -441,19 +441,19 @@ def test_what_is_no_tensor_goes_along(tmp_path: Path) -> None:
         ),
         (
             lambda folder: torch.save([torch.ones(2)], folder / "a.safetensors"),
-            ["holds something else than one state dict @ a.safetensors"],
+            ["does not hold one state dict @ a.safetensors"],
         ),
         (
             lambda folder: torch.save({}, folder / "a.safetensors"),
-            ["holds something else than one state dict @ a.safetensors"],
+            ["does not hold one state dict @ a.safetensors"],
         ),
         (
             lambda folder: save_file({}, folder / "a.safetensors"),
-            ["not in a.safetensors, where the index looks for it @ a"],
+            ["in the index, but not in a.safetensors @ a"],
         ),
     ],
 )
-def test_shards_that_are_not_what_the_index_says(tmp_path: Path, change: Any, said: list[str]) -> None:
+def test_shards_that_the_index_contradicts_are_refused(tmp_path: Path, change: Any, said: list[str]) -> None:
     path = write(tmp_path / "m", {"a.safetensors": {"a": torch.ones(2)}, "b.safetensors": {"b": torch.ones(2)}})
     change(tmp_path / "m")
     with pytest.raises(CkptError, match="disagree") as caught:
@@ -471,7 +471,7 @@ def test_an_index_is_read_up_to_a_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("drop", "left"), [("y", ["x", "z"]), ("x", ["y", "z"])])
-def test_in_place_what_is_dropped_is_left_out_of_its_shard(tmp_path: Path, drop: str, left: list[str]) -> None:
+def test_in_place_a_dropped_tensor_leaves_its_shard(tmp_path: Path, drop: str, left: list[str]) -> None:
     shards = {"a.safetensors": {"x": torch.ones(2), "z": torch.ones(1)}, "b.safetensors": {"y": torch.ones(3)}}
     path = write(tmp_path / "m", shards)
     remap(path, "--in-place", "--drop", drop)
@@ -479,8 +479,8 @@ def test_in_place_what_is_dropped_is_left_out_of_its_shard(tmp_path: Path, drop:
     assert {entry.key for entry in checkpoint.sections[0].tensors} == set(left)
 
 
-def test_each_shard_gets_what_is_new_in_the_metadata(tmp_path: Path) -> None:
-    """What only one of them said stays there, with its new value; what is gone is gone from all."""
+def test_each_shard_gets_new_metadata(tmp_path: Path) -> None:
+    """An item of one shard stays there, with its new value; a removed item is removed from all shards."""
     path = write(tmp_path / "m", {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.ones(2)}})
     for key, own in (("x", {"one": "1"}), ("y", {})):
         name = "a.safetensors" if key == "x" else "b.safetensors"

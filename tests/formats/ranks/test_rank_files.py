@@ -17,7 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -498,6 +501,30 @@ def test_shards_that_do_not_cover_their_tensor_are_refused(
     done = run("inspect", tmp_path / "rank_*.pt")
     assert done.status == (0 if said is None else 2), done.err
     assert (said or "") in done.err
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
+@pytest.mark.parametrize(
+    ("chunks", "said"),
+    [
+        ([([0, 0], [4, 2]), ([0, 2], [4, 1])], None),
+        ([([2, 0], [2, 3]), ([0, 0], [2, 3])], "its chunks are not in the order of the ranks @ w"),
+    ],
+)
+def test_a_sharded_tensor_with_other_chunks(
+    run: Run, tmp_path: Path, chunks: list[tuple[list[int], list[int]]], said: str | None
+) -> None:
+    tensor = torch.arange(12.0).reshape(4, 3)
+    shards = [ShardMetadata(at, sizes, f"rank:{rank}/cpu") for rank, (at, sizes) in enumerate(chunks)]
+    metadata = ShardedTensorMetadata(shards, tensor.size(), TensorProperties(dtype=torch.float32))
+    for rank, ((top, left), (height, width)) in enumerate(chunks):
+        with of_rank(rank, 2):
+            local = LocalShard(tensor[top : top + height, left : left + width].clone(), shards[rank])
+            sharded = ShardedTensor._init_from_local_shards_and_global_metadata([local], metadata)
+            torch.save({"w": sharded}, tmp_path / f"rank_{rank}.pt")
+    done = run("remap", tmp_path / "rank_*.pt", "--model", f"{__file__}:Rows", "-o", tmp_path / "out.pt", "--verify")
+    assert (done.status, (said or "") in done.err) == (2 if said else 0, True), done.err
+    assert said or torch.equal(torch.load(tmp_path / "out.pt")["w"], tensor)
 
 
 def plain(state: Any) -> None:
