@@ -46,13 +46,12 @@ UNITS = ["--units", "layers.*", "--units", "layers.*.mlp"]
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """World size -> the folder of a run of real FSDP1 on gloo."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, str(SCRIPT), str(folder), "2", "3"]
     environment = {**os.environ, "PYTHONPATH": path}
-    found = {size: tmp_path_factory.mktemp(f"ranks{size}") for size in (2, 3)}
-    for world_size, folder in found.items():
-        command = [sys.executable, str(SCRIPT), str(folder), str(world_size)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-        assert done.returncode == 0, done.stderr[-3000:]
-    return found
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {size: folder / str(size) for size in (2, 3)}
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
-"""A run of real FSDP1 on gloo, on the CPU: what every rank saves, and what FSDP itself puts together of it.
+"""Runs of real FSDP1 on gloo, on the CPU: the files of every rank, and the full state dict that FSDP gathers.
 
-Run as a program, ``python tests/fsdp_run.py FOLDER WORLD_SIZE``, it trains the same model with original parameters and
-without. Then rank 0 lets ckpttool write rank files anew, all ranks load them, and FSDP puts those together too.
+Run as a program, ``python tests/support/fsdp_run.py FOLDER WORLD_SIZE...``, it trains the same model with original
+parameters and without, for each world size in FOLDER/WORLD_SIZE. Then rank 0 lets ckpttool write rank files again, all
+ranks load them, and FSDP gathers their full state dict too.
 """
 
 from __future__ import annotations
@@ -183,5 +184,7 @@ if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch.distributed.fsdp
 
-    # forked: torch is imported once and not by each rank
-    mp.start_processes(_run, (int(sys.argv[2]), sys.argv[1]), nprocs=int(sys.argv[2]), start_method="fork")
+    for size in sys.argv[2:]:  # forked: torch is imported once and not by each rank
+        folder = f"{sys.argv[1]}/{size}"
+        os.mkdir(folder)
+        mp.start_processes(_run, (int(size), folder), nprocs=int(size), start_method="fork")
