@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from ckpttool.core.errors import Refused
 from ckpttool.core.expression import Ref
 from ckpttool.core.names import Names, RuntimeTensor, SerializedKey
 from ckpttool.core.optimizer_state import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
-from ckpttool.optimizers.identify import in_order_of, own_names, owners, saved_order
+from ckpttool.optimizers.identify import in_order_of, own_names, owners, same_key_order, saved_order
 
 Shape = tuple[int, ...]
 SHAPES: tuple[Shape, ...] = ((2,), (3,), (2, 2))
@@ -247,3 +247,20 @@ def test_an_order_in_either_form_and_of_keys_that_are_none() -> None:
 
 def _called(prefix: str, section: Section) -> Section:
     return replace(section, tensors=tuple(replace(e, key=prefix + e.key[1:]) for e in section.tensors))
+
+
+# Two files
+
+
+@pytest.mark.parametrize("right", ["".join(order) for order in permutations("012")])
+def test_two_files_list_their_common_keys_in_one_order_or_not(right: str) -> None:
+    left, other = [keyed("013")], [keyed(right)]
+    in_order = right.index("0") < right.index("1")
+    assert same_key_order(left, other) is in_order
+    assert same_key_order(left, [keyed("01"), *other]) is in_order  # one of several that differs is enough
+    assert same_key_order(left, [*other, keyed("01")]) is in_order
+
+
+def test_one_common_key_shows_no_order() -> None:
+    for right in ([], [keyed("")], [keyed("20")]):
+        assert same_key_order([keyed("01")], right) is None
