@@ -215,7 +215,11 @@ def spelled(metadata: Metadata) -> bytes:
     nodes = _Nodes()
     places = {}
     for key, item in metadata.items.items():
-        chunks = [(None, item.place)] if isinstance(item, BytesItem) else [(c.offsets, p) for c, p in item.chunks]
+        chunks: list[tuple[tuple[int, ...] | None, Place]]
+        if isinstance(item, BytesItem):
+            chunks = [(None, item.place)]
+        else:
+            chunks = [(chunk.offsets, place) for chunk, place in item.chunks]
         for offsets, place in chunks:
             size = None if offsets is None else nodes.size(offsets)
             index = nodes.object(_MODULE, "MetadataIndex", {"fqn": key, "index": None, "offset": size})

@@ -45,10 +45,11 @@ class File:
 
     def entries(self, key: str) -> dict[str, TensorEntry | ExtraEntry]:
         """Return the tensors and other objects of the dict under `key`, by name."""
-        return {
-            str(name): (entry_of if is_tensor(node) else extra_of)(str(name), node, self.storages)
-            for name, node in mapping(self.items, key).items()
-        }
+        entries: dict[str, TensorEntry | ExtraEntry] = {}
+        for name, node in mapping(self.items, key).items():
+            own = str(name)
+            entries[own] = entry_of(own, node, self.storages) if is_tensor(node) else extra_of(own, node, self.storages)
+        return entries
 
     def tensors(self, key: str) -> dict[str, TensorEntry]:
         """Return the tensors of the dict under `key`, by name."""

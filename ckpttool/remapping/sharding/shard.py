@@ -41,6 +41,7 @@ def scatter(
             f"--world-size {world_size}: FSDP1 shards over 2 to {_MOST_RANKS:,} ranks",
             hint="for one process write an ordinary checkpoint: --to serialized",
         )
+    sharding: _FlatSharding | _RowSharding
     sharding = _FlatSharding(names, world_size, units) if form == FSDP_FLAT else _RowSharding(names, world_size)
     named = remap_optimizers(source, OptimizerRequest(keys=FQN, names=names))[0] if source.optimizers else source
     columns = []
