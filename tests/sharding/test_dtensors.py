@@ -159,7 +159,7 @@ def test_ordinary_tensors_next_to_dtensors(
     ("name", "says"),
     [
         ("partial", "is Partial: a part of a sum over ranks, not of a tensor @ w"),
-        ("differing", "has another shape, dtype, mesh or placement on other ranks @ w"),
+        ("differing", "its shape, dtype or placements differ between the ranks @ w"),
     ],
 )
 def test_what_is_no_part_of_one_tensor_is_refused(saved: Path, run: Run, name: str, says: str) -> None:

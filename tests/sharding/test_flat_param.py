@@ -452,11 +452,12 @@ def test_state_that_every_rank_has_whole_is_the_same_on_all(run: Run, tmp_path: 
 
 @pytest.mark.parametrize("damage", [b"local_rank", b"shard_offsets", b"tensor_properties"])
 def test_a_damaged_sharded_tensor(runs: dict[int, Path], run: Run, tmp_path: Path, damage: bytes) -> None:
-    """What of its state is called otherwise is not there."""
+    """A renamed attribute of its state is missing."""
     with zipfile.ZipFile(runs[2] / "flat_rank_0.pt") as source, zipfile.ZipFile(tmp_path / "r0.pt", "w") as out:
         for name in source.namelist():
             data = source.read(name)
             out.writestr(name, data.replace(damage, damage.upper()) if name.endswith("data.pkl") else data)
+    shutil.copy(runs[2] / "flat_rank_1.pt", tmp_path / "r1.pt")
     status, _, error = run("inspect", tmp_path / "r*.pt")
     assert status == 2
     assert "not as torch.save writes it: the sharded tensor _flat_param" in error
@@ -507,10 +508,10 @@ def test_tied_names_of_other_values_are_not_made_one(run: Run, tmp_path: Path) -
     ("options", "said"),
     [
         (["--to", "fsdp-flat", *MODEL], "needs the model's parameters and the number of ranks"),
-        (["--to", "fsdp-flat", *MODEL, "--world-size", "1"], "over two ranks or more"),
-        (["--to", "fsdp-flat", *MODEL, "--world-size", "2", "-o", "one.pt"], "every rank gets its own file"),
+        (["--to", "fsdp-flat", *MODEL, "--world-size", "1"], "FSDP1 shards over 2 to 65,536 ranks"),
+        (["--to", "fsdp-flat", *MODEL, "--world-size", "2", "-o", "one.pt"], "every rank gets a file of its own"),
         (["--to", "serialized", *MODEL, "--world-size", "2"], "--world-size is for --to fsdp-flat and fsdp-sharded"),
-        (["--to", "fsdp-sharded", *MODEL, "--world-size", "2", *UNITS], "cuts each parameter alone"),
+        (["--to", "fsdp-sharded", *MODEL, "--world-size", "2", *UNITS], "cuts each parameter by itself"),
         (["--to", "fsdp-flat", *MODEL, "--world-size", "2", "-o", "one.pt"], "-o 'rank_{rank}.pt'"),
         (["--to", "serialized", *MODEL], "DTensors (FSDP2, tensor parallelism) load from a folder"),
         ([*MODEL, "--units", "layers.*", "-o", "out.pt"], "holds no flat parameters"),
