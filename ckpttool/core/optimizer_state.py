@@ -79,7 +79,7 @@ def renamed(state: OptimizerState, names: Mapping[Param, str]) -> OptimizerState
         params = tuple(names[param] for param in group.params)
         options = group.options if group.param_names is None else {**group.options, PARAM_NAMES: [*params]}
         groups.append(ParamGroup(params, options))
-    by_name = {names[param]: own for param, own in state.state.items()}
+    by_name: dict[Param, Mapping[Any, Any]] = {names[param]: own for param, own in state.state.items()}
     return replace(state, form=FQN, groups=tuple(groups), state=by_name)
 
 

@@ -49,8 +49,9 @@ class Digests:
         """Return the hash of the value's bytes in row-major order; None for a key that is not a dense tensor."""
         if value not in self._known:
             entry = self._entries[value.key] if isinstance(value, Ref) else entry_of("", value, self._entries)
-            is_dense = isinstance(entry, TensorEntry) and entry.storage is not None
-            self._known[value] = digest(entry) if is_dense else None
+            self._known[value] = None
+            if isinstance(entry, TensorEntry) and entry.storage is not None:
+                self._known[value] = digest(entry)
         return self._known[value]
 
 

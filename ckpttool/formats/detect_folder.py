@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from shlex import quote
 from typing import NamedTuple
@@ -270,6 +270,7 @@ def open_checkpoint(path: str) -> Checkpoint:
     look = sources.begin_look()
     with one_reading(), collected() as imports:
         checkpoint = _open(path)
+    opened: Mapping[str, object] = {}
     if paths.is_url(path):
         entries = (entry for section in checkpoint.sections for entry in section.tensors)
         data = (entry.storage.data for entry in entries if entry.storage is not None)

@@ -265,7 +265,7 @@ class NameTables:
 
         If a tensor has several FQNs and keys, equal names belong together, and the others in order.
         """
-        found = {}
+        found: dict[str, str] = {}
         for first, fqns in self.groups.items():
             keys = self.keys_of.get(first, ())
             pairs = {fqn: fqn for fqn in fqns if fqn in keys}

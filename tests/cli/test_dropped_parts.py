@@ -275,7 +275,7 @@ def test_torch_loads_the_state_of_the_part(kind: str, run: Run, tmp_path: Path) 
 
 
 def test_a_submodule_that_is_the_whole_model(run: Run, tmp_path: Path) -> None:
-    saved = {part: {} for part in ("model", "optimizer")}
+    saved: dict[str, Any] = {part: {} for part in ("model", "optimizer")}
     *_, inner = stepped("fqn")
     saved["model"] = {f"net.{key}": value for key, value in inner["model"].items()}
     state = {f"net.{name}": own for name, own in inner["optimizer"]["state"].items()}

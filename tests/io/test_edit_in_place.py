@@ -622,7 +622,7 @@ def test_an_edit_that_is_not_allowed_is_no_reason_to_write_anew(
 def test_where_not_even_going_back_is_possible_the_next_command_does(
     source: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, plain = source.resolve().read_bytes(), patch.write_all
+    old, plain = source.resolve().read_bytes(), syscalls.write_all
 
     def failing(descriptor: int, data: bytes) -> None:
         if os.fstat(descriptor).st_ino == source.stat().st_ino:

@@ -141,7 +141,8 @@ _Content = tuple[dict[str, str], tuple[TensorEntry, ...]]  # the metadata, and t
 
 def _as_usual(text: str, data: Span) -> _Content | None:
     """Read a header that is spelled as writers spell it; return None for any other, which must be read strictly."""
-    start, metadata, at = f'{{"{METADATA}":', {}, 0
+    start, at = f'{{"{METADATA}":', 0
+    metadata: Any = {}
     if text.startswith(start):
         try:
             metadata, at = strict_json.value_at(text, len(start))

@@ -205,9 +205,9 @@ def _layout_afresh(tensors: Sequence[TensorEntry], metadata: Any) -> list[Piece]
     coded.sort(key=lambda item: (-_RANK[item[0]], item[2].key))
     infos = [strict_json.dumps({METADATA: dict(metadata)})[1:-1]] if metadata else []
     end, pieces = 0, []
-    for code, shape, entry in coded:  # text at once: a million dicts would take more memory than all else
+    for code, dims, entry in coded:  # text at once: a million dicts would take more memory than all else
         begin, end = end, end + entry.nbytes
-        sizes, key = ",".join(map(str, shape)), strict_json.quoted(entry.key)
+        sizes, key = ",".join(map(str, dims)), strict_json.quoted(entry.key)
         infos.append(f'{key}:{{"dtype":"{code}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}')
         data = entry.payload.span if isinstance(entry.payload, Packed) else entry.span
         if data is None:

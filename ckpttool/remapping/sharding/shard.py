@@ -171,12 +171,12 @@ class _FlatSharding:
         shards = []
         for rank in range(self.world_size):
             tensors = []
-            for unit, entries in flat.items():
+            for unit, params in flat.items():
                 numel = self.units[unit][-1].end
                 sizes = shard_sizes(numel, self.world_size)
-                storage = concatenated(across(entries, sum(sizes[:rank]), sizes[rank]))
+                storage = concatenated(across(params, sum(sizes[:rank]), sizes[rank]))
                 key = f"{unit}.{FLAT_PARAM}" if unit else FLAT_PARAM
-                tensors.append(sharded_tensor(key, storage, entries[0].dtype, (numel,), sizes, rank))
+                tensors.append(sharded_tensor(key, storage, params[0].dtype, (numel,), sizes, rank))
             shards.append(replace(section, tensors=(*tensors, *rest), modules=None, form=None))
         return shards
 
