@@ -40,7 +40,7 @@ _NOT_COMPARED = (
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A file, what it is taken for, all that is wrong with it, what mends that, and what was not looked at."""
+    """A file, its kind, its problems, a hint that fixes them, and notes on parts that were not checked."""
 
     path: str
     kind: str

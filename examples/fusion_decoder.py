@@ -10,7 +10,7 @@ can still be loaded:
     tok_embeddings.embedding.weight    <-->   tok_embeddings.weight
 
 `torch.export` runs no hooks: an exported program keeps the runtime names (pytorch#137609). So a state dict that this
-very model saved does not load into its own exported program. `examples/demo.py` shows that, and mends it.
+very model saved does not load into its own exported program. `examples/demo.py` shows that, and fixes it.
 
 Three more things make the names of a real model interesting, and are here too: the output head shares the weight of
 the token embedding, the rotary embedding's table is a buffer that is not saved, and the image encoder is frozen, so

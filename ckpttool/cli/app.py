@@ -22,9 +22,9 @@ from ckpttool.io.interrupts import ended_by_signals
 
 # Command -> its module, which defines `command`, and the first line of its help. Modules are imported when they run.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "inspect": ("ckpttool.cli.commands.inspect", "What is in a checkpoint: keys, dtypes, shapes, aliases."),
+    "inspect": ("ckpttool.cli.commands.inspect", "Show what is in a checkpoint: keys, dtypes, shapes, aliases."),
     "trace": ("ckpttool.cli.commands.trace", "Every name of every tensor of a model."),
-    "diff": ("ckpttool.cli.commands.diff", "What differs, why, and the command that mends it."),
+    "diff": ("ckpttool.cli.commands.diff", "What differs, why, and the command that fixes it."),
     "explain": ("ckpttool.cli.commands.explain", "One tensor: all its names, and the hook that renames it."),
     "remap": ("ckpttool.cli.commands.remap", "Rewrite the keys, optimizer ids and format of a checkpoint."),
     "swap-weights": ("ckpttool.cli.commands.swap_weights", "Put new weights into an exported program."),

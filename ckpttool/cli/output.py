@@ -60,7 +60,7 @@ class Report:
         named = paths if out is None else [*paths, out]
         for path in paths:
             if sum(os.path.realpath(path) == os.path.realpath(other) for other in named) > 1:
-                raise CkptError(f"{path} is named for two outputs", hint="give each a name of its own")
+                raise CkptError(f"{path} is named for two outputs", hint="give each its own name")
             _check_no_source(path, read)
             if os.path.isfile(path) and not self.force:
                 raise CkptError(f"{path} exists", hint="pass --force to overwrite it, or name another file")

@@ -247,7 +247,7 @@ def _check_section(
         if len(sources) > 1
     ]
     problems += [
-        Problem("computed by code that is no tensor operator", o.key, "opaque")
+        Problem("computed by code that is not a tensor operator", o.key, "opaque")
         for o in computed
         if ex.is_opaque(o.source)
     ]

@@ -121,7 +121,7 @@ def run_code(
             raise Refused(
                 f"{plural(len(names), 'tensor')} can only be computed by the code of {run.model}",
                 hint=f"name it: {option} {shell(run.model)} {arguments}".rstrip(),
-                problems=[Problem("computed by code that is no tensor operator", name, "opaque") for name in names],
+                problems=[Problem("computed by code that is not a tensor operator", name, "opaque") for name in names],
             )
         given = [Output(section.path, name, without_calls(source)) for name, source in run.given.items()]
         renames = {o.source.key: o.key for o in given if isinstance(o.source, Ref) and o.source.key != o.key}

@@ -199,7 +199,7 @@ def _nothing(folder: str, names: list[str]) -> CkptError:
     if parts:
         first = next((name for name in parts if not name.startswith("optim")), parts[0])
         return CkptError(
-            f"{folder} holds its checkpoint in folders, each one of its own",
+            f"{folder} holds several checkpoints, each in its own folder",
             hint=f"name one of them: {quote(join(folder, first))}",
             problems=[Problem("a torch.distributed.checkpoint folder", name) for name in parts],
         )

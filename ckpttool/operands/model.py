@@ -251,7 +251,7 @@ def _no_attribute(path: str) -> CkptError:
     """Return the error for a path without the attribute that builds the model."""
     if not path.endswith(".py"):
         return CkptError(
-            f"{path} is no model",
+            f"{path} is not a model",
             hint=f"a checkpoint stands without --model; see `{shell('ckpttool', 'inspect', path)}`",
         )
     try:

@@ -70,7 +70,7 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     ] = None
     units: Annotated[
         Sequence[str] | None,
-        option("--units", metavar="MODULES", help="Modules with flat parameters of their own: 'layers.*'."),
+        option("--units", metavar="MODULES", help="Modules that have their own flat parameters: 'layers.*'."),
     ] = None
     world_size: Annotated[
         int | None,
@@ -78,7 +78,11 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     ] = None
     copy: Annotated[
         bool,
-        option("--copy", "--compact", help="With --in-place: write all anew, and leave out what earlier edits left."),
+        option(
+            "--copy",
+            "--compact",
+            help="With --in-place: rewrite the file completely, without unused bytes of earlier edits.",
+        ),
     ] = False
     undo: Annotated[bool, option("--undo", help="The same as `ckpttool undo CKPT`.")] = False
     link: Annotated[
@@ -142,7 +146,7 @@ def _is_rank_file(out: str) -> bool:
 _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
     (
         lambda a: a.undo and a != RemapOptions(undo=True, no_fsync=a.no_fsync),
-        "--undo stands alone: it gives the file back as it was",
+        "--undo cannot be combined with other options",
         "leave everything else out",
     ),
     (lambda a: a.copy and not a.in_place, "--copy is a way of --in-place", "pass --in-place, or -o OUT"),
@@ -159,7 +163,7 @@ _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
             a.plan
             and (a.has_rules or a.to or a.from_ or a.like is not None or a.select or a.trainable_only or a.sections)
         ),
-        "--plan stands alone: it says all that is to be done",
+        "--plan cannot be combined with other options: the plan is complete",
         "leave the rules, --to, --select and the like out",
     ),
     (
@@ -197,7 +201,7 @@ _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
     ),
     (
         lambda a: a.plan and (a.optimizer_keys or a.to_optimizer is not None),
-        "--plan stands alone: it says all that is to be done",
+        "--plan cannot be combined with other options: the plan is complete",
         "leave --optimizer-keys and --to-optimizer out",
     ),
     (
@@ -218,12 +222,12 @@ _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
     ),
     (
         lambda a: a.to == FSDP_SHARDED and a.units,
-        f"--units is for flat parameters, and --to {FSDP_SHARDED} cuts each parameter by itself",
+        f"--units is for flat parameters, and --to {FSDP_SHARDED} shards each parameter separately",
         "leave --units out",
     ),
     (
         lambda a: a.to_ranks and a.out is not None and not _is_rank_file(a.out),
-        "{a.out}: every rank gets a file of its own",
+        "{a.out}: every rank needs its own file",
         "name them as in -o 'rank_{rank}.pt'",
     ),
     (

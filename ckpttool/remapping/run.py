@@ -259,7 +259,7 @@ def _run_saved_plan(source: Checkpoint, path: str, model: ModelOperand | None, t
     source = source.read_for(plan.reads)
     ways = {run.way for run in plan.runs}
     if model is not None and not ways:
-        raise CkptError("the plan needs no model: it says all that is to be done", hint="leave --model out")
+        raise CkptError("the plan does not need a model", hint="leave --model out")
     models = {LOADED: model, SAVED: to_model if LOADED in ways else model}  # of two models the second one saves
     runners = {way: operand.run for way, operand in models.items() if way in ways and operand is not None}
     done = by_plan(source, plan, runners)
@@ -481,7 +481,7 @@ def _write_ranks(options: RemapOptions, writer: Writer, model: ModelOperand, don
         done = replace(done, verified=writer.ranks(ranks, options.out, _decided(done)))
     alike = [section.title for section in done.result.state_dicts if section.path not in models]
     notes: list[str] = [Info(f"not cut: every rank's file holds all of {', '.join(alike)}")] if alike else []
-    notes += ["the module versions in _metadata are left out: FSDP1 has others, by what it wraps"] if versions else []
+    notes += ["the module versions in _metadata are left out: in FSDP1 they depend on the wrapping"] if versions else []
     return replace(done, form=options.to, notes=(*done.notes, *notes))
 
 

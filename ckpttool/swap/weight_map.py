@@ -187,7 +187,7 @@ def fit_all(
 def _fit(entry: TensorEntry, source: Expression, have: Entries, cast: bool, packed: bool) -> TensorEntry | Problem:
     """Return the new value of the program's `entry`, or the reason why it cannot be used."""
     if ex.is_opaque(source):
-        return Problem("a hook computes it by code that is no tensor operator", entry.key, "opaque")
+        return Problem("a hook computes it by code that is not a tensor operator", entry.key, "opaque")
     origin = "from " + ", ".join(dict.fromkeys(ex.refs(source)))
     if entry.storage is None and not packed:  # only a tensor that is pickled as the same kind can replace it
         pickled = have[source.key] if isinstance(source, Ref) else None

@@ -165,7 +165,7 @@ def _difference(value: Expression, own: Ref, sources: Mapping[str, Expression | 
         return f"{_UNKNOWN}: loaded from {constant}, which no tensor of the model is saved to"
     both_ways = substitute(value, lambda key: sources[key])
     if is_opaque(both_ways):
-        return f"{_UNKNOWN}: computed by code that is no tensor operator"
+        return f"{_UNKNOWN}: computed by code that is not a tensor operator"
     simple = simplifier.simplify(both_ways)
     if simple == own:
         return ""

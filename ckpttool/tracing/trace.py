@@ -26,7 +26,7 @@ _PART = "part"  # of another model; any name will do
 _ABSOLUTE = "a state_dict hook looks for absolute keys, and breaks under DDP too"
 _DEPENDS = "state_dict() writes some keys for some values of the tensors only: {keys}"
 _NOT_LOOKED = "on the meta device alone: whether its constructor makes other tensors for real was not looked at"
-_UNLIKE = "built on the meta device its constructor makes other tensors than for real, and there is no memory for that"
+_UNLIKE = "on the meta device the constructor creates other tensors, and there is not enough memory to build the model"
 _WORTH_BUILDING = 1 << 30  # bytes; a smaller model is built for real if meta leaves a value unexplained
 
 

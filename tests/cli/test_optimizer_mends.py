@@ -1,4 +1,4 @@
-"""State that does not fit: diff says so where torch refuses it, and the printed command mends it. torch decides."""
+"""State that does not fit: diff says so where torch refuses it, and the printed command fixes it. torch decides."""
 
 from __future__ import annotations
 

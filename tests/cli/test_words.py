@@ -99,7 +99,7 @@ def test_a_dry_run_groups_repeated_layers(capsys: pytest.CaptureFixture[str]) ->
     ("words", "says"),
     [
         (["diff", "noisy.py:build", "a.pt"], "noisy.py:build is a MODEL, and stands where a checkpoint is to stand"),
-        (["diff", "--model", "a.pt", "b.pt"], "a.pt is no model"),
+        (["diff", "--model", "a.pt", "b.pt"], "a.pt is not a model"),
         (["diff", "--model", "noisy.py", "a.pt"], "noisy.py:Layer, noisy.py:build, noisy.py:number"),
         (
             ["swap-weights", "a.pt", "b.pt", "-o", "o.pt2"],

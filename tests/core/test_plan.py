@@ -57,7 +57,7 @@ def test_every_problem_is_named_at_once() -> None:
     opaque = Plan((*plan.outputs, Output("", "z", Op("opaque", (Ref("a"),)))), plan.dropped)
     assert problems(opaque, checkpoint("a", "b", "c")) == [
         "2 sources would be written to one key (a, b) @ x",
-        "computed by code that is no tensor operator @ z",
+        "computed by code that is not a tensor operator @ z",
         "neither used nor dropped @ c",
         "neither used nor dropped @ extra",
         "the plan drops a key that the checkpoint has not @ gone",

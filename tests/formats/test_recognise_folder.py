@@ -73,7 +73,7 @@ def test_the_one_checkpoint(tmp_path: Path, names: list[str], format: str, found
         (["optimizer_rank0.bin"], "holds files of ranks", "optimizer_rank*.bin"),
         (  # scheduler.bin is no checkpoint where there is another
             ["optimizer_0/.metadata", "weights/.metadata", "random_states_0.pkl", "scheduler.bin"],
-            "holds its checkpoint in folders, each one of its own",
+            "holds several checkpoints, each in its own folder",
             "weights",
         ),
         (

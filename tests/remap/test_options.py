@@ -18,12 +18,16 @@ MODEL: Asked = {"model": "m.py:f"}
 SHARDED: Asked = {**MODEL, "to": "fsdp-sharded", "world_size": 2}
 FLAT: Asked = {**SHARDED, "to": "fsdp-flat"}
 PLAN: Asked = {"plan": "p.json"}
-ALONE = "--plan stands alone"
+ALONE = "--plan cannot be combined"
 
 # What is asked, what is said of it, and how it may be asked
 CONFLICTS: list[tuple[Asked, str, list[Asked]]] = [
-    ({"undo": True, "rule": ["a => b"]}, "--undo stands alone", [{"undo": True}, {"undo": True, "no_fsync": True}]),
-    ({"undo": True, "in_place": True}, "--undo stands alone", []),
+    (
+        {"undo": True, "rule": ["a => b"]},
+        "--undo cannot be combined",
+        [{"undo": True}, {"undo": True, "no_fsync": True}],
+    ),
+    ({"undo": True, "in_place": True}, "--undo cannot be combined", []),
     ({"copy": True}, "--copy is a way of --in-place", [{"copy": True, "in_place": True}]),
     ({"in_place": True, "out": "o.pt"}, "--in-place and -o OUT exclude", [{"in_place": True}, {"out": "o.pt"}]),
     ({"to": "runtime"}, "--to runtime needs the model's names", [{"to": "runtime", **MODEL}, {"to": "ddp"}]),
@@ -66,7 +70,7 @@ CONFLICTS: list[tuple[Asked, str, list[Asked]]] = [
     ({**FLAT, "world_size": None}, "--to fsdp-flat needs the model's parameters", []),
     ({**SHARDED, "units": ["a"]}, "--units is for flat parameters", [{**FLAT, "units": ["a"]}]),
     *(
-        ({**SHARDED, "out": out}, f"{out}: every rank gets a file of its own", [{**SHARDED, "out": "r_{rank}.pt"}])
+        ({**SHARDED, "out": out}, f"{out}: every rank needs its own file", [{**SHARDED, "out": "r_{rank}.pt"}])
         for out in ("o.pt", "r_{rank}.bin", "{rank}/o.pt")
     ),
     ({"out": "r_{rank}.pt"}, "r_{rank}.pt: a file for each rank, and", [{"out": "{rank}/o.pt"}, {"out": "o.pt"}]),

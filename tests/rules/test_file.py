@@ -795,7 +795,7 @@ def test_rules_without_a_reverse_are_reported(tmp_path: Path) -> None:
     [
         ("--reverse", "--rules"),
         ("--rules gone.toml", "gone.toml"),
-        ("--plan p.json --rules r.toml", "--plan stands alone"),
+        ("--plan p.json --rules r.toml", "--plan cannot be combined"),
     ],
 )
 def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, words: str) -> None:

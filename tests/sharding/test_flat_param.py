@@ -509,9 +509,9 @@ def test_tied_names_of_other_values_are_not_made_one(run: Run, tmp_path: Path) -
     [
         (["--to", "fsdp-flat", *MODEL], "needs the model's parameters and the number of ranks"),
         (["--to", "fsdp-flat", *MODEL, "--world-size", "1"], "FSDP1 shards over 2 to 65,536 ranks"),
-        (["--to", "fsdp-flat", *MODEL, "--world-size", "2", "-o", "one.pt"], "every rank gets a file of its own"),
+        (["--to", "fsdp-flat", *MODEL, "--world-size", "2", "-o", "one.pt"], "every rank needs its own file"),
         (["--to", "serialized", *MODEL, "--world-size", "2"], "--world-size is for --to fsdp-flat and fsdp-sharded"),
-        (["--to", "fsdp-sharded", *MODEL, "--world-size", "2", *UNITS], "cuts each parameter by itself"),
+        (["--to", "fsdp-sharded", *MODEL, "--world-size", "2", *UNITS], "shards each parameter separately"),
         (["--to", "fsdp-flat", *MODEL, "--world-size", "2", "-o", "one.pt"], "-o 'rank_{rank}.pt'"),
         (["--to", "serialized", *MODEL], "DTensors (FSDP2, tensor parallelism) load from a folder"),
         ([*MODEL, "--units", "layers.*", "-o", "out.pt"], "holds no flat parameters"),

@@ -32,7 +32,7 @@ def command(
         list[str] | None, Argument("[LEFT RIGHT | CKPT | RUN]", "Checkpoints, or the folder of a run.")
     ] = None,
     suggest: Annotated[
-        str | None, option("--suggest", metavar="FILE", help="Write the rules that would mend it to FILE (TOML).")
+        str | None, option("--suggest", metavar="FILE", help="Write rules that fix the differences to FILE (TOML).")
     ] = None,
     update: Annotated[
         bool, option("--update", help="Rewrite the names file that is compared, with the names that MODEL has now.")
@@ -44,7 +44,7 @@ def command(
     exit_zero: Annotated[bool, option("--exit-zero", help="Status 0 also where they differ; errors stay 2.")] = False,
     all: All = False,
 ) -> int:
-    """What differs, why, and the command that mends it.
+    """What differs, why, and the command that fixes it.
 
     LEFT is what you have, RIGHT what is expected. With --model alone: what state_dict() writes against the runtime
     names. With --model and CKPT: CKPT against what the model loads; status 0 exactly where a strict load succeeds.
@@ -73,7 +73,7 @@ def command(
         from ckpttool.report.documents.diff import history_document as document
 
         if of_two:
-            raise _only_for_two("these are the steps of a run, and no option of a diff of two goes with them")
+            raise _only_for_two("these are the steps of a run: options for comparing two checkpoints do not apply")
         result = ckpttool.steps(named if len(named) > 1 else named[0], **keywords_of(options))
     elif len(named) > 2:
         hint = "ckpttool diff LEFT RIGHT; with --base BASE what both changed since a third"

@@ -37,7 +37,7 @@ def command(
     all: Annotated[bool, option("--all", help="A line for every tensor, and no list cut short.")] = False,
     manifest: Manifest = None,
 ) -> None:
-    """What is in a checkpoint: keys, dtypes, shapes, aliases.
+    """Show what is in a checkpoint: keys, dtypes, shapes, aliases.
 
     Reads the index only (--stats reads the values, in chunks): no tensor is loaded, no pickle is run. CKPT::SECTION
     looks at one section.
