@@ -270,7 +270,7 @@ def test_the_snippets_of_the_page(
     Path("vendor").symlink_to(vendored / "vendor")
     assert "No module named 'ckpttool'" in shell("python -c 'import ckpttool'", fresh).stderr
     found = snippets()
-    assert set(found) == {"GitHub", "Before a commit", "GitLab", "Buildkite"}
+    assert set(found) == {"GitHub", "pre-commit", "GitLab", "Buildkite"}
     checkout, github, *_ = found["GitHub"]
     assert (checkout["with"], github["uses"]) == ({"submodules": True}, "./vendor/ckpttool")
     assert set(github["with"]) <= set(ACTION["inputs"])
@@ -278,7 +278,7 @@ def test_the_snippets_of_the_page(
     assert (status, outputs.get("identical")) == (0, "true"), log
     where = shell("python -c 'import ckpttool; print(ckpttool.__file__)'", fresh).stdout
     assert where.startswith(fresh["HOME"])
-    hooks = found["Before a commit"][0]["hooks"]
+    hooks = found["pre-commit"][0]["hooks"]
     assert [one["id"] for one in hooks] == [one["id"] for one in HOOKS]
     gitlab, (buildkite,) = found["GitLab"]["names"], found["Buildkite"]["steps"]
     assert gitlab["variables"]["CKPTTOOL"] == buildkite["env"]["CKPTTOOL"] == "vendor/ckpttool"

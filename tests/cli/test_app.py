@@ -107,7 +107,7 @@ def test_version() -> None:
         (
             ["inspect", "x.pt", "--report", "r.pdf"],
             "report file 'r.pdf' has no known ending",
-            "end it with one of .txt,",
+            "use one of .txt,",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -121,7 +121,7 @@ def test_steps_without_a_change_are_folded(steady: list[str], run: Run) -> None:
     assert run("diff", "run", "--all").out.count("no change\n") == 3
     valued = run("diff", "run", "--values")
     assert valued.status == 1
-    assert "another `lr`" in valued.out
+    assert "different `lr`" in valued.out
     assert run("diff", "run", "--values", "--exit-zero").status == 0
     assert ckpttool.steps("run").passes
 

@@ -263,7 +263,7 @@ PLAN_FAULTS: dict[str, tuple[Callable[[Any], None], int, str]] = {
     "a parameter that is not there": (lambda o: o["params"][0].update({"from": {"ref": "x"}}), 1, "@ x"),
     "a group that is not there": (lambda o: o["groups"][0].update(like=7), 1, "param group 7, and there are 1"),
     "in no group": (lambda o: o["groups"][0].update(params=[]), 1, "is in no group"),
-    "in two places": (lambda o: o["groups"][0]["params"].append("k.bias"), 1, "more than one place"),
+    "in two places": (lambda o: o["groups"][0]["params"].append("k.bias"), 1, "more than once"),
     "no section": (lambda o: o.update(section="x"), 1, "no optimizer @ x"),
     "no form": (lambda o: o.update(form="x"), 2, "@ $.optimizers[0].form"),
     "no expression": (lambda o: o["params"][1].update({"from": 3}), 2, "@ $.optimizers[0].params[1].from"),

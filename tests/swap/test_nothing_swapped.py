@@ -71,7 +71,7 @@ def test_unchanged_values_are_reported(dry: list[str], run: Run, tmp_path: Path)
     program = export(model, tmp_path / "p.pt2")
     torch.save(model.state_dict(), tmp_path / "same.pt")
     torch.save({**model.state_dict(), "1.bias": torch.full((2,), 9.0)}, tmp_path / "last.pt")
-    said = "all with the values that the program has"
+    said = "all values unchanged"
     for name, unchanged in (("same.pt", True), ("last.pt", False)):
         asked = ("swap-weights", program, tmp_path / name, "-o", tmp_path / "out.pt2", "--force", *dry)
         done = run(*asked)

@@ -15,7 +15,7 @@ from ckpttool.core.limits import Memory
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import content_of_storage, fingerprint
 from ckpttool.formats.pickle_read import Call, Global, Persistent, PickledSet
-from ckpttool.formats.torch.nodes import content_of, transform, walk
+from ckpttool.formats.torch.nodes import content_of, walk
 
 MAX_DIMS, MOST = 64, 1 << 63  # torch's own limits, of dimensions and of each
 _MAX_WRAPPERS = 8  # a Parameter of a subclass of ...; torch writes fewer
@@ -482,19 +482,41 @@ def is_parameter(node: Any) -> bool:
 
 
 def _with_references(root: Any, moved: Callable[[Persistent], Persistent]) -> Any:
-    """Return a copy of the tree with other references to its storages."""
+    """Return a copy of the tree with other references to its storages.
+
+    Written out, since each level of `transform` takes four Python frames, and objects may be 200 levels deep.
+    """
     done: dict[int, Any] = {}
 
-    def copy(node: Any, depth: int) -> Any:
-        if type(node) not in (tuple, list, dict, Call, PickledSet, Persistent):
+    def copied(node: Any, depth: int) -> Any:
+        kind = type(node)
+        if kind not in (tuple, list, dict, Call, PickledSet, Persistent):
             return node
-        if id(node) not in done:
-            if depth > 200:
-                raise malformed("an object is nested too deep to be moved to another file")
-            if type(node) is Persistent:
-                done[id(node)] = moved(node)
-            else:
-                done[id(node)] = transform(node, lambda _, part: copy(part, depth + 1), done)
-        return done[id(node)]
+        if id(node) in done:
+            return done[id(node)]
+        if depth > 200:
+            raise malformed("an object is nested too deep to be moved to another file")
+        depth += 1
+        copy: Any
+        if kind is Persistent:
+            copy = moved(node)
+        elif kind is tuple:
+            copy = tuple([copied(part, depth) for part in node])
+        elif kind is list:
+            copy = done[id(node)] = []
+            copy.extend([copied(part, depth) for part in node])
+        elif kind is dict:
+            copy = done[id(node)] = {}
+            copy.update([(copied(key, depth), copied(value, depth)) for key, value in node.items()])
+        elif kind is PickledSet:
+            copy = PickledSet(copied(node.items, depth), node.frozen)
+        else:
+            copy = done[id(node)] = Call(
+                copied(node.func, depth), copied(node.args, depth), node.how, copied(node.kwargs, depth)
+            )
+            copy.items, copy.pairs = copied(node.items, depth), copied(node.pairs, depth)
+            copy.state, copy.setter = copied(node.state, depth), copied(node.setter, depth)
+        done[id(node)] = copy
+        return copy
 
-    return copy(root, 0)
+    return copied(root, 0)

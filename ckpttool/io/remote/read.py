@@ -209,7 +209,9 @@ def names_in(url: str) -> list[str]:
         name = str(info["name"]).rstrip("/").rpartition("/")[2]
         if str(info["name"]).strip("/") != path.strip("/"):  # a folder's own object
             names.append(name)
-            cache.stats[paths.join(url, name)] = _stat(info)
+            one = paths.join(url, name)
+            if cache.stats.get(one) is None:  # an index may rest on what was said before
+                cache.stats[one] = _stat(info)
     return sorted(names)
 
 

@@ -348,7 +348,7 @@ def test_constants_that_are_no_tensors_are_compared(tmp_path, run):
     status, out, _ = run("diff", old, new, "--values", "--format", "json")
     assert (status, json.loads(out)["summary"]["value"]) == (1, 2)
     status, out, said = run("diff", old, tmp_path / "plain.pt2")
-    assert (status, "not compared: 2 entries outside of state dicts that only left has: o, c" in out + said) == (
+    assert (status, "not compared: 2 entries outside of state dicts in left only: o, c" in out + said) == (
         0,
         True,
     )
