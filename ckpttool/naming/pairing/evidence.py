@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 
 from ckpttool.core.keys import NUMBER as NUMBER_SEGMENT
@@ -232,30 +232,48 @@ class Paths:
 
 
 class Modules:
-    """Which modules hold the two tensors of a pair. Modules that hold none of the `left` and `right` are ignored."""
+    """Which modules hold the two tensors of a pair. Only modules of tensors that are still open are looked at.
 
-    def __init__(self, known: Mapping[str, str], left: Iterable[str], right: Iterable[str]) -> None:
-        self._near = {_module(key) for key in left}, {_module(key) for key in right}
+    Pairs are taken in at the first question: most diffs ask none, and these tables are large.
+    """
+
+    def __init__(self, known: Mapping[str, str], left: Collection[str], right: Collection[str]) -> None:
+        self._open = left, right
+        self._known = known
+        self._new: list[tuple[str, str]] = []
         self._homes: tuple[defaultdict[str, set[str]], ...] = defaultdict(set), defaultdict(set)
-        for pair in known.items():
-            self.pair(*pair)
 
     def pair(self, left: str, right: str) -> None:
         """Add a pair of keys."""
-        left, right = _module(left), _module(right)
-        if left in self._near[0]:
-            self._homes[0][left].add(right)
-        if right in self._near[1]:
-            self._homes[1][right].add(left)
+        self._new.append((left, right))
 
     def share(self, left: str, right: str) -> bool:
         """Return whether the modules of these two keys hold a pair."""
+        self._take_in()
         return _module(right) in self._homes[0].get(_module(left), ())
 
     def part(self, left: str, right: str) -> bool:
         """Return whether the module of one of these two holds a pair, but with another module."""
+        self._take_in()
         is_paired = _module(left) in self._homes[0] or _module(right) in self._homes[1]
         return is_paired and not self.share(left, right)
+
+    @cached_property
+    def _near(self) -> tuple[set[str], set[str]]:
+        left, right = self._open
+        return {_module(key) for key in left}, {_module(key) for key in right}
+
+    def _take_in(self) -> None:
+        if not self._known and not self._new:
+            return
+        for pair in (*self._known.items(), *self._new):
+            left, right = map(_module, pair)
+            if left in self._near[0]:
+                self._homes[0][left].add(right)
+            if right in self._near[1]:
+                self._homes[1][right].add(left)
+        self._known = {}
+        self._new.clear()
 
 
 def _module(key: str) -> str:

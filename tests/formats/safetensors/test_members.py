@@ -68,7 +68,7 @@ def outcome(path: Path, quick: bool):
     tensors = [(e.key, e.dtype, e.shape, e.stride, e.storage and e.storage.data) for e in read.sections[0].tensors]
     container: Any = read.container
     text = container.read()
-    names = [json.loads(text[start:end]) for start, end in header.quoted_names(text, header.METADATA)]
+    names = [json.loads(text[start:end]) for start, end in header.quoted_names(text)]
     assert names == [key for key, *_ in tensors]
     return tensors, read.metadata
 
