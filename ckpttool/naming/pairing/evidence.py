@@ -240,12 +240,13 @@ class Modules:
     def __init__(self, known: Mapping[str, str], left: Collection[str], right: Collection[str]) -> None:
         self._open = left, right
         self._known = known
-        self._new: list[tuple[str, str]] = []
+        self._new: tuple[list[str], list[str]] = [], []  # keys of the left and of the right, in pairs
         self._homes: tuple[defaultdict[str, set[str]], ...] = defaultdict(set), defaultdict(set)
 
     def pair(self, left: str, right: str) -> None:
         """Add a pair of keys."""
-        self._new.append((left, right))
+        self._new[0].append(left)
+        self._new[1].append(right)
 
     def share(self, left: str, right: str) -> bool:
         """Return whether the modules of these two keys hold a pair."""
@@ -264,16 +265,15 @@ class Modules:
         return {_module(key) for key in left}, {_module(key) for key in right}
 
     def _take_in(self) -> None:
-        if not self._known and not self._new:
+        if not self._known and not self._new[0]:
             return
-        for pair in (*self._known.items(), *self._new):
+        for pair in (*self._known.items(), *zip(*self._new)):
             left, right = map(_module, pair)
             if left in self._near[0]:
                 self._homes[0][left].add(right)
             if right in self._near[1]:
                 self._homes[1][right].add(left)
-        self._known = {}
-        self._new.clear()
+        self._known, self._new = {}, ([], [])
 
 
 def _module(key: str) -> str:
