@@ -22,7 +22,7 @@ from ckpttool.formats.detect_folder import dangerous_beside
 from ckpttool.io.files import look_anew
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.operands.model import ModelOperand, holds, is_names_file, operand_of, read_names
-from ckpttool.rules import parse as rules
+from ckpttool.ruleset import parse as rules
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -21,7 +21,7 @@ from ckpttool.inspection.explain import EXPLAIN
 from ckpttool.inspection.inspect import INSPECT
 from ckpttool.remapping.plan import REMAP
 from ckpttool.remapping.undo import UNDONE
-from ckpttool.rules.parse import SETS
+from ckpttool.ruleset.parse import SETS
 from ckpttool.swap.swap import SWAP
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -10,7 +10,7 @@ from ckpttool.core.values import dataclass
 from ckpttool.diffing.options import DiffOptions, statuses_in
 from ckpttool.diffing.result import Diff, Entry
 from ckpttool.io.files import opened
-from ckpttool.rules.patterns import matches
+from ckpttool.ruleset.patterns import matches
 
 _SYNTAX = "for example 'missing,shape head.* # the head is trained from scratch'"
 

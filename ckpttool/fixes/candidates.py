@@ -20,8 +20,8 @@ from ckpttool.naming.wrappers import canonical_keys
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand, as_read, saved_by
 from ckpttool.remapping.options import RemapOptions
-from ckpttool.rules.infer_rules import patterns
-from ckpttool.rules.patterns import matches
+from ckpttool.ruleset.infer_rules import patterns
+from ckpttool.ruleset.patterns import matches
 
 Candidate = tuple[str, RemapOptions]  # a word for the output's name, and the options of the remap
 _MOST_DROPS = 24  # --drop options on one command line

@@ -24,10 +24,10 @@ from ckpttool.naming.pairing.values import Inference, Pair
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.output import free, operand, outputs
 from ckpttool.remapping.options import RemapOptions
-from ckpttool.rules.infer_rules import numbered, patterns, renames
-from ckpttool.rules.parse import steps_of
-from ckpttool.rules.patterns import InTurn, parse
-from ckpttool.rules.steps import plan_of
+from ckpttool.ruleset.infer_rules import numbered, patterns, renames
+from ckpttool.ruleset.parse import steps_of
+from ckpttool.ruleset.patterns import InTurn, parse
+from ckpttool.ruleset.steps import plan_of
 
 Entries = Mapping[str, Union[TensorEntry, ExtraEntry]]
 

@@ -42,7 +42,7 @@ from ckpttool.naming.call_variants import aliases
 from ckpttool.naming.flat import flat_params
 from ckpttool.naming.wrappers import infer, is_lightning, segments
 from ckpttool.operands.checkpoint import Ckpt, open_checkpoint, split
-from ckpttool.rules.patterns import names_entry
+from ckpttool.ruleset.patterns import names_entry
 
 
 class InspectedTensor(NamedTuple):

@@ -21,7 +21,7 @@ from ckpttool.operands.model import ModelOperand, saved_by
 from ckpttool.remapping.steps import Draft, apply_rules
 
 if TYPE_CHECKING:
-    from ckpttool.rules.steps import Step as RuleStep
+    from ckpttool.ruleset.steps import Step as RuleStep
 
 _HINT = (
     "rules for the base say where modules go (`ckpttool diff OLD NEW --suggest rules.toml`, then --rules rules.toml); "
@@ -56,7 +56,7 @@ def apply_rules_of_base(draft: Draft, steps: Sequence[RuleStep]) -> Draft:
 
     Raise `Refused`, all problems at once, if the rules do not rename a module as a whole.
     """
-    from ckpttool.rules.steps import state_of
+    from ckpttool.ruleset.steps import state_of
 
     def sources_of(section: Section) -> Sources:
         state, _ = state_of(steps, section, whole=False)

@@ -23,7 +23,7 @@ from ckpttool.io.paths import name as name_of
 from ckpttool.naming.adapters import Adapter, adapter_of
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.output import Target, same_folder
-from ckpttool.rules.patterns import compiled
+from ckpttool.ruleset.patterns import compiled
 
 NAME = "adapter_config.json"
 

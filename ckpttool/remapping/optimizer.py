@@ -37,7 +37,7 @@ from ckpttool.optimizers.transform import (
     to_serialized,
 )
 from ckpttool.remapping.rule_effects import RuleEffect, copied, is_whole
-from ckpttool.rules.patterns import Renaming
+from ckpttool.ruleset.patterns import Renaming
 
 
 def new_groups(

@@ -51,7 +51,7 @@ from ckpttool.remapping.steps import (
 )
 from ckpttool.remapping.undo import UNDO, Undo
 from ckpttool.remapping.write import COST, VERIFIED, Cost, Verified
-from ckpttool.rules.patterns import Renaming, names_entry
+from ckpttool.ruleset.patterns import Renaming, names_entry
 
 
 @public

@@ -59,14 +59,14 @@ from ckpttool.remapping.sharding.gather import gather_ranks, merge_replicas
 from ckpttool.remapping.steps import RemapRequest
 from ckpttool.remapping.undo import undo, undo_of
 from ckpttool.remapping.write import Decided, Writer, cost_of, recover_source
-from ckpttool.rules.patterns import Renaming, parse
+from ckpttool.ruleset.patterns import Renaming, parse
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ckpttool.io.progress import Progress
     from ckpttool.keywords import RemapKeywords, WriteKeywords
-    from ckpttool.rules.steps import Step as RuleStep
+    from ckpttool.ruleset.steps import Step as RuleStep
 
 
 @expand_options(RemapOptions)
@@ -342,11 +342,11 @@ def _rule_steps(options: RemapOptions) -> tuple[RuleStep, ...]:
     if options.rules is None:
         if not rules:
             return ()
-        from ckpttool.rules.steps import Rename, Where
+        from ckpttool.ruleset.steps import Rename, Where
 
         return (Rename(Where("--rule"), rules),)
-    from ckpttool.rules.parse import read
-    from ckpttool.rules.tensor_ops import given_sizes
+    from ckpttool.ruleset.parse import read
+    from ckpttool.ruleset.tensor_ops import given_sizes
 
     return read(options.rules, reverse=options.reverse, rules=rules, sizes=given_sizes(options.size or ()))
 
@@ -354,7 +354,7 @@ def _rule_steps(options: RemapOptions) -> tuple[RuleStep, ...]:
 def _renamings(steps: tuple[RuleStep, ...]) -> tuple[Renaming, ...]:
     if not steps:
         return ()
-    from ckpttool.rules.steps import Renames
+    from ckpttool.ruleset.steps import Renames
 
     return (Renames(steps),)
 

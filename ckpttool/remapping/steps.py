@@ -26,7 +26,7 @@ from ckpttool.operands.model import ModelOperand
 from ckpttool.remapping.rule_effects import RuleEffect
 
 if TYPE_CHECKING:
-    from ckpttool.rules.steps import Step as RuleStep
+    from ckpttool.ruleset.steps import Step as RuleStep
 
 NO_COUNTER = "AveragedModel's counter, which only that wrapper has"
 
@@ -395,7 +395,7 @@ def unwrap(draft: Draft, tables: NameTables) -> Draft:
 
 def apply_rules(draft: Draft, steps: Sequence[RuleStep]) -> Draft:
     """Apply the user's rules. Raise `Refused` as `rules.steps.plan_of` does."""
-    from ckpttool.rules.steps import plan_of
+    from ckpttool.ruleset.steps import plan_of
 
     section = draft.evaluated()
     plan = plan_of(steps, section)

@@ -21,7 +21,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Limits, limited, limits, raised
 from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.io.files import opened
-from ckpttool.rules.parse import read as read_rules
+from ckpttool.ruleset.parse import read as read_rules
 
 SOON = 2.0  # seconds
 NEEDS_HTTP = pytest.mark.skipif(not find_spec("aiohttp"), reason="aiohttp is not installed")

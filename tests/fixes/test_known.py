@@ -23,7 +23,7 @@ from ckpttool.fixes.suggest import PART
 from ckpttool.fixes.trial import command
 from ckpttool.operands.output import outputs
 from ckpttool.remapping.options import RemapOptions
-from ckpttool.rules.patterns import matches
+from ckpttool.ruleset.patterns import matches
 from ckpttool.tracing import trace as tracing
 from mend_models import hooked, net
 

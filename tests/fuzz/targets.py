@@ -39,8 +39,8 @@ from ckpttool.formats.zip_read import read_archive
 from ckpttool.io import sources
 from ckpttool.naming import wrappers
 from ckpttool.operands.model import ModelOperand
-from ckpttool.rules import parse as rules_file
-from ckpttool.rules.patterns import matches, parse
+from ckpttool.ruleset import parse as rules_file
+from ckpttool.ruleset.patterns import matches, parse
 
 DATA = Path(__file__).parents[1] / "data"
 sources._TICK = 0  # nobody else writes to the inputs: a reader need not wait until a change would show

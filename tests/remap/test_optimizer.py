@@ -13,7 +13,7 @@ import optimizer_models as models
 from ckpttool.core.errors import Refused
 from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.remapping.optimizer import OptimizerRequest, remap_optimizers
-from ckpttool.rules.patterns import parse
+from ckpttool.ruleset.patterns import parse
 from optimizer_support import equal_weights, names_of, remapped, same, save, steps, train
 from torch_version import needs_torch
 

@@ -25,8 +25,8 @@ from ckpttool.naming.convert import parse as form
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.remapping.plan import Remap, by_plan, remap
 from ckpttool.remapping.steps import RemapRequest
-from ckpttool.rules.patterns import parse
-from ckpttool.rules.steps import Rename, Where
+from ckpttool.ruleset.patterns import parse
+from ckpttool.ruleset.steps import Rename, Where
 from command import Run
 from hook_zoo import ZOO
 from zoo import FLAT, State, randomized, runtime_values, state_of, traced, zoo_model

@@ -30,7 +30,7 @@ from ckpttool.io.write import write_file as write
 from ckpttool.operands.checkpoint import model_section, open_operand
 from ckpttool.remapping.plan import by_plan, remap
 from ckpttool.remapping.steps import RemapRequest
-from ckpttool.rules.parse import faults, read, step_of
+from ckpttool.ruleset.parse import faults, read, step_of
 from command import Run
 from places import DOCS
 
@@ -853,7 +853,7 @@ def test_equal_constants_are_not_tied(tmp_path: Path, run: Run) -> None:
 
 
 def test_conditional_renames_do_not_apply_to_names_alone(tmp_path: Path) -> None:
-    from ckpttool.rules.steps import Renames
+    from ckpttool.ruleset.steps import Renames
 
     text = '[[rule]]\nrename = "a.{x} => z.{x}"\nwhen = "other.weight"\n[[rule]]\nrename = "b.{x} => c.{x}"\n'
     text += '[[rule]]\nrename = "c.{x} => d.{x}"\nunless = "other.weight"\n[[rule]]\ndrop = "c.{x}"\n'

@@ -15,9 +15,9 @@ from ckpttool.live.model import section_of
 from ckpttool.naming.pairing import search
 from ckpttool.naming.pairing.search import infer
 from ckpttool.naming.pairing.values import Pair, Side, Tensor, groups
-from ckpttool.rules import infer_rules
-from ckpttool.rules.infer_rules import patterns, renames
-from ckpttool.rules.patterns import InTurn, Naming, Rule, matches, parse
+from ckpttool.ruleset import infer_rules
+from ckpttool.ruleset.infer_rules import patterns, renames
+from ckpttool.ruleset.patterns import InTurn, Naming, Rule, matches, parse
 
 SEGMENT = st.sampled_from(["a", "b", "layers", "0", "1", "12", "*", "{n}", "re:a", "x[1]"])
 KEYS = st.lists(st.lists(SEGMENT, min_size=1, max_size=4).map(".".join), min_size=1, max_size=8, unique=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import ckpttool
 from ckpttool.core.errors import CkptError, Refused
-from ckpttool.rules.patterns import InTurn, Rule, matches, parse
+from ckpttool.ruleset.patterns import InTurn, Rule, matches, parse
 
 RENAMES = [
     # rule, key, its new name (None: no match)

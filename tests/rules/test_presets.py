@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpttool.cli.app import main
 from ckpttool.core.errors import CkptError
-from ckpttool.rules.parse import SETS, presets, read
+from ckpttool.ruleset.parse import SETS, presets, read
 from command import Run
 from places import DOCS
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 import ckpttool
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.limits import Limits, limited, spent
-from ckpttool.rules.patterns import Regex, matches, parse, pattern_of
-from ckpttool.rules.tensor_ops import shown
+from ckpttool.ruleset.patterns import Regex, matches, parse, pattern_of
+from ckpttool.ruleset.tensor_ops import shown
 
 LONG = ".".join(["a"] * 3000)
 SOON = 2.0  # seconds; what is not linear takes minutes

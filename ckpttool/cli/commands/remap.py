@@ -64,7 +64,7 @@ def _with_checkpoint(options: RemapOptions) -> str:
 def _list_sets(options: RemapOptions, report: Report) -> None:
     """List the preset rules. Raise `CkptError` for anything else without a checkpoint."""
     from ckpttool.report.documents.remap import ready_sets
-    from ckpttool.rules.parse import LIST, SETS, presets
+    from ckpttool.ruleset.parse import LIST, SETS, presets
 
     if options.rules != LIST:
         raise CkptError("no checkpoint named", hint="ckpttool remap CKPT -o OUT; ckpttool remap --rules list: the sets")

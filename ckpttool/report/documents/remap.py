@@ -17,7 +17,7 @@ from ckpttool.report.document import Block, Cell, Column, Document, Note, Table,
 if TYPE_CHECKING:
     from ckpttool.remapping.plan import Remap
     from ckpttool.remapping.undo import Undone
-    from ckpttool.rules.parse import Preset
+    from ckpttool.ruleset.parse import Preset
     from ckpttool.swap.swap import Swap
 
 _ROWS = 20

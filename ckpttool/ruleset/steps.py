@@ -17,9 +17,9 @@ from ckpttool.core.limits import limits
 from ckpttool.core.plan import Dropped, Output, Plan, module_renames
 from ckpttool.core.text import plural, some
 from ckpttool.core.values import dataclass
-from ckpttool.rules import tensor_ops
-from ckpttool.rules.patterns import VARIABLE, InTurn, Naming, Rule, parse
-from ckpttool.rules.tensor_ops import DENSE, REFUSED, Cast, Change, TensorSpec, Value, holds, refusal
+from ckpttool.ruleset import tensor_ops
+from ckpttool.ruleset.patterns import VARIABLE, InTurn, Naming, Rule, parse
+from ckpttool.ruleset.tensor_ops import DENSE, REFUSED, Cast, Change, TensorSpec, Value, holds, refusal
 
 State = dict[str, Value]
 Named = list[tuple[str, Value]]

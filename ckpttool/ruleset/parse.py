@@ -18,9 +18,9 @@ from ckpttool.core.schema import TEXT, TEXTS, list_of, record, row, titled
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
 from ckpttool.io.files import opened
-from ckpttool.rules.patterns import Rule, matches, parse
-from ckpttool.rules.steps import Constant, Convert, Drop, Join, Rename, Split, Step, Where, parts_of, state_of
-from ckpttool.rules.tensor_ops import (
+from ckpttool.ruleset.patterns import Rule, matches, parse
+from ckpttool.ruleset.steps import Constant, Convert, Drop, Join, Rename, Split, Step, Where, parts_of, state_of
+from ckpttool.ruleset.tensor_ops import (
     Cast,
     Permute,
     Reshape,

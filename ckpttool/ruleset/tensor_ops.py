@@ -16,7 +16,7 @@ from ckpttool.core.expression import Expression, Op, Special
 from ckpttool.core.text import shape_text
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.ops import ROW_MAJOR
-from ckpttool.rules.patterns import matches
+from ckpttool.ruleset.patterns import matches
 
 # Sizes
 

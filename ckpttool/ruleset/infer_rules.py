@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.keys import NUMBER
-from ckpttool.rules.patterns import InTurn, parse, pattern_of
+from ckpttool.ruleset.patterns import InTurn, parse, pattern_of
 
 _VARIABLES = ("{n}", "{m}", "{k}", "{j}")  # the layer numbers, the outermost first
 _MOST_KINDS = 400  # kinds of renames beyond which only layer numbers are generalised
