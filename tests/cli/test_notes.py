@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import ckpttool
 from command import Run
+from places import DATA
+from standins import edited
 
 Words = list[Any]
 Case = Callable[[Path, bool], Words]  # the command for a folder; True: the one that has something to say
@@ -168,6 +171,101 @@ def second_model(path: Path, shown: bool) -> Words:
 def nothing_matches(path: Path, shown: bool) -> Words:
     own = {(key if key == "0.weight" and not shown else f"{key}_"): value for key, value in state().items()}
     return ["diff", "--model", names(path / "names.json", net), save(path / "in.pt", own)]
+
+
+# Folders and runs
+
+
+def zero(path: Path) -> Path:
+    return Path(shutil.copytree(DATA / "deepspeed-0.19.8/zero-1", path / "zero"))
+
+
+@says("not copied: skipped_steps, global_steps, global_samples, epoch of")
+def counters_of_deepspeed(path: Path, shown: bool) -> Words:
+    folder = zero(path)
+    for file in [] if shown else folder.rglob("*model_states.pt"):
+        edited(file, lambda content: [content.pop(key) for key in (*COUNTERS, "epoch")])
+    return ["remap", folder, "-o", path / "whole.pt"]
+
+
+COUNTERS = ("skipped_steps", "global_steps", "global_samples")
+
+
+@says("differs between the ranks: rank 0's is used")
+def ranks_of_deepspeed(path: Path, shown: bool) -> Words:
+    folder = zero(path)
+    for rank, file in enumerate(sorted(folder.rglob("*optim_states.pt"))):
+        edited(file, lambda content, rank=rank: content["optimizer_state_dict"].update(note=rank if shown else 7))
+    return ["inspect", folder]
+
+
+@says("not compared (not steps): best.pt")
+def files_next_to_steps(path: Path, shown: bool) -> Words:
+    for step in (1, 2):
+        save_file(dict(state()), (path / f"step-{step}").mkdir() or path / f"step-{step}/model.safetensors")
+    save(path / ("best.pt" if shown else "best.txt"))
+    return ["history", path]
+
+
+@says("left: this is an adapter of PEFT")
+def notes_of_a_side(path: Path, shown: bool) -> Words:
+    base, left = save(path / "base.pt"), {f"{key}{'_' if shown else ''}": value for key, value in state().items()}
+    return ["diff3", base, save(path / "left.pt", left), save(path / "right.pt")]
+
+
+@says("differs from the manifest's file")
+def file_of_a_manifest(path: Path, shown: bool) -> Words:
+    ckpt = save(path / "in.pt")
+    ckpttool.manifest(str(ckpt))
+    (path / "manifest.json").write_text(json.dumps(ckpttool.manifest(str(ckpt))))
+    if shown:
+        torch.save({key: value + 1 for key, value in state().items()}, ckpt)
+    return ["diff", path / "manifest.json", ckpt, "--values"]
+
+
+@says("the files and the manifest are the same, byte for byte")
+def same_as_the_manifest(path: Path, shown: bool) -> Words:
+    return file_of_a_manifest(path, not shown)
+
+
+@says("not among the manifest's files: more.safetensors")
+def more_than_the_manifest(path: Path, shown: bool) -> Words:
+    folder = path / "folder"
+    ckpttool.write(ckpttool.open_checkpoint(dict(state())), f"{folder}/")
+    (path / "manifest.json").write_text(json.dumps(ckpttool.manifest(str(folder))))
+    if shown:
+        save_file(dict(state()), folder / "more.safetensors")
+    return ["diff", path / "manifest.json", folder, "--values"]
+
+
+def hf(path: Path, *names: str) -> Path:
+    folder = path / "hf"
+    folder.mkdir()
+    save_file(dict(state()), folder / "model.safetensors", metadata={"format": "pt"})
+    for name in names:
+        (folder / name).write_text("{}")
+    return folder
+
+
+@says("not copied: config.json, which describes the keys of")
+def config_of_other_keys(path: Path, shown: bool) -> Words:
+    folder = hf(path, "config.json")
+    change = ["--rule", "2.{x*} => head.{x*}"] if shown else ["--drop", "1.num_batches_tracked"]
+    return ["remap", folder, "-o", path / "out", *change]
+
+
+@says("config.json did not: check that it describes the new keys")
+def config_in_place(path: Path, shown: bool) -> Words:
+    folder = hf(path, *(["config.json"] if shown else ["tokenizer.json"]))
+    return ["remap", folder, "--in-place", "--rule", "2.{x*} => head.{x*}"]
+
+
+@says("optimizer.bin is copied unchanged: its ids keep the parameter order")
+def optimizer_next_to_it(path: Path, shown: bool) -> Words:
+    folder = hf(path)
+    torch.save(trained(flat=False)["optimizer"], folder / "optimizer.bin")
+    change = ["--rule", "2.{x*} => head.{x*}"] if shown else ["--drop", "1.num_batches_tracked"]
+    return ["remap", folder, "-o", path / "out", *change]
 
 
 @pytest.mark.parametrize("name", CASES)
