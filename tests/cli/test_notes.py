@@ -176,8 +176,8 @@ def nothing_matches(path: Path, shown: bool) -> Words:
 # Folders and runs
 
 
-def zero(path: Path) -> Path:
-    return Path(shutil.copytree(DATA / "deepspeed-0.19.8/zero-1", path / "zero"))
+def zero(path: Path, stage: int = 1) -> Path:
+    return Path(shutil.copytree(DATA / f"deepspeed-0.19.8/zero-{stage}", path / "zero"))
 
 
 @says("not copied: skipped_steps, global_steps, global_samples, epoch of")
@@ -191,11 +191,11 @@ def counters_of_deepspeed(path: Path, shown: bool) -> Words:
 COUNTERS = ("skipped_steps", "global_steps", "global_samples")
 
 
-@says("differs between the ranks: rank 0's is used")
+@says("scale differs between the ranks: rank 0's is used")
 def ranks_of_deepspeed(path: Path, shown: bool) -> Words:
-    folder = zero(path)
-    for rank, file in enumerate(sorted(folder.rglob("*optim_states.pt"))):
-        edited(file, lambda content, rank=rank: content["optimizer_state_dict"].update(note=rank if shown else 7))
+    folder = zero(path, 3)
+    for rank, file in enumerate(sorted(folder.rglob("*model_states.pt"))):
+        edited(file, lambda content, rank=rank: content["module"]["scale"].fill_(rank if shown else 1))
     return ["inspect", folder]
 
 
@@ -204,19 +204,19 @@ def files_next_to_steps(path: Path, shown: bool) -> Words:
     for step in (1, 2):
         save_file(dict(state()), (path / f"step-{step}").mkdir() or path / f"step-{step}/model.safetensors")
     save(path / ("best.pt" if shown else "best.txt"))
-    return ["history", path]
+    return ["diff", path]
 
 
-@says("left: this is an adapter of PEFT")
+@says("left: not compared: optimizer in ")
 def notes_of_a_side(path: Path, shown: bool) -> Words:
-    base, left = save(path / "base.pt"), {f"{key}{'_' if shown else ''}": value for key, value in state().items()}
-    return ["diff3", base, save(path / "left.pt", left), save(path / "right.pt")]
+    run = trained(flat=False)
+    left = save(path / "left.pt", run if shown else {"model": run["model"]})
+    return ["diff", left, save(path / "right.pt"), "--base", save(path / "base.pt")]
 
 
 @says("differs from the manifest's file")
 def file_of_a_manifest(path: Path, shown: bool) -> Words:
     ckpt = save(path / "in.pt")
-    ckpttool.manifest(str(ckpt))
     (path / "manifest.json").write_text(json.dumps(ckpttool.manifest(str(ckpt))))
     if shown:
         torch.save({key: value + 1 for key, value in state().items()}, ckpt)
@@ -228,13 +228,13 @@ def same_as_the_manifest(path: Path, shown: bool) -> Words:
     return file_of_a_manifest(path, not shown)
 
 
-@says("not among the manifest's files: more.safetensors")
+@says("not among the manifest's files: __9_0.distcp")
 def more_than_the_manifest(path: Path, shown: bool) -> Words:
-    folder = path / "folder"
-    ckpttool.write(ckpttool.open_checkpoint(dict(state())), f"{folder}/")
+    folder = path / "folder.dcp"
+    ckpttool.write(ckpttool.open_checkpoint(dict(state())), str(folder))
     (path / "manifest.json").write_text(json.dumps(ckpttool.manifest(str(folder))))
     if shown:
-        save_file(dict(state()), folder / "more.safetensors")
+        (folder / "__9_0.distcp").write_bytes(b"other")
     return ["diff", path / "manifest.json", folder, "--values"]
 
 
