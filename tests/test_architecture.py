@@ -1,4 +1,4 @@
-"""docs/architecture.md is true: the layers of imports, and which modules import torch, print and write."""
+"""docs/maintainers/architecture.md is true: the layers of imports, and which modules import torch, print and write."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def below(name: str, *packages: str) -> bool:
 
 def layers() -> dict[str, dict[str, int]]:
     """Folder -> module in it -> its layer, as the page says."""
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "maintainers" / "architecture.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```layers\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     found = {}
     for line in block.splitlines():

@@ -16,7 +16,7 @@ import pytest
 import ckpttool
 from places import DOCS, ROOT
 
-PAGES = sorted({*DOCS.glob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"})
+PAGES = sorted({*DOCS.rglob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"})
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?![a-z]+:)([^)\s]*)\)")
 
