@@ -1,4 +1,4 @@
-"""Files that name modules next to the weights: after a rename the library itself loads OUT, or OUT does not have them."""
+"""Files that name modules next to the weights: after a rename their library loads OUT, or OUT does not have them."""
 
 from __future__ import annotations
 
