@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckpttool.operands.model import trace
     from ckpttool.remapping.plan import Remap
     from ckpttool.remapping.run import remap, write
-    from ckpttool.remapping.undo import Undone, undo
+    from ckpttool.remapping.write import Undone, undo
     from ckpttool.swap.swap import Swap
     from ckpttool.swapping import swap_weights
 
@@ -80,7 +80,7 @@ _MODULES = {
     "trace": "operands.model",
     "Remap": "remapping.plan",
     **dict.fromkeys(("remap", "write"), "remapping.run"),
-    **dict.fromkeys(("Undone", "undo"), "remapping.undo"),
+    **dict.fromkeys(("Undone", "undo"), "remapping.write"),
     "Swap": "swap.swap",
     "swap_weights": "swapping",
 }

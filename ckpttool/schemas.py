@@ -20,7 +20,7 @@ from ckpttool.formats.manifest import STATEMENT
 from ckpttool.inspection.explain import EXPLAIN
 from ckpttool.inspection.inspect import INSPECT
 from ckpttool.remapping.plan import REMAP
-from ckpttool.remapping.undo import UNDONE
+from ckpttool.remapping.write import UNDONE
 from ckpttool.ruleset.parse import SETS
 from ckpttool.swap.swap import SWAP
 

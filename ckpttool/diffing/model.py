@@ -36,11 +36,9 @@ from ckpttool.naming.match import NameTables
 from ckpttool.naming.pairing.evidence import exchangeable
 from ckpttool.naming.pairing.values import Tensor
 from ckpttool.operands.checkpoint import model_section, saved_state_dicts, split
-from ckpttool.operands.model import ModelOperand, as_read
+from ckpttool.operands.model import ModelOperand, as_read, same_model
 from ckpttool.operands.output import outputs
-from ckpttool.operands.sections import same_model
-from ckpttool.optimizers.classes import class_of, lacking
-from ckpttool.optimizers.forms import read
+from ckpttool.optimizers.forms import class_of, lacking, read
 from ckpttool.optimizers.identify import Parameters, ParamMap, own_names, owners, saved_order
 from ckpttool.optimizers.transform import arranged, carry, identity
 

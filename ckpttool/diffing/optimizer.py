@@ -18,8 +18,7 @@ from ckpttool.diffing.causes import SIDES, Cause, Code, Sides
 from ckpttool.diffing.result import HARMLESS, Entry, Outlines, only_left, only_right
 from ckpttool.diffing.sections import Values, compare_pair
 from ckpttool.operands.checkpoint import saved_state_dicts
-from ckpttool.optimizers.classes import class_of
-from ckpttool.optimizers.forms import read, same_option
+from ckpttool.optimizers.forms import class_of, read, same_option
 from ckpttool.optimizers.identify import ParamMap, owners, same_key_order
 from ckpttool.optimizers.transform import different
 

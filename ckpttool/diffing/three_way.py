@@ -22,8 +22,7 @@ from ckpttool.diffing.result import COMPARED, STATUSES, Compared, Diff, Entry, c
 from ckpttool.diffing.run import run
 from ckpttool.distributed.job import only_first
 from ckpttool.operands.checkpoint import Ckpt, open_checkpoint
-from ckpttool.operands.model import operand_of
-from ckpttool.operands.sections import read_for_model
+from ckpttool.operands.model import operand_of, read_for_model
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

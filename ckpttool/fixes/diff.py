@@ -11,8 +11,7 @@ from ckpttool.diffing.run import run
 from ckpttool.distributed.job import only_first
 from ckpttool.formats.registry import MANIFEST
 from ckpttool.operands.checkpoint import Ckpt, open_checkpoint
-from ckpttool.operands.model import ModelOperand, is_names_file, operand_of
-from ckpttool.operands.sections import read_for_model
+from ckpttool.operands.model import ModelOperand, is_names_file, operand_of, read_for_model
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -17,7 +17,7 @@ from ckpttool.core.values import dataclass
 from ckpttool.naming.convert import read
 from ckpttool.naming.match import NameTables, match
 from ckpttool.naming.wrappers import canonical_keys
-from ckpttool.optimizers.classes import ELEMENTWISE, fits
+from ckpttool.optimizers.forms import ELEMENTWISE, fits
 
 Shape = tuple[int, ...]
 

@@ -19,8 +19,7 @@ from ckpttool.evaluate.ops import OPS
 from ckpttool.naming.convert import with_keys
 from ckpttool.naming.match import NameTables
 from ckpttool.optimizers import forms
-from ckpttool.optimizers.classes import ELEMENTWISE, WHOLE
-from ckpttool.optimizers.forms import same_option, same_options
+from ckpttool.optimizers.forms import ELEMENTWISE, WHOLE, same_option, same_options
 from ckpttool.optimizers.identify import Parameters
 
 Sources = Mapping[str, Expression]  # new name of a parameter -> an expression over the old ones

@@ -24,14 +24,13 @@ from ckpttool.naming import wrappers as naming_wrappers
 from ckpttool.naming.adapters import adapter_of
 from ckpttool.naming.match import NameTables, match
 from ckpttool.naming.wrappers import Chain
-from ckpttool.operands.sections import left_as_they_are, of_one_model
+from ckpttool.operands.model import left_as_they_are, of_one_model
 from ckpttool.optimizers import forms
 from ckpttool.optimizers.identify import in_order_of
 from ckpttool.optimizers.transform import carried_out
 from ckpttool.remapping.adapter import apply_rules_of_base, to_other_base
 from ckpttool.remapping.companions import COMPANIONS, Companions
-from ckpttool.remapping.optimizer import OptimizerRemap, OptimizerRequest, by_rules, remap_optimizers
-from ckpttool.remapping.rule_effects import RuleEffect
+from ckpttool.remapping.optimizer import OptimizerRemap, OptimizerRequest, RuleEffect, by_rules, remap_optimizers
 from ckpttool.remapping.steps import (
     Draft,
     RemapRequest,
@@ -49,8 +48,7 @@ from ckpttool.remapping.steps import (
     unwrap,
     with_counters,
 )
-from ckpttool.remapping.undo import UNDO, Undo
-from ckpttool.remapping.write import COST, VERIFIED, Cost, Verified
+from ckpttool.remapping.write import COST, UNDO, VERIFIED, Cost, Undo, Verified
 from ckpttool.ruleset.patterns import Renaming, names_entry
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckpttool.core.checkpoint import Checkpoint
+from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Problem, Refused
-from ckpttool.core.expression import LOADED, SAVED
+from ckpttool.core.expression import LOADED, SAVED, Ref
 from ckpttool.core.keys import dotted
 from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.optimizer_state import ID
@@ -18,17 +18,21 @@ from ckpttool.core.text import Info, plural, shell, some
 from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats import strict_json
 from ckpttool.formats.compat import check_in_place, fit, loses_versions, losses
-from ckpttool.formats.detect_folder import note_on
+from ckpttool.formats.detect_folder import checkpoint_files, note_on
 from ckpttool.formats.huggingface import parse_size
 from ckpttool.formats.pickle_write import dangerous_written
+from ckpttool.formats.registry import MEMORY
 from ckpttool.formats.torch.nodes import entries_with_code
 from ckpttool.io import progress as io_progress
 from ckpttool.io import sources
 from ckpttool.io.edit_in_place import Written
-from ckpttool.io.pieces import Edited, Files, Piece
+from ckpttool.io.files import is_dir, size
+from ckpttool.io.paths import join, parent
+from ckpttool.io.pieces import Edited, Files, Link, Piece, nbytes_of
 from ckpttool.naming.adapters import adapter_of
 from ckpttool.naming.convert import ModelForm
 from ckpttool.naming.match import NameTables, match
+from ckpttool.naming.wrappers import Evidence, infer, is_lightning
 from ckpttool.operands.checkpoint import (
     Ckpt,
     model_section,
@@ -38,27 +42,16 @@ from ckpttool.operands.checkpoint import (
     saved_state_dicts,
     split,
 )
-from ckpttool.operands.model import ModelOperand, as_read, operand_of
-from ckpttool.operands.output import Target, target_for
-from ckpttool.operands.sections import of_one_model, read_for_model
+from ckpttool.operands.model import ModelOperand, as_read, of_one_model, operand_of, read_for_model
+from ckpttool.operands.output import Target, operand, outputs, target_for
 from ckpttool.remapping.companions import Companions, companions_of
+from ckpttool.remapping.gather import gather_ranks, merge_replicas
 from ckpttool.remapping.optimizer import OptimizerRequest
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.plan import Remap, by_plan, with_optimizers
 from ckpttool.remapping.plan import remap as remap_index
-from ckpttool.remapping.refusals import (
-    already_there,
-    changes_content,
-    changes_form,
-    check_code,
-    copied,
-    is_as_saved,
-    refuse_unchanged,
-)
-from ckpttool.remapping.sharding.gather import gather_ranks, merge_replicas
 from ckpttool.remapping.steps import RemapRequest
-from ckpttool.remapping.undo import undo, undo_of
-from ckpttool.remapping.write import Decided, Writer, cost_of, recover_source
+from ckpttool.remapping.write import Decided, Writer, check_code, copied_imports, cost_of, recover_source, undo, undo_of
 from ckpttool.ruleset.patterns import Renaming, parse
 
 if TYPE_CHECKING:
@@ -237,7 +230,7 @@ def plan_remap(
     if saved is not None and saved.pretrained:
         done = replace(done, source_form=str(ModelForm.PRETRAINED))
     if gathered is not None and names is not None:
-        from ckpttool.remapping.sharding.gather_optimizer import with_gathered_optimizers
+        from ckpttool.remapping.gather import with_gathered_optimizers
 
         done = with_gathered_optimizers(done, gathered, names)
     if other_model is not None and rule_steps and request.names is not None:
@@ -434,7 +427,7 @@ def _laid_out(options: RemapOptions, target: Target, output: Checkpoint, beside:
     """
     with dangerous_written() as names:
         files = target.lay_out(output, _shard_size(options), beside.files)
-    names |= copied(output, files)
+    names |= copied_imports(output, files)
     if target.format.name == "pt2":
         names |= {one.name for one in dangerous(output.imports)}
     if not options.keep_pickled_code:
@@ -466,7 +459,7 @@ def _decided(done: Remap) -> Decided | None:
 
 def _write_ranks(options: RemapOptions, writer: Writer, model: ModelOperand, done: Remap) -> Remap:
     """Split the result into the files of ranks, and write them unless it is a dry run."""
-    from ckpttool.remapping.sharding.shard import scatter
+    from ckpttool.remapping.shard import scatter
 
     names, units, world_size = model.names(), options.units or (), options.world_size or 0
     sections = of_one_model(done.result, options.sections, names)
@@ -491,3 +484,110 @@ def undone(ckpt: object, options: RemapOptions) -> Remap:
         raise CkptError("--undo gives a file back", hint="name the file or the folder")
     undo(ckpt, no_fsync=options.no_fsync)
     return replace(remap_index(open_operand(ckpt)), source=ckpt, output=ckpt, written=Written("undone"))
+
+
+# Nothing to change
+
+_WAYS = "--rule, --to FORM, --like CKPT, --drop PATTERN; another ending of OUT converts the format"
+
+
+def changes_content(source: Checkpoint, done: Remap) -> bool:
+    """Return whether the result holds something else than `source`: other names, values, entries or order."""
+    plan, result = done.plan, done.result
+    if plan.dropped or plan.runs or any(output.source != Ref(output.key) for output in plan.outputs):
+        return True
+    if result.sections is source.sections:
+        return False
+    return len(result.sections) != len(source.sections) or not all(map(_same, source.sections, result.sections))
+
+
+def _same(left: Section, right: Section) -> bool:
+    if left is right:
+        return True
+    modules = [list(own.modules or ()) for own in (left, right)]
+    return (
+        (left.path, left.kind, left.form, modules[0]) == (right.path, right.kind, right.form, modules[1])
+        and left.keys == right.keys
+        and left.mapping == right.mapping
+    )
+
+
+def changes_form(source: Checkpoint, target: Target, done: Remap, max_shard_size: int | None) -> bool:
+    """Return whether OUT is another kind of file or folder than the source, or has other shards, or is a part of it."""
+    path, picked = split(source.source)
+    if picked is not None or source.format != target.format.name:
+        return True
+    if not target.format.folder:
+        return is_dir(path) != (target.folder is not None)
+    if max_shard_size is None:
+        return False
+    home = path if is_dir(path) else parent(path)
+    files = target.format.layout_files(done.result, target.name, max_shard_size)
+    made = {name: content for name, content in files.items() if not name.endswith(".json")}
+    present = {name for name in checkpoint_files(home, target.format.endings[0]) if not name.endswith(".json")}
+    return made.keys() != present or any(
+        not isinstance(content, Link) and nbytes_of(content) != size(join(home, name)) for name, content in made.items()
+    )
+
+
+def is_as_saved(source: Checkpoint) -> bool:
+    """Return True if the index is unchanged since it was read from the file it names."""
+    if source.format == MEMORY.name:
+        return True
+    try:
+        saved = open_operand(source.source)
+    except CkptError:
+        return False
+    places = [[(entry.key, entry.span) for s in one.sections for entry in s.tensors] for one in (source, saved)]
+    return places[0] == places[1]
+
+
+def already_there(options: RemapOptions) -> str | None:
+    """Return what the source already is, if the options name the names that OUT must have; then a copy is an answer."""
+    if options.plan is not None:
+        return "the plan changes nothing"
+    if options.like is not None:
+        return "the keys are already those of --like"
+    if options.form is not None:
+        return f"the keys are already {options.form}"
+    if options.to_model is not None:
+        return "the keys are already those of --to-model"
+    if options.optimizer_keys is not None or options.to_optimizer is not None:
+        return "the optimizer is already as requested"
+    return None
+
+
+def refuse_unchanged(source: Checkpoint, options: RemapOptions) -> None:
+    """Raise `Refused`, with the wrappers that the keys show and the command that removes them."""
+    form, out = options.form, options.target(source.source)
+    same = f"{out} would hold what {source.source} holds" if out else "no option asks for a change"
+    already = already_there(options) or same
+    wrapped = [(section, found) for section in source.state_dicts if (found := _wrappers(source, section)).form]
+    command = None if form is ModelForm.SERIALIZED or not wrapped else _unwrapping(source, options)
+    problems = [
+        Problem(f"wrapper: {path.rpartition('.')[2]}", f"{section.path}.{path}".lstrip("."))
+        for section, found in wrapped
+        for path in (*found.root, *sorted(found.inside))
+    ]
+    raise Refused(
+        f"nothing to change: {already}" + (f"; their names show wrappers: {wrapped[0][1].form}" if wrapped else ""),
+        hint=f"remove the wrappers: {command}" if command else f"say what to change: {_WAYS}",
+        problems=problems,
+    )
+
+
+def _wrappers(source: Checkpoint, section: Section) -> Evidence:
+    return infer(section.keys, lightning=is_lightning(source))
+
+
+def _unwrapping(source: Checkpoint, options: RemapOptions) -> str | None:
+    """The command that takes the wrappers out; None where it would be refused too."""
+    try:
+        done = remap_index(source, RemapRequest(to=ModelForm.SERIALIZED))
+    except CkptError:
+        return None
+    if not changes_content(source, done):
+        return None
+    named = operand(source.source, source.format)
+    out = ["--in-place"] if options.in_place else ["-o", options.out or next(outputs(named, "unwrapped"))]
+    return shell("ckpttool", "remap", named, "--to", "serialized", *out)

@@ -23,7 +23,7 @@ from ckpttool.naming.convert import Form, ModelForm, check_versions, left_to_cod
 from ckpttool.naming.match import NameTables, align
 from ckpttool.naming.wrappers import Chain, Evidence, strip
 from ckpttool.operands.model import ModelOperand
-from ckpttool.remapping.rule_effects import RuleEffect
+from ckpttool.remapping.optimizer import RuleEffect
 
 if TYPE_CHECKING:
     from ckpttool.ruleset.steps import Step as RuleStep

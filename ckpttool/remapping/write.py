@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
+from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, Lazy, Span
-from ckpttool.core.errors import CkptError, Problem
-from ckpttool.core.schema import COUNT, record
-from ckpttool.core.text import human_bytes
+from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.options import expand_options
+from ckpttool.core.pickle_imports import Import, dangerous
+from ckpttool.core.schema import COUNT, TEXT, one_of, record
+from ckpttool.core.text import human_bytes, shell
 from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import Job, current, only_first
 from ckpttool.evaluate.compare import Fingerprints, verify
-from ckpttool.formats.detect_folder import DCP_METADATA, open_checkpoint
+from ckpttool.formats.dcp.metadata import BytesItem, parse
+from ckpttool.formats.detect_folder import DCP_METADATA, locate, open_checkpoint
 from ckpttool.formats.registry import FORMATS
+from ckpttool.formats.torch.nodes import entries_with_code
 from ckpttool.io import edit_in_place, progress, sources, write
+from ckpttool.io import undo as io_undo
 from ckpttool.io.edit_in_place import Written
 from ckpttool.io.files import exists, files_of, is_dir, names_in, settle, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import Edited, Files, Held, Link, Pieces, Ready, nbytes_of
-from ckpttool.io.ranges import Digest, digest_on_disk, same_data
+from ckpttool.io.ranges import Digest, digest_on_disk, read_span, same_data
+from ckpttool.io.undo import Way
 from ckpttool.io.write import Contents, WriteOptions
+from ckpttool.operands.checkpoint import split
 from ckpttool.operands.output import Target
 from ckpttool.remapping.options import RANK
 
@@ -306,3 +314,127 @@ def _prove_bytes(digests: Mapping[str, Digest] | None) -> None:
 def _and_more(paths: Collection[str]) -> str:
     first, *more = paths
     return f"{first} and {len(more)} more" if more else first
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """How to undo an in-place edit: the command, and the bytes that are kept on the disk until then."""
+
+    command: str
+    nbytes: int
+
+    def __str__(self) -> str:
+        if not self.nbytes:
+            return self.command
+        return f"{self.command} (until then {human_bytes(self.nbytes)} of old content are kept; --no-undo keeps none)"
+
+
+UNDO = record(Undo, {"command": TEXT, "bytes": COUNT}, called={"bytes": "nbytes"})
+NO_UNDO = "not possible (--no-undo)"
+
+
+@dataclass(frozen=True, slots=True)
+class Undone:
+    """What `undo` did with `path`. `way`: the last edit is undone, an interrupted one rolled back, or finished."""
+
+    path: str
+    way: Way
+
+    def to_json(self) -> dict[str, Any]:
+        """The `undo` object of the contract."""
+        return dict(UNDONE.write(self))
+
+
+UNDONE = record(Undone, {"path": TEXT, "way": one_of("undone", "rolled back", "finished")}, title="ckpttool.undo/1")
+
+
+def undo_of(path: str, nbytes: int) -> Undo:
+    """Return how to undo the edit of `path`, of which `nbytes` of old content are kept."""
+    return Undo(shell("ckpttool", "undo", path), nbytes)
+
+
+@expand_options()
+def undo(path: str, *, force: bool = False, no_fsync: bool = False) -> Undone:
+    """Roll back an interrupted edit of the file or folder, or else undo its last in-place edit.
+
+    `force`: also an edit that was begun on another machine or in another container, whose process has ended. Raises
+    `CkptError` if there is nothing to undo, or if the file has changed since.
+    """
+    sources.begin_call()
+    if split(path)[1] is not None:
+        raise CkptError("undo gives a whole file back", hint="name the file without ::SECTION")
+    only_first()
+    return Undone(path, io_undo.undo(path, lambda: _last(path), fsync=not no_fsync, force=force))
+
+
+def _last(path: str) -> str:
+    return locate(path).path if is_dir(path) else path
+
+
+# Dangerous pickle imports
+
+
+def copied_imports(output: Checkpoint, files: Files) -> set[str]:
+    """Return the names of the dangerous imports whose pickles are copied into the files byte for byte."""
+    found = dangerous(output.imports)
+    if not found:
+        return set()
+    linked = {name: os.path.realpath(content.path) for name, content in files.items() if isinstance(content, Link)}
+    listed = _listed(found, files, linked) if DCP_METADATA in files else None
+    links = set(linked.values()) if listed is None else set()
+    spans = [
+        piece.data
+        for content in files.values()
+        if not isinstance(content, Link)
+        for piece in content
+        if isinstance(piece.data, Span)
+    ]
+    return {
+        one.name for one in found if os.path.realpath(one.file) in links or any(_overlaps(one, span) for span in spans)
+    } | (listed or set())
+
+
+def _listed(found: tuple[Import, ...], files: Files, linked: dict[str, str]) -> set[str]:
+    """Return the names of those imports that are in a linked data file of torch.distributed.checkpoint and are read.
+
+    The bytes of dropped entries stay in such a file, and ``.metadata`` does not list them. Equal objects are read once,
+    so an object's own bytes tell what it imports.
+    """
+    content = files[DCP_METADATA]
+    assert not isinstance(content, Link)
+    text = b"".join(piece.data for piece in content if isinstance(piece.data, bytes))
+    pickles = {one: bytes(read_span(Span(one.file, one.start, one.end - one.start))) for one in found}
+    names = set()
+    for item in parse(text, DCP_METADATA).items.values():
+        for place in item.places:
+            if place.name not in linked:
+                continue
+            span = Span(linked[place.name], place.offset, place.length)
+            raw = bytes(read_span(span)) if isinstance(item, BytesItem) else b""
+            names |= {
+                one.name
+                for one, pickle in pickles.items()
+                if pickle in raw or _overlaps(replace(one, file=os.path.realpath(one.file)), span)
+            }
+    return names
+
+
+def _overlaps(one: Import, span: Span) -> bool:
+    return span.path == one.file and span.offset < one.end and one.start < span.offset + span.length
+
+
+def check_code(output: Checkpoint, names: Iterable[str]) -> None:
+    """Raise `Refused` if the output carries dangerous imports with these names."""
+    left = set(names)
+    if not left:
+        return
+    by_path: dict[str, list[str]] = {}
+    for path, name in entries_with_code(output):
+        by_path.setdefault(path or "(root)", []).append(name)
+        left.discard(name)
+    problems = [Problem(f"imports {', '.join(dict.fromkeys(own))}", path) for path, own in by_path.items()]
+    problems += [Problem("a dangerous import of the file's pickle", name) for name in sorted(left)]
+    drop = shell(*(word for path in by_path for word in ("--drop", path)))
+    hint = "carry it on: --keep-pickled-code"
+    hint = f"leave it out: {drop}; or {hint}" if drop and not left else hint
+    raise Refused("the output would run code when it is loaded: dangerous pickle imports", hint=hint, problems=problems)

@@ -30,11 +30,8 @@ from ckpttool.naming.convert import Form, ModelForm
 from ckpttool.naming.match import match
 from ckpttool.naming.wrappers import Chain, strip
 from ckpttool.operands.checkpoint import model_section, split
-from ckpttool.operands.model import ModelOperand, as_read, operand_of
-from ckpttool.operands.sections import read_for_model
-from ckpttool.remapping.refusals import check_code
-from ckpttool.remapping.undo import UNDO, Undo, undo_of
-from ckpttool.remapping.write import COST, VERIFIED, Cost, Verified, Writer, cost_of
+from ckpttool.operands.model import ModelOperand, as_read, operand_of, read_for_model
+from ckpttool.remapping.write import COST, UNDO, VERIFIED, Cost, Undo, Verified, Writer, check_code, cost_of, undo_of
 from ckpttool.swap.weight_map import (
     canonical_names,
     chosen_constants,

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from ckpttool.core.optimizer_state import ID, OptimizerState, Param, ParamGroup
-from ckpttool.optimizers.classes import class_of, fits, lacking
+from ckpttool.optimizers.forms import class_of, fits, lacking
 from torch_version import needs_torch
 
 Shape = tuple[int, ...]

@@ -16,8 +16,7 @@ from ckpttool.core.optimizer_state import FLAT, numbered, renamed
 from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.registry import format_for
 from ckpttool.operands.checkpoint import open_operand
-from ckpttool.optimizers.classes import class_of
-from ckpttool.optimizers.forms import form_of, read, same_options, write
+from ckpttool.optimizers.forms import class_of, form_of, read, same_options, write
 from files import write_pieces
 from optimizer_support import same, train
 from torch_version import needs_torch

@@ -28,8 +28,8 @@ from ckpttool.evaluate.torch_eval import evaluate
 from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.ranks.shards import RankParts
 from ckpttool.naming.flat import misfit, shard_sizes, slots, unit_paths
+from ckpttool.remapping.gather import gather
 from ckpttool.remapping.plan import Remap
-from ckpttool.remapping.sharding.gather import gather
 from ckpttool.tracing.build_model import load
 from ckpttool.tracing.trace import trace
 from command import Run

@@ -10,13 +10,13 @@ from ckpttool.core.keys import dotted
 from ckpttool.core.plan import Plan
 from ckpttool.core.text import number, plural
 from ckpttool.operands.checkpoint import split
-from ckpttool.remapping.undo import NO_UNDO
+from ckpttool.remapping.write import NO_UNDO
 from ckpttool.report.collapse import collapse, first_pattern
 from ckpttool.report.document import Block, Cell, Column, Document, Note, Table, facts, filled, noted, shortened
 
 if TYPE_CHECKING:
     from ckpttool.remapping.plan import Remap
-    from ckpttool.remapping.undo import Undone
+    from ckpttool.remapping.write import Undone
     from ckpttool.ruleset.parse import Preset
     from ckpttool.swap.swap import Swap
 

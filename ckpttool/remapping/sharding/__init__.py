@@ -1,1 +1,0 @@
-"""Assemble rank files, and split a checkpoint into them."""
