@@ -1,6 +1,6 @@
 """A JSON Schema (2020-12) for every object that is written, by its name.
 
-Each is described once, beside the value that it is: so it is written, checked where it is read, and printed here.
+Each is described once, next to its value: so it is written, checked where it is read, and printed here.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class Import:
     `verdict` is ``dangerous`` (it runs code, or reaches files, processes or the network), ``known`` (harmless) or
     ``unknown``. The pickle is in the record `member` of the archive `file` (an empty string: the file itself), `offset`
     is the byte of the pickle where the import is. `calls` are its calls with their arguments, shortened, `called` is
-    their number. The pickle lies in the bytes `start` to `end` of the file.
+    their number. The pickle is in the bytes `start` to `end` of the file.
     """
 
     name: str

@@ -354,7 +354,7 @@ def compare_with_optimizer(
             for name in target.trainable
             if name in in_groups and name not in mine.state
         ]
-    # Loading takes the file's hyperparameters, whatever they are.
+    # Loading takes all hyperparameters of the file.
     keys = (next(iter((*e.left, *e.right))) for e in entries if e.status not in HARMLESS)
     differing = bool(needs) or not all(map(_is_hyperparameter, keys))
     failed = verdict is not None and verdict.error is not None

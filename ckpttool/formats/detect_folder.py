@@ -1,4 +1,4 @@
-"""Detect what checkpoint a folder holds, and open a path whatever it is."""
+"""Detect what checkpoint a folder holds, and open any path."""
 
 from __future__ import annotations
 

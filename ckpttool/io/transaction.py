@@ -306,7 +306,7 @@ def _ways_back(path: Path) -> dict[str, Change]:
 def replaced_rows(new: Path, folder: Path, names: Iterable[str], *, keep: bool) -> list[Replaced]:
     """Return the rows for files of the folder that those in `new` replace; the others are removed.
 
-    Only if they are to be kept, the hidden names are such that nobody removes them.
+    Only if they must be kept, the hidden names are such that nobody removes them.
     """
     rows = []
     for name in names:

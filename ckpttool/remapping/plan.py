@@ -60,7 +60,7 @@ class Remap:
     `source_form` and `form` are the forms that the keys were in and are in, as words, or None. `ruled` is what the
     rules did to the model, `model` what the whole remap did to it, unless `--select` narrows it.
     `narrowed` is the same if tensors of the model are left out. `sections` are the state dicts that were changed
-    together, where these are several. `written` says how a file that was to be changed in place was written, or would
+    together, where these are several. `written` says how a file named by --in-place was written, or would
     be, and `undo` how that is taken back, `verified` how the output is known to be right, `cost` what a `dry_run` found
     it to take. `companions` says what became of the other files of a folder. `source` and `output` are the operands
     CKPT and OUT.

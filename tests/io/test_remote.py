@@ -565,8 +565,10 @@ def test_a_driver_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, failing
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # importing it fails, as it does where it is not installed
     err = failing("inspect", "gs://bucket/a.pt")
     assert "needs the Python package gcsfs" in err
-    assert "hint: pip install gcsfs" in err
-    assert "pip install gcsfs" in failing("inspect", "simplecache::gs://bucket/a.pt")
+    assert "hint: pip install 'ckpttool[gcs]', or only gcsfs" in err
+    assert "ckpttool[gcs]" in failing("inspect", "simplecache::gs://bucket/a.pt")
+    monkeypatch.setitem(sys.modules, "adlfs", None)
+    assert "hint: pip install adlfs" in failing("inspect", "az://bucket/a.pt")
 
 
 def test_a_scheme_that_nobody_knows(failing: Any) -> None:

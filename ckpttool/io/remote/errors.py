@@ -19,6 +19,7 @@ from ckpttool.core.limits import limits
 
 # Modules that drivers import, if the package to install has another name.
 _PACKAGES = {"smbclient": "smbprotocol", "dropboxdrivefs": "dropboxdrivefs", "yarl": "aiohttp", "git": "pygit2"}
+_EXTRAS = {"s3fs": "s3", "gcsfs": "gcs", "huggingface_hub": "hf"}  # of ckpttool, with versions that work
 _LOGIN = "check the credentials that the driver finds, and that they may do this"
 _NETWORK = "check the network, and the endpoint that the driver is set to"
 _ANY = "check the URL, the network, and what the driver is set to"
@@ -126,9 +127,11 @@ def _no_driver(url: str, scheme: str, error: ImportError) -> CkptError:
     module = (cause.name or "").partition(".")[0]
     if not module:
         return CkptError(f"{url}: the driver of {scheme}:// cannot be loaded", hint=_text(error))
+    package = _PACKAGES.get(module, module)
+    extra = f"'ckpttool[{_EXTRAS[module]}]', or only " if module in _EXTRAS else ""
     return CkptError(
-        f"{url}: {scheme}:// needs the Python package {_PACKAGES.get(module, module)}, which is not installed",
-        hint=f"pip install {_PACKAGES.get(module, module)}",
+        f"{url}: {scheme}:// needs the Python package {package}, which is not installed",
+        hint=f"pip install {extra}{package}",
     )
 
 
