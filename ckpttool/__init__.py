@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from ckpttool.core.errors import CkptError, Problem, Refused
     from ckpttool.core.names import Names
     from ckpttool.core.plan import Plan
-    from ckpttool.diffing.history import Steps, steps
+    from ckpttool.diffing.history import History, history
     from ckpttool.diffing.result import Diff
-    from ckpttool.diffing.three_way import Since, since
+    from ckpttool.diffing.three_way import Diff3, diff3
     from ckpttool.fixes.diff import diff
     from ckpttool.inspection.explain import Explanation, explain
     from ckpttool.inspection.inspect import Inspection, inspect, manifest
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ckpttool.remapping.plan import Remap
     from ckpttool.remapping.run import remap, write
     from ckpttool.remapping.write import Undone, undo
+    from ckpttool.ruleset.parse import rules
     from ckpttool.swap.swap import Swap
     from ckpttool.swapping import swap_weights
 
@@ -35,27 +36,28 @@ __all__ = [
     "Checks",
     "CkptError",
     "Diff",
+    "Diff3",
     "Explanation",
+    "History",
     "Inspection",
     "Names",
     "Plan",
     "Problem",
     "Refused",
     "Remap",
-    "Since",
-    "Steps",
     "Swap",
     "Swapped",
     "Undone",
     "check",
     "diff",
+    "diff3",
     "explain",
+    "history",
     "inspect",
     "manifest",
     "open_checkpoint",
     "remap",
-    "since",
-    "steps",
+    "rules",
     "swap_weights",
     "trace",
     "undo",
@@ -69,9 +71,9 @@ _MODULES = {
     **dict.fromkeys(("CkptError", "Problem", "Refused"), "core.errors"),
     "Names": "core.names",
     "Plan": "core.plan",
-    **dict.fromkeys(("Steps", "steps"), "diffing.history"),
+    **dict.fromkeys(("History", "history"), "diffing.history"),
     "Diff": "diffing.result",
-    **dict.fromkeys(("Since", "since"), "diffing.three_way"),
+    **dict.fromkeys(("Diff3", "diff3"), "diffing.three_way"),
     "diff": "fixes.diff",
     **dict.fromkeys(("Explanation", "explain"), "inspection.explain"),
     **dict.fromkeys(("Inspection", "inspect", "manifest"), "inspection.inspect"),
@@ -81,6 +83,7 @@ _MODULES = {
     "Remap": "remapping.plan",
     **dict.fromkeys(("remap", "write"), "remapping.run"),
     **dict.fromkeys(("Undone", "undo"), "remapping.write"),
+    "rules": "ruleset.parse",
     "Swap": "swap.swap",
     "swap_weights": "swapping",
 }

@@ -28,8 +28,27 @@ class CheckKeywords(OptimizerKeywords, total=False):
     model: Any
 
 
+class CompareKeywords(TypedDict, total=False):
+    """Options of `history`."""
+
+    values: bool
+    rtol: float
+    atol: float
+    ignore_dtype: bool
+
+
+class Diff3Keywords(ModelKeywords, total=False):
+    """Options of `diff3`."""
+
+    model: Any
+    values: bool
+    rtol: float
+    atol: float
+    ignore_dtype: bool
+
+
 class DiffKeywords(OptimizerKeywords, total=False):
-    """Options of `diff`, `since` and `steps`."""
+    """Options of `diff`."""
 
     model: Any
     values: bool

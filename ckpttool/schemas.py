@@ -13,9 +13,9 @@ from ckpttool.core.expression import DEFINITIONS
 from ckpttool.core.names import NAMES
 from ckpttool.core.plan import PLAN
 from ckpttool.core.schema import ERROR, Kind
-from ckpttool.diffing.history import STEPS
+from ckpttool.diffing.history import HISTORY
 from ckpttool.diffing.result import DIFF
-from ckpttool.diffing.three_way import SINCE
+from ckpttool.diffing.three_way import DIFF3
 from ckpttool.formats.manifest import STATEMENT
 from ckpttool.inspection.explain import EXPLAIN
 from ckpttool.inspection.inspect import INSPECT
@@ -29,8 +29,8 @@ OBJECTS: dict[str, Kind] = {
     "inspect": INSPECT,
     "names": NAMES,
     "diff": DIFF,
-    "since": SINCE,
-    "steps": STEPS,
+    "diff3": DIFF3,
+    "history": HISTORY,
     "explain": EXPLAIN,
     "remap": REMAP,
     "swap": SWAP,

@@ -329,7 +329,7 @@ MISTYPED = {
     "an optimizer left out": ("check", "names.json", "--model", "model.py:build", "--no-defaults"),
     "no file to check": ("check", "good.pt", "nope.pt"),
     "no step": ("diff", "good.pt", "args.pt", "nope.pt"),
-    "no base": ("diff", "good.pt", "args.pt", "--base", "nope.pt"),
+    "no base": ("diff3", "nope.pt", "good.pt", "args.pt"),
     "no section": ("diff", "good.pt::nope", "args.pt"),
     "no right": ("diff", "good.pt", "nope.pt"),
     "no model to load it": ("diff", "good.pt", "--model", "nope.py:build"),

@@ -12,6 +12,7 @@ from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 
+from ckpttool.cli import renamed
 from ckpttool.cli.defaults import Default, chosen, with_defaults, words_of
 from ckpttool.cli.failures import failure_of, say
 from ckpttool.cli.params import Command, command_of, parse
@@ -28,8 +29,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("ckpttool.cli.commands.explain", "One tensor: all its names, and the hook that renames it."),
     "remap": ("ckpttool.cli.commands.remap", "Rewrite the keys, optimizer ids and format of a checkpoint."),
     "swap-weights": ("ckpttool.cli.commands.swap_weights", "Put new weights into an exported program."),
-    "undo": ("ckpttool.cli.commands.undo", "Roll back an interrupted or the last edit in place."),
     "check": ("ckpttool.cli.commands.check", "Files of a repository: names, rules, plans, pickles."),
+    "undo": ("ckpttool.cli.commands.undo", "Roll back an interrupted or the last edit in place."),
+    "rules": ("ckpttool.cli.commands.rules", "List the preset rules; with NAME print one as TOML."),
+    "history": ("ckpttool.cli.commands.history", "Which step of a run changed which keys, dtypes or optimizers."),
+    "diff3": ("ckpttool.cli.commands.diff3", "What two checkpoints each changed since a common base."),
     "schema": ("ckpttool.cli.commands.schema", "The JSON Schema of an object that the commands write."),
 }
 _SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish")
@@ -125,6 +129,8 @@ def run(args: list[str]) -> int:
         return by_typer.complete(COMMANDS, None if name is None else _loaded(name, ["--no-defaults"]))
     if args[:1] == ["help"]:
         args = [*args[1:2], "--help"]
+    if args:
+        renamed.check(args)
     name = next((arg for arg in args if not arg.startswith("-")), None)
     if not args or (name is not None and name not in COMMANDS):
         from difflib import get_close_matches

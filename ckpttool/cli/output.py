@@ -22,6 +22,7 @@ from ckpttool.report.renderers import json
 from ckpttool.report.renderers.text import Terminal, lines
 
 All = Annotated[bool, option("--all", help="List every key instead of one line for each cause.")]
+ExitZero = Annotated[bool, option("--exit-zero", help="Exit with 0 if they differ too; errors stay 2.")]
 Manifest = Annotated[
     str | None,
     option("--manifest", metavar="FILE", help="Write digests of its files and tensors to FILE, an in-toto statement."),
@@ -65,10 +66,13 @@ class Report:
             if os.path.isfile(path) and not self.force:
                 raise CkptError(f"{path} exists", hint="pass --force to overwrite it, or name another file")
 
-    def emit(self, document: Callable[[], Document], data: Callable[[], Mapping[str, Any]]) -> None:
+    def emit(
+        self, document: Callable[[], Document], data: Callable[[], Mapping[str, Any]], text: str | None = None
+    ) -> None:
         """Write the report files, then print the result to stdout: data and nothing else.
 
-        `document` and `data` make the two shapes of the result; each is called only if a format needs it. The files
+        `document` and `data` make the two shapes of the result; each is called only if a format needs it. `text` takes
+        the document's place on stdout. The files
         come first, so that stdout stays empty if one of them cannot be written. The warnings of a text go to stderr,
         after it. Raise as `write_text`.
         """
@@ -77,7 +81,9 @@ class Report:
             write_text(path, _rendered(format_of(path), document, data), force=self.force)
         if is_quiet():
             return
-        if self.format == "text":
+        if self.format == "text" and text is not None:
+            sys.stdout.write(for_log(text, self.format))
+        elif self.format == "text":
             shown, warnings = warnings_apart(document())
             sys.stdout.write(for_log(render(self.format, shown, {}, _terminal()), self.format))
             sys.stdout.flush()

@@ -18,7 +18,7 @@ from ckpttool.core.text import plural, some
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.optimizer import UNKNOWN_CLASS, SavedOptimizer, compare_optimizers
-from ckpttool.diffing.options import DiffOptions
+from ckpttool.diffing.options import CompareOptions, DiffOptions
 from ckpttool.diffing.result import COMPARED, HARMLESS, STATUSES, Compared, Diff, Entry
 from ckpttool.diffing.run import run
 from ckpttool.diffing.sections import compare
@@ -32,7 +32,7 @@ from ckpttool.operands.checkpoint import Ckpt, called, in_order, open_checkpoint
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ckpttool.keywords import DiffKeywords
+    from ckpttool.keywords import CompareKeywords
 
 # Statuses of a diff of this step (its left) and the previous one (its right) that have another name here.
 CHANGES = {"unexpected": "added", "missing": "dropped"}
@@ -75,7 +75,7 @@ class Step:
 
 @public
 @dataclass(frozen=True, slots=True)
-class Steps:
+class History:
     """The changes of every step. `run` is the folder, None if the steps were named one by one."""
 
     run: str | None
@@ -95,8 +95,8 @@ class Steps:
         return self.identical
 
     def to_json(self) -> dict[str, Any]:
-        """Return the `steps` object of the contract."""
-        return dict(STEPS.write(self))
+        """Return the `history` object of the contract."""
+        return dict(HISTORY.write(self))
 
 
 _BOTH: Members = {"before": TEXTS, "after": TEXTS}
@@ -113,15 +113,15 @@ _STEP = record(
     },
     called={"source": "name", "suggested": "likely"},
 )
-STEPS = record(
-    Steps,
+HISTORY = record(
+    History,
     {"run": nullable(TEXT), "identical": FLAG, "compared": COMPARED, "steps": list_of(_STEP), "notes": TEXTS},
-    title="ckpttool.steps/1",
+    title="ckpttool.history/1",
 )
 
 
-@expand_options(DiffOptions)
-def steps(run: str | Sequence[Ckpt], **options: Unpack[DiffKeywords]) -> Steps:
+@expand_options(CompareOptions)
+def history(run: str | Sequence[Ckpt], **options: Unpack[CompareKeywords]) -> History:
     """Return what each checkpoint of a run changed since the one before: keys, dtypes, shapes, param groups.
 
     `run` is a folder, or the checkpoints. Paths that differ only in numbers are compared in the order of the numbers,
@@ -155,7 +155,7 @@ def _numbered(ckpt: Ckpt, number: int) -> Checkpoint:
 
 def compare_steps(
     steps: Sequence[str | Checkpoint], folder: str | None, options: DiffOptions, others: Sequence[str] = ()
-) -> Steps:
+) -> History:
     """Return what each of `steps` changed since the previous one; `folder` is the run's, None if each was named.
 
     `others` are checkpoints in the folder that are not steps: a note says that they were not compared. Raises
@@ -188,7 +188,7 @@ def compare_steps(
     compared = dict.fromkeys(("keys", "shapes"), True) | {"dtypes": not options.ignore_dtype}
     compared |= {"values": values, "aliases": False, "metadata": False}
     compared |= {"optimizers": values, "other_sections": True, "objects": False}
-    return Steps(folder, tuple(compared_steps), tuple(notes), compared, options.scope)
+    return History(folder, tuple(compared_steps), tuple(notes), compared, options.scope)
 
 
 class _Found(NamedTuple):

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 from ckpttool.core.errors import CkptError
-from ckpttool.core.options import OptimizerOptions, option, several
+from ckpttool.core.options import ModelOptions, OptimizerOptions, option, several
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.result import STATUSES
 from ckpttool.io import progress
@@ -31,37 +31,13 @@ def statuses_in(text: str) -> frozenset[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffOptions(OptimizerOptions):
-    """All options of a diff that say what is compared."""
+class CompareOptions:
+    """How tensors are compared."""
 
     values: Annotated[bool, option("--values", help="Compare the bytes of the tensors too.")] = False
     rtol: Annotated[float, option("--rtol", least=0, help="Relative tolerance of --values.")] = 0.0
     atol: Annotated[float, option("--atol", least=0, help="Absolute tolerance of --values.")] = 0.0
     ignore_dtype: Annotated[bool, option("--ignore-dtype", help="Ignore dtype differences.")] = False
-    whole: Annotated[bool, option("--whole", help="Also compare optimizer state and other entries.")] = False
-
-    fail_on: Annotated[
-        str | None,
-        option("--fail-on", metavar="STATUS,...", check=statuses_in, help="Status 1 for these differences only."),
-    ] = None
-    ignore: Annotated[
-        Sequence[str] | None,
-        option("--ignore", metavar="LINE", help="'STATUS PATTERN # REASON': accept these. Repeatable."),
-    ] = None
-    ignore_file: Annotated[
-        str | None, option("--ignore-file", metavar="FILE", help="File with lines as in --ignore.")
-    ] = None
-    fail_on_unused: Annotated[bool, option("--fail-on-unused", help="Status 1 if an ignore line matches nothing.")] = (
-        False
-    )
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ignore", several(self.ignore))
-
-    @property
-    def says_what_fails(self) -> bool:
-        """Whether some differences are accepted."""
-        return bool(self.fail_on or self.ignore or self.ignore_file)
 
     @property
     def scope(self) -> str:
@@ -89,3 +65,38 @@ class DiffOptions(OptimizerOptions):
             return nullcontext()
         sections = [section for checkpoint in checkpoints if checkpoint for section in checkpoint.sections]
         return progress.doing("comparing values", sum(section.nbytes for section in sections))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diff3Options(ModelOptions, CompareOptions):
+    """The options of a comparison with a common base."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffOptions(OptimizerOptions, CompareOptions):
+    """All options of a diff that say what is compared."""
+
+    whole: Annotated[bool, option("--whole", help="Also compare optimizer state and other entries.")] = False
+
+    fail_on: Annotated[
+        str | None,
+        option("--fail-on", metavar="STATUS,...", check=statuses_in, help="Status 1 for these differences only."),
+    ] = None
+    ignore: Annotated[
+        Sequence[str] | None,
+        option("--ignore", metavar="LINE", help="'STATUS PATTERN # REASON': accept these. Repeatable."),
+    ] = None
+    ignore_file: Annotated[
+        str | None, option("--ignore-file", metavar="FILE", help="File with lines as in --ignore.")
+    ] = None
+    fail_on_unused: Annotated[bool, option("--fail-on-unused", help="Status 1 if an ignore line matches nothing.")] = (
+        False
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ignore", several(self.ignore))
+
+    @property
+    def says_what_fails(self) -> bool:
+        """Whether some differences are accepted."""
+        return bool(self.fail_on or self.ignore or self.ignore_file)

@@ -17,7 +17,7 @@ from ckpttool.core.options import expand_options
 from ckpttool.core.schema import COUNT, FLAG, TEXT, TEXTS, list_of, nullable, object_of, one_of, record
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.checkpoints import compare_on_ranks, is_about_manifest, read_all_values
-from ckpttool.diffing.options import DiffOptions
+from ckpttool.diffing.options import Diff3Options, DiffOptions
 from ckpttool.diffing.result import COMPARED, STATUSES, Compared, Diff, Entry, count_of
 from ckpttool.diffing.run import run
 from ckpttool.distributed.job import only_first
@@ -27,7 +27,7 @@ from ckpttool.operands.model import operand_of, read_for_model
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ckpttool.keywords import DiffKeywords
+    from ckpttool.keywords import Diff3Keywords
 
 By = Literal["left", "right", "both", "conflict"]
 Keys = tuple[str, ...]
@@ -63,7 +63,7 @@ class Point:
 
 @public
 @dataclass(frozen=True, slots=True)
-class Since:
+class Diff3:
     """Every change since the base. `passes` if there are no conflicts."""
 
     base: str
@@ -90,14 +90,14 @@ class Since:
         return not self.conflicts
 
     def to_json(self) -> dict[str, Any]:
-        """Return the `since` object of the contract."""
-        return dict(SINCE.write(self))
+        """Return the `diff3` object of the contract."""
+        return dict(DIFF3.write(self))
 
 
 _CHANGE = nullable(record(Change, {"status": one_of(*STATUSES, *CHANGES.values()), "keys": TEXTS, "reason": TEXT}))
 _POINT = record(Point, {"by": one_of(*BY), "base": TEXTS, "left": _CHANGE, "right": _CHANGE})
-SINCE = record(
-    Since,
+DIFF3 = record(
+    Diff3,
     {
         **dict.fromkeys(("base", "left", "right"), TEXT),
         "conflicts": FLAG,
@@ -107,25 +107,25 @@ SINCE = record(
         "notes": TEXTS,
     },
     called={"entries": "points"},
-    title="ckpttool.since/1",
+    title="ckpttool.diff3/1",
 )
 
 
-@expand_options(DiffOptions)
-def since(base: Ckpt, left: Ckpt, right: Ckpt, **options: Unpack[DiffKeywords]) -> Since:
+@expand_options(Diff3Options)
+def diff3(base: Ckpt, left: Ckpt, right: Ckpt, **options: Unpack[Diff3Keywords]) -> Diff3:
     """Return what two checkpoints each changed since the one that both came from, and whether the changes agree."""
     chosen = DiffOptions(**options)
     if chosen.comparison is None:
         only_first()
     three = open_checkpoint(base), open_checkpoint(left), open_checkpoint(right)
     with chosen.comparing(*three, *three):  # each is compared with each
-        return compare_since(*three, chosen)
+        return compare_with_base(*three, chosen)
 
 
-def compare_since(base: Checkpoint, left: Checkpoint, right: Checkpoint, options: DiffOptions) -> Since:
+def compare_with_base(base: Checkpoint, left: Checkpoint, right: Checkpoint, options: DiffOptions) -> Diff3:
     """Return what `left` and `right` changed since `base`. Raises `CkptError` as a diff does, and for a manifest."""
     if is_about_manifest(base, left) or is_about_manifest(base, right):
-        raise CkptError("a manifest cannot be used with --base", hint="name the checkpoints themselves")
+        raise CkptError("a manifest has no values to compare with a base", hint="name the checkpoints themselves")
     model = operand_of(options)
     base, left, right = (read_for_model(checkpoint, model) for checkpoint in (base, left, right))
     pairs = (base, left), (base, right), (left, right)
@@ -137,7 +137,7 @@ def compare_since(base: Checkpoint, left: Checkpoint, right: Checkpoint, options
         aspect: all(diff.compared.get(aspect, True) for diff in (mine, theirs, both)) for aspect in both.compared
     }
     points = tuple(_points(mine, theirs, both))
-    return Since(base.source, left.source, right.source, points, (*notes, *both.notes), compared, options.scope)
+    return Diff3(base.source, left.source, right.source, points, (*notes, *both.notes), compared, options.scope)
 
 
 _SIDES = ("the base", "this side")

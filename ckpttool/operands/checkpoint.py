@@ -164,7 +164,7 @@ def steps_in(folder: str) -> tuple[list[str], list[str]]:
     return natural(join(folder, name) for name in found), natural(files if found is inside else inside)
 
 
-_HINT = "ckpttool diff LEFT RIGHT, ckpttool diff --model MODEL [CKPT], or ckpttool diff RUN_FOLDER: a run's steps"
+_HINT = "ckpttool diff LEFT RIGHT, ckpttool diff --model MODEL [CKPT], or ckpttool history RUN: its steps"
 
 
 def _holds_one(folder: str) -> bool:

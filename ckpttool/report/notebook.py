@@ -9,13 +9,13 @@ from typing import Any
 _DOCUMENTS = {
     "Checks": ("names", "check_document"),
     "Diff": ("diff", "document"),
+    "Diff3": ("diff", "three_way_document"),
     "Explanation": ("names", "explained"),
+    "History": ("diff", "history_document"),
     "Inspection": ("inspection", "document"),
     "Names": ("names", "document"),
     "Plan": ("remap", "planned"),
     "Remap": ("remap", "document"),
-    "Since": ("diff", "three_way_document"),
-    "Steps": ("diff", "history_document"),
     "Swap": ("remap", "swapped"),
 }
 

@@ -14,6 +14,7 @@ from ckpttool.core.checkpoint import Section, in_row_major
 from ckpttool.core.dtypes import PLAIN
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.limits import limits
+from ckpttool.core.options import expand_options
 from ckpttool.core.schema import TEXT, TEXTS, list_of, record, row, titled
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
@@ -38,31 +39,37 @@ Fields = Mapping[str, Any]
 
 # Presets
 
-LIST = "list"  # instead of a preset's name, if no checkpoint is named
 _FOLDER = Path(__file__).parent / "presets"
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A rules file of the package: its name, from what to what it leads, and the sizes that it needs."""
+    """A rules file of the package: its name, from what to what it leads, the sizes that it needs, and its text."""
 
     name: str
     about: str
     sizes: tuple[str, ...]
+    toml: str = field(repr=False)
 
 
-SETS = titled("ckpttool.rules/1", row({"sets": list_of(record(Preset, {"name": TEXT, "about": TEXT, "sizes": TEXTS}))}))
+_PRESET = record(Preset, {"name": TEXT, "about": TEXT, "sizes": TEXTS, "toml": TEXT})
+SETS = titled("ckpttool.rules/1", row({"sets": list_of(_PRESET)}))
 
 
-def presets() -> list[Preset]:
-    """Return the presets, as the comment at the head of each file describes them."""
-    found = []
+@expand_options()
+def rules(name: str | None = None) -> tuple[Preset, ...]:
+    """Return the preset rules, or the one with this name. Raise `CkptError` if there is none."""
+    presets = []
     for path in sorted(_FOLDER.glob("*.toml")):
-        head = path.read_text(encoding="utf-8").partition("\n\n")[0]
+        toml = path.read_text(encoding="utf-8")
+        head = toml.partition("\n\n")[0]
         text = " ".join(line.removeprefix("#").strip() for line in head.splitlines())
         sizes = re.search(r"Sizes: ([\w, ]+)", text)
         names = tuple(sizes[1].strip().split(", ")) if sizes else ()
-        found.append(Preset(path.stem, text.partition(" Sizes: ")[0], names))
+        presets.append(Preset(path.stem, text.partition(" Sizes: ")[0], names, toml))
+    found = tuple(preset for preset in presets if name in (None, preset.name))
+    if not found:
+        raise CkptError(f"{name}: no preset has that name", hint="`ckpttool rules` lists them")
     return found
 
 
@@ -315,7 +322,7 @@ def read(
     if not Path(path).exists() and re.fullmatch(r"[\w-]+", path):
         located = str(_FOLDER / f"{path}.toml")
         if not Path(located).exists():
-            hint = "ckpttool remap --rules list lists them"
+            hint = "`ckpttool rules` lists the presets"
             raise CkptError(f"{path}: no such file, and no preset with that name", hint=hint)
     with opened(located, pipes=True) as file:
         data = file.read(limits().rules_bytes + 1)

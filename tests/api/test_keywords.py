@@ -16,7 +16,7 @@ import torch
 
 import ckpttool
 from ckpttool.core.options import ModelOptions, OptimizerOptions, OutputOptions
-from ckpttool.diffing.options import DiffOptions
+from ckpttool.diffing.options import CompareOptions, DiffOptions
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.run import WRITTEN
 from ckpttool.swap.swap import SwapOptions
@@ -39,7 +39,9 @@ WORDS = {
     "ModelKeywords": "How the model is built.",
     "OptimizerKeywords": "How the model and its optimizer are built: options of `trace` and `explain`.",
     "CheckKeywords": "Options of `check`.",
-    "DiffKeywords": "Options of `diff`, `since` and `steps`.",
+    "CompareKeywords": "Options of `history`.",
+    "Diff3Keywords": "Options of `diff3`.",
+    "DiffKeywords": "Options of `diff`.",
     "RemapKeywords": "Options of `remap`.",
     "SwapKeywords": "Options of `swap_weights` into a file.",
     "WriteKeywords": "Options of `write`.",
@@ -65,7 +67,9 @@ def generated() -> str:
         ("ModelKeywords", "TypedDict", rows(ModelOptions, "model")),
         ("OptimizerKeywords", "ModelKeywords", rows(OptimizerOptions)),
         ("CheckKeywords", "OptimizerKeywords", model),
-        ("DiffKeywords", "OptimizerKeywords", {**model, **rows(DiffOptions)}),
+        ("CompareKeywords", "TypedDict", rows(CompareOptions)),
+        ("Diff3Keywords", "ModelKeywords", {**model, **rows(CompareOptions)}),
+        ("DiffKeywords", "OptimizerKeywords", {**model, **rows(CompareOptions), **rows(DiffOptions)}),
         ("RemapKeywords", "OptimizerKeywords", {**model, **rows(OutputOptions, "out"), **rows(RemapOptions)}),
         ("SwapKeywords", "ModelKeywords", {**model, **rows(OutputOptions, "out"), **rows(SwapOptions)}),
         ("WriteKeywords", "TypedDict", {name: output[name] for name in WRITTEN}),
@@ -99,8 +103,8 @@ names: ckpttool.Names = ckpttool.trace(module, optimizer=torch.optim.SGD)
 one: ckpttool.Explanation = ckpttool.explain("weight", module)
 inside: ckpttool.Inspection = ckpttool.inspect("a.pt", stats=True)
 files: ckpttool.Checks = ckpttool.check(["a.toml"], model=module)
-three: ckpttool.Since = ckpttool.since("a.pt", "b.pt", "c.pt", values=True)
-run: ckpttool.Steps = ckpttool.steps(["a.pt", {"w": torch.ones(1)}])
+three: ckpttool.Diff3 = ckpttool.diff3("a.pt", "b.pt", "c.pt", values=True)
+run: ckpttool.History = ckpttool.history(["a.pt", {"w": torch.ones(1)}])
 """
 WRONG = """
 import ckpttool
@@ -116,7 +120,7 @@ ckpttool.write(ckpttool.open_checkpoint("a.pt"), "b.pt", rule="a => b")
 ckpttool.swap_weights("a.pt2", "b.pt", casts=True)
 ckpttool.swap_weights(Package(), {}, constants=True)
 ckpttool.trace(nn.Linear(1, 1), values=True)
-ckpttool.since("a.pt", "b.pt")
+ckpttool.diff3("a.pt", "b.pt")
 ckpttool.check(["a.toml"], rtol=1.0)
 ckpttool.open_checkpoint("a.pt").source = "b.pt"
 ckpttool.no_such_function()
@@ -187,7 +191,7 @@ def results() -> list[object]:
     return [
         *(ckpttool.open_checkpoint(optimizer), ckpttool.inspect(optimizer), done, done.plan),
         *(ckpttool.diff(state, {**state, "0": torch.ones(2)}), ckpttool.trace(net), ckpttool.explain("bias", net)),
-        *(ckpttool.since(state, state, state), ckpttool.steps([state, state]), ckpttool.check([str(FILE)])),
+        *(ckpttool.diff3(state, state, state), ckpttool.history([state, state]), ckpttool.check([str(FILE)])),
         ckpttool.swap_weights(net, net.state_dict()),
     ]
 

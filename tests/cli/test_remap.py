@@ -82,7 +82,7 @@ ERRORS: dict[str, tuple[int, str, str]] = {
     "a names file that is none": (2, "remap model.pt -o o.pt --model list.json --to runtime", "not a names file"),
     "another model": (1, "remap model.pt -o o.pt --model T --to runtime", "0 of 4 keys"),
     "nothing to diff": (2, "diff", "nothing to compare"),
-    "three to diff": (2, "diff model.pt model.pt model.pt --base model.pt", "nothing to compare"),
+    "three to diff": (2, "diff model.pt model.pt model.pt", "diff compares two checkpoints"),
     "a program that is none": (2, "swap-weights model.pt model.pt -o o.pt2", "not an exported program"),
     "no output for a swap": (2, "swap-weights model.pt model.pt", "no output"),
 }  # fmt: skip

@@ -100,14 +100,14 @@ OF_OPTIMIZERS = ("a learning rate", "moments", "a state that is lost", "a hyperp
 OF_CODE = (*OF_OPTIMIZERS, "a key", "values", "the epoch")
 NET, OPTIMIZER = ("--model", "net.py:Net"), ("--optimizer", "net.py:optimizer")
 WAYS = {
-    "two": ("same.pt", "old.pt"),
-    "through a model": ("same.pt", "old.pt", "--model", "names.json"),
-    "a base": ("same.pt", "old.pt", "--base", "old.pt"),
-    "steps": ("run/step-1.pt", "run/step-2.pt", "run/step-3.pt"),
-    "a manifest": ("same.pt", "old.json"),
-    "a model": ("same.pt", "--model", "names.json"),
-    "an optimizer": ("same.pt", *NET, *OPTIMIZER),
-    "two optimizers": ("same.pt::optimizer", "old.pt::optimizer"),
+    "two": ("diff", "same.pt", "old.pt"),
+    "through a model": ("diff", "same.pt", "old.pt", "--model", "names.json"),
+    "a base": ("diff3", "old.pt", "same.pt", "old.pt"),
+    "steps": ("history", "run/step-1.pt", "run/step-2.pt", "run/step-3.pt"),
+    "a manifest": ("diff", "same.pt", "old.json"),
+    "a model": ("diff", "same.pt", "--model", "names.json"),
+    "an optimizer": ("diff", "same.pt", *NET, *OPTIMIZER),
+    "two optimizers": ("diff", "same.pt::optimizer", "old.pt::optimizer"),
 }
 OF_VALUES = ("two", "a base", "steps", "a manifest")
 PAIRS: list[tuple[str, tuple[str, ...]]] = [
@@ -154,7 +154,7 @@ def take(change: str) -> None:
 def test_what_differs_is_reported_or_not_compared(run: Run, folder: Path, way: str, options: tuple[str, ...]) -> None:
     def answer(change: str) -> Any:
         take(change)
-        done = run("diff", *WAYS[way], *options, "--format", "json")
+        done = run(*WAYS[way], *options, "--format", "json")
         assert done.status in (0, 1), done.err
         return done.data
 
@@ -175,12 +175,12 @@ def test_what_differs_is_reported_or_not_compared(run: Run, folder: Path, way: s
     [*((way, "text") for way in (*OF_VALUES, "a model")), *(("two", form) for form in ("markdown", "html", "github"))],
 )
 def test_the_text_says_whether_values_were_compared(run: Run, folder: Path, way: str, form: str) -> None:
-    said = run("diff", *WAYS[way], "--format", form).out
+    said = run(*WAYS[way], "--format", form).out
     assert "values not compared" in said
     assert "--values" in said
     if way == "a model":
         return
-    compared = run("diff", *WAYS[way], "--values", "--format", form).out
+    compared = run(*WAYS[way], "--values", "--format", form).out
     assert "values are equal" in compared
     assert "values not compared" not in compared
 
@@ -189,7 +189,10 @@ def test_the_python_answer_says_it_too(folder: Path) -> None:
     assert ckpttool.diff("same.pt", "old.pt").compared["values"] is False
     assert ckpttool.diff("same.pt", "old.pt", values=True).compared["values"] is True
     assert ckpttool.diff("same.pt", "old.pt", ignore_dtype=True).compared["dtypes"] is False
-    for way in (ckpttool.since("old.pt", "same.pt", "old.pt"), ckpttool.steps(["old.pt", "same.pt", "run/step-1.pt"])):
+    for way in (
+        ckpttool.diff3("old.pt", "same.pt", "old.pt"),
+        ckpttool.history(["old.pt", "same.pt", "run/step-1.pt"]),
+    ):
         assert way.compared["values"] is False
 
 

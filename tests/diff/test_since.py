@@ -1,4 +1,4 @@
-"""`diff LEFT RIGHT --base BASE` against a merge of state dicts done by hand, tensor for tensor."""
+"""`diff3 BASE LEFT RIGHT` against a merge of state dicts done by hand, tensor for tensor."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_who_changed_what(seed: int, tmp_path: Path, capsys: pytest.CaptureFixtu
         both = "both" if same(left.get(key), right.get(key)) else "conflict"
         if by_left or by_right:
             wanted[key] = both if by_left and by_right else "left" if by_left else "right"
-    status = main(["diff", *paths[:2], "--base", paths[2], "--values", "--format", "json"])
+    status = main(["diff3", paths[2], *paths[:2], "--values", "--format", "json"])
     found = json.loads(capsys.readouterr().out)
     own = [
         (e["base"] or [*(e["left"] or {}).get("keys", []), *(e["right"] or {}).get("keys", [])])[0]
@@ -61,7 +61,7 @@ def test_who_changed_what(seed: int, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert dict(zip(own, (entry["by"] for entry in found["entries"]))) == wanted
     assert len(own) == len(wanted)
     assert found["conflicts"] == ("conflict" in wanted.values()) == bool(status)
-    assert main(["diff", *paths[:2], "--base", paths[2], "--values"]) == status
+    assert main(["diff3", paths[2], *paths[:2], "--values"]) == status
 
 
 def saved(path: Path, state: dict[str, Any]) -> str:
@@ -73,11 +73,11 @@ def test_a_new_name_and_new_values_agree_and_two_tensors_under_one_name_do_not(t
     base = saved(tmp_path / "base.pt", BASE)
     wrapped = saved(tmp_path / "ddp.pt", {f"module.{key}": value for key, value in BASE.items()})
     trained = saved(tmp_path / "trained.pt", {key: value + 1 for key, value in BASE.items()})
-    found = ckpttool.since(base, wrapped, trained, values=True)
+    found = ckpttool.diff3(base, wrapped, trained, values=True)
     assert found.passes
     assert found.summary == {"both": 6}
     other = saved(tmp_path / "other.pt", {**BASE, "module.layers.0.w": torch.ones(1)})
-    found = ckpttool.since(base, wrapped, other, values=True)
+    found = ckpttool.diff3(base, wrapped, other, values=True)
     assert [(point.by, point.base) for point in found.points if point.by == "conflict"] == [
         ("conflict", ("layers.0.w",))
     ]
@@ -86,7 +86,7 @@ def test_a_new_name_and_new_values_agree_and_two_tensors_under_one_name_do_not(t
 def test_without_values_it_says_so_and_by_the_model_hooks_are_followed(tmp_path: Path) -> None:
     base = saved(tmp_path / "base.pt", BASE)
     trained = saved(tmp_path / "trained.pt", {key: value + 1 for key, value in BASE.items()})
-    found = ckpttool.since(base, trained, base)
+    found = ckpttool.diff3(base, trained, base)
     assert not found.points
     assert found.compared["values"] is False
 
@@ -97,14 +97,14 @@ def test_one_name_and_other_values_under_another_are_a_conflict(tmp_path: Path) 
     ddp = saved(tmp_path / "ddp.pt", {f"module.{key}": value for key, value in BASE.items()})
     both = saved(tmp_path / "both.pt", {f"_orig_mod.{key}": value + 1 for key, value in BASE.items()})
     for sides in ((ddp, both), (both, ddp)):
-        assert ckpttool.since(base, *sides, values=True).summary == {"conflict": len(BASE)}
+        assert ckpttool.diff3(base, *sides, values=True).summary == {"conflict": len(BASE)}
 
 
 def test_where_dtypes_are_ignored_they_are_no_change(tmp_path: Path) -> None:
     base = saved(tmp_path / "base.pt", BASE)
     half = saved(tmp_path / "half.pt", {key: value.double() for key, value in BASE.items()})
-    assert ckpttool.since(base, half, base, values=True).summary == {"left": len(BASE)}
-    assert not ckpttool.since(base, half, base, values=True, ignore_dtype=True).points
+    assert ckpttool.diff3(base, half, base, values=True).summary == {"left": len(BASE)}
+    assert not ckpttool.diff3(base, half, base, values=True, ignore_dtype=True).points
 
 
 @pytest.mark.parametrize("manifest", range(3))
@@ -112,15 +112,15 @@ def test_a_manifest_is_none_of_the_three(manifest: int, tmp_path: Path, capsys: 
     three = [saved(tmp_path / "base.pt", BASE)] * 3
     assert main(["inspect", three[0], "--manifest", str(tmp_path / "m.json")]) == 0
     three[manifest] = str(tmp_path / "m.json")
-    assert main(["diff", *three[:2], "--base", three[2]]) == 2
-    assert "a manifest cannot be used with --base" in capsys.readouterr().err
+    assert main(["diff3", three[2], *three[:2]]) == 2
+    assert "a manifest has no values to compare with a base" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--suggest", "r.toml"], ["--optimizer", "torch.optim:SGD", "--model", "m:f"]])
 def test_bad_usage(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = saved(tmp_path / "base.pt", BASE)
-    assert main(["diff", base, base, "--base", base, *words]) == 2
-    assert main(["diff", base, "--base", base]) == 2
-    assert "ckpttool diff LEFT RIGHT --base BASE" in capsys.readouterr().err
+    assert main(["diff3", base, base, base, *words]) == 2
+    assert main(["diff3", base, base]) == 2
+    assert "usage: ckpttool diff3 [OPTIONS]" in capsys.readouterr().err
     with pytest.raises(CkptError):
-        ckpttool.since(base, base, str(tmp_path / "none.pt"))
+        ckpttool.diff3(base, base, str(tmp_path / "none.pt"))

@@ -1,4 +1,4 @@
-"""`diff` of a run's checkpoints over time, against what `torch.load` gives of each, step by step."""
+"""`history` of a run's checkpoints over time, against what `torch.load` gives of each, step by step."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_a_step_changed_something_exactly_where_torch_loads_something_else(seed:
         getattr(training, draw.choice(CHANGES))()
         training.saved(tmp_path / f"step-{number}.pt")
         signatures.append(signature(torch.load(tmp_path / f"step-{number}.pt")))
-    done = run("diff", tmp_path, "--format", "json")
-    assert schemas.check(done.data) == "steps"
+    done = run("history", tmp_path, "--format", "json")
+    assert schemas.check(done.data) == "history"
     steps = done.data["steps"]
     assert [step["source"] for step in steps] == [f"step-{number}.pt" for number in range(7, 14)]
     wanted = [False, *(now != before for before, now in pairwise(signatures))]
@@ -114,36 +114,36 @@ def steady(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_steps_without_a_change_are_folded(steady: list[str], run: Run) -> None:
-    done = run("diff", *reversed(steady))
+    done = run("history", *reversed(steady))
     assert done.status == 0
     assert "no changes in 4 steps" in done.out
     assert "run/step-10.pt ... run/step-12.pt (3 steps)  no change" in done.out
-    assert run("diff", "run", "--all").out.count("no change\n") == 3
-    valued = run("diff", "run", "--values")
+    assert run("history", "run", "--all").out.count("no change\n") == 3
+    valued = run("history", "run", "--values")
     assert valued.status == 1
     assert "different `lr`" in valued.out
-    assert run("diff", "run", "--values", "--exit-zero").status == 0
-    assert ckpttool.steps("run").passes
+    assert run("history", "run", "--values", "--exit-zero").status == 0
+    assert ckpttool.history("run").passes
 
 
 def test_steps_of_other_names_keep_the_order_in_which_they_are_named(steady: list[str], run: Run) -> None:
     Path("run/step-9.pt").rename("run/first.pt")
     named = ["run/step-12.pt", "run/first.pt", "run/step-10.pt"]
-    data = run("diff", *named, "--format", "json").data
+    data = run("history", *named, "--format", "json").data
     assert [step["source"] for step in data["steps"]] == named
 
 
 def test_what_cannot_be_read_is_said_and_never_the_same(steady: list[str], run: Run) -> None:
     Path(steady[2]).write_bytes(Path(steady[2]).read_bytes()[:900])
-    done = run("diff", "run")
+    done = run("history", "run")
     assert done.status == 1
     assert "no changes in 4 steps, 1 could not be read" in done.out
-    last = run("diff", "run", "--format", "json").data["steps"]
+    last = run("history", "run", "--format", "json").data["steps"]
     assert [bool(step["error"]) for step in last] == [False, False, True, False]
     assert (last[3]["since"], last[3]["changes"]) == ("step-10.pt", [])
     for path in steady[:2]:
         Path(path).write_bytes(b"no checkpoint")
-    done = run("diff", "run")
+    done = run("history", "run")
     assert (done.status, "fewer than two can be read" in done.err) == (2, True)
 
 
@@ -153,7 +153,7 @@ def test_a_class_of_optimizer_and_a_new_section_are_one_line_each(steady: list[s
     training.saved(Path("run/step-13.pt"))
     content = torch.load("run/step-13.pt")
     torch.save({**content, "ema": dict(content["model"]), "epoch": 3}, "run/step-14.pt")
-    data = run("diff", "run", "--format", "json").data["steps"]
+    data = run("history", "run", "--format", "json").data["steps"]
     assert data[4]["changes"][0] == {
         "section": "optimizer",
         "status": "class",
@@ -162,7 +162,7 @@ def test_a_class_of_optimizer_and_a_new_section_are_one_line_each(steady: list[s
         "reason": "different optimizer class",
     }
     assert [(c["status"], c["after"]) for c in data[5]["changes"]] == [("section", ["ema"]), ("added", ["epoch"])]
-    lines = [line for line in run("diff", "run").out.splitlines() if "step-13" in line]
+    lines = [line for line in run("history", "run").out.splitlines() if "step-13" in line]
     assert len(lines) <= 4
 
 
@@ -172,7 +172,7 @@ def test_what_else_a_step_may_hold(steady: list[str], run: Run) -> None:
 
     def last(value: Any, *words: str, **options: Any) -> list[tuple[str, str, list[str], list[str]]]:
         torch.save(value, "run/step-13.pt", **options)
-        changes = run("diff", "run", *words, "--format", "json").data["steps"][-1]["changes"]
+        changes = run("history", "run", *words, "--format", "json").data["steps"][-1]["changes"]
         return [(c["section"], c["status"], c["before"], c["after"]) for c in changes]
 
     assert last(content, _use_new_zipfile_serialization=False) == [("", "format", ["torch_zip"], ["torch_legacy"])]
@@ -197,7 +197,7 @@ def test_steps_of_which_there_are_only_manifests(steady: list[str], run: Run) ->
     for number, path in enumerate(steady[:2]):
         assert run("inspect", path, "--manifest", f"m-{number}.json").status == 0
     named = ["m-0.json", "m-1.json", "m-1.json", steady[1]]
-    found = run("diff", *named, "--values", "--format", "json").data["steps"]
+    found = run("history", *named, "--values", "--format", "json").data["steps"]
     assert [len(step["changes"]) > 0 for step in found] == [False, True, False, True]
     assert {change["section"] for change in found[1]["changes"]} == {"model", "optimizer"}
     assert found[3]["changes"][0]["status"] == "format"
@@ -215,25 +215,25 @@ def test_folders_of_a_trainer(tmp_path: Path, run: Run) -> None:
         torch.save({"epoch": 1}, folder / "scheduler.pt")
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     (tmp_path / "logs").mkdir()
-    done = run("diff", tmp_path, "--format", "json")
+    done = run("history", tmp_path, "--format", "json")
     assert [step["source"] for step in done.data["steps"]] == ["checkpoint-500", "checkpoint-1000"]
     changes = done.data["steps"][1]["changes"]
     assert {change["section"] for change in changes} == {"optimizer.pt"}
     assert changes[0]["after"] == ["SGD"]
     assert "not compared (not steps): model.safetensors" in done.data["notes"]
     Path(tmp_path / "checkpoint-500/optimizer.pt").unlink()
-    (change,) = run("diff", tmp_path, "--format", "json").data["steps"][1]["changes"]
+    (change,) = run("history", tmp_path, "--format", "json").data["steps"][1]["changes"]
     assert (change["status"], change["before"], change["after"]) == ("section", [], ["optimizer.pt"])
     (tmp_path / "checkpoint-1500").mkdir()
     save_file(model.state_dict(), tmp_path / "checkpoint-1500/model.safetensors")
-    (change,) = run("diff", tmp_path, "--format", "json").data["steps"][2]["changes"]
+    (change,) = run("history", tmp_path, "--format", "json").data["steps"][2]["changes"]
     assert (change["status"], change["before"], change["after"]) == ("section", ["optimizer.pt"], [])
     (tmp_path / "checkpoint-1500/model.safetensors").unlink()
     (tmp_path / "checkpoint-1500").rmdir()
     for name in ("checkpoint-500", "logs"):
         (tmp_path / name).rename(tmp_path / f".{name}")
     save_file(model.state_dict(), tmp_path / "model-2.safetensors")
-    done = run("diff", tmp_path, "--format", "json")
+    done = run("history", tmp_path, "--format", "json")
     assert [step["source"] for step in done.data["steps"]] == ["model-2.safetensors", "model.safetensors"]
     assert "not compared (not steps): checkpoint-1000" in done.data["notes"]
 
@@ -244,10 +244,10 @@ def test_folders_of_distributed_checkpoints(tmp_path: Path, run: Run) -> None:
     for number in (8, 9, 10):
         state = network(3 if number < 10 else 4).state_dict()
         dcp.save({"model": state}, checkpoint_id=tmp_path / f"step-{number}")
-    data = run("diff", tmp_path, "--format", "json").data["steps"]
+    data = run("history", tmp_path, "--format", "json").data["steps"]
     assert [(step["source"], len(step["changes"])) for step in data] == [("step-8", 0), ("step-9", 0), ("step-10", 3)]
     assert {change["status"] for change in data[2]["changes"]} == {"shape"}
-    assert run("diff", tmp_path / "step-8").status == 2
+    assert run("history", tmp_path / "step-8").status == 2
 
 
 def test_a_new_prefix_is_suggested(steady: list[str], run: Run) -> None:
@@ -255,14 +255,14 @@ def test_a_new_prefix_is_suggested(steady: list[str], run: Run) -> None:
     words = {"0": "encoder", "1": "decoder"}
     content["model"] = {words[key[0]] + key[1:]: value for key, value in content["model"].items()}
     torch.save(content, "run/step-13.pt")
-    done = run("diff", "run", "--format", "json")
+    done = run("history", "run", "--format", "json")
     last = done.data["steps"][-1]
     assert {change["status"] for change in last["changes"] if change["section"] == "model"} == {"dropped", "added"}
     assert {tuple(pair["before"] + pair["after"]) for pair in last["suggested"]} <= {
         (f"{old}.{name}", f"{new}.{name}") for old, new in words.items() for name in ("weight", "bias")
     }
     assert last["suggested"]
-    assert "renamed?" in run("diff", "run").out
+    assert "renamed?" in run("history", "run").out
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_a_new_prefix_is_suggested(steady: list[str], run: Run) -> None:
 )
 def test_what_is_no_question(steady: list[str], run: Run, line: list[str]) -> None:
     Path("empty").mkdir()
-    assert run("diff", *line).status == 2
+    assert run("history", *line).status == 2
 
 
 def test_a_section_of_another_kind(tmp_path: Path, run: Run) -> None:
@@ -278,7 +278,7 @@ def test_a_section_of_another_kind(tmp_path: Path, run: Run) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for number, more in enumerate((model.state_dict(), optimizer.state_dict())):
         torch.save({"model": model.state_dict(), "more": more}, tmp_path / f"step-{number}.pt")
-    done = run("diff", tmp_path, "--format", "json")
+    done = run("history", tmp_path, "--format", "json")
     (change,) = done.data["steps"][1]["changes"]
     assert (done.status, change["section"], change["status"]) == (1, "more", "section")
     assert (change["before"], change["after"]) == (["state_dict"], ["optimizer"])

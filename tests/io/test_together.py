@@ -120,7 +120,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("diff base.pt new.pt --rtol 1e-3 --atol 1e-9 --format json", True),
         ("diff new.pt other.safetensors --values --format json", True),
         ("diff base.pt::optimizer other.pt::optimizer --values", True),
-        ("diff new.pt other.pt --base base.pt --values --format json", True),
+        ("diff3 base.pt new.pt other.pt --values --format json", True),
         ("diff base.pt base.json --values", None),  # one file to be hashed, by whoever is first
         ("diff new.pt base.json --values --format json", True),
         ("diff new.pt other.pt --format json", False),

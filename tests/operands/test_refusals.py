@@ -79,16 +79,15 @@ REFUSED = {
     "diff names.json --model m.py:build --report names.json --force": ("names.json is read by this", "another file"),
     "trace m.py:build -o m.py --force": ("m.py is read by this command", "name another file"),
     "inspect lin.pt --report names.json": ("names.json exists", "--force"),
-    "remap --rule a=>b": ("no checkpoint named", "ckpttool remap CKPT -o OUT"),
+    "remap --rule a=>b": ("missing argument 'CKPT'", "usage: ckpttool remap [OPTIONS]"),
     "diff lin.pt lin.pt --update": ("--update rewrites a names file", "ckpttool trace MODEL -o names.json"),
     "diff names.json --update": ("--update rewrites a names file", "ckpttool diff names.json --model MODEL --update"),
-    "diff lin.pt --base lin.pt": ("--base is what two checkpoints came from", "ckpttool diff LEFT RIGHT --base BASE"),
-    "diff names.json lin.pt --base lin.pt": ("--base is what two checkpoints came from", "--base BASE"),
-    "diff lin.pt names.json --base lin.pt": ("--base is what two checkpoints came from", "--base BASE"),
-    "diff --base lin.pt": ("--base is what two checkpoints came from", "--base BASE"),
+    "diff3 lin.pt": ("missing argument", "usage: ckpttool diff3 [OPTIONS]"),
+    "diff3 lin.pt names.json lin.pt": ("names.json is JSON text", ""),
+    "diff lin.pt two.pt::a --base lin.pt": ("no such option: --base", "ckpttool diff3 lin.pt lin.pt two.pt::a"),
     "diff lin.pt lin.pt --model m.py:build --suggest x": ("--suggest needs two checkpoints, or a model", "LEFT RIGHT"),
-    "diff lin.pt two.pt::a --base lin.pt --fail-on shape": ("--base asks what two sides changed", "--fail-on"),
-    "diff lin.pt lin.pt two.pt --suggest x.toml": ("these are the steps of a run", "leave --suggest"),
+    "diff3 lin.pt lin.pt two.pt::a --fail-on shape": ("no such option", "usage: ckpttool diff3"),
+    "diff lin.pt lin.pt two.pt --suggest x.toml": ("diff compares two checkpoints", "ckpttool history RUN..."),
 }
 
 

@@ -13,8 +13,8 @@ KEYS = [f"layers.{at}.{name}" for at in range(150) for name in ("wq", "wk")]
 LINES = {
     "inspect": ["inspect", "b.pt"],
     "two": ["diff", "a.pt", "b.pt"],
-    "steps": ["diff", "a.pt", "b.pt", "c.pt"],
-    "since": ["diff", "a.pt", "b.pt", "--base", "c.pt"],
+    "history": ["history", "a.pt", "b.pt", "c.pt"],
+    "diff3": ["diff3", "c.pt", "a.pt", "b.pt"],
 }
 
 

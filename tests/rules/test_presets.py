@@ -19,16 +19,16 @@ from safetensors.torch import load_file, save_file
 
 from ckpttool.cli.app import main
 from ckpttool.core.errors import CkptError
-from ckpttool.ruleset.parse import SETS, presets, read
+from ckpttool.ruleset.parse import SETS, read, rules
 from command import Run
 from places import DOCS
 
 torch.set_num_threads(1)
 State = dict[str, torch.Tensor]
 SIZES = {"heads": 4, "kv_heads": 2}
-NAMES = [preset.name for preset in presets()]
+NAMES = [preset.name for preset in rules()]
 ONE_WAY = ["vit-timm-to-torchvision", "vit-torchvision-to-timm"]  # each the other's way back
-FOLDER = Path(__file__).parents[2] / "ckpttool" / "rules" / "presets"
+FOLDER = Path(__file__).parents[2] / "ckpttool" / "ruleset" / "presets"
 TENSOR = re.compile(r'"(\S+) (\[[\d, ]+\])"')
 
 
@@ -57,20 +57,27 @@ def test_the_examples_hold_and_what_can_be_reversed_comes_back(tmp_path: Path, n
 
 
 def test_a_name_that_is_not_a_preset(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["remap", "x.pt", "--rules", "list", "-o", str(tmp_path / "out.pt")]) == 2
+    assert main(["remap", "x.pt", "--rules", "none", "-o", str(tmp_path / "out.pt")]) == 2
     with pytest.raises(CkptError, match="no preset with that name"):
-        read("list")
+        read("none")
 
 
 def test_the_sets_are_listed(run: Run) -> None:
-    done = run("remap", "--rules", "list")
+    done = run("rules")
     assert (done.status, done.err) == (0, "")
     assert [line.split()[0] for line in done.out.splitlines() if "-to-" in line] == NAMES
-    data = run("remap", "--rules", "list", "--format", "json").data
-    assert data == SETS.write([presets()])
+    data = run("rules", "--format", "json").data
+    assert data == SETS.write([rules()])
     assert {one["name"]: one["sizes"] for one in data["sets"]} == {name: list(sizes_of(name)) for name in NAMES}
     assert all(" to " in one["about"] for one in data["sets"])
-    assert run("remap", "--rules", "vit-timm-to-hf").status == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_rules_of_a_preset_are_a_rules_file(name: str, run: Run) -> None:
+    done = run("rules", name)
+    assert done.out == (FOLDER / f"{name}.toml").read_text()
+    assert [one["toml"] for one in run("rules", name, "--format", "json").data["sets"]] == [done.out]
+    assert run("rules", f"{name}x").status == 2
 
 
 def test_the_page_lists_the_sets() -> None:

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import ckpttool
-from ckpttool.cli.output import All, Report, write_text
+from ckpttool.cli.output import All, ExitZero, Report, write_text
 from ckpttool.core.errors import CkptError
-from ckpttool.core.options import Argument, keywords_of, option
-from ckpttool.core.text import Info
+from ckpttool.core.options import Argument, option
+from ckpttool.core.text import Info, shell
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import Diff
 from ckpttool.io.files import files_of, is_dir
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.model import is_names_file, operand_of
 
-if TYPE_CHECKING:
-    from ckpttool.diffing.history import Steps
-    from ckpttool.diffing.three_way import Since
-    from ckpttool.report.document import Document
-
 
 def command(
     options: DiffOptions,
     report: Report,
     operands: Annotated[
-        list[str] | None, Argument("[LEFT RIGHT | CKPT | RUN]", "Checkpoints, or the folder of a run.")
+        list[str] | None, Argument("[LEFT RIGHT | CKPT]", "Checkpoints, or a names file that `trace` wrote.")
     ] = None,
     suggest: Annotated[
         str | None, option("--suggest", metavar="FILE", help="Write rules that fix the differences to FILE (TOML).")
@@ -37,21 +31,15 @@ def command(
     update: Annotated[
         bool, option("--update", help="Rewrite the names file that is compared, with the names that MODEL has now.")
     ] = False,
-    base: Annotated[
-        str | None,
-        option("--base", metavar="CKPT", help="What LEFT and RIGHT both came from: says what each changed since."),
-    ] = None,
-    exit_zero: Annotated[bool, option("--exit-zero", help="Status 0 also where they differ; errors stay 2.")] = False,
+    exit_zero: ExitZero = False,
     all: All = False,
 ) -> int:
     """What differs, why, and the command that fixes it.
 
     LEFT is what you have, RIGHT what is expected. With --model alone: what state_dict() writes against the runtime
-    names. With --model and CKPT: CKPT against what the model loads; status 0 exactly where a strict load succeeds.
+    names. With --model and CKPT: CKPT against what the model loads; status 0 exactly if a strict load succeeds.
     With --model and a names file: what the model's code has changed since that was written.
     CKPT::optimizer, or --optimizer: the state of optimizers, by the names of their parameters where these are known.
-    With --base: what LEFT and RIGHT each changed since BASE; status 1 where two changes are in each other's way.
-    The folder of a run, or more than two checkpoints of one: which step changed the keys, the dtypes, the optimizer.
 
     \b
     Examples:
@@ -59,44 +47,22 @@ def command(
       ckpttool diff --model model.py:build train.pt
       ckpttool diff names.json --model model.py:build
       ckpttool diff old.pt new.pt --suggest rules.toml
-      ckpttool diff ours.pt theirs.pt --base pretrained.pt --values
-      ckpttool diff runs/7/step-*.pt
     """
+    from ckpttool.report.documents.diff import document
+
     named = operands or []
-    read = [path for operand in filter(None, (*named, base)) for path in files_of(split(operand)[0])]
-    report.check(read)
-    result: Diff | Since | Steps
-    document: Callable[..., Document]
-    of_two = bool(suggest or update or options.optimizer is not None or options.says_what_fails or options.whole)
-    is_run = len(named) > 2 or (len(named) == 1 and is_dir(named[0]))
-    if is_run and options.model is None and base is None:
-        from ckpttool.report.documents.diff import history_document as document
-
-        if of_two:
-            raise _only_for_two("these are the steps of a run: options for comparing two checkpoints do not apply")
-        result = ckpttool.steps(named if len(named) > 1 else named[0], **keywords_of(options))
-    elif len(named) > 2:
-        hint = "ckpttool diff LEFT RIGHT; with --base BASE what both changed since a third"
-        raise CkptError("nothing to compare: these are more than two checkpoints", hint=hint)
-    elif base is not None:
-        from ckpttool.report.documents.diff import three_way_document as document
-
-        if len(named) != 2 or any(map(is_names_file, named)):
-            raise CkptError("--base is what two checkpoints came from", hint="ckpttool diff LEFT RIGHT --base BASE")
-        if of_two:
-            raise _only_for_two("--base asks what two sides changed, and takes no option of a diff of two")
-        result = ckpttool.since(base, *named, **keywords_of(options))
-    else:
-        from ckpttool.report.documents.diff import document
-
-        left, right = (*named, None, None)[:2]
-        result = _diff_of_two(options, left, right, suggest, update)
-    report.emit(lambda: document(result, all=all), result.to_json)
+    report.check([path for operand in named for path in files_of(split(operand)[0])])
+    if len(named) > 2:
+        raise CkptError(
+            "diff compares two checkpoints",
+            hint="more of them: ckpttool history RUN..., ckpttool diff3 BASE LEFT RIGHT",
+        )
+    if len(named) == 1 and options.model is None and is_dir(named[0]):
+        raise CkptError("diff compares two checkpoints", hint=f"of a run: {shell('ckpttool', 'history', named[0])}")
+    left, right = (*named, None, None)[:2]
+    result = _diff_of_two(options, left, right, suggest, update)
+    report.emit(partial(document, result, all=all), result.to_json)
     return 0 if result.passes or exit_zero or update else 1
-
-
-def _only_for_two(message: str) -> CkptError:
-    return CkptError(message, hint="leave --suggest, --update, --optimizer, --whole, --fail-on and --ignore out")
 
 
 def _diff_of_two(options: DiffOptions, left: str | None, right: str | None, suggest: str | None, update: bool) -> Diff:

@@ -10,10 +10,10 @@ from itertools import groupby
 from math import inf
 
 from ckpttool.core.text import number, plural
-from ckpttool.diffing.history import CHANGES, Step, Steps
+from ckpttool.diffing.history import CHANGES, History, Step
 from ckpttool.diffing.history import Change as StepChange
 from ckpttool.diffing.result import ASPECTS, HARMLESS, NO_VALUES, STATUSES, Compared, Diff, Entry, count_of
-from ckpttool.diffing.three_way import BY, Change, Point, Since
+from ckpttool.diffing.three_way import BY, Change, Diff3, Point
 from ckpttool.naming.pairing.values import SAME_NAME, Inference, Pair, template
 from ckpttool.report.collapse import collapse, first_pattern
 from ckpttool.report.document import (
@@ -260,7 +260,7 @@ _BY_MEANING = {
 }
 
 
-def three_way_document(since: Since, *, all: bool = False) -> Document:
+def three_way_document(since: Diff3, *, all: bool = False) -> Document:
     """Return the document; with `all` every key has its own line."""
     sides = (("base", since.base), ("left", since.left), ("right", since.right))
     conflicts = since.summary.get("conflict", 0)
@@ -287,7 +287,7 @@ def three_way_document(since: Since, *, all: bool = False) -> Document:
         *noted(since.notes, quiet=since.passes),
     ]
     verdict = _with_values(verdict, since.compared, since.scope, not since.points)
-    return Document("diff", verdict, since.passes, filled(blocks))
+    return Document("diff3", verdict, since.passes, filled(blocks))
 
 
 def _change(changes: list[Change | None], all: bool) -> str:
@@ -303,7 +303,7 @@ def _change(changes: list[Change | None], all: bool) -> str:
 # The steps of a run
 
 
-def history_document(steps: Steps, *, all: bool = False) -> Document:
+def history_document(steps: History, *, all: bool = False) -> Document:
     """Return the document; with `all` every key and every step has its own line."""
     columns = (
         Column("step", "key"),
@@ -331,11 +331,11 @@ def history_document(steps: Steps, *, all: bool = False) -> Document:
     verdict += f", {number(unread)} could not be read" if unread else ""
     blocks: tuple[Block, ...] = (
         Facts((*run, *coverage(steps.compared, steps.scope))),
-        Table("Steps", columns, tuple(rows)),
+        Table("History", columns, tuple(rows)),
         *map(Note, steps.notes),
     )
     verdict = _with_values(verdict, steps.compared, steps.scope, steps.identical)
-    return Document("diff", verdict, steps.passes, blocks)
+    return Document("history", verdict, steps.passes, blocks)
 
 
 def _step_rows(step: Step, all: bool) -> Iterator[Row]:

@@ -126,11 +126,11 @@ def swapped(done: Swap) -> Document:
     return Document("swap-weights", verdict, True, filled(blocks))
 
 
-def ready_sets(sets: Sequence[Preset]) -> Document:
-    """Return a row for each ready set of rules."""
-    rows = tuple((one.name, one.about, " ".join(f"--size {name}=N" for name in one.sizes)) for one in sets)
-    columns = (Column("set", "key"), Column("from, to"), Column("sizes"))
-    return Document("remap --rules SET", plural(len(sets), "ready set"), True, (Table("Sets", columns, rows),))
+def presets_document(presets: Sequence[Preset]) -> Document:
+    """Return a row for each preset."""
+    rows = tuple((one.name, one.about, " ".join(f"--size {name}=N" for name in one.sizes)) for one in presets)
+    columns = (Column("name", "key"), Column("from, to"), Column("sizes"))
+    return Document("rules", plural(len(presets), "preset"), True, (Table("Presets", columns, rows),))
 
 
 def _changes(plan: Plan) -> Table:
