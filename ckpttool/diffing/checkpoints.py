@@ -28,8 +28,8 @@ from ckpttool.evaluate.compare import Difference, content_of_storage, same_objec
 from ckpttool.formats.manifest import all_extras, other_files
 from ckpttool.formats.ranks.files import one_rank
 from ckpttool.formats.registry import MANIFEST, MEMORY
-from ckpttool.naming.adapters import adapter_of, missing_modules
 from ckpttool.naming.convert import otherwise
+from ckpttool.naming.wrappers import adapter_of, missing_modules
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.model import ModelOperand, as_read
 from ckpttool.optimizers.forms import form_of

@@ -26,7 +26,7 @@ from ckpttool.distributed.job import only_first
 from ckpttool.formats.registry import MEMORY
 from ckpttool.io import progress
 from ckpttool.io.files import exists, is_glob
-from ckpttool.naming.pairing.values import Pair
+from ckpttool.naming.evidence import Pair
 from ckpttool.operands.checkpoint import Ckpt, called, in_order, open_checkpoint, opened, split, steps_in
 
 if TYPE_CHECKING:

@@ -32,9 +32,8 @@ from ckpttool.formats.torch.legacy_file import UNREADABLE, refused_by_torch
 from ckpttool.formats.torch.tensors import is_dense, kind
 from ckpttool.naming.convert import other_versions
 from ckpttool.naming.convert import read as read_keys
+from ckpttool.naming.evidence import Tensor, exchangeable
 from ckpttool.naming.match import NameTables
-from ckpttool.naming.pairing.evidence import exchangeable
-from ckpttool.naming.pairing.values import Tensor
 from ckpttool.operands.checkpoint import model_section, saved_state_dicts, split
 from ckpttool.operands.model import ModelOperand, as_read, same_model
 from ckpttool.operands.output import outputs

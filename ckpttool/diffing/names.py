@@ -20,11 +20,10 @@ from ckpttool.diffing.sections import Values, compare, compare_pair, leftover, r
 from ckpttool.evaluate.apply import Digests
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.remarks import is_placeholder
-from ckpttool.naming.call_variants import aliases, base_name
 from ckpttool.naming.convert import other_versions, read, with_keys
-from ckpttool.naming.match import NameTables
-from ckpttool.naming.pairing.search import infer
-from ckpttool.naming.pairing.values import Inference, Side
+from ckpttool.naming.evidence import Inference, Side
+from ckpttool.naming.match import NameTables, aliases, base_name
+from ckpttool.naming.pairing import infer
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand, saved_by
 from ckpttool.optimizers.identify import Parameters

@@ -27,7 +27,7 @@ from ckpttool.core.schema import (
 )
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.causes import SIDES, Cause, Code, Sides
-from ckpttool.naming.pairing.values import Ambiguous, Inference, Pair
+from ckpttool.naming.evidence import Ambiguous, Inference, Pair
 
 STATUSES = (
     *("same", "renamed", "transformed", "order", "alias", "shape", "dtype", "value"),

@@ -15,8 +15,7 @@ from ckpttool.evaluate.compare import Difference, same_objects
 from ckpttool.formats.ranks.shards import rank_pairs
 from ckpttool.formats.remarks import is_placeholder
 from ckpttool.formats.torch.tensors import is_dense, kind
-from ckpttool.naming.call_variants import aliases
-from ckpttool.naming.match import unlike
+from ckpttool.naming.match import aliases, unlike
 
 Values = Callable[[TensorEntry, TensorEntry], "Difference | None"]
 

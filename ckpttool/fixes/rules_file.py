@@ -20,7 +20,7 @@ from ckpttool.diffing.names import known
 from ckpttool.diffing.result import Diff
 from ckpttool.fixes.trial import command
 from ckpttool.io.paths import is_url, name
-from ckpttool.naming.pairing.values import Inference, Pair
+from ckpttool.naming.evidence import Inference, Pair
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.output import free, operand, outputs
 from ckpttool.remapping.options import RemapOptions

@@ -16,8 +16,8 @@ from ckpttool.core.values import dataclass
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import HARMLESS, Diff, Entry
 from ckpttool.diffing.run import run
-from ckpttool.naming.call_variants import aliases
 from ckpttool.naming.convert import MADE_AGAIN
+from ckpttool.naming.match import aliases
 from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.operands.output import operand, outputs, target_for
 from ckpttool.remapping import run as remap

@@ -14,8 +14,7 @@ from ckpttool.core.names import HOOK, Hook, Names, OptimizerParam, RuntimeTensor
 from ckpttool.core.options import OptimizerOptions, expand_options
 from ckpttool.core.schema import COUNT, SHAPE, TEXT, TEXTS, either, map_of, nullable, record
 from ckpttool.core.values import dataclass, public
-from ckpttool.naming.call_variants import base_names
-from ckpttool.naming.match import NameTables
+from ckpttool.naming.match import NameTables, base_names
 from ckpttool.naming.wrappers import TABLE
 from ckpttool.operands.model import trace
 

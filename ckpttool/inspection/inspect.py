@@ -37,10 +37,9 @@ from ckpttool.distributed.job import Question, answers
 from ckpttool.evaluate.compare import Statistics, statistics
 from ckpttool.formats.detect_folder import dangerous_beside
 from ckpttool.formats.registry import MEMORY
-from ckpttool.naming.adapters import Adapter, adapter_of
-from ckpttool.naming.call_variants import aliases
 from ckpttool.naming.flat import flat_params
-from ckpttool.naming.wrappers import infer, is_lightning, segments
+from ckpttool.naming.match import aliases
+from ckpttool.naming.wrappers import Adapter, adapter_of, infer, is_lightning, segments
 from ckpttool.operands.checkpoint import Ckpt, open_checkpoint, split
 from ckpttool.ruleset.patterns import names_entry
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.text import a
-from ckpttool.naming.call_variants import split
-from ckpttool.tracing.recorder.memory import Token, token
+from ckpttool.naming.match import split_call
+from ckpttool.tracing.memory import Token, token
 
 
 class _Home(NamedTuple):
@@ -165,7 +165,7 @@ def _call_modules(module: nn.Module) -> list[nn.Module]:
 def _variants_of(segment: str, children: list[_Home]) -> list[_Home]:
     """Return the children with the name `segment`, and their call variants."""
     named = [home for home in children if home.name == segment]
-    base = split(segment)[0]
+    base = split_call(segment)[0]
     if base != segment:  # the name of a variant, unless it is the name of a module of the user's own
         roots = [home for home in children if home.name == base]
         if roots and named and _is_same(roots[0].module, named[0].module):
@@ -176,7 +176,7 @@ def _variants_of(segment: str, children: list[_Home]) -> list[_Home]:
     family = [
         home
         for home in children
-        if (home.name == root.name or split(home.name)[0] == root.name) and _is_same(root.module, home.module)
+        if (home.name == root.name or split_call(home.name)[0] == root.name) and _is_same(root.module, home.module)
     ]
     return sorted(family, key=lambda home: (home.fqn is None, home.parent is not root.parent))
 

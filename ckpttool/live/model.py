@@ -26,8 +26,8 @@ from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.in_memory import bytes_of, check_memory, checkpoint_of, is_container, levels
 from ckpttool.operands.model import ModelOperand
 from ckpttool.tracing.build_model import LoadedModel
-from ckpttool.tracing.recorder.memory import inside, token
-from ckpttool.tracing.runtime import dtype_name, is_special, layout_of, listed, wrapper_paths
+from ckpttool.tracing.instances import dtype_name, is_special, layout_of, listed, wrapper_paths
+from ckpttool.tracing.memory import inside, token
 
 Model = Union[str, Names, LoadedModel, nn.Module, ExportedProgram, Callable[[], nn.Module]]
 

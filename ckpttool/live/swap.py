@@ -37,8 +37,8 @@ from ckpttool.live.model import (
 )
 from ckpttool.operands.model import ModelOperand
 from ckpttool.swap.swap import Advice, Constant, Misfit, swap
-from ckpttool.tracing.recorder.memory import Token, address, geometry, token
-from ckpttool.tracing.runtime import layout_of
+from ckpttool.tracing.instances import layout_of
+from ckpttool.tracing.memory import Token, address, geometry, token
 
 
 class Package(Protocol):

@@ -24,8 +24,8 @@ from ckpttool.formats.remarks import read_form, remarks
 from ckpttool.formats.torch.tensors import Storages
 from ckpttool.formats.torch.tree import Tree, read_tree, unreached
 from ckpttool.formats.torch.zip_file import Container
-from ckpttool.tracing.recorder.memory import inside
-from ckpttool.tracing.runtime import layout_of
+from ckpttool.tracing.instances import layout_of
+from ckpttool.tracing.memory import inside
 
 _NO_LIMIT = 1 << 50  # bytes: the object is the caller's own
 

@@ -21,9 +21,8 @@ from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate.apply import NO_CODE, Runner, apply
 from ckpttool.io.edit_in_place import Written
 from ckpttool.naming import wrappers as naming_wrappers
-from ckpttool.naming.adapters import adapter_of
 from ckpttool.naming.match import NameTables, match
-from ckpttool.naming.wrappers import Chain
+from ckpttool.naming.wrappers import Chain, adapter_of
 from ckpttool.operands.model import left_as_they_are, of_one_model
 from ckpttool.optimizers import forms
 from ckpttool.optimizers.identify import in_order_of

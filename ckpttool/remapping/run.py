@@ -29,10 +29,9 @@ from ckpttool.io.edit_in_place import Written
 from ckpttool.io.files import is_dir, size
 from ckpttool.io.paths import join, parent
 from ckpttool.io.pieces import Edited, Files, Link, Piece, nbytes_of
-from ckpttool.naming.adapters import adapter_of
 from ckpttool.naming.convert import ModelForm
 from ckpttool.naming.match import NameTables, match
-from ckpttool.naming.wrappers import Evidence, infer, is_lightning
+from ckpttool.naming.wrappers import Evidence, adapter_of, infer, is_lightning
 from ckpttool.operands.checkpoint import (
     Ckpt,
     model_section,

@@ -17,11 +17,9 @@ from ckpttool.core.values import dataclass
 from ckpttool.evaluate.apply import Runner, apply
 from ckpttool.evaluate.compare import same_values
 from ckpttool.naming import wrappers
-from ckpttool.naming.adapters import adapter_of
-from ckpttool.naming.call_variants import aliases, collapse, expand, settle
 from ckpttool.naming.convert import Form, ModelForm, check_versions, left_to_code, move, read
-from ckpttool.naming.match import NameTables, align
-from ckpttool.naming.wrappers import Chain, Evidence, strip
+from ckpttool.naming.match import NameTables, aliases, align, drop_variants, with_variants, without_variants
+from ckpttool.naming.wrappers import Chain, Evidence, adapter_of, strip
 from ckpttool.operands.model import ModelOperand
 from ckpttool.remapping.optimizer import RuleEffect
 
@@ -171,13 +169,13 @@ def to_model_form(draft: Draft, request: RemapRequest, tables: NameTables) -> Dr
     plan = moved.plan if code is None else left_to_code(moved.plan, tables, section, reading, code.arguments)
 
     # Call variants: an unflattened program has all of them, an exported one has none.
-    dropped, variant_problems = settle(reading.match.variants, reading.match.names, section)
+    dropped, variant_problems = drop_variants(reading.match.variants, reading.match.names, section)
     outputs = list(plan.outputs)
     if to is ModelForm.EXPORTED:
-        outputs, more, others = collapse(outputs, tables.first, section)
+        outputs, more, others = without_variants(outputs, tables.first, section)
         dropped, variant_problems = dropped + more, variant_problems + others
     elif to is ModelForm.UNFLATTENED:
-        outputs = expand(outputs, tables.first)
+        outputs = with_variants(outputs, tables.first)
     plan = replace(plan, outputs=tuple(outputs), dropped=(*plan.dropped, *dropped))
     problems = [*moved.problems, *variant_problems, *_lost(section, moved.copies)]
     if problems:

@@ -20,9 +20,8 @@ from ckpttool.core.optimizer_state import FLAT, GROUPS, ID, STATE, Param, rebuil
 from ckpttool.core.text import a, plural
 from ckpttool.core.values import dataclass
 from ckpttool.optimizers.forms import form_of
-from ckpttool.tracing.build_model import LoadedModel, find
-from ckpttool.tracing.runtime import is_cheap, memory_available, nbytes
-from ckpttool.tracing.user_code import prints_once, says_meta, user_code
+from ckpttool.tracing.build_model import LoadedModel, find, prints_once, says_meta, user_code
+from ckpttool.tracing.instances import is_cheap, memory_available, nbytes
 
 _FORM = "an optimizer is a function of the model that returns a torch.optim.Optimizer: file.py:make_optimizer"
 _OWNER = "ckpttool.owner"  # added to the state of each parameter, to see which parameter gets it

@@ -22,32 +22,29 @@ from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.expression import Expression, Op, Ref, is_constant, parts
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
-from ckpttool.tracing.build_model import CannotBuild, LoadedModel
-from ckpttool.tracing.experiment import (
+from ckpttool.tracing.build_model import CannotBuild, LoadedModel, as_exception, attempt, describe
+from ckpttool.tracing.hooks import Watcher, quiet
+from ckpttool.tracing.instances import (
     FILLINGS,
-    copied_state,
-    failure_of_loading,
-    filled,
-    load_strictly,
-    metadata_of,
-    others,
-    same,
-    values_of,
-)
-from ckpttool.tracing.recorder.hooks import Watcher, quiet
-from ckpttool.tracing.recorder.memory import opaque
-from ckpttool.tracing.recorder.recorder import NeedsValues, Recorder, recording
-from ckpttool.tracing.runtime import (
     check_memory,
     code_failed,
+    copied_state,
     dtype_name,
+    failure_of_loading,
+    filled,
     is_cheap,
     listed,
+    load_strictly,
+    metadata_of,
     on_meta_or_real,
+    others,
+    same,
     tensors_in,
+    values_of,
 )
+from ckpttool.tracing.memory import opaque
+from ckpttool.tracing.recorder import NeedsValues, Recorder, recording
 from ckpttool.tracing.safe_state_dict import needs_values, stored
-from ckpttool.tracing.user_code import as_exception, attempt, describe
 
 _TORCH_SAYS = "Error(s) in loading state_dict for"
 _MISSING, _UNEXPECTED = "Missing key(s) in state_dict: ", "Unexpected key(s) in state_dict: "

@@ -19,12 +19,20 @@ from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.torch_eval import to_bytes
 from ckpttool.naming.wrappers import strip
-from ckpttool.tracing.build_model import LoadedModel
-from ckpttool.tracing.experiment import failure_of_loading, fill, same
+from ckpttool.tracing.build_model import LoadedModel, attempt, describe
+from ckpttool.tracing.instances import (
+    check_memory,
+    dtype_name,
+    failure_of_loading,
+    fill,
+    layout_of,
+    listed,
+    same,
+    size_of,
+    wrapper_paths,
+)
 from ckpttool.tracing.loading import undecided
-from ckpttool.tracing.runtime import check_memory, dtype_name, layout_of, listed, size_of, wrapper_paths
 from ckpttool.tracing.safe_state_dict import stored
-from ckpttool.tracing.user_code import attempt, describe
 
 _SEEDS = (0, 1)  # of two instances: a value that differs is random
 _MOST = 1 << 30  # bytes; for its constants a larger model is built only if the user asks for it

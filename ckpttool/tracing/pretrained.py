@@ -19,8 +19,7 @@ from torch import nn
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import AS_A_PART, Hook, Names
 from ckpttool.io.paths import is_url
-from ckpttool.tracing.build_model import LoadedModel
-from ckpttool.tracing.user_code import user_code
+from ckpttool.tracing.build_model import LoadedModel, user_code
 
 _ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers loads in threads, which no recorder sees
 

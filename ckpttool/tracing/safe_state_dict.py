@@ -25,7 +25,7 @@ from ckpttool.formats.pickle_read import ABSENT, Call, Global, Persistent, Pickl
 from ckpttool.formats.torch.nodes import pairs_of
 from ckpttool.formats.torch.tensors import Carried, Storages, typed_storage
 from ckpttool.io.ranges import read_all
-from ckpttool.tracing.user_code import logs_as_warnings
+from ckpttool.tracing.build_model import logs_as_warnings
 
 _DEEPEST = 200  # containers and calls inside each other: code may have raised Python's own limit
 _PYTHON_2 = {"__builtin__": "builtins"}  # torch pickles with protocol 2, which has the modules' old names

@@ -15,19 +15,22 @@ from ckpttool.core.names import Hook, RuntimeTensor, SerializedKey
 from ckpttool.core.text import a
 from ckpttool.core.values import dataclass
 from ckpttool.tracing.build_model import LoadedModel
-from ckpttool.tracing.experiment import CONSTANT, FILLINGS, fill, filled
-from ckpttool.tracing.recorder.hooks import Watcher, quiet
-from ckpttool.tracing.recorder.memory import Token, opaque
-from ckpttool.tracing.recorder.recorder import NeedsValues, Recorder, recording
-from ckpttool.tracing.runtime import (
+from ckpttool.tracing.hooks import Watcher, quiet
+from ckpttool.tracing.instances import (
+    CONSTANT,
+    FILLINGS,
     CodeFailed,
     code_failed,
     dtype_name,
+    fill,
+    filled,
     listed,
     runtime_tensors,
     shape_of,
     tensors_in,
 )
+from ckpttool.tracing.memory import Token, opaque
+from ckpttool.tracing.recorder import NeedsValues, Recorder, recording
 
 _MOST_TRIED = 256  # runtime tensors that are changed one by one, to see which of them feed a key
 

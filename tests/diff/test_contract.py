@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool.tracing import runtime
+from ckpttool.tracing import instances
 from command import Run
 from places import ROOT
 
@@ -193,7 +193,7 @@ def test_what_there_is_no_memory_to_try_is_not_said(
     assert run("diff", "names.json", "--update", "-q").status == 0
     change(("self.head", "self.classifier"))
     free = 4 * sum(parameter.nbytes for parameter in made()[0].parameters())  # the names take 3 times, to load 5
-    monkeypatch.setattr(runtime, "memory_available", lambda: free)
+    monkeypatch.setattr(instances, "memory_available", lambda: free)
     notes = run("diff", "names.json", "--format", "json").data["notes"]
     assert any(note.startswith("could not check if the new code loads the old keys") for note in notes)
 

@@ -17,8 +17,7 @@ from ckpttool.diffing.moved import Rotary, explain_moved, rotary
 from ckpttool.diffing.sections import compare
 from ckpttool.evaluate.compare import Difference
 from ckpttool.live.model import section_of
-from ckpttool.naming.pairing.evidence import exchangeable
-from ckpttool.naming.pairing.values import Tensor
+from ckpttool.naming.evidence import Tensor, exchangeable
 from places import SUPPORT
 
 torch.set_num_threads(1)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from ckpttool.cli.app import main
 from ckpttool.naming.wrappers import canonical_keys, infer, is_lightning
 from ckpttool.operands.checkpoint import model_section, open_operand
-from ckpttool.tracing.runtime import listed, runtime_tensors
+from ckpttool.tracing.instances import listed, runtime_tensors
 from places import DATA, DOCS
 from wrapped_ranks import BLOCKS, CHAINS, PLAIN, Net, Wrapped, filename, net, tensors
 

@@ -11,7 +11,7 @@ from torch import nn
 from ckpttool.core.errors import Refused
 from ckpttool.live import swap_weights
 from ckpttool.tracing.build_model import of_object
-from ckpttool.tracing.experiment import filled
+from ckpttool.tracing.instances import filled
 from opaque_zoo import ZOO, noisy
 from zoo import runtime_values
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.live import swap_attribute, swap_module, variants
-from ckpttool.naming.call_variants import base_name, base_names, split
+from ckpttool.naming.match import base_name, base_names, split_call
 from command import Run
 from places import SUPPORT
 from unflattened import Called, Gate, Nested, Shared, Twice, example, made, unflattened
@@ -21,8 +21,8 @@ from unflattened import Called, Gate, Nested, Shared, Twice, example, made, unfl
 
 
 def test_a_segment_and_the_number_of_its_call() -> None:
-    assert split("foo@12") == ("foo", 12)
-    assert [split(name) for name in ("foo", "foo@", "foo@x", "@1", "foo@0", "foo@01")] == [
+    assert split_call("foo@12") == ("foo", 12)
+    assert [split_call(name) for name in ("foo", "foo@", "foo@x", "@1", "foo@0", "foo@01")] == [
         (name, 0) for name in ("foo", "foo@", "foo@x", "@1", "foo@0", "foo@01")
     ]
 

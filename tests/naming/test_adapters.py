@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import real_models
 from ckpttool.cli.app import main
-from ckpttool.naming.adapters import adapter_of, missing_modules
+from ckpttool.naming.wrappers import adapter_of, missing_modules
 from places import SUPPORT
 
 TARGETS = [f"model.layers.{n}.self_attn.{name}" for n in range(2) for name in ("q_proj", "v_proj")]

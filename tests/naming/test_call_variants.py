@@ -7,7 +7,7 @@ import pytest
 from ckpttool.core.checkpoint import Lazy, Section, Storage, TensorEntry
 from ckpttool.core.expression import Op, Ref
 from ckpttool.core.plan import Output
-from ckpttool.naming.call_variants import aliases, base_names, collapse, expand, settle, split
+from ckpttool.naming.match import aliases, base_names, drop_variants, split_call, with_variants, without_variants
 
 
 def section(**values: int) -> Section:
@@ -34,7 +34,7 @@ def output(key: str, source: str | Op | None = None) -> Output:
     ],
 )
 def test_split(segment: str, parts: tuple[str, int]) -> None:
-    assert split(segment) == parts
+    assert split_call(segment) == parts
 
 
 def test_base_names() -> None:
@@ -49,7 +49,7 @@ def test_aliases() -> None:
 
 
 def test_settle() -> None:
-    dropped, problems = settle({"f@1.w": "f.w", "f@2.w": "f.w"}, {"f.w": "f.w"}, section(f=1, f_1=1, f_2=2))
+    dropped, problems = drop_variants({"f@1.w": "f.w", "f@2.w": "f.w"}, {"f.w": "f.w"}, section(f=1, f_1=1, f_2=2))
     assert [(one.section, one.key, one.reason) for one in dropped] == [("model", "f@1.w", "a call variant of f.w")]
     assert [str(problem) for problem in problems] == ["a call variant of f.w with another value @ f@2.w"]
 
@@ -57,23 +57,23 @@ def test_settle() -> None:
 def test_collapse() -> None:
     have, first = section(f=1, f_1=1, f_2=2, g=1), {"f.w": "f.w", "f@1.w": "f.w", "f@2.w": "f.w", "g@1.w": "g@1.w"}
     outputs = [output(key) for key in ("f@1.w", "f.w", "f@2.w", "g.w")]
-    kept, dropped, problems = collapse(outputs, first, have)
+    kept, dropped, problems = without_variants(outputs, first, have)
     assert [one.key for one in kept] == ["f.w", "g.w"]
     assert [one.key for one in dropped] == ["f@1.w"]
     assert [str(problem) for problem in problems] == ["a call variant of f.w with another value @ f@2.w"]
     again = [output("f.w"), output("f@1.w", "f.w"), output("g.w"), output("g@1.w")]
-    kept, dropped, problems = collapse(again, first, section(f=1, g=1, g_1=1))
+    kept, dropped, problems = without_variants(again, first, section(f=1, g=1, g_1=1))
     assert [one.key for one in kept] == ["f.w", "g.w", "g@1.w"]  # the model has another tensor at `g@1.w`
     assert (dropped, problems) == ([], [])  # nothing of the file is left out
     computed = Op("aten.neg.default", (Ref("f.w"),))
     for source, fits in ((computed, True), (Op("aten.neg.default", (Ref("g.w"),)), False), ("f.w", False)):
-        kept, _, problems = collapse([output("f.w", computed), output("f@1.w", source)], first, have)
+        kept, _, problems = without_variants([output("f.w", computed), output("f@1.w", source)], first, have)
         assert ([one.key for one in kept], not problems) == (["f.w"], fits)
 
 
 def test_expand() -> None:
     first = {"f@1.w": "f.w", "f.w": "f.w", "f@2.w": "f.w", "g@1.w": "g@1.w", "h@1.w": "h.w"}
-    made = expand([output("f.w", "x"), output("g.w"), output("f@2.w", "y")], first)
+    made = with_variants([output("f.w", "x"), output("g.w"), output("f@2.w", "y")], first)
     assert [(one.key, one.source) for one in made] == [
         *(("f.w", Ref("x")), ("f@1.w", Ref("x")), ("g.w", Ref("g.w")), ("f@2.w", Ref("y"))),
     ]

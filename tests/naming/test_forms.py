@@ -17,7 +17,7 @@ from ckpttool.naming.convert import move, read
 from ckpttool.naming.match import NameTables
 from ckpttool.operands.model import ModelOperand
 from ckpttool.tracing.build_model import of_object
-from ckpttool.tracing.experiment import filled
+from ckpttool.tracing.instances import filled
 
 
 class Summed(nn.Module):

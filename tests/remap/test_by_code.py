@@ -17,9 +17,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 import ckpttool
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.operands.model import ModelOperand
-from ckpttool.tracing import runtime
+from ckpttool.tracing import instances
 from ckpttool.tracing.build_model import of_object
-from ckpttool.tracing.experiment import filled
+from ckpttool.tracing.instances import filled
 from command import Run
 from loading_zoo import Undeclared, packed
 from opaque_zoo import ZOO, Listed, Net, Quantized, Transposed, blended, noisy
@@ -351,7 +351,7 @@ def test_what_does_not_fit_in_memory_is_refused(tmp_path: Path, monkeypatch: pyt
     source = saved(trained("transposed").state_dict(), tmp_path / "a.pt")
     model = ModelOperand(ZOO["transposed"])
     model.names()
-    monkeypatch.setattr(runtime, "memory_available", lambda: 100)
+    monkeypatch.setattr(instances, "memory_available", lambda: 100)
     with pytest.raises(CkptError, match=r"own load_state_dict\(\); .* takes .* MiB, and 0 MiB are free"):
         ckpttool.remap(source, str(tmp_path / "b.pt"), model=model, to="runtime", from_="serialized")
 

@@ -13,7 +13,7 @@ from ckpttool.core.plan import Dropped, ModelRun, Output, Plan
 from ckpttool.diffing import history, three_way
 from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.result import HARMLESS, Diff, Entry
-from ckpttool.naming.pairing.values import Ambiguous, Inference, Pair
+from ckpttool.naming.evidence import Ambiguous, Inference, Pair
 from ckpttool.remapping.optimizer import OptimizerRemap
 from ckpttool.remapping.plan import Remap
 from ckpttool.remapping.write import Cost

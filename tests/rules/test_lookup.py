@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from ckpttool.fixes.candidates import drops
 from ckpttool.fixes.rules_file import suggest
 from ckpttool.live.model import section_of
-from ckpttool.naming.pairing import search
-from ckpttool.naming.pairing.search import infer
-from ckpttool.naming.pairing.values import Pair, Side, Tensor, groups
+from ckpttool.naming import pairing
+from ckpttool.naming.evidence import Pair, Side, Tensor, groups
+from ckpttool.naming.pairing import infer
 from ckpttool.ruleset import infer_rules
 from ckpttool.ruleset.infer_rules import patterns, renames
 from ckpttool.ruleset.patterns import InTurn, Naming, Rule, matches, parse
@@ -150,8 +150,8 @@ def test_no_rules_for_a_name_that_reads_like_a_regular_expression(monkeypatch, m
 def test_a_search_beyond_its_budget_says_so(monkeypatch):
     left, right = (Side(tuple(Tensor(f"{head}{n}.w", "float32", (2, n % 3 + 1)) for n in range(20))) for head in "ab")
     assert "not looked for" not in str(infer(left, right))
-    monkeypatch.setattr(search, "_MOST", 100)
-    monkeypatch.setattr(search, "_MOST_EACH", 0)
+    monkeypatch.setattr(pairing, "_MOST", 100)
+    monkeypatch.setattr(pairing, "_MOST_EACH", 0)
     (told,) = infer(left, right).ambiguous
     assert told.reason == "not looked for further among 20 and 20 tensors: too many are alike"
     assert (len(told.left), len(told.right)) == (20, 20)

@@ -23,8 +23,8 @@ from ckpttool.cli.app import main
 from ckpttool.fixes.rules_file import suggest
 from ckpttool.fixes.suggest import PART
 from ckpttool.live.model import section_of
-from ckpttool.naming.pairing.search import infer
-from ckpttool.naming.pairing.values import Inference, Pair, Side, Tensor
+from ckpttool.naming.evidence import Inference, Pair, Side, Tensor
+from ckpttool.naming.pairing import infer
 from places import DOCS
 from renamed_models import MORE, PAIRS, bert_model, gpt2, lightning, meta_llama, named, phi3, plain, split_gpt
 

@@ -28,7 +28,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import dcp_ranks
 from ckpttool.naming.wrappers import COUNTER, parse
-from ckpttool.tracing.runtime import listed, runtime_tensors
+from ckpttool.tracing.instances import listed, runtime_tensors
 
 Wrap = Callable[[nn.Module], nn.Module]
 FULL = StateDictOptions(full_state_dict=True)

@@ -13,8 +13,7 @@ from torch import nn
 
 import hook_zoo
 from ckpttool.core.errors import CkptError
-from ckpttool.tracing.build_model import LoadedModel, load, of_object
-from ckpttool.tracing.user_code import raised_at, short_path
+from ckpttool.tracing.build_model import LoadedModel, load, of_object, raised_at, short_path
 from loading_zoo import ZOO
 
 

@@ -21,7 +21,7 @@ from ckpttool.core.checkpoint import ExtraEntry, Section
 from ckpttool.core.errors import CkptError
 from ckpttool.evaluate.torch_eval import evaluate
 from ckpttool.operands.checkpoint import open_operand
-from ckpttool.tracing import runtime
+from ckpttool.tracing import instances
 from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.loading import Verdict, load_verdict
 from hook_zoo import ZOO
@@ -277,7 +277,7 @@ def test_custom_loading_code(
     build: Callable[[], nn.Module], changes: list[tuple[str, str | None]], cheap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not cheap:
-        monkeypatch.setattr(runtime, "_CHEAP", -1)
+        monkeypatch.setattr(instances, "_CHEAP", -1)
     state, model = build().half().state_dict(), build()
     model.load_state_dict(copied(state), strict=True)
     verdict = load_verdict(of_object(build), section_of(state))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ckpttool.operands.checkpoint import open_operand
-from ckpttool.tracing import runtime
+from ckpttool.tracing import instances
 from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.build_optimizer import OptimizerVerdict, load_optimizer, optimizer_verdict
 
@@ -92,14 +92,14 @@ def test_an_error_without_a_message(tmp_path: Path) -> None:
 
 
 def test_a_large_model_is_tried_without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_CHEAP", 0)
+    monkeypatch.setattr(instances, "_CHEAP", 0)
     for state in STATES.values():
         # Real tensors were requested, and there are too many.
         assert verdict(state, sgd, tmp_path / "a.pt", real=True) is None
         large = verdict(state, sgd, tmp_path / "a.pt")
         monkeypatch.undo()
         found = verdict(state, sgd, tmp_path / "a.pt")
-        monkeypatch.setattr(runtime, "_CHEAP", 0)
+        monkeypatch.setattr(instances, "_CHEAP", 0)
         assert large is not None
         assert found is not None
         assert (large.landed, large.stepped, large.error is None) == (found.landed, found.stepped, found.error is None)

@@ -13,7 +13,7 @@ from torch import nn
 from ckpttool.core.expression import Expression, Ref, is_opaque, refs
 from ckpttool.evaluate.torch_eval import evaluate
 from ckpttool.tracing.build_model import of_object
-from ckpttool.tracing.experiment import filled
+from ckpttool.tracing.instances import filled
 from ckpttool.tracing.trace import trace
 from opaque_zoo import ZOO, blended, noisy
 from zoo import runtime_values

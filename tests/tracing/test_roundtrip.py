@@ -13,9 +13,9 @@ from torch import nn
 import loading_zoo
 import mend_models
 from ckpttool.core.errors import CkptError
-from ckpttool.tracing import runtime
+from ckpttool.tracing import instances
 from ckpttool.tracing.build_model import LoadedModel
-from ckpttool.tracing.experiment import same
+from ckpttool.tracing.instances import same
 from ckpttool.tracing.trace import trace
 
 torch.set_num_threads(1)
@@ -141,7 +141,7 @@ def test_a_round_trip_that_cannot_be_tried_is_unknown(monkeypatch: pytest.Monkey
     def no_memory(*args: object) -> None:
         raise CkptError("no memory", hint="buy some")
 
-    monkeypatch.setattr("ckpttool.tracing.roundtrip.check_memory", no_memory)
+    monkeypatch.setattr("ckpttool.tracing.trace.check_memory", no_memory)
     names = trace(model(AddsNothing))
     assert names.roundtrips
     assert names.notes == (
@@ -162,7 +162,7 @@ class AsksForMeta(nn.Module):
 @pytest.mark.parametrize("cheap", [True, False])
 def test_a_constructor_that_makes_other_tensors_on_meta(cheap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not cheap:  # then it is built with tensors that pass for real
-        monkeypatch.setattr(runtime, "_CHEAP", -1)
+        monkeypatch.setattr(instances, "_CHEAP", -1)
     names = trace(model(AsksForMeta))
     assert [tensor.fqn for tensor in names.runtime] == ["theta", "cache"]
     assert names.not_serialized == ("cache",)
@@ -175,7 +175,7 @@ def test_a_constructor_that_reads_values_is_noted(monkeypatch: pytest.MonkeyPatc
             super().__init__(2, 2)
             self.total = 0.0 if self.weight.device.type == "meta" else float(self.weight.sum())
 
-    monkeypatch.setattr(runtime, "_CHEAP", -1)
+    monkeypatch.setattr(instances, "_CHEAP", -1)
     assert trace(model(Reads)).notes == (
         "on the meta device alone: whether its constructor makes other tensors for real was not looked at",
     )
@@ -267,8 +267,8 @@ def test_extra_state_that_fails_to_load() -> None:
 
 
 def test_no_memory_to_build_a_model_that_differs_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_CHEAP", -1)
-    monkeypatch.setattr(runtime, "memory_available", lambda: -1)
+    monkeypatch.setattr(instances, "_CHEAP", -1)
+    monkeypatch.setattr(instances, "memory_available", lambda: -1)
     (note,) = trace(model(AsksForMeta)).notes
     assert note.startswith("on the meta device the constructor creates other tensors")
 
@@ -335,6 +335,6 @@ def test_tensors_that_do_not_come_back_are_reported(
     build: type[Changes], limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where it is too large for random values, and only a real round trip tells."""
-    monkeypatch.setattr("ckpttool.tracing.roundtrip._PROBE_LIMIT", limit)
+    monkeypatch.setattr("ckpttool.tracing.trace._PROBE_LIMIT", limit)
     names = trace(model(build))
     assert list(map(str, names.roundtrip_problems)) == SAID[build]

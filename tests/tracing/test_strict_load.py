@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import loading_zoo
 from ckpttool.cli.app import main
-from ckpttool.tracing import runtime
+from ckpttool.tracing import instances
 from drawn_models import MODELS, build, is_safe
 
 torch.set_num_threads(1)
@@ -250,7 +250,7 @@ def test_status_0_exactly_where_torch_loads_strictly(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if seed % 2:  # as if the model were large, and not to be built for real without need
-        monkeypatch.setattr(runtime, "_CHEAP", -1)
+        monkeypatch.setattr(instances, "_CHEAP", -1)
     path = tmp_path / "state.pt"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

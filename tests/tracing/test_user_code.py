@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from ckpttool.tracing.user_code import logs_as_warnings, prints_once
+from ckpttool.tracing.build_model import logs_as_warnings, prints_once
 
 
 def test_a_line_is_printed_once_even_without_a_newline(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from ckpttool.diffing.history import CHANGES, History, Step
 from ckpttool.diffing.history import Change as StepChange
 from ckpttool.diffing.result import ASPECTS, HARMLESS, NO_VALUES, STATUSES, Compared, Diff, Entry, count_of
 from ckpttool.diffing.three_way import BY, Change, Diff3, Point
-from ckpttool.naming.pairing.values import SAME_NAME, Inference, Pair, template
+from ckpttool.naming.evidence import SAME_NAME, Inference, Pair, template
 from ckpttool.report.collapse import collapse, first_pattern
 from ckpttool.report.document import (
     Block,

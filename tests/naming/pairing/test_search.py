@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from ckpttool.naming.pairing import evidence
-from ckpttool.naming.pairing.search import infer
-from ckpttool.naming.pairing.values import Inference, Side, Tensor
+from ckpttool.naming import evidence
+from ckpttool.naming.evidence import Inference, Side, Tensor
+from ckpttool.naming.pairing import infer
 
 Shape = tuple[int, ...]
 WIDTH, HALF, HIDDEN, VOCAB = 8, 4, 12, 20

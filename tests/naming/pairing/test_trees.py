@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckpttool.naming.pairing.evidence import fit, inserted
-from ckpttool.naming.pairing.search import infer
-from ckpttool.naming.pairing.values import Side, Tensor
+from ckpttool.naming.evidence import Side, Tensor, fit, inserted
+from ckpttool.naming.pairing import infer
 
 Shapes = dict[str, tuple[int, ...]]
 

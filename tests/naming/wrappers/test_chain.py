@@ -30,7 +30,7 @@ from ckpttool.naming.wrappers import (
     rewrap,
     segments,
 )
-from ckpttool.tracing.runtime import listed, runtime_tensors
+from ckpttool.tracing.instances import listed, runtime_tensors
 from places import DATA
 from wrapped_ranks import Net, net
 

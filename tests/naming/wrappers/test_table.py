@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ckpttool.naming.wrappers import strip, stripped_paths
 from ckpttool.tracing.build_model import LoadedModel
-from ckpttool.tracing.runtime import listed, runtime_tensors
+from ckpttool.tracing.instances import listed, runtime_tensors
 from ckpttool.tracing.trace import trace
 from torch_version import needs_torch
 

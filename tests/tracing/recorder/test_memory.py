@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpttool.tracing.recorder.memory import geometry
+from ckpttool.tracing.memory import geometry
 
 
 @pytest.mark.parametrize("stride", [(2, 1), (2, 7), (2, 0)])

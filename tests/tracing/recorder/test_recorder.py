@@ -16,9 +16,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpttool.core.expression import Op, Ref, is_opaque, operators, refs
 from ckpttool.evaluate.torch_eval import evaluate, same_bits
-from ckpttool.tracing.recorder import memory
-from ckpttool.tracing.recorder.memory import inside, token
-from ckpttool.tracing.recorder.recorder import NeedsValues, Recorder
+from ckpttool.tracing import memory
+from ckpttool.tracing.memory import inside, token
+from ckpttool.tracing.recorder import NeedsValues, Recorder
 
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "100"))
 Tensors = list[torch.Tensor]

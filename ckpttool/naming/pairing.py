@@ -9,35 +9,33 @@ from itertools import islice, permutations, product
 from typing import NamedTuple
 
 from ckpttool.core.expression import Op, Ref
-from ckpttool.naming.pairing.evidence import (
+from ckpttool.naming.evidence import (
     FUSED,
     HEAD,
-    Modules,
-    Order,
-    Paths,
-    Prefixes,
-    best_tree,
-    certain_part,
-    common_trees,
-    fit,
-    inserted,
-    is_fused,
-    kind_of,
-    part_of,
-    straight,
-    transposed,
-)
-from ckpttool.naming.pairing.values import (
     SAME_NAME,
     Ambiguous,
     Group,
     Inference,
+    Modules,
+    Order,
     Outlined,
     Pair,
+    Paths,
+    Prefixes,
     Side,
+    best_tree,
+    certain_part,
+    common_trees,
+    fit,
     groups,
+    inserted,
+    is_fused,
+    kind_of,
+    part_of,
     shown,
+    straight,
     template,
+    transposed,
 )
 
 _DEPTHS = (3, 2, 1, 0)  # layer numbers that are generalised: models have up to three

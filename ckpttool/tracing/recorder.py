@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpttool.core.expression import OPAQUE, Argument, Expression, Op, Special, refs
-from ckpttool.tracing.recorder.memory import Memory, Token, inside, meet, opaque, token
-from ckpttool.tracing.user_code import prints_once, says_meta
+from ckpttool.tracing.build_model import prints_once, says_meta
+from ckpttool.tracing.memory import Memory, Token, inside, meet, opaque, token
 
 # Operators that return their first argument's value, perhaps in other memory.
 _SAME = frozenset({"detach", "alias", "clone", "contiguous", "lift_fresh", "lift", "lift_fresh_copy", "_pin_memory",

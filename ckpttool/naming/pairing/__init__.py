@@ -1,1 +1,0 @@
-"""Infer which tensors of two checkpoints are the same."""

@@ -1,1 +1,0 @@
-"""Every torch operator that runs, written down as expressions over the tensors that were there before."""
