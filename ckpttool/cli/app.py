@@ -19,7 +19,7 @@ from ckpttool.cli.params import Command, command_of, parse
 from ckpttool.cli.streams import collected, logged, nothing_left, set_up
 from ckpttool.core.errors import CkptError
 from ckpttool.io import sources
-from ckpttool.io.interrupts import ended_by_signals
+from ckpttool.io.syscalls import ended_by_signals
 
 # Command -> its module, which defines `command`, and the first line of its help. Modules are imported when they run.
 COMMANDS: dict[str, tuple[str, str]] = {

@@ -14,7 +14,7 @@ from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.schema import ERROR
 from ckpttool.core.text import number, shell, visible
 from ckpttool.core.values import dataclass
-from ckpttool.io.interrupts import Terminated
+from ckpttool.io.syscalls import Terminated
 from ckpttool.report.collapse import collapse
 from ckpttool.report.renderers import json
 

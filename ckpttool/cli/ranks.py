@@ -24,7 +24,7 @@ def run(args: list[str], run_one: Callable[[list[str]], int]) -> int:
     if os.environ.get("RANK", "0") != "0":
         sys.stdout = sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
     from ckpttool import __version__
-    from ckpttool.distributed.torchrun import join
+    from ckpttool.distributed.job import join
 
     job = join((__version__, *args))
     together.enter(job)

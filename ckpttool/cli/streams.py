@@ -87,7 +87,7 @@ def logged() -> Iterator[None]:
         raise CkptError(f"CKPTTOOL_LOG={level}: no such level", hint=f"choose one of {', '.join(LEVELS)}")
     import logging
 
-    from ckpttool.io.remote.read import log_fetched
+    from ckpttool.io.remote import log_fetched
 
     log, handler = logging.getLogger("ckpttool"), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))

@@ -331,7 +331,7 @@ class Checkpoint:
     tensor in `sections`, or one of `unreached`. `beside` are files of the folder that are a part of
     the checkpoint and are not looked into (Megatron's ``common.pt``). `readings` are set where the file could be read
     in another way, and are about nothing but the `sections` that were read. `files` are the paths and URLs that
-    were opened for the index, each as it was then (`io.sources.State`, `io.remote.kept.Stat`).
+    were opened for the index, each as it was then (`io.sources.State`, `io.remote.Stat`).
     """
 
     source: str

@@ -10,7 +10,6 @@ from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import Problem
 from ckpttool.core.expression import EXPRESSION, Expression, Ref
-from ckpttool.core.keys import dotted
 from ckpttool.core.schema import (
     COUNT,
     OBJECT,
@@ -27,6 +26,7 @@ from ckpttool.core.schema import (
     record,
     unless_empty,
 )
+from ckpttool.core.text import dotted
 from ckpttool.core.values import dataclass, public
 
 SCHEMA = "ckpttool.plan/1"

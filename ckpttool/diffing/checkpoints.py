@@ -12,10 +12,9 @@ from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntr
 from ckpttool.core.dtypes import PLAIN
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import Op, Ref, Special
-from ckpttool.core.keys import dotted
 from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import GROUPS
-from ckpttool.core.text import Info, plural, shell, some
+from ckpttool.core.text import Info, dotted, plural, shell, some
 from ckpttool.diffing.causes import SIDES, Cause, Code, Sides
 from ckpttool.diffing.moved import explain_moved
 from ckpttool.diffing.names import compare_through, suggestions
@@ -26,7 +25,7 @@ from ckpttool.distributed.job import Question, answers, current, only_first
 from ckpttool.evaluate.apply import entry_of
 from ckpttool.evaluate.compare import Difference, content_of_storage, same_objects, sha256_of
 from ckpttool.formats.manifest import all_extras, other_files
-from ckpttool.formats.ranks.files import one_rank
+from ckpttool.formats.rank_files import one_rank
 from ckpttool.formats.registry import MANIFEST, MEMORY
 from ckpttool.naming.convert import otherwise
 from ckpttool.naming.wrappers import adapter_of, missing_modules

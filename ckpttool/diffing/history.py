@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Problem
-from ckpttool.core.keys import dotted
 from ckpttool.core.options import expand_options
 from ckpttool.core.schema import COUNT, FLAG, TEXT, TEXTS, Members, list_of, nullable, one_of, record
-from ckpttool.core.text import plural, some
+from ckpttool.core.text import dotted, plural, some
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.optimizer import UNKNOWN_CLASS, SavedOptimizer, compare_optimizers

@@ -26,7 +26,7 @@ from ckpttool.diffing.optimizer import (
 )
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, Remedy, names_outlines, only_right, outlines
 from ckpttool.diffing.sections import explain_computed
-from ckpttool.formats.ranks.files import one_rank
+from ckpttool.formats.rank_files import one_rank
 from ckpttool.formats.registry import MEMORY
 from ckpttool.formats.torch.legacy_file import UNREADABLE, refused_by_torch
 from ckpttool.formats.torch.tensors import is_dense, kind

@@ -10,10 +10,9 @@ from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import Expression, Op, Ref, substitute
-from ckpttool.core.keys import is_flat
 from ckpttool.core.names import RUNTIME, SERIALIZED, Hook, Names, RuntimeTensor, SerializedKey
 from ckpttool.core.optimizer_state import GROUPS
-from ckpttool.core.text import Info, shell
+from ckpttool.core.text import Info, is_flat, shell
 from ckpttool.diffing.causes import Cause, Code, segment_change, wrapper_cause
 from ckpttool.diffing.result import EITHER_WAY, NO_VALUES, Diff, Entry, only_left, only_right
 from ckpttool.diffing.sections import Values, compare, compare_pair, leftover, renamed, shape_or_dtype, unpairable

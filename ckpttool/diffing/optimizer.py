@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.core.errors import Refused
-from ckpttool.core.keys import free
 from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import FQN, GROUPS, ID, PARAMS, STATE, OptimizerState, Param, numbered
-from ckpttool.core.text import Info
+from ckpttool.core.text import Info, free
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import SIDES, Cause, Code, Sides
 from ckpttool.diffing.result import HARMLESS, Entry, Outlines, only_left, only_right

@@ -12,7 +12,7 @@ from ckpttool.core.names import Hook
 from ckpttool.diffing.causes import Cause, Code, wrapper_cause
 from ckpttool.diffing.result import Entry, only_left, only_right
 from ckpttool.evaluate.compare import Difference, same_objects
-from ckpttool.formats.ranks.shards import rank_pairs
+from ckpttool.formats.rank_shards import rank_pairs
 from ckpttool.formats.remarks import is_placeholder
 from ckpttool.formats.torch.tensors import is_dense, kind
 from ckpttool.naming.match import aliases, unlike

@@ -1,11 +1,13 @@
-"""The ranks of one job: messages through the key-value store of torchrun, and work that they share."""
+"""The ranks of one job of torchrun: messages through its key-value store, and work that they share."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import field
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 from ckpttool.core.errors import CkptError, Problem
@@ -192,3 +194,30 @@ def answers(title: str, questions: Mapping[Key, Question]) -> dict[Key, Any]:
             told = {number: answer for some in job.heard_of_all(name) for number, answer in some}
             job.tell(name, [told[number] for number in range(len(asked))])
         return dict(zip(questions, job.hear(name)))
+
+
+PATIENCE = 120.0  # seconds until all ranks have imported torch and joined
+
+
+def join(command: Sequence[str]) -> Job:
+    """Return this rank of the job, once all ranks are there. Raises `CkptError` if some are missing."""
+    from torch.distributed import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        whole, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=PATIENCE)))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives ranks that it restarts
+        store = PrefixStore(f"ckpttool/{attempt}/{size}", whole)
+        come = store.add("come", 1)
+        until = time.monotonic() + PATIENCE
+        while come < size and time.monotonic() < until:
+            time.sleep(0.05)
+            come = store.add("come", 0)
+    except (RuntimeError, ValueError) as error:
+        raise CkptError(f"the ranks do not find each other: {str(error).partition(chr(10))[0]}", hint=_ALONE) from error
+    if come != size:
+        raise CkptError(f"{come} processes take part in a job of {size} ranks", hint=_ALONE)
+    return Job(rank, size, store, tuple(command))
+
+
+_ALONE = "to run a command alone inside of a job of torchrun: env -u TORCHELASTIC_RUN_ID ckpttool …"

@@ -15,7 +15,7 @@ from typing import Any
 from ckpttool.core.checkpoint import Span
 from ckpttool.core.errors import CkptError
 from ckpttool.core.values import dataclass
-from ckpttool.distributed.items import (
+from ckpttool.distributed.files import (
     COUNT,
     MOST,
     Item,
@@ -32,10 +32,9 @@ from ckpttool.distributed.job import Job
 from ckpttool.io import compose, paths, progress, sources
 from ckpttool.io.compose import Upload
 from ckpttool.io.files import sources_stay
-from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.pieces import BLOCK, Files, Held, Link, Piece, Pieces, amounts, nbytes_of
-from ckpttool.io.remote.errors import answered
-from ckpttool.io.remote.read import filesystem
+from ckpttool.io.remote import answered, filesystem
+from ckpttool.io.syscalls import uninterrupted
 
 
 def can(out: str) -> bool:

@@ -19,11 +19,10 @@ from ckpttool.core.checkpoint import (
 )
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import Problem
-from ckpttool.core.keys import dotted
+from ckpttool.core.text import dotted
 from ckpttool.core.values import dataclass
-from ckpttool.io import ranges
-from ckpttool.io.pieces import Piece
-from ckpttool.io.ranges import stream
+from ckpttool.io import pieces
+from ckpttool.io.pieces import Piece, stream
 
 Entry = Union[TensorEntry, ExtraEntry]
 Same = Callable[["Span | Lazy", "Span | Lazy"], bool]  # compares bytes
@@ -33,7 +32,7 @@ Fingerprints = Mapping["tuple[str, str]", "tuple[object, ...]"]
 EQUAL = "the values are equal, their bytes are not (-0.0, or another kind of NaN)"
 
 
-def same_values(left: Entry, right: Entry, same_data: Same = ranges.same_data) -> bool:
+def same_values(left: Entry, right: Entry, same_data: Same = pieces.same_data) -> bool:
     """Return whether two entries are the same: tensors of one dtype and shape with the same bytes, or equal objects.
 
     False also if that is unknown.
@@ -272,7 +271,7 @@ def fingerprints(checkpoint: Checkpoint) -> Fingerprints:
 
 
 def verify(
-    written: Checkpoint, expected: Checkpoint | Fingerprints, same_data: Same = ranges.same_data
+    written: Checkpoint, expected: Checkpoint | Fingerprints, same_data: Same = pieces.same_data
 ) -> list[Problem]:
     """Return how the `written` file differs from `expected`: every key, dtype, shape and byte is compared."""
     wanted: Mapping[tuple[str, str], object] = expected.entries() if isinstance(expected, Checkpoint) else expected

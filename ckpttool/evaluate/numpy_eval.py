@@ -11,7 +11,7 @@ import numpy as np
 
 from ckpttool.core.checkpoint import Lazy, Span, TensorEntry
 from ckpttool.core.dtypes import itemsize
-from ckpttool.io.ranges import read_all, read_span, read_spans
+from ckpttool.io.pieces import read_all, read_span, read_spans
 
 Array = np.ndarray[Any, Any]
 

@@ -17,7 +17,7 @@ from ckpttool.core.expression import Argument, Expression, Op, Ref, Special, par
 from ckpttool.core.limits import limits
 from ckpttool.core.text import a, first_line, human_bytes
 from ckpttool.evaluate.ops import GETITEM, OPS, is_integer, refused, sizes
-from ckpttool.io.ranges import read_all, read_span
+from ckpttool.io.pieces import read_all, read_span
 
 Load = Callable[[str], torch.Tensor]
 

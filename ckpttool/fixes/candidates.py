@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from ckpttool.core.checkpoint import Checkpoint
-from ckpttool.core.keys import dotted
+from ckpttool.core.text import dotted
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import Diff
 from ckpttool.diffing.run import run as run_diff

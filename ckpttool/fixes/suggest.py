@@ -19,7 +19,7 @@ from ckpttool.diffing.result import Diff, Entry, Remedy
 from ckpttool.fixes.candidates import Candidate, suggested_for_model, to_compare, to_load, to_load_model
 from ckpttool.fixes.rules_file import Suggested, SuggestedRules, by_file, with_file
 from ckpttool.fixes.trial import Fix, Question, command, try_remap, try_swap
-from ckpttool.formats.ranks.files import one_rank
+from ckpttool.formats.rank_files import one_rank
 from ckpttool.formats.registry import MEMORY
 from ckpttool.formats.remarks import PLACEHOLDER
 from ckpttool.naming.wrappers import ADAPTERS

@@ -10,7 +10,7 @@ from typing import Union
 from ckpttool.core.checkpoint import Part, Span, TensorEntry
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import elements
-from ckpttool.io.ranges import read_span
+from ckpttool.io.pieces import read_span
 
 SLAB = 1 << 24  # bytes that are assembled in memory at a time
 

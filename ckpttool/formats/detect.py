@@ -9,7 +9,7 @@ from shlex import quote
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.values import dataclass
-from ckpttool.formats.safetensors.header import MAX_HEADER
+from ckpttool.formats.safetensors import MAX_HEADER
 from ckpttool.formats.zip_read import read_archive
 from ckpttool.io import files, paths
 from ckpttool.io.files import opened

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
-from ckpttool.core.keys import is_flat
 from ckpttool.core.names import RUNTIME, SERIALIZED
-from ckpttool.core.text import human_bytes, plural, some
+from ckpttool.core.text import human_bytes, is_flat, plural, some
 
 _GATHER = "`ckpttool remap FOLDER -o whole.pt` gathers them from the folder of all ranks' files"
 PLACEHOLDER = (

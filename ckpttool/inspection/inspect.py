@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from ckpttool.core.checkpoint import KINDS, Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.core.errors import CkptError
-from ckpttool.core.keys import dotted, is_flat
 from ckpttool.core.optimizer_state import FORMS, OptimizerState, Param
 from ckpttool.core.options import expand_options, several
 from ckpttool.core.pickle_imports import VERDICTS, Import, dangerous, in_order
@@ -31,7 +30,7 @@ from ckpttool.core.schema import (
     record,
     row,
 )
-from ckpttool.core.text import Info, number, plural, some
+from ckpttool.core.text import Info, dotted, is_flat, number, plural, some
 from ckpttool.core.values import dataclass, public
 from ckpttool.distributed.job import Question, answers
 from ckpttool.evaluate.compare import Statistics, statistics
@@ -90,7 +89,7 @@ class Inspection:
             notes += [UNREADABLE] if refused_by_torch(checkpoint) else []
         entries = [entry for section in checkpoint.sections for entry in section.entries]
         if any(is_flat(e.key) or isinstance(e, ExtraEntry) or e.layout != "strided" for e in entries):
-            from ckpttool.formats.ranks.files import one_rank
+            from ckpttool.formats.rank_files import one_rank
 
             notes += one_rank(checkpoint)
         return (*notes, *(self._odd_values() if self.statistics else ()))

@@ -18,13 +18,11 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.values import dataclass
 from ckpttool.io import progress
 from ckpttool.io.files import size as size_of
-from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import Piece, Pieces, nbytes_of
-from ckpttool.io.ranges import stream
-from ckpttool.io.remote.errors import answered
-from ckpttool.io.remote.read import Stat, check_assumed, filesystem, forget, stat, there
+from ckpttool.io.pieces import Piece, Pieces, nbytes_of, stream
+from ckpttool.io.remote import Stat, answered, check_assumed, filesystem, forget, stat, there
 from ckpttool.io.sources import note_streamed
+from ckpttool.io.syscalls import uninterrupted
 
 LEAST = 5 << 20  # bytes of any part but the last
 _SENT = 1 << 24  # bytes of a part that is sent; about two are in memory

@@ -82,7 +82,7 @@ def opened(path: str, *, pipes: bool = False) -> Iterator[Source]:
     if "\0" in path:
         raise CkptError(f"cannot read {path!r}: a null byte in the path", hint=_HINT)
     if is_url(path):
-        from ckpttool.io.remote import read as remote
+        from ckpttool.io import remote
 
         yield remote.open_file(path)
         return
@@ -116,14 +116,14 @@ def sources_stay() -> Iterator[None]:
     sources.check_unchanged(source for source in sources.streamed() if not is_url(source))
     urls = [source for source in sources.streamed() if is_url(source)]
     if urls:
-        from ckpttool.io.remote import read as remote
+        from ckpttool.io import remote
 
         remote.check_unchanged(urls)
 
 
 def opened_at(urls: Iterable[str]) -> dict[str, object]:
     """Return what the stores have said about the files at these URLs, if they were asked."""
-    from ckpttool.io.remote.read import cache
+    from ckpttool.io.remote import cache
 
     return {url: said for url in urls if (said := cache.stats.get(url)) is not None}
 
@@ -137,7 +137,7 @@ def read_on(opened: Mapping[str, Any]) -> None:
         if not is_url(path):
             is_same = sources.read_on(path, state)
         else:
-            from ckpttool.io.remote import read as remote
+            from ckpttool.io import remote
 
             is_same = remote.is_still(path, state)
         if not is_same:
@@ -148,7 +148,7 @@ def is_file(path: str) -> bool:
     """Return True if there is such a file. Raises `CkptError` if the store of a URL does not answer."""
     if not is_url(path):
         return os.path.isfile(path)
-    from ckpttool.io.remote import read as remote
+    from ckpttool.io import remote
 
     found = remote.stat(path)
     return found is not None and not found.folder
@@ -158,7 +158,7 @@ def is_dir(path: str) -> bool:
     """Return True if there is such a folder; in an object store, anything under that name. Raises like `is_file`."""
     if not is_url(path):
         return os.path.isdir(path)
-    from ckpttool.io.remote import read as remote
+    from ckpttool.io import remote
 
     found = remote.stat(path)
     return found is not None and found.folder
@@ -173,7 +173,7 @@ def size(path: str) -> int:
     """Return the bytes of the file. Raises OSError, or `CkptError` for a URL, if there is none."""
     if not is_url(path):
         return os.path.getsize(path)
-    from ckpttool.io.remote import read as remote
+    from ckpttool.io import remote
 
     return remote.open_file(path).size
 
@@ -181,7 +181,7 @@ def size(path: str) -> int:
 def look_ahead(heads: Mapping[str, int]) -> None:
     """Announce that about so many bytes at the start of each file will be read: from one store, side by side."""
     if any(map(is_url, heads)):
-        from ckpttool.io.remote import read as remote
+        from ckpttool.io import remote
 
         remote.look_ahead(heads)
 
@@ -189,7 +189,7 @@ def look_ahead(heads: Mapping[str, int]) -> None:
 def assume(path: str, check: Callable[[], None]) -> None:
     """Note a check of the file's index for `check_assumed`: of places of tensors that were not read there."""
     if is_url(path):
-        from ckpttool.io.remote import read as remote
+        from ckpttool.io import remote
 
         remote.assume(path, check)
 
@@ -197,7 +197,7 @@ def assume(path: str, check: Callable[[], None]) -> None:
 def check_assumed(path: str) -> None:
     """Run the checks of the file's index, before its tensors are read. They raise `CkptError`."""
     if is_url(path):
-        from ckpttool.io.remote import read as remote
+        from ckpttool.io import remote
 
         remote.check_assumed(path)
 
@@ -205,7 +205,7 @@ def check_assumed(path: str) -> None:
 def names_in(folder: str) -> list[str]:
     """Return the names in the folder, sorted. Raises `CkptError` if it cannot be read."""
     if is_url(folder):
-        from ckpttool.io.remote import read as remote
+        from ckpttool.io import remote
 
         return remote.names_in(folder)
     try:
@@ -218,7 +218,7 @@ def glob(pattern: str) -> list[str]:
     """Return the files that match the pattern, sorted."""
     if not is_url(pattern):
         return sorted(path for path in local_glob.glob(pattern) if os.path.isfile(path))
-    from ckpttool.io.remote import read as remote
+    from ckpttool.io import remote
 
     return remote.glob(pattern)
 
@@ -266,8 +266,8 @@ def look_anew(path: str) -> None:
     Raises `CkptError` if an edit of them was interrupted, or has not ended.
     """
     if is_url(path):
-        from ckpttool.io.remote import journal as remote
-        from ckpttool.io.remote.read import forget
+        from ckpttool.io import remote_journal as remote
+        from ckpttool.io.remote import forget
 
         forget(path)
         remote.check(path if exists(path) else parent(path))

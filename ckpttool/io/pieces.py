@@ -1,18 +1,21 @@
-"""The content of an output, piece by piece in file order, as a format's layout hands it to the writer.
-
-The layout decides the place of every byte before any tensor data is read.
-"""
+"""The content of an output, piece by piece in file order, and the bytes of spans and pieces."""
 
 from __future__ import annotations
 
+import os
+import zlib
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
+from functools import cache
 from itertools import accumulate
-from typing import Union
+from typing import TYPE_CHECKING, Protocol, Union, cast
 
-from ckpttool.core.checkpoint import Lazy, Span, length_of
+from ckpttool.core.checkpoint import Lazy, Part, Span, length_of
+from ckpttool.core.errors import CkptError
 from ckpttool.core.values import dataclass
+from ckpttool.io import progress, sources, syscalls
+from ckpttool.io.paths import is_url
 
 BLOCK = 4096  # bytes; file systems move and share the bytes of files in such blocks
 LEAST = 1 << 20  # bytes of data that are worth keeping at their place within a block
@@ -112,3 +115,232 @@ class Held:
         if isinstance(piece.data, Span):
             return Span(piece.data.path, piece.data.offset + at, place.length) == data
         return piece.data is data and piece.nbytes == place.length
+
+
+if TYPE_CHECKING:
+    from ckpttool.io.remote import Stream
+
+CHUNK = 1 << 18  # bytes a read, which a processor's cache holds until they are written, hashed or compared
+_GAP = 1 << 16  # bytes between two spans of a remote file that are fetched with one request
+
+
+@cache
+def fastest_crc32() -> Callable[..., int]:
+    """Return ISA-L's `zlib.crc32` if it is installed (``pip install 'ckpttool[fast]'``), else zlib's."""
+    try:
+        from isal import isal_zlib
+    except ImportError:
+        return zlib.crc32
+    return cast("Callable[..., int]", isal_zlib.crc32)
+
+
+class Digest(Protocol):
+    """A running hash, such as hashlib's."""
+
+    def update(self, data: bytes | memoryview, /) -> None:
+        """Hash the next bytes."""
+
+    def digest(self) -> bytes:
+        """Return the hash of all bytes."""
+
+
+class SpanReader:
+    """Read spans in chunks through one reused buffer of `size` bytes; keep the last file open."""
+
+    def __init__(self, size: int = CHUNK) -> None:
+        self._path = ""
+        self._descriptor = -1
+        self._remote: Stream | None = None
+        self.buffer = bytearray(max(1, min(size, CHUNK)))
+
+    def chunks(self, span: Span, until: int = 0) -> Iterator[memoryview]:
+        """Yield the span's bytes; every chunk but the last fills the buffer, and is valid until the next one.
+
+        Later spans of the same file follow up to byte `until`: a remote file is fetched ahead up to there. Raises
+        `CkptError` if the file cannot be read, or ends before the span does.
+        """
+        self._open(span.path)
+        view = memoryview(self.buffer)
+        for start in range(0, span.length, len(view)):
+            chunk = view[: min(len(view), span.length - start)]
+            self._fill(chunk, span, span.offset + start, until)
+            yield chunk
+
+    def read_into(self, whole: memoryview, span: Span) -> None:
+        """Read the span into memory of its length. Raises `CkptError` as `chunks` does."""
+        self._open(span.path)
+        self._fill(whole, span, span.offset, 0)
+
+    def _fill(self, chunk: memoryview, span: Span, offset: int, until: int) -> None:
+        filled = 0
+        while filled < len(chunk):
+            try:
+                if self._remote is None:
+                    count = os.preadv(self._descriptor, [chunk[filled:]], offset + filled)
+                    progress.has_read(count)
+                else:
+                    end = max(until, span.offset + span.length)
+                    data = self._remote.read_at(offset + filled, len(chunk) - filled, end)
+                    count = len(data)
+                    chunk[filled : filled + count] = data
+            except OSError as error:
+                raise CkptError(f"{span.path}: {error.strerror}", hint="check the disk it is on") from error
+            if not count:
+                raise CkptError(
+                    f"{span.path} ends at byte {offset + filled:,}, it was longer when it was opened",
+                    hint="it was changed while it was read: copy it again",
+                )
+            filled += count
+
+    def _open(self, path: str) -> None:
+        if path == self._path:
+            return
+        self.close()
+        if is_url(path):
+            from ckpttool.io.remote import Stream
+
+            self._path, self._remote = path, Stream(path)
+            return
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise CkptError(
+                f"{path}: {error.strerror}", hint="the source must stay where it is until all of it is read"
+            ) from error
+        self._path = path
+        sources.note_streamed(path)
+        sources.check_open(path, self._descriptor)
+        progress.has_opened(path)
+
+    def close(self) -> None:
+        """Close the file that is open."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._path, self._descriptor, self._remote = "", -1, None
+
+
+def read_span(span: Span) -> bytearray:
+    """Return all bytes of the span. Raises `CkptError` if they cannot be read."""
+    return read_spans([span])
+
+
+def read_spans(spans: Sequence[Span]) -> bytearray:
+    """Return all bytes of the spans, joined. Raises `CkptError` if they cannot be read."""
+    whole, reader, at = bytearray(sum(span.length for span in spans)), SpanReader(0), 0
+    try:
+        for span in spans:
+            reader.read_into(memoryview(whole)[at : at + span.length], span)
+            at += span.length
+    finally:
+        reader.close()
+    return whole
+
+
+def read_all(data: Span | Lazy) -> bytearray:
+    """Return all bytes, read or computed. Raises `CkptError` if they cannot be read."""
+    if isinstance(data, Span):
+        return read_span(data)
+    whole, at = bytearray(data.length), 0
+    for chunk in stream([Piece(data)]):
+        whole[at : at + len(chunk)] = chunk
+        at += len(chunk)
+    return whole
+
+
+def new_digest() -> Digest:
+    """Return a running BLAKE2b, for bytes that are written and then read back."""
+    import hashlib  # loads OpenSSL
+
+    return hashlib.blake2b()
+
+
+def digest_on_disk(path: str, offset: int = 0, length: int | None = None) -> bytes:
+    """Return BLAKE2b of the local file or a part of it, read from the disk again if possible. Raises OSError."""
+    digest = new_digest()
+    with open(path, "rb", buffering=0) as file:
+        progress.has_opened(path)
+        syscalls.evict(file.fileno(), offset, length or 0)
+        file.seek(offset)
+        left = os.fstat(file.fileno()).st_size - offset if length is None else length
+        while left and (chunk := file.read(min(left, CHUNK))):
+            left -= len(chunk)
+            digest.update(chunk)
+            progress.has_read(len(chunk))
+    return digest.digest()
+
+
+def same_bytes(left: Span, right: Span) -> bool:
+    """Return True if two spans hold the same bytes; streamed."""
+    if left == right:
+        return True
+    if left.length != right.length:
+        return False
+    a, b = SpanReader(left.length), SpanReader(right.length)
+    try:
+        # Comparing two views is a hundred times slower.
+        return all(a.buffer.startswith(theirs) for _, theirs in zip(a.chunks(left), b.chunks(right)))
+    finally:
+        a.close()
+        b.close()
+
+
+def same_data(left: Span | Lazy, right: Span | Lazy) -> bool:
+    """Return True if both are the same bytes, read or computed; streamed."""
+    if isinstance(left, Span) and isinstance(right, Span):
+        return same_bytes(left, right)
+    chunks = [(bytes(chunk) for chunk in stream([Piece(side)]) if len(chunk)) for side in (left, right)]
+    a = b = b""
+    while True:
+        a, b = a or next(chunks[0], b""), b or next(chunks[1], b"")
+        count = min(len(a), len(b))
+        if not count:
+            return not a and not b
+        if a[:count] != b[:count]:
+            return False
+        a, b = a[count:], b[count:]
+
+
+def stream(pieces: Pieces) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of the pieces in order; each chunk is valid until the next one. Raises `CkptError`."""
+    reader, crc = SpanReader(), fastest_crc32()
+    ends = _remote_ends(pieces)
+    try:
+        for number, piece in enumerate(pieces):
+            for data in _data(piece.data, reader, ends.get(number, 0)):
+                if piece.crc is not None:
+                    piece.crc.value = crc(data, piece.crc.value)
+                yield data
+                del data  # else a computed value is held while the next one is made
+    finally:
+        reader.close()
+
+
+def _remote_ends(pieces: Pieces) -> dict[int, int]:
+    """Return, by the number of each piece of a remote file, where the run of adjacent pieces ends."""
+    ends: dict[int, int] = {}
+    if not any(map(is_url, {piece.data.path for piece in pieces if isinstance(piece.data, Span)})):
+        return ends
+    following, end = Span("", 0, 0), 0
+    for number in reversed(range(len(pieces))):
+        span = pieces[number].data
+        if isinstance(span, Span):
+            last = span.offset + span.length
+            joined = span.path == following.path and 0 <= following.offset - last <= _GAP
+            following, end = span, end if joined else last
+            ends[number] = end
+    return ends
+
+
+def _data(part: Part, reader: SpanReader, until: int = 0) -> Iterator[bytes | memoryview]:
+    if isinstance(part, Span):
+        yield from reader.chunks(part, until)
+    elif isinstance(part, Lazy):
+        written = 0
+        for inner in part.produce():
+            for data in _data(inner, reader):
+                written += len(data)
+                yield data
+        if written != part.length:
+            raise CkptError(f"computed {written:,} bytes, not {part.length:,}", hint="this is a bug: report it")
+    else:
+        yield part

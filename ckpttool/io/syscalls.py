@@ -1,14 +1,86 @@
-"""System calls that Python lacks or that some platforms lack: renames, locks, allocation, the page cache."""
+"""Calls of the operating system: renames, locks, allocation, permissions, signals."""
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
+import stat
 import sys
-from contextlib import suppress
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 from ckpttool.core.errors import CkptError
+from ckpttool.io.paths import is_url
+
+_ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+class Terminated(KeyboardInterrupt):
+    """The program was asked to end by the signal `number`; like Ctrl-C, ``except Exception`` does not catch it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def uninterrupted(*, insisting: bool = False) -> Iterator[None]:
+    """Postpone signals that end the program until the block has ended.
+
+    For short blocks of local calls. With `insisting`, a second signal is not postponed: for calls that may wait for a
+    network. Signals reach the main thread only; in other threads nothing is postponed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        handler = handlers[number]
+        if came and insisting and callable(handler):
+            handler(number, frame)
+        came.append(number)
+
+    handlers = {number: signal.getsignal(number) for number in _ENDING}
+    before = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    try:
+        for number in before:
+            signal.signal(number, note)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in dict.fromkeys(came):
+            signal.raise_signal(number)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise `Terminated` inside, so that everything is cleaned up; a second one ends at once.
+
+    A signal that is ignored, as by nohup, stays ignored; outside of the main thread nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise Terminated(number)
+
+    handlers = [number for number in _ENDING if number != signal.SIGINT and signal.getsignal(number) == signal.SIG_DFL]
+    for number in handlers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in handlers:
+            signal.signal(number, signal.SIG_DFL)
+
 
 # Errors of a call that this file system or platform does not have.
 NOT_HERE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM, errno.EMLINK})
@@ -154,3 +226,75 @@ def memory() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, AttributeError):
         return sys.maxsize
+
+
+_RWX = 0o777
+
+
+def set_mode(descriptor: int, place: Path, sources: Iterable[str]) -> None:
+    """Set owner and mode of the new file before it is moved to `place`. Raises OSError.
+
+    It gets those of the file that it replaces, without bits for reading or writing that a source lacks.
+    """
+    bits, group = _allowed(sources)
+    old = _stat(place)
+    if old is not None:
+        bits &= old.st_mode
+        group = old.st_gid
+        _give(descriptor, old.st_uid, -1)
+    else:
+        bits &= 0o666 & ~umask()
+    if not _give(descriptor, -1, group):  # a group that is not the sources' own may do no more than everybody else
+        bits = bits & ~stat.S_IRWXG | (bits & stat.S_IRWXO) << 3 & bits
+    os.fchmod(descriptor, bits)
+
+
+def set_folder_mode(folder: Path, sources: Iterable[str]) -> None:
+    """Set the mode of the new folder: only users who can read its sources can look into it. Raises OSError."""
+    inherited = folder.stat().st_mode & stat.S_ISGID
+    folder.chmod(_allowed(sources)[0] & ~umask() | stat.S_IRWXU | inherited)
+
+
+def umask() -> int:
+    """Return the bits that new files of this process do not get."""
+    with suppress(OSError), open("/proc/thread-self/status", "rb") as status:
+        for line in status:
+            if line.startswith(b"Umask:"):
+                return int(line.split()[1], 8)
+    # Without /proc: asking with `os.umask(0)` would let other threads create files that everybody can write.
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        descriptor = os.open(os.path.join(folder, "new"), os.O_CREAT | os.O_EXCL | os.O_WRONLY, _RWX)
+        try:
+            return _RWX & ~(os.fstat(descriptor).st_mode & _RWX)
+        finally:
+            os.close(descriptor)
+
+
+def _allowed(sources: Iterable[str]) -> tuple[int, int]:
+    """Return the bits that all sources have, and their group, or -1 if they have none in common."""
+    bits, groups = _RWX, set()
+    for state in filter(None, (_stat(Path(source)) for source in sources if not is_url(source))):
+        mode = state.st_mode
+        if not stat.S_ISDIR(mode):
+            mode |= (mode & 0o444) >> 2  # who can read a file can look into the folder that is made of it
+        bits &= mode | 0o700
+        groups.add(state.st_gid)
+    return bits, groups.pop() if len(groups) == 1 else -1
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except (OSError, ValueError):
+        return None
+
+
+def _give(descriptor: int, user: int, group: int) -> bool:
+    """Set the owner of the file if this user may. Return True if its group is the right one now."""
+    state = os.fstat(descriptor)
+    if (user not in (-1, state.st_uid)) or (group not in (-1, state.st_gid)):
+        with suppress(OSError):
+            os.fchown(descriptor, user, group)
+    return group in (-1, os.fstat(descriptor).st_gid)

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from ckpttool.core.values import dataclass
-from ckpttool.io.interrupts import uninterrupted
+from ckpttool.io.syscalls import uninterrupted
 
 EDIT = ".edit"  # ends the name of a journal, see `transaction`
 

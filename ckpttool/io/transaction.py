@@ -22,10 +22,9 @@ from ckpttool.core.text import shell
 from ckpttool.core.values import dataclass
 from ckpttool.io import patch as patches
 from ckpttool.io import sources, temporary
-from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.patch import Patch
 from ckpttool.io.paths import is_nameable, safe_path
-from ckpttool.io.syscalls import confirm, lock, sync_folder, write_all
+from ckpttool.io.syscalls import confirm, lock, sync_folder, uninterrupted, write_all
 from ckpttool.io.temporary import EDIT, owner_of, staged_file
 
 _SCHEMA = "ckpttool.record/1"

@@ -17,14 +17,12 @@ from typing import Union, cast
 from ckpttool.core.checkpoint import Span
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.values import dataclass
-from ckpttool.io import permissions, progress, sources, transaction
+from ckpttool.io import progress, sources, syscalls, transaction
 from ckpttool.io.files import size
 from ckpttool.io.fill import check_space, failing, fill
-from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import Files, Held, Link, Piece, Pieces, Ready, nbytes_of
-from ckpttool.io.ranges import Digest, new_digest
-from ckpttool.io.syscalls import NOT_HERE, confirm, exchange, put, sync_folder, write_all
+from ckpttool.io.pieces import Digest, Files, Held, Link, Piece, Pieces, Ready, nbytes_of, new_digest
+from ckpttool.io.syscalls import NOT_HERE, confirm, exchange, put, sync_folder, uninterrupted, write_all
 from ckpttool.io.temporary import staged_file, staged_folder
 from ckpttool.io.transaction import Replaced, forget_undo, locked, record_of, recover
 
@@ -148,7 +146,7 @@ def write_file(content: Pieces | Ready, out: str, options: WriteOptions = DEFAUL
             read = sources.streamed()
         if not options.in_place and is_one_of(out, read):
             raise CkptError(f"{out} is a source itself", hint="name another file")
-        permissions.settle(descriptor, path, (*options.readers_of, *read))
+        syscalls.set_mode(descriptor, path, (*options.readers_of, *read))
         if options.fsync:
             os.fsync(descriptor)
         _put(staged, path, out, options)
@@ -273,7 +271,7 @@ def write_folder(
             (staging / NEW).mkdir()
             for name, content in new.items():
                 _make(name, content, staging / NEW, out, options, read)
-            permissions.settle_folder(staging / NEW, (*options.readers_of, *read))
+            syscalls.set_folder_mode(staging / NEW, (*options.readers_of, *read))
             if options.fsync:
                 _sync_all(staging / NEW)
             with ExitStack() as stack:
@@ -302,7 +300,7 @@ def _make(
         os.rename(content.path, place)
         read.update(content.read)
         with open(place, "rb") as file:
-            permissions.settle(file.fileno(), replaced, (*options.readers_of, *content.read))
+            syscalls.set_mode(file.fileno(), replaced, (*options.readers_of, *content.read))
         return
     if isinstance(content, Link):
         if options.link == "same":
@@ -321,7 +319,7 @@ def _make(
         streamed = sources.streamed()
         read.update(streamed)
         # a file without tensors, an index, says as much as all of them
-        permissions.settle(descriptor, replaced, (*options.readers_of, *(streamed or read)))
+        syscalls.set_mode(descriptor, replaced, (*options.readers_of, *(streamed or read)))
         if options.fsync:
             os.fsync(descriptor)
     finally:

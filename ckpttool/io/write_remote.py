@@ -11,13 +11,11 @@ from ckpttool.core.errors import CkptError
 from ckpttool.io import compose, progress
 from ckpttool.io.compose import Upload, came_meanwhile, check_absent, is_exclusive
 from ckpttool.io.files import size, sources_stay
-from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.paths import is_url, join, name, parent
-from ckpttool.io.pieces import Files, Held, Link, Piece, Pieces, amounts, nbytes_of
-from ckpttool.io.ranges import stream
-from ckpttool.io.remote.errors import answered
-from ckpttool.io.remote.journal import recover, replace
-from ckpttool.io.remote.read import filesystem, forget, names_in, stat
+from ckpttool.io.pieces import Files, Held, Link, Piece, Pieces, amounts, nbytes_of, stream
+from ckpttool.io.remote import answered, filesystem, forget, names_in, stat
+from ckpttool.io.remote_journal import recover, replace
+from ckpttool.io.syscalls import uninterrupted
 from ckpttool.io.temporary import temporary_name
 
 PART = 1 << 24  # bytes of one part of a multipart upload; about three of them are in memory

@@ -20,8 +20,8 @@ from ckpttool.core.text import a, first_line, plural
 from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate import torch_eval
 from ckpttool.evaluate.torch_eval import evaluate, same_bits
-from ckpttool.formats.pt2.program import CONSTANTS
-from ckpttool.io.interrupts import uninterrupted
+from ckpttool.formats.pt2_program import CONSTANTS
+from ckpttool.io.syscalls import uninterrupted
 from ckpttool.live.model import (
     Model,
     Target,

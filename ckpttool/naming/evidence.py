@@ -10,7 +10,7 @@ from typing import Union
 
 from ckpttool.core.checkpoint import TensorEntry
 from ckpttool.core.expression import Expression
-from ckpttool.core.keys import NUMBER as NUMBER_SEGMENT
+from ckpttool.core.text import NUMBER as NUMBER_SEGMENT
 from ckpttool.core.values import dataclass
 
 NUMBER = "#"  # any layer number in a template; `template` escapes segments of a key that read like it

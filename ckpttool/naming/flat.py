@@ -8,8 +8,8 @@ from math import prod
 
 from ckpttool.core.checkpoint import Section
 from ckpttool.core.errors import Problem
-from ckpttool.core.keys import is_flat
 from ckpttool.core.names import Names
+from ckpttool.core.text import is_flat
 from ckpttool.core.values import dataclass
 from ckpttool.naming.wrappers import recognise, strip
 

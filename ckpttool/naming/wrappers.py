@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Op, Special
-from ckpttool.core.keys import dotted
+from ckpttool.core.text import dotted
 from ckpttool.core.values import dataclass
 
 

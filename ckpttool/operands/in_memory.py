@@ -13,10 +13,9 @@ from torch.storage import TypedStorage
 
 from ckpttool.core.checkpoint import Checkpoint, Lazy, Storage
 from ckpttool.core.errors import CkptError, Problem
-from ckpttool.core.keys import dotted
 from ckpttool.core.limits import Memory
 from ckpttool.core.pickle_imports import in_order
-from ckpttool.core.text import first_line, plural
+from ckpttool.core.text import dotted, first_line, plural
 from ckpttool.evaluate import torch_eval
 from ckpttool.formats.pickle_read import Origin, loads
 from ckpttool.formats.registry import MEMORY

@@ -138,7 +138,7 @@ class ModelOperand:
             path, program = split(self.model)
             if not path.endswith(".pt2"):
                 return read_names(self.model)
-            from ckpttool.formats.pt2.archive import names
+            from ckpttool.formats.pt2 import names
 
             return names(path, program)
         return self._once(self._traced)

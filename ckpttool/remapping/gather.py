@@ -10,14 +10,13 @@ from typing import Any
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry, in_row_major
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Expression, Op, Ref, refs, substitute
-from ckpttool.core.keys import dotted, is_flat
 from ckpttool.core.names import RUNTIME, SERIALIZED, Names, OptimizerParam, RuntimeTensor
 from ckpttool.core.optimizer_state import FQN, ID, OptimizerState, Param, rebuilt, renamed
 from ckpttool.core.plan import Dropped
-from ckpttool.core.text import plural
+from ckpttool.core.text import dotted, is_flat, plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.chunks import across, concatenated, in_own_storage
-from ckpttool.formats.ranks.shards import ONE_STEP, RankParts, is_of_ranks, is_whole, parts_of, ranks_agree
+from ckpttool.formats.rank_shards import ONE_STEP, RankParts, is_of_ranks, is_whole, parts_of, ranks_agree
 from ckpttool.naming.convert import Reading, read
 from ckpttool.naming.flat import Slot, flat_params, misfit, named_units, slots, unit_paths
 from ckpttool.naming.match import NameTables

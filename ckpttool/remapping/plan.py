@@ -11,15 +11,14 @@ from typing import Any
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import BY_CODE, Ref
-from ckpttool.core.keys import dotted
 from ckpttool.core.names import SERIALIZED
 from ckpttool.core.optimizer_state import FORMS, GROUPS, ID, STATE
 from ckpttool.core.plan import PLAN, Dropped, OptimizerMove, Output, Plan
 from ckpttool.core.schema import COUNT, TEXT, TEXTS, list_of, nullable, one_of, record, row, unless_empty
-from ckpttool.core.text import plural, shell
+from ckpttool.core.text import dotted, plural, shell
 from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate.apply import NO_CODE, Runner, apply
-from ckpttool.io.edit_in_place import Written
+from ckpttool.io.undo import Written
 from ckpttool.naming import wrappers as naming_wrappers
 from ckpttool.naming.match import NameTables, match
 from ckpttool.naming.wrappers import Chain, adapter_of

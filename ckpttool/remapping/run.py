@@ -8,27 +8,25 @@ from typing import TYPE_CHECKING
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import LOADED, SAVED, Ref
-from ckpttool.core.keys import dotted
 from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.optimizer_state import ID
 from ckpttool.core.options import expand_options
 from ckpttool.core.pickle_imports import dangerous
 from ckpttool.core.plan import Plan
-from ckpttool.core.text import Info, plural, shell, some
+from ckpttool.core.text import Info, dotted, plural, shell, some
 from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats import strict_json
-from ckpttool.formats.compat import check_in_place, fit, loses_versions, losses
 from ckpttool.formats.detect_folder import checkpoint_files, note_on
 from ckpttool.formats.huggingface import parse_size
 from ckpttool.formats.pickle_write import dangerous_written
-from ckpttool.formats.registry import MEMORY
+from ckpttool.formats.registry import MEMORY, check_in_place, fit, loses_versions, losses
 from ckpttool.formats.torch.nodes import entries_with_code
 from ckpttool.io import progress as io_progress
 from ckpttool.io import sources
-from ckpttool.io.edit_in_place import Written
 from ckpttool.io.files import is_dir, size
 from ckpttool.io.paths import join, parent
 from ckpttool.io.pieces import Edited, Files, Link, Piece, nbytes_of
+from ckpttool.io.undo import Written
 from ckpttool.naming.convert import ModelForm
 from ckpttool.naming.match import NameTables, match
 from ckpttool.naming.wrappers import Evidence, adapter_of, infer, is_lightning

@@ -11,13 +11,12 @@ from ckpttool.core.checkpoint import Checkpoint, Part, Section, TensorEntry
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Ref, refs
-from ckpttool.core.keys import FLAT_PARAM
 from ckpttool.core.names import FSDP_FLAT, Names, RuntimeTensor
 from ckpttool.core.optimizer_state import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, numbered
-from ckpttool.core.text import plural
+from ckpttool.core.text import FLAT_PARAM, plural
 from ckpttool.evaluate.chunks import across, concatenated, in_own_storage, row_major, window
 from ckpttool.evaluate.compare import same_values
-from ckpttool.formats.ranks.shards import sharded_tensor
+from ckpttool.formats.rank_shards import sharded_tensor
 from ckpttool.naming.flat import Slot, named_units, shard_sizes, slots
 from ckpttool.naming.match import NameTables
 from ckpttool.optimizers import forms

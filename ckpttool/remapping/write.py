@@ -19,19 +19,29 @@ from ckpttool.core.text import human_bytes, shell
 from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import Job, current, only_first
 from ckpttool.evaluate.compare import Fingerprints, verify
-from ckpttool.formats.dcp.metadata import BytesItem, parse
+from ckpttool.formats.dcp_metadata import BytesItem, parse
 from ckpttool.formats.detect_folder import DCP_METADATA, locate, open_checkpoint
 from ckpttool.formats.registry import FORMATS
 from ckpttool.formats.torch.nodes import entries_with_code
-from ckpttool.io import edit_in_place, progress, sources, write
+from ckpttool.io import progress, sources, write
 from ckpttool.io import undo as io_undo
-from ckpttool.io.edit_in_place import Written
 from ckpttool.io.files import exists, files_of, is_dir, names_in, settle, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
-from ckpttool.io.pieces import Edited, Files, Held, Link, Pieces, Ready, nbytes_of
-from ckpttool.io.ranges import Digest, digest_on_disk, read_span, same_data
-from ckpttool.io.undo import Way
+from ckpttool.io.pieces import (
+    Digest,
+    Edited,
+    Files,
+    Held,
+    Link,
+    Pieces,
+    Ready,
+    digest_on_disk,
+    nbytes_of,
+    read_span,
+    same_data,
+)
+from ckpttool.io.undo import Way, Written
 from ckpttool.io.write import Contents, WriteOptions
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.output import Target
@@ -155,7 +165,7 @@ class Writer:
     def edit(self, target: Target, files: Mapping[str, Edited] | None, *, dry_run: bool = False) -> Written:
         """Edit the source in place, if possible; return how it was written, or would be."""
         only_first()
-        return edit_in_place.edit(files, target.home, keep=self.keep, fsync=self.fsync, dry_run=dry_run)
+        return io_undo.edit(files, target.home, keep=self.keep, fsync=self.fsync, dry_run=dry_run)
 
     def replaced(self, target: Target, files: Files) -> int:
         """Return the bytes of the files that `files` replace, which are kept for undo."""

@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from ckpttool.core.errors import CkptError
-from ckpttool.core.keys import NUMBER
+from ckpttool.core.text import NUMBER
 from ckpttool.ruleset.patterns import InTurn, parse, pattern_of
 
 _VARIABLES = ("{n}", "{m}", "{k}", "{j}")  # the layer numbers, the outermost first

@@ -11,8 +11,8 @@ from time import thread_time
 from typing import Any, Protocol
 
 from ckpttool.core.errors import CkptError, Problem, Refused
-from ckpttool.core.keys import dotted
 from ckpttool.core.limits import limits, spent
+from ckpttool.core.text import dotted
 from ckpttool.core.values import dataclass
 
 # A brace that repeats nothing: literal for Python, a fuzzy match for `regex`.

@@ -20,9 +20,8 @@ from ckpttool.evaluate.apply import run_code
 from ckpttool.evaluate.compare import difference, fingerprints, same_values
 from ckpttool.formats.detect import sniff
 from ckpttool.formats.pickle_read import collected
-from ckpttool.formats.pt2.aotinductor import INSIDE, OUTSIDE, is_inlined
-from ckpttool.formats.pt2.archive import read_program, read_scripted
-from ckpttool.formats.pt2.program import program_of
+from ckpttool.formats.pt2 import read_program, read_scripted
+from ckpttool.formats.pt2_program import INSIDE, OUTSIDE, is_inlined, program_of
 from ckpttool.formats.registry import FORMATS
 from ckpttool.io.files import look_anew, size
 from ckpttool.naming import convert, wrappers

@@ -16,8 +16,8 @@ from ckpttool.core.plan import ModelRun, Output, Plan
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.apply import entry_of
 from ckpttool.evaluate.chunks import in_own_storage
-from ckpttool.formats.pt2.archive import replaceable
-from ckpttool.formats.pt2.program import CONSTANTS
+from ckpttool.formats.pt2 import replaceable
+from ckpttool.formats.pt2_program import CONSTANTS
 from ckpttool.naming import wrappers
 from ckpttool.naming.convert import check_versions, left_to_code, read, with_keys
 from ckpttool.naming.match import Match, NameTables, match

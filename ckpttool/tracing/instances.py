@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ckpttool.core.errors import CkptError
-from ckpttool.core.keys import dotted
 from ckpttool.core.names import RuntimeTensor
+from ckpttool.core.text import dotted
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.torch_eval import same_bits
 from ckpttool.naming.wrappers import BY_CLASS, strip

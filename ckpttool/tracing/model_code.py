@@ -13,9 +13,8 @@ from torch import nn
 from ckpttool.core.checkpoint import Lazy, Section, Storage, TensorEntry, in_row_major
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import BY_CODE, LOADED
-from ckpttool.core.keys import dotted
 from ckpttool.core.plan import ModelRun
-from ckpttool.core.text import plural
+from ckpttool.core.text import dotted, plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.torch_eval import to_bytes
 from ckpttool.naming.wrappers import strip

@@ -24,7 +24,7 @@ from ckpttool.core.values import dataclass
 from ckpttool.formats.pickle_read import ABSENT, Call, Global, Persistent, PickledSet
 from ckpttool.formats.torch.nodes import pairs_of
 from ckpttool.formats.torch.tensors import Carried, Storages, typed_storage
-from ckpttool.io.ranges import read_all
+from ckpttool.io.pieces import read_all
 from ckpttool.tracing.build_model import logs_as_warnings
 
 _DEEPEST = 200  # containers and calls inside each other: code may have raised Python's own limit

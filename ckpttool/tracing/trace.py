@@ -14,9 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.expression import Expression, Op, Ref, is_constant, is_opaque, refs, substitute
-from ckpttool.core.keys import dotted
 from ckpttool.core.names import AS_A_PART, NAMED_EXTRA_STATE, LoadedTensor, Names, SerializedKey
-from ckpttool.core.text import some
+from ckpttool.core.text import dotted, some
 from ckpttool.evaluate.torch_eval import evaluate, same_bits
 from ckpttool.tracing.build_model import CannotBuild, LoadedModel, attempt, describe
 from ckpttool.tracing.instances import (

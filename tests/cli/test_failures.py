@@ -17,7 +17,7 @@ from ckpttool.cli import ranks
 from ckpttool.cli.failures import Failure, OfAllRanks, failure_of
 from ckpttool.core.errors import Problem
 from ckpttool.distributed.job import Job
-from ckpttool.io.interrupts import Terminated
+from ckpttool.io.syscalls import Terminated
 
 
 def of_system(number: int, *filename: Any) -> OSError:

@@ -172,7 +172,7 @@ def test_an_answer_without_end_is_not_collected(head: bytes) -> None:
 
 @NEEDS_HTTP
 def test_a_server_that_falls_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpttool.io.remote.read._SLOWEST", 1e6)  # bytes a second, which come on top
+    monkeypatch.setattr("ckpttool.io.remote._SLOWEST", 1e6)  # bytes a second, which come on top
     start = time.monotonic()
     quick = Limits(remote_seconds=1)
     with limited(quick), server(PARTIAL, b"") as url, pytest.raises(CkptError, match="--limit remote_seconds=2"):

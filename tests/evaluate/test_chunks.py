@@ -12,7 +12,7 @@ import torch
 from ckpttool.core.checkpoint import Lazy, Part, Span, Storage, TensorEntry, in_row_major
 from ckpttool.evaluate import chunks
 from ckpttool.evaluate.chunks import across, concatenated, in_own_storage, window
-from ckpttool.io.ranges import read_all
+from ckpttool.io.pieces import read_all
 
 
 def entry(chance: random.Random, file: Path, tensor: torch.Tensor) -> TensorEntry:

@@ -20,7 +20,7 @@ from ckpttool.core.dtypes import BY_NAME, itemsize
 from ckpttool.evaluate import torch_eval
 from ckpttool.evaluate.compare import difference, fingerprint, fingerprints, same_values, sha256, sha256_of, verify
 from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.io.ranges import same_data
+from ckpttool.io.pieces import same_data
 
 
 def lazy(data: bytes, cuts: list[int]) -> Lazy:

@@ -160,7 +160,7 @@ import os, sys
 from ckpttool.core.checkpoint import Span, Storage, TensorEntry
 from ckpttool.evaluate.chunks import row_major
 from ckpttool.io.pieces import Piece
-from ckpttool.io.ranges import stream
+from ckpttool.io.pieces import stream
 path, side = sys.argv[1], int(sys.argv[2])
 turned = TensorEntry("w", "float32", (side, side), (1, side), 0, Storage(Span(path, 0, 4 * side * side)))
 count = 0

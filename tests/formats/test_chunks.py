@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from ckpttool.core.errors import CkptError
 from ckpttool.formats import chunks as module
 from ckpttool.formats.chunks import Chunk, cover_problem
-from ckpttool.formats.dcp.folder import tensor_data
-from ckpttool.formats.dcp.metadata import Place, TensorItem
+from ckpttool.formats.dcp import tensor_data
+from ckpttool.formats.dcp_metadata import Place, TensorItem
 from files import content
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

@@ -418,7 +418,7 @@ def test_a_file_beside_a_distributed_checkpoint_is_carried_or_refused(run: Run, 
 
 def test_strides_of_later_versions_stay(tmp_path: Path) -> None:
     """torch 2.15 has a sixth property of each tensor in .metadata; a rename leaves it as it is."""
-    from ckpttool.formats.dcp.metadata import parse, spelled
+    from ckpttool.formats.dcp_metadata import parse, spelled
     from ckpttool.formats.pickle_read import loads
     from ckpttool.formats.pickle_write import dumps
 

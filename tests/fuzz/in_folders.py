@@ -27,10 +27,9 @@ from ckpttool.cli import pyproject
 from ckpttool.cli.app import main
 from ckpttool.diffing.baseline import _ignores
 from ckpttool.diffing.options import DiffOptions
-from ckpttool.formats.deepspeed import files
+from ckpttool.formats import deepspeed as deepspeed_reader
 from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.io import transaction
-from ckpttool.io.remote import journal
+from ckpttool.io import remote_journal, transaction
 
 DEEPSPEED = Path(__file__).parents[1] / "data" / "deepspeed-0.19.8"
 Reader = Callable[[bytes], object]
@@ -73,14 +72,15 @@ def rank_files() -> list[bytes]:
 
 def deepspeed(folder: Path, stage: int, name: str) -> Reader:
     """A file of a folder of that ZeRO stage; the others are read once."""
-    read_file = files.read_file
+    read_file = deepspeed_reader.read_file
     once = cache(read_file)
 
     def read(data: bytes) -> object:
         if not folder.exists():
             shutil.copytree(_of_stage(stage), folder)
         (folder / name).write_bytes(data)
-        with patch.object(files, "read_file", lambda path: (read_file if path.endswith(name) else once)(path)):
+        fresh = lambda path: (read_file if path.endswith(name) else once)(path)  # noqa: E731
+        with patch.object(deepspeed_reader, "read_file", fresh):
             return open_checkpoint(str(folder)).sections
 
     return read
@@ -132,7 +132,7 @@ def edits(folder: Path) -> tuple[Reader, Callable[[], list[bytes]]]:
 def replaced(folder: Path) -> tuple[Reader, Callable[[], list[bytes]]]:
     """The journal of files that replace others in a folder behind a URL."""
     value: dict[str, Any] = {"put": ["a.safetensors", "x/b"], "remove": ["c"]}
-    return lambda data: journal.parse(data, "f", folder), lambda: [json.dumps(value).encode()]
+    return lambda data: remote_journal.parse(data, "f", folder), lambda: [json.dumps(value).encode()]
 
 
 # What a project says of itself

@@ -31,7 +31,7 @@ from ckpttool.core.names import Names
 from ckpttool.core.plan import Plan
 from ckpttool.core.schema import check
 from ckpttool.formats import pickle_read, strict_json
-from ckpttool.formats.dcp.metadata import parse as parse_metadata
+from ckpttool.formats.dcp_metadata import parse as parse_metadata
 from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.huggingface import parse_size, read_index
 from ckpttool.formats.manifest import read as read_manifest

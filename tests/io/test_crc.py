@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.io.ranges import fastest_crc32 as fastest
+from ckpttool.io.pieces import fastest_crc32 as fastest
 
 
 @pytest.fixture(params=["installed", "zlib alone"])

@@ -26,7 +26,7 @@ import ckpttool
 from ckpttool.cli.app import main
 from ckpttool.core.errors import CkptError
 from ckpttool.formats.registry import FORMATS
-from ckpttool.io import edit_in_place, patch, syscalls, temporary, transaction
+from ckpttool.io import patch, syscalls, temporary, transaction, undo
 from command import Run
 from places import DATA
 
@@ -110,7 +110,7 @@ def test_metadata_is_changed_like_names(source: Path, metadata: dict[str, str]) 
     save_file(load_file(source), source, {"was": "there"})
     found = ckpttool.open_checkpoint(str(source))
     asked = FORMATS["safetensors"].layout_in_place(replace(found, metadata=metadata), source.name)
-    done = edit_in_place.edit(asked, ".", keep=True, fsync=True)
+    done = undo.edit(asked, ".", keep=True, fsync=True)
     if done.way == "copied" and len(str(metadata)) > 5000:
         assert not moves(Path())
         return

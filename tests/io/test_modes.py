@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.io import permissions
+from ckpttool.io import syscalls
 
 MODES = (0o600, 0o640, 0o604, 0o644, 0o660, 0o666, 0o444, 0o755)
 
@@ -35,7 +35,7 @@ def settled(folder: Path, place: Path, sources: list[Path]) -> int:
     """The bits of a new file that is to be at the place."""
     new = made(folder, "new", 0o600)
     with open(new, "rb") as file:
-        permissions.settle(file.fileno(), place, map(str, sources))
+        syscalls.set_mode(file.fileno(), place, map(str, sources))
     return stat.S_IMODE(new.stat().st_mode)
 
 
@@ -45,7 +45,7 @@ def test_a_new_file_has_the_bits_that_the_umask_and_all_sources_leave(tmp_path: 
         sources = [made(tmp_path, "one", one), made(tmp_path, "other", other)]
         with masked(umask):
             found = settled(tmp_path, tmp_path / "gone", sources)
-            assert permissions.umask() == permissions.umask() == umask
+            assert syscalls.umask() == syscalls.umask() == umask
         assert found == 0o666 & ~umask & (one & other | 0o600)
     with masked(umask):
         assert settled(tmp_path, tmp_path / "gone", [tmp_path / "no source"]) == 0o666 & ~umask
@@ -68,7 +68,7 @@ def test_who_may_read_no_source_does_not_look_into_the_folder(tmp_path: Path, um
         folder.mkdir()
         folder.chmod(0o700 | inherited)
         with masked(umask):
-            permissions.settle_folder(folder, [str(made(tmp_path, "source", one))])
+            syscalls.set_folder_mode(folder, [str(made(tmp_path, "source", one))])
         bits = folder.stat().st_mode
         assert stat.S_IMODE(bits) == 0o700 | (one | _look(one)) & 0o777 & ~umask | inherited
 

@@ -233,7 +233,7 @@ def test_signals_clean_up(source: Path, number: signal.Signals) -> None:
 
 
 def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
-    code = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN)\nfrom ckpttool.io.interrupts import *\n"
+    code = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN)\nfrom ckpttool.io.syscalls import *\n"
     code += "with ended_by_signals(), uninterrupted():\n    signal.raise_signal(signal.SIGHUP)\nprint('on')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "on\n", done.stderr

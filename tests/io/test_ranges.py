@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.core.errors import CkptError
 from ckpttool.io.fill import BLOCK
-from ckpttool.io.pieces import Piece
-from ckpttool.io.ranges import CHUNK, digest_on_disk, read_all, read_spans, same_data
+from ckpttool.io.pieces import CHUNK, Piece, digest_on_disk, read_all, read_spans, same_data
 from ckpttool.io.write import WriteOptions
 from ckpttool.io.write import write_file as write
 

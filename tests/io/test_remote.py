@@ -30,12 +30,11 @@ from ckpttool.core.checkpoint import Checkpoint, Lazy, Span
 from ckpttool.core.errors import CkptError
 from ckpttool.evaluate.torch_eval import load as tensor_of
 from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.io import remote
+from ckpttool.io import remote as remote_errors
 from ckpttool.io.files import opened
 from ckpttool.io.paths import is_url, join, name, parent, safe_path
-from ckpttool.io.pieces import Piece
-from ckpttool.io.ranges import SpanReader, read_span
-from ckpttool.io.remote import errors as remote_errors
-from ckpttool.io.remote import read
+from ckpttool.io.pieces import Piece, SpanReader, read_span
 from ckpttool.io.write_remote import PART, _appearing, write
 from ckpttool.operands.checkpoint import open_operand, split
 from places import DATA
@@ -140,7 +139,7 @@ def test_a_sharded_folder_is_read(store: Store, tmp_path: Path) -> None:
     if url.startswith("s3:"):
         bucket = url.split("/")[2]  # who makes a folder in a browser, makes an object of that name
         store.fs.call_s3("put_object", Bucket=bucket, Key="deep/m/", Body=b"")
-    assert read.names_in(url) == sorted(os.listdir(tmp_path / "m"))
+    assert remote.names_in(url) == sorted(os.listdir(tmp_path / "m"))
     for operand in (url, url + "/", url + "/model.safetensors.index.json"):
         found = open_checkpoint(operand)
         assert found.format == "sharded"
@@ -186,11 +185,11 @@ def test_spans_larger_than_every_buffer(monkeypatch: pytest.MonkeyPatch) -> None
     data = os.urandom(300_001)
     url = Store(fsspec.filesystem("memory"), "memory://spans").put("data", data)
     for own, value in (("BLOCK", 1 << 10), ("_LARGE", 1 << 12), ("PART", 10_007)):
-        monkeypatch.setattr(read, own, value)
-    monkeypatch.setattr(read, "_MAX_BLOCKS", 40)
+        monkeypatch.setattr(remote, own, value)
+    monkeypatch.setattr(remote, "_MAX_BLOCKS", 40)
     for start, length in ((0, 300_001), (1, 299_999), (4095, 4097), (300_000, 1), (7, 0), (123_456, 4096)):
         assert read_span(Span(url, start, length)) == data[start : start + length]
-        read.forget(url)
+        remote.forget(url)
     reader, taken = SpanReader(512), b""
     for start in range(0, 300_000, 5000):  # neighbours, with the end of the run known
         taken += b"".join(map(bytes, reader.chunks(Span(url, start, 5000), 300_000)))
@@ -210,9 +209,9 @@ def test_spans_larger_than_every_buffer(monkeypatch: pytest.MonkeyPatch) -> None
 def test_inspect_fetches_a_header(store: Store) -> None:
     state = {f"layers.{number}.weight": torch.zeros(256, 1024) for number in range(50)}
     url = store.put("large.safetensors", save(state))
-    before = read.fetched(url)
+    before = remote.fetched(url)
     assert main(["inspect", url]) == 0
-    assert 0 < read.fetched(url) - before < 300_000
+    assert 0 < remote.fetched(url) - before < 300_000
     assert store.fs.size(store.fs._strip_protocol(url)) > 50_000_000
 
 
@@ -221,9 +220,9 @@ def test_inspect_fetches_no_storage(own: str, limit: int) -> None:
     state = {f"layers.{number}.weight": torch.zeros(256, 1024) for number in range(50)}
     data = zipped(state, _use_new_zipfile_serialization=own == "zip")
     url = Store(fsspec.filesystem("memory"), "memory://sizes").put(f"{own}.pt", data)
-    before = read.fetched(url)
+    before = remote.fetched(url)
     assert len(open_checkpoint(url).sections[0].tensors) == 50
-    assert 0 < read.fetched(url) - before < limit
+    assert 0 < remote.fetched(url) - before < limit
 
 
 @NEEDS_HTTP
@@ -242,11 +241,11 @@ def test_the_server_counts_the_same(capsys: pytest.CaptureFixture[str], monkeypa
 def test_a_rename_fetches_everything_once(store: Store, tmp_path: Path) -> None:
     state = {f"layers.{number}.weight": torch.full((100, 100), float(number)) for number in range(60)}
     url = store.put("a.safetensors", save(state))
-    before = read.fetched(url)
+    before = remote.fetched(url)
     out = tmp_path / "out.safetensors"
     assert main(["remap", url, "--rule", "layers.{n}.weight => h.{n}.w", "-o", str(out)]) == 0
     assert same(load_file(out), {f"h.{number}.w": state[f"layers.{number}.weight"] for number in range(60)})
-    assert read.fetched(url) - before < 2_400_000 + 2 * read.BLOCK
+    assert remote.fetched(url) - before < 2_400_000 + 2 * remote.BLOCK
 
 
 # Writing
@@ -389,9 +388,9 @@ def test_a_dcp_rename_moves_no_data_through_here(store: Store) -> None:
     assert main(["remap", url, "-o", f"{store.url}/d.dcp"]) == 0
     open_checkpoint(f"{store.url}/d.dcp")
     data = f"{store.url}/d.dcp/__0_0.distcp"
-    before = read.fetched(data)
+    before = remote.fetched(data)
     assert main(["remap", f"{store.url}/d.dcp", *RENAME, "-o", f"{store.url}/e.dcp"]) == 0
-    assert read.fetched(data) - before <= read.BLOCK  # its small objects
+    assert remote.fetched(data) - before <= remote.BLOCK  # its small objects
     assert store.get("d.dcp/__0_0.distcp") == store.get("e.dcp/__0_0.distcp")
     assert same(tensors(open_checkpoint(f"{store.url}/e.dcp")), RENAMED)
 
@@ -604,7 +603,7 @@ def test_a_page_that_lists_files_is_read_as_far_as_is_usual(monkeypatch: pytest.
         import aiohttp
 
         async with (
-            aiohttp.ClientSession(response_class=read.BoundedResponse) as session,
+            aiohttp.ClientSession(response_class=remote.BoundedResponse) as session,
             session.get(f"{server.url}{own}", headers=headers) as answer,
         ):
             return await answer.read(), await answer.read()
@@ -612,7 +611,7 @@ def test_a_page_that_lists_files_is_read_as_far_as_is_usual(monkeypatch: pytest.
     with web_server(files) as server:
         assert asyncio.run(twice("/m/rank_0.pt", Range="bytes=0-9")) == (files["/m/rank_0.pt"][:10],) * 2
         for room in (0, -1):
-            monkeypatch.setattr(read, "_LISTING", len(page) + room)
+            monkeypatch.setattr(remote, "_LISTING", len(page) + room)
             with pytest.raises(remote_errors.SendsTooMuch) if room else nullcontext():
                 assert asyncio.run(twice("/m/")) == (page, page)
 
@@ -654,7 +653,7 @@ def test_local_paths_load_no_fsspec(tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "a.safetensors")
     code = (
         "import sys; from ckpttool.cli.app import main; status = main(sys.argv[1:]);"
-        "assert not {'fsspec', 'torch', 'ckpttool.io.remote.read'} & sys.modules.keys(); sys.exit(status)"
+        "assert not {'fsspec', 'torch', 'ckpttool.io.remote'} & sys.modules.keys(); sys.exit(status)"
     )
     words = ["remap", str(tmp_path / "a.safetensors"), *RENAME, "-o", str(tmp_path / "b.safetensors")]
     subprocess.run([sys.executable, "-c", code, *words], check=True, capture_output=True)

@@ -10,7 +10,7 @@ import pytest
 from fsspec.exceptions import FSTimeoutError
 
 from ckpttool.core.errors import CkptError
-from ckpttool.io.remote.errors import CameShort, SendsTooMuch, answered, is_failure, is_passing, patiently
+from ckpttool.io.remote import CameShort, SendsTooMuch, answered, is_failure, is_passing, patiently
 
 
 class OfDriver(Exception):

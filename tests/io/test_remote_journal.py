@@ -15,11 +15,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 import ckpttool
 from ckpttool.core.checkpoint import Lazy
 from ckpttool.core.errors import CkptError
-from ckpttool.io import temporary
+from ckpttool.io import remote_journal, temporary
 from ckpttool.io.pieces import Held, Link, Piece
-from ckpttool.io.remote import journal
-from ckpttool.io.remote.journal import JOURNAL, Journal
-from ckpttool.io.remote.read import forget
+from ckpttool.io.remote import forget
+from ckpttool.io.remote_journal import JOURNAL, Journal
 from ckpttool.io.temporary import me
 from ckpttool.io.write_remote import preflight, preflight_folder, write_folder
 
@@ -77,7 +76,7 @@ def test_from_wherever_it_died_it_leads_to_the_end(
         monkeypatch.setattr(MemoryFileSystem, name, failing)
     said: BaseException | None = None
     try:
-        journal.replace(home, OUT, LIST.put, LIST.remove)
+        remote_journal.replace(home, OUT, LIST.put, LIST.remove)
     except (Died, CkptError) as error:
         said = error
     assert (said is None) == (calls[0] <= count)
@@ -86,7 +85,7 @@ def test_from_wherever_it_died_it_leads_to_the_end(
     now = content(fs)
     assert "index" not in now or now in (BEFORE, AFTER)
     forget(OUT)
-    journal.recover(OUT)
+    remote_journal.recover(OUT)
     assert content(fs) == (BEFORE if count == 0 else AFTER)
     assert not [path for path in fs.find("/journals/m") if "ckpttool" in path]
 
@@ -97,13 +96,13 @@ def test_what_another_process_began_is_left_to_it_as_long_as_it_may_live(fs: Any
     fs.pipe_file(f"{home.removeprefix('memory:/')}/{JOURNAL}", LIST.text())
     fs.pipe_file(f"{home.removeprefix('memory:/')}/half", b"what no journal lists")
     with pytest.raises(CkptError, match="may still go on" if far else "an interrupted edit was found"):
-        journal.check(OUT)
+        remote_journal.check(OUT)
     if far:  # nothing is known of it, however old it is
         with pytest.raises(CkptError, match="may still go on") as raised:
-            journal.recover(OUT)
+            remote_journal.recover(OUT)
         assert f"ckpttool undo {OUT} --force" in raised.value.hint
     else:
-        journal.recover(OUT)
+        remote_journal.recover(OUT)
     assert content(fs) == (BEFORE if far else AFTER)
     assert any("ckpttool" in path for path in fs.find("/journals/m")) is far
 
@@ -123,13 +122,13 @@ def test_undo_takes_back_what_has_removed_nothing_and_finishes_the_rest(fs: Any,
 def test_what_a_process_that_lives_began_stays_however_old(fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     home = staged(fs, me())
     monkeypatch.setattr(temporary, "_in_work", {home.rpartition("/")[2].removesuffix(".tmp")})
-    journal.recover(OUT)
+    remote_journal.recover(OUT)
     assert fs.exists(home)  # its files, of which no journal says anything yet
     fs.pipe_file(f"{home.removeprefix('memory:/')}/{JOURNAL}", LIST.text())
-    monkeypatch.setattr("ckpttool.io.remote.journal.time.time", lambda: time.time_ns() / 1e9 + 1e6)
+    monkeypatch.setattr("ckpttool.io.remote_journal.time.time", lambda: time.time_ns() / 1e9 + 1e6)
     forget(OUT)
     with pytest.raises(CkptError, match="just being edited by another process"):
-        journal.recover(OUT)
+        remote_journal.recover(OUT)
     assert content(fs) == BEFORE
 
 

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.core.errors import CkptError
-from ckpttool.io import files
-from ckpttool.io.remote import read
-from ckpttool.io.remote.read import Cache, Stat, Stream, open_file
+from ckpttool.io import files, remote
+from ckpttool.io.remote import Cache, Stat, Stream, open_file
 
 DATA = os.urandom(3_001)
 URL = "memory://reads/data"
@@ -35,21 +34,21 @@ STEPS = st.one_of(
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A file of many blocks, of which few are kept, and nothing of what other tests read."""
     nothing = Cache()
-    monkeypatch.setattr(read, "cache", nothing)
-    monkeypatch.setattr(read, "cache", nothing)
+    monkeypatch.setattr(remote, "cache", nothing)
+    monkeypatch.setattr(remote, "cache", nothing)
     for own, value in (("BLOCK", 64), ("PART", 300), ("_LARGE", 512), ("_SMALL_GAP", 20), ("_MAX_RUN", 4)):
-        monkeypatch.setattr(read, own, value)
-    monkeypatch.setattr(read, "_MAX_BLOCKS", 9)
-    monkeypatch.setattr(read, "_MAX_AHEAD", 700)
+        monkeypatch.setattr(remote, own, value)
+    monkeypatch.setattr(remote, "_MAX_BLOCKS", 9)
+    monkeypatch.setattr(remote, "_MAX_AHEAD", 700)
     fsspec.filesystem("memory").pipe_file("/reads/data", DATA)
     yield
-    read.forget(URL)
+    remote.forget(URL)
 
 
 @settings(max_examples=120, deadline=None)
 @given(steps=st.lists(STEPS, max_size=8))
 def test_any_reads_in_any_order_give_the_bytes_of_the_file(steps: list[tuple[str, Any]]) -> None:
-    read.forget(URL)
+    remote.forget(URL)
     file, stream, at = open_file(URL), Stream(URL), 0
     assert file.size == len(DATA)
     for step, asked in steps:
@@ -70,46 +69,46 @@ def test_any_reads_in_any_order_give_the_bytes_of_the_file(steps: list[tuple[str
             found = file.read(asked)
             assert found == (DATA[at:] if asked < 0 else DATA[at : at + asked])
             at += len(found)
-        assert len(read.cache.blocks) <= 9
+        assert len(remote.cache.blocks) <= 9
 
 
 def test_what_is_read_in_order_is_asked_for_in_longer_and_longer_runs() -> None:
     """Blocks of 64 bytes, one, two, four and then four at a time; a place elsewhere begins with one again."""
-    file, before = open_file(URL), read.cache.requests[URL]
+    file, before = open_file(URL), remote.cache.requests[URL]
     for at in range(64 * 11):
         assert file.read_at(at, 1) == DATA[at : at + 1]
-    assert read.cache.requests[URL] - before == 4
-    fetched = read.cache.fetched[URL]
+    assert remote.cache.requests[URL] - before == 4
+    fetched = remote.cache.fetched[URL]
     file.read_at(2_000, 1)
-    assert read.cache.fetched[URL] - fetched == 64
+    assert remote.cache.fetched[URL] - fetched == 64
 
 
 def test_ranges_that_are_close_are_asked_for_as_one() -> None:
     for gap, requests in ((20, 1), (21, 2), (-5, 1)):
-        read.forget(URL)
-        file, before = open_file(URL), read.cache.requests[URL]
+        remote.forget(URL)
+        file, before = open_file(URL), remote.cache.requests[URL]
         file.prefetch([(100 + 30 + gap, 30), (100, 30)])
-        assert read.cache.requests[URL] - before == requests
+        assert remote.cache.requests[URL] - before == requests
         file.read_at(105, 20), file.read_at(100 + 30 + gap, 30)
         file.prefetch([(100, 30), (110, 10), (5_000, 10)])
-        assert read.cache.requests[URL] - before == requests
+        assert remote.cache.requests[URL] - before == requests
 
 
 def test_a_file_that_ends_before_its_size_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     file = open_file(URL)
     fsspec.filesystem("memory").pipe_file("/reads/data", DATA[:-1])
-    monkeypatch.setattr("ckpttool.io.remote.errors._WAITS", ())
+    monkeypatch.setattr("ckpttool.io.remote._WAITS", ())
     with pytest.raises(CkptError, match="asked for 57 bytes from byte 2,944, got 56"):
         file.read_at(len(DATA) - 3, 3)
     fsspec.filesystem("memory").rm("/reads/data")
-    read.forget(URL)
+    remote.forget(URL)
     with pytest.raises(CkptError, match="no such file"):
         open_file(URL)
 
 
 def test_only_what_did_not_come_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ranges that were asked for side by side."""
-    monkeypatch.setattr("ckpttool.io.remote.errors._WAITS", (0.0,))
+    monkeypatch.setattr("ckpttool.io.remote._WAITS", (0.0,))
     plain, passing = MemoryFileSystem.cat_file, [ConnectionResetError(errno.ECONNRESET, "reset")]
 
     def flaky(own: Any, path: str, start: int, end: int) -> bytes:
@@ -117,10 +116,10 @@ def test_only_what_did_not_come_is_asked_for_again(monkeypatch: pytest.MonkeyPat
             raise passing.pop()
         return plain(own, path, start, end)
 
-    file, before = open_file(URL), read.cache.requests[URL]
+    file, before = open_file(URL), remote.cache.requests[URL]
     monkeypatch.setattr(MemoryFileSystem, "cat_file", flaky)
     file.prefetch([(0, 30), (1_000, 30), (2_000, 30)])
-    assert read.cache.requests[URL] - before == 4
+    assert remote.cache.requests[URL] - before == 4
     assert file.read_at(1_000, 30) == DATA[1_000:1_030]
 
 
@@ -132,33 +131,33 @@ def test_how_files_begin_is_kept_of_those_that_answer() -> None:
     urls = {name: f"memory://reads/heads/{name}" for name in names}
     try:
         fs.rm("/reads/heads/late")
-        assert read.names_in("memory://reads/heads") == ["empty", "gone", "good", "shorter"]
+        assert remote.names_in("memory://reads/heads") == ["empty", "gone", "good", "shorter"]
         fs.rm("/reads/heads/gone")
         fs.pipe_file("/reads/heads/shorter", b"short")
-        read.look_ahead({urls[name]: 100 for name in ("good", "empty", "gone", "shorter")})
-        assert {*read.cache.heads} == {urls["good"]}
-        read.look_ahead({urls["late"]: 100})
-        assert {*read.cache.heads} == {urls["good"]}
+        remote.look_ahead({urls[name]: 100 for name in ("good", "empty", "gone", "shorter")})
+        assert {*remote.cache.heads} == {urls["good"]}
+        remote.look_ahead({urls["late"]: 100})
+        assert {*remote.cache.heads} == {urls["good"]}
         fs.pipe_file("/reads/heads/late", DATA)
         for name in ("good", "late"):
             assert open_file(urls[name]).read_at(0, 100) == DATA[:100]
-        read.look_ahead({"memory://nowhere/at/all": 100})
+        remote.look_ahead({"memory://nowhere/at/all": 100})
     finally:
         fs.rm("/reads/heads", recursive=True)
 
 
 def test_what_nobody_knows_any_more_is_not_unchanged() -> None:
     open_file(URL)
-    read.check_unchanged([URL])
-    read.forget(URL)
+    remote.check_unchanged([URL])
+    remote.forget(URL)
     with pytest.raises(CkptError, match="was changed while it was read"):
-        read.check_unchanged([URL])
+        remote.check_unchanged([URL])
 
 
 def test_what_is_no_file_is_not_opened() -> None:
     with pytest.raises(CkptError, match="is a folder, not a file"):
         open_file("memory://reads")
-    read.cache.stats["memory://reads/endless"] = Stat(False, None)
+    remote.cache.stats["memory://reads/endless"] = Stat(False, None)
     with pytest.raises(CkptError, match="does not say how long it is"):
         open_file("memory://reads/endless")
     assert not files.is_file("memory://reads")
@@ -172,7 +171,7 @@ def test_an_index_of_what_is_gone_is_not_used_again() -> None:
     assert [*opened] == [URL]
     files.read_on(opened)
     fsspec.filesystem("memory").rm("/reads/data")
-    read.forget(URL)
+    remote.forget(URL)
     with pytest.raises(CkptError, match="no longer the file that was opened"):
         files.read_on(opened)
 

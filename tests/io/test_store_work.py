@@ -21,11 +21,10 @@ import ckpttool
 from ckpttool.core.checkpoint import Span
 from ckpttool.core.errors import CkptError
 from ckpttool.evaluate.torch_eval import load as load_entry
-from ckpttool.io import compose
+from ckpttool.io import compose, remote
 from ckpttool.io.compose import Upload
 from ckpttool.io.pieces import Crc, Piece, Pieces
-from ckpttool.io.remote import errors, read
-from ckpttool.io.remote.read import BLOCK
+from ckpttool.io.remote import BLOCK
 from ckpttool.io.write_remote import write
 from ckpttool.remapping.write import Verified
 from command import Run
@@ -288,7 +287,7 @@ def test_a_part_that_is_there_is_sent_again_where_it_is_another(bucket: Any) -> 
     assert fs.cat_file(f"{name}/out") == data
     assert upload.is_proved(len(data))
     fs.rm_file(f"{name}/out")
-    read.forget(upload.url)
+    remote.forget(upload.url)
     assert not upload.is_proved(len(data))
 
 
@@ -312,7 +311,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "S3_UPLOAD_PART_MIN_SIZE", compose.LEAST >> 10)
     for own in ("LEAST", "_SENT", "_WORTH", "_COPIED"):
         monkeypatch.setattr(compose, own, getattr(compose, own) >> 10)
-    monkeypatch.setattr(read, "BLOCK", BLOCK >> 5)
+    monkeypatch.setattr(remote, "BLOCK", BLOCK >> 5)
 
 
 @pytest.mark.parametrize("out", ["b.safetensors", "b.pt", "folder/"])
@@ -441,7 +440,7 @@ def test_crcs_prove_a_range_where_it_is_the_same(bucket: Any, seed: int, monkeyp
     assert not compose.is_copied([*runs, *runs[1:2]], f"s3://{name}/same")
     fs.pipe_file(f"{name}/same", head + span + tail)  # anew: another tag, and no such checksum
     assert not compose.is_copied(runs, f"s3://{name}/same")
-    read.forget(f"s3://{name}/same")
+    remote.forget(f"s3://{name}/same")
     assert not compose.is_copied(runs, f"s3://{name}/same")
 
 
@@ -450,7 +449,7 @@ def test_crcs_prove_a_range_where_it_is_the_same(bucket: Any, seed: int, monkeyp
 
 @pytest.mark.parametrize("failure", [503, 429, 500, "reset", "cut", "short"])
 def test_what_may_pass_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: int | str) -> None:
-    monkeypatch.setattr(errors, "_WAITS", (0.01,) * 4)
+    monkeypatch.setattr(remote, "_WAITS", (0.01,) * 4)
     state = {f"a.{i}": torch.randn(3 * MIB // 4) for i in range(4)}
     with web_server({"/a.safetensors": save(state)}) as server:
         url = f"{server.url}/a.safetensors"
@@ -467,7 +466,7 @@ def test_what_may_pass_is_asked_again(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("status", [403, 404, 501])
 def test_what_does_not_pass_is_said_at_once(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    monkeypatch.setattr(errors, "_WAITS", (60,))
+    monkeypatch.setattr(remote, "_WAITS", (60,))
     with web_server({"/a.safetensors": save({"a": torch.ones(2)})}) as server:
         server.failures = [status] * 2  # to both ways of asking for the size
         with pytest.raises(CkptError):

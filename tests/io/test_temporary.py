@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from ckpttool.cli.app import main
 from ckpttool.core.errors import CkptError
 from ckpttool.io import patch, syscalls, temporary, transaction
-from ckpttool.io.ranges import digest_on_disk
+from ckpttool.io.pieces import digest_on_disk
 from ckpttool.io.temporary import me
 from ckpttool.io.write import _can_move
 
@@ -254,7 +254,7 @@ def test_a_signal_that_comes_twice_ends_a_wait_for_the_network_and_nothing_else(
     code = """
 import signal, sys
 from contextlib import nullcontext
-from ckpttool.io.interrupts import *
+from ckpttool.io.syscalls import *
 handled, insisting = sys.argv[1] == "handled", sys.argv[2] == "insisting"
 with ended_by_signals() if handled else nullcontext():
     try:

@@ -13,8 +13,7 @@ import pytest
 
 from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.core.errors import CkptError
-from ckpttool.io.pieces import Link, Piece, Ready
-from ckpttool.io.ranges import Digest
+from ckpttool.io.pieces import Digest, Link, Piece, Ready
 from ckpttool.io.write import Contents, WriteOptions, preflight_folder, write_folder
 
 

@@ -15,7 +15,7 @@ from ckpttool.core.errors import Refused
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import FQN, OptimizerState, ParamGroup
-from ckpttool.io.ranges import read_all
+from ckpttool.io.pieces import read_all
 from ckpttool.operands.model import ModelOperand
 from ckpttool.optimizers.transform import (
     arranged,

@@ -17,8 +17,7 @@ from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.names import Names
 from ckpttool.core.plan import Plan
 from ckpttool.evaluate import torch_eval
-from ckpttool.formats.compat import fit
-from ckpttool.formats.registry import format_for
+from ckpttool.formats.registry import fit, format_for
 from ckpttool.formats.remarks import MARK
 from ckpttool.io.write import WriteOptions, write_file
 from ckpttool.naming.convert import parse as form

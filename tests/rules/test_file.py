@@ -23,8 +23,7 @@ from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.expression import Op
 from ckpttool.core.limits import Limits, limited
 from ckpttool.core.plan import Plan
-from ckpttool.formats.compat import fit
-from ckpttool.formats.registry import format_for
+from ckpttool.formats.registry import fit, format_for
 from ckpttool.io.write import WriteOptions
 from ckpttool.io.write import write_file as write
 from ckpttool.operands.checkpoint import model_section, open_operand

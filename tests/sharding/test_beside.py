@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from ckpttool.core.checkpoint import Section
 from ckpttool.evaluate import torch_eval
 from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.formats.ranks.shards import SHARDED_TENSOR, shard_kind
+from ckpttool.formats.rank_shards import SHARDED_TENSOR, shard_kind
 from command import Run
 from fsdp_run import Net
 from places import SUPPORT

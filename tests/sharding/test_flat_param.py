@@ -19,14 +19,14 @@ from torch import nn
 
 from ckpttool.core.checkpoint import Span
 from ckpttool.core.expression import Ref
-from ckpttool.core.keys import is_flat
 from ckpttool.core.names import Names
 from ckpttool.core.plan import Output, Plan
+from ckpttool.core.text import is_flat
 from ckpttool.diffing.causes import Code
 from ckpttool.evaluate import torch_eval
 from ckpttool.evaluate.torch_eval import evaluate
 from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.formats.ranks.shards import RankParts
+from ckpttool.formats.rank_shards import RankParts
 from ckpttool.naming.flat import misfit, shard_sizes, slots, unit_paths
 from ckpttool.remapping.gather import gather
 from ckpttool.remapping.plan import Remap

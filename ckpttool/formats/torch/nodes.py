@@ -7,8 +7,8 @@ from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
-from ckpttool.core.keys import dotted
 from ckpttool.core.pickle_imports import DANGEROUS, verdict
+from ckpttool.core.text import dotted
 from ckpttool.formats.pickle_read import ABSENT, ByteString, Call, Global, Persistent, PickledSet, check_key
 
 # The parts of a node

@@ -1,7 +1,7 @@
 """TorchScript archives (torch.jit.save): the parameters and buffers of their modules, under the keys of `state_dict()`.
 
 Reading only: the code in the archive calls every tensor by its attribute, so it would not find a renamed one. New
-values under the same names are written as for every program, see `formats.pt2.archive`.
+values under the same names are written as for every program, see `formats.pt2`.
 """
 
 from __future__ import annotations

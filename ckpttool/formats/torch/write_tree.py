@@ -7,15 +7,14 @@ from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.core.errors import Problem, Refused
-from ckpttool.core.keys import dotted
 from ckpttool.core.optimizer_state import kept
+from ckpttool.core.text import dotted
 from ckpttool.core.values import dataclass
 from ckpttool.formats.pickle_read import ABSENT, Call, Global, Persistent, Pickle
 from ckpttool.formats.pickle_write import dumps
 from ckpttool.formats.torch.nodes import REMOVE, Step, Steps, clone, metadata_of, pairs_of, text_of, transform
-from ckpttool.formats.torch.objects import node_of
 from ckpttool.formats.torch.tensors import Carried, Rebuilder, Storages, malformed, renumbered, storage_key
-from ckpttool.formats.torch.tree import Place, Tree
+from ckpttool.formats.torch.tree import Place, Tree, node_of
 from ckpttool.formats.zip_read import Archive, Record
 from ckpttool.formats.zip_write import NewRecord
 

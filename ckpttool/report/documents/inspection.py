@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.dtypes import itemsize
-from ckpttool.core.keys import dotted
 from ckpttool.core.pickle_imports import DANGEROUS, KNOWN, UNKNOWN
-from ckpttool.core.text import human_bytes, number, plural, shape_text
+from ckpttool.core.text import dotted, human_bytes, number, plural, shape_text
 from ckpttool.core.values import dataclass
 from ckpttool.inspection.inspect import Inspection, names_in_file
 from ckpttool.naming.flat import flat_params

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckpttool.core.expression import BY_CODE, Ref, refs
-from ckpttool.core.keys import dotted
 from ckpttool.core.plan import Plan
-from ckpttool.core.text import number, plural
+from ckpttool.core.text import dotted, number, plural
 from ckpttool.operands.checkpoint import split
 from ckpttool.remapping.write import NO_UNDO
 from ckpttool.report.collapse import collapse, first_pattern

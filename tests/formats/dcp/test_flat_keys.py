@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
 from ckpttool.core.errors import Refused
-from ckpttool.formats.dcp.flat_keys import flattened, nested
+from ckpttool.formats.dcp import flattened, nested
 from ckpttool.formats.pickle_read import loads
 from ckpttool.formats.torch.tensors import is_tensor
 

@@ -29,7 +29,7 @@ from ckpttool.cli.app import main
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Limits, limited
 from ckpttool.core.pickle_imports import KNOWN
-from ckpttool.formats.dcp.metadata import parse
+from ckpttool.formats.dcp_metadata import parse
 from ckpttool.formats.detect_folder import open_checkpoint
 from torch_version import needs_torch
 
@@ -550,9 +550,9 @@ def test_limits_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         open_checkpoint(str(folder))
     with limited(Limits(pickle_bytes=nbytes - 1)), pytest.raises(CkptError, match=r"\.metadata is too long"):
         open_checkpoint(str(folder))
-    monkeypatch.setattr("ckpttool.formats.dcp.metadata._MAX_CHUNKS", 2)
+    monkeypatch.setattr("ckpttool.formats.dcp_metadata._MAX_CHUNKS", 2)
     open_checkpoint(str(folder))
-    monkeypatch.setattr("ckpttool.formats.dcp.metadata._MAX_CHUNKS", 1)
+    monkeypatch.setattr("ckpttool.formats.dcp_metadata._MAX_CHUNKS", 1)
     with pytest.raises(CkptError) as caught:
         open_checkpoint(str(folder))
     assert list(map(str, caught.value.problems)) == ["more than 1 chunks @ x"]

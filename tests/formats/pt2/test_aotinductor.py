@@ -21,8 +21,8 @@ from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.limits import Limits, limited
 from ckpttool.formats.detect import sniff
 from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.formats.pt2.aotinductor import is_inlined
-from ckpttool.formats.pt2.archive import layout, read, read_program
+from ckpttool.formats.pt2 import layout, read, read_program
+from ckpttool.formats.pt2_program import is_inlined
 from ckpttool.naming.convert import ModelForm
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.swap.swap import swap

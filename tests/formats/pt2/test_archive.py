@@ -23,7 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpttool.core.checkpoint import Checkpoint, Lazy, Section, Span, Storage, TensorEntry
 from ckpttool.core.errors import CkptError, Refused
-from ckpttool.formats.pt2.archive import layout, names, read, read_program
+from ckpttool.formats.pt2 import layout, names, read, read_program
 from ckpttool.formats.zip_read import read_archive
 from ckpttool.formats.zip_write import NewRecord, layout_archive
 from ckpttool.operands.checkpoint import open_operand
@@ -219,8 +219,8 @@ def test_names_of_what_torch_2_9_wrote():
 def test_reading_needs_neither_torch_nor_the_operators(folder):
     """The program calls an operator that the other process has never heard of."""
     code = (
-        "import sys; from ckpttool.formats.pt2.archive import read, layout\n"
-        "from ckpttool.formats.pt2.archive import names\n"
+        "import sys; from ckpttool.formats.pt2 import read, layout\n"
+        "from ckpttool.formats.pt2 import names\n"
         "layout(read(sys.argv[1])), names(sys.argv[1]); assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", code, str(folder / "old.pt2")], check=True)

@@ -20,7 +20,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from ckpttool.core.checkpoint import Checkpoint, Lazy, Storage
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.formats.pt2.archive import layout, names, read
+from ckpttool.formats.pt2 import layout, names, read
 from ckpttool.formats.zip_read import read_archive
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.swap.swap import swap

@@ -17,8 +17,8 @@ from torch import nn
 
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import Refused
-from ckpttool.formats.pt2.archive import layout, layout_in_place, names, read
-from ckpttool.formats.pt2.program import ATTRIBUTES
+from ckpttool.formats.pt2 import layout, layout_in_place, names, read
+from ckpttool.formats.pt2_program import ATTRIBUTES
 from command import Run
 from files import write_pieces
 from places import DATA

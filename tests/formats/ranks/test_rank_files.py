@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckpttool.formats.pickle_read import Call, Global, loads
 from ckpttool.formats.pickle_write import dumps
-from ckpttool.formats.ranks.files import _numbers
+from ckpttool.formats.rank_files import _numbers
 from command import Run
 from places import DATA
 from torch_version import needs_torch

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.core.errors import CkptError
-from ckpttool.formats.safetensors import header, single
+from ckpttool.formats import safetensors
 from ckpttool.io.files import look_anew
 
 NAMES = st.text(max_size=4) | st.sampled_from(["a.0.weight", "__metadata__", 'q"', "b\\", "{", "dtype"])
@@ -55,20 +55,20 @@ def test_the_quick_way_is_the_strict_way(tmp_path_factory, header):
 
 def outcome(path: Path, quick: bool):
     """Keys, geometries, places and metadata, or the error and its problems."""
-    kept = header._as_usual
+    kept = safetensors._as_usual
     if not quick:
-        header._as_usual = lambda text, data: None
+        safetensors._as_usual = lambda text, data: None
     look_anew(str(path))
     try:
-        read = single.read(str(path))
+        read = safetensors.read(str(path))
     except CkptError as error:
         return error.message, error.problems
     finally:
-        header._as_usual = kept
+        safetensors._as_usual = kept
     tensors = [(e.key, e.dtype, e.shape, e.stride, e.storage and e.storage.data) for e in read.sections[0].tensors]
     container: Any = read.container
     text = container.read()
-    names = [json.loads(text[start:end]) for start, end in header.quoted_names(text)]
+    names = [json.loads(text[start:end]) for start, end in safetensors.quoted_names(text)]
     assert names == [key for key, *_ in tensors]
     return tensors, read.metadata
 
@@ -78,5 +78,5 @@ def test_what_writers_write_is_read_quickly(tmp_path, monkeypatch):
     from safetensors.torch import save_file
 
     save_file({f"layers.{i}.ä": torch.zeros(2, i) for i in range(9)}, tmp_path / "m.safetensors", metadata={"a": '"'})
-    monkeypatch.setattr(header, "_strictly", None)
-    assert len(single.read(str(tmp_path / "m.safetensors")).sections[0].tensors) == 9
+    monkeypatch.setattr(safetensors, "_strictly", None)
+    assert len(safetensors.read(str(tmp_path / "m.safetensors")).sections[0].tensors) == 9

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.core.checkpoint import Span, Storage, TensorEntry
-from ckpttool.formats.safetensors.header import overlapping
+from ckpttool.formats.safetensors import overlapping
 
 STORAGES = (Storage(Span("x", 0, 400)), Storage(Span("x", 0, 400)))
 

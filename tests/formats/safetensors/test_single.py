@@ -16,8 +16,8 @@ from safetensors.torch import save, save_file
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Span, Storage, TensorEntry
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.pickle_imports import Import
-from ckpttool.formats.safetensors import single as st_format
-from ckpttool.formats.safetensors.single import layout, layout_in_place, read
+from ckpttool.formats import safetensors as st_format
+from ckpttool.formats.safetensors import layout, layout_in_place, read
 from files import write_pieces
 
 F32 = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'

@@ -22,10 +22,9 @@ from torch._utils import _rebuild_tensor, _rebuild_tensor_v2
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Limits, limited
 from ckpttool.evaluate.compare import same_values
-from ckpttool.formats.compat import fit, losses
 from ckpttool.formats.detect import sniff
 from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.formats.registry import FORMATS
+from ckpttool.formats.registry import FORMATS, fit, losses
 from ckpttool.formats.torch.legacy_file import read
 from ckpttool.io.files import check_assumed
 from files import write_pieces

@@ -12,8 +12,8 @@ from torch import nn
 from ckpttool.core.errors import CkptError
 from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.pickle_read import Call, Global, PickledSet
-from ckpttool.formats.torch import objects
-from ckpttool.formats.torch.objects import class_of, is_module, slots_of
+from ckpttool.formats.torch import tree
+from ckpttool.formats.torch.tree import class_of, is_module, slots_of
 from crafted_zip import GOOD, crafted, tensor_node
 
 
@@ -144,7 +144,7 @@ def test_modules_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(list(slots_of(nested(200), ()))) == 1
     with pytest.raises(CkptError, match="too many others"):
         list(slots_of(nested(201), ()))
-    monkeypatch.setattr(objects, "_MAX_MODULES", 7)
+    monkeypatch.setattr(tree, "_MAX_MODULES", 7)
     twice = module(_modules={"x": (one := module(_modules={"a": module(), "b": module()})), "y": one})
     assert list(slots_of(twice, ())) == []
     with pytest.raises(CkptError, match="too many others"):

@@ -14,10 +14,9 @@ from torch import nn
 
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.evaluate import torch_eval
-from ckpttool.formats.compat import check_in_place
 from ckpttool.formats.detect import sniff
 from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.formats.registry import FORMATS
+from ckpttool.formats.registry import FORMATS, check_in_place
 from ckpttool.formats.torch.torchscript import layout, read
 from command import Run
 from places import DATA

@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.core.errors import CkptError
 from ckpttool.distributed import files as by_ranks
-from ckpttool.distributed.items import is_staging, staging_name, write_all
+from ckpttool.distributed.files import is_staging, staging_name, write_all
 from ckpttool.distributed.job import FailedElsewhere, Job, RankDone
 from ckpttool.io import progress, sources
 from ckpttool.io.pieces import Crc, Files, Link, Piece, Ready

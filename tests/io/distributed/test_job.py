@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from ckpttool.core.errors import CkptError
-from ckpttool.distributed import job, torchrun
+from ckpttool.distributed import job
 from ckpttool.distributed.job import FailedElsewhere, Job, Question, RankDone
 from ckpttool.io import progress
 
@@ -89,19 +89,19 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     words = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
     for name, value in {"RANK": 1, "WORLD_SIZE": 2, **words}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(torchrun, "PATIENCE", 0.3)
+    monkeypatch.setattr(job, "PATIENCE", 0.3)
     return store
 
 
 def test_a_job_begins_once_all_ranks_have_come(agent: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """And ranks that were started anew are no ranks of the job before."""
     threading.Timer(0.1, agent.add, ("ckpttool/0/2/come", 1)).start()
-    found = torchrun.join(["remap", "x"])
+    found = job.join(["remap", "x"])
     assert (found.rank, found.size, list(found.command)) == (1, 2, ["remap", "x"])
     found.tell("said", 5)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     agent.add("ckpttool/1/2/come", 1)
-    assert not torchrun.join([]).store.check(["said"])
+    assert not job.join([]).store.check(["said"])
 
 
 @pytest.mark.parametrize(
@@ -119,5 +119,5 @@ def test_ranks_that_do_not_come_are_not_waited_for(
         monkeypatch.delenv("RANK")
     agent.add("ckpttool/0/2/come", more or 0)
     with pytest.raises(CkptError, match=said) as raised:
-        torchrun.join(["remap"])
+        job.join(["remap"])
     assert "env -u TORCHELASTIC_RUN_ID" in raised.value.hint

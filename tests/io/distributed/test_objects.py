@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.core.errors import CkptError
 from ckpttool.distributed import objects
-from ckpttool.distributed.items import Item
+from ckpttool.distributed.files import Item
 from ckpttool.distributed.job import Job
 from ckpttool.io import compose, progress, sources, write_remote
 from ckpttool.io.pieces import Crc, Held, Link, Piece, Pieces, nbytes_of

@@ -12,13 +12,12 @@ from shlex import quote
 from ckpttool.core.checkpoint import Checkpoint, Lazy, Section, Span, Storage, TensorEntry, Unreached
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Ref
-from ckpttool.core.keys import dotted
 from ckpttool.core.names import LoadedTensor, Names, RuntimeTensor, SerializedKey
+from ckpttool.core.text import dotted
+from ckpttool.formats import pt2_program
+from ckpttool.formats import pt2_program as pt2_compiled
 from ckpttool.formats.pickle_read import unreadable
-from ckpttool.formats.pt2 import aotinductor as pt2_compiled
-from ckpttool.formats.pt2 import layouts
-from ckpttool.formats.pt2 import program as pt2_program
-from ckpttool.formats.pt2.program import (
+from ckpttool.formats.pt2_program import (
     FIELDS,
     Home,
     Inner,
@@ -34,8 +33,7 @@ from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.tensors import Carried
 from ckpttool.formats.zip_read import STORED, Archive, Record, read_archive, read_record
 from ckpttool.formats.zip_write import NewRecord, edit_behind, layout_archive
-from ckpttool.io.pieces import Edited, Pieces, nbytes_of
-from ckpttool.io.ranges import read_span, stream
+from ckpttool.io.pieces import Edited, Pieces, nbytes_of, read_span, stream
 
 
 def under_old_names(old: Section, new: Section) -> tuple[Section, dict[str, str]]:
@@ -60,13 +58,13 @@ def renamed(program: Program, names: Sequence[Mapping[str, str]]) -> tuple[dict[
         return {}, []
     if program.compiled:
         return {}, [Problem("compiled code calls its weights by the names that they have", key) for key in every]
-    text, problems = pt2_program.renamed(program, every)
+    text, problems = pt2_program.renamed_graph(program, every)
     changed = {Home(program.model): text}
     for index, own in zip(program.indexes, names):
-        if own and program.layout == layouts.LAYOUT:
-            changed[Home(index)] = layouts.renamed(program, index, own)
+        if own and program.layout == pt2_program.SINCE_2_9:
+            changed[Home(index)] = pt2_program.renamed_config(program, index, own)
         elif own:
-            inner, pickle = layouts.renamed_until_2_8(program, index, own)
+            inner, pickle = pt2_program.renamed_until_2_8(program, index, own)
             changed[Home(index, inner, "data.pkl")] = pickle
     return changed, problems
 
@@ -179,16 +177,16 @@ def read_scripted(path: str) -> Checkpoint:
 def _programs(archive: Archive) -> dict[str, _Reader]:
     """Return the reader of each program by name, in the file's order. Raises `CkptError` if there is none."""
     root = root_of(archive)
-    if layouts.GRAPH in archive.by_name:
-        return {_ONLY: lambda archive, root, name: layouts.read_up_to_2_7(archive, "", name)}
+    if pt2_program.GRAPH in archive.by_name:
+        return {_ONLY: lambda archive, root, name: pt2_program.read_up_to_2_7(archive, "", name)}
     found: dict[str, _Reader] = {}
     for record in archive.records:
         match = re.fullmatch(r"models/(.+)\.json", record.name.removeprefix(root))
         if match is not None:
             nested = f"{root}data/weights/{match[1]}.pt" in archive.by_name
-            found[match[1]] = layouts.read_2_8 if nested else layouts.read
-    for name in pt2_compiled.models(archive, root):
-        found.setdefault(name, pt2_compiled.read)
+            found[match[1]] = pt2_program.read_2_8 if nested else pt2_program.read_since_2_9
+    for name in pt2_compiled.compiled_models(archive, root):
+        found.setdefault(name, pt2_compiled.read_compiled)
     if not found:
         raise CkptError(f"{archive.path} holds no exported program", hint="name a file that torch.export.save wrote")
     return found
@@ -382,7 +380,7 @@ def _stale(program: Program, records: Collection[str]) -> list[Problem]:
     ]
     if program.compiled and any(r.name.startswith(f"{root}models/") for r in program.archive.records):
         problems.append(Problem("the exported program in the file holds the old weights too", f"{root}models"))
-    if not program.compiled and pt2_compiled.models(program.archive, root):
+    if not program.compiled and pt2_compiled.compiled_models(program.archive, root):
         problems.append(
             Problem("compiled code in the file (AOTInductor) holds the old weights too", "data/aotinductor")
         )

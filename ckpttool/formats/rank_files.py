@@ -11,25 +11,15 @@ from itertools import islice
 from math import prod
 from typing import Any
 
-from ckpttool.core.checkpoint import (
-    Checkpoint,
-    ExtraEntry,
-    Lazy,
-    Part,
-    Section,
-    Storage,
-    TensorEntry,
-    in_row_major,
-)
+from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Lazy, Part, Section, Storage, TensorEntry, in_row_major
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import CkptError, Problem
-from ckpttool.core.keys import dotted, is_flat
-from ckpttool.core.text import shell, some
+from ckpttool.core.text import dotted, is_flat, shell, some
 from ckpttool.evaluate.chunks import across, concatenated
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.chunks import Chunk, assemble, cover_problem, row_major_data
 from ckpttool.formats.detect import sniff
-from ckpttool.formats.ranks.shards import (
+from ckpttool.formats.rank_shards import (
     ALL_RANKS,
     DTENSOR,
     SHARDED_TENSOR,

@@ -1,6 +1,6 @@
 """Folders behind URLs are replaced under a journal, since no store replaces several objects in one call.
 
-The new files are in a temporary folder, with a journal that lists the remaining work. If its writer dies, the next
+The new files are in a temporary folder, with a journal that lists what is to be done. If its writer dies, the next
 command that writes the folder, or `ckpttool undo`, does the rest: a store keeps no old files.
 """
 
@@ -17,8 +17,7 @@ from ckpttool.core.values import dataclass
 from ckpttool.io import temporary
 from ckpttool.io.paths import is_nameable, join
 from ckpttool.io.paths import name as name_of
-from ckpttool.io.remote.errors import answered
-from ckpttool.io.remote.read import filesystem, forget, names_in, stat
+from ckpttool.io.remote import answered, filesystem, forget, names_in, stat
 from ckpttool.io.transaction import check_over, interrupted
 
 JOURNAL = "journal"
