@@ -12,8 +12,8 @@ from ckpttool.core.options import OptimizerOptions, expand_options, several
 from ckpttool.core.pickle_imports import DANGEROUS, UNKNOWN, Import
 from ckpttool.core.plan import SCHEMA as PLAN_SCHEMA
 from ckpttool.core.plan import Plan
-from ckpttool.core.schema import FLAG, PROBLEM, TEXT, TEXTS, list_of, nullable, record, unless_empty
-from ckpttool.core.text import shell, visible
+from ckpttool.core.schema import FLAG, PROBLEM, TEXT, list_of, notes_as, nullable, record, unless_empty
+from ckpttool.core.text import Note, shell, visible
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.fixes.suggest import diff_names_file
@@ -33,8 +33,9 @@ _SAYS = {
     DANGEROUS: "a dangerous import: it runs code when the pickle is loaded",
     UNKNOWN: "an unknown import: it runs code of its module when the pickle is loaded",
 }
-_NOT_COMPARED = (
-    "the names were not compared with a model's code: none is named (--model, or [tool.ckpttool] in pyproject.toml)"
+_NOT_COMPARED = Note(
+    "the names were not compared with a model's code: none is named (--model, or [tool.ckpttool] in pyproject.toml)",
+    "no-model",
 )
 
 
@@ -68,7 +69,13 @@ class Checks:
 
 _CHECKED = record(
     Checked,
-    {"path": TEXT, "kind": TEXT, "problems": list_of(PROBLEM), "hint": nullable(unless_empty(TEXT)), "notes": TEXTS},
+    {
+        "path": TEXT,
+        "kind": TEXT,
+        "problems": list_of(PROBLEM),
+        "hint": nullable(unless_empty(TEXT)),
+        "notes": notes_as("model"),
+    },
 )
 CHECKS = record(Checks, {"ok": FLAG, "files": list_of(_CHECKED)}, title="ckpttool.check/1")
 
@@ -125,6 +132,7 @@ def _pickles(path: str, imports: Sequence[Import], allow: Sequence[str]) -> Chec
         Problem(
             f"{_SAYS[one.verdict]} ({f'{one.file}: ' if several and one.member else ''}{one.place}{_call(one)})",
             one.name,
+            "dangerous-import" if one.verdict == DANGEROUS else "unknown-import",
         )
         for one in found
     )
@@ -140,7 +148,7 @@ def _call(one: Import) -> str:
 
 def _of_the_file(error: CkptError, path: str) -> Problem:
     """What is wrong with the file as a whole, which the problem's key names already."""
-    return Problem(error.message.removeprefix(path).lstrip(": "), path)
+    return Problem(error.message.removeprefix(path).lstrip(": "), path, "invalid-file")
 
 
 def _names(path: str, model: ModelOperand | None, options: DiffOptions) -> Checked:
@@ -150,7 +158,10 @@ def _names(path: str, model: ModelOperand | None, options: DiffOptions) -> Check
     if diff.identical:
         return Checked(path, "names")
     found = (entry for entry in diff.entries if diff.is_difference(entry))
-    problems = [Problem(f"{entry.status}: {entry.reason}", ", ".join(entry.left or entry.right)) for entry in found]
+    problems = [
+        Problem(f"{entry.status}: {entry.reason}", ", ".join(entry.left or entry.right), entry.status)
+        for entry in found
+    ]
     problems += [Problem(diff.other_failure, path)] if diff.other_failure else []
     optimizer = ("--optimizer", options.optimizer) if isinstance(options.optimizer, str) else ()
     asked = shell("ckpttool", "diff", path, *model.words, *optimizer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckpttool.checks import CHECKS
+from ckpttool.core.codes import CODE
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import DEFINITIONS
 from ckpttool.core.names import NAMES
@@ -39,6 +40,7 @@ OBJECTS: dict[str, Kind] = {
     "rules": SETS,
     "check": CHECKS,
     "error": ERROR,
+    "code": CODE,
     "manifest": STATEMENT,
 }
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpttool
-from command import Done, Run
+from command import Done, Run, fixes_in
 
 Write = Callable[[str, str], Any]
 
@@ -60,8 +60,8 @@ def the_fix(run: Run, *question: object) -> str:
     """The one command that `diff` suggests; it is complete."""
     done = run(*question, "--format", "json")
     assert done.status == 1, done.said
-    assert len(done.data["fix"]) == 1, done.out
-    return str(done.data["fix"][0])
+    assert len(fixes_in(done.data)) == 1, done.out
+    return str(fixes_in(done.data)[0])
 
 
 def out_of(command: str) -> str:

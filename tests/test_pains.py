@@ -22,6 +22,7 @@ import mend_models
 import optimizer_models
 import real_models
 from ckpttool.cli.app import main
+from command import fixes_in
 from files import run_measured
 from loading_zoo import Packed, packed_weight
 from mend_models import hooked, lifted, net
@@ -45,7 +46,7 @@ class Answer:
     @property
     def fix(self) -> str:
         """The first command that mends it."""
-        return str(self.data["fix"][0])
+        return str(fixes_in(self.data)[0])
 
     @property
     def said(self) -> str:
@@ -172,7 +173,7 @@ def test_pytorch_137609_a_hooked_checkpoint_for_an_exported_program(ask: Ask) ->
     outs = [first, run_printed(ask, known.fix), run_printed(ask, again, MODEL="model.py:hooked")]
     for out in outs:
         assert torch.equal(torch.export.load(out).module()(TOKENS), model(TOKENS))
-    renamed = run_printed(ask, known.data["fix"][1])
+    renamed = run_printed(ask, fixes_in(known.data)[1])
     torch.export.load(program).module().load_state_dict(torch.load(renamed), strict=True)
 
 
@@ -233,14 +234,14 @@ def test_pytorch_124546_state_by_name_for_an_optimizer_that_numbers(ask: Ask) ->
 def test_dinov2_544_one_ranks_flat_parameter(ask: Ask) -> None:
     ckpt = saved({"_flat_param": torch.ones(10)}, "rank_0.pt")
     found = diff(ask, "--model", "model.py:net", ckpt)
-    assert (found.status, found.data["fix"]) == (1, [])
+    assert (found.status, fixes_in(found.data)) == (1, [])
     assert "name the files of all ranks at once, as in 'rank_*.pt'" in found.said
 
 
 def test_transformers_20082_placeholders_of_zero_3(ask: Ask) -> None:
     state = {key: torch.empty(0) for key in net().state_dict()}
     found = diff(ask, "--model", "model.py:net", saved(state))
-    assert (found.status, found.data["fix"]) == (1, [])
+    assert (found.status, fixes_in(found.data)) == (1, [])
     assert "ckpttool remap FOLDER -o whole.pt" in found.said
 
 
@@ -350,14 +351,14 @@ def test_peft_a_checkpoint_with_adapters_for_the_plain_model(ask: Ask) -> None:
     assert "--drop" not in found.fix
     assert_loads(net(), dropped(ask, run_printed(ask, found.fix), "*lora_*"), wanted)
     alone = diff(ask, "--model", "model.py:net", saved({k: v for k, v in state.items() if "lora_" in k}, "lora.pt"))
-    assert alone.data["fix"] == []
+    assert fixes_in(alone.data) == []
     assert "the checkpoint is a LoRA adapter" in alone.said
 
 
 def test_megatron_bridge_6032_keys_that_are_absent_are_said(ask: Ask) -> None:
     state = dict(net().state_dict())
     found = diff(ask, "--model", "model.py:net", saved({k: v for k, v in state.items() if "head" not in k}))
-    assert (found.status, found.data["fix"]) == (1, [])
+    assert (found.status, fixes_in(found.data)) == (1, [])
     assert "head.weight" in found.said
 
 
@@ -412,7 +413,7 @@ def test_pytorch_7499_the_state_of_another_class(ask: Ask) -> None:
     found = diff(ask, *words, ckpt)
     assert found.status == 1
     assert "the state is from SGD, the optimizer is Adam or AdamW" in found.said
-    assert found.data["fix"] == []  # what loses the state is the user's decision
+    assert fixes_in(found.data) == []  # what loses the state is the user's decision
     content = torch.load(dropped(ask, ckpt, "optimizer"))
     assert content.keys() == {"model", "epoch"}
     fresh.load_state_dict(content["model"], strict=True)
@@ -476,7 +477,7 @@ def test_torchtitan_1291_rotary_rows_in_another_order(ask: Ask) -> None:
     found = diff(ask, ckpt, saved(wanted, "ours.pt"), "--values")
     assert (found.status, found.data["summary"]["value"]) == (1, 4)
     assert "heads of 8: adjacent pairs in left, halves in right" in found.said
-    suggest, mend = (shlex.split(line)[1:] for line in found.data["fix"])
+    suggest, mend = (shlex.split(line)[1:] for line in fixes_in(found.data))
     assert ask(*suggest).status == 1
     assert ask(*mend).status == 0
     out = mend[mend.index("-o") + 1]

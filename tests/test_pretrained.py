@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import pretrained_models
-from command import Run
+from command import Run, fixes_in, notes_in
 from pretrained_models import FEW, MANY
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -119,12 +119,12 @@ def test_the_printed_commands(experts: Saved, tmp_path: Path, run: Run) -> None:
     model.write_text("import pretrained_models\ndef build():\n    return pretrained_models.build('experts')\n")
     found = run("diff", "--model", f"{model}:build", experts.folder, "--format", "json")
     assert found.status == 1
-    assert any("from_pretrained" in note for note in found.data["notes"])
-    (fix,) = found.data["fix"]
+    assert any("from_pretrained" in note for note in notes_in(found.data))
+    (fix,) = fixes_in(found.data)
     assert run(*shlex.split(fix)[1:]).status == 0
     assert run("diff", "--model", f"{model}:build", shlex.split(fix)[-1]).status == 0
     found = run("diff", experts.plain, experts.folder, "--model", f"{model}:build", "--format", "json")
-    (fix,) = found.data["fix"]
+    (fix,) = fixes_in(found.data)
     assert "--to pretrained" in fix
     assert run(*shlex.split(fix)[1:]).status == 0
     again = run("diff", shlex.split(fix)[-1], experts.folder, "--model", f"{model}:build", "--values")

@@ -116,7 +116,8 @@ def say(failure: Failure, form: str = "text") -> int:
             lines = [failure.message, *problem_lines(failure.problems), *hints]
             sys.stdout.write(github.failure("ckpttool", lines))
         if form == "json" and failure.message:
-            said = ERROR.write((failure.status, failure.message, failure.problems, failure.hint))
+            code = "refused" if failure.status == 1 else "error"
+            said = ERROR.write((failure.status, code, failure.message, failure.problems, failure.hint))
             sys.stdout.write(for_log(json.render(said), "json"))
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         try:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from ckpttool.core.values import dataclass, public
 
-# The kind of a problem, for code that chooses a hint.
-Kind = Literal["missing", "left_over", "shape", "dtype", "unknown", "opaque", "value", "other"]
+# The kind of a problem, for code that chooses a hint: a code (`ckpttool.core.codes`).
+Kind = str
 
 
 @public

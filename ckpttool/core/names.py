@@ -21,6 +21,7 @@ from ckpttool.core.schema import (
     check_titled,
     faults,
     list_of,
+    notes_of_file,
     nullable,
     one_of,
     record,
@@ -30,7 +31,7 @@ from ckpttool.core.values import dataclass, public
 SCHEMA = "ckpttool.names/1"
 _HINT = "write one with `ckpttool trace MODEL -o names.json`"
 SERIALIZED, RUNTIME = "serialized", "runtime"  # the two forms of a model's names
-AS_A_PART = "as a part of another model"  # begins the notes on keys that depend on where a model stands
+ON_PLACE = "key-depends-on-place"  # the code of notes on keys that depend on the place of a module in the model
 # Of a buffer or parameter that is called so: torch expects the key only of modules that define set_extra_state().
 NAMED_EXTRA_STATE = (
     "a tensor called _extra_state: state_dict() writes the key, and a strict load_state_dict() refuses it"
@@ -186,11 +187,12 @@ NAMES = record(
     {
         "modules": nullable(TEXTS),
         "optimizer_class": nullable(TEXT),
-        "notes": TEXTS,
+        "notes": notes_of_file("model"),
         "optimizer_groups": list_of(OBJECT),
         "versions": nullable(OBJECT),
     },
     title=SCHEMA,
+    is_file=True,
 )
 
 

@@ -217,6 +217,7 @@ PLAN = record(
         "optimizers": unless_empty(list_of(_MOVE, unique="section")),
     },
     title=SCHEMA,
+    is_file=True,
 )
 
 

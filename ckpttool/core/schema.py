@@ -12,6 +12,7 @@ from typing import Any, Union
 
 from ckpttool.core.dtypes import BY_NAME
 from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.text import Note, code_of
 from ckpttool.core.values import dataclass
 
 LEFT_OUT = object()  # instead of the value of a member that is not written
@@ -189,11 +190,13 @@ def record(
     may: Members | None = None,
     called: Mapping[str, Source] | None = None,
     title: str = "",
+    is_file: bool = False,
 ) -> Kind:
     """An object that stands for a value of the class `of`: its members are the fields, or what `called` says of these.
 
     What is left out has the field's default. A member of `may` is left out where it is `LEFT_OUT`, or None and null is
-    no value of it. What is read has the names of fields only. With a `title` it says what it is.
+    no value of it. What is read has the names of fields only. With a `title` it says what it is, and the tool and
+    version that wrote it, unless it `is_file`: a file that is kept, which another version must not change.
     """
     members = {**needs, **(may or {})}
     sources = {name: name for name in members} | dict(called or {})
@@ -213,18 +216,27 @@ def record(
         return written
 
     kind = replace(object_of(needs, may), read=read, write=write)
-    return titled(title, kind) if title else kind
+    return titled(title, kind, is_file) if title else kind
 
 
-def titled(title: str, kind: Kind) -> Kind:
-    """Return the kind of the object with the member ``schema`` first."""
+def titled(title: str, kind: Kind, is_file: bool = False) -> Kind:
+    """Return the kind of the object with ``schema`` first, then tool and version, unless it is a file that is kept."""
+    first = {"schema": one_of(title), **({} if is_file else {"tool": one_of("ckpttool"), "version": TEXT})}
 
     def schema(closed: bool) -> dict[str, Any]:
         found = kind.schema(closed)
-        members = {"schema": one_of(title).schema(closed), **found["properties"]}
-        return {**found, "properties": members, "required": ["schema", *found["required"]]}
+        members = {name: one.schema(closed) for name, one in first.items()}
+        return {**found, "properties": {**members, **found["properties"]}, "required": [*first, *found["required"]]}
 
-    return replace(kind, schema=schema, write=lambda made: {"schema": title, **kind.write(made)}, title=title)
+    def write(made: Any) -> dict[str, Any]:
+        values = {"schema": title}
+        if not is_file:
+            from ckpttool import __version__
+
+            values |= {"tool": "ckpttool", "version": __version__}
+        return {**values, **kind.write(made)}
+
+    return replace(kind, schema=schema, write=write, title=title)
 
 
 def either(one: Kind, other: Kind) -> Kind:
@@ -255,8 +267,32 @@ DTYPE = plain(
     "a dtype that ckpttool knows", lambda value: isinstance(value, str) and value in BY_NAME, {"enum": sorted(BY_NAME)}
 )
 OBJECT = replace(plain("an object", lambda value: isinstance(value, dict), {"type": "object"}), read=dict, write=dict)
-PROBLEM = record(Problem, {"problem": TEXT, "key": TEXT})
-ERROR = titled("ckpttool.error/1", row({"status": COUNT, "error": TEXT, "problems": list_of(PROBLEM), "hint": TEXT}))
+PROBLEM = record(Problem, {"problem": TEXT, "key": TEXT, "code": TEXT}, called={"code": "kind"})
+ERROR = titled(
+    "ckpttool.error/1",
+    row({"status": COUNT, "code": TEXT, "error": TEXT, "problems": list_of(PROBLEM), "hint": TEXT}),
+)
+
+
+def notes_as(code: str) -> Kind:
+    """Return the kind of a list of notes; `code` is the code of sentences that have none of their own."""
+
+    return list_of(_note(code))
+
+
+def _note(code: str) -> Kind:
+    return replace(
+        object_of({"code": TEXT, "text": TEXT}),
+        read=lambda value: Note(value["text"], value["code"]),
+        write=lambda note: {"code": code_of(note) or code, "text": str(note)},
+    )
+
+
+def notes_of_file(code: str) -> Kind:
+    """Return the kind of a list of notes in a file that is read again: in older ones they are plain sentences."""
+    note = _note(code)
+    kind = either(note, TEXT)
+    return list_of(replace(kind, write=note.write, read=lambda one: one if isinstance(one, str) else note.read(one)))
 
 
 def check(kind: Kind, value: Any, message: str, hint: str) -> None:

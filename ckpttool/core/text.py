@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Container, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -45,10 +49,31 @@ def plural(n: int, word: str) -> str:
     return f"{number(n)} {word}s"
 
 
-class Info(str):
-    """A note that informs and needs no action; any other note is a warning."""
+class Note(str):
+    """A sentence of a report with its code (`ckpttool.core.codes`): a warning, unless it is `Info`."""
 
-    __slots__ = ()
+    code: str
+
+    def __new__(cls, text: str, code: str) -> Self:
+        """Return the note."""
+        note = super().__new__(cls, text)
+        note.code = code
+        return note
+
+
+class Info(Note):
+    """A note that informs and needs no action."""
+
+
+def placed(place: str, note: str) -> str:
+    """Return the note, with the place that it is about."""
+    text = f"{place}: {note}"
+    return type(note)(text, note.code) if isinstance(note, Note) else text
+
+
+def code_of(note: str) -> str:
+    """Return the code of a note; empty for a plain sentence."""
+    return note.code if isinstance(note, Note) else ""
 
 
 def some(words: Sequence[str], most: int = 5) -> str:

@@ -17,7 +17,10 @@ SIDES: Sides = ("left", "right")
 
 
 class Code(Enum):
-    """A stable code (as in JSON), and its words: ``{0}`` is an argument, ``{left}`` and ``{right}`` are the sides."""
+    """A code of `ckpttool.core.codes`, and one of its sentences.
+
+    ``{0}`` is an argument, ``{left}`` and ``{right}`` are the sides.
+    """
 
     def __init__(self, code: str, words: str) -> None:
         self.code, self.words = code, words
@@ -37,25 +40,25 @@ class Code(Enum):
     # Names
     WRAPPED_LEFT = "wrapper-prefix", "{left} {0}"
     WRAPPED_RIGHT = "wrapper-prefix", "{right} {0}"
-    WRAPPERS_REORDERED = "wrapper-order", "same wrappers in a different order"
+    WRAPPERS_REORDERED = "wrapper-prefix", "same wrappers in a different order"
     HOOK = "hook", "state_dict hook {0}"
-    SAVING = "saving", "saving {0}"
+    SAVING = "hook", "saving {0}"
     RUNTIME_KEY = "runtime-key", "{left} has the runtime name; the state_dict hook {0}"
     LOAD_HOOK = "load-hook", "a load hook accepts it under this name"
-    LOAD_HOOK_DROPS = "load-hook-drops", "a load hook removes it without an error"
+    LOAD_HOOK_DROPS = "load-hook", "a load hook removes it without an error"
     RUNTIME_NAME = (
         "runtime-name",
         ("runtime name changed, key did not: affects exported programs and optimizers that use names"),
     )
     # Tensors
     SHAPE = "shape", "different shape"
-    RANK_SHAPE = "rank-shape", "different shape on another rank"
+    RANK_SHAPE = "shape", "different shape on another rank"
     PLACEHOLDER = "placeholder", PLACEHOLDER
     KIND = "kind", "different kind of tensor"
     DTYPE = "dtype", "{0} instead of {1}"
     VALUE = "value", "different values"
-    RANK_VALUE = "rank-value", "different values on another rank"
-    CONVERTED = "converted-value", "different values even after conversion"
+    RANK_VALUE = "value", "different values on another rank"
+    CONVERTED = "value", "different values even after conversion"
     UNREAD = "unread-value", "values not compared"
     TIED_VALUE = "tied-value", "tied, but the file has different values under another of its names: loading loses one"
     # Values that are found under another name or in another order
@@ -69,52 +72,52 @@ class Code(Enum):
     )
     # Entries that are not tensors
     OBJECT = "object", "not a tensor, but the model expects one"
-    OBJECT_ONE_SIDE = "object-one-side", "a tensor on one side only"
-    OBJECT_TENSORS = "object-tensors", "not a tensor, and contains different tensors"
-    OBJECT_TENSOR = "object-tensor", "not a tensor, and a tensor inside it differs"
-    OBJECT_VALUE = "object-value", "not a tensor, and a different object"
-    OBJECT_UNREAD = "object-unread", "not a tensor: copied, not compared"
-    EXTRA_STATE = "extra-state", "extra state"
+    OBJECT_ONE_SIDE = "object", "a tensor on one side only"
+    OBJECT_TENSORS = "object", "not a tensor, and contains different tensors"
+    OBJECT_TENSOR = "object", "not a tensor, and a tensor inside it differs"
+    OBJECT_VALUE = "object", "not a tensor, and a different object"
+    OBJECT_UNREAD = "object", "not a tensor: copied, not compared"
+    EXTRA_STATE = "extra_state", "extra state"
     NAMED_EXTRA_STATE = "named-extra-state", NAMED_EXTRA_STATE
     INSIDE_OBJECT = "inside-object", "saved inside an entry that is not a tensor"
     # Computed values
     PART = "part", "the other side has the parameter that is computed from it ({0})"
-    COMPUTED_FROM = "computed-from", "the other side has the parts it is computed from ({0})"
+    COMPUTED_FROM = "part", "the other side has the parts it is computed from ({0})"
     COMPUTED = "computed", "computed: {0}"
     OPAQUE = "opaque", "computed by code outside of torch operators"
-    BY_HOOK = "computed-by-hook", "computed by a state_dict hook"
+    BY_HOOK = "computed", "computed by a state_dict hook"
     ADDED_BY_HOOK = "added-by-hook", "added by a hook: no runtime tensor is its source"
     RECOMPUTED = "recomputed", "computed from other tensors, or in another way"
-    RUNTIME_TENSORS = "runtime-tensors", "{left} has the runtime tensors"
+    RUNTIME_TENSORS = "runtime-key", "{left} has the runtime tensors"
     NON_PERSISTENT = "non-persistent", "non-persistent buffer, which the model does not save"
     NOT_SAVED = "not-saved", "state_dict() leaves it out"
     # Optimizers
-    GROUP_MISSING = "group-missing", "{left} does not have this param group"
-    GROUP_UNEXPECTED = "group-unexpected", "{right} does not have this param group"
-    OPTION_MISSING = "option-missing", "`{0}` is not in the param groups of {left}"
-    OPTION_UNEXPECTED = "option-unexpected", "`{0}` is not in the param groups of {right}"
+    GROUP_MISSING = "group", "{left} does not have this param group"
+    GROUP_UNEXPECTED = "group", "{right} does not have this param group"
+    OPTION_MISSING = "option", "`{0}` is not in the param groups of {left}"
+    OPTION_UNEXPECTED = "option", "`{0}` is not in the param groups of {right}"
     OPTION = "option", "different `{0}`"
-    PARAM_MISSING = "param-missing", "parameter missing from {left}; in param group {0} of {right}"
-    PARAM_UNEXPECTED = "param-unexpected", "parameter not in {right}; in param group {0} of {left}"
+    PARAM_MISSING = "param", "parameter missing from {left}; in param group {0} of {right}"
+    PARAM_UNEXPECTED = "param", "parameter not in {right}; in param group {0} of {left}"
     OTHER_GROUP = "other-group", "in param group {0} of {left}, {1} of {right}"
     KEY_ORDER = (
         "key-order",
         ("the two files list the model's keys in different orders, so equal ids may be different parameters"),
     )
     POSITION = "position", "same parameter, different position: loading by position would give its state to another one"
-    MISASSIGNED = "misassigned", "torch assigns state by position: this parameter would get the state of another one"
+    MISASSIGNED = "position", "torch assigns state by position: this parameter would get the state of another one"
     DOUBT = "doubtful-ids", "{0}"
-    OPTIMIZER_ID = "optimizer-id", "optimizer id changed: torch assigns state by id"
-    PARAM_REMOVED = "param-removed", "no longer a parameter of the optimizer"
-    PARAM_ADDED = "param-added", "new parameter of the optimizer"
+    OPTIMIZER_ID = "position", "optimizer id changed: torch assigns state by id"
+    PARAM_REMOVED = "param", "no longer a parameter of the optimizer"
+    PARAM_ADDED = "param", "new parameter of the optimizer"
     NO_STATE_LEFT = "no-state", "{left} has no state for this parameter"
     NO_STATE_RIGHT = "no-state", "{right} has no state for this parameter"
-    NO_VALUE_LEFT = "no-state-value", "no `{0}` in the state of {left}"
-    NO_VALUE_RIGHT = "no-state-value", "no `{0}` in the state of {right}"
+    NO_VALUE_LEFT = "no-state", "no `{0}` in the state of {left}"
+    NO_VALUE_RIGHT = "no-state", "no `{0}` in the state of {right}"
     NOT_STEPPABLE = "step-needs", "the next optimizer step needs it, but the saved state does not have it"
     NO_STATE = "state-required", "trainable parameter without state, which set_optimizer_state_dict refuses"
     PYTHON_VALUE = "python-value", "a tensor on one side, a Python value on the other"
-    OTHER_VALUE = "other-value", "different value"
+    OTHER_VALUE = "value", "different value"
     FORM = "optimizer-keys", "{left} identifies parameters by {0}, {right} by {1}"
 
 
@@ -143,6 +146,11 @@ class Cause:
     def has(self, *codes: Code) -> bool:
         """Return True if this cause, or one in `also`, has one of the codes."""
         return self.code in codes or any(cause.has(*codes) for cause in self.also)
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """Its code, and the codes of further causes."""
+        return (self.code.code, *(code for cause in self.also for code in cause.codes))
 
     def and_also(self, *causes: Cause | None) -> Cause:
         """Return this cause with more causes."""

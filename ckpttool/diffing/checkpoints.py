@@ -14,7 +14,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import Op, Ref, Special
 from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import GROUPS
-from ckpttool.core.text import Info, dotted, plural, shell, some
+from ckpttool.core.text import Info, Note, dotted, plural, shell, some
 from ckpttool.diffing.causes import SIDES, Cause, Code, Sides
 from ckpttool.diffing.moved import explain_moved
 from ckpttool.diffing.names import compare_through, suggestions
@@ -103,10 +103,11 @@ def _optimizers(
     entries = (*diff.entries, *compare_outside(left, right, values))
     notes: list[str] = []
     if diff.by_id:
-        notes.append(Info("parameters are compared by id: pass --model MODEL to compare them by name"))
+        notes.append(Info("parameters are compared by id: pass --model MODEL to compare them by name", "compared-by"))
     if diff.classes[0] != diff.classes[1]:
         classes = [title or UNKNOWN_CLASS for title in diff.classes]
-        notes.append(f"{sides[0]} is the state of {classes[0]}, {sides[1]} of {classes[1]}: neither loads the other's")
+        text = f"{sides[0]} is the state of {classes[0]}, {sides[1]} of {classes[1]}: neither loads the other's"
+        notes.append(Note(text, "optimizer-class"))
     other_notes, compared = _compare_others(left, right, (saved[0].section, saved[1].section), names, values, sides)
 
     # What brings the first optimizer into the form, the order and the groups of the second
@@ -215,16 +216,19 @@ def _compare_others(
     ):
         alone = [section.title for path, section in own.items() if path not in others]
         if alone:
-            notes.append(f"not compared: {some(alone)} in {side} only (for example {source}::{alone[0]})")
+            text = f"not compared: {some(alone)} in {side} only (for example {source}::{alone[0]})"
+            notes.append(Note(text, "not-compared"))
         keys = [key for key in tensors if key not in known]
         if keys:
             count = plural(len(keys), "entry")
-            notes.append(f"not compared: {count} outside of state dicts in {side} only: {some(keys)}")
+            text = f"not compared: {count} outside of state dicts in {side} only: {some(keys)}"
+            notes.append(Note(text, "not-compared"))
         skipped = skipped or bool(alone or keys)
     versions = otherwise(*models)
     if versions:
         count = plural(len(versions), "module")
-        notes.append(f"not compared: {count} with other versions (_metadata): {some(versions)}")
+        text = f"not compared: {count} with other versions (_metadata): {some(versions)}"
+        notes.append(Note(text, "not-compared"))
     if values is not None:
         mine_objects, their_objects = ({entry.key: entry for entry in side.objects} for side in (left, right))
         for side, objects, other_objects in (
@@ -233,11 +237,11 @@ def _compare_others(
         ):
             alone = [path or "(root)" for path in objects if path not in other_objects]
             if alone:
-                notes.append(f"non-tensor entries in {side} only: {some(alone)}")
+                notes.append(Note(f"non-tensor entries in {side} only: {some(alone)}", "other-sections"))
         both = [path for path in mine_objects if path in their_objects]
         unlike = [path or "(root)" for path in both if not same_objects(mine_objects[path], their_objects[path])]
         if unlike:
-            notes.append(f"non-tensor entries with different values: {some(unlike)}")
+            notes.append(Note(f"non-tensor entries with different values: {some(unlike)}", "other-sections"))
     compared = {
         "values": values is not None,
         **dict.fromkeys(("aliases", "metadata"), False),
@@ -269,12 +273,13 @@ def _section_notes(
     sides: Sides,
 ) -> tuple[list[str], bool]:
     """Compare the sections that both have under one path: a note on each difference, and if one was not compared."""
-    notes, skipped = [], False
+    notes, skipped = list[str](), False
     mine, theirs = _other_sections(left, right, models)
     for path in [path for path in mine if path in theirs]:
         one, other = mine[path], theirs[path]
         if one.kind != other.kind:
-            notes.append(f"{one.title}: {one.kind} in {sides[0]}, {other.kind} in {sides[1]}")
+            text = f"{one.title}: {one.kind} in {sides[0]}, {other.kind} in {sides[1]}"
+            notes.append(Note(text, "other-sections"))
             continue
         try:
             if one.kind == "state_dict":
@@ -283,14 +288,14 @@ def _section_notes(
                 saved = SavedOptimizer.of(left, one), SavedOptimizer.of(right, other)
                 entries = compare_optimizers(*saved, names, values).entries
         except CkptError as error:
-            notes.append(f"not compared: {one.title}: {error.message}")
+            notes.append(Note(f"not compared: {one.title}: {error.message}", "not-compared"))
             skipped = True
             continue
         count = sum(entry.status not in EITHER_WAY for entry in entries)
         if count:
             operands = (f"{side.source}::{path}" for side in (left, right))
             command = shell("ckpttool", "diff", *["--values"] * (values is not None), *operands)
-            notes.append(f"{one.title}: {plural(count, 'difference')} ({command})")
+            notes.append(Note(f"{one.title}: {plural(count, 'difference')} ({command})", "other-sections"))
     return notes, skipped
 
 
@@ -313,8 +318,11 @@ def hidden_segments(entries: Iterable[Entry], sides: Sides = SIDES) -> tuple[str
             if len(hits) == 1:
                 counts[side, hits.pop()] += 1
     return tuple(
-        f"{plural(count, 'key')} in {side} without the segment `{segment}` of the other side: a state_dict hook may "
-        "hide it (pass --model to know)"
+        Note(
+            f"{plural(count, 'key')} in {side} without the segment `{segment}` of the other side: a state_dict hook "
+            "may hide it (pass --model to know)",
+            "hidden-segment",
+        )
         for (side, segment), count in counts.items()
     )
 
@@ -341,7 +349,8 @@ def adapter_notes(left: Collection[str], right: Collection[str], sides: Sides) -
             f"{side} has {adapter.title} next to {count}, {touched}; without it the weights are not the trained ones: "
             "PEFT's merge_and_unload() merges it"
         )
-    return (note, f"{plural(len(lost), 'adapted module')} not in {other}: {some(lost)}") if lost else (note,)
+    texts = [note, f"{plural(len(lost), 'adapted module')} not in {other}: {some(lost)}"] if lost else [note]
+    return tuple(Note(text, "adapter") for text in texts)
 
 
 # The same comparison shared by the ranks of a job
@@ -473,24 +482,24 @@ def _file_notes(left: Checkpoint, right: Checkpoint) -> list[str]:
     manifest, other = (right, left) if right.format == MANIFEST.name else (left, right)
     is_whole = other.format not in (MANIFEST.name, MEMORY.name, "rank_files") and split(other.source)[1] is None
     if manifest.container is None or not is_whole:
-        return ["the files were not compared"]
+        return [Note("the files were not compared", "not-compared")]
     changed, more = other_files(manifest, other.source)
-    notes = [f"{name} differs from the manifest's file" for name in changed]
-    return [*notes, f"not among the manifest's files: {some(more)}"] if more else notes
+    notes: list[str] = [Note(f"{name} differs from the manifest's file", "manifest") for name in changed]
+    return [*notes, Note(f"not among the manifest's files: {some(more)}", "manifest")] if more else notes
 
 
 def _manifest_notes(left: Checkpoint, right: Checkpoint, file_notes: Sequence[str] | None) -> Iterator[str]:
     """Yield the notes; `file_notes` is None if no digest was compared."""
     if file_notes is None:
-        yield "digests were not compared: pass --values to compare them"
+        yield Note("digests were not compared: pass --values to compare them", "not-compared")
     elif not file_notes:
-        yield "the files and the manifest are the same, byte for byte"
+        yield Info("the files and the manifest are the same, byte for byte", "manifest")
         return
     yield from file_notes or ()
     for side, mine, theirs in (("left", left, right), ("right", right, left)):
         alone = [name for name in mine.others if name not in theirs.others]
         if alone:
-            yield f"non-tensor entries in {side} only: {', '.join(alone)}"
+            yield Note(f"non-tensor entries in {side} only: {', '.join(alone)}", "other-sections")
     both = [name for name in left.others if name in right.others]
     if both:
-        yield f"not compared (not tensors): {', '.join(both)}"
+        yield Note(f"not compared (not tensors): {', '.join(both)}", "not-compared")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.options import expand_options
-from ckpttool.core.schema import COUNT, FLAG, TEXT, TEXTS, Members, list_of, nullable, one_of, record
-from ckpttool.core.text import dotted, plural, some
+from ckpttool.core.schema import COUNT, FLAG, TEXT, TEXTS, Members, list_of, notes_as, nullable, one_of, record
+from ckpttool.core.text import Info, dotted, plural, some
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.optimizer import UNKNOWN_CLASS, SavedOptimizer, compare_optimizers
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 # Statuses of a diff of this step (its left) and the previous one (its right) that have another name here.
 CHANGES = {"unexpected": "added", "missing": "dropped"}
 KINDS = ("format", "section", "class")  # changes that are about no single key
-HYPERPARAMETERS = "hyperparameters such as `lr` were not compared, because they change at every step: pass --values"
+HYPERPARAMETERS = Info(
+    "hyperparameters such as `lr` were not compared, because they change at every step: pass --values", "not-compared"
+)
 _SIDES = ("this step", "the step before")
 
 
@@ -114,7 +116,13 @@ _STEP = record(
 )
 HISTORY = record(
     History,
-    {"run": nullable(TEXT), "identical": FLAG, "compared": COMPARED, "steps": list_of(_STEP), "notes": TEXTS},
+    {
+        "run": nullable(TEXT),
+        "identical": FLAG,
+        "compared": COMPARED,
+        "steps": list_of(_STEP),
+        "notes": notes_as("reader"),
+    },
     title="ckpttool.history/1",
 )
 
@@ -161,9 +169,9 @@ def compare_steps(
     `CkptError` if fewer than two steps can be read.
     """
     compared_steps: list[Step] = []
-    notes: dict[str, None] = {} if options.comparison else {HYPERPARAMETERS: None}
+    remarks: dict[str, None] = {} if options.comparison else {HYPERPARAMETERS: None}
     if others:
-        notes[f"not compared (not steps): {some(others)}"] = None
+        remarks[Info(f"not compared (not steps): {some(others)}", "not-compared")] = None
     previous: tuple[str, dict[str, Checkpoint]] | None = None
     for path in steps:
         name = called(path, folder)
@@ -171,7 +179,7 @@ def compare_steps(
             now = dict(opened(path))
             step = Step(name, tensors=sum(len(s.tensors) for one in now.values() for s in one.sections))
             if previous is not None:
-                found = _Found([], [], notes)
+                found = _Found([], [], remarks)
                 _compare_step(now, previous[1], options, found)
                 step = replace(step, since=previous[0], changes=tuple(found.changes), likely=tuple(found.likely))
         except CkptError as error:
@@ -187,7 +195,7 @@ def compare_steps(
     compared = dict.fromkeys(("keys", "shapes"), True) | {"dtypes": not options.ignore_dtype}
     compared |= {"values": values, "aliases": False, "metadata": False}
     compared |= {"optimizers": values, "other_sections": True, "objects": False}
-    return History(folder, tuple(compared_steps), tuple(notes), compared, options.scope)
+    return History(folder, tuple(compared_steps), tuple(remarks), compared, options.scope)
 
 
 class _Found(NamedTuple):
@@ -243,7 +251,7 @@ def _compare_sections(name: str, now: Checkpoint, before: Checkpoint, options: D
             entries = [entry for entry in both.entries if entry.status not in skipped]
             found.notes.update(dict.fromkeys(both.notes))
             if both.by_id:
-                found.notes["parameters of optimizers are compared by id"] = None
+                found.notes[Info("parameters of optimizers are compared by id", "compared-by")] = None
         elif new.kind == "state_dict":
             diff = _run(now, new, before, old, options)
             entries = [entry for entry in diff.entries if diff.is_difference(entry)]

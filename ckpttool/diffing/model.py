@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import is_opaque, refs
-from ckpttool.core.names import AS_A_PART, SERIALIZED, Names, OptimizerParam
+from ckpttool.core.names import ON_PLACE, SERIALIZED, Names, OptimizerParam
 from ckpttool.core.optimizer_state import FLAT, FQN, GROUPS, ID, PARAMS, STATE, OptimizerState, Param, numbered
-from ckpttool.core.text import plural, shell, some
+from ckpttool.core.text import Note, code_of, plural, shell, some
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.checkpoints import adapter_notes
@@ -45,13 +45,15 @@ if TYPE_CHECKING:
     from ckpttool.tracing.build_optimizer import OptimizerVerdict
     from ckpttool.tracing.loading import Verdict
 
-FQN_MODIFIERS = (
+FQN_MODIFIERS = Note(
     "torch.distributed.checkpoint's get_model_state_dict raises an AttributeError for keys that hooks rename, unless "
-    "the module has a method `_fqn_modifiers` (pytorch#146557)"
+    "the module has a method `_fqn_modifiers` (pytorch#146557)",
+    "fqn-modifiers",
 )
-FROM_PRETRAINED = (
+FROM_PRETRAINED = Note(
     "the keys are in the form of save_pretrained and from_pretrained, which load_state_dict() does not accept: "
-    "`--model hf:FOLDER` compares with what from_pretrained loads"
+    "`--model hf:FOLDER` compares with what from_pretrained loads",
+    "pretrained-keys",
 )
 _PASS_CODE = "pass the model's code: --model package.module:attr, or file.py:attr"
 
@@ -61,7 +63,7 @@ def names_alone(model: ModelOperand) -> Diff:
     names = model.names()
     entries = compare_names(names)
     lost = any(e.status == "not_serialized" and not e.has(Code.NON_PERSISTENT) for e in entries)
-    lossy = [f"does not load what it saves: {problem}" for problem in names.roundtrip_problems]
+    lossy = [Note(f"does not load what it saves: {problem}", "roundtrip") for problem in names.roundtrip_problems]
     renamed = any(entry.hook is not None and entry.status in ("renamed", "transformed") for entry in entries)
     return Diff(
         f"{names.model} (serialized)",
@@ -94,16 +96,20 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     # What torch says in addition to the two lists of keys and the shapes that are listed
     shown = {f"size mismatch for {key}:" for entry in entries if entry.status == "shape" for key in entry.right}
     errors = () if verdict is None else verdict.errors
-    torch_says = [f"torch: {text}" for text in errors if text.partition(": ")[0] + ":" not in shown]
+    torch_says = [
+        Note(f"torch: {text}", "torch-error") for text in errors if text.partition(": ")[0] + ":" not in shown
+    ]
     notes = [*unreadable, *torch_says]
     if verdict is not None and verdict.assigns:
-        notes.append("load_state_dict(..., assign=True) loads it: the file's tensors then replace the model's")
+        text = "load_state_dict(..., assign=True) loads it: the file's tensors then replace the model's"
+        notes.append(Note(text, "assign"))
     notes += [*converted, *one_rank(checkpoint)]
     if not any(entry.status in ("same", "renamed", "dtype", "shape") and entry.left for entry in entries):
-        notes.insert(0, f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing")
+        text = f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing"
+        notes.insert(0, Note(text, "nothing-matched"))
     if not identical:
         notes += adapter_notes(section.by_key(), [key.key for key in names.serialized], ("the checkpoint", "the model"))
-        notes += [note for note in names.notes if note.startswith(AS_A_PART)]
+        notes += [note for note in names.notes if code_of(note) == ON_PLACE]
         if not model.pretrained and _has_pretrained_keys(model, checkpoint, section):
             notes.append(FROM_PRETRAINED)
     notes += _order_notes(names, checkpoint)
@@ -112,7 +118,8 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
         command = shell("ckpttool", "diff", *model.words, part)
         if checkpoint.format == MEMORY.name:
             command = f"ckpttool.diff({part}, model=...)"
-        notes.append(f"{other.path} holds the same model as {section.title}, and was not compared: {command}")
+        text = f"{other.path} holds the same model as {section.title}, and was not compared: {command}"
+        notes.append(Note(text, "not-compared"))
 
     # What stops the load if no entry shows it as a difference
     failure = ""
@@ -169,7 +176,8 @@ def _unreadable(checkpoint: Checkpoint) -> list[str]:
     if not refused_by_torch(checkpoint):
         return []
     path = split(checkpoint.source)[0]
-    return [f"{UNREADABLE}: {shell('ckpttool', 'remap', path, '-o', next(outputs(path, 'zip')))}"]
+    command = shell("ckpttool", "remap", path, "-o", next(outputs(path, "zip")))
+    return [Note(f"{UNREADABLE}: {command}", "unreadable")]
 
 
 def _compared(checkpoint: Checkpoint, ignore_dtype: bool) -> dict[str, bool]:
@@ -198,7 +206,8 @@ def _conversions(verdict: Verdict, entries: Iterable[Entry]) -> list[str]:
     if not changes:
         return []
     what = some([f"{one.fqn} ({one.source} to {one.target})" for one in changes])
-    return [f"loading converts {plural(len(changes), 'tensor')} (--ignore-dtype allows it): {what}"]
+    text = f"loading converts {plural(len(changes), 'tensor')} (--ignore-dtype allows it): {what}"
+    return [Note(text, "converts")]
 
 
 def _distinct(names: Names) -> Iterator[Tensor]:
@@ -217,10 +226,11 @@ def _order_notes(names: Names, checkpoint: Checkpoint) -> list[str]:
     order = saved_order(saved_state_dicts(checkpoint), names, set(Parameters(names).shapes)) if paths else None
     if not order:
         return []
-    return [
+    text = (
         "the model that saved this file registers its parameters in another order, which decides whose state torch "
         f"loads: {', '.join(paths)} is not compared without --optimizer"
-    ]
+    )
+    return [Note(text, "optimizer-order")]
 
 
 # A saved optimizer and the optimizer that loads it
@@ -256,9 +266,10 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
         try:
             model_loads = load(replace(model, optimizer=None), checkpoint, ignore_dtype).identical
             if not model_loads:
-                notes.append(f"the model in this file does not load as it is ({command})")
+                notes.append(Note(f"the model in this file does not load as it is ({command})", "other-sections"))
         except CkptError as error:
-            notes.append(f"the model in this file was not compared: {error.message} ({error.hint})")
+            text = f"the model in this file was not compared: {error.message} ({error.hint})"
+            notes.append(Note(text, "not-compared"))
     else:
         unreadable = _unreadable(checkpoint)
         notes += unreadable
@@ -266,7 +277,8 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
     state = read(section)
     without = [str(param) for param in state.params if not state.state.get(param)]
     if 0 < len(without) < len(state.params):
-        notes.append(f"{plural(len(without), 'parameter')} without state in the checkpoint: {some(without)}")
+        text = f"{plural(len(without), 'parameter')} without state in the checkpoint: {some(without)}"
+        notes.append(Note(text, "no-optimizer-state"))
     title = model.optimizer if isinstance(model.optimizer, str) else names.optimizer_class or "model.parameters()"
     identical = fit.fits and model_loads
     return Diff(
@@ -329,7 +341,7 @@ def compare_with_optimizer(
         own, fresh = own_names(state, saved.models), target.fresh_optimizer
         entries = group_entries(state, numbered(fresh)) if own is None else group_entries(own.state, fresh)
         if own is not None:
-            notes.append(f"left: its parameters are named by {own.evidence}")
+            notes.append(Note(f"left: its parameters are named by {own.evidence}", "optimizer-names"))
         return _with_old_model(OptimizerFit(tuple(entries), tuple(notes), False), state, target, saved)
     mine = known.state
     if state.form == FLAT and _has_same_parameters(mine, target):
@@ -358,21 +370,23 @@ def compare_with_optimizer(
     differing = bool(needs) or not all(map(_is_hyperparameter, keys))
     failed = verdict is not None and verdict.error is not None
     if verdict is not None and failed:
-        notes.append(f"torch: {verdict.error}")
+        notes.append(Note(f"torch: {verdict.error}", "torch-error"))
     if needs:
         classes = [class_of(one) or UNKNOWN_CLASS for one in (mine, target.fresh_optimizer)]
-        notes.append(
+        text = (
             f"the state is from {classes[0]}, the optimizer is {classes[1]}: torch loads it and fails at the next "
             "step. No remap converts it; the optimizer must start from scratch"
         )
+        notes.append(Note(text, "optimizer-class"))
     if not (differing or failed or known.doubt):
         if known.saved.form == FQN and mine.params != target.fresh_optimizer.params:
-            notes.append(
+            text = (
                 "left: set_optimizer_state_dict loads it by name; Optimizer.load_state_dict loads by position, and "
                 "would give state to other parameters (remap --optimizer-keys id puts it in order)"
             )
+            notes.append(Note(text, "optimizer-order"))
         elif known.evidence not in ("param_names", "names"):
-            notes.append(known.rests_on("left"))
+            notes.append(Note(known.rests_on("left"), "optimizer-names"))
         return OptimizerFit(tuple(entries), tuple(notes), True)
     is_foreign = bool(needs) or (failed and not differing and state.form == ID)
     remedy = Remedy("drop_state") if is_foreign else _remedy(known, mine, target, notes)
@@ -391,11 +405,11 @@ def _with_old_model(
     matches = [read_keys(NameTables(target.names), section).match for section in saved.models]
     foreign = tuple(dict.fromkeys(key for match in matches for key in match.unmatched))
     if foreign and all(match.missing for match in matches):
-        note = (
+        text = (
             f"{foreign[0]} is not in {target.names.model}, and {matches[0].missing[0]} is not in the file: if they are "
             "one tensor, rename it first, for model and optimizer: remap --rule 'FROM => TO' --optimizer-keys fqn"
         )
-        return replace(fit, remedy=None, notes=(*fit.notes, note))
+        return replace(fit, remedy=None, notes=(*fit.notes, Note(text, "optimizer-names")))
     return replace(fit, remedy=Remedy("old_model", None, same_groups, foreign))
 
 
@@ -404,7 +418,7 @@ def _owners(state: OptimizerState, names: Names, saved: SavedOptimizer) -> tuple
 
     State with other groups than the optimizer's was saved by another optimizer: its ids are in the model's order.
     """
-    notes = []
+    notes = list[str]()
     try:
         param_map = owners(state, names, "left", saved.models)
     except Refused as error:
@@ -416,9 +430,9 @@ def _owners(state: OptimizerState, names: Names, saved: SavedOptimizer) -> tuple
             param_map = owners(state, without_optimizer, "left", saved.models)
         except Refused:
             return None, notes
-        notes = []
+        notes = list[str]()
     if param_map.doubt is not None:
-        notes.append(f"left: {param_map.doubt.message}: {param_map.doubt.problems[0]}")
+        notes.append(Note(f"left: {param_map.doubt.message}: {param_map.doubt.problems[0]}", "doubtful-ids"))
     return param_map, notes
 
 
@@ -463,7 +477,8 @@ def _remedy(known: ParamMap, mine: OptimizerState, target: Parameters, notes: li
         have = set(mine.params)
         carry(mine, identity([p for group in groups for p in group.params if p in have]), target.shapes, "left")
     except Refused as error:
-        notes.append(f"no remap arranges it in the new order and param groups: {error.message}: {error.problems[0]}")
+        text = f"no remap arranges it in the new order and param groups: {error.message}: {error.problems[0]}"
+        notes.append(Note(text, "no-fix"))
         return Remedy("drop_state")
     by_name = known.evidence in ("param_names", "names") and _has_same_parameters(mine, target)
     return Remedy("by_name", known.saved.form) if by_name else Remedy("regroup")

@@ -12,7 +12,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import Expression, Op, Ref, substitute
 from ckpttool.core.names import RUNTIME, SERIALIZED, Hook, Names, RuntimeTensor, SerializedKey
 from ckpttool.core.optimizer_state import GROUPS
-from ckpttool.core.text import Info, is_flat, shell
+from ckpttool.core.text import Info, Note, is_flat, shell
 from ckpttool.diffing.causes import Cause, Code, segment_change, wrapper_cause
 from ckpttool.diffing.result import EITHER_WAY, NO_VALUES, Diff, Entry, only_left, only_right
 from ckpttool.diffing.sections import Values, compare, compare_pair, leftover, renamed, shape_or_dtype, unpairable
@@ -90,17 +90,19 @@ def compare_with_code(old: Names, path: str, model: ModelOperand) -> Diff:
     other_class = old.optimizer_class != new.optimizer_class
     notes: list[str] = []
     if other_class:
-        notes.append(f"the optimizer is {new.optimizer_class}; it was {old.optimizer_class or 'not named'}")
+        text = f"the optimizer is {new.optimizer_class}; it was {old.optimizer_class or 'not named'}"
+        notes.append(Note(text, "optimizer-class"))
     if model.is_definition and any(entry.status not in EITHER_WAY for entry in entries):
         from ckpttool.tracing.loading import load_verdict
 
         try:
             if load_verdict(model.definition(), model_section(left)).ok:
-                notes.append(Info("load_state_dict(strict=True) of the new code accepts the old keys"))
+                notes.append(Info("load_state_dict(strict=True) of the new code accepts the old keys", "old-keys"))
             else:
-                notes.append("load_state_dict(strict=True) of the new code rejects checkpoints with the old keys")
+                text = "load_state_dict(strict=True) of the new code rejects checkpoints with the old keys"
+                notes.append(Note(text, "old-keys"))
         except CkptError as error:
-            notes.append(f"could not check if the new code loads the old keys: {error.message}")
+            notes.append(Note(f"could not check if the new code loads the old keys: {error.message}", "old-keys"))
     return Diff(
         f"{path} (keys in checkpoints)",
         f"{model.title} (keys from its code)",

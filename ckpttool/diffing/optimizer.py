@@ -11,7 +11,7 @@ from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntr
 from ckpttool.core.errors import Refused
 from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import FQN, GROUPS, ID, PARAMS, STATE, OptimizerState, Param, numbered
-from ckpttool.core.text import Info, free
+from ckpttool.core.text import Info, Note, free
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import SIDES, Cause, Code, Sides
 from ckpttool.diffing.result import HARMLESS, Entry, Outlines, only_left, only_right
@@ -267,7 +267,7 @@ def compare_optimizers(
         misassigned = misassigned or _at_other_positions(mine.state, theirs.state, sides)
     if mine.is_named != theirs.is_named:
         mine, theirs = (replace(side, state=numbered(side.state)) for side in (mine, theirs))
-        notes.append(Info("parameters are compared by position in the param groups"))
+        notes.append(Info("parameters are compared by position in the param groups", "compared-by"))
     doubts = [_doubted(one, notes, side) for one, side in zip((mine, theirs), sides)]
     if forms != (ID, ID) or not same_key_order(left.models, right.models):  # else one model saved both
         misassigned = next((doubt for doubt in doubts if doubt is not None), misassigned)
@@ -277,7 +277,7 @@ def compare_optimizers(
         cause = Cause(Code.FORM, (called[forms[0]], called[forms[1]]))
         entries.insert(0, Entry("renamed", (STATE,), (STATE,), cause))
     if {entry.status for entry in entries} - HARMLESS == {"order"} and mine.is_named:
-        notes.append(Info("compared by parameter name, only the positions differ"))
+        notes.append(Info("compared by parameter name, only the positions differ", "compared-by"))
     tensors = tensors_of(mine.state), tensors_of(theirs.state)
     classes = class_of(mine.state), class_of(theirs.state)
     return OptimizerDiff(tuple(entries), tuple(notes), tensors, classes, by_id)
@@ -295,7 +295,7 @@ def _side(saved: SavedOptimizer, names: Names | None, side: str, notes: list[str
             notes.append(refusal(error))
         return _Side(state, state, None)
     if param_map.assumed:
-        notes.append(param_map.rests_on(side))
+        notes.append(Note(param_map.rests_on(side), "optimizer-names"))
     return _Side(param_map.state, state, param_map)
 
 
@@ -304,9 +304,10 @@ def is_named(saved: SavedOptimizer) -> bool:
     return _side(saved, None, "", []).is_named
 
 
-def refusal(error: Refused) -> str:
+def refusal(error: Refused) -> Note:
     """Return a refusal as a note."""
-    return f"{error.message}: {error.problems[0]}" if error.problems else f"{error.message} ({error.hint})"
+    text = f"{error.message}: {error.problems[0]}" if error.problems else f"{error.message} ({error.hint})"
+    return Note(text, "optimizer-names")
 
 
 def _at_other_positions(left: OptimizerState, right: OptimizerState, sides: Sides) -> Misassigned | None:
@@ -327,5 +328,5 @@ def _doubted(side: _Side, notes: list[str], name: str) -> Misassigned | None:
     doubt = None if side.owners is None else side.owners.doubt
     if doubt is None:
         return None
-    notes.append(f"{name}: {doubt.message}: {doubt.problems[0]} ({doubt.hint})")
+    notes.append(Note(f"{name}: {doubt.message}: {doubt.problems[0]} ({doubt.hint})", "doubtful-ids"))
     return Misassigned(Cause(Code.DOUBT, (doubt.message,)), dict.fromkeys(side.state.params))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ckpttool.core.checkpoint import Section
 from ckpttool.core.names import HOOK, Hook, Names
@@ -17,6 +17,7 @@ from ckpttool.core.schema import (
     TEXTS,
     Members,
     list_of,
+    notes_as,
     nullable,
     object_of,
     one_of,
@@ -28,6 +29,9 @@ from ckpttool.core.schema import (
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.causes import SIDES, Cause, Code, Sides
 from ckpttool.naming.evidence import Ambiguous, Inference, Pair
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 STATUSES = (
     *("same", "renamed", "transformed", "order", "alias", "shape", "dtype", "value"),
@@ -141,10 +145,35 @@ class Remedy:
     foreign_keys: tuple[str, ...] = ()
 
 
+class Fix(str):
+    """A command that can be pasted.
+
+    `complete`: nothing differs after it, or after the last of two. `tried`: on the index; it has no placeholder.
+    """
+
+    complete: bool
+    tried: bool
+
+    def __new__(cls, command: str, *, complete: bool = False, tried: bool = False) -> Self:
+        """Return the command."""
+        fix = super().__new__(cls, command)
+        fix.complete, fix.tried = complete, tried
+        return fix
+
+
+@dataclass(frozen=True, slots=True)
+class Unfixed:
+    """Keys that no suggested command fixes, and why: a code."""
+
+    code: str
+    keys: tuple[str, ...]
+
+
 @public
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """The answer of `diff`. `fix` are commands that can be pasted; `notes` are sentences about no single key.
+    """The answer of `diff`. `fix` are commands that can be pasted, `unfixed` is what none of them fixes; `notes` are
+    sentences about no single key.
 
     `harmless` are the statuses that do not stop `identical`; `other_failure` says what does if no entry shows it.
     `inferred` are likely renames if no model was given (None if that was not asked), and `rules` is the text of a rules
@@ -160,7 +189,7 @@ class Diff:
     right: str
     identical: bool
     entries: tuple[Entry, ...]
-    fix: tuple[str, ...] = ()
+    fix: tuple[Fix, ...] = ()
     notes: tuple[str, ...] = ()
     inferred: Inference | None = None
     rules: str | None = None
@@ -175,6 +204,7 @@ class Diff:
     compared: Compared = field(default_factory=dict, compare=False)
     scope: str = ""
     outlines: tuple[Outlines, Outlines] = field(default=({}, {}), compare=False, repr=False)
+    unfixed: tuple[Unfixed, ...] = ()
 
     @property
     def passes(self) -> bool:
@@ -225,8 +255,9 @@ DIFF = record(
         "compared": COMPARED,
         "summary": _COUNTS,
         "entries": list_of(_ENTRY),
-        "fix": TEXTS,
-        "notes": TEXTS,
+        "fix": list_of(row({"command": TEXT, "complete": FLAG, "tried": FLAG})),
+        "unfixed": list_of(record(Unfixed, {"code": TEXT, "keys": TEXTS})),
+        "notes": notes_as("reader"),
     },
     {
         "exchangeable": unless_empty(list_of(TEXTS)),
@@ -238,6 +269,7 @@ DIFF = record(
         "rules": nullable(TEXT),
     },
     called={
+        "fix": lambda diff: [(str(one), one.complete, one.tried) for one in diff.fix],
         "unused_ignores": lambda diff: LEFT_OUT if diff.accepted is None else diff.unused_ignores,
         "suggested": lambda diff: diff.inferred and diff.inferred.pairs,
         "ambiguous": lambda diff: diff.inferred and diff.inferred.ambiguous,

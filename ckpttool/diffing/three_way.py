@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import expand_options
-from ckpttool.core.schema import COUNT, FLAG, TEXT, TEXTS, list_of, nullable, object_of, one_of, record
+from ckpttool.core.schema import COUNT, FLAG, TEXT, TEXTS, list_of, notes_as, nullable, object_of, one_of, record
+from ckpttool.core.text import placed
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.checkpoints import compare_on_ranks, is_about_manifest, read_all_values
 from ckpttool.diffing.options import Diff3Options, DiffOptions
@@ -104,7 +105,7 @@ DIFF3 = record(
         "compared": COMPARED,
         "summary": object_of({}, dict.fromkeys(BY, COUNT)),
         "entries": list_of(_POINT),
-        "notes": TEXTS,
+        "notes": notes_as("reader"),
     },
     called={"entries": "points"},
     title="ckpttool.diff3/1",
@@ -132,7 +133,7 @@ def compare_with_base(base: Checkpoint, left: Checkpoint, right: Checkpoint, opt
     values = compare_on_ranks(options.comparison, *(partial(read_all_values, *pair, model) for pair in pairs))
     mine, theirs = (run(*pair, options, model, values, sides=_SIDES) for pair in pairs[:2])
     both = run(left, right, options, model, values)
-    notes = [f"{side}: {note}" for side, diff in (("left", mine), ("right", theirs)) for note in diff.notes]
+    notes = [placed(side, note) for side, diff in (("left", mine), ("right", theirs)) for note in diff.notes]
     compared = {
         aspect: all(diff.compared.get(aspect, True) for diff in (mine, theirs, both)) for aspect in both.compared
     }

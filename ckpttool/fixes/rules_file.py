@@ -13,7 +13,7 @@ from typing import NamedTuple, Union
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import refs
-from ckpttool.core.text import plural, shell, some, visible
+from ckpttool.core.text import Note, plural, shell, some, visible
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.moved import Rotary, rotary
 from ckpttool.diffing.names import known
@@ -254,13 +254,15 @@ class Suggested:
             return None
         undone = []
         if self._leaves_dtypes_or_values(orders):
-            undone.append("the suggested rules do not change dtypes and values, and some differ")
+            undone.append(Note("the suggested rules do not change dtypes and values, and some differ", "partial-fix"))
         if suggestion.remaining:
             count = plural(len(suggestion.remaining), "key")
-            undone.append(f"the suggested rules do not write {count} of the right: {some(suggestion.remaining)}")
+            text = f"the suggested rules do not write {count} of the right: {some(suggestion.remaining)}"
+            undone.append(Note(text, "partial-fix"))
         if suggestion.left_over:
             count = plural(len(suggestion.left_over), "key")
-            undone.append(f"the suggested rules do not change {count} of the left: {some(suggestion.left_over)}")
+            text = f"the suggested rules do not change {count} of the left: {some(suggestion.left_over)}"
+            undone.append(Note(text, "partial-fix"))
         few = _few(suggestion)
         commands: tuple[str, ...] = ()
         if "pt2" not in (self._left.format, self._right.format):

@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckpttool.core.checkpoint import Section, TensorEntry
+from ckpttool.core.codes import CODES
 from ckpttool.core.errors import CkptError
-from ckpttool.core.text import Info, plural, shell, some
-from ckpttool.diffing.causes import OBJECTS, Code
+from ckpttool.core.text import Info, Note, plural, shell, some
+from ckpttool.diffing.causes import OBJECTS
 from ckpttool.diffing.names import compare_with_code, keys_only
 from ckpttool.diffing.options import DiffOptions
-from ckpttool.diffing.result import Diff, Entry, Remedy
+from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix, Remedy, Unfixed
 from ckpttool.fixes.candidates import Candidate, suggested_for_model, to_compare, to_load, to_load_model
 from ckpttool.fixes.rules_file import Suggested, SuggestedRules, by_file, with_file
-from ckpttool.fixes.trial import Fix, Question, command, try_remap, try_swap
+from ckpttool.fixes.trial import Question, Trial, command, try_remap, try_swap
 from ckpttool.formats.rank_files import one_rank
 from ckpttool.formats.registry import MEMORY
-from ckpttool.formats.remarks import PLACEHOLDER
 from ckpttool.naming.wrappers import ADAPTERS
 from ckpttool.operands.checkpoint import model_section, open_operand, split
 from ckpttool.operands.model import ModelOperand, read_names, saved_by
@@ -33,37 +33,46 @@ from ckpttool.swap.swap import Misfit, SwapOptions
 PLACEHOLDERS = ("MODEL", "OLD", "OPTIMIZER", "OLD_OPTIMIZER", "PROGRAM.pt2", "CKPT")  # for what only the user knows
 CKPT = "CKPT"
 
-PART = "the suggested command fixes only some of the differences"
-INFERRED = "the suggested rules are inferred from names and shapes; check the values"
-DROPPED = Info("--drop leaves out second names only: their values are in the output under another name")
-OWN_NAMES = Info("swap-weights gives the program all of the weights; the program keeps its names")
-NOT_READ = "values of tensors without a counterpart by name were not compared: run diff --values on the output"
+PART = Note("the suggested command fixes only some of the differences", "partial-fix")
+INFERRED = Note("the suggested rules are inferred from names and shapes; check the values", "inferred-fix")
+DROPPED = Info("--drop leaves out second names only: their values are in the output under another name", "drops-names")
+OWN_NAMES = Info("swap-weights gives the program all of the weights; the program keeps its names", "program-names")
+NOT_READ = Note(
+    "values of tensors without a counterpart by name were not compared: run diff --values on the output", "not-read"
+)
 FOREIGN = "no fix is suggested because the new model does not have these keys, and their values would be lost"
-NO_REMAP = "no remap makes this state fit: load the model only, and start the optimizer from scratch"
-_ADAPTER = (
+NO_REMAP = Note("no remap makes this state fit: load the model only, and start the optimizer from scratch", "no-fix")
+_ADAPTER = Note(
     "left is an adapter without its base model: load it with PeftModel.from_pretrained(base, FOLDER), and save "
-    "merge_and_unload() for a model without adapters"
+    "merge_and_unload() for a model without adapters",
+    "adapter",
 )
 _THEN_OPTIMIZER = "no rule reorders the state of an optimizer: rename the keys first, then run"
 _FEW = 3
 
 
 class Fixes(NamedTuple):
-    """Commands, and notes on them. `is_partial`: they fix only some of the differences."""
+    """Commands, and notes on them. `is_partial`: they leave some of the differences, those in `unfixed`."""
 
     commands: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     is_partial: bool = False
     is_inferred: bool = False
+    unfixed: tuple[Unfixed, ...] = ()
 
     def added_to(self, diff: Diff) -> Diff:
         """Return the diff with the commands, and all notes on them."""
         words = {word for line in self.commands for word in shlex.split(line)}
         unknown = [name for name in PLACEHOLDERS if name in words]
+        fix = []
+        for line in self.commands:
+            tried = words.isdisjoint(unknown)
+            complete = tried and not (self.is_partial or self.unfixed)
+            fix.append(Fix(line, complete=complete and (line.complete if isinstance(line, Fix) else True), tried=tried))
         notes = [*diff.notes, *[PART] * self.is_partial, *[INFERRED] * self.is_inferred, *self.notes]
         if unknown:
-            notes.append(Info(f"not tried, because the result depends on {' and '.join(unknown)}"))
-        return replace(diff, fix=self.commands, notes=tuple(notes))
+            notes.append(Info(f"not tried, because the result depends on {' and '.join(unknown)}", "untried"))
+        return replace(diff, fix=tuple(fix), notes=tuple(notes), unfixed=self.unfixed)
 
 
 def answered(question: Question, diff: Diff, suggests: bool = False) -> Diff:
@@ -111,16 +120,16 @@ def _fixes(question: Question, diff: Diff, suggested: Suggested | None) -> Fixes
             return Fixes()
         tried = (try_remap(question, options, word) for word, options in to_load_model(question))
         complete = next((fix for fix in tried if fix is not None and fix.after.identical), None)
-        return Fixes() if complete is None else Fixes((complete.command,))
+        return Fixes() if complete is None else Fixes((complete.fix,))
     is_program = question.right is not None and "pt2" in (left.format, question.right.format)
     swap, swap_notes = _swap_fix(question) if is_program else (None, [])
     if swap is not None and swap.after.identical:
-        return Fixes((swap.command,))
+        return Fixes((swap.fix,))
     best = _best(question, diff, suggested)
     drops, infers = best is not None and best.drops, best is not None and best.infers
     if swap is not None and drops:
         best, drops, infers = None, False, False  # the program takes what only a remap would drop
-    commands = [fix.command for fix in (swap, best) if fix is not None]
+    commands = [trial.fix for trial in (swap, best) if trial is not None]
     with_model: tuple[str, ...] = ()
     if not commands or (infers and is_program):  # the program's own model knows better
         with_model = _commands_with_a_model(question, diff)
@@ -128,14 +137,18 @@ def _fixes(question: Question, diff: Diff, suggested: Suggested | None) -> Fixes
     unpaired = any(entry.status in ("missing", "transformed") for entry in diff.entries)
     if best is not None and question.options.comparison is not None and unpaired:
         notes.append(NOT_READ)
-    is_partial = False
+    is_partial, unfixed = False, tuple[Unfixed, ...]()
     if not with_model and swap is None:
         is_partial = best is not None and not best.after.identical
-        notes += _unfixable(question, diff, best)
-    return Fixes((*with_model, *commands), tuple(notes), is_partial, infers)
+        if not one_rank(left):  # else a note of the diff says everything
+            unfixed = _unfixed(question, diff, best)
+            notes += (
+                [_ADAPTER] if best is None and is_adapter(model_section(left)) else filter(None, map(_advice, unfixed))
+            )
+    return Fixes((*with_model, *commands), tuple(notes), is_partial, infers, unfixed)
 
 
-def _best(question: Question, diff: Diff, suggested: Suggested | None) -> Fix | None:
+def _best(question: Question, diff: Diff, suggested: Suggested | None) -> Trial | None:
     """Return the first remap after which the two are the same, or else the remap that leaves the fewest differences."""
     left = question.left
     assert left is not None
@@ -157,7 +170,7 @@ def _best(question: Question, diff: Diff, suggested: Suggested | None) -> Fix | 
     return best
 
 
-def _swap_fix(question: Question) -> tuple[Fix | None, list[str]]:
+def _swap_fix(question: Question) -> tuple[Trial | None, list[str]]:
     """Return the swap that works if one of two checkpoints is a program; else why none does, if that is final."""
     options = SwapOptions(**question.model_options)
     fix = try_swap(question, options)
@@ -166,7 +179,7 @@ def _swap_fix(question: Question) -> tuple[Fix | None, list[str]]:
             constants = options.constants or fix.advice == "constants"
             options = replace(options, constants=constants, cast=fix.advice == "cast")
             fix = try_swap(question, options)
-    if isinstance(fix, Fix):
+    if isinstance(fix, Trial):
         return fix, []
     if question.options.model is None:
         return None, []
@@ -174,109 +187,63 @@ def _swap_fix(question: Question) -> tuple[Fix | None, list[str]]:
     if len(fix.problems) > _FEW:
         problems += f"; and {plural(len(fix.problems) - _FEW, 'problem')} more"
     hint = f"; {fix.hint}" if isinstance(fix, Misfit) and fix.advice == "values" else ""
-    return None, [f"swap-weights would be refused: {fix.message} ({problems}){hint}" if problems else fix.message]
+    text = f"swap-weights would be refused: {fix.message} ({problems}){hint}" if problems else fix.message
+    return None, [Note(text, "no-fix")]
 
 
 # Differences that no command fixes
 
 
-# Status or code -> what the keys are, and what to do.
-_ADVICE: dict[str | Code, tuple[str, str, str]] = {
-    "missing": (
-        "key",
-        "missing from left",
-        "copy the values from another checkpoint, or load with strict=False and initialize them; if left has the keys "
-        "under other names, pass --rule 'FROM => TO'",
-    ),
-    "shape": (
-        "tensor",
-        "of a different shape, which no rename fixes",
-        "build the model as it was when this was saved (--model-kwargs), or slice, pad or reshape them yourself",
-    ),
-    "dtype": (
-        "tensor",
-        "of a different dtype",
-        "loading converts it, so --ignore-dtype accepts it; `cast` in a rules file converts it now",
-    ),
-    "value": (
-        "tensor",
-        "with different values, which no rename fixes",
-        "these are two states of training, or two models",
-    ),
-    "unexpected": (
-        "key",
-        "not in right",
-        "no fix is suggested because it would lose values; if right has the keys under other names, "
-        "pass --rule 'FROM => TO'",
-    ),
-    "renamed": ("key", "under another name", "pass --rule 'FROM => TO' to give them the names that right has"),
-    "transformed": (
-        "key",
-        "computed when the model is saved",
-        "load the checkpoint into the model, and save its state_dict()",
-    ),
-    "alias": ("second name", "on one side only", "remap --model MODEL writes all names of tied tensors"),
-    Code.PART: (
-        "key",
-        "of parameters that one side computes from others",
-        "no rename converts one to the other: load the file into a model built like the one that saved it, add or "
-        "remove what computes them there (torch.nn.utils), and save its state_dict()",
-    ),
-    Code.OBJECT: (
-        "object",
-        "with different content, which no rename fixes",
-        "it is copied unchanged: take it from right",
-    ),
-    Code.ROTARY_LEFT: (
-        "tensor",
-        "with rows in the other rotary-embedding order",
-        "`diff LEFT RIGHT --values --suggest rules.toml` writes the rule that reorders them (`permute`)",
-    ),
-    Code.ROW_ORDER: ("tensor", "with rows in a different order", "index them yourself: no rule sorts rows"),
-    Code.TRANSPOSED: ("tensor", "transposed", "`transpose` in a rules file transposes it (docs/rules.md)"),
-    Code.MOVED: (
-        "tensor",
-        "with values that right has under other names",
-        "pass --rule 'FROM => TO' for each of them to rename all of them at once",
-    ),
-    Code.PLACEHOLDER: ("tensor", "without values", PLACEHOLDER),
-    Code.KIND: ("tensor", "of a different kind", "read it where its class is known, and save plain tensors"),
+# Code -> what the keys are; its row says what to do.
+_UNFIXED: dict[str, tuple[str, str]] = {
+    "missing": ("key", "missing from left"),
+    "shape": ("tensor", "of a different shape, which no rename fixes"),
+    "dtype": ("tensor", "of a different dtype"),
+    "value": ("tensor", "with different values, which no rename fixes"),
+    "unexpected": ("key", "not in right"),
+    "renamed": ("key", "under another name"),
+    "transformed": ("key", "computed when the model is saved"),
+    "alias": ("second name", "on one side only"),
+    "part": ("key", "of parameters that one side computes from others"),
+    "object": ("object", "with different content, which no rename fixes"),
+    "rotary-order": ("tensor", "with rows in the other rotary-embedding order"),
+    "row-order": ("tensor", "with rows in a different order"),
+    "transposed": ("tensor", "transposed"),
+    "moved": ("tensor", "with values that right has under other names"),
+    "placeholder": ("tensor", "without values"),
+    "kind": ("tensor", "of a different kind"),
 }
 
 
-def _unfixable(question: Question, diff: Diff, best: Fix | None) -> Iterator[str]:
-    """Yield a sentence for each kind of difference that is left after the best fix, if there is one."""
-    left = question.left
-    assert left is not None
-    if one_rank(left):
-        return  # a note of the diff says everything
+def _unfixed(question: Question, diff: Diff, best: Trial | None) -> tuple[Unfixed, ...]:
+    """Return the differences that are left after the best fix, if there is one, by their codes."""
     entries: Sequence[Entry] = diff.entries
     if best is not None:  # it was tried without values, which it does not change
         names = () if best.after.identical else best.after.entries
         entries = (*names, *question.different_values(diff))
-    elif is_adapter(model_section(left)):
-        yield _ADAPTER
-        return
-    kinds: dict[str | Code, list[str]] = {}
+    keys: dict[str, list[str]] = {}
     for entry in entries:
-        if entry.status == "dtype" and question.options.ignore_dtype:
-            continue
-        kinds.setdefault(_kind(entry), []).append((entry.right or entry.left or ("",))[0])
-    for kind, (noun, what, advice) in _ADVICE.items():
-        if kind in kinds:
-            yield f"{plural(len(kinds[kind]), noun)} {what} ({some(kinds[kind], _FEW)}): {advice}"
+        if entry.status not in HARMLESS - {"alias"} and not (entry.status == "dtype" and question.options.ignore_dtype):
+            keys.setdefault(_code(entry), []).append((entry.right or entry.left or ("",))[0])
+    codes = [*_UNFIXED, *keys]
+    return tuple(Unfixed(code, tuple(keys[code])) for code in dict.fromkeys(codes) if code in keys)
 
 
-def _kind(entry: Entry) -> str | Code:
-    """Return the row of `_ADVICE` that is about the entry."""
-    if entry.has(Code.PART, Code.COMPUTED_FROM):
-        return Code.PART
+def _advice(unfixed: Unfixed) -> Note | None:
+    """Return the sentence about keys that are left, None if there is nothing to do about them."""
+    if unfixed.code not in _UNFIXED:
+        return None
+    noun, what = _UNFIXED[unfixed.code]
+    advice = CODES[unfixed.code].fix.rstrip(".")
+    text = f"{plural(len(unfixed.keys), noun)} {what} ({some(unfixed.keys, _FEW)}): {advice[0].lower()}{advice[1:]}"
+    return Note(text, unfixed.code)
+
+
+def _code(entry: Entry) -> str:
+    """Return the code that says best what could fix the entry."""
     if entry.status in ("shape", "dtype", "value") and entry.cause is not None and entry.cause.code in OBJECTS:
-        return Code.OBJECT
-    if entry.has(Code.ROTARY_RIGHT):
-        return Code.ROTARY_LEFT
-    codes = (code for code in _ADVICE if isinstance(code, Code) and entry.has(code))
-    return next(codes, entry.status)
+        return "object"
+    return next((code for code in _UNFIXED if entry.cause is not None and code in entry.cause.codes), entry.status)
 
 
 def is_adapter(section: Section) -> bool:
@@ -355,16 +322,18 @@ def _model_fixes(question: Question, diff: Diff) -> Fixes:
     except CkptError as error:
         problems = "; ".join(map(str, error.problems[:_FEW]))
         reason = f"{error.message} ({problems})"
-        return Fixes(notes=(f"no command brings this model's checkpoints to its runtime names: {reason}",))
+        text = f"no command brings this model's checkpoints to its runtime names: {reason}"
+        return Fixes(notes=(Note(text, "no-fix"),))
     keys = result.section("").by_key()
     lost = [t.fqn for t in names.runtime if t.persistent and t.alias_of is None and t.fqn not in keys]
     notes = []
     if lost:
         count = f"{plural(len(lost), 'tensor')} {'is' if len(lost) == 1 else 'are'}"
-        notes.append(
+        text = (
             f"{count} not in any key that state_dict() writes ({some(lost, _FEW)}), so no command can restore them "
             "from a checkpoint of this model: save them in a hook, or fix the hook that removes them"
         )
+        notes.append(Note(text, "not-saved"))
     if not any(entry.status in ("renamed", "transformed") for entry in diff.entries):
         return Fixes(notes=tuple(notes))
     model = question.model_options
@@ -397,7 +366,8 @@ def diff_names_file(path: str, model: ModelOperand | None, options: DiffOptions)
     if any(entry.status == "order" for entry in diff.entries):
         if commands:
             words = [*model.words, *(["--optimizer", optimizer] if optimizer else [])]
-            notes = (*notes, f"{_THEN_OPTIMIZER}: {shell('ckpttool', 'diff', free(CKPT, 'renamed', '.pt'), *words)}")
+            text = f"{_THEN_OPTIMIZER}: {shell('ckpttool', 'diff', free(CKPT, 'renamed', '.pt'), *words)}"
+            notes = (*notes, Note(text, "optimizer-order"))
         else:
             words = ["--model", path, "--to-model", model.words[1]]
             words += ["--to-optimizer", optimizer] if optimizer else []
@@ -413,7 +383,7 @@ def _optimizer_fixes(question: Question, diff: Diff, remedy: Remedy) -> Fixes:
     """Return the command that fixes the state: tried, unless it names what only the user knows; else a note."""
     assert question.left is not None
     if remedy.foreign_keys:
-        return Fixes(notes=(f"{FOREIGN}: {some(remedy.foreign_keys)}",))
+        return Fixes(notes=(Note(f"{FOREIGN}: {some(remedy.foreign_keys)}", "no-fix"),))
     if remedy.way != "drop_state":
         path, optimizer_path = split(question.left.source)
         file = question.left if optimizer_path is None else open_operand(path)
@@ -424,7 +394,7 @@ def _optimizer_fixes(question: Question, diff: Diff, remedy: Remedy) -> Fixes:
         asked = replace(question, left=file, optimizer_path=optimizer_path)
         fix = try_remap(asked, options, word, question.remaining(diff))
         if fix is not None:
-            return Fixes((fix.command,))
+            return Fixes((fix.fix,))
     return Fixes(notes=(NO_REMAP,))
 
 

@@ -14,7 +14,7 @@ from ckpttool.core.options import Option, OutputOptions
 from ckpttool.core.text import shell
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.options import DiffOptions
-from ckpttool.diffing.result import HARMLESS, Diff, Entry
+from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix
 from ckpttool.diffing.run import run
 from ckpttool.naming.convert import MADE_AGAIN
 from ckpttool.naming.match import aliases
@@ -100,7 +100,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Fix:
+class Trial:
     """A command that works, as its options, and the answer after it has run."""
 
     verb: str
@@ -109,9 +109,10 @@ class Fix:
     after: Diff
 
     @property
-    def command(self) -> str:
+    def fix(self) -> Fix:
         """The command line."""
-        return command(self.verb, self.operands, self.options)
+        line = command(self.verb, self.operands, self.options)
+        return Fix(line, complete=self.after.identical, tried=True)
 
     @property
     def drops(self) -> bool:
@@ -124,7 +125,7 @@ class Fix:
         return isinstance(self.options, RemapOptions) and bool(self.options.rule)
 
 
-def try_remap(question: Question, options: RemapOptions, word: str, most: int | None = None) -> Fix | None:
+def try_remap(question: Question, options: RemapOptions, word: str, most: int | None = None) -> Trial | None:
     """Return the remap of the left checkpoint with these options; None if it is refused, if no format can hold the
     result, if it loses something, or if `most` differences or more are left.
 
@@ -159,11 +160,11 @@ def try_remap(question: Question, options: RemapOptions, word: str, most: int | 
             target.lay_out(fitted)
         except CkptError:
             continue
-        return Fix("remap", (named,), replace(options, out=out, partial=bool(result.missing)), after)
+        return Trial("remap", (named,), replace(options, out=out, partial=bool(result.missing)), after)
     return None
 
 
-def try_swap(question: Question, options: SwapOptions) -> Fix | CkptError:
+def try_swap(question: Question, options: SwapOptions) -> Trial | CkptError:
     """Return the swap with these options, or why it is refused."""
     left, right = question.two
     program, weights = (right, left) if right.format == "pt2" else (left, right)
@@ -176,7 +177,7 @@ def try_swap(question: Question, options: SwapOptions) -> Fix | CkptError:
     swapped = replace(swapped, source=out)
     after = question.ask_again(*((swapped, weights) if program is left else (weights, swapped)))
     operands = program.source, operand(weights.source, weights.format)
-    return Fix("swap-weights", operands, replace(options, out=out), after)
+    return Trial("swap-weights", operands, replace(options, out=out), after)
 
 
 def _loses(source: Checkpoint, result: Remap, model: ModelOperand | None) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Lazy, Part, Section, Storage, TensorEntry, in_row_major
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import CkptError, Problem
-from ckpttool.core.text import dotted, is_flat, shell, some
+from ckpttool.core.text import Note, dotted, is_flat, shell, some
 from ckpttool.evaluate.chunks import across, concatenated
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.chunks import Chunk, assemble, cover_problem, row_major_data
@@ -56,9 +56,10 @@ def one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:
     path = checkpoint.source.partition("::")[0]
     pattern = _RANK.sub(r"\1*", path) if _RANK.search(name(path)) else "rank_*.pt"
     unless = "" if certain else ", unless one rank alone saved it"
-    return (
-        f"{checkpoint.source} is the part of one rank{unless}: name the files of all ranks at once, as in '{pattern}'",
+    text = (
+        f"{checkpoint.source} is the part of one rank{unless}: name the files of all ranks at once, as in '{pattern}'"
     )
+    return (Note(text, "rank-part"),)
 
 
 def read(pattern: str) -> Checkpoint:

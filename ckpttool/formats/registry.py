@@ -228,7 +228,7 @@ def losses(checkpoint: Checkpoint, target: Format) -> list[str]:
     """Return sentences about other contents that the output will not hold."""
     notes: list[str] = []
     if checkpoint.format == "torch_legacy" and target.name == "torch_zip":
-        notes.append(Info("written in the format of torch 1.6 and later"))
+        notes.append(Info("written in the format of torch 1.6 and later", "written"))
     if checkpoint.format == "torchscript":
         notes.append("the state dict alone: the code of the TorchScript archive is left out")
     if loses_versions(checkpoint, target):

@@ -24,13 +24,14 @@ from ckpttool.core.schema import (
     Members,
     either,
     list_of,
+    notes_as,
     nullable,
     one_of,
     plain,
     record,
     row,
 )
-from ckpttool.core.text import Info, dotted, is_flat, number, plural, some
+from ckpttool.core.text import Info, Note, dotted, is_flat, number, plural, some
 from ckpttool.core.values import dataclass, public
 from ckpttool.distributed.job import Question, answers
 from ckpttool.evaluate.compare import Statistics, statistics
@@ -77,16 +78,17 @@ class Inspection:
     def notes(self) -> tuple[str, ...]:
         """Remarks of the reader, and what the values show."""
         checkpoint = self.checkpoint
-        notes = []
+        notes: list[str] = []
         imports = list(dict.fromkeys(one.name for one in dangerous(checkpoint.imports)))
         if imports:
             count = plural(len(imports), "dangerous import")
-            notes.append(f"{count}, executed if it is loaded with weights_only=False: {some(imports)}")
+            text = f"{count}, executed if it is loaded with weights_only=False: {some(imports)}"
+            notes.append(Note(text, "dangerous-import"))
         notes += checkpoint.notes
         if checkpoint.format == "torch_legacy":
             from ckpttool.formats.torch.legacy_file import UNREADABLE, refused_by_torch
 
-            notes += [UNREADABLE] if refused_by_torch(checkpoint) else []
+            notes += [Note(UNREADABLE, "unreadable")] if refused_by_torch(checkpoint) else []
         entries = [entry for section in checkpoint.sections for entry in section.entries]
         if any(is_flat(e.key) or isinstance(e, ExtraEntry) or e.layout != "strided" for e in entries):
             from ckpttool.formats.rank_files import one_rank
@@ -107,7 +109,7 @@ class Inspection:
             ("only zeros", [name for name, is_zero in zeros if is_zero]),
         ):
             if hits:
-                yield f"{plural(len(hits), 'tensor')} with {what}: {some(hits)}"
+                yield Note(f"{plural(len(hits), 'tensor')} with {what}: {some(hits)}", "odd-values")
 
     def tensors(self) -> Iterator[InspectedTensor]:
         """Yield every tensor, section by section, those inside of other entries last.
@@ -230,7 +232,7 @@ INSPECT = record(
         "adapters": list_of(_ADAPTER),
         "optimizers": list_of(row({"section": TEXT, "form": one_of(*FORMS), "groups": list_of(_GROUP)})),
         "metadata": OBJECT,
-        "notes": TEXTS,
+        "notes": notes_as("reader"),
         "unreached": list_of(row({"path": TEXT, "bytes": COUNT, "referred": FLAG})),
     },
     called={
@@ -312,7 +314,7 @@ def _filtered(checkpoint: Checkpoint, pattern: str) -> Checkpoint:
     if not count:
         hint = f"`{checkpoint.inspect_call}` lists what is there"
         raise CkptError(f"{pattern!r} names none of {plural(total, 'tensor')}", hint=hint)
-    note = Info(f"only what {pattern!r} names: {number(count)} of {plural(total, 'tensor')}")
+    note = Info(f"only what {pattern!r} names: {number(count)} of {plural(total, 'tensor')}", "filter")
     return replace(checkpoint, sections=sections, notes=(*checkpoint.notes, note))
 
 

@@ -11,10 +11,11 @@ from typing import Union
 from ckpttool.core.checkpoint import TensorEntry
 from ckpttool.core.expression import Expression
 from ckpttool.core.text import NUMBER as NUMBER_SEGMENT
+from ckpttool.core.text import Info
 from ckpttool.core.values import dataclass
 
 NUMBER = "#"  # any layer number in a template; `template` escapes segments of a key that read like it
-SAME_NAME = "the same name"  # the start of evidence by names alone
+SAME_NAME = Info("the same name", "same-name")  # evidence by names alone has this code
 
 Template = tuple[str, ...]
 Digest = Callable[[Expression], "bytes | None"]  # of a value over one side's keys; None if it has none

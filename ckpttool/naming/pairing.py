@@ -9,6 +9,7 @@ from itertools import islice, permutations, product
 from typing import NamedTuple
 
 from ckpttool.core.expression import Op, Ref
+from ckpttool.core.text import Info
 from ckpttool.naming.evidence import (
     FUSED,
     HEAD,
@@ -74,7 +75,7 @@ def _shape(left: Group, right: Group) -> str:
 # A module that holds another, or a hook that hides it. Other layers may have the shorter name on both sides.
 BY_NAME = Way(
     lambda a, b: abs(len(a.path) - len(b.path)) == 1 and bool(inserted(a.template, b.template)),
-    lambda a, b: f"{SAME_NAME} but for the segment `{inserted(a.template, b.template)}`",
+    lambda a, b: Info(f"{SAME_NAME} but for the segment `{inserted(a.template, b.template)}`", SAME_NAME.code),
     sure=True,
 )
 BY_PART = Way(
@@ -237,7 +238,7 @@ class _Search:
         if best is None:
             return False
         below = " and ".join(f"`{shown(path)}`" for path in best if path)
-        evidence = f"{SAME_NAME} below {below}" if below else SAME_NAME
+        evidence = Info(f"{SAME_NAME} below {below}", SAME_NAME.code) if below else SAME_NAME
         for one, other in trees[best]:
             both = [(a, other.members[at]) for at, a in one.members.items() if at in other.members]
             both = [(a, b) for a, b in both if fit(a, b) and a.key in self.left and b.key in self.right]

@@ -14,7 +14,7 @@ from ckpttool.core.expression import BY_CODE, Ref
 from ckpttool.core.names import SERIALIZED
 from ckpttool.core.optimizer_state import FORMS, GROUPS, ID, STATE
 from ckpttool.core.plan import PLAN, Dropped, OptimizerMove, Output, Plan
-from ckpttool.core.schema import COUNT, TEXT, TEXTS, list_of, nullable, one_of, record, row, unless_empty
+from ckpttool.core.schema import COUNT, TEXT, TEXTS, list_of, notes_as, nullable, one_of, record, row, unless_empty
 from ckpttool.core.text import dotted, plural, shell
 from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate.apply import NO_CODE, Runner, apply
@@ -147,7 +147,7 @@ REMAP = record(
         **dict.fromkeys(("dropped", "missing", "sections"), TEXTS),
         "by_code": list_of(row({"way": one_of(*BY_CODE), "model": TEXT, "keys": TEXTS})),
         "optimizer": nullable(row({"from": _FORM, "to": _FORM, "params": COUNT, "sections": _OPTIMIZERS})),
-        "notes": TEXTS,
+        "notes": notes_as("remap"),
     },
     {"written": _WRITTEN, "undo": UNDO, "verified": VERIFIED, "cost": COST, "companions": COMPANIONS, "plan": PLAN},
     called={

@@ -141,7 +141,7 @@ def run(source: Checkpoint, options: RemapOptions, *, may_copy: bool = False) ->
             already = already_there(options)
             if already is None or options.in_place:
                 refuse_unchanged(source, options)
-            done = replace(done, notes=(*done.notes, Info(f"{already}: nothing renamed")))
+            done = replace(done, notes=(*done.notes, Info(f"{already}: nothing renamed", "remap")))
     return done if target is None else _write(source, options, writer, target, done, model, to_model)
 
 
@@ -413,7 +413,7 @@ def _write(
         done = replace(done, verified=writer.prove(target.path, expected))
     if written is not None and written.way == "edited" and done.plan.dropped:
         kept_bytes = "the file still holds the bytes of what was left out, until --in-place --compact --no-undo"
-        done = replace(done, notes=(*done.notes, Info(kept_bytes)))
+        done = replace(done, notes=(*done.notes, Info(kept_bytes, "remap")))
     return done
 
 
@@ -470,7 +470,7 @@ def _write_ranks(options: RemapOptions, writer: Writer, model: ModelOperand, don
     if options.out is not None and not options.dry_run:
         done = replace(done, verified=writer.ranks(ranks, options.out, _decided(done)))
     alike = [section.title for section in done.result.state_dicts if section.path not in models]
-    notes: list[str] = [Info(f"not cut: every rank's file holds all of {', '.join(alike)}")] if alike else []
+    notes: list[str] = [Info(f"not cut: every rank's file holds all of {', '.join(alike)}", "remap")] if alike else []
     notes += ["the module versions in _metadata are left out: in FSDP1 they depend on the wrapping"] if versions else []
     return replace(done, form=options.to, notes=(*done.notes, *notes))
 

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from ckpttool.core.errors import CkptError
-from ckpttool.core.names import AS_A_PART, Hook, Names
+from ckpttool.core.names import ON_PLACE, Hook, Names
+from ckpttool.core.text import code_of
 from ckpttool.io.paths import is_url
 from ckpttool.tracing.build_model import LoadedModel, user_code
 
@@ -60,7 +61,7 @@ def by_transformers(names: Names) -> Names:
     code = revert.__code__
     hook = Hook(revert.__name__, code.co_filename, code.co_firstlineno, "")
     serialized = tuple(replace(key, hook=None if key.hook is None else hook) for key in names.serialized)
-    notes = tuple(note for note in names.notes if not note.startswith(AS_A_PART))
+    notes = tuple(note for note in names.notes if code_of(note) != ON_PLACE)
     return replace(names, serialized=serialized, notes=notes)
 
 

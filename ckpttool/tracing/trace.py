@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.expression import Expression, Op, Ref, is_constant, is_opaque, refs, substitute
-from ckpttool.core.names import AS_A_PART, NAMED_EXTRA_STATE, LoadedTensor, Names, SerializedKey
-from ckpttool.core.text import dotted, some
+from ckpttool.core.names import NAMED_EXTRA_STATE, ON_PLACE, LoadedTensor, Names, SerializedKey
+from ckpttool.core.text import Note, dotted, some
 from ckpttool.evaluate.torch_eval import evaluate, same_bits
 from ckpttool.tracing.build_model import CannotBuild, LoadedModel, attempt, describe
 from ckpttool.tracing.instances import (
@@ -307,7 +307,7 @@ def trace(model: LoadedModel) -> Names:
             *notes,
             *([_DEPENDS.format(keys=some(saved.varying))] if saved.varying else []),
             *(str(problem) for problem in problems if problem.kind == "unknown"),
-            *(f"{AS_A_PART}: {problem}" for problem in _nested(model, saved)),
+            *(Note(f"as a part of another model: {problem}", ON_PLACE) for problem in _nested(model, saved)),
         ),
     )
 

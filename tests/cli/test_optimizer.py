@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import optimizer_models as models
 from ckpttool.cli.app import main
+from command import fixes_in, notes_in
 from optimizer_support import same, save, train
 
 MODEL = ("--model", "optimizer_models:Net")
@@ -164,8 +165,8 @@ def test_diff_names_the_command_that_mends_it(ckpt: str, tmp_path: Path, capsys:
     capsys.readouterr()
     found = told(capsys, "diff", f"{ckpt}::optimizer", f"{out}::optimizer", *chosen)
     mended = str(tmp_path / "train.fqn.pt")
-    assert found["fix"] == [f"ckpttool remap {ckpt} {' '.join(chosen)} --optimizer-keys fqn -o {mended}"]
-    assert main(found["fix"][0].split()[1:]) == 0
+    assert fixes_in(found) == [f"ckpttool remap {ckpt} {' '.join(chosen)} --optimizer-keys fqn -o {mended}"]
+    assert main(fixes_in(found)[0].split()[1:]) == 0
     assert main(["diff", f"{mended}::optimizer", f"{out}::optimizer", "--values"]) == 0
 
 
@@ -174,7 +175,7 @@ def test_diff_against_the_optimizer_that_is_to_load_it(ckpt: str, capsys: pytest
     capsys.readouterr()
     found = told(capsys, "diff", *MODEL, "--optimizer", "optimizer_models:adamw", ckpt)
     assert not found["identical"]
-    assert found["fix"][0].endswith(f"--to-optimizer optimizer_models:adamw -o {ckpt.replace('.pt', '.mapped.pt')}")
+    assert fixes_in(found)[0].endswith(f"--to-optimizer optimizer_models:adamw -o {ckpt.replace('.pt', '.mapped.pt')}")
 
 
 def test_a_diff_of_whole_files_points_at_their_optimizers(
@@ -182,7 +183,7 @@ def test_a_diff_of_whole_files_points_at_their_optimizers(
 ) -> None:
     other = save(tmp_path / "other.pt", *train(models.Net, models.sgd))
     found = told(capsys, "diff", ckpt, other)
-    assert any(note.endswith(f"(ckpttool diff {ckpt}::optimizer {other}::optimizer)") for note in found["notes"])
+    assert any(note.endswith(f"(ckpttool diff {ckpt}::optimizer {other}::optimizer)") for note in notes_in(found))
 
 
 def test_a_saved_plan_does_with_the_optimizer_what_its_rule_did(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckpttool.cli.app import main
-from command import Run
+from command import Run, fixes_in, notes_in
 
 CODE = """
 import torch
@@ -58,10 +58,10 @@ def test_a_printed_command_works(run: Run, left: str, right: str, with_model: bo
     ask = ("diff", f"{left}.pt", f"{right}.pt", *model, "--format", "json")
     done = run(*ask)
     assert done.status in (0, 1)
-    assert done.data["fix"] or done.status == 0 or done.data["notes"]
+    assert fixes_in(done.data) or done.status == 0 or notes_in(done.data)
     if with_model:
-        assert done.data["fix"] or done.status == 0
-    for command in done.data["fix"]:
+        assert fixes_in(done.data) or done.status == 0
+    for command in fixes_in(done.data):
         filled = command.replace("MODEL", "net.py:Net")
         filled = filled.replace("OPTIMIZER", "net.py:by_rank" if right == "groups" else "net.py:one")
         words = shlex.split(filled)[1:]

@@ -16,7 +16,7 @@ import optimizer_models as models
 from ckpttool.cli.app import main
 from ckpttool.diffing.result import HARMLESS
 from ckpttool.fixes.suggest import FOREIGN, NO_REMAP
-from command import Run
+from command import Run, fixes_in, notes_in
 from optimizer_support import save, steps, train
 
 # Another class's state
@@ -66,10 +66,10 @@ def test_pytorch_7499_143828_state_of_another_class(
         new = ("--model", "optimizer_models:Net", "--optimizer", f"optimizer_models:{wanted}")
         status, found = told(capsys, "diff", *new, path)
         error = resumes(path, models.Net, make)
-        assert (status == 0) == (error is None), (wanted, error, found["notes"])
+        assert (status == 0) == (error is None), (wanted, error, notes_in(found))
         if status == 0:
             continue
-        assert (found["fix"], NO_REMAP in found["notes"]) == ([], True)
+        assert (fixes_in(found), NO_REMAP in notes_in(found)) == ([], True)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_no_command_drops_an_optimizer_that_does_not_fit(
     new = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:sgd")
     status, found = told(capsys, "diff", *new, f"{path}::{picked}" if picked else path)
     assert status == 1
-    assert (found["fix"], NO_REMAP in found["notes"]) == ([], True)
+    assert (fixes_in(found), NO_REMAP in notes_in(found)) == ([], True)
 
 
 def test_another_order_of_groups_is_mended_in_the_optimizer_that_is_asked_about(
@@ -99,7 +99,7 @@ def test_another_order_of_groups_is_mended_in_the_optimizer_that_is_asked_about(
     assert told(capsys, "diff", *new, f"{path}::b")[0] == 0
     status, found = told(capsys, "diff", *new, f"{path}::a")
     assert status == 1
-    out = paste(found["fix"][0])
+    out = paste(fixes_in(found)[0])
     assert told(capsys, "diff", *new, f"{out}::a")[0] == 0
 
 
@@ -167,12 +167,12 @@ def test_pytorch_3852_other_param_groups(
     words = ("diff", "--model", f"optimizer_models:{new}", "--optimizer", f"optimizer_models:{wanted}")
     status, found = told(capsys, *words, path)
     assert status == 1
-    (command,) = found["fix"]
+    (command,) = fixes_in(found)
     out = paste(command, old, saved)
     assert held(out, getattr(models, new), getattr(models, wanted))
     status, found = told(capsys, *words, out)
     assert status == (0 if loads else 1)
-    assert any("does not load as it is" in note for note in found["notes"]) != loads
+    assert any("does not load as it is" in note for note in notes_in(found)) != loads
 
 
 @pytest.mark.parametrize("make", ["adamw", "in_order", "decayed"])
@@ -182,8 +182,8 @@ def test_parameters_that_the_new_model_has_not_are_not_dropped(
     path = tagged(tmp_path / "old.pt", models.Net, getattr(models, make))
     words = ("diff", "--model", "optimizer_models:Shrunk", "--optimizer", f"optimizer_models:{make}")
     status, found = told(capsys, *words, path)
-    assert (status, found["fix"]) == (1, [])
-    assert any(FOREIGN in note for note in found["notes"])
+    assert (status, fixes_in(found)) == (1, [])
+    assert any(FOREIGN in note for note in notes_in(found))
 
 
 def test_which_names_are_extra_or_missing_also_where_the_optimizer_has_ids_only(
@@ -198,8 +198,8 @@ def test_which_names_are_extra_or_missing_also_where_the_optimizer_has_ids_only(
 def test_hyperparameters_that_do_not_go_together_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tagged(tmp_path / "old.pt", models.Net, models.decayed)
     _, found = told(capsys, "diff", "--model", "optimizer_models:Net", "--optimizer", "optimizer_models:adamw", path)
-    assert any("weight_decay is 0.1 in param group 0 and 0.0 in 1" in note for note in found["notes"])
-    assert (found["fix"], NO_REMAP in found["notes"]) == ([], True)
+    assert any("weight_decay is 0.1 in param group 0 and 0.0 in 1" in note for note in notes_in(found))
+    assert (fixes_in(found), NO_REMAP in notes_in(found)) == ([], True)
 
 
 # Order
@@ -227,7 +227,7 @@ def test_a_names_file_with_ids_and_a_model_alone(tmp_path: Path, capsys: pytest.
         Path(out).unlink()
     status, found = told(capsys, "diff", "--model", "optimizer_models:Reordered", path)
     assert status == 0  # the model; that the optimizer was not looked at is said
-    assert any("registers its parameters in another order" in note for note in found["notes"])
+    assert any("registers its parameters in another order" in note for note in notes_in(found))
 
 
 def test_a_history_that_belongs_to_all_parameters_cannot_be_put_in_order(
@@ -237,8 +237,8 @@ def test_a_history_that_belongs_to_all_parameters_cannot_be_put_in_order(
     words = ("--model", "optimizer_models:Reordered", "--optimizer", "optimizer_models:lbfgs_named")
     status, found = told(capsys, "diff", *words, path)
     assert status == 1
-    assert (found["fix"], NO_REMAP in found["notes"]) == ([], True)
-    assert any("belongs to all parameters together" in note for note in found["notes"])
+    assert (fixes_in(found), NO_REMAP in notes_in(found)) == ([], True)
+    assert any("belongs to all parameters together" in note for note in notes_in(found))
 
 
 def test_names_as_keys_in_another_order_are_loaded_by_name_only(
@@ -249,7 +249,7 @@ def test_names_as_keys_in_another_order_are_loaded_by_name_only(
     words = ("diff", "--model", "optimizer_models:Reordered", "--optimizer", "optimizer_models:in_order")
     status, found = told(capsys, *words, out)
     assert status == 0
-    assert any("Optimizer.load_state_dict loads by position" in note for note in found["notes"])
+    assert any("Optimizer.load_state_dict loads by position" in note for note in notes_in(found))
 
 
 @pytest.mark.parametrize("saved", ["in_order", "adamw"])
@@ -260,14 +260,14 @@ def test_a_renamed_layer_is_no_layer_to_be_dropped(
     words = ("diff", "--model", "optimizer_models:Renamed", "--optimizer", "optimizer_models:in_order")
     status, found = told(capsys, *words, path)
     assert status == 1
-    assert found["fix"] == []
+    assert fixes_in(found) == []
     said = "the model in this file does not load as it is" if saved == "adamw" else "remap --rule 'FROM => TO'"
-    assert any(said in note for note in found["notes"])
+    assert any(said in note for note in notes_in(found))
     old = () if saved == "in_order" else ("--model", "optimizer_models:Net")
     rule = ("--rule", "first.{x} => body.{x}", "--optimizer-keys", "fqn")
     assert main(["remap", path, *old, *rule, "-o", out]) == 0
     status, found = told(capsys, *words, out)
-    assert status == 0, found["notes"]
+    assert status == 0, notes_in(found)
 
 
 @pytest.mark.parametrize(
@@ -327,10 +327,10 @@ def test_of_two_saved_optimizers_what_is_printed_brings_one_nearer_to_the_other(
     words = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:decayed")
     status, found = told(capsys, "diff", *words, f"{left}::optimizer", f"{right}::optimizer")
     assert status == 1
-    if not found["fix"]:
-        assert NO_REMAP in found["notes"]
+    if not fixes_in(found):
+        assert NO_REMAP in notes_in(found)
         return
-    out = paste(found["fix"][0])
+    out = paste(fixes_in(found)[0])
     _, after = told(capsys, "diff", *words, f"{out}::optimizer", f"{right}::optimizer")
     assert _differing(after) < _differing(found)
 
@@ -351,7 +351,7 @@ def test_a_wrapped_model_next_to_a_state_that_fits_gets_its_fix(tmp_path: Path, 
         "def adamw(model): return torch.optim.AdamW(model.parameters())\n"
     )
     whose = ("--model", f"{tmp_path}/net.py:build", "--optimizer", f"{tmp_path}/net.py:adamw")
-    (fix,) = run("diff", tmp_path / "run.pt", *whose, "--format", "json").data["fix"]
+    (fix,) = fixes_in(run("diff", tmp_path / "run.pt", *whose, "--format", "json").data)
     words = shlex.split(fix)[1:]
     assert run(*words).status == 0
     assert run("diff", words[words.index("-o") + 1], *whose).status == 0
@@ -367,5 +367,5 @@ def test_parameters_that_are_cut_or_joined_are_not_missing(
         capsys, "diff", "--model", f"optimizer_models:{new}", "--optimizer", "optimizer_models:in_order", path
     )
     assert status == 1
-    (command,) = found["fix"]
+    (command,) = fixes_in(found)
     assert "--partial" not in command

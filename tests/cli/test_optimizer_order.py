@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import optimizer_orders as orders
 from ckpttool.cli.app import main
+from command import fixes_in, notes_in
 from optimizer_orders import Spec, spec
 
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "40"))
@@ -118,15 +119,15 @@ def test_every_state_stays_with_its_own_parameter(
 
     status, told = run(capsys, "diff", *new, path)
     assert status in (0, 1)
-    if status == 0 and not says_on_what_it_rests(told["notes"]):
+    if status == 0 and not says_on_what_it_rests(notes_in(told)):
         assert right
     if named:
         assert (status == 0) == right
         assert status == 0 or "order" in told["summary"]
     if not named and not wanted.with_model:
-        assert status == 1 or says_on_what_it_rests(told["notes"])
+        assert status == 1 or says_on_what_it_rests(notes_in(told))
     if status == 1:
-        (command,) = told["fix"]
+        (command,) = fixes_in(told)
         assert paste(command, seed) == 0
         mended = shlex.split(command)[-1]
         assert resumes(mended, wanted, wanted.form)
@@ -135,7 +136,7 @@ def test_every_state_stays_with_its_own_parameter(
     for form in ("id", "fqn", "flat"):
         out = str(tmp_path / f"{form}.pt")
         status, told = run(capsys, "remap", path, *new, "--optimizer-keys", form, "-o", out)
-        if status == 0 and not says_on_what_it_rests(told["notes"]):
+        if status == 0 and not says_on_what_it_rests(notes_in(told)):
             assert resumes(out, wanted, form)
             assert run(capsys, "diff", *new, out)[0] == 0
         elif status == 1:
@@ -164,15 +165,15 @@ def test_the_optimizer_alone_is_judged_by_the_whole_file(
 
     other = fill(tmp_path / "new.pt", wanted, "new")
     status, told = run(capsys, "diff", f"{path}::optimizer", f"{other}::optimizer")
-    by_ids = any("by their ids" in note for note in told["notes"])
+    by_ids = any("by their ids" in note for note in notes_in(told))
     assert status == 1 or right or (by_ids and not wanted.with_model)
     if named and wanted.kind != "SGD" and wanted.tied is None:
         assert (status == 0) == right
     if wanted.with_model:  # then that is the answer, and a note points at the optimizers
         _, told = run(capsys, "diff", path, other)
-        assert any("::optimizer" in note for note in told["notes"]) == (status == 1)
+        assert any("::optimizer" in note for note in notes_in(told)) == (status == 1)
 
     out = str(tmp_path / "out.pt")
     status, told = run(capsys, "remap", path, *new, "--optimizer-keys", wanted.form, "-o", out)
-    if status == 0 and not says_on_what_it_rests(told["notes"]):
+    if status == 0 and not says_on_what_it_rests(notes_in(told)):
         assert resumes(out, wanted, wanted.form)

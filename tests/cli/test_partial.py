@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ckpttool
-from command import Run
+from command import Run, notes_in
 
 CODE = """
 import torch
@@ -93,7 +93,7 @@ def test_missing_keys_are_named_and_partial_writes(words: list[str], run: Run) -
     assert [problem.key for problem in refused.value.problems] == ["head.weight", "head.bias"]
     done = run("remap", "part.pt", *words, "-o", "out.pt", "--partial", "--format", "json")
     assert (done.status, done.data["missing"]) == (0, ["head.weight", "head.bias"])
-    assert "head.weight, head.bias" in done.err + str(done.data["notes"])
+    assert "head.weight, head.bias" in done.err + str(notes_in(done.data))
     assert len(torch.load("out.pt")) == 2
 
 

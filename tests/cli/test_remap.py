@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hook_zoo
-from command import Run
+from command import Run, fixes_in
 from hook_zoo import ZOO
 
 torch.set_num_threads(1)
@@ -186,7 +186,7 @@ def test_the_proposed_command_mends_it(tmp_path: Path, run: Run, monkeypatch: py
     torch.save(dict(ZOO["overrides_state_dict"]().named_parameters()), "run.pt")
     status, out, _ = run("diff", "--model", operand, "run.pt", "--format", "json")
     assert status == 1
-    (fix,) = json.loads(out)["fix"]
+    (fix,) = fixes_in(json.loads(out))
     assert run(*shlex.split(fix)[1:])[0] == 0
     assert run("diff", "--model", operand, shlex.split(fix)[-1])[0] == 0
 

@@ -17,7 +17,7 @@ from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.result import Entry, only_left, only_right
 from ckpttool.diffing.sections import explain_computed, parts
 from ckpttool.fixes.suggest import PART
-from command import Run
+from command import Run, fixes_in, notes_in
 
 torch.set_num_threads(1)
 X = torch.rand(3, 4)
@@ -94,17 +94,17 @@ def test_a_printed_command_makes_the_same_model(saved: str, wanted: str, tmp_pat
     answer = run("diff", tmp_path / "saved.pt", tmp_path / "wanted.pt", "--format", "json")
     assert answer.status == 1
     if "plain" in (saved, wanted):
-        assert not answer.data["fix"]
+        assert not fixes_in(answer.data)
         assert all(
             entry["code"] in ("part", "computed-from") for entry in answer.data["entries"] if entry["status"] != "same"
         )
-    for command in answer.data["fix"]:
+    for command in fixes_in(answer.data):
         words = shlex.split(command)
         assert run(*words[1:]).status == 0
         out = torch.load(words[words.index("-o") + 1])
         try:
             target.load_state_dict(out)
         except RuntimeError:
-            assert any(PART in note for note in answer.data["notes"]), command
+            assert any(PART in note for note in notes_in(answer.data)), command
             continue
         assert torch.allclose(target.eval()(X), source.eval()(X)), command

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ckpttool.tracing import instances
-from command import Run
+from command import Run, fixes_in, notes_in
 from places import ROOT
 
 LINEAR = "\n        self.head = nn.Linear(width, 4)"
@@ -76,14 +76,14 @@ def test_from_red_to_mended(repository: Path, run: Run) -> None:
     done = run("diff", "names.json", "--format", "json")
     assert done.status == 1
     assert done.data["summary"] == {"same": 12, "missing": 4, "unexpected": 4}
-    assert any("rejects checkpoints with the old keys" in note for note in done.data["notes"])
+    assert any("rejects checkpoints with the old keys" in note for note in notes_in(done.data))
     assert run("diff", "names.json", "--suggest", "migrate.toml").status == 1
     assert run("remap", "CKPT", "--rules", "migrate.toml", "-o", "new.pt").status == 0
     renamed = {name.replace("head", "classifier").replace("embed", "embedding"): m for name, m in moments.items()}
     found = resumed("new.pt")
     assert found.keys() == renamed.keys()
     assert all(torch.equal(found[name], renamed[name]) for name in renamed)
-    for command in done.data["fix"]:
+    for command in fixes_in(done.data):
         follow(run, command)
     assert resumed("CKPT.renamed.pt").keys() == renamed.keys()
     updated = run("diff", "names.json", "--update")
@@ -103,8 +103,8 @@ def test_another_order_of_definition_is_an_order_of_ids(repository: Path, run: R
     assert done.status == 1
     assert done.data["summary"] == {"same": 16, "order": 16}
     assert {entry["detail"] for entry in done.data["entries"] if entry["status"] == "order"} == set(moments)
-    assert any("accepts the old keys" in note for note in done.data["notes"])
-    (command,) = done.data["fix"]
+    assert any("accepts the old keys" in note for note in notes_in(done.data))
+    (command,) = fixes_in(done.data)
     follow(run, command)
     found = resumed("CKPT.migrated.pt")
     assert all(torch.equal(found[name], moments[name]) for name in moments)
@@ -194,7 +194,7 @@ def test_what_there_is_no_memory_to_try_is_not_said(
     change(("self.head", "self.classifier"))
     free = 4 * sum(parameter.nbytes for parameter in made()[0].parameters())  # the names take 3 times, to load 5
     monkeypatch.setattr(instances, "memory_available", lambda: free)
-    notes = run("diff", "names.json", "--format", "json").data["notes"]
+    notes = notes_in(run("diff", "names.json", "--format", "json").data)
     assert any(note.startswith("could not check if the new code loads the old keys") for note in notes)
 
 
@@ -246,7 +246,7 @@ def test_what_no_rename_mends_is_mended_by_a_file_of_rules_and_another_order_by_
     optimizer.step()
     state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state if new == "turned" else state["model"], "CKPT")
-    fix = run("diff", "names.json", "--model", f"layers.py:{new}", "--format", "json").data["fix"]
+    fix = fixes_in(run("diff", "names.json", "--model", f"layers.py:{new}", "--format", "json").data)
     assert [line.split()[1] for line in fix] == commands
     for line in fix:
         follow(run, line)
@@ -285,4 +285,4 @@ def test_the_only_missing_and_the_only_unexpected_buffer_are_suggested(
     done = run("diff", names, "--model", f"{tmp_path}/new.py:build", "--format", "json")
     assert [(one["left"], one["right"]) for one in done.data["suggested"]] == [([f"1.{old}"], [f"1.{new}"])]
     assert done.data["ambiguous"] == []
-    assert done.data["fix"] == [f"ckpttool remap CKPT --rule '1.{old} => 1.{new}' -o CKPT.renamed.pt"]
+    assert fixes_in(done.data) == [f"ckpttool remap CKPT --rule '1.{old} => 1.{new}' -o CKPT.renamed.pt"]

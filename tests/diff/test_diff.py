@@ -29,7 +29,7 @@ from ckpttool.diffing.result import STATUSES, Entry
 from ckpttool.diffing.sections import compare
 from ckpttool.operands.checkpoint import model_section, open_operand
 from ckpttool.operands.model import ModelOperand
-from command import Run
+from command import Run, notes_in
 from hook_zoo import ZOO
 from zoo import FLAT, randomized, runtime_values, state_of, traced, zoo_model
 
@@ -262,7 +262,7 @@ def test_what_is_no_tensor_is_not_counted_as_one(tmp_path: Path, run: Run) -> No
     for name, state in ("a.pt", left), ("b.pt", right):
         torch.save(state, tmp_path / name)
     done = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--values", "--format", "json")
-    counted = [note for note in done.data["notes"] if "which no rename fixes" in note]
+    counted = [note for note in notes_in(done.data) if "which no rename fixes" in note]
     assert [note.partition(" with")[0] for note in counted] == ["1 tensor", "3 objects"]
 
 
@@ -377,11 +377,11 @@ def test_what_loading_converts_is_said_where_no_key_shows_it(
     words = ("diff", "--model", f"{__file__}:SavesHalf", tmp_path / "a.pt", *more)
     found = run(*words, "--format", "json")
     note = "loading converts 1 tensor (--ignore-dtype allows it): a (float16 to float32)"
-    assert (found.status, note in found.data["notes"]) == (1, True)
+    assert (found.status, note in notes_in(found.data)) == (1, True)
     assert [one["status"] for one in found.data["entries"] if one["status"] != "same"] == ["missing"] * len(lost)
     assert lost or "loads, and converts" in run(*words).out
     allowed = run(*words, "--ignore-dtype", "--format", "json")
-    assert (allowed.status, allowed.data["notes"]) == (int(bool(lost) and not more), found.data["notes"][1:])
+    assert (allowed.status, notes_in(allowed.data)) == (int(bool(lost) and not more), notes_in(found.data)[1:])
 
 
 class Fused(torch.nn.Module):
@@ -407,5 +407,5 @@ def test_what_loading_converts_is_said_once_where_a_key_shows_it(run: Run, tmp_p
     words = ("diff", "--model", f"{__file__}:Fused", tmp_path / "a.pt", "--format", "json")
     found = run(*words)
     assert (found.status, [one["status"] for one in found.data["entries"]]) == (1, ["dtype"])
-    assert not any(note.startswith("loading converts") for note in found.data["notes"])
+    assert not any(note.startswith("loading converts") for note in notes_in(found.data))
     assert run(*words, "--fail-on", "unexpected").status == 0

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import hook_zoo
 import real_models
 from ckpttool.cli.app import main
+from command import fixes_in
 from places import ROOT, SUPPORT
 
 TIED = ["tied_llama", "t5", "bert"]
@@ -45,7 +46,7 @@ def test_a_second_name_on_one_side_only_is_a_difference(tmp_path: Path, capsys: 
         assert diff["summary"] == {"same": 1, "alias": 1}
         assert main(["diff", str(tmp_path / f"{left}.pt"), str(tmp_path / f"{right}.pt")]) == 1
         assert capsys.readouterr().out.startswith("diff\n1 difference;")
-        paste(diff["fix"][0].replace("MODEL", f"{SUPPORT}/hook_zoo.py:tied"))
+        paste(fixes_in(diff)[0].replace("MODEL", f"{SUPPORT}/hook_zoo.py:tied"))
         mended = tmp_path / ("all.without.pt" if left == "all" else "one.serialized.pt")
         assert run(capsys, "diff", mended, tmp_path / f"{right}.pt")[0] == 0
 
@@ -66,7 +67,7 @@ def test_a_model_saved_without_its_tied_names(
     missing = [entry for entry in diff["entries"] if entry["status"] == "missing"]
     assert {entry["right"][0] for entry in missing} == set(model.state_dict()) - set(state)
     assert all("tied" in entry["reason"] and entry["detail"] for entry in missing)
-    paste(diff["fix"][0])
+    paste(fixes_in(diff)[0])
     mended = tmp_path / "kept.serialized.pt"
     assert run(capsys, "diff", "--model", operand, mended)[0] == 0
     target = real_models.build(name, seed=2)

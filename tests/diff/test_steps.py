@@ -14,7 +14,7 @@ from torch import nn
 
 import ckpttool
 import schemas
-from command import Run
+from command import Run, notes_in
 
 
 def network(width: int = 3) -> nn.Sequential:
@@ -220,7 +220,7 @@ def test_folders_of_a_trainer(tmp_path: Path, run: Run) -> None:
     changes = done.data["steps"][1]["changes"]
     assert {change["section"] for change in changes} == {"optimizer.pt"}
     assert changes[0]["after"] == ["SGD"]
-    assert "not compared (not steps): model.safetensors" in done.data["notes"]
+    assert "not compared (not steps): model.safetensors" in notes_in(done.data)
     Path(tmp_path / "checkpoint-500/optimizer.pt").unlink()
     (change,) = run("history", tmp_path, "--format", "json").data["steps"][1]["changes"]
     assert (change["status"], change["before"], change["after"]) == ("section", [], ["optimizer.pt"])
@@ -235,7 +235,7 @@ def test_folders_of_a_trainer(tmp_path: Path, run: Run) -> None:
     save_file(model.state_dict(), tmp_path / "model-2.safetensors")
     done = run("history", tmp_path, "--format", "json")
     assert [step["source"] for step in done.data["steps"]] == ["model-2.safetensors", "model.safetensors"]
-    assert "not compared (not steps): checkpoint-1000" in done.data["notes"]
+    assert "not compared (not steps): checkpoint-1000" in notes_in(done.data)
 
 
 def test_folders_of_distributed_checkpoints(tmp_path: Path, run: Run) -> None:

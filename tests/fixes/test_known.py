@@ -25,6 +25,7 @@ from ckpttool.operands.output import outputs
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.ruleset.patterns import matches
 from ckpttool.tracing import trace as tracing
+from command import fixes_in, notes_in
 from mend_models import hooked, net
 
 State = dict[str, Any]
@@ -69,45 +70,45 @@ def inside(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
 def test_a_models_arguments_are_in_the_command(ask: Ask) -> None:
     words = ("--model", "model.py:net", "--model-kwargs", json.dumps({"layers": 3}))
     found = ask(*words, saved(inside("module.", state_of(net(layers=3)))))
-    assert "--model-kwargs" in found["fix"][0]
-    assert ask(*words, ran(found["fix"][0]))["identical"]
+    assert "--model-kwargs" in fixes_in(found)[0]
+    assert ask(*words, ran(fixes_in(found)[0]))["identical"]
 
 
 def test_an_output_that_is_there_is_not_named_again(ask: Ask) -> None:
     words = ("--model", "model.py:net", saved(inside("module.", state_of(net()))))
-    assert [ran(ask(*words)["fix"][0]) for _ in range(2)] == ["a.serialized.pt", "a.serialized2.pt"]
+    assert [ran(fixes_in(ask(*words))[0]) for _ in range(2)] == ["a.serialized.pt", "a.serialized2.pt"]
 
 
 def test_runtime_names_beside_a_loss(ask: Ask) -> None:
     """Only a command that leaves the loss out could rename them all: the printed one keeps it, and says so."""
     held = {key: value.detach() for key, value in hooked().named_parameters()}
     found = ask("--model", "model.py:hooked", saved({**inside("net.", held), "loss.weight": torch.ones(2)}))
-    assert PART in found["notes"]
-    assert set(torch.load(ran(found["fix"][0]))) == {*held, "loss.weight"}
+    assert PART in notes_in(found)
+    assert set(torch.load(ran(fixes_in(found)[0]))) == {*held, "loss.weight"}
 
 
 def test_what_is_absent_is_said_beside_the_part_that_is_mended(ask: Ask) -> None:
     state = {key: value for key, value in net().state_dict().items() if "head" not in key}
     found = ask("--model", "model.py:net", saved(inside("_orig_mod.", state)))
-    assert PART in found["notes"]
-    assert any("head.weight, head.bias" in note for note in found["notes"])
-    after = ask("--model", "model.py:net", ran(found["fix"][0]))
-    assert (after["summary"], after["fix"]) == ({"same": len(state), "missing": 2}, [])
+    assert PART in notes_in(found)
+    assert any("head.weight, head.bias" in note for note in notes_in(found))
+    after = ask("--model", "model.py:net", ran(fixes_in(found)[0]))
+    assert (after["summary"], fixes_in(after)) == ({"same": len(state), "missing": 2}, [])
 
 
 def test_extra_keys_are_reported_and_not_dropped(ask: Ask) -> None:
     more = {f"layers.{i}.fc.lora_A": torch.ones(1) for i in range(2)} | {"ema.decay": torch.ones(1)}
     found = ask("--model", "model.py:net", saved({**net().state_dict(), **more}))
-    assert (found["fix"], found["summary"]["unexpected"]) == ([], 3)
-    assert not any("--drop" in note for note in found["notes"])
+    assert (fixes_in(found), found["summary"]["unexpected"]) == ([], 3)
+    assert not any("--drop" in note for note in notes_in(found))
     found = ask("--model", "model.py:net", saved(inside("module.", {**net().state_dict(), **more})))
-    assert PART in found["notes"]
-    assert set(torch.load(ran(found["fix"][0]))) == {*net().state_dict(), *more}
+    assert PART in notes_in(found)
+    assert set(torch.load(ran(fixes_in(found)[0]))) == {*net().state_dict(), *more}
 
 
 def test_keys_of_another_tree_are_not_dropped_while_others_are_missing(ask: Ask) -> None:
     tree = {key.replace("layers.", "transformer.h."): value for key, value in net().state_dict().items()}
-    assert not any("--drop" in line for line in ask("--model", "model.py:net", saved(tree))["fix"])
+    assert not any("--drop" in line for line in fixes_in(ask("--model", "model.py:net", saved(tree))))
 
 
 @pytest.mark.parametrize("change", ["shape", "absent", "tree"])
@@ -121,8 +122,8 @@ def test_no_swap_is_printed_that_would_be_refused(ask: Ask, change: str) -> None
     }[change]
     for words in ((), ("--model", "model.py:net")):
         found = ask(*words, saved(damaged), "p.pt2")
-        assert not any("swap-weights" in line or "--model MODEL" in line for line in found["fix"])
-        assert found["fix"] or found["notes"]
+        assert not any("swap-weights" in line or "--model MODEL" in line for line in fixes_in(found))
+        assert fixes_in(found) or notes_in(found)
 
 
 @pytest.mark.parametrize("program_first", [False, True])
@@ -131,9 +132,9 @@ def test_a_swap_of_constants_to_another_dtype_is_printed_and_mends_all(ask: Ask,
     torch.export.save(torch.export.export(model, (torch.ones(1, 4),)), "p.pt2")
     weights = {key: value.double() for key, value in {**model.state_dict(), "scale": torch.full((4,), 2.0)}.items()}
     found = ask(*(("p.pt2", saved(weights)) if program_first else (saved(weights), "p.pt2")))
-    (line,) = found["fix"]
+    (line,) = fixes_in(found)
     assert {"--constants", "--cast"} <= set(line.split())
-    assert PART not in found["notes"]
+    assert PART not in notes_in(found)
     swapped = torch.export.load(ran(line)).module()
     assert torch.equal(swapped(torch.ones(1, 4)), model(torch.ones(1, 4)) * 2)
 
@@ -159,7 +160,7 @@ HIDDEN = {f"{key[0]}.w": value for key, value in HIDING.items()}
 def test_what_a_hook_may_hide_is_asked_of_the_model(ask: Ask, left: State, right: State, form: str | None) -> None:
     """Where one segment less is all that differs, under more names than a few rules tell."""
     found = ask(saved(left), saved(right, "b.pt"))
-    assert [line for line in found["fix"] if "MODEL" in line] == (
+    assert [line for line in fixes_in(found) if "MODEL" in line] == (
         [f"ckpttool remap a.pt --model MODEL --to {form} -o a.{form}.pt"] if form else []
     )
 
@@ -168,7 +169,7 @@ def test_a_program_whose_names_a_hook_may_hide_is_swapped_whichever_side_it_is(a
     model = hooked()
     torch.export.save(torch.export.export(model, (torch.ones(1, dtype=torch.int64),)), "p.pt2")
     for sides in (("p.pt2", saved(state_of(model))), ("a.pt", "p.pt2")):
-        assert ask(*sides)["fix"][0] == "ckpttool swap-weights p.pt2 a.pt --model MODEL -o p.swapped.pt2"
+        assert fixes_in(ask(*sides))[0] == "ckpttool swap-weights p.pt2 a.pt --model MODEL -o p.swapped.pt2"
 
 
 @pytest.mark.parametrize(("count", "by_file"), [(2, False), (3, True)])
@@ -176,7 +177,7 @@ def test_rules_that_mend_more_than_names_of_wrappers_do_are_printed(ask: Ask, co
     """As options where they are few, else in a file, whatever part another command would mend."""
     left = {f"module.{'abcd'[n]}.w": torch.rand(2, n + 1) for n in range(count)} | {"module.z": torch.rand(5)}
     right = {f"{'pqrs'[n]}.v{n}": torch.rand(2, n + 1) for n in range(count)} | {"z": torch.rand(5)}
-    fix = ask(saved(left), saved(right, "b.pt"))["fix"]
+    fix = fixes_in(ask(saved(left), saved(right, "b.pt")))
     assert [line.split()[1] for line in fix] == (["diff", "remap"] if by_file else ["remap"])
     for line in fix:
         assert main(shlex.split(line)[1:]) == (1 if " diff " in line else 0)
@@ -189,7 +190,7 @@ def test_rules_for_what_lies_in_a_store_are_written_here(ask: Ask) -> None:
     right = {f"{name}.v{n}": value for n, (name, value) in enumerate(zip("pqrs", left.values()))}
     with fsspec.open("memory://bucket/a.pt", "wb") as file:
         torch.save(left, file)
-    fix = ask("memory://bucket/a.pt", saved(right, "b.pt"))["fix"]
+    fix = fixes_in(ask("memory://bucket/a.pt", saved(right, "b.pt")))
     assert fix == [
         "ckpttool diff memory://bucket/a.pt b.pt --suggest a.rules.toml",
         "ckpttool remap memory://bucket/a.pt --rules a.rules.toml -o memory://bucket/a.renamed.pt",
@@ -216,7 +217,7 @@ def test_three_reasons_are_said_why_a_swap_would_be_refused_and_how_many_more(as
     torch.export.save(torch.export.export(net(), (torch.ones(1, dtype=torch.int64),)), "p.pt2")
     absent = list(state)[:gone]
     found = ask("--model", "model.py:net", saved({key: state[key] for key in state if key not in absent}), "p.pt2")
-    (note,) = (note for note in found["notes"] if note.startswith("swap-weights would be refused"))
+    (note,) = (note for note in notes_in(found) if note.startswith("swap-weights would be refused"))
     assert f"the weights do not fit the program: {gone} problem" in note
     assert [key in note for key in state] == [number < min(gone, 3) for number in range(len(state))]
     assert note.endswith(f"{absent[:3][-1]}{more})")
@@ -269,22 +270,22 @@ def test_tensors_that_a_model_does_not_save_are_said_and_no_swap_is_printed(
 ) -> None:
     Path("forgetful.py").write_text(FORGETFUL)
     found = ask("--model", f"forgetful.py:{name}")
-    notes = [note for note in found["notes"] if "not in any key that state_dict() writes" in note]
+    notes = [note for note in notes_in(found) if "not in any key that state_dict() writes" in note]
     assert [note.startswith(said or "") for note in notes] == ([True] if said else [])
     names_differ = [] if name == "alone" else ["remap"]
-    assert [line.split()[1] for line in found["fix"]] == (names_differ if said else ["swap-weights", "remap"])
+    assert [line.split()[1] for line in fixes_in(found)] == (names_differ if said else ["swap-weights", "remap"])
 
 
 def test_placeholders_stand_only_for_what_is_not_known(ask: Ask) -> None:
     runtime = {key: value.detach() for key, value in hooked().named_parameters()}
     left, right = saved(state_of(hooked())), saved(runtime, "b.pt")
     for mine, theirs in ((left, right), (right, left)):
-        (line,) = ask(mine, theirs)["fix"]
+        (line,) = fixes_in(ask(mine, theirs))
         assert "MODEL" not in line
         assert ask(ran(line), theirs)["identical"]
     torch.export.save(torch.export.export(hooked(), (torch.ones(1, dtype=torch.int64),)), "p.pt2")
-    assert ask(left, "p.pt2")["fix"][0] == "ckpttool swap-weights p.pt2 a.pt --model MODEL -o p.swapped.pt2"
-    known = ask("--model", "model.py:hooked", left, right)["fix"]
+    assert fixes_in(ask(left, "p.pt2"))[0] == "ckpttool swap-weights p.pt2 a.pt --model MODEL -o p.swapped.pt2"
+    known = fixes_in(ask("--model", "model.py:hooked", left, right))
     assert "MODEL" not in " ".join(known)
     assert ask(ran(known[0]), right)["identical"]
 
@@ -292,7 +293,7 @@ def test_placeholders_stand_only_for_what_is_not_known(ask: Ask) -> None:
 def test_ties_in_safetensors(ask: Ask) -> None:
     state = {key: value.clone() for key, value in mend_models.tied().state_dict().items()}
     save_file(inside("module.", state), "a.safetensors")
-    out = ran(ask("--model", "model.py:tied", "a.safetensors")["fix"][0])
+    out = ran(fixes_in(ask("--model", "model.py:tied", "a.safetensors"))[0])
     assert ask("--model", "model.py:tied", out)["identical"]
 
 
@@ -306,7 +307,7 @@ def test_the_model_is_read_once(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(tracing, "trace", counted)
     found = ask("--model", "model.py:net", saved(inside("module.", state_of(net()))))
-    assert found["fix"]
+    assert fixes_in(found)
     assert len(traced) == 1
 
 
@@ -378,6 +379,6 @@ def test_printed_commands_write_beside_what_is_there(ask: Ask) -> None:
     assert main(["remap", "named.pt", "--optimizer-keys", "fqn", "-o", "b.pt"]) == 0
     outs = []
     for _ in range(2):
-        (line,) = ask("a.pt", "b.pt", "--model", "model.py:net")["fix"]
+        (line,) = fixes_in(ask("a.pt", "b.pt", "--model", "model.py:net"))
         outs.append(ran(line))
     assert outs == ["a.fqn.pt", "a.fqn2.pt"]

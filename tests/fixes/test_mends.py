@@ -22,6 +22,7 @@ from torch import nn
 import mend_models
 from ckpttool.cli.app import main
 from ckpttool.fixes.suggest import INFERRED, NOT_READ, OWN_NAMES, PART
+from command import fixes_in, notes_in
 from hook_zoo import ZOO
 
 torch.set_num_threads(1)
@@ -235,9 +236,9 @@ def check(case: Pair, run: Runs) -> None:
     found = run.diff(case.args, case.words)
     if found is None or found["identical"]:
         return
-    assert found["fix"] or found["notes"] or "--model" in case.args[:1], f"{case.words}: ends in silence"
+    assert fixes_in(found) or notes_in(found) or "--model" in case.args[:1], f"{case.words}: ends in silence"
     alone = case.left not in case.args
-    for command in found["fix"]:
+    for command in fixes_in(found):
         words = shlex.split(command)
         if words[1] == "diff":  # writes the rules that the next command reads
             run.printed(command, case.words)
@@ -255,12 +256,12 @@ def check(case: Pair, run: Runs) -> None:
             after = run.diff(tuple(out if arg == case.left else arg for arg in case.args), case.words)
             assert after is not None, case.words
             alone = {entry["status"] for entry in after["entries"]} <= {"same", "value"}
-            said = NOT_READ in found["notes"] or "with different values" in str(found["notes"])
-            told = {PART, INFERRED} & set(found["notes"]) or (alone and said)
+            said = NOT_READ in notes_in(found) or "with different values" in str(notes_in(found))
+            told = {PART, INFERRED} & set(notes_in(found)) or (alone and said)
             assert after["identical"] or told, f"{case.words}\n{command}\n{after['summary']}"
             assert after["identical"] or to_mend(after) < to_mend(found), f"{case.words}\n{command}"
         elif words[1] == "swap-weights":
-            assert OWN_NAMES in found["notes"] or unsure, case.words
+            assert OWN_NAMES in notes_in(found) or unsure, case.words
         Path(out).unlink()
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckpttool.cli.app import main
+from command import fixes_in, notes_in
 
 SEEDS = int(os.environ.get("CKPTTOOL_FIXES", "40"))
 State = dict[str, torch.Tensor]
@@ -132,12 +133,12 @@ def test_a_printed_command_runs_and_loses_no_value(
     status = main(["diff", *words, "--format", "json"])
     found = json.loads(capsys.readouterr().out)
     assert status in (0, 1)
-    text = " ".join([*found["fix"], *found["notes"]])
+    text = " ".join([*fixes_in(found), *notes_in(found)])
     have = values(read(left))
-    for line in found["fix"]:
+    for line in fixes_in(found):
         parts = shlex.split(line)[1:]
         if "MODEL" in parts:
-            assert any("depends on MODEL" in note for note in found["notes"])
+            assert any("depends on MODEL" in note for note in notes_in(found))
             continue
         assert main(parts) == (1 if parts[0] == "diff" else 0), (words, line, capsys.readouterr().err)
         if parts[0] == "remap":
@@ -157,8 +158,8 @@ def test_what_has_no_counterpart_is_left_without_a_fix(
         assert main(["diff", *words, "--format", "json"]) == 1
         found = json.loads(capsys.readouterr().out)
         assert found["summary"]["unexpected"] == 2
-        assert not any("1.weight" in line or "--drop" in line for line in found["fix"])
-        assert any("1.weight, 1.bias" in note and "no fix is suggested" in note for note in found["notes"])
+        assert not any("1.weight" in line or "--drop" in line for line in fixes_in(found))
+        assert any("1.weight, 1.bias" in note and "no fix is suggested" in note for note in notes_in(found))
 
 
 def test_a_command_for_tied_names_writes_a_file_that_can_hold_them(
@@ -172,7 +173,7 @@ def test_a_command_for_tied_names_writes_a_file_that_can_hold_them(
     for left, right in (("tied.safetensors", "tied.pt"), ("tied.pt", "tied.safetensors")):
         assert main(["diff", left, right, "--format", "json"]) == 1
         found = json.loads(capsys.readouterr().out)
-        (line,) = found["fix"]
+        (line,) = fixes_in(found)
         parts = [{"MODEL": "m.py:Net"}.get(word, word) for word in shlex.split(line)[1:]]
         if "m.py:Net" in parts:
             parts += ["--model-kwargs", '{"tied": true}']

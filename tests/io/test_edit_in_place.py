@@ -27,7 +27,7 @@ from ckpttool.cli.app import main
 from ckpttool.core.errors import CkptError
 from ckpttool.formats.registry import FORMATS
 from ckpttool.io import patch, syscalls, temporary, transaction, undo
-from command import Run
+from command import Run, notes_in
 from places import DATA
 
 LONG = "z." + "a.much.longer.name." * 300
@@ -543,7 +543,7 @@ def test_edits_of_edits(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatc
     status, out, _ = run("remap", path, "--drop", "b", "--in-place", "--format", "json")
     assert status == 0
     assert json.loads(out)["written"]["way"] == "edited"
-    assert "--compact" in str(json.loads(out)["notes"])
+    assert "--compact" in str(notes_in(json.loads(out)))
     way(run, path, "c => y")
     assert old < path.stat().st_size < old + 5_000
     for mmap in (False, True):

@@ -37,6 +37,7 @@ from ckpttool.io.paths import is_url, join, name, parent, safe_path
 from ckpttool.io.pieces import Piece, SpanReader, read_span
 from ckpttool.io.write_remote import PART, _appearing, write
 from ckpttool.operands.checkpoint import open_operand, split
+from command import fixes_in
 from places import DATA
 from remote_servers import web_server
 
@@ -432,7 +433,7 @@ def test_diff_reads_urls(store: Store, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["diff", left, left, "--values"]) == 0
     capsys.readouterr()
     assert main(["diff", left, right, "--format", "json"]) == 1
-    (fix,) = json.loads(capsys.readouterr().out)["fix"]
+    (fix,) = fixes_in(json.loads(capsys.readouterr().out))
     assert fix == f"ckpttool remap {left} --like {right} -o {store.url}/a.renamed.pt"
     assert main(shlex.split(fix)[1:]) == 0
     assert main(["diff", f"{store.url}/a.renamed.pt", right]) == 0

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 import real_models
 from ckpttool.cli.app import main
 from ckpttool.naming.wrappers import adapter_of, missing_modules
+from command import notes_in
 from places import SUPPORT
 
 TARGETS = [f"model.layers.{n}.self_attn.{name}" for n in range(2) for name in ("q_proj", "v_proj")]
@@ -83,7 +84,7 @@ def test_kokoro_368_an_adapter_that_matches_nothing(tmp_path: Path, capsys: pyte
 
     def notes(*words: str) -> list[str]:
         assert main(["diff", *words, "--format", "json"]) == 1
-        found: list[str] = json.loads(capsys.readouterr().out)["notes"]
+        found: list[str] = notes_in(json.loads(capsys.readouterr().out))
         return found
 
     assert any(

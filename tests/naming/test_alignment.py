@@ -12,6 +12,7 @@ from torch import nn
 
 from ckpttool.cli.app import main
 from ckpttool.naming.match import align
+from command import fixes_in, notes_in
 from wrapped_ranks import Net, net, wrap
 
 PLAIN = list(Net().state_dict())
@@ -55,10 +56,10 @@ def test_the_command_that_diff_proposes_can_be_pasted(
     status = main(["diff", *paths, "--format", "json"])
     found = json.loads(capsys.readouterr().out)
     if left == right:
-        assert (status, found["fix"]) == (0, [])
+        assert (status, fixes_in(found)) == (0, [])
         return
     assert (status, found["summary"].keys() - {"same"}) == (1, {"renamed"})
-    (command,) = found["fix"]
+    (command,) = fixes_in(found)
     assert "MODEL" not in command
     assert main(shlex.split(command)[1:]) == 0
     wrap(right, net(1)).load_state_dict(torch.load(tmp_path / "left.renamed.pt"))
@@ -85,7 +86,7 @@ def test_like_reports_keys_without_a_counterpart(tmp_path: Path, capsys: pytest.
     assert main(["remap", averaged, "--like", plain, "-o", str(tmp_path / "out.pt"), "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["from"] == "averaged"
-    assert found["notes"] == ["the other checkpoint has no name for 1 key: n_averaged"]
+    assert notes_in(found) == ["the other checkpoint has no name for 1 key: n_averaged"]
     assert list(torch.load(tmp_path / "out.pt")) == ["n_averaged", *(f"_orig_mod.{key}" for key in PLAIN)]
 
 

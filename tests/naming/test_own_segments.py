@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 import segment_models
 from ckpttool.cli.app import main
 from ckpttool.fixes.suggest import INFERRED
+from command import fixes_in, notes_in
 from zoo import randomized, runtime_values
 
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "5"))
@@ -55,9 +56,9 @@ def test_loaded_values_are_the_saved_values(
     status = main(["diff", "--model", operand, path, "--format", "json"])
     found = json.loads(capsys.readouterr().out)
     assert (status == 0) == (wrapper == "none")
-    for command in found["fix"]:
+    for command in fixes_in(found):
         words = shlex.split(command)[1:]
         assert main(words) == 0, command
         made = words[words.index("-o") + 1]
-        if main(["diff", "--model", operand, made]) == 0 and INFERRED not in found["notes"]:
+        if main(["diff", "--model", operand, made]) == 0 and INFERRED not in notes_in(found):
             assert same(loaded(make, made), wanted), command

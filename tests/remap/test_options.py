@@ -11,7 +11,7 @@ import torch
 from ckpttool.core.errors import CkptError
 from ckpttool.io.pieces import LINKS
 from ckpttool.remapping.options import RemapOptions
-from command import Run
+from command import Run, notes_in
 
 Asked = dict[str, Any]
 MODEL: Asked = {"model": "m.py:f"}
@@ -105,6 +105,6 @@ def test_a_part_of_a_file_does_not_take_its_place(ckpt: str | None) -> None:
 def test_a_size_of_shards_is_not_passed_over(run: Run, tmp_path: Path, out: str, sharded: bool) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
     words = ("remap", tmp_path / "a.pt", "-o", f"{tmp_path}/{out}", "--rule", "w => v", "--format", "json")
-    notes = run(*words, "--max-shard-size", "1MB").data["notes"]
+    notes = notes_in(run(*words, "--max-shard-size", "1MB").data)
     assert [note.partition(":")[0] for note in notes] == ["--max-shard-size changes nothing"] * (not sharded)
-    assert not run(*words, "--force").data["notes"]
+    assert not notes_in(run(*words, "--force").data)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import hook_zoo
-from command import Run
+from command import Run, notes_in
 from hook_zoo import ZOO
 from zoo import randomized
 
@@ -152,7 +152,7 @@ def test_diff_says_which_sections_hold_the_model_too(tmp_path: Path, run: Run) -
     torch.save({"model": model.state_dict(), "ema": _runtime(average)}, tmp_path / "a.pt")
     done = run("diff", "--model", f"{CODE}:strip_layer", tmp_path / "a.pt", "--format", "json")
     assert done.status == 0
-    (note,) = [note for note in done.data["notes"] if note.startswith("ema holds the same model as model")]
+    (note,) = [note for note in notes_in(done.data) if note.startswith("ema holds the same model as model")]
     printed = note.rpartition(": ")[2].split()
     answer = run(*printed[1:], "--format", "json")
     assert (answer.status, answer.data["left"]) == (0, f"{tmp_path / 'a.pt'}::ema")

@@ -10,9 +10,10 @@ from ckpttool.core.errors import Problem
 from ckpttool.core.expression import LOADED, Op, Ref
 from ckpttool.core.names import Hook
 from ckpttool.core.plan import Dropped, ModelRun, Output, Plan
+from ckpttool.core.text import Info
 from ckpttool.diffing import history, three_way
 from ckpttool.diffing.causes import Cause, Code
-from ckpttool.diffing.result import HARMLESS, Diff, Entry
+from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix
 from ckpttool.naming.evidence import Ambiguous, Inference, Pair
 from ckpttool.remapping.optimizer import OptimizerRemap
 from ckpttool.remapping.plan import Remap
@@ -61,11 +62,11 @@ PAIRS = (
     Pair(("a.1.w",), ("b.1.w",), "the only one of its shape"),
     Pair(("a.2.w",), ("b.2.w",), "the only one of its shape", "right"),
     Pair(("q.0", "k.0"), ("qk.0",), "end to end"),
-    Pair(("x.y",), ("z.y",), "the same name but for a prefix"),
-    Pair(("x.u",), ("z.u",), "the same name but for a prefix"),
+    Pair(("x.y",), ("z.y",), Info("the same name but for a prefix", "same-name")),
+    Pair(("x.u",), ("z.u",), Info("the same name but for a prefix", "same-name")),
 )
 INFERRED = Inference(PAIRS, (Ambiguous(("m", "n"), ("o", "p"), "of one shape"),))
-DIFF = Diff("a.pt", "b.pt", False, ENTRIES, ("ckpttool remap",), ("a note",), INFERRED)
+DIFF = Diff("a.pt", "b.pt", False, ENTRIES, (Fix("ckpttool remap"),), ("a note",), INFERRED)
 
 
 def text(document: Document) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from command import Run
+from command import Run, notes_in
 
 
 @pytest.mark.parametrize(
@@ -56,4 +56,4 @@ def test_a_filter_names_tensors_inside_an_entry_too(
     torch.save({"w": torch.ones(1), "fc.0": torch.ones(2), "fc": [torch.ones(3), torch.ones(4)]}, tmp_path / "a.pt")
     done = run("inspect", tmp_path / "a.pt", "--filter", pattern, "--format", "json")
     assert [one.get("inside") for one in done.data["tensors"]] == inside
-    assert f"{len(inside)} of 4 tensors" in done.data["notes"][-1]
+    assert f"{len(inside)} of 4 tensors" in notes_in(done.data)[-1]

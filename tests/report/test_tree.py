@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from command import Run
+from command import Run, notes_in
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_only_what_a_pattern_names(run: Run) -> None:
     assert {tensor["key"] for tensor in done.data["tensors"]} == {
         f"layers.{i}.norm.{leaf}" for i in range(4) for leaf in ("weight", "bias")
     }
-    assert "only what 'layers.{i}.norm.{leaf}' names: 8 of 19 tensors" in done.data["notes"]
+    assert "only what 'layers.{i}.norm.{leaf}' names: 8 of 19 tensors" in notes_in(done.data)
     assert [row[1] for row in rows(run("inspect", "t.pt", "--filter", "model.head.*", "--depth", "3").out)] == [
         "model",
         "head",

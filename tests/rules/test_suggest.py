@@ -25,6 +25,7 @@ from ckpttool.fixes.suggest import PART
 from ckpttool.live.model import section_of
 from ckpttool.naming.evidence import Inference, Pair, Side, Tensor
 from ckpttool.naming.pairing import infer
+from command import fixes_in, notes_in
 from places import DOCS
 from renamed_models import MORE, PAIRS, bert_model, gpt2, lightning, meta_llama, named, phi3, plain, split_gpt
 
@@ -47,7 +48,7 @@ def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]:
 
 def mended(found: dict, capsys: pytest.CaptureFixture[str]) -> str:
     """Runs the printed commands, in their order; the file that the last one writes."""
-    for line in found["fix"]:
+    for line in fixes_in(found):
         words = shlex.split(line)
         assert main(words[1:]) == (1 if words[1] == "diff" else 0), capsys.readouterr().err
     capsys.readouterr()
@@ -244,7 +245,7 @@ def test_suggestions_do_not_change_the_exit_status(tmp_path: Path, capsys: pytes
 def test_few_renames_are_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     left, right = save(plain, tmp_path / "left.pt"), save(named, tmp_path / "right.pt")
     _, found = asked(capsys, "diff", left, right)
-    (line,) = found["fix"]
+    (line,) = fixes_in(found)
     assert shlex.split(line)[3:-2] == ["--rule", "0.{x*} => fc1.{x*}", "--rule", "2.{x*} => fc2.{x*}"]
 
 
@@ -253,9 +254,9 @@ def test_a_prefix_with_a_sibling_is_taken_off_and_the_sibling_kept(
 ) -> None:
     left, right = save(lightning, tmp_path / "left.pt"), save(plain, tmp_path / "right.pt")
     _, found = asked(capsys, "diff", left, right)
-    (line,) = found["fix"]
+    (line,) = fixes_in(found)
     assert shlex.split(line)[3:-2] == ["--rule", "net.{x*} => {x*}"]
-    assert PART in found["notes"]
+    assert PART in notes_in(found)
     assert "loss.weight" in torch.load(mended(found, capsys))
 
 
@@ -263,14 +264,14 @@ def test_remaining_keys_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtu
     torch.save({f"bert.{key}": value for key, value in plain().state_dict().items()}, tmp_path / "left.pt")
     torch.save({**plain().state_dict(), "head.weight": torch.zeros(5, 2)}, tmp_path / "right.pt")
     _, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
-    assert "the suggested rules do not write 1 key of the right: head.weight" in found["notes"]
+    assert "the suggested rules do not write 1 key of the right: head.weight" in notes_in(found)
 
 
 def test_different_dtypes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({f"a.{n}.w": torch.rand(2, n + 1) for n in range(3)}, tmp_path / "left.pt")
     torch.save({f"b.{n}.w": torch.rand(2, n + 1).half() for n in range(3)}, tmp_path / "right.pt")
     _, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
-    assert "the suggested rules do not change dtypes and values, and some differ" in found["notes"]
+    assert "the suggested rules do not change dtypes and values, and some differ" in notes_in(found)
     assert {value.dtype for value in torch.load(mended(found, capsys)).values()} == {torch.float32}
 
 
@@ -347,7 +348,7 @@ def test_nothing_to_suggest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     left, right = save(meta_llama, tmp_path / "left.pt"), save(plain, tmp_path / "right.pt")
     status, found = asked(capsys, "diff", left, right, "--suggest", str(tmp_path / "rules.toml"))
     assert status == 1
-    assert any("no rules are suggested" in note for note in found["notes"])
+    assert any("no rules are suggested" in note for note in notes_in(found))
     assert not (tmp_path / "rules.toml").exists()
 
 
@@ -403,10 +404,10 @@ def test_a_file_of_rules_leads_from_a_checkpoint_to_a_model(
     status, found = asked(capsys, *words, "--suggest", "rules.toml")
     assert (status, Path("rules.toml").read_text()) == (1, found["rules"])
     assert found["entries"] == before["entries"]
-    for option, rule in pairwise(shlex.split(" ".join(before["fix"]))):  # those that are printed without a file
+    for option, rule in pairwise(shlex.split(" ".join(fixes_in(before)))):  # those that are printed without a file
         assert option != "--rule" or rule in found["rules"]
-    assert not any("missing from left" in note for note in found["notes"])
-    (command,) = found["fix"]
+    assert not any("missing from left" in note for note in notes_in(found))
+    (command,) = fixes_in(found)
     assert main(shlex.split(command)[1:]) == 0
     out = torch.load(shlex.split(command)[-1])["model"]
     space[new]().load_state_dict(out)  # strict
@@ -427,7 +428,7 @@ def test_without_a_file_the_commands_that_use_one_are_printed(
     torch.save((saved := space["long"]()).state_dict(), "a.pt")
     status, found = asked(capsys, "diff", "a.pt", "--model", "models.py:fused")
     assert (status, found.get("rules")) == (1, None)
-    first, second = (shlex.split(command) for command in found["fix"])
+    first, second = (shlex.split(command) for command in fixes_in(found))
     assert first[-2:] == ["--suggest", "a.rules.toml"]
     assert main(first[1:]) == 1
     assert main(second[1:]) == 0
@@ -439,7 +440,7 @@ def test_without_a_file_the_commands_that_use_one_are_printed(
     assert "--model" not in Path("a.rules.toml").read_text()
     assert "RIGHT" not in Path("a.rules.toml").read_text()
     torch.save({**saved.state_dict(), "other": torch.ones(9)}, "more.pt")
-    assert asked(capsys, "diff", "more.pt", "--model", "models.py:fused")[1]["fix"] == []
+    assert fixes_in(asked(capsys, "diff", "more.pt", "--model", "models.py:fused")[1]) == []
 
 
 def test_problems_that_a_rules_file_does_not_fix_are_reported(
@@ -450,16 +451,16 @@ def test_problems_that_a_rules_file_does_not_fix_are_reported(
     torch.save({"q.weight": torch.ones(4, 4), "q.bias": torch.ones(4)}, "part.pt")
     status, found = asked(capsys, "diff", "part.pt", "--model", "models.py:long", "--suggest", "rules.toml")
     assert status == 1
-    assert any("the suggested rules do not write 6 keys" in note for note in found["notes"])
+    assert any("the suggested rules do not write 6 keys" in note for note in notes_in(found))
     space: dict[str, Any] = {}
     exec(MODELS, space)
     torch.save({**space["short"]().state_dict(), "other": torch.ones(9)}, "more.pt")
     _, found = asked(capsys, "diff", "more.pt", "--model", "models.py:long", "--suggest", "more.toml")
-    assert "the suggested rules do not change 1 key of the left: other" in found["notes"]
+    assert "the suggested rules do not change 1 key of the left: other" in notes_in(found)
     torch.save({"other": torch.ones(9)}, "other.pt")
     status, found = asked(capsys, "diff", "other.pt", "--model", "models.py:long", "--suggest", "no.toml")
     assert status == 1
-    assert any("no.toml was not written" in note for note in found["notes"])
+    assert any("no.toml was not written" in note for note in notes_in(found))
     assert not Path("no.toml").exists()
 
 

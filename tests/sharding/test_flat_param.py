@@ -32,7 +32,7 @@ from ckpttool.remapping.gather import gather
 from ckpttool.remapping.plan import Remap
 from ckpttool.tracing.build_model import load
 from ckpttool.tracing.trace import trace
-from command import Run
+from command import Run, fixes_in, notes_in
 from flatten_params_wrapper import flattened
 from fsdp_run import Block, Mlp, Net
 from places import ROOT, SUPPORT
@@ -259,7 +259,7 @@ def test_a_note_says_that_buffers_differ(runs: dict[int, Path], names: Names, ru
     gathered = gather(open_checkpoint(str(runs[2] / "flat_rank_*.pt")), names)
     assert gathered.notes == tuple(f"layers.{i}.seen differs between the ranks: rank 0's is used" for i in (0, 1))
     done = run("remap", runs[2] / "flat_rank_*.pt", *MODEL, "--dry-run", "--format", "json")
-    assert set(gathered.notes) <= set(done.data["notes"])
+    assert set(gathered.notes) <= set(notes_in(done.data))
 
 
 def test_the_plan_cuts_each_parameter_out_of_its_flat_one(tmp_path: Path, names: Names) -> None:
@@ -325,7 +325,7 @@ def test_the_fix_of_flat_keys_loads(runs: dict[int, Path], run: Run, tmp_path: P
     """The reason names the flat key, and the printed command writes a file without differences."""
     said = run("diff", *MODEL, f"{runs[2]}/flat_rank_*.pt", "--format", "json").data
     assert {entry["reason"] for entry in said["entries"] if entry["status"] == "unexpected"} == {Code.FLAT.words}
-    words = shlex.split(said["fix"][0])
+    words = shlex.split(fixes_in(said)[0])
     assert words[:2] == ["ckpttool", "remap"]
     words[-1] = str(tmp_path / "whole.pt")
     assert run(*words[1:]).status == 0

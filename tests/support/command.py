@@ -26,3 +26,13 @@ class Done(NamedTuple):
 
 
 Run = Callable[..., Done]
+
+
+def fixes_in(data: Any) -> list[str]:
+    """The commands that a JSON report suggests."""
+    return [one["command"] for one in data["fix"]]
+
+
+def notes_in(data: Any) -> list[str]:
+    """The sentences of a JSON report's notes."""
+    return [one["text"] for one in data["notes"]]

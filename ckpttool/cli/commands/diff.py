@@ -11,9 +11,9 @@ from typing import Annotated
 from ckpttool.cli.output import All, ExitZero, Report, write_text
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import Argument, option
-from ckpttool.core.text import Info, shell
+from ckpttool.core.text import Info, Note, shell
 from ckpttool.diffing.options import DiffOptions
-from ckpttool.diffing.result import Diff
+from ckpttool.diffing.result import Diff, Fix
 from ckpttool.io.files import files_of, is_dir
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.model import is_names_file, operand_of
@@ -88,9 +88,9 @@ def _diff_of_two(options: DiffOptions, left: str | None, right: str | None, sugg
     assert model is not None
     names = json.render(model.names().to_json())
     if Path(path).read_text(encoding="utf-8") == names:
-        return replace(result, notes=(*result.notes, Info(f"{path} is as it was")))
+        return replace(result, notes=(*result.notes, Info(f"{path} is as it was", "written")))
     write_text(path, names, force=True, in_place=True)
-    return replace(result, notes=(*result.notes, Info(f"{path} has the names of {options.model} now")))
+    return replace(result, notes=(*result.notes, Info(f"{path} has the names of {options.model} now", "written")))
 
 
 def _with_rules_written(result: Diff, path: str, of_names: bool) -> Diff:
@@ -98,9 +98,11 @@ def _with_rules_written(result: Diff, path: str, of_names: bool) -> Diff:
     from ckpttool.fixes.rules_file import by_file
 
     if result.rules is None:
-        note = f"no rules are suggested, and {path} was not written: no rules lead from left to right"
-        return replace(result, notes=(*result.notes, note))
+        text = f"no rules are suggested, and {path} was not written: no rules lead from left to right"
+        return replace(result, notes=(*result.notes, Note(text, "no-fix")))
     if os.path.exists(path) and Path(path).read_text(encoding="utf-8", errors="replace") != result.rules:
         raise CkptError(f"{path} is there, and has other content", hint="give another FILE, or remove it first")
     write_text(path, result.rules, force=True)  # what is there is the same
-    return replace(result, fix=(by_file("CKPT" if of_names else result.left, path),))
+    complete = not of_names and bool(result.fix) and all(fix.complete for fix in result.fix)
+    fix = Fix(by_file("CKPT" if of_names else result.left, path), complete=complete, tried=not of_names)
+    return replace(result, fix=(fix,))

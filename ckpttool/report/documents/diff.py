@@ -9,7 +9,7 @@ from functools import partial
 from itertools import groupby
 from math import inf
 
-from ckpttool.core.text import number, plural
+from ckpttool.core.text import code_of, number, plural
 from ckpttool.diffing.history import CHANGES, History, Step
 from ckpttool.diffing.history import Change as StepChange
 from ckpttool.diffing.result import ASPECTS, HARMLESS, NO_VALUES, STATUSES, Compared, Diff, Entry, count_of
@@ -222,7 +222,7 @@ def _likely_renames(inferred: Inference, all: bool) -> Table:
     """
     groups: dict[object, list[Pair]] = {}
     for pair in inferred.pairs:
-        same_name = pair.evidence.startswith(SAME_NAME)
+        same_name = code_of(pair.evidence) == SAME_NAME.code
         kind = "" if same_name else tuple(template(key)[0] for key in (*pair.left, *pair.right))
         groups.setdefault(pair if all else (kind, pair.evidence, pair.transposed), []).append(pair)
     rows: list[Row] = []

@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ckpttool.formats.pickle_read import Call, Global, loads
 from ckpttool.formats.pickle_write import dumps
 from ckpttool.formats.rank_files import _numbers
-from command import Run
+from command import Run, notes_in
 from places import DATA
 from torch_version import needs_torch
 
@@ -357,15 +357,15 @@ def test_of_three_ranks_those_are_named_that_differ(run: Run, tmp_path: Path) ->
 
 def test_objects_that_differ_are_rank_0s_and_it_is_said(run: Run, tmp_path: Path) -> None:
     states = [{"a": ONES, "b": ONES, "x._extra_state": {"amax": amax}} for amax in (1, 2)]
-    notes = run("inspect", saved(tmp_path, *states), "--format", "json").data["notes"]
+    notes = notes_in(run("inspect", saved(tmp_path, *states), "--format", "json").data)
     assert "x._extra_state differs between the ranks: rank 0's is used" in notes
-    notes = run("inspect", saved(tmp_path, states[0], states[0]), "--format", "json").data["notes"]
+    notes = notes_in(run("inspect", saved(tmp_path, states[0], states[0]), "--format", "json").data)
     assert not any("differs" in note for note in notes)
 
 
 def test_what_rank_0_has_not_is_said(run: Run, tmp_path: Path) -> None:
     done = run("inspect", saved(tmp_path, {"m": {"a": ONES}}, {"m": {"a": ONES}, "args": [1]}), "--format", "json")
-    assert "not copied: args, which rank 0 does not have" in done.data["notes"]
+    assert "not copied: args, which rank 0 does not have" in notes_in(done.data)
 
 
 # Which file is of which rank
