@@ -284,7 +284,7 @@ POINTS = (
 
 
 SINCE = """\
-diff
+diff3
 1 conflict
 
 base   base.pt
@@ -309,7 +309,7 @@ warning: a note
 """
 
 SINCE_ALL = """\
-diff
+diff3
 1 conflict
 
 base   base.pt
@@ -337,13 +337,13 @@ warning: a note
 
 @pytest.mark.parametrize("all", [False, True])
 def test_changes_since_a_base(all: bool) -> None:
-    found = three_way.Since("base.pt", "left.pt", "right.pt", POINTS, ("a note",))
+    found = three_way.Diff3("base.pt", "left.pt", "right.pt", POINTS, ("a note",))
     assert text(of_diff.three_way_document(found, all=all)) == (SINCE_ALL if all else SINCE)
 
 
 def test_changes_since_a_base_that_agree() -> None:
     for points, verdict in ((POINTS[:4], "no conflicts"), ((), "no changes"), (POINTS[4:] * 2, "2 conflicts")):
-        shown = of_diff.three_way_document(three_way.Since("base.pt", "left.pt", "right.pt", points, ()))
+        shown = of_diff.three_way_document(three_way.Diff3("base.pt", "left.pt", "right.pt", points, ()))
         assert (shown.verdict, shown.ok) == (verdict, verdict != "2 conflicts")
 
 
@@ -352,7 +352,7 @@ def over_time(status: str, before: str, after: str, reason: str = "", detail: st
 
 
 CLASS = history.Change("o", "class", ("AdamW",), ("SGD",), "different optimizer class")
-RUN = history.Steps(
+RUN = history.History(
     "run",
     (
         history.Step("s1", tensors=1234),
@@ -378,7 +378,7 @@ RUN = history.Steps(
 
 
 STEPS = """\
-diff
+history
 1 of 6 steps changed something, 1 could not be read
 
 run  run
@@ -400,7 +400,7 @@ a note
 """
 
 STEPS_ALL = """\
-diff
+history
 1 of 6 steps changed something, 1 could not be read
 
 run  run
