@@ -98,7 +98,7 @@ _ROWS = {
             "not in right",
             "unexpected  old_head.weight",
             "No fix is suggested because it would lose values. If right has the keys under other names, pass "
-            "--rule 'FROM => TO'; --drop PATTERN leaves them out.",
+            "--rule 'FROM => TO'.",
         ),
         ("not_serialized", "left out by state_dict()", "not_serialized  rope.freqs", _NOTHING),
         ("extra_state", "not a tensor", "extra_state  fp8._extra_state", _NOTHING),

@@ -331,7 +331,7 @@ def history_document(steps: History, *, all: bool = False) -> Document:
     verdict += f", {number(unread)} could not be read" if unread else ""
     blocks: tuple[Block, ...] = (
         Facts((*run, *coverage(steps.compared, steps.scope))),
-        Table("History", columns, tuple(rows)),
+        Table("Steps", columns, tuple(rows)),
         *map(Note, steps.notes),
     )
     verdict = _with_values(verdict, steps.compared, steps.scope, steps.identical)
