@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,19 @@ from ckpttool.io.files import opened
 from ckpttool.ruleset.patterns import Rule, matches, parse
 from ckpttool.ruleset.steps import Constant, Convert, Drop, Join, Rename, Split, Step, Where, parts_of, state_of
 from ckpttool.ruleset.tensor_ops import (
-    Cast,
-    Permute,
-    Reshape,
     Sizes,
     TensorSpec,
-    Transpose,
+    cast,
+    dtypes_like,
     is_expression,
+    lone_name,
+    permute,
+    reshape,
     resolve_size,
     shown,
     size_names,
     tensor_text,
+    transpose,
 )
 
 Fields = Mapping[str, Any]
@@ -141,45 +144,78 @@ def _list(value: Any) -> tuple[Any, ...]:
 # Rules
 
 
+Build = Callable[[Where, Any, Fields], Step]
+
+
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """How one kind of rule is written: the kinds of its value and of its other fields, and the step it makes."""
+    """One kind of rule: the kinds of its value and of its other fields, the step that it makes, and the step `back`."""
 
     kind: Kind
-    build: Callable[[Where, Any, Fields], Step]
+    build: Build
+    back: Build
     needs: Mapping[str, Kind] = field(default_factory=dict)
     may: Mapping[str, Kind] = field(default_factory=dict)
 
 
-def _split_or_join(is_split: bool, stacked: bool) -> Callable[[Where, Any, Fields], Step]:
-    def build(where: Where, value: Any, fields: Fields) -> Step:
-        whole, names = (value, fields["into"]) if is_split else (fields["into"], value)
-        parts = parts_of(whole, names, fields.get("parts"), fields.get("dim", 0), fields.get("sizes"), stacked)
-        return Split(where, parts) if is_split else Join(where, parts)
+def _rename(where: Where, texts: Any, _: Fields, reverse: bool = False) -> Step:
+    return Rename(where, tuple(parse(text, reverse=reverse) for text in _list(texts)))
 
-    return build
+
+def _parts(where: Where, value: Any, fields: Fields, is_split: bool, stacked: bool, reverse: bool = False) -> Step:
+    whole, names = (value, fields["into"]) if is_split else (fields["into"], value)
+    parts = parts_of(whole, names, fields.get("parts"), fields.get("dim", 0), fields.get("sizes"), stacked)
+    if is_split == reverse:
+        return Join(where, parts)
+    if reverse and parts.count is None and not stacked:  # a split could not know how many
+        raise CkptError(f"{parts.whole}: parts = N says into how many", hint="")
+    return Split(where, parts)
+
+
+def _row_of_parts(is_split: bool, stacked: bool) -> _Operation:
+    build = partial(_parts, is_split=is_split, stacked=stacked)
+    value, into = (_TEXT, _NAMES) if is_split else (_NAMES, _TEXT)
+    may = {"dim": _INTEGER, "parts": _SIZE, **({} if stacked else {"sizes": _SIZES})}
+    return _Operation(value, build, partial(build, reverse=True), {"into": into}, may)
 
 
 def _transpose(where: Where, patterns: Any, fields: Fields) -> Step:
-    first, second = fields.get("dims", (0, 1))
-    return Convert(where, _patterns(patterns), Transpose((first, second)))
+    dims = fields.get("dims", (0, 1))
+    return Convert(where, _patterns(patterns), lambda value: transpose(value, dims))
 
 
 def _permute(where: Where, patterns: Any, fields: Fields) -> Step:
     dims, rows = fields["dims"], fields.get("rows")
     if rows is not None and len(rows) != len(dims):
         raise CkptError(f"{len(dims)} dims for {len(rows)} rows", hint="")
-    return Convert(where, _patterns(patterns), Permute(tuple(dims), None if rows is None else tuple(rows)))
+    return Convert(where, _patterns(patterns), lambda value: permute(value, dims, rows))
+
+
+def _permute_back(where: Where, patterns: Any, fields: Fields) -> Step:
+    dims, rows = fields["dims"], fields.get("rows")
+    order = [dims.index(dim) for dim in range(len(dims))]
+    return _permute(where, patterns, {"dims": order, "rows": None if rows is None else [rows[dim] for dim in dims]})
 
 
 def _reshape(where: Where, patterns: Any, fields: Fields) -> Step:
-    old = fields.get("from_shape")
-    return Convert(where, _patterns(patterns), Reshape(tuple(fields["shape"]), None if old is None else tuple(old)))
+    shape, old = fields["shape"], fields.get("from_shape")
+    known = {lone_name(size) for size in old or ()}
+    unknown = [name for size in (*shape, *(old or ())) for name in size_names(size) if name not in known]
+    if unknown:
+        raise CkptError(f"{{{unknown[0]}}} has no value: neither from_shape nor --size gives it one", hint="")
+    return Convert(where, _patterns(patterns), lambda value: reshape(value, shape, old))
+
+
+def _reshape_back(where: Where, patterns: Any, fields: Fields) -> Step:
+    if "from_shape" not in fields:
+        raise CkptError(f"{', '.join(_list(patterns))}: from_shape = [...] says what shape it had", hint="")
+    return _reshape(where, patterns, {"shape": fields["from_shape"], "from_shape": fields["shape"]})
 
 
 def _cast(where: Where, patterns: Any, fields: Fields) -> Step:
-    old = fields.get("from")
-    return Convert(where, _patterns(patterns), Cast(fields["dtype"], None if old is None else _list(old)))
+    dtype, old = fields["dtype"], fields.get("from")
+    dtypes = dtypes_like(dtype) if old is None else _list(old)
+    return Convert(where, _patterns(patterns), lambda value: cast(value, dtype), dtypes)
 
 
 def _constant(where: Where, name: str, fields: Fields) -> Step:
@@ -192,6 +228,14 @@ def _constant(where: Where, name: str, fields: Fields) -> Step:
     return Constant(where, name, rule, fields["value"], fields.get("dtype"), None if shape is None else tuple(shape))
 
 
+def _constant_back(where: Where, name: str, _: Fields) -> Step:
+    raise CkptError(f"{name}: drop it in a file with the way back", hint="")
+
+
+def _lost(where: Where, patterns: Any, _: Fields) -> Step:
+    raise CkptError(f"{', '.join(_list(patterns))}: what is lost does not come back", hint="")
+
+
 def _patterns(value: Any) -> tuple[str, ...]:
     patterns = _list(value)
     for text in patterns:
@@ -199,21 +243,20 @@ def _patterns(value: Any) -> tuple[str, ...]:
     return patterns
 
 
-_PARTS: Mapping[str, Kind] = {"dim": _INTEGER, "parts": _SIZE}
 _OPERATIONS: Mapping[str, _Operation] = {
-    "rename": _Operation(_TEXTS, lambda where, texts, _: Rename(where, tuple(map(parse, _list(texts))))),
-    "split": _Operation(_TEXT, _split_or_join(True, False), {"into": _NAMES}, {**_PARTS, "sizes": _SIZES}),
-    "join": _Operation(_NAMES, _split_or_join(False, False), {"into": _TEXT}, {**_PARTS, "sizes": _SIZES}),
-    "unstack": _Operation(_TEXT, _split_or_join(True, True), {"into": _NAMES}, _PARTS),
-    "stack": _Operation(_NAMES, _split_or_join(False, True), {"into": _TEXT}, _PARTS),
-    "transpose": _Operation(_TEXTS, _transpose, may={"dims": _TWO_DIMS}),
-    "permute": _Operation(_TEXTS, _permute, {"dims": _ORDER}, {"rows": _SHAPE}),
-    "reshape": _Operation(_TEXTS, _reshape, {"shape": _SHAPE}, {"from_shape": _SHAPE}),
-    "cast": _Operation(_TEXTS, _cast, {"dtype": _DTYPE}, {"from": _DTYPES}),
+    "rename": _Operation(_TEXTS, _rename, partial(_rename, reverse=True)),
+    "split": _row_of_parts(is_split=True, stacked=False),
+    "join": _row_of_parts(is_split=False, stacked=False),
+    "unstack": _row_of_parts(is_split=True, stacked=True),
+    "stack": _row_of_parts(is_split=False, stacked=True),
+    "transpose": _Operation(_TEXTS, _transpose, _transpose, may={"dims": _TWO_DIMS}),
+    "permute": _Operation(_TEXTS, _permute, _permute_back, {"dims": _ORDER}, {"rows": _SHAPE}),
+    "reshape": _Operation(_TEXTS, _reshape, _reshape_back, {"shape": _SHAPE}, {"from_shape": _SHAPE}),
+    "cast": _Operation(_TEXTS, _cast, _lost, {"dtype": _DTYPE}, {"from": _DTYPES}),
     "constant": _Operation(
-        _TEXT, _constant, {"value": _FILL}, {"dtype": _DTYPE, "shape": _FULL_SHAPE, "beside": _TEXT}
+        _TEXT, _constant, _constant_back, {"value": _FILL}, {"dtype": _DTYPE, "shape": _FULL_SHAPE, "beside": _TEXT}
     ),
-    "drop": _Operation(_TEXTS, lambda where, patterns, _: Drop(where, _patterns(patterns))),
+    "drop": _Operation(_TEXTS, lambda where, patterns, _: Drop(where, _patterns(patterns)), _lost),
 }
 _OF_ALL: Mapping[str, Kind] = {"optional": _FLAG, "when": _TEXTS, "unless": _TEXTS}
 
@@ -235,12 +278,18 @@ def faults(table: Any) -> list[str]:
     ]
 
 
-def step_of(table: Fields, place: str, sizes: Sizes) -> Step:
-    """Return the step of a rule without `faults`. Raises `CkptError` if the fields contradict each other."""
+def step_of(table: Fields, place: str, sizes: Sizes, reverse: bool = False) -> Step:
+    """Return the step of a rule without `faults`, or in `reverse` the step that undoes it.
+
+    Raises `CkptError` if the fields contradict each other, or if nothing undoes the rule.
+    """
     name = next(name for name in table if name in _OPERATIONS)
     when, unless = (
         tuple(shown(text) or TensorSpec(text) for text in _list(table.get(key, []))) for key in ("when", "unless")
     )
+    if reverse and (when or unless):
+        patterns = ", ".join(_list(table[name]))
+        raise CkptError(f"{patterns}: the names of its conditions may be others by then", hint="")
     fields = dict(table)
     for key in _SIZED:
         if key not in table:
@@ -254,7 +303,8 @@ def step_of(table: Fields, place: str, sizes: Sizes) -> Step:
                 raise CkptError(f"{text} is {size}: no size", hint="")
         fields[key] = values if isinstance(table[key], list) else values[0]
     where = Where(f"{place} ({name})", table.get("optional", False), when, unless)
-    return _OPERATIONS[name].build(where, table[name], fields)
+    row = _OPERATIONS[name]
+    return (row.back if reverse else row.build)(where, table[name], fields)
 
 
 # Examples
@@ -370,7 +420,7 @@ def steps_of(text: str, path: str, given: Sizes | None = None, reverse: bool = F
         tried = _build(tables, places, {**sizes, **table.get("sizes", {})}, path)
         problems += [Problem(problem, place) for problem in _failures(before, after, tried)]
         if reverse:
-            back = _failures(after, before, _reversed(tried, path))
+            back = _failures(after, before, _reversed(tables, places, {**sizes, **table.get("sizes", {})}, path))
             problems += [Problem(f"in reverse: {problem}", place) for problem in back]
     if problems:
         raise _mistakes(path, problems)
@@ -380,7 +430,7 @@ def steps_of(text: str, path: str, given: Sizes | None = None, reverse: bool = F
     if unknown:
         hint = f"they know {', '.join(sorted(known))}" if known else "they know no named sizes"
         raise CkptError(f"the rules know no size {', '.join(unknown)}", hint=hint)
-    return _reversed(steps, path) if reverse else steps
+    return _reversed(tables, places, sizes, path) if reverse else steps
 
 
 def _not_toml(path: str, error: Exception) -> CkptError:
@@ -419,44 +469,22 @@ def _mistakes(path: str, problems: Sequence[Problem]) -> CkptError:
     return CkptError(message, hint="docs/rules.md says how each kind of rule is written", problems=problems)
 
 
-def _reversed(steps: Sequence[Step], path: str) -> tuple[Step, ...]:
-    found: list[Step] = []
+def _reversed(tables: Sequence[Fields], places: Sequence[str], sizes: Sizes, path: str) -> tuple[Step, ...]:
+    """Return the steps back, the last rule's first. Raises `CkptError` with all rules that nothing undoes."""
+    steps: list[Step] = []
     problems: list[Problem] = []
-    for step in reversed(steps):
-        if isinstance(step, Drop) and step.where.optional:  # a file without the dropped keys is as good
+    for place, table in zip(places, tables):
+        if "drop" in table and table.get("optional"):  # a file without the dropped keys is as good
             continue
         try:
-            found.append(_back(step))
+            steps.append(step_of(table, place, sizes, reverse=True))
         except CkptError as error:
-            problems.append(Problem(error.message, str(step.where)))
+            name = next(name for name in table if name in _OPERATIONS)
+            problems.append(Problem(error.message, f"{place} ({name})"))
     if problems:
         raise CkptError(
             f"{path} cannot be reversed: {plural(len(problems), 'rule')}",
             hint="remove these rules, or write a file with the way back",
-            problems=problems[::-1],
+            problems=problems,
         )
-    return tuple(found)
-
-
-def _back(step: Step) -> Step:
-    """Return the step that undoes this one. Raises `CkptError` if there is none."""
-    if step.where.when or step.where.unless:
-        raise CkptError(f"{', '.join(step.patterns)}: the names of its conditions may be others by then", hint="")
-    match step:
-        case Rename(where, rules):
-            return Rename(where, tuple(parse(rule.text, reverse=True) for rule in rules))
-        case Split(where, parts):
-            return Join(where, parts)
-        case Join(where, parts):
-            if parts.count is None and not parts.stacked:  # a split could not know how many
-                raise CkptError(f"{parts.whole}: parts = N says into how many", hint="")
-            return Split(where, parts)
-        case Convert(where, patterns, change):
-            back = change.reversed()
-            if back is not None:
-                return Convert(where, patterns, back)
-            if isinstance(change, Reshape):
-                raise CkptError(f"{', '.join(patterns)}: from_shape = [...] says what shape it had", hint="")
-        case Constant(name=name):
-            raise CkptError(f"{name}: drop it in a file with the way back", hint="")
-    raise CkptError(f"{', '.join(step.patterns)}: what is lost does not come back", hint="")
+    return tuple(reversed(steps))

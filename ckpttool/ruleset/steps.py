@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property, lru_cache
 from itertools import islice
@@ -19,7 +19,7 @@ from ckpttool.core.text import plural, some
 from ckpttool.core.values import dataclass
 from ckpttool.ruleset import tensor_ops
 from ckpttool.ruleset.patterns import VARIABLE, InTurn, Naming, Rule, parse
-from ckpttool.ruleset.tensor_ops import DENSE, REFUSED, Cast, Change, TensorSpec, Value, holds, refusal
+from ckpttool.ruleset.tensor_ops import DENSE, REFUSED, TensorSpec, Value, holds, refusal
 
 State = dict[str, Value]
 Named = list[tuple[str, Value]]
@@ -158,11 +158,12 @@ class Rename:
 
 @dataclass(frozen=True)
 class Convert:
-    """Change every tensor that a pattern matches."""
+    """Change every tensor that a pattern matches, and if `dtypes` are given, that has one of these."""
 
     where: Where
     patterns: tuple[str, ...]
-    change: Change
+    change: Callable[[Value], Value]
+    dtypes: tuple[str, ...] | None = None
 
     @cached_property
     def naming(self) -> Naming:
@@ -170,10 +171,10 @@ class Convert:
 
     def one(self, key: str, value: Value, result: Result) -> Named:
         hits = self.naming.hits(key)
-        if not hits or (isinstance(self.change, Cast) and not self.change.concerns(value)):
+        if not hits or (self.dtypes is not None and value.dtype not in self.dtypes):
             return [(key, value)]
         result.used.update(hits)
-        return [(key, value if value.layout == REFUSED else self.change.apply(_dense(value)))]
+        return [(key, value if value.layout == REFUSED else self.change(_dense(value)))]
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def size_value(size: Size, known: Sizes) -> int:
     return total + product
 
 
-def _lone_name(size: Size) -> str | None:
+def lone_name(size: Size) -> str | None:
     """Return the name if the size is nothing else."""
     name = None if isinstance(size, int) else _NAME.fullmatch(size.strip())
     return None if name is None else name[1]
@@ -146,109 +146,64 @@ class Value:
 DENSE, REFUSED = "strided", "refused"
 
 
-@dataclass(frozen=True, slots=True)
-class Transpose:
+def transpose(value: Value, dims: Sequence[int]) -> Value:
     """Swap two dimensions."""
-
-    dims: tuple[int, int]
-
-    def apply(self, value: Value) -> Value:
-        first, second = (dimension(dim, value.shape) for dim in self.dims)
-        order = list(range(len(value.shape)))
-        order[first], order[second] = second, first
-        return _permuted(value, order)
-
-    def reversed(self) -> Transpose:
-        return self
+    first, second = (dimension(dim, value.shape) for dim in dims)
+    order = list(range(len(value.shape)))
+    order[first], order[second] = second, first
+    return _permuted(value, order)
 
 
-@dataclass(frozen=True, slots=True)
-class Permute:
+def permute(value: Value, dims: Sequence[int], rows: Sequence[int] | None) -> Value:
     """Reorder the dimensions: dimension ``dims[i]`` becomes dimension i.
 
     With `rows`, they are the dimensions that dimension 0 consists of, such as heads and halves: the shape stays.
     """
-
-    dims: tuple[int, ...]
-    rows: tuple[int, ...] | None = None
-
-    def apply(self, value: Value) -> Value:
-        shape = value.shape
-        if self.rows is None:
-            if len(self.dims) != len(shape):
-                raise refusal(f"shape {list(shape)} has {len(shape)} dimensions, not {len(self.dims)}")
-            return _permuted(value, self.dims)
-        dimension(0, shape)
-        rows = _fill_shape(self.rows, shape[0])
-        if rows is None:
-            raise refusal(f"dimension 0 of {list(shape)} is {shape[0]}, not {list(self.rows)} rows")
-        order = (*self.dims, *range(len(rows), len(rows) + len(shape) - 1))
-        return _reshaped(_permuted(_reshaped(value, (*rows, *shape[1:])), order), shape)
-
-    def reversed(self) -> Permute:
-        rows = None if self.rows is None else tuple(self.rows[dim] for dim in self.dims)
-        return Permute(tuple(self.dims.index(dim) for dim in range(len(self.dims))), rows)
+    shape = value.shape
+    if rows is None:
+        if len(dims) != len(shape):
+            raise refusal(f"shape {list(shape)} has {len(shape)} dimensions, not {len(dims)}")
+        return _permuted(value, dims)
+    dimension(0, shape)
+    filled = _fill_shape(rows, shape[0])
+    if filled is None:
+        raise refusal(f"dimension 0 of {list(shape)} is {shape[0]}, not {list(rows)} rows")
+    order = (*dims, *range(len(filled), len(filled) + len(shape) - 1))
+    return _reshaped(_permuted(_reshaped(value, (*filled, *shape[1:])), order), shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Reshape:
+def reshape(value: Value, shape: Sequence[Size], old: Sequence[Size] | None) -> Value:
     """Give the elements another shape, with one -1 at most. `old` is the required shape, if it is given.
 
     A name without a value is in `old` the size that the tensor has, and in `shape` the same size.
     """
-
-    shape: tuple[Size, ...]
-    old: tuple[Size, ...] | None
-
-    def __post_init__(self) -> None:
-        known = {_lone_name(size) for size in self.old or ()}
-        unknown = [name for size in (*self.shape, *(self.old or ())) for name in size_names(size) if name not in known]
-        if unknown:
-            raise CkptError(f"{{{unknown[0]}}} has no value: neither from_shape nor --size gives it one", hint="")
-
-    def apply(self, value: Value) -> Value:
-        known: dict[str, int] = {}
-        if self.old is not None:
-            for size, length in zip(self.old, value.shape):
-                name = _lone_name(size)
-                if name is not None:
-                    known.setdefault(name, length)
-            if len(self.old) != len(value.shape) or not all(
-                size == -1 or size_value(size, known) == length for size, length in zip(self.old, value.shape)
-            ):
-                raise refusal(f"the shape is {list(value.shape)}, not [{', '.join(map(str, self.old))}]")
-        shape = _fill_shape([size_value(size, known) for size in self.shape], prod(value.shape))
-        if shape is None:
-            wanted = f"[{', '.join(map(str, self.shape))}]"
-            raise refusal(f"the elements of shape {list(value.shape)} do not fill {wanted}")
-        return _reshaped(value, shape)
-
-    def reversed(self) -> Reshape | None:
-        return None if self.old is None else Reshape(self.old, self.shape)
+    known: dict[str, int] = {}
+    if old is not None:
+        for size, length in zip(old, value.shape):
+            name = lone_name(size)
+            if name is not None:
+                known.setdefault(name, length)
+        fits = (size == -1 or size_value(size, known) == length for size, length in zip(old, value.shape))
+        if len(old) != len(value.shape) or not all(fits):
+            raise refusal(f"the shape is {list(value.shape)}, not [{', '.join(map(str, old))}]")
+    filled = _fill_shape([size_value(size, known) for size in shape], prod(value.shape))
+    if filled is None:
+        raise refusal(f"the elements of shape {list(value.shape)} do not fill [{', '.join(map(str, shape))}]")
+    return _reshaped(value, filled)
 
 
-@dataclass(frozen=True, slots=True)
-class Cast:
-    """Cast tensors of the dtypes `old`; without these all tensors of the same kind, as ``Module.to`` does."""
-
-    dtype: str
-    old: tuple[str, ...] | None
-
-    def concerns(self, value: Value) -> bool:
-        return _kind(value.dtype) == _kind(self.dtype) if self.old is None else value.dtype in self.old
-
-    def apply(self, value: Value) -> Value:
-        if value.dtype == self.dtype:
-            return value
-        cast = Op("aten._to_copy.default", (value.source,), (("dtype", Special("dtype", self.dtype)),))
-        return replace(value, source=cast, dtype=self.dtype)
-
-    def reversed(self) -> None:
-        """Return None: the bits that a cast rounds away cannot be restored."""
-        return
+def cast(value: Value, dtype: str) -> Value:
+    """Cast the tensor, unless it has the dtype."""
+    if value.dtype == dtype:
+        return value
+    return replace(
+        value, source=Op("aten._to_copy.default", (value.source,), (("dtype", Special("dtype", dtype)),)), dtype=dtype
+    )
 
 
-Change = Union[Transpose, Permute, Reshape, Cast]
+def dtypes_like(dtype: str) -> tuple[str, ...]:
+    """Return the dtypes of the same kind: those that ``Module.to`` casts."""
+    return tuple(name for name in PLAIN if _kind(name) == _kind(dtype))
 
 
 def split(value: Value, count: int, dim: int, sizes: Sequence[int] | None) -> list[Value]:
