@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from math import prod
-from typing import Any, Protocol, Union, runtime_checkable
+from typing import Any, Union
 
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.pickle_imports import Import
@@ -152,44 +152,30 @@ def in_row_major(
     return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, storage, payload=payload)
 
 
-@runtime_checkable
-class Comparable(Protocol):
-    """A payload that can tell its complete content, with the storages that it refers to."""
+class Payload:
+    """A reader's own record of an entry, for the writer of the same format, and what its bytes alone do not tell."""
+
+    __slots__ = ()
+    meaning: str = ""  # an entry that the values depend on: with another one the same bytes are another value
 
     def content(self) -> bytes | None:
-        """Return the content, equal for equal content in any file; None if it is not known. Reads the storages."""
-
-
-@dataclass(frozen=True, slots=True)
-class Digested:
-    """The payload of a tensor that is not dense, of which only the SHA-256 of its content, or None, is known."""
-
-    sha256: str | None
-
-
-@runtime_checkable
-class Resolvable(Protocol):
-    """A payload of a tensor whose values must be made from its bytes."""
+        """Return the complete content, equal for equal content in any file; None if unknown. Reads the storages."""
+        return None
 
     def resolved(self, entry: TensorEntry) -> TensorEntry:
         """Return the entry as a dense tensor if it is lazily conjugated or negated; else the entry itself."""
-
-
-@runtime_checkable
-class Composite(Protocol):
-    """A payload of a tensor that is more than one block of values."""
+        return entry
 
     def lost(self, entry: TensorEntry) -> str:
         """Return a text about what a format of plain tensors would lose."""
+        return ""
 
 
-@runtime_checkable
-class Meaningful(Protocol):
-    """A payload of a tensor whose values depend on another entry of its file: a part of something larger."""
+@dataclass(frozen=True, slots=True)
+class Digested(Payload):
+    """The payload of an entry of which only the SHA-256 of its content, or None, is known."""
 
-    @property
-    def meaning(self) -> str:
-        """The other entry; with another one the same bytes are another value."""
+    sha256: str | None
 
 
 @dataclass(frozen=True, slots=True)

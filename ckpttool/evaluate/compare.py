@@ -7,12 +7,10 @@ from typing import Any, Union
 
 from ckpttool.core.checkpoint import (
     Checkpoint,
-    Comparable,
     Digested,
     ExtraEntry,
     Lazy,
-    Meaningful,
-    Resolvable,
+    Payload,
     Span,
     Storage,
     TensorEntry,
@@ -62,19 +60,18 @@ def same_objects(left: ExtraEntry, right: ExtraEntry) -> bool:
     """Return whether two objects are equal, including the tensors inside them; False also if that is unknown."""
     if _is_digest(left) or _is_digest(right):
         return _same_digest(left, right)
-    if isinstance(left.payload, Comparable) and isinstance(right.payload, Comparable):
+    if isinstance(left.payload, Payload) and isinstance(right.payload, Payload):
         return left.payload is right.payload or _same_content(left.payload, right.payload)
     return left.value is not None and repr(left.value) == repr(right.value)
 
 
 def _resolve(entry: TensorEntry) -> TensorEntry:
     """Return a lazily conjugated or negated tensor as a dense one, any other entry as it is."""
-    return entry.payload.resolved(entry) if isinstance(entry.payload, Resolvable) else entry
+    return entry.payload.resolved(entry) if isinstance(entry.payload, Payload) else entry
 
 
 def _meaning(entry: TensorEntry) -> str:
-    payload = entry.payload  # isinstance with a protocol is slow for very many entries without a payload
-    return payload.meaning if payload is not None and isinstance(payload, Meaningful) else ""
+    return entry.payload.meaning if isinstance(entry.payload, Payload) else ""
 
 
 def _is_digest(entry: Entry) -> bool:
@@ -95,7 +92,7 @@ def _same_content(left: object, right: object) -> bool:
 
 
 def _content(payload: object) -> bytes | None:
-    return payload.content() if isinstance(payload, Comparable) else None
+    return payload.content() if isinstance(payload, Payload) else None
 
 
 def _is_empty(left: TensorEntry, right: TensorEntry) -> bool:

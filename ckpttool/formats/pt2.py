@@ -21,9 +21,9 @@ from ckpttool.formats.pt2_program import (
     FIELDS,
     Home,
     Inner,
-    Payload,
     Program,
     RecordOf,
+    Role,
     compressed,
     read_graph,
     root_of,
@@ -105,7 +105,7 @@ def _unreached(archive: Archive, programs: Sequence[Program]) -> tuple[Unreached
     """Return the storages of the file that no program's entries refer to."""
     used = {home.record for program in programs for home in program.homes.values()}
     for entry in (entry for p in programs for section in p.sections for entry in section.by_key().values()):
-        if isinstance(entry.payload, Payload):
+        if isinstance(entry.payload, Role):
             used.add(entry.payload.record)
         elif isinstance(entry.payload, RecordOf):
             used.add(entry.payload.record.name)
@@ -276,7 +276,7 @@ def _changed(program: Program, sections: Sequence[Section]) -> tuple[dict[str, D
     alone: dict[str, Data] = {}  # new records of tensors that are pickled by themselves
     for old, new in pairs:
         role = old.payload
-        if isinstance(role, Payload) and isinstance(new.payload, Carried):
+        if isinstance(role, Role) and isinstance(new.payload, Carried):
             alone[role.record] = _lazy(torch_zip.of_tensor(new.payload, role.is_param, role.requires_grad))
     records, unfit = renamed(program, names)
     stale = _stale(program, {*(home.record for home in data), *alone})
@@ -323,7 +323,7 @@ def _misfit(old: TensorEntry, new: TensorEntry) -> str | None:
 
 def replaceable(old: TensorEntry, new: TensorEntry) -> bool:
     """Return whether `old` is packed in a pickle of its own, and `new` is pickled as the same kind of tensor."""
-    alone = isinstance(old.payload, Payload) and old.payload.alone
+    alone = isinstance(old.payload, Role) and old.payload.alone
     return alone and isinstance(new.payload, Carried) and new.layout == old.layout
 
 
@@ -424,7 +424,7 @@ def _runtime(checkpoint: Checkpoint, graph: dict[str, str]) -> list[RuntimeTenso
         kind = graph.get(entry.key)  # None: a tensor of a module that is never called, or a tied name
         if kind is not None and not (is_saved and kind == "constant"):  # a saved tensor is not a constant
             return kind
-        if isinstance(entry.payload, Payload) and entry.payload.is_param:
+        if isinstance(entry.payload, Role) and entry.payload.is_param:
             return "parameter"
         return "buffer" if is_saved else "constant"
 
@@ -436,7 +436,7 @@ def _runtime(checkpoint: Checkpoint, graph: dict[str, str]) -> list[RuntimeTenso
     tensors: list[RuntimeTensor] = []
     for kind, is_saved, entry in rows:
         fqn, payload = entry.key, entry.payload
-        trainable = kind == "parameter" and isinstance(payload, Payload) and payload.requires_grad
+        trainable = kind == "parameter" and isinstance(payload, Role) and payload.requires_grad
         root = first.setdefault(entry.identity, fqn)
         alias_of = None if root == fqn else root
         tensors.append(RuntimeTensor(fqn, fqn, kind, is_saved, trainable, entry.dtype, entry.shape, alias_of))

@@ -10,7 +10,7 @@ from dataclasses import field, replace
 from shlex import quote
 from typing import Any
 
-from ckpttool.core.checkpoint import Checkpoint, Comparable, ExtraEntry, Section, Storage, TensorEntry, Unreached
+from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Payload, Section, Storage, TensorEntry, Unreached
 from ckpttool.core.dtypes import BY_PT2, itemsize
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.limits import limits
@@ -32,7 +32,7 @@ _AGAIN = "copy it or export it again"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Payload:
+class Role(Payload):
     """The payload of one tensor: the record that holds it, and its role in the program.
 
     `alone`: the record is a torch file of this tensor and nothing else, and can be replaced. `source` has the content
@@ -43,22 +43,21 @@ class Payload:
     is_param: bool
     requires_grad: bool
     alone: bool = False
-    source: Comparable | None = None
+    source: Payload | None = None
 
     def content(self) -> bytes | None:
-        """See `checkpoint.Comparable`."""
         return None if self.source is None else self.source.content()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RecordOf:
+class RecordOf(Payload):
     """The payload of a pickled tensor or object in a record of its own."""
 
     archive: Archive
     record: Record
 
     def content(self) -> bytes | None:
-        """See `checkpoint.Comparable`: of the object if the record is a torch file, else of the bytes."""
+        """Return the content of the object if the record is a torch file, else of the bytes."""
         try:
             inner = read_archive(self.archive.path, self.archive.base + self.record.data, self.record.nbytes)
             _, pickle, storages = torch_zip.open_tree(inner)
@@ -344,7 +343,7 @@ def _tensor(
         raise ValueError(f"{fqn} has {len(shape)} sizes and {len(stride)} strides")
     pickled = meta["use_pickle"]
     source = RecordOf(archive, record) if pickled else None
-    payload = Payload(record.name, meta["is_param"], tensor["requires_grad"], pickled, source)
+    payload = Role(record.name, meta["is_param"], tensor["requires_grad"], pickled, source)
     layout = "subclass" if pickled else _LAYOUTS.get(tensor["layout"], "unknown")
     entry = TensorEntry(fqn, dtype, shape, stride, offset, None, layout, record.nbytes, payload)
     reach = entry.end * itemsize(dtype)
@@ -416,11 +415,11 @@ def _nested_entries(
     return tensors, objects
 
 
-def payload_of(record: str, entry: TensorEntry) -> Payload:
+def payload_of(record: str, entry: TensorEntry) -> Role:
     """Return the role of a tensor: its node says whether it is a Parameter."""
     assert isinstance(entry.payload, Carried)
     node = entry.payload.node
-    return Payload(record, is_parameter(node), is_parameter(node) and node.args[1] is True, source=entry.payload)
+    return Role(record, is_parameter(node), is_parameter(node) and node.args[1] is True, source=entry.payload)
 
 
 def open_record(archive: Archive, name: str) -> tuple[Pickle, Storages, Inner]:

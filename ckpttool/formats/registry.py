@@ -9,7 +9,7 @@ from importlib import import_module
 from shlex import quote
 from typing import Any
 
-from ckpttool.core.checkpoint import Checkpoint, Resolvable
+from ckpttool.core.checkpoint import Checkpoint, Payload
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.text import Info, dotted
 from ckpttool.core.values import dataclass
@@ -177,11 +177,7 @@ def _flat(checkpoint: Checkpoint, target: Format, keep_aliases: bool) -> Checkpo
             hint="--keep-aliases keeps the first name and records the others in __metadata__",
             problems=[Problem(f"the same tensor as {first}", key) for key, first in aliases.items()],
         )
-    # asking a protocol of None for each of many entries takes time
-    resolved = (
-        entry.payload.resolved(entry) if entry.payload is not None and isinstance(entry.payload, Resolvable) else entry
-        for entry in section.tensors
-    )
+    resolved = (e.payload.resolved(e) if isinstance(e.payload, Payload) else e for e in section.tensors)
     dense = tuple(entry if target.aliases else row_major(entry) for entry in resolved)
     section = replace(section, path="", tensors=tuple(e for e in dense if e.key not in aliases), modules=None)
     return replace(checkpoint, sections=(section,), metadata={**checkpoint.metadata, **aliases})

@@ -17,8 +17,8 @@ from typing import Any
 
 from ckpttool.core.checkpoint import (
     Checkpoint,
-    Composite,
     Lazy,
+    Payload,
     Section,
     Span,
     Storage,
@@ -427,8 +427,8 @@ def tensor_problem(entry: TensorEntry) -> str | None:
     if isinstance(entry.payload, Packed):
         return None
     if entry.storage is None:
-        lost = f": {entry.payload.lost(entry)} would be lost" if isinstance(entry.payload, Composite) else ""
-        return f"a {entry.layout} tensor has no place in the format{lost}"
+        lost = entry.payload.lost(entry) if isinstance(entry.payload, Payload) else ""
+        return f"a {entry.layout} tensor has no place in the format" + (f": {lost} would be lost" if lost else "")
     if BY_NAME[entry.dtype].safetensors is None:
         return f"the format has no dtype {entry.dtype}"
     if entry.dtype == "float4_e2m1fn_x2" and not entry.shape:

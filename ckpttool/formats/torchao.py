@@ -15,7 +15,7 @@ from dataclasses import replace
 from shlex import quote
 from typing import Any
 
-from ckpttool.core.checkpoint import Checkpoint, TensorEntry
+from ckpttool.core.checkpoint import Checkpoint, Payload, TensorEntry
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.values import dataclass
 from ckpttool.formats import strict_json
@@ -25,7 +25,7 @@ _APART = "rename all parts of a tensor alike, or drop all of them; the last segm
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Part(Payload):
     """The payload of a tensor that for torchao is the `part` of the tensor `name`, or `name` itself.
 
     `parts` is the number of its parts, `kind` its class, `meaning` its entry in the metadata.

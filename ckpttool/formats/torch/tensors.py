@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from ckpttool.core import dtypes
-from ckpttool.core.checkpoint import Storage, TensorEntry
+from ckpttool.core.checkpoint import Payload, Storage, TensorEntry
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.limits import Memory
@@ -87,7 +87,7 @@ _LOST = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Carried:
+class Carried(Payload):
     """The payload of an entry: its node, the storages that the node refers to, and the tensor that it rebuilds."""
 
     node: Any
@@ -99,17 +99,15 @@ class Carried:
         return self.rebuilt is not None and self.rebuilt.geometry == entry.geometry
 
     def content(self) -> bytes | None:
-        """See `checkpoint.Comparable`: for a Parameter, of the tensor in it."""
+        """Return the content; for a Parameter, of the tensor in it."""
         return content_of(bare(self.node), self.storages.content)
 
     def lost(self, entry: TensorEntry) -> str:
-        """See `checkpoint.Composite`."""
         if entry.layout == "subclass":
             return f"its class {kind(entry)}, and what each tensor in it is for"
         return _LOST.get(entry.layout, "how its values are made of what is stored")
 
     def resolved(self, entry: TensorEntry) -> TensorEntry:
-        """See `checkpoint.Resolvable`."""
         if entry.layout not in _FLAGS:
             return entry
         from ckpttool.evaluate import torch_eval

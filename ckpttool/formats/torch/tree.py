@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import field, replace
 from typing import Any, NamedTuple
 
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Readings, Section, Storage, TensorEntry, Unreached
+from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Payload, Readings, Section, Storage, TensorEntry, Unreached
 from ckpttool.core.errors import CkptError
 from ckpttool.core.optimizer_state import looks_flat, rebuilt
 from ckpttool.core.text import dotted, free
@@ -572,14 +572,13 @@ def read_tree(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Around:
+class _Around(Payload):
     """The payload of an object with tensors inside: its content leaves out these tensors and the sections in it."""
 
     node: Any
     tree: Tree
 
     def content(self) -> bytes | None:
-        """See `checkpoint.Comparable`."""
         sections = {id(place.node) for place in self.tree.places.values()}
         return content_of(self.node, lambda node: b"" if is_tensor(node) or id(node) in sections else None)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool.core.checkpoint import Comparable
+from ckpttool.core.checkpoint import Payload
 from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.pickle_read import Call, Global, PickledSet
 from ckpttool.formats.torch.nodes import content_of
@@ -133,7 +133,7 @@ def contents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[bytes]]
         state = {f"{name}_extra_state": value for name, value in values.items()} | {"w": torch.ones(1)}
         torch.save(state, path, pickle_protocol=protocol, _use_new_zipfile_serialization=protocol != 5)
         for extra in open_checkpoint(str(path)).section("").extras:
-            assert isinstance(extra.payload, Comparable)
+            assert isinstance(extra.payload, Payload)
             content = extra.payload.content()
             assert content is not None, extra.key
             found[extra.key.removesuffix("_extra_state")].append(content)
@@ -154,8 +154,8 @@ def test_what_is_shared_is_not_told_from_what_is_there_twice(tmp_path: Path) -> 
     torch.save({"w": NUMBERS, "a_extra_state": [once, once], "b_extra_state": [once, [1, NUMBERS.clone()]]},
                tmp_path / "shared.pt")  # fmt: skip
     one, other = (extra.payload for extra in open_checkpoint(str(tmp_path / "shared.pt")).section("").extras)
-    assert isinstance(one, Comparable)
-    assert isinstance(other, Comparable)
+    assert isinstance(one, Payload)
+    assert isinstance(other, Payload)
     assert one.content() == other.content() is not None
 
 
@@ -168,7 +168,7 @@ def test_of_what_holds_itself_or_is_nested_too_deep_nothing_is_told(tmp_path: Pa
         nested = [nested]
     torch.save({"w": NUMBERS, "a_extra_state": ring, "b_extra_state": nested}, tmp_path / "deep.pt")
     one, other = (extra.payload for extra in open_checkpoint(str(tmp_path / "deep.pt")).section("").extras)
-    assert isinstance(one, Comparable)
-    assert isinstance(other, Comparable)
+    assert isinstance(one, Payload)
+    assert isinstance(other, Payload)
     assert one.content() is None
     assert (other.content() is None) == (deep > 200)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool.core.checkpoint import Checkpoint, Comparable, Span, Storage
+from ckpttool.core.checkpoint import Checkpoint, Payload, Span, Storage
 from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.pickle_read import Call, Global
 from ckpttool.formats.torch.tensors import Storages
@@ -186,7 +186,7 @@ def test_the_content_of_an_object_is_what_stands_around_its_sections(tmp_path: P
         model: Any = torch.nn.Linear(2, 1).state_dict()
         model["_extra_state"] = version
         (found,) = opened(tmp_path, {"o": Foreign(m=model, note=note)}).objects
-        assert isinstance(found.payload, Comparable)
+        assert isinstance(found.payload, Payload)
         contents.append(found.payload.content())
     assert contents[0] == contents[1] != contents[2]
 
