@@ -43,15 +43,12 @@ def cover_problem(shape: tuple[int, ...], chunks: Collection[Chunk]) -> str | No
     for chunk in sorted(filled, key=lambda chunk: chunk.offsets[along]):
         begin = chunk.offsets[along]
         active = [other for other in active if other.offsets[along] + other.sizes[along] > begin]
-        if any(_overlap(chunk, other) for other in active):
-            return "two of its chunks overlap"
+        for other in active:
+            dims = zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes)
+            if all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in dims):
+                return "two of its chunks overlap"
         active.append(chunk)
     return None
-
-
-def _overlap(left: Chunk, right: Chunk) -> bool:
-    dims = zip(left.offsets, left.sizes, right.offsets, right.sizes)
-    return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in dims)
 
 
 def row_major_data(entry: TensorEntry) -> Data:

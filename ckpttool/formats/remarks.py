@@ -37,7 +37,9 @@ def remarks(checkpoint: Checkpoint) -> tuple[str, ...]:
         notes.append(
             f"{part} of a DeepSpeed checkpoint: with ZeRO every rank's file holds some of the fp32 weights; {_GATHER}"
         )
-    states = [section for section in checkpoint.state_dicts if not _is_of_fsdp(checkpoint, section)]
+    # FSDP1 may leave empty tensors, on ranks that hold nothing of a parameter.
+    states = [s for s in checkpoint.state_dicts if not any(is_flat(entry.key) for entry in s.tensors)]
+    states = [] if checkpoint.format == "rank_files" else states
     floating = [entry for section in states for entry in section.tensors if "float" in entry.dtype]
     hollow = sum(map(is_placeholder, floating))
     if hollow and (is_deepspeed or 1 < hollow == len(floating)):
@@ -71,11 +73,6 @@ def _partitioned(section: Section) -> str:
     return f"{count} of shape [1], as ZeRO-3 leaves parameters that it has partitioned ({evidence}); {_GATHER}"
 
 
-def _is_of_fsdp(checkpoint: Checkpoint, section: Section) -> bool:
-    """Return whether FSDP1 may have left empty tensors, on ranks that hold nothing of a parameter."""
-    return checkpoint.format == "rank_files" or any(is_flat(entry.key) for entry in section.tensors)
-
-
 def is_placeholder(entry: TensorEntry) -> bool:
     """Return whether the tensor is a ZeRO-3 placeholder of a parameter: one dimension, no elements."""
     return entry.shape == (0,) and "float" in entry.dtype
@@ -88,17 +85,16 @@ def read_form(checkpoint: Checkpoint) -> Checkpoint:
     """Return `checkpoint` with the marks of the file moved to `Section.form`."""
     form = _known(checkpoint.metadata.get(MARK))
     metadata = {name: value for name, value in checkpoint.metadata.items() if name != MARK}
-    sections = tuple(_taken_off(section, form) for section in checkpoint.sections)
-    marked = sections != checkpoint.sections or metadata != checkpoint.metadata
-    return replace(checkpoint, sections=sections, metadata=metadata) if marked else checkpoint
-
-
-def _taken_off(section: Section, form: str | None) -> Section:
-    if section.modules is not None and MARK in section.modules:
-        mark = section.modules[MARK]
-        form = _known(mark.get("form") if isinstance(mark, Mapping) else None)
-        section = replace(section, modules={path: v for path, v in section.modules.items() if path != MARK})
-    return section if form is None else replace(section, form=form)
+    sections = []
+    for section in checkpoint.sections:
+        own = form
+        if section.modules is not None and MARK in section.modules:
+            mark = section.modules[MARK]
+            own = _known(mark.get("form") if isinstance(mark, Mapping) else None)
+            section = replace(section, modules={path: v for path, v in section.modules.items() if path != MARK})
+        sections.append(section if own is None else replace(section, form=own))
+    marked = tuple(sections) != checkpoint.sections or metadata != checkpoint.metadata
+    return replace(checkpoint, sections=tuple(sections), metadata=metadata) if marked else checkpoint
 
 
 def _known(form: object) -> str | None:

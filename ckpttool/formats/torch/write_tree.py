@@ -39,7 +39,12 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
     for path, place in tree.places.items():
         section = now.get(path)
         if section is None:
-            edits.update(_removal(place))
+            if place.section.kind == "other":
+                edits.update(dict.fromkeys(place.tensors.values(), REMOVE))
+            elif not place.steps:
+                raise Refused("the file is this one state dict: nothing would be left", hint="keep some of it")
+            else:
+                edits[place.steps] = REMOVE
         elif section.mapping is not place.section.mapping:
             edits[place.steps] = node_of(section.mapping, nodes.of)
         elif section is not place.section:
@@ -116,7 +121,7 @@ def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
         if section.path:
             root[section.path] = _fresh_state_dict(section, nodes)
         else:
-            root.update((entry.key, nodes.of(entry)) for entry in _entries(section))
+            root.update((entry.key, nodes.of(entry)) for entry in section.entries)
     return root
 
 
@@ -124,7 +129,7 @@ def _fresh_state_dict(section: Section, nodes: _Nodes) -> Any:
     if section.mapping is not None:
         return node_of(kept(section.mapping, {entry.key for entry in section.tensors}), nodes.of)
     made = Call(nodes.ordered_dict, ())
-    made.pairs = {entry.key: nodes.of(entry) for entry in _entries(section)}
+    made.pairs = {entry.key: nodes.of(entry) for entry in section.entries}
     if section.modules is not None:
         made.state = {"_metadata": _modules(section.modules, nodes)}
     return made
@@ -136,11 +141,6 @@ def _modules(modules: Mapping[str, object], nodes: _Nodes) -> Call:
     return made
 
 
-def _entries(section: Section) -> Iterator[TensorEntry | ExtraEntry]:
-    yield from section.tensors
-    yield from section.extras
-
-
 class _Nodes:
     """The nodes of a checkpoint's entries: the ones that were read if they still describe the entry, else new ones."""
 
@@ -148,8 +148,11 @@ class _Nodes:
         self.rebuilder = rebuilder
         self.storages = storages  # of the file whose tree is changed: its own nodes stay as they are
         self.ordered_dict = rebuilder.globals.setdefault(str(_ORDERED_DICT), _ORDERED_DICT)
-        self.mixed = _mixed_storages(checkpoint)
-        payloads = (entry.payload for section in checkpoint.sections for entry in _entries(section))
+        first: dict[int, str] = {}
+        stored = (entry for section in checkpoint.sections for entry in section.tensors if entry.storage is not None)
+        # The ids of storages that tensors of more than one dtype look at.
+        self.mixed = {id(e.storage) for e in stored if first.setdefault(id(e.storage), e.dtype) != e.dtype}
+        payloads = (entry.payload for section in checkpoint.sections for entry in section.entries)
         found = {id(own.storages): own.storages for own in payloads if isinstance(own, Carried)}
         for own in (*found.values(), *([] if storages is None else [storages])):
             rebuilder.keep(own)
@@ -172,22 +175,7 @@ class _Nodes:
         return payload.node if payload.storages is self.storages else self.rebuilder.transplant(payload)
 
 
-def _mixed_storages(checkpoint: Checkpoint) -> set[int]:
-    """Return the ids of storages that tensors of more than one dtype look at."""
-    first: dict[int, str] = {}
-    entries = (entry for section in checkpoint.sections for entry in section.tensors if entry.storage is not None)
-    return {id(e.storage) for e in entries if first.setdefault(id(e.storage), e.dtype) != e.dtype}
-
-
 # Changes of what was read
-
-
-def _removal(place: Place) -> dict[Steps, Any]:
-    if place.section.kind == "other":
-        return dict.fromkeys(place.tensors.values(), REMOVE)
-    if not place.steps:
-        raise Refused("the file is this one state dict: nothing would be left", hint="keep some of it")
-    return {place.steps: REMOVE}
 
 
 def _tensor_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Steps, Any]:
@@ -204,13 +192,11 @@ def _tensor_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Steps, 
         steps = place.tensors[entry.key]
         if entry.key not in now:
             edits[steps] = REMOVE
-        elif now[entry.key] is not entry and (node := nodes.of(now[entry.key])) is not _node(entry):
-            edits[steps] = node
+        elif now[entry.key] is not entry:
+            node = nodes.of(now[entry.key])
+            if not isinstance(entry.payload, Carried) or node is not entry.payload.node:
+                edits[steps] = node
     return edits
-
-
-def _node(entry: TensorEntry | ExtraEntry) -> Any:
-    return entry.payload.node if isinstance(entry.payload, Carried) else None
 
 
 def _state_dict_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Steps, Any]:
