@@ -13,7 +13,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Union
 
 from ckpttool.core.errors import CkptError
 from ckpttool.io import progress, sources, transaction
@@ -29,28 +29,14 @@ _NO_FILES = (
 )
 
 
-class Source(Protocol):
-    """A file that is open for reading."""
+if TYPE_CHECKING:
+    from ckpttool.io.remote import RemoteFile
 
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-
-    def read(self, count: int = -1, /) -> bytes:
-        """Return the next `count` bytes (default: all), fewer at the end of the file."""
-
-    def seek(self, offset: int, /) -> int:
-        """Move to byte `offset`."""
-
-    def read_at(self, offset: int, count: int) -> bytes:
-        """Return at most `count` bytes from byte `offset` on; empty only at the end of the file."""
-
-    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Announce which ranges (offset, count) are read next: a remote file fetches all of them at once."""
+Source = Union["LocalFile", "RemoteFile"]  # a file that is open for reading
 
 
 class LocalFile(io.BufferedReader):
-    """A file of this machine, as a `Source`."""
+    """A file of this machine, with the methods of a `remote.RemoteFile`."""
 
     @property
     def size(self) -> int:

@@ -137,11 +137,9 @@ def fastest_crc32() -> Callable[..., int]:
 class Digest(Protocol):
     """A running hash, such as hashlib's."""
 
-    def update(self, data: bytes | memoryview, /) -> None:
-        """Hash the next bytes."""
+    def update(self, data: bytes | memoryview, /) -> None: ...
 
-    def digest(self) -> bytes:
-        """Return the hash of all bytes."""
+    def digest(self) -> bytes: ...
 
 
 class SpanReader:

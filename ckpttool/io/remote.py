@@ -418,7 +418,7 @@ def log_fetched() -> None:
 
 
 class RemoteFile:
-    """A file behind a URL, as a `files.Source` that is read in blocks."""
+    """A file behind a URL that is read in blocks."""
 
     def __init__(self, url: str, size: int) -> None:
         self.url = url

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from ckpttool.cli.app import main
-from ckpttool.core.checkpoint import Digested, ExtraEntry, Lazy, Span, Storage, TensorEntry, in_row_major
+from ckpttool.core.checkpoint import Digested, ExtraEntry, Lazy, Payload, Span, Storage, TensorEntry, in_row_major
 from ckpttool.core.dtypes import BY_NAME, itemsize
 from ckpttool.evaluate import torch_eval
 from ckpttool.evaluate.compare import difference, fingerprint, fingerprints, same_values, sha256, sha256_of, verify
@@ -75,7 +75,7 @@ def test_tensors_of_two_files_are_compared_by_kind_and_bytes(tmp_path: Path) -> 
 
 
 @dataclass(frozen=True)
-class Content:
+class Content(Payload):
     """A payload that tells what it holds, or cannot."""
 
     data: bytes | None
@@ -85,7 +85,7 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Meaning:
+class Meaning(Payload):
     """A payload that says what the bytes mean."""
 
     meaning: str

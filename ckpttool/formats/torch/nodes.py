@@ -15,7 +15,6 @@ from ckpttool.formats.pickle_read import ABSENT, ByteString, Call, Global, Persi
 
 Step = tuple[str, Any]  # ("item", key or index), ("arg", index), ("kwarg", name), ("element", index), ("state", None)
 Steps = tuple[Step, ...]
-REMOVE = object()  # a part that `transform` leaves out
 
 # Type -> the nodes directly inside. A node of any other type holds none.
 _PARTS: dict[type, Callable[[Any], Any]] = {
@@ -50,53 +49,6 @@ def walk(root: Any, spend: Callable[[int], None] | None = None) -> Iterator[Any]
         if spend is not None:
             spend(1 + len(parts))
         todo.extend(parts)
-
-
-def transform(node: Any, change: Callable[[Step, Any], Any], done: dict[int, Any] | None = None) -> Any:
-    """Return a copy of the node with `change` called for each part, which is left out if that returns `REMOVE`.
-
-    The copy is put into `done` under the node's id before its parts are changed, since these may hold the node.
-    """
-
-    def sequence(kind: str, parts: Iterable[Any]) -> list[Any]:
-        changed = [change((kind, index), part) for index, part in enumerate(parts)]
-        return [part for part in changed if part is not REMOVE]
-
-    def mapping(kind: str, pairs: dict[Any, Any]) -> dict[Any, Any]:
-        changed = [(change(("key", key), key), change((kind, key), value)) for key, value in pairs.items()]
-        return {key: value for key, value in changed if value is not REMOVE}
-
-    if type(node) is tuple:
-        return tuple(sequence("item", node))
-    copy: Any
-    if type(node) is Call:
-        copy = Call(node.func, ())
-    else:
-        copy = PickledSet([], node.frozen) if type(node) is PickledSet else type(node)()
-    if done is not None:
-        done[id(node)] = copy
-    if type(node) is list:
-        copy.extend(sequence("item", node))
-    elif type(node) is dict:
-        copy.update(mapping("item", node))
-    elif type(node) is PickledSet:
-        copy.items.extend(sequence("item", node.items))
-    else:
-        copy.func, copy.how = change(("func", None), node.func), node.how
-        copy.args = tuple(sequence("arg", node.args))
-        copy.kwargs = None if node.kwargs is None else mapping("kwarg", node.kwargs)
-        copy.items = None if node.items is None else sequence("element", node.items)
-        copy.pairs = None if node.pairs is None else mapping("item", node.pairs)
-        copy.state = ABSENT if node.state is ABSENT else change(("state", None), node.state)
-        copy.setter = change(("setter", None), node.setter)
-    return copy
-
-
-def clone(node: Call) -> Call:
-    """Return a second node of the same call."""
-    copy = Call(node.func, node.args, node.how, node.kwargs)
-    copy.items, copy.pairs, copy.state, copy.setter = node.items, node.pairs, node.state, node.setter
-    return copy
 
 
 def entries_with_code(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:

@@ -480,10 +480,7 @@ def is_parameter(node: Any) -> bool:
 
 
 def _with_references(root: Any, moved: Callable[[Persistent], Persistent]) -> Any:
-    """Return a copy of the tree with other references to its storages.
-
-    Written out, since each level of `transform` takes four Python frames, and objects may be 200 levels deep.
-    """
+    """Return a copy of the tree with other references to its storages."""
     done: dict[int, Any] = {}
 
     def copied(node: Any, depth: int) -> Any:

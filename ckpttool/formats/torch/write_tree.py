@@ -12,7 +12,7 @@ from ckpttool.core.text import dotted
 from ckpttool.core.values import dataclass
 from ckpttool.formats.pickle_read import ABSENT, Call, Global, Persistent, Pickle
 from ckpttool.formats.pickle_write import dumps
-from ckpttool.formats.torch.nodes import REMOVE, Step, Steps, clone, metadata_of, pairs_of, text_of, transform
+from ckpttool.formats.torch.nodes import Step, Steps, metadata_of, pairs_of, text_of
 from ckpttool.formats.torch.tensors import Carried, Rebuilder, Storages, malformed, renumbered, storage_key
 from ckpttool.formats.torch.tree import Place, Tree, node_of
 from ckpttool.formats.zip_read import Archive, Record
@@ -21,6 +21,7 @@ from ckpttool.formats.zip_write import NewRecord
 _HINT = "keep the format of the source; `ckpttool inspect` shows what the entry is"
 _ORDERED_DICT = Global("collections", "OrderedDict")
 _PLAIN = (type(None), bool, int, float, str, list, dict)
+REMOVE = object()  # an edit that leaves a node out
 
 
 def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebuilder) -> Any:
@@ -210,7 +211,7 @@ def _state_dict_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Ste
         return {}
     if type(place.node) is dict and same_modules:
         return {place.steps: pairs}
-    made = clone(place.node) if type(place.node) is Call else Call(nodes.ordered_dict, ())
+    made = _clone(place.node) if type(place.node) is Call else Call(nodes.ordered_dict, ())
     made.pairs = pairs
     if not same_modules:
         made.state = _state_with(made.state, section.modules, nodes)
@@ -243,7 +244,7 @@ def _state_with(state: Any, modules: Mapping[str, object] | None, nodes: _Nodes)
     if modules is None:
         return {name: value for name, value in had.items() if name != "_metadata"} or ABSENT
     was = had.get("_metadata")
-    made = clone(was) if type(was) is Call else Call(nodes.ordered_dict, ())
+    made = _clone(was) if type(was) is Call else Call(nodes.ordered_dict, ())
     made.pairs = _modules(modules, nodes).pairs
     return {**had, "_metadata": made}
 
@@ -297,7 +298,31 @@ def _edited_node(node: Any, trie: Mapping[Step, Any], done: _Done) -> Any:
             return child
         return edit.node if isinstance(edit, _Edit) else _edit(child, edit, done)
 
-    return transform(node, changed)
+    def sequence(kind: str, parts: Iterable[Any]) -> list[Any]:
+        edited = (changed((kind, index), part) for index, part in enumerate(parts))
+        return [part for part in edited if part is not REMOVE]
+
+    def mapping(kind: str, pairs: Mapping[Any, Any]) -> dict[Any, Any]:
+        edited = ((key, changed((kind, key), value)) for key, value in pairs.items())
+        return {key: value for key, value in edited if value is not REMOVE}
+
+    if type(node) in (list, tuple):
+        return type(node)(sequence("item", node))
+    if type(node) is dict:
+        return mapping("item", node)
+    copy = _clone(node)
+    copy.args = tuple(sequence("arg", node.args))
+    copy.kwargs = node.kwargs and mapping("kwarg", node.kwargs)
+    copy.items = node.items and sequence("element", node.items)
+    copy.pairs = node.pairs and mapping("item", node.pairs)
+    copy.state = changed(("state", None), node.state)
+    return copy
+
+
+def _clone(node: Call) -> Call:
+    copy = Call(node.func, node.args, node.how, node.kwargs)
+    copy.items, copy.pairs, copy.state, copy.setter = node.items, node.pairs, node.state, node.setter
+    return copy
 
 
 Entries = list["Record | NewRecord"]
