@@ -37,7 +37,6 @@ _GROUPS = {
         "save_plan",
         "keep_aliases",
         "max_shard_size",
-        "link",
     ),
     "How it is written": ("in_place", "no_undo", "copy", "undo", "force", "dry_run", "verify", "no_fsync"),
     "The report": ("format", "report", "manifest", "all", "quiet", "verbose"),

@@ -38,4 +38,7 @@ def _diff3(args: Words) -> Words:
 
 
 # (command, option) -> the words of the new command line, from all words of the old one. "*": of any command.
-RENAMED: dict[tuple[str, str], Callable[[Words], Words]] = {("diff", "--base"): _diff3}
+RENAMED: dict[tuple[str, str], Callable[[Words], Words]] = {
+    ("diff", "--base"): _diff3,
+    ("remap", "--link"): lambda args: _taken(args, "--link")[1],
+}

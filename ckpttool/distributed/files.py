@@ -170,8 +170,7 @@ def written(
     rank only. Raises `CkptError` if the ranks mean different outputs, if a source changes and if the disk fails; the
     items then stay for the next run.
     """
-    if options.link == "copy":
-        files = {name: as_pieces(content) for name, content in files.items()}
+    files = {name: as_pieces(content) for name, content in files.items()}
     items = items_of(files)
     agreed = digest(files, job.command, plan, sources.states())
     job.agree(agreed)

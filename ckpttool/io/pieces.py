@@ -19,7 +19,6 @@ from ckpttool.io.paths import is_url
 
 BLOCK = 4096  # bytes; file systems move and share the bytes of files in such blocks
 LEAST = 1 << 20  # bytes of data that are worth keeping at their place within a block
-LINKS = ("copy", "hard", "reflink")  # the values of --link
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +50,7 @@ Pieces = Sequence[Piece]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A data file that is used as it is: copied or, if the user asks for that, linked."""
+    """A data file that is used as it is: a copy, whose blocks are shared with it if the file system can."""
 
     path: str
 

@@ -171,7 +171,7 @@ def _undo_replaced(path: str, record: Path, rows: Sequence[Replaced], fsync: boo
     if len(rows) > 1 or rows[0].old is None or rows[0].state is None:
         files = {row.name: Link(str(folder / row.old)) for row in rows if row.old is not None}
         stale = [record.name, *(place.name for place in old), *(row.name for row in rows if row.old is None)]
-        write_folder(files, str(folder), WriteOptions(link="same", fsync=fsync), stale=stale)
+        write_folder(files, str(folder), WriteOptions(same=True, fsync=fsync), stale=stale)
         return
     with ExitStack() as stack:
         stack.enter_context(locked(folder / rows[0].name))

@@ -17,7 +17,7 @@ from typing import Union, cast
 from ckpttool.core.checkpoint import Span
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.values import dataclass
-from ckpttool.io import progress, sources, syscalls, transaction
+from ckpttool.io import sources, syscalls, transaction
 from ckpttool.io.files import size
 from ckpttool.io.fill import check_space, failing, fill
 from ckpttool.io.paths import is_url
@@ -30,7 +30,6 @@ NEW = "new"  # the new files in a staging folder
 Contents = Mapping[str, Union[Pieces, Link, Ready]]
 
 _STAYS = NOT_HERE | {errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EROFS}
-_FICLONE = 0x40049409  # linux/fs.h: share the blocks of another file
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,8 @@ class WriteOptions:
 
     `replace`: existing files may be replaced, also those that appear meanwhile. `in_place`: the output is a source, and
     must still be what was read. `keep`: replaced files are kept for undo. Nobody who cannot read `readers_of` and the
-    sources can read the output. `link` says how a `Link` is made: ``copy``, ``hard`` (one file with two names),
-    ``reflink`` (blocks shared until one changes) or ``same`` (a file of the folder itself, symbolic links as they are).
+    sources can read the output. `same`: a `Link` is a file of the folder itself, symbolic links as they are, and gets a
+    second name instead of a copy.
     `digests` gets a hash of each local file that is copied; `held` what the checksums of a store prove.
     """
 
@@ -49,7 +48,7 @@ class WriteOptions:
     keep: bool = False
     readers_of: Collection[str] = ()
     fsync: bool = True
-    link: str = "copy"
+    same: bool = False
     digests: MutableMapping[str, Digest] | None = None
     held: Held | None = None
 
@@ -241,22 +240,22 @@ def write_folder(
         from ckpttool.io import write_remote as remote
 
         remote.write_folder(
-            cast(Files, files), out, stale, options.link, options.held, replace=options.replace
+            cast(Files, files), out, stale, options.held, replace=options.replace
         )  # ranks send to a store, so nothing is `Ready`
         return
     folder = Path(os.path.realpath(out))
     with failing(out):
         recover(folder.parent, ())
         recover(folder)
-        copied = [content for content in files.values() if isinstance(content, Link) and options.link == "copy"]
-        needed = sum(nbytes_of(content) for content in files.values() if not isinstance(content, (Link, Ready)))
-        place = folder if folder.is_dir() else folder.parent
-        check_space(out, place, needed + sum(size(content.path) for content in copied))
         new = {
             name: content
             for name, content in files.items()
             if not isinstance(content, Link) or not is_one_of(str(folder / name), [content.path])
         }
+        copied = [content for content in new.values() if isinstance(content, Link) and not options.same]
+        needed = sum(nbytes_of(content) for content in new.values() if not isinstance(content, (Link, Ready)))
+        place = folder if folder.is_dir() else folder.parent
+        check_space(out, place, needed + sum(size(content.path) for content in copied))
         names = (*new, *sorted({*stale}.difference(files)))
         before = _state(folder, names)
         there = [name for name in names if os.path.lexists(folder / name)]
@@ -303,16 +302,11 @@ def _make(
             syscalls.set_mode(file.fileno(), replaced, (*options.readers_of, *content.read))
         return
     if isinstance(content, Link):
-        if options.link == "same":
+        if options.same:
             os.link(content.path, place, follow_symlinks=False)
             return
         path = content.path if is_url(content.path) else os.path.realpath(content.path)
-        nbytes = size(path)
-        if options.link != "copy":
-            _link(content, path, place, options.link)
-            progress.has_made(nbytes, 0)
-            return
-        content = [Piece(Span(path, 0, nbytes))]
+        content = [Piece(Span(path, 0, size(path)))]
     descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
     try:
         fill(descriptor, content, options.new_digest(os.path.join(out, name)), flush=options.fsync)
@@ -324,25 +318,6 @@ def _make(
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _link(content: Link, path: str, place: Path, link: str) -> None:
-    """Make `place` from the file at `path` without copying bytes. Raises `CkptError` if that is not possible."""
-    try:
-        if is_url(path):
-            raise OSError("it is not a file of this machine")
-        if link == "hard":
-            os.link(path, place)
-            return
-        import fcntl
-
-        with open(path, "rb") as old, open(place, "xb") as new:
-            fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
-    except (ImportError, OSError) as error:  # not on this platform, or file system
-        raise CkptError(
-            f"{content.path} cannot be linked ({link}): {getattr(error, 'strerror', None) or error}",
-            hint="--link copy works on every file system, and across two",
-        ) from error
 
 
 def _state(folder: Path, names: Iterable[str]) -> list[tuple[int, ...] | None]:

@@ -188,9 +188,7 @@ def _settling(files: Iterable[str], home: str, out: str, stale: Collection[str])
     forget(out)
 
 
-def write_folder(
-    files: Files, out: str, stale: Collection[str], link: str, held: Held | None = None, *, replace: bool
-) -> None:
+def write_folder(files: Files, out: str, stale: Collection[str], held: Held | None = None, *, replace: bool) -> None:
     """Write `files` into the folder `out`, a URL, the last one last.
 
     To replace a checkpoint, the new files are uploaded next to it first; then its files named `stale` and the one that
@@ -198,8 +196,6 @@ def write_folder(
     prove about files that were not moved. Without `replace` no file is replaced. Raises `CkptError`, and removes what
     it wrote, on a source that changed while it was read and if the store refuses.
     """
-    if link != "copy" and any(isinstance(content, Link) for content in files.values()):
-        raise CkptError(f"{out}: files of a store cannot be linked ({link})", hint="--link copy works everywhere")
     home = home_of(files, out, stale, replace=replace)
     with _settling(files, home, out, stale) as written:
         for own, content in files.items():

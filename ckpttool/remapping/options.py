@@ -11,7 +11,6 @@ from ckpttool.core.optimizer_state import FORMS as KEYS
 from ckpttool.core.options import OptimizerOptions, OutputOptions, option, several
 from ckpttool.core.values import dataclass
 from ckpttool.io.paths import name as name_of
-from ckpttool.io.pieces import LINKS
 from ckpttool.naming import convert
 from ckpttool.naming.convert import Form, ModelForm
 from ckpttool.operands.checkpoint import split
@@ -85,9 +84,6 @@ class RemapOptions(OptimizerOptions, OutputOptions):
         ),
     ] = False
     undo: Annotated[bool, option("--undo", help="The same as `ckpttool undo CKPT`.")] = False
-    link: Annotated[
-        str, option("--link", metavar="HOW", help=f"Data files that stay as they are: {', '.join(LINKS)}.")
-    ] = "copy"
 
     def __post_init__(self) -> None:
         for name in ("rule", "size", "drop", "units"):
@@ -123,8 +119,6 @@ class RemapOptions(OptimizerOptions, OutputOptions):
         for word in (self.to, self.from_):
             if word is not None and word not in RANK_FORMS:
                 convert.parse(word)
-        if self.link not in LINKS:
-            raise CkptError(f"--link {self.link}: no such way", hint=f"choose one of {', '.join(LINKS)}")
         for excluded, message, hint in _CONFLICTS:
             if excluded(self):
                 raise CkptError(message.format(a=self), hint=hint)

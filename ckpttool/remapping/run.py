@@ -110,7 +110,6 @@ def run(source: Checkpoint, options: RemapOptions, *, may_copy: bool = False) ->
         options.in_place,
         not options.no_fsync,
         options.verify,
-        options.link,
         keep=not options.no_undo,
     )
     out, target = options.target(source.source), None
@@ -406,7 +405,7 @@ def _write(
         can_undo = writer.keep and (written.way == "copied" or written.nbytes)
         done = replace(done, written=written, undo=undo_of(target.path, kept) if can_undo else None)
     if options.dry_run:
-        return replace(done, cost=cost_of(files, options.link == "copy" and not options.in_place))
+        return replace(done, cost=cost_of(files, not options.in_place))
     if files:
         writer.target(target, files, _decided(done))
     if options.verify:

@@ -80,7 +80,7 @@ VERIFIED = record(Verified, {"by_checksum": COUNT, "read": COUNT})
 
 
 def cost_of(files: Files, copies: bool = True) -> Cost:
-    """Return the cost of writing the files. A linked data file costs nothing, unless it is copied (`copies`)."""
+    """Return the cost of writing the files. A data file that stays costs nothing, unless it is copied (`copies`)."""
     links = [content for content in files.values() if isinstance(content, Link)]
     copied = sum(size(link.path) for link in links) if copies else 0
     pieces = [piece for content in files.values() if not isinstance(content, Link) for piece in content]
@@ -117,7 +117,6 @@ class Writer:
     in_place: bool = False
     fsync: bool = True
     verify: bool = False
-    link: str = "copy"
     keep: bool = True
     held: Held = field(default_factory=Held)
 
@@ -203,7 +202,6 @@ class Writer:
             keep=self.in_place and self.keep,
             readers_of=[self.source] if is_dir(self.source) else files_of(self.source),
             fsync=self.fsync,
-            link=self.link,
             digests={} if self.verify and not is_remote else None,
             held=self._proved(files),
         )
@@ -214,7 +212,7 @@ class Writer:
         if job is not None and is_url(out):
             from ckpttool.distributed import objects
 
-            if not objects.can(out) or self.link != "copy":
+            if not objects.can(out):
                 job.only_first()
         return current()
 

@@ -175,7 +175,6 @@ CASES = {
     "sharded afresh, here": Case(sharded, "remap . --in-place --max-shard-size 100KB", "in", ".", journal=True),
     "to shards": Case(zipped, "remap in.pt::model -o out/ --max-shard-size 100KB"),
     "dcp, copied": Case(distributed, "remap in -o out.dcp"),
-    "dcp, linked": Case(distributed, "remap in -o out.dcp --link hard"),
     "dcp, in place": Case(distributed, "remap in --in-place"),
     "dcp, here": Case(distributed, "remap . --in-place", "in", ".", journal=True),
     "dcp, over another": Case(distributed_and_out, "remap in -o out --force"),

@@ -408,14 +408,6 @@ def test_a_checkpoint_in_a_folder_is_replaced_with_force_only(store: Store, caps
     assert same(load(store.get("m/model.safetensors")), {"x": torch.zeros(40)})
 
 
-def test_links_are_of_local_disks(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    url = store.put("a.pt", zipped(STATE))
-    assert main(["remap", url, "-o", f"{store.url}/d.dcp"]) == 0
-    assert main(["remap", f"{store.url}/d.dcp", *RENAME, "-o", f"{store.url}/e.dcp", "--link", "hard"]) == 2
-    assert "--link copy" in capsys.readouterr().err
-    assert not any(own.startswith("e.dcp") for own in store.names())
-
-
 def test_a_program_gets_weights_from_a_url(store: Store) -> None:
     program = store.put("p.pt2", DATA / "tagger-torch-2.9.1.pt2")
     state = {

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Collection
-from contextlib import suppress
 from pathlib import Path
 
 import fsspec
@@ -60,35 +58,20 @@ def test_an_old_checkpoint_goes_and_all_else_stays(tmp_path: Path) -> None:
     assert (tmp_path / "shard-1").read_bytes() == (tmp_path / "index").read_bytes() == b"new"
 
 
-@pytest.mark.parametrize("link", ["copy", "hard"])
-def test_links(tmp_path: Path, link: str) -> None:
+def test_links(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.write_bytes(b"bytes")
     out = tmp_path / "out"
-    write_folder({"d": Link(str(data)), "index": [Piece(b"i")]}, str(out), WriteOptions(link=link))
+    write_folder({"d": Link(str(data)), "index": [Piece(b"i")]}, str(out))
     assert (out / "d").read_bytes() == b"bytes"
-    assert (out / "d").samefile(data) == (link == "hard")
-
-
-def test_reflinks_are_made_or_refused_with_the_way_out(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    data.write_bytes(b"bytes" * 1000)
-    out = tmp_path / "out"
-    with suppress(CkptError):
-        write_folder({"d": Link(str(data))}, str(out), WriteOptions(link="reflink"))
-        assert (out / "d").read_bytes() == data.read_bytes()
-        return
-    with pytest.raises(CkptError, match="cannot be linked") as caught:
-        write_folder({"d": Link(str(data))}, str(out), WriteOptions(link="reflink"))
-    assert "--link copy" in caught.value.hint
-    assert not out.exists()
+    assert not (out / "d").samefile(data)
 
 
 def test_a_link_onto_itself_stays(tmp_path: Path) -> None:
     (tmp_path / "d").write_bytes(b"bytes")
     (tmp_path / ".metadata").write_bytes(b"old")
     files: dict[str, list[Piece] | Link] = {"d": Link(str(tmp_path / "d")), ".metadata": [Piece(b"new")]}
-    write_folder(files, str(tmp_path), WriteOptions(link="hard"), stale={"d", ".metadata"})
+    write_folder(files, str(tmp_path), stale={"d", ".metadata"})
     assert names(tmp_path) == [".metadata", "d"]
     assert (tmp_path / ".metadata").read_bytes() == b"new"
 
@@ -132,29 +115,16 @@ def test_a_folder_is_made_of_files_behind_urls(tmp_path: Path) -> None:
     (tmp_path / "out" / "a").write_bytes(b"old")
     write_folder({"a": Link("memory://links/a")}, str(tmp_path / "out"))
     assert (tmp_path / "out" / "a").read_bytes() == b"data"
-    for link in ("hard", "reflink"):
-        with pytest.raises(CkptError, match=rf"links/a cannot be linked \({link}\): it is not a file of this machine"):
-            write_folder({"a": Link("memory://links/a")}, str(tmp_path / link), WriteOptions(link=link))
     fs.rm("/links", recursive=True)
 
 
-def test_blocks_are_shared_on_few_platforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a").write_bytes(b"data")
-    monkeypatch.setitem(sys.modules, "fcntl", None)
-    with pytest.raises(CkptError, match=r"cannot be linked \(reflink\): import of fcntl halted"):
-        write_folder({"a": Link(str(tmp_path / "a"))}, str(tmp_path / "out"), WriteOptions(link="reflink"))
-    assert names(tmp_path) == ["a"]
-
-
-@pytest.mark.parametrize("link", ["copy", "hard"])
-def test_what_is_linked_has_no_digest_and_what_is_ready_is_moved(tmp_path: Path, link: str) -> None:
+def test_what_is_ready_is_moved_without_a_digest(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"data")
     (tmp_path / "made").write_bytes(b"made")
     digests: dict[str, Digest] = {}
     ready = Ready(str(tmp_path / "made"), ())
     files: Contents = {"a": Link(str(tmp_path / "a")), "made": ready, "index": [Piece(b"i")]}
-    write_folder(files, str(tmp_path / "out"), WriteOptions(link=link, digests=digests))
+    write_folder(files, str(tmp_path / "out"), WriteOptions(digests=digests))
     assert [(tmp_path / "out" / name).read_bytes() for name in files] == [b"data", b"made", b"i"]
-    assert {Path(path).name for path in digests} == ({"a", "index"} if link == "copy" else {"index"})
-    assert ((tmp_path / "out" / "a").stat().st_nlink == 2) is (link == "hard")
+    assert {Path(path).name for path in digests} == {"a", "index"}
     assert not (tmp_path / "made").exists()

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ckpttool.core.errors import CkptError
-from ckpttool.io.pieces import LINKS
 from ckpttool.remapping.options import RemapOptions
 from command import Run, notes_in
 
@@ -76,7 +75,6 @@ CONFLICTS: list[tuple[Asked, str, list[Asked]]] = [
     ({"out": "r_{rank}.pt"}, "r_{rank}.pt: a file for each rank, and", [{"out": "{rank}/o.pt"}, {"out": "o.pt"}]),
     ({"to": "ddpp"}, "ddpp", []),
     ({"from_": "ddpp"}, "ddpp", []),
-    ({"link": "soft"}, "--link soft: no such way", [{"link": link} for link in LINKS]),
 ]
 
 

@@ -251,9 +251,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_ranks_load_a_renamed_model_and_its_optimizer(ranks: Path, tmp_path: Path) -> None:
-    remap(ranks / "fsdp", "-o", tmp_path / "renamed", "--rule", "{x*} => net.{x*}", "--link", "hard", "--verify")
+    remap(ranks / "fsdp", "-o", tmp_path / "renamed", "--rule", "{x*} => net.{x*}", "--verify")
     for name in ("__0_0.distcp", "__1_0.distcp"):
-        assert (tmp_path / "renamed" / name).samefile(ranks / "fsdp" / name)
+        assert (tmp_path / "renamed" / name).read_bytes() == (ranks / "fsdp" / name).read_bytes()
     state = loaded(ranks / "fsdp")
     want = {
         "model": {f"net.{key}": value.tolist() for key, value in state["model"].items()},
@@ -264,10 +264,9 @@ def test_two_ranks_load_a_renamed_model_and_its_optimizer(ranks: Path, tmp_path:
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize("link", ["copy", "hard"])
-def test_an_optimizer_goes_along(tmp_path: Path, flatten: bool, link: str) -> None:
+def test_an_optimizer_goes_along(tmp_path: Path, flatten: bool) -> None:
     save(state_of(*trained(), flatten_optimizer_state_dict=flatten), tmp_path / "in")
-    remap(tmp_path / "in", "-o", tmp_path / "out", "--rule", "{x*} => net.{x*}", "--link", link, "--verify")
+    remap(tmp_path / "in", "-o", tmp_path / "out", "--rule", "{x*} => net.{x*}", "--verify")
     model, optimizer = trained(seed=1)
     whole = nn.ModuleDict({"net": model})
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
@@ -309,8 +308,8 @@ def test_a_rename_reads_no_tensor(tmp_path: Path) -> None:
     save({"w": torch.ones(4)}, tmp_path / "in")
     change(tmp_path / "in", lambda metadata: far_away(metadata, 1 << 40))
     os.truncate(tmp_path / "in" / "__0_0.distcp", 1 << 40)
-    remap(tmp_path / "in", "-o", tmp_path / "out", "--rule", "w => v", "--link", "hard")
-    assert [entry.key for entry in open_checkpoint(str(tmp_path / "out")).sections[0].tensors] == ["v"]
+    remap(tmp_path / "in", "--in-place", "--rule", "w => v")
+    assert [entry.key for entry in open_checkpoint(str(tmp_path / "in")).sections[0].tensors] == ["v"]
 
 
 def test_torch_is_not_needed(one: Path, tmp_path: Path) -> None:

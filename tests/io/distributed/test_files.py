@@ -238,9 +238,8 @@ def test_two_jobs_do_not_make_the_same_files_at_once(source: Path, tmp_path: Pat
     assert [*tmp_path.glob(".out.*")] == []  # it was left
 
 
-def test_a_link_is_copied_where_nothing_else_is_asked_for(source: Path, tmp_path: Path) -> None:
+def test_a_link_is_copied(source: Path, tmp_path: Path) -> None:
     assert run(tmp_path, {**files(source), "taken.bin": Link(str(source))}) == {**WHOLE, "taken.bin": SOURCE}
-    assert run(tmp_path, {**files(source), "taken.bin": Link(str(source))}, link="hard") == WHOLE
 
 
 def test_only_what_was_left_of_the_same_output_goes() -> None:
