@@ -6,6 +6,7 @@ Values are followed by memory (storage, offset, shape, stride, dtype), not by Py
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -110,8 +112,16 @@ class Recorder(TorchDispatchMode):
         """Return the storages (or objects) that were written in place after `clock`."""
         return {_place(mark) for when, mark in self.writes if when > clock}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler for the first operator, which takes a second
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        # Compiled code of a hook must not be compiled together with this.
+        record = _uncompiled if "torch._dynamo" in sys.modules else Recorder._record
+        return record(self, func, args, kwargs or {})
+
+    def _record(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
         if _is_composite(func):  # in inference mode such an operator arrives undivided
             with self:
                 return func.decompose(*args, **kwargs)
@@ -307,6 +317,9 @@ class Recorder(TorchDispatchMode):
             size, depth = self._size((*node.args, *(value for _, value in node.kwargs)))
             self.sizes[id(node)] = (node, size + 1, depth + 1)
         return self.sizes[id(node)][1:]
+
+
+_uncompiled = _disable_dynamo(Recorder._record)
 
 
 def _place(mark: Token) -> Any:

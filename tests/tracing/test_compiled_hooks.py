@@ -1,0 +1,45 @@
+"""torch's compiler is imported only if the model's own code uses it, and compiled hooks are traced as others are."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+MODEL = """
+import torch
+from torch import nn
+
+def joined(one, other):
+    return torch.cat([one, other]) * 2
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_state_dict_post_hook(hook)
+
+def hook(model, state, prefix, metadata):
+    run = {run}
+    state[prefix + "both"] = run(state.pop(prefix + "a.weight"), state.pop(prefix + "b.weight"))
+"""
+TRACE = """
+import json, sys
+from ckpttool.tracing.build_model import load
+from ckpttool.tracing.trace import trace
+names = trace(load("model.py:Model"))
+print(json.dumps([str([(key.key, key.source) for key in names.serialized]), "torch._dynamo" in sys.modules]))
+"""
+
+
+def test_compiled_hooks_are_traced_without_importing_the_compiler_for_others(tmp_path: Path) -> None:
+    results = []
+    for run in ("joined", 'torch.compile(joined, backend="eager")'):
+        (tmp_path / "model.py").write_text(MODEL.replace("{run}", run))
+        done = subprocess.run([sys.executable, "-c", TRACE], cwd=tmp_path, capture_output=True, text=True, check=True)
+        results.append(json.loads(done.stdout))
+    (plain, imported), (compiled, imported_too) = results
+    assert plain == compiled
+    assert "aten.cat.default" in plain
+    assert (imported, imported_too) == (False, True)
