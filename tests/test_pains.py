@@ -548,7 +548,7 @@ def test_activation_checkpoints_hide_their_segment(ask: Ask) -> None:
 
 
 def test_the_page_names_issues_that_are_tested_here() -> None:
-    page = (ROOT / "docs" / "pains.md").read_text()
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
     tests = {name for name in globals() if name.startswith("test_")}
     named = [(where.lower().replace("-", "_"), number) for where, number in re.findall(r"([\w-]+)#(\d+)", page)]
     assert named

@@ -45,8 +45,8 @@ def test_only_what_runs_code_imports_torch(tmp_path: Path) -> None:
     kept.mkdir()
     fill(kept)
     lines = [
-        line.removeprefix("ckpttool").strip() for line in command_lines("recipes.md", "comparisons.md")
-    ]  # run by test_recipes
+        line.removeprefix("ckpttool").strip() for line in command_lines("troubleshooting.md")
+    ]  # run by test_troubleshooting
     statuses: Counter[int] = Counter()
     imported = []
     with torchless() as process:

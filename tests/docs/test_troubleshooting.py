@@ -1,0 +1,95 @@
+"""Every entry of docs/troubleshooting.md is true: torch raises its message, and its commands print their first lines.
+
+`UPDATE_DOCS=1 make test ARGS=tests/docs/test_troubleshooting.py` writes the lines again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import symptoms
+from command import Run
+from places import DOCS, ROOT
+from torchless import Torchless, may_need_torch, torchless
+
+PAGE = DOCS / "troubleshooting.md"
+ENTRY = re.compile(r"^### (?P<heading>[^\n]*)\n<!-- (?P<setup>\w+) -->\n(?P<body>.*?)(?=^##|\Z)", re.M | re.S)
+CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.M | re.S)
+SHOWN = 3  # lines of an output
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "120")
+    _forget(str(tmp_path.parent))  # another test may have left a module of the same name
+    for name, source in symptoms.MODULES.items():
+        Path(name).write_text(textwrap.dedent(source).lstrip())
+    yield
+    _forget(str(tmp_path))
+
+
+def _forget(folder: str) -> None:
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(folder):
+            del sys.modules[name]
+
+
+def raised(setup: str) -> str:
+    """What the setup raises, on one line; empty if it raises nothing."""
+    try:
+        getattr(symptoms, setup)()
+    except Exception as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    return ""
+
+
+def printed(line: str, run: Run, process: Torchless) -> str:
+    """The first lines of the output, after the name of the command."""
+    if may_need_torch(line):
+        done = run(*shlex.split(line))
+    else:
+        done, has_torch = process.run(line, Path.cwd())
+        assert not has_torch, f"ckpttool {line} imports torch"
+    lines = [text for text in f"{done.out}\n{done.err}".splitlines() if text.strip()]
+    lines = lines[lines[0] == line.split()[0] :]
+    return "\n".join([*lines[:SHOWN], *(["..."] if len(lines) > SHOWN else [])])
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_page_shows_what_happens(run: Run) -> None:
+    pinned = re.findall(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    if torch.__version__.partition("+")[0] not in pinned:
+        pytest.skip(f"the messages are those of torch {', '.join(pinned)}")
+    text = PAGE.read_text(encoding="utf-8")
+    entries = list(ENTRY.finditer(text))
+    assert len(entries) == len(re.findall("^### ", text, re.M)) >= 20
+    with torchless() as process:
+
+        def shown(found: re.Match[str]) -> str:
+            lines = re.findall(r"^\$ ckpttool (.*)$", found[1], re.M)
+            return "```console\n" + "".join(f"$ ckpttool {line}\n{printed(line, run, process)}\n" for line in lines) + "```"
+
+        new = {}
+        for entry in entries:
+            message = raised(entry["setup"])
+            quoted = re.findall(r"`([^`]+)`", entry["heading"]) if message else []
+            assert bool(message) == entry["heading"].startswith("`"), (entry["heading"], message)
+            assert [part for whole in quoted for part in whole.split(" … ") if part not in message] == [], message
+            new[entry["body"]] = CONSOLE.sub(shown, entry["body"])
+    if os.environ.get("UPDATE_DOCS"):
+        for old, body in new.items():
+            text = text.replace(old, body)
+        PAGE.write_text(text, encoding="utf-8")
+    else:
+        assert [*new.values()] == [*new]
