@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Callable
 from itertools import pairwise
@@ -26,11 +27,11 @@ from ckpttool.live.model import section_of
 from ckpttool.naming.evidence import Inference, Pair, Side, Tensor
 from ckpttool.naming.pairing import infer
 from command import fixes_in, notes_in
-from places import DOCS
+from places import DOCS, TESTS
 from renamed_models import MORE, PAIRS, bert_model, gpt2, lightning, meta_llama, named, phi3, plain, split_gpt
 
 torch.set_num_threads(1)
-PAGE = DOCS / "suggested-rules.md"
+PAGE = TESTS / "rules" / "suggested.md"
 START, END = "<!-- suggested rules -->\n", "<!-- end of the rules -->\n"
 Build = Callable[[], nn.Module]
 State = dict[str, torch.Tensor]
@@ -107,6 +108,8 @@ def test_the_page_shows_what_is_suggested(
         PAGE.write_text(f"{before}{START}{shown}{END}{after}")
     assert len(PAIRS) >= 8
     assert shown == page()
+    (example,) = re.findall(r"^```toml\n.*?^```", (DOCS / "suggested-rules.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert example in shown
 
 
 # What is not to be paired

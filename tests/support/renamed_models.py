@@ -339,7 +339,7 @@ def named() -> nn.Module:
     return Holder(fc1=nn.Linear(4, 8), fc2=nn.Linear(8, 2))
 
 
-# Left, right, and what is to be said of them in docs/suggested-rules.md.
+# Left, right, and their title in tests/rules/suggested.md.
 PAIRS = {
     "Llama as Meta publishes it, to transformers": (meta_llama, real_models.llama),
     "Llama of torchtune, to transformers": (tune_llama, real_models.llama),
