@@ -1,10 +1,11 @@
-"""What `make docs` adds to the pages of docs/: those of the repository's root, and a reference made from the code.
+"""Add to the site of `make docs` the pages of the repository's root, and references generated from the code.
 
-A page that stands elsewhere in the repository keeps its links: each leads to the page of the site, or to the file.
+Links of pages outside docs/ lead to the page of the site, or to the file.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# Page of the site -> the file of the repository that it is.
+# Page of the site -> file of the repository
 PAGES = {
     "index.md": "README.md",
     "benchmarks.md": "benchmarks/README.md",
@@ -21,18 +22,18 @@ PAGES = {
     "security.md": "SECURITY.md",
     "changelog.md": "CHANGELOG.md",
 }
-FILES = ("examples/demo.py", "examples/fusion_decoder.py", "LICENSE")
+FILES = ("examples/demo.py", "examples/fusion_decoder.py", "examples/ci/README.md", "LICENSE")
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 
 def site_path(target: str) -> str:
-    """Where a file of the repository stands in the site."""
+    """Return where a file of the repository is in the site."""
     pages = {file: page for page, file in PAGES.items()}
     return pages.get(target, target.removeprefix("docs/"))
 
 
 def relinked(text: str, file: str) -> str:
-    """The text of a file of the repository, its links leading from that file's page to those of the site."""
+    """Return the text of a file of the repository with the links of its page in the site."""
     folder, page = os.path.dirname(file), os.path.dirname(site_path(file))
 
     def link(found: re.Match[str]) -> str:
@@ -43,12 +44,13 @@ def relinked(text: str, file: str) -> str:
 
 
 def commands() -> str:
-    """The help of every command, as it is printed."""
-    lines = ["# Commands", "", "What `ckpttool COMMAND --help` prints.", ""]
-    listed = re.findall(r"^  ([a-z][a-z-]+)  ", _help().split("Commands:")[1], re.MULTILINE)
-    for name in ("", *listed):
-        lines += [f"## ckpttool {name}".rstrip(), "", "```text", _help(*filter(None, [name])).strip(), "```", ""]
-    return "\n".join(lines)
+    """Return the help of every command."""
+    from ckpttool.cli.app import COMMANDS
+
+    parts = ["# Commands", "The output of `ckpttool COMMAND --help`."]
+    for name in ("", *COMMANDS):
+        parts.append(f"## ckpttool {name}".rstrip() + f"\n\n```text\n{_help(*name.split()).strip()}\n```")
+    return "\n\n".join(parts)
 
 
 def _help(*command: str) -> str:
@@ -57,29 +59,52 @@ def _help(*command: str) -> str:
     return subprocess.run(asked, capture_output=True, text=True, check=True, cwd=ROOT, env=plain).stdout
 
 
+def codes() -> str:
+    """Return the table of all codes of reports."""
+    from ckpttool.core.codes import markdown
+
+    about = "`ckpttool explain CODE` prints a row of these tables. Codes are stable, sentences may change."
+    return f"# Codes\n\n{about}\n\n{markdown()}"
+
+
+def schemas() -> str:
+    """Return the JSON Schema of every object that the commands write."""
+    from ckpttool.schemas import OBJECTS, schema
+
+    parts = ["# JSON Schemas", "The output of `ckpttool schema NAME`. [JSON output](../json.md) explains the fields."]
+    parts += [f"## {name}\n\n```json\n{json.dumps(schema(name), indent=2)}\n```" for name in OBJECTS]
+    return "\n\n".join(parts)
+
+
 def python() -> str:
-    """The functions and the values of the package, from their docstrings."""
+    """Return the functions and classes of the package, whose docstrings mkdocstrings inserts."""
     import ckpttool
 
     names = sorted(ckpttool.__all__, key=lambda name: (name[0].isupper(), name))
     modules = [f"::: ckpttool.{ckpttool._MODULES[name]}.{name}" for name in names]
-    return "\n\n".join(
-        ["# Python reference", "The names of `import ckpttool`; [From Python](../api.md) shows them at work.", *modules]
-    )
+    return "\n\n".join(["# Python reference", "[Python API](../api.md) has examples.", *modules])
+
+
+REFERENCES = {
+    "reference/commands.md": commands,
+    "reference/codes.md": codes,
+    "reference/schemas.md": schemas,
+    "reference/python.md": python,
+}
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the pages that no file of docs/ is."""
+    """Add the pages that are not files of docs/."""
     from mkdocs.structure.files import File
 
-    made = {page: relinked((ROOT / file).read_text(encoding="utf-8"), file) for page, file in PAGES.items()}
-    made |= {"reference/commands.md": commands(), "reference/python.md": python()}
-    made |= {file: (ROOT / file).read_text(encoding="utf-8") for file in FILES}
-    for page, text in made.items():
+    added = {page: relinked((ROOT / file).read_text(encoding="utf-8"), file) for page, file in PAGES.items()}
+    added |= {page: text() for page, text in REFERENCES.items()}
+    added |= {file: (ROOT / file).read_text(encoding="utf-8") for file in FILES}
+    for page, text in added.items():
         files.append(File.generated(config, page, content=text))
     return files
 
 
 def on_page_markdown(text: str, page: Any, config: Any, files: Any) -> str:
-    """Links of docs/ that lead out of it."""
+    """Change links that lead out of docs/."""
     return text if page.file.src_uri in PAGES else relinked(text, f"docs/{page.file.src_uri}")

@@ -14,6 +14,9 @@ from types import ModuleType
 import pytest
 
 import ckpttool
+from ckpttool.cli.app import COMMANDS
+from ckpttool.core.codes import CODES
+from ckpttool.schemas import OBJECTS
 from places import DOCS, ROOT
 
 PAGES = sorted({*DOCS.rglob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"})
@@ -57,9 +60,11 @@ def test_links_of_the_root_lead_to_pages_of_the_site() -> None:
     )
 
 
-def test_the_reference_has_every_command_and_every_name() -> None:
+def test_the_references_have_every_command_code_schema_and_name() -> None:
     site = hooks()
-    assert {f"## ckpttool {name}" for name in ("diff", "remap", "swap-weights")} <= set(site.commands().splitlines())
+    assert {f"## ckpttool {name}" for name in COMMANDS} <= set(site.commands().splitlines())
+    assert all(f"| `{code}` |" in site.codes() for code in CODES)
+    assert all(f"## {name}\n" in site.schemas() for name in OBJECTS)
     assert all(f".{name}\n" in site.python() + "\n" for name in ckpttool.__all__)
 
 

@@ -18,13 +18,13 @@ import torch
 
 import symptoms
 from command import Run
+from doc_lines import first_lines
 from places import DOCS, ROOT
 from torchless import Torchless, may_need_torch, torchless
 
 PAGE = DOCS / "troubleshooting.md"
 ENTRY = re.compile(r"^### (?P<heading>[^\n]*)\n<!-- (?P<setup>\w+) -->\n(?P<body>.*?)(?=^##|\Z)", re.M | re.S)
 CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.M | re.S)
-SHOWN = 3  # lines of an output
 
 
 @pytest.fixture
@@ -55,15 +55,13 @@ def raised(setup: str) -> str:
 
 
 def printed(line: str, run: Run, process: Torchless) -> str:
-    """The first lines of the output, after the name of the command."""
+    """The first lines of what the command prints."""
     if may_need_torch(line):
         done = run(*shlex.split(line))
     else:
         done, has_torch = process.run(line, Path.cwd())
         assert not has_torch, f"ckpttool {line} imports torch"
-    lines = [text for text in f"{done.out}\n{done.err}".splitlines() if text.strip()]
-    lines = lines[lines[0] == line.split()[0] :]
-    return "\n".join([*lines[:SHOWN], *(["..."] if len(lines) > SHOWN else [])])
+    return first_lines(f"{done.out}\n{done.err}")
 
 
 @pytest.mark.usefixtures("folder")
@@ -78,7 +76,9 @@ def test_the_page_shows_what_happens(run: Run) -> None:
 
         def shown(found: re.Match[str]) -> str:
             lines = re.findall(r"^\$ ckpttool (.*)$", found[1], re.M)
-            return "```console\n" + "".join(f"$ ckpttool {line}\n{printed(line, run, process)}\n" for line in lines) + "```"
+            return (
+                "```console\n" + "".join(f"$ ckpttool {line}\n{printed(line, run, process)}" for line in lines) + "```"
+            )
 
         new = {}
         for entry in entries:

@@ -8,6 +8,10 @@ from places import DOCS, ROOT
 
 README = ROOT / "README.md"
 _IN_BLOCK = re.compile(r"^(?:\$ )?(ckpttool .*)$", re.MULTILINE)  # a line of a fenced block
+_SHOWN = 3  # lines of an output
+_ECHO = re.compile(
+    r"[a-z-]+( [^ ]+\.\w+)?$|(source|output|left|right|program|weights|run|key form|form|compared|not compared) {2,}"
+)
 _IN_TEXT = re.compile(r"`(ckpttool [^`\n]*)`")
 
 
@@ -25,3 +29,9 @@ def command_lines(*without: str) -> list[str]:
         for block in re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
             found += _IN_BLOCK.findall(block)
     return list(dict.fromkeys(re.split(r"  #| \| ", line)[0].strip() for line in found))
+
+
+def first_lines(output: str) -> str:
+    """What a page shows of an output: its first lines, without the name of the command and the echo of operands."""
+    lines = [line for line in output.splitlines() if line.strip() and not _ECHO.match(line)]
+    return "".join(f"{line}\n" for line in [*lines[:_SHOWN], *(["..."] if len(lines) > _SHOWN else [])])
