@@ -101,9 +101,7 @@ def _in_place(folder: Path) -> Iterator[Case]:
         there = f"{CKPTTOOL} remap {path} --in-place --rule 'layers.{{i}}.{{r*}} => blocks.{{i}}.{{r*}}'"
         yield Case(
             f"rename in place and `--undo`, {name}",
-            shell(
-                f"[ -e {path} ] || cp {folder / f'model.{ending}'} {path}; {there} && {CKPTTOOL} remap {path} --undo"
-            ),
+            shell(f"[ -e {path} ] || cp {folder / f'model.{ending}'} {path}; {there} && {CKPTTOOL} undo {path}"),
             "`cp`",
             ["/bin/cp", str(folder / f"model.{ending}"), str(folder / "out.copy")],
         )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ckpttool.operands.checkpoint import open_checkpoint
     from ckpttool.operands.model import trace
     from ckpttool.remapping.plan import Remap
-    from ckpttool.remapping.run import remap, write
+    from ckpttool.remapping.run import convert, remap, write
     from ckpttool.remapping.write import Undone, undo
     from ckpttool.ruleset.parse import rules
     from ckpttool.swap.swap import Swap
@@ -49,6 +49,7 @@ __all__ = [
     "Swapped",
     "Undone",
     "check",
+    "convert",
     "diff",
     "diff3",
     "explain",
@@ -81,7 +82,7 @@ _MODULES = {
     "open_checkpoint": "operands.checkpoint",
     "trace": "operands.model",
     "Remap": "remapping.plan",
-    **dict.fromkeys(("remap", "write"), "remapping.run"),
+    **dict.fromkeys(("convert", "remap", "write"), "remapping.run"),
     **dict.fromkeys(("Undone", "undo"), "remapping.write"),
     "rules": "ruleset.parse",
     "Swap": "swap.swap",

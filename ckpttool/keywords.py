@@ -93,12 +93,23 @@ class RemapKeywords(OptimizerKeywords, total=False):
     plan: str | None
     save_plan: str | None
     keep_aliases: bool
-    max_shard_size: str | None
     units: str | Sequence[str] | None
     world_size: int | None
-    copy: bool
-    undo: bool
-    link: str
+
+
+class ConvertKeywords(ModelKeywords, total=False):
+    """Options of `convert`."""
+
+    model: Any
+    in_place: bool
+    no_undo: bool
+    force: bool
+    dry_run: bool
+    verify: bool
+    keep_pickled_code: bool
+    no_fsync: bool
+    keep_aliases: bool
+    max_shard_size: str | None
 
 
 class SwapKeywords(ModelKeywords, total=False):
@@ -128,4 +139,3 @@ class WriteKeywords(TypedDict, total=False):
     no_fsync: bool
     keep_aliases: bool
     max_shard_size: str | None
-    link: str

@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "diff": ("ckpttool.cli.commands.diff", "What differs, why, and the command that fixes it."),
     "explain": ("ckpttool.cli.commands.explain", "One tensor: all its names, and the hook that renames it."),
     "remap": ("ckpttool.cli.commands.remap", "Rewrite the keys, optimizer ids and format of a checkpoint."),
+    "convert": ("ckpttool.cli.commands.convert", "Write a checkpoint in another format or with other shards."),
     "swap-weights": ("ckpttool.cli.commands.swap_weights", "Put new weights into an exported program."),
     "check": ("ckpttool.cli.commands.check", "Files of a repository: names, rules, plans, pickles."),
     "undo": ("ckpttool.cli.commands.undo", "Roll back an interrupted or the last edit in place."),

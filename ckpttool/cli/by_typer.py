@@ -38,7 +38,7 @@ _GROUPS = {
         "keep_aliases",
         "max_shard_size",
     ),
-    "How it is written": ("in_place", "no_undo", "copy", "undo", "force", "dry_run", "verify", "no_fsync"),
+    "How it is written": ("in_place", "no_undo", "force", "dry_run", "verify", "no_fsync"),
     "The report": ("format", "report", "manifest", "all", "quiet", "verbose"),
     "In common": ("limit", "no_defaults", "help"),
 }

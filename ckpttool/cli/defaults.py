@@ -24,9 +24,7 @@ _PREFIX = "CKPTTOOL_"
 _KWARGS = "model-kwargs"  # the one option that may be a table
 _OTHERS = {"CKPTTOOL_DEBUG", "CKPTTOOL_LOG", PYPROJECT}
 # What one run reads, writes or overwrites has no default.
-_EACH_RUN = {
-    *("base", "force", "in_place", "manifest", "no_defaults", "out", "plan", "save_plan", "suggest", "undo", "update")
-}
+_EACH_RUN = {*("base", "force", "in_place", "manifest", "no_defaults", "out", "plan", "save_plan", "suggest", "update")}
 # They belong together: if MODEL comes from another place, the others do not apply to it.
 _MODEL = ("model", "model_kwargs", "materialize", "optimizer")
 _NEAR = 0.9  # how similar a variable must be to an option to count as misspelled: other programs have variables too

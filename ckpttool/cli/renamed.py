@@ -37,8 +37,26 @@ def _diff3(args: Words) -> Words:
     return ["diff3", base, *rest[1:]]
 
 
+def _convert(args: Words) -> Words:
+    """A remap that is about the shards, or about all bytes of a file."""
+    rest = [word for word in args if word not in ("--copy", "--compact")]
+    return ["convert", *rest[1:]]
+
+
+def _undo(args: Words) -> Words:
+    return ["undo", *(word for word in args[1:] if word != "--undo")]
+
+
+def _without_link(args: Words) -> Words:
+    return _taken(args, "--link")[1]
+
+
 # (command, option) -> the words of the new command line, from all words of the old one. "*": of any command.
 RENAMED: dict[tuple[str, str], Callable[[Words], Words]] = {
     ("diff", "--base"): _diff3,
-    ("remap", "--link"): lambda args: _taken(args, "--link")[1],
+    ("remap", "--undo"): _undo,
+    ("remap", "--copy"): _convert,
+    ("remap", "--compact"): _convert,
+    ("remap", "--max-shard-size"): _convert,
+    ("remap", "--link"): _without_link,
 }

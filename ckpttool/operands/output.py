@@ -57,20 +57,17 @@ def free(stem: str, word: str, ending: str) -> str:
 class Target:
     """The place to write a checkpoint. `folder` is None for a single file.
 
-    `name` is the file in the folder that OUT names: the index, or the only file; empty for the usual one.
+    `name` is the file in the folder that OUT names: the index, or the only file; empty for the usual one. The shards of
+    a folder are made again with `max_shard_size` (bytes).
     """
 
     path: str
     format: Format
     folder: str | None = None
     name: str = ""
+    max_shard_size: int | None = None
 
-    def lay_out(
-        self,
-        checkpoint: Checkpoint,
-        max_shard_size: int | None = None,
-        companions: Mapping[str, str | bytes] | None = None,
-    ) -> Files:
+    def lay_out(self, checkpoint: Checkpoint, companions: Mapping[str, str | bytes] | None = None) -> Files:
         """Return the files to write by their names in the folder; the last one completes it.
 
         `companions` are other files for the folder: name -> path of the file to copy, or content. Raise `Refused` if
@@ -89,7 +86,7 @@ class Target:
         for name, content in (companions or {}).items():
             files[name] = [Piece(content if isinstance(content, bytes) else Span(content, 0, size(content)))]
         if self.format.folder:
-            return files | dict(self.format.layout_files(checkpoint, self.name, max_shard_size))
+            return files | dict(self.format.layout_files(checkpoint, self.name, self.max_shard_size))
         return files | {self.name: self.format.layout(checkpoint)}
 
     def lay_in_place(self, checkpoint: Checkpoint) -> Mapping[str, Edited] | None:
@@ -121,20 +118,21 @@ def target_for(out: str, source: Checkpoint, max_shard_size: int | None = None) 
     """
     name = paths_name(out)
     if INDEX.fullmatch(name) or name == DCP_METADATA:
-        return Target(out, format_for(out), parent(out), name)
+        return Target(out, format_for(out), parent(out), name, max_shard_size)
     if out.rstrip("/").endswith(".dcp"):
-        return Target(out, FORMATS["dcp"], out)
+        return Target(out, FORMATS["dcp"], out, "", max_shard_size)
     from_folder = _is_folder(source)
     row = FORMATS[source.format]
     if not (out.endswith("/") or is_dir(out) or (from_folder and not Path(out).suffix)):
-        return Target(out, format_for(out))
+        return Target(out, format_for(out), max_shard_size=max_shard_size)
     if row.folder:
-        return Target(out, row, out)
+        return Target(out, row, out, "", max_shard_size)
     if from_folder and max_shard_size is None:
         found = locate(source.source).path
         if not is_dir(found):  # one file in a folder, and no folder that is only read
             return Target(out, row, out, paths_name(found))
-    return Target(out, FORMATS["sharded_bin" if row.name == "torch_zip" and from_folder else "sharded"], out)
+    row = FORMATS["sharded_bin" if row.name == "torch_zip" and from_folder else "sharded"]
+    return Target(out, row, out, "", max_shard_size)
 
 
 def _is_folder(checkpoint: Checkpoint) -> bool:

@@ -1,4 +1,4 @@
-"""The options of `remap`: each once, with its name on the command line and in Python."""
+"""The options of `remap` and `convert`: each once, with its name on the command line and in Python."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from typing import Annotated, Any
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import FSDP_FLAT, FSDP_SHARDED, RANK_FORMS
 from ckpttool.core.optimizer_state import FORMS as KEYS
-from ckpttool.core.options import OptimizerOptions, OutputOptions, option, several
+from ckpttool.core.options import ModelOptions, OptimizerOptions, OutputOptions, keywords_of, option, several
 from ckpttool.core.values import dataclass
+from ckpttool.formats.huggingface import parse_size
 from ckpttool.io.paths import name as name_of
 from ckpttool.naming import convert
 from ckpttool.naming.convert import Form, ModelForm
 from ckpttool.operands.checkpoint import split
 
+KeepAliases = Annotated[
+    bool, option("--keep-aliases", help="To safetensors: keep one name of a tensor, record the others.")
+]
 RANK = "{rank}"  # in OUT, for the number of the rank
 
 
@@ -61,12 +65,7 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     # The output
     plan: Annotated[str | None, option("--plan", metavar="FILE", help="Carry out a saved plan.")] = None
     save_plan: Annotated[str | None, option("--save-plan", metavar="FILE", help="Write the plan as JSON.")] = None
-    keep_aliases: Annotated[
-        bool, option("--keep-aliases", help="To safetensors: keep one name of a tensor, record the others.")
-    ] = False
-    max_shard_size: Annotated[
-        str | None, option("--max-shard-size", metavar="SIZE", help="Shard afresh, as in 5GB.")
-    ] = None
+    keep_aliases: KeepAliases = False
     units: Annotated[
         Sequence[str] | None,
         option("--units", metavar="MODULES", help="Modules that have their own flat parameters: 'layers.*'."),
@@ -75,15 +74,6 @@ class RemapOptions(OptimizerOptions, OutputOptions):
         int | None,
         option("--world-size", metavar="N", help=f"How many rank files --to {' or '.join(RANK_FORMS)} writes."),
     ] = None
-    copy: Annotated[
-        bool,
-        option(
-            "--copy",
-            "--compact",
-            help="With --in-place: rewrite the file completely, without unused bytes of earlier edits.",
-        ),
-    ] = False
-    undo: Annotated[bool, option("--undo", help="The same as `ckpttool undo CKPT`.")] = False
 
     def __post_init__(self) -> None:
         for name in ("rule", "size", "drop", "units"):
@@ -128,6 +118,29 @@ class RemapOptions(OptimizerOptions, OutputOptions):
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions(ModelOptions, OutputOptions):
+    """All options of a conversion."""
+
+    in_place: Annotated[
+        bool, option("--in-place", help="Write CKPT itself again, without the unused bytes of earlier edits.")
+    ] = False
+    keep_aliases: KeepAliases = False
+    max_shard_size: Annotated[
+        str | None, option("--max-shard-size", metavar="SIZE", help="Maximum size of a shard, for example 5GB.")
+    ] = None
+
+    @property
+    def as_remap(self) -> RemapOptions:
+        """The remap that renames nothing."""
+        return RemapOptions(**{name: value for name, value in keywords_of(self).items() if name != "max_shard_size"})
+
+    @property
+    def shard_size(self) -> int | None:
+        """The maximum size of a shard in bytes. Raises `CkptError` if it is not a size."""
+        return None if self.max_shard_size is None else parse_size(self.max_shard_size)
+
+
 def _needs_model(word: str | None) -> bool:
     return word in convert.WORDS and ModelForm(word).needs_model
 
@@ -138,12 +151,6 @@ def _is_rank_file(out: str) -> bool:
 
 # A test for a conflict, the error, and its hint; the first conflict is reported.
 _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
-    (
-        lambda a: a.undo and a != RemapOptions(undo=True, no_fsync=a.no_fsync),
-        "--undo cannot be combined with other options",
-        "leave everything else out",
-    ),
-    (lambda a: a.copy and not a.in_place, "--copy is a way of --in-place", "pass --in-place, or -o OUT"),
     (lambda a: a.no_undo and not a.in_place, "--no-undo is for --in-place", "pass --in-place, or leave it out"),
     (lambda a: a.in_place and a.out, "--in-place and -o OUT exclude each other", "choose one"),
     (lambda a: _needs_model(a.to) and a.model is None, "--to {a.to} needs the model's names", "pass --model MODEL"),

@@ -135,7 +135,7 @@ _OPTIMIZERS = list_of(
 )
 _WRITTEN = record(
     Written,
-    {"way": one_of("edited", "copied", "undone"), "bytes": COUNT, "reason": nullable(unless_empty(TEXT))},
+    {"way": one_of("edited", "copied"), "bytes": COUNT, "reason": nullable(unless_empty(TEXT))},
     called={"bytes": "nbytes"},
 )
 REMAP = record(

@@ -14,10 +14,10 @@ from ckpttool.core.options import expand_options
 from ckpttool.core.pickle_imports import dangerous
 from ckpttool.core.plan import Plan
 from ckpttool.core.text import Info, dotted, plural, shell, some
+from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats import strict_json
 from ckpttool.formats.detect_folder import checkpoint_files, note_on
-from ckpttool.formats.huggingface import parse_size
 from ckpttool.formats.pickle_write import dangerous_written
 from ckpttool.formats.registry import MEMORY, check_in_place, fit, loses_versions, losses
 from ckpttool.formats.torch.nodes import entries_with_code
@@ -44,18 +44,18 @@ from ckpttool.operands.output import Target, operand, outputs, target_for
 from ckpttool.remapping.companions import Companions, companions_of
 from ckpttool.remapping.gather import gather_ranks, merge_replicas
 from ckpttool.remapping.optimizer import OptimizerRequest
-from ckpttool.remapping.options import RemapOptions
+from ckpttool.remapping.options import ConvertOptions, RemapOptions
 from ckpttool.remapping.plan import Remap, by_plan, with_optimizers
 from ckpttool.remapping.plan import remap as remap_index
 from ckpttool.remapping.steps import RemapRequest
-from ckpttool.remapping.write import Decided, Writer, check_code, copied_imports, cost_of, recover_source, undo, undo_of
+from ckpttool.remapping.write import Decided, Writer, check_code, copied_imports, cost_of, recover_source, undo_of
 from ckpttool.ruleset.patterns import Renaming, parse
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ckpttool.io.progress import Progress
-    from ckpttool.keywords import RemapKeywords, WriteKeywords
+    from ckpttool.keywords import ConvertKeywords, RemapKeywords, WriteKeywords
     from ckpttool.ruleset.steps import Step as RuleStep
 
 
@@ -73,32 +73,57 @@ def remap(
     chosen = RemapOptions(out=out, **options)
     if chosen.like is not None and not isinstance(chosen.like, str):
         chosen = replace(chosen, like=open_checkpoint(chosen.like))
-    chosen.check(ckpt if isinstance(ckpt, str) else None)
-    if chosen.undo:
-        return undone(ckpt, chosen)
-    if chosen.in_place and not chosen.dry_run and isinstance(ckpt, str):
+    return _checked_run(ckpt, chosen, progress)
+
+
+@expand_options(ConvertOptions)
+def convert(
+    ckpt: Ckpt, out: str | None = None, *, progress: Progress | None = None, **options: Unpack[ConvertKeywords]
+) -> Remap:
+    """Write a checkpoint in another format or with other shards; its keys and values stay.
+
+    `in_place` rewrites the file itself, without the bytes that earlier edits no longer use. `model` is needed for files
+    of FSDP1 ranks. Raise as `remap` does, and `Refused` if nothing would change.
+    """
+    sources.begin_call()
+    chosen = ConvertOptions(out=out, **options)
+    return _checked_run(ckpt, chosen.as_remap, progress, Conversion(chosen.shard_size))
+
+
+def _checked_run(
+    ckpt: Ckpt, options: RemapOptions, progress: Progress | None, conversion: Conversion | None = None
+) -> Remap:
+    options.check(ckpt if isinstance(ckpt, str) else None)
+    if options.in_place and not options.dry_run and isinstance(ckpt, str):
         recover_source(ckpt)
     with io_progress.shown(progress):
-        return run(open_with_values(ckpt), chosen)
+        return run(open_with_values(ckpt), options, conversion=conversion)
 
 
-# The options of a remap that say how the output is written.
-WRITTEN = ("force", "dry_run", "verify", "no_fsync", "keep_aliases", "max_shard_size", "link")
+WRITTEN = ("force", "dry_run", "verify", "no_fsync", "keep_aliases", "max_shard_size")  # the options of `write`
 
 
-@expand_options(RemapOptions, only=WRITTEN)
+@expand_options(ConvertOptions, only=WRITTEN)
 def write(checkpoint: Checkpoint, out: str, **options: Unpack[WriteKeywords]) -> None:
     """Write a checkpoint, as `open_checkpoint` or `remap` returned it, to the file or folder OUT, all or nothing.
 
     Raise `CkptError` if OUT exists (`force` overwrites it), `Refused` if its format cannot hold the checkpoint.
     """
     sources.begin_call()
-    chosen = RemapOptions(out=out, **options)
-    chosen.check(None)
-    run(open_with_values(checkpoint), chosen, may_copy=True)
+    chosen = ConvertOptions(out=out, **options)
+    run(open_with_values(checkpoint), chosen.as_remap, may_copy=True, conversion=Conversion(chosen.shard_size))
 
 
-def run(source: Checkpoint, options: RemapOptions, *, may_copy: bool = False) -> Remap:
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A remap that changes the format or the shards only; in place it writes the file completely."""
+
+    shard_size: int | None = None
+
+
+def run(
+    source: Checkpoint, options: RemapOptions, *, may_copy: bool = False, conversion: Conversion | None = None
+) -> Remap:
     """Return the result of `options` for `source`, written if they name an output and request no dry run.
 
     Raise `Refused`, all problems at once, if the remap would lose, collide, guess, or change nothing (unless it
@@ -110,11 +135,12 @@ def run(source: Checkpoint, options: RemapOptions, *, may_copy: bool = False) ->
         options.in_place,
         not options.no_fsync,
         options.verify,
+        rewrites=conversion is not None,
         keep=not options.no_undo,
     )
     out, target = options.target(source.source), None
     if out is not None and not options.to_ranks:
-        target = target_for(out, source, _shard_size(options))
+        target = target_for(out, source, None if conversion is None else conversion.shard_size)
         if options.in_place:
             check_in_place(source, target.format)
         if not options.dry_run:
@@ -134,18 +160,20 @@ def run(source: Checkpoint, options: RemapOptions, *, may_copy: bool = False) ->
         )
     if options.to_ranks and model is not None:
         return _write_ranks(options, writer, model, done)
-    if not (may_copy or done.changes_content or options.copy):
-        is_new = target is not None and changes_form(source, target, done, _shard_size(options))
+    if not (may_copy or done.changes_content or (conversion is not None and options.in_place)):
+        is_new = target is not None and changes_form(source, target, done)
         if not is_new and is_as_saved(source):
+            if conversion is not None:
+                raise Refused(
+                    f"nothing to convert: {out} would have the format and the shards of {source.source}",
+                    hint="another ending of OUT changes the format, --max-shard-size the shards; `ckpttool remap` "
+                    "changes the keys; `cp` copies a file",
+                )
             already = already_there(options)
             if already is None or options.in_place:
                 refuse_unchanged(source, options)
             done = replace(done, notes=(*done.notes, Info(f"{already}: nothing renamed", "remap")))
     return done if target is None else _write(source, options, writer, target, done, model, to_model)
-
-
-def _shard_size(options: RemapOptions) -> int | None:
-    return None if options.max_shard_size is None else parse_size(options.max_shard_size)
 
 
 def loading_model(options: RemapOptions, model: ModelOperand | None) -> ModelOperand | None:
@@ -384,7 +412,7 @@ def _write(
     """Write the output, unless it is a dry run. Return the result with notes on what the output does not hold."""
     output = fitted(done, target, options, to_model or model)
     notes = (*done.notes, *losses(done.result, target.format))
-    if options.max_shard_size is not None and not target.format.name.startswith("sharded"):
+    if target.max_shard_size is not None and not target.format.name.startswith("sharded"):
         notes = (*notes, f"--max-shard-size changes nothing: {target.path} has no shards (OUT/ is a folder of them)")
     old, new = (
         None if one is None else [tensor.canonical for tensor in one.names().runtime]
@@ -411,7 +439,8 @@ def _write(
     if options.verify:
         done = replace(done, verified=writer.prove(target.path, expected))
     if written is not None and written.way == "edited" and done.plan.dropped:
-        kept_bytes = "the file still holds the bytes of what was left out, until --in-place --compact --no-undo"
+        command = shell("ckpttool", "convert", target.path, "--in-place", "--no-undo")
+        kept_bytes = f"the file still holds the bytes of what was left out, until {command}"
         done = replace(done, notes=(*done.notes, Info(kept_bytes, "remap")))
     return done
 
@@ -422,7 +451,7 @@ def _laid_out(options: RemapOptions, target: Target, output: Checkpoint, beside:
     What is laid out inside of a program is written later, so everything that the program imports counts.
     """
     with dangerous_written() as names:
-        files = target.lay_out(output, _shard_size(options), beside.files)
+        files = target.lay_out(output, beside.files)
     names |= copied_imports(output, files)
     if target.format.name == "pt2":
         names |= {one.name for one in dangerous(output.imports)}
@@ -435,7 +464,7 @@ def _edit_in_place(
     options: RemapOptions, writer: Writer, target: Target, output: Checkpoint, beside: Companions
 ) -> Written:
     """Change the source where it is, if that is possible; in a dry run return how it would be written."""
-    if options.copy or options.max_shard_size is not None:
+    if writer.rewrites:
         return Written("copied", reason="asked for")
     with dangerous_written() as names:
         files = target.lay_in_place(output)
@@ -474,14 +503,6 @@ def _write_ranks(options: RemapOptions, writer: Writer, model: ModelOperand, don
     return replace(done, form=options.to, notes=(*done.notes, *notes))
 
 
-def undone(ckpt: object, options: RemapOptions) -> Remap:
-    """Undo the last in-place edit of a file or folder; return what it holds now, as a remap that changes nothing."""
-    if not isinstance(ckpt, str):
-        raise CkptError("--undo gives a file back", hint="name the file or the folder")
-    undo(ckpt, no_fsync=options.no_fsync)
-    return replace(remap_index(open_operand(ckpt)), source=ckpt, output=ckpt, written=Written("undone"))
-
-
 # Nothing to change
 
 _WAYS = "--rule, --to FORM, --like CKPT, --drop PATTERN; another ending of OUT converts the format"
@@ -508,17 +529,17 @@ def _same(left: Section, right: Section) -> bool:
     )
 
 
-def changes_form(source: Checkpoint, target: Target, done: Remap, max_shard_size: int | None) -> bool:
+def changes_form(source: Checkpoint, target: Target, done: Remap) -> bool:
     """Return whether OUT is another kind of file or folder than the source, or has other shards, or is a part of it."""
     path, picked = split(source.source)
     if picked is not None or source.format != target.format.name:
         return True
     if not target.format.folder:
         return is_dir(path) != (target.folder is not None)
-    if max_shard_size is None:
+    if target.max_shard_size is None:
         return False
     home = path if is_dir(path) else parent(path)
-    files = target.format.layout_files(done.result, target.name, max_shard_size)
+    files = target.format.layout_files(done.result, target.name, target.max_shard_size)
     made = {name: content for name, content in files.items() if not name.endswith(".json")}
     present = {name for name in checkpoint_files(home, target.format.endings[0]) if not name.endswith(".json")}
     return made.keys() != present or any(

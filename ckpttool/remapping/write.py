@@ -108,8 +108,8 @@ Decided = Callable[[], object]
 class Writer:
     """How an output is written: what the options of every command that writes one say, made of the CKPT `source`.
 
-    `keep`: what is replaced in place is kept for undo. `held` is what the checksums of a store prove of what was
-    written.
+    `rewrites`: in place, the file is written completely. `keep`: what is replaced in place is kept for undo. `held` is
+    what the checksums of a store prove of what was written.
     """
 
     source: str = ""
@@ -117,6 +117,7 @@ class Writer:
     in_place: bool = False
     fsync: bool = True
     verify: bool = False
+    rewrites: bool = False
     keep: bool = True
     held: Held = field(default_factory=Held)
 

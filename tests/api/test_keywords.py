@@ -17,7 +17,7 @@ import torch
 import ckpttool
 from ckpttool.core.options import ModelOptions, OptimizerOptions, OutputOptions
 from ckpttool.diffing.options import CompareOptions, DiffOptions
-from ckpttool.remapping.options import RemapOptions
+from ckpttool.remapping.options import ConvertOptions, RemapOptions
 from ckpttool.remapping.run import WRITTEN
 from ckpttool.swap.swap import SwapOptions
 
@@ -42,6 +42,7 @@ WORDS = {
     "CompareKeywords": "Options of `history`.",
     "Diff3Keywords": "Options of `diff3`.",
     "DiffKeywords": "Options of `diff`.",
+    "ConvertKeywords": "Options of `convert`.",
     "RemapKeywords": "Options of `remap`.",
     "SwapKeywords": "Options of `swap_weights` into a file.",
     "WriteKeywords": "Options of `write`.",
@@ -62,7 +63,7 @@ def text(hint: object) -> str:
 
 def generated() -> str:
     model = {"model": "Any"}
-    output = {**rows(OutputOptions), **rows(RemapOptions)}
+    output = {**rows(OutputOptions), **rows(ConvertOptions)}
     classes = (
         ("ModelKeywords", "TypedDict", rows(ModelOptions, "model")),
         ("OptimizerKeywords", "ModelKeywords", rows(OptimizerOptions)),
@@ -71,6 +72,7 @@ def generated() -> str:
         ("Diff3Keywords", "ModelKeywords", {**model, **rows(CompareOptions)}),
         ("DiffKeywords", "OptimizerKeywords", {**model, **rows(CompareOptions), **rows(DiffOptions)}),
         ("RemapKeywords", "OptimizerKeywords", {**model, **rows(OutputOptions, "out"), **rows(RemapOptions)}),
+        ("ConvertKeywords", "ModelKeywords", {**model, **rows(OutputOptions, "out"), **rows(ConvertOptions)}),
         ("SwapKeywords", "ModelKeywords", {**model, **rows(OutputOptions, "out"), **rows(SwapOptions)}),
         ("WriteKeywords", "TypedDict", {name: output[name] for name in WRITTEN}),
     )
@@ -96,6 +98,7 @@ from torch import nn
 module = nn.Linear(1, 1)
 found: ckpttool.Diff = ckpttool.diff("a.pt", {"w": torch.ones(1)}, model=module, values=True, ignore="shape a.*")
 done: ckpttool.Remap = ckpttool.remap([{"w": torch.ones(1)}], "b.pt", rule="a => b", drop=["c"], to=None)
+back: ckpttool.Remap = ckpttool.convert("a.pt", "b.safetensors", max_shard_size="5GB")
 ckpttool.write(done.result, "c.pt", force=True)
 file: ckpttool.Swap = ckpttool.swap_weights("a.pt2", "b.pt", "c.pt2", cast=True)
 live: ckpttool.Swapped = ckpttool.swap_weights(module, module.state_dict(), in_place=False)

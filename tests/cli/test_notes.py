@@ -125,7 +125,14 @@ def lossy(path: Path, shown: bool) -> Words:
 @says("--max-shard-size changes nothing")
 def shards(path: Path, shown: bool) -> Words:
     out = path / ("out.safetensors" if shown else "out")
-    return ["remap", save(path / "in.pt", dict(state())), "--max-shard-size", "1GB", "-o", out if shown else f"{out}/"]
+    return [
+        "convert",
+        save(path / "in.pt", dict(state())),
+        "--max-shard-size",
+        "1GB",
+        "-o",
+        out if shown else f"{out}/",
+    ]
 
 
 @says("the file still holds the bytes of what was left out")

@@ -130,8 +130,8 @@ def test_no_file_that_the_command_reads_is_written_over(
     linear = torch.nn.Linear(2, 2)
     torch.save(linear.state_dict(), "new.pt")
     torch.save({"model": linear.state_dict(), "step": 1}, "like.pt")
-    save = ("--max-shard-size", "20B", "--save-plan", "plan.pt")
-    assert run("remap", "new.pt", "-o", "sharded/", *save).status == 0
+    assert run("convert", "new.pt", "-o", "sharded/", "--max-shard-size", "20B").status == 0
+    assert run("remap", "new.pt", "-o", "x.safetensors", "--save-plan", "plan.pt").status == 0
     Path("rules.pt").write_text('[[rule]]\nrename = "bias => b"\n')
     for name in ("program.pt2", "other.pt2"):
         torch.export.save(torch.export.export(linear, (torch.ones(1, 2),)), name)
@@ -168,7 +168,7 @@ def test_in_place(tmp_path: Path, run: Run) -> None:
     assert run("remap", path, "--rule", "a => b", "--in-place", "--verify")[0] == 0
     assert list(load_file(path)) == ["b"]
     assert sorted(os.listdir(tmp_path)) == [".m.safetensors.ckpttool.undo", "m.safetensors"]
-    assert run("remap", path, "--rule", "b => a", "--in-place", "--copy")[0] == 0
+    assert run("convert", path, "--in-place")[0] == 0
     assert [name for name in os.listdir(tmp_path) if not name.startswith(".")] == ["m.safetensors"]
 
 

@@ -41,7 +41,7 @@ def _sharded(kind: str, run: Run, folder: Path) -> Path:
     save_file(STATE, folder / "whole.safetensors")
     out = folder / "shards" / INDEX.format(kind)
     out.parent.mkdir()
-    assert run("remap", folder / "whole.safetensors", "-o", out, "--max-shard-size", "3KB").status == 0
+    assert run("convert", folder / "whole.safetensors", "-o", out, "--max-shard-size", "3KB").status == 0
     return out.parent
 
 
@@ -113,7 +113,8 @@ def is_written(row: Format, ending: str, run: Run, folder: Path) -> tuple[Path, 
     name = INDEX.format(ending.split(".")[1]) if index else ending if ending == ".metadata" else f"out{ending}"
     out = folder / f"outputs{ending}" / name
     out.parent.mkdir()
-    command = ("remap", folder / "plain.safetensors", *RENAMED, *(("--max-shard-size", "2MB") if index else ()))
+    way = ("convert", "--max-shard-size", "2MB") if index else ("remap", *RENAMED)
+    command = (way[0], folder / "plain.safetensors", *way[1:])
     done = run(*command, "-o", out)
     at = out.parent if row.folder and not out.is_dir() else out
     return (out, command) if done.status == 0 and open_checkpoint(str(at)).format == row.name else None

@@ -145,13 +145,13 @@ RANKS = "remap in.pt --model net.py:build --to fsdp-flat --world-size 2 -o rank_
 CASES = {
     "safetensors, copied": Case(tensors, "remap in.safetensors -o out.safetensors"),
     "safetensors, over another": Case(tensors_and_out, "remap in.safetensors -o out.safetensors --force"),
-    "safetensors, in place, anew": Case(tensors, "remap in.safetensors --in-place --copy"),
+    "safetensors, in place, anew": Case(tensors, "convert in.safetensors --in-place"),
     "safetensors, in place": Case(tensors, "remap in.safetensors --in-place", look="in.safetensors", journal=True),
     "safetensors, longer": Case(tensors, LONGER, look="in.safetensors", journal=True),
-    "safetensors, undone": Case(edited, "remap in.safetensors --undo", look="in.safetensors", journal=True),
+    "safetensors, undone": Case(edited, "undo in.safetensors", look="in.safetensors", journal=True),
     "safetensors, verified": Case(tensors, "remap in.safetensors -o out.safetensors --verify --no-fsync"),
     "with a report and a plan": Case(tensors, "remap in.safetensors -o o.safetensors --report r.md --save-plan p.json"),
-    "torch zip, in place, anew": Case(zipped, "remap in.pt --in-place --copy"),
+    "torch zip, in place, anew": Case(zipped, "convert in.pt --in-place"),
     "torch zip, in place": Case(zipped, "remap in.pt --in-place", look="in.pt", journal=True),
     "torch zip to safetensors": Case(zipped, "remap in.pt::model -o out.safetensors"),
     "torch legacy to torch zip": Case(legacy, "remap in.pt -o out.pt"),
@@ -163,17 +163,15 @@ CASES = {
         look="tagger-torch-2.9.1.pt2",
         journal=True,
     ),
-    "program, undone": Case(
-        program_edited, "remap tagger-torch-2.9.1.pt2 --undo", look="tagger-torch-2.9.1.pt2", journal=True
-    ),
+    "program, undone": Case(program_edited, "undo tagger-torch-2.9.1.pt2", look="tagger-torch-2.9.1.pt2", journal=True),
     "sharded, copied": Case(sharded, "remap in -o out/"),
-    "sharded, in place, anew": Case(sharded, "remap in --in-place --copy"),
+    "sharded, in place, anew": Case(sharded, "convert in --in-place"),
     "sharded, in place": Case(sharded, "remap in --in-place", look="in", journal=True),
-    "sharded, undone": Case(sharded_edited, "remap in --undo", look="in", journal=True),
+    "sharded, undone": Case(sharded_edited, "undo in", look="in", journal=True),
     "sharded, over another": Case(sharded_and_out, "remap in -o out --force"),
-    "sharded, here": Case(sharded, "remap . --in-place --copy", "in", ".", journal=True),
-    "sharded afresh, here": Case(sharded, "remap . --in-place --max-shard-size 100KB", "in", ".", journal=True),
-    "to shards": Case(zipped, "remap in.pt::model -o out/ --max-shard-size 100KB"),
+    "sharded, here": Case(sharded, "convert . --in-place", "in", ".", journal=True),
+    "sharded afresh, here": Case(sharded, "convert . --in-place --max-shard-size 100KB", "in", ".", journal=True),
+    "to shards": Case(zipped, "convert in.pt::model -o out/ --max-shard-size 100KB"),
     "dcp, copied": Case(distributed, "remap in -o out.dcp"),
     "dcp, in place": Case(distributed, "remap in --in-place"),
     "dcp, here": Case(distributed, "remap . --in-place", "in", ".", journal=True),
@@ -187,9 +185,9 @@ CASES = {
 def scenario(case: Case, template: Path) -> Scenario:
     """The case, with all that the driver has to know."""
     case.make(template)
-    own = case.torch or case.line.startswith("swap-weights") or "--undo" in case.line or ".pt2" in case.line
+    own = case.torch or not case.line.startswith("remap") or ".pt2" in case.line
     rules = () if own else RENAME
-    once = "--in-place" in case.line or "--undo" in case.line
+    once = "--in-place" in case.line or case.line.startswith("undo")
     again = () if once or "--force" in case.line else ("--force",)
     argv = [*case.line.split(), *rules]
     apart = "--report" in case.line

@@ -57,15 +57,15 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "safetensors, longer": (lambda work: save_file(STATE, work / "in.safetensors"), LONGER, "in.safetensors"),
     "safetensors, copied": (
         lambda work: save_file(STATE, work / "in.safetensors"),
-        [*RENAME, "--copy"],
+        [],
         "in.safetensors",
     ),
     "torch zip": (lambda work: torch.save({"model": STATE, "epoch": 3}, work / "in.pt"), RENAME, "in.pt"),
     "torch legacy": (legacy, RENAME, "in.pt"),
     "program": (program, ["--rule", "scale => s"], "in.pt2"),
     "sharded": (lambda work: sharded(work, "safetensors"), RENAME, "in"),
-    "sharded, copied": (lambda work: sharded(work, "safetensors"), [*RENAME, "--copy"], "in"),
-    "sharded, copied here": (lambda work: sharded(work, "safetensors"), [*RENAME, "--copy"], "in"),
+    "sharded, copied": (lambda work: sharded(work, "safetensors"), [], "in"),
+    "sharded, copied here": (lambda work: sharded(work, "safetensors"), [], "in"),
     "sharded bin": (lambda work: sharded(work, "bin"), RENAME, "in"),
     "dcp, here": (lambda work: dcp.save({"model": STATE, "step": 7}, checkpoint_id=work / "in"), RENAME, "in"),
     "dcp": (lambda work: dcp.save({"model": STATE, "step": 7}, checkpoint_id=work / "in"), RENAME, "in"),
@@ -91,7 +91,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         make(template / "work")
         for name_beside in ("other.pt", "names.json"):
             shutil.copy(beside / name_beside, template)
-        line = ["remap", ckpt, *words, "--in-place"]
+        line = ["remap" if words else "convert", ckpt, *words, "--in-place"]
         cwd = "."
         if name.endswith("here"):  # the current folder cannot change places with a new one: a journal says what is done
             line[1], cwd = ".", ckpt

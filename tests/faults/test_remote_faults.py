@@ -107,7 +107,8 @@ def test_each_request_that_fails(bucket: Any, tmp_path: Path, monkeypatch: pytes
     save_file({"a.w": torch.arange(100_000.0), "a.b": torch.ones(70_000)}, "in.safetensors")
     save_file({"old": torch.ones(60_000), "older": torch.ones(60_000)}, "old.safetensors")
     source, out, before, options = CASES[name]
-    line = ["remap", source, *RENAME, "-o", out, *options]
+    command = ["convert", source] if "--max-shard-size" in options else ["remap", source, *RENAME]
+    line = [*command, "-o", out, *options]
 
     def start() -> dict[str, bytes]:
         failing.at = -1
@@ -115,7 +116,7 @@ def test_each_request_that_fails(bucket: Any, tmp_path: Path, monkeypatch: pytes
             bucket.rm(bucket.find("bucket"))
         if before:
             if out.endswith("/"):
-                assert main(["remap", "old.safetensors", "-o", out, "--max-shard-size", "200KB"]) == 0
+                assert main(["convert", "old.safetensors", "-o", out, "--max-shard-size", "200KB"]) == 0
             else:
                 bucket.put("old.safetensors", "bucket/out.safetensors")
         found = objects(bucket)
@@ -177,7 +178,7 @@ def test_what_a_dead_process_left_is_removed_by_the_next_writer(bucket: Any, tmp
     bucket.invalidate_cache()
     assert bucket.exists(left)
     torch.save({"a": torch.zeros(2)}, tmp_path / "in.pt")
-    line = ["remap", str(tmp_path / "in.pt"), "--rule", "a => b", "--max-shard-size", "1KB", "-o"]
+    line = ["convert", str(tmp_path / "in.pt"), "--max-shard-size", "1KB", "-o"]
     assert main([*line, "s3://bucket/out/"]) == 0
     bucket.invalidate_cache()
     assert not bucket.exists(left)

@@ -469,17 +469,17 @@ def test_the_counter_of_an_averaged_model_is_no_weight_of_a_program(run: Run, tm
 def test_a_wrong_total_size_is_counted_anew(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    saved(tmp_path / "w.pt", {"w": torch.ones(64), "v": torch.ones(64)})
-    assert run("remap", tmp_path / "w.pt", "-o", f"{folder}/", "--max-shard-size", "300").status == 0
+    saved(tmp_path / "w.pt", {"w": torch.ones(64), "v": torch.ones(64), "u": torch.ones(16)})
+    assert run("convert", tmp_path / "w.pt", "-o", f"{folder}/", "--max-shard-size", "300").status == 0
     index = folder / "model.safetensors.index.json"
     text = json.loads(index.read_text())
     text["metadata"] |= {"total_size": 7, "total_parameters": 3}
     index.write_text(json.dumps(text))
-    for number, words in enumerate((["--rule", "w => x"], ["--rule", "w => x", "--max-shard-size", "280"])):
+    for number, words in enumerate((["remap", "--rule", "w => x"], ["convert", "--max-shard-size", "330"])):
         out = tmp_path / f"out{number}"
-        assert run("remap", folder, "-o", f"{out}/", *words).status == 0
-        assert json.loads((out / "model.safetensors.index.json").read_text())["metadata"] == {"total_size": 512}
-    text["metadata"] |= {"total_size": 512, "total_parameters": 128}
+        assert run(words[0], folder, "-o", f"{out}/", *words[1:]).status == 0
+        assert json.loads((out / "model.safetensors.index.json").read_text())["metadata"] == {"total_size": 576}
+    text["metadata"] |= {"total_size": 576, "total_parameters": 144}
     index.write_text(json.dumps(text))
     assert run("remap", folder, "-o", f"{tmp_path}/renamed/", "--rule", "w => x").status == 0
     assert json.loads((tmp_path / "renamed" / index.name).read_text())["metadata"] == text["metadata"]

@@ -74,9 +74,9 @@ def test_a_rename_writes_the_header_alone(source: Path, run: Run) -> None:
     assert source.stat().st_ino == state.st_ino
     assert source.stat().st_size == state.st_size
     assert load_file(source)["z.w"].tolist() == list(range(9_000))
-    assert run("remap", source, "--undo")[0] == 0
+    assert run("undo", source)[0] == 0
     assert source.read_bytes() == old
-    status, _, said = run("remap", source, "--undo")
+    status, _, said = run("undo", source)
     assert status == 2
     assert "nothing to undo" in said
 
@@ -90,7 +90,7 @@ def test_a_header_that_grows_moves_the_data_by_whole_blocks(source: Path, run: R
         assert "extents" in str(found["reason"])
         pytest.skip("this file system moves no blocks")
     assert (source.stat().st_size - len(old)) % 4096 == 0
-    assert run("remap", source, "--undo")[0] == 0
+    assert run("undo", source)[0] == 0
     assert source.read_bytes() == old
 
 
@@ -139,7 +139,7 @@ def test_a_link_is_followed(source: Path, run: Run) -> None:
     assert way(run, source, "a.{x} => z.{x}")["way"] == "edited"
     assert source.is_symlink()
     assert "z.w" in load_file("blobs/x.safetensors")
-    assert run("remap", source, "--undo")[0] == 0
+    assert run("undo", source)[0] == 0
     assert "a.w" in load_file("blobs/x.safetensors")
 
 
@@ -147,16 +147,14 @@ def test_what_changed_since_is_not_undone(source: Path, run: Run) -> None:
     way(run, source, "a.{x} => z.{x}")
     save_file({"other": torch.ones(5)}, source)
     before = source.read_bytes()
-    status, _, said = run("remap", source, "--undo")
+    status, _, said = run("undo", source)
     assert status == 2
     assert "has changed since" in said
     assert source.read_bytes() == before
 
 
 def test_undo_stands_alone(source: Path, run: Run) -> None:
-    assert run("remap", source, "--undo", "--rule", "a => b")[0] == 2
-    assert run("remap", f"{source}::x", "--undo")[0] == 2
-    assert run("remap", source, "--copy", "-o", "b.safetensors")[0] == 2
+    assert run("undo", f"{source}::x")[0] == 2
 
 
 def test_who_has_the_file_mapped_keeps_its_tensors(source: Path, run: Run) -> None:
@@ -195,7 +193,6 @@ def dies_at(step: str, line: list[str]) -> None:
 
 WAYS_OUT: dict[str, Callable[[str], object]] = {
     "undo": lambda path: main(["undo", path]),
-    "remap --undo": lambda path: main(["remap", path, "--undo"]),
     "library": ckpttool.undo,
     "of the folder": lambda path: main(["undo", "."]),
     "the next writing command": lambda path: main(["remap", path, "--in-place", "--rule", "none.{x} => z.{x}"]),
@@ -329,12 +326,12 @@ def test_a_way_back_that_says_what_is_not_so_is_refused(source: Path, run: Run, 
     record.write_bytes(
         re.sub(rb'("%s"): [^,]*' % field.encode(), rb"\1: " + value.encode(), line, count=1) + b"\n" + rest
     )
-    status, _, said = run("remap", source, "--undo")
+    status, _, said = run("undo", source)
     assert status == 2
     assert ("has changed since" if "gone" in value else "cannot be read") in said
     os.system(said.split(": ")[-1].strip())  # the hint: rm FILE
     assert source.read_bytes() == edited
-    assert "nothing to undo" in run("remap", source, "--undo").err
+    assert "nothing to undo" in run("undo", source).err
 
 
 def test_a_way_back_that_was_changed_leads_back_or_nowhere(
@@ -346,7 +343,7 @@ def test_a_way_back_that_was_changed_leads_back_or_nowhere(
     """
     monkeypatch.chdir(tmp_path)
     save_file({"a.w": torch.arange(9_000.0), "b": torch.ones(3)}, "in.safetensors")
-    assert run("remap", "in.safetensors", "-o", "m/", "--max-shard-size", "20KB").status == 0
+    assert run("convert", "in.safetensors", "-o", "m/", "--max-shard-size", "20KB").status == 0
     old = {path: path.read_bytes() for path in Path("m").iterdir()}
     way(run, Path("m"), "a.{x} => longer.{x}")
     (record,) = Path("m").glob(".*.undo")
@@ -394,11 +391,11 @@ def test_what_was_changed_since_in_the_same_place_is_not_undone(source: Path, ru
         source.write_bytes(edited.replace(old, new, 1))
         changed = source.read_bytes()
         assert changed != edited
-        status, _, said = run("remap", source, "--undo")
+        status, _, said = run("undo", source)
         assert (status, source.read_bytes()) == (2, changed)
         assert "has changed since" in said
         source.write_bytes(edited)
-    assert run("remap", source, "--undo").status == 0
+    assert run("undo", source).status == 0
 
 
 def test_shards_in_folders_of_their_own_are_written_anew(
@@ -426,12 +423,12 @@ def test_two_processes_do_not_edit_at_once(source: Path, run: Run) -> None:
 def test_shards_change_together(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     save_file({"a.w": torch.arange(9_000.0), "a.b": torch.ones(3), "c": torch.zeros(2)}, "in.safetensors")
-    assert run("remap", "in.safetensors", "-o", "m/", "--max-shard-size", "20KB")[0] == 0
+    assert run("convert", "in.safetensors", "-o", "m/", "--max-shard-size", "20KB")[0] == 0
     shutil.copytree("m", "old")
     assert way(run, Path("m"), f"a.{{x}} => {LONG}{{x}}")["way"] == ("edited" if moves(tmp_path) else "copied")
     assert LONG + "w" in {entry.key for entry in ckpttool.open_checkpoint("m").sections[0].tensors}
     if moves(tmp_path):
-        assert run("remap", "m", "--undo")[0] == 0
+        assert run("undo", "m")[0] == 0
         for name in os.listdir("old"):
             assert Path("m", name).read_bytes() == Path("old", name).read_bytes()
 
@@ -443,7 +440,7 @@ def test_shards_of_which_one_cannot_be_edited_are_written_anew(
     monkeypatch.chdir(tmp_path)
     state = {"a.w": torch.arange(9_000.0), "a.b": torch.arange(9_000.0) + 1}
     save_file(state, "in.safetensors")
-    assert run("remap", "in.safetensors", "-o", "m/", "--max-shard-size", "40KB")[0] == 0
+    assert run("convert", "in.safetensors", "-o", "m/", "--max-shard-size", "40KB")[0] == 0
     real, moved = syscalls.fallocate, []
 
     def fallocate(descriptor: int, mode: int, start: int, length: int) -> None:
@@ -464,7 +461,7 @@ def test_shards_that_are_links_are_left_alone(tmp_path: Path, run: Run, monkeypa
     monkeypatch.chdir(tmp_path)
     save_file({"a.w": torch.arange(9_000.0), "a.b": torch.ones(3)}, "in.safetensors")
     Path("cache/snapshots/one").mkdir(parents=True)
-    assert run("remap", "in.safetensors", "-o", "cache/blobs/", "--max-shard-size", "20KB")[0] == 0
+    assert run("convert", "in.safetensors", "-o", "cache/blobs/", "--max-shard-size", "20KB")[0] == 0
     blobs = {path: path.read_bytes() for path in Path("cache/blobs").iterdir()}
     for path in blobs:
         Path("cache/snapshots/one", path.name).symlink_to(f"../../blobs/{path.name}")
@@ -543,14 +540,14 @@ def test_edits_of_edits(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatc
     status, out, _ = run("remap", path, "--drop", "b", "--in-place", "--format", "json")
     assert status == 0
     assert json.loads(out)["written"]["way"] == "edited"
-    assert "--compact" in str(notes_in(json.loads(out)))
+    assert "ckpttool convert" in str(notes_in(json.loads(out)))
     way(run, path, "c => y")
     assert old < path.stat().st_size < old + 5_000
     for mmap in (False, True):
         found = torch.load(path, mmap=mmap)
         assert {key: int(value[-1]) for key, value in found.items()} == {"z": 0, "y": 2, "d": 3}
     assert torch.load(path, map_location="meta")["d"].shape == (5_000,)
-    assert run("remap", path, "--in-place", "--compact")[0] == 0
+    assert run("convert", path, "--in-place")[0] == 0
     assert path.stat().st_size < old - 19_000
     assert list(torch.load(path)) == ["z", "y", "d"]
 
@@ -568,7 +565,7 @@ def test_archives_beyond_four_gibibytes(tmp_path: Path, run: Run) -> None:
     assert way(run, path, "a.{x} => z.{x}")["way"] == "edited"
     assert path.stat().st_size < size + 4096
     assert torch.load(path, mmap=True)["z.w"].shape == (5 << 28,)
-    assert run("remap", path, "--undo")[0] == 0
+    assert run("undo", path)[0] == 0
     assert path.stat().st_size == size
 
 
@@ -592,7 +589,7 @@ def test_an_edit_that_changes_nothing_keeps_the_way_back(tmp_path: Path, run: Ru
     changed, inode = path.read_bytes(), path.stat().st_ino
     assert run("remap", path, "--in-place", "--rule", "b => b").status == 1
     assert (path.read_bytes(), path.stat().st_ino) == (changed, inode)
-    assert main(["remap", str(path), "--undo"]) == 0
+    assert main(["undo", str(path)]) == 0
     assert path.read_bytes() == before
 
 
@@ -641,7 +638,7 @@ def test_where_not_even_going_back_is_possible_the_next_command_does(
 
 
 def test_behind_a_url_nothing_is_undone(run: Run) -> None:
-    status, _, said = run("remap", "memory://nowhere/a.safetensors", "--undo")
+    status, _, said = run("undo", "memory://nowhere/a.safetensors")
     assert status == 2
     assert "nothing to undo\nhint: files of a URL are never edited in place" in said
 

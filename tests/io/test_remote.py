@@ -134,7 +134,7 @@ def test_programs_are_read(store: Store, own: str) -> None:
 
 def test_a_sharded_folder_is_read(store: Store, tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "all.safetensors")
-    assert main(["remap", str(tmp_path / "all.safetensors"), "-o", f"{tmp_path}/m/", "--max-shard-size", "100B"]) == 0
+    assert main(["convert", str(tmp_path / "all.safetensors"), "-o", f"{tmp_path}/m/", "--max-shard-size", "100B"]) == 0
     (tmp_path / "m" / "config.json").write_text("{}")
     url = store.put_folder("m", tmp_path / "m")
     if url.startswith("s3:"):
@@ -371,7 +371,9 @@ def test_a_source_that_changes_between_two_files_of_an_output(store: Store) -> N
 
 def test_folders_are_written(store: Store, tmp_path: Path) -> None:
     url = store.put("a.pt", zipped(STATE))
-    assert main(["remap", url, *RENAME, "-o", f"{store.url}/m/", "--max-shard-size", "100B", "--verify"]) == 0
+    assert main(["convert", url, "-o", f"{store.url}/shards/", "--max-shard-size", "100B", "--verify"]) == 0
+    assert same(tensors(open_checkpoint(f"{store.url}/shards")), STATE)
+    assert main(["remap", f"{store.url}/shards", *RENAME, "-o", f"{store.url}/m/", "--verify"]) == 0
     assert same(tensors(open_checkpoint(f"{store.url}/m")), RENAMED)
     assert main(["remap", f"{store.url}/m", "-o", f"{store.url}/d.dcp", "--verify"]) == 0
     for own in store.names():
@@ -400,7 +402,7 @@ def test_a_checkpoint_in_a_folder_is_replaced_with_force_only(store: Store, caps
     old = store.put("old.safetensors", save({"w": torch.ones(40), "v": torch.ones(40)}))
     new = store.put("new.safetensors", save({"x": torch.zeros(40)}))
     out = f"{store.url}/m/"
-    assert main(["remap", old, "-o", out, "--max-shard-size", "200B"]) == 0
+    assert main(["convert", old, "-o", out, "--max-shard-size", "200B"]) == 0
     assert main(["remap", new, "-o", out]) == 2
     assert "pass --force" in capsys.readouterr().err
     assert main(["remap", new, "-o", out, "--force"]) == 0

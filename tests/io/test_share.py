@@ -113,5 +113,5 @@ def test_in_place_moves_blocks_on_xfs(disk: Path, run: Run) -> None:
     assert status == 0
     assert ("in place" in out) == (subprocess.getoutput(f"stat -f -c %T {disk}") == "xfs")
     if "in place" in out:
-        assert run("remap", disk / "in.safetensors", "--undo")[0] == 0
+        assert run("undo", disk / "in.safetensors")[0] == 0
         assert (disk / "in.safetensors").read_bytes() == old

@@ -229,10 +229,10 @@ def test_without_the_calls_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     long = "z." + "a.much.longer.name." * 300
     for rule, out in (("a.{x} => z.{x}", ["-o", "out.safetensors", "--verify"]), ("a.{x} => y.{x}", ["--in-place"])):
         assert main(["remap", "in.safetensors", "--rule", rule, *out]) == 0
-    assert main(["remap", "in.safetensors", "--undo"]) == 0
+    assert main(["undo", "in.safetensors"]) == 0
     assert main(["remap", "in.safetensors", "--rule", f"a.{{x}} => {long}{{x}}", "--in-place"]) == 0
     for force in ([], ["--force"]):
-        assert main(["remap", "out.safetensors", "-o", "m/", "--max-shard-size", "1MB", *force]) == 0
+        assert main(["convert", "out.safetensors", "-o", "m/", "--max-shard-size", "1MB", *force]) == 0
     assert {*load_file("in.safetensors")} == {f"{long}w", "b"}
     assert {*load_file("out.safetensors")} == {"z.w", "b"}
     assert main(["undo", "in.safetensors"]) == 0

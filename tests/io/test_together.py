@@ -59,7 +59,7 @@ def files_in(path: Path) -> dict[str, tuple[int, bytes]]:
     ("ckpt", "out", "options"),
     [
         ("model.safetensors", "out.safetensors", RULE),
-        ("model.safetensors", "out/", (*RULE, "--max-shard-size", "3MB", "--verify")),
+        ("model.safetensors", "out/", ("--max-shard-size", "3MB", "--verify")),
         ("model.pt", "out.pt", ("--rules", "rules.toml", "--verify")),
     ],
 )
@@ -75,8 +75,9 @@ def test_the_ranks_write_what_one_process_writes(
     monkeypatch.chdir(tmp_path)
     for name in ("model.safetensors", "model.pt", "rules.toml"):
         os.symlink(source / name, name)
-    alone = run("remap", ckpt, "-o", f"alone-{out}", *options)
-    first, second = run_ranks(tmp_path, 2, "remap", ckpt, "-o", out, *options)
+    command = "convert" if "--max-shard-size" in options else "remap"
+    alone = run(command, ckpt, "-o", f"alone-{out}", *options)
+    first, second = run_ranks(tmp_path, 2, command, ckpt, "-o", out, *options)
     assert first.said == (0, alone.out.replace("alone-", "") + alone.err)
     assert second.said == (0, "")
     assert files_in(tmp_path / out) == files_in(tmp_path / f"alone-{out}")
@@ -187,7 +188,7 @@ def test_ranks_that_do_not_mean_the_same_write_nothing(source: Path, tmp_path: P
 
 
 def test_a_killed_job_goes_on_where_it_was(source: Path, tmp_path: Path, run: Run) -> None:
-    command = ("remap", source / "model.safetensors", *RULE, "--max-shard-size", "3MB", "-o")
+    command = ("convert", source / "model.safetensors", "--max-shard-size", "3MB", "-o")
     killed = run_ranks(tmp_path, 2, *command, "out/", fault=Fault(1, 2))
     assert killed[1].status == -9, killed
     assert not (tmp_path / "out").exists()
@@ -423,7 +424,7 @@ def uploads(bucket: Any) -> list[dict[str, str]]:
     ("ckpt", "out", "options"),
     [
         ("s3://BUCKET/model.safetensors", "out.safetensors", RULE),
-        ("model.safetensors", "out/", (*RULE, "--max-shard-size", "6MB", "--verify")),
+        ("model.safetensors", "out/", ("--max-shard-size", "6MB", "--verify")),
         ("s3://BUCKET/model.pt", "out.pt", ("--rules", "rules.toml")),
     ],
 )
@@ -438,9 +439,10 @@ def test_the_ranks_send_what_one_process_sends(
     options = tuple(str(wide / option) if option.endswith(".toml") else option for option in options)
     source = ckpt.replace("BUCKET", name) if "://" in ckpt else str(wide / ckpt)
     (tmp_path / "alone").mkdir()
-    run("remap", source, "-o", f"{tmp_path}/alone/{out}", *options)
+    command = "convert" if "--max-shard-size" in options else "remap"
+    run(command, source, "-o", f"{tmp_path}/alone/{out}", *options)
     before = objects(bucket).keys()
-    first, second = run_ranks(tmp_path, 2, "remap", source, "-o", f"s3://{name}/{out}", *options)
+    first, second = run_ranks(tmp_path, 2, command, source, "-o", f"s3://{name}/{out}", *options)
     assert (first.status, second.said) == (0, (0, "")), first
     assert ("22.0 MiB by checksums of its store, 0 bytes read back" in first.out) == ("--verify" in options)
     assert uploads(bucket) == []
@@ -479,11 +481,11 @@ def test_a_killed_job_goes_on_in_the_bucket(
 def test_the_ranks_replace_a_folder_in_the_bucket(wide: Path, bucket: Any, tmp_path: Path, run: Run) -> None:
     """What is there stays whole until all that is new is there; then that is what one process writes, and no more."""
     (tmp_path / "alone").mkdir()
-    run("remap", wide / "model.safetensors", "-o", f"{tmp_path}/alone/", *RULE, "--max-shard-size", "9MB")
+    run("convert", wide / "model.safetensors", "-o", f"{tmp_path}/alone/", "--max-shard-size", "9MB")
     out = f"s3://{bucket[1]}/out/"
-    run("remap", wide / "model.safetensors", "-o", out, "--max-shard-size", "6MB")
+    run("convert", wide / "model.safetensors", "-o", out, "--max-shard-size", "6MB")
     old = objects(bucket)
-    command = ("remap", wide / "model.safetensors", "-o", out, *RULE, "--max-shard-size", "9MB")
+    command = ("convert", wide / "model.safetensors", "-o", out, "--max-shard-size", "9MB")
     killed = run_ranks(tmp_path, 2, *command, "--force", fault=Fault(1, 1))
     assert killed[1].status == -9, killed
     assert {name: data for name, data in objects(bucket).items() if not name.endswith(".job")} == old
@@ -497,7 +499,7 @@ def test_the_ranks_replace_a_folder_in_the_bucket(wide: Path, bucket: Any, tmp_p
 
 def test_what_fails_in_the_bucket_leaves_nothing(wide: Path, bucket: Any, tmp_path: Path) -> None:
     """A rank that cannot read ends all of them; another command to the same place ends what was killed."""
-    command = ("remap", wide / "model.safetensors", "-o", f"s3://{bucket[1]}/out/", "--max-shard-size", "6MB")
+    command = ("convert", wide / "model.safetensors", "-o", f"s3://{bucket[1]}/out/", "--max-shard-size", "6MB")
     failed = run_ranks(tmp_path, 2, *command, fault=Fault(1))
     assert [one.status for one in failed] == [2, 2]
     assert failed[0].err.count("error: ") == 1
@@ -505,7 +507,7 @@ def test_what_fails_in_the_bucket_leaves_nothing(wide: Path, bucket: Any, tmp_pa
     assert (objects(bucket), uploads(bucket)) == ({}, [])
     run_ranks(tmp_path, 2, *command, fault=Fault(1, 0))
     assert len(uploads(bucket)) > 1
-    done = run_ranks(tmp_path, 2, *command, *RULE)
+    done = run_ranks(tmp_path, 2, "remap", *command[1:4], *RULE)
     assert [one.status for one in done] == [0, 0], done
     assert uploads(bucket) == []
     assert not [name for name in objects(bucket) if name.endswith(".job")]

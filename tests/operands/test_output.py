@@ -33,7 +33,7 @@ def _sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(name, "notes.md").write_text("what it is")
     dcp.save(state, checkpoint_id="saved.dcp")
     shutil.copy("bin/pytorch_model.bin", "one.pt")
-    ckpttool.remap("one.pt", "shards/", max_shard_size="40KB")
+    ckpttool.convert("one.pt", "shards/", max_shard_size="40KB")
 
 
 @pytest.mark.filterwarnings("ignore:.*(no_dist|single process|TypedStorage)")
@@ -67,7 +67,7 @@ def _sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_out_asks_for_is_written(source: str, out: str, size: str | None, written: list[str]) -> None:
     try:
-        ckpttool.remap(source, f"out/{out}", max_shard_size=size)
+        ckpttool.convert(source, f"out/{out}", max_shard_size=size)
     except Refused as error:  # the same names in the same format
         if "nothing to change" not in error.message:
             raise

@@ -35,7 +35,7 @@ def command(
     from ckpttool.report.documents.remap import document
     from ckpttool.report.renderers import json
 
-    out = ckpt if options.undo else options.target(ckpt)
+    out = options.target(ckpt)
     if out is None and not (options.dry_run or options.save_plan):
         raise CkptError("no output named", hint="-o OUT, --in-place, or --dry-run to see the plan")
     report.check(files_of(split(ckpt)[0]), options.save_plan, manifest, out=out)

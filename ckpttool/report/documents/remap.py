@@ -28,8 +28,8 @@ _VERDICTS = {
 }
 
 
-def document(done: Remap) -> Document:
-    """Return what a remap did, or would do."""
+def document(done: Remap, command: str = "remap") -> Document:
+    """Return what a remap did, or would do; `command` is its title."""
     verdict = ", ".join(f"{number(count)} {what}" for what, count in done.counts.items())
     computed = (
         ("computed", f"{plural(len(keys), 'tensor')} by running {run.model}.{BY_CODE[run.way]}()")
@@ -62,7 +62,7 @@ def document(done: Remap) -> Document:
         blocks.append(Note("dry run: nothing was written"))
     blocks.append(shortened(_dropped(done.plan), _ROWS, "--format json"))
     blocks += noted(done.notes)
-    return Document("remap", verdict, True, filled(blocks))
+    return Document(command, verdict, True, filled(blocks))
 
 
 def planned(plan: Plan) -> Document:
@@ -75,7 +75,7 @@ def planned(plan: Plan) -> Document:
 
 def _undo(done: Remap) -> str:
     written = done.written
-    changes = written is not None and written.way != "undone" and (written.way == "copied" or written.nbytes > 0)
+    changes = written is not None and (written.way == "copied" or written.nbytes > 0)
     return str(done.undo or NO_UNDO) if changes else ""
 
 

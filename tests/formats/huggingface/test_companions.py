@@ -44,7 +44,7 @@ def loads(folder: Path, want: dict[str, torch.Tensor]) -> bool:
     ("options", "described"),
     [
         (("--max-shard-size", "20KB"), True),
-        (("--model", "hf:HF", "--to", "pretrained", "--max-shard-size", "20KB"), True),
+        (("--model", "hf:HF", "--to", "pretrained"), True),
         (("--rule", RULE), False),
         (("--rule", "{x*}.q_proj.{y*} => {x*}.query.{y*}"), False),
     ],
@@ -54,7 +54,8 @@ def test_config_json_is_there_only_if_the_output_loads_by_it(
 ) -> None:
     folder, want = llama
     words = [word.replace("HF", str(folder)) for word in options]
-    done = run("remap", folder, "-o", tmp_path / "out", *words, "--format", "json")
+    command = "convert" if "--max-shard-size" in options else "remap"
+    done = run(command, folder, "-o", tmp_path / "out", *words, "--format", "json")
     assert done.status == 0, done.err
     assert loads(tmp_path / "out", want) is described
     assert (tmp_path / "out/config.json").exists() is described
@@ -84,8 +85,9 @@ def test_in_place_says_that_config_json_describes_other_keys(
     llama: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     folder, _ = llama
-    ckpttool.remap(str(folder), str(tmp_path / "own"), max_shard_size="20KB")
+    ckpttool.convert(str(folder), str(tmp_path / "own"), max_shard_size="20KB")
     done = ckpttool.remap(str(tmp_path / "own"), in_place=True, rule=[RULE])
     assert [note for note in done.notes if "config.json" in note]
-    done = ckpttool.remap(str(tmp_path / "own"), in_place=True, rule=[RULE], reverse=True, copy=True)
+    done = ckpttool.remap(str(tmp_path / "own"), in_place=True, rule=[RULE], reverse=True)
+    ckpttool.convert(str(tmp_path / "own"), in_place=True)
     assert loads(tmp_path / "own", llama[1])

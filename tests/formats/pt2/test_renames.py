@@ -163,7 +163,7 @@ def test_a_program_is_renamed_in_place_and_back(version: str, way: str, tmp_path
     assert run("remap", path, "--rule", "z.{i}.{x} => mix.{i}.{x}", "--in-place")[0] == 0
     assert path.read_bytes() == old
     assert run("remap", path, "--rule", "scale => much.longer.name", "--in-place")[0] == 0
-    assert run("remap", path, "--undo")[0] == 0
+    assert run("undo", path)[0] == 0
     assert path.read_bytes() == old
 
 

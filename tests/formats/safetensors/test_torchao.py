@@ -41,9 +41,10 @@ def written(way: str, run: Run, folder: Path) -> Path:
         assert run("remap", GOLDEN, *RULE, "-o", out).status == 0
     else:
         size = ["--max-shard-size", "1KB"] if "shards" in way else []
-        first, second = ([], RULE) if way == "from shards" else (RULE, [])
-        assert run("remap", GOLDEN, *first, *size, "-o", f"{folder}/shards/").status == 0
-        assert run("remap", folder / "shards", *second, "-o", out).status == 0
+        assert run("convert", GOLDEN, *size, "-o", f"{folder}/shards/").status == 0
+        if way != "from shards":
+            assert run("remap", folder / "shards", *RULE, "--in-place").status == 0
+        assert run("remap", folder / "shards", *(RULE if way == "from shards" else ()), "-o", out).status == 0
     return out
 
 

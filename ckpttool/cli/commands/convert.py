@@ -1,0 +1,44 @@
+"""``ckpttool convert``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+import ckpttool
+from ckpttool.cli.output import Manifest, Report, write_manifest
+from ckpttool.core.errors import CkptError
+from ckpttool.core.options import Argument, keywords_of
+from ckpttool.io.files import files_of
+from ckpttool.operands.checkpoint import split
+from ckpttool.remapping.options import ConvertOptions
+
+
+def command(
+    ckpt: Annotated[str, Argument("CKPT", "The checkpoint to read; CKPT::SECTION takes one section.")],
+    options: ConvertOptions,
+    report: Report,
+    manifest: Manifest = None,
+) -> None:
+    """Write a checkpoint in another format or with other shards.
+
+    Keys and values stay. The ending of OUT decides the format: .safetensors, .pt, .dcp (torch.distributed.checkpoint),
+    or OUT/ for a folder of shards. With --in-place the file is written again in its own format, without the bytes that
+    earlier edits no longer use. Exit status: 0 if it is written, 1 if nothing would change or something would be lost.
+
+    \b
+    Examples:
+      ckpttool convert train.pt -o train.safetensors
+      ckpttool convert model.safetensors -o sharded/ --max-shard-size 5GB
+      ckpttool convert train.pt --in-place
+    """
+    from ckpttool.report.documents.remap import document
+
+    out = options.target(ckpt)
+    if out is None:
+        raise CkptError("no output named", hint="-o OUT, or --in-place to write the file again")
+    report.check(files_of(split(ckpt)[0]), manifest, out=out)
+    done = ckpttool.convert(ckpt, **keywords_of(options))
+    if not options.dry_run:
+        write_manifest(manifest, out, force=options.force)
+    report.emit(partial(document, done, "convert"), done.to_json)
