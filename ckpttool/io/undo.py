@@ -36,7 +36,7 @@ class Written:
     `reason` says why it is a copy. `kept` are the old bytes that are kept for undo.
     """
 
-    way: Literal["edited", "copied"]
+    way: Literal["edited", "undone", "copied"]
     nbytes: int = 0
     reason: str = ""
     kept: int = 0
@@ -44,6 +44,8 @@ class Written:
     def __str__(self) -> str:
         if self.way == "copied":
             return f"completely: {self.reason}"
+        if self.way == "undone":
+            return "as it was before the last edit in place"
         return f"in place, {self.nbytes:,} bytes of it" if self.nbytes else "not at all: nothing of it changes"
 
 

@@ -211,14 +211,14 @@ def files_next_to_steps(path: Path, shown: bool) -> Words:
     for step in (1, 2):
         save_file(dict(state()), (path / f"step-{step}").mkdir() or path / f"step-{step}/model.safetensors")
     save(path / ("best.pt" if shown else "best.txt"))
-    return ["diff", path]
+    return ["history", path]
 
 
 @says("left: not compared: optimizer in ")
 def notes_of_a_side(path: Path, shown: bool) -> Words:
     run = trained(flat=False)
     left = save(path / "left.pt", run if shown else {"model": run["model"]})
-    return ["diff", left, save(path / "right.pt"), "--base", save(path / "base.pt")]
+    return ["diff3", save(path / "base.pt"), left, save(path / "right.pt")]
 
 
 @says("differs from the manifest's file")
