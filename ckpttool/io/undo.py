@@ -31,12 +31,12 @@ _NO_ROOM = "its header has no room, and the file system cannot move the data by 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How a file is written in place: `nbytes` change where they lie, the last edit is undone, or a complete copy.
+    """How a file is written in place: `nbytes` change where they lie, or it is written completely.
 
     `reason` says why it is a copy. `kept` are the old bytes that are kept for undo.
     """
 
-    way: Literal["edited", "undone", "copied"]
+    way: Literal["edited", "copied"]
     nbytes: int = 0
     reason: str = ""
     kept: int = 0
@@ -44,8 +44,6 @@ class Written:
     def __str__(self) -> str:
         if self.way == "copied":
             return f"completely: {self.reason}"
-        if self.way == "undone":
-            return "as it was before the last edit in place"
         return f"in place, {self.nbytes:,} bytes of it" if self.nbytes else "not at all: nothing of it changes"
 
 

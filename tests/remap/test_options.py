@@ -94,10 +94,9 @@ def test_a_part_of_a_file_does_not_take_its_place(ckpt: str | None) -> None:
     ("out", "sharded"), [("b.safetensors", False), ("b.pt", False), ("b.dcp", False), ("b/", True)]
 )
 def test_a_size_of_shards_is_not_passed_over(run: Run, tmp_path: Path, out: str, sharded: bool) -> None:
-
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
     assert run("convert", tmp_path / "a.pt", "-o", tmp_path / "a.dcp").status == 0
-    source = tmp_path / ("a.pt" if out == "b.dcp" else "a.dcp")
+    source = tmp_path / ("a.dcp" if out == "b.pt" else "a.pt")
     words = ("convert", source, "-o", f"{tmp_path}/{out}", "--format", "json")
     notes = notes_in(run(*words, "--max-shard-size", "1MB").data)
     assert [note.partition(":")[0] for note in notes] == ["--max-shard-size changes nothing"] * (not sharded)
