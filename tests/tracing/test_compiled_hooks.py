@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 def joined(one, other):
-    return torch.cat([one, other]) * 2
+    return one.t()
 
 class Model(nn.Module):
     def __init__(self):
@@ -41,5 +41,5 @@ def test_compiled_hooks_are_traced_without_importing_the_compiler_for_others(tmp
         results.append(json.loads(done.stdout))
     (plain, imported), (compiled, imported_too) = results
     assert plain == compiled
-    assert "aten.cat.default" in plain
+    assert "aten.t.default" in plain
     assert (imported, imported_too) == (False, True)
