@@ -100,7 +100,7 @@ def _in_place(folder: Path) -> Iterator[Case]:
         path = folder / f"placed.{ending}"
         there = f"{CKPTTOOL} remap {path} --in-place --rule 'layers.{{i}}.{{r*}} => blocks.{{i}}.{{r*}}'"
         yield Case(
-            f"rename in place and `--undo`, {name}",
+            f"rename in place and undo, {name}",
             shell(f"[ -e {path} ] || cp {folder / f'model.{ending}'} {path}; {there} && {CKPTTOOL} undo {path}"),
             "`cp`",
             ["/bin/cp", str(folder / f"model.{ending}"), str(folder / "out.copy")],

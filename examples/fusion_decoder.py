@@ -1,7 +1,7 @@
 """A small decoder that looks at an image while it writes, and whose checkpoints do not have the names of its modules.
 
-A pretrained language model gets eyes by *fusion*: every few blocks a cross-attention layer is slipped in front of a
-block, and a few new tokens are added beside the embedding. Both are wrappers, so both add a segment to the FQN of
+A pretrained language model learns to see by *fusion*: every few blocks, a cross-attention layer is put in front of a
+block, and a few new tokens are added to the embedding. Both are wrappers, so both add a segment to the FQN of
 every tensor that they wrap. State dict hooks take that segment out again, so that the checkpoint of the language model
 can still be loaded:
 
@@ -130,9 +130,9 @@ def hide_wrapped(module: Fusion, state_dict: dict[str, Any], prefix: str, local_
 
 
 def restore_wrapped(module: Fusion, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Loading: ``layers.3.attn…`` becomes ``layers.3.layer.attn…`` again; what stands beside it keeps its name."""
-    beside = tuple(f"{prefix}{name}." for name, _ in module.named_children() if name != module.wrapped)
-    for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(beside)]:
+    """Loading: ``layers.3.attn…`` becomes ``layers.3.layer.attn…`` again; other names stay."""
+    others = tuple(f"{prefix}{name}." for name, _ in module.named_children() if name != module.wrapped)
+    for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(others)]:
         state_dict[f"{prefix}{module.wrapped}.{key[len(prefix) :]}"] = state_dict.pop(key)
 
 
@@ -164,7 +164,7 @@ class FusionLayer(Fusion):
 
 
 class FusionEmbedding(Fusion):
-    """A pretrained token embedding, and beside it an embedding of new tokens, numbered after the pretrained ones."""
+    """A pretrained token embedding, and an embedding of new tokens, numbered after the pretrained ones."""
 
     wrapped = "embedding"
 

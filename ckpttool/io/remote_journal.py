@@ -1,6 +1,6 @@
 """Folders behind URLs are replaced under a journal, since no store replaces several objects in one call.
 
-The new files are in a temporary folder, with a journal that lists what is to be done. If its writer dies, the next
+The new files are in a temporary folder, with a journal that lists the remaining work. If its writer dies, the next
 command that writes the folder, or `ckpttool undo`, does the rest: a store keeps no old files.
 """
 
