@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckpttool.inspection.explain import Explanation, explain
     from ckpttool.inspection.inspect import Inspection, inspect, manifest
     from ckpttool.live.swap import Swapped
+    from ckpttool.loading import Loaded, check_names, load, save_names
     from ckpttool.operands.checkpoint import open_checkpoint
     from ckpttool.operands.model import trace
     from ckpttool.remapping.plan import Remap
@@ -40,6 +41,7 @@ __all__ = [
     "Explanation",
     "History",
     "Inspection",
+    "Loaded",
     "Names",
     "Plan",
     "Problem",
@@ -49,16 +51,19 @@ __all__ = [
     "Swapped",
     "Undone",
     "check",
+    "check_names",
     "convert",
     "diff",
     "diff3",
     "explain",
     "history",
     "inspect",
+    "load",
     "manifest",
     "open_checkpoint",
     "remap",
     "rules",
+    "save_names",
     "swap_weights",
     "trace",
     "undo",
@@ -79,6 +84,7 @@ _MODULES = {
     **dict.fromkeys(("Explanation", "explain"), "inspection.explain"),
     **dict.fromkeys(("Inspection", "inspect", "manifest"), "inspection.inspect"),
     "Swapped": "live.swap",
+    **dict.fromkeys(("Loaded", "check_names", "load", "save_names"), "loading"),
     "open_checkpoint": "operands.checkpoint",
     "trace": "operands.model",
     "Remap": "remapping.plan",

@@ -29,6 +29,9 @@ class Problem:
         return Problem(problem or text, key if problem else "")
 
 
+_SHOWN = 20  # problems in a traceback
+
+
 class CkptError(Exception):
     """No answer: bad usage, unreadable or unsafe input, I/O failure (exit status 2).
 
@@ -43,6 +46,10 @@ class CkptError(Exception):
         self.message = message
         self.hint = hint
         self.problems = tuple(problems)
+        shown = [f"  {problem}" for problem in self.problems[:_SHOWN]]
+        more = len(self.problems) - len(shown)
+        # What a traceback shows after the message, from Python 3.11 on
+        self.__notes__ = [*shown, *([f"  and {more} more"] if more > 0 else []), f"hint: {hint}"]
 
 
 class Refused(CkptError):

@@ -125,7 +125,7 @@ def _fixes(question: Question, diff: Diff, suggested: Suggested | None) -> Fixes
     swap, swap_notes = _swap_fix(question) if is_program else (None, [])
     if swap is not None and swap.after.identical:
         return Fixes((swap.fix,))
-    best = _best(question, diff, suggested)
+    best = best_remap(question, diff, suggested)
     drops, infers = best is not None and best.drops, best is not None and best.infers
     if swap is not None and drops:
         best, drops, infers = None, False, False  # the program takes what only a remap would drop
@@ -148,7 +148,7 @@ def _fixes(question: Question, diff: Diff, suggested: Suggested | None) -> Fixes
     return Fixes((*with_model, *commands), tuple(notes), is_partial, infers, unfixed)
 
 
-def _best(question: Question, diff: Diff, suggested: Suggested | None) -> Trial | None:
+def best_remap(question: Question, diff: Diff, suggested: Suggested | None) -> Trial | None:
     """Return the first remap after which the two are the same, or else the remap that leaves the fewest differences."""
     left = question.left
     assert left is not None
@@ -387,8 +387,8 @@ def _optimizer_fixes(question: Question, diff: Diff, remedy: Remedy) -> Fixes:
     if remedy.way != "drop_state":
         path, optimizer_path = split(question.left.source)
         file = question.left if optimizer_path is None else open_operand(path)
-        word, options = _optimizer_remap(question, remedy)
-        if set(PLACEHOLDERS).intersection(value for value in vars(options).values() if isinstance(value, str)):
+        word, options = optimizer_remap(question, remedy)
+        if has_placeholder(options):
             named = operand(path, file.format)
             return Fixes((command("remap", (named,), replace(options, out=next(outputs(named, word)))),))
         asked = replace(question, left=file, optimizer_path=optimizer_path)
@@ -398,7 +398,12 @@ def _optimizer_fixes(question: Question, diff: Diff, remedy: Remedy) -> Fixes:
     return Fixes(notes=(NO_REMAP,))
 
 
-def _optimizer_remap(question: Question, remedy: Remedy) -> Candidate:
+def has_placeholder(options: RemapOptions) -> bool:
+    """Return True if an option names what only the user knows."""
+    return any(isinstance(value, str) and value in PLACEHOLDERS for value in vars(options).values())
+
+
+def optimizer_remap(question: Question, remedy: Remedy) -> Candidate:
     """Return the remap of a remedy, with placeholders for what the question does not name."""
     asked, form, left = question.options, remedy.form, question.left
     optimizer = None if question.model is None else question.model.optimizer

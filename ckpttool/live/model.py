@@ -29,7 +29,7 @@ from ckpttool.tracing.build_model import LoadedModel
 from ckpttool.tracing.instances import dtype_name, is_special, layout_of, listed, wrapper_paths
 from ckpttool.tracing.memory import inside, token
 
-Model = Union[str, Names, LoadedModel, nn.Module, ExportedProgram, Callable[[], nn.Module]]
+Model = Union[str, Names, LoadedModel, ModelOperand, nn.Module, ExportedProgram, Callable[[], nn.Module]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,14 +188,14 @@ def _entry(key: str, tensor: torch.Tensor, storages: dict[int, Storage], first: 
     return TensorEntry(key, dtype, shape, tuple(tensor.stride()), int(tensor.storage_offset()), storage)
 
 
-_FSDP1 = "torch.distributed.fsdp", "FullyShardedDataParallel"
-_FSDP2 = "torch.distributed.fsdp", "FSDPModule"
+FSDP1 = "torch.distributed.fsdp", "FullyShardedDataParallel"
+FSDP2 = "torch.distributed.fsdp", "FSDPModule"
 _DDP = "torch.nn.parallel", "DistributedDataParallel"
 _SCRIPT = "torch.jit", "ScriptModule"
 # Wrappers that keep references to their parameters, and do not follow if other tensors replace them.
 _HOLDERS = {
-    _FSDP1: "FSDP computes with its flat parameters, of which the module's are views",
-    _FSDP2: "fully_shard computes with the shards that it has",
+    FSDP1: "FSDP computes with its flat parameters, of which the module's are views",
+    FSDP2: "fully_shard computes with the shards that it has",
     _DDP: "DDP averages the gradients of the parameters that it has",
     _SCRIPT: "TorchScript keeps its parameters where Python cannot replace them",
 }
@@ -211,9 +211,9 @@ def at_rest(module: nn.Module) -> Iterator[None]:
     """
     with ExitStack() as held:
         try:
-            for part in _instances(module, _FSDP2):
+            for part in instances(module, FSDP2):
                 _reshard(part)
-            if _instances(module, _FSDP1):
+            if instances(module, FSDP1):
                 whole = torch.distributed.fsdp.FullyShardedDataParallel.summon_full_params(module, writeback=True)
                 whole.__enter__()
                 held.callback(whole.__exit__, None, None, None)  # without the block's error: it is not FSDP's
@@ -228,7 +228,7 @@ def at_rest(module: nn.Module) -> Iterator[None]:
 
 def check_replaceable(module: nn.Module) -> None:
     """Raise `Refused`, naming every wrapper, if the module would not use new tensors put into it."""
-    reasons = {id(part): reason for kind, reason in _HOLDERS.items() for part in _instances(module, kind)}
+    reasons = {id(part): reason for kind, reason in _HOLDERS.items() for part in instances(module, kind)}
     problems = [
         Problem(reasons[id(part)], name or "(root)") for name, part in module.named_modules() if id(part) in reasons
     ]
@@ -264,7 +264,8 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
     return known is not None and isinstance(tensor, known.DTensor)
 
 
-def _instances(module: nn.Module, kind: tuple[str, str]) -> list[nn.Module]:
+def instances(module: nn.Module, kind: tuple[str, str]) -> list[nn.Module]:
+    """Return the parts of the module that are of this class, by its module and name; it may not be imported yet."""
     known = getattr(sys.modules.get(kind[0]), kind[1], None)
     return [] if known is None else [part for part in module.modules() if isinstance(part, known)]
 

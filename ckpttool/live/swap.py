@@ -183,7 +183,7 @@ def _planned(
     """Plan and refuse as the command does, on an index of what is in memory."""
     sections = section_of(target.tensors), replace(section_of(target.constants), path=CONSTANTS, kind="other")
     program = Checkpoint(target.title, "memory", 0, sections)
-    operand = None if model is None else ModelOperand(model)
+    operand = model if model is None or isinstance(model, ModelOperand) else ModelOperand(model)
     try:
         result = swap(
             program,

@@ -279,12 +279,12 @@ def _by_options(options: Collection[str]) -> OptimizerClass | None:
     return next((row for row in TABLE if row.options.issubset(options)), None)
 
 
-# Hyperparameters that torch adds to groups of files that lack them (each class's ``__setstate__``), and state that a
-# step creates only if the file's hyperparameters ask for it.
+# Hyperparameters that torch adds to groups of files that lack them (each class's ``__setstate__``) and those that a
+# scheduler put there, which no step needs; and state that a step creates only if the file's hyperparameters ask for it.
 _FILLED_IN = frozenset(
     {
         *("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "nesterov", "centered"),
-        "decoupled_weight_decay",
+        *("decoupled_weight_decay", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"),
     }
 )
 _ON_REQUEST = frozenset({"max_exp_avg_sq", "grad_avg", "momentum_buffer"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,25 +192,32 @@ def zero(path: Path, stage: int = 1) -> Path:
 def counters_of_deepspeed(path: Path, shown: bool) -> Words:
     folder = zero(path)
     for file in [] if shown else folder.rglob("*model_states.pt"):
-        edited(file, lambda content: [content.pop(key) for key in (*COUNTERS, "epoch")])
+        edited(file, without_counters)
     return ["remap", folder, "-o", path / "whole.pt"]
 
 
-COUNTERS = ("skipped_steps", "global_steps", "global_samples")
+def without_counters(content: dict[str, Any]) -> None:
+    for name in ("skipped_steps", "global_steps", "global_samples", "epoch"):
+        del content[name]
+
+
+def scaled(content: dict[str, Any], by: int) -> None:
+    content["module"]["scale"].fill_(by)
 
 
 @says("scale differs between the ranks: rank 0's is used")
 def ranks_of_deepspeed(path: Path, shown: bool) -> Words:
     folder = zero(path, 3)
     for rank, file in enumerate(sorted(folder.rglob("*model_states.pt"))):
-        edited(file, lambda content, rank=rank: content["module"]["scale"].fill_(rank if shown else 1))
+        edited(file, partial(scaled, by=rank if shown else 1))
     return ["inspect", folder]
 
 
 @says("not compared (not steps): best.pt")
 def files_next_to_steps(path: Path, shown: bool) -> Words:
     for step in (1, 2):
-        save_file(dict(state()), (path / f"step-{step}").mkdir() or path / f"step-{step}/model.safetensors")
+        (path / f"step-{step}").mkdir()
+        save_file(dict(state()), path / f"step-{step}/model.safetensors")
     save(path / ("best.pt" if shown else "best.txt"))
     return ["history", path]
 

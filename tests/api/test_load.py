@@ -1,0 +1,329 @@
+"""`load`: the oracle is a run of torch that was never interrupted."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ckpttool
+from ckpttool.live import load as live_load
+from places import SUPPORT
+
+
+class Net(nn.Module):
+    """A tied weight, a buffer, a hook that renames keys, and extra state."""
+
+    def __init__(self, seed: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.emb, self.norm, self.body = nn.Linear(4, 3, bias=False), nn.BatchNorm1d(4), nn.Linear(3, 4)
+        self.head = nn.Linear(4, 3, bias=False)
+        self.head.weight = self.emb.weight
+        self.steps = 0
+        self.register_state_dict_post_hook(_renames)
+        self.register_load_state_dict_pre_hook(_renames_back)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.norm(self.body(self.emb(x))))
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+def _renames(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    for key in [key for key in state if key.startswith(f"{prefix}body.")]:
+        state[key.replace("body.", "trunk.")] = state.pop(key)
+
+
+def _renames_back(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    for key in [key for key in state if key.startswith(f"{prefix}trunk.")]:
+        state[key.replace("trunk.", "body.")] = state.pop(key)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
+    for number in range(first, first + count):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(number)
+        model(torch.randn(5, 4, generator=generator)).square().sum().backward()
+        optimizer.step()
+
+
+def grouped(model: nn.Module, order: Callable[[list[Any]], list[Any]] = list, groups: int = 1) -> torch.optim.AdamW:
+    parameters = order(list(model.parameters()))
+    return torch.optim.AdamW([{"params": parameters[at::groups], "lr": 0.1 / (at + 1)} for at in range(groups)])
+
+
+def prefixed(state: dict[str, Any], prefix: str) -> dict[str, Any]:
+    return OrderedDict((f"{prefix}{key}", value) for key, value in state.items())
+
+
+def as_file(layout: str, model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> str:
+    weights, state = model.state_dict(), optimizer.state_dict()
+    if layout == "plain":
+        torch.save({"model": weights, "optimizer": state, "epoch": 3}, path / "run.pt")
+    elif layout == "wrapped":
+        torch.save({"model": prefixed(weights, "module._orig_mod."), "optimizer": state}, path / "run.pt")
+    elif layout == "lightning":
+        state = {"state_dict": prefixed(weights, "net."), "optimizer_states": [state], "lr_schedulers": []}
+        torch.save({**state, "pytorch-lightning_version": "2.5.0", "loops": {}}, path / "run.pt")
+    elif layout == "named":
+        state = get_optimizer_state_dict(model, optimizer)
+        torch.save({"model": weights, "optimizer": state}, path / "run.pt")
+    else:
+        state = {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=path / "run.pt")
+    return str(path / "run.pt")
+
+
+WRAPPED: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda model: model,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "parallel": nn.DataParallel,
+    "both": lambda model: nn.DataParallel(torch.compile(model, backend="eager")),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrapped", WRAPPED)
+@pytest.mark.parametrize("layout", ["plain", "wrapped", "lightning", "named", "dcp"])
+def test_a_run_goes_on_as_if_nothing_had_happened(layout: str, wrapped: str, tmp_path: Path) -> None:
+    old = Net(0)
+    optimizer = grouped(old, groups=2)
+    steps(old, optimizer, 0, 3)
+    old.steps = 3
+    path = as_file(layout, old, optimizer, tmp_path)
+    steps(old, optimizer, 3, 2)
+
+    new = Net()
+    live, resumed = WRAPPED[wrapped](new), grouped(new, groups=2)
+    loaded = ckpttool.load(path, live, resumed)
+    assert loaded.optimizer is not None
+    assert loaded.tensors == 9
+    assert (loaded.fix is None) == (layout in ("plain", "named", "dcp"))
+    assert new.steps == 3
+    assert new.head.weight is new.emb.weight
+    steps(new, resumed, 3, 2)
+    for name, value in old.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, new.state_dict()[name]), name
+
+
+def test_an_optimizer_with_names_may_have_another_order(tmp_path: Path) -> None:
+    old = Net(0)
+    optimizer = grouped(old)
+    steps(old, optimizer, 0, 2)
+    path = as_file("named", old, optimizer, tmp_path)
+    new = Net()
+    resumed = grouped(new, order=lambda own: own[::-1])
+    ckpttool.load(path, new, resumed)
+    for before, after in zip(old.parameters(), new.parameters()):
+        for key, value in optimizer.state[before].items():
+            assert torch.equal(value, resumed.state[after][key])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_formats_with_weights_alone(tmp_path: Path) -> None:
+    old = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    save_file(prefixed(old.state_dict(), "module."), tmp_path / "one.safetensors")
+    ckpttool.remap(dict(old.state_dict()), f"{tmp_path}/shards/", rule="{x*} => _orig_mod.{x*}")
+    torch.jit.script(old).save(tmp_path / "script.pt")
+    program = torch.export.export(old.eval(), (torch.ones(2, 3),))
+    torch.export.save(program, tmp_path / "program.pt2")
+    for name in ("one.safetensors", "shards", "script.pt", "program.pt2"):
+        new = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        ckpttool.load(tmp_path / name, new)
+        assert all(torch.equal(new.state_dict()[key], value) for key, value in old.state_dict().items()), name
+
+
+def test_an_average_is_a_model_with_a_counter(tmp_path: Path) -> None:
+    old: Any = AveragedModel(nn.Linear(2, 2))
+    new: Any = AveragedModel(nn.Linear(2, 2))
+    old.update_parameters(nn.Linear(2, 2))
+    ckpttool.load({"module." + key: value for key, value in old.state_dict().items()}, new)
+    assert new.n_averaged == 1
+    assert torch.equal(new.module.weight, old.module.weight)
+    with pytest.raises(ckpttool.Refused) as refused:
+        ckpttool.load(nn.Linear(2, 2).state_dict(), new)
+    assert [problem.key for problem in refused.value.problems] == ["n_averaged"]
+
+
+def test_segments_of_checkpointing_inside_of_the_model(tmp_path: Path) -> None:
+    old = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    torch.save(old.state_dict(), tmp_path / "plain.pt")
+    new = nn.Sequential(checkpoint_wrapper(nn.Linear(3, 3)), nn.Linear(3, 3))
+    ckpttool.load(tmp_path / "plain.pt", new)
+    assert all(map(torch.equal, new.parameters(), old.parameters()))
+
+
+def wrong(name: str) -> tuple[dict[str, Any], str]:
+    """A file that does not fit, and the key with the problem."""
+    model = Net(0)
+    optimizer = grouped(model)
+    steps(model, optimizer, 0, 1)
+    file = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    weights, state = file["model"], file["optimizer"]
+    if name == "shape":
+        weights["trunk.weight"] = torch.ones(4, 4)
+        return file, "trunk.weight"
+    if name == "missing":
+        del weights["norm.bias"]
+        return file, "norm.bias"
+    if name == "unexpected":
+        weights["more"] = torch.ones(1)
+        return file, "more"
+    if name == "dtype":
+        weights["trunk.bias"] = weights["trunk.bias"].double()
+        return file, "trunk.bias"
+    if name == "tied":
+        weights["head.weight"] = torch.ones(3, 4)
+        return file, "emb.weight"
+    if name == "groups":
+        state["param_groups"].append({**state["param_groups"][0], "params": [9]})
+    elif name == "moments":
+        state["state"][0]["exp_avg"] = torch.ones(7)
+    elif name == "object":
+        weights["_extra_state"] = Path("a pickled object")
+    elif name == "disk":
+        weights["_extra_state"] = {"steps": 7}
+    return file, ""
+
+
+@pytest.mark.parametrize(
+    "name", ["shape", "missing", "unexpected", "dtype", "tied", "groups", "moments", "object", "disk"]
+)
+def test_an_error_leaves_model_and_optimizer_as_they_were(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, key = wrong(name)
+    torch.save(file, tmp_path / "run.pt")
+    new = Net()
+    optimizer = grouped(new)
+    steps(new, optimizer, 0, 1)
+    if name == "disk":
+
+        def fail(*_: object, **__: object) -> None:
+            raise RuntimeError("the disk is gone")
+
+        monkeypatch.setattr("ckpttool.live.load.swap_weights", fail)
+    before = copy.deepcopy((new.state_dict(), optimizer.state_dict()))
+    with pytest.raises((ckpttool.CkptError, RuntimeError)) as error:
+        ckpttool.load(tmp_path / "run.pt", new, optimizer)
+    if key:
+        assert isinstance(error.value, ckpttool.Refused)
+        assert key in [problem.key for problem in error.value.problems]
+    assert repr(before) == repr((new.state_dict(), optimizer.state_dict()))
+
+
+def test_other_dtypes_are_loaded_only_if_asked(tmp_path: Path) -> None:
+    old, new = nn.Linear(3, 2).to(torch.bfloat16), nn.Linear(3, 2)
+    torch.save(old.state_dict(), tmp_path / "half.pt")
+    with pytest.raises(ckpttool.Refused):
+        ckpttool.load(tmp_path / "half.pt", new)
+    ckpttool.load(tmp_path / "half.pt", new, cast=True)
+    assert torch.equal(new.weight, old.weight.float())
+
+
+def test_what_fits_only_by_a_guess_is_refused_with_the_command(tmp_path: Path) -> None:
+    torch.save({"a.weight": torch.ones(3, 2), "a.bias": torch.ones(3)}, tmp_path / "other.pt")
+    with pytest.raises(ckpttool.Refused) as refused:
+        ckpttool.load(tmp_path / "other.pt", nn.Sequential(OrderedDict(b=nn.Linear(2, 3))))
+    assert "guess" in refused.value.message
+    assert "ckpttool remap" in refused.value.hint
+
+
+def test_an_optimizer_alone(tmp_path: Path) -> None:
+    """As the Trainer and accelerate save it: optimizer.pt next to the weights."""
+    old, new = nn.Linear(4, 3), nn.Linear(4, 3)
+    first, second = torch.optim.AdamW(old.parameters(), lr=0.3), torch.optim.AdamW(new.parameters())
+    steps(old, first, 0, 2)
+    torch.save(first.state_dict(), tmp_path / "optimizer.pt")
+    loaded = ckpttool.load(tmp_path / "optimizer.pt", new, second)
+    assert (loaded.section, loaded.tensors) == (None, 0)
+    assert second.param_groups[0]["lr"] == 0.3
+    assert torch.equal(second.state[new.weight]["exp_avg"], first.state[old.weight]["exp_avg"])
+
+
+def test_a_schedule_and_hooks_of_the_real_optimizer_are_not_run(tmp_path: Path) -> None:
+    old, new = nn.Linear(4, 3), nn.Linear(4, 3)
+    first, second = torch.optim.SGD(old.parameters(), lr=0.3, momentum=0.9), torch.optim.SGD(new.parameters(), lr=0.1)
+    steps(old, first, 0, 2)
+    torch.save({"model": old.state_dict(), "optimizer": first.state_dict()}, tmp_path / "run.pt")
+    called: list[int] = []
+    second.register_step_post_hook(lambda *_: called.append(1))
+    schedule = torch.optim.lr_scheduler.StepLR(second, 1)
+    ckpttool.load(tmp_path / "run.pt", new, second)
+    assert not called
+    assert schedule.last_epoch == 0
+    assert second.param_groups[0]["momentum"] == 0.9
+
+
+class Allocated(TorchDispatchMode):
+    """The bytes of dense tensors that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.device.type == "cpu" and not func.is_view:
+            self.nbytes += made.numel() * made.element_size()
+        return made
+
+
+def test_weights_of_a_local_file_are_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = nn.Linear(1000, 1000), nn.Linear(1000, 1000)
+    save_file(old.state_dict(), tmp_path / "big.safetensors")
+    allocated, put = Allocated(), live_load.put
+
+    def counted(*args: Any) -> int:
+        with allocated:
+            return put(*args)
+
+    monkeypatch.setattr(live_load, "put", counted)
+    ckpttool.load(tmp_path / "big.safetensors", new)
+    assert torch.equal(new.weight, old.weight)
+    assert allocated.nbytes < 1_000_000  # the weight has 4,000,000
+
+
+def test_names_in_a_unit_test(tmp_path: Path) -> None:
+    path = str(tmp_path / "names.json")
+    with pytest.raises(ckpttool.CkptError, match="does not exist") as missing:
+        ckpttool.check_names(Net(), path)
+    exec(missing.value.hint.partition(" writes it")[0], {"ckpttool": ckpttool, "model": Net()})
+    ckpttool.check_names(Net(), path)
+    changed = Net()
+    changed.extra = nn.Linear(2, 2)
+    with pytest.raises(ckpttool.Refused) as refused:
+        ckpttool.check_names(changed, path)
+    assert sorted(problem.key for problem in refused.value.problems) == ["extra.bias", "extra.weight"]
+    ckpttool.save_names(changed, path)
+    ckpttool.check_names(changed, path)
+
+
+def test_sharded_models_on_two_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", str(SUPPORT / "load_ranks.py"), str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(path.name for path in tmp_path.glob("same-*")) == ["same-0", "same-1"]

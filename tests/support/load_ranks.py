@@ -1,0 +1,79 @@
+"""Two gloo ranks that load a checkpoint of one process into sharded models: `python load_ranks.py FOLDER`.
+
+FOLDER gets ``same-RANK`` if weights and moments are those of the file, bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+
+def build() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 7), nn.ReLU(), nn.Linear(7, 3))
+
+
+def trained() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def main(rank: int, folder: str) -> None:
+    import ckpttool
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    path, want = f"{folder}/run.pt", trained()
+    torch.manual_seed(rank + 1)
+    model = build()
+    mesh = init_device_mesh("cpu", (2,))
+    for part in (model[0], model):
+        fully_shard(part, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with pytest.raises(ckpttool.CkptError, match="a sharded module cannot be copied"):
+        ckpttool.load(path, model, optimizer)
+    ckpttool.load(path, model, optimizer, definition=build)
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        whole: Any = parameter
+        assert torch.equal(whole.full_tensor(), want["model"][name]), name
+        moments = optimizer.state[parameter]
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(moments[key].full_tensor(), want["optimizer"]["state"][index][key]), (name, key)
+    assert optimizer.param_groups[0]["lr"] == 0.3
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()  # the shards of the moments fit the shards of the parameters
+
+    flat = FullyShardedDataParallel(build(), device_id=torch.device("cpu"), use_orig_params=True)
+    ckpttool.load(path, flat, definition=build)
+    with FullyShardedDataParallel.summon_full_params(flat):
+        assert all(torch.equal(value, want["model"][name]) for name, value in flat.module.state_dict().items())
+    own = torch.optim.AdamW(flat.parameters())
+    with pytest.raises(ckpttool.CkptError, match="under FSDP1"):
+        ckpttool.load(path, flat, own, definition=build)
+    averaged = nn.parallel.DistributedDataParallel(build())
+    ckpttool.load(path, averaged, torch.optim.AdamW(averaged.parameters()))
+    assert all(torch.equal(value, want["model"][name]) for name, value in averaged.module.state_dict().items())
+    Path(folder, f"same-{rank}").touch()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.save(trained(), f"{sys.argv[1]}/run.pt")
+    mp.start_processes(main, (sys.argv[1],), nprocs=2, start_method="fork")
