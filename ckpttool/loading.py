@@ -106,11 +106,11 @@ def _fitting_model(source: Checkpoint, model: ModelOperand, cast: bool) -> tuple
     if fix is None or not fix.after.identical:
         raise _refused(source, fix.after if fix else diff, suggest.answered(question, diff))
     if fix.infers:
-        hint = f"if they are right, run this and load the output: {fix.fix.command}"
+        hint = f"if they are right, run this and load the output: {fix.fix}"
         raise Refused(f"{source.source} fits only by renames that are guesses", hint=hint)
     assert isinstance(fix.options, RemapOptions)
     done = plan_remap(source, fix.options, None if fix.options.model is None else model, None)
-    return model_section(done.result), fix.fix.command
+    return model_section(done.result), str(fix.fix)
 
 
 def _refused(source: Checkpoint, diff: Diff, answer: Diff) -> Refused:
@@ -136,7 +136,7 @@ def _fitting_state(source: Checkpoint, model: ModelOperand) -> tuple[str, Mappin
         fix = None if suggest.has_placeholder(remap) else try_remap(question, remap, word)
         if fix is None or fix.after.remedy is not None:
             answer = suggest.answered(question, diff)
-            hint = "; ".join((*(one.command for one in answer.fix), *answer.notes[-2:])) or "start the optimizer from scratch"
+            hint = "; ".join((*answer.fix, *answer.notes[-2:])) or "start the optimizer from scratch"
             raise Refused(f"the optimizer state of {source.source} does not fit this optimizer", hint=hint)
         remap = replace(remap, optimizer_keys=ID)
     done = plan_remap(source, remap, model, None)
