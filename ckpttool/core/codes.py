@@ -397,6 +397,12 @@ _ROWS = {
             "the suggested rules are inferred",
             "Check the values: names and shapes do not show whether they fit.",
         ),
+        (
+            "incomplete-rules",
+            "the suggested rules leave some keys, dtypes or values as they are",
+            "the suggested rules do not write 2 keys",
+            "Add rules for these keys, or take them from another checkpoint.",
+        ),
         ("drops-names", "--drop leaves out second names only", "--drop leaves out second names only", _NOTHING),
         ("program-names", "the program gets all of its weights, and keeps its names", "the program keeps", _NOTHING),
         ("not-read", "values without a counterpart were not compared", "were not compared", "Diff the output."),

@@ -11,7 +11,7 @@ from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import is_opaque, refs
 from ckpttool.core.names import ON_PLACE, SERIALIZED, Names, OptimizerParam
 from ckpttool.core.optimizer_state import FLAT, FQN, GROUPS, ID, PARAMS, STATE, OptimizerState, Param, numbered
-from ckpttool.core.text import Note, code_of, plural, shell, some
+from ckpttool.core.text import Info, Note, code_of, plural, shell, some
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.checkpoints import adapter_notes
@@ -341,7 +341,7 @@ def compare_with_optimizer(
         own, fresh = own_names(state, saved.models), target.fresh_optimizer
         entries = group_entries(state, numbered(fresh)) if own is None else group_entries(own.state, fresh)
         if own is not None:
-            notes.append(Note(f"left: its parameters are named by {own.evidence}", "optimizer-names"))
+            notes.append(Info(f"left: its parameters are named by {own.evidence}", "optimizer-names"))
         return _with_old_model(OptimizerFit(tuple(entries), tuple(notes), False), state, target, saved)
     mine = known.state
     if state.form == FLAT and _has_same_parameters(mine, target):
@@ -386,7 +386,7 @@ def compare_with_optimizer(
             )
             notes.append(Note(text, "optimizer-order"))
         elif known.evidence not in ("param_names", "names"):
-            notes.append(Note(known.rests_on("left"), "optimizer-names"))
+            notes.append(Info(known.rests_on("left"), "optimizer-names"))
         return OptimizerFit(tuple(entries), tuple(notes), True)
     is_foreign = bool(needs) or (failed and not differing and state.form == ID)
     remedy = Remedy("drop_state") if is_foreign else _remedy(known, mine, target, notes)

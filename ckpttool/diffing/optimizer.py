@@ -295,7 +295,7 @@ def _side(saved: SavedOptimizer, names: Names | None, side: str, notes: list[str
             notes.append(refusal(error))
         return _Side(state, state, None)
     if param_map.assumed:
-        notes.append(Note(param_map.rests_on(side), "optimizer-names"))
+        notes.append(Info(param_map.rests_on(side), "optimizer-names"))
     return _Side(param_map.state, state, param_map)
 
 

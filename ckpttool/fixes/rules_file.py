@@ -254,15 +254,17 @@ class Suggested:
             return None
         undone = []
         if self._leaves_dtypes_or_values(orders):
-            undone.append(Note("the suggested rules do not change dtypes and values, and some differ", "partial-fix"))
+            undone.append(
+                Note("the suggested rules do not change dtypes and values, and some differ", "incomplete-rules")
+            )
         if suggestion.remaining:
             count = plural(len(suggestion.remaining), "key")
             text = f"the suggested rules do not write {count} of the right: {some(suggestion.remaining)}"
-            undone.append(Note(text, "partial-fix"))
+            undone.append(Note(text, "incomplete-rules"))
         if suggestion.left_over:
             count = plural(len(suggestion.left_over), "key")
             text = f"the suggested rules do not change {count} of the left: {some(suggestion.left_over)}"
-            undone.append(Note(text, "partial-fix"))
+            undone.append(Note(text, "incomplete-rules"))
         few = _few(suggestion)
         commands: tuple[str, ...] = ()
         if "pt2" not in (self._left.format, self._right.format):

@@ -12,6 +12,7 @@ from ckpttool.core.text import number
 from ckpttool.core.values import dataclass
 
 _INDEX = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})(?![^.])")  # as ModuleList and Sequential number their children
+_MOST_STEPS = 6  # indices at equal distances that are all listed
 _MOST_VARYING = 6  # indices in one key; models have up to three, hostile files would make the search slow and deep
 
 L = TypeVar("L", bound=Hashable)
@@ -62,6 +63,24 @@ def first_pattern(keys: Iterable[str], all: bool = False) -> str:
     return groups[0].pattern + (f" (+{number(more)} more)" if more else "")
 
 
+def paired(pairs: Iterable[tuple[tuple[str, ...], tuple[str, ...], L]]) -> list[tuple[str, str, int, L]]:
+    """Collapse keys of two sides that belong together: the patterns of both, how many pairs, and their likeness."""
+    rows: list[tuple[str, str, int, L]] = []
+    singles: dict[tuple[str, L], tuple[tuple[str, ...], tuple[str, ...]]] = {}
+    items = []
+    for left, right, likeness in pairs:
+        first = (left or right)[0]
+        form = tuple(tuple(_INDEX.split(key)[::2]) for side in (left, right) for key in side)
+        items.append((first, (len(left), form, likeness)))
+        singles[first, likeness] = left, right
+    for group in collapse(items):
+        likeness = group.likeness[2]
+        own = [singles[key, likeness] for key in group.keys]
+        left, right = (" + ".join(first_pattern(keys) for keys in zip(*(one[side] for one in own))) for side in (0, 1))
+        rows.append((left, right, len(own), likeness))
+    return rows
+
+
 def _exact(template: Template, likeness: L, rows: Sequence[Row]) -> list[Group[L]]:
     """Return one group if the indices are a full grid; else one for each value of the first index that varies."""
     columns = [list(dict.fromkeys(column)) for column in zip(*(indices for indices, _ in rows))]
@@ -79,10 +98,10 @@ def _exact(template: Template, likeness: L, rows: Sequence[Row]) -> list[Group[L
 
 
 def _ranges(indices: Sequence[int]) -> str:
-    """Return ``0-3,8,10-11`` for sorted indices without repeats; steps of one length are ``0-28/4``."""
+    """Return ``0-3,8,10-11`` for sorted indices without repeats; many steps of one length are ``0,4,8,...,28``."""
     step = indices[1] - indices[0]
-    if len(indices) > 2 and step > 1 and all(b - a == step for a, b in pairwise(indices)):
-        return f"{indices[0]}-{indices[-1]}/{step}"
+    if len(indices) > _MOST_STEPS and step > 1 and all(b - a == step for a, b in pairwise(indices)):
+        return f"{','.join(map(str, indices[:3]))},...,{indices[-1]}"
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][-1] + 1:

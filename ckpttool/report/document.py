@@ -32,9 +32,10 @@ Row = tuple[Inline, ...]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Label and value pairs, one line each."""
+    """Label and value pairs, one line each; not aligned if it `is_short`."""
 
     pairs: tuple[tuple[str, Inline], ...]
+    is_short: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +87,33 @@ class Commands:
 
     title: str
     commands: tuple[str, ...]
+    is_short: bool = False
 
 
-Block = Union[Facts, Table, Note, Problems, Commands]
+@dataclass(frozen=True, slots=True)
+class KeyGroup:
+    """Keys that have the heading in common. A row is the key on the left, on the right, and a detail, perhaps empty.
+
+    If it `is_full`, no name is shortened.
+    """
+
+    heading: str
+    rows: tuple[tuple[str, str, str], ...]
+    footer: str = ""
+    role: Role = "plain"
+    is_full: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Groups of keys. If it `is_listed`, the document's listing has its rows too."""
+
+    title: str
+    groups: tuple[KeyGroup, ...]
+    is_listed: bool = False
+
+
+Block = Union[Facts, Table, Keys, Note, Problems, Commands]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +158,17 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A title, the answer in one line (`ok`: is it good news?), the blocks that support it, and every key."""
+    """A title, the answer in one line (`ok`: is it good news?), the blocks that support it, and every key.
+
+    The blocks of `lead` are the next lines: the reason and what to do.
+    """
 
     title: str
     verdict: str
     ok: bool
     blocks: tuple[Block, ...] = ()
     listing: Listing | None = None
+    lead: tuple[Block, ...] = ()
 
 
 def facts(*pairs: tuple[str, Inline]) -> Facts:
@@ -148,8 +177,12 @@ def facts(*pairs: tuple[str, Inline]) -> Facts:
 
 
 def filled(blocks: Iterable[Block]) -> tuple[Block, ...]:
-    """Return the blocks without empty tables."""
-    return tuple(block for block in blocks if not (isinstance(block, Table) and not block.rows))
+    """Return the blocks without empty tables and lists."""
+    return tuple(
+        block
+        for block in blocks
+        if not (isinstance(block, Table) and not block.rows) and not (isinstance(block, Keys) and not block.groups)
+    )
 
 
 def noted(notes: Iterable[str], *, quiet: bool = False) -> Iterator[Note]:

@@ -44,7 +44,7 @@ def test_an_error_is_an_annotation(run: Run, monkeypatch: pytest.MonkeyPatch, li
 def test_an_annotation_names_a_bounded_number_of_keys(run: Run) -> None:
     done = run("diff", "old.pt", "new.pt", "--values", "--format", "github")
     first = done.out.splitlines()[0]
-    assert first.startswith("::error title=diff::30 differences%0Avalue: w0%0Avalue: w1%0A")
+    assert first.startswith("::error title=diff::30 of 30 keys differ%0Avalue: w0%0Avalue: w1%0A")
     assert (first.count("%0Avalue: "), "... 20 more" in first) == (10, True)
     same = run("diff", "old.pt", "old.pt", "--values", "--format", "github")
     assert same.out.startswith("::notice title=diff::no differences; values are equal\n")
@@ -63,9 +63,9 @@ def test_the_headline_says_why_it_fails(run: Run) -> None:
     ignored = ("--ignore", "value w* # trained", "--ignore", "value other # gone")
     done = run("diff", "old.pt", "new.pt", "--values", *ignored, "--fail-on-unused")
     assert (done.status, done.out.splitlines()[1].partition(";")[0]) == (1, "1 unused ignore entry (--fail-on-unused)")
-    assert "30 differences, accepted" in done.out
+    assert "30 of 30 keys differ, accepted" in done.out
     assert run("diff", "old.pt", "new.pt", "--values", *ignored).status == 0
     done = run("diff", "old.pt", "new.pt", "--values", *ignored[2:], "--fail-on-unused")
-    assert done.out.splitlines()[1] == "30 differences"
+    assert done.out.splitlines()[1] == "30 of 30 keys differ"
     done = run("diff", "old.pt", "old.pt", *ignored, "--fail-on-unused")
     assert done.out.splitlines()[1].startswith("2 unused ignore entries (--fail-on-unused); no differences")

@@ -77,36 +77,46 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tables(text: str) -> dict[str, list[list[str]]]:
-    """Title -> rows of cells, of which the first has the column titles."""
-    blocks = [block.splitlines() for block in text.split("\n\n")]
-    return {
-        lines[0]: [re.split(r" {2,}", line.strip()) for line in lines[1:]]
-        for lines in blocks
-        if len(lines) > 1 and all(line.startswith("  ") for line in lines[1:])
-    }
+def groups(text: str) -> dict[str, list[tuple[str, int, list[str]]]]:
+    """Title -> (status, number of keys, lines) of each group of keys; the differences have no title."""
+    found: dict[str, list[tuple[str, int, list[str]]]] = {}
+    for block in text.split("\n\n")[1:]:
+        title = ""
+        for line in block.splitlines():
+            heading = re.match(r"(?:(\w+): )?([\d,]+) (?:key|pair)s?\b", line)
+            if heading:
+                found.setdefault(title, []).append((heading[1], int(heading[2].replace(",", "")), []))
+            elif line.startswith("  ") and title in found:
+                found[title][-1][2].append(line.strip())
+            else:
+                title = line
+    return found
 
 
-def keys_in(cell: str) -> int:
-    """How many keys a cell such as ``layers.{0-2}.w (+3 more)`` is for."""
-    if cell == "-":
-        return 0
-    pattern, _, more = cell.partition(" (+")
-    sizes = [sum(len(_range(part)) for part in own.split(",")) for own in re.findall(r"\{([^}]*)\}", pattern)]
-    return prod(sizes) + int(more.removesuffix(" more)") or 0)
+def keys_in(line: str) -> int:
+    """How many keys a line such as ``layers.{0-2}.w -> layers.{0-2}.v: detail`` or ``... 3 more keys`` is for."""
+    if line.startswith("... "):
+        return int(line.split()[1])
+    pattern = re.split(r" -> |: | \+ ", line)[0]
+    return prod(sum(len(_range(part)) for part in own.split(",")) for own in re.findall(r"\{([^}]*)\}", pattern))
 
 
 def _range(part: str) -> range:
-    ends, _, step = part.partition("/")
-    first, _, last = ends.partition("-")
-    return range(int(first), int(last or first) + 1, int(step or 1))
+    first, _, last = part.partition("-")
+    return range(int(first), int(last or first) + 1)
 
 
-def counts(rows: list[list[str]]) -> Counter[str]:
+def counts(rows: list[tuple[str, int, list[str]]]) -> Counter[str]:
     found: Counter[str] = Counter()
-    for status, count, *_ in rows[1:]:
-        found[status] += int(count)
+    for status, count, _ in rows:
+        found[status] += count
     return found
+
+
+def summary_of(text: str) -> Counter[str]:
+    """The line of the facts that counts the keys of each status."""
+    line = re.search(r"^keys +(.*)$", text, re.M)
+    return Counter({status: int(count) for count, status in re.findall(r"(\d+) (\w+)", line[1] if line else "")})
 
 
 PAIRS = [(left, right) for left in range(5) for right in (left, (left + 1) % 5, (left + 3) % 5)]
@@ -122,32 +132,39 @@ def test_the_numbers_add_up(run: Run, folder: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(folder)
     done, data = run("diff", *words), run("diff", *words, "--format", "json").data
     assert done.status in (0, 1), done.err
-    verdict, shown = done.out.splitlines()[1], tables(done.out)
-    told = re.match(r"(?:loads; )?(\d+)(?: harmless)? differences?\b", verdict)
-    total = int(told[1]) if told else 0
-    summary = counts(shown.get("Summary", []))
-    listed = counts(shown.get("Differences, one line for each cause (--all lists every key)", []))
-    others = counts(shown.get("Not counted as differences", []))
+    verdict, shown = done.out.splitlines()[1], groups(done.out)
+    told = re.match(r"(\d+) of (\d+) keys? differs?\b|loads; (\d+) harmless differences?", verdict)
+    total = int(told[1] or told[3]) if told else 0
+    summary = summary_of(done.out)
+    listed, others = counts(shown.get("", [])), counts(shown.get("Not counted as differences", []))
     same = Counter(same=summary["same"])
     if told or verdict.startswith("no differences"):
         assert (summary - same).total() == total
+    if told and told[2]:
+        assert int(told[2]) == summary.total()
     assert listed == summary - same
     assert summary + others == Counter(data["summary"]) == Counter(entry["status"] for entry in data["entries"])
     assert set(others) <= {*HARMLESS, "dtype"}
-    for at, side in ((-2, "left"), (-1, "right")):
-        for title, rows in shown.items():
-            if "cause" in title or "Not counted" in title:
-                status = set(counts(rows))
-                wanted = sum(len(entry[side]) for entry in data["entries"] if entry["status"] in status)
-                assert sum(keys_in(row[at]) for row in rows[1:]) == wanted, title
-    suggested = next((rows for title, rows in shown.items() if title.startswith("Likely")), [])
+    for rows in shown.values():
+        for status, count, lines in rows:
+            if status != "transformed":
+                assert sum(map(keys_in, lines)) == count, (status, lines)
+    suggested = [rows for title, rows in shown.items() if title.startswith("Likely")]
     pairs = re.search(r"\((\d+) likely renames?", verdict)
-    assert sum(int(row[0]) for row in suggested[1:]) == (int(pairs[1]) if pairs else 0)
+    assert sum(count for rows in suggested for _, count, _ in rows) == (int(pairs[1]) if pairs else 0)
     if told and done.status != 0:
         assert (int(pairs[1]) if pairs else 0) == len(data.get("suggested", ()))
-    every = tables(run("diff", *words, "--all").out)
-    assert Counter(row[0] for row in every.get("Every key", [])[1:]) == summary
-    assert Counter(row[0] for row in every.get("Not counted as differences", [])[1:]) == others
+    every = groups(run("diff", *words, "--all").out)
+    assert counts(every.get("Every key", [])) == summary
+    assert counts(every.get("Not counted as differences", [])) == others
+    assert all(len(lines) == count for rows in every.values() for _, count, lines in rows)
+    shown_keys = Counter(key for line in every_line(every) for key in re.split(r" -> |: | \+ ", line))
+    for entry in data["entries"]:
+        assert all(shown_keys[key] for key in (*entry["left"], *entry["right"])), entry
+
+
+def every_line(groups: dict[str, list[tuple[str, int, list[str]]]]) -> list[str]:
+    return [line for rows in groups.values() for _, _, lines in rows for line in lines]
 
 
 def test_a_suggested_rename_is_one_missing_and_one_unexpected_key(
@@ -157,14 +174,14 @@ def test_a_suggested_rename_is_one_missing_and_one_unexpected_key(
     for name, kind in (("a.pt", "wq"), ("b.pt", "q_proj")):
         torch.save({f"layers.{at}.{kind}.weight": torch.ones(3, 4 + at) for at in range(2)}, name)
     done = run("diff", "a.pt", "b.pt")
-    assert done.out.splitlines()[1].startswith("4 differences (2 likely renames); values not")
-    assert "layers.{0-1}.wq.weight  layers.{0-1}.q_proj.weight" in done.out
+    assert done.out.splitlines()[1].startswith("4 of 4 keys differ (2 likely renames); values not")
+    assert "layers.{0-1}.wq.weight -> layers.{0-1}.q_proj.weight" in done.out
     torch.save({"layers.0.q_proj.weight": torch.ones(3, 4), "layers.1.wq.weight": torch.ones(3, 5)}, "b.pt")
-    assert "2 differences (1 likely rename); " in run("diff", "a.pt", "b.pt").out
+    assert "2 of 3 keys differ (1 likely rename); " in run("diff", "a.pt", "b.pt").out
 
 
 def test_what_is_not_saved_is_not_in_the_summary(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    shown = tables(run("diff", "--model", "models.py:net0").out)
-    assert "not_serialized" not in counts(shown["Summary"])
-    assert "not_serialized" in counts(shown["Not counted as differences"])
+    shown = run("diff", "--model", "models.py:net0").out
+    assert "not_serialized" not in summary_of(shown)
+    assert "not_serialized" in counts(groups(shown)["Not counted as differences"])

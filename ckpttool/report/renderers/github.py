@@ -29,7 +29,9 @@ def render(document: Document) -> str:
     for level in _LEVELS:
         messages = []
         if level == ("notice" if document.ok else "error"):
-            commands = [c for block in document.blocks if isinstance(block, Commands) for c in block.commands]
+            commands = [
+                c for block in (*document.lead, *document.blocks) if isinstance(block, Commands) for c in block.commands
+            ]
             keys = _keys([finding for finding in failing if finding.place is None])
             messages.append("\n".join(map(visible, [document.verdict, *keys, *commands])))
         for block in document.blocks:

@@ -20,6 +20,8 @@ from ckpttool.report.document import (
     Document,
     Facts,
     Finding,
+    KeyGroup,
+    Keys,
     Listing,
     Named,
     Note,
@@ -49,7 +51,7 @@ def render(document: Document) -> str:
         f"<header><div><h1>{title}</h1>{verdict}</div></header>",
         "<main>",
     ]
-    for block in document.blocks:
+    for block in (*document.lead, *document.blocks):
         parts += _block(block)
     data = None if document.listing is None else _data(document.listing)
     if data is not None and data["rows"]:
@@ -62,7 +64,7 @@ def render(document: Document) -> str:
 def fragment(document: Document) -> str:
     """Return the document's blocks as HTML for a notebook: without page, script or tree."""
     parts = [f"<p><strong>{_escape(document.title)}</strong>: {_escape(document.verdict)}</p>"]
-    for block in document.blocks:
+    for block in (*document.lead, *document.blocks):
         parts += _block(block)
     return "\n".join(["<div>", *parts, "</div>"])
 
@@ -118,6 +120,10 @@ def _block(block: Block) -> list[str]:
             return [f"<h2>{_escape(block.title)}</h2>", *_table(block)]
         rows_shown = _table(shortened(block, _LISTED, "in the tree below"))
         return ["<details>", f"<summary>{_escape(block.title)}</summary>", *rows_shown, "</details>"]
+    if isinstance(block, Keys):
+        title = [f"<h2>{_escape(block.title)}</h2>"] if block.title else []
+        groups = [line for group in block.groups for line in _group(group, _LISTED if block.is_listed else None)]
+        return [*title, *groups]
     if isinstance(block, Note):
         label = "" if block.severity == "notice" else f"{_label(block.severity)} "
         return [f"<p>{label}{_escape(block.text)}</p>"]
@@ -127,6 +133,21 @@ def _block(block: Block) -> list[str]:
     label = _label(block.severity)
     items = [f"<li>{label} {_escape(p.problem)} @ {_cell('span', Cell(p.key, 'key'))}</li>" for p in block.problems]
     return ["<ul>", *items, "</ul>"]
+
+
+def _group(group: KeyGroup, most: int | None) -> list[str]:
+    """Return the keys of a group; a list is cut if its rows are in the tree too."""
+    rows = []
+    for left, right, detail in group.rows[:most]:
+        names = [_name(name) for name in dict.fromkeys((left, right)) if name]
+        rows.append(f"<li>{' &rarr; '.join(names)}{f': {_escape(detail)}' if detail else ''}</li>")
+    footer = [f"<footer>{_escape(group.footer)}</footer>"] if group.footer else []
+    return [f"<h3>{_escape(group.heading)}</h3>", '<ul class="names">', *rows, "</ul>", *footer]
+
+
+def _name(name: str) -> str:
+    """Return a name that is broken after dots only."""
+    return f'<span class="key">{_escape(name).replace(".", ".<wbr>")}</span>'
 
 
 def _label(severity: str) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ckpttool.core.text import visible
-from ckpttool.report.document import Block, Cell, Commands, Document, Facts, Note, Table, cell
+from ckpttool.report.document import Block, Cell, Commands, Document, Facts, KeyGroup, Keys, Note, Table, cell
 
 _CODE_ROLES = ("key", "dtype", "shape")  # a code span interprets nothing, not even @mentions
 _MARKS = {"ok": "**", "bad": "**", "warn": "*", "dim": "*"}
@@ -17,7 +17,7 @@ _ALERTS = {"error": "CAUTION", "warning": "WARNING"}
 def render(document: Document) -> str:
     """Return the document as Markdown, ending with a newline."""
     parts = [f"## {_escape(document.title)}", f"{'✅' if document.ok else '❌'} **{_escape(document.verdict)}**"]
-    parts += ["\n".join(_lines(block)) for block in document.blocks]
+    parts += ["\n".join(_lines(block)) for block in (*document.lead, *document.blocks)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -29,6 +29,9 @@ def _lines(block: Block) -> list[str]:
         header = [_row(_escape(column.title) for column in block.columns), _row(rules)]
         footer = ["", _escape(block.footer)] if block.footer else []
         return [f"### {_escape(block.title)}", "", *header, *(_row(map(_cell, row)) for row in block.cells), *footer]
+    if isinstance(block, Keys):
+        title = [f"### {_escape(block.title)}", ""] if block.title else []
+        return [*title, *(line for group in block.groups for line in _group(group))]
     if isinstance(block, Note):
         alert = _ALERTS.get(block.severity)
         return [f"> [!{alert}]", f"> {_escape(block.text)}"] if alert else [_escape(block.text)]
@@ -37,6 +40,15 @@ def _lines(block: Block) -> list[str]:
         fence = _fence("\n".join(commands), 3)
         return [_escape(block.title), "", f"{fence}shell", *commands, fence]
     return [f"- **{block.severity}:** {_escape(p.problem)} @ {_code_span(p.key)}" for p in block.problems]
+
+
+def _group(group: KeyGroup) -> Iterator[str]:
+    yield from (f"**{_escape(group.heading)}**", "")
+    for left, right, detail in group.rows:
+        names = f"{_code_span(left)} -> {_code_span(right)}" if left and right and left != right else ""
+        yield f"- {names or _code_span(left or right)}{': ' if detail else ''}{_escape(detail)}"
+    yield from (["", _escape(group.footer)] if group.footer else [])
+    yield ""
 
 
 def _escape(text: str) -> str:
