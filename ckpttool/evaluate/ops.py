@@ -38,13 +38,16 @@ class OnIndex(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Operator:
     """`check` says what is wrong with arguments. `most_bytes` is an upper bound for a result whose shape depends on
-    values. `moves`: each element of the result is an element of an argument, at most cast to another dtype.
+    values. `moves`: each element of the result is an element of an argument, at most cast to another dtype. `effect`
+    tells `tracing.simplify` what it can combine: ``same`` (the result is the argument), ``reshape``, ``permute``, or
+    ``undo`` (applied again it gives the argument back).
     """
 
     check: Callable[[Arguments], str | None] = lambda given: None
     most_bytes: Callable[[Arguments], int] | None = None
     moves: bool = False
     on_index: OnIndex | None = None
+    effect: str = ""
 
 
 def is_integer(value: object) -> bool:
@@ -338,18 +341,19 @@ def _rows(names: str, row: Operator = _COMPUTES, overloads: str = "default") -> 
 
 
 # Other order or shape of the same elements
-_rows(
-    "alias detach contiguous t transpose.int movedim.int movedim.intlist swapaxes view _unsafe_view view.dtype squeeze "
-    "squeeze.dim squeeze.dims unsqueeze flatten.using_ints unflatten.int flip roll",
-    _MOVES,
-)
-_rows("clone", Operator(moves=True, on_index=OnIndex(_clone, "t", "memory_format")))
+_rows("alias detach contiguous", Operator(moves=True, effect="same"))
+_rows("clone", Operator(moves=True, on_index=OnIndex(_clone, "t", "memory_format"), effect="same"))
+_rows("view unsqueeze squeeze squeeze.dim squeeze.dims flatten.using_ints", Operator(moves=True, effect="reshape"))
+_rows("reshape", Operator(moves=True, on_index=OnIndex(_reshape, "tI"), effect="reshape"))
+_rows("t transpose.int", Operator(moves=True, effect="permute"))
+_rows("permute", Operator(moves=True, on_index=OnIndex(_permute, "tI"), effect="permute"))
+_rows("numpy_T", Operator(effect="permute"))
+_rows("flip", Operator(moves=True, effect="undo"))
+_rows("movedim.int movedim.intlist swapaxes _unsafe_view view.dtype unflatten.int roll", _MOVES)
 _rows("_to_copy", Operator(moves=True, on_index=OnIndex(_to_copy, "t", "dtype")))
-_rows("permute", Operator(moves=True, on_index=OnIndex(_permute, "tI")))
-_rows("reshape", Operator(moves=True, on_index=OnIndex(_reshape, "tI")))
 _rows(
-    "copy resolve_conj resolve_neg numpy_T view_as_real view_as_complex real imag _conj conj_physical rot90 "
-    "pixel_shuffle pixel_unshuffle channel_shuffle"
+    "copy resolve_conj resolve_neg view_as_real view_as_complex real imag _conj conj_physical rot90 pixel_shuffle "
+    "pixel_unshuffle channel_shuffle"
 )
 # Fewer or more elements
 _rows("narrow", Operator(moves=True, on_index=OnIndex(_narrow, "tiii")))
@@ -382,10 +386,11 @@ _rows(
     "full zeros ones scalar_tensor eye eye.m arange arange.start arange.start_step linspace tril_indices triu_indices"
 )
 # Of one tensor, element by element
+_rows("neg bitwise_not", Operator(effect="undo"))
 _rows(
-    "abs neg sign sqrt rsqrt square reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh "
+    "abs sign sqrt rsqrt square reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh "
     "cosh tanh asinh acosh atanh sigmoid erf erfc floor ceil round round.decimals trunc frac relu silu gelu softplus "
-    "leaky_relu elu nan_to_num isnan isinf isposinf isneginf isfinite bitwise_not logical_not signbit sgn angle "
+    "leaky_relu elu nan_to_num isnan isinf isposinf isneginf isfinite logical_not signbit sgn angle "
     "positive logit erfinv"
 )
 # Of two tensors, element by element

@@ -153,13 +153,15 @@ def groups(tensors: Iterable[Outlined]) -> list[Group]:
 
 def template(key: str) -> tuple[Template, str]:
     """Return the key's segments with `NUMBER` for layer numbers, and these numbers, joined by dots."""
-    segments = key.split(".")
-    numbers = [segment for segment in segments if segment.isdecimal()]
     if NUMBER in key:
-        segments = [f"\\{one}" if one.lstrip("\\") == NUMBER else one for one in segments]
-    if not numbers:
-        return tuple(segments), ""
-    return tuple([NUMBER if one.isdecimal() else one for one in segments]), ".".join(numbers)
+        key = ".".join(f"\\{one}" if one.lstrip("\\") == NUMBER else one for one in key.split("."))
+    texts = NUMBER_SEGMENT.split(key)
+    return _segments(NUMBER.join(texts[::2])), ".".join(texts[1::2])
+
+
+@lru_cache(maxsize=1 << 16)  # most keys have the segments of another
+def _segments(text: str) -> Template:
+    return tuple(text.split("."))
 
 
 def shown(path: Template) -> str:

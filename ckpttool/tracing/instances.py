@@ -7,7 +7,7 @@ import copy
 import inspect
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union
 
 import torch
@@ -25,6 +25,7 @@ from ckpttool.tracing.memory import Token, inside, token
 
 T = TypeVar("T")
 _CHEAP = 64 << 20  # bytes
+MOST_TRIED = 256  # tensors that are changed one by one, to see what each of them changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +294,24 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.is_quantized:
         return torch.equal(one, other)
     return same_bits(one, other)
+
+
+def feeders(
+    inputs: Sequence[str],
+    outputs: Iterable[str],
+    before: Mapping[str, Any],
+    run: Callable[[str], Mapping[str, Any]],
+) -> dict[str, list[str]]:
+    """Return for each of `outputs` the inputs that change it if changed alone (`run`); all if there are very many."""
+    if len(inputs) > MOST_TRIED:
+        return {name: [*inputs] for name in outputs}
+    found: dict[str, list[str]] = {name: [] for name in outputs}
+    for one in inputs if found else ():
+        after = run(one)
+        for name, feeding in found.items():
+            if name not in after or not same(before[name], after[name]):
+                feeding.append(one)
+    return found
 
 
 def copied_state(state: Mapping[str, object]) -> OrderedDict[str, Any]:

@@ -31,6 +31,7 @@ from ckpttool.tracing.instances import (
     copied_state,
     dtype_name,
     failure_of_loading,
+    feeders,
     filled,
     is_cheap,
     listed,
@@ -50,7 +51,6 @@ _TORCH_SAYS = "Error(s) in loading state_dict for"
 _MISSING, _UNEXPECTED = "Missing key(s) in state_dict: ", "Unexpected key(s) in state_dict: "
 _UNWRITTEN = Op("unwritten")  # the value of a runtime tensor before loading
 _INTEGERS = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)} | {torch.bool}
-_MOST_TRIED = 256  # keys that are changed one by one, to see which of them feed a tensor
 _MOST_VERSIONS = 8
 
 
@@ -285,20 +285,16 @@ def _after_loading(model: LoadedModel, state: Mapping[str, Any]) -> dict[str, to
 def _feeders(
     model: LoadedModel, state: Mapping[str, Any], other: Mapping[str, Any], varying: Iterable[str]
 ) -> dict[str, list[str]]:
-    """Return for each of the `varying` tensors the keys that change it if changed alone; all if there are very many."""
-    feeders: dict[str, list[str]] = {fqn: [] for fqn in varying}
+    """Return for each of the `varying` tensors the keys that change it if changed alone; all if trying costs much."""
     keys = [key for key, value in state.items() if isinstance(value, torch.Tensor)]
-    if not feeders:
-        return {}
-    if len(keys) > _MOST_TRIED or not is_cheap(model):
-        return dict.fromkeys(feeders, keys)
+    if not is_cheap(model):
+        return dict.fromkeys(varying, keys)
     before = _after_loading(model, state)
-    for key in (key for key in keys if key in other):
-        after = _after_loading(model, copied_state({**state, key: other[key]}))
-        for fqn, found in feeders.items():
-            if fqn not in after or not same(before[fqn], after[fqn]):
-                found.append(key)
-    return feeders
+
+    def loaded_with(key: str) -> Mapping[str, torch.Tensor]:
+        return _after_loading(model, {**state, key: other[key]}) if key in other else before
+
+    return feeders(keys, varying, before, loaded_with)
 
 
 # Whether the versions matter

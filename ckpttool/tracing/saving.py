@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,17 +22,17 @@ from ckpttool.tracing.instances import (
     CodeFailed,
     code_failed,
     dtype_name,
+    feeders,
     fill,
     filled,
     listed,
     runtime_tensors,
+    same,
     shape_of,
     tensors_in,
 )
 from ckpttool.tracing.memory import Token, opaque
 from ckpttool.tracing.recorder import NeedsValues, Recorder, recording
-
-_MOST_TRIED = 256  # runtime tensors that are changed one by one, to see which of them feed a key
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,16 @@ def save(model: LoadedModel, real: bool) -> Saved:
                 # The expression holds for these values only.
                 source = opaque(s.source, second.source, *_read_by(s.hook, reads))
                 serialized[index] = s = replace(s, source=source)
-            if is_opaque(s.source) and is_constant(s.source) and _differs(saved.state, other.state, s.key):
-                unexplained.add(s.key)
+            if is_opaque(s.source) and is_constant(s.source):
+                value = other.state.get(s.key)
+                if not isinstance(value, torch.Tensor) or not same(saved.state[s.key], value):
+                    unexplained.add(s.key)
+    feeding = _feeders(model, saved, unexplained)
     for index, s in enumerate(serialized):
         if not proven and isinstance(s.source, Op) and _read_by(s.hook, reads):
             serialized[index] = s = replace(s, source=opaque(s.source, *_read_by(s.hook, reads)))
-        if s.key in unexplained:
-            serialized[index] = replace(s, source=opaque(*map(Ref, _feeders(model, saved, s.key))))
+        if s.key in feeding:
+            serialized[index] = replace(s, source=opaque(*map(Ref, feeding[s.key])))
     varying = tuple(key for key in seen if key not in always)
     return replace(saved, serialized=tuple(serialized), varying=varying, further=tuple(further.values()))
 
@@ -113,28 +116,18 @@ def _read_by(hook: Hook | None, reads: tuple[tuple[Hook | None, tuple[str, ...]]
     return [Ref(name) for reader, names in reads if reader == hook for name in names]
 
 
-def _differs(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
-    """Return whether the tensor of `one` is different in `other`, or missing."""
-    a, b = one[key], other.get(key)
-    return not (isinstance(b, torch.Tensor) and a.shape == b.shape and torch.equal(a, b))
+def _feeders(model: LoadedModel, saved: Saved, keys: Collection[str]) -> dict[str, list[str]]:
+    """Return for each of the keys the tensors that change it when they alone are changed."""
 
-
-def _feeders(model: LoadedModel, saved: Saved, key: str) -> list[str]:
-    """Return the tensors that change the key when they alone are changed; if there are very many, all of them."""
-    names = [r.fqn for r in saved.runtime if r.alias_of is None]
-    if len(names) > _MOST_TRIED:
-        return names
-    feeders = []
-    for name in names:
+    def state_with(name: str) -> Mapping[str, Any]:
         instance = model.build(True)
         fill(instance, FILLINGS[0], only=[name])
         try:
-            state = save_once(instance, True).state
+            return save_once(instance, True).state
         except CodeFailed:
-            state = {}
-        if _differs(saved.state, state, key):
-            feeders.append(name)
-    return feeders
+            return {}
+
+    return feeders([r.fqn for r in saved.runtime if r.alias_of is None], keys, saved.state, state_with)
 
 
 def save_once(instance: nn.Module, real: bool) -> Saved:

@@ -11,21 +11,13 @@ import torch
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import Argument, Expression, Op, Ref, Special
+from ckpttool.evaluate.ops import OPS
 from ckpttool.evaluate.torch_eval import evaluate
 
 Shape = tuple[int, ...]
-_CAT, _SLICE, _PERMUTE, _RESHAPE = (
-    "aten.cat.default",
-    "aten.slice.Tensor",
-    "aten.permute.default",
-    "aten.reshape.default",
-)
+_CAT, _SLICE = "aten.cat.default", "aten.slice.Tensor"
+_PERMUTE, _RESHAPE = "aten.permute.default", "aten.reshape.default"
 _COPY = "aten._to_copy.default"
-_PERMUTES = frozenset({"aten.t.default", "aten.transpose.int", _PERMUTE, "aten.numpy_T.default"})
-_RESHAPES = frozenset({_RESHAPE, "aten.view.default", "aten.unsqueeze.default", "aten.squeeze.default",
-                       "aten.squeeze.dim", "aten.squeeze.dims", "aten.flatten.using_ints"})  # fmt: skip
-_ITSELF = frozenset({"aten.clone.default", "aten.contiguous.default", "aten.detach.default", "aten.alias.default"})
-_SELF_INVERSE = frozenset({"aten.neg.default", "aten.flip.default", "aten.bitwise_not.default"})
 # Each dtype with others that hold all of its values: a cast there and back changes nothing.
 _LOSSLESS: Mapping[str, tuple[str, ...]] = {
     "float16": ("float32", "float64"), "bfloat16": ("float32", "float64"), "float32": ("float64",),
@@ -71,14 +63,14 @@ class Simplifier:
         return tuple(self.meta(node).shape)
 
     def _apply(self, node: Op) -> Argument:
-        source = node.args[0]
-        if node.op in _ITSELF or (node.op == "aten.expand.default" and self.shape(node) == self.shape(source)):
+        source, effect = node.args[0], OPS[node.op].effect
+        if effect == "same" or (node.op == "aten.expand.default" and self.shape(node) == self.shape(source)):
             return source
-        if node.op in _PERMUTES:
+        if effect == "permute":
             return self._permute(source, self._order(node))
-        if node.op in _RESHAPES:
+        if effect == "reshape":
             return self._reshape(source, self.shape(node))
-        if node.op in _SELF_INVERSE and isinstance(source, Op):
+        if effect == "undo" and isinstance(source, Op):
             return source.args[0] if (source.op, source.args[1:]) == (node.op, node.args[1:]) else node
         if node.op == "getitem":
             return self._getitem(node)

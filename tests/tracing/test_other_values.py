@@ -217,7 +217,7 @@ def test_feeders_of_values_computed_outside_torch(most: int, monkeypatch: pytest
                 raise ValueError("another limit alone")
             state[prefix + "bytes"] = torch.tensor(list(a))
 
-    monkeypatch.setattr("ckpttool.tracing.saving._MOST_TRIED", most)
+    monkeypatch.setattr("ckpttool.tracing.instances.MOST_TRIED", most)
     found = {key.key: key.source for key in trace(of_object(Hashed, materialize=True)).serialized}
     assert is_opaque(found["bytes"])
     assert set(refs(found["bytes"])) == ({"a", "limit"} if most else {"a", "b", "limit"})
