@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ckpttool.diffing.result import Diff
     from ckpttool.diffing.three_way import Diff3, diff3
     from ckpttool.fixes.diff import diff
+    from ckpttool.fixes.fix import fix
     from ckpttool.inspection.explain import Explanation, explain
     from ckpttool.inspection.inspect import Inspection, inspect, manifest
     from ckpttool.live.swap import Swapped
@@ -56,6 +57,7 @@ __all__ = [
     "diff",
     "diff3",
     "explain",
+    "fix",
     "history",
     "inspect",
     "load",
@@ -81,6 +83,7 @@ _MODULES = {
     "Diff": "diffing.result",
     **dict.fromkeys(("Diff3", "diff3"), "diffing.three_way"),
     "diff": "fixes.diff",
+    "fix": "fixes.fix",
     **dict.fromkeys(("Explanation", "explain"), "inspection.explain"),
     **dict.fromkeys(("Inspection", "inspect", "manifest"), "inspection.inspect"),
     "Swapped": "live.swap",

@@ -62,6 +62,19 @@ class DiffKeywords(OptimizerKeywords, total=False):
     fail_on_unused: bool
 
 
+class FixKeywords(OptimizerKeywords, total=False):
+    """Options of `fix`."""
+
+    model: Any
+    in_place: bool
+    no_undo: bool
+    force: bool
+    dry_run: bool
+    verify: bool
+    keep_pickled_code: bool
+    no_fsync: bool
+
+
 class RemapKeywords(OptimizerKeywords, total=False):
     """Options of `remap`."""
 

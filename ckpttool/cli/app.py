@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "trace": ("ckpttool.cli.commands.trace", "Every name of every tensor of a model."),
     "diff": ("ckpttool.cli.commands.diff", "What differs, why, and the command that fixes it."),
     "explain": ("ckpttool.cli.commands.explain", "One tensor: all its names, and the hook that renames it."),
+    "fix": ("ckpttool.cli.commands.fix", "Write a checkpoint with the fix that `diff` suggests."),
     "remap": ("ckpttool.cli.commands.remap", "Rewrite the keys, optimizer ids and format of a checkpoint."),
     "convert": ("ckpttool.cli.commands.convert", "Write a checkpoint in another format or with other shards."),
     "swap-weights": ("ckpttool.cli.commands.swap_weights", "Put new weights into an exported program."),

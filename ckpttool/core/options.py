@@ -153,3 +153,8 @@ class OutputOptions:
     def target(self, source: str) -> str | None:
         """Return the path to write, or None if nothing is written."""
         return source if self.in_place else self.out
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixOptions(OptimizerOptions, OutputOptions):
+    """All options of a fix."""

@@ -153,11 +153,12 @@ class Fix(str):
 
     complete: bool
     tried: bool
+    options: Any  # of the remap that it is, if that was tried and is complete
 
-    def __new__(cls, command: str, *, complete: bool = False, tried: bool = False) -> Self:
+    def __new__(cls, command: str, *, complete: bool = False, tried: bool = False, options: Any = None) -> Self:
         """Return the command."""
         fix = super().__new__(cls, command)
-        fix.complete, fix.tried = complete, tried
+        fix.complete, fix.tried, fix.options = complete, tried, options
         return fix
 
 

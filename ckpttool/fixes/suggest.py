@@ -67,8 +67,10 @@ class Fixes(NamedTuple):
         fix = []
         for line in self.commands:
             tried = words.isdisjoint(unknown)
-            complete = tried and not (self.is_partial or self.unfixed)
-            fix.append(Fix(line, complete=complete and (line.complete if isinstance(line, Fix) else True), tried=tried))
+            is_all = not (self.is_partial or self.unfixed)
+            complete = tried and is_all and (line.complete if isinstance(line, Fix) else True)
+            options = line.options if is_all and isinstance(line, Fix) else None
+            fix.append(Fix(line, complete=complete, tried=tried, options=options))
         notes = [*diff.notes, *[PART] * self.is_partial, *[INFERRED] * self.is_inferred, *self.notes]
         if unknown:
             notes.append(Info(f"not tried, because the result depends on {' and '.join(unknown)}", "untried"))
@@ -101,7 +103,9 @@ def answered(question: Question, diff: Diff, suggests: bool = False) -> Diff:
         about_optimizer = diff.remedy is not None or question.options.optimizer is not None
         if rules.undone or about_optimizer or left.format == MEMORY.name:
             return fixes.added_to(diff)
-        return Fixes(with_file(left.source, *model.words), is_inferred=True).added_to(diff)
+        to_file, by_file = with_file(left.source, *model.words)
+        fix = Fix(by_file, complete=True, options=RemapOptions(rules=rules.text))
+        return Fixes((to_file, fix), is_inferred=True).added_to(diff)
     notes = (*fixes.notes, *rules.undone) if rules.undone else ()
     return replace(Fixes(fixes.commands, notes, False, True).added_to(diff), rules=rules.text)
 

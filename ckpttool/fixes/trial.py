@@ -112,7 +112,8 @@ class Trial:
     def fix(self) -> Fix:
         """The command line."""
         line = command(self.verb, self.operands, self.options)
-        return Fix(line, complete=self.after.identical, tried=True)
+        remap = self.options if self.after.identical and self.verb == "remap" else None
+        return Fix(line, complete=self.after.identical, tried=True, options=remap)
 
     @property
     def drops(self) -> bool:

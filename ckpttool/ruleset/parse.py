@@ -362,12 +362,15 @@ _STRINGS = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'")
 def read(
     path: str, *, reverse: bool = False, rules: Sequence[Rule] = (), sizes: Sizes | None = None
 ) -> tuple[Step, ...]:
-    """Return the steps of the file at `path`, or of the preset with that name; with `reverse` the steps back.
+    """Return the steps of the file at `path`, of the preset with that name, or of a text of several lines.
 
+    With `reverse` the steps back.
     `rules` are from the command line, in the same direction: they come after the file, so before it in reverse.
     `sizes` override the file's. Raises `CkptError`, with all problems, if it is not a rules file, if an example in it
     fails, or if a rule cannot be reversed.
     """
+    if "\n" in path:
+        return _with_own(steps_of(path, "the rules", sizes or {}, reverse), rules, reverse)
     located = path
     if not Path(path).exists() and re.fullmatch(r"[\w-]+", path):
         located = str(_FOLDER / f"{path}.toml")
@@ -382,7 +385,10 @@ def read(
         text = data.decode("utf-8-sig")
     except ValueError as error:
         raise _not_toml(path, error) from None
-    steps = steps_of(text, path, sizes or {}, reverse)
+    return _with_own(steps_of(text, path, sizes or {}, reverse), rules, reverse)
+
+
+def _with_own(steps: tuple[Step, ...], rules: Sequence[Rule], reverse: bool) -> tuple[Step, ...]:
     own: tuple[Step, ...] = (Rename(Where("--rule"), tuple(rules)),) if rules else ()
     return (*own, *steps) if reverse else (*steps, *own)
 

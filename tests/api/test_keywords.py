@@ -43,6 +43,7 @@ WORDS = {
     "Diff3Keywords": "Options of `diff3`.",
     "DiffKeywords": "Options of `diff`.",
     "ConvertKeywords": "Options of `convert`.",
+    "FixKeywords": "Options of `fix`.",
     "RemapKeywords": "Options of `remap`.",
     "SwapKeywords": "Options of `swap_weights` into a file.",
     "WriteKeywords": "Options of `write`.",
@@ -71,6 +72,7 @@ def generated() -> str:
         ("CompareKeywords", "TypedDict", rows(CompareOptions)),
         ("Diff3Keywords", "ModelKeywords", {**model, **rows(CompareOptions)}),
         ("DiffKeywords", "OptimizerKeywords", {**model, **rows(CompareOptions), **rows(DiffOptions)}),
+        ("FixKeywords", "OptimizerKeywords", {**model, **rows(OutputOptions, "out")}),
         ("RemapKeywords", "OptimizerKeywords", {**model, **rows(OutputOptions, "out"), **rows(RemapOptions)}),
         ("ConvertKeywords", "ModelKeywords", {**model, **rows(OutputOptions, "out"), **rows(ConvertOptions)}),
         ("SwapKeywords", "ModelKeywords", {**model, **rows(OutputOptions, "out"), **rows(SwapOptions)}),
@@ -99,6 +101,7 @@ module = nn.Linear(1, 1)
 found: ckpttool.Diff = ckpttool.diff("a.pt", {"w": torch.ones(1)}, model=module, values=True, ignore="shape a.*")
 done: ckpttool.Remap = ckpttool.remap([{"w": torch.ones(1)}], "b.pt", rule="a => b", drop=["c"], to=None)
 back: ckpttool.Remap = ckpttool.convert("a.pt", "b.safetensors", max_shard_size="5GB")
+good: ckpttool.Remap = ckpttool.fix("a.pt", "b.pt", model=module)
 ckpttool.write(done.result, "c.pt", force=True)
 file: ckpttool.Swap = ckpttool.swap_weights("a.pt2", "b.pt", "c.pt2", cast=True)
 live: ckpttool.Swapped = ckpttool.swap_weights(module, module.state_dict(), in_place=False)

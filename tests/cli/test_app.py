@@ -89,7 +89,7 @@ def test_version() -> None:
 @pytest.mark.parametrize(
     ("args", "message", "hint"),
     [
-        ([], "no command given", "the commands are inspect, trace, diff, explain, remap, convert"),
+        ([], "no command given", "the commands are inspect, trace, diff, explain, fix, remap"),
         (["inspct", "x.pt"], "no such command: inspct", "did you mean `ckpttool inspect`?"),
         (["--all", "inspect", "x.pt"], "no such option", "usage: ckpttool [OPTIONS] COMMAND [ARGS]..."),
         (["--nope"], "no such option", "usage: ckpttool [OPTIONS] COMMAND [ARGS]..."),

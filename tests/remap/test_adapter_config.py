@@ -217,7 +217,7 @@ def test_undo_brings_the_configuration_back(tmp_path: Path) -> None:
     before = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
     ckpttool.remap(str(tmp_path / "a"), in_place=True, rule=["head.{x*} => final.{x*}"])
     assert json.loads((tmp_path / "a/adapter_config.json").read_text())["target_modules"] == ["final"]
-    ckpttool.remap(str(tmp_path / "a"), undo=True)
+    ckpttool.undo(str(tmp_path / "a"))
     after = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir() if file.name in before}
     assert after == before
 

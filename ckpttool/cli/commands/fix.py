@@ -1,0 +1,43 @@
+"""``ckpttool fix``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+import ckpttool
+from ckpttool.cli.output import Manifest, Report, write_manifest
+from ckpttool.core.errors import CkptError
+from ckpttool.core.options import Argument, FixOptions, keywords_of, option
+from ckpttool.io.files import files_of
+from ckpttool.operands.checkpoint import split
+
+
+def command(
+    ckpt: Annotated[str, Argument("CKPT", "The checkpoint to read; CKPT::SECTION takes one section.")],
+    # One of the options, which is required here.
+    model: Annotated[str, option("--model", metavar="MODEL", help="The model that is to load OUT.")],
+    options: FixOptions,
+    report: Report,
+    manifest: Manifest = None,
+) -> None:
+    """Write a checkpoint with the fix that `diff` suggests.
+
+    `ckpttool diff CKPT --model MODEL` shows the fix; it is applied only if it was tried and nothing differs after it.
+    Exit status: 0 if it is written; 1 if the checkpoint already fits, or if no command fixes all of it.
+
+    \b
+    Examples:
+      ckpttool fix train.pt --model model.py:build -o fixed.pt
+      ckpttool fix train.pt --model model.py:build --optimizer model.py:optimizer -o fixed.pt
+    """
+    from ckpttool.report.documents.remap import document
+
+    out = options.target(ckpt)
+    if out is None and not options.dry_run:
+        raise CkptError("no output named", hint="-o OUT, --in-place, or --dry-run to see the plan")
+    report.check(files_of(split(ckpt)[0]), manifest, out=out)
+    done = ckpttool.fix(ckpt, **keywords_of(options))
+    if out is not None and not options.dry_run:
+        write_manifest(manifest, out, force=options.force)
+    report.emit(partial(document, done, "fix"), done.to_json)
