@@ -89,7 +89,9 @@ def read_files(folder: str) -> Files:
     if others:
         raise CkptError(
             f"{folder} is a DeepSpeed checkpoint of a model that is split by layers, by experts or within tensors",
-            hint=_extract_weights(universal) if is_dir(universal) else _to_universal(folder),
+            hint=f'{_TAKE_OUT}: python -c "{_WEIGHTS}" {quote(universal)} OUT.pt'
+            if is_dir(universal)
+            else _to_universal(folder),
             problems=[Problem("belongs to another model part", name) for name in others],
         )
     model_files = tuple(read_file(join(folder, name)) for name in models)
@@ -156,19 +158,15 @@ def read_file(path: str) -> File:
     return File(path, archive.length, items, storages)
 
 
+_TAKE_OUT = (
+    "this takes out the weights without their optimizer, trained ones in fp32, second names of shared ones in the "
+    "model's precision"
+)
 _WEIGHTS = (
     "import sys, torch; from pathlib import Path; "
     "found = {p.parent.name: torch.load(p) for p in Path(sys.argv[1]).glob('*/fp32.pt')}; "
     "torch.save({k: v['param'] if isinstance(v, dict) else v for k, v in found.items()}, sys.argv[2])"
 )
-
-
-def _extract_weights(universal: str) -> str:
-    """Return the hint to take the weights out of a universal checkpoint with torch."""
-    return (
-        "this takes out the weights without their optimizer, trained ones in fp32, second names of shared ones in the "
-        f'model\'s precision: python -c "{_WEIGHTS}" {quote(universal)} OUT.pt'
-    )
 
 
 def _to_universal(folder: str) -> str:

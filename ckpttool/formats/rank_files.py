@@ -88,7 +88,11 @@ def read(pattern: str) -> Checkpoint:
                 hint="name the one checkpoint that you want to read",
             )
         files[path] = torch_zip.read(path)
-    saved_by = {path: _saved_by(file) for path, file in files.items()}
+    saved_by: dict[str, tuple[int, int] | None] = {}  # rank and number of ranks, if a tensor of the file is sharded
+    for path, file in files.items():
+        entries = (entry for section in file.sections for entry in section.by_key().values())
+        sharded = next(filter(shard_kind, entries), None)
+        saved_by[path] = None if sharded is None else rank_and_world_size(sharded)
     if len(paths) == 1 and saved_by[paths[0]] is None:
         return replace(files[paths[0]], source=pattern)
     ordered, notes = _in_rank_order(pattern, saved_by)
@@ -124,13 +128,6 @@ def read(pattern: str) -> Checkpoint:
 
 
 # Ranks
-
-
-def _saved_by(file: Checkpoint) -> tuple[int, int] | None:
-    """Return the rank and number of ranks, from the first sharded tensor of the file; None if it has none."""
-    entries = (entry for section in file.sections for entry in section.by_key().values())
-    sharded = next(filter(shard_kind, entries), None)
-    return None if sharded is None else rank_and_world_size(sharded)
 
 
 def _in_rank_order(pattern: str, saved_by: Mapping[str, tuple[int, int] | None]) -> tuple[list[str], list[str]]:

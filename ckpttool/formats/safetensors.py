@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
@@ -33,6 +33,18 @@ from ckpttool.formats import strict_json, torchao
 from ckpttool.io.files import opened
 from ckpttool.io.pieces import BLOCK, LEAST, Edited, Piece, read_span
 
+METADATA = "__metadata__"
+MAX_HEADER = 100_000_000  # bytes; the reference reader's limit
+PACKED = "packed"  # layout of tensors whose elements are smaller than a byte
+
+_U64_MAX = 2**64 - 1
+_FIELDS = {"dtype", "shape", "data_offsets"}
+PAIRS_IN_A_BYTE = "F4"  # counts single elements, where torch's float4_e2m1fn_x2 counts bytes of two
+_SUB_BYTE = {"F4": ("float4_e2m1fn", 4), "F6_E2M3": ("float6_e2m3", 6), "F6_E3M2": ("float6_e3m2", 6)}
+_BITS = {code: row.itemsize * 8 for code, row in BY_SAFETENSORS.items()} | {
+    c: bits for c, (_, bits) in _SUB_BYTE.items()
+}
+
 _SIZE = r"(?:0|[1-9][0-9]{0,18})"
 _TENSOR = re.compile(
     r'"([^"\\\x00-\x1f]*)": ?'
@@ -44,19 +56,58 @@ _MEMBER = re.compile(
     r'("[^"\\]*(?:\\.[^"\\]*)*")\s*:\s*(?:null|\{[^"{}]*(?:"[^"\\]*(?:\\.[^"\\]*)*"[^"{}]*)*\})\s*[,}]\s*'
 )
 
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """Payload of a tensor whose elements are smaller than a byte: dtype code and shape in the header, its bytes."""
+
+    code: str
+    shape: tuple[int, ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Header:
+    """The header of a file; `Checkpoint.container` of this format.
+
+    `place` is its text without the padding, `data` are all bytes after it; `tensors` are in the header's order.
+    """
+
+    place: Span
+    metadata: dict[str, str]
+    tensors: tuple[TensorEntry, ...]
+    data: Span
+
+    @property
+    def length(self) -> int:
+        """Its length in bytes, with the padding."""
+        return self.data.offset - self.place.offset
+
+    def read(self) -> str:
+        """Return its text, which is not kept: that of many tensors is long, and only a rename needs it."""
+        return read_span(self.place).decode()
+
+
 # The values that all tensors of one dtype and shape have in common: dtype, shape, stride, bytes.
-Alike = tuple[str, tuple[int, ...], tuple[int, ...], int]
+_Alike = tuple[str, tuple[int, ...], tuple[int, ...], int]
 
 
-def plain_tensors(
-    text: str, at: int, data: Span, alike: Callable[[str], Alike | None]
-) -> dict[str, TensorEntry] | None:
+def _alike(described: str) -> _Alike | None:
+    """Read a dtype and shape (``{"dtype":"F32","shape":[2]}``); None if they must be read strictly."""
+    info = strict_json.loads(described)
+    code, shape = info["dtype"], tuple(info["shape"])
+    bits = _bits(shape, _BITS.get(code, _U64_MAX + 1))
+    if code not in BY_SAFETENSORS or code in _SUB_BYTE or bits is None:
+        return None
+    return BY_SAFETENSORS[code].name, shape, contiguous_stride(shape), bits // 8
+
+
+def _plain_tensors(text: str, at: int, data: Span) -> dict[str, TensorEntry] | None:
     """Return the tensors of the header `text` from character `at` on, by name; None if it must be read strictly.
 
-    `data` are the bytes after the header. `alike` reads the text of a dtype and shape
-    (``{"dtype":"F32","shape":[2]}``), and returns None if these are not a plain dtype and a size.
+    `data` are the bytes after the header.
     """
-    known: dict[str, Alike | None] = {}
+    known: dict[str, _Alike | None] = {}
     found: dict[str, TensorEntry] = {}
     start, path, in_order, reach, count = data.offset, data.path, True, 0, 0
     last = ""
@@ -66,7 +117,7 @@ def plain_tensors(
         at = match.end()
         key, described, begins, ends, last = match.groups()
         if described not in known:
-            known[described] = alike(described + "}")
+            known[described] = _alike(described + "}")
         likeness = known[described]
         begin, end = int(begins), int(ends)
         if likeness is None or end - begin != likeness[3]:
@@ -101,60 +152,6 @@ def quoted_names(text: str) -> Iterator[tuple[int, int]]:
             yield match.span(1)
 
 
-METADATA = "__metadata__"
-MAX_HEADER = 100_000_000  # bytes; the reference reader's limit
-PACKED = "packed"  # layout of tensors whose elements are smaller than a byte
-
-_U64_MAX = 2**64 - 1
-_FIELDS = {"dtype", "shape", "data_offsets"}
-PAIRS_IN_A_BYTE = "F4"  # counts single elements, where torch's float4_e2m1fn_x2 counts bytes of two
-_SUB_BYTE = {"F4": ("float4_e2m1fn", 4), "F6_E2M3": ("float6_e2m3", 6), "F6_E3M2": ("float6_e3m2", 6)}
-_BITS = {code: row.itemsize * 8 for code, row in BY_SAFETENSORS.items()} | {
-    c: bits for c, (_, bits) in _SUB_BYTE.items()
-}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Packed:
-    """Payload of a tensor whose elements are smaller than a byte: dtype code and shape in the header, its bytes."""
-
-    code: str
-    shape: tuple[int, ...]
-    span: Span
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Header:
-    """The header of a file; `Checkpoint.container` of this format.
-
-    `place` is its text without the padding, `data` are all bytes after it; `tensors` are in the header's order.
-    """
-
-    place: Span
-    metadata: dict[str, str]
-    tensors: tuple[TensorEntry, ...]
-    data: Span
-
-    @property
-    def length(self) -> int:
-        """Its length in bytes, with the padding."""
-        return self.data.offset - self.place.offset
-
-    def read(self) -> str:
-        """Return its text, which is not kept: that of many tensors is long, and only a rename needs it."""
-        return read_span(self.place).decode()
-
-
-def read_header(path: str) -> Header:
-    """Return the header of the file. Raises `CkptError` if the file is not valid; `problems` lists every tensor that is
-    described wrongly.
-    """
-    text, place, data = _read_text(path)
-    with many_objects():
-        metadata, tensors = _as_usual(text, data) or _strictly(text, data)
-    return Header(place, metadata, tensors, data)
-
-
 _Content = tuple[dict[str, str], tuple[TensorEntry, ...]]  # the metadata, and the tensors in the header's order
 
 
@@ -169,7 +166,7 @@ def _as_usual(text: str, data: Span) -> _Content | None:
             return None
     if not _is_metadata(metadata) or (at and not text.startswith(",", at)):
         return None
-    tensors = plain_tensors(text, at + 1, data, _alike)
+    tensors = _plain_tensors(text, at + 1, data)
     return None if tensors is None or METADATA in tensors else (metadata, tuple(tensors.values()))
 
 
@@ -186,16 +183,6 @@ def _strictly(text: str, data: Span) -> _Content:
         raise _invalid(data.path, f"{METADATA} is not a dict of strings")
     _check(data.path, infos, data.length)
     return metadata, tuple(_entry(data.path, data.offset, name, info) for name, info in infos.items())
-
-
-def _alike(described: str) -> Alike | None:
-    """Return the values that all tensors of one dtype and shape have in common; None if they must be read strictly."""
-    info = strict_json.loads(described)
-    code, shape = info["dtype"], tuple(info["shape"])
-    bits = _bits(shape, _BITS.get(code, _U64_MAX + 1))
-    if code not in BY_SAFETENSORS or code in _SUB_BYTE or bits is None:
-        return None
-    return BY_SAFETENSORS[code].name, shape, contiguous_stride(shape), bits // 8
 
 
 def _read_text(path: str) -> tuple[str, Span, Span]:
@@ -344,15 +331,17 @@ def read(path: str) -> Checkpoint:
 
     Raises `CkptError` if the file is not valid; `problems` lists every tensor that is described wrongly.
     """
-    header = read_header(path)
-    tensors = torchao.marked(header.tensors, header.metadata)
-    nbytes = header.data.offset + header.data.length
+    text, place, data = _read_text(path)
+    with many_objects():
+        metadata, tensors = _as_usual(text, data) or _strictly(text, data)
+    header = Header(place, metadata, tensors, data)
+    tensors = torchao.marked(tensors, metadata)
     return Checkpoint(
         path,
         FORMAT,
-        nbytes,
+        data.offset + data.length,
         (Section("", "state_dict", tensors),),
-        metadata=header.metadata,
+        metadata=metadata,
         container=header,
         notes=torchao.remark(tensors),
     )

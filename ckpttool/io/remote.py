@@ -115,7 +115,14 @@ def _explained(url: str, error: Exception) -> CkptError:
     if isinstance(error, ImportError):
         return _no_driver(url, scheme, error)
     if isinstance(error, ValueError) and str(error).startswith("Protocol not known"):
-        return _no_scheme(url, str(error).partition(": ")[2])
+        from fsspec.registry import known_implementations
+
+        unknown = str(error).partition(": ")[2]
+        near = get_close_matches(unknown, known_implementations, 1)
+        hint = f"did you mean {near[0]}://?" if near else "fsspec reads s3://, gs://, az://, hf://, https:// and others"
+        if "::" in url:
+            hint += "; in a chain (simplecache::s3://…) every part with a path is a URL"
+        return CkptError(f"{url}: no driver is known for {unknown}://", hint=hint)
     if isinstance(error, FileNotFoundError):
         return CkptError(f"no such file, folder or bucket: {url}", hint="check the URL: scheme, bucket and key")
     if isinstance(error, FileExistsError):
@@ -129,7 +136,11 @@ def _explained(url: str, error: Exception) -> CkptError:
         return CkptError(f"{url}: no answer: {limits().named('remote_seconds')}", hint=_NETWORK)
     if isinstance(error, NotImplementedError):
         return CkptError(f"{url}: the driver of {scheme}:// cannot do this", hint="use a local file")
-    return CkptError(f"{url}: {_text(error)}", hint=_hint(error))
+    if isinstance(error, PermissionError) or getattr(error, "status", None) in (401, 403):
+        return CkptError(f"{url}: {_text(error)}", hint=_LOGIN)
+    names = " ".join(kind.__name__ for kind in type(error).__mro__)
+    hint = next((hint for pattern, hint in _NAMES if pattern.search(names)), _ANY)
+    return CkptError(f"{url}: {_text(error)}", hint=hint)
 
 
 def _no_driver(url: str, scheme: str, error: ImportError) -> CkptError:
@@ -143,23 +154,6 @@ def _no_driver(url: str, scheme: str, error: ImportError) -> CkptError:
         f"{url}: {scheme}:// needs the Python package {package}, which is not installed",
         hint=f"pip install {extra}{package}",
     )
-
-
-def _no_scheme(url: str, scheme: str) -> CkptError:
-    from fsspec.registry import known_implementations
-
-    near = get_close_matches(scheme, known_implementations, 1)
-    hint = f"did you mean {near[0]}://?" if near else "fsspec reads s3://, gs://, az://, hf://, https:// and others"
-    if "::" in url:
-        hint += "; in a chain (simplecache::s3://…) every part with a path is a URL"
-    return CkptError(f"{url}: no driver is known for {scheme}://", hint=hint)
-
-
-def _hint(error: Exception) -> str:
-    if isinstance(error, PermissionError) or getattr(error, "status", None) in (401, 403):
-        return _LOGIN
-    names = " ".join(kind.__name__ for kind in type(error).__mro__)
-    return next((hint for pattern, hint in _NAMES if pattern.search(names)), _ANY)
 
 
 def _text(error: Exception) -> str:
@@ -281,20 +275,16 @@ class BoundedResponse(aiohttp.ClientResponse):
         return await super().read()
 
 
-def http_options(configured: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our options for fsspec's HTTP driver, merged with the user's own for its client."""
-    client = {"timeout": aiohttp.ClientTimeout(total=None), **configured.get("client_kwargs", {})}
-    return {"client_kwargs": {**client, "response_class": BoundedResponse}}
-
-
 def filesystem(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of the URL and the path in it.
 
     Raises `CkptError` that names the package to install if the driver is missing.
     """
-    options = {}
+    options: dict[str, Any] = {}
     if url.partition("://")[0] in ("http", "https"):
-        options = http_options({**fsspec.config.conf.get("http", {}), **fsspec.config.conf.get("https", {})})
+        configured = {**fsspec.config.conf.get("http", {}), **fsspec.config.conf.get("https", {})}
+        client = {"timeout": aiohttp.ClientTimeout(total=None), **configured.get("client_kwargs", {})}
+        options = {"client_kwargs": {**client, "response_class": BoundedResponse}}
     with answered(url):
         fs, path = fsspec.core.url_to_fs(url, **options)
     return fs, path

@@ -42,8 +42,7 @@ class Container:
 
 def read(path: str) -> Checkpoint:
     """Return the index of the file at `path`. Raises `CkptError` if it is corrupt or not as torch.save writes it."""
-    archive = read_archive(path)
-    return read_from(archive, path)
+    return read_from(read_archive(path), path)
 
 
 @many_objects()
