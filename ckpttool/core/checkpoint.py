@@ -51,7 +51,6 @@ Part = Union[bytes, memoryview, Span, Lazy]
 
 
 def length_of(part: Part) -> int:
-    """Bytes of the part."""
     return part.length if isinstance(part, (Span, Lazy)) else len(part)
 
 
@@ -68,7 +67,6 @@ class Storage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storage; a tensor may be a view of a part."""
         return self.data.length
 
 
@@ -109,7 +107,6 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor's own elements (not of the storage it may be a view of)."""
         return self.packed_bytes if self.storage is None else self.numel * itemsize(self.dtype)
 
     @property
@@ -148,7 +145,6 @@ class TensorEntry:
 def in_row_major(
     key: str, dtype: str, shape: tuple[int, ...], storage: Storage | None, payload: object = None
 ) -> TensorEntry:
-    """Return the entry of a contiguous tensor at the start of the storage."""
     return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, storage, payload=payload)
 
 
@@ -241,12 +237,10 @@ class Section:
 
     @property
     def title(self) -> str:
-        """The path as reports and errors show it."""
         return self.path or "(root)"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements of all tensors; a tied tensor counts under each of its names."""
         return sum(entry.nbytes for entry in self.all_tensors())
 
     def all_tensors(self) -> tuple[TensorEntry, ...]:
@@ -256,7 +250,6 @@ class Section:
 
     @property
     def entries(self) -> tuple[TensorEntry | ExtraEntry, ...]:
-        """Every entry, tensors first."""
         return (*self.tensors, *self.extras) if self.extras else self.tensors
 
     @property
@@ -284,7 +277,6 @@ class Section:
 
 
 def own_storages(tensors: Collection[TensorEntry]) -> bool:
-    """Return True if no two tensors have the same storage."""
     return len({id(entry.storage) for entry in tensors}) == len(tensors)
 
 
@@ -337,17 +329,14 @@ class Checkpoint:
 
     @property
     def globals(self) -> tuple[str, ...]:
-        """The names of `imports`, sorted."""
         return tuple(sorted({one.name for one in self.imports}))
 
     @property
     def state_dicts(self) -> tuple[Section, ...]:
-        """The sections that hold models."""
         return tuple(section for section in self.sections if section.kind == "state_dict")
 
     @property
     def optimizers(self) -> tuple[Section, ...]:
-        """The sections that hold optimizers."""
         return tuple(section for section in self.sections if section.kind == "optimizer")
 
     def read_as(self, paths: Iterable[str]) -> Checkpoint:
@@ -364,7 +353,6 @@ class Checkpoint:
         return self.read_as({at[0] for at in wanted if at not in have})
 
     def entries(self) -> dict[tuple[str, str], TensorEntry | ExtraEntry]:
-        """Return every entry by its section's path and its key."""
         return {(section.path, key): entry for section in self.sections for key, entry in section.by_key().items()}
 
     def part(self, path: str) -> str:

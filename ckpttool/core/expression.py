@@ -68,12 +68,10 @@ def refs(expression: Argument) -> Iterator[str]:
 
 
 def is_constant(expression: Argument) -> bool:
-    """Return True if no key is read."""
     return next(refs(expression), None) is None
 
 
 def operators(expression: Argument) -> Iterator[str]:
-    """Return the operator of every part, the innermost first, with repeats."""
     return (part.op for part in parts(expression) if isinstance(part, Op))
 
 
@@ -115,7 +113,6 @@ def substitute(expression: Argument, replace: Callable[[str], Argument]) -> Argu
 
 
 def with_calls(expression: Expression, replace: Callable[[Op], Expression]) -> Expression:
-    """Return the expression with every value of `calls` replaced."""
     made = _rebuilt(expression, lambda node: replace(node) if isinstance(node, Op) and node.op in BY_CODE else node)
     assert isinstance(made, (Ref, Op))
     return made

@@ -44,13 +44,11 @@ spent: dict[str, float] = {}  # seconds that each regular expression has taken i
 
 
 def limits() -> Limits:
-    """Return the current limits."""
     return _limits
 
 
 @contextmanager
 def limited(to: Limits) -> Iterator[None]:
-    """Apply these limits inside the block."""
     global _limits
     before, _limits = _limits, to
     try:
@@ -102,7 +100,6 @@ class Memory:
 
     @property
     def left(self) -> int:
-        """The bytes that may still be taken."""
         return self._own + self._spare[0]
 
     def take(self, nbytes: int) -> None:

@@ -60,8 +60,6 @@ class RuntimeTensor:
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """The code that renamed or computed a key: its function, file, line, and the FQN of its module."""
-
     function: str
     file: str
     line: int

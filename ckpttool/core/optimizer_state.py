@@ -53,12 +53,10 @@ class OptimizerState:
 
     @property
     def params(self) -> tuple[Param, ...]:
-        """Every parameter, in the order of the groups."""
         return tuple(param for group in self.groups for param in group.params)
 
     @property
     def nonempty_groups(self) -> list[ParamGroup]:
-        """The groups that hold parameters."""
         return [group for group in self.groups if group.params]
 
     @property

@@ -35,7 +35,6 @@ class Import:
 
     @property
     def place(self) -> str:
-        """The record and the byte, as text."""
         return f"{self.member or self.file}, byte {self.offset:,}"
 
 
@@ -45,7 +44,6 @@ def in_order(imports: Iterable[Import]) -> tuple[Import, ...]:
 
 
 def dangerous(imports: Iterable[Import]) -> tuple[Import, ...]:
-    """Return the imports that run code."""
     return tuple(one for one in imports if one.verdict == DANGEROUS)
 
 

@@ -113,7 +113,6 @@ class Plan:
 
     @property
     def sections(self) -> tuple[str, ...]:
-        """The sections that this plan rewrites, in order."""
         return tuple(dict.fromkeys([o.section for o in self.outputs] + [d.section for d in self.dropped]))
 
     @property

@@ -56,7 +56,6 @@ def plain(said: str, fits: Callable[[Any], bool], keywords: Mapping[str, Any]) -
 
 
 def nullable(kind: Kind) -> Kind:
-    """Return the kind, or null."""
     return Kind(
         lambda value: value is None or kind.fits(value),
         lambda value, path: iter(()) if value is None else kind.problems(value, path),
@@ -102,8 +101,6 @@ def list_of(kind: Kind, unique: str = "") -> Kind:
 
 
 def items(*kinds: Kind) -> Kind:
-    """Return the kind of a list with one item for each kind."""
-
     def fits(value: Any) -> bool:
         alike = isinstance(value, list) and len(value) == len(kinds)
         return alike and all(kind.fits(item) for kind, item in zip(kinds, value))
@@ -220,7 +217,6 @@ def record(
 
 
 def titled(title: str, kind: Kind, is_file: bool = False) -> Kind:
-    """Return the kind of the object with ``schema`` first, then tool and version, unless it is a file that is kept."""
     first = {"schema": one_of(title), **({} if is_file else {"tool": one_of("ckpttool"), "version": TEXT})}
 
     def schema(closed: bool) -> dict[str, Any]:
@@ -240,7 +236,6 @@ def titled(title: str, kind: Kind, is_file: bool = False) -> Kind:
 
 
 def either(one: Kind, other: Kind) -> Kind:
-    """A value of one of two kinds; what is wrong with it is what were wrong if it were of the first."""
     return Kind(
         lambda value: one.fits(value) or other.fits(value),
         lambda value, path: iter(()) if other.fits(value) else one.problems(value, path),
@@ -249,7 +244,6 @@ def either(one: Kind, other: Kind) -> Kind:
 
 
 def one_of(*words: str) -> Kind:
-    """One of these strings."""
     said = " or ".join(map(repr, words))
     return plain(said, lambda value: isinstance(value, str) and value in words, {"enum": list(words)})
 

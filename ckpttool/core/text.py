@@ -34,7 +34,6 @@ def shell(*args: str) -> str:
 
 
 def number(n: int) -> str:
-    """Return ``1,234,567``."""
     return f"{n:,}"
 
 
@@ -83,7 +82,6 @@ def some(words: Sequence[str], most: int = 5) -> str:
 
 
 def a(value: object) -> str:
-    """Return the type of the value with its article: ``an int``, ``a dict``."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 

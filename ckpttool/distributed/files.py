@@ -48,7 +48,6 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the item."""
         return self.data.length if isinstance(self.data, Span) else nbytes_of(self.data)
 
     @property
@@ -189,7 +188,6 @@ def written(
 
 
 def items_of(files: Files) -> list[Item]:
-    """Cut the files into items; files without tensors are left to the first rank."""
     contents = {name: content for name, content in files.items() if not isinstance(content, Link)}
     contents = {name: content for name, content in contents.items() if not is_text(content)}
     total = sum(nbytes_of(content) for content in contents.values())
@@ -337,6 +335,5 @@ class _Writer:
         return record
 
     def _holds(self, item: Item, digest: str | None) -> bool:
-        """Return True if the disk holds the item with that digest."""
         path = str(self.staging / NEW / item.name)
         return digest is not None and digest_on_disk(path, item.first, item.nbytes).hex() == digest

@@ -24,17 +24,13 @@ Key = TypeVar("Key", bound=Hashable)
 class Store(Protocol):
     """The part of ``torch.distributed.Store`` that is used."""
 
-    def set(self, key: str, value: str, /) -> object:
-        """Set the key."""
+    def set(self, key: str, value: str, /) -> object: ...
 
-    def get(self, key: str, /) -> bytes:
-        """Return the value of a key that is set."""
+    def get(self, key: str, /) -> bytes: ...
 
-    def check(self, keys: list[str], /) -> bool:
-        """Return True if all of the keys are set."""
+    def check(self, keys: list[str], /) -> bool: ...
 
-    def add(self, key: str, count: int, /) -> int:
-        """Add to a counter, which begins at 0; return its new value."""
+    def add(self, key: str, count: int, /) -> int: ...
 
 
 class RankDone(BaseException):
@@ -116,16 +112,13 @@ class Job:
         return results
 
     def fail(self) -> None:
-        """Tell the other ranks that this one fails."""
         self.tell(_FAILED, self.rank)
 
     def check(self) -> None:
-        """Raise `FailedElsewhere` if another rank has failed."""
         if self.store.check([_FAILED]):
             raise FailedElsewhere
 
     def only_first(self) -> None:
-        """Leave the rest to the first rank, once all ranks are here. Raises `RankDone` on the others."""
         if not self.is_first:
             self.tell(f"left/{self.rank}", None)
             raise RankDone
@@ -143,13 +136,11 @@ def current() -> Job | None:
 
 
 def enter(job: Job) -> None:
-    """Make this process a rank of the job."""
     global _current
     _current = job
 
 
 def only_first() -> None:
-    """Call `Job.only_first` if there is a job."""
     job = current()
     if job is not None:
         job.only_first()
@@ -164,7 +155,6 @@ class Question:
     find: Callable[[], Any]
 
     def answer(self) -> Any:
-        """Find the answer, as a part of the current task."""
         with progress.part(self.nbytes):
             return self.find()
 

@@ -38,7 +38,6 @@ from ckpttool.io.syscalls import uninterrupted
 
 
 def can(out: str) -> bool:
-    """Return True if several processes can send parts of one object to the URL's store."""
     return hasattr(filesystem(out)[0], "call_s3")
 
 
@@ -137,7 +136,6 @@ class _Note:
         return [url for url in urls if url != self.url]
 
     def remove(self, url: str) -> None:
-        """Remove a note, if the store lets us."""
         fs, path = filesystem(url)
         with suppress(Exception):
             fs.rm_file(path)
@@ -211,8 +209,6 @@ def _known(items: Sequence[Item], begun: Mapping[str, Upload]) -> dict[int, Reco
 
 @dataclass(slots=True)
 class _Sender:
-    """Send items of this rank."""
-
     job: Job
     items: Sequence[Item]
     uploads: Mapping[str, Upload]

@@ -84,7 +84,6 @@ def _bands(chunks: Sequence[tuple[Chunk, Data]]) -> Iterator[tuple[int, int, lis
 
 
 def _rows(member: tuple[Chunk, Data], first: int, last: int, itemsize: int) -> Data:
-    """Return the chunk's elements of the tensor's rows `first` to `last`."""
     chunk, data = member
     row = prod(chunk.sizes[1:]) * itemsize
     begin, length = (first - chunk.offsets[0]) * row, (last - first) * row

@@ -53,12 +53,10 @@ class TensorItem:
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the tensor in bytes."""
         return prod(self.shape) * dtypes.itemsize(self.dtype)
 
     @property
     def places(self) -> list[Place]:
-        """Return the places of all chunks."""
         return [place for _, place in self.chunks]
 
 
@@ -70,7 +68,6 @@ class BytesItem:
 
     @property
     def places(self) -> list[Place]:
-        """Return the one place."""
         return [self.place]
 
 

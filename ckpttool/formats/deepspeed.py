@@ -47,7 +47,6 @@ class File:
     storages: Storages
 
     def entries(self, key: str) -> dict[str, TensorEntry | ExtraEntry]:
-        """Return the tensors and other objects of the dict under `key`, by name."""
         entries: dict[str, TensorEntry | ExtraEntry] = {}
         for name, node in mapping(self.items, key).items():
             own = str(name)
@@ -55,7 +54,6 @@ class File:
         return entries
 
     def tensors(self, key: str) -> dict[str, TensorEntry]:
-        """Return the tensors of the dict under `key`, by name."""
         return {name: entry for name, entry in self.entries(key).items() if isinstance(entry, TensorEntry)}
 
     def flat(self, key: str, node: Any) -> TensorEntry:
@@ -170,7 +168,6 @@ _WEIGHTS = (
 
 
 def _to_universal(folder: str) -> str:
-    """Return the hint to convert the folder to a universal checkpoint with DeepSpeed."""
     args = f"--input_folder {quote(folder)} --output_folder {quote(folder.rstrip('/') + '_universal')}"
     return f"let DeepSpeed convert it, then name the output: python -m deepspeed.checkpoint.ds_to_universal {args}"
 
@@ -613,5 +610,4 @@ def _optimizer_section(
 
 
 def _copy(value: Any, param: str, name: str) -> Any:
-    """Return the same value as the parameter's own."""
     return replace(in_own_storage(value), key=f"state.{param}.{name}") if isinstance(value, TensorEntry) else value

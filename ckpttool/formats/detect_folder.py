@@ -122,7 +122,6 @@ def fsdp_parts(folder: str) -> dict[str, str]:
 
 
 def is_fsdp(folder: str) -> bool:
-    """Return whether accelerate saved a model in the folder under FSDP."""
     return any(section.startswith("model") for section in fsdp_parts(folder))
 
 
@@ -157,7 +156,6 @@ def is_weights(name: str) -> bool:
 
 
 def optimizers_in(names: list[str]) -> list[str]:
-    """List the files in which a trainer saves an optimizer."""
     return [name for name in names if _OPTIMIZER.fullmatch(name)]
 
 
@@ -295,7 +293,6 @@ def _open(path: str) -> Checkpoint:
 
 
 def note_on(beside: Sequence[str]) -> tuple[str, ...]:
-    """Return a note on the other files of a folder, if there are any."""
     return (f"{', '.join(beside)}: other files in the folder, copied if the output is a folder too",) if beside else ()
 
 

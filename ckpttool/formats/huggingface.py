@@ -225,7 +225,6 @@ def _total_size(tensors: Iterable[TensorEntry]) -> int:
 
 
 def _common(metadatas: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return the items of the shards' metadata that do not contradict each other."""
     values: dict[str, set[str]] = {}
     for metadata in metadatas:
         for name, value in metadata.items():
@@ -314,7 +313,6 @@ def _origin(entry: TensorEntry) -> int:
 
 
 def _shard(checkpoint: Checkpoint, entries: Iterable[TensorEntry], modules: Mapping[str, object] | None) -> Checkpoint:
-    """Return the checkpoint with only these entries."""
     section = replace(checkpoint.sections[0], tensors=tuple(entries), extras=(), modules=modules)
     return replace(checkpoint, sections=(section,))
 

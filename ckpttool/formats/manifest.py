@@ -111,7 +111,6 @@ def statement(checkpoint: Checkpoint, path: str | None, leave_out: Iterable[str]
 
 
 def _digests(checkpoint: Checkpoint, names: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Question]]:
-    """Yield a question for each file, tensor, other object and unreached storage, by kind and name."""
     for name, file in names.items():
         yield (_FILE, name), Question(name, files.size(file), partial(_of_file, file))
     for section in checkpoint.sections:

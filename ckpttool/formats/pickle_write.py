@@ -78,7 +78,6 @@ class _Writer:
         self.todo: list[Any] = []
 
     def then(self, *steps: Any) -> None:
-        """Do these steps next, in this order."""
         self.todo.extend(reversed(steps))
 
     def memoize(self, node: Any) -> None:
@@ -101,7 +100,6 @@ class _Writer:
                 return
 
     def save(self, node: Any) -> None:
-        """Write a node, or its begin, with the rest as the next steps."""
         kind, out = type(node), self.out
         if kind is str:
             short = b"\x8c" if self.protocol >= 4 else b""

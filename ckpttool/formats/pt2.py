@@ -102,7 +102,6 @@ def read(path: str) -> Checkpoint:
 
 
 def _unreached(archive: Archive, programs: Sequence[Program]) -> tuple[Unreached, ...]:
-    """Return the storages of the file that no program's entries refer to."""
     used = {home.record for program in programs for home in program.homes.values()}
     for entry in (entry for p in programs for section in p.sections for entry in section.by_key().values()):
         if isinstance(entry.payload, Role):
@@ -229,7 +228,6 @@ def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
 
 
 def _changed_archive(checkpoint: Checkpoint) -> tuple[Archive, Sequence[Record | NewRecord]]:
-    """Return the archive of the program, and its new records."""
     program = checkpoint.container
     if not isinstance(program, Program):
         if checkpoint.format == FORMAT:
@@ -284,7 +282,6 @@ def _changed(program: Program, sections: Sequence[Section]) -> tuple[dict[str, D
 
 
 def _paired(old: Section, new: Section) -> tuple[list[tuple[TensorEntry, TensorEntry]], list[Problem]]:
-    """Pair each of the program's tensors with its replacement, and list what does not fit."""
     count = Counter(entry.key for entry in new.tensors)
     replacements = {entry.key: entry for entry in new.tensors}
     known = {entry.key for entry in old.tensors}

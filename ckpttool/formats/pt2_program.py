@@ -111,7 +111,6 @@ class Program:
 
 
 def program_of(checkpoint: Checkpoint) -> Program | None:
-    """Return the program in the checkpoint; None for any other checkpoint."""
     return checkpoint.container if isinstance(checkpoint.container, Program) else None
 
 
@@ -137,12 +136,10 @@ def read_json(archive: Archive, name: str, kind: Kind, writer: str) -> Any:
 
 
 def damaged(path: str, problem: str) -> CkptError:
-    """Return the error for a program that contradicts itself."""
     return CkptError(f"{path} is not a program that can be read: {problem}", hint=_AGAIN)
 
 
 def compressed(path: str, record: str) -> CkptError:
-    """Return the error for a compressed record."""
     code = "import torch, sys; torch.export.save(torch.export.load(sys.argv[1]), sys.argv[2])"
     hint = f'load and save it again with torch: python -c "{code}" {quote(path)} OUT.pt2'
     return CkptError(f"{path} is compressed (record {record}), which torch never does", hint=hint)
@@ -254,7 +251,6 @@ def _unfit(keys: Sequence[str], names: Mapping[str, str], graph: Any) -> Iterato
 
 
 def _subgraphs(graph: Any) -> Iterator[str]:
-    """Yield the names of the graphs inside the graph (of ``torch.cond`` and the like), at any depth."""
     left = [graph]
     while left:
         value = left.pop()
@@ -301,7 +297,6 @@ def read_since_2_9(archive: Archive, root: str, name: str) -> Program:
 
 
 def renamed_config(program: Program, index: str, names: Mapping[str, str]) -> bytes:
-    """Return the config `index` of the program with new `names` for its entries."""
     value = read_json(program.archive, index, _CONFIG, "torch.export.save")
     value["config"] = {names.get(fqn, fqn): meta for fqn, meta in value["config"].items()}
     return json.dumps(value).encode()
@@ -423,7 +418,6 @@ def payload_of(record: str, entry: TensorEntry) -> Role:
 
 
 def open_record(archive: Archive, name: str) -> tuple[Pickle, Storages, Inner]:
-    """Open the torch zip in the record `name`: return its pickle, its storages, and its archive."""
     record = archive.by_name.get(name)
     if record is None:
         raise damaged(archive.path, f"its record {name} is missing")
@@ -455,7 +449,6 @@ _WEIGHTS = map_of(items(TEXT, SHAPE, SHAPE, COUNT))  # the record, sizes, stride
 
 
 def compiled_models(archive: Archive, root: str) -> list[str]:
-    """Return the names of the compiled models in the file."""
     start = root + COMPILED
     inside = [r.name.removeprefix(start) for r in archive.records if r.name.startswith(start)]
     return list(dict.fromkeys(name.partition("/")[0] for name in inside if "/" in name))

@@ -131,7 +131,6 @@ def read(pattern: str) -> Checkpoint:
 
 
 def _in_rank_order(pattern: str, saved_by: Mapping[str, tuple[int, int] | None]) -> tuple[list[str], list[str]]:
-    """Return the files from rank 0 on, and notes about misleading file names."""
     numbers = _numbers(list(saved_by))
     known = {path: found for path, found in saved_by.items() if found is not None}
     ranks = {path: rank for path, (rank, _) in known.items()} or numbers
@@ -201,7 +200,6 @@ class _Merge:
         return len(ranks) == 1
 
     def section(self, path: str, sections: Sequence[Section | None]) -> Section:
-        """Merge what the ranks have at `path`."""
         first = next(section for section in sections if section is not None)
         self._is_same(path, [_ABSENT if section is None else section.kind for section in sections])
         if first.mapping is not None:
@@ -289,7 +287,6 @@ def _described(value: Any) -> str:
 
 
 def _assembled(entries: Sequence[TensorEntry | ExtraEntry | None], key: str, kind: str) -> TensorEntry:
-    """Assemble a sharded tensor from the shards of all ranks."""
     sharded = [entry for entry in entries if entry is not None and shard_kind(entry) == kind]
     if len(sharded) < len(entries):
         raise _misfit(f"a {kind} on some ranks, and not on all", key)

@@ -52,7 +52,6 @@ def parts_of(entry: TensorEntry) -> tuple[TensorEntry | None, ...]:
 
 
 def is_of_ranks(entry: TensorEntry) -> bool:
-    """Return True if the entry comes from the files of several ranks."""
     return isinstance(entry.payload, RankParts)
 
 
@@ -116,7 +115,6 @@ _MISREAD = (IndexError, TypeError, ValueError, AttributeError, KeyError)  # what
 
 
 def shard_kind(entry: TensorEntry | ExtraEntry) -> str | None:
-    """Return `DTENSOR`, `SHARDED_TENSOR`, or None for any other entry."""
     kind, _ = _shard_state(entry)
     return kind
 
@@ -303,7 +301,6 @@ def _counts(node: Any) -> tuple[int, ...]:
 
 
 def _items(node: Any) -> tuple[Any, ...]:
-    """Return the items of a tuple, a list or a named tuple."""
     return tuple(node.args if type(node) is Call else node)
 
 

@@ -200,7 +200,6 @@ _NAMED = "import torch, sys; torch.save({'tensor': torch.load(sys.argv[1])}, sys
 
 
 def _hint(checkpoint: Checkpoint) -> str:
-    """Return the hint with the shortest way to a checkpoint that fits."""
     if not checkpoint.state_dicts:
         if [entry.key for section in checkpoint.sections for entry in section.tensors] == [""]:
             name = f'python -c "{_NAMED}" {quote(checkpoint.source)} OUT.pt'

@@ -74,7 +74,6 @@ def _partitioned(section: Section) -> str:
 
 
 def is_placeholder(entry: TensorEntry) -> bool:
-    """Return whether the tensor is a ZeRO-3 placeholder of a parameter: one dimension, no elements."""
     return entry.shape == (0,) and "float" in entry.dtype
 
 

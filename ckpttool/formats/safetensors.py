@@ -80,7 +80,6 @@ class Header:
 
     @property
     def length(self) -> int:
-        """Its length in bytes, with the padding."""
         return self.data.offset - self.place.offset
 
     def read(self) -> str:

@@ -47,7 +47,6 @@ def marked(tensors: tuple[TensorEntry, ...], metadata: Mapping[str, str]) -> tup
 
 
 def _parts(metadata: Mapping[str, str]) -> dict[str, Part]:
-    """Return the `Part` of each key; empty if the metadata is not torchao's."""
     found: dict[str, Part] = {}
     for name in _listed(metadata):
         described = _json(metadata.get(name, ""))
@@ -77,7 +76,6 @@ def _json(text: str) -> Any:
 
 
 def remark(tensors: Iterable[TensorEntry]) -> tuple[str, ...]:
-    """Return a sentence about the tensors that are in parts, if there are any."""
     found: dict[Part, list[str]] = {}
     for entry in tensors:
         if isinstance(entry.payload, Part) and entry.payload.part is not None:
@@ -132,7 +130,6 @@ def new_names(checkpoint: Checkpoint) -> dict[str, str] | None:
 
 
 def _called(key: str, part: str | None) -> str | None:
-    """Return the name by which torchao finds the part `key`, or None."""
     if part is None:
         return key
     module, _, last = key.rpartition(".")

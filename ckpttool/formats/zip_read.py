@@ -26,7 +26,6 @@ _STORAGE = re.compile(rb"[^/]+/(?:data|constants|tensors)/\d+|(?:[^/]+/)?data/(?
 
 
 def is_storage(raw_name: bytes) -> bool:
-    """Return whether a record of that name holds the data of tensors."""
     return _STORAGE.fullmatch(raw_name) is not None
 
 
@@ -106,7 +105,6 @@ class Archive:
     is_tight: bool = True
 
     def span(self, record: Record) -> Span:
-        """Return the place of the record's stored bytes in the file."""
         return Span(self.path, self.base + record.data, record.nbytes)
 
 
@@ -229,7 +227,6 @@ def _by_layout(window: _Window, entries: Sequence[_Entry], directory: int) -> di
 
 
 def _check(window: _Window, entries: Sequence[_Entry], assumed: Mapping[int, Record]) -> None:
-    """Raise `CkptError` if a local header contradicts what was assumed."""
     wrong = [own.name for start, own in _located(window, entries).items() if own != assumed[start]]
     if wrong:
         raise _corrupt(window.path, "the zip directory and the records contradict each other", wrong)

@@ -28,7 +28,6 @@ class NewRecord:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the record's content."""
         return length_of(self.data)
 
 
@@ -105,7 +104,6 @@ class _Layout:
     directory: list[tuple[bytes, Crc | None]] = field(default_factory=list)
 
     def put(self, data: bytes | Span | Lazy, crc: Crc | None = None, needs: tuple[Crc, ...] = ()) -> None:
-        """Append a piece; a span that continues the last one is merged with it."""
         piece = Piece(data, crc, needs)
         self.cursor += piece.nbytes
         last = self.pieces[-1].data if self.pieces and self.pieces[-1].crc is crc is None else None

@@ -42,12 +42,10 @@ class Plan:
 
     @property
     def copied(self) -> int:
-        """Bytes that the store copies."""
         return sum(run.length for run in self.runs if isinstance(run, Span))
 
     @property
     def sent(self) -> int:
-        """Bytes that this process sends."""
         return sum(piece.nbytes for run in self.runs if not isinstance(run, Span) for piece in run)
 
     def parts(self) -> Iterator[bytes | Span]:
@@ -60,7 +58,6 @@ class Plan:
 
 
 def copied(span: Span) -> Iterator[Span]:
-    """Cut a span that the store copies into parts of about one size."""
     count = -(-span.length // _COPIED)
     ends = [span.length * number // count for number in range(count + 1)]
     return (Span(span.path, span.offset + start, end - start) for start, end in pairwise(ends))
@@ -78,7 +75,6 @@ def lengths(nbytes: int, total: int, *, ends: bool = False) -> list[int]:
 
 
 def sent(pieces: Pieces, sizes: Sequence[int]) -> Iterator[bytes]:
-    """Yield the bytes of the pieces in parts of these sizes. Raises `CkptError` if a source cannot be read."""
     remaining, part = iter(sizes), bytearray()
     size = next(remaining)
     for data in stream(pieces):
@@ -121,7 +117,6 @@ def plan(pieces: Pieces, out: str) -> Plan | None:
 
 
 def _joined(pieces: Pieces) -> Iterator[Piece]:
-    """Yield the pieces, adjacent spans joined."""
     last, *others = pieces
     for piece in others:
         a, b = last.data, piece.data
@@ -176,14 +171,12 @@ def is_exclusive(fs: Any) -> bool:
 
 
 def check_absent(url: str) -> None:
-    """Raise `CkptError` if an object is there by now."""
     forget(url)
     if stat(url) is not None:
         raise came_meanwhile(url)
 
 
 def came_meanwhile(url: str) -> CkptError:
-    """Return the error for an object that another process has written first."""
     return CkptError(
         f"{url} exists: another process has written it meanwhile",
         hint="pass --force to overwrite it, or name another place",
@@ -206,11 +199,9 @@ class Upload:
 
     @property
     def fs(self) -> Any:
-        """The driver of the store."""
         return filesystem(self.url)[0]
 
     def call(self, method: str, **arguments: Any) -> Any:
-        """Return the store's answer."""
         return self.fs.call_s3(method, **self.place, **arguments)
 
     def complete(self, *, replace: bool) -> None:

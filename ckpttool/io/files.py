@@ -40,7 +40,6 @@ class LocalFile(io.BufferedReader):
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
         return os.fstat(self.fileno()).st_size
 
     def read(self, count: int | None = -1, /) -> bytes:
@@ -55,8 +54,7 @@ class LocalFile(io.BufferedReader):
         progress.has_read(len(data))
         return data
 
-    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Do nothing: the kernel reads ahead."""
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None: ...  # the kernel reads ahead
 
 
 @contextmanager
@@ -156,7 +154,6 @@ def exists(path: str) -> bool:
 
 
 def size(path: str) -> int:
-    """Return the bytes of the file. Raises OSError, or `CkptError` for a URL, if there is none."""
     if not is_url(path):
         return os.path.getsize(path)
     from ckpttool.io import remote
@@ -201,7 +198,6 @@ def names_in(folder: str) -> list[str]:
 
 
 def glob(pattern: str) -> list[str]:
-    """Return the files that match the pattern, sorted."""
     if not is_url(pattern):
         return sorted(path for path in local_glob.glob(pattern) if os.path.isfile(path))
     from ckpttool.io import remote
@@ -210,7 +206,6 @@ def glob(pattern: str) -> list[str]:
 
 
 def is_glob(path: str) -> bool:
-    """Return True if `path` is a pattern, and not a file itself."""
     return _GLOB.search(path) is not None and not exists(path)
 
 

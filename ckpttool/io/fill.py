@@ -43,7 +43,6 @@ def failing(out: str) -> Iterator[None]:
 
 
 def check_space(out: str, folder: Path, nbytes: int) -> None:
-    """Raise `CkptError` if the folder's disk has no room for `nbytes`."""
     import shutil
 
     free = shutil.disk_usage(folder).free

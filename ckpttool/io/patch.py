@@ -38,12 +38,10 @@ class Patch:
 
     @property
     def end(self) -> int:
-        """The end of the bytes that stay, in the new file."""
         return self.start + self.shift + self.length
 
     @property
     def after(self) -> int:
-        """Bytes of the new file."""
         return self.end + len(self.tail)
 
 
@@ -117,12 +115,10 @@ def content_of(descriptor: int, patch: Patch) -> bytes:
 
 
 def hash_of(patch: Patch) -> bytes:
-    """Return a hash of the bytes that `patch` writes."""
     return hashed(b"%d " % len(patch.head) + patch.head + patch.tail)
 
 
 def hashed(data: bytes) -> bytes:
-    """Return 16 bytes of BLAKE2b."""
     import hashlib  # loads OpenSSL
 
     return hashlib.blake2b(data, digest_size=16).digest()

@@ -26,7 +26,6 @@ def _parts(url: str) -> tuple[str, str, str]:
 
 
 def join(folder: str, name: str) -> str:
-    """Return the path of `name` in the folder."""
     if not is_url(folder):
         return os.path.join(folder, name)
     before, path, after = _parts(folder)

@@ -43,7 +43,6 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the piece in the file."""
         return length_of(self.data)
 
 
@@ -82,7 +81,6 @@ Files = Mapping[str, Union[Pieces, Link]]
 
 
 def nbytes_of(pieces: Iterable[Piece]) -> int:
-    """Return the bytes of the pieces in the file."""
     return sum(piece.nbytes for piece in pieces)
 
 
@@ -99,7 +97,6 @@ class Held:
     objects: dict[str, tuple[Sequence[int], Pieces]] = field(default_factory=dict)
 
     def note(self, url: str, pieces: Pieces) -> None:
-        """Note that the object holds the pieces."""
         self.objects[url] = [0, *accumulate(piece.nbytes for piece in pieces)], pieces
 
     def proves(self, place: Span | Lazy, data: Span | Lazy) -> bool:
@@ -213,7 +210,6 @@ class SpanReader:
         progress.has_opened(path)
 
     def close(self) -> None:
-        """Close the file that is open."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._path, self._descriptor, self._remote = "", -1, None
@@ -292,7 +288,6 @@ def digest_on_disk(path: str, offset: int = 0, length: int | None = None) -> byt
 
 
 def same_bytes(left: Span, right: Span) -> bool:
-    """Return True if two spans hold the same bytes; streamed."""
     if left == right:
         return True
     if left.length != right.length:

@@ -53,7 +53,6 @@ _task: _Task | None = None
 
 
 def begin() -> None:
-    """Reset the counters for a new command."""
     global counts
     counts = Counts()
 
@@ -119,25 +118,21 @@ def _count(nbytes: int, by: By) -> None:
 
 
 def has_opened(path: str) -> None:
-    """Count a file of this machine that is read."""
     counts.files.add(os.path.abspath(path))
 
 
 def has_read(nbytes: int) -> None:
-    """Count bytes that were read from this machine."""
     counts.read += nbytes
     _count(nbytes, "read")
 
 
 def has_fetched(nbytes: int, requests: int) -> None:
-    """Count an answer of a store."""
     counts.fetched += nbytes
     counts.requests += requests
     _count(nbytes, "read")
 
 
 def has_written(nbytes: int) -> None:
-    """Count bytes of an output."""
     counts.written += nbytes
     _count(nbytes, "written")
 

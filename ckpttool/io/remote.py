@@ -48,8 +48,7 @@ Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
 
 
-class SendsTooMuch(OSError):
-    """An answer is longer than the range in the request."""
+class SendsTooMuch(OSError): ...
 
 
 class CameShort(OSError):
@@ -348,7 +347,6 @@ def names_in(url: str) -> list[str]:
 
 
 def glob(pattern: str) -> list[str]:
-    """Return the URLs of the files that match the pattern, sorted."""
     fs, path = filesystem(pattern)
     with answered(pattern):
         return sorted(fs.unstrip_protocol(found) for found in fs.glob(path) if fs.isfile(found))
@@ -383,7 +381,6 @@ def is_still(url: str, before: Stat) -> bool:
 
 
 def assume(url: str, check: Callable[[], None]) -> None:
-    """Note a check of the file's index for `check_assumed`."""
     cache.assumed.setdefault(url, []).append(check)
 
 
@@ -399,7 +396,6 @@ def fetched(prefix: str = "") -> int:
 
 
 def log_fetched() -> None:
-    """Log how many bytes were fetched from each URL."""
     for url, count in cache.fetched.items():
         log.info("%s: %s bytes fetched in %d requests", url, f"{count:,}", cache.requests[url])
 
@@ -422,7 +418,6 @@ class RemoteFile:
         return data
 
     def seek(self, offset: int, /) -> int:
-        """Move to byte `offset`."""
         self._at = offset
         return offset
 

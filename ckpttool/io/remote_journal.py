@@ -31,7 +31,6 @@ class Journal:
     remove: tuple[str, ...]
 
     def text(self) -> bytes:
-        """Return the content of the journal's object."""
         return json.dumps({"schema": "ckpttool.journal/1", "put": self.put, "remove": self.remove}).encode()
 
 

@@ -73,7 +73,6 @@ def note_anew() -> None:
 
 
 def note_streamed(source: str) -> None:
-    """Note that tensors of the path or URL are being read."""
     _sources.streamed.add(source)
 
 
@@ -96,7 +95,6 @@ def note_opened(path: str, descriptor: int) -> None:
 
 
 def note_read(path: str) -> None:
-    """Note that the local file, which is not a checkpoint, was read."""
     _sources.read.add(os.path.abspath(path))
 
 
@@ -106,7 +104,6 @@ def opened_since(look: int) -> dict[str, State]:
 
 
 def others_read() -> list[str]:
-    """Return the files that were read and are not checkpoints."""
     return sorted(_sources.read)
 
 

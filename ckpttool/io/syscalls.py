@@ -215,7 +215,6 @@ def write_back(descriptor: int, offset: int, length: int) -> None:
 
 
 def evict(descriptor: int, offset: int, length: int) -> None:
-    """Remove bytes that the disk has from the page cache."""
     with suppress(OSError, AttributeError):
         os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
 

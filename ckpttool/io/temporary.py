@@ -46,7 +46,6 @@ class Owner:
 
     @property
     def process_space(self) -> tuple[str, str, int]:
-        """Where the PID is valid."""
         return self.host, self.boot, self.space
 
 
@@ -59,7 +58,6 @@ def owner_of(name: str) -> Owner | None:
 
 
 def is_edit(name: str) -> bool:
-    """Return True if this is a journal."""
     return name.endswith(EDIT) and owner_of(name) is not None
 
 
@@ -74,7 +72,6 @@ def temporary_name(name: str) -> str:
 
 
 def me() -> Owner:
-    """Return this process."""
     return _owner(os.getpid())
 
 
@@ -129,7 +126,6 @@ def is_dead(name: str, touched: float) -> bool:
 
 
 def is_alive(name: str) -> bool:
-    """Return True if the owner of this temporary name is known to be alive."""
     owner = owner_of(name)
     return owner is not None and owner.process_space == me().process_space and not is_dead(name, time.time())
 

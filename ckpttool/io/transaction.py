@@ -93,7 +93,6 @@ class Replaced:
         return named and bool(hidden) and is_nameable(self.old)
 
     def is_as_written(self, folder: Path) -> bool:
-        """Return True if the file in the folder is the new one."""
         return state_of(folder / self.name) == self.state
 
     def is_untouched(self, folder: Path) -> bool:
@@ -118,7 +117,6 @@ Row = Union[Patched, Replaced]
 
 
 def state_of(path: Path) -> _Stat:
-    """Return size and mtime (ns), or None if there is no such file."""
     try:
         state = path.lstat()
     except OSError:
@@ -130,12 +128,10 @@ def state_of(path: Path) -> _Stat:
 
 
 def record_of(path: Path) -> Path:
-    """Return the path of the record of the file's last edit."""
     return path.with_name(f".{path.name}.ckpttool.undo")
 
 
 def text(rows: Sequence[Row], *, is_undo: bool = False) -> bytes:
-    """Return the content of the record."""
     files: list[dict[str, object]] = []
     data = []
     for row in rows:
@@ -195,7 +191,6 @@ def forget_undo(path: Path) -> None:
 
 
 def unlink(paths: Iterable[Path]) -> None:
-    """Remove the files as far as possible."""
     for path in paths:
         with suppress(OSError):
             os.unlink(path)
@@ -323,7 +318,6 @@ def _last_in(folder: Path, rows: Sequence[Replaced]) -> Path:
 
 
 def record_in(folder: Path, rows: Sequence[Replaced]) -> Path:
-    """Return the path of the record that keeps the rows."""
     return record_of(_last_in(folder, rows))
 
 
@@ -519,19 +513,16 @@ def check_over(name: str, target: str, since: float | None, *, force: bool = Fal
 
 
 def being_edited(target: object) -> CkptError:
-    """Return the error for files that another process is changing."""
     return CkptError(f"{target} is just being edited by another process", hint="run it again when that has ended")
 
 
 def interrupted(target: str) -> CkptError:
-    """Return the error for files that a dead process was changing."""
     return CkptError(
         f"{target}: an interrupted edit was found", hint=f"roll it back: {shell('ckpttool', 'undo', target)}"
     )
 
 
 def nothing(path: object) -> CkptError:
-    """Return the error of `undo` if there is nothing to undo."""
     hint = "only the last edit in place can be undone: remap or swap-weights with --in-place, without --no-undo"
     return CkptError(f"{path}: nothing to undo", hint=hint)
 

@@ -93,7 +93,6 @@ def preflight(out: str, source: Iterable[str], *, force: bool, in_place: bool) -
 
 
 def _check_link(path: Path, force: bool) -> None:
-    """Raise `CkptError` for a symbolic link that must not be followed."""
     link, folder = path.lstat(), path.parent.stat()
     shared = folder.st_mode & stat.S_ISVTX and folder.st_mode & stat.S_IWOTH
     if shared and link.st_uid not in (os.geteuid(), folder.st_uid):  # as the kernel's fs.protected_symlinks

@@ -28,7 +28,6 @@ _PARTS: dict[type, Callable[[Any], Any]] = {
 
 
 def children(node: Any) -> Any:
-    """Return every node directly inside, in any order."""
     parts = _PARTS.get(type(node))
     return () if parts is None else parts(node)
 
@@ -85,7 +84,6 @@ _DEFAULT, _COUNTER = Global("collections", "defaultdict"), Global("collections",
 
 
 def is_mapping(node: Any) -> bool:
-    """Return whether the node is a call of one of Python's own kinds of dict."""
     return type(node) is Call and type(node.func) is Global and node.func in _MAPPINGS
 
 

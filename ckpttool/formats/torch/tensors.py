@@ -69,7 +69,6 @@ def unnamed(
     layout: str = "strided",
     packed_bytes: int = 0,
 ) -> TensorEntry:
-    """Return the entry of a tensor that has no name yet."""
     return TensorEntry("", dtype, shape, stride, offset, storage, layout, packed_bytes)
 
 
@@ -95,7 +94,6 @@ class Carried(Payload):
     rebuilt: TensorEntry | None = None
 
     def describes(self, entry: TensorEntry) -> bool:
-        """Return whether the entry is still the tensor that the node rebuilds."""
         return self.rebuilt is not None and self.rebuilt.geometry == entry.geometry
 
     def content(self) -> bytes | None:
@@ -124,7 +122,6 @@ class Carried(Payload):
 
 
 def malformed(message: str) -> CkptError:
-    """Return the error for a file whose pickle is valid but not as torch.save writes it."""
     return CkptError(
         f"not as torch.save writes it: {message}",
         hint="the file is damaged, or needs a newer ckpttool: pip install -U ckpttool",
@@ -132,7 +129,6 @@ def malformed(message: str) -> CkptError:
 
 
 def is_tensor(node: Any) -> bool:
-    """Return whether the node rebuilds a tensor."""
     return type(node) is Call and type(node.func) is Global and node.func.name in _REBUILD and is_torch(node.func)
 
 
@@ -154,7 +150,6 @@ def kind(entry: TensorEntry) -> str:
 
 
 def bare(node: Any) -> Any:
-    """Return the node of the tensor inside a Parameter."""
     for _ in range(_MAX_WRAPPERS):
         if is_tensor(node) and node.func.name == "_rebuild_parameter":
             node = node.args[0]
@@ -323,7 +318,6 @@ _INNERMOST = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 
 
 def _inner(node: Any, storages: Storages, depth: int) -> list[TensorEntry]:
-    """Return the tensors that a packed tensor is made of."""
     found = (part for part in _parts(node, storages) if is_tensor(part) and part.func.name in _INNERMOST)
     return [_read(part, storages, depth + 1) for part in found]
 
@@ -338,7 +332,6 @@ def storage_key(node: Any) -> str:
 
 
 def typed_storage(node: Any, storages: Storages) -> tuple[str, Storage]:
-    """Return dtype and storage of a storage reference."""
     key = storage_key(node)
     kind, numel = node.id[1].name, node.id[4]
     if kind != "UntypedStorage" and kind not in dtypes.BY_STORAGE:
@@ -422,7 +415,6 @@ class Rebuilder:
         return key
 
     def adopt(self, storage: Storage, key: str) -> None:
-        """Give the storage this key."""
         self.keys[id(storage)] = key
         self.storages[key] = storage
         self.taken.add(key)
@@ -465,8 +457,6 @@ class Rebuilder:
 
 
 def renumbered(root: Any, numbers: Mapping[str, str]) -> Any:
-    """Return the tree with its storages under other keys."""
-
     def moved(reference: Persistent) -> Persistent:
         word, kind, key, *rest = reference.id
         return Persistent((word, kind, numbers[key], *rest))
@@ -475,7 +465,6 @@ def renumbered(root: Any, numbers: Mapping[str, str]) -> Any:
 
 
 def is_parameter(node: Any) -> bool:
-    """Return whether the node rebuilds a Parameter."""
     return type(node) is Call and type(node.func) is Global and node.func.name.startswith("_rebuild_parameter")
 
 

@@ -54,7 +54,6 @@ def read(path: str) -> Checkpoint:
 
 
 def layout(checkpoint: Checkpoint) -> Pieces:
-    """Raise `Refused`: nothing can be written in this format."""
     raise Refused(
         "a TorchScript archive cannot be written: its code calls every tensor by its attribute",
         hint="write its state dict to a .pt or .safetensors file; new values under its own names: "

@@ -31,12 +31,10 @@ class Slot(NamedTuple):
 
 
 def is_module(node: Any) -> bool:
-    """Return whether the node makes a module."""
     return _attributes(node) is not None
 
 
 def class_of(node: Any) -> str:
-    """Return the name of the module's class."""
     is_older = str(node.func) in ("copy_reg._reconstructor", "copyreg._reconstructor")  # of protocols 0 and 1
     return str(node.args[0] if is_older and node.args else node.func)
 
@@ -108,8 +106,7 @@ _MAX_OPTIMIZER_DEPTH = 50
 _MAX_REPEATS = 500_000  # of shared containers: by sharing them a small pickle can make a tree without end
 
 
-class _TooMuch(Exception):
-    """The tree is larger than any optimizer's."""
+class _TooMuch(Exception): ...
 
 
 def mapping_of(node: Any, entries: Iterable[TensorEntry], storages: Storages) -> Mapping[Any, Any] | None:
@@ -584,7 +581,6 @@ class _Around(Payload):
 
 
 def _at(node: Any, steps: Steps) -> Any:
-    """Return the node at the end of the steps (see `_named_children`)."""
     for kind, name in steps:
         if kind == "item":
             node = (pairs_of(node) or node)[name]

@@ -116,7 +116,6 @@ def _folder(archive: Archive) -> str:
 
 
 def check_byteorder(archive: Archive, folder: str) -> None:
-    """Raise `CkptError` if the file says that its storages are not little-endian."""
     record = archive.by_name.get(folder + "byteorder")
     if record is not None and read_record(archive, record, _MAX_NOTE) != b"little":
         raise CkptError(
