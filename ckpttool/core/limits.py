@@ -57,12 +57,12 @@ def limited(to: Limits) -> Iterator[None]:
         _limits = before
 
 
-def raised(texts: Sequence[str], start: Limits = Limits()) -> Limits:
+def raised(texts: Sequence[str]) -> Limits:
     """Return the limits with each ``NAME=VALUE`` applied; VALUE is a number, perhaps with K, M, G or T.
 
     Raises `CkptError` for an invalid limit.
     """
-    known = [field.name for field in fields(Limits)]
+    result, known = Limits(), [field.name for field in fields(Limits)]
     for text in texts:
         name, _, value = text.partition("=")
         found = _VALUE.fullmatch(value)
@@ -70,8 +70,8 @@ def raised(texts: Sequence[str], start: Limits = Limits()) -> Limits:
             raise CkptError(
                 f"not a limit: {text!r}", hint=f"as in --limit json_bytes=4G; the limits are {', '.join(known)}"
             )
-        start = replace(start, **{name: int(found[1]) * _UNITS[found[2]]})
-    return start
+        result = replace(result, **{name: int(found[1]) * _UNITS[found[2]]})
+    return result
 
 
 _TIMES = 16  # bytes of memory for each byte of a file

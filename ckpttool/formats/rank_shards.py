@@ -8,15 +8,16 @@ from math import prod
 from typing import Any
 
 from ckpttool.core import dtypes
-from ckpttool.core.checkpoint import ExtraEntry, Storage, TensorEntry, contiguous_stride
+from ckpttool.core.checkpoint import ExtraEntry, Storage, TensorEntry, contiguous_stride, in_row_major
 from ckpttool.core.errors import CkptError
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.chunks import Chunk
-from ckpttool.formats.pickle_read import Call, Global, Persistent
+from ckpttool.formats.pickle_read import Call, Global
 from ckpttool.formats.torch.tensors import (
     MOST,
     Carried,
+    Rebuilder,
     Storages,
     bare,
     entry_of,
@@ -337,7 +338,10 @@ def sharded_tensor(
             shards[number] = _object(Global(f"{_SHARD}.metadata", "ShardMetadata"), (None, attributes))
     local = []
     if rows[rank]:
-        tensor = {"tensor": _tensor(dtype, (rows[rank], *shape[1:])), "metadata": shards[rank]}
+        tensor = {
+            "tensor": Rebuilder().node(in_row_major(key, dtype, (rows[rank], *shape[1:]), storage)),
+            "metadata": shards[rank],
+        }
         local.append(_object(Global(f"{_SHARD}.sharded_tensor.shard", "Shard"), (None, tensor)))
     module = f"{_SHARD}.sharded_tensor.metadata"
     encoding = Call(Global(module, "MEM_FORMAT_ENCODING"), (0,))
@@ -371,15 +375,3 @@ def _object(kind: Any, state: Any) -> Call:
     node = Call(kind, (), "NEWOBJ")
     node.state = state
     return node
-
-
-def _tensor(dtype: str, shape: tuple[int, ...]) -> Call:
-    numel = prod(shape)
-    row = dtypes.BY_NAME[dtype]
-    hooks = Call(Global("collections", "OrderedDict"), ())
-    kind = Global("torch", row.storage) if row.storage else Global("torch.storage", "UntypedStorage")
-    count = numel if row.storage else numel * row.itemsize
-    args = (Persistent(("storage", kind, "0", "cpu", count)), 0, shape, contiguous_stride(shape), False, hooks)
-    if row.storage:
-        return Call(Global("torch._utils", "_rebuild_tensor_v2"), args)
-    return Call(Global("torch._utils", "_rebuild_tensor_v3"), (*args, Global("torch", dtype)))

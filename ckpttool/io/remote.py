@@ -390,11 +390,6 @@ def check_assumed(url: str) -> None:
         check()
 
 
-def fetched(prefix: str = "") -> int:
-    """Return the bytes that this process has fetched from URLs that begin with `prefix`."""
-    return sum(count for url, count in cache.fetched.items() if url.startswith(prefix))
-
-
 def log_fetched() -> None:
     for url, count in cache.fetched.items():
         log.info("%s: %s bytes fetched in %d requests", url, f"{count:,}", cache.requests[url])

@@ -210,9 +210,9 @@ def test_spans_larger_than_every_buffer(monkeypatch: pytest.MonkeyPatch) -> None
 def test_inspect_fetches_a_header(store: Store) -> None:
     state = {f"layers.{number}.weight": torch.zeros(256, 1024) for number in range(50)}
     url = store.put("large.safetensors", save(state))
-    before = remote.fetched(url)
+    before = remote.cache.fetched[url]
     assert main(["inspect", url]) == 0
-    assert 0 < remote.fetched(url) - before < 300_000
+    assert 0 < remote.cache.fetched[url] - before < 300_000
     assert store.fs.size(store.fs._strip_protocol(url)) > 50_000_000
 
 
@@ -221,9 +221,9 @@ def test_inspect_fetches_no_storage(own: str, limit: int) -> None:
     state = {f"layers.{number}.weight": torch.zeros(256, 1024) for number in range(50)}
     data = zipped(state, _use_new_zipfile_serialization=own == "zip")
     url = Store(fsspec.filesystem("memory"), "memory://sizes").put(f"{own}.pt", data)
-    before = remote.fetched(url)
+    before = remote.cache.fetched[url]
     assert len(open_checkpoint(url).sections[0].tensors) == 50
-    assert 0 < remote.fetched(url) - before < limit
+    assert 0 < remote.cache.fetched[url] - before < limit
 
 
 @NEEDS_HTTP
@@ -242,11 +242,11 @@ def test_the_server_counts_the_same(capsys: pytest.CaptureFixture[str], monkeypa
 def test_a_rename_fetches_everything_once(store: Store, tmp_path: Path) -> None:
     state = {f"layers.{number}.weight": torch.full((100, 100), float(number)) for number in range(60)}
     url = store.put("a.safetensors", save(state))
-    before = remote.fetched(url)
+    before = remote.cache.fetched[url]
     out = tmp_path / "out.safetensors"
     assert main(["remap", url, "--rule", "layers.{n}.weight => h.{n}.w", "-o", str(out)]) == 0
     assert same(load_file(out), {f"h.{number}.w": state[f"layers.{number}.weight"] for number in range(60)})
-    assert remote.fetched(url) - before < 2_400_000 + 2 * remote.BLOCK
+    assert remote.cache.fetched[url] - before < 2_400_000 + 2 * remote.BLOCK
 
 
 # Writing
@@ -391,9 +391,9 @@ def test_a_dcp_rename_moves_no_data_through_here(store: Store) -> None:
     assert main(["remap", url, "-o", f"{store.url}/d.dcp"]) == 0
     open_checkpoint(f"{store.url}/d.dcp")
     data = f"{store.url}/d.dcp/__0_0.distcp"
-    before = remote.fetched(data)
+    before = remote.cache.fetched[data]
     assert main(["remap", f"{store.url}/d.dcp", *RENAME, "-o", f"{store.url}/e.dcp"]) == 0
-    assert remote.fetched(data) - before <= remote.BLOCK  # its small objects
+    assert remote.cache.fetched[data] - before <= remote.BLOCK  # its small objects
     assert store.get("d.dcp/__0_0.distcp") == store.get("e.dcp/__0_0.distcp")
     assert same(tensors(open_checkpoint(f"{store.url}/e.dcp")), RENAMED)
 

@@ -140,7 +140,7 @@ def test_what_came_into_the_folder_meanwhile_stays(fs: Any) -> None:
     preflight_folder(f"{OUT}/new/", (), "elsewhere.pt", force=False, in_place=False)
     fs.pipe_file("/journals/m/new/index", b"theirs")
     with pytest.raises(CkptError, match="new/index exists: another process has written it meanwhile"):
-        write_folder({"shard": [Piece(b"x")], "index": [Piece(b"y")]}, f"{OUT}/new/", (), "copy", replace=False)
+        write_folder({"shard": [Piece(b"x")], "index": [Piece(b"y")]}, f"{OUT}/new/", (), replace=False)
     assert fs.find("/journals/m/new") == ["/journals/m/new/index"]
 
     def late() -> list[bytes]:
@@ -149,14 +149,14 @@ def test_what_came_into_the_folder_meanwhile_stays(fs: Any) -> None:
 
     files = {"shard": [Piece(b"x")], "index": [Piece(Lazy(1, late))]}
     with pytest.raises(CkptError, match="late/index exists: another process has written it meanwhile"):
-        write_folder(files, f"{OUT}/late/", (), "copy", replace=False)
+        write_folder(files, f"{OUT}/late/", (), replace=False)
     assert fs.cat_file("/journals/m/late/index") == b"theirs"
-    write_folder(files, f"{OUT}/late/", (), "copy", replace=True)
+    write_folder(files, f"{OUT}/late/", (), replace=True)
     assert fs.cat_file("/journals/m/late/index") == b"y"
 
 
 def test_new_files_beside_others_go_where_they_belong(fs: Any) -> None:
-    write_folder({"beside": [Piece(b"x")]}, OUT, (), "copy", replace=False)
+    write_folder({"beside": [Piece(b"x")]}, OUT, (), replace=False)
     assert content(fs) == {**BEFORE, "beside": b"x"}
 
 
@@ -187,12 +187,9 @@ def test_a_file_that_is_taken_over_as_it_is_is_copied_by_the_store_or_through_he
         plain(own, source, place)
 
     monkeypatch.setattr(MemoryFileSystem, "cp_file", counted)
-    write_folder(files, f"{OUT}/linked", (), "copy", replace=False)
+    write_folder(files, f"{OUT}/linked", (), replace=False)
     assert [fs.cat_file(f"/journals/m/linked/{name}") for name in "abc"] == [b"mine", b"local", b"local"]
     assert copied.count("/journals/m/mine") == 1
-    write_folder({"a": Link(f"{OUT}/mine")}, f"{OUT}/proved", (), "copy", Held(), replace=False)
+    write_folder({"a": Link(f"{OUT}/mine")}, f"{OUT}/proved", (), Held(), replace=False)
     assert fs.cat_file("/journals/m/proved/a") == b"mine"
     assert copied.count("/journals/m/mine") == 1  # nothing proves what a store has copied
-    write_folder({"a": [Piece(b"x")]}, f"{OUT}/none", (), "hard", replace=False)  # in which nothing is to be linked
-    with pytest.raises(CkptError, match="files of a store cannot be linked"):
-        write_folder({"a": Link(f"{OUT}/mine")}, f"{OUT}/hard", (), "hard", replace=False)

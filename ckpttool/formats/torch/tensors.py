@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -60,16 +61,7 @@ class Storages:
         return None if entry is None or entry.storage is None else repr(fingerprint(entry)).encode()
 
 
-def unnamed(
-    dtype: str,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    offset: int,
-    storage: Storage | None,
-    layout: str = "strided",
-    packed_bytes: int = 0,
-) -> TensorEntry:
-    return TensorEntry("", dtype, shape, stride, offset, storage, layout, packed_bytes)
+unnamed = partial(TensorEntry, "")  # makes the entry of a tensor that has no name yet
 
 
 def _packed(entry: TensorEntry, layout: str, nbytes: int | None = None) -> TensorEntry:

@@ -15,7 +15,7 @@ from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.values import many_objects
 from ckpttool.formats.pickle_read import Call, Global
 from ckpttool.formats.torch.tensors import Storages, entry_of, is_tensor
-from ckpttool.formats.torch.zip_file import check_byteorder, find_storage, read_pickle, unreached_in
+from ckpttool.formats.torch.zip_file import check_byteorder, find_storage, folder_of, read_pickle, unreached_in
 from ckpttool.formats.zip_read import Archive, read_archive, read_record
 from ckpttool.io.pieces import Pieces
 
@@ -33,7 +33,7 @@ _STRING = re.compile(r'"([^"]*)"')
 def read(path: str) -> Checkpoint:
     """Return the index of the archive at `path`, without running its code. Raises `CkptError` if it is corrupt."""
     archive = read_archive(path)
-    folder = _folder(archive)
+    folder = folder_of(archive, "torch.jit.save")
     check_byteorder(archive, folder)
     root = read_pickle(archive, folder + "data.pkl").root
     storages = Storages(lambda key, nbytes: find_storage(archive, folder, key, nbytes))
@@ -59,16 +59,6 @@ def layout(checkpoint: Checkpoint) -> Pieces:
         hint="write its state dict to a .pt or .safetensors file; new values under its own names: "
         "ckpttool swap-weights SCRIPTED.pt NEW.pt -o OUT.pt",
     )
-
-
-def _folder(archive: Archive) -> str:
-    found = [name for name in archive.by_name if name.count("/") == 1 and name.endswith("/data.pkl")]
-    if len(found) != 1:
-        raise CkptError(
-            f"{archive.path}: not as torch.jit.save writes it: {len(found)} records are called NAME/data.pkl, not one",
-            hint="save it again with torch.jit.save",
-        )
-    return found[0].removesuffix("data.pkl")
 
 
 class _Reader:

@@ -81,7 +81,9 @@ def open_tree(archive: Archive) -> tuple[str, Pickle, Storages]:
 
     Raises `CkptError` for an archive that torch.save did not write.
     """
-    folder = _folder(archive)
+    folder = folder_of(archive)
+    if folder + "constants.pkl" in archive.by_name:
+        raise _unfit(archive, "it is a TorchScript archive")
     check_byteorder(archive, folder)
     pickle = read_pickle(archive, folder + "data.pkl")
     memory = pickle.memory or Memory(archive.length)
@@ -105,14 +107,12 @@ def read_pickle(archive: Archive, name: str) -> Pickle:
     return pickle
 
 
-def _folder(archive: Archive) -> str:
+def folder_of(archive: Archive, writer: str = "torch.save") -> str:
+    """Return the folder of all records with its slash. Raises `CkptError` if there is none, or are two."""
     found = [name for name in archive.by_name if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(found) != 1:
-        raise _unfit(archive, f"{len(found)} records are called NAME/data.pkl, not one")
-    folder = found[0].removesuffix("data.pkl")
-    if folder + "constants.pkl" in archive.by_name:
-        raise _unfit(archive, "it is a TorchScript archive")
-    return folder
+        raise _unfit(archive, f"{len(found)} records are called NAME/data.pkl, not one", writer)
+    return found[0].removesuffix("data.pkl")
 
 
 def check_byteorder(archive: Archive, folder: str) -> None:
@@ -139,10 +139,10 @@ def find_storage(archive: Archive, folder: str, key: str, nbytes: int) -> Storag
     return Storage(archive.span(record))
 
 
-def _unfit(archive: Archive, message: str) -> CkptError:
+def _unfit(archive: Archive, message: str, writer: str = "torch.save") -> CkptError:
     return CkptError(
-        f"{archive.path}: not as torch.save writes it: {message}",
-        hint="the file is damaged, or written by another program: save it again with torch.save",
+        f"{archive.path}: not as {writer} writes it: {message}",
+        hint=f"the file is damaged, or written by another program: save it again with {writer}",
     )
 
 
