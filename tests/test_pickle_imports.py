@@ -409,3 +409,23 @@ def test_dangerous_imports_of_the_files_of_a_trainer_are_listed(name: str, run: 
     done = run("check", tmp_path)
     assert done.status == 1
     assert f"{tmp_path / name}: " in done.out + done.err
+
+
+@pytest.mark.parametrize("name", ["training_args.bin", "scheduler.pt", "own.pkl"])
+def test_dangerous_imports_of_other_files_are_not_carried_on(name: str, run: Run, tmp_path: Path) -> None:
+    folder, out = tmp_path / "run", tmp_path / "out"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+    asked = ["remap", folder, "-o", f"{out}/", "--rule", "w => v"]
+    value = {"args": Runs(os.system, "id")}
+    (folder / name).write_bytes(pickle.dumps(value)) if name.endswith(".pkl") else torch.save(value, folder / name)
+    refused = run(*asked)
+    assert (refused.status, out.exists()) == (1, False)
+    assert "posix.system" in refused.out + refused.err
+    assert name in refused.out + refused.err
+    assert run("remap", folder / "model.safetensors", "-o", tmp_path / "alone.safetensors", *asked[-2:]).status == 0
+    assert run(*asked, "--keep-pickled-code", "--force").status == 0
+    assert (out / name).read_bytes() == (folder / name).read_bytes()
+    torch.save({"args": argparse.Namespace(lr=0.1)}, folder / name)
+    assert run(*asked, "--force").status == 0

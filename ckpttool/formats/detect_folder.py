@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from shlex import quote
 from typing import NamedTuple
@@ -300,10 +300,15 @@ def dangerous_beside(path: str) -> tuple[Import, ...]:
     """Return the dangerous imports in files that a trainer saves next to the weights in the folder `path`."""
     if files.is_glob(path) or not files.is_dir(path):
         return ()
+    return dangerous_in(join(path, name) for name in states_beside(path))
+
+
+def dangerous_in(paths: Iterable[str]) -> tuple[Import, ...]:
+    """Return the dangerous imports in the pickles of these files."""
     with one_reading(), collected() as imports:
-        for file in (join(path, name) for name in states_beside(path)):
+        for path in paths:
             try:
-                FORMATS[sniff(file)].read(file)
+                FORMATS[sniff(path)].read(path)
             except CkptError as error:
-                unreadable(file, "", error)
+                unreadable(path, "", error)
     return in_order(dangerous(imports))

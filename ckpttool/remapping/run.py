@@ -445,6 +445,9 @@ def _write(
     return done
 
 
+_PICKLES = (".bin", ".pt", ".pth", ".pkl")  # of the other files of a folder
+
+
 def _laid_out(options: RemapOptions, target: Target, output: Checkpoint, beside: Companions) -> Files:
     """Return the files of the output. Raise `Refused` if loading them would run code, unless that is requested.
 
@@ -456,7 +459,8 @@ def _laid_out(options: RemapOptions, target: Target, output: Checkpoint, beside:
     if target.format.name == "pt2":
         names |= {one.name for one in dangerous(output.imports)}
     if not options.keep_pickled_code:
-        check_code(output, names)
+        pickles = (path for path in beside.files.values() if isinstance(path, str) and path.endswith(_PICKLES))
+        check_code(output, names, pickles)
     return files
 
 

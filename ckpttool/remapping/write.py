@@ -20,7 +20,7 @@ from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import Job, current, only_first
 from ckpttool.evaluate.compare import Fingerprints, verify
 from ckpttool.formats.dcp_metadata import BytesItem, parse
-from ckpttool.formats.detect_folder import DCP_METADATA, locate, open_checkpoint
+from ckpttool.formats.detect_folder import DCP_METADATA, dangerous_in, locate, open_checkpoint
 from ckpttool.formats.registry import FORMATS
 from ckpttool.formats.torch.nodes import entries_with_code
 from ckpttool.io import progress, sources, write
@@ -432,10 +432,10 @@ def _overlaps(one: Import, span: Span) -> bool:
     return span.path == one.file and span.offset < one.end and one.start < span.offset + span.length
 
 
-def check_code(output: Checkpoint, names: Iterable[str]) -> None:
-    """Raise `Refused` if the output carries dangerous imports with these names."""
-    left = set(names)
-    if not left:
+def check_code(output: Checkpoint, names: Iterable[str], others: Iterable[str] = ()) -> None:
+    """Raise `Refused` if the output carries dangerous imports with these names, or in the `others`: copied files."""
+    left, beside = set(names), dangerous_in(others)
+    if not left and not beside:
         return
     by_path: dict[str, list[str]] = {}
     for path, name in entries_with_code(output):
@@ -443,7 +443,9 @@ def check_code(output: Checkpoint, names: Iterable[str]) -> None:
         left.discard(name)
     problems = [Problem(f"imports {', '.join(dict.fromkeys(own))}", path) for path, own in by_path.items()]
     problems += [Problem("a dangerous import of the file's pickle", name) for name in sorted(left)]
+    problems += [Problem(f"imports {one.name}", name_of(one.file)) for one in beside]
     drop = shell(*(word for path in by_path for word in ("--drop", path)))
     hint = "carry it on: --keep-pickled-code"
-    hint = f"leave it out: {drop}; or {hint}" if drop and not left else hint
+    hint = f"leave it out: {drop}; or {hint}" if drop and not left and not beside else hint
+    hint = f"name the weights alone as CKPT, without the other files of the folder; or {hint}" if beside else hint
     raise Refused("the output would run code when it is loaded: dangerous pickle imports", hint=hint, problems=problems)
