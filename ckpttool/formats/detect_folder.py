@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from ckpttool.core.checkpoint import Checkpoint, Span
 from ckpttool.core.errors import CkptError, Problem
-from ckpttool.core.limits import one_reading
+from ckpttool.core.limits import limits, one_reading
 from ckpttool.core.pickle_imports import Import, dangerous, in_order
 from ckpttool.formats.detect import sniff
 from ckpttool.formats.huggingface import read_index
-from ckpttool.formats.pickle_read import collected, unreadable
+from ckpttool.formats.pickle_read import Origin, collected, loads, unreadable
 from ckpttool.formats.registry import FORMATS
 from ckpttool.formats.remarks import remarks
 from ckpttool.io import files, paths, sources
@@ -309,6 +309,12 @@ def dangerous_in(paths: Iterable[str]) -> tuple[Import, ...]:
         for path in paths:
             try:
                 FORMATS[sniff(path)].read(path)
-            except CkptError as error:
-                unreadable(path, "", error)
+            except CkptError:  # a pickle that torch.save did not write, if it is one
+                nbytes = files.size(path)
+                with opened(path) as file:
+                    data = bytes(file.read(min(nbytes, limits().pickle_bytes)))
+                try:
+                    loads(data, origin=Origin(path, nbytes, end=len(data)))
+                except CkptError as error:
+                    unreadable(path, "", error)
     return in_order(dangerous(imports))

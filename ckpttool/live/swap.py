@@ -192,7 +192,7 @@ def _planned(
             packed=True,
             remade=target.remade,
             compare=target.compared,
-            code=operand if operand is not None and operand.is_definition else None,
+            code=None if operand is None else operand.code,
             cast=cast,
             constants=constants,
             keep_constants=keep_constants,

@@ -99,6 +99,11 @@ class ModelOperand:
             return not split(self.model)[0].endswith((".json", ".pt2"))
         return not isinstance(self.model, Names)
 
+    @property
+    def code(self) -> ModelOperand | None:
+        """The operand itself if the model is code; None if it is a list of names."""
+        return self if self.is_definition else None
+
     def names(self) -> Names:
         """Return the names: traced, or read from a names file or a program; with the optimizer's ids if one is given.
 

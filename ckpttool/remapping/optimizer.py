@@ -154,11 +154,6 @@ class OptimizerRequest:
     old_model: str | None = None
     output: str | None = None
 
-    @property
-    def changes(self) -> bool:
-        """Whether something is requested of the optimizers themselves."""
-        return self.keys is not None or self.to_names is not None
-
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRemap:

@@ -31,7 +31,7 @@ from ckpttool.remapping.companions import COMPANIONS, Companions
 from ckpttool.remapping.optimizer import OptimizerRemap, OptimizerRequest, RuleEffect, by_rules, remap_optimizers
 from ckpttool.remapping.steps import (
     Draft,
-    RemapRequest,
+    Request,
     apply_rules,
     apply_rules_like_first,
     carried,
@@ -280,22 +280,20 @@ def without(checkpoint: Checkpoint, paths: Collection[str]) -> Checkpoint:
     return replace(checkpoint, sections=sections, others=others, unreached=unreached, beside=beside)
 
 
-_NOTHING = RemapRequest()
-
-
-def remap(source: Checkpoint, asked: RemapRequest = _NOTHING, drops: Sequence[str] = ()) -> Remap:
+def remap(source: Checkpoint, request: Request) -> Remap:
     """Plan the remap and apply it on the index. Raise `Refused` if it would lose, collide or guess."""
+    options = request.options
     lightning = naming_wrappers.is_lightning(source)  # also if the key that shows it is dropped
     before = source
-    source, dropped = drop(source, drops) if drops else (source, [])
-    if not asked.changes:
-        if asked.sections is not None:
-            of_one_model(source, asked.sections)  # raises where one of them is none
+    source, dropped = drop(source, options.drop) if options.drop else (source, [])
+    if not request.changes:
+        if options.sections is not None:
+            of_one_model(source, options.sections)  # raises where one of them is none
         model = _as_it_is(source)
         plan = replace(carried(source.sections), dropped=tuple(dropped))
         return Remap(source, plan, model=model, narrowed=_narrowing(before, model, dropped))
-    sections = of_one_model(source, asked.sections, asked.names)
-    drafts = _drafts(sections, asked, lightning)
+    sections = of_one_model(source, options.sections, request.names)
+    drafts = _drafts(sections, request, lightning)
     made = Plan(
         tuple(output for draft in drafts for output in draft.plan.outputs),
         tuple(gone for draft in drafts for gone in draft.plan.dropped),
@@ -305,39 +303,44 @@ def remap(source: Checkpoint, asked: RemapRequest = _NOTHING, drops: Sequence[st
     runners = {way: runner for draft in drafts for way, runner in draft.runners.items()}
     paths = [section.path for section in sections]
     result = apply(made, source, runners)
-    if asked.names is not None and asked.to_names is None and asked.select is None and not isinstance(asked.to, Chain):
-        tables = NameTables(asked.names)
+    if (
+        request.names is not None
+        and request.loads is None
+        and options.select is None
+        and not isinstance(options.form, Chain)
+    ):
+        tables = NameTables(request.names)
         for path in paths:
-            result = recorded(tables, result, path, asked.form_by_model(tables).names)
+            result = recorded(tables, result, path, request.form_by_model(tables).names)
     touched = {gone.section for gone in dropped}.difference(paths)
     rest = carried(other for other in source.sections if other.path in touched)
     plan = replace(made, outputs=(*made.outputs, *rest.outputs), dropped=(*made.dropped, *dropped))
     shown = drafts[0].notes
     others = [f"{d.section.path}: {note}" for d in drafts[1:] for note in d.notes if note not in shown]
     notes = (*shown, *others, *left_as_they_are(source, sections))
-    form = None if asked.to is None else str(asked.to)
+    form = None if options.form is None else str(options.form)
     together = tuple(paths) if len(paths) > 1 else ()
     missing = [
         dotted(draft.section.path, key)
         for draft in drafts
-        for key in _not_left_out(draft, asked, [gone.key for gone in dropped if gone.section == draft.section.path])
+        for key in _not_left_out(draft, request, [gone.key for gone in dropped if gone.section == draft.section.path])
     ]
     whole = RuleEffect(drafts[0].section, drafts[0].plan)
     narrowed = _narrowing(before, whole, dropped)
-    model, narrowed = (whole, narrowed) if asked.select is None else (None, narrowed or whole)
+    model, narrowed = (whole, narrowed) if options.select is None else (None, narrowed or whole)
     done = Remap(result, plan, drafts[0].form, form, notes, ruled=drafts[0].ruled, model=model, narrowed=narrowed)
     return replace(done, sections=together, missing=tuple(missing))
 
 
-def _not_left_out(draft: Draft, asked: RemapRequest, dropped: Sequence[str]) -> list[str]:
+def _not_left_out(draft: Draft, request: Request, dropped: Sequence[str]) -> list[str]:
     """Return the missing keys of a section, except those that --drop or --select leaves out."""
-    names = asked.to_names or asked.names
+    names = request.to_names or request.names
     if names is None or not draft.missing:
         return []
     tables = NameTables(names)
-    own = tables.serialized_names if asked.model_form.names == SERIALIZED else tables.runtime_names
+    own = tables.serialized_names if request.model_form.names == SERIALIZED else tables.runtime_names
     left_out = {*dropped, *match(dropped, own).names.values(), *match(dropped, tables.serialized_names).names.values()}
-    below = "" if asked.select is None else f"{asked.select}."
+    below = "" if request.options.select is None else f"{request.options.select}."
     return [key for key in draft.missing if key not in left_out and key.startswith(below)]
 
 
@@ -361,7 +364,7 @@ def _narrowing(source: Checkpoint, effect: RuleEffect | None, dropped: Sequence[
     return RuleEffect(source.section(path), replace(effect.plan, dropped=(*effect.plan.dropped, *own)))
 
 
-def _drafts(sections: Sequence[Section], request: RemapRequest, lightning: bool) -> list[Draft]:
+def _drafts(sections: Sequence[Section], request: Request, lightning: bool) -> list[Draft]:
     """Return the draft of each section. A problem of a further section is reported under its path."""
     drafts: list[Draft] = []
     for section in sections:
@@ -378,27 +381,28 @@ def _drafts(sections: Sequence[Section], request: RemapRequest, lightning: bool)
     return drafts
 
 
-def _draft(section: Section, request: RemapRequest, lightning: bool, first: Draft | None) -> Draft:
+def _draft(section: Section, request: Request, lightning: bool, first: Draft | None) -> Draft:
     """Go through the models' names, then the submodule, the wrappers and the rules; `first` is another section's."""
-    draft = start = new_draft(section, request.source_form, lightning)
+    options, form = request.options, request.options.form
+    draft = start = new_draft(section, options.source_form, lightning)
     is_adapter = adapter_of(section.keys) is not None
     if request.names is not None:
         tables = NameTables(request.names)
         to_tables = None if request.to_names is None else NameTables(request.to_names)
         if is_adapter and to_tables is not None:
-            draft = to_other_base(draft, tables, to_tables, request.to_code)
+            draft = to_other_base(draft, tables, to_tables, None if request.loads is None else request.loads.code)
         else:
             draft = to_model_form(draft, request, tables)
             if to_tables is not None:
                 draft = to_other_model(draft, request, to_tables)
-            draft = with_counters(draft, keep=request.like is not None or isinstance(request.to, Chain))
-    if request.select is not None:
-        draft = select(draft, request.select, request.keep_prefix, by_model=request.names is not None)
+            draft = with_counters(draft, keep=request.like is not None or isinstance(form, Chain))
+    if options.select is not None:
+        draft = select(draft, options.select, options.keep_prefix, by_model=request.names is not None)
     if request.like is not None:
         draft = take_names(draft, request.like)
-    elif isinstance(request.to, Chain):
-        draft = rewrap(draft, request.to)
-    elif request.to is not None and request.names is None:
+    elif isinstance(form, Chain):
+        draft = rewrap(draft, form)
+    elif form is not None and request.names is None:
         draft = rewrap(draft, Chain(()))
     if request.rule_steps and is_adapter and (request.names is None or request.to_names is None):
         draft = apply_rules_of_base(draft, request.rule_steps)
@@ -408,7 +412,7 @@ def _draft(section: Section, request: RemapRequest, lightning: bool, first: Draf
         draft = apply_rules(draft, request.rule_steps)
     if request.like is not None:
         draft = replace(draft, notes=(*draft.notes, *notes_on_like(draft, request.like)))
-    return draft if request.unwrapped is None else unwrap(draft, NameTables(request.unwrapped))
+    return draft if request.unwrapped is None else unwrap(draft, NameTables(request.unwrapped.names()))
 
 
 def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:

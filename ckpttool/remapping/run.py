@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -42,12 +43,12 @@ from ckpttool.operands.checkpoint import (
 from ckpttool.operands.model import ModelOperand, as_read, of_one_model, operand_of, read_for_model
 from ckpttool.operands.output import Target, operand, outputs, target_for
 from ckpttool.remapping.companions import Companions, companions_of
-from ckpttool.remapping.gather import gather_ranks, merge_replicas
+from ckpttool.remapping.gather import gather_ranks, merge_replicas, with_gathered_optimizers
 from ckpttool.remapping.optimizer import OptimizerRequest
 from ckpttool.remapping.options import ConvertOptions, RemapOptions
 from ckpttool.remapping.plan import Remap, by_plan, with_optimizers
 from ckpttool.remapping.plan import remap as remap_index
-from ckpttool.remapping.steps import RemapRequest
+from ckpttool.remapping.steps import Request
 from ckpttool.remapping.write import Decided, Writer, check_code, copied_imports, cost_of, recover_source, undo_of
 from ckpttool.ruleset.patterns import Renaming, parse
 
@@ -201,63 +202,32 @@ def plan_remap(
     if gathered is not None and options.save_plan is not None:
         raise CkptError("a plan cannot put rank files together", hint="write the checkpoint: -o OUT, without a plan")
     whole = source if gathered is None else gathered.checkpoint
-    form, rule_steps, like = options.form, _rule_steps(options), None
+    request = Request(options, rule_steps=_rule_steps(options))
     if options.like is not None:
         other = options.like if isinstance(options.like, Checkpoint) else open_operand(options.like)
-        like = model_section(read_for_model(other, model))
-    request = RemapRequest(
-        names=names,
-        to_names=to_names,
-        to=form,
-        source_form=options.source_form,
-        like=like,
-        rule_steps=rule_steps,
-        select=options.select,
-        keep_prefix=options.keep_prefix,
-        trainable_only=options.trainable_only,
-        sections=options.sections,
-    )
-    if options.to_ranks or not isinstance(form, ModelForm) or form is ModelForm.PRETRAINED:
-        optimizer_form = None
-    else:
-        optimizer_form = form.names
-    for_optimizers = OptimizerRequest(
-        options.optimizer_keys,
-        names,
-        to_names,
-        _renamings(rule_steps),
-        optimizer_form,
-        beside=saved_state_dicts(source),
-        old_model=_command_with_old_model(source, options),
-        output=options.target(source.source),
-    )
+        request = replace(request, like=model_section(read_for_model(other, model)))
     # Is the model named for its optimizer only, while the keys stay as they are?
-    about_keys = (options.to, options.from_, options.like, options.to_model if source.state_dicts else None)
-    names_keys = options.select is not None or options.trainable_only or any(one is not None for one in about_keys)
-    other_model = None if options.to_model is None else to_model
-    saved = None
-    if gathered is None and for_optimizers.changes and not names_keys:
+    about_keys = (
+        *(options.to, options.from_, options.like, options.select, options.trainable_only or None),
+        options.to_model if source.state_dicts else None,
+    )
+    about_optimizers = options.optimizer_keys is not None or to_model is not None
+    other_model, saved = None if options.to_model is None else to_model, None
+    if gathered is None and about_optimizers and all(one is None for one in about_keys):
         by_names = options.optimizer_keys not in (None, ID) and source.state_dicts
-        unwrapped = names if by_names else None  # as the names of torch.distributed.checkpoint are
-        request = replace(request, names=None, to_names=None, unwrapped=unwrapped)
-    elif model is not None:
+        request = replace(request, unwrapped=model if by_names else None)  # as torch.distributed.checkpoint names them
+    elif model is None:
+        request = replace(request, loads=to_model)
+    else:
         # Rules lead to the names of the other model themselves.
         saved, loads = _read_and_written_by(whole, model, None if options.has_rules else other_model, options)
-        request = replace(
-            request,
-            names=saved.names(),
-            to_names=None if loads is None else loads.names(),
-            code=saved if saved.is_definition else None,
-            to_code=loads if loads is not None and loads.is_definition else None,
-        )
-    done = remap_index(whole, request, options.drop or ())
+        request = replace(request, saved=saved, loads=loads)
+    done = remap_index(whole, request)
     if saved is not None and saved.pretrained:
         done = replace(done, source_form=str(ModelForm.PRETRAINED))
     if gathered is not None and names is not None:
-        from ckpttool.remapping.gather import with_gathered_optimizers
-
         done = with_gathered_optimizers(done, gathered, names)
-    if other_model is not None and rule_steps and request.names is not None:
+    if other_model is not None and saved is not None and request.rule_steps:
         done = replace(done, missing=_not_reached(done, request, other_model))
     elif done.missing and saved is not None and gathered is None:
         done = replace(done, missing=_needed(done, request, other_model or saved))
@@ -267,6 +237,18 @@ def plan_remap(
     if done.result.beside != source.beside:  # some of these files are dropped
         notes = (note for note in source.notes if note not in note_on(source.beside))
         source = replace(source, notes=(*notes, *note_on(done.result.beside)))
+    form = options.form
+    is_named = isinstance(form, ModelForm) and form is not ModelForm.PRETRAINED and not options.to_ranks
+    for_optimizers = OptimizerRequest(
+        options.optimizer_keys,
+        names,
+        to_names,
+        _renamings(request.rule_steps),
+        form.names if is_named else None,
+        beside=saved_state_dicts(source),
+        old_model=_command_with_old_model(source, options),
+        output=options.target(source.source),
+    )
     done = with_optimizers(replace(done, notes=(*source.notes, *done.notes)), for_optimizers)
     return replace(done, changes_content=gathered is not None or changes_content(source, done))
 
@@ -283,23 +265,24 @@ def _run_saved_plan(source: Checkpoint, path: str, model: ModelOperand | None, t
     return replace(done, notes=(*source.notes, *done.notes), changes_content=changes_content(source, done))
 
 
-def _not_reached(done: Remap, request: RemapRequest, loads: ModelOperand) -> tuple[str, ...]:
+def _not_reached(done: Remap, request: Request, loads: ModelOperand) -> tuple[str, ...]:
     """Return the keys of the model that will load the output which the rules do not lead to."""
     tables = NameTables(loads.names())
     if request.model_form.names == RUNTIME:
         names, spare = tables.runtime_names, {*tables.spare_fqns}
     else:
         names, spare = tables.serialized_names, {*tables.spare_keys} - {*tables.names.extra_state}
-    sections = of_one_model(done.result, request.sections)
+    sections = of_one_model(done.result, request.options.sections)
     if any(adapter_of(section.keys) is not None for section in sections):
         return ()
     return tuple(dotted(section.path, key) for section in sections for key in match(section.keys, names, spare).missing)
 
 
-def _needed(done: Remap, request: RemapRequest, loads: ModelOperand) -> tuple[str, ...]:
+def _needed(done: Remap, request: Request, loads: ModelOperand) -> tuple[str, ...]:
     """Return the missing keys that the model's own loading needs: some models save keys only sometimes."""
-    narrowed = request.select is not None or request.trainable_only
-    renamed = request.like is not None or request.rule_steps or request.to not in (None, ModelForm.SERIALIZED)
+    options = request.options
+    narrowed = options.select is not None or options.trainable_only
+    renamed = request.like is not None or request.rule_steps or options.form not in (None, ModelForm.SERIALIZED)
     if narrowed or renamed or not loads.is_definition or loads.is_folder:
         return done.missing
     from ckpttool.tracing.loading import load_verdict
@@ -368,12 +351,12 @@ def _rule_steps(options: RemapOptions) -> tuple[RuleStep, ...]:
     return read(options.rules, reverse=options.reverse, rules=rules, sizes=given_sizes(options.size or ()))
 
 
-def _renamings(steps: tuple[RuleStep, ...]) -> tuple[Renaming, ...]:
+def _renamings(steps: Sequence[RuleStep]) -> tuple[Renaming, ...]:
     if not steps:
         return ()
     from ckpttool.ruleset.steps import Renames
 
-    return (Renames(steps),)
+    return (Renames(tuple(steps)),)
 
 
 # Writing
@@ -604,7 +587,7 @@ def _wrappers(source: Checkpoint, section: Section) -> Evidence:
 def _unwrapping(source: Checkpoint, options: RemapOptions) -> str | None:
     """The command that takes the wrappers out; None where it would be refused too."""
     try:
-        done = remap_index(source, RemapRequest(to=ModelForm.SERIALIZED))
+        done = remap_index(source, Request(RemapOptions(to="serialized")))
     except CkptError:
         return None
     if not changes_content(source, done):

@@ -22,6 +22,7 @@ from ckpttool.naming.match import NameTables, aliases, align, drop_variants, wit
 from ckpttool.naming.wrappers import Chain, Evidence, adapter_of, strip
 from ckpttool.operands.model import ModelOperand
 from ckpttool.remapping.optimizer import RuleEffect
+from ckpttool.remapping.options import RemapOptions
 
 if TYPE_CHECKING:
     from ckpttool.ruleset.steps import Step as RuleStep
@@ -30,45 +31,47 @@ NO_COUNTER = "AveragedModel's counter, which only that wrapper has"
 
 
 @dataclass(frozen=True, slots=True)
-class RemapRequest:
-    """The request for the model's keys. Every field may be left out.
+class Request:
+    """The options of a remap, and the values that they name.
 
-    `names` are of the model that saved the keys, `to_names` of another model that will load them; `to` is
-    the form that the keys get, `source_form` their present form, None to recognise it. `like` is a state dict whose
-    naming is used. `rule_steps`, from the command line or a file, come last. `select` takes one submodule only, under
-    its own names unless `keep_prefix`; `trainable_only` leaves out what `names` call frozen. `sections` are the paths
-    of the state dicts to change, separated by commas; None for all that hold the model. `unwrapped` are the names of a
-    model whose keys lose their wrappers in the end, if nothing else is requested of these names. `code` and `to_code`
-    are the two models themselves, if they are code.
+    `saved` is the model with the names that the keys have, `loads` another model that will load them, `unwrapped` a
+    model whose keys lose their wrappers in the end, if nothing else is requested of them. `like` is a state dict whose
+    naming is used. `rule_steps`, from the command line or a file, come last.
     """
 
-    names: Names | None = None
-    to: Form | None = None
-    source_form: Form | None = None
-    to_names: Names | None = None
+    options: RemapOptions
+    saved: ModelOperand | None = None
+    loads: ModelOperand | None = None
+    unwrapped: ModelOperand | None = None
     like: Section | None = None
     rule_steps: Sequence[RuleStep] = ()
-    select: str | None = None
-    keep_prefix: bool = False
-    trainable_only: bool = False
-    sections: str | None = None
-    code: ModelOperand | None = None
-    to_code: ModelOperand | None = None
-    unwrapped: Names | None = None
 
     @property
     def changes(self) -> bool:
-        """Whether anything is requested."""
-        return replace(self, sections=None) != RemapRequest()
+        """Whether anything is requested of the model's keys."""
+        own = self.options
+        named = (self.saved, self.loads, self.unwrapped, self.like, own.to, own.from_, own.select)
+        return bool(self.rule_steps or own.trainable_only) or any(one is not None for one in named)
+
+    @property
+    def names(self) -> Names | None:
+        """The names of the model that saved the keys."""
+        return None if self.saved is None else self.saved.names()
+
+    @property
+    def to_names(self) -> Names | None:
+        """The names of the other model, which will load them."""
+        return None if self.loads is None else self.loads.names()
 
     @property
     def model_form(self) -> ModelForm:
-        """The form of the model's names that `to` is, or that a chain of wrappers goes around."""
-        return self.to if isinstance(self.to, ModelForm) else ModelForm.SERIALIZED
+        """The form of the model's names that is requested, or that a chain of wrappers goes around."""
+        form = self.options.form
+        return form if isinstance(form, ModelForm) else ModelForm.SERIALIZED
 
     def form_by_model(self, tables: NameTables) -> ModelForm:
         """The form that the first model's step leads to; another model's step begins at the runtime names."""
-        if self.to_names is not None:
+        if self.loads is not None:
             return ModelForm.RUNTIME
         return self.model_form if self.like is None else ModelForm(read(tables, self.like).form)
 
@@ -145,10 +148,12 @@ def new_draft(section: Section, form: Form | None, lightning: bool) -> Draft:
 # Through models
 
 
-def to_model_form(draft: Draft, request: RemapRequest, tables: NameTables) -> Draft:
+def to_model_form(draft: Draft, request: Request, tables: NameTables) -> Draft:
     """Rename the keys to a form of the model that saved them. Raise `Refused` if they are not this model's."""
-    names, to, code = tables.names, request.form_by_model(tables), request.code
-    form = request.source_form.names if isinstance(request.source_form, ModelForm) else None
+    names, to = tables.names, request.form_by_model(tables)
+    code = None if request.saved is None else request.saved.code
+    source_form = request.options.source_form
+    form = source_form.names if isinstance(source_form, ModelForm) else None
     section = draft.section
     reading = read(tables, section, form)
     counted = wrappers.counters([entry.key for entry in section.tensors])
@@ -185,7 +190,7 @@ def to_model_form(draft: Draft, request: RemapRequest, tables: NameTables) -> Dr
             problems=problems,
         )
     missing = lacking(tables, to, {output.key for output in plan.outputs})
-    if request.trainable_only:
+    if request.options.trainable_only:
         wanted = Plan(tuple(Output(section.path, key, Ref(key)) for key in missing))
         missing = tuple(output.key for output in _trained(wanted, tables, to.names).outputs)
         plan = _trained(plan, tables, to.names)
@@ -209,9 +214,10 @@ def to_model_form(draft: Draft, request: RemapRequest, tables: NameTables) -> Dr
     )
 
 
-def to_other_model(draft: Draft, request: RemapRequest, tables: NameTables) -> Draft:
+def to_other_model(draft: Draft, request: Request, tables: NameTables) -> Draft:
     """Rename one model's runtime names to a form of another model. Raise `Refused` if it has other tensors."""
-    names, code, section = tables.names, request.to_code, draft.evaluated()
+    names, section = tables.names, draft.evaluated()
+    code = None if request.loads is None else request.loads.code
     reading = read(tables, section, RUNTIME)
     moved = move(tables, section, reading, request.model_form.names)
     plan = moved.plan if code is None else left_to_code(moved.plan, tables, section, reading, code.arguments)

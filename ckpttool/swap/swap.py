@@ -414,7 +414,7 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
         cast=options.cast,
         constants=options.constants,
         keep_constants=options.keep_constants,
-        code=model if model is not None and model.is_definition else None,
+        code=None if model is None else model.code,
     )
     if not swapped.sources and all(one.verdict != "from_model" for one in swapped.compared):
         raise Refused(
