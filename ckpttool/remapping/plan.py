@@ -303,13 +303,8 @@ def remap(source: Checkpoint, request: Request) -> Remap:
     runners = {way: runner for draft in drafts for way, runner in draft.runners.items()}
     paths = [section.path for section in sections]
     result = apply(made, source, runners)
-    if (
-        request.names is not None
-        and request.loads is None
-        and options.select is None
-        and not isinstance(options.form, Chain)
-    ):
-        tables = NameTables(request.names)
+    if request.saved is not None and request.loads is options.select is None and not isinstance(options.form, Chain):
+        tables = NameTables(request.saved.names())
         for path in paths:
             result = recorded(tables, result, path, request.form_by_model(tables).names)
     touched = {gone.section for gone in dropped}.difference(paths)

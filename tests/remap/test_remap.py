@@ -12,20 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import ckpttool
 from ckpttool.core import expression as ex
 from ckpttool.core.errors import CkptError, Refused
-from ckpttool.core.names import Names
 from ckpttool.core.plan import Plan
 from ckpttool.evaluate import torch_eval
 from ckpttool.formats.registry import fit, format_for
 from ckpttool.formats.remarks import MARK
 from ckpttool.io.write import WriteOptions, write_file
-from ckpttool.naming.convert import parse as form
 from ckpttool.operands.checkpoint import open_operand
-from ckpttool.remapping.plan import Remap, by_plan, remap
-from ckpttool.remapping.steps import RemapRequest
-from ckpttool.ruleset.patterns import parse
-from ckpttool.ruleset.steps import Rename, Where
+from ckpttool.remapping.plan import Remap, by_plan
 from command import Run
 from hook_zoo import ZOO
 from zoo import FLAT, State, randomized, runtime_values, state_of, traced, zoo_model
@@ -37,17 +33,13 @@ ROUND = [name for name in FLAT if traced(name).roundtrips]
 UNVERSIONED = [name for name in FLAT if traced(name).versions is None]  # whatever a file without versions holds
 
 
-def rules(*texts: str) -> tuple[Rename, ...]:
-    return (Rename(Where("--rule"), tuple(map(parse, texts))),)
-
-
-def asked(names: Names | None = None, to: str | None = None, was: str | None = None, **options: Any) -> RemapRequest:
-    target, source = (None if word is None else form(word) for word in (to, was))
-    return RemapRequest(names, target, source, **options)
+def remapped(source: Path, **options: Any) -> Remap:
+    """The result in memory; keys of the model may be missing."""
+    return ckpttool.remap(str(source), partial=True, **options)
 
 
 def converted(source: Path, out: Path, name: str, to: str, **options: Any) -> Remap:
-    done = remap(open_operand(str(source)), asked(traced(name), to, **options))
+    done = remapped(source, model=traced(name), to=to, **options)
     target = format_for(str(out))
     write_file(target.layout(fit(done.result, target, keep_aliases=True)), str(out), WriteOptions(fsync=False))
     return done
@@ -122,7 +114,7 @@ def test_serialized_values_are_what_the_hooks_compute(tmp_path: Path, name: str)
     made = {s.key: state_of(name)[s.key] for s in names.serialized if s.source is None}
     torch.save({**{k: v for k, v in runtime_values(model).items() if k in persistent}, **made}, tmp_path / "run.pt")
     try:
-        converted(tmp_path / "run.pt", tmp_path / "saved.pt", name, "serialized", was="runtime")
+        converted(tmp_path / "run.pt", tmp_path / "saved.pt", name, "serialized", from_="runtime")
     except Refused:
         assert any(s.source is not None and ex.is_opaque(s.source) for s in names.serialized)
         return
@@ -186,11 +178,11 @@ def test_wrappers_are_taken_out_and_metadata_follows(tmp_path: Path, wrap: Any) 
 
 def test_rules_move_metadata_and_hooks_leave_it(tmp_path: Path) -> None:
     source = saved_by("batch_norm", tmp_path)
-    done = remap(open_operand(str(source)), RemapRequest(rule_steps=rules("1.{x} => norm.{x}")))
+    done = remapped(source, rule="1.{x} => norm.{x}")
     (section,) = done.result.sections
     assert list(section.modules or ()) == ["", "0", "norm"]
     source = saved_by("strip_layer", tmp_path)
-    done = remap(open_operand(str(source)), asked(traced("strip_layer"), "runtime"))
+    done = remapped(source, model=traced("strip_layer"), to="runtime")
     (section,) = done.result.sections
     assert list(section.modules or ()) == list(state_of("strip_layer")._metadata)
 
@@ -200,10 +192,7 @@ def test_metadata_follows_wrappers_and_then_rules(tmp_path: Path) -> None:
     wrapped = type(state)((f"module.{key}", value) for key, value in state.items())
     wrapped._metadata = {f"module.{path}".rstrip("."): value for path, value in state._metadata.items()}
     torch.save(wrapped, tmp_path / "wrapped.pt")
-    done = remap(
-        open_operand(str(tmp_path / "wrapped.pt")),
-        RemapRequest(to=form("serialized"), rule_steps=rules("1.{x} => norm.{x}")),
-    )
+    done = remapped(tmp_path / "wrapped.pt", to="serialized", rule="1.{x} => norm.{x}")
     (section,) = done.result.sections
     assert list(section.modules or ()) == ["", "0", "norm"]
 
@@ -217,20 +206,19 @@ def train_file(folder: Path) -> Path:
 
 
 PLANS: dict[str, dict[str, Any]] = {
-    "a model": {"names": "strip_layer", "to": "runtime"},
-    "rules": {"rule_steps": rules("norm.{x} => ln.{x}")},
-    "drops": {"drops": ["epoch", "ema", "norm.bias"]},
-    "a key of another section": {"rule_steps": rules("norm.{x} => ln.{x}"), "drops": ["ema.ema.norm.bias"]},
-    "all": {"names": "strip_layer", "to": "runtime", "rule_steps": rules("norm.{x} => ln.{x}"), "drops": ["args"]},
+    "a model": {"model": "strip_layer", "to": "runtime"},
+    "rules": {"rule": "norm.{x} => ln.{x}"},
+    "drops": {"drop": ["epoch", "ema", "norm.bias"]},
+    "a key of another section": {"rule": "norm.{x} => ln.{x}", "drop": ["ema.ema.norm.bias"]},
+    "all": {"model": "strip_layer", "to": "runtime", "rule": "norm.{x} => ln.{x}", "drop": ["args"]},
 }
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_saved_plan_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
     path, options = train_file(tmp_path), dict(PLANS[name])
-    options["names"] = traced(options["names"]) if "names" in options else None
-    drops = options.pop("drops", ())
-    done = remap(open_operand(str(path)), asked(**options), drops)
+    options |= {"model": traced(options["model"])} if "model" in options else {}
+    done = remapped(path, **options)
     again = by_plan(open_operand(str(path)), Plan.from_json(done.plan.to_json()))
     target = format_for("out.pt")
     for word, one in (("one", done), ("two", again)):
@@ -425,18 +413,18 @@ def test_a_plan_that_drops_what_is_not_there(tmp_path: Path) -> None:
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
     path = saved_by("fused_qkv", tmp_path)
     with pytest.raises(Refused, match="0 of 8 keys are names"):
-        remap(open_operand(str(path)), asked(traced("tied"), "runtime"))
+        remapped(path, model=traced("tied"), to="runtime")
 
 
 def test_renames_that_collide_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused) as caught:
-        remap(open_operand(str(saved_by("plain", tmp_path))), RemapRequest(rule_steps=rules("{x}.weight => weight")))
+        remapped(saved_by("plain", tmp_path), rule="{x}.weight => weight")
     assert [p.key for p in caught.value.problems] == ["weight"]
 
 
 def test_rules_swap_two_keys_at_once(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1), "b": torch.ones(1)}, tmp_path / "in.safetensors")
-    done = remap(open_operand(str(tmp_path / "in.safetensors")), RemapRequest(rule_steps=rules("a => b", "b => a")))
+    done = remapped(tmp_path / "in.safetensors", rule=["a => b", "b => a"])
     target = format_for("o.safetensors")
     write_file(target.layout(fit(done.result, target)), str(tmp_path / "o.safetensors"))
     assert {k: v.item() for k, v in load_file(tmp_path / "o.safetensors").items()} == {"a": 1.0, "b": 0.0}

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+import ckpttool
 from ckpttool.cli.app import main
 from ckpttool.core.checkpoint import Lazy
 from ckpttool.core.errors import CkptError, Refused
@@ -27,8 +28,7 @@ from ckpttool.formats.registry import fit, format_for
 from ckpttool.io.write import WriteOptions
 from ckpttool.io.write import write_file as write
 from ckpttool.operands.checkpoint import model_section, open_operand
-from ckpttool.remapping.plan import by_plan, remap
-from ckpttool.remapping.steps import RemapRequest
+from ckpttool.remapping.plan import by_plan
 from ckpttool.ruleset.parse import faults, read, step_of
 from command import Run
 from places import DOCS
@@ -51,7 +51,7 @@ def rules_in(folder: Path, text: str) -> str:
 
 def rewrite(source: Path, out: Path, rules: str, *, reverse: bool = False) -> State:
     """The result of the rules, read by the format's own library."""
-    done = remap(open_operand(str(source)), RemapRequest(rule_steps=read(rules, reverse=reverse)))
+    done = ckpttool.remap(str(source), rules=rules, reverse=reverse)
     target = format_for(str(out))
     write(target.layout(fit(done.result, target)), str(out), WriteOptions(fsync=False))
     return LOADERS[out.suffix](out)
@@ -243,7 +243,7 @@ def test_rows_are_moved_without_loading(tmp_path: Path) -> None:
     save({"0.qkv.w": numbers(9, 2), "a": numbers(2), "b": numbers(2)}, tmp_path / "in.safetensors")
     text = QKV + '[[rule]]\njoin = ["a", "b"]\ninto = "ab"\n[[rule]]\nreshape = "ab"\nshape = [2, 2]'
     rules = rules_in(tmp_path, text)
-    done = remap(open_operand(str(tmp_path / "in.safetensors")), RemapRequest(rule_steps=read(rules)))
+    done = ckpttool.remap(str(tmp_path / "in.safetensors"), rules=rules)
     lazy = [entry.key for entry in model_section(done.result).tensors if isinstance(entry.storage.data, Lazy)]
     assert lazy == ["ab"]
     line = ["remap", str(tmp_path / "in.safetensors"), "--rules", rules, "-o", str(tmp_path / "out.safetensors")]
@@ -542,7 +542,7 @@ def test_all_problems_are_refused_at_once(tmp_path: Path, name: str) -> None:
     torch.save({**state, "s": torch.eye(3).to_sparse()}, tmp_path / "in.pt")
     text, problems = MISFITS[name]
     with pytest.raises(Refused) as caught:
-        remap(open_operand(str(tmp_path / "in.pt")), RemapRequest(rule_steps=read(rules_in(tmp_path, text))))
+        ckpttool.remap(str(tmp_path / "in.pt"), rules=rules_in(tmp_path, text))
     assert sorted(without_lines(caught.value.problems)) == sorted(problems)
 
 
@@ -595,12 +595,12 @@ def test_limits_of_the_file(tmp_path: Path) -> None:
 
 
 def test_more_parts_than_the_limit_are_refused(tmp_path: Path) -> None:
-    source = open_operand(str(save({"w": numbers(3, 2)}, tmp_path / "in.safetensors")))
-    asked = RemapRequest(rule_steps=read(rules_in(tmp_path, '[[rule]]\nunstack = "w"\ninto = "{e}.w"')))
+    source = str(save({"w": numbers(3, 2)}, tmp_path / "in.safetensors"))
+    rules = rules_in(tmp_path, '[[rule]]\nunstack = "w"\ninto = "{e}.w"')
     with limited(Limits(made_parts=3)):
-        assert len(model_section(remap(source, asked).result).tensors) == 3
+        assert len(model_section(ckpttool.remap(source, rules=rules).result).tensors) == 3
     with limited(Limits(made_parts=2)), pytest.raises(Refused) as caught:
-        remap(source, asked)
+        ckpttool.remap(source, rules=rules)
     assert [problem.key for problem in caught.value.problems] == ["w"]
     assert "--limit made_parts" in caught.value.problems[0].problem
 
@@ -617,7 +617,7 @@ def test_a_cast_concerns_tensors_of_its_kind(tmp_path: Path) -> None:
         ("complex64", "from = 'float16'", ["float16"]),
     ):
         text = f'[[rule]]\ncast = "*"\ndtype = "{dtype}"\n{was}'
-        done = remap(open_operand(str(source)), RemapRequest(rule_steps=read(rules_in(tmp_path, text))))
+        done = ckpttool.remap(str(source), rules=rules_in(tmp_path, text))
         assert [output.key for output in done.plan.outputs if isinstance(output.source, Op)] == cast
         assert same(
             rewrite(source, tmp_path / "out.pt", rules_in(tmp_path, text)),
@@ -626,9 +626,9 @@ def test_a_cast_concerns_tensors_of_its_kind(tmp_path: Path) -> None:
 
 
 def test_a_dropped_part_of_a_tensor_in_use_is_not_reported(tmp_path: Path) -> None:
-    source = open_operand(str(save({"0.qkv.w": numbers(9, 2), "b": numbers(2)}, tmp_path / "in.safetensors")))
-    steps = read(rules_in(tmp_path, QKV + '[[rule]]\ndrop = ["0.k.w", "b"]'))
-    assert remap(source, RemapRequest(rule_steps=steps)).dropped == ["b"]
+    source = save({"0.qkv.w": numbers(9, 2), "b": numbers(2)}, tmp_path / "in.safetensors")
+    rules = rules_in(tmp_path, QKV + '[[rule]]\ndrop = ["0.k.w", "b"]')
+    assert ckpttool.remap(str(source), rules=rules).dropped == ["b"]
 
 
 KINDS = "rename, split, join, unstack, stack, transpose, permute, reshape, cast, constant, drop"
