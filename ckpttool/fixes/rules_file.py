@@ -18,11 +18,11 @@ from ckpttool.core.values import dataclass
 from ckpttool.diffing.moved import Rotary, rotary
 from ckpttool.diffing.names import known
 from ckpttool.diffing.result import Diff
-from ckpttool.fixes.trial import command
+from ckpttool.formats.registry import MEMORY
 from ckpttool.io.paths import is_url, name
 from ckpttool.naming.evidence import Inference, Pair
 from ckpttool.operands.checkpoint import model_section, split
-from ckpttool.operands.output import free, operand, outputs
+from ckpttool.operands.output import command, free, outputs
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.ruleset.infer_rules import numbered, patterns, renames
 from ckpttool.ruleset.parse import steps_of
@@ -272,7 +272,7 @@ class Suggested:
         return SuggestedRules(suggestion.text(), commands, bool(commands) and few is None, tuple(undone))
 
     def _commands(self, few: tuple[tuple[str, ...], tuple[str, ...]] | None, values: bool) -> tuple[str, ...]:
-        left, right = (operand(side.source, side.format) for side in (self._left, self._right))
+        left, right = (side.source for side in (self._left, self._right))
         if few is not None:
             rules, dropped = few
             return (_remap(left, RemapOptions(rule=rules, drop=dropped or None)),)
@@ -310,10 +310,15 @@ def _remap(left: str, options: RemapOptions) -> str:
 
 def with_file(left: str, *right: str) -> tuple[str, ...]:
     """Return the commands that write the rules to a file and apply them; `right` are the words of the other side."""
-    whole = split(left)[0].rstrip("/")
+    whole = "checkpoint" if left == MEMORY.title else split(left)[0].rstrip("/")
     path = name(whole) if is_url(whole) else whole
     rules = free(path.removesuffix(Path(path).suffix), "rules", ".toml")
-    return shell("ckpttool", "diff", left, *right, "--suggest", rules), by_file(left, rules)
+    if MEMORY.title not in (left, *right):
+        return shell("ckpttool", "diff", left, *right, "--suggest", rules), by_file(left, rules)
+    one = "ckpt" if left == MEMORY.title else repr(left)
+    other = "right" if right[0] == MEMORY.title else repr(right[0])
+    values = ", values=True" if "--values" in right else ""
+    return f"pathlib.Path({rules!r}).write_text(ckpttool.diff({one}, {other}{values}).rules)", by_file(left, rules)
 
 
 def by_file(left: str, rules: str) -> str:

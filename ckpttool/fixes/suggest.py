@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -19,18 +20,17 @@ from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix, Remedy, Unfixed
 from ckpttool.fixes.candidates import Candidate, suggested_for_model, to_compare, to_load, to_load_model
 from ckpttool.fixes.rules_file import Suggested, SuggestedRules, by_file, with_file
-from ckpttool.fixes.trial import Question, Trial, command, try_remap, try_swap
+from ckpttool.fixes.trial import Question, Trial, try_remap, try_swap
 from ckpttool.formats.rank_files import one_rank
 from ckpttool.formats.registry import MEMORY
 from ckpttool.naming.wrappers import ADAPTERS
 from ckpttool.operands.checkpoint import model_section, open_operand, split
 from ckpttool.operands.model import ModelOperand, read_names, saved_by
-from ckpttool.operands.output import free, operand, outputs
+from ckpttool.operands.output import PLACEHOLDERS, command, free, outputs
 from ckpttool.remapping import run as remap
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.swap.swap import Misfit, SwapOptions
 
-PLACEHOLDERS = ("MODEL", "OLD", "OPTIMIZER", "OLD_OPTIMIZER", "PROGRAM.pt2", "CKPT")  # for what only the user knows
 CKPT = "CKPT"
 
 PART = Note("the suggested command fixes only some of the differences", "partial-fix")
@@ -49,6 +49,7 @@ _ADAPTER = Note(
 )
 _THEN_OPTIMIZER = "no rule reorders the state of an optimizer: rename the keys first, then run"
 _FEW = 3
+_NAMED = re.compile(r"=([A-Z_]+)\b")  # in a Python call
 
 
 class Fixes(NamedTuple):
@@ -62,7 +63,9 @@ class Fixes(NamedTuple):
 
     def added_to(self, diff: Diff) -> Diff:
         """Return the diff with the commands, and all notes on them."""
-        words = {word for line in self.commands for word in shlex.split(line)}
+        words: set[str] = set()
+        for line in self.commands:
+            words.update(shlex.split(line) if line.startswith("ckpttool ") else _NAMED.findall(line))
         unknown = [name for name in PLACEHOLDERS if name in words]
         fix = []
         for line in self.commands:
@@ -264,7 +267,7 @@ def _commands_with_a_model(question: Question, diff: Diff) -> tuple[str, ...]:
     if question.model is not None:
         return ()
     left, right = question.two
-    source = operand(left.source, left.format)
+    source = left.source
     mine, theirs = model_section(left), model_section(right)
     statuses = {entry.status for entry in diff.entries}
     # If left lacks only second names of tensors that it has, the model ties them.
@@ -285,7 +288,7 @@ def _commands_with_a_model(question: Question, diff: Diff) -> tuple[str, ...]:
         if "pt2" in (left.format, right.format):
             program, weights = (right, left) if right.format == "pt2" else (left, right)
             swap = SwapOptions(model="MODEL", out=next(outputs(program.source, "swapped")))
-            return (command("swap-weights", (program.source, operand(weights.source, weights.format)), swap),)
+            return (command("swap-weights", (program.source, weights.source), swap),)
     else:
         return ()
     is_tied = bool(mine.aliases() or theirs.aliases())  # a torch file holds each of the names
@@ -393,8 +396,7 @@ def _optimizer_fixes(question: Question, diff: Diff, remedy: Remedy) -> Fixes:
         file = question.left if optimizer_path is None else open_operand(path)
         word, options = optimizer_remap(question, remedy)
         if has_placeholder(options):
-            named = operand(path, file.format)
-            return Fixes((command("remap", (named,), replace(options, out=next(outputs(named, word)))),))
+            return Fixes((command("remap", (path,), replace(options, out=next(outputs(path, word)))),))
         asked = replace(question, left=file, optimizer_path=optimizer_path)
         fix = try_remap(asked, options, word, question.remaining(diff))
         if fix is not None:

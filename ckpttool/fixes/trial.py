@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
-from typing import Any, get_args, get_type_hints
+from dataclasses import replace
+from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import refs
-from ckpttool.core.options import Option, OutputOptions
-from ckpttool.core.text import shell
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix
@@ -19,38 +15,13 @@ from ckpttool.diffing.run import run
 from ckpttool.naming.convert import MADE_AGAIN
 from ckpttool.naming.match import aliases
 from ckpttool.operands.model import ModelOperand, operand_of
-from ckpttool.operands.output import operand, outputs, target_for
+from ckpttool.operands.output import command, outputs, target_for
 from ckpttool.remapping import run as remap
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.plan import Remap
 from ckpttool.remapping.steps import NO_COUNTER
 from ckpttool.swap import swap
 from ckpttool.swap.swap import SwapOptions
-
-_OUTPUT = frozenset(field.name for field in fields(OutputOptions))
-
-
-def command(verb: str, operands: tuple[str, ...], options: Any) -> str:
-    """Return ``ckpttool VERB OPERANDS OPTIONS`` with the options that are not at their default, output options last.
-
-    The metavar of the option replaces an object that has no words (``MODEL``).
-    """
-    return shell("ckpttool", verb, *operands, *_words(options, output=False), *_words(options, output=True))
-
-
-def _words(options: Any, *, output: bool) -> Iterator[str]:
-    hints = get_type_hints(type(options), include_extras=True)
-    for field in fields(options):
-        value = getattr(options, field.name)
-        if (field.name in _OUTPUT) is not output or value == field.default:
-            continue
-        mark = next(part for part in get_args(hints[field.name]) if isinstance(part, Option))
-        if value is True:
-            yield mark.flags[0]
-            continue
-        for one in value if isinstance(value, (list, tuple)) else (value,):
-            text = json.dumps(dict(one)) if isinstance(one, Mapping) else one
-            yield from (mark.flags[0], str(text) if isinstance(text, (str, int)) else str(mark.metavar))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +118,7 @@ def try_remap(question: Question, options: RemapOptions, word: str, most: int | 
         return None
     if _loses(source, result, question.model):
         return None
-    named = operand(source.source, source.format)
-    for out in outputs(named, word):
+    for out in outputs(source.source, word):
         try:
             target = target_for(out, source)
             fitted = remap.fitted(result, target, read, to_model or model)
@@ -161,7 +131,7 @@ def try_remap(question: Question, options: RemapOptions, word: str, most: int | 
             target.lay_out(fitted)
         except CkptError:
             continue
-        return Trial("remap", (named,), replace(options, out=out, partial=bool(result.missing)), after)
+        return Trial("remap", (source.source,), replace(options, out=out, partial=bool(result.missing)), after)
     return None
 
 
@@ -177,8 +147,7 @@ def try_swap(question: Question, options: SwapOptions) -> Trial | CkptError:
     out = next(outputs(program.source, "swapped"))
     swapped = replace(swapped, source=out)
     after = question.ask_again(*((swapped, weights) if program is left else (weights, swapped)))
-    operands = program.source, operand(weights.source, weights.format)
-    return Trial("swap-weights", operands, replace(options, out=out), after)
+    return Trial("swap-weights", (program.source, weights.source), replace(options, out=out), after)
 
 
 def _loses(source: Checkpoint, result: Remap, model: ModelOperand | None) -> bool:

@@ -2,34 +2,68 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from shlex import quote
+from typing import Any, get_args, get_type_hints
 
 from ckpttool.core.checkpoint import Checkpoint, Span
 from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.options import Option, OutputOptions
+from ckpttool.core.text import shell
 from ckpttool.core.values import dataclass
 from ckpttool.formats.detect_folder import DCP_METADATA, INDEX, checkpoint_files, locate
-from ckpttool.formats.registry import FORMATS, TABLE, Format, format_for
+from ckpttool.formats.registry import FORMATS, MEMORY, TABLE, Format, format_for
 from ckpttool.io.files import is_dir, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as paths_name
 from ckpttool.io.pieces import Edited, Files, Link, Piece, Pieces
 from ckpttool.operands.checkpoint import split
 
+# For what only the user knows.
+PLACEHOLDERS = ("MODEL", "OLD", "OPTIMIZER", "OLD_OPTIMIZER", "PROGRAM.pt2", "CKPT")
 _WRITABLE = tuple(ending for row in TABLE for ending in row.endings)
 
 
-def operand(source: str, format: str) -> str:
-    """Return the operand that names a checkpoint; one in memory has no name."""
-    return "CKPT" if format == "memory" else source
+def command(verb: str, operands: tuple[str, ...], options: Any) -> str:
+    """Return ``ckpttool VERB OPERANDS OPTIONS`` with the options that are not at their default, output options last.
+
+    If an operand or an option is in memory, return the Python call, in which the caller's objects are called as the
+    arguments are. On a command line the metavar of the option replaces an object (``MODEL``).
+    """
+    hints = get_type_hints(type(options), include_extras=True)
+    late = {field.name for field in fields(OutputOptions)}
+    chosen = [(f.name, getattr(options, f.name)) for f in fields(options) if getattr(options, f.name) != f.default]
+    chosen.sort(key=lambda pair: pair[0] in late)
+    if MEMORY.title in operands or isinstance(getattr(options, "like", None), Checkpoint):
+        keywords = (f"{name}={_literal(name, value)}" for name, value in chosen)
+        given = ("ckpt" if one == MEMORY.title else repr(one) for one in operands)
+        return f"ckpttool.{verb.replace('-', '_')}({', '.join((*given, *keywords))})"
+    words = []
+    for name, value in chosen:
+        mark = next(part for part in get_args(hints[name]) if isinstance(part, Option))
+        for one in value if isinstance(value, (list, tuple)) else (value,):
+            text = json.dumps(dict(one)) if isinstance(one, Mapping) else one
+            text = str(text) if isinstance(text, (str, int)) else str(mark.metavar)
+            words += [mark.flags[0]] if value is True else [mark.flags[0], text]
+    return shell("ckpttool", verb, *operands, *words)
+
+
+def _literal(name: str, value: object) -> str:
+    """Return the value of a keyword; an object of the caller, and what only the user knows, as a name."""
+    if isinstance(value, str) and value in PLACEHOLDERS:
+        return value
+    plain = isinstance(value, (str, int, list, tuple, Mapping))
+    return repr(list(value) if isinstance(value, tuple) else value) if plain else name
 
 
 def outputs(source: str, word: str) -> Iterator[str]:
     """Yield unused names for an output next to the source, first with the source's ending: ``train.serialized.pt``."""
-    whole = split(source)[0]
+    whole = "checkpoint" if source == MEMORY.title else split(source)[0]
     folder = paths_name(whole) == DCP_METADATA or INDEX.fullmatch(paths_name(whole))
     whole = parent(whole) if folder else whole
     if folder or (is_dir(whole) and not whole.rstrip("/").endswith(".dcp")):

@@ -303,7 +303,8 @@ def remap(source: Checkpoint, request: Request) -> Remap:
     runners = {way: runner for draft in drafts for way, runner in draft.runners.items()}
     paths = [section.path for section in sections]
     result = apply(made, source, runners)
-    if request.saved is not None and request.loads is options.select is None and not isinstance(options.form, Chain):
+    narrowed_or_moved = request.loads is not None or options.select is not None or isinstance(options.form, Chain)
+    if request.saved is not None and not narrowed_or_moved:
         tables = NameTables(request.saved.names())
         for path in paths:
             result = recorded(tables, result, path, request.form_by_model(tables).names)

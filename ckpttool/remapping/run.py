@@ -41,7 +41,7 @@ from ckpttool.operands.checkpoint import (
     split,
 )
 from ckpttool.operands.model import ModelOperand, as_read, of_one_model, operand_of, read_for_model
-from ckpttool.operands.output import Target, operand, outputs, target_for
+from ckpttool.operands.output import Target, command, outputs, target_for
 from ckpttool.remapping.companions import Companions, companions_of
 from ckpttool.remapping.gather import gather_ranks, merge_replicas, with_gathered_optimizers
 from ckpttool.remapping.optimizer import OptimizerRequest
@@ -202,7 +202,10 @@ def plan_remap(
     if gathered is not None and options.save_plan is not None:
         raise CkptError("a plan cannot put rank files together", hint="write the checkpoint: -o OUT, without a plan")
     whole = source if gathered is None else gathered.checkpoint
-    request = Request(options, rule_steps=_rule_steps(options))
+    compare = "ckpttool.diff(ckpt, model=...)"
+    if model is not None and source.format != MEMORY.name:
+        compare = shell("ckpttool", "diff", source.source, *model.words)
+    request = Request(options, compare, rule_steps=_rule_steps(options))
     if options.like is not None:
         other = options.like if isinstance(options.like, Checkpoint) else open_operand(options.like)
         request = replace(request, like=model_section(read_for_model(other, model)))
@@ -238,13 +241,16 @@ def plan_remap(
         notes = (note for note in source.notes if note not in note_on(source.beside))
         source = replace(source, notes=(*notes, *note_on(done.result.beside)))
     form = options.form
-    is_named = isinstance(form, ModelForm) and form is not ModelForm.PRETRAINED and not options.to_ranks
+    if options.to_ranks or not isinstance(form, ModelForm) or form is ModelForm.PRETRAINED:
+        optimizer_form = None
+    else:
+        optimizer_form = form.names
     for_optimizers = OptimizerRequest(
         options.optimizer_keys,
         names,
         to_names,
         _renamings(request.rule_steps),
-        form.names if is_named else None,
+        optimizer_form,
         beside=saved_state_dicts(source),
         old_model=_command_with_old_model(source, options),
         output=options.target(source.source),
@@ -323,17 +329,17 @@ def _command_with_old_model(source: Checkpoint, options: RemapOptions) -> str | 
     """Return the same command with the model named that saved the checkpoint; None if the options name another one."""
     if not isinstance(options.model, str) or options.to_model is not None or options.to_optimizer is not None:
         return None
-    new = ModelOperand(options.model, options.model_kwargs, options.materialize).words_of("--to-model")
-    words = ["ckpttool", "remap", source.source, "--model", "OLD", *new]
-    if options.optimizer is not None:
-        words += ["--optimizer", str(options.optimizer), "--to-optimizer", str(options.optimizer)]
-    if options.optimizer_keys is not None:
-        words += ["--optimizer-keys", options.optimizer_keys]
-    words += [word for rule in options.rule or () for word in ("--rule", rule)]
-    words += [] if options.rules is None else ["--rules", options.rules]
-    words += [word for size in options.size or () for word in ("--size", size)]
-    words += ["--reverse"] if options.reverse else []
-    return shell(*words, *(["--in-place"] if options.in_place else ["-o", options.out or "OUT"]))
+    swapped = replace(
+        options,
+        model="OLD",
+        model_kwargs=None,
+        to_model=options.model,
+        to_model_kwargs=options.model_kwargs,
+        to_optimizer=options.optimizer,
+        out=None if options.in_place else options.out or "OUT",
+        dry_run=False,
+    )
+    return command("remap", (source.source,), swapped)
 
 
 def _rule_steps(options: RemapOptions) -> tuple[RuleStep, ...]:
@@ -587,11 +593,11 @@ def _wrappers(source: Checkpoint, section: Section) -> Evidence:
 def _unwrapping(source: Checkpoint, options: RemapOptions) -> str | None:
     """The command that takes the wrappers out; None where it would be refused too."""
     try:
-        done = remap_index(source, Request(RemapOptions(to="serialized")))
+        done = remap_index(source, Request(RemapOptions(to="serialized"), ""))
     except CkptError:
         return None
     if not changes_content(source, done):
         return None
-    named = operand(source.source, source.format)
-    out = ["--in-place"] if options.in_place else ["-o", options.out or next(outputs(named, "unwrapped"))]
-    return shell("ckpttool", "remap", named, "--to", "serialized", *out)
+    out = None if options.in_place else options.out or next(outputs(source.source, "unwrapped"))
+    asked = RemapOptions(to="serialized", out=out, in_place=options.in_place)
+    return command("remap", (source.source,), asked)

@@ -36,10 +36,12 @@ class Request:
 
     `saved` is the model with the names that the keys have, `loads` another model that will load them, `unwrapped` a
     model whose keys lose their wrappers in the end, if nothing else is requested of them. `like` is a state dict whose
-    naming is used. `rule_steps`, from the command line or a file, come last.
+    naming is used. `compare` is the command that compares the checkpoint with the model. `rule_steps`, from the command
+    line or a file, come last.
     """
 
     options: RemapOptions
+    compare: str
     saved: ModelOperand | None = None
     loads: ModelOperand | None = None
     unwrapped: ModelOperand | None = None
@@ -163,7 +165,7 @@ def to_model_form(draft: Draft, request: Request, tables: NameTables) -> Draft:
         reading = read(tables, section, form)
     if not reading.match.names:
         adapter = adapter_of(section.by_key())
-        hint = f"compare them: ckpttool diff --model {names.model} CKPT"
+        hint = f"compare them: {request.compare}"
         if adapter is not None and adapter.alone:
             hint = f"{adapter.title} without its model: pass --to-model NEW, the model it will be put on, or rules"
         problems = [Problem("no name of this model", key) for key in section.by_key()]
@@ -186,7 +188,7 @@ def to_model_form(draft: Draft, request: Request, tables: NameTables) -> Draft:
     if problems:
         raise Refused(
             f"the checkpoint does not fit {names.model}: {plural(len(problems), 'problem')}",
-            hint=f"compare them: ckpttool diff --model {names.model} CKPT; --rule 'FROM => TO' renames keys",
+            hint=f"compare them: {request.compare}; --rule 'FROM => TO' renames keys",
             problems=problems,
         )
     missing = lacking(tables, to, {output.key for output in plan.outputs})

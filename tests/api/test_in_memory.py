@@ -95,7 +95,7 @@ def answer(verb: Callable[[Any], Any], ckpt: Any, path: str) -> Any:
 def _without_names(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_names(one) for key, one in value.items() if key not in ITS_OWN}
-    if isinstance(value, list):  # a fix for an object in memory has CKPT in its place, and is not tried
+    if isinstance(value, list):  # what a note says of a placeholder
         return [_without_names(one) for one in value if not str(one).startswith("not tried")]
     if isinstance(value, str):  # what follows is a command, or a Python call
         return value.partition("was not compared: ")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import shlex
 import shutil
 from collections.abc import Callable
@@ -15,13 +16,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import ckpttool
 import mend_models
 from ckpttool import diff
 from ckpttool.cli.app import main
 from ckpttool.fixes.candidates import common_prefix, drops
 from ckpttool.fixes.suggest import PART
-from ckpttool.fixes.trial import command
-from ckpttool.operands.output import outputs
+from ckpttool.operands.output import command, outputs
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.ruleset.patterns import matches
 from ckpttool.tracing import trace as tracing
@@ -204,7 +205,7 @@ def test_what_is_in_memory_is_not_named_as_what_a_file_is_to_be_like(ask: Ask) -
     state = state_of(net())
     path = saved(inside("module.", {**state, "more": torch.ones(1)}))
     (line,) = diff(path, state).fix
-    assert "--like CKPT" in line  # the caller's own object, which has no name on a command line
+    assert line == f"ckpttool.remap({path!r}, like=like, out={'a.renamed.pt'!r})"
     path = saved({**state, "more": torch.ones(1)})
     assert diff(path, state).fix == ()
 
@@ -361,14 +362,41 @@ def test_the_common_prefix() -> None:
     assert common_prefix({"q.a.w", "x.y"}, {"a.w", "b.w"}) == ""
 
 
-def test_what_is_in_memory_has_a_placeholder_for_its_name(ask: Ask) -> None:
-    """No words of a sentence stand where a file's name belongs, neither as the source nor in the output's name."""
-    ask(saved(net().state_dict(), "b.pt"), "b.pt")
+def test_the_fix_of_an_object_in_memory_is_a_python_call(ask: Ask) -> None:
+    """A command line cannot name it. What is printed works as pasted, with the caller's names for the objects."""
+    expected = saved(net().state_dict(), "b.pt")
+    assert ask(expected, expected)["identical"]
     state = {f"model.{key}": value for key, value in net().state_dict().items()}
-    for found in (diff(state, model="model.py:net"), diff(state, "b.pt")):
+    sides: tuple[dict[str, Any], ...] = (
+        *({"model": "model.py:net"}, {"model": net}),
+        *({"right": expected}, {"right": net().state_dict()}),
+    )
+    for named in sides:
+        found = diff(state, **named)
         (line,) = found.fix
-        assert " CKPT " in line
-        assert line.endswith(("-o CKPT.serialized.pt", "-o CKPT.renamed.pt"))
+        assert not any(note.startswith("not tried") for note in found.notes)
+        names = {"ckpttool": ckpttool, "ckpt": state, "like": named.get("right"), "model": named.get("model")}
+        eval(line, names)
+        (out,) = (path for path in Path().glob("checkpoint.*.pt"))
+        assert diff(str(out), **named).identical
+        out.unlink()
+
+
+def test_many_rules_for_objects_in_memory_go_through_a_file(ask: Ask) -> None:
+    left = {name: torch.full((n + 1,), 1.0) for n, name in enumerate("abcd")}
+    right = {f"{name}.v{n}": value for n, (name, value) in enumerate(zip("pqrs", left.values()))}
+    saved(left, "x.pt")
+    saved(right, "y.pt")
+    for one, other in ((left, right), ("x.pt", right), (left, "y.pt")):
+        for line in diff(one, other).fix:
+            if line.startswith("ckpttool "):
+                assert main(shlex.split(line)[1:]) == 0
+            else:
+                eval(line, {"ckpttool": ckpttool, "pathlib": pathlib, "ckpt": one, "right": other})
+        (out,) = Path().glob("*.renamed.pt")
+        assert diff(str(out), other).identical
+        out.unlink()
+        Path(next(iter(map(str, Path().glob("*.rules.toml"))))).unlink()
 
 
 def test_printed_commands_write_beside_what_is_there(ask: Ask) -> None:

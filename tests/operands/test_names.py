@@ -9,7 +9,7 @@ import pytest
 
 from ckpttool.core.errors import CkptError
 from ckpttool.operands.checkpoint import called, in_order, split, steps_in
-from ckpttool.operands.output import free, operand, outputs
+from ckpttool.operands.output import free, outputs
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +126,3 @@ def test_a_name_that_is_taken_gets_a_number() -> None:
     assert free("train", "new", ".pt") == "train.new4.pt"
     Path("folder.new").mkdir()
     assert free("folder", "new", "/") == "folder.new2/"
-
-
-def test_what_is_in_memory_has_no_name() -> None:
-    assert (operand("a.pt", "torch_zip"), operand("a state dict", "memory")) == ("a.pt", "CKPT")
