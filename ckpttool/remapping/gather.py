@@ -498,17 +498,16 @@ def _owners(state: OptimizerState, names: Names, where: str) -> ParamMap:
     if state.form != ID or all(group.param_names for group in groups) or names.optimizer or len(groups) < 2:
         bare = replace(state, state={})  # the shapes of slices are not the parameters'
         return owners(bare, names, where).settled(where)
-    counted = {
-        param: {name: _counted(value) if isinstance(value, TensorEntry) else value for name, value in own.items()}
-        for param, own in state.state.items()
-    }
+
+    def counted(value: Any) -> Any:
+        """Return the tensor with the number of its elements on all ranks as its shape."""
+        if not isinstance(value, TensorEntry) or not value.shape:
+            return value
+        return replace(value, shape=(sum(part.numel for part in parts_of(value) if part is not None),))
+
+    states = {param: {name: counted(value) for name, value in own.items()} for param, own in state.state.items()}
     flat = replace(names, runtime=tuple(replace(t, shape=t.shape and (prod(t.shape),)) for t in names.runtime))
-    return owners(replace(state, state=counted), flat, where).settled(where)
-
-
-def _counted(entry: TensorEntry) -> TensorEntry:
-    numel = sum(part.numel for part in parts_of(entry) if part is not None)
-    return replace(entry, shape=(numel,)) if entry.shape else entry
+    return owners(replace(state, state=states), flat, where).settled(where)
 
 
 def _joined(own: Mapping[Any, Any], shape: tuple[int, ...] | None, problems: list[Problem]) -> dict[Any, Any]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property
-from typing import Any
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
@@ -225,11 +224,19 @@ def _remapped(section: Section, wanted: OptimizerRequest) -> tuple[Section, Opti
     groups = renamed_groups(named, sources, wanted.names, where) if alone else None
     groups = groups or new_groups(named, sources, placed_by.names, wanted.to_names, to, where)
     held = {str(param): sources[str(param)] for group in groups for param in group.params if param in sources}
-    shapes = _shapes(named, wanted)
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    if wanted.ruled is not None:
+        shapes.update(wanted.ruled.shapes(list(map(str, named.params))))
+    if wanted.names is not None:
+        shapes.update(Parameters(wanted.names).shapes)
     move = move_of(section, state, to, groups, held, shapes)
     moved = moved_by(move, named, where)
     over = {name: ex.substitute(made, own.__getitem__) for name, made in held.items()}
-    move = move_of(section, state, to, groups, over, _shapes_in_file(shapes, own, wanted))
+    if wanted.names is not None and any(isinstance(source, Op) for source in own.values()):
+        in_file_shapes = {key.key: key.shape for key in wanted.names.serialized}  # the keys are the file's parameters
+    else:
+        in_file_shapes = {ref: shapes.get(name) for name, source in own.items() for ref in ex.refs(source)}
+    move = move_of(section, state, to, groups, over, in_file_shapes)
     _check_loads(moved, placed_by, where)
     spelled = _as_the_keys(state, moved, wanted, to, where)
     if spelled:
@@ -416,21 +423,6 @@ def _by_rules_file(
     return found
 
 
-def _shapes(named: OptimizerState, wanted: OptimizerRequest) -> dict[str, tuple[int, ...] | None]:
-    """Return the known shapes of the parameters."""
-    found: dict[str, Any] = {} if wanted.ruled is None else wanted.ruled.shapes(list(map(str, named.params)))
-    return found if wanted.names is None else {**found, **Parameters(wanted.names).shapes}
-
-
-def _shapes_in_file(
-    shapes: Mapping[str, tuple[int, ...] | None], own: Mapping[str, Expression], wanted: OptimizerRequest
-) -> dict[str, tuple[int, ...] | None]:
-    """Return the shapes of the parameters by their names in the file; of a model's keys if these are its parameters."""
-    if wanted.names is not None and any(isinstance(source, Op) for source in own.values()):
-        return {s.key: s.shape for s in wanted.names.serialized}
-    return {ref: shapes.get(name) for name, source in own.items() for ref in ex.refs(source)}
-
-
 def _check_loads(moved: OptimizerState, wanted: OptimizerRequest, where: str) -> None:
     """Raise `Refused` if the optimizer that will load the state cannot take a step with it."""
     target = wanted.to_names or wanted.names
@@ -523,7 +515,12 @@ class RuleEffect:
     def after(self) -> Section:
         """The tensors that stay whole, under their new keys."""
         entries = self.section.by_key()
-        outputs = [(output.key, entries[ref]) for output in self.plan.outputs for ref in _whole(output.source)]
+        outputs = [
+            (output.key, entries[ref])
+            for output in self.plan.outputs
+            if is_whole(output.source)
+            for ref in ex.refs(output.source)
+        ]
         tensors = (replace(entry, key=key) for key, entry in outputs if isinstance(entry, TensorEntry))
         return replace(self.section, tensors=tuple(tensors))
 
@@ -592,10 +589,6 @@ def copied(text: str) -> str:
 def _is_counter(key: str) -> bool:
     """Whether it is the counter of an AveragedModel, which wrappers bring and take along."""
     return key.rpartition(".")[2] == wrappers.COUNTER
-
-
-def _whole(source: Expression) -> Iterable[str]:
-    return ex.refs(source) if is_whole(source) else ()
 
 
 def is_whole(source: Expression) -> bool:

@@ -104,10 +104,6 @@ class Remap:
         return dict(REMAP.write(self))
 
 
-def _count(what: str, done: Remap) -> int:
-    return done.counts[what]
-
-
 def _together(done: Remap) -> tuple[object, ...] | None:
     """Return all optimizers of the file: the form before and after, the number of parameters, and each optimizer."""
     if not done.optimizers:
@@ -153,7 +149,9 @@ REMAP = record(
     called={
         "from": "source_form",
         "to": "form",
-        **{what: partial(_count, what) for what in _COUNTED},
+        "renamed": lambda done: done.counts["renamed"],
+        "transformed": lambda done: done.counts["transformed"],
+        "unchanged": lambda done: done.counts["unchanged"],
         "by_code": lambda done: [(run.way, run.model, keys) for run, keys in done.plan.by_code],
         "optimizer": _together,
         "plan": lambda done: done.plan if done.dry_run else None,
@@ -220,8 +218,12 @@ def check_whole(checkpoint: Checkpoint, dropped: Collection[Dropped]) -> None:
     gone: dict[str, set[str]] = {}
     for one in dropped:
         gone.setdefault(one.section, set()).add(one.key)
-    torn = {section: _state_keys(section, gone.get(section.path, set())) for section in checkpoint.optimizers}
-    torn = {section: keys for section, keys in torn.items() if keys}
+    torn: dict[Section, list[str]] = {}
+    for section in checkpoint.optimizers:
+        here = gone.get(section.path, ())
+        keys = [entry.key for entry in section.entries if entry.key in here and entry.key.startswith(_STATE)]
+        if keys:
+            torn[section] = keys
     if torn:
         titles = ", ".join(section.title for section in torn)
         counts = (
@@ -252,10 +254,6 @@ def check_whole(checkpoint: Checkpoint, dropped: Collection[Dropped]) -> None:
         )
 
 
-def _state_keys(section: Section, gone: Collection[str]) -> list[str]:
-    return [entry.key for entry in section.entries if entry.key in gone and entry.key.startswith(_STATE)]
-
-
 def _quantized(section: Section) -> list[list[str]]:
     """Return the keys of each quantized weight: the weight itself, and what its values are computed with."""
     weights = [key.partition(_BITSANDBYTES)[0] for key in section.keys if _BITSANDBYTES in key]
@@ -269,15 +267,6 @@ def _quantized(section: Section) -> list[list[str]]:
         parts = [part for part in (f"{module}.{other}".lstrip(".") for other in more) if part in keys]
         found += [[entry.key, *parts]] if parts else []
     return found
-
-
-def without(checkpoint: Checkpoint, paths: Collection[str]) -> Checkpoint:
-    """Return the checkpoint without the sections and other contents at these dotted paths."""
-    sections = tuple(section for section in checkpoint.sections if section.path not in paths)
-    others = tuple(path for path in checkpoint.others if path not in paths)
-    unreached = tuple(found for found in checkpoint.unreached if found.path not in paths)
-    beside = tuple(name for name in checkpoint.beside if name not in paths)
-    return replace(checkpoint, sections=sections, others=others, unreached=unreached, beside=beside)
 
 
 def remap(source: Checkpoint, request: Request) -> Remap:
@@ -475,13 +464,9 @@ def _with_moves(plan: Plan, result: Checkpoint, moves: Sequence[OptimizerMove]) 
             outputs.setdefault(output.section, []).append(output)
     for section in result.sections:
         if section.kind != "optimizer" and section.path in outputs:
-            outputs[section.path] = _in_order(outputs[section.path], section.keys)
+            rank = {key: place for place, key in enumerate(section.keys)}
+            outputs[section.path] = sorted(outputs[section.path], key=lambda output: rank.get(output.key, 0))
     return replace(plan, outputs=tuple(in_turn.from_iterable(outputs.values())), optimizers=tuple(moves))
-
-
-def _in_order(outputs: list[Output], keys: Sequence[str]) -> list[Output]:
-    rank = {key: place for place, key in enumerate(keys)}
-    return sorted(outputs, key=lambda output: rank.get(output.key, 0))
 
 
 def by_plan(source: Checkpoint, plan: Plan, runners: Mapping[str, Runner] = NO_CODE) -> Remap:
@@ -489,11 +474,17 @@ def by_plan(source: Checkpoint, plan: Plan, runners: Mapping[str, Runner] = NO_C
 
     `runners`, by way, are the models' code for its runs. Raise `Refused` if one of them is missing.
     """
-    paths = {*source.others, *source.beside, *(section.path for section in source.sections)}
-    paths.update(found.path for found in source.unreached)
-    whole = [d for d in plan.dropped if not d.section and d.key in paths and not _holds(source, d)]
-    rest = replace(plan, dropped=tuple(d for d in plan.dropped if d not in whole))
-    left = without(source, [d.key for d in whole])
+    keys = {key for section in source.sections if not section.path for key in section.by_key()}
+    paths = {*source.others, *source.beside, *(one.path for one in (*source.sections, *source.unreached))} - keys
+    gone = {d.key for d in plan.dropped if not d.section} & paths
+    rest = replace(plan, dropped=tuple(d for d in plan.dropped if d.section or d.key not in gone))
+    left = replace(
+        source,
+        sections=tuple(section for section in source.sections if section.path not in gone),
+        others=tuple(path for path in source.others if path not in gone),
+        unreached=tuple(found for found in source.unreached if found.path not in gone),
+        beside=tuple(name for name in source.beside if name not in gone),
+    )
     moves = {move.section: move for move in plan.optimizers}
     check_whole(left, [one for one in rest.dropped if one.section not in moves])
     made = apply(rest, left, runners)
@@ -506,7 +497,3 @@ def by_plan(source: Checkpoint, plan: Plan, runners: Mapping[str, Runner] = NO_C
         )
     sections = (carried_out(moves[s.path], s) if s.path in moves else s for s in made.sections)
     return Remap(replace(made, sections=tuple(sections)), plan)
-
-
-def _holds(source: Checkpoint, dropped: Dropped) -> bool:
-    return any(section.path == dropped.section and dropped.key in section.by_key() for section in source.sections)

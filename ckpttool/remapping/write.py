@@ -308,7 +308,8 @@ def _prove_bytes(digests: Mapping[str, Digest] | None) -> None:
     """Raise `CkptError` if the disk does not hold exactly the bytes that were written."""
     if not digests:
         return
-    with progress.doing(f"verifying {_and_more(digests)}", sum(map(size, digests))):
+    first, *more = digests
+    with progress.doing(f"verifying {first}" + (f" and {len(more)} more" if more else ""), sum(map(size, digests))):
         problems = [
             Problem("other bytes on the disk than were written", path)
             for path, digest in digests.items()
@@ -318,11 +319,6 @@ def _prove_bytes(digests: Mapping[str, Digest] | None) -> None:
         raise CkptError(
             "what was written is not what the disk holds", hint="check the disk, and do not use it", problems=problems
         )
-
-
-def _and_more(paths: Collection[str]) -> str:
-    first, *more = paths
-    return f"{first} and {len(more)} more" if more else first
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,11 +369,11 @@ def undo(path: str, *, force: bool = False, no_fsync: bool = False) -> Undone:
     if split(path)[1] is not None:
         raise CkptError("undo gives a whole file back", hint="name the file without ::SECTION")
     only_first()
-    return Undone(path, io_undo.undo(path, lambda: _last(path), fsync=not no_fsync, force=force))
 
+    def last() -> str:
+        return locate(path).path if is_dir(path) else path
 
-def _last(path: str) -> str:
-    return locate(path).path if is_dir(path) else path
+    return Undone(path, io_undo.undo(path, last, fsync=not no_fsync, force=force))
 
 
 # Dangerous pickle imports
