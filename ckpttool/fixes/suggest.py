@@ -49,7 +49,7 @@ _ADAPTER = Note(
 )
 _THEN_OPTIMIZER = "no rule reorders the state of an optimizer: rename the keys first, then run"
 _FEW = 3
-_NAMED = re.compile(r"=([A-Z_]+)\b")  # in a Python call
+_WORD = re.compile(r"[\w.]+")  # of a Python call
 
 
 class Fixes(NamedTuple):
@@ -65,7 +65,7 @@ class Fixes(NamedTuple):
         """Return the diff with the commands, and all notes on them."""
         words: set[str] = set()
         for line in self.commands:
-            words.update(shlex.split(line) if line.startswith("ckpttool ") else _NAMED.findall(line))
+            words.update(shlex.split(line) if line.startswith("ckpttool ") else _WORD.findall(line))
         unknown = [name for name in PLACEHOLDERS if name in words]
         fix = []
         for line in self.commands:

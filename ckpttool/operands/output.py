@@ -26,29 +26,29 @@ from ckpttool.operands.checkpoint import split
 
 # For what only the user knows.
 PLACEHOLDERS = ("MODEL", "OLD", "OPTIMIZER", "OLD_OPTIMIZER", "PROGRAM.pt2", "CKPT")
+_PLAIN = (str, int, float, list, tuple, Mapping)  # values of options that a command line has too
 _WRITABLE = tuple(ending for row in TABLE for ending in row.endings)
 
 
 def command(verb: str, operands: tuple[str, ...], options: Any) -> str:
     """Return ``ckpttool VERB OPERANDS OPTIONS`` with the options that are not at their default, output options last.
 
-    If an operand or an option is in memory, return the Python call, in which the caller's objects are called as the
-    arguments are. On a command line the metavar of the option replaces an object (``MODEL``).
+    If an operand or the value of an option is an object in memory, return the Python call, in which such objects are
+    called as the arguments are.
     """
     hints = get_type_hints(type(options), include_extras=True)
     late = {field.name for field in fields(OutputOptions)}
     chosen = [(f.name, getattr(options, f.name)) for f in fields(options) if getattr(options, f.name) != f.default]
     chosen.sort(key=lambda pair: pair[0] in late)
-    if MEMORY.title in operands or isinstance(getattr(options, "like", None), Checkpoint):
+    if MEMORY.title in operands or not all(isinstance(value, _PLAIN) for _, value in chosen):
         keywords = (f"{name}={_literal(name, value)}" for name, value in chosen)
-        given = ("ckpt" if one == MEMORY.title else repr(one) for one in operands)
+        given = ({MEMORY.title: "ckpt", "CKPT": "CKPT"}.get(one, repr(one)) for one in operands)
         return f"ckpttool.{verb.replace('-', '_')}({', '.join((*given, *keywords))})"
     words = []
     for name, value in chosen:
         mark = next(part for part in get_args(hints[name]) if isinstance(part, Option))
         for one in value if isinstance(value, (list, tuple)) else (value,):
-            text = json.dumps(dict(one)) if isinstance(one, Mapping) else one
-            text = str(text) if isinstance(text, (str, int)) else str(mark.metavar)
+            text = json.dumps(dict(one)) if isinstance(one, Mapping) else str(one)
             words += [mark.flags[0]] if value is True else [mark.flags[0], text]
     return shell("ckpttool", verb, *operands, *words)
 
@@ -57,8 +57,7 @@ def _literal(name: str, value: object) -> str:
     """Return the value of a keyword; an object of the caller, and what only the user knows, as a name."""
     if isinstance(value, str) and value in PLACEHOLDERS:
         return value
-    plain = isinstance(value, (str, int, list, tuple, Mapping))
-    return repr(list(value) if isinstance(value, tuple) else value) if plain else name
+    return repr(list(value) if isinstance(value, tuple) else value) if isinstance(value, _PLAIN) else name
 
 
 def outputs(source: str, word: str) -> Iterator[str]:

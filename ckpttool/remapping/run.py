@@ -130,15 +130,7 @@ def run(
     Raise `Refused`, all problems at once, if the remap would lose, collide, guess, or change nothing (unless it
     `may_copy`), and `CkptError` if an operand cannot be read or OUT cannot be written. Then nothing is written.
     """
-    writer = Writer(
-        split(source.source)[0],
-        options.force,
-        options.in_place,
-        not options.no_fsync,
-        options.verify,
-        rewrites=conversion is not None,
-        keep=not options.no_undo,
-    )
+    writer = Writer(split(source.source)[0], options, rewrites=conversion is not None)
     out, target = options.target(source.source), None
     if out is not None and not options.to_ranks:
         target = target_for(out, source, None if conversion is None else conversion.shard_size)
@@ -419,7 +411,7 @@ def _write(
         files = _laid_out(options, target, output, beside)
     if written is not None:
         kept = written.kept if written.way == "edited" else writer.replaced(target, files)
-        can_undo = writer.keep and (written.way == "copied" or written.nbytes)
+        can_undo = not options.no_undo and (written.way == "copied" or written.nbytes)
         done = replace(done, written=written, undo=undo_of(target.path, kept) if can_undo else None)
     if options.dry_run:
         return replace(done, cost=cost_of(files, not options.in_place))

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, Lazy, Span
 from ckpttool.core.errors import CkptError, Problem, Refused
-from ckpttool.core.options import expand_options
+from ckpttool.core.options import OutputOptions, expand_options
 from ckpttool.core.pickle_imports import Import, dangerous
 from ckpttool.core.schema import COUNT, TEXT, one_of, record
 from ckpttool.core.text import human_bytes, shell
@@ -106,19 +106,15 @@ Decided = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """How an output is written: what the options of every command that writes one say, made of the CKPT `source`.
+    """How a command writes its output, by its options. `source` is the path of the CKPT.
 
-    `rewrites`: in place, the file is written completely. `keep`: what is replaced in place is kept for undo. `held` is
-    what the checksums of a store prove of what was written.
+    `rewrites`: in place, the file is written completely. `held` is what the checksums of a store prove of what was
+    written.
     """
 
-    source: str = ""
-    force: bool = False
-    in_place: bool = False
-    fsync: bool = True
-    verify: bool = False
+    source: str
+    options: OutputOptions
     rewrites: bool = False
-    keep: bool = True
     held: Held = field(default_factory=Held)
 
     def check(self, target: Target, *others: str) -> None:
@@ -126,17 +122,18 @@ class Writer:
         if target.folder is None:
             self.check_file(target.path, *others)
             return
+        force, in_place = self.options.force, self.options.in_place
         for source in (self.source, *others):
-            write.preflight_folder(target.folder, target.present(), source, force=self.force, in_place=self.in_place)
+            write.preflight_folder(target.folder, target.present(), source, force=force, in_place=in_place)
 
     def check_file(self, out: str, *others: str) -> None:
         """Raise `CkptError` if the file cannot or must not be written. `others` are also read."""
         read = [path for source in (self.source, *others) for path in (source, *files_of(source))]
-        write.preflight(out, (*read, *sources.files_read()), force=self.force, in_place=self.in_place)
+        write.preflight(out, (*read, *sources.files_read()), force=self.options.force, in_place=self.options.in_place)
 
     def file(self, pieces: Pieces, out: str, decided: Decided | None = None) -> None:
         """Write the file; `decided`, if known, is everything that decides its values."""
-        if not self.in_place:
+        if not self.options.in_place:
             write.check_no_source(out, sources.files_read())  # now that all is open which the command reads
         job = self._job(out)
         if job is not None and is_url(out):
@@ -165,7 +162,8 @@ class Writer:
     def edit(self, target: Target, files: Mapping[str, Edited] | None, *, dry_run: bool = False) -> Written:
         """Edit the source in place, if possible; return how it was written, or would be."""
         only_first()
-        return io_undo.edit(files, target.home, keep=self.keep, fsync=self.fsync, dry_run=dry_run)
+        keep, fsync = not self.options.no_undo, not self.options.no_fsync
+        return io_undo.edit(files, target.home, keep=keep, fsync=fsync, dry_run=dry_run)
 
     def replaced(self, target: Target, files: Files) -> int:
         """Return the bytes of the files that `files` replace, which are kept for undo."""
@@ -197,13 +195,14 @@ class Writer:
 
     def _options(self, is_remote: bool = False, files: Collection[str] = ()) -> WriteOptions:
         """Return the options of the writers, and with `verify` the record that proves the bytes of these files."""
+        options = self.options
         return WriteOptions(
-            replace=self.force or self.in_place,
-            in_place=self.in_place,
-            keep=self.in_place and self.keep,
+            replace=options.force or options.in_place,
+            in_place=options.in_place,
+            keep=options.in_place and not options.no_undo,
             readers_of=[self.source] if is_dir(self.source) else files_of(self.source),
-            fsync=self.fsync,
-            digests={} if self.verify and not is_remote else None,
+            fsync=not options.no_fsync,
+            digests={} if options.verify and not is_remote else None,
             held=self._proved(files),
         )
 
@@ -226,13 +225,13 @@ class Writer:
 
         home = folder
         if stale is not None:
-            home = job.of_first("home", lambda: write_remote.home_of(files, folder, stale, replace=self.force))
+            home = job.of_first("home", lambda: write_remote.home_of(files, folder, stale, replace=self.options.force))
         with progress.doing(folder, _nbytes(files), "written"):
             plan = None if decided is None else decided()
             urls = {name: join(home, name) for name in files}
             held = self._proved(files) if home == folder else None
             with objects.sent(job, files, urls, folder, plan, verify=held is not None) as contents:
-                write_remote.complete(contents, home, folder, stale or (), replace=self.force)
+                write_remote.complete(contents, home, folder, stale or (), replace=self.options.force)
                 if held is not None:
                     objects.note(held, files, contents)
 
@@ -243,7 +242,7 @@ class Writer:
         with progress.doing(out, _nbytes(files), "written"):
             plan = None if decided is None else decided()
             options = self._options(files=files)
-            with written(job, files, out, home, plan, options, verify=self.verify) as ready:
+            with written(job, files, out, home, plan, options, verify=self.options.verify) as ready:
                 yield ready
 
     def ranks(self, ranks: Sequence[Checkpoint], out: str, decided: Decided | None = None) -> Verified | None:
@@ -258,7 +257,7 @@ class Writer:
         for name in (*layouts, *sorted(stale)):
             self.check_file(join(folder, name))
         self.files(layouts, folder, stale, whole=False, decided=decided)
-        if not self.verify:
+        if not self.options.verify:
             return None
         proved = [self.prove(join(folder, name), own) for name, own in zip(layouts, ranks)]
         return Verified(sum(one.by_checksum for one in proved), sum(one.read for one in proved))
@@ -289,7 +288,7 @@ class Writer:
 
     def _proved(self, files: Collection[str] = ()) -> Held | None:
         """Return the record of what a store proves; None for DCP, whose records must be read to find a tensor."""
-        return self.held if self.verify and DCP_METADATA not in files else None
+        return self.held if self.options.verify and DCP_METADATA not in files else None
 
 
 def _nbytes(files: Contents) -> int:

@@ -392,8 +392,7 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
     look_anew(path)
     name = picked if options.name is None else options.name
     target = None if options.dry_run else options.target(path)
-    fsync = not options.no_fsync
-    writer = Writer(path, options.force, options.in_place, fsync, options.verify, keep=not options.no_undo)
+    writer = Writer(path, options)
     if target is not None:
         writer.check_file(target, split(weights.source)[0])
     with collected() as imports:

@@ -340,7 +340,9 @@ def test_options_are_the_words_that_ask_for_them() -> None:
         *("ckpttool", "remap", "a b.pt", "--model", "m.py:f", "--model-kwargs", '{"n": 2}', "--materialize"),
         *("--drop", "a.*", "--drop", "b", "-o", "o.pt"),
     ]
-    assert "--model MODEL" in command("remap", ("CKPT",), RemapOptions(model=net))
+    assert command("remap", ("CKPT",), RemapOptions(model=net, rule=["a => b"])) == (
+        "ckpttool.remap(CKPT, model=model, rule=['a => b'])"
+    )
 
 
 KEYS = ["a.0.w", "a.1.w", "a.0.lora_A.w", "b.lora_A", "odd[0].w", "x{y}.w", "c.d"]
