@@ -475,8 +475,9 @@ def by_plan(source: Checkpoint, plan: Plan, runners: Mapping[str, Runner] = NO_C
     `runners`, by way, are the models' code for its runs. Raise `Refused` if one of them is missing.
     """
     keys = {key for section in source.sections if not section.path for key in section.by_key()}
-    paths = {*source.others, *source.beside, *(one.path for one in (*source.sections, *source.unreached))} - keys
-    gone = {d.key for d in plan.dropped if not d.section} & paths
+    paths = {*source.others, *source.beside, *(section.path for section in source.sections)}
+    paths |= {found.path for found in source.unreached}
+    gone = {d.key for d in plan.dropped if not d.section} & (paths - keys)
     rest = replace(plan, dropped=tuple(d for d in plan.dropped if d.section or d.key not in gone))
     left = replace(
         source,
