@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from shlex import quote
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import Problem, Refused
@@ -25,6 +25,7 @@ from ckpttool.operands.checkpoint import split
 from ckpttool.operands.output import Target, same_folder
 from ckpttool.ruleset.patterns import compiled
 
+Candidate = TypeVar("Candidate")
 NAME = "adapter_config.json"
 
 _TARGETS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
@@ -138,13 +139,14 @@ def _target_modules(
         parts = name.count(".") + 1
         short += [".".join(now.split(".")[-parts:]) for old, now in renamed.modules.items() if _named([name], old)]
     short = wanted if isinstance(config["target_modules"], str) else list(dict.fromkeys(short))
-    for candidate in (new, new | {"target_modules": short}, new | listed):
-        if candidate is not new and renamed.paths is None and candidate["target_modules"] != wanted:
-            continue  # whether a short name is one of other modules too is not known
-        if _exact(lambda path, config=candidate: _targets(config, path), wanted, renamed.paths):  # type: ignore[misc]
-            new.update({field: candidate[field] for field in listed})
-            return []
-    return [_problem("target_modules", config["target_modules"], "no list of paths finds the same modules")]
+    candidates = [new, new | {"target_modules": short}, new | listed]
+    if renamed.paths is None:  # whether a short name is one of other modules too is not known
+        candidates = [one for one in candidates if one is new or one["target_modules"] == wanted]
+    found = _first_exact(candidates, _targets, wanted, renamed.paths)
+    if found is None:
+        return [_problem("target_modules", config["target_modules"], "no list of paths finds the same modules")]
+    new.update({field: found[field] for field in listed})
+    return []
 
 
 def _modules_to_save(config: Mapping[str, Any], new: dict[str, Any], renamed: Renamed) -> list[Problem]:
@@ -156,11 +158,12 @@ def _modules_to_save(config: Mapping[str, Any], new: dict[str, Any], renamed: Re
     if not places:
         return problems
     every = {*(renamed.paths or ()), *(f"{path}.{name}" for path in renamed.modules.values() for name in _INSIDE)}
-    for names in (list(old), [*wanted, *absent]):
-        if _exact(lambda path, names=names: any(map(path.endswith, names)), wanted, every):  # type: ignore[misc]
-            new["modules_to_save"] = names
-            return problems
-    return [*problems, _problem("modules_to_save", old, f"{' and '.join(wanted)} would not be the only match")]
+    candidates = (list(old), [*wanted, *absent])
+    names = _first_exact(candidates, lambda names, path: any(map(path.endswith, names)), wanted, every)
+    if names is None:
+        return [*problems, _problem("modules_to_save", old, f"{' and '.join(wanted)} would not be the only match")]
+    new["modules_to_save"] = names
+    return problems
 
 
 def _saved(names: Iterable[str], renamed: Renamed) -> tuple[dict[str, str], list[Problem]]:
@@ -193,11 +196,13 @@ def _target_parameters(
     if base is not None and not set(wanted) <= set(base):
         absent = [name for name in wanted if name not in base]
         return found, [_problem("target_parameters", old, f"the new base has no {', '.join(absent)}")]
-    for names in (list(old), wanted):
-        if old and _exact(lambda name, names=names: _named(names, name), wanted, base):  # type: ignore[misc]
-            new["target_parameters"] = names
-            return found, _nested(old, found, renamed)
-    return found, [_problem("target_parameters", old, "no list of names finds the same parameters")] if old else []
+    if not old:
+        return found, []
+    names = _first_exact((list(old), wanted), _named, wanted, base)
+    if names is None:
+        return found, [_problem("target_parameters", old, "no list of names finds the same parameters")]
+    new["target_parameters"] = names
+    return found, _nested(old, found, renamed)
 
 
 def _nested(value: object, found: Mapping[str, str], renamed: Renamed) -> list[Problem]:
@@ -259,9 +264,18 @@ def _texts(value: Any) -> list[str]:
     return [text for part in parts for text in _texts(part)]
 
 
-def _exact(finds: Callable[[str], bool], wanted: Collection[str], every: Collection[str] | None) -> bool:
-    """Whether all `wanted` are found, and of `every` other name none."""
-    return all(map(finds, wanted)) and not any(map(finds, set(every or ()).difference(wanted)))
+def _first_exact(
+    candidates: Iterable[Candidate],
+    finds: Callable[[Candidate, str], bool],
+    wanted: Collection[str],
+    every: Collection[str] | None,
+) -> Candidate | None:
+    """Return the first candidate that finds all `wanted`, and of `every` other name none."""
+    others = set(every or ()).difference(wanted)
+    for one in candidates:
+        if all(finds(one, name) for name in wanted) and not any(finds(one, name) for name in others):
+            return one
+    return None
 
 
 def _problem(field: str, value: Any, why: str) -> Problem:
