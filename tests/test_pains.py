@@ -22,7 +22,7 @@ import mend_models
 import optimizer_models
 import real_models
 from ckpttool.cli.app import main
-from command import fixes_in
+from command import fixes_in, notes_in
 from files import run_measured
 from loading_zoo import Packed, packed_weight
 from mend_models import hooked, lifted, net
@@ -50,7 +50,7 @@ class Answer:
 
     @property
     def said(self) -> str:
-        return " ".join([*self.data.get("notes", ()), *(entry["reason"] for entry in self.data.get("entries", ()))])
+        return " ".join([*notes_in(self.data), *(entry["reason"] for entry in self.data.get("entries", ()))])
 
 
 @pytest.fixture
