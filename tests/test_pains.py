@@ -494,6 +494,7 @@ def test_torchtitan_1441_swapped_norms(ask: Ask) -> None:
     assert found.status == 1
     assert "left `first` is right `second`" in found.said
     assert "pass --rule 'FROM => TO'" in found.said
+    assert [(one["code"], len(one["keys"])) for one in found.data["unfixed"]] == [("moved", 2)]
     rules = ("--rule", "first.{x} => second.{x}", "--rule", "second.{x} => first.{x}")
     assert ask("remap", ckpt, *rules, "-o", "out.pt").status == 0
     assert diff(ask, "out.pt", "ours.pt", "--values").status == 0

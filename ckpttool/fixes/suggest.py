@@ -250,7 +250,8 @@ def _code(entry: Entry) -> str:
     """Return the code that says best what could fix the entry."""
     if entry.status in ("shape", "dtype", "value") and entry.cause is not None and entry.cause.code in OBJECTS:
         return "object"
-    return next((code for code in _UNFIXED if entry.cause is not None and code in entry.cause.codes), entry.status)
+    codes = () if entry.cause is None else entry.cause.codes
+    return next((code for code in reversed(codes) if code in _UNFIXED), entry.status)
 
 
 def is_adapter(section: Section) -> bool:
