@@ -75,7 +75,6 @@ def _meaning(entry: TensorEntry) -> str:
 
 
 def _is_digest(entry: Entry) -> bool:
-    """Return whether only a digest of the entry's values is known."""
     if isinstance(entry, ExtraEntry) or entry.storage is None:
         return isinstance(entry.payload, Digested)
     return isinstance(entry.storage.data, Lazy) and entry.storage.data.sha256 is not None
@@ -239,7 +238,6 @@ def digest(entry: TensorEntry) -> bytes:
 
 
 def content_of_storage(storage: Storage) -> bytes:
-    """Return a hash of the storage's bytes."""
     return _hash(stream([Piece(storage.data)]), "blake2b")
 
 

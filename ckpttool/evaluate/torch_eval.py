@@ -34,7 +34,6 @@ class Held:
         self.bytes = self.peak = 0
 
     def check(self, name: str, more: int) -> None:
-        """Raise `Refused` if `more` bytes exceed the limit."""
         if self.bytes + more > self.most:
             raise Refused(
                 f"{name} makes {human_bytes(more)} where {human_bytes(self.most)} may be held: "

@@ -245,7 +245,6 @@ def _innermost(path: Template, table: Mapping[str, str]) -> str:
 
 
 def is_fused(path: Template) -> bool:
-    """Return whether the name says that several parts are in one tensor."""
     return any(word in segment.lower() for segment in path for word in _FUSED_WORDS)
 
 

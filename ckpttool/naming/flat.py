@@ -36,7 +36,6 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return prod(self.shape)
 
     @property

@@ -292,8 +292,10 @@ def unlike(
     only_left = [key for key in only_left if key not in found]
     only_right = [key for key in only_right if key not in taken]
     # Without wrapper segments a key of one side is a key of the other; if there are none, one side may have a prefix.
-    pair = _match_names if _MARK.search("\n".join((*only_left, *only_right))) else _below_prefix
-    canonical = {key: ".".join(part for part in key.split(".") if part not in SEGMENTS) for key in only_right}
+    canonical, pair = {key: key for key in only_right}, _below_prefix
+    if _MARK.search("\n".join((*only_left, *only_right))):
+        canonical = {key: ".".join(part for part in key.split(".") if part not in SEGMENTS) for key in only_right}
+        pair = _match_names
     pairs = [*pair(only_left, canonical).items()]
     done, taken = {key for key, _ in pairs}, {other for _, other in pairs}
     rest = {key: key for key in only_left if key not in done}

@@ -262,7 +262,6 @@ _OF_ALL: Mapping[str, Kind] = {"optional": _FLAG, "when": _TEXTS, "unless": _TEX
 
 
 def faults(table: Any) -> list[str]:
-    """Return what is wrong with the fields of one rule."""
     if not isinstance(table, dict):
         return ["not a table"]
     names = [name for name in table if name in _OPERATIONS]
@@ -323,13 +322,10 @@ def _faults_of_example(table: Any) -> list[str]:
             spec = shown(text)
             if spec is None or -1 in (spec.shape or ()):
                 found.append(f"{text!r} in {side!r} is not a tensor, as in 'w [4, 2] bfloat16'")
-    if not _are_named_sizes(table.get("sizes", {})):
+    sizes = table.get("sizes", {})
+    if not isinstance(sizes, dict) or not all(_is_number(size) and size >= 1 for size in sizes.values()):
         found.append("'sizes' is not a table of positive integers")
     return found
-
-
-def _are_named_sizes(table: Any) -> bool:
-    return isinstance(table, dict) and all(_is_number(size) and size >= 1 for size in table.values())
 
 
 def _failures(before: Sequence[str], after: Sequence[str], steps: Sequence[Step]) -> list[str]:

@@ -122,7 +122,6 @@ def _tokens(segments: Iterable[str]) -> tuple[Token, ...]:
 
 
 def pattern_of(segments: Sequence[str]) -> Pattern:
-    """Compile the pattern with these segments."""
     tokens, count = _tokens(segments), len(segments)
     names = [token.name for token in tokens if token.name]
     stars = [at for at, token in enumerate(tokens) if token.star]

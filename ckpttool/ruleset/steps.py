@@ -376,7 +376,8 @@ def state_of(steps: Sequence[Step], section: Section, *, whole: bool = True) -> 
         if whole and not step.where.optional and not problems and not result.problems:  # else that may be the reason
             unused = [text for text in step.patterns if text not in result.used]
             result.problems += [Problem("applies to no key", text) for text in unused]
-        counts = Counter(key for key, _ in result.values)
+        state = dict(result.values)
+        counts = Counter(key for key, _ in result.values) if len(state) < len(result.values) else {}
         for key, count in counts.items():
             if count > 1:
                 sources = dict.fromkeys(
@@ -386,7 +387,6 @@ def state_of(steps: Sequence[Step], section: Section, *, whole: bool = True) -> 
                 result.problems.append(Problem(f"written {count} times{origin}", key))
         problems += [Problem(f"{step.where}: {problem.problem}", problem.key) for problem in result.problems]
         dropped.update((key, str(step.where)) for value in result.dropped for key in refs(value.source))
-        state = dict(result.values)
     if problems:
         raise Refused(
             f"the rules do not fit the checkpoint: {plural(len(problems), 'problem')}",

@@ -35,7 +35,6 @@ def is_expression(text: str) -> bool:
 
 
 def size_names(size: Size) -> set[str]:
-    """Return the names in the size."""
     return set() if isinstance(size, int) else set(_NAME.findall(size))
 
 
@@ -97,7 +96,6 @@ class TensorSpec:
     dtype: str | None = None
 
     def is_like(self, tensor: TensorEntry | Value) -> bool:
-        """Return whether the tensor has the shape and the dtype."""
         shape = tensor.shape if self.shape is None else self.shape
         fits = len(shape) == len(tensor.shape) and all(a in (-1, b) for a, b in zip(shape, tensor.shape))
         return fits and self.dtype in (None, tensor.dtype)
@@ -147,7 +145,6 @@ DENSE, REFUSED = "strided", "refused"
 
 
 def transpose(value: Value, dims: Sequence[int]) -> Value:
-    """Swap two dimensions."""
     first, second = (dimension(dim, value.shape) for dim in dims)
     order = list(range(len(value.shape)))
     order[first], order[second] = second, first

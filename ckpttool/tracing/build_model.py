@@ -178,7 +178,6 @@ def failed_on_meta(error: BaseException) -> bool:
 
 
 def says_meta(text: str) -> bool:
-    """Return whether an error's text is about the meta device."""
     return any(sign in text for sign in _META_SIGNS)
 
 

@@ -74,7 +74,6 @@ def listed(model: nn.Module) -> tuple[Listed, ...]:
 
 
 def runtime_tensors(model: nn.Module, items: tuple[Listed, ...]) -> tuple[RuntimeTensor, ...]:
-    """Return the `runtime` list of `Names`."""
     paths = wrapper_paths(model)
     return tuple(
         RuntimeTensor(
@@ -103,7 +102,6 @@ def wrapper_paths(module: nn.Module) -> frozenset[str]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -214,7 +212,6 @@ CONSTANT: tuple[Filling, ...] = ("zeros", "ones")
 
 
 def filled(model: LoadedModel, filling: Filling, real: bool = True) -> nn.Module:
-    """Return a fresh instance with the values of `fill`."""
     instance = model.build(real)
     fill(instance, filling)
     return instance
@@ -332,6 +329,5 @@ def copied_state(state: Mapping[str, object]) -> OrderedDict[str, Any]:
 
 
 def metadata_of(state: Mapping[str, object]) -> Mapping[str, object] | None:
-    """Return the ``_metadata`` (module versions) of a state dict."""
     metadata = getattr(state, "_metadata", None)
     return metadata if isinstance(metadata, Mapping) else None

@@ -66,7 +66,6 @@ class Geometry(NamedTuple):
 
 
 def geometry(tensor: torch.Tensor) -> Geometry:
-    """Return the geometry of a strided tensor."""
     shape = tuple(tensor.shape)
     stride = tuple(step if size != 1 else 0 for size, step in zip(shape, tensor.stride()))
     return Geometry(int(tensor.storage_offset()), shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg())
@@ -89,7 +88,6 @@ class Memory:
     pieces: dict[Geometry, dict[Geometry, Expression]] = field(default_factory=dict)
 
     def known(self, geom: Geometry) -> Expression | None:
-        """Return the value seen through `geom` if it was noted."""
         for table in (self.roots, self.views, *self.pieces.values()):
             if geom in table:
                 return table[geom]

@@ -90,7 +90,6 @@ class Recorder(TorchDispatchMode):
         self._memory(tensor).roots.setdefault(mark[1], expression)
 
     def value(self, tensor: torch.Tensor) -> Expression:
-        """Return how `tensor` was computed."""
         mark = token(tensor)
         if not isinstance(mark[0], int):
             known = self.objects.get(mark)
@@ -101,7 +100,6 @@ class Recorder(TorchDispatchMode):
         return self.memories[mark[0]].read(mark[1])
 
     def author_of(self, mark: Token) -> Any:
-        """Return whose code made the tensor, or wrote to it last."""
         if isinstance(mark[0], int):
             memory = self.memories.get(mark[0])
             return memory.author if memory else None
@@ -235,7 +233,6 @@ class Recorder(TorchDispatchMode):
         return out
 
     def write(self, target: torch.Tensor, value: Expression) -> None:
-        """Note that `target` now holds `value`."""
         mark = token(target)
         self.clock += 1
         self.writes.append((self.clock, mark))
@@ -248,7 +245,6 @@ class Recorder(TorchDispatchMode):
         memory.author = self.author
 
     def _results(self, func: Any, args: Any, kwargs: Any, targets: Sequence[torch.Tensor]) -> list[Expression]:
-        """Return what each target holds after the in-place call."""
         for target in targets:
             self.value(target)
         if func is torch.ops.aten.copy_.default:

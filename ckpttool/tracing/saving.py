@@ -112,7 +112,6 @@ def save(model: LoadedModel, real: bool) -> Saved:
 
 
 def _read_by(hook: Hook | None, reads: tuple[tuple[Hook | None, tuple[str, ...]], ...]) -> list[Ref]:
-    """Return the tensors whose values the hook looked at."""
     return [Ref(name) for reader, names in reads if reader == hook for name in names]
 
 

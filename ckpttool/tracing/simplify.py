@@ -38,7 +38,6 @@ class Simplifier:
         self.known: dict[Expression, torch.Tensor] = {}
 
     def simplify(self, node: Argument) -> Argument:
-        """Return a simpler expression for the same value."""
         if isinstance(node, tuple):
             return tuple(self.simplify(item) for item in node)
         if not isinstance(node, Op):
