@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import field, replace
 from functools import partial
 from itertools import groupby
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.pickle_imports import DANGEROUS, KNOWN, UNKNOWN
-from ckpttool.core.text import dotted, human_bytes, number, plural, shape_text
+from ckpttool.core.text import dotted, human_bytes, number, plural, shape_text, some
 from ckpttool.core.values import dataclass
 from ckpttool.inspection.inspect import Inspection, names_in_file
 from ckpttool.naming.flat import flat_params
@@ -26,6 +26,7 @@ from ckpttool.report.document import (
     Finding,
     Listing,
     Named,
+    Note,
     Role,
     Row,
     Table,
@@ -40,6 +41,8 @@ _ROWS = 40
 _DIGITS = 12  # of a hash; JSON has all of them
 _VALUE_WIDTH = 200  # characters of a long text that are shown
 _ROOT = "(root)"
+_ORDER = ("state_dict", "other", "optimizer")
+_FOLDED = 3  # lines of a section besides the model; more are one line
 _BAR = 20  # characters of the longest bar
 _DEEPEST = 24  # levels of modules that are distinguished; models have about ten
 _VERDICTS: dict[str, Role] = {DANGEROUS: "bad", UNKNOWN: "warn", KNOWN: "ok"}
@@ -54,7 +57,9 @@ def document(
 
     With a `depth`, list modules instead of tensors; `by_bytes` lists the largest first.
     """
-    checkpoint = inspection.checkpoint
+    in_order = sorted(inspection.checkpoint.sections, key=lambda section: _ORDER.index(section.kind))  # model first
+    checkpoint = replace(inspection.checkpoint, sections=tuple(in_order))
+    inspection = replace(inspection, checkpoint=checkpoint)
     tensors = sum(len(section.all_tensors()) for section in checkpoint.sections)
     verdict = f"{checkpoint.format}, {plural(tensors, 'tensor')}, {human_bytes(checkpoint.nbytes)} on disk"
     limit = None if all else _ROWS
@@ -74,18 +79,18 @@ def document(
         shortened(_statistics(inspection), limit),
         shortened(_flat_parameters(checkpoint), limit),
         _adapters(inspection, all),
-        shortened(_optimizer_params(inspection), limit),
+        *([_optimizer_params(inspection)] if all else []),
         shortened(Table("Aliases (second names of a tensor)", (_KEY, Column("same tensor as")), second_names), limit),
-        shortened(
-            Table(
-                "Non-tensor entries (copied unchanged)", (_KEY,), tuple((key,) for key in (*extras, *checkpoint.others))
-            ),
-            limit,
-        ),
+        *([_other_entries([*extras, *checkpoint.others])] if all else []),
         *([] if dangerous else [shortened(_imports(checkpoint), limit)]),
         shortened(Table("Metadata", (_KEY, Column("value")), metadata), limit),
     )
-    blocks: tuple[Block, ...] = (*noted(inspection.notes), *(table for table in tables if table.rows))
+    folded: list[Block] = []
+    if not all and (extras or checkpoint.others):
+        names = list(dict.fromkeys(key.split(".")[0] for key in (*extras, *checkpoint.others)))
+        count = plural(len(extras) + len(checkpoint.others), "non-tensor entry")
+        folded = [Note(f"{count}, copied unchanged (--all lists them): {some(names, 8)}")]
+    blocks = (*(table for table in tables if table.rows), *folded, *noted(inspection.notes))
     listing = Listing((checkpoint.source,), {"tensor": "plain"}, partial(_findings, inspection))
     return Document(f"inspect {checkpoint.source}", verdict, True, blocks, listing)
 
@@ -122,6 +127,10 @@ def _sections(inspection: Inspection) -> Table:
     return Table("Sections", (_SECTION, Column("kind"), _TENSORS, _SIZE, Column("wrappers", "warn")), tuple(rows))
 
 
+def _other_entries(keys: Sequence[str]) -> Table:
+    return Table("Non-tensor entries (copied unchanged)", (_KEY,), tuple((key,) for key in keys))
+
+
 def _dtypes(checkpoint: Checkpoint) -> Table:
     entries = [entry for section in checkpoint.sections for entry in section.all_tensors()]
     entries.sort(key=lambda entry: entry.dtype)
@@ -146,20 +155,31 @@ class _Likeness(NamedTuple):
 def _tensors(checkpoint: Checkpoint, all: bool, by_bytes: bool) -> Table:
     """Return a line for each group of equal tensors, without columns that would be the same everywhere."""
     groups: list[tuple[Section, Group[_Likeness], int]] = []
+    folded: list[Section] = []
+    has_model = any(section.kind == "state_dict" for section in checkpoint.sections)
     for section in checkpoint.sections:
         items = [(e.key, _Likeness(e.dtype, e.shape, e.layout, e.nbytes)) for e in section.all_tensors()]
         own = [Group(key, (key,), like) for key, like in items] if all else collapse(items)
+        if has_model and section.kind != "state_dict" and not all and len(own) > _FOLDED:
+            folded.append(section)
+            continue
         groups += [(section, group, group.likeness.nbytes * len(group.keys)) for group in own]
     if by_bytes:
         groups.sort(key=lambda one: -one[2])
     has_sections = len([section for section in checkpoint.sections if section.all_tensors()]) > 1
-    has_counts = any(len(group.keys) > 1 for _, group, _ in groups)
+    has_counts = bool(folded) or any(len(group.keys) > 1 for _, group, _ in groups)
     rows: list[Row] = []
     for section, group, nbytes in groups:
         like = group.likeness
         shape = shape_text(like.shape) + ("" if like.layout == "strided" else f" {like.layout}")
         prefix = ((section.path or _ROOT,) if has_sections else ()) + ((number(len(group.keys)),) if has_counts else ())
         rows.append((*prefix, group.pattern, like.dtype, shape, human_bytes(nbytes)))
+    for section in folded:
+        count, dtypes = number(len(section.all_tensors())), ", ".join(sorted({e.dtype for e in section.all_tensors()}))
+        what = "optimizer state" if section.kind == "optimizer" else "other entries"
+        rows.append(
+            (section.path or _ROOT, count, Cell(f"{what} (--all)", "dim"), dtypes, "", human_bytes(section.nbytes))
+        )
     columns = [*([Column("section")] if has_sections else []), *([_TENSORS] if has_counts else [])]
     columns += [_KEY, Column("dtype", "dtype"), Column("shape", "shape"), _SIZE]
     return Table("Tensors", tuple(columns), tuple(rows), is_listed=True)

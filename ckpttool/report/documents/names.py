@@ -11,7 +11,7 @@ from ckpttool.core.text import number, plural, shape_text
 from ckpttool.diffing.names import compare_names
 from ckpttool.diffing.result import Diff, names_outlines
 from ckpttool.inspection.explain import Explanation
-from ckpttool.report.document import Block, Cell, Column, Document, Facts, Note, Problems, Table, facts, noted
+from ckpttool.report.document import Block, Cell, Column, Document, Facts, Keys, Note, Problems, Table, facts, noted
 from ckpttool.report.documents import diff as diff_report
 
 
@@ -20,7 +20,7 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
     entries = compare_names(names)
     diff = Diff("serialized", "runtime", False, entries, outlines=names_outlines(names))
     shown = diff_report.document(diff, all=all)
-    tables = [block for block in shown.blocks if isinstance(block, Table)]
+    tables = [block for block in shown.blocks if isinstance(block, (Table, Keys))]
     parameters = [t for t in names.runtime if t.kind == "parameter"]
     counts = (
         ("parameters", f"{number(len(parameters))} ({number(sum(not t.trainable for t in parameters))} frozen)"),
@@ -30,7 +30,7 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
         ("extra state", number(len(names.extra_state))),
         ("torch", names.torch),
     )
-    blocks: list[Block] = [Facts(counts), *tables]
+    blocks: list[Block] = [*tables, Facts(tuple(pair for pair in counts if pair[1] != "0"))]
     if names.roundtrips:
         blocks.append(Note("load_state_dict() reads back what state_dict() writes"))
     else:
@@ -41,7 +41,11 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
         blocks.append(Note(f"names file: {written}"))
     renamed = sum(entry.status in ("renamed", "transformed") for entry in entries)
     keys = plural(len(names.serialized), "serialized key")
-    verdict = f"{keys}, {number(renamed)} of them different from the runtime name"
+    verdict = (
+        f"{keys}, {number(renamed)} of them different from the runtime name"
+        if renamed
+        else f"{keys}, all of them runtime names"
+    )
     return Document(f"trace {names.model}", verdict, names.roundtrips, tuple(blocks), shown.listing)
 
 

@@ -10,8 +10,21 @@ from ckpttool.core.plan import Plan
 from ckpttool.core.text import dotted, number, plural
 from ckpttool.operands.checkpoint import split
 from ckpttool.remapping.write import NO_UNDO
-from ckpttool.report.collapse import collapse, first_pattern
-from ckpttool.report.document import Block, Cell, Column, Document, Note, Table, facts, filled, noted, shortened
+from ckpttool.report.collapse import collapse, paired
+from ckpttool.report.document import (
+    Block,
+    Cell,
+    Column,
+    Document,
+    KeyGroup,
+    Keys,
+    Note,
+    Table,
+    facts,
+    filled,
+    noted,
+    shortened,
+)
 
 if TYPE_CHECKING:
     from ckpttool.remapping.plan import Remap
@@ -20,6 +33,7 @@ if TYPE_CHECKING:
     from ckpttool.swap.swap import Swap
 
 _ROWS = 20
+_FEW = 10  # lines of changed keys once they are written
 _VERDICTS = {
     "equal": "kept, equal to the model's",
     "different": "kept, the model has another",
@@ -30,7 +44,7 @@ _VERDICTS = {
 
 def document(done: Remap, command: str = "remap") -> Document:
     """Return what a remap did, or would do; `command` is its title."""
-    verdict = ", ".join(f"{number(count)} {what}" for what, count in done.counts.items())
+    verdict = ", ".join(f"{number(count)} {what}" for what, count in done.counts.items() if count) or "no tensors"
     computed = (
         ("computed", f"{plural(len(keys), 'tensor')} by running {run.model}.{BY_CODE[run.way]}()")
         for run, keys in done.plan.by_code
@@ -57,8 +71,8 @@ def document(done: Remap, command: str = "remap") -> Document:
             ("verified", str(done.verified or "")),
         )
     ]
+    blocks.append(_changes(done.plan, _ROWS if done.dry_run else _FEW))
     if done.dry_run:
-        blocks.append(shortened(_changes(done.plan), _ROWS, "--format json"))
         blocks.append(Note("dry run: nothing was written"))
     blocks.append(shortened(_dropped(done.plan), _ROWS, "--format json"))
     blocks += noted(done.notes)
@@ -67,7 +81,7 @@ def document(done: Remap, command: str = "remap") -> Document:
 
 def planned(plan: Plan) -> Document:
     """Return what a plan renames, computes and leaves out."""
-    blocks = [shortened(_changes(plan), _ROWS, "to_json()"), shortened(_dropped(plan), _ROWS, "to_json()")]
+    blocks = [_changes(plan, _ROWS), shortened(_dropped(plan), _ROWS, "to_json()")]
     return Document(
         "plan", f"{plural(len(plan.outputs), 'output')}, {len(plan.dropped)} left out", True, filled(blocks)
     )
@@ -132,18 +146,16 @@ def presets_document(presets: Sequence[Preset]) -> Document:
     return Document("rules", plural(len(presets), "preset"), True, (Table("Presets", columns, rows),))
 
 
-def _changes(plan: Plan) -> Table:
-    """Return a row for each kind of change, repeated layers on one line."""
-    sources = {o.key: tuple(dict.fromkeys(refs(o.source))) for o in plan.outputs if o.source != Ref(o.key)}
-    items = [
-        (key, tuple(tuple("" if part.isdecimal() else part for part in one.split(".")) for one in own))
-        for key, own in sources.items()
-    ]
-    rows = []
-    for group in collapse(items):
-        patterns = (first_pattern(keys) for keys in zip(*(sources[key] for key in group.keys)))
-        rows.append((" + ".join(patterns) or "-", group.pattern))
-    return Table("Changes", (Column("from", "key"), Column("to", "key")), tuple(rows))
+def _changes(plan: Plan, most: int) -> Keys:
+    """Return the changed keys, repeated layers on one line: at most so many lines."""
+    changed = [(o.key, tuple(dict.fromkeys(refs(o.source)))) for o in plan.outputs if o.source != Ref(o.key)]
+    if not changed:
+        return Keys("", ())
+    rows = paired((own, (key,), "") for key, own in changed)
+    hidden = sum(count for _, _, count, _ in rows[most:])
+    footer = f"... {number(hidden)} more (--format json)" if hidden else ""
+    shown = tuple((left, right, "") for left, right, _, _ in rows[:most])
+    return Keys("", (KeyGroup(f"Changes: {plural(len(changed), 'key')}", shown, footer),))
 
 
 def _dropped(plan: Plan) -> Table:
