@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import ckpttool
 from ckpttool.cli.streams import for_log, is_quiet
@@ -85,9 +85,11 @@ class Report:
             sys.stdout.write(for_log(text, self.format))
         elif self.format == "text":
             shown, warnings = warnings_apart(document())
-            sys.stdout.write(for_log(render(self.format, shown, {}, _terminal()), self.format))
+            sys.stdout.write(for_log(render(self.format, shown, {}, _terminal(sys.stdout)), self.format))
             sys.stdout.flush()
-            sys.stderr.writelines(f"{line}\n" for block in warnings for line in lines(block))
+            at = _terminal(sys.stderr) if warnings else None
+            at = at and Terminal(at.width, color=False)
+            sys.stderr.writelines(f"{line}\n" for block in warnings for line in lines(block, at))
         else:
             sys.stdout.write(for_log(_rendered(self.format, document, data), self.format))
             sys.stdout.flush()
@@ -128,9 +130,9 @@ def write_manifest(path: str | None, ckpt: str, *, force: bool) -> None:
         write_text(path, json.render(ckpttool.manifest(ckpt, leave_out=[path])), force=force)
 
 
-def _terminal() -> Terminal | None:
-    """Return the terminal behind stdout, or None. Respect ``NO_COLOR`` (no-color.org) and ``TERM=dumb``."""
-    if not sys.stdout.isatty():
+def _terminal(stream: TextIO) -> Terminal | None:
+    """Return the terminal behind the stream, or None. Respect ``NO_COLOR`` (no-color.org) and ``TERM=dumb``."""
+    if not stream.isatty():
         return None
     color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     import shutil

@@ -58,8 +58,9 @@ def test_the_object_of_the_contract() -> None:
         ("module.head.weight", "module.embed.weight")
     ]
     assert data["tensors"][-1]["bytes"] == 24
-    del data["tensors"]
+    del data["tensors"], data["version"]
     assert data == {
+        "tool": "ckpttool",
         "schema": "ckpttool.inspect/1",
         "source": "train.pt",
         "format": "torch_zip",
@@ -116,14 +117,11 @@ Aliases (second names of a tensor)
   key                       same tensor as
   model.module.head.weight  model.module.embed.weight
 
-Non-tensor entries (copied unchanged)
-  key
-  model.module.fp8._extra_state
-  epoch
-
 Pickle imports (never executed)
   name                verdict  where                   called
   argparse.Namespace  unknown  train/data.pkl, byte 7  argparse.Namespace()
+
+2 non-tensor entries, copied unchanged (--all lists them): model.module.fp8._extra_state, epoch
 """
 
 

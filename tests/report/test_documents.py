@@ -487,11 +487,10 @@ optimizer optimizer  id -> fqn, 2 parameters, identified by param_names
 optimizer            id -> id, 1 parameter
 cost                 reads 1 byte, writes 2 bytes, holds no values
 
-Changes
-  from       to
-  old.{0-1}  new.{0-1}
-  q + k      qk
-  -          made
+Changes: 4 keys
+  old.{0-1} -> new.{0-1}
+  q + k -> qk
+  made
 
 dry run: nothing was written
 

@@ -79,7 +79,7 @@ def document(
         shortened(_statistics(inspection), limit),
         shortened(_flat_parameters(checkpoint), limit),
         _adapters(inspection, all),
-        *([_optimizer_params(inspection)] if all else []),
+        *([shortened(_optimizer_params(inspection), limit)] if all or not checkpoint.state_dicts else []),
         shortened(Table("Aliases (second names of a tensor)", (_KEY, Column("same tensor as")), second_names), limit),
         *([_other_entries([*extras, *checkpoint.others])] if all else []),
         *([] if dangerous else [shortened(_imports(checkpoint), limit)]),
@@ -87,7 +87,8 @@ def document(
     )
     folded: list[Block] = []
     if not all and (extras or checkpoint.others):
-        names = list(dict.fromkeys(key.split(".")[0] for key in (*extras, *checkpoint.others)))
+        names = [group.pattern for group in collapse((key, None) for key in extras)]
+        names += dict.fromkeys(key.split(".")[0] for key in checkpoint.others)
         count = plural(len(extras) + len(checkpoint.others), "non-tensor entry")
         folded = [Note(f"{count}, copied unchanged (--all lists them): {some(names, 8)}")]
     blocks = (*(table for table in tables if table.rows), *folded, *noted(inspection.notes))

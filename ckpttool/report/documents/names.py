@@ -41,11 +41,7 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
         blocks.append(Note(f"names file: {written}"))
     renamed = sum(entry.status in ("renamed", "transformed") for entry in entries)
     keys = plural(len(names.serialized), "serialized key")
-    verdict = (
-        f"{keys}, {number(renamed)} of them different from the runtime name"
-        if renamed
-        else f"{keys}, all of them runtime names"
-    )
+    verdict = f"{keys}, {number(renamed)} of them different from the runtime name"
     return Document(f"trace {names.model}", verdict, names.roundtrips, tuple(blocks), shown.listing)
 
 

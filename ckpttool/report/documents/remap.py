@@ -153,7 +153,7 @@ def _changes(plan: Plan, most: int) -> Keys:
         return Keys("", ())
     rows = paired((own, (key,), "") for key, own in changed)
     hidden = sum(count for _, _, count, _ in rows[most:])
-    footer = f"... {number(hidden)} more (--format json)" if hidden else ""
+    footer = f"... {number(hidden)} more keys (--format json)" if hidden else ""
     shown = tuple((left, right, "") for left, right, _, _ in rows[:most])
     return Keys("", (KeyGroup(f"Changes: {plural(len(changed), 'key')}", shown, footer),))
 

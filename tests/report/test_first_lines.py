@@ -1,0 +1,199 @@
+"""What a user reads first: the first five lines of everyday questions, and text that fits the terminal."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ckpttool.core.errors import Problem
+from ckpttool.report import render
+from ckpttool.report.document import Cell, Column, Commands, Document, Facts, KeyGroup, Keys, Note, Problems, Table
+from ckpttool.report.renderers.text import Terminal
+from command import Run
+
+CODE = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_state_dict_post_hook(self._hide)
+        self.register_load_state_dict_pre_hook(self._show)
+
+    @staticmethod
+    def _hide(module, state, prefix, metadata):
+        for key in [k for k in state if k.startswith(prefix + "layer.")]:
+            state[prefix + key[len(prefix) + 6 :]] = state.pop(key)
+
+    @staticmethod
+    def _show(module, state, prefix, *rest):
+        for key in [k for k in state if k.startswith(prefix)]:
+            state[prefix + "layer." + key[len(prefix) :]] = state.pop(key)
+
+    def forward(self, x):
+        return self.layer(x)
+
+def hooked():
+    return nn.Sequential(nn.Linear(3, 6), Block(), Block())
+
+def net(out=2):
+    return nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, out))
+
+def three():
+    return net(3)
+
+class Reordered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b = nn.Linear(2, 2)
+        self.a = nn.Linear(2, 2)
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(CODE)
+    space: dict[str, type[nn.Module]] = {}
+    exec(CODE, space)
+    hooked, net = space["hooked"](), space["net"]()
+    torch.save(hooked.state_dict(), "trained.pt")
+    torch.save(dict(hooked.named_parameters()), "runtime.pt")
+    torch.export.save(torch.export.export(hooked.eval(), (torch.randn(2, 3),)), "deployed.pt2")
+    wrapped = {f"module._orig_mod.{key}": value for key, value in net.state_dict().items()}
+    torch.save({"model": wrapped, "step": 2}, "ddp.pt")
+    torch.save({key: value for key, value in net.state_dict().items() if key != "2.bias"}, "missing.pt")
+    torch.save({key.replace("2.", "head."): value for key, value in net.state_dict().items()}, "renamed.pt")
+    torch.save(net.state_dict(), "net.pt")
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().sin()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "resume.pt")
+
+
+FIRST_LINES = {
+    "diff trained.pt deployed.pt2 --model model.py:hooked": """\
+diff
+4 of 6 keys differ; values not compared (--values)
+reason: state_dict hook hides the segment `layer`: Block._hide (model.py:12) (4 keys)
+fix: ckpttool swap-weights deployed.pt2 trained.pt --model model.py:hooked -o deployed.swapped.pt2
+fix: ckpttool remap trained.pt --model model.py:hooked --to runtime -o trained.runtime.pt
+""",
+    "diff runtime.pt --model model.py:hooked": """\
+diff
+4 of 6 keys differ; values not compared (use `diff LEFT RIGHT --values`)
+reason: left has the runtime name; the state_dict hook hides the segment `layer`: Block._hide (model.py:12) (4 keys)
+fix: ckpttool remap runtime.pt --model model.py:hooked --to serialized -o runtime.serialized.pt
+details: --all lists every key; `ckpttool explain runtime-key` says more about the reason
+""",
+    "diff ddp.pt --model model.py:net": """\
+diff
+6 of 6 keys differ; values not compared (use `diff LEFT RIGHT --values`)
+reason: left is wrapped in DistributedDataParallel or DataParallel or AveragedModel (`module`) and torch.compile (`_orig_mod`) (6 keys)
+fix: ckpttool remap ddp.pt --model model.py:net --to serialized -o ddp.serialized.pt
+details: --all lists every key; `ckpttool explain wrapper-prefix` says more about the reason
+""",
+    "diff resume.pt --model model.py:Reordered --optimizer model.py:adamw": """\
+diff
+4 of 15 keys differ; values not compared (use `diff LEFT RIGHT --values`)
+reason: its ids may not be this model's: the file lists the model's keys in another order than model.py:Reordered (4 keys)
+fix (not tried): ckpttool remap resume.pt --model OLD --optimizer model.py:adamw --to-model model.py:Reordered --to-optimizer model.py:adamw -o resume.mapped.pt
+details: --all lists every key; `ckpttool explain doubtful-ids` says more about the reason
+""",
+    "diff missing.pt --model model.py:net": """\
+diff
+1 of 6 keys differs; values not compared (use `diff LEFT RIGHT --values`)
+reason: missing from left (1 key)
+fix: no command fixes 1 key (missing)
+details: --all lists every key; `ckpttool explain missing` says more about the reason
+""",
+    "diff net.pt --model model.py:three": """\
+diff
+2 of 6 keys differ; values not compared (use `diff LEFT RIGHT --values`)
+reason: different shape (2 keys)
+fix: no command fixes 2 keys (shape)
+details: --all lists every key; `ckpttool explain shape` says more about the reason
+""",
+    "diff renamed.pt net.pt": """\
+diff
+4 of 8 keys differ; values not compared (--values)
+reason: not in right (2 keys)
+fix: no command fixes 4 keys (missing, unexpected)
+details: --all lists every key; `ckpttool explain unexpected` says more about the reason
+""",
+    "diff net.pt net.pt --values": """\
+diff
+no differences; values are equal
+
+left          net.pt
+right         net.pt
+""",
+}
+
+
+@pytest.mark.parametrize("words", FIRST_LINES)
+def test_the_first_lines_say_what_why_and_what_to_do(run: Run, words: str) -> None:
+    assert run(*words.split()).out.splitlines()[:5] == FIRST_LINES[words].splitlines()
+
+
+# Every line fits
+
+SEGMENT = st.text("abcdefgh_0123456789", min_size=1, max_size=12)
+NAME = st.lists(SEGMENT, min_size=1, max_size=14).map(".".join)
+TEXT = st.lists(st.one_of(SEGMENT, NAME), max_size=20).map(" ".join)
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> Document:
+    rows = tuple(draw(st.lists(st.tuples(NAME, TEXT, SEGMENT), max_size=4)))
+    keys = tuple(draw(st.lists(st.tuples(NAME, NAME, TEXT), max_size=4)))
+    columns = (Column("key", "key"), Column("why"), Column("count", "number"))
+    blocks = (
+        Facts((("left", Cell(draw(NAME), "key")), ("compared", draw(TEXT)))),
+        Table(draw(TEXT), columns, rows, draw(TEXT)),
+        Keys(draw(TEXT), (KeyGroup(draw(TEXT), keys, draw(TEXT), is_full=draw(st.booleans())),)),
+        Note(draw(TEXT), "warning"),
+        Problems((Problem(draw(TEXT), draw(NAME)),)),
+        Commands("fix", ("ckpttool remap " + "x" * 100,)),
+    )
+    return Document(draw(TEXT), draw(TEXT), False, blocks, None, (Facts((("reason", draw(TEXT)),), is_short=True),))
+
+
+@settings(max_examples=150)
+@given(documents(), st.sampled_from([60, 80]), st.booleans())
+def test_no_line_is_wider_than_the_terminal(document: Document, width: int, color: bool) -> None:
+    """Except commands to paste. A single segment of a name could be wider too: none is broken."""
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", render("text", document, {}, Terminal(width, color)))
+    for line in shown.splitlines():
+        assert len(line) <= width or line.strip().startswith("ckpttool ")
+
+
+COMMANDS = [
+    *FIRST_LINES,
+    *(f"{words} --all" for words in FIRST_LINES),
+    *("inspect resume.pt", "inspect resume.pt --all", "inspect resume.pt --depth 3", "trace model.py:hooked"),
+    "remap ddp.pt -o out.pt --model model.py:net --to serialized --dry-run",
+]
+
+
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("words", COMMANDS)
+def test_reports_fit_the_terminal(run: Run, monkeypatch: pytest.MonkeyPatch, words: str, width: int) -> None:
+    monkeypatch.setattr("ckpttool.cli.output._terminal", lambda *streams: Terminal(width, color=False))
+    done = run(*words.split())
+    assert done.status in (0, 1), done.err
+    for line in (done.out + done.err).splitlines():
+        assert len(line) <= width or re.match(r"\s*((partial )?fix( \(not tried\))?: )?ckpttool ", line), line
