@@ -76,8 +76,8 @@ def paired(pairs: Iterable[tuple[tuple[str, ...], tuple[str, ...], L]]) -> list[
     for group in collapse(items):
         likeness = group.likeness[2]
         own = [singles[key, likeness] for key in group.keys]
-        left, right = (" + ".join(first_pattern(keys) for keys in zip(*(one[side] for one in own))) for side in (0, 1))
-        rows.append((left, right, len(own), likeness))
+        old, new = (" + ".join(first_pattern(keys) for keys in zip(*(one[side] for one in own))) for side in (0, 1))
+        rows.append((old, new, len(own), likeness))
     return rows
 
 

@@ -14,7 +14,7 @@ from ckpttool.core.errors import Problem
 from ckpttool.core.text import Info
 from ckpttool.core.values import dataclass
 
-Role = Literal["plain", "key", "number", "dtype", "shape", "ok", "bad", "warn", "dim"]
+Role = Literal["plain", "key", "number", "dtype", "shape", "ok", "bad", "warn", "dim", "title"]
 Severity = Literal["error", "warning", "notice"]
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """What a user reads first: the first five lines of everyday questions, and text that fits the terminal."""
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def document(done: Remap, command: str = "remap") -> Document:
 
 def planned(plan: Plan) -> Document:
     """Return what a plan renames, computes and leaves out."""
-    blocks = [_changes(plan, _ROWS), shortened(_dropped(plan), _ROWS, "to_json()")]
+    blocks: list[Block] = [_changes(plan, _ROWS), shortened(_dropped(plan), _ROWS, "to_json()")]
     return Document(
         "plan", f"{plural(len(plan.outputs), 'output')}, {len(plan.dropped)} left out", True, filled(blocks)
     )
