@@ -20,7 +20,7 @@ SIZE ?= 1
 RUNS ?= 4
 CASES ?=
 
-.PHONY: help demo test bench browser docs dist faults check wild models fuzz mutants conditions fix coverage floor constraints clean
+.PHONY: help demo test suites bench browser docs dist faults check wild models fuzz mutants conditions fix coverage floor constraints clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ bench: $(VENV)/for-test ## time complete commands against cp and other tools (SI
 
 faults: $(VENV)/for-test ## fail and kill every call that writes, once each; takes minutes
 	CKPTTOOL_FAULTS=all $(BIN)/python -m pytest tests/faults -s $(ARGS)
+
+suites: $(VENV)/for-test ## run torch's own modules and optimizers through ckpttool, all of their cases
+	CKPTTOOL_SUITES=all $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 -rs tests/suites $(ARGS)
 
 fuzz: $(VENV)/for-test ## fuzz every reader, TIME=600 seconds in all (ARGS='--guided --target plan': one, by atheris)
 	PYTHONPATH=.:tests/fuzz:tests/support $(BIN)/python tests/fuzz/run.py --time $(TIME) $(ARGS)
