@@ -127,7 +127,7 @@ def missing(name: str, by: ImportError | None = None) -> ImportError:
 @pytest.mark.parametrize(
     ("error", "message", "hint"),
     [
-        (missing("gcsfs.core"), "gs:// needs the Python package gcsfs, which is not", "pip install gcsfs"),
+        (missing("gcsfs.core"), "gs:// needs the Python package gcsfs, which is not", "pip install 'ckpttool[gcs]'"),
         (missing("smbclient"), "the Python package smbprotocol", "pip install smbprotocol"),
         (missing("adlfs", missing("yarl")), "the Python package aiohttp", "pip install aiohttp"),
         (missing(""), "the driver of gs:// cannot be loaded", "ImportError: no module"),
