@@ -8,7 +8,6 @@ from pathlib import Path
 from shlex import quote
 
 from ckpttool.core.errors import CkptError
-from ckpttool.core.values import dataclass
 from ckpttool.formats.safetensors import MAX_HEADER
 from ckpttool.formats.zip_read import read_archive
 from ckpttool.io import files, paths
@@ -50,9 +49,9 @@ def sniff(path: str) -> str:
         return "manifest"
     if LEGACY_START.match(head):
         return "torch_legacy"
-    for known in _KNOWN:
-        if known.matches(head):
-            raise CkptError(f"{path} is {known.what}", hint=known.hint.format(path=quote(path)))
+    for matches, what, hint in _KNOWN:
+        if matches(head):
+            raise CkptError(f"{path} is {what}", hint=hint.format(path=quote(path)))
     if head[8:].lstrip().startswith(b"{"):
         return "safetensors"  # a broken one: its reader says how
     raise CkptError(f"{path} is not a checkpoint that ckpttool knows", hint=_READS)
@@ -81,15 +80,6 @@ def _check_exists(path: str) -> None:
 # Files that are not zip archives
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A kind of file with known first bytes, and what to do about it; `{path}` in the hint is the file."""
-
-    matches: Callable[[bytes], object]
-    what: str
-    hint: str
-
-
 def _starts(*magics: bytes) -> Callable[[bytes], bool]:
     return lambda head: head.startswith(magics)
 
@@ -110,38 +100,39 @@ _PICKLED = (
     "load it with the program that wrote it, if you trust it, and keep its tensors: torch.save(state_dict, 'OUT.pt')"
 )
 _TO_SAFETENSORS = "convert it to a safetensors file with the library that wrote it"
-_KNOWN = (
-    _Known(
+# What the first bytes show, what the file is, and what to do about it; `{path}` in the hint is the file.
+_KNOWN: tuple[tuple[Callable[[bytes], object], str, str], ...] = (
+    (
         _starts(b"version https://git-lfs.github.com/spec/"),
         "a Git LFS pointer, not the file itself",
         "fetch the file: git lfs pull --include {path}",
     ),
-    _Known(_pattern(rb"(\xef\xbb\xbf)?\s*(<!doctype html|<html|<head|<body)"), "an HTML page", _AGAIN),
-    _Known(_pattern(rb"(\xef\xbb\xbf)?\s*<(\?xml|error>)"), "an XML page", _AGAIN),
-    _Known(_pattern(rb"\x80[\1-\5]"), "a pickle that torch.save did not write", _PICKLED),
-    _Known(_starts(b"\x1f\x8b"), "compressed with gzip", "decompress it first: gzip -dk {path}"),
-    _Known(_starts(b"\xfd7zXZ\0"), "compressed with xz", "decompress it first: xz -dk {path}"),
-    _Known(_starts(b"\x28\xb5\x2f\xfd"), "compressed with zstd", "decompress it first: zstd -dk {path}"),
-    _Known(_pattern(rb"BZh[1-9]1AY&SY"), "compressed with bzip2", "decompress it first: bzip2 -dk {path}"),
-    _Known(_starts(b"7z\xbc\xaf\x27\x1c"), "a 7z archive", "unpack it first: 7z x {path}"),
-    _Known(
+    (_pattern(rb"(\xef\xbb\xbf)?\s*(<!doctype html|<html|<head|<body)"), "an HTML page", _AGAIN),
+    (_pattern(rb"(\xef\xbb\xbf)?\s*<(\?xml|error>)"), "an XML page", _AGAIN),
+    (_pattern(rb"\x80[\1-\5]"), "a pickle that torch.save did not write", _PICKLED),
+    (_starts(b"\x1f\x8b"), "compressed with gzip", "decompress it first: gzip -dk {path}"),
+    (_starts(b"\xfd7zXZ\0"), "compressed with xz", "decompress it first: xz -dk {path}"),
+    (_starts(b"\x28\xb5\x2f\xfd"), "compressed with zstd", "decompress it first: zstd -dk {path}"),
+    (_pattern(rb"BZh[1-9]1AY&SY"), "compressed with bzip2", "decompress it first: bzip2 -dk {path}"),
+    (_starts(b"7z\xbc\xaf\x27\x1c"), "a 7z archive", "unpack it first: 7z x {path}"),
+    (
         lambda head: head[257:262] == b"ustar" and head.startswith((b"sys_info\0", b"pickle\0", b"storages\0")),
         "in the tar format of torch.save before torch 0.1.10",
         "if you trust it, load and save it again: " + _torch("torch.load(sys.argv[1], weights_only=False)", "{path}"),
     ),
-    _Known(lambda head: head[4:8] == b"PTMF", "a TorchScript model for mobile (flatbuffer)", _SCRIPTED),
-    _Known(lambda head: head[257:262] == b"ustar", "a tar archive", "unpack it first: tar -xf {path}"),
-    _Known(_starts(b"\x93NUMPY"), "a NumPy array (.npy)", _TO_SAFETENSORS),
-    _Known(_starts(b"\x89HDF\r\n\x1a\n"), "an HDF5 file, as Keras writes it", _TO_SAFETENSORS),
-    _Known(_starts(b"GGUF", b"FUGG"), "a GGUF file, as llama.cpp reads it", "use the checkpoint that it was made from"),
-    _Known(
+    (lambda head: head[4:8] == b"PTMF", "a TorchScript model for mobile (flatbuffer)", _SCRIPTED),
+    (lambda head: head[257:262] == b"ustar", "a tar archive", "unpack it first: tar -xf {path}"),
+    (_starts(b"\x93NUMPY"), "a NumPy array (.npy)", _TO_SAFETENSORS),
+    (_starts(b"\x89HDF\r\n\x1a\n"), "an HDF5 file, as Keras writes it", _TO_SAFETENSORS),
+    (_starts(b"GGUF", b"FUGG"), "a GGUF file, as llama.cpp reads it", "use the checkpoint that it was made from"),
+    (
         # a ModelProto: ir_version, then producer_name or the graph
         _pattern(rb"\x08[\1-\x1f](\x12.[ -~]+\x1a|\x3a)"),
         "an ONNX model",
         "use the PyTorch checkpoint that it was exported from",
     ),
-    _Known(_pattern(rb'\s*(\{\s*["}]|\[\s*[\[\{"\d\]])'), "JSON text", "name the file that holds the tensors"),
-    _Known(_starts(b"PK\5\6"), "an empty zip archive", "download or copy it again"),
+    (_pattern(rb'\s*(\{\s*["}]|\[\s*[\[\{"\d\]])'), "JSON text", "name the file that holds the tensors"),
+    (_starts(b"PK\5\6"), "an empty zip archive", "download or copy it again"),
 )
 
 

@@ -54,7 +54,7 @@ class Patched:
     sample: bytes
     content: bytes
 
-    def is_sound(self, folder: Path) -> bool:
+    def is_sound(self) -> bool:
         """Return True if the row can be one that we wrote."""
         patch = self.back.patch
         numbers = (patch.before, patch.start, patch.length, patch.start + patch.shift)
@@ -151,12 +151,15 @@ def parse(data: bytes, place: Path) -> list[Row]:
     """Return the rows of the record that was read at `place`. Raises `CkptError` if it is damaged or hostile."""
     line, _, rest = data.partition(b"\n")
     rows: list[Row] = []
+    are_sound = True
     try:
         value = json.loads(line)
         for file in value["files"]:
             if "old" in file:
                 state = file["state"]
-                rows.append(Replaced(file["name"], file["old"], state and (int(state[0]), int(state[1]))))
+                replaced = Replaced(file["name"], file["old"], state and (int(state[0]), int(state[1])))
+                are_sound = are_sound and replaced.is_sound(place.parent)
+                rows.append(replaced)
                 continue
             head, tail = rest[: file["head"]], rest[file["head"] : file["head"] + file["tail"]]
             if (len(head), len(tail)) != (file["head"], file["tail"]):
@@ -164,8 +167,10 @@ def parse(data: bytes, place: Path) -> list[Row]:
             rest = rest[len(head) + len(tail) :]
             patch = Patch(**{name: int(file[name]) for name in _NUMBERS}, head=head, tail=tail)
             before, index, sample, content = map(bytes.fromhex, file["hashes"])
-            rows.append(Patched(file["name"], Change(patch, before, index), sample, content))
-        if value["schema"] != _SCHEMA or rest or not rows or not all(row.is_sound(place.parent) for row in rows):
+            patched = Patched(file["name"], Change(patch, before, index), sample, content)
+            are_sound = are_sound and patched.is_sound()
+            rows.append(patched)
+        if value["schema"] != _SCHEMA or rest or not rows or not are_sound:
             raise ValueError("it contradicts itself")
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         hint = f"look at it, and remove it: {shell('rm', str(place))}"
