@@ -19,12 +19,11 @@ from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import Job
 from ckpttool.io import progress, sources
 from ckpttool.io.files import size
-from ckpttool.io.fill import check_space, failing, fill
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import BLOCK, Crc, Files, Link, Piece, Pieces, Ready, digest_on_disk, nbytes_of
 from ckpttool.io.syscalls import lock, sync_folder
 from ckpttool.io.temporary import is_mine, remove
-from ckpttool.io.write import NEW, Contents, WriteOptions
+from ckpttool.io.write import NEW, Contents, WriteOptions, check_space, failing, fill
 
 MOST = 1 << 28  # bytes of an item: what a rank that dies leaves half done is written again
 COUNT = 64  # items of an output that is not large

@@ -13,13 +13,12 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.values import dataclass
 from ckpttool.io import progress, sources, transaction
 from ckpttool.io.files import exists, places
-from ckpttool.io.fill import failing
 from ckpttool.io.patch import hashed, of_pieces
 from ckpttool.io.paths import is_url, parent
 from ckpttool.io.pieces import Edited, Link
 from ckpttool.io.syscalls import NOT_HERE, confirm, uninterrupted
 from ckpttool.io.transaction import Change, Replaced, changed_since, locked, nothing, record_of, unlink
-from ckpttool.io.write import WriteOptions, write_folder
+from ckpttool.io.write import WriteOptions, failing, write_folder
 
 _LINKED = "it has a second name (a hard link), which keeps the old content"
 _SHARED = "its shards are links to files that other folders may share"

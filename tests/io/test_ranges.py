@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.core.errors import CkptError
-from ckpttool.io.fill import BLOCK
 from ckpttool.io.pieces import CHUNK, Piece, digest_on_disk, read_all, read_spans, same_data
-from ckpttool.io.write import WriteOptions
+from ckpttool.io.write import BLOCK, WriteOptions
 from ckpttool.io.write import write_file as write
 
 CUTS = st.lists(st.integers(0, 12), max_size=5)

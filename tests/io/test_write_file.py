@@ -20,10 +20,9 @@ from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.core.errors import CkptError
 from ckpttool.io import files, progress, sources, syscalls
 from ckpttool.io.files import opened
-from ckpttool.io.fill import FLUSHED, failing
 from ckpttool.io.pieces import CHUNK, LEAST, Crc, Piece, Ready, same_bytes
 from ckpttool.io.syscalls import put
-from ckpttool.io.write import WriteOptions, preflight
+from ckpttool.io.write import FLUSHED, WriteOptions, failing, preflight
 from ckpttool.io.write import write_file as write
 from files import run_measured
 

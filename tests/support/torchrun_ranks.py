@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckpttool.io import fill, pieces
+from ckpttool.io import pieces
 
 _PRELOADED = ["torch.distributed.rendezvous", "ckpttool.cli.app", "ckpttool.evaluate.torch_eval", __name__]
 
@@ -102,7 +102,7 @@ def _rank(folder: Path, environment: dict[str, str], argv: list[str], fault: Fau
     elif fault is not None and fault.at is not None:
         dies, mark = str(fault.rank) == environment["RANK"], Path(folder, "moved.never").absolute()
         before_each_unit(_Death(fault.at, mark) if dies else partial(_outlive, mark))
-    read, written = _counted(pieces.SpanReader, "_fill", 1), _counted(vars(fill)["_Blocks"], "_put", 1, 0)
+    read, written = _counted(pieces.SpanReader, "_fill", 1), _counted(vars(write)["_Blocks"], "_put", 1, 0)
     status = main(argv)
     sys.stdout.flush()
     Path(folder, f"moved.{environment['RANK']}").write_text(json.dumps([sum(read), sum(written)]))
