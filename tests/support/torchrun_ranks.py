@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckpttool.io import pieces
+from ckpttool.io import pieces, write
 
 _PRELOADED = ["torch.distributed.rendezvous", "ckpttool.cli.app", "ckpttool.evaluate.torch_eval", __name__]
 
