@@ -113,7 +113,7 @@ def test_state_follows_its_parameters(info: Any, configuration: Any, form: str, 
 
     orders = (first, second), (second, first)
     for (old, new), source, out in zip(orders, paths, paths[1:]):
-        models = {"model": old, "optimizer": make, "to_model": new, "to_optimizer": make}
+        models: dict[str, Any] = {"model": old, "optimizer": make, "to_model": new, "to_optimizer": make}
         if info.optim_cls is torch.optim.LBFGS:  # its state is about all parameters at once
             with pytest.raises(ckpttool.Refused):
                 ckpttool.remap(source, out, **models, optimizer_keys=form)
