@@ -200,7 +200,7 @@ class ExtraEntry:
 class Unreached:
     """A storage that no tensor of the index has: its content is not understood.
 
-    `path` is the dotted path of the reference to it, or the name of its record if there is no reference
+    `path` is the dotted path of the reference to it, or the name of its record without a reference
     (`is_referred`).
     """
 
@@ -300,9 +300,9 @@ class Checkpoint:
 
     `source` is what the user named, `format` its name in `formats.table.FORMATS`, `nbytes` the size of the file.
     `others` are the dotted paths of everything in the file that belongs to no state dict (``epoch``, ``args``), and
-    `objects` what stands there, with the objects around sections and tensors (without these): each can be compared.
+    `objects` the values there, with the objects around sections and tensors (without these): each can be compared.
     `imports` are the classes and functions that its pickles import, dangerous ones first, but for torch's own and
-    Python's containers; those of the whole file, also if one section of it was picked.
+    Python's containers; they are the imports of the whole file, also if one section of it was picked.
     `metadata` is the safetensors ``__metadata__``. `container` is the reader's own view of the rest of the file; the
     modules of its format need it, nothing else looks into it (`pt2.program.program_of` says whose program it is).
     `notes` say, in sentences, what the reader found odd and read all the same. Every storage of the file is that of a

@@ -40,7 +40,10 @@ Expression = Union[Ref, Op]
 Argument = Union[Ref, Op, Special, None, bool, int, float, str, tuple["Argument", ...]]
 
 OPAQUE = "opaque"  # computed by code that cannot be written down as operators; args are the tensors that it read
-LOADED, SAVED = "model.load", "model.save"  # a run of a model's own code; args are the name there, and what it read
+LOADED, SAVED = (
+    "model.load",
+    "model.save",
+)  # a run of a model's own code; args are the name there, and the tensors that it read
 BY_CODE = {LOADED: "load_state_dict", SAVED: "state_dict"}  # way -> the model's method
 MAX_DEPTH = 200  # operators and lists inside each other that are read from JSON; evaluation recurses as deep
 _SPECIAL_KINDS = ("dtype", "layout", "memory_format", "device", "complex")

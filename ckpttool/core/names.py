@@ -104,7 +104,7 @@ class OptimizerParam:
 @public
 @dataclass(frozen=True, slots=True)
 class Names:
-    """All names of one model; the fields are those of the contract's `trace` object.
+    """All names of one model; the fields are as in the contract's `trace` object.
 
     `modules` are the module paths of the state dict's ``_metadata``, or None if it has none; `versions` the versions of
     modules whose loading depends on it, else None. `optimizer_groups` are the hyperparameters of each param group, if

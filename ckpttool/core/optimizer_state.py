@@ -39,7 +39,7 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """What an optimizer saved. Values are Python's own, a `TensorEntry`, or an `ExtraEntry` for any other object.
+    """The saved state of an optimizer. Values are plain Python, a `TensorEntry`, or an `ExtraEntry` for other objects.
 
     `state` maps a parameter to its state by name; a parameter that took no step has none. `loose` is state without a
     parameter, `rest` the entries other than ``state`` and ``param_groups``; both are copied.

@@ -74,7 +74,7 @@ class OptimizerMove:
     """An optimizer's state under other parameters. `form` is ``id``, ``fqn`` or ``flat``.
 
     `sources` maps each parameter that has state to what it is of the source's parameters, as these are called there (an
-    id as text); `shapes` are those of the source's parameters of which others are made.
+    id as text); `shapes` are the shapes of the source's parameters of which others are made.
     """
 
     section: str

@@ -189,7 +189,7 @@ def record(
     title: str = "",
     is_file: bool = False,
 ) -> Kind:
-    """An object that stands for a value of the class `of`: its members are the fields, or what `called` says of these.
+    """An object for a value of the class `of`: its members are the fields, or what `called` says of these.
 
     What is left out has the field's default. A member of `may` is left out where it is `LEFT_OUT`, or None and null is
     no value of it. What is read has the names of fields only. With a `title` it says what it is, and the tool and

@@ -15,7 +15,7 @@ from ckpttool.core.values import dataclass
 from ckpttool.io import progress, sources
 
 _FAILED = "failed"
-_SHORTEST, _LONGEST = 0.01, 0.2  # seconds between two looks at the store: a thousand waiting ranks are no load
+_SHORTEST, _LONGEST = 0.01, 0.2  # seconds between two looks at the store: a thousand waiting ranks do not load it
 
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
@@ -64,7 +64,7 @@ class Job:
     def hear(self, key: str, *, whatever: bool = False) -> Any:
         """Wait until a rank sets the key. Raises `FailedElsewhere` if one fails meanwhile, unless `whatever` happens.
 
-        There is no time limit: if a rank dies, torchrun ends the others.
+        It waits without a time limit: if a rank dies, torchrun ends the others.
         """
         pause = _SHORTEST
         while not self.store.check([key]):

@@ -48,7 +48,7 @@ def sent(
     """Yield the files of the folder `out`, those with tensors as uploads to their URLs that have all parts.
 
     The block, in which they are completed, runs on the first rank only. Without a `plan` no later run can continue. To
-    `verify` them, each rank computes the MD5 of its parts, also of those that are there. Raises `CkptError` if the
+    `verify` them, each rank computes the MD5 of its parts, also of parts that are there. Raises `CkptError` if the
     ranks mean different outputs, if a source changes and if the store refuses: the uploads are then aborted. If a
     signal ends this, the next run continues.
     """
@@ -145,7 +145,7 @@ class _Note:
 def _begun(
     job: Job, urls: Mapping[str, str], names: set[str], note: _Note | None, verify: bool
 ) -> Iterator[dict[str, Upload]]:
-    """Yield the uploads, with those of a run that was killed; aborted if the block raises, but not by a signal."""
+    """Yield the uploads, also of a run that was killed; aborted if the block raises, but not by a signal."""
     begun: dict[str, Upload] = {}
     try:
         with answered(next(iter(urls.values()))):

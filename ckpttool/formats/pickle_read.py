@@ -203,8 +203,8 @@ def unreadable(file: str, member: str, error: CkptError) -> None:
 
 # Parts of the pickle that opcodes read
 
-# Bytes of memory that a node takes in Python, from above: `_State.left` counts them. What is only pushed takes less
-# than ten bytes for each of the pickle's (`_PUSHED`), and is not counted.
+# Bytes of memory that a node takes in Python, from above: `_State.left` counts them. A value that is only pushed
+# takes less than ten bytes for each of the pickle's (`_PUSHED`), and is not counted.
 _LIST, _DICT, _SET, _TUPLE, _CALL, _GLOBAL, _IMPORT, _REFERENCE = 72, 72, 128, 64, 112, 200, 600, 120
 _ITEM, _PAIR, _FIRST_PAIR, _MEMO, _TEXT = 10, 72, 168, 80, 64
 _PUSHED = 10

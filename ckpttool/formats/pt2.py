@@ -135,7 +135,7 @@ def read_program(path: str, name: str | None = None) -> Checkpoint:
 
 
 _PICKLED = re.compile(r"(data/(weights|constants|sample_inputs)/|serialized_).+(?<!\.json)")
-_BARE = re.compile(r"data/constants/opaque_obj_.+")  # a pickle by itself, which torch hands to Python's
+_BARE = re.compile(r"data/constants/opaque_obj_.+")  # a plain pickle, which torch hands to Python's
 
 
 def _read_imports(archive: Archive) -> None:
@@ -271,7 +271,7 @@ def _changed(program: Program, sections: Sequence[Section]) -> tuple[dict[str, D
         pairs += fitting
         problems += misfits
     data, untied = _by_home(program, pairs)
-    alone: dict[str, Data] = {}  # new records of tensors that are pickled by themselves
+    alone: dict[str, Data] = {}  # new records of tensors that are pickled alone
     for old, new in pairs:
         role = old.payload
         if isinstance(role, Role) and isinstance(new.payload, Carried):
@@ -319,7 +319,7 @@ def _misfit(old: TensorEntry, new: TensorEntry) -> str | None:
 
 
 def replaceable(old: TensorEntry, new: TensorEntry) -> bool:
-    """Return whether `old` is packed in a pickle of its own, and `new` is pickled as the same kind of tensor."""
+    """Return whether `old` is packed in a separate pickle, and `new` is pickled as the same kind of tensor."""
     alone = isinstance(old.payload, Role) and old.payload.alone
     return alone and isinstance(new.payload, Carried) and new.layout == old.layout
 

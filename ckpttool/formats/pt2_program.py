@@ -51,7 +51,7 @@ class Role(Payload):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordOf(Payload):
-    """The payload of a pickled tensor or object in a record of its own."""
+    """The payload of a pickled tensor or object that has its own record."""
 
     archive: Archive
     record: Record
@@ -146,7 +146,7 @@ def compressed(path: str, record: str) -> CkptError:
 
 
 def program_sections(weights: Section, constants: Section) -> tuple[Section, ...]:
-    """Return the sections of a program; that of its constants only if it has some."""
+    """Return the sections of a program; the constants are one only if there are some."""
     return (weights, constants) if constants.tensors or constants.extras else (weights,)
 
 
@@ -476,7 +476,7 @@ def read_compiled(archive: Archive, root: str, name: str) -> Program:
 
 
 def is_inlined(entry: TensorEntry) -> bool:
-    """Return whether the compiler writes a tensor of this shape into the code, where it cannot be replaced."""
+    """Return whether the compiler writes a tensor of this shape into the code; it cannot be replaced there."""
     return len(entry.shape) <= 1 and entry.numel <= MOST_INLINED
 
 

@@ -116,7 +116,7 @@ _WRITTEN_BY = "format"  # in ``__metadata__``: whose tensors these are, as in ``
 
 
 def check_in_place(checkpoint: Checkpoint, target: Format) -> None:
-    """Raise `Refused` if replacing a checkpoint by itself in the format `target` would lose other contents."""
+    """Raise `Refused` if writing a checkpoint over itself in the format `target` would lose other contents."""
     own = FORMATS[checkpoint.format]
     if own is not target and not (own.pickled and target.pickled):
         raise Refused(

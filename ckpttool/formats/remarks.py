@@ -25,7 +25,7 @@ _DEEPSPEED = {"ds_version", "ds_config"}  # keys in every file that DeepSpeed sa
 def remarks(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return sentences for `Checkpoint.notes`; none for most checkpoints."""
     notes = []
-    if checkpoint.unreached and checkpoint.format != "torchscript":  # its reader has a note of its own
+    if checkpoint.unreached and checkpoint.format != "torchscript":  # its reader adds another note
         names = some([unreached.path for unreached in checkpoint.unreached])
         size = human_bytes(sum(unreached.storage.nbytes for unreached in checkpoint.unreached))
         notes.append(
@@ -54,8 +54,8 @@ def _partitioned(section: Section) -> str:
     """Return a note on weights of which ZeRO-3 has left one element; empty if there are none.
 
     A weight of one element can be right (a norm of one channel, PReLU), but not if its own bias has more elements:
-    DeepSpeed does not partition small parameters. And that of a linear layer or an embedding has two dimensions, which
-    only the names show.
+    DeepSpeed does not partition small parameters. The weight of a linear layer or an embedding has two dimensions,
+    which only the names show.
     """
     floating = [entry for entry in section.tensors if "float" in entry.dtype]
     single = [entry.key for entry in floating if entry.shape == (1,)]

@@ -39,7 +39,7 @@ PACKED = "packed"  # layout of tensors whose elements are smaller than a byte
 
 _U64_MAX = 2**64 - 1
 _FIELDS = {"dtype", "shape", "data_offsets"}
-PAIRS_IN_A_BYTE = "F4"  # counts single elements, where torch's float4_e2m1fn_x2 counts bytes of two
+PAIRS_IN_A_BYTE = "F4"  # counts single elements; torch's float4_e2m1fn_x2 counts bytes of two
 _SUB_BYTE = {"F4": ("float4_e2m1fn", 4), "F6_E2M3": ("float6_e2m3", 6), "F6_E3M2": ("float6_e3m2", 6)}
 _BITS = {code: row.itemsize * 8 for code, row in BY_SAFETENSORS.items()} | {
     c: bits for c, (_, bits) in _SUB_BYTE.items()
@@ -83,7 +83,7 @@ class Header:
         return self.data.offset - self.place.offset
 
     def read(self) -> str:
-        """Return its text, which is not kept: that of many tensors is long, and only a rename needs it."""
+        """Return its text, which is not kept: it may be long, and only a rename needs it."""
         return read_span(self.place).decode()
 
 

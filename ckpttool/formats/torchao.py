@@ -39,7 +39,7 @@ class Part(Payload):
 
 
 def marked(tensors: tuple[TensorEntry, ...], metadata: Mapping[str, str]) -> tuple[TensorEntry, ...]:
-    """Return the tensors of a file, with a `Part` for those that its metadata lists."""
+    """Return the tensors of a file, with a `Part` for each that its metadata lists."""
     known = _parts(metadata)
     if not known:
         return tensors

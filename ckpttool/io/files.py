@@ -106,7 +106,7 @@ def sources_stay() -> Iterator[None]:
 
 
 def opened_at(urls: Iterable[str]) -> dict[str, object]:
-    """Return what the stores have said about the files at these URLs, if they were asked."""
+    """Return what the stores have said about the files at these URLs, as far as they have."""
     from ckpttool.io.remote import cache
 
     return {url: said for url in urls if (said := cache.stats.get(url)) is not None}

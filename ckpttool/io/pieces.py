@@ -333,7 +333,7 @@ def stream(pieces: Pieces) -> Iterator[bytes | memoryview]:
 
 
 def _remote_ends(pieces: Pieces) -> dict[int, int]:
-    """Return, by the number of each piece of a remote file, where the run of adjacent pieces ends."""
+    """Return, by the number of each piece of a remote file, the end of its run of adjacent pieces."""
     ends: dict[int, int] = {}
     if not any(map(is_url, {piece.data.path for piece in pieces if isinstance(piece.data, Span)})):
         return ends

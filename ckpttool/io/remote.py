@@ -103,7 +103,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def is_failure(cause: BaseException | None) -> TypeGuard[BaseException]:
-    """Return True if a file that a driver calls missing may exist: access was denied, or there was no answer."""
+    """Return True if a file that a driver calls missing may exist: access was denied, or the store did not answer."""
     return getattr(cause, "status", 404) not in (404, 410) or (
         isinstance(cause, OSError) and not isinstance(cause, (FileNotFoundError, NotADirectoryError))
     )
@@ -162,7 +162,7 @@ def _text(error: Exception) -> str:
 
 BLOCK = 1 << 17  # bytes of a small request: most headers, or the directory of a zip archive of 2,000 tensors
 PART = 1 << 23  # bytes of a request for large tensors
-_LARGE = 8 * BLOCK  # bytes of a tensor that is fetched by itself
+_LARGE = 8 * BLOCK  # bytes of a tensor that is fetched alone
 _MAX_RUN = 32  # blocks in one request, if they are read one after the other
 _SMALL_GAP = 1 << 10  # bytes between ranges that are fetched with one request
 _MAX_BLOCKS = 128  # in the cache
@@ -260,7 +260,7 @@ class BoundedResponse(aiohttp.ClientResponse):
     """An HTTP answer that is read in chunks, and refused when it is longer than the requested range."""
 
     async def read(self) -> bytes:
-        """Return the body. Raises `SendsTooMuch` if it is longer than what was asked for."""
+        """Return the body. Raises `SendsTooMuch` if it is longer than the requested range."""
         if self._body is None:
             asked = _RANGE.fullmatch(self.request_info.headers.get("Range", ""))
             most = _LISTING if asked is None else int(asked[2]) - int(asked[1]) + 1
@@ -353,7 +353,7 @@ def glob(pattern: str) -> list[str]:
 
 
 def forget(url: str) -> None:
-    """Forget everything at, under and above the URL: the store is asked again."""
+    """Forget everything at, under and above the URL; the next call asks the store."""
     cache.forget(url)
     _invalidate(url)
 
@@ -484,7 +484,7 @@ class Stream:
         self._parts: list[bytes] = []
 
     def read_at(self, offset: int, count: int, until: int) -> bytes | memoryview:
-        """Return at most `count` bytes from byte `offset` on; the bytes up to `until` will be asked for next."""
+        """Return at most `count` bytes from byte `offset` on; the bytes up to `until` follow."""
         data = self._held(offset)
         if not data:
             until = min(until, self._file.size)
@@ -510,7 +510,7 @@ def _cut(start: int, end: int) -> list[tuple[int, int]]:
 
 
 def _fetch(url: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Return the bytes of each range (start, end), fetched side by side; ranges that were cut off are asked again."""
+    """Return the bytes of each range (start, end), fetched side by side; ranges that were cut off are fetched again."""
     found: dict[tuple[int, int], bytes] = {}
 
     def ask() -> None:

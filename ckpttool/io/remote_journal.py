@@ -25,7 +25,7 @@ JOURNAL = "journal"
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """`put` are the files to move in, the one that makes the set complete last; `remove` those to remove."""
+    """`put` are the files to move in, the file that makes the set complete last; `remove` the files to remove."""
 
     put: tuple[str, ...]
     remove: tuple[str, ...]

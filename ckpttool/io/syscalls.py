@@ -20,7 +20,7 @@ _ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 
 
 class Terminated(KeyboardInterrupt):
-    """The program was asked to end by the signal `number`; like Ctrl-C, ``except Exception`` does not catch it."""
+    """The signal `number` ends the program; like Ctrl-C, ``except Exception`` does not catch it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -233,7 +233,7 @@ _RWX = 0o777
 def set_mode(descriptor: int, place: Path, sources: Iterable[str]) -> None:
     """Set owner and mode of the new file before it is moved to `place`. Raises OSError.
 
-    It gets those of the file that it replaces, without bits for reading or writing that a source lacks.
+    It gets the owner and mode of the file that it replaces, without bits for reading or writing that a source lacks.
     """
     bits, group = _allowed(sources)
     old = _stat(place)

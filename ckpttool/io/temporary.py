@@ -50,7 +50,7 @@ class Owner:
 
 
 def owner_of(name: str) -> Owner | None:
-    """Return the owner of a temporary file or folder, or None if the name is not one of ours."""
+    """Return the owner of a temporary file or folder, or None if ckpttool did not make the name."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -95,7 +95,7 @@ def _text(path: str) -> str:
 
 
 def _started(pid: int) -> int | None:
-    """Return when the process started, in ticks since boot; 0 if the platform does not tell, None if it is gone."""
+    """Return when the process started, in ticks since boot; 0 if the platform does not tell, None if it has ended."""
     fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if fields:
         return int(fields[19])
@@ -109,7 +109,7 @@ def _started(pid: int) -> int | None:
 
 
 def is_dead(name: str, touched: float) -> bool:
-    """Return True if the owner of this temporary name is gone. `touched`: the time of the last write (since 1970).
+    """Return True if the owner of this temporary name has ended. `touched`: the time of the last write (since 1970).
 
     Nothing but that time is known about processes of another machine or container.
     """

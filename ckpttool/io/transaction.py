@@ -256,7 +256,7 @@ def edit(folder: Path, changes: Mapping[str, Change], *, keep: bool, fsync: bool
 def undo_edit(path: Path, *, fsync: bool) -> None:
     """Restore the file, and the others that were edited with it, as they were before the last edit in place.
 
-    Raises `CkptError` if there is no record, or if one of them has changed since; OSError as `edit`.
+    Raises `CkptError` if the record is missing, or if one of them has changed since; OSError as `edit`.
     """
     _edit(path, _ways_back(path), False, fsync, is_undo=True)
 

@@ -45,7 +45,7 @@ from ckpttool.io.transaction import Replaced, forget_undo, locked, record_of, re
 # writes make the kernel look for larger pages, which took two to five times as long on a machine whose free memory is
 # split up or lent out; smaller ones cost more calls.
 BLOCK = 1 << 16
-FLUSHED = 1 << 23  # bytes that are written before the disk is asked to start with them
+FLUSHED = 1 << 23  # bytes that are written before the disk starts with them
 # The part of the memory up to which an output, a file or a folder, stays in the page cache for its next reader. More
 # would displace other data, and needs fresh memory all the time, while evicted pages are at hand: 8 GiB took half as
 # long.
@@ -194,7 +194,7 @@ _STAYS = NOT_HERE | {errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EROFS}
 class WriteOptions:
     """How an output is written.
 
-    `replace`: existing files may be replaced, also those that appear meanwhile. `in_place`: the output is a source, and
+    `replace`: existing files may be replaced, also files that appear meanwhile. `in_place`: the output is a source, and
     must still be what was read. `keep`: replaced files are kept for undo. Nobody who cannot read `readers_of` and the
     sources can read the output. `same`: a `Link` is a file of the folder itself, symbolic links as they are, and gets a
     second name instead of a copy.
@@ -268,7 +268,7 @@ def _check_link(path: Path, force: bool) -> None:
 
 
 def check_no_source(out: str, source: Iterable[str]) -> None:
-    """Raise `CkptError` if the file is one of those that are read, maybe under another name."""
+    """Raise `CkptError` if the file is a source, maybe under another name."""
     if is_one_of(out, source):
         raise CkptError(f"{out} is the source itself", hint="name another file, or pass --in-place")
 

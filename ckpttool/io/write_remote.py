@@ -106,7 +106,7 @@ def write(pieces: Pieces, out: str, *, replace: bool = True, held: Held | None =
 def _appearing(url: str, nbytes: int, replace: bool) -> Iterator[Any]:
     """Yield a file of about `nbytes` that is at the URL once the block ends, and never if the block raises.
 
-    Without `replace`, S3 itself refuses to replace an object, if it can be asked to.
+    Without `replace`, S3 itself refuses to replace an object, if it is new enough.
     """
     fs, path = filesystem(url)
     at_close = not _AT_CLOSE.isdisjoint([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
@@ -210,7 +210,7 @@ def _put(content: Pieces | Link, url: str, held: Held | None = None, *, replace:
     nbytes = size(content.path)
     if is_url(content.path) and held is None:
         (fs, path), (target, place) = filesystem(content.path), filesystem(url)
-        if fs is target:  # the store copies by itself
+        if fs is target:  # the store copies it
             with answered(url):
                 fs.cp_file(path, place)
             progress.has_written(nbytes)

@@ -90,7 +90,7 @@ def refused_by_torch(checkpoint: Checkpoint) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _References:
-    """Turns the pickle's persistent ids into those of a torch zip, whose storages have numbers as names.
+    """Turns the pickle's persistent ids into a torch zip's, whose storages have numbers as names.
 
     `keys` maps a storage's key in the file to its number; `widths` and `sizes` are the bytes of one element and of the
     storage, by number. `views` are the references to a part of a storage (written before torch 0.4): the offset of its

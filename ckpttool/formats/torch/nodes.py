@@ -1,4 +1,4 @@
-"""What the nodes of a pickle hold: their parts, the pairs of mappings, and a digest of an object's content."""
+"""The contents of a pickle's nodes: their parts, the pairs of mappings, and a digest of an object's content."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ Leaf = Callable[[Any], "bytes | None"]
 def content_of(node: Any, leaf: Leaf) -> bytes | None:
     """Return a digest of the object that `node` makes; None if it holds itself, or is nested too deep.
 
-    `leaf` returns that of a node whose content is outside of the pickle (a storage, a tensor), and None for all others.
+    `leaf` returns the digest of a node whose content is outside of the pickle (a storage, a tensor), else None.
     """
     try:
         return _Digests(leaf).of(node, 0)

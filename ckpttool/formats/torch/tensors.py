@@ -28,7 +28,7 @@ class Storages:
     """The storages of one file by their key in its pickle: `find(key, nbytes)` looks one up, once.
 
     `carried` are the payloads of tensors by the id of their node: one node is one tensor. `reached` are the keys of the
-    storages that these tensors are made of. `dtypes` are those of the references to a
+    storages that these tensors are made of. `dtypes` are the dtypes of the references to a
     storage, and ``uint8`` of one without: torch takes the first one's for all, and so writes no others. `memory` is
     what the index of the file may take, `pickled` are the bytes of its pickle. `untyped`: a reference names no dtype.
     """
@@ -234,7 +234,7 @@ def _from_type(args: Any, storages: Storages, depth: int) -> TensorEntry:
     call = Call(func, inner)
     parts = _inner(args[2:], storages, depth)
     nbytes = sum(part.nbytes for part in parts)
-    if not is_tensor(call):  # a class with a function of its own: of its geometry only the dtype is known
+    if not is_tensor(call):  # a class with its own function: of its geometry only the dtype is known
         return unnamed(parts[0].dtype if parts else "float32", (), (), 0, None, "subclass", nbytes)
     found = _read(call, storages, depth + 1)
     if is_torch(kind) and kind.name in _PLAIN_TYPES:

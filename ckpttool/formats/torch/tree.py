@@ -349,7 +349,7 @@ _RANDOM_STATES = ((5056,), (816,), (16,))  # bytes of torch's generators: of the
 
 
 def _is_state_dict(tree: Tree, node: Any, names: Sequence[str], foreign: bool) -> bool:
-    """Return whether a mapping says so by its ``_metadata``, or holds tensors and no section of tensors.
+    """Return whether a mapping has ``_metadata``, or holds tensors and no section of tensors.
 
     A configuration with a tensor among its settings is not one, nor are the states of random generators.
     """
@@ -562,7 +562,7 @@ def read_tree(
     tree = find_sections(root, storages, whole)
     checkpoint = made(tree)
     other = Readings(tree.dicts, checkpoint.sections, lambda paths: read_tree(root, storages, made, {*whole, *paths}))
-    # the objects of their own, then those around sections and tensors
+    # separate objects, then objects around sections and tensors
     objects = [ExtraEntry(path, Carried(_at(root, steps), tree.storages)) for path, steps in tree.others.items()]
     objects += [ExtraEntry(path, _Around(node, tree)) for path, node in tree.outer.items()]
     return replace(checkpoint, readings=other if tree.dicts else None, objects=tuple(objects))

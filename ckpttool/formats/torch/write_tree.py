@@ -143,7 +143,7 @@ def _modules(modules: Mapping[str, object], nodes: _Nodes) -> Call:
 
 
 class _Nodes:
-    """The nodes of a checkpoint's entries: the ones that were read if they still describe the entry, else new ones."""
+    """The nodes of a checkpoint's entries: a node that was read if it still describes the entry, else a new one."""
 
     def __init__(self, checkpoint: Checkpoint, rebuilder: Rebuilder, storages: Storages | None) -> None:
         self.rebuilder = rebuilder
@@ -281,7 +281,7 @@ class _Edit:
     node: Any
 
 
-_Done = dict[int, tuple[Mapping[Step, Any], Any]]  # by id of a node: the first edits of it, and what it became
+_Done = dict[int, tuple[Mapping[Step, Any], Any]]  # by id of a node: the first edits of it, and its result
 
 
 def _edit(node: Any, trie: Mapping[Step, Any], done: _Done) -> Any:
