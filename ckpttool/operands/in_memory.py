@@ -114,7 +114,6 @@ def levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def bytes_of(memory: torch.UntypedStorage) -> Callable[[], list[memoryview]]:
-    """Return a function that reads the bytes of a live storage."""
 
     def read() -> list[memoryview]:
         whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
@@ -124,7 +123,6 @@ def bytes_of(memory: torch.UntypedStorage) -> Callable[[], list[memoryview]]:
 
 
 def _tensors(obj: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in dicts and lists, with its dotted path."""
     todo, seen = [("", obj)], set[int]()
     while todo:
         path, value = todo.pop()

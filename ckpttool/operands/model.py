@@ -60,7 +60,6 @@ def read_names(path: str) -> Names:
 
 
 def saved_by(names: Names) -> Checkpoint:
-    """Return a checkpoint that the model writes, with zeros as values."""
 
     def entry(key: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
         length = prod(shape) * itemsize(dtype)
@@ -239,7 +238,6 @@ class ModelOperand:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """`words_of` ``--model``."""
         return self.words_of("--model")
 
     def words_of(self, option: str) -> tuple[str, ...]:
@@ -254,7 +252,6 @@ class ModelOperand:
 
 
 def _no_attribute(path: str) -> CkptError:
-    """Return the error for a path without the attribute that builds the model."""
     if not path.endswith(".py"):
         return CkptError(
             f"{path} is not a model",
@@ -281,7 +278,6 @@ def trace(model: Any, **options: Unpack[OptimizerKeywords]) -> Names:
 
 
 def operand_of(options: ModelOptions) -> ModelOperand | None:
-    """Return the MODEL that the options name, with its optimizer if they name one."""
     if options.model is None or isinstance(options.model, ModelOperand):
         return options.model
     optimizer = options.optimizer if isinstance(options, OptimizerOptions) else None

@@ -21,7 +21,7 @@ from ckpttool.formats.registry import FORMATS, MEMORY, TABLE, Format, format_for
 from ckpttool.io.files import is_dir, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as paths_name
-from ckpttool.io.pieces import Edited, Files, Link, Piece, Pieces
+from ckpttool.io.pieces import Files, Link, Piece, Pieces
 from ckpttool.operands.checkpoint import split
 
 # For what only the user knows.
@@ -122,16 +122,8 @@ class Target:
             return files | dict(self.format.layout_files(checkpoint, self.name, self.max_shard_size))
         return files | {self.name: self.format.layout(checkpoint)}
 
-    def lay_in_place(self, checkpoint: Checkpoint) -> Mapping[str, Edited] | None:
-        """Return the edits that leave all tensors at their places in the file or folder that was read.
-
-        The files are named as in the folder `home`. None if tensors must move, or if more than names changes.
-        """
-        return self.format.layout_in_place(checkpoint, self.name or paths_name(self.path))
-
     @property
     def home(self) -> str:
-        """The folder to write into."""
         return parent(self.path) if self.folder is None else self.folder
 
     def present(self, files: Files | None = None) -> set[str]:
@@ -169,12 +161,10 @@ def target_for(out: str, source: Checkpoint, max_shard_size: int | None = None) 
 
 
 def _is_folder(checkpoint: Checkpoint) -> bool:
-    """Return True if the checkpoint is a folder, and not a section of one."""
     return split(checkpoint.source)[1] is None and is_dir(checkpoint.source)
 
 
 def same_folder(left: str, right: str) -> bool:
-    """Return whether the two name one folder."""
     if is_url(left):
         return left.rstrip("/") == right.rstrip("/")
     return os.path.exists(right) and os.path.samefile(left, right)

@@ -34,7 +34,6 @@ from ckpttool.evaluate.compare import same_objects, same_values
 
 
 def form_of(section: Section) -> str:
-    """Return the form of the optimizer in `section`: ``id``, ``fqn`` or ``flat``."""
     return read(section).form
 
 
@@ -171,7 +170,6 @@ def same_option(left: Any, right: Any) -> bool:
 
 
 def write(state: OptimizerState, section: Section) -> Section:
-    """Return `section` with `state` in it, in the form that `state` says."""
     tensors: list[TensorEntry] = []
 
     def keyed(path: tuple[str, ...], value: Any) -> Any:

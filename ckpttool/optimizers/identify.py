@@ -34,12 +34,10 @@ class Parameters:
 
     @cached_property
     def shapes(self) -> dict[str, Shape | None]:
-        """Return canonical name -> shape of every parameter."""
         return {t.canonical: t.shape for t in self._first}
 
     @cached_property
     def trainable(self) -> tuple[str, ...]:
-        """Return the canonical names of the parameters that require a gradient."""
         return tuple(t.canonical for t in self._first if t.trainable)
 
     @cached_property
@@ -171,7 +169,6 @@ class ParamMap:
 
     @property
     def state(self) -> OptimizerState:
-        """Return the state with its parameters under their names."""
         return renamed(self.saved, self.names)
 
     def rests_on(self, where: str) -> str:

@@ -27,7 +27,6 @@ Shapes = Mapping[str, "tuple[int, ...] | None"]
 
 
 def identity(params: Sequence[Param]) -> dict[str, Expression]:
-    """Return every parameter under its own name."""
     return {str(param): Ref(str(param)) for param in params}
 
 
@@ -221,7 +220,6 @@ def arranged(
 
 
 def different(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return the hyperparameters that differ, with both values as text."""
 
     def text(options: Mapping[str, Any], name: str) -> str:
         value = options.get(name)

@@ -93,7 +93,6 @@ class Unit:
 
     @property
     def parts(self) -> tuple[TensorEntry | None, ...]:
-        """Return what each rank holds of it."""
         return parts_of(self.entry)
 
 
@@ -287,10 +286,8 @@ def _from_ranks(
         return entry  # a copy or a part: the model does not say
     whole = resolved(entry, shape)
     if whole is None:
-        held = sum(part.numel for part in parts_of(entry) if part is not None)
-        problems.append(
-            Problem(f"the ranks hold {held:,} elements of it, and the model's is {list(shape or ())}", entry.key)
-        )
+        text = f"the ranks hold {_held(entry):,} elements of it, and the model's is {list(shape or ())}"
+        problems.append(Problem(text, entry.key))
         return entry
     if is_a_copy(whole, entry) and not ranks_agree(entry):
         source = tables.saved.get(name) if serialized else Ref(name)
@@ -316,6 +313,11 @@ def resolved(entry: TensorEntry, shape: tuple[int, ...] | None) -> TensorEntry |
         return None
     storage = concatenated(across(parts, 0, prod(shape)))
     return in_row_major(entry.key, parts[0].dtype, shape, storage)
+
+
+def _held(entry: TensorEntry) -> int:
+    """Return the number of elements that all ranks together hold."""
+    return sum(part.numel for part in parts_of(entry) if part is not None)
 
 
 def is_a_copy(whole: TensorEntry, entry: TensorEntry) -> bool:
@@ -358,7 +360,6 @@ def _units(
 
 
 def _unit_differences(names: Names, patterns: Sequence[str], paths: set[str]) -> Iterator[Problem]:
-    """Compare the units of the files with the modules that the patterns name."""
     named, problems = named_units(names, patterns)
     yield from problems
     full = {path for path, own in slots(names, named).items() if own}
@@ -500,10 +501,9 @@ def _owners(state: OptimizerState, names: Names, where: str) -> ParamMap:
         return owners(bare, names, where).settled(where)
 
     def counted(value: Any) -> Any:
-        """Return the tensor with the number of its elements on all ranks as its shape."""
         if not isinstance(value, TensorEntry) or not value.shape:
             return value
-        return replace(value, shape=(sum(part.numel for part in parts_of(value) if part is not None),))
+        return replace(value, shape=(_held(value),))
 
     states = {param: {name: counted(value) for name, value in own.items()} for param, own in state.state.items()}
     flat = replace(names, runtime=tuple(replace(t, shape=t.shape and (prod(t.shape),)) for t in names.runtime))
@@ -516,8 +516,7 @@ def _joined(own: Mapping[Any, Any], shape: tuple[int, ...] | None, problems: lis
         if isinstance(value, TensorEntry):
             whole = resolved(value, shape if value.shape else ())
             if whole is None:
-                held = sum(part.numel for part in parts_of(value) if part is not None)
-                text = f"the ranks hold {held:,} elements, the parameter is {list(shape or ())}"
+                text = f"the ranks hold {_held(value):,} elements, the parameter is {list(shape or ())}"
                 problems.append(Problem(text, value.key))
             elif is_a_copy(whole, value) and not ranks_agree(value):
                 problems.append(Problem(DIFFERS, value.key))

@@ -364,7 +364,6 @@ def _as_the_keys(
 def _spelled(
     moved: OptimizerState, move: OptimizerMove, sources: Mapping[str, Expression], names: Mapping[Param, str]
 ) -> tuple[OptimizerState, OptimizerMove, dict[str, Expression]]:
-    """Return all three with other names for the parameters."""
     called = {param: names.get(param, str(param)) for param in moved.params}
     groups = tuple(replace(group, params=tuple(called[p] for p in group.params)) for group in move.groups)
     held = {called[name]: source for name, source in move.sources.items()}
@@ -444,7 +443,6 @@ def _check_loads(moved: OptimizerState, wanted: OptimizerRequest, where: str) ->
 
 
 def _sources(named: OptimizerState, wanted: OptimizerRequest, to: str) -> dict[str, Expression]:
-    """Return each new parameter as an expression over the old ones."""
     renamed = {str(param): by_rules(str(param), wanted.rules) for param in named.params}
     if wanted.to_names is not None and wanted.names is not None:
         return between(wanted.names, wanted.to_names, renamed)
@@ -513,7 +511,6 @@ class RuleEffect:
 
     @cached_property
     def after(self) -> Section:
-        """The tensors that stay whole, under their new keys."""
         entries = self.section.by_key()
         outputs = [
             (output.key, entries[ref])
@@ -532,7 +529,6 @@ class RuleEffect:
         return {before[key]: after[new] for key, new in pairs}
 
     def shapes(self, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-        """The shapes of the parameters of these names that are tensors of the model."""
         entries = self.section.by_key()
         found = ((name, entries.get(key)) for name, key in self._keys(names).items())
         return {name: entry.shape for name, entry in found if isinstance(entry, TensorEntry)}

@@ -105,7 +105,6 @@ class Remap:
 
 
 def _together(done: Remap) -> tuple[object, ...] | None:
-    """Return all optimizers of the file: the form before and after, the number of parameters, and each optimizer."""
     if not done.optimizers:
         return None
     first = done.optimizers[0]
@@ -330,7 +329,6 @@ def _not_left_out(draft: Draft, request: Request, dropped: Sequence[str]) -> lis
 
 
 def _as_it_is(source: Checkpoint) -> RuleEffect | None:
-    """Return the unchanged model of the file; None if it is ambiguous."""
     if not source.state_dicts:
         return None
     try:
@@ -445,7 +443,6 @@ def _left_in_order(result: Checkpoint, optimizers: Sequence[OptimizerRemap], wan
 
 
 def _called(ruled: RuleEffect | None, rules: Sequence[Renaming]) -> Callable[[str], str] | None:
-    """Return a function from old to new names; None if no name changed."""
     if ruled is None:
         return partial(by_rules, rules=rules) if rules else None
     return lambda name: ruled.called.get(name, name)

@@ -26,6 +26,7 @@ from ckpttool.io import progress as io_progress
 from ckpttool.io import sources
 from ckpttool.io.files import is_dir, size
 from ckpttool.io.paths import join, parent
+from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import Edited, Files, Link, Piece, nbytes_of
 from ckpttool.io.undo import Written
 from ckpttool.naming.convert import ModelForm
@@ -335,7 +336,6 @@ def _command_with_old_model(source: Checkpoint, options: RemapOptions) -> str | 
 
 
 def _rule_steps(options: RemapOptions) -> tuple[RuleStep, ...]:
-    """Return the rules of the command line and of the file: a rename means the same in both."""
     rules = tuple(parse(text, reverse=options.reverse) for text in options.rule or ())
     if options.rules is None:
         if not rules:
@@ -452,7 +452,7 @@ def _edit_in_place(
     if writer.rewrites:
         return Written("copied", reason="asked for")
     with dangerous_written() as names:
-        files = target.lay_in_place(output)
+        files = target.format.layout_in_place(output, target.name or name_of(target.path))
     if files is not None:
         if not options.keep_pickled_code:
             unchanged = dangerous(output.imports) if target.format.name == "pt2" else ()  # others are rewritten
@@ -463,7 +463,6 @@ def _edit_in_place(
 
 
 def _decided(done: Remap) -> Decided | None:
-    """Return what decides the values; None if a model's own code does."""
     return None if done.plan.runs else done.plan.to_json
 
 

@@ -62,7 +62,6 @@ class _RowSharding:
         self.world_size = world_size
 
     def model(self, section: Section) -> list[Section]:
-        """Return the model's section for each rank."""
         tables = NameTables(self.names)
         parameters = {t.canonical: t for t in self.names.runtime if t.kind == "parameter"}
         problems = [problem for entry in section.tensors for problem in _row_problems(entry, tables, parameters)]
@@ -83,7 +82,6 @@ class _RowSharding:
         ]
 
     def optimizer(self, section: Section) -> list[Section]:
-        """Return the optimizer's section for each rank, with parameters under their names."""
         state = owners(forms.read(section), self.names, section.title).state
         shapes = Parameters(self.names).shapes
         columns: dict[Param, dict[Any, Sequence[Any]]] = {}
@@ -140,7 +138,6 @@ class _FlatSharding:
         self.units = {unit: own for unit, own in slots(names, paths).items() if own}
 
     def model(self, section: Section) -> list[Section]:
-        """Return the model's section for each rank."""
         problems = list(self.unknown)
         tables, by_key = NameTables(self.names), {entry.key: entry for entry in section.tensors}
         keys = {fqn: key for key, fqn in tables.fqn_of.items() if key in by_key}
@@ -180,7 +177,6 @@ class _FlatSharding:
         return shards
 
     def optimizer(self, section: Section) -> list[Section]:
-        """Return the optimizer's section for each rank: the state of flat parameters instead of their parameters'."""
         state = owners(forms.read(section), self.names, section.title).state
         canonical = Parameters(self.names).canonical
         members = {unit: [canonical[slot.fqns[0]] for slot in own] for unit, own in self.units.items()}

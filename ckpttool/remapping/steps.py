@@ -50,19 +50,16 @@ class Request:
 
     @property
     def changes(self) -> bool:
-        """Whether anything is requested of the model's keys."""
         own = self.options
         named = (self.saved, self.loads, self.unwrapped, self.like, own.to, own.from_, own.select)
         return bool(self.rule_steps or own.trainable_only) or any(one is not None for one in named)
 
     @property
     def names(self) -> Names | None:
-        """The names of the model that saved the keys."""
         return None if self.saved is None else self.saved.names()
 
     @property
     def to_names(self) -> Names | None:
-        """The names of the other model, which will load them."""
         return None if self.loads is None else self.loads.names()
 
     @property
@@ -101,7 +98,6 @@ class Draft:
 
     @property
     def keys(self) -> list[str]:
-        """The keys that the plan writes."""
         return [output.key for output in self.plan.outputs]
 
     def evaluated(self) -> Section:
@@ -123,13 +119,11 @@ class Draft:
         return replace(self, plan=replace(plan, outputs=outputs, modules=modules))
 
     def without(self, keys: Sequence[str], reason: str) -> Draft:
-        """The draft that drops these keys of the section."""
         dropped = (Dropped(self.section.path, key, reason) for key in keys)
         return replace(self, plan=replace(self.plan, dropped=(*self.plan.dropped, *dropped)))
 
 
 def carried(sections: Iterable[Section]) -> Plan:
-    """Return the plan that keeps every key."""
     return Plan(tuple(Output(section.path, key, Ref(key)) for section in sections for key in section.keys))
 
 

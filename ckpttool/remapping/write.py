@@ -298,7 +298,6 @@ def _nbytes(files: Contents) -> int:
 
 
 def _of_ranks(folder: str, pattern: str) -> set[str]:
-    """Return the files in the folder that look like rank files."""
     number = r"\d+".join(map(re.escape, pattern.split(RANK)))
     return {name for name in names_in(folder) if re.fullmatch(number, name)} if is_dir(folder) else set()
 
@@ -353,7 +352,6 @@ UNDONE = record(Undone, {"path": TEXT, "way": one_of("undone", "rolled back", "f
 
 
 def undo_of(path: str, nbytes: int) -> Undo:
-    """Return how to undo the edit of `path`, of which `nbytes` of old content are kept."""
     return Undo(shell("ckpttool", "undo", path), nbytes)
 
 

@@ -67,7 +67,6 @@ class SwapOptions(ModelOptions, OutputOptions):
         return None if self.from_ is None else convert.parse(self.from_)
 
     def check(self) -> None:
-        """Raise `CkptError` for options that exclude each other, and for an unknown form."""
         if self.in_place and self.out is not None and not self.dry_run:
             raise CkptError("--in-place and -o OUT exclude each other", hint="-o OUT")
         if self.no_undo and not self.in_place:
@@ -127,12 +126,10 @@ class Swap:
         return tuple(fqn for fqn, source in self.sources.items() if any(ex.calls(source)))
 
     def values_json(self) -> dict[str, object]:
-        """Return the expressions of the new weights."""
         return {fqn: ex.to_json(source) for fqn, source in self.sources.items()}
 
     @property
     def layout(self) -> str:
-        """The layout of the program's file."""
         file = program_of(self.program)
         return self.program.format if file is None else file.layout
 
@@ -317,7 +314,6 @@ def _of_model(name: str) -> str:
 
 
 def _for_compiled_code(program: Checkpoint, problem: Problem, have: Mapping[str, object]) -> Problem:
-    """Return the problem with another text for a weight that the compiler writes into the code."""
     file, entry = program_of(program), have.get(problem.key)
     if file is None or not file.compiled or problem.kind != "left_over" or not isinstance(entry, TensorEntry):
         return problem

@@ -168,7 +168,6 @@ def _variants(matched: Match) -> list[tuple[str, str]]:
 def fit_all(
     entries: Sequence[TensorEntry], sources: Mapping[str, Expression], have: Entries, cast: bool, packed: bool
 ) -> tuple[dict[str, TensorEntry], list[Problem]]:
-    """Return the new values of the program's tensors, and a problem for each tensor without one."""
     fitted: dict[str, TensorEntry] = {}
     problems: list[Problem] = []
     for entry in entries:
@@ -185,7 +184,6 @@ def fit_all(
 
 
 def _fit(entry: TensorEntry, source: Expression, have: Entries, cast: bool, packed: bool) -> TensorEntry | Problem:
-    """Return the new value of the program's `entry`, or the reason why it cannot be used."""
     if ex.is_opaque(source):
         return Problem("a hook computes it by code that is not a tensor operator", entry.key, "opaque")
     origin = "from " + ", ".join(dict.fromkeys(ex.refs(source)))
