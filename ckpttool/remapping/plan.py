@@ -281,7 +281,7 @@ def remap(source: Checkpoint, request: Request) -> Remap:
         plan = replace(carried(source.sections), dropped=tuple(dropped))
         return Remap(source, plan, model=model, narrowed=_narrowing(before, model, dropped))
     sections = of_one_model(source, options.sections, request.names)
-    drafts = _drafts(sections, request, lightning)
+    drafts = _drafts(source, sections, request, lightning)
     made = Plan(
         tuple(output for draft in drafts for output in draft.plan.outputs),
         tuple(gone for draft in drafts for gone in draft.plan.dropped),
@@ -347,20 +347,20 @@ def _narrowing(source: Checkpoint, effect: RuleEffect | None, dropped: Sequence[
     return RuleEffect(source.section(path), replace(effect.plan, dropped=(*effect.plan.dropped, *own)))
 
 
-def _drafts(sections: Sequence[Section], request: Request, lightning: bool) -> list[Draft]:
+def _drafts(source: Checkpoint, sections: Sequence[Section], request: Request, lightning: bool) -> list[Draft]:
     """Return the draft of each section. A problem of a further section is reported under its path."""
     drafts: list[Draft] = []
     for section in sections:
         try:
             drafts.append(_draft(section, request, lightning, drafts[0] if drafts else None))
         except Refused as error:
-            if len(sections) == 1:
-                raise
-            raise Refused(
-                f"{section.title}: {error.message}",
-                hint=f"{error.hint}; --sections '{sections[0].path}' changes that one alone",
-                problems=error.problems,
-            ) from None
+            message, hint = error.message, error.hint
+            if source.format == "memory":
+                hint = hint.replace("ckpttool inspect CKPT", source.inspect_call)
+            if len(sections) > 1:
+                message = f"{section.title}: {message}"
+                hint = f"{hint}; --sections '{sections[0].path}' changes that one alone"
+            raise Refused(message, hint=hint, problems=error.problems) from None
     return drafts
 
 

@@ -11,7 +11,7 @@ from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import LOADED, SAVED, Ref
 from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.optimizer_state import ID
-from ckpttool.core.options import expand_options
+from ckpttool.core.options import ModelOptions, expand_options
 from ckpttool.core.pickle_imports import dangerous
 from ckpttool.core.plan import Plan
 from ckpttool.core.text import Info, dotted, plural, shell, some
@@ -195,9 +195,8 @@ def plan_remap(
     if gathered is not None and options.save_plan is not None:
         raise CkptError("a plan cannot put rank files together", hint="write the checkpoint: -o OUT, without a plan")
     whole = source if gathered is None else gathered.checkpoint
-    compare = "ckpttool.diff(ckpt, model=...)"
-    if model is not None and source.format != MEMORY.name:
-        compare = shell("ckpttool", "diff", source.source, *model.words)
+    named = ModelOptions(model=options.model, model_kwargs=options.model_kwargs, materialize=options.materialize)
+    compare = command("diff", (source.source,), named)
     request = Request(options, compare, rule_steps=_rule_steps(options))
     if options.like is not None:
         other = options.like if isinstance(options.like, Checkpoint) else open_operand(options.like)

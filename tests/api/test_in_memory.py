@@ -168,6 +168,9 @@ def test_hints_on_an_object_in_memory_are_python_calls() -> None:
     cases: tuple[tuple[Callable[[], object], str], ...] = (
         (lambda: ckpttool.remap(ckpt, drop="none"), "`ckpttool.inspect(ckpt)`"),
         (lambda: ckpttool.inspect(ckpt, filter="none"), "`ckpttool.inspect(ckpt)`"),
+        (lambda: ckpttool.remap(ckpt["ema"], model=model, to="runtime"), "ckpttool.diff(ckpt, model=model)"),
+        (lambda: ckpttool.remap({"module.w": T}), "ckpttool.remap(ckpt, to='serialized', out="),
+        (lambda: ckpttool.remap({"w": T}, rule="x => y"), "`ckpttool.inspect(ckpt)`"),
         (lambda: ckpttool.remap(ckpt, optimizer_keys="fqn"), "`ckpttool.inspect(ckpt)`"),
         (lambda: ckpttool.diff({"x": ckpt["ema"], "y": ckpt["ema"]}, ckpt["ema"]), "ckpt['x']"),
     )
