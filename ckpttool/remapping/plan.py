@@ -354,6 +354,8 @@ def _drafts(source: Checkpoint, sections: Sequence[Section], request: Request, l
         try:
             drafts.append(_draft(section, request, lightning, drafts[0] if drafts else None))
         except Refused as error:
+            if source.format != "memory" and len(sections) == 1:
+                raise
             message, hint = error.message, error.hint
             if source.format == "memory":
                 hint = hint.replace("ckpttool inspect CKPT", source.inspect_call)
