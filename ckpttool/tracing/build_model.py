@@ -31,17 +31,8 @@ from ckpttool.core.values import dataclass
 from ckpttool.io import sources
 
 T = TypeVar("T")
-_META_SIGNS = (
-    "meta tensor",
-    "meta device",
-    "meta kernel",
-    "Meta tensor",
-    "device meta",
-    "device='meta'",
-    "'meta'",
-    "data is not allocated yet",
-    "_local_scalar_dense",
-)
+_META_SIGNS = ("meta tensor", "meta device", "meta kernel", "Meta tensor", "device meta", "device='meta'", "'meta'",
+               "data is not allocated yet", "_local_scalar_dense")  # fmt: skip
 
 
 class _Once(io.TextIOBase):
