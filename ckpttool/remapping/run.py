@@ -195,8 +195,10 @@ def plan_remap(
     if gathered is not None and options.save_plan is not None:
         raise CkptError("a plan cannot put rank files together", hint="write the checkpoint: -o OUT, without a plan")
     whole = source if gathered is None else gathered.checkpoint
-    named = ModelOptions(model=options.model, model_kwargs=options.model_kwargs, materialize=options.materialize)
-    compare = command("diff", (source.source,), named)
+    compare = ""
+    if model is not None:
+        named = ModelOptions(model=options.model, model_kwargs=options.model_kwargs, materialize=options.materialize)
+        compare = command("diff", (source.source,), named)
     request = Request(options, compare, rule_steps=_rule_steps(options))
     if options.like is not None:
         other = options.like if isinstance(options.like, Checkpoint) else open_operand(options.like)
