@@ -167,7 +167,7 @@ def test_what_fails_on_any_rank_fails_on_all_and_is_said_once(source: Path, tmp_
     assert refused[1].said == (1, "")
     assert [*tmp_path.iterdir()] == []
     wrong = {"CKPTTOOL_MAX_SHARD_SIZE": "many"}
-    failed = run_ranks(tmp_path, 2, "remap", source / "model.safetensors", "-o", "out/", last=wrong)
+    failed = run_ranks(tmp_path, 2, "convert", source / "model.safetensors", "-o", "out/", last=wrong)
     assert [done.status for done in failed] == [2, 2]
     assert "error: 'many' is not a size\n" in failed[0].err
     assert [*tmp_path.iterdir()] == []
@@ -180,7 +180,7 @@ def test_what_fails_on_any_rank_fails_on_all_and_is_said_once(source: Path, tmp_
 
 
 def test_ranks_that_do_not_mean_the_same_write_nothing(source: Path, tmp_path: Path) -> None:
-    command = ("remap", source / "model.safetensors", "-o", "out/", *RULE)
+    command = ("convert", source / "model.safetensors", "-o", "out/")
     first, second = run_ranks(tmp_path, 2, *command, last={"CKPTTOOL_MAX_SHARD_SIZE": "3MB"})
     assert first.status == second.status == 2
     assert "error: the ranks do not mean the same\n  another plan than rank 0 @ rank 1\n" in first.err
