@@ -1,4 +1,4 @@
-"""The demo as a picture: what it printed, four of its steps, as an SVG that needs no network."""
+"""The demo as a picture: an excerpt of its output as an SVG that needs no network."""
 
 from __future__ import annotations
 
@@ -10,28 +10,43 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 
-STEPS = ("The program should", "Why?", "Put the new", "Is the program")  # what each of them begins with
-WIDTH = 118
+STEPS = ("The program should", "Why?", "Put the new", "Is the program")  # their first words
+WIDTH = 92
+ENDS = ("Not counted", "program  ")  # the rest of a step is left out
+NAMES = 4  # renamed keys that are shown
 STYLES = (
     (r"^# .*", "bold"),
     (r"^(\$|>>>) .*", "bold cyan"),
     (r"^(Error\(s\)|    (Missing|Unexpected)).*", "red"),
-    (r"\b\d+ differences\b|^FAILED.*", "red"),
-    (r"^PASSED.*|\b\d+ weights swapped\b", "green"),
-    (r"^  (renamed|not_serialized)\b", "yellow"),
+    (r"^\d+ of \d+ keys differ\b|^FAILED.*", "red"),
+    (r"^PASSED.*|\b\d+ weights swapped\b|(?<=-> ).*", "green"),
+    (r"^(renamed|reason|fix \(not tried\))(?=:)", "yellow"),
 )
 
 
+def excerpt(step: str) -> list[str]:
+    """The lines of a step that the picture shows: no name of a command, and few keys of those with one cause."""
+    lines: list[str] = []
+    for line in step.splitlines():
+        if line.startswith(ENDS):
+            break
+        if line.startswith("  ") and "->" in line and sum("->" in one for one in lines[-NAMES:]) == NAMES:
+            continue
+        if not re.fullmatch(r"[a-z-]+", line):
+            lines.append(line)
+    return lines
+
+
 def recording(printed: str) -> str:
-    """The steps of what the demo printed; lines that are too long end in ``…``."""
+    """The picture of what the demo printed."""
     steps = [step for step in printed.strip().split("\n\n# ") if step.startswith(STEPS)]
     assert len(steps) == len(STEPS)
     console = Console(record=True, width=WIDTH, force_terminal=True, file=io.StringIO(), legacy_windows=False)
-    for line in "\n\n".join(f"# {step}" for step in steps).splitlines():
-        text = Text(line if len(line) <= WIDTH else line[: WIDTH - 1] + "…")
+    for line in "\n\n".join("\n".join(excerpt(f"# {step}")).strip() for step in steps).splitlines():
+        text = Text(line)
         for pattern, style in STYLES:
             text.highlight_regex(pattern, style)
-        console.print(text, soft_wrap=True)
+        console.print(text)
     format = re.sub(r"@font-face \{\{.*?\n    \}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     return console.export_svg(title="make demo", code_format=format, unique_id="demo")
 
