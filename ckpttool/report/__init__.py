@@ -20,6 +20,8 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "markdown": (".md", ".markdown"),
     "github": (),
     "html": (".html", ".htm"),
+    "junit": (".xml",),
+    "sarif": (".sarif",),
 }
 BY_ENDING = {ending: name for name, endings in FORMATS.items() for ending in endings}
 

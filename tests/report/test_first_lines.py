@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from ckpttool.core.codes import CODES
 from ckpttool.core.errors import Problem
+from ckpttool.diffing.causes import Code
 from ckpttool.report import render
 from ckpttool.report.document import Cell, Column, Commands, Document, Facts, KeyGroup, Keys, Note, Problems, Table
 from ckpttool.report.renderers.text import Terminal
@@ -198,3 +202,32 @@ def test_reports_fit_the_terminal(run: Run, monkeypatch: pytest.MonkeyPatch, wor
     assert done.status in (0, 1), done.err
     for line in (done.out + done.err).splitlines():
         assert len(line) <= width or re.match(r"\s*((partial )?fix( \(not tried\))?: )?ckpttool ", line), line
+
+
+def test_reports_for_ci_name_the_keys_and_the_line_of_the_hook(run: Run) -> None:
+    words = ("diff", "runtime.pt", "--model", "model.py:hooked", "--format")
+    suite = ElementTree.fromstring(run(*words, "junit").out.encode())
+    assert suite.attrib == {"name": "ckpttool", "tests": "5", "failures": "5"}
+    names = [case.attrib["name"] for case in suite.iter("testcase")]
+    assert names[1:] == ["1.layer.weight", "1.layer.bias", "2.layer.weight", "2.layer.bias"]
+    (run_of_tool,) = json.loads(run(*words, "sarif").out)["runs"]
+    assert run_of_tool["tool"]["driver"]["name"] == "ckpttool"
+    for result in run_of_tool["results"]:
+        (where,) = (one["physicalLocation"] for one in result["locations"])
+        assert where["artifactLocation"]["uri"].endswith("model.py")
+        line = where["region"]["startLine"]  # of the decorator
+        assert "_hide" in Path("model.py").read_text().splitlines()[line]
+    passing = run("diff", "net.pt", "net.pt", "--format", "junit")
+    assert ElementTree.fromstring(passing.out.encode()).attrib["failures"] == "0"
+    assert json.loads(run("diff", "net.pt", "net.pt", "--format", "sarif").out)["runs"][0]["results"] == []
+
+
+def test_every_code_of_a_report_is_explained(run: Run) -> None:
+    for words in FIRST_LINES:
+        data = run(*words.split(), "--format", "json").data
+        codes = {one["code"] for one in (*data["notes"], *data["unfixed"])}
+        codes |= {entry["status"] for entry in data["entries"]} | {e["code"] for e in data["entries"] if "code" in e}
+        for code in codes:
+            assert run("explain", code).status == 0, code
+    assert {code.code for code in Code} <= CODES.keys()
+    assert run("explain", "no-such-code").status == 2

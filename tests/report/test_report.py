@@ -117,22 +117,22 @@ HTML_BODY = """\
 <header><div><h1>diff a.pt b.pt</h1><p class="verdict bad">1 key is missing</p></div></header>
 <main>
 <div class="scroll"><table>
-<tr><th>left</th><td class="key">a.pt</td></tr>
+<tr><th>left</th><td class="key">a.<wbr>pt</td></tr>
 <tr><th>keys</th><td>3</td></tr>
 </table></div>
 <h2>Differences</h2>
 <div class="scroll"><table class="stacked">
 <thead><tr><th>key</th><th>dtype</th><th>shape</th><th class="number">size</th></tr></thead>
-<tr><td class="key" data-title="key">w.weight</td><td class="dtype" data-title="dtype">float32</td>\
+<tr><td class="key" data-title="key">w.<wbr>weight</td><td class="dtype" data-title="dtype">float32</td>\
 <td class="shape" data-title="shape">[12, 6]</td><td class="number" data-title="size">288 bytes</td></tr>
 <tr><td class="key" data-title="key">b</td><td class="dtype" data-title="dtype">bfloat16</td>\
 <td class="shape" data-title="shape">[]</td><td class="warn" data-title="size">2 bytes</td></tr>
 </table></div>
-<footer>... 33 more (--all)</footer>
+<footer>... 33 more</footer>
 <p>hooks rename 2 keys</p>
 <p><strong class="warning">warning:</strong> dtypes are not compared</p>
 <ul>
-<li><strong class="error">error:</strong> missing @ <span class="key">w.bias</span></li>
+<li><strong class="error">error:</strong> missing @ <span class="key">w.<wbr>bias</span></li>
 </ul>
 <h2>To mend it:</h2>
 <div class="code"><pre>ckpttool remap a.pt -o b.pt</pre></div>
@@ -179,7 +179,9 @@ def test_golden_html() -> None:
     page = render("html", DIFF, {})
     head, rest = page.split("</style>\n")
     body, script = rest.split("<script>")
-    assert body == HTML_BODY
+    origin = re.search(r'<p class="origin">ckpttool \S+ &middot; \d{4}-\d\d-\d\d</p>', body)
+    assert origin
+    assert body.replace(origin[0], "") == HTML_BODY
     assert script.endswith("</script>\n</html>\n")
     assert head.startswith('<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n')
     assert "<title>diff a.pt b.pt</title>" in head
@@ -415,7 +417,7 @@ def test_the_ending_picks_the_format() -> None:
 def test_an_unknown_format_is_an_error_that_lists_them() -> None:
     with pytest.raises(CkptError) as caught:
         render("yaml", DIFF, {})
-    assert caught.value.hint == "use one of text, json, markdown, github, html"
+    assert caught.value.hint == "use one of text, json, markdown, github, html, junit, sarif"
 
 
 def test_shortened_says_how_many_are_left_out() -> None:

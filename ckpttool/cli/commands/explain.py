@@ -6,25 +6,33 @@ from typing import Annotated
 
 import ckpttool
 from ckpttool.cli.output import Report
-from ckpttool.core.options import Argument, OptimizerOptions, keywords_of, option
+from ckpttool.core.codes import CODES
+from ckpttool.core.errors import CkptError
+from ckpttool.core.options import Argument, OptimizerOptions, keywords_of
 
 
 def command(
-    name: Annotated[str, Argument("NAME", "The tensor's name in any form.")],
-    # One of the options, which is required here.
-    model: Annotated[str, option("--model", metavar="MODEL", help="The model that has the tensor.")],
+    name: Annotated[str, Argument("NAME", "The tensor's name in any form, or a code of a report.")],
     options: OptimizerOptions,
     report: Report,
 ) -> None:
-    """One tensor: all its names, and the hook that renames it.
+    """One tensor: all its names, and the hook that renames it. Without --model: a code of a report.
 
     \b
     Examples:
       ckpttool explain layers.3.norm.weight --model model.py:build
       ckpttool explain layers.3.norm.weight --model names.json --format json
+      ckpttool explain wrapper-prefix
     """
-    from ckpttool.report.documents.names import explained
+    from ckpttool.report.documents.names import explained, explained_code
 
     report.check(())
+    if options.model is None:
+        if name not in CODES:
+            raise CkptError(
+                f"no code is called {name!r}", hint=f"ckpttool explain {name} --model MODEL explains a tensor"
+            )
+        report.emit(lambda: explained_code(CODES[name]), CODES[name].to_json)
+        return
     explanation = ckpttool.explain(name, **keywords_of(options))
     report.emit(lambda: explained(explanation), explanation.to_json)

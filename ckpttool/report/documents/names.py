@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckpttool.checks import Checks
+from ckpttool.core.codes import Row
 from ckpttool.core.errors import Problem
 from ckpttool.core.names import Names
 from ckpttool.core.text import number, plural, shape_text
@@ -63,6 +64,12 @@ def explained(explanation: Explanation) -> Document:
     )
     verdict = plural(len({tensor.fqn, *explanation.serialized, *explanation.aliases}), "name")
     return Document(f"explain {explanation.name}", verdict, True, (shown,))
+
+
+def explained_code(row: Row) -> Document:
+    """Return what `explain` shows of a code."""
+    rows = (("kind", row.kind), ("example", row.example), ("what to do", row.fix))
+    return Document(f"explain {row.code}", row.meaning, True, (facts(*rows),))
 
 
 def check_document(checks: Checks) -> Document:

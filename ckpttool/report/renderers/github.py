@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from os.path import isabs, relpath
 
 from ckpttool.core.text import visible
-from ckpttool.report.document import Commands, Document, Finding, Note, Problems, Severity
+from ckpttool.report.document import Commands, Document, Facts, Finding, Note, Problems, Severity, cell
 from ckpttool.report.renderers import text
 
 _LEVELS: tuple[Severity, ...] = ("error", "warning", "notice")
@@ -33,7 +33,9 @@ def render(document: Document) -> str:
                 c for block in (*document.lead, *document.blocks) if isinstance(block, Commands) for c in block.commands
             ]
             keys = _keys([finding for finding in failing if finding.place is None])
-            messages.append("\n".join(map(visible, [document.verdict, *keys, *commands])))
+            pairs = [pair for block in document.lead if isinstance(block, Facts) for pair in block.pairs]
+            reasons = [f"reason: {cell(value).text}" for label, value in pairs if label == "reason"]
+            messages.append("\n".join(map(visible, [document.verdict, *keys, *reasons, *commands])))
         for block in document.blocks:
             if isinstance(block, Problems) and block.severity == level:
                 messages += [visible(str(problem)) for problem in block.problems]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -31,6 +32,7 @@ from ckpttool.report.document import (
 )
 
 _ABREAST = 3  # columns that fit on a narrow screen
+_DIGITS = 12  # of a digest
 _LISTED = 200  # rows of a table whose rows are in the tree too
 
 
@@ -48,11 +50,11 @@ def render(document: Document) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{title}</title>",
         f"<style>{style}</style>",
-        f"<header><div><h1>{title}</h1>{verdict}</div></header>",
+        f"<header><div><h1>{title}</h1>{verdict}{_origin(document.listing)}</div></header>",
         "<main>",
     ]
     for block in (*document.lead, *document.blocks):
-        parts += _block(block)
+        parts += [] if block in _of_terminals(document) else _block(block)
     data = None if document.listing is None else _data(document.listing)
     if data is not None and data["rows"]:
         # "<" is escaped, so that the JSON cannot end the script
@@ -61,12 +63,42 @@ def render(document: Document) -> str:
     return "\n".join([*parts, "</main>", f"<script>{script}</script>", "</html>"]) + "\n"
 
 
+def _origin(listing: Listing | None) -> str:
+    """Return the tool, its version and the date; and a digest of the names, dtypes and shapes of each side."""
+    from datetime import datetime, timezone
+    from hashlib import sha256
+
+    from ckpttool import __version__
+
+    parts = [f"ckpttool {__version__}", datetime.now(timezone.utc).strftime("%Y-%m-%d")]
+    if listing is not None:
+        sides: list[set[str]] = [set() for _ in listing.sides]
+        for finding in listing.findings():
+            for names, keys in zip(sides, (finding.left, finding.right)):
+                names.update(f"{one.key} {one.dtype} {one.shape}" for one in keys)
+        for name, names in zip(listing.sides, sides):
+            digest = sha256("\n".join(sorted(names)).encode("utf-8", "backslashreplace")).hexdigest()[:_DIGITS]
+            parts.append(f"{name}: names {digest}")
+    return f'<p class="origin">{" &middot; ".join(map(_escape, parts))}</p>'
+
+
 def fragment(document: Document) -> str:
     """Return the document's blocks as HTML for a notebook: without page, script or tree."""
     parts = [f"<p><strong>{_escape(document.title)}</strong>: {_escape(document.verdict)}</p>"]
     for block in (*document.lead, *document.blocks):
         parts += _block(block)
     return "\n".join(["<div>", *parts, "</div>"])
+
+
+def _of_terminals(document: Document) -> list[Block]:
+    """Return the lines that say where a terminal shows more."""
+    return [one for one in document.lead if isinstance(one, Facts) and [label for label, _ in one.pairs] == ["details"]]
+
+
+def _footer(text: str) -> list[str]:
+    """Return a footer without the option of the command line that shows more."""
+    text = re.sub(r" \(--[^)]*\)$", "", text)
+    return [f"<footer>{_escape(text)}</footer>"] if text else []
 
 
 def _policy(style: str, script: str) -> str:
@@ -139,15 +171,9 @@ def _group(group: KeyGroup, most: int | None) -> list[str]:
     """Return the keys of a group; a list is cut if its rows are in the tree too."""
     rows = []
     for left, right, detail in group.rows[:most]:
-        names = [_name(name) for name in dict.fromkeys((left, right)) if name]
+        names = [_cell("span", Cell(name, "key")) for name in dict.fromkeys((left, right)) if name]
         rows.append(f"<li>{' &rarr; '.join(names)}{f': {_escape(detail)}' if detail else ''}</li>")
-    footer = [f"<footer>{_escape(group.footer)}</footer>"] if group.footer else []
-    return [f"<h3>{_escape(group.heading)}</h3>", '<ul class="names">', *rows, "</ul>", *footer]
-
-
-def _name(name: str) -> str:
-    """Return a name that is broken after dots only."""
-    return f'<span class="key">{_escape(name).replace(".", ".<wbr>")}</span>'
+    return [f"<h3>{_escape(group.heading)}</h3>", '<ul class="names">', *rows, "</ul>", *_footer(group.footer)]
 
 
 def _label(severity: str) -> str:
@@ -157,7 +183,9 @@ def _label(severity: str) -> str:
 def _cell(tag: str, entry: Cell, title: str = "") -> str:
     role = "" if entry.role == "plain" else f' class="{entry.role}"'
     data = f' data-title="{_escape(title)}"' if title else ""
-    return f"<{tag}{role}{data}>{_escape(entry.text)}</{tag}>"
+    text = _escape(entry.text)
+    text = text.replace(".", ".<wbr>") if entry.role == "key" else text  # a name is broken after dots only
+    return f"<{tag}{role}{data}>{text}</{tag}>"
 
 
 def _table(table: Table) -> list[str]:
@@ -166,11 +194,10 @@ def _table(table: Table) -> list[str]:
     header = "".join(_cell("th", Cell(c.title, "number" if c.role == "number" else "plain")) for c in columns)
     rows = ["".join(_cell("td", entry, column.title) for entry, column in zip(row, columns)) for row in table.cells]
     kind = ' class="stacked"' if len(columns) > _ABREAST else ""
-    footer = [f"<footer>{_escape(table.footer)}</footer>"] if table.footer else []
     return [
         f'<div class="scroll"><table{kind}>',
         f"<thead><tr>{header}</tr></thead>",
         *(f"<tr>{row}</tr>" for row in rows),
         "</table></div>",
-        *footer,
+        *_footer(table.footer),
     ]
