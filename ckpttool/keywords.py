@@ -12,7 +12,6 @@ from typing import Any, TypedDict
 class ModelKeywords(TypedDict, total=False):
     """How the model is built."""
 
-    model_kwargs: Any
     materialize: bool
 
 
@@ -89,25 +88,19 @@ class RemapKeywords(OptimizerKeywords, total=False):
     to: str | None
     from_: str | None
     select: str | None
-    keep_prefix: bool
     trainable_only: bool
     rule: str | Sequence[str] | None
     rules: str | None
-    size: str | Sequence[str] | None
     reverse: bool
     partial: bool
     drop: str | Sequence[str] | None
     sections: str | None
     like: Any
     to_model: Any
-    to_model_kwargs: Any
     to_optimizer: Any
     optimizer_keys: str | None
-    plan: str | None
     save_plan: str | None
     keep_aliases: bool
-    units: str | Sequence[str] | None
-    world_size: int | None
 
 
 class ConvertKeywords(ModelKeywords, total=False):

@@ -150,8 +150,7 @@ def test_what_has_no_such_names_is_refused(experts: Saved, tmp_path: Path, run: 
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "a.pt")
     words = ("remap", tmp_path / "a.pt", "-o", tmp_path / "b.pt", "--to", "pretrained")
     assert "needs the model's names" in run(*words).err
-    assert "not a model of transformers" in run(*words, "--model", "torch.nn:Linear", "--model-kwargs",
-                                             '{"in_features": 2, "out_features": 2}').err  # fmt: skip
+    assert "not a model of transformers" in run(*words, "--model", "torch.nn:Linear(in_features=2, out_features=2)").err
     assert "no config.json" in run(*words, "--model", f"hf:{tmp_path}").err
     (tmp_path / "config.json").write_text('{"model_type": "no_such", "auto_map": {"AutoConfig": "code.Config"}}')
     (tmp_path / "code.py").write_text("raise SystemExit('the code of a folder was run')")

@@ -21,19 +21,18 @@ from ckpttool.core.text import shell
 
 # The headings of the help, and the options under each; all others are under "Options".
 _GROUPS = {
-    "The model": ("model", "model_kwargs", "materialize", "optimizer"),
+    "The model": ("model", "materialize", "optimizer"),
     "Which names": (
         "sections",
-        *("to", "from_", "select", "keep_prefix", "trainable_only", "rule", "rules", "size", "reverse", "drop", "like"),
+        *("to", "from_", "select", "trainable_only", "rule", "rules", "reverse", "drop", "like"),
         "partial",
-        *("sections", "to_model", "to_model_kwargs", "units", "world_size"),
+        *("sections", "to_model"),
     ),
     "Optimizers": ("to_optimizer", "optimizer_keys"),
     "What fails": ("fail_on", "ignore", "ignore_file", "fail_on_unused", "exit_zero"),
     "The output": (
         "out",
         "keep_pickled_code",
-        "plan",
         "save_plan",
         "keep_aliases",
         "max_shard_size",

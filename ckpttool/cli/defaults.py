@@ -5,7 +5,6 @@ The command line comes first, then the environment, then ``[tool.ckpttool.COMMAN
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -21,12 +20,11 @@ from ckpttool.core.text import shell, visible
 from ckpttool.core.values import dataclass
 
 _PREFIX = "CKPTTOOL_"
-_KWARGS = "model-kwargs"  # the one option that may be a table
 _OTHERS = {"CKPTTOOL_DEBUG", "CKPTTOOL_LOG", PYPROJECT}
 # What one run reads, writes or overwrites has no default.
-_EACH_RUN = {*("base", "force", "in_place", "manifest", "no_defaults", "out", "plan", "save_plan", "suggest", "update")}
+_EACH_RUN = {*("base", "force", "in_place", "manifest", "no_defaults", "out", "save_plan", "suggest", "update")}
 # They belong together: if MODEL comes from another place, the others do not apply to it.
-_MODEL = ("model", "model_kwargs", "materialize", "optimizer")
+_MODEL = ("model", "materialize", "optimizer")
 _NEAR = 0.9  # how similar a variable must be to an option to count as misspelled: other programs have variables too
 Words = Callable[[], Mapping[str, Collection[str]]]
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
@@ -39,17 +37,23 @@ _NEEDS_MODEL: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "fix": lambda given: True,
     "check": lambda given: any(path.endswith(".json") for path in given["files"]),
     "diff": lambda given: len(given["operands"] or ()) < 2,
-    "remap": lambda given: given["plan"] is None and _requests_names(given),
+    "remap": lambda given: _requests_names(given),
     "swap-weights": lambda given: given["from_"] is not None,
 }
 
 
 def _requests_names(given: Mapping[str, Any]) -> bool:
     """Whether a remap requests something that only a model's names can say."""
+    from ckpttool.core.names import RANK_FORMS
     from ckpttool.naming.convert import WORDS
+    from ckpttool.remapping.options import is_plan
 
-    by_name = ("trainable_only", "optimizer", "to_optimizer", "world_size")
-    return any(given[name] in WORDS for name in ("to", "from_")) or any(given[name] for name in by_name)
+    if given["rules"] is not None and is_plan(given["rules"]):
+        return False  # a plan has all names
+
+    by_name = ("trainable_only", "optimizer", "to_optimizer")
+    forms = [(given[name] or "").partition("(")[0] for name in ("to", "from_")]
+    return any(form in (*WORDS, *RANK_FORMS) for form in forms) or any(given[name] for name in by_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,14 +205,14 @@ def _of_pyproject(command: str, options: Mapping[str, Param], words: Words) -> l
     """Return the defaults of the file: those for all commands, then the command's own."""
     path, everything = table()
     own = everything.get(command, {})
-    general = {word: value for word, value in everything.items() if word == _KWARGS or not isinstance(value, dict)}
+    general = {word: value for word, value in everything.items() if not isinstance(value, dict)}
     problems: list[Problem] = []
     if not isinstance(own, dict) or set(everything) - set(general) - {command}:
         commands = words()
         for word, value in everything.items():
             if word in commands and not isinstance(value, dict):
                 problems.append(Problem("is not a table", f"tool.ckpttool.{word}"))
-            elif word not in commands and word != _KWARGS and isinstance(value, dict):
+            elif word not in commands and isinstance(value, dict):
                 problems.append(Problem(f"is not a command{_did_you_mean(word, commands)}", f"tool.ckpttool.{word}"))
     found = []
     for values, name in ((general, "tool.ckpttool"), (own, f"tool.ckpttool.{command}")):
@@ -235,8 +239,6 @@ def _did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 def _from_here(path: str, param: Param, value: Any) -> Any:
     """Return the value with paths that are relative to the file made relative to the working folder."""
-    if param.name == "model_kwargs" and isinstance(value, dict):
-        return json.dumps(value)
     if isinstance(value, list):
         return [_from_here(path, param, each) for each in value]
     metavar = param.mark.metavar

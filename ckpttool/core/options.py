@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from functools import wraps
 from inspect import Parameter, Signature
 from typing import Annotated, Any, TypeVar
 
+from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import spent
 from ckpttool.core.values import dataclass
 
@@ -101,6 +102,35 @@ def keywords_of(options: Any) -> dict[str, Any]:
     return {field.name: getattr(options, field.name) for field in fields(options)}
 
 
+def call_of(operand: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the arguments of ``NAME(heads=32, tie=True)``; other operands have no arguments.
+
+    The arguments are literals: nothing is evaluated. Raise `CkptError` if they are anything else.
+    """
+    if not operand.endswith(")") or "(" not in operand:
+        return operand, {}
+    import ast
+
+    hint = "arguments have names, and values of Python as in 'model.py:build(layers=4, name=\"small\", sizes=[1, 2])'"
+    for at in (at for at, letter in enumerate(operand) if letter == "(" and at):
+        try:
+            call = ast.parse(f"_{operand[at:]}", mode="eval").body
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            continue
+        if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
+            break
+        try:
+            return operand[:at], {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            break
+    raise CkptError(f"{operand} has no arguments that can be read", hint=hint)
+
+
+def call_text(name: str, arguments: Mapping[str, Any]) -> str:
+    """Return ``NAME(heads=32)``, which `call_of` reads; the name if there are no arguments."""
+    return f"{name}({', '.join(f'{word}={value!r}' for word, value in arguments.items())})" if arguments else name
+
+
 def several(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
     """Return the values of an option that may be repeated: in Python a string is one value, not its letters."""
     if value is None:
@@ -114,10 +144,9 @@ class ModelOptions:
 
     model: Annotated[
         Any,
-        option("--model", metavar="MODEL", help="package.module:attr, file.py:attr, a names file or a .pt2 program."),
-    ] = None
-    model_kwargs: Annotated[
-        Any, option("--model-kwargs", metavar="JSON", help="Arguments for MODEL's factory: '{\"layers\": 4}'.")
+        option(
+            "--model", metavar="MODEL", help="file.py:build, 'file.py:build(layers=4)', a names file or a .pt2 program."
+        ),
     ] = None
     materialize: Annotated[
         bool, option("--materialize", help="Build MODEL with real weights instead of on the meta device.")
@@ -129,7 +158,8 @@ class OptimizerOptions(ModelOptions):
     """MODEL, and the optimizer of its parameters."""
 
     optimizer: Annotated[
-        Any, option("--optimizer", metavar="OPTIMIZER", help="file.py:make, a function of the model; or a class.")
+        Any,
+        option("--optimizer", metavar="OPTIMIZER", help="A function of the model, or a class: 'file.py:make(lr=1)'."),
     ] = None
 
 

@@ -4,7 +4,6 @@ computed one gets a storage that is filled when it is written.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Expression, Ref
+from ckpttool.core.options import call_text
 from ckpttool.core.plan import ModelRun, Output, Plan, module_renames
 from ckpttool.core.text import plural, shell
 from ckpttool.evaluate import ops
@@ -117,10 +117,9 @@ def run_code(
             continue
         if run.way not in runners:
             option = "--to-model" if run.way == ex.SAVED and len(runners) else "--model"
-            arguments = shell("--model-kwargs", json.dumps(dict(run.kwargs))) if run.kwargs else ""
             raise Refused(
                 f"{plural(len(names), 'tensor')} can only be computed by the code of {run.model}",
-                hint=f"name it: {option} {shell(run.model)} {arguments}".rstrip(),
+                hint=f"name it: {option} {shell(call_text(run.model, run.kwargs))}",
                 problems=[Problem("computed by code that is not a tensor operator", name, "opaque") for name in names],
             )
         given = [Output(section.path, name, without_calls(source)) for name, source in run.given.items()]

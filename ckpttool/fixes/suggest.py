@@ -438,7 +438,6 @@ def optimizer_remap(question: Question, remedy: Remedy) -> Candidate:
         model="OLD",
         optimizer=None if optimizer is None else old_optimizer,
         to_model=asked.model,
-        to_model_kwargs=asked.model_kwargs,
         materialize=asked.materialize,
         to_optimizer=optimizer,
         partial=lacks_values,

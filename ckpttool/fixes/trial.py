@@ -48,7 +48,7 @@ class Question:
     def model_options(self) -> dict[str, Any]:
         """The options that name the model."""
         asked = self.options
-        return {"model": asked.model, "model_kwargs": asked.model_kwargs, "materialize": asked.materialize}
+        return {"model": asked.model, "materialize": asked.materialize}
 
     def ask_again(self, left: Checkpoint, right: Checkpoint | None) -> Diff:
         """Ask the same question about other checkpoints, without values and suggestions: renames do not change them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import limits
 from ckpttool.core.names import SCHEMA, SERIALIZED, Names
-from ckpttool.core.options import ModelOptions, OptimizerOptions, expand_options
+from ckpttool.core.options import ModelOptions, OptimizerOptions, call_of, expand_options
 from ckpttool.core.plan import ModelRun
 from ckpttool.core.text import shell
 from ckpttool.core.values import dataclass
@@ -75,17 +74,17 @@ HF = "hf:"  # hf:FOLDER is the model that the config.json in the folder describe
 
 @dataclass(frozen=True)
 class ModelOperand:
-    """A MODEL with its arguments and its optimizer. Its names are read once.
+    """A MODEL with its optimizer. Its names are read once.
 
-    `model` is ``package.module:attr``, ``file.py:attr``, the path of a names file or of a program (``prog.pt2::NAME``),
-    a `Names`, or an object: a module, a class, a factory, an exported program. `kwargs` are passed to a factory, and
-    may be JSON; `materialize` builds it with real weights. `optimizer` is an OPTIMIZER operand, or a function of the
+    `model` is ``package.module:attr`` or ``file.py:attr``, perhaps with arguments (``file.py:attr(layers=4)``), the
+    path of a names file or of a program (``prog.pt2::NAME``), a `Names`, or an object: a module, a class, a factory, an
+    exported program.
+    `materialize` builds it with real weights. `optimizer` is an OPTIMIZER operand, or a function of the
     model. `pretrained`: use the names that ``save_pretrained`` writes instead of the names of ``state_dict()``.
     `option` is its name on the command line.
     """
 
     model: Any
-    kwargs: Mapping[str, Any] | str | None = None
     materialize: bool = False
     optimizer: Any = None
     pretrained: bool = False
@@ -165,7 +164,7 @@ class ModelOperand:
         job = current()
         if job is None:
             return ask()
-        own = [self.model, self.kwargs, self.materialize, self.pretrained, self.optimizer]
+        own = [self.model, self.materialize, self.pretrained, self.optimizer]
         names, read = job.of_first(f"names {own}", lambda: (ask().to_json(), sources.others_read()))
         for path in read:
             sources.note_read(path)
@@ -181,19 +180,21 @@ class ModelOperand:
         """The same model under the names of from_pretrained."""
         return replace(self, pretrained=True, optimizer=None)
 
+    @cached_property
+    def _call(self) -> tuple[Any, dict[str, Any]]:
+        if isinstance(self.model, str) and not os.path.exists(self.model):
+            return call_of(self.model)
+        return self.model, {}
+
+    @property
+    def target(self) -> Any:
+        """The model without its arguments."""
+        return self._call[0]
+
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """The arguments for a factory. Raise `CkptError` if `kwargs` is text but not a JSON object."""
-        if not isinstance(self.kwargs, str):
-            return self.kwargs or {}
-        hint = f"as in {self.option}-kwargs '{{\"layers\": 4}}'"
-        try:
-            arguments: Any = strict_json.loads(self.kwargs)
-        except ValueError as error:
-            raise CkptError(f"{self.option}-kwargs is not JSON: {error}", hint=hint) from None
-        if not isinstance(arguments, dict):
-            raise CkptError(f"{self.option}-kwargs is not a JSON object", hint=hint)
-        return arguments
+        """The arguments for a factory. Raise `CkptError` if the operand has some that cannot be read."""
+        return self._call[1]
 
     def definition(self) -> LoadedModel:
         """Return the model's definition. Raise `CkptError` if it is not found, or is not a model."""
@@ -205,9 +206,9 @@ class ModelOperand:
         elif os.path.isfile(self.model):
             raise _no_attribute(self.model)
         elif self.is_folder:
-            found = of_folder(self.model, self.arguments, self.materialize)
+            found = of_folder(self.target, self.arguments, self.materialize)
         else:
-            found = load(self.model, self.arguments, self.materialize, self.option)
+            found = load(self.target, self.arguments, self.materialize, self.option)
         return as_pretrained(found) if self.pretrained else found
 
     def run(self, run: ModelRun, given: Section, names: Sequence[str]) -> Mapping[str, TensorEntry]:
@@ -245,10 +246,8 @@ class ModelOperand:
 
         An object of the caller has no such words: they say ``MODEL``.
         """
-        words = [option, self.model if isinstance(self.model, str) else "MODEL"]
-        if self.arguments:
-            words += [f"{option}-kwargs", json.dumps(dict(self.arguments))]
-        return (*words, "--materialize") if self.materialize else tuple(words)
+        words = (option, self.model if isinstance(self.model, str) else "MODEL")
+        return (*words, "--materialize") if self.materialize else words
 
 
 def _no_attribute(path: str) -> CkptError:
@@ -273,15 +272,14 @@ def trace(model: Any, **options: Unpack[OptimizerKeywords]) -> Names:
 
     Raise `CkptError` if the model's own code fails.
     """
-    kwargs, materialize = options.get("model_kwargs"), options.get("materialize", False)
-    return ModelOperand(model, kwargs, materialize, options.get("optimizer")).names()
+    return ModelOperand(model, options.get("materialize", False), options.get("optimizer")).names()
 
 
 def operand_of(options: ModelOptions) -> ModelOperand | None:
     if options.model is None or isinstance(options.model, ModelOperand):
         return options.model
     optimizer = options.optimizer if isinstance(options, OptimizerOptions) else None
-    return ModelOperand(options.model, options.model_kwargs, options.materialize, optimizer)
+    return ModelOperand(options.model, options.materialize, optimizer)
 
 
 def as_read(model: ModelOperand, section: Section, source: str) -> ModelOperand:

@@ -158,7 +158,7 @@ def gather_ranks(source: Checkpoint, names: Names | None, units: Sequence[str]) 
     of_ranks = any(is_of_ranks(entry) for section in source.sections for entry in section.tensors)
     if not of_ranks and not any(is_flat(entry.key) for section in source.state_dicts for entry in section.tensors):
         if units:
-            raise CkptError(f"{source.source} holds no flat parameters", hint="leave --units out")
+            raise CkptError(f"{source.source} holds no flat parameters", hint="leave --from out")
         return None
     if names is not None:
         return gather(source, names, units)
@@ -201,7 +201,7 @@ def gather(source: Checkpoint, names: Names, patterns: Sequence[str] = ()) -> Ga
     if problems:
         raise Refused(
             f"the files do not fit {names.model}: {plural(len(problems), 'problem')}",
-            hint="--units 'layers.*' checks which modules are units; "
+            hint="--from 'fsdp-flat(units=[\"layers.*\"])' checks which modules are units; "
             "is it the model, and the version of it, that was saved?",
             problems=problems,
         )
@@ -364,9 +364,9 @@ def _unit_differences(names: Names, patterns: Sequence[str], paths: set[str]) ->
     yield from problems
     full = {path for path, own in slots(names, named).items() if own}
     for path in sorted(full - paths - {""}):
-        yield Problem("--units names it, and the files have no flat parameter of it", path)
+        yield Problem("units names it, and the files have no flat parameter of it", path)
     for path in sorted(paths - set(named)):
-        yield Problem("the files have a flat parameter of it, and --units does not name it", path)
+        yield Problem("the files have a flat parameter of it, and units does not name it", path)
 
 
 _LEAVE_OUT = "convert the model alone: PATTERN::SECTION"

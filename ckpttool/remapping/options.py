@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import FSDP_FLAT, FSDP_SHARDED, RANK_FORMS
 from ckpttool.core.optimizer_state import FORMS as KEYS
-from ckpttool.core.options import ModelOptions, OptimizerOptions, OutputOptions, keywords_of, option, several
+from ckpttool.core.options import ModelOptions, OptimizerOptions, OutputOptions, call_of, keywords_of, option, several
 from ckpttool.core.values import dataclass
 from ckpttool.formats.huggingface import parse_size
 from ckpttool.io.paths import name as name_of
@@ -19,6 +20,7 @@ from ckpttool.operands.checkpoint import split
 KeepAliases = Annotated[
     bool, option("--keep-aliases", help="To safetensors: keep one name of a tensor, record the others.")
 ]
+_HEAD = 4096  # bytes that tell a plan from rules
 RANK = "{rank}"  # in OUT, for the number of the rank
 
 
@@ -32,15 +34,11 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     select: Annotated[str | None, option("--select", metavar="PREFIX", help="One submodule, under its own names.")] = (
         None
     )
-    keep_prefix: Annotated[bool, option("--keep-prefix", help="--select keeps the names as they are.")] = False
     trainable_only: Annotated[bool, option("--trainable-only", help="Leave frozen parameters out.")] = False
     rule: Annotated[Sequence[str] | None, option("--rule", metavar="RULE", help="'FROM => TO'. Repeatable.")] = None
     rules: Annotated[
         str | None,
-        option("--rules", metavar="FILE", help="Rules in a TOML file, or a ready set; `list` names the sets."),
-    ] = None
-    size: Annotated[
-        Sequence[str] | None, option("--size", metavar="NAME=N", help="A named size of the rules. Repeatable.")
+        option("--rules", metavar="FILE", help="A rules file, a saved plan, or a preset: 'llama-fused(heads=32)'."),
     ] = None
     reverse: Annotated[bool, option("--reverse", help="Apply the rules from TO to FROM.")] = False
     partial: Annotated[
@@ -52,9 +50,6 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     ] = None
     like: Annotated[Any, option("--like", metavar="CKPT", help="Take over that checkpoint's form.")] = None
     to_model: Annotated[Any, option("--to-model", metavar="MODEL", help="The model that is to load OUT.")] = None
-    to_model_kwargs: Annotated[
-        Any, option("--to-model-kwargs", metavar="JSON", help="Arguments for that MODEL's factory.")
-    ] = None
     # Optimizers
     to_optimizer: Annotated[
         Any, option("--to-optimizer", metavar="OPTIMIZER", help="The optimizer that is to load OUT.")
@@ -63,26 +58,39 @@ class RemapOptions(OptimizerOptions, OutputOptions):
         str | None, option("--optimizer-keys", metavar="|".join(KEYS), help="How optimizers call their parameters.")
     ] = None
     # The output
-    plan: Annotated[str | None, option("--plan", metavar="FILE", help="Carry out a saved plan.")] = None
     save_plan: Annotated[str | None, option("--save-plan", metavar="FILE", help="Write the plan as JSON.")] = None
     keep_aliases: KeepAliases = False
-    units: Annotated[
-        Sequence[str] | None,
-        option("--units", metavar="MODULES", help="Modules that have their own flat parameters: 'layers.*'."),
-    ] = None
-    world_size: Annotated[
-        int | None,
-        option("--world-size", metavar="N", help=f"How many rank files --to {' or '.join(RANK_FORMS)} writes."),
-    ] = None
 
     def __post_init__(self) -> None:
-        for name in ("rule", "size", "drop", "units"):
+        for name in ("rule", "drop"):
             object.__setattr__(self, name, several(getattr(self, name)))
+
+    @property
+    def plan(self) -> str | None:
+        """The saved plan, if `--rules` names one: a JSON object, which no rules file is."""
+        return self.rules if self.rules is not None and is_plan(self.rules) else None
+
+    @property
+    def rank_form(self) -> str:
+        """The form of the rank files that `--to` requests, empty for other forms."""
+        return _rank_call(self.to)[0]
 
     @property
     def to_ranks(self) -> bool:
         """Whether `--to` requests files for the ranks of an FSDP1 run."""
-        return self.to in RANK_FORMS
+        return bool(self.rank_form)
+
+    @property
+    def world_size(self) -> int | None:
+        """The number of ranks that `--to` requests files for."""
+        size = _rank_call(self.to)[1].get("world_size")
+        return size if isinstance(size, int) else None
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The modules that have their own flat parameters, in the output if `to_ranks`, else in the source."""
+        patterns = _rank_call(self.to if self.to_ranks else self.from_)[1].get("units")
+        return several(patterns) or ()
 
     @property
     def form(self) -> Form | None:
@@ -94,12 +102,12 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     @property
     def source_form(self) -> Form | None:
         """The form of the keys, if the user names it."""
-        return None if self.from_ is None else convert.parse(self.from_)
+        return None if self.from_ is None or _rank_call(self.from_)[0] else convert.parse(self.from_)
 
     @property
     def has_rules(self) -> bool:
         """Whether there are rules, on the command line or in a file."""
-        return bool(self.rule or self.rules)
+        return bool(self.rule or (self.rules and not self.plan))
 
     def check(self, ckpt: str | None) -> None:
         """Raise `CkptError` for options that exclude each other, and for unknown values.
@@ -107,7 +115,7 @@ class RemapOptions(OptimizerOptions, OutputOptions):
         `ckpt` is the operand, or None if the source is in memory.
         """
         for word in (self.to, self.from_):
-            if word is not None and word not in RANK_FORMS:
+            if word is not None and not _rank_call(word)[0]:
                 convert.parse(word)
         for excluded, message, hint in _CONFLICTS:
             if excluded(self):
@@ -141,6 +149,35 @@ class ConvertOptions(ModelOptions, OutputOptions):
         return None if self.max_shard_size is None else parse_size(self.max_shard_size)
 
 
+def _rank_call(form: str | None) -> tuple[str, dict[str, Any]]:
+    """Return the form and the arguments of ``fsdp-flat(world_size=8, units=["layers.*"])``; empty for other forms.
+
+    Raise `CkptError` for arguments that it does not have.
+    """
+    if form is None or form.partition("(")[0] not in RANK_FORMS:
+        return "", {}
+    name, arguments = call_of(form)
+    units = arguments.get("units", ())
+    are_texts = isinstance(units, str) or (isinstance(units, (list, tuple)) and all(isinstance(u, str) for u in units))
+    is_number = isinstance(arguments.get("world_size", 1), int)
+    if set(arguments) - {"world_size", "units"} or not are_texts or not is_number:
+        raise CkptError(
+            f"{form}: these are not its arguments",
+            hint=f"as in '{name}(world_size=8)', '{FSDP_FLAT}(world_size=8, units=[\"layers.*\"])'",
+        )
+    return name, arguments
+
+
+def is_plan(path: str) -> bool:
+    """Return whether the file is a saved plan, a JSON object; no rules file is."""
+    if path.endswith(".json"):
+        return True
+    if "\n" in path or not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return file.read(_HEAD).lstrip().startswith(b"{")
+
+
 def _needs_model(word: str | None) -> bool:
     return word in convert.WORDS and ModelForm(word).needs_model
 
@@ -164,21 +201,14 @@ _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
             a.plan
             and (a.has_rules or a.to or a.from_ or a.like is not None or a.select or a.trainable_only or a.sections)
         ),
-        "--plan cannot be combined with other options: the plan is complete",
-        "leave the rules, --to, --select and the like out",
-    ),
-    (
-        lambda a: a.to_model_kwargs is not None and a.to_model is None,
-        "--to-model-kwargs without --to-model",
-        "--model-kwargs are the arguments of --model",
+        "a saved plan cannot be combined with other options: it is complete",
+        "leave --rule, --to, --select and the like out",
     ),
     (
         lambda a: a.reverse and not a.has_rules,
         "--reverse without --rule or --rules",
         "--to runtime and --to serialized are each other's reverse",
     ),
-    (lambda a: a.size and a.rules is None, "--size without --rules", "--rules FILE has the rules that name it"),
-    (lambda a: a.keep_prefix and not a.select, "--keep-prefix without --select", "--select PREFIX names the submodule"),
     (
         lambda a: a.trainable_only and a.model is None,
         "--trainable-only asks the model which parameters are frozen",
@@ -202,29 +232,24 @@ _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
     ),
     (
         lambda a: a.plan and (a.optimizer_keys or a.to_optimizer is not None),
-        "--plan cannot be combined with other options: the plan is complete",
+        "a saved plan cannot be combined with other options: it is complete",
         "leave --optimizer-keys and --to-optimizer out",
     ),
     (
-        lambda a: not a.to_ranks and a.world_size is not None,
-        f"--world-size is for --to {' and '.join(RANK_FORMS)}",
-        f"pass --to {FSDP_SHARDED} too (or {FSDP_FLAT}); DTensors load from a folder for "
-        "torch.distributed.checkpoint, on any number of ranks: -o OUT.dcp",
-    ),
-    (
         lambda a: not a.to_ranks and a.units and a.model is None,
-        "--units needs the model's modules",
+        "--from {a.from_} needs the model's modules",
         "pass --model MODEL",
     ),
     (
         lambda a: a.to_ranks and (a.model is None or a.world_size is None),
         "--to {a.to} needs the model's parameters and the number of ranks",
-        f"pass --model MODEL --world-size N, and with {FSDP_FLAT} the wrapped modules, as in --units 'layers.*'",
+        f"pass --model MODEL --to '{FSDP_SHARDED}(world_size=8)', and for flat parameters the wrapped modules: "
+        f"--to '{FSDP_FLAT}(world_size=8, units=[\"layers.*\"])'",
     ),
     (
-        lambda a: a.to == FSDP_SHARDED and a.units,
-        f"--units is for flat parameters, and --to {FSDP_SHARDED} shards each parameter separately",
-        "leave --units out",
+        lambda a: a.rank_form == FSDP_SHARDED and a.units,
+        f"units have flat parameters, and {FSDP_SHARDED} shards each parameter separately",
+        "leave units out",
     ),
     (
         lambda a: a.to_ranks and a.out is not None and not _is_rank_file(a.out),
@@ -234,7 +259,7 @@ _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
     (
         lambda a: not a.to_ranks and a.out is not None and RANK in name_of(a.out),
         "{a.out}: a file for each rank, and nothing says how the ranks cut the tensors",
-        f"for FSDP1 pass --to {FSDP_SHARDED} --world-size N --model MODEL (or --to {FSDP_FLAT}); DTensors (FSDP2, "
+        f"for FSDP1 pass --model MODEL --to '{FSDP_SHARDED}(world_size=N)' (or {FSDP_FLAT}); DTensors (FSDP2, "
         "tensor parallelism) load from a folder for torch.distributed.checkpoint, on any number of ranks: -o OUT.dcp",
     ),
 )

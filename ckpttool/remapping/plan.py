@@ -382,7 +382,7 @@ def _draft(section: Section, request: Request, lightning: bool, first: Draft | N
                 draft = to_other_model(draft, request, to_tables)
             draft = with_counters(draft, keep=request.like is not None or isinstance(form, Chain))
     if options.select is not None:
-        draft = select(draft, options.select, options.keep_prefix, by_model=request.names is not None)
+        draft = select(draft, options.select, by_model=request.names is not None)
     if request.like is not None:
         draft = take_names(draft, request.like)
     elif isinstance(form, Chain):

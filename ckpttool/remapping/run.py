@@ -173,8 +173,7 @@ def run(
 def loading_model(options: RemapOptions, model: ModelOperand | None) -> ModelOperand | None:
     """Return what will load the output if that is not `model`: another model, or the same with another optimizer."""
     if options.to_model is not None:
-        kwargs, optimizer = options.to_model_kwargs, options.to_optimizer
-        return ModelOperand(options.to_model, kwargs, options.materialize, optimizer, option="--to-model")
+        return ModelOperand(options.to_model, options.materialize, options.to_optimizer, option="--to-model")
     if options.to_optimizer is None or model is None:
         return None
     return model.with_optimizer(options.to_optimizer)
@@ -191,7 +190,7 @@ def plan_remap(
         return _run_saved_plan(source, options.plan, model, to_model)
     source = merge_replicas(read_for_model(source, model))
     names, to_names = (None if one is None else one.names() for one in (model, to_model))
-    gathered = gather_ranks(source, names, () if options.to_ranks else options.units or ())
+    gathered = gather_ranks(source, names, () if options.to_ranks else options.units)
     if gathered is not None and options.save_plan is not None:
         raise CkptError("a plan cannot put rank files together", hint="write the checkpoint: -o OUT, without a plan")
     whole = source if gathered is None else gathered.checkpoint
@@ -326,9 +325,7 @@ def _command_with_old_model(source: Checkpoint, options: RemapOptions) -> str | 
     swapped = replace(
         options,
         model="OLD",
-        model_kwargs=None,
         to_model=options.model,
-        to_model_kwargs=options.model_kwargs,
         to_optimizer=options.optimizer,
         out=None if options.in_place else options.out or "OUT",
         dry_run=False,
@@ -345,9 +342,8 @@ def _rule_steps(options: RemapOptions) -> tuple[RuleStep, ...]:
 
         return (Rename(Where("--rule"), rules),)
     from ckpttool.ruleset.parse import read
-    from ckpttool.ruleset.tensor_ops import given_sizes
 
-    return read(options.rules, reverse=options.reverse, rules=rules, sizes=given_sizes(options.size or ()))
+    return read(options.rules, reverse=options.reverse, rules=rules)
 
 
 def _renamings(steps: Sequence[RuleStep]) -> tuple[Renaming, ...]:
@@ -471,7 +467,7 @@ def _write_ranks(options: RemapOptions, writer: Writer, model: ModelOperand, don
     """Split the result into the files of ranks, and write them unless it is a dry run."""
     from ckpttool.remapping.shard import scatter
 
-    names, units, world_size = model.names(), options.units or (), options.world_size or 0
+    names, units, world_size = model.names(), options.units, options.world_size or 0
     sections = of_one_model(done.result, options.sections, names)
     versions = any(section.modules is not None for section in sections)
     if versions:
@@ -479,7 +475,7 @@ def _write_ranks(options: RemapOptions, writer: Writer, model: ModelOperand, don
     models = [section.path for section in sections]
     if not options.keep_pickled_code:
         check_code(done.result, {name for _, name in entries_with_code(done.result)})
-    ranks = scatter(done.result, models, options.to or "", names, units, world_size)
+    ranks = scatter(done.result, models, options.rank_form, names, units, world_size)
     if options.out is not None and not options.dry_run:
         done = replace(done, verified=writer.ranks(ranks, options.out, _decided(done)))
     alike = [section.title for section in done.result.state_dicts if section.path not in models]

@@ -37,7 +37,7 @@ def scatter(
     """
     if not 2 <= world_size <= _MOST_RANKS:
         raise CkptError(
-            f"--world-size {world_size}: FSDP1 shards over 2 to {_MOST_RANKS:,} ranks",
+            f"world_size={world_size}: FSDP1 shards over 2 to {_MOST_RANKS:,} ranks",
             hint="for one process write an ordinary checkpoint: --to serialized",
         )
     sharding: _FlatSharding | _RowSharding
@@ -161,7 +161,7 @@ class _FlatSharding:
         if problems:
             raise Refused(
                 f"{section.path or 'the checkpoint'} cannot be flattened: {plural(len(problems), 'problem')}",
-                hint="`ckpttool trace MODEL` lists the model's parameters; --units names the modules that are wrapped",
+                hint="`ckpttool trace MODEL` lists the model's parameters; units names the modules that are wrapped",
                 problems=problems,
             )
         shards = []

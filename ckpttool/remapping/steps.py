@@ -308,8 +308,8 @@ def _lost(section: Section, copies: Sequence[tuple[str, str]]) -> list[Problem]:
 # Submodule, wrappers, rules
 
 
-def select(draft: Draft, prefix: str, keep_prefix: bool, by_model: bool) -> Draft:
-    """Keep one submodule, under its own names unless `keep_prefix`. Raise `Refused` if nothing is below the prefix.
+def select(draft: Draft, prefix: str, by_model: bool) -> Draft:
+    """Keep one submodule, under its own names. Raise `Refused` if nothing is below the prefix.
 
     `prefix` has all segments of wrappers, or none of them. The wrappers inside the submodule, and around itself, are in
     its own names. `by_model`: the keys are a model's by now.
@@ -333,10 +333,7 @@ def select(draft: Draft, prefix: str, keep_prefix: bool, by_model: bool) -> Draf
         )
     outputs = [output for output in draft.plan.outputs if output.key in rests]
     draft = replace(draft, plan=_only(draft.plan, outputs, f"not below {prefix}"))
-    canonical = {key: strip(key, paths) for key in rests}
-    if keep_prefix:
-        return replace(draft, canonical=canonical)
-    canonical = {rests[key]: name.removeprefix(f"{prefix}.") for key, name in canonical.items()}
+    canonical = {rests[key]: strip(key, paths).removeprefix(f"{prefix}.") for key in rests}
     return replace(draft.renamed(rests), canonical=canonical)
 
 

@@ -15,7 +15,7 @@ from ckpttool.core.checkpoint import Section, in_row_major
 from ckpttool.core.dtypes import PLAIN
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.limits import limits
-from ckpttool.core.options import expand_options
+from ckpttool.core.options import call_of, expand_options
 from ckpttool.core.schema import TEXT, TEXTS, list_of, record, row, titled
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
@@ -202,7 +202,9 @@ def _reshape(where: Where, patterns: Any, fields: Fields) -> Step:
     known = {lone_name(size) for size in old or ()}
     unknown = [name for size in (*shape, *(old or ())) for name in size_names(size) if name not in known]
     if unknown:
-        raise CkptError(f"{{{unknown[0]}}} has no value: neither from_shape nor --size gives it one", hint="")
+        raise CkptError(
+            f"{{{unknown[0]}}} has no value: name it in from_shape, or as in --rules 'FILE({unknown[0]}=32)'", hint=""
+        )
     return Convert(where, _patterns(patterns), lambda value: reshape(value, shape, old))
 
 
@@ -297,7 +299,7 @@ def step_of(table: Fields, place: str, sizes: Sizes, reverse: bool = False) -> S
         for text, size in zip(_list(table[key]), values):
             if isinstance(size, str) and name != "reshape":  # a reshape finds the values in its tensor
                 unknown = min(size_names(size))
-                raise CkptError(f"{{{unknown}}} has no value: --size {unknown}=N gives it one", hint="")
+                raise CkptError(f"{{{unknown}}} has no value: name it as in --rules 'FILE({unknown}=32)'", hint="")
             if isinstance(size, int) and size < 1 and text != size:
                 raise CkptError(f"{text} is {size}: no size", hint="")
         fields[key] = values if isinstance(table[key], list) else values[0]
@@ -355,18 +357,22 @@ _TOML = "tomllib" if sys.version_info >= (3, 11) else "tomli"  # imported when a
 _STRINGS = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'")
 
 
-def read(
-    path: str, *, reverse: bool = False, rules: Sequence[Rule] = (), sizes: Sizes | None = None
-) -> tuple[Step, ...]:
+def read(path: str, *, reverse: bool = False, rules: Sequence[Rule] = ()) -> tuple[Step, ...]:
     """Return the steps of the file at `path`, of the preset with that name, or of a text of several lines.
 
-    With `reverse` the steps back.
-    `rules` are from the command line, in the same direction: they come after the file, so before it in reverse.
-    `sizes` override the file's. Raises `CkptError`, with all problems, if it is not a rules file, if an example in it
+    With `reverse` the steps back. Arguments override the sizes of the file: ``llama-fused(heads=32)``. `rules` are from
+    the command line, in the same direction: they come after the file, so before it in reverse.
+    Raises `CkptError`, with all problems, if it is not a rules file, if an example in it
     fails, or if a rule cannot be reversed.
     """
     if "\n" in path:
-        return _with_own(steps_of(path, "the rules", sizes or {}, reverse), rules, reverse)
+        return _with_own(steps_of(path, "the rules", {}, reverse), rules, reverse)
+    sizes: Sizes = {}
+    if not Path(path).exists():
+        path, sizes = call_of(path)
+        wrong = [f"{name}={size!r}" for name, size in sizes.items() if type(size) is not int or size < 1]
+        if wrong:
+            raise CkptError(f"not a size: {', '.join(wrong)}", hint=f"as in '{path}(heads=32)'")
     located = path
     if not Path(path).exists() and re.fullmatch(r"[\w-]+", path):
         located = str(_FOLDER / f"{path}.toml")
@@ -381,7 +387,7 @@ def read(
         text = data.decode("utf-8-sig")
     except ValueError as error:
         raise _not_toml(path, error) from None
-    return _with_own(steps_of(text, path, sizes or {}, reverse), rules, reverse)
+    return _with_own(steps_of(text, path, sizes, reverse), rules, reverse)
 
 
 def _with_own(steps: tuple[Step, ...], rules: Sequence[Rule], reverse: bool) -> tuple[Step, ...]:

@@ -11,7 +11,7 @@ from typing import Union
 
 from ckpttool.core.checkpoint import TensorEntry
 from ckpttool.core.dtypes import PLAIN
-from ckpttool.core.errors import CkptError, Refused
+from ckpttool.core.errors import Refused
 from ckpttool.core.expression import Expression, Op, Special
 from ckpttool.core.text import shape_text
 from ckpttool.core.values import dataclass
@@ -68,17 +68,6 @@ def lone_name(size: Size) -> str | None:
     """Return the name if the size is nothing else."""
     name = None if isinstance(size, int) else _NAME.fullmatch(size.strip())
     return None if name is None else name[1]
-
-
-def given_sizes(texts: Sequence[str]) -> dict[str, int]:
-    """Return the values of ``NAME=N`` on the command line. Raises `CkptError` for anything else."""
-    sizes = {}
-    for text in texts:
-        name, _, number = text.partition("=")
-        if _NAME.fullmatch(f"{{{name}}}") is None or re.fullmatch(r"[1-9]\d{0,14}", number) is None:
-            raise CkptError(f"not a size: {text!r:.100}", hint="as in --size heads=32")
-        sizes[name] = int(number)
-    return sizes
 
 
 # Conditions and examples

@@ -217,7 +217,8 @@ def load(
     if isinstance(target, nn.Module):
         if kwargs:
             raise CkptError(
-                f"{operand} is a module, not a factory: it takes no arguments", hint=f"leave {option}-kwargs out"
+                f"{operand} is a module, not a factory: it takes no arguments",
+                hint=f"leave them out: {option} {operand}",
             )
         return LoadedModel(operand, lambda real: copied(target, real), materialize)
     if not callable(target):
@@ -349,7 +350,7 @@ def _factory(
                 parameters = ", ".join(map(str, signature.parameters.values()))
                 raise CkptError(
                     f"{operand} cannot be called with these arguments: {error}",
-                    hint=f"it takes ({parameters}); pass them with {option}-kwargs '{{\"name\": value}}', or name a "
+                    hint=f"it takes ({parameters}); pass them as in {option} '{operand}(name=1)', or name a "
                     "function without required parameters",
                 ) from error
         with contextlib.nullcontext() if real else torch.device("meta"):

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.names import Names, OptimizerParam
 from ckpttool.core.optimizer_state import FLAT, GROUPS, ID, STATE, Param, rebuilt
+from ckpttool.core.options import call_of
 from ckpttool.core.text import a, plural
 from ckpttool.core.values import dataclass
 from ckpttool.optimizers.forms import form_of
@@ -36,7 +38,8 @@ class LoadedOptimizer:
 
     def build(self, model: nn.Module, on_meta: bool) -> torch.optim.Optimizer:
         """Return the optimizer of `model`. Raises `CkptError` with the user's own error."""
-        is_class = isinstance(self.make, type) and issubclass(self.make, torch.optim.Optimizer)
+        maker = self.make.func if isinstance(self.make, partial) else self.make
+        is_class = isinstance(maker, type) and issubclass(maker, torch.optim.Optimizer)
         with user_code(f"{self.operand} cannot be called with the model", on_meta=on_meta):
             optimizer = self.make(model.parameters() if is_class else model)
         if isinstance(optimizer, Mapping):  # Lightning's configure_optimizers may return it so
@@ -53,12 +56,15 @@ def load_optimizer(operand: Any) -> LoadedOptimizer:
 
     Raises `CkptError` if there is none.
     """
-    target = find(operand, _FORM) if isinstance(operand, str) else operand
+    target, arguments = operand, dict[str, Any]()
+    if isinstance(operand, str):
+        operand, arguments = call_of(operand)
+        target = find(operand, _FORM)
     if not isinstance(operand, str):
         operand = getattr(operand, "__name__", repr(operand))
     if not callable(target):
         raise CkptError(f"{operand} is not a function but {a(target)}", hint=_FORM)
-    return LoadedOptimizer(operand, target)
+    return LoadedOptimizer(operand, partial(target, **arguments) if arguments else target)
 
 
 def with_optimizer(names: Names, model: LoadedModel, optimizer: LoadedOptimizer) -> Names:

@@ -73,7 +73,7 @@ def of_folder(operand: str, arguments: Mapping[str, Any], materialize: bool) -> 
     """
     folder = operand.partition(":")[2]
     if arguments:
-        raise CkptError(f"{operand} is described by its config.json", hint="leave --model-kwargs out")
+        raise CkptError(f"{operand} is described by its config.json", hint="leave the arguments out")
     if is_url(folder):
         raise CkptError(
             f"{folder} is a URL, and a model is built of a config.json on the disk",

@@ -123,7 +123,7 @@ def test_a_string_is_one_value_of_an_option_that_may_be_repeated(tmp_path: Path)
         one, many = (ckpttool.remap(given, **options) for options in asked)
         assert one.plan == many.plan
         assert one.counts["renamed"] or one.dropped == ["epoch"]
-    sized = ckpttool.remap({"b": torch.ones(1)}, rules=str(tmp_path / "size.toml"), size="n=1")
+    sized = ckpttool.remap({"b": torch.ones(1)}, rules=f"{tmp_path}/size.toml(n=1)")
     assert sized.result.sections[0].tensors[0].shape == (1,)
     other = {"a.w": torch.ones(2), "b": torch.ones(2)}
     found = ckpttool.diff(state["model"], other, ignore="shape b # two of them are expected")

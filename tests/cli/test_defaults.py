@@ -72,9 +72,8 @@ def test_the_long_way_takes_them_too(project: Path, run: Run) -> None:
 
 
 def test_what_belongs_to_a_model_goes_with_it(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    says(project, '[tool.ckpttool]\nmodel = "model.py:build"\nmodel-kwargs = { width = 3 }\n')
+    says(project, '[tool.ckpttool]\nmodel = "model.py:build(width=3)"\nmaterialize = true\n')
     assert run("diff", "train.pt").status == 1
-    assert run("diff", "train.pt", "--model-kwargs", "{}").status == 0
     assert run("diff", "train.pt", "--model", "../model.py:build").status == 0
     monkeypatch.setenv("CKPTTOOL_MODEL", "../model.py:build")
     assert run("diff", "train.pt").status == 0
@@ -270,7 +269,7 @@ def test_the_long_way_takes_none_where_one_is_given(
 
 
 def test_code_runs_for_no_plan(project: Path, run: Run) -> None:
-    assert "default" not in run("remap", "train.pt", "--plan", "p.json", "-o", "new.pt", "--to", "runtime").err
+    assert "default" not in run("remap", "train.pt", "--rules", "p.json", "-o", "new.pt", "--to", "runtime").err
     assert "default" in run("remap", "train.pt", "-o", "new.pt", "--to", "runtime").err
     assert "default" in run("diff").err
 
@@ -282,7 +281,7 @@ def test_code_runs_for_no_plan(project: Path, run: Run) -> None:
         ("depth = true", ["True is not an integer from 0 on @ tool.ckpttool.depth"]),
         ("model = 5", ["5 is not a text @ tool.ckpttool.model"]),
         (
-            'format = "json"\nmodel-kwargs = { width = 2 }\n[tool.ckpttool.dif]\n[tool.ckpttool.diff]',
+            'format = "json"\n[tool.ckpttool.dif]\n[tool.ckpttool.diff]',
             ["is not a command; did you mean diff? @ tool.ckpttool.dif"],
         ),
     ],
@@ -307,10 +306,8 @@ def test_each_mistake_is_said_once(project: Path, run: Run, text: str, problems:
         ("report", ["a.json", "b.md"], ["../a.json", "../b.md"]),
         ("optimizer", "opt.py:build", "../opt.py:build"),
         ("optimizer", "torch.optim:SGD", "torch.optim:SGD"),
-        ("model_kwargs", {"width": 3}, '{"width": 3}'),
-        ("model_kwargs", '{"width": 3}', '{"width": 3}'),
+        ("model", "model.py:build(width=3)", "../model.py:build(width=3)"),
         ("format", "json", "json"),
-        ("world_size", 2, 2),
     ],
 )
 def test_paths_are_those_beside_the_file(name: str, value: object, found: object) -> None:

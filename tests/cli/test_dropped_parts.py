@@ -119,7 +119,7 @@ def test_a_plan_drops_no_part_of_the_state_either(run: Run, tmp_path: Path) -> N
     keys = [f"state.{number}.{name}" for number in range(4) for name in ("step", "exp_avg", "exp_avg_sq")]
     more = "".join(f'{{"section": "optimizer", "key": "{key}", "reason": "x"}}, ' for key in keys)
     plan.write_text(text.replace(dropped, more + dropped))
-    done = run("remap", tmp_path / "in.pt", "--plan", plan, "-o", tmp_path / "out.pt")
+    done = run("remap", tmp_path / "in.pt", "--rules", plan, "-o", tmp_path / "out.pt")
     assert done.status == 1
     assert "optimizer state" in done.err
 
@@ -196,7 +196,7 @@ class Net(nn.Module):
 KINDS = ("ids", "named", "fqn", "flat")
 LEFT_OUT = (
     ["--select", "enc"],
-    ["--select", "enc", "--keep-prefix"],
+    ["--select", "enc", "--rule", "{x*} => enc.{x*}"],
     ["--drop", "model.head.*"],
     ["--drop", "*.0.bias"],
 )
@@ -270,7 +270,7 @@ def test_torch_loads_the_state_of_the_part(kind: str, run: Run, tmp_path: Path) 
     set_optimizer_state_dict(part, fresh, left["optimizer"], options=FLAT if kind == "flat" else None)
     for mine, theirs in zip(part.parameters(), model.enc.parameters()):
         assert torch.equal(fresh.state[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"])
-    assert run("remap", tmp_path / "in.pt", "--plan", plan, "-o", tmp_path / "again.pt").status == 0
+    assert run("remap", tmp_path / "in.pt", "--rules", plan, "-o", tmp_path / "again.pt").status == 0
     assert (tmp_path / "again.pt").read_bytes() == out.read_bytes()
 
 

@@ -118,7 +118,7 @@ def code(path: Path, shown: bool) -> Words:
 
 @says("this model does not read back all that it writes")
 def lossy(path: Path, shown: bool) -> Words:
-    model = names(path / "names.json", Lossy, model_kwargs={"lossy": shown})
+    model = names(path / "names.json", partial(Lossy, lossy=shown))
     saved = save(path / "in.pt", Lossy(lossy=shown).state_dict())
     return ["remap", saved, "--model", model, "--to", "runtime", "-o", path / "out.pt", "--partial"]
 

@@ -20,7 +20,7 @@ from command import Run
 
 PLAIN = nn.Linear(2, 3).state_dict()
 WRAPPED = {f"module._orig_mod.{key}": value for key, value in PLAIN.items()}
-MODEL = ("--model", "torch.nn:Linear", "--model-kwargs", '{"in_features": 2, "out_features": 3}')
+MODEL = ("--model", "torch.nn:Linear(in_features=2, out_features=3)")
 
 
 @pytest.fixture(scope="module")
@@ -127,14 +127,14 @@ def test_a_remap_that_changes_nothing_is_refused(line: str, run: Run) -> None:
         "plain.pt -o out.pt --to serialized",
         "plain.pt -o out.pt --to serialized MODEL",
         "plain.pt -o out.pt --to runtime MODEL",
-        "plain.pt -o out.pt --plan identity.json",
+        "plain.pt -o out.pt --rules identity.json",
     ],
 )
 def test_names_that_are_already_as_requested_are_copied_and_it_is_said(line: str, run: Run) -> None:
     run("remap", "plain.pt", "-o", "x.safetensors", "--save-plan", "identity.json")
     done = run("remap", *words_of(line))
     assert done.status == 0, done.said
-    assert ("already" in done.out + done.err) != ("--plan" in line)
+    assert ("already" in done.out + done.err) != ("--rules" in line)
     left, right = torch.load(words_of(line)[0]), torch.load("out.pt")
     assert list(left) == list(right)
     assert all(torch.equal(value, right[key]) for key, value in left.items())
@@ -207,6 +207,6 @@ def test_from_python_too() -> None:
 
 def test_a_plan_without_its_checkpoint(run: Run) -> None:
     run("remap", "plain.pt", "--rule", "weight => w", "--dry-run", "--save-plan", "p.json")
-    done = run("remap", "--plan", "p.json", "-o", "out.pt")
+    done = run("remap", "--rules", "p.json", "-o", "out.pt")
     assert done.status == 2
     assert "missing argument 'CKPT'" in done.err

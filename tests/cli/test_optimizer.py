@@ -191,7 +191,7 @@ def test_a_saved_plan_does_with_the_optimizer_what_its_rule_did(tmp_path: Path) 
     named, plan, ruled, planned = (str(tmp_path / name) for name in ("n.pt", "plan.json", "ruled.pt", "planned.pt"))
     assert main(["remap", path, "--optimizer-keys", "fqn", "-o", named]) == 0
     assert main(["remap", named, "--rule", "head.{x} => out.{x}", "--save-plan", plan, "-o", ruled]) == 0
-    assert main(["remap", named, "--plan", plan, "-o", planned]) == 0
+    assert main(["remap", named, "--rules", plan, "-o", planned]) == 0
     wanted, found = (torch.load(one)["optimizer"] for one in (ruled, planned))
     assert same(wanted, found)
     assert any(str(name).startswith("out.") for name in found["state"])

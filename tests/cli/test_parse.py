@@ -120,7 +120,7 @@ def _plain(values: dict[str, Any] | str) -> Any:
         ("inspect a.pt --format json --report r.md --report=r.json", True),
         ("diff a.pt b.pt --values --rtol 1e-05 --atol=0.5", True),
         ("diff --model model.py:build", True),
-        ("remap a.pt -o b.pt --rule encoder.{x*}=>backbone.{x*} --drop head.* --world-size 4", True),
+        ("remap a.pt -o b.pt --rule encoder.{x*}=>backbone.{x*} --drop head.* --to fsdp-sharded(world_size=4)", True),
         ("swap-weights p.pt2 new.pt -o o.pt2 --model model.py:build", True),
         ("inspect --help", False),
         ("inspect", False),

@@ -152,7 +152,7 @@ def test_who_waits_for_torch_is_told_of_names_files(tmp_path: Path, run: Run, mo
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text("import torch\ndef build(n): return torch.nn.Linear(n, n)\n")
     torch.save(torch.nn.Linear(3, 3).state_dict(), "a.pt")
-    model = ("--model", "net.py:build", "--model-kwargs", '{"n": 3}')
+    model = ("--model", "net.py:build(n=3)")
     assert run("diff", "a.pt", *model)[0] == 0
     (taken,) = io_progress.counts.traced.values()
     assert progress._on_tracing(3 * taken) == ""

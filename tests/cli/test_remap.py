@@ -50,8 +50,8 @@ ERRORS: dict[str, tuple[int, str, str]] = {
     "a form without a model": (2, "remap model.pt -o o.pt --to runtime", "needs the model's names"),
     "two outputs": (2, "remap model.pt -o o.pt --in-place", "exclude"),
     "in place of a section": (2, "remap model.pt::model --in-place", "one section"),
-    "a plan and a model": (2, "remap model.pt -o o.pt --plan list.json --model M", "is not a plan"),
-    "a plan and a form": (2, "remap model.pt -o o.pt --plan list.json --to ddp", "--plan"),
+    "a plan and a model": (2, "remap model.pt -o o.pt --rules list.json --model M", "is not a plan"),
+    "a plan and a form": (2, "remap model.pt -o o.pt --rules list.json --to ddp", "a saved plan"),
     "reverse of nothing": (2, "remap model.pt -o o.pt --reverse", "--reverse"),
     "an ending that is none": (2, "remap model.pt -o o.xyz", "ending"),
     "an output that exists": (2, "remap model.pt -o other.pt", "exists"),
@@ -64,21 +64,20 @@ ERRORS: dict[str, tuple[int, str, str]] = {
     "an idle rule": (1, "remap model.pt -o o.pt --rule a=>b", "do not fit"),
     "a rule that collides": (1, "remap model.pt -o o.pt --rule {x}.weight=>w --rule weight=>w", "do not fit"),
     "an idle drop": (1, "remap model.pt -o o.pt --drop a", "match nothing"),
-    "no plan": (2, "remap model.pt -o o.pt --plan gone.json", "cannot read gone.json: No such file"),
-    "a plan that is a list": (2, "remap model.pt -o o.pt --plan list.json", "not a plan"),
-    "a plan that is no JSON": (2, "remap model.pt -o o.pt --plan text.json", "not JSON"),
-    "a plan without end": (2, "remap model.pt -o o.pt --plan deep.json", "not JSON"),
-    "a plan that runs a program": (2, "remap model.pt -o o.pt --plan system.json", "not an operator"),
-    "a plan that writes a file": (2, "remap model.pt -o o.pt --plan save.json", "not an operator"),
-    "a plan that mutates": (2, "remap model.pt -o o.pt --plan mutating.json", "not an operator"),
-    "an opaque plan": (1, "remap model.pt -o o.pt --plan opaque.json", "does not fit"),
-    "a deep plan": (2, "remap model.pt -o o.pt --plan nested.json", "nested"),
-    "a plan of literals": (2, "remap model.pt -o o.pt --plan number.json", "not a plan"),
+    "no plan": (2, "remap model.pt -o o.pt --rules gone.json", "cannot read gone.json: No such file"),
+    "a plan that is a list": (2, "remap model.pt -o o.pt --rules list.json", "not a plan"),
+    "a plan that is no JSON": (2, "remap model.pt -o o.pt --rules text.json", "not JSON"),
+    "a plan without end": (2, "remap model.pt -o o.pt --rules deep.json", "not JSON"),
+    "a plan that runs a program": (2, "remap model.pt -o o.pt --rules system.json", "not an operator"),
+    "a plan that writes a file": (2, "remap model.pt -o o.pt --rules save.json", "not an operator"),
+    "a plan that mutates": (2, "remap model.pt -o o.pt --rules mutating.json", "not an operator"),
+    "an opaque plan": (1, "remap model.pt -o o.pt --rules opaque.json", "does not fit"),
+    "a deep plan": (2, "remap model.pt -o o.pt --rules nested.json", "nested"),
+    "a plan of literals": (2, "remap model.pt -o o.pt --rules number.json", "not a plan"),
     "no such model file": (2, "remap model.pt -o o.pt --model gone.py:build", "gone.py"),
     "no such attribute": (2, "remap model.pt -o o.pt --model zoo.py:nothing", "nothing"),
-    "other arguments": (2, "remap model.pt -o o.pt --model M --to-model M --to-model-kwargs {", "--to-model-kwargs"),
-    "arguments of no other": (2, "remap model.pt -o o.pt --model M --to-model-kwargs {}", "without --to-model"),
-    "arguments that are no JSON": (2, "remap model.pt -o o.pt --model M --model-kwargs {", "not JSON"),
+    "arguments that are no literals": (2, "remap model.pt -o o.pt --model zoo.py:net(n=f())", "no arguments that can"),
+    "arguments without names": (2, "remap model.pt -o o.pt --model zoo.py:net(2)", "no arguments that can be read"),
     "a names file that is none": (2, "remap model.pt -o o.pt --model list.json --to runtime", "not a names file"),
     "another model": (1, "remap model.pt -o o.pt --model T --to runtime", "0 of 4 keys"),
     "nothing to diff": (2, "diff", "nothing to compare"),
@@ -117,7 +116,7 @@ def test_errors_say_what_is_wrong_and_what_to_do(
         "remap new.pt --like like.pt::model -o like.pt",
         "remap new.pt --like sharded/model.safetensors.index.json -o sharded/model-00001-of-00002.safetensors",
         "remap new.pt --like sharded -o sharded/",
-        "remap new.pt --plan plan.pt -o plan.pt",
+        "remap new.pt --rules plan.pt -o plan.pt",
         "remap new.pt --rules rules.pt -o rules.pt",
         "swap-weights other.pt2 new.pt --model program.pt2 -o program.pt2",
         "swap-weights other.pt2 new.pt -o new.pt2",
@@ -157,7 +156,7 @@ def test_a_saved_plan_is_carried_out_without_the_model(tmp_path: Path, model: Pa
     assert (
         run("remap", model, "--model", MODEL, "--to", "runtime", "-o", tmp_path / "a.pt", "--save-plan", plan)[0] == 0
     )
-    assert run("remap", model, "--plan", plan, "-o", tmp_path / "b.pt")[0] == 0
+    assert run("remap", model, "--rules", plan, "-o", tmp_path / "b.pt")[0] == 0
     assert set(torch.load(tmp_path / "a.pt")) == {"layer.weight", "layer.bias", "norm.weight", "norm.bias"}
     assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
 
@@ -198,7 +197,7 @@ def test_both_models_take_arguments(tmp_path: Path, run: Run) -> None:
     )
     model, source, out = f"{tmp_path}/m.py:build", tmp_path / "a.pt", tmp_path / "b.safetensors"
     torch.save({"one.weight": torch.ones(2, 2)}, source)
-    words = ["--model", model, "--model-kwargs", '{"name": "one", "bias": false}', "--to-model", model]
-    said = run("remap", source, *words, "--to-model-kwargs", '{"name": "one"}', "-o", out, "--partial")
+    words = ["--model", f"{model}(name='one', bias=False)", "--to-model", f"{model}(name='one')"]
+    said = run("remap", source, *words, "-o", out, "--partial")
     assert said.status == 0, said.err
     assert "one.bias" in said.err

@@ -200,8 +200,7 @@ def test_a_member_with_an_odd_name_has_its_path() -> None:
 
 
 def test_a_group_of_an_optimizer_that_is_not_there(tmp_path: Path) -> None:
-    kwargs = {"in_features": 2, "out_features": 2}
-    told = ckpttool.trace("torch.nn:Linear", model_kwargs=kwargs, optimizer=torch.optim.SGD).to_json()
+    told = ckpttool.trace("torch.nn:Linear(in_features=2, out_features=2)", optimizer=torch.optim.SGD).to_json()
     for group, problems in ((0, []), (1, ["$.optimizer[0].group"]), (7, ["$.optimizer[0].group"])):
         told["optimizer"][0]["group"] = group
         (tmp_path / "names.json").write_text(json.dumps(told))

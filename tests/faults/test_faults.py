@@ -141,7 +141,7 @@ def program_edited(folder: Path) -> None:
 
 
 LONGER = f"remap in.safetensors --in-place --rule b.{{x}}=>{'a.much.longer.name.' * 9}{{x}}"
-RANKS = "remap in.pt --model net.py:build --to fsdp-flat --world-size 2 -o rank_{rank}.pt"
+RANKS = "remap in.pt --model net.py:build --to fsdp-flat(world_size=2) -o rank_{rank}.pt"
 CASES = {
     "safetensors, copied": Case(tensors, "remap in.safetensors -o out.safetensors"),
     "safetensors, over another": Case(tensors_and_out, "remap in.safetensors -o out.safetensors --force"),

@@ -69,9 +69,9 @@ def inside(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_models_arguments_are_in_the_command(ask: Ask) -> None:
-    words = ("--model", "model.py:net", "--model-kwargs", json.dumps({"layers": 3}))
+    words = ("--model", "model.py:net(layers=3)")
     found = ask(*words, saved(inside("module.", state_of(net(layers=3)))))
-    assert "--model-kwargs" in fixes_in(found)[0]
+    assert "net(layers=3)" in fixes_in(found)[0]
     assert ask(*words, ran(fixes_in(found)[0]))["identical"]
 
 
@@ -335,9 +335,9 @@ def test_a_folders_output_is_a_folder(tmp_path: Path) -> None:
 
 
 def test_options_are_the_words_that_ask_for_them() -> None:
-    asked = RemapOptions(model="m.py:f", model_kwargs={"n": 2}, materialize=True, drop=("a.*", "b"), out="o.pt")
+    asked = RemapOptions(model="m.py:f(n=2)", materialize=True, drop=("a.*", "b"), out="o.pt")
     assert shlex.split(command("remap", ("a b.pt",), asked)) == [
-        *("ckpttool", "remap", "a b.pt", "--model", "m.py:f", "--model-kwargs", '{"n": 2}', "--materialize"),
+        *("ckpttool", "remap", "a b.pt", "--model", "m.py:f(n=2)", "--materialize"),
         *("--drop", "a.*", "--drop", "b", "-o", "o.pt"),
     ]
     assert command("remap", ("CKPT",), RemapOptions(model=net, rule=["a => b"])) == (

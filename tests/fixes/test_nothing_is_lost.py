@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckpttool.cli.app import main
+from ckpttool.core.options import call_text
 from command import fixes_in, notes_in
 
 SEEDS = int(os.environ.get("CKPTTOOL_FIXES", "40"))
@@ -123,7 +124,7 @@ def test_a_printed_command_runs_and_loses_no_value(
     monkeypatch.chdir(tmp_path)
     Path("m.py").write_text(MODULE)
     kwargs, model = drawn(namespace, rng)
-    by_model = ["--model", "m.py:Net", "--model-kwargs", json.dumps(kwargs)]
+    by_model = ["--model", call_text("m.py:Net", kwargs)]
     left = written(damaged(state_of(model, rng), rng), Path("left"), rng)
     if rng.random() < 0.6:
         words = [*by_model, left]
@@ -174,9 +175,7 @@ def test_a_command_for_tied_names_writes_a_file_that_can_hold_them(
         assert main(["diff", left, right, "--format", "json"]) == 1
         found = json.loads(capsys.readouterr().out)
         (line,) = fixes_in(found)
-        parts = [{"MODEL": "m.py:Net"}.get(word, word) for word in shlex.split(line)[1:]]
-        if "m.py:Net" in parts:
-            parts += ["--model-kwargs", '{"tied": true}']
+        parts = [{"MODEL": "m.py:Net(tied=True)"}.get(word, word) for word in shlex.split(line)[1:]]
         assert main(parts) == 0, capsys.readouterr().err
         capsys.readouterr()
         assert main(["diff", parts[parts.index("-o") + 1], right]) == 0
@@ -191,8 +190,8 @@ def _tied() -> nn.Module:
 
 
 REFUSED = {
-    "not this model's": (("remap", "two.pt", "--model", "torch.nn:Linear", "--model-kwargs", '{"in_features":4,'
-                          '"out_features":4}', "-o", "out.pt"), "no name of this model"),
+    "not this model's": (("remap", "two.pt", "--model", "torch.nn:Linear(in_features=4, out_features=4)",
+                          "-o", "out.pt"), "no name of this model"),
     "another model's": (("remap", "two.pt", "--model", "m.py:two", "--to-model", "m.py:one", "-o", "out.pt"), "do not"),
     "tensors alone": (("remap", "run.pt", "-o", "out.safetensors"), "holds tensors only"),
 }  # fmt: skip

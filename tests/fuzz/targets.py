@@ -248,7 +248,7 @@ def _commands() -> list[bytes]:
         ["diff", path, path, "--all", "--values"],
         ["remap", path, "--dry-run", "--rule", "w => v", "--drop", "x", "--limit", "json_bytes=3"],
         ["explain", "w", "--model", "x.json"],
-        ["trace", "m.py:f", "--model-kwargs", "{}"],
+        ["trace", "m.py:f(n=1)"],
         ["swap-weights", path, path, "--dry-run"],
     ]
     return ["\0".join(line).encode() for line in lines]
@@ -296,7 +296,7 @@ _TOML_WORDS = (
     b" = ",
     b"\n",
 )
-_OPTION_WORDS = (b"--plan", b"--rules", b"--to", b"--from", b"--like", b"--rtol", b"::model", b"s3://", b"\0", b"=")
+_OPTION_WORDS = (b"--rules", b"--to", b"--from", b"--like", b"--rtol", b"::model", b"s3://", b"\0", b"=")
 
 _edits, _edit_records = in_folders.edits(_FOLDER / "edits")
 _replaced, _journals = in_folders.replaced(_FOLDER / "replaced")

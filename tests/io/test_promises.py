@@ -65,10 +65,7 @@ def test_every_command_asks_before_a_report_is_replaced(
     source: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     Path("net.py").write_text("import torch\nbuild = torch.nn.Linear\n")
-    assert (
-        main(["trace", "net.py:build", "--model-kwargs", '{"in_features": 2, "out_features": 2}', "-o", "names.json"])
-        == 0
-    )
+    assert main(["trace", "net.py:build(in_features=2, out_features=2)", "-o", "names.json"]) == 0
     Path("r.md").write_text("mine")
     words = command.replace("CKPT", source.name).split()
     capsys.readouterr()
@@ -405,14 +402,14 @@ def test_ranks_are_one_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(3, 2)\n")
     torch.save(torch.nn.Linear(3, 2).state_dict(), "in.pt")
-    line = ["remap", "in.pt", "--model", "net.py:build", "--to", "fsdp-flat", "--world-size"]
-    assert main([*line, "3", "-o", "rank_{rank}.pt", "--verify"]) == 0
+    line = ["remap", "in.pt", "--model", "net.py:build", "--to"]
+    assert main([*line, "fsdp-flat(world_size=3)", "-o", "rank_{rank}.pt", "--verify"]) == 0
     before = {path: path.read_bytes() for path in Path().glob("rank_*.pt")}
-    assert main([*line, "2", "-o", "rank_{rank}.pt"]) == 2
+    assert main([*line, "fsdp-flat(world_size=2)", "-o", "rank_{rank}.pt"]) == 2
     assert {path: path.read_bytes() for path in Path().glob("rank_*.pt")} == before
-    assert main([*line, "2", "-o", "rank_{rank}.pt", "--force"]) == 0
+    assert main([*line, "fsdp-flat(world_size=2)", "-o", "rank_{rank}.pt", "--force"]) == 0
     assert {path.name for path in Path().glob("rank_*")} == {"rank_0.pt", "rank_1.pt"}
-    again = ["remap", "rank_*.pt", *line[2:], "2", "-o", "rank_{rank}.pt", "--force"]
+    again = ["remap", "rank_*.pt", *line[2:], "fsdp-flat(world_size=2)", "-o", "rank_{rank}.pt", "--force"]
     before = {path: path.read_bytes() for path in Path().glob("rank_*.pt")}
     assert main(again) == 2
     assert {path: path.read_bytes() for path in Path().glob("rank_*.pt")} == before

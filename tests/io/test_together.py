@@ -285,9 +285,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(2)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
     torch.save({"model": model.state_dict()}, folder / "full.pt")
-    named: dict[str, Any] = {"model": f"{folder}/model.py:build", "world_size": 3}
-    ckpttool.remap(str(folder / "full.pt"), f"{folder}/flat_{{rank}}.pt", to="fsdp-flat", units=["[0-2]"], **named)
-    ckpttool.remap(str(folder / "full.pt"), f"{folder}/parts_{{rank}}.pt", to="fsdp-sharded", **named)
+    named: dict[str, Any] = {"model": f"{folder}/model.py:build"}
+    flat = "fsdp-flat(world_size=3, units=['[0-2]'])"
+    ckpttool.remap(str(folder / "full.pt"), f"{folder}/flat_{{rank}}.pt", to=flat, **named)
+    ckpttool.remap(str(folder / "full.pt"), f"{folder}/parts_{{rank}}.pt", to="fsdp-sharded(world_size=3)", **named)
     for rank in range(3):
         torch.save({"model": as_dtensors(model.state_dict(), rank, 3)}, folder / f"dtensors_{rank}.pt")
     (done, *_) = run_ranks(folder, 3, "remap", "full.pt", "-o", "three.dcp")
@@ -319,17 +320,18 @@ def as_dtensors(state: dict[str, torch.Tensor], rank: int, size: int) -> dict[st
         distributed.destroy_process_group()
 
 
-FOUR = ("--world-size", "4", "--model", "model.py:build", "-o", "four_{rank}.pt")
+FLAT = ("--to", "fsdp-flat(world_size=4, units=['[0-2]'])")
+FOUR = ("--model", "model.py:build", "-o", "four_{rank}.pt")
 
 
 @pytest.mark.parametrize(
     ("source", "options"),
     [
-        ("flat_*.pt", ("--to", "fsdp-flat", "--units", "[0-2]", *FOUR)),
-        ("parts_*.pt", ("--to", "fsdp-sharded", *FOUR)),
+        ("flat_*.pt", (*FLAT, *FOUR)),
+        ("parts_*.pt", ("--to", "fsdp-sharded(world_size=4)", *FOUR)),
         ("dtensors_*.pt", ("-o", "out.dcp")),
         ("flat_*.pt", ("--model", "model.py:build", "-o", "out.dcp")),
-        ("three.dcp", ("--to", "fsdp-flat", "--units", "[0-2]", *FOUR)),
+        ("three.dcp", (*FLAT, *FOUR)),
         ("three.dcp", ("-o", "out.dcp", "--rule", "{x*} => net.{x*}")),
     ],
 )
@@ -359,7 +361,7 @@ def test_from_ranks_to_ranks_each_byte_moves_once(
 
 def test_killed_ranks_go_on_with_the_files_of_other_ranks(saved: Path, tmp_path: Path) -> None:
     """What is noted is not written again; the files are those of a job that nobody killed."""
-    flat = ("--to", "fsdp-flat", "--units", "[0-2]", "--world-size", "4", "--model", f"{saved}/model.py:build")
+    flat = (*FLAT, "--model", f"{saved}/model.py:build")
     command = ("remap", saved / "full.pt", *flat, "-o")
     killed = run_ranks(tmp_path, 2, *command, "four_{rank}.pt", fault=Fault(1, 1))
     assert killed[1].status == -9, killed
@@ -372,9 +374,7 @@ def test_killed_ranks_go_on_with_the_files_of_other_ranks(saved: Path, tmp_path:
     have = [(tmp_path / f"four_{rank}.pt").read_bytes() for rank in range(4)]
     assert sum(one.written or 0 for one in done) == sum(map(len, have)) - sum(note["size"] for note in notes)
     alone = f"{tmp_path}/alone_{{rank}}.pt"
-    ckpttool.remap(
-        str(saved / "full.pt"), alone, to="fsdp-flat", units=["[0-2]"], world_size=4, model=f"{saved}/model.py:build"
-    )
+    ckpttool.remap(str(saved / "full.pt"), alone, to=FLAT[1], model=f"{saved}/model.py:build")
     assert have == [Path(alone.format(rank=rank)).read_bytes() for rank in range(4)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,10 @@ REFUSED = {
     "diff --model void.py lin.pt": ("void.py is a file of code", "as in file.py:build"),
     "diff --model bad.py lin.pt": ("bad.py is a file of code", "as in file.py:build"),
     "diff --model lin.pt lin.pt": ("lin.pt is not a model", "`ckpttool inspect lin.pt`"),
-    "diff --model m.py:build --model-kwargs {a lin.pt": ("--model-kwargs is not JSON: Expecting", "'{\"layers\": 4}'"),
-    "diff --model m.py:build --model-kwargs [1] lin.pt": ("--model-kwargs is not a JSON object", "'{\"layers\": 4}'"),
+    "diff --model m.py:build(a=) lin.pt": ("m.py:build(a=) has no arguments that can be read", "build(layers=4"),
+    "diff --model m.py:build(1) lin.pt": ("m.py:build(1) has no arguments that can be read", "build(layers=4"),
+    "diff --model m.py:build(**x) lin.pt": ("m.py:build(**x) has no arguments that can", "arguments have names"),
+    "diff --model m.py:build(a=open('x')) lin.pt": ("m.py:build(a=open('x')) has no", "arguments have names"),
     "remap two.pt --sections a,c,d -o o.pt --to ddp": (
         "two.pt has no state dict 'c', 'd'",
         "its state dicts are: a, b",
@@ -156,7 +159,7 @@ def test_a_section_alone_has_its_own_storages_that_are_not_understood(tmp_path: 
 
 
 def test_names_do_for_a_model_and_arguments_need_be_no_text(tmp_path: Path) -> None:
-    names = ckpttool.trace(torch.nn.Linear, model_kwargs={"in_features": 2, "out_features": 3})
+    names = ckpttool.trace(partial(torch.nn.Linear, in_features=2, out_features=3))
     assert [key.shape for key in names.serialized] == [(3, 2), (3,)]
     torch.save(torch.nn.Linear(2, 3).state_dict(), tmp_path / "a.pt")
     found = ckpttool.diff(str(tmp_path / "a.pt"), model=names)
@@ -172,12 +175,7 @@ def test_a_names_file_and_a_plan_are_that_in_any_order(run: Run) -> None:
     names = json.loads(Path("names.json").read_text())
     Path("sorted.json").write_text(json.dumps(names, sort_keys=True))
     assert run("diff", "sorted.json", "--model", "m.py:build").status == 0
-    assert (
-        run(
-            "diff", "sorted.json", "--model", "m.py:Net", "--model-kwargs", '{"in_features": 2, "out_features": 3}'
-        ).status
-        == 1
-    )
+    assert run("diff", "sorted.json", "--model", "m.py:Net(in_features=2, out_features=3)").status == 1
     (checked,) = run("check", "sorted.json", "--model", "m.py:build", "--format", "json").data["files"]
     assert (checked["kind"], checked["problems"]) == ("names", [])
     assert run("diff", "--model", "sorted.json", "lin.pt").status == 0

@@ -78,7 +78,7 @@ def test_a_plan_and_a_path_say_it_too(tmp_path: Path) -> None:
     assert list(torch.load(out)) == ["w", "folded"]
     words = ["--model", "loading_zoo:dict_beside_tensors", "--rule", "weight => w"]
     assert main(["remap", str(path), *words, "--save-plan", str(plan), "--dry-run"]) == 0
-    assert main(["remap", str(path), "--plan", str(plan), "-o", str(out), "--force", "--verify"]) == 0
+    assert main(["remap", str(path), "--rules", str(plan), "-o", str(out), "--force", "--verify"]) == 0
     assert list(torch.load(out)["net"]) == ["w", "folded"]
     assert main(["remap", str(path), *words, "--in-place", "--verify"]) == 0
     assert list(torch.load(path)["net"]) == ["w", "folded"]
@@ -87,5 +87,5 @@ def test_a_plan_and_a_path_say_it_too(tmp_path: Path) -> None:
 def test_a_tensor_beside_a_section_makes_no_state_dict(tmp_path: Path) -> None:
     """Also where the model has a name that stands beside the section."""
     torch.save({"model": dict(nn.Linear(2, 2).state_dict()), "bias": torch.ones(2)}, tmp_path / "a.pt")
-    words = ["diff", "--model", "torch.nn:Linear", "--model-kwargs", '{"in_features": 2, "out_features": 2}']
+    words = ["diff", "--model", "torch.nn:Linear(in_features=2, out_features=2)"]
     assert main([*words, str(tmp_path / "a.pt")]) == 0

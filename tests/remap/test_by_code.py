@@ -218,12 +218,12 @@ def test_a_plan_says_whose_code_it_needs(run: Run, tmp_path: Path) -> None:
         {"way": "model.load", "model": model, "keys": ["layers.0.weight", "layers.1.weight"]}
     ]
     assert json.loads(Path(plan).read_text())["runs"][0]["model"] == model
-    alone = run("remap", source, "--plan", plan, "-o", tmp_path / "c.pt")
+    alone = run("remap", source, "--rules", plan, "-o", tmp_path / "c.pt")
     assert alone.status == 1
     assert f"2 tensors can only be computed by the code of {model}" in alone.err
     assert f"--model {model}" in alone.err
     assert not (tmp_path / "c.pt").exists()
-    assert run("remap", source, "--plan", plan, "--model", model, "-o", tmp_path / "c.pt").status == 0
+    assert run("remap", source, "--rules", plan, "--model", model, "-o", tmp_path / "c.pt").status == 0
     assert (tmp_path / "c.pt").read_bytes() == out.read_bytes()
 
 
@@ -233,8 +233,8 @@ def sized(rows: int) -> nn.Module:
 
 def test_what_lacks_the_code_is_told_the_models_arguments(run: Run, tmp_path: Path) -> None:
     source = saved(Quantized().state_dict(), tmp_path / "a.pt")
-    words = ("--model", f"{__file__}:sized", "--model-kwargs", '{"rows": 6}')
-    plan = ("--plan", tmp_path / "p.json", "-o", tmp_path / "b.pt")
+    words = ("--model", f"{__file__}:sized(rows=6)")
+    plan = ("--rules", tmp_path / "p.json", "-o", tmp_path / "b.pt")
     assert run("remap", source, *words, "--to", "runtime", "--dry-run", "--save-plan", plan[1]).status == 0
     alone = run("remap", source, *plan)
     assert alone.status == 1
@@ -261,7 +261,7 @@ def test_a_plan_for_two_models_says_both(run: Run, tmp_path: Path) -> None:
     first, second = ("--model", f"{OPERAND}:quantized"), ("--to-model", f"{__file__}:listed")
     made = ("--to", "serialized", "-o", tmp_path / "b.pt", "--save-plan", tmp_path / "p.json")
     assert run("remap", source, *first, *second, *made).status == 0
-    plan = ("remap", source, "--plan", tmp_path / "p.json", "-o", tmp_path / "c.pt")
+    plan = ("remap", source, "--rules", tmp_path / "p.json", "-o", tmp_path / "c.pt")
     assert run(*plan).err.endswith(f"hint: name it: {shlex.join(first)}\n")
     assert run(*plan, *first).err.endswith(f"hint: name it: {shlex.join(second)}\n")
     assert run(*plan, *first, *second).status == 0
@@ -269,7 +269,7 @@ def test_a_plan_for_two_models_says_both(run: Run, tmp_path: Path) -> None:
     values = saved(runtime_values(trained("quantized")), tmp_path / "d.pt")
     saves = ("--from", "runtime", "--to", "serialized", "--dry-run", "--save-plan", tmp_path / "q.json")
     assert run("remap", values, *first, *saves).status == 0
-    alone = run("remap", values, "--plan", tmp_path / "q.json", "-o", tmp_path / "e.pt")
+    alone = run("remap", values, "--rules", tmp_path / "q.json", "-o", tmp_path / "e.pt")
     assert alone.err.endswith(f"hint: name it: {shlex.join(first)}\n")
 
 
@@ -317,7 +317,7 @@ def test_plans_that_others_wrote(name: str, run: Run, tmp_path: Path) -> None:
     made["outputs"].append({"section": "", "key": kept, "from": {"ref": kept}})
     change(made)
     plan.write_text(json.dumps(made))
-    said = run("remap", source, "--plan", plan, *model, "-o", tmp_path / "c.pt")
+    said = run("remap", source, "--rules", plan, *model, "-o", tmp_path / "c.pt")
     assert said.status == (0 if problem is None else 1), said.err
     assert (problem or "") in said.err
     if problem is None:
@@ -327,7 +327,7 @@ def test_plans_that_others_wrote(name: str, run: Run, tmp_path: Path) -> None:
 def test_a_plan_of_renames_takes_no_model(run: Run, tmp_path: Path) -> None:
     source, plan = saved({"a.weight": torch.ones(2)}, tmp_path / "a.pt"), tmp_path / "p.json"
     assert run("remap", source, "--rule", "a.{x} => b.{x}", "--save-plan", plan).status == 0
-    said = run("remap", source, "--plan", plan, "--model", f"{OPERAND}:quantized", "-o", tmp_path / "b.pt")
+    said = run("remap", source, "--rules", plan, "--model", f"{OPERAND}:quantized", "-o", tmp_path / "b.pt")
     assert said.status == 2
     assert "the plan does not need a model" in said.err
 

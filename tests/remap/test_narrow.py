@@ -63,10 +63,13 @@ def test_an_averages_counter_stays_where_the_average_does(options: tuple[str, ..
     assert "n_averaged" not in found
 
 
-def test_keep_prefix_is_torchs_keep_submodule_prefixes(tmp_path: Path) -> None:
+KEPT = ("--select", "block", "--rule", "{x*} => block.{x*}")
+
+
+def test_a_rule_puts_the_prefix_back_as_torchs_keep_submodule_prefixes(tmp_path: Path) -> None:
     model = net(0)
     state = wrap("compile", net(0)).state_dict()
-    kept = narrowed(state, tmp_path, "--select", "block", "--keep-prefix", "--to", "serialized")
+    kept = narrowed(state, tmp_path, *KEPT, "--to", "serialized")
     bare_names = StateDictOptions(keep_submodule_prefixes=False)
     with warnings.catch_warnings():  # torch means to take `submodules` away
         warnings.simplefilter("ignore")
@@ -74,8 +77,8 @@ def test_keep_prefix_is_torchs_keep_submodule_prefixes(tmp_path: Path) -> None:
         bare = get_model_state_dict(model, submodules={model.block}, options=bare_names)
     assert same(dict(kept), theirs)
     assert same(dict(narrowed(state, tmp_path, "--select", "block")), bare)
-    kept = narrowed(state, tmp_path, "--select", "block", "--keep-prefix")
-    assert list(kept) == [f"_orig_mod.{key}" for key in theirs]
+    kept = narrowed(state, tmp_path, *KEPT)
+    assert list(kept) == list(theirs)
 
 
 def test_a_users_own_module_below_a_wrapper(tmp_path: Path) -> None:
@@ -139,9 +142,8 @@ def test_buffers_are_no_frozen_parameters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "hint"),
     [
-        (("--keep-prefix",), "--select PREFIX"),
         (("--trainable-only",), "--model MODEL"),
-        (("--select", "a", "--plan", "plan.json"), "--select and the like out"),
+        (("--select", "a", "--rules", "plan.json"), "--select and the like out"),
         (("--like", "other.pt", "--to", "ddp"), "leave one of them out"),
     ],
 )

@@ -14,10 +14,11 @@ from command import Run, notes_in
 
 Asked = dict[str, Any]
 MODEL: Asked = {"model": "m.py:f"}
-SHARDED: Asked = {**MODEL, "to": "fsdp-sharded", "world_size": 2}
-FLAT: Asked = {**SHARDED, "to": "fsdp-flat"}
-PLAN: Asked = {"plan": "p.json"}
-ALONE = "--plan cannot be combined"
+SHARDED: Asked = {**MODEL, "to": "fsdp-sharded(world_size=2)"}
+FLAT: Asked = {**MODEL, "to": "fsdp-flat(world_size=2)"}
+UNITS: Asked = {**MODEL, "to": "fsdp-flat(world_size=2, units=['a'])"}
+PLAN: Asked = {"rules": "p.json"}
+ALONE = "a saved plan cannot be combined"
 
 # What is asked, what is said of it, and how it may be asked
 CONFLICTS: list[tuple[Asked, str, list[Asked]]] = [
@@ -28,7 +29,6 @@ CONFLICTS: list[tuple[Asked, str, list[Asked]]] = [
         ({**PLAN, **more}, ALONE, [PLAN, more])
         for more in (
             {"rule": ["a => b"]},
-            {"rules": "r.toml"},
             {"to": "ddp"},
             {"from_": "ddp"},
             {"like": "o.pt"},
@@ -39,14 +39,7 @@ CONFLICTS: list[tuple[Asked, str, list[Asked]]] = [
             {**MODEL, "to_optimizer": "m.py:o"},
         )
     ),
-    (
-        {**MODEL, "to_model_kwargs": {}},
-        "--to-model-kwargs without --to-model",
-        [{**MODEL, "to_model": "n.py:f", "to_model_kwargs": {}}, {**MODEL, "to_model": "n.py:f"}],
-    ),
     ({"reverse": True}, "--reverse without", [{"reverse": True, "rule": ["a => b"]}, {"reverse": True, "rules": "r"}]),
-    ({"size": ["a=1"]}, "--size without --rules", [{"size": ["a=1"], "rules": "r.toml"}]),
-    ({"keep_prefix": True}, "--keep-prefix without --select", [{"keep_prefix": True, "select": "a"}, {"select": "a"}]),
     ({"trainable_only": True}, "--trainable-only asks the model", [{"trainable_only": True, **MODEL}]),
     ({"like": "o.pt", "to": "ddp"}, "--like and --to both say", [{"like": "o.pt"}]),
     ({"optimizer_keys": "names"}, "--optimizer-keys names: no", [{"optimizer_keys": k} for k in ("id", "fqn", "flat")]),
@@ -56,11 +49,12 @@ CONFLICTS: list[tuple[Asked, str, list[Asked]]] = [
         "--to-optimizer is called with a model",
         [{"to_optimizer": "m.py:o", **MODEL}, {"to_optimizer": "m.py:o", "to_model": "n.py:f"}],
     ),
-    ({"world_size": 2}, "--world-size is for --to fsdp", [SHARDED, FLAT]),
-    ({"units": ["a"]}, "--units needs the model's modules", [{"units": ["a"], **MODEL}]),
-    ({**SHARDED, "model": None}, "--to fsdp-sharded needs the model's parameters", []),
-    ({**FLAT, "world_size": None}, "--to fsdp-flat needs the model's parameters", []),
-    ({**SHARDED, "units": ["a"]}, "--units is for flat parameters", [{**FLAT, "units": ["a"]}]),
+    ({"to": "fsdp-flat(size=2)", **MODEL}, "these are not its arguments", [SHARDED, FLAT]),
+    ({"to": "fsdp-flat(world_size='2')", **MODEL}, "these are not its arguments", []),
+    ({"from_": "fsdp-flat(units=['a'])"}, "needs the model's modules", [{"from_": "fsdp-flat(units=['a'])", **MODEL}]),
+    ({**SHARDED, "model": None}, "--to fsdp-sharded(world_size=2) needs the model's parameters", []),
+    ({**FLAT, "to": "fsdp-flat"}, "--to fsdp-flat needs the model's parameters", []),
+    ({**MODEL, "to": "fsdp-sharded(world_size=2, units=['a'])"}, "units have flat parameters", [UNITS]),
     *(
         ({**SHARDED, "out": out}, f"{out}: every rank needs its own file", [{**SHARDED, "out": "r_{rank}.pt"}])
         for out in ("o.pt", "r_{rank}.bin", "{rank}/o.pt")

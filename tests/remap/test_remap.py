@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 import ckpttool
 from ckpttool.core import expression as ex
 from ckpttool.core.errors import CkptError, Refused
+from ckpttool.core.options import call_text
 from ckpttool.core.plan import Plan
 from ckpttool.evaluate import torch_eval
 from ckpttool.formats.registry import fit, format_for
@@ -258,7 +258,7 @@ def test_a_plan_of_a_whole_training_does_all_that_its_options_did(tmp_path: Path
     torch.save(parts | rest, source)
     outs = [tmp_path / "one.pt", tmp_path / "two.pt"]
     made = run("remap", source, *line.split("|"), "-o", outs[0], "--save-plan", plan, "--format", "json")
-    again = run("remap", source, "--plan", plan, "-o", outs[1], "--format", "json")
+    again = run("remap", source, "--rules", plan, "-o", outs[1], "--format", "json")
     assert (made.status, again.status) == (0, 0), made.err + again.err
     assert outs[0].read_bytes() == outs[1].read_bytes()
     said = ("renamed", "transformed", "unchanged", "dropped")
@@ -279,7 +279,7 @@ def test_what_no_pattern_names_stays_in_optimizers_too(tmp_path: Path, run: Run,
     torch.save(saved | {"plain": sgd.state_dict()}, tmp_path / "in.pt")
     plan, outs = tmp_path / "plan.json", [tmp_path / "one.pt", tmp_path / "two.pt"]
     assert run("remap", tmp_path / "in.pt", *line.split("|"), "-o", outs[0], "--save-plan", plan).status == 0
-    assert run("remap", tmp_path / "in.pt", "--plan", plan, "-o", outs[1]).status == 0
+    assert run("remap", tmp_path / "in.pt", "--rules", plan, "-o", outs[1]).status == 0
     for found in map(torch.load, outs):
         assert found.keys() == {*saved, "plain"} - {line.removeprefix("--drop|")}
         for name in found.keys() - {"model"}:
@@ -311,7 +311,7 @@ def test_what_is_no_tensor_is_dropped_by_name_and_by_a_plan(tmp_path: Path, run:
     torch.save({"model": {"w": torch.ones(2)}, **held, "x": 1}, tmp_path / "in.pt")
     plan, outs = tmp_path / "plan.json", [tmp_path / "one.pt", tmp_path / "two.pt"]
     assert run("remap", tmp_path / "in.pt", "--drop", gone, "-o", outs[0], "--save-plan", plan).status == 0
-    assert run("remap", tmp_path / "in.pt", "--plan", plan, "-o", outs[1]).status == 0
+    assert run("remap", tmp_path / "in.pt", "--rules", plan, "-o", outs[1]).status == 0
     for out in outs:
         found = torch.load(out, weights_only=False)
         assert found.keys() == {"model", "one", "two", "x"} - {gone}
@@ -395,7 +395,7 @@ def test_tensors_that_do_not_fit_another_model_are_refused_by_name(
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     torch.save(torch.optim.swa_utils.AveragedModel(model).state_dict(), tmp_path / "in.pt")
     operand = f"{tmp_path / 'm.py'}:net"
-    words = ("--model", operand, "--to-model", operand, "--to-model-kwargs", json.dumps(kwargs), "--format", "json")
+    words = ("--model", operand, "--to-model", call_text(operand, kwargs), "--format", "json")
     done = run("remap", tmp_path / "in.pt", *words, "-o", tmp_path / "out.pt")
     assert {problem["key"].removeprefix("module.") for problem in done.data.get("problems", ())} == problems
     if not problems:

@@ -22,7 +22,7 @@ def test_every_key_is_listed_with_its_tensor_in_the_order_of_the_right(tmp_path:
     assert told["b"] == ("float32 sparse_coo", "[2, 2]")
     assert told["old"] == ("float32", "[3]")
     assert [(one.left or one.right)[0].key for one in found if one.status != "unexpected"] == ["a", "b", "new"]
-    names = ckpttool.trace(torch.nn.Linear, model_kwargs={"in_features": 2, "out_features": 3})
+    names = ckpttool.trace("torch.nn:Linear(in_features=2, out_features=3)")
     loose = replace(names, serialized=(replace(names.serialized[0], shape=None), names.serialized[1]))
     sizes = {name.key: name.nbytes for one in findings(ckpttool.diff(model=loose)) for name in one.left}
     assert sizes == {"weight": None, "bias": 12}

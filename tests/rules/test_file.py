@@ -212,7 +212,7 @@ def test_experts_are_moved_without_loading(tmp_path: Path) -> None:
 def test_an_unknown_size_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], rule: str, hint: str) -> None:
     torch.save({"w": torch.zeros(2, 3)}, tmp_path / "a.pt")
     (tmp_path / "rules.toml").write_text(f"[[rule]]\n{rule}\n")
-    out = ["--rules", str(tmp_path / "rules.toml"), "--size", "knees=1", "-o", str(tmp_path / "b.pt")]
+    out = ["--rules", f"{tmp_path}/rules.toml(knees=1)", "-o", str(tmp_path / "b.pt")]
     assert main(["remap", str(tmp_path / "a.pt"), *out]) == 2
     said = capsys.readouterr().err
     assert "the rules know no size knees" in said
@@ -222,10 +222,11 @@ def test_an_unknown_size_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_sizes_of_the_command_line_override_the_file(tmp_path: Path) -> None:
     source = save({"w": numbers(8, 2)}, tmp_path / "in.safetensors")
     text = '[sizes]\nhalves = 2\n[[rule]]\npermute = "w"\ndims = [0, 2, 1]\nrows = ["{heads}", "{halves}", -1]'
-    line = ["remap", str(source), "--rules", rules_in(tmp_path, text), "-o", str(tmp_path / "out.safetensors")]
-    for sizes, status in (([], 2), (["heads=0"], 2), (["2=3"], 2), (["heads=2", "knees=1"], 2), (["heads=3"], 1)):
-        assert main([*line, *(word for size in sizes for word in ("--size", size))]) == status
-    assert main([*line, "--size", "heads=2", "--size", "halves=4"]) == 0
+    line = ["remap", str(source), "-o", str(tmp_path / "out.safetensors"), "--rules"]
+    rules = rules_in(tmp_path, text)
+    for sizes, status in (("", 2), ("(heads=0)", 2), ("(2=3)", 2), ("(heads=2, knees=1)", 2), ("(heads=3)", 1)):
+        assert main([*line, f"{rules}{sizes}"]) == status
+    assert main([*line, f"{rules}(heads=2, halves=4)"]) == 0
     expected = numbers(8, 2).view(2, 4, 1, 2).transpose(1, 2).reshape(8, 2)
     assert torch.equal(load_file(tmp_path / "out.safetensors")["w"], expected)
 
@@ -359,7 +360,7 @@ def test_a_saved_plan_does_the_same(tmp_path: Path) -> None:
     source, rules, plan = save(state, tmp_path / "in.pt"), rules_in(tmp_path, text), tmp_path / "plan.json"
     line = ["remap", str(source), "--rules", rules, "-o", str(tmp_path / "one.pt"), "--save-plan", str(plan)]
     assert main(line) == 0
-    assert main(["remap", str(source), "--plan", str(plan), "-o", str(tmp_path / "two.pt")]) == 0
+    assert main(["remap", str(source), "--rules", str(plan), "-o", str(tmp_path / "two.pt")]) == 0
     assert (tmp_path / "one.pt").read_bytes() == (tmp_path / "two.pt").read_bytes()
     assert by_plan(open_operand(str(source)), Plan.from_json(json.loads(plan.read_text()))).counts["transformed"] == 3
 
@@ -682,9 +683,9 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "sizes of numbered parts": ("[[rule]]\njoin = 'a.{e}'\ninto = 'b'\nsizes = [1]", [
         "sizes = is for listed parts: numbered parts are of equal size @ rule 1"]),
     "a size without a value": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = [1, '{n}']", [
-        "{n} has no value: --size n=N gives it one @ rule 1"]),
+        "{n} has no value: name it as in --rules 'FILE(n=32)' @ rule 1"]),
     "a shape without a value": ("[[rule]]\nreshape = 'a'\nshape = ['{n}']", [
-        "{n} has no value: neither from_shape nor --size gives it one @ rule 1"]),
+        "{n} has no value: name it in from_shape, or as in --rules 'FILE(n=32)' @ rule 1"]),
     "no size": ("[sizes]\nn = 0\n[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = [1, '{n']", [
         "'sizes' is not a list of positive integers @ rule 1", "not a positive integer @ sizes.n"]),
     "less than nothing": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = [1, '1 - 2']", [
@@ -755,7 +756,7 @@ def test_examples_are_tried_in_the_given_direction(tmp_path: Path) -> None:
     path = rules_in(tmp_path, sized + "before = ['a [3]']\nafter = ['b [2]', 'c [1]']")
     with pytest.raises(CkptError, match="1 mistake"):  # n has a value in the example only
         read(path)
-    assert read(path, sizes={"n": 5})
+    assert read(f"{path}(n=5)")
 
 
 def test_conditions_and_constants_have_no_reverse(tmp_path: Path) -> None:
@@ -794,7 +795,7 @@ def test_rules_without_a_reverse_are_reported(tmp_path: Path) -> None:
     [
         ("--reverse", "--rules"),
         ("--rules gone.toml", "gone.toml"),
-        ("--plan p.json --rules r.toml", "--plan cannot be combined"),
+        ("--rules p.json --rule a=>b", "a saved plan cannot be combined"),
     ],
 )
 def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, words: str) -> None:

@@ -250,7 +250,7 @@ def test_a_saved_plan_holds_the_optimizer(tmp_path: Path, form: str) -> None:
     line = ["remap", str(source), "-o", str(tmp_path / "one.pt"), "--save-plan", str(tmp_path / "plan.json")]
     line += ["--optimizer-keys", "fqn"] if form == "id" else []
     assert main([*line, "--rules", rules_in(tmp_path, rules)]) == 0
-    again = ["remap", str(source), "-o", str(tmp_path / "two.pt"), "--plan", str(tmp_path / "plan.json"), "--verify"]
+    again = ["remap", str(source), "-o", str(tmp_path / "two.pt"), "--rules", str(tmp_path / "plan.json"), "--verify"]
     code = (
         f"import sys; from ckpttool.cli.app import main; assert main({again!r}) == 0; assert 'torch' not in sys.modules"
     )
@@ -285,7 +285,7 @@ def test_a_plan_for_another_optimizer(tmp_path: Path, capsys: pytest.CaptureFixt
     change(content["optimizers"][0])
     plan.write_text(json.dumps(content))
     capsys.readouterr()
-    assert main(["remap", str(source), "--plan", str(plan), "-o", str(out)]) == status
+    assert main(["remap", str(source), "--rules", str(plan), "-o", str(out)]) == status
     assert words in capsys.readouterr().err
     assert not out.exists()
 
@@ -306,7 +306,7 @@ def test_splits_of_hooks_need_no_torch_in_a_plan(tmp_path: Path) -> None:
     plan, source = str(tmp_path / "plan.json"), str(tmp_path / "in.pt")
     line = ["remap", source, "--model", f"{hook_zoo.__file__}:fused_qkv", "--to", "runtime", "--save-plan", plan]
     assert main([*line, "-o", str(tmp_path / "one.pt")]) == 0
-    again = ["remap", source, "--plan", plan, "-o", str(tmp_path / "two.pt")]
+    again = ["remap", source, "--rules", plan, "-o", str(tmp_path / "two.pt")]
     code = (
         f"import sys; from ckpttool.cli.app import main; assert main({again!r}) == 0; assert 'torch' not in sys.modules"
     )

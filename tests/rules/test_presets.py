@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpttool.cli.app import main
 from ckpttool.core.errors import CkptError
+from ckpttool.core.options import call_text
 from ckpttool.ruleset.parse import SETS, read, rules
 from command import Run
 from places import DOCS
@@ -36,23 +37,23 @@ def sizes_of(name: str) -> dict[str, int]:
     return SIZES if name.startswith("llama") else {}
 
 
-def options_of(name: str) -> list[str]:
-    return [word for size, value in sizes_of(name).items() for word in ("--size", f"{size}={value}")]
+def call_of(name: str) -> str:
+    return call_text(name, sizes_of(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_examples_hold_and_what_can_be_reversed_comes_back(tmp_path: Path, name: str) -> None:
-    assert read(name, sizes=sizes_of(name))
+    assert read(call_of(name))
     before = (FOLDER / f"{name}.toml").read_text().partition("before = [")[2].partition("]\nafter")[0]
     state = {key: torch.randn(json.loads(shape)) for key, shape in TENSOR.findall(before)}
     source, there, back = (tmp_path / f"{word}.safetensors" for word in ("in", "there", "back"))
     save_file(state, source)
-    assert main(["remap", str(source), "--rules", name, *options_of(name), "-o", str(there)]) in (0, 1)
+    assert main(["remap", str(source), "--rules", call_of(name), "-o", str(there)]) in (0, 1)
     if name in ONE_WAY:
         with pytest.raises(CkptError, match="cannot be reversed"):
             read(name, reverse=True)
     elif there.exists():
-        assert main(["remap", str(there), "--rules", name, *options_of(name), "--reverse", "-o", str(back)]) == 0
+        assert main(["remap", str(there), "--rules", call_of(name), "--reverse", "-o", str(back)]) == 0
         assert back.read_bytes() == source.read_bytes()
 
 
@@ -88,7 +89,7 @@ def test_the_page_lists_the_sets() -> None:
 def converted(folder: Path, state: State, name: str, *more: str) -> State:
     source, out = folder / "in.safetensors", folder / "out.safetensors"
     save_file({key: value.contiguous().clone() for key, value in state.items()}, source)
-    assert main(["remap", str(source), "--rules", name, *options_of(name), *more, "-o", str(out), "--force"]) == 0
+    assert main(["remap", str(source), "--rules", call_of(name), *more, "-o", str(out), "--force"]) == 0
     return load_file(out)
 
 

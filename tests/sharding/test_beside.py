@@ -63,7 +63,7 @@ def test_averages_are_sharded_and_assembled_like_the_model(run: Run, tmp_path: P
     half = {key: value.half() for key, value in state_of(2).items()}
     other = {"w": torch.arange(3.0)}
     torch.save({"model": state_of(0), "ema": average.state_dict(), "half": half, "other": other}, tmp_path / "all.pt")
-    done = run("remap", tmp_path / "all.pt", *MODEL, "--to", form, "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt")
+    done = run("remap", tmp_path / "all.pt", *MODEL, "--to", f"{form}(world_size=2)", "-o", tmp_path / "rank_{rank}.pt")
     assert done.status == 0, done.err
     assert "not cut: every rank's file holds all of other" in done.out + done.err
     for path in tmp_path.glob("rank_*.pt"):
@@ -83,7 +83,7 @@ def test_averages_are_sharded_and_assembled_like_the_model(run: Run, tmp_path: P
 def test_all_that_is_cut_is_checked(run: Run, tmp_path: Path, form: str) -> None:
     """A section that is named, too; the message says which it is."""
     torch.save({"model": state_of(0), "ema": {**state_of(1), "head.bias": torch.ones(6)}}, tmp_path / "all.pt")
-    out = ["--to", form, "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt"]
+    out = ["--to", f"{form}(world_size=2)", "-o", tmp_path / "rank_{rank}.pt"]
     done = run("remap", tmp_path / "all.pt", *MODEL, *out, "--sections", "model,ema")
     assert (done.status, list(tmp_path.glob("rank_*"))) == (1, [])
     assert "error: ema cannot be " in done.err
@@ -97,7 +97,7 @@ def test_all_that_is_cut_is_checked(run: Run, tmp_path: Path, form: str) -> None
 def test_the_section_that_is_named_is_the_one_that_is_cut(run: Run, tmp_path: Path, form: str) -> None:
     wrapped = {f"module.{key}": value for key, value in state_of(0).items()}
     torch.save({"model": wrapped, "ema": state_of(1)}, tmp_path / "all.pt")
-    out = ["--to", form, "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt"]
+    out = ["--to", f"{form}(world_size=2)", "-o", tmp_path / "rank_{rank}.pt"]
     assert run("remap", tmp_path / "all.pt", *MODEL, *out, "--sections", "ema").status == 0
     made = open_checkpoint(str(tmp_path / "rank_0.pt"))
     assert all(torch.equal(torch_eval.load(entry), wrapped[entry.key]) for entry in made.section("model").tensors)
@@ -191,7 +191,7 @@ def test_values_that_depend_on_module_versions_are_not_cut(run: Run, tmp_path: P
     torch.save(VERSIONED[name]().state_dict(), tmp_path / "in.pt")
     asked = ["remap", tmp_path / "in.pt", "--model", f"versioned_zoo:{name}", "--to"]
     other = run(*asked, "serialized", "-o", tmp_path / "out.safetensors")
-    done = run(*asked, "fsdp-sharded", "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt")
+    done = run(*asked, "fsdp-sharded(world_size=2)", "-o", tmp_path / "rank_{rank}.pt")
     assert done.status == other.status
     assert bool(list(tmp_path.glob("rank_*"))) == (done.status == 0)
     assert ("(_metadata) are absent, and rank files have no place for them" in done.err) == (done.status == 1)
@@ -202,7 +202,7 @@ def test_no_plan_puts_files_of_ranks_together(tmp_path: Path, run: Run) -> None:
     (tmp_path / "m.py").write_text("from torch import nn\ndef net(): return nn.Linear(4, 2)")
     torch.save(torch.nn.Linear(4, 2).state_dict(), tmp_path / "in.pt")
     model = ("--model", f"{tmp_path / 'm.py'}:net")
-    ranks = ("--to", "fsdp-sharded", "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt")
+    ranks = ("--to", "fsdp-sharded(world_size=2)", "-o", tmp_path / "rank_{rank}.pt")
     assert run("remap", tmp_path / "in.pt", *model, *ranks).status == 0
     words = ("remap", tmp_path / "rank_*.pt", *model, "-o", tmp_path / "out.pt")
     refused = run(*words, "--save-plan", tmp_path / "plan.json")

@@ -20,6 +20,7 @@ from torch import nn
 from ckpttool.core.checkpoint import Span
 from ckpttool.core.expression import Ref
 from ckpttool.core.names import Names
+from ckpttool.core.options import call_text
 from ckpttool.core.plan import Output, Plan
 from ckpttool.core.text import is_flat
 from ckpttool.diffing.causes import Code
@@ -39,7 +40,15 @@ from places import ROOT, SUPPORT
 
 SCRIPT = SUPPORT / "fsdp_run.py"
 MODEL = ["--model", f"{SCRIPT}:Net"]
-UNITS = ["--units", "layers.*", "--units", "layers.*.mlp"]
+UNITS = ["layers.*", "layers.*.mlp"]
+
+
+def written_as(form: str, world_size: int, units: list[str]) -> tuple[str, str]:
+    return "--to", call_text(form, {"world_size": world_size, **({"units": units} if units else {})})
+
+
+def read_as(*units: str) -> tuple[str, ...]:
+    return ("--from", call_text("fsdp-flat", {"units": list(units)})) if units else ()
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +163,7 @@ def test_the_plain_model_and_its_optimizer_load_the_result(runs: dict[int, Path]
 
 def test_the_model_section_alone_becomes_safetensors(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
     source, out = f"{runs[3] / 'flat_rank_*.pt'}::model", tmp_path / "full.safetensors"
-    status, _, error = run("remap", source, *MODEL, *UNITS, "--to", "serialized", "-o", out, "--keep-aliases")
+    status, _, error = run("remap", source, *MODEL, *read_as(*UNITS), "--to", "serialized", "-o", out, "--keep-aliases")
     assert status == 0, error
     expected = torch.load(runs[3] / "flat_full.pt")["model"]
     expected.pop("head.weight")
@@ -180,10 +189,10 @@ def test_fsdp_loads_the_rank_files_that_are_written(
 def test_rank_files_for_another_number_of_ranks(
     runs: dict[int, Path], run: Run, tmp_path: Path, form: str, units: list[str]
 ) -> None:
-    there = ["--to", form, "--world-size", 5, "-o", tmp_path / "rank_{rank}.pt", "--verify"]
-    assert run("remap", runs[2] / "original_rank_*.pt", *MODEL, *units, *there)[0] == 0
+    there = [*written_as(form, 5, units), "-o", tmp_path / "rank_{rank}.pt", "--verify"]
+    assert run("remap", runs[2] / "original_rank_*.pt", *MODEL, *there)[0] == 0
     back = tmp_path / "back.pt"
-    assert run("remap", tmp_path / "rank_*.pt", *MODEL, *units, "--optimizer-keys", "fqn", "-o", back)[0] == 0
+    assert run("remap", tmp_path / "rank_*.pt", *MODEL, *read_as(*units), "--optimizer-keys", "fqn", "-o", back)[0] == 0
     made, expected = torch.load(back), torch.load(runs[2] / "flat_full.pt")
     same(made["model"], expected["model"])
     same_optimizer(made["optimizer"], expected["optimizer"])
@@ -200,9 +209,9 @@ def test_plain_values_of_a_state_are_on_every_rank(run: Run, tmp_path: Path, for
     for own in state["state"].values():
         own.update({"step": 3, "kind": "plain"})
     torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "old.pt")
-    out = ["--to", form, "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt"]
-    assert run("remap", tmp_path / "old.pt", *MODEL, *units, *out)[0] == 0
-    assert run("remap", tmp_path / "rank_*.pt", *MODEL, *units, "-o", tmp_path / "back.pt")[0] == 0
+    out = [*written_as(form, 2, units), "-o", tmp_path / "rank_{rank}.pt"]
+    assert run("remap", tmp_path / "old.pt", *MODEL, *out)[0] == 0
+    assert run("remap", tmp_path / "rank_*.pt", *MODEL, *read_as(*units), "-o", tmp_path / "back.pt")[0] == 0
     found = torch.load(tmp_path / "back.pt")["optimizer"]["state"]
     assert {(own["step"], own["kind"]) for own in found.values()} == {(3, "plain")}
 
@@ -211,7 +220,7 @@ def test_a_parameter_without_rows_keeps_its_dtype(run: Run, tmp_path: Path) -> N
     """No rank holds anything of it."""
     torch.save(Rowless().state_dict(), tmp_path / "model.pt")
     model = ["--model", f"{__file__}:Rowless"]
-    out = ["--to", "fsdp-sharded", "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt"]
+    out = ["--to", "fsdp-sharded(world_size=2)", "-o", tmp_path / "rank_{rank}.pt"]
     assert run("remap", tmp_path / "model.pt", *model, *out)[0] == 0
     assert run("remap", tmp_path / "rank_*.pt", *model, "-o", tmp_path / "back.pt")[0] == 0
     same(torch.load(tmp_path / "back.pt"), Rowless().state_dict())
@@ -231,7 +240,7 @@ def test_state_with_another_shape_is_on_every_rank(run: Run, tmp_path: Path, for
     params = [name for name, _ in model.named_parameters()]
     state = {"state": {name: dict(kept) for name in params}, "param_groups": [{"params": params}]}
     torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "old.pt")
-    out = ["--to", form, "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt"]
+    out = ["--to", f"{form}(world_size=2)", "-o", tmp_path / "rank_{rank}.pt"]
     assert run("remap", tmp_path / "old.pt", *MODEL, *out)[0] == 0
     (optimizer,) = open_checkpoint(str(tmp_path / "rank_1.pt")).optimizers
     views = [entry for entry in optimizer.tensors if entry.key.endswith(".view")]
@@ -355,14 +364,14 @@ def test_slices_without_a_model(runs: dict[int, Path], run: Run, tmp_path: Path)
 @pytest.mark.parametrize(
     ("kwargs", "said"),
     [
-        ('{"hidden": 6}', "layers.1.mlp.down.weight [3, 6] would be elements 24 to 42 @ layers.1.mlp._flat_param"),
-        ('{"hidden": 4}', "after its last parameter, layers.0.mlp.down.weight [3, 4], 7 are left"),
-        ('{"layers": 1}', "the model has no module layers.1 with parameters @ layers.1._flat_param"),
+        ("hidden=6", "layers.1.mlp.down.weight [3, 6] would be elements 24 to 42 @ layers.1.mlp._flat_param"),
+        ("hidden=4", "after its last parameter, layers.0.mlp.down.weight [3, 4], 7 are left"),
+        ("layers=1", "the model has no module layers.1 with parameters @ layers.1._flat_param"),
     ],
 )
 def test_the_wrong_model(runs: dict[int, Path], run: Run, tmp_path: Path, kwargs: str, said: str) -> None:
     source, out = runs[2] / "flat_rank_*.pt", tmp_path / "full.pt"
-    status, _, error = run("remap", source, *MODEL, "--model-kwargs", kwargs, "-o", out)
+    status, _, error = run("remap", source, "--model", f"{MODEL[1]}({kwargs})", "-o", out)
     assert status == 1
     assert said in error
     assert not out.exists()
@@ -370,17 +379,17 @@ def test_the_wrong_model(runs: dict[int, Path], run: Run, tmp_path: Path, kwargs
 
 def test_the_wrong_model_with_original_parameters(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
     source = runs[2] / "original_rank_*.pt"
-    status, _, error = run("remap", source, *MODEL, "--model-kwargs", '{"hidden": 6}', "-o", tmp_path / "full.pt")
+    status, _, error = run("remap", source, "--model", f"{MODEL[1]}(hidden=6)", "-o", tmp_path / "full.pt")
     assert status == 1
     assert "the ranks hold 15 elements of it, and the model's is [6, 3] @ layers.0.mlp.up.weight" in error
 
 
 def test_other_units_than_the_files_have(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
     source = runs[2] / "flat_rank_*.pt"
-    status, _, error = run("remap", source, *MODEL, "--units", "layers.*", "--units", "head", "-o", tmp_path / "o.pt")
+    status, _, error = run("remap", source, *MODEL, *read_as("layers.*", "head"), "-o", tmp_path / "o.pt")
     assert status == 1
-    assert "the files have a flat parameter of it, and --units does not name it @ layers.0.mlp" in error
-    assert "--units names it, and the files have no flat parameter of it @ head" in error
+    assert "the files have a flat parameter of it, and units does not name it @ layers.0.mlp" in error
+    assert "units names it, and the files have no flat parameter of it @ head" in error
 
 
 def copy_as(folder: Path, sources: dict[str, Path]) -> Path:
@@ -483,13 +492,13 @@ def test_what_cannot_be_flattened(run: Run, tmp_path: Path) -> None:
     state["layers.0.norm.bias"] = state["layers.0.norm.bias"].half()
     del state["layers.1.scale"]
     torch.save(state, tmp_path / "model.pt")
-    out = ["--to", "fsdp-flat", "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt"]
-    status, _, error = run("remap", tmp_path / "model.pt", *MODEL, *UNITS, *out)
+    out = ["-o", tmp_path / "rank_{rank}.pt"]
+    status, _, error = run("remap", tmp_path / "model.pt", *MODEL, *written_as("fsdp-flat", 2, UNITS), *out)
     assert status == 1
     assert "its parameters are float16, float32, and one flat parameter has one dtype @ layers.0" in error
     assert "not in the checkpoint @ layers.1.scale" in error
     assert not list(tmp_path.glob("rank_*"))
-    done = run("remap", tmp_path / "model.pt", *MODEL, *out, "--to", "fsdp-sharded")
+    done = run("remap", tmp_path / "model.pt", *MODEL, *out, "--to", "fsdp-sharded(world_size=2)")
     assert (done.status, list(tmp_path.glob("rank_*"))) == (1, [])
     assert "not in the checkpoint @ layers.1.scale" in done.err
     assert "not in the checkpoint @ layers.0" not in done.err  # a parameter of another dtype is cut alone
@@ -498,8 +507,8 @@ def test_what_cannot_be_flattened(run: Run, tmp_path: Path) -> None:
 def test_tied_names_of_other_values_are_not_made_one(run: Run, tmp_path: Path) -> None:
     state = Net().state_dict()
     torch.save({**state, "head.weight": state["head.weight"] + 1}, tmp_path / "model.pt")
-    out = ["--to", "fsdp-flat", "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt"]
-    done = run("remap", tmp_path / "model.pt", *MODEL, *UNITS, *out)
+    out = [*written_as("fsdp-flat", 2, UNITS), "-o", tmp_path / "rank_{rank}.pt"]
+    done = run("remap", tmp_path / "model.pt", *MODEL, *out)
     assert (done.status, list(tmp_path.glob("rank_*"))) == (1, [])
     assert "other values than emb.weight, and one flat parameter holds both @ head.weight" in done.err
 
@@ -508,13 +517,12 @@ def test_tied_names_of_other_values_are_not_made_one(run: Run, tmp_path: Path) -
     ("options", "said"),
     [
         (["--to", "fsdp-flat", *MODEL], "needs the model's parameters and the number of ranks"),
-        (["--to", "fsdp-flat", *MODEL, "--world-size", "1"], "FSDP1 shards over 2 to 65,536 ranks"),
-        (["--to", "fsdp-flat", *MODEL, "--world-size", "2", "-o", "one.pt"], "every rank needs its own file"),
-        (["--to", "serialized", *MODEL, "--world-size", "2"], "--world-size is for --to fsdp-flat and fsdp-sharded"),
-        (["--to", "fsdp-sharded", *MODEL, "--world-size", "2", *UNITS], "shards each parameter separately"),
-        (["--to", "fsdp-flat", *MODEL, "--world-size", "2", "-o", "one.pt"], "-o 'rank_{rank}.pt'"),
+        (["--to", "fsdp-flat(world_size=1)", *MODEL], "FSDP1 shards over 2 to 65,536 ranks"),
+        (["--to", "fsdp-flat(world_size=2)", *MODEL, "-o", "one.pt"], "every rank needs its own file"),
+        ([*written_as("fsdp-sharded", 2, UNITS), *MODEL], "shards each parameter separately"),
+        (["--to", "fsdp-flat(world_size=2)", *MODEL, "-o", "one.pt"], "-o 'rank_{rank}.pt'"),
         (["--to", "serialized", *MODEL], "DTensors (FSDP2, tensor parallelism) load from a folder"),
-        ([*MODEL, "--units", "layers.*", "-o", "out.pt"], "holds no flat parameters"),
+        ([*MODEL, *read_as("layers.*"), "-o", "out.pt"], "holds no flat parameters"),
     ],
 )
 def test_options_that_do_not_go_together(run: Run, tmp_path: Path, options: list[str], said: str) -> None:
@@ -563,7 +571,7 @@ def test_flatten_params_wrapper(run: Run, tmp_path: Path, hooks: bool, prefix: s
             for key, value in saved.items()
         }
         torch.save(part, tmp_path / f"part{rank}.pt")
-    status, _, error = run("remap", tmp_path / "part*.pt", *MODEL, "--units", "layers.*", "-o", tmp_path / "full.pt")
+    status, _, error = run("remap", tmp_path / "part*.pt", *MODEL, *read_as("layers.*"), "-o", tmp_path / "full.pt")
     assert status == 0, error
     same(torch.load(tmp_path / "full.pt"), expected)
 
@@ -580,7 +588,7 @@ def test_a_single_file_with_the_flat_parameters_whole(run: Run, tmp_path: Path) 
     model = Net()
     expected = {key: value.clone() for key, value in model.state_dict().items()}
     torch.save(flattened(model, Mlp).state_dict(), tmp_path / "flat.pt")
-    status, _, error = run("remap", tmp_path / "flat.pt", *MODEL, "--units", "layers.*.mlp", "-o", tmp_path / "full.pt")
+    status, _, error = run("remap", tmp_path / "flat.pt", *MODEL, *read_as("layers.*.mlp"), "-o", tmp_path / "full.pt")
     assert status == 0, error
     same(torch.load(tmp_path / "full.pt"), expected)
 
@@ -601,7 +609,7 @@ def with_optimizer(path: Path, by_name: bool, numel: int | None = None) -> dict[
 def test_the_state_of_flat_parameters_is_cut_as_they_are(run: Run, tmp_path: Path, by_name: bool) -> None:
     """And keeps its way of naming them: by names it stays, by ids it becomes the model's own."""
     moments = with_optimizer(tmp_path / "flat.pt", by_name)
-    done = run("remap", tmp_path / "flat.pt", *MODEL, "--units", "layers.*", "-o", tmp_path / "full.pt")
+    done = run("remap", tmp_path / "flat.pt", *MODEL, *read_as("layers.*"), "-o", tmp_path / "full.pt")
     assert done.status == 0, done.err
     made = torch.load(tmp_path / "full.pt")["optimizer"]
     own = [name for name, _ in Net().named_parameters()]
@@ -615,7 +623,7 @@ def test_the_state_of_flat_parameters_is_cut_as_they_are(run: Run, tmp_path: Pat
 
 def test_state_that_does_not_fit_its_flat_parameter_is_refused(run: Run, tmp_path: Path) -> None:
     moments = with_optimizer(tmp_path / "flat.pt", True, numel=5)
-    done = run("remap", tmp_path / "flat.pt", *MODEL, "--units", "layers.*", "-o", tmp_path / "full.pt")
+    done = run("remap", tmp_path / "flat.pt", *MODEL, *read_as("layers.*"), "-o", tmp_path / "full.pt")
     assert done.status == 1
     assert "optimizer: its state does not fit the parameters" in done.err
     assert done.err.count("is [5] on the ranks, ") == len(moments)

@@ -119,19 +119,21 @@ def test_a_unit_without_parameters_of_its_own_may_be_named(run: Run, tmp_path: P
     """FSDP flattens nothing for it."""
     expected, saved = flat_net(Block)
     torch.save(saved, tmp_path / "flat.pt")
-    units = ["--units", "layers", "--units", "layers.*"]
+    units = ["--from", "fsdp-flat(units=['layers', 'layers.*'])"]
     done = run("remap", tmp_path / "flat.pt", *MODEL, *units, "-o", tmp_path / "out.pt")
     assert done.status == 0, done.err
     assert same(torch.load(tmp_path / "out.pt"), expected)
 
 
 def test_the_root_need_not_be_flattened(run: Run, tmp_path: Path) -> None:
-    """Its parameters have their own names then; `--units` does not name it."""
+    """Its parameters have their own names then; no unit names it."""
     model = Net()
     expected = {key: value.clone() for key, value in model.state_dict().items()}
     model.layers = nn.ModuleList(FlattenParamsWrapper(layer) for layer in model.layers)
     torch.save(model.state_dict(), tmp_path / "flat.pt")
-    done = run("remap", tmp_path / "flat.pt", *MODEL, "--units", "layers.*", "-o", tmp_path / "out.pt")
+    done = run(
+        "remap", tmp_path / "flat.pt", *MODEL, "--from", "fsdp-flat(units='layers.*')", "-o", tmp_path / "out.pt"
+    )
     assert done.status == 0, done.err
     assert same(torch.load(tmp_path / "out.pt"), expected)
 

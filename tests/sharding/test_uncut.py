@@ -106,7 +106,7 @@ def test_what_is_no_parameter_as_fsdp_saves_it_is_refused(
     torch.save(change(model().state_dict()), tmp_path / "model.pt")
     asked = ["remap", tmp_path / "model.pt", "--model", f"{__file__}:{model.__name__}", "-o", tmp_path / "r{rank}.pt"]
     for form, problems in zip(FORMS, (flat, rows)):
-        done = run(*asked, "--to", form, "--world-size", 2, "--force", "--format", "json")
+        done = run(*asked, "--to", f"{form}(world_size=2)", "--force", "--format", "json")
         assert (done.status, bool(list(tmp_path.glob("r*")))) == (bool(problems), not problems), done.err
         said = [f"{one['problem']} @ {one['key']}" for one in done.data.get("problems", ())]
         assert said == problems
@@ -118,8 +118,8 @@ def test_units_that_name_no_module_are_refused(run: Run, tmp_path: Path) -> None
     """All of them; a path of several segments, one that is too short, and a parameter's."""
     torch.save(two().state_dict(), tmp_path / "model.pt")
     asked = ["remap", tmp_path / "model.pt", "--model", f"{__file__}:two", "-o", tmp_path / "r{rank}.pt"]
-    units = [word for pattern in ("2", "*.*", "0.weight", "[01]") for word in ("--units", pattern)]
-    done = run(*asked, "--to", "fsdp-flat", "--world-size", 2, *units, "--format", "json")
+    units = ["2", "*.*", "0.weight", "[01]"]
+    done = run(*asked, "--to", f"fsdp-flat(world_size=2, units={units})", "--format", "json")
     assert (done.status, list(tmp_path.glob("r*"))) == (1, [])
     said = [(one["problem"], one["key"]) for one in done.data["problems"]]
     assert said == [("names no module that has parameters", pattern) for pattern in ("2", "*.*", "0.weight")]
@@ -130,7 +130,7 @@ def test_a_number_of_ranks(run: Run, tmp_path: Path, size: int, status: int) -> 
     torch.save(two().state_dict(), tmp_path / "model.pt")
     asked = ["remap", tmp_path / "model.pt", "--model", f"{__file__}:two", "-o", tmp_path / "r{rank}.pt"]
     for form in FORMS:
-        done = run(*asked, "--to", form, "--world-size", size, "--dry-run")
+        done = run(*asked, "--to", f"{form}(world_size={size})", "--dry-run")
         assert done.status == status, done.err
         assert ("FSDP1 shards over 2 to 65,536 ranks" in done.err) == bool(status)
 
@@ -180,8 +180,7 @@ def test_an_optimizer_of_flat_parameters_has_one_state_for_each(
 ) -> None:
     torch.save({"model": two().state_dict(), "optimizer": optimizer(groups, **changes)}, tmp_path / "in.pt")
     asked = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:two", "-o", tmp_path / "r{rank}.pt"]
-    wrapped = [word for unit in units for word in ("--units", unit)]
-    done = run(*asked, "--to", "fsdp-flat", "--world-size", 2, *wrapped, "--format", "json")
+    done = run(*asked, "--to", f"fsdp-flat(world_size=2, units={units})", "--format", "json")
     said = [f"{one['problem']} @ {one['key']}" for one in done.data.get("problems", ())]
     assert (done.status, said) == (bool(problems), problems), done.err
     if not problems:
@@ -195,6 +194,6 @@ def test_an_optimizer_of_a_scalar_is_refused_with_the_model(run: Run, tmp_path: 
     state = {"state": {0: {"exp_avg": torch.ones(())}}, "param_groups": [{"params": [0], "param_names": ["scale"]}]}
     torch.save({"optimizer": state, "model": model.state_dict()}, tmp_path / "in.pt")
     asked = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Scalar", "-o", tmp_path / "r{rank}.pt"]
-    done = run(*asked, "--to", "fsdp-sharded", "--world-size", 2, "--format", "json")
+    done = run(*asked, "--to", "fsdp-sharded(world_size=2)", "--format", "json")
     said = [f"{one['problem']} @ {one['key']}" for one in done.data["problems"]]
     assert (done.status, said) == (1, ["FSDP1 cannot shard scalars @ scale"])

@@ -140,7 +140,7 @@ def _load_again(rank: int, world_size: int, folder: str) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.fsdp import StateDictType
 
-    units = ["--units", "layers.*", "--units", "layers.*.mlp"]
+    units = ("layers.*", "layers.*.mlp")
     if rank == 0:
         _written(f"{folder}/flat_rank_*.pt", "flat", world_size, f"{folder}/again_{{rank}}.pt", *units)
         _written(f"{folder}/original_rank_*.pt", "sharded", world_size, f"{folder}/again_sharded_{{rank}}.pt")
@@ -164,7 +164,8 @@ def _load_again(rank: int, world_size: int, folder: str) -> None:
 def _written(source: str, form: str, world_size: int, out: str, *units: str) -> None:
     from ckpttool.cli.app import main
 
-    words = ["--model", f"{__file__}:Net", "--to", f"fsdp-{form}", "--world-size", str(world_size), *units]
+    arguments = [f"world_size={world_size}", *([f"units={units}"] if units else [])]
+    words = ["--model", f"{__file__}:Net", "--to", f"fsdp-{form}({', '.join(arguments)})"]
     assert main(["remap", source, *words, "-o", out]) == 0
 
 

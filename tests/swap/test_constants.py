@@ -12,6 +12,7 @@ from torch import nn
 
 import ckpttool
 from ckpttool.core.errors import Refused
+from ckpttool.core.options import call_text
 from command import Run
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
@@ -80,7 +81,7 @@ def test_constants_called_equal_compute_what_the_model_computes(seed: int, tmp_p
     parts = " ".join(part for part in PARTS if rng.random() < 0.5) or "buffer"
     old, new = 2.0, rng.choice([2.0, 3.0])
     program, weights, want = saved(parts, old, new, tmp_path)
-    model: dict[str, Any] = {"model": f"{__file__}:build", "model_kwargs": {"parts": parts, "k": new}}
+    model: dict[str, Any] = {"model": call_text(f"{__file__}:build", {"parts": parts, "k": new})}
     decided = {part for part in ("buffer", "attribute", "nested") if part in parts.split() and old != new}
     ways: list[dict[str, Any]] = [{}, {"constants": True}, {"keep_constants": True}]
     for options in ways:
@@ -105,8 +106,8 @@ def test_constants_called_equal_compute_what_the_model_computes(seed: int, tmp_p
 def test_constants_that_differ_are_refused_by_name(tmp_path: Path, run: Run) -> None:
     program, weights, want = saved("buffer attribute literal", 2.0, 3.0, tmp_path)
     out = tmp_path / "out.pt2"
-    kwargs = '{"parts": "buffer attribute literal", "k": 3.0}'
-    words = ("swap-weights", program, weights, "-o", out, "--model", f"{__file__}:build", "--model-kwargs", kwargs)
+    model = call_text(f"{__file__}:build", {"parts": "buffer attribute literal", "k": 3.0})
+    words = ("swap-weights", program, weights, "-o", out, "--model", model)
     done = run(*words)
     assert done.status == 1
     assert not out.exists()

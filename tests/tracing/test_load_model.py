@@ -317,7 +317,7 @@ def test_wrong_kwargs(source) -> None:
     error = fails(f"{path}:build")
     assert "missing a required argument: 'width'" in error.message
     assert "width" in error.hint
-    assert "--model-kwargs" in error.hint
+    assert "build(name=1)" in error.hint
     error = fails(f"{path}:build", kwargs={"width": 1, "heigth": 2})
     assert "heigth" in error.message
     assert "takes no arguments" in fails(f"{path}:model", kwargs={"width": 1}).message

@@ -25,7 +25,7 @@ def command(
     \b
     Examples:
       ckpttool trace model.py:build -o names.json
-      ckpttool trace model.py:build --model-kwargs '{"layers": 4}'
+      ckpttool trace 'model.py:build(layers=4)'
       ckpttool trace model.py:build --optimizer model.py:optimizer
     """
     from ckpttool.report.documents.names import document

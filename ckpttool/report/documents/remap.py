@@ -141,8 +141,11 @@ def swapped(done: Swap) -> Document:
 
 def presets_document(presets: Sequence[Preset]) -> Document:
     """Return a row for each preset."""
-    rows = tuple((one.name, one.about, " ".join(f"--size {name}=N" for name in one.sizes)) for one in presets)
-    columns = (Column("name", "key"), Column("from, to"), Column("sizes"))
+    rows = tuple(
+        (one.name, one.about, f"{one.name}({', '.join(f'{name}=N' for name in one.sizes)})" if one.sizes else "")
+        for one in presets
+    )
+    columns = (Column("name", "key"), Column("from, to"), Column("with its sizes", "key"))
     return Document("rules", plural(len(presets), "preset"), True, (Table("Presets", columns, rows),))
 
 

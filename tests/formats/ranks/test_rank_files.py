@@ -493,7 +493,7 @@ def test_shards_that_do_not_cover_their_tensor_are_refused(
     """As one rank's object would be, of which the other says something else."""
     torch.save({"w": torch.arange(12.0).reshape(4, 3)}, tmp_path / "in.pt")
     asked = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Rows", "-o", tmp_path / "rank_{rank}.pt"]
-    assert run(*asked, "--to", "fsdp-sharded", "--world-size", 2).status == 0
+    assert run(*asked, "--to", "fsdp-sharded(world_size=2)").status == 0
     with of_rank(1, 2):
         state = torch.load(tmp_path / "rank_1.pt", weights_only=False)
         change(state["w"], state["w"].local_shards()[0])
@@ -554,7 +554,7 @@ def test_sharded_tensors_of_other_torch_and_on_some_ranks(
 ) -> None:
     torch.save({"w": torch.arange(12.0).reshape(4, 3), "v": torch.ones(4)}, tmp_path / "in.pt")
     asked = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Two", "-o", tmp_path / "rank_{rank}.pt"]
-    assert run(*asked, "--to", "fsdp-sharded", "--world-size", 2).status == 0
+    assert run(*asked, "--to", "fsdp-sharded(world_size=2)").status == 0
     with of_rank(1, 2):
         state = torch.load(tmp_path / "rank_1.pt", weights_only=False)
         change(state)
@@ -568,7 +568,7 @@ def test_dtypes_that_storages_have_no_class_for(run: Run, tmp_path: Path) -> Non
     whole = torch.arange(12.0).reshape(4, 3).to(torch.float8_e4m3fn)
     torch.save({"w": whole}, tmp_path / "in.pt")
     asked = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Small", "-o", tmp_path / "rank_{rank}.pt"]
-    assert run(*asked, "--to", "fsdp-sharded", "--world-size", 2).status == 0
+    assert run(*asked, "--to", "fsdp-sharded(world_size=2)").status == 0
     with of_rank(1, 2):
         (shard,) = torch.load(tmp_path / "rank_1.pt", weights_only=False)["w"].local_shards()
         assert torch.equal(shard.tensor.float(), whole[2:].float())
@@ -581,7 +581,7 @@ def test_dtypes_that_storages_have_no_class_for(run: Run, tmp_path: Path) -> Non
 def test_a_sharded_tensor_on_some_ranks_is_refused(run: Run, tmp_path: Path) -> None:
     torch.save({"w": torch.arange(12.0).reshape(4, 3)}, tmp_path / "in.pt")
     asked = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Rows", "-o", tmp_path / "rank_{rank}.pt"]
-    assert run(*asked, "--to", "fsdp-sharded", "--world-size", 2).status == 0
+    assert run(*asked, "--to", "fsdp-sharded(world_size=2)").status == 0
     torch.save({"w": torch.ones(2, 3)}, tmp_path / "rank_1.pt")
     done = run("inspect", tmp_path / "rank_*.pt")
     assert done.status == 2
