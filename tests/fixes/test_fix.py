@@ -44,12 +44,12 @@ def sgd(model):
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    Path("net.py").write_text(CODE)
+    Path("fix_net.py").write_text(CODE)
     torch.manual_seed(0)
 
 
 def model() -> nn.Module:
-    found: nn.Module = __import__("net").Hidden()
+    found: nn.Module = __import__("fix_net").Hidden()
     return found
 
 
@@ -68,10 +68,10 @@ def test_the_model_loads_what_is_written(form: str, where: str, run: Run) -> Non
     net = model()
     torch.save(WRAPPED[form](net), "in.pt")
     before = Path("in.pt").read_bytes()
-    assert run("fix", "in.pt", "--model", "net.py:Hidden", "-o", "out.pt", "--dry-run").status == 0
+    assert run("fix", "in.pt", "--model", "fix_net.py:Hidden", "-o", "out.pt", "--dry-run").status == 0
     assert not Path("out.pt").exists()
     out = ("-o", "out.pt") if where == "out" else ("--in-place",)
-    done = run("fix", "in.pt", "--model", "net.py:Hidden", *out, "--verify")
+    done = run("fix", "in.pt", "--model", "fix_net.py:Hidden", *out, "--verify")
     assert done.status == 0, done.said
     other = model()
     other.load_state_dict(torch.load("out.pt" if where == "out" else "in.pt"), strict=True)
@@ -81,7 +81,7 @@ def test_the_model_loads_what_is_written(form: str, where: str, run: Run) -> Non
 
 def test_an_inferred_fix_says_what_to_check(run: Run) -> None:
     torch.save(WRAPPED["renamed"](model()), "in.pt")
-    done = run("fix", "in.pt", "--model", "net.py:Hidden", "-o", "out.pt")
+    done = run("fix", "in.pt", "--model", "fix_net.py:Hidden", "-o", "out.pt")
     assert (done.status, "inferred from names and shapes" in done.err) == (0, True), done.said
 
 
@@ -91,39 +91,39 @@ def test_what_fits_and_what_no_command_fixes_is_refused(run: Run) -> None:
     torch.save({**net.state_dict(), "head.weight": torch.ones(5, 5)}, "bad.pt")
     torch.save({"model": {"head.bias": torch.ones(2)}}, "less.pt")
     for path, says in (("good.pt", "nothing to fix"), ("bad.pt", "head.weight"), ("less.pt", "head.weight")):
-        done = run("fix", path, "--model", "net.py:Hidden", "-o", "out.pt", "--report", "r.md")
+        done = run("fix", path, "--model", "fix_net.py:Hidden", "-o", "out.pt", "--report", "r.md")
         assert (done.status, says in done.err) == (1, True), done.said
         assert "ckpttool diff" in done.err
         assert not Path("out.pt").exists()
         assert not Path("r.md").exists()
     assert run("fix", "good.pt", "-o", "out.pt").status == 2
-    assert run("fix", "good.pt", "--model", "net.py:Hidden").status == 2
+    assert run("fix", "good.pt", "--model", "fix_net.py:Hidden").status == 2
 
 
 def test_an_optimizer_is_fixed_with_its_model(run: Run) -> None:
     net = model()
-    optimizer = __import__("net").sgd(net)
+    optimizer = __import__("fix_net").sgd(net)
     for parameter in net.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     saved = {"model": WRAPPED["ddp"](net), "optimizer": optimizer.state_dict(), "step": 1}
     torch.save(saved, "in.pt")
-    words = ("--model", "net.py:Hidden", "--optimizer", "net.py:sgd")
+    words = ("--model", "fix_net.py:Hidden", "--optimizer", "fix_net.py:sgd")
     done = run("fix", "in.pt", *words, "-o", "out.pt")
     assert done.status == 0, done.said
     assert run("diff", "out.pt", *words).status == 0
     loaded, other = torch.load("out.pt"), model()
     other.load_state_dict(loaded["model"])
-    __import__("net").sgd(other).load_state_dict(loaded["optimizer"])
+    __import__("fix_net").sgd(other).load_state_dict(loaded["optimizer"])
     assert loaded["step"] == 1
 
 
 def test_from_python_with_objects() -> None:
     net = model()
-    fixed = ckpttool.fix(WRAPPED["runtime"](net), "out.pt", model=__import__("net").Hidden)
+    fixed = ckpttool.fix(WRAPPED["runtime"](net), "out.pt", model=__import__("fix_net").Hidden)
     assert fixed.output == "out.pt"
     model().load_state_dict(torch.load("out.pt"), strict=True)
     with pytest.raises(ckpttool.Refused, match="nothing to fix"):
-        ckpttool.fix("out.pt", "again.pt", model=__import__("net").Hidden)
+        ckpttool.fix("out.pt", "again.pt", model=__import__("fix_net").Hidden)
     with pytest.raises(ckpttool.CkptError, match="for a model"):
         ckpttool.fix("out.pt", "again.pt")
