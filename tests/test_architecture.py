@@ -25,6 +25,7 @@ WITH_TORCH = (
     *("ckpttool.tracing", "ckpttool.live", "ckpttool.evaluate.torch_eval", "ckpttool.evaluate.torch_eval"),
     "ckpttool.distributed.job",
     "ckpttool.operands.in_memory",
+    "ckpttool.operands.reference",
 )
 
 

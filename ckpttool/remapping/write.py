@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
@@ -66,17 +66,23 @@ COST = record(Cost, {"read": COUNT, "written": COUNT, "memory": COUNT})
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Bytes of an output's tensors that were proved: by checksums of the store that holds them, or `read` back."""
+    """Bytes of an output's tensors that were proved: by checksums of the store that holds them, or `read` back.
+
+    `by_library` of these were also read by the `library` that loads such files, and are the same there.
+    """
 
     by_checksum: int
     read: int
+    library: str | None = None
+    by_library: int | None = None
 
     def __str__(self) -> str:
         by_store = f"{human_bytes(self.by_checksum)} by checksums of its store, " if self.by_checksum else ""
-        return f"every tensor of the output: {by_store}{human_bytes(self.read)} read back and compared"
+        by_library = f", {human_bytes(self.by_library)} of it by {self.library} too" if self.by_library else ""
+        return f"every tensor of the output: {by_store}{human_bytes(self.read)} read back and compared{by_library}"
 
 
-VERIFIED = record(Verified, {"by_checksum": COUNT, "read": COUNT})
+VERIFIED = record(Verified, {"by_checksum": COUNT, "read": COUNT}, {"library": TEXT, "by_library": COUNT})
 
 
 def cost_of(files: Files, copies: bool = True) -> Cost:
@@ -284,7 +290,14 @@ class Writer:
             problems = verify(found, expected, same)
         if problems:
             raise CkptError(f"{out} is not what was planned", hint="do not use it, and report this", problems=problems)
-        return Verified(by_checksum, nbytes - by_checksum)
+        if is_url(out):
+            return Verified(by_checksum, nbytes - by_checksum)
+        library = None
+        with suppress(ImportError):  # torch may be left out
+            from ckpttool.operands.reference import compare
+
+            library = compare(found, out)
+        return Verified(by_checksum, nbytes - by_checksum, *(library or ()))
 
     def _proved(self, files: Collection[str] = ()) -> Held | None:
         """Return the record of what a store proves; None for DCP, whose records must be read to find a tensor."""

@@ -1,0 +1,162 @@
+"""What the libraries that will load an output read in it: an independent proof for ``--verify``.
+
+safetensors reads safetensors files, `torch.load` with `weights_only` torch files, torch.distributed.checkpoint its
+folders. None of our own readers is involved, except for the list of what to compare.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpttool.core.checkpoint import Checkpoint, Section, Span, TensorEntry
+from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.text import dotted, first_line
+from ckpttool.evaluate import torch_eval
+
+_BATCH = 1 << 28  # bytes of tensors that are held at a time
+Pair = tuple[str, TensorEntry, Any]  # the dotted path of an entry, the entry, and what the library reads for it
+
+
+def compare(checkpoint: Checkpoint, path: str) -> tuple[str, int] | None:
+    """Compare the local file or folder, whose index is `checkpoint`, with what its library reads.
+
+    Return the library with its version, and the bytes of the tensors that it read. Return None if there is no such
+    library for the format, or if it refuses the file (objects that `weights_only` does not allow). Raise `CkptError`,
+    with every tensor that it reads differently or not at all.
+    """
+    read = {"safetensors": _safetensors, "torch_zip": _torch, "dcp": _dcp}.get(checkpoint.format)
+    if read is None:
+        return None
+    nbytes, problems = 0, list[Problem]()
+    library, pairs = read(checkpoint, path)
+    for place, entry, value in pairs:
+        problem = _problem(entry, value)
+        if problem is None:
+            nbytes += entry.nbytes
+        else:
+            problems.append(Problem(problem, place))
+    if problems:
+        raise CkptError(f"{library} reads {path} differently", hint="do not use it, and report this", problems=problems)
+    return (library, nbytes) if library else None
+
+
+def _problem(entry: TensorEntry, value: Any) -> str | None:
+    if not isinstance(value, torch.Tensor):
+        return "is not a tensor there"
+    if str(value.dtype).removeprefix("torch.") != entry.dtype or tuple(value.shape) != entry.shape:
+        return f"is {str(value.dtype).removeprefix('torch.')} {list(value.shape)} there"
+    return None if torch_eval.same_bits(torch_eval.load(entry), value) else "has other bytes there"
+
+
+def _dense(checkpoint: Checkpoint) -> Iterator[tuple[Section, TensorEntry]]:
+    for section in checkpoint.sections:
+        for entry in section.tensors:
+            if entry.storage is not None:
+                yield section, entry
+
+
+def _safetensors(checkpoint: Checkpoint, path: str) -> tuple[str, Iterator[Pair]]:
+    import safetensors
+
+    by_file: dict[str, list[TensorEntry]] = defaultdict(list)
+    for _, entry in _dense(checkpoint):
+        assert entry.storage is not None
+        if isinstance(entry.storage.data, Span):
+            by_file[entry.storage.data.path].append(entry)
+
+    def pairs() -> Iterator[Pair]:
+        for file, entries in by_file.items():
+            with safetensors.safe_open(file, framework="pt") as opened:
+                keys = set(opened.keys())
+                for entry in entries:
+                    yield entry.key, entry, opened.get_tensor(entry.key) if entry.key in keys else None
+
+    return f"safetensors {safetensors.__version__}", pairs()
+
+
+def _torch(checkpoint: Checkpoint, path: str) -> tuple[str, Iterator[Pair]]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # an object that it does not allow, or a tensor that it cannot map
+        return "", iter(())
+    tree: Any = getattr(checkpoint.container, "tree", None)
+
+    def pairs() -> Iterator[Pair]:
+        for section in checkpoint.sections:
+            inside = content
+            for _, step in tree.places[section.path].steps if tree is not None else ():
+                inside = inside[step]
+            if section.kind == "state_dict":
+                for entry in section.tensors:
+                    if entry.storage is not None:
+                        yield dotted(section.path, entry.key), entry, inside.get(entry.key)
+            elif section.kind == "optimizer" and section.mapping is not None:
+                for keys, entry in _leaves(section.mapping):
+                    yield dotted(section.path, entry.key), entry, _at(inside, keys)
+
+    return f"torch {torch.__version__}", pairs()
+
+
+def _leaves(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], TensorEntry]]:
+    if isinstance(value, TensorEntry):
+        if value.storage is not None:
+            yield way, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _leaves(part, (*way, key))
+    elif isinstance(value, (list, tuple)):
+        for index, part in enumerate(value):
+            yield from _leaves(part, (*way, index))
+
+
+def _at(value: Any, way: tuple[Any, ...]) -> Any:
+    try:
+        for key in way:
+            value = value[key]
+    except (KeyError, IndexError, TypeError):
+        return None
+    return value
+
+
+def _dcp(checkpoint: Checkpoint, path: str) -> tuple[str, Iterator[Pair]]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    folder = str(Path(path).parent) if Path(path).name == ".metadata" else path
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    known = {name for name, one in metadata.state_dict_metadata.items() if isinstance(one, TensorStorageMetadata)}
+
+    def pairs() -> Iterator[Pair]:
+        batch: dict[str, TensorEntry] = {}
+        for section, entry in _dense(checkpoint):
+            if dotted(section.path, entry.key) in known:
+                batch[dotted(section.path, entry.key)] = entry
+            if sum(one.nbytes for one in batch.values()) >= _BATCH:
+                yield from _loaded(folder, batch)
+                batch = {}
+        yield from _loaded(folder, batch)
+
+    return f"torch {torch.__version__}", pairs()
+
+
+def _loaded(folder: str, batch: Mapping[str, TensorEntry]) -> Iterator[Pair]:
+    import torch.distributed.checkpoint as dcp
+
+    state = {name: torch.empty(one.shape, dtype=getattr(torch, one.dtype)) for name, one in batch.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(state, checkpoint_id=folder, no_dist=True)
+    except Exception as error:
+        message = f"torch {torch.__version__} cannot load {folder}: {first_line(error)}"
+        raise CkptError(message, hint="do not use it, and report this") from error
+    for name, entry in batch.items():
+        yield name, entry, state[name]

@@ -1,0 +1,91 @@
+"""``--verify`` lets the library that loads an output read it: what it reads differently is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpttool
+from ckpttool.core.checkpoint import Checkpoint
+from command import Run
+
+
+def saved(path: Path) -> tuple[str, int]:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model[0].to(torch.bfloat16)
+    weights = {**model.state_dict(), "tied": model[0].weight.detach(), "t": torch.arange(6).reshape(2, 3).t()}
+    torch.save({"model": weights}, path / "in.pt")
+    return str(path / "in.pt"), sum(value.nbytes for value in weights.values())
+
+
+@pytest.mark.parametrize(
+    ("out", "library"),
+    [("out.pt", "torch"), ("out.safetensors", "safetensors"), ("shards/", "safetensors"), ("out.dcp", "torch")],
+)
+def test_the_library_reads_every_byte(out: str, library: str, tmp_path: Path, run: Run) -> None:
+    source, nbytes = saved(tmp_path)
+    words = ["--keep-aliases"] if library == "safetensors" else []
+    done = run("remap", f"{source}::model", "-o", f"{tmp_path}/{out}", "--rule", "{x*} => a.{x*}", "--verify", *words)
+    assert done.status == 0, done.err
+    assert f" of it by {library} " in done.out
+    result = ckpttool.remap(
+        f"{source}::model",
+        f"{tmp_path}/{out}",
+        rule="{x*} => a.{x*}",
+        verify=True,
+        force=True,
+        keep_aliases=bool(words),
+    )
+    assert result.verified is not None
+    assert result.verified.by_library == nbytes - (24 if words else 0)  # the tied tensor has one name
+
+
+def test_optimizer_state_is_read_too(tmp_path: Path, run: Run) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
+    done = ckpttool.remap(str(tmp_path / "in.pt"), str(tmp_path / "out.pt"), rule="{x*} => a.{x*}", verify=True)
+    assert done.verified is not None
+    assert done.verified.by_library == done.verified.read == 32 + 2 * 32 + 8
+
+
+@pytest.mark.parametrize("out", ["out.pt", "out.safetensors", "out.dcp"])
+@pytest.mark.parametrize("what", ["bytes", "shape", "nothing"])
+def test_what_it_reads_differently_is_an_error(
+    out: str, what: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library is the one that is wrong here: an output that is wrong cannot be made."""
+    from ckpttool.operands import reference
+
+    def wrong(read: Callable[[Checkpoint, str], Any]) -> Callable[[Checkpoint, str], Any]:
+        def pairs(checkpoint: Checkpoint, path: str) -> Any:
+            library, found = read(checkpoint, path)
+            values = {"bytes": lambda value: value + 1, "shape": lambda value: value[None], "nothing": lambda _: None}
+            return library, ((place, entry, values[what](value)) for place, entry, value in found)
+
+        return pairs
+
+    for name in ("_safetensors", "_torch", "_dcp"):
+        monkeypatch.setattr(reference, name, wrong(getattr(reference, name)))
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "in.pt")
+    with pytest.raises(ckpttool.CkptError, match="differently") as error:
+        ckpttool.remap(str(tmp_path / "in.pt"), str(tmp_path / out), rule="{x*} => a.{x*}", verify=True)
+    assert sorted(problem.key for problem in error.value.problems) == ["a.bias", "a.weight"]
+
+
+class Config:
+    """An object that `weights_only` refuses."""
+
+
+def test_a_file_that_the_library_refuses_is_proved_by_ours_alone(tmp_path: Path) -> None:
+    torch.save({"model": nn.Linear(2, 2).state_dict(), "config": Config()}, tmp_path / "in.pt")
+    done = ckpttool.remap(str(tmp_path / "in.pt"), str(tmp_path / "out.pt"), rule="{x*} => a.{x*}", verify=True)
+    assert done.verified is not None
+    assert (done.verified.read, done.verified.by_library) == (24, None)
