@@ -196,7 +196,7 @@ def plan_remap(
     whole = source if gathered is None else gathered.checkpoint
     compare = ""
     if model is not None:
-        named = ModelOptions(model=options.model, model_kwargs=options.model_kwargs, materialize=options.materialize)
+        named = ModelOptions(model=options.model, materialize=options.materialize)
         compare = command("diff", (source.source,), named)
     request = Request(options, compare, rule_steps=_rule_steps(options))
     if options.like is not None:

@@ -111,7 +111,7 @@ def test_consolidate_leaves_out_what_is_not_listed(state: State) -> None:
 def test_from_pretrained_leaves_random_values(state: State) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 16, "n_positions": 8}
+    sizes: Any = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 16, "n_positions": 8}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     model.save_pretrained("gpt2")
     weights = {f"module.{key}": value for key, value in load_file("gpt2/model.safetensors").items()}

@@ -72,7 +72,7 @@ def state_of(form: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> A
     return get_optimizer_state_dict(model, optimizer, options=options)
 
 
-def resume(form: str, model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+def resume(form: str, model: nn.Module, optimizer: torch.optim.Optimizer, path: str) -> None:
     run = torch.load(path, weights_only=False)
     model.load_state_dict(run["model"])
     if form == "id":
@@ -98,7 +98,7 @@ def test_state_follows_its_parameters(info: Any, configuration: Any, form: str, 
         saved = state_of(form, model, optimizer)
     except Exception as error:  # torch cannot name or flatten this state
         pytest.skip(f"torch: {error}")
-    paths = [tmp_path / f"{word}.pt" for word in ("saved", "moved", "back")]
+    paths = [str(tmp_path / f"{word}.pt") for word in ("saved", "moved", "back")]
     torch.save({"model": model.state_dict(), "optimizer": saved}, paths[0])
     try:  # whether torch itself resumes the file that it wrote
         again = first()
