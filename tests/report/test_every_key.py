@@ -32,4 +32,5 @@ def test_every_key_is_shown(line: str, format: str, files: Path, run: Run, monke
     monkeypatch.chdir(files)
     shown = run(*LINES[line], "--all", "--format", format)
     assert shown.status < 2
-    assert [key for key in KEYS if key not in shown.out] == []
+    text = shown.out.replace("<wbr>", "")  # where a name may be broken
+    assert [key for key in KEYS if key not in text] == []
