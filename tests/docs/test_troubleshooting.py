@@ -61,6 +61,7 @@ def printed(line: str, run: Run, process: Torchless) -> str:
     else:
         done, has_torch = process.run(line, Path.cwd())
         assert not has_torch, f"ckpttool {line} imports torch"
+    assert "internal error" not in done.err
     return first_lines(f"{done.out}\n{done.err}")
 
 
