@@ -129,10 +129,16 @@ def run(args: list[str]) -> int:
         line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
         name = next((word for word in line.split()[1:] if word in COMMANDS), None)
         return by_typer.complete(COMMANDS, None if name is None else _loaded(name, ["--no-defaults"]))
-    if args[:1] == ["help"]:
+    if not args or args[0] == "help":
+        from ckpttool.cli import topics
+
+        text = topics.text(args[1] if len(args) > 1 else "") if args[1:2] != ["--help"] and len(args) != 1 else None
+        if text is not None:
+            sys.stdout.write(text)
+            return 0
         args = [*args[1:2], "--help"]
-    if args:
-        renamed.check(args)
+    args = _command_first(args)
+    renamed.check(args)
     name = next((arg for arg in args if not arg.startswith("-")), None)
     if not args or (name is not None and name not in COMMANDS):
         from difflib import get_close_matches
@@ -147,6 +153,20 @@ def run(args: list[str]) -> int:
     from ckpttool.cli import by_typer
 
     return by_typer.run(COMMANDS, args, loaded)
+
+
+_COMMON = {"-q", "--quiet", "-v", "--verbose", "--force", "--no-fsync", "--no-defaults", "-h", "--help"}
+_COMMON_WITH_VALUE = {"--format", "--report", "--limit"}
+
+
+def _command_first(args: list[str]) -> list[str]:
+    """Return the words with the common options that come before the command after it."""
+    at = 0
+    while at < len(args) and args[at].partition("=")[0] in _COMMON | _COMMON_WITH_VALUE:
+        at += 2 if args[at] in _COMMON_WITH_VALUE else 1
+    return (
+        [args[at], *args[:at], *args[at + 1 :]] if at and args[at : at + 1] in [[name] for name in COMMANDS] else args
+    )
 
 
 def _loaded(name: str, args: Sequence[str]) -> Command:

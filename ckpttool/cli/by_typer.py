@@ -21,29 +21,22 @@ from ckpttool.core.text import shell
 
 # The headings of the help, and the options under each; all others are under "Options".
 _GROUPS = {
-    "The model": ("model", "materialize", "optimizer"),
-    "Which names": (
-        "sections",
-        *("to", "from_", "select", "trainable_only", "rule", "rules", "reverse", "drop", "like"),
-        "partial",
-        *("sections", "to_model"),
+    "Model": ("model", "materialize", "optimizer"),
+    "Names": (
+        *("to", "from_", "select", "trainable_only", "rule", "rules", "reverse", "partial", "drop", "like"),
+        *("to_model", "to_optimizer", "optimizer_keys", "sections"),
     ),
-    "Optimizers": ("to_optimizer", "optimizer_keys"),
     "What fails": ("fail_on", "ignore", "ignore_file", "fail_on_unused", "exit_zero"),
-    "The output": (
-        "out",
-        "keep_pickled_code",
-        "save_plan",
-        "keep_aliases",
-        "max_shard_size",
+    "Output": (
+        *("out", "keep_pickled_code", "save_plan", "keep_aliases", "max_shard_size"),
+        *("in_place", "no_undo", "dry_run", "verify", "no_fsync", "manifest", "all"),
     ),
-    "How it is written": ("in_place", "no_undo", "force", "dry_run", "verify", "no_fsync"),
-    "The report": ("format", "report", "manifest", "all", "quiet", "verbose"),
-    "In common": ("limit", "no_defaults", "help"),
+    "Common options": ("force", "format", "report", "quiet", "verbose", "limit", "no_defaults", "help"),
 }
 ABOUT = """Inspect, diff and convert PyTorch checkpoints, and put new weights into exported programs.
 
-Exit status: 0 the same, or done; 1 the answer is no; 2 no answer. `ckpttool help COMMAND` has examples.
+Exit status: 0: no differences, or success; 1: differences, or refused; 2: error. `ckpttool help COMMAND` has examples,
+`ckpttool help patterns` and `ckpttool help options` describe what all commands have in common.
 """
 _HELP = {"help_option_names": ["-h", "--help"]}
 Commands = Mapping[str, tuple[str, str]]  # command -> its module, which defines `command`, and its line in the help
@@ -154,15 +147,22 @@ def _not_loaded() -> None:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from ckpttool import __version__
+        from ckpttool.cli.topics import versions
 
-        typer.echo(f"ckpttool {__version__}")
+        typer.echo(versions())
         raise typer.Exit
 
 
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version",
+            "-V",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the versions of ckpttool, Python, torch and safetensors.",
+        ),
     ] = False,
 ) -> None:
     pass
@@ -184,5 +184,6 @@ def _error_of(error: Any, args: Sequence[str]) -> CkptError:
         place = args.index(extra)
         return CkptError(message, hint=f"-o names the output: {shell('ckpttool', *args[:place], '-o', *args[place:])}")
     near = get_close_matches(getattr(error, "option_name", None) or "", getattr(error, "possibilities", None) or (), 1)
-    hint = f"did you mean {near[0]}?" if near else "usage:" + " ".join(context.get_usage().split())[len("Usage:") :]
+    usage = re.sub(r"[{}]", "", " ".join(context.get_usage().split())[len("Usage:") :])
+    hint = f"did you mean {near[0]}?" if near else f"usage:{usage}"
     return CkptError(message, hint=f"{hint} (more: {context.command_path} --help)")

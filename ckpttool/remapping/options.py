@@ -38,7 +38,7 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     rule: Annotated[Sequence[str] | None, option("--rule", metavar="RULE", help="'FROM => TO'. Repeatable.")] = None
     rules: Annotated[
         str | None,
-        option("--rules", metavar="FILE", help="A rules file, a saved plan, or a preset: 'llama-fused(heads=32)'."),
+        option("--rules", metavar="FILE", help="A rules file, a saved plan, or a preset, see `ckpttool rules`."),
     ] = None
     reverse: Annotated[bool, option("--reverse", help="Apply the rules from TO to FROM.")] = False
     partial: Annotated[

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.metadata import version as torch_version
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def test_the_table_of_commands_says_what_their_docstrings_say(name: str) -> None
 def test_every_option_of_remap_has_its_heading() -> None:
     said = ckpttool("remap", "--help").stdout
     headings = re.findall(r"^([A-Z][\w ]+):$", said, re.MULTILINE)
-    names = ["The model", "Which names", "Optimizers", "The output", "How it is written", "The report", "In common"]
+    names = ["Model", "Names", "Output", "Common options"]
     assert [one for one in headings if one not in ("Examples", "Arguments")] == names
 
 
@@ -83,13 +84,14 @@ def test_help_imports_no_torch_and_no_rich(args: list[str]) -> None:
 
 def test_version() -> None:
     done = ckpttool("--version")
-    assert (done.returncode, done.stdout) == (0, f"ckpttool {__version__}\n")
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"ckpttool {__version__}\nPython 3.")
+    assert f"\ntorch {torch_version('torch')}\n" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("args", "message", "hint"),
     [
-        ([], "no command given", "the commands are inspect, trace, diff, explain, fix, remap"),
         (["inspct", "x.pt"], "no such command: inspct", "did you mean `ckpttool inspect`?"),
         (["--all", "inspect", "x.pt"], "no such option", "usage: ckpttool [OPTIONS] COMMAND [ARGS]..."),
         (["--nope"], "no such option", "usage: ckpttool [OPTIONS] COMMAND [ARGS]..."),
@@ -297,3 +299,21 @@ def test_a_package_that_is_missing_is_named() -> None:
     assert (failure.status, failure.message) == (2, "this needs torch, which is not installed")
     assert failure.hint == "pip install torch"
     assert failure_of(ModuleNotFoundError("", name="ckpttool.nowhere")).message.startswith("internal error")
+
+
+def test_ckpttool_alone_says_what_to_run_first() -> None:
+    done = ckpttool()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.findall(r"^  ckpttool ([\w-]+)", done.stdout, re.MULTILINE) == [
+        "inspect", "diff", "fix", "remap", "swap-weights"
+    ]  # fmt: skip
+    for topic in ("patterns", "options"):
+        done = ckpttool("help", topic)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert all(len(line) <= 100 for line in done.stdout.splitlines())
+
+
+def test_common_options_may_come_first(checkpoint: str) -> None:
+    for words in (["-q"], ["--format", "json"], ["--format=json", "-v"], ["--limit", "json_bytes=1M"]):
+        first, last = ckpttool(*words, "inspect", checkpoint), ckpttool("inspect", checkpoint, *words)
+        assert (first.returncode, first.stdout) == (last.returncode, last.stdout) == (0, last.stdout)

@@ -16,7 +16,9 @@ def command(
     options: OptimizerOptions,
     report: Report,
 ) -> None:
-    """One tensor: all its names, and the hook that renames it. Without --model: a code of a report.
+    """One tensor: all its names, and the hook that renames it.
+
+    Without --model: what a code of a report means, and what to do about it.
 
     \b
     Examples:

@@ -1,0 +1,73 @@
+"""What `ckpttool` alone prints, the topics of `ckpttool help`, and the versions."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import ckpttool
+
+_FIRST = """\
+ckpttool inspects, diffs and converts PyTorch checkpoints. The commands that you need first:
+
+  ckpttool inspect train.pt                                          what is in a checkpoint
+  ckpttool diff train.pt --model model.py:build                      why it does not load, and what fixes it
+  ckpttool fix train.pt --model model.py:build -o fixed.pt           write it with that fix
+  ckpttool remap old.pt -o new.pt --rule 'encoder.{x*} => vit.{x*}'  rename keys
+  ckpttool swap-weights deployed.pt2 train.pt -o new.pt2             new weights for an exported program
+
+All commands: ckpttool --help
+"""
+_PATTERNS = """\
+Patterns name keys, in --drop, --filter, --ignore and --rule:
+
+  head.weight        this key
+  head.*             all keys below `head`; * is any text within and across dots
+  layers.[0-3].*     a set or a range of characters, ? is one character
+  {x}.weight         --rule: {x} is one segment between dots, the same text on both sides
+  encoder.{x*}       --rule: {x*} is one or more segments
+  re:^h\\.(\\d+)\\.   a regular expression; --rule uses its groups as \\1
+
+Examples:
+  ckpttool remap old.pt -o new.pt --drop 'head.*'
+  ckpttool remap old.pt -o new.pt --rule 'encoder.{x*} => backbone.{x*}'
+  ckpttool inspect old.pt --filter 'layers.*'
+"""
+_OPTIONS = """\
+Options that all commands have, before or after the command:
+
+  -q, --quiet          print errors only; the exit status is the answer
+  -v, --verbose        say on stderr what was read, moved, computed and fetched, and the time
+  --format FORMAT      text, json, markdown, github or html on stdout
+  --report FILE        write the output to FILE too; its ending picks the format; repeatable
+  --force              overwrite files that exist
+  --no-fsync           do not wait until the disk has the bytes (commands that write)
+  --limit NAME=VALUE   raise a limit that an error names; VALUE may end in K, M, G
+  --no-defaults        take no option from CKPTTOOL_* variables and pyproject.toml
+  -h, --help           the help of the command
+
+Arguments of a model, an optimizer, rules or a form are written behind it, as literals of Python:
+
+  --model 'model.py:build(layers=4, tie=True)'
+  --optimizer 'optim.py:make(lr=0.1)'
+  --rules 'llama-torchtune-to-hf(heads=32, kv_heads=8)'
+  --to 'fsdp-flat(world_size=8, units=["layers.*"])'
+
+Exit status: 0: no differences, or success; 1: differences, or refused; 2: error.
+"""
+
+
+def text(topic: str) -> str | None:
+    """Return the text of a topic, of no topic what `ckpttool` alone prints; None if there is no such topic."""
+    return {"": _FIRST, "patterns": _PATTERNS, "options": _OPTIONS}.get(topic)
+
+
+def versions() -> str:
+    """Return the versions that a bug report needs."""
+    found = [f"ckpttool {ckpttool.__version__}", f"Python {platform.python_version()}"]
+    for name in ("torch", "safetensors"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name}: not installed")
+    return "\n".join(found)
