@@ -323,10 +323,10 @@ def test_a_source_that_only_the_bytes_lead_to_is_not_written_over(tmp_path: Path
 
 
 def test_errors_that_have_no_words_of_the_system(tmp_path: Path) -> None:
-    with pytest.raises(CkptError, match=r"^out: odd$"), failing("out"):
+    with pytest.raises(CkptError, match=r"^out: odd\n"), failing("out"):
         raise OSError("odd")
     (tmp_path / "a").touch()
-    with pytest.raises(CkptError, match=r"^cannot read .*/a: odd$"), opened(str(tmp_path / "a")):
+    with pytest.raises(CkptError, match=r"^cannot read .*/a: odd\n"), opened(str(tmp_path / "a")):
         raise OSError("odd")
 
 
