@@ -61,6 +61,11 @@ def edited(folder: Path) -> None:
     assert main(["remap", str(folder / "in.safetensors"), *RENAME, "--in-place"]) == 0
 
 
+def zipped_edited(folder: Path) -> None:
+    zipped(folder)
+    assert main(["remap", str(folder / "in.pt"), *RENAME, "--in-place"]) == 0
+
+
 def sharded_edited(folder: Path) -> None:
     sharded(folder)
     assert main(["remap", str(folder / "in"), *RENAME, "--in-place"]) == 0
@@ -151,7 +156,7 @@ CASES = {
     "safetensors, undone": Case(edited, "undo in.safetensors", look="in.safetensors", journal=True),
     "safetensors, verified": Case(tensors, "remap in.safetensors -o out.safetensors --verify --no-fsync"),
     "with a report and a plan": Case(tensors, "remap in.safetensors -o o.safetensors --report r.md --save-plan p.json"),
-    "torch zip, in place, anew": Case(zipped, "remap in.pt --in-place --drop a.bias"),
+    "torch zip, in place, anew": Case(zipped_edited, "convert in.pt --in-place"),
     "torch zip, in place": Case(zipped, "remap in.pt --in-place", look="in.pt", journal=True),
     "torch zip to safetensors": Case(zipped, "remap in.pt::model -o out.safetensors"),
     "torch legacy to torch zip": Case(legacy, "remap in.pt -o out.pt"),
