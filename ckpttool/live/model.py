@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from ckpttool.core.checkpoint import ExtraEntry, Lazy, Section, Storage, TensorEntry, contiguous_stride
+from ckpttool.core.checkpoint import ExtraEntry, Lazy, Payload, Section, Storage, TensorEntry, contiguous_stride
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.names import Names
 from ckpttool.core.text import first_line, plural
@@ -107,7 +107,7 @@ def package_target(package: Any, model: Model | None) -> Target:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed:
+class Packed(Payload):
     """The payload of a tensor that is not dense; its parts are compared."""
 
     tensor: torch.Tensor
