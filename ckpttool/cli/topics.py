@@ -22,11 +22,12 @@ _PATTERNS = """\
 Patterns name keys, in --drop, --filter, --ignore and --rule:
 
   head.weight        this key
-  head.*             all keys below `head`; * is any text within and across dots
-  layers.[0-3].*     a set or a range of characters, ? is one character
-  {x}.weight         --rule: {x} is one segment between dots, the same text on both sides
-  encoder.{x*}       --rule: {x*} is one or more segments
-  re:^h\\.(\\d+)\\.   a regular expression; --rule uses its groups as \\1
+  {x}.weight         {x} is one segment between dots
+  encoder.{x*}       {x*} is one or more segments
+  re:h\\.(\\d+)\\.w    a regular expression for the complete key
+  head.*             not in --rule: * is any text, also across dots; ? is one character, [0-3] one of these
+
+A rule is 'FROM => TO'. Variables have the same text on both sides; TO of a regular expression has \\1 for its groups.
 
 Examples:
   ckpttool remap old.pt -o new.pt --drop 'head.*'
