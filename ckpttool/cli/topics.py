@@ -24,10 +24,12 @@ Patterns name keys, in --drop, --filter, --ignore and --rule:
   head.weight        this key
   {x}.weight         {x} is one segment between dots
   encoder.{x*}       {x*} is one or more segments
-  re:h\\.(\\d+)\\.w    a regular expression for the complete key
-  head.*             not in --rule: * is any text, also across dots; ? is one character, [0-3] one of these
+  re:h\\.(\\d+)\\.w     a regular expression for the complete key
+  head.*             any text, also across dots; not in --rule
+  layers.[0-3].*     one of these characters, ? is any one; not in --rule
 
-A rule is 'FROM => TO'. Variables have the same text on both sides; TO of a regular expression has \\1 for its groups.
+A rule is 'FROM => TO'. Variables have the same text on both sides. If FROM is a regular
+expression, TO has \\1 for its first group.
 
 Examples:
   ckpttool remap old.pt -o new.pt --drop 'head.*'
