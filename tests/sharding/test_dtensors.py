@@ -152,9 +152,8 @@ def test_ordinary_tensors_next_to_dtensors(
     done = run("remap", tmp_path / "fsdp_?.pt", "-o", tmp_path / "out.pt", "--format", "json")
     problems = [(one["problem"], one["key"]) for one in done.data.get("problems", ())]
     assert (done.status, problems) == ((0, []) if says is None else (2, [(says, key)])), done.err
-    assert (f"{key} differs between the ranks: rank 0's is used" in notes_in({"notes": [], **done.data})) == (
-        says is None
-    )
+    notes = notes_in({"notes": [], **done.data})
+    assert (f"{key} differs between the ranks: rank 0's is used" in notes) == (says is None)
 
 
 @pytest.mark.parametrize(
