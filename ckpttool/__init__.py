@@ -103,18 +103,28 @@ if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
-            from importlib.metadata import PackageNotFoundError, version  # takes as long as everything else here
-
-            try:
-                return version("ckpttool")
-            except PackageNotFoundError:
-                return "0+unknown"
+            return _version()
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from ckpttool.core import values
 
         values.to_html = _to_html
         return getattr(import_module(f"ckpttool.{_MODULES[name]}"), name)
+
+
+def _version() -> str:
+    import os
+
+    try:
+        with open(os.path.join(os.path.dirname(__file__), "version.txt"), encoding="utf-8") as file:
+            return file.read().strip()
+    except OSError:  # files of a repository that nothing has installed
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("ckpttool")
+        except PackageNotFoundError:
+            return "0+unknown"
 
 
 def _to_html(result: Any) -> str | None:

@@ -46,7 +46,7 @@ def test_what_is_ignored_is_counted_and_said_and_not_the_same(run: Run) -> None:
     assert run(*line).status == 1
     done = run(*line, "--ignore", HEAD)
     assert done.status == 0
-    assert "2 differences, accepted (2 ignored)" in done.out
+    assert "2 of 4 keys differ, accepted (2 ignored)" in done.out
     assert "the head is trained anew" in done.out
     data = run(*line, "--ignore", HEAD, "--format", "json").data
     assert (data["identical"], data["accepted"], data["summary"]) == (False, True, {"same": 2, "missing": 2})

@@ -16,7 +16,7 @@ from ckpttool.cli.app import main
 
 FEW = 300
 TIMES = 8
-SOME = 2_000
+SOME = 20_000
 A_KEY = 1_000  # bytes; 2**30 / 1_000_000, and some less for what else there is
 BASE = 24  # of what is measured at one eighth, a quadratic step would make 64 times as much
 

@@ -78,7 +78,10 @@ class Verified:
 
     def __str__(self) -> str:
         by_store = f"{human_bytes(self.by_checksum)} by checksums of its store, " if self.by_checksum else ""
-        by_library = f", {human_bytes(self.by_library)} of it by {self.library} too" if self.by_library else ""
+        by_library = ""
+        if self.by_library:
+            part = "also" if self.by_library == self.read else f"{human_bytes(self.by_library)} of it also"
+            by_library = f", {part} by {self.library}"
         return f"every tensor of the output: {by_store}{human_bytes(self.read)} read back and compared{by_library}"
 
 

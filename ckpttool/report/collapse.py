@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain, pairwise, zip_longest
 from math import prod
 from typing import Generic, TypeVar
@@ -67,13 +67,16 @@ def paired(pairs: Iterable[tuple[tuple[str, ...], tuple[str, ...], L]]) -> list[
     """Collapse keys of two sides that belong together: the patterns of both, how many pairs, and their likeness."""
     rows: list[tuple[str, str, int, L]] = []
     singles: dict[tuple[str, L], tuple[tuple[str, ...], tuple[str, ...]]] = {}
-    items = []
-    for left, right, likeness in pairs:
-        first = (left or right)[0]
-        form = tuple(tuple(_INDEX.split(key)[::2]) for side in (left, right) for key in side)
-        items.append((first, (len(left), form, likeness)))
-        singles[first, likeness] = left, right
-    for group in collapse(items):
+    forms: dict[object, object] = {}  # the form of a repeated layer is kept once
+
+    def items() -> Iterator[tuple[str, tuple[int, object, L]]]:
+        for left, right, likeness in pairs:
+            first = (left or right)[0]
+            form = tuple(tuple(_INDEX.split(key)[::2]) for side in (left, right) for key in side)
+            singles[first, likeness] = left, right
+            yield first, (len(left), forms.setdefault(form, form), likeness)
+
+    for group in collapse(items()):
         likeness = group.likeness[2]
         own = [singles[key, likeness] for key in group.keys]
         old, new = (" + ".join(first_pattern(keys) for keys in zip(*(one[side] for one in own))) for side in (0, 1))

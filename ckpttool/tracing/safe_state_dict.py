@@ -11,6 +11,7 @@ import io
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import field
 from functools import cache
 from typing import Any
@@ -206,6 +207,9 @@ def _safe(name: Global) -> Any:
     path = f"{_PYTHON_2.get(name.module, name.module)}.{name.name}"
     if path in _torchs_list():
         return _torchs_list()[path]
+    if name.module.startswith("torch.distributed."):
+        with suppress(ImportError):  # a torch that was built without it
+            import torch.distributed.tensor  # declares what DTensors need
     for declared in torch.serialization.get_safe_globals():  # by the model's code, torchao, DTensor and others
         value, full = declared if isinstance(declared, tuple) else (declared, None)
         if path == (full or f"{value.__module__}.{value.__qualname__}"):

@@ -222,7 +222,7 @@ def test_a_names_file_with_ids_and_a_model_alone(tmp_path: Path, capsys: pytest.
     for model in (names, "optimizer_models:Reordered"):
         status, found = told(capsys, "diff", "--model", model, f"{path}::optimizer")
         assert (status, found["summary"]["order"]) == (1, 9)
-        out = paste(f"{found['fix'][0]}")
+        out = paste(found["fix"][0]["command"])
         assert held(out, models.Reordered, models.in_order)
         Path(out).unlink()
     status, found = told(capsys, "diff", "--model", "optimizer_models:Reordered", path)

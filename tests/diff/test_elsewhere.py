@@ -146,7 +146,7 @@ def test_what_loading_would_not_notice(capsys: pytest.CaptureFixture[str], tmp_p
     state = {key.replace("input_layer", "in_layer"): value for key, value in real_models.llama().state_dict().items()}
     torch.save(state, tmp_path / "llama.pt")
     assert main(["diff", "--model", model, str(tmp_path / "llama.pt")]) == 1
-    assert "the same shape as a neighbor, so a swap would not be noticed" in capsys.readouterr().err
+    assert "the same shape as a neighbor, so a swap would not be noticed" in capsys.readouterr().out
 
 
 def test_a_tied_head_is_no_other_tensor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_what_torch_cannot_load_comes_with_the_command_that_converts_it(
     asked = ("--model", f"{tmp_path / 'net.py'}:Net")
     done = run("diff", "::".join((str(path), *place)), *asked)
     assert (done.status, "does not load" in done.out) == (1, True)
-    (printed,) = [line for line in done.err.splitlines() if "torch.load raises" in line]
+    (printed,) = [line for line in done.out.splitlines() if "torch.load raises" in line]
     command = shlex.split(printed.partition("file that it loads: ")[2])
     assert run(*command[1:]).status == 0
     converted = torch.load(command[-1], weights_only=True)

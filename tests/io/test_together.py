@@ -507,7 +507,9 @@ def test_what_fails_in_the_bucket_leaves_nothing(wide: Path, bucket: Any, tmp_pa
     assert (objects(bucket), uploads(bucket)) == ({}, [])
     run_ranks(tmp_path, 2, *command, fault=Fault(1, 0))
     assert len(uploads(bucket)) > 1
-    done = run_ranks(tmp_path, 2, "remap", *command[1:4], *RULE)
+    renamed = tmp_path / "renamed.safetensors"
+    ckpttool.remap(str(wide / "model.safetensors"), str(renamed), rule="{x*} => a.{x*}")
+    done = run_ranks(tmp_path, 2, "convert", renamed, *command[2:])
     assert [one.status for one in done] == [0, 0], done
     assert uploads(bucket) == []
     assert not [name for name in objects(bucket) if name.endswith(".job")]

@@ -134,6 +134,6 @@ def test_a_quantization_config_never_describes_other_names(tmp_path: Path, run: 
     assert [path.name for path in (tmp_path / "renamed").iterdir()] == ["model.safetensors"]
     for name in left:
         assert any(f"not copied: {name}" in note for note in notes_in(renamed.data))
-    resharded = run("remap", folder, "-o", tmp_path / "resharded", "--max-shard-size", "20B")
+    resharded = run("convert", folder, "-o", tmp_path / "resharded", "--max-shard-size", "20B")
     assert resharded.status == 0, resharded.err
     assert {*left} <= {path.name for path in (tmp_path / "resharded").iterdir()}

@@ -32,7 +32,7 @@ def test_the_library_reads_every_byte(out: str, library: str, tmp_path: Path, ru
     words = ["--keep-aliases"] if library == "safetensors" else []
     done = run("remap", f"{source}::model", "-o", f"{tmp_path}/{out}", "--rule", "{x*} => a.{x*}", "--verify", *words)
     assert done.status == 0, done.err
-    assert f" of it by {library} " in done.out
+    assert f", also by {library} " in done.out
     result = ckpttool.remap(
         f"{source}::model",
         f"{tmp_path}/{out}",

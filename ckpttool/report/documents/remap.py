@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _ROWS = 20
 _FEW = 10  # lines of changed keys once they are written
+_PAIRED = 2_000  # changed keys that are collapsed for these lines: more would take memory, and are not shown
 _VERDICTS = {
     "equal": "kept, equal to the model's",
     "different": "kept, the model has another",
@@ -154,8 +155,8 @@ def _changes(plan: Plan, most: int) -> Keys:
     changed = [(o.key, tuple(dict.fromkeys(refs(o.source)))) for o in plan.outputs if o.source != Ref(o.key)]
     if not changed:
         return Keys("", ())
-    rows = paired((own, (key,), "") for key, own in changed)
-    hidden = sum(count for _, _, count, _ in rows[most:])
+    rows = paired((own, (key,), "") for key, own in changed[:_PAIRED])
+    hidden = len(changed) - sum(count for _, _, count, _ in rows[:most])
     footer = f"... {number(hidden)} more keys (--format json)" if hidden else ""
     shown = tuple((left, right, "") for left, right, _, _ in rows[:most])
     return Keys("", (KeyGroup(f"Changes: {plural(len(changed), 'key')}", shown, footer),))
