@@ -203,7 +203,9 @@ def test_the_action_from_green_to_red(tmp_path: Path, renames: Callable[[], None
     assert (status, outputs["identical"], outputs["status"]) == (1, "false", "1")
     assert json.loads(outputs["summary"]) == {"same": 14, "missing": 2, "unexpected": 2}
     assert "head.weight" in summary
-    assert re.search("^::error title=diff::4 of 18 keys differ.*%0A(fix: )?ckpttool remap CKPT --rule", log, re.MULTILINE)
+    assert re.search(
+        "^::error title=diff::4 of 18 keys differ.*%0A(fix: )?ckpttool remap CKPT --rule", log, re.MULTILINE
+    )
     status, outputs, *_ = job(tmp_path / "3", **inputs, fail="report")
     assert (status, outputs["identical"]) == (0, "false")
 
