@@ -29,10 +29,11 @@ _GROUPS = {
     "What fails": ("fail_on", "ignore", "ignore_file", "fail_on_unused", "exit_zero"),
     "Output": (
         *("out", "keep_pickled_code", "save_plan", "keep_aliases", "max_shard_size"),
-        *("in_place", "no_undo", "dry_run", "verify", "no_fsync", "manifest", "all"),
+        *("in_place", "no_undo", "dry_run", "verify", "manifest", "all"),
     ),
-    "Common options": ("force", "format", "report", "quiet", "verbose", "limit", "no_defaults", "help"),
 }
+# Options that `ckpttool help options` describes; the help of a command only names them.
+_COMMON = ("quiet", "verbose", "format", "report", "force", "no_fsync", "limit", "no_defaults", "help")
 ABOUT = """Inspect, diff and convert PyTorch checkpoints, and put new weights into exported programs.
 
 Exit status: 0: no differences, or success; 1: differences, or refused; 2: error. `ckpttool help COMMAND` has examples,
@@ -86,14 +87,20 @@ class Grouped(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then the options, group by group."""
         sections: dict[str, list[Any]] = {}
-        for param in self.get_params(ctx):
-            heading = next((title for title, names in _GROUPS.items() if param.name in names), "Options")
-            title = "Arguments" if param.param_type_name == "argument" else heading
-            sections.setdefault(title, []).append(param.get_help_record(ctx))
+        params = {param.name: param for param in self.get_params(ctx)}
+        for name, param in params.items():
+            if param.param_type_name == "argument":
+                sections.setdefault("Arguments", []).append((param.metavar, param.get_help_record(ctx)[1]))
+            elif name not in _COMMON:
+                title = next((title for title, names in _GROUPS.items() if name in names), "Options")
+                sections.setdefault(title, []).append(param.get_help_record(ctx))
         order = ["Arguments", "Options", *_GROUPS]
         for title in sorted(sections, key=order.index):
             with formatter.section(title):
                 formatter.write_dl(sections[title])
+        flags = ", ".join(params[name].opts[0] for name in _COMMON if name in params)
+        with formatter.section("Common options"):
+            formatter.write_text(f"{flags} (described in `ckpttool help options`)")
 
 
 def typed(loaded: Command) -> Callable[..., int | None]:

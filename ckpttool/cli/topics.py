@@ -41,7 +41,7 @@ Options that all commands have, before or after the command:
 
   -q, --quiet          print errors only; the exit status is the answer
   -v, --verbose        say on stderr what was read, moved, computed and fetched, and the time
-  --format FORMAT      text, json, markdown, github or html on stdout
+  --format FORMAT      text, json, markdown, github, junit, sarif or html on stdout
   --report FILE        write the output to FILE too; its ending picks the format; repeatable
   --force              overwrite files that exist
   --no-fsync           do not wait until the disk has the bytes (commands that write)

@@ -35,8 +35,8 @@ class CompareOptions:
     """How tensors are compared."""
 
     values: Annotated[bool, option("--values", help="Compare the bytes of the tensors too.")] = False
-    rtol: Annotated[float, option("--rtol", least=0, help="Relative tolerance of --values.")] = 0.0
-    atol: Annotated[float, option("--atol", least=0, help="Absolute tolerance of --values.")] = 0.0
+    rtol: Annotated[float, option("--rtol", metavar="N", least=0, help="Relative tolerance of --values.")] = 0.0
+    atol: Annotated[float, option("--atol", metavar="N", least=0, help="Absolute tolerance of --values.")] = 0.0
     ignore_dtype: Annotated[bool, option("--ignore-dtype", help="Ignore dtype differences.")] = False
 
     @property
