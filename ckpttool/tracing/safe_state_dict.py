@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import field
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -209,7 +210,7 @@ def _safe(name: Global) -> Any:
         return _torchs_list()[path]
     if name.module.startswith("torch.distributed."):
         with suppress(ImportError):  # a torch that was built without it
-            import torch.distributed.tensor  # declares what DTensors need
+            import_module("torch.distributed.tensor")  # declares what DTensors need
     for declared in torch.serialization.get_safe_globals():  # by the model's code, torchao, DTensor and others
         value, full = declared if isinstance(declared, tuple) else (declared, None)
         if path == (full or f"{value.__module__}.{value.__qualname__}"):

@@ -150,6 +150,7 @@ def test_files_that_nobody_installed_have_no_version(monkeypatch: pytest.MonkeyP
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", none)
+    monkeypatch.setattr(ckpttool, "__file__", str(Path("nowhere/__init__.py")))
     assert ckpttool.__getattr__("__version__") == "0+unknown"
 
 
