@@ -90,7 +90,8 @@ class Grouped(TyperCommand):
         params = {param.name: param for param in self.get_params(ctx)}
         for name, param in params.items():
             if param.param_type_name == "argument":
-                sections.setdefault("Arguments", []).append((param.metavar, param.get_help_record(ctx)[1]))
+                record: Any = param.get_help_record(ctx)
+                sections.setdefault("Arguments", []).append((param.metavar, record[1]))
             elif name not in _COMMON:
                 title = next((title for title, names in _GROUPS.items() if name in names), "Options")
                 sections.setdefault(title, []).append(param.get_help_record(ctx))
