@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: more threads only wait for each other
+# Hundreds of tests start a process: without bytecode each of them compiles the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import torch
 
