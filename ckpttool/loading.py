@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,20 +16,22 @@ from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.run import run
 from ckpttool.fixes import suggest
 from ckpttool.fixes.diff import diff as diff_with_fix
+from ckpttool.fixes.fix import applicable
 from ckpttool.fixes.trial import Question, try_remap
 from ckpttool.io import sources
 from ckpttool.io.pieces import Piece
 from ckpttool.io.write import WriteOptions, preflight, write_file
 from ckpttool.operands.checkpoint import Ckpt, model_section, open_with_values
 from ckpttool.operands.model import ModelOperand, read_for_model, trace
+from ckpttool.operands.output import command
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.run import plan_remap
+from ckpttool.report.renderers import json
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ckpttool.core.checkpoint import Checkpoint, Section
-    from ckpttool.diffing.result import Diff
     from ckpttool.keywords import OptimizerKeywords
     from ckpttool.live.load import Module, Optimizer
 
@@ -41,8 +42,8 @@ class Loaded:
     """What `load` did.
 
     `section` is the path of the state dict in the file, None if only the optimizer was loaded; `tensors` counts the
-    tensors of the model that got values; `fix` is the command line of the remap that was applied on the way, None if
-    the keys fit as they were; `optimizer` is the path of the optimizer's state, None if it was not loaded.
+    tensors of the model that got values; `fix` is the call or command of the remap that was applied on the way,
+    None if the keys fit as they were; `optimizer` is the path of the optimizer's state, None if it was not loaded.
     """
 
     ckpt: str
@@ -74,7 +75,7 @@ def load(
     Example::
 
         loaded = ckpttool.load("run/last.ckpt", model, optimizer)
-        print(loaded.fix)  # the command line that would make the same keys, or None
+        print(loaded.fix)  # the call that would write the same keys to a file, or None
     """
     from ckpttool.live.load import check_copyable, innermost, like, put
 
@@ -101,27 +102,10 @@ def _fitting_model(source: Checkpoint, model: ModelOperand, cast: bool) -> tuple
     diff = run(source, None, options, model)
     if diff.identical:
         return model_section(source), None
-    question = Question(source, None, options, model)
-    fix = suggest.best_remap(question, diff, None)
-    if fix is None or not fix.after.identical:
-        raise _refused(source, fix.after if fix else diff, suggest.answered(question, diff))
-    if fix.infers:
-        hint = f"if they are right, run this and load the output: {fix.fix}"
-        raise Refused(f"{source.source} fits only by renames that are guesses", hint=hint)
-    assert isinstance(fix.options, RemapOptions)
+    found = suggest.answered(Question(source, None, options, model), diff)
+    fix = applicable(found, command("diff", (source.source,), options))
     done = plan_remap(source, fix.options, None if fix.options.model is None else model, None)
-    return model_section(done.result), str(fix.fix)
-
-
-def _refused(source: Checkpoint, diff: Diff, answer: Diff) -> Refused:
-    problems = [
-        Problem(entry.why(("the checkpoint", "the model")) or entry.status, (entry.left or entry.right or ("",))[0])
-        for entry in diff.entries
-        if diff.is_difference(entry)
-    ]
-    hint = "; ".join(answer.notes[-3:]) or "`ckpttool diff CKPT --model MODEL` says what differs"
-    count = plural(len(problems), "difference")
-    return Refused(f"{source.source} does not fit the model: {count}", hint=hint, problems=problems)
+    return model_section(done.result), str(fix)
 
 
 def _fitting_state(source: Checkpoint, model: ModelOperand) -> tuple[str, Mapping[Any, Any]]:
@@ -150,9 +134,9 @@ def save_names(model: Any, path: str, **options: Unpack[OptimizerKeywords]) -> N
 
     Raise `CkptError` if the model's own code fails, or if the file cannot be written.
     """
-    text = json.dumps(trace(model, **options).to_json(), indent=2) + "\n"
+    text = json.render(trace(model, **options).to_json())
     preflight(path, (), force=True, in_place=True)
-    write_file([Piece(text.encode())], path, WriteOptions(replace=True, in_place=True))
+    write_file([Piece(text.encode("utf-8", "backslashreplace"))], path, WriteOptions(replace=True, in_place=True))
 
 
 def check_names(model: Any, path: str, **options: Unpack[OptimizerKeywords]) -> None:

@@ -153,7 +153,7 @@ class Fix(str):
 
     complete: bool
     tried: bool
-    options: Any  # of the remap that it is, if that was tried and is complete
+    options: Any  # of the remap that it is, if that was tried, is complete and guesses nothing
 
     def __new__(cls, command: str, *, complete: bool = False, tried: bool = False, options: Any = None) -> Self:
         """Return the command."""

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 from ckpttool.core.codes import CODES
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.options import FixOptions, OutputOptions, expand_options, keywords_of
-from ckpttool.core.text import code_of, shell
+from ckpttool.core.text import code_of
+from ckpttool.diffing.options import DiffOptions
 from ckpttool.fixes.diff import diff
 from ckpttool.operands.checkpoint import Ckpt
-from ckpttool.operands.model import operand_of
+from ckpttool.operands.output import command
 from ckpttool.remapping.run import remap
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ckpttool.diffing.result import Diff
+    from ckpttool.diffing.result import Diff, Fix
     from ckpttool.io.progress import Progress
     from ckpttool.keywords import FixKeywords
     from ckpttool.remapping.plan import Remap
@@ -29,31 +30,37 @@ def fix(
 ) -> Remap:
     """Write the checkpoint as `model` loads it, and `optimizer` if it is named: what `diff` suggests.
 
-    Only a fix that was tried, and after which nothing differs, is applied. Raise `Refused`, with the reasons, if there
-    is none or if the checkpoint already fits, and otherwise as `remap` does.
+    Only a fix that was tried, after which nothing differs, and that guesses no name is applied. Raise `Refused`, with
+    the reasons, if there is none or if the checkpoint already fits, and otherwise as `remap` does.
     """
     chosen = FixOptions(out=out, **options)
     if chosen.model is None:
         raise CkptError("a fix is for a model", hint="pass --model MODEL")
-    found = diff(ckpt, **{name: getattr(chosen, name) for name in ("model", "materialize", "optimizer")})
-    done = next((one.options for one in found.fix if one.options is not None), None)
-    if done is None:
-        raise _refusal(ckpt, chosen, found)
+    asked = DiffOptions(**{name: getattr(chosen, name) for name in ("model", "materialize", "optimizer")})
+    found = diff(ckpt, **keywords_of(asked))
+    done = applicable(found, command("diff", (found.left,), asked))
     written = {field.name: getattr(chosen, field.name) for field in fields(OutputOptions)}
-    result = remap(ckpt, progress=progress, **keywords_of(replace(done, **written)))
+    result = remap(ckpt, progress=progress, **keywords_of(replace(done.options, **written)))
     about_fix = (note for note in found.notes if code_of(note) and CODES[code_of(note)].kind == "fix")
     return replace(result, notes=(*result.notes, *about_fix))
 
 
-def _refusal(ckpt: Ckpt, options: FixOptions, found: Diff) -> Refused:
-    """Return why no fix is applied."""
-    operand = ckpt if isinstance(ckpt, str) else "CKPT"
-    model = operand_of(options)
-    words = () if model is None else model.words
-    optimizer = ("--optimizer", options.optimizer) if isinstance(options.optimizer, str) else ()
-    command = shell("ckpttool", "diff", operand, *words, *optimizer)
+def applicable(found: Diff, shows: str) -> Fix:
+    """Return the fix that needs nobody to look at it: it was tried, nothing differs after it, and it guesses nothing.
+
+    Raise `Refused`, with the reasons, if there is none. `shows` is the command that prints the diff.
+    """
+    done = next((one for one in found.fix if one.options is not None), None)
+    if done is not None:
+        return done
     if found.identical:
-        return Refused(f"nothing to fix: {operand} already loads", hint=f"{command} shows it")
+        raise Refused(f"nothing to fix: {found.left} already loads", hint=f"{shows} shows it")
+    if any(code_of(note) == "inferred-fix" for note in found.notes) and all(one.complete for one in found.fix[-1:]):
+        message = f"{found.left} fits only by renames that are guessed from names and shapes"
+        raise Refused(message, hint=f"if they are right, run {'; '.join(found.fix) or shows}")
     problems = [Problem(CODES[one.code].meaning, key) for one in found.unfixed for key in one.keys]
-    hint = f"{command} shows what differs, why, and what fixes a part of it"
-    return Refused(f"no command fixes {operand} completely", hint=hint, problems=problems)
+    if not problems:
+        entries = filter(found.is_difference, found.entries)
+        problems = [Problem(entry.why() or entry.status, (*entry.left, *entry.right)[0]) for entry in entries]
+    hint = f"{shows} shows what differs, why, and what fixes a part of it"
+    raise Refused(f"no command fixes {found.left} completely", hint=hint, problems=problems)

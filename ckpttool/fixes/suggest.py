@@ -72,7 +72,7 @@ class Fixes(NamedTuple):
             tried = words.isdisjoint(unknown)
             is_all = not (self.is_partial or self.unfixed)
             complete = tried and is_all and (line.complete if isinstance(line, Fix) else True)
-            options = line.options if is_all and isinstance(line, Fix) else None
+            options = line.options if is_all and not self.is_inferred and isinstance(line, Fix) else None
             fix.append(Fix(line, complete=complete, tried=tried, options=options))
         notes = [*diff.notes, *[PART] * self.is_partial, *[INFERRED] * self.is_inferred, *self.notes]
         if unknown:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +91,14 @@ def _torch(checkpoint: Checkpoint, path: str) -> tuple[str, Iterator[Pair]]:
 
     def pairs() -> Iterator[Pair]:
         for section in checkpoint.sections:
-            inside = content
-            for _, step in tree.places[section.path].steps if tree is not None else ():
-                inside = inside[step]
+            steps = () if tree is None else tree.places[section.path].steps
+            if any(kind != "item" for kind, _ in steps):
+                continue  # a part of an object, which indexing does not reach
+            inside = _at(content, [step for _, step in steps])
             if section.kind == "state_dict":
                 for entry in section.tensors:
                     if entry.storage is not None:
-                        yield dotted(section.path, entry.key), entry, inside.get(entry.key)
+                        yield dotted(section.path, entry.key), entry, _at(inside, [entry.key])
             elif section.kind == "optimizer" and section.mapping is not None:
                 for keys, entry in _leaves(section.mapping):
                     yield dotted(section.path, entry.key), entry, _at(inside, keys)
@@ -117,7 +118,7 @@ def _leaves(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
             yield from _leaves(part, (*way, index))
 
 
-def _at(value: Any, way: tuple[Any, ...]) -> Any:
+def _at(value: Any, way: Sequence[Any]) -> Any:
     try:
         for key in way:
             value = value[key]
@@ -136,12 +137,15 @@ def _dcp(checkpoint: Checkpoint, path: str) -> tuple[str, Iterator[Pair]]:
 
     def pairs() -> Iterator[Pair]:
         batch: dict[str, TensorEntry] = {}
+        nbytes = 0
         for section, entry in _dense(checkpoint):
-            if dotted(section.path, entry.key) in known:
-                batch[dotted(section.path, entry.key)] = entry
-            if sum(one.nbytes for one in batch.values()) >= _BATCH:
+            name = dotted(section.path, entry.key)
+            if name in known:
+                batch[name] = entry
+                nbytes += entry.nbytes
+            if nbytes >= _BATCH:
                 yield from _loaded(folder, batch)
-                batch = {}
+                batch, nbytes = {}, 0
         yield from _loaded(folder, batch)
 
     return f"torch {torch.__version__}", pairs()

@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckpttool
+from ckpttool.cli.app import main
 from ckpttool.live import load as live_load
 from places import SUPPORT
 
@@ -318,6 +319,15 @@ def test_names_in_a_unit_test(tmp_path: Path) -> None:
     assert sorted(problem.key for problem in refused.value.problems) == ["extra.bias", "extra.weight"]
     ckpttool.save_names(changed, path)
     ckpttool.check_names(changed, path)
+
+
+def test_a_names_file_is_what_trace_writes(tmp_path: Path) -> None:
+    (tmp_path / "accents.py").write_text(
+        "from torch import nn\n\ndef build():\n    return nn.ModuleDict({'größe': nn.Linear(2, 3)})\n"
+    )
+    ckpttool.save_names(f"{tmp_path}/accents.py:build", str(tmp_path / "python.json"))
+    assert main(["trace", f"{tmp_path}/accents.py:build", "-o", f"{tmp_path}/command.json"]) == 0
+    assert (tmp_path / "python.json").read_bytes() == (tmp_path / "command.json").read_bytes()
 
 
 def test_sharded_models_on_two_ranks(tmp_path: Path) -> None:

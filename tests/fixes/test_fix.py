@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -58,7 +60,6 @@ WRAPPED = {
     "ddp": lambda net: {f"module.{key}": value for key, value in net.state_dict().items()},
     "compiled": lambda net: {f"_orig_mod.{key}": value for key, value in net.state_dict().items()},
     "part of another": lambda net: {f"encoder.net.{key}": value for key, value in net.state_dict().items()},
-    "renamed": lambda net: {f"old_{key}": value for key, value in net.state_dict().items()},
 }
 
 
@@ -79,10 +80,18 @@ def test_the_model_loads_what_is_written(form: str, where: str, run: Run) -> Non
     assert where == "in place" or Path("in.pt").read_bytes() == before
 
 
-def test_an_inferred_fix_says_what_to_check(run: Run) -> None:
-    torch.save(WRAPPED["renamed"](model()), "in.pt")
+def test_a_guess_is_refused_with_the_command_that_applies_it(run: Run) -> None:
+    net = model()
+    torch.save({f"old_{key}": value for key, value in net.state_dict().items()}, "in.pt")
     done = run("fix", "in.pt", "--model", "fix_net.py:Hidden", "-o", "out.pt")
-    assert (done.status, "inferred from names and shapes" in done.err) == (0, True), done.said
+    assert (done.status, "guessed from names and shapes" in done.err) == (1, True), done.said
+    assert not Path("out.pt").exists()
+    (hint,) = re.findall(r"if they are right, run (ckpttool .*)", " ".join(done.err.split()))
+    before = {*Path().iterdir()}
+    for line in hint.split("; "):
+        assert run(*shlex.split(line)[1:]).status == 0
+    (made,) = {*Path().iterdir()} - before
+    model().load_state_dict(torch.load(made), strict=True)
 
 
 def test_what_fits_and_what_no_command_fixes_is_refused(run: Run) -> None:
@@ -123,7 +132,9 @@ def test_from_python_with_objects() -> None:
     fixed = ckpttool.fix(WRAPPED["runtime"](net), "out.pt", model=__import__("fix_net").Hidden)
     assert fixed.output == "out.pt"
     model().load_state_dict(torch.load("out.pt"), strict=True)
-    with pytest.raises(ckpttool.Refused, match="nothing to fix"):
+    with pytest.raises(ckpttool.Refused, match="nothing to fix") as refused:
         ckpttool.fix("out.pt", "again.pt", model=__import__("fix_net").Hidden)
+    call = refused.value.hint.removesuffix(" shows it")
+    assert eval(call, {"ckpttool": ckpttool, "model": __import__("fix_net").Hidden}).identical
     with pytest.raises(ckpttool.CkptError, match="for a model"):
         ckpttool.fix("out.pt", "again.pt")
