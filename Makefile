@@ -17,7 +17,7 @@ SEED ?= 0
 ONLY ?= ckpttool
 
 SIZE ?= 1
-RUNS ?= 4
+RUNS ?= 3
 CASES ?=
 
 .PHONY: help demo test suites bench browser docs dist faults check wild models fuzz mutants conditions fix coverage floor constraints clean

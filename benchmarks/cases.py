@@ -1,4 +1,4 @@
-"""What is measured: a command of ckpttool against another way to the same end, and what shows that it was reached."""
+"""What is measured: a command of ckpttool, other ways to the same result, and a check of what it wrote."""
 
 from __future__ import annotations
 
@@ -10,130 +10,112 @@ from typing import Any
 
 CKPTTOOL = str(Path(sys.executable).parent / "ckpttool")
 RULE = ("--rule", "layers.{i}.{rest*} => blocks.{i}.{rest*}")
+SHARDS = 8
 
 
 @dataclass(frozen=True)
 class Case:
-    """`ours` against `theirs`: command lines that exit with `status`. `check` looks at what ours has written."""
+    """`ours` and what a user would run `instead`, called `name`; both exit with `status`.
+
+    `copied` is a file of the size of the output, for `cp`; None for a command that writes nothing. `check` loads what
+    `ours` has written.
+    """
 
     work: str
     ours: list[str]
-    against: str
-    theirs: list[str]
+    name: str
+    instead: list[str]
+    copied: Path | None = None
     check: Callable[[], bool] = lambda: True
     status: int = 0
 
     @property
     def words(self) -> str:
-        """Both command lines: the files that they name are those that are used."""
-        return " ".join([*self.ours, *self.theirs])
+        """Both command lines: they name the files that are needed."""
+        return " ".join([*self.ours, *self.instead])
 
 
 def python(code: str) -> list[str]:
-    """A command line that runs the code."""
-    return [sys.executable, "-c", code]
+    return [sys.executable, "-c", f"import torch; from torch.distributed.checkpoint import format_utils\n{code}"]
 
 
 def shell(command: str) -> list[str]:
-    """A command line of the shell."""
-    return ["/bin/sh", "-c", command]
+    """A command line of the shell; options that are appended to it are its ``$@``."""
+    return ["/bin/sh", "-c", command, "sh"]
 
 
-def cases(folder: Path) -> Iterator[Case]:
-    """All of them, over the files that `data.make` made in the folder."""
-    yield from _copies(folder)
-    yield from _conversions(folder)
-    yield from _swaps(folder)
-    yield from _in_place(folder)
-    yield from _questions(folder)
+def cases(folder: Path, gib: float) -> Iterator[Case]:
+    """Yield the cases, over the files that `data.make` makes in the folder."""
+    model, shard = folder / "model.safetensors", int(gib * 2**30 / SHARDS)
+    # What a user would run, by format: `s` is the state_dict.
+    load = {
+        "safetensors": f"from safetensors.torch import load_file; s = load_file('{model}')\n",
+        "pt": f"s = torch.load('{folder / 'model.pt'}', mmap=True)\n",
+        "dcp": f"format_utils.dcp_to_torch_save('{folder / 'model.dcp'}', '{folder / 'out.tmp'}')\n"
+        f"s = torch.load('{folder / 'out.tmp'}', mmap=True)\n",
+    }
+    save = {
+        "safetensors": f"from safetensors.torch import save_file; save_file(s, '{folder / 'out.safetensors'}')",
+        "pt": f"torch.save(s, '{folder / 'out.pt'}')",
+        "dcp": f"torch.distributed.checkpoint.save(s, checkpoint_id='{folder / 'out.dcp'}', no_dist=True)",
+        "shards": f"from huggingface_hub import save_torch_state_dict; import os; os.mkdir('{folder / 'out.shards'}')\n"
+        f"save_torch_state_dict(s, '{folder / 'out.shards'}', max_shard_size={shard})",
+    }
+    rename = "s = {k.replace('layers', 'blocks'): v for k, v in s.items()}\n"
 
+    for source in ("safetensors", "pt", "dcp"):
+        out = folder / f"out.{source}"
+        ours = [CKPTTOOL, "remap", str(folder / f"model.{source}"), "-o", str(out), *RULE]
+        instead = python(load[source] + rename + save[source])
+        yield Case(f"rename, {source}", ours, "load and save", instead, model, _holds(out, "blocks", folder))
+    for source, target in (("pt", "safetensors"), ("safetensors", "pt"), ("dcp", "safetensors"), ("dcp", "pt")):
+        out = folder / f"out.{target}"
+        ours = [CKPTTOOL, "remap", str(folder / f"model.{source}"), "-o", str(out)]
+        instead, name = python(load[source] + save[target]), "load and save"
+        if (source, target) == ("dcp", "pt"):
+            instead, name = python(load["dcp"].partition("\n")[0].replace("out.tmp", "out.pt")), "`dcp_to_torch_save`"
+        yield Case(f"{source} to {target}", ours, name, instead, model, _holds(out, "layers", folder))
+    out = folder / "out.shards"
+    ours = [CKPTTOOL, "convert", str(model), "-o", f"{out}/", "--max-shard-size", f"{shard}B"]
+    instead = python(load["safetensors"] + save["shards"])
+    yield Case(f"{SHARDS} shards", ours, "load and save", instead, model, _holds(out, "layers", folder))
 
-def _copies(folder: Path) -> Iterator[Case]:
-    for name, ending, load in (("safetensors", "safetensors", _safetensors), ("torch zip", "pt", _torch)):
-        source, out = folder / f"model.{ending}", folder / f"out.{ending}"
-        ours = [CKPTTOOL, "remap", str(source), "-o", str(out), *RULE]
-        check = _holds(load, out, "blocks", folder)
-        yield from _against_cp(f"rename, {name}", ours, source, check)
-        ours = [*ours, "--no-fsync"]
-        saved = {
-            "safetensors": "from safetensors.torch import load_file, save_file;"
-            f"save_file({{k.replace('layers', 'blocks'): v for k, v in load_file('{source}').items()}}, '{out}')",
-            "pt": f"import torch; s = torch.load('{source}', mmap=True);"
-            f"torch.save({{k.replace('layers', 'blocks'): v for k, v in s.items()}}, '{out}')",
-        }[ending]
-        yield Case(f"rename, {name}, `--no-fsync`", ours, "loading and saving", python(saved), check)
-
-
-def _against_cp(work: str, ours: list[str], copied: Path, check: Callable[[], bool]) -> Iterator[Case]:
-    """Brought to the disk, and left to the page cache, beside a copy of a file of that size."""
-    out = copied.with_name("out.copy")
-    yield Case(work, ours, "`cp` and `sync`", shell(f"cp {copied} {out} && sync {out}"), check)
-    yield Case(f"{work}, `--no-fsync`", [*ours, "--no-fsync"], "`cp`", ["/bin/cp", str(copied), str(out)], check)
-
-
-def _conversions(folder: Path) -> Iterator[Case]:
-    ways = (("pt", "safetensors"), ("safetensors", "pt"), ("dcp", "safetensors"), ("dcp", "pt"))
-    for source, target in ways:
-        path, out = folder / f"model.{source}", folder / f"out.{target}"
-        ours = [CKPTTOOL, "remap", str(path), "-o", str(out)]
-        check = _holds(_safetensors if target == "safetensors" else _torch, out, "layers", folder)
-        yield from _against_cp(f"{source} to {target}", ours, folder / "model.safetensors", check)
-    convert = f"from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as go; go('{path}', '{out}')"
-    yield Case("dcp to pt, `--no-fsync`", [*ours, "--no-fsync"], "`dcp_to_torch_save`", python(convert), check)
-
-
-def _swaps(folder: Path) -> Iterator[Case]:
-    program, new, out = folder / "model.pt2", folder / "model.pt", folder / "out.pt2"
-    ours = [CKPTTOOL, "swap-weights", str(program), str(new), "-o", str(out)]
-    check = _holds(_program, out, "layers", folder)
-    yield from _against_cp("swap-weights", ours, program, check)
-    by_torch = (
-        f"import torch; p = torch.export.load('{program}'); s = torch.load('{new}', mmap=True);"
+    program, out = folder / "model.pt2", folder / "out.pt2"
+    ours = [CKPTTOOL, "swap-weights", str(program), str(folder / "model.pt"), "-o", str(out)]
+    instead = python(
+        f"p = torch.export.load('{program}')\n{load['pt']}"
         f"[p.state_dict[k].data.copy_(v) for k, v in s.items()]; torch.export.save(p, '{out}')"
     )
-    yield Case("swap-weights, `--no-fsync`", [*ours, "--no-fsync"], "loading, copying, saving", python(by_torch), check)
+    yield Case("swap-weights", ours, "load, copy and save", instead, program, _holds(out, "layers", folder))
 
+    for name in ("safetensors", "pt", "pt2"):  # there and back, so that each run finds the same file
+        path, source = folder / f"placed.{name}", folder / f"model.{name}"
+        edit = f'{CKPTTOOL} remap {path} --in-place --rule \'{RULE[1]}\' "$@" && {CKPTTOOL} undo {path} "$@"'
+        ours = shell(f"[ -e {path} ] || cp {source} {path}; {edit}")
+        by_torch = f"p = torch.export.load('{source}')\ntorch.export.save(p, '{out}')"
+        instead = python(by_torch if name == "pt2" else load[name] + rename + save[name])
+        yield Case(f"rename in place and undo, {name}", ours, "load and save", instead, source)
 
-def _in_place(folder: Path) -> Iterator[Case]:
-    """There and back, so that each run finds what the one before it found."""
-    for name, ending in (("safetensors", "safetensors"), ("torch zip", "pt"), ("exported program", "pt2")):
-        path = folder / f"placed.{ending}"
-        there = f"{CKPTTOOL} remap {path} --in-place --rule 'layers.{{i}}.{{r*}} => blocks.{{i}}.{{r*}}'"
-        yield Case(
-            f"rename in place and undo, {name}",
-            shell(f"[ -e {path} ] || cp {folder / f'model.{ending}'} {path}; {there} && {CKPTTOOL} undo {path}"),
-            "`cp`",
-            ["/bin/cp", str(folder / f"model.{ending}"), str(folder / "out.copy")],
-        )
-
-
-def _questions(folder: Path) -> Iterator[Case]:
-    one, same, other = (str(folder / f"{name}.safetensors") for name in ("model", "same", "other"))
-    many, torch = str(folder / "many.safetensors"), python("import torch")
-    yield Case(
-        "diff --values, the same", [CKPTTOOL, "diff", "--values", one, same], "`cmp`", ["/usr/bin/cmp", one, same]
-    )
-    differ = [CKPTTOOL, "diff", "--values", one, other]
-    yield Case("diff --values, one row differs", differ, "`cmp`", shell(f"cmp {one} {other}"), status=1)
-    load = python(f"import torch; torch.load('{folder / 'many.pt'}', mmap=True)")
-    yield Case(
-        "inspect, torch zip, 10,000 tensors", [CKPTTOOL, "inspect", str(folder / "many.pt")], "`torch.load`", load
-    )
+    one, same, other, many = (str(folder / f"{name}.safetensors") for name in ("model", "same", "other", "many"))
+    values, torch = [CKPTTOOL, "diff", "--values", one], [sys.executable, "-c", "import torch"]
+    yield Case("diff --values, the same", [*values, same], "`cmp`", ["/usr/bin/cmp", one, same])
+    yield Case("diff --values, one row differs", [*values, other], "`cmp`", ["/usr/bin/cmp", one, other], status=1)
+    ours = [CKPTTOOL, "inspect", str(folder / "many.pt")]
+    yield Case("inspect, pt, 10,000 tensors", ours, "`torch.load`", python(f"torch.load('{ours[-1]}', mmap=True)"))
     yield Case("diff, safetensors, 100,000 keys", [CKPTTOOL, "diff", many, many], "`import torch`", torch)
     yield Case("`--help`", [CKPTTOOL, "--help"], "`import torch`", torch)
 
 
-def _holds(load: Callable[[Path], Any], out: Path, prefix: str, folder: Path) -> Callable[[], bool]:
-    """Whether what was written holds the model's tensors, bit for bit, under names that begin with the prefix."""
+def _holds(out: Path, prefix: str, folder: Path) -> Callable[[], bool]:
+    """Return a check that `out` holds the model's tensors, bit for bit, under names that begin with the prefix."""
 
     def check() -> bool:
         import torch
         from safetensors import safe_open
 
-        found = load(out)
+        found = _loaded(out)
         with safe_open(folder / "model.safetensors", "pt") as source:
-            keys = list(source.keys())
-            named = {key: key.replace("layers", prefix) for key in keys}
+            named = {key: key.replace("layers", prefix) for key in list(source.keys())}
             if set(found) != set(named.values()):
                 return False
             return all(torch.equal(found[new], source.get_tensor(key)) for key, new in named.items())
@@ -141,19 +123,18 @@ def _holds(load: Callable[[Path], Any], out: Path, prefix: str, folder: Path) ->
     return check
 
 
-def _safetensors(path: Path) -> Any:
+def _loaded(out: Path) -> dict[str, Any]:
+    import torch
     from safetensors.torch import load_file
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    return load_file(path)
-
-
-def _torch(path: Path) -> Any:
-    import torch
-
-    return torch.load(path, mmap=True)
-
-
-def _program(path: Path) -> Any:
-    import torch
-
-    return torch.export.load(path).state_dict
+    if out.suffix == ".pt2":
+        return dict(torch.export.load(out).state_dict)
+    if out.suffix == ".safetensors":
+        return load_file(out)
+    if out.suffix == ".shards":
+        return {key: value for part in out.glob("*.safetensors") for key, value in load_file(part).items()}
+    if out.suffix == ".dcp":
+        dcp_to_torch_save(out, out.with_name("out.tmp"))
+        out = out.with_name("out.tmp")
+    return dict(torch.load(out, mmap=True))

@@ -12,7 +12,7 @@ MANY = 100_000
 
 
 def make(folder: Path, gib: float, words: str) -> None:
-    """Makes those that the words name, in a process of its own: its memory is not inherited by those measured."""
+    """Make the files that `words` names, in a process of its own: measured processes do not inherit its memory."""
     folder.mkdir(parents=True, exist_ok=True)
     pid = os.fork()
     if pid == 0:
@@ -42,7 +42,7 @@ def _make(folder: Path, gib: float, words: str) -> None:
     torch.manual_seed(0)
     model = Tower(side).eval()
     state = model.state_dict()
-    save_file(state, folder / "model.safetensors")  # what is written is compared with it
+    save_file(state, folder / "model.safetensors")  # outputs are compared with it
     if "model.pt" in words:
         torch.save(state, folder / "model.pt")
     if "same.safetensors" in words:
@@ -52,10 +52,15 @@ def _make(folder: Path, gib: float, words: str) -> None:
         zeroed = state[middle].clone().index_fill_(0, torch.tensor([0]), 0)
         save_file({**state, middle: zeroed}, folder / "other.safetensors")
     if "model.dcp" in words:
-        warnings.simplefilter("ignore")  # that this is one process
+        warnings.simplefilter("ignore")  # about the single process
         dcp.save(state, checkpoint_id=folder / "model.dcp", no_dist=True)
     if "model.pt2" in words:
+        with torch.no_grad():  # other values than the file's
+            for weight in model.parameters():
+                weight.neg_()
         torch.export.save(torch.export.export(model, (torch.zeros(1, side),)), folder / "model.pt2")
+    if "many." not in words:
+        return
     many = {f"layers.{i // 10}.block.{i % 10}.weight": torch.zeros(1) for i in range(MANY)}
     torch.save({key: many[key] for key in list(many)[:10_000]}, folder / "many.pt")
     save_file(many, folder / "many.safetensors")
