@@ -161,6 +161,7 @@ def _key(path: Path) -> str:
 FORMAT = "dcp"
 
 _MAX_VALUE = 1 << 24  # bytes of an item that is not a tensor
+_PICKLED = 100  # bytes of the pickle of a tensor, about
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,6 +219,8 @@ def read(path: str) -> Checkpoint:
     reader = _Reader(path)
     root = nested({metadata.paths[key]: reader.node(key, item) for key, item in metadata.items.items()})
     nbytes = pickled + sum(sizes.values())
+    values = sum(item.place.length for item in metadata.items.values() if isinstance(item, BytesItem))
+    pickled = max(pickled, _PICKLED * len(metadata.items)) + values
     storages = Storages(lambda key, nbytes: reader.rebuilder.storages[key], memory=Memory(nbytes), pickled=pickled)
     for key, storage in reader.rebuilder.storages.items():
         storages.get(key, storage.nbytes)  # the writer also needs storages without tensors

@@ -52,6 +52,18 @@ class PickledSet:
     frozen: bool = False
 
 
+# Calls of these make a dict of their last argument, if that is a dict or a list of pairs.
+MAPPINGS = frozenset(
+    Global(module, name)
+    for module, name in (
+        ("collections", "OrderedDict"),
+        ("collections", "defaultdict"),
+        ("collections", "Counter"),
+        ("builtins", "dict"),
+        ("__builtin__", "dict"),
+    )
+)
+
 ABSENT = object()  # the state of a `Call` that has none; None would be a state
 
 
@@ -123,7 +135,8 @@ class _Imported:
 class _State:
     """What reading a pickle collects: `left` are the bytes of memory that the tree may still take.
 
-    `imported` are the imports that are not torch's own, `watched` the same by the id of the nodes that they made.
+    `imported` are the imports that are not torch's own, `watched` the same by the id of the nodes that they made;
+    `copies` are the calls that may make a dict of another container, `mappings` the ids of their functions.
     """
 
     left: int
@@ -131,11 +144,15 @@ class _State:
     imported: dict[Global, _Imported] = field(default_factory=dict)
     watched: dict[int, _Imported] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)  # the nodes in `watched`, so that their ids are not reused
+    copies: list[Call] = field(default_factory=list)
+    mappings: set[int] = field(default_factory=set)
 
     def new_global(self, module: str, name: str, offset: int) -> Global:
         node = Global(module, name)
         self.left -= _GLOBAL + 4 * (len(module) + len(name))
         self.globals.append(node)
+        if node in MAPPINGS:
+            self.mappings.add(id(node))
         kind = verdict(module, name)
         if kind != OWN:
             if node not in self.imported:
@@ -155,6 +172,8 @@ class _State:
             raise TypeError("the arguments of a call are not a tuple")
         call = Call(func, args, how, kwargs)
         self.left -= _CALL
+        if args and id(func) in self.mappings:
+            self.copies.append(call)
         imported = self.watched.get(id(func)) if self.watched else None
         if imported is not None:
             imported.called += 1
@@ -162,6 +181,18 @@ class _State:
                 imported.calls.append(call)
             self.watch(call, imported)
         return call
+
+    def take_copies(self) -> None:
+        """Count the pairs of the dicts that calls make of other containers: several may make theirs of the same one."""
+        sizes: dict[int, int] = {}
+        for call in self.copies:  # one that is an argument of another comes before it
+            part, size = call.args[-1], 0
+            if type(part) is Call:
+                size = sizes.get(id(part), len(part.pairs or ()))
+            elif type(part) in (dict, list, tuple):
+                size = len(part)
+            sizes[id(call)] = size + len(call.pairs or ())
+            self.left -= _FIRST_PAIR + _PAIR * sizes[id(call)]
 
     def error(self, at: int, message: str) -> CkptError:
         """Return the error for a damaged pickle. It lists the dangerous imports so far: Python would run them."""
@@ -471,6 +502,7 @@ def loads(
                         raise TypeError("a state is set on an object that takes none")
                     stack[-1].state = built
                 elif opcode == 0x2E:  # STOP
+                    state.take_copies()
                     stopped = True
                     break
                 elif opcode in _LINED:

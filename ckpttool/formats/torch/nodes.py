@@ -9,7 +9,7 @@ from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.pickle_imports import DANGEROUS, verdict
 from ckpttool.core.text import dotted
-from ckpttool.formats.pickle_read import ABSENT, ByteString, Call, Global, Persistent, PickledSet, check_key
+from ckpttool.formats.pickle_read import ABSENT, MAPPINGS, ByteString, Call, Global, Persistent, PickledSet, check_key
 
 # The parts of a node
 
@@ -70,21 +70,11 @@ def entries_with_code(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
 
 # Mappings
 
-_MAPPINGS = frozenset(
-    Global(module, name)
-    for module, name in (
-        ("collections", "OrderedDict"),
-        ("collections", "defaultdict"),
-        ("collections", "Counter"),
-        ("builtins", "dict"),
-        ("__builtin__", "dict"),
-    )
-)
 _DEFAULT, _COUNTER = Global("collections", "defaultdict"), Global("collections", "Counter")
 
 
 def is_mapping(node: Any) -> bool:
-    return type(node) is Call and type(node.func) is Global and node.func in _MAPPINGS
+    return type(node) is Call and type(node.func) is Global and node.func in MAPPINGS
 
 
 def pairs_of(node: Any) -> dict[Any, Any] | None:

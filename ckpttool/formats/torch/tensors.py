@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import field, replace
 from functools import partial
 from math import prod
@@ -20,7 +20,9 @@ from ckpttool.formats.torch.nodes import content_of, walk
 
 MAX_DIMS, MOST = 64, 1 << 63  # torch's own limits, of dimensions and of each
 _MAX_WRAPPERS = 8  # a Parameter of a subclass of ...; torch writes fewer
-_MAX_PARTS = 2_000_000  # nodes looked at to find the tensors inside other tensors, in a whole file
+# A small pickle can put the same nodes at any number of places. So many nodes are looked at when a file is read, and so
+# many more for each byte of its pickle. (A node takes at least a byte, and is looked at a few times.)
+_LOOKS, _LOOKS_A_BYTE = 2_000_000, 16
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +39,7 @@ class Storages:
     found: dict[str, Storage] = field(default_factory=dict)
     carried: dict[int, Carried] = field(default_factory=dict)
     reached: set[str] = field(default_factory=set)
-    parts_left: int = _MAX_PARTS
+    looked_at: int = 0
     dtypes: dict[str, str] = field(default_factory=dict)
     memory: Memory = field(default_factory=lambda: Memory(0))
     pickled: int = 0
@@ -51,6 +53,12 @@ class Storages:
         elif nbytes > storage.nbytes:
             raise malformed(f"storage {key} is {storage.nbytes} bytes, not {nbytes}")
         return storage
+
+    def look(self, count: int) -> None:
+        """Count nodes that are looked at, perhaps again. Raises `CkptError` for many more than the file has."""
+        self.looked_at += count
+        if self.looked_at > _LOOKS + _LOOKS_A_BYTE * self.pickled:
+            raise malformed("its objects share too many parts")
 
     def content(self, node: Any) -> bytes | None:
         """Return a digest of the content of a storage or a dense tensor; None for any other node."""
@@ -166,21 +174,10 @@ def entry_of(key: str, node: Call, storages: Storages) -> TensorEntry:
             raise CkptError(problem.message, hint=problem.hint, problems=[Problem(problem.message, key)]) from None
         carried = storages.carried[id(node)] = Carried(node, storages, rebuilt)
         if rebuilt.storage is None:
-            references = (part for part in _parts(node, storages) if type(part) is Persistent)
+            references = (part for part in walk(node, storages.look) if type(part) is Persistent)
             storages.reached.update(map(storage_key, references))
     assert carried.rebuilt is not None
     return replace(carried.rebuilt, key=key, payload=carried)
-
-
-def _parts(root: Any, storages: Storages) -> Iterator[Any]:
-    """Yield every node below and with `root` that can hold others. Raises `CkptError` for too many in one file."""
-
-    def spend(count: int) -> None:
-        storages.parts_left -= count
-        if storages.parts_left < 0:
-            raise malformed("tensors are made of too many parts")
-
-    return walk(root, spend)
 
 
 # Reading. One function for each rebuild function of torch; it gets the arguments, the storages, and the depth.
@@ -310,7 +307,7 @@ _INNERMOST = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 
 
 def _inner(node: Any, storages: Storages, depth: int) -> list[TensorEntry]:
-    found = (part for part in _parts(node, storages) if is_tensor(part) and part.func.name in _INNERMOST)
+    found = (part for part in walk(node, storages.look) if is_tensor(part) and part.func.name in _INNERMOST)
     return [_read(part, storages, depth + 1) for part in found]
 
 

@@ -35,8 +35,9 @@ def read(path: str) -> Checkpoint:
     archive = read_archive(path)
     folder = folder_of(archive, "torch.jit.save")
     check_byteorder(archive, folder)
-    root = read_pickle(archive, folder + "data.pkl").root
-    storages = Storages(lambda key, nbytes: find_storage(archive, folder, key, nbytes))
+    pickle = read_pickle(archive, folder + "data.pkl")
+    root = pickle.root
+    storages = Storages(lambda key, nbytes: find_storage(archive, folder, key, nbytes), pickled=pickle.end)
     reader = _Reader(archive, folder, storages)
     tensors = tuple(reader.tensors(root))
     constants = [record for record in archive.records if record.name.startswith(folder + "constants/")]

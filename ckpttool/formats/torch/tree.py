@@ -18,7 +18,8 @@ from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tenso
 SLOTS = ("_parameters", "_buffers", "_modules")
 
 _MAX_MODULE_DEPTH = 200  # modules inside each other
-_MAX_MODULES = 1_000_000  # a pickle shares nodes: a small one can hold a tree without end
+_MAX_MODULES = 1_000_000  # with their tensors; a pickle shares nodes: a small one can hold a tree without end
+_GRAPH_MODULE_ARGS = 3  # of the call that makes a GraphModule; its attributes are one of them
 
 
 class Slot(NamedTuple):
@@ -48,13 +49,13 @@ def slots_of(module: Any, steps: Steps) -> Iterator[Slot]:
     left = _MAX_MODULES
     while todo:
         path, at, node = todo.pop()
-        left -= 1
+        found = _attributes(node)
+        attributes, more = ({}, ()) if found is None else found
+        left -= 1 + sum(len(pairs_of(attributes[kind]) or ()) for kind in SLOTS[:2] if attributes)
         if left < 0 or len(path) > _MAX_MODULE_DEPTH:
             raise CkptError("a pickled module holds too many others", hint="the file is damaged or hostile")
-        found = _attributes(node)
-        if found is None:
+        if not attributes:
             continue
-        attributes, more = found
         names: Any = attributes.get("_non_persistent_buffers_set")  # a set, or the call that protocol 2 writes for one
         if type(names) is PickledSet:
             names = names.items
@@ -83,7 +84,7 @@ def _attributes(node: Any) -> tuple[dict[Any, Any], Steps] | None:
         return node.state, (("state", None),)
     if type(node.state) is tuple and node.state and _are_attributes(node.state[0]):  # of a class with __slots__
         return node.state[0], (("state", None), ("item", 0))
-    for index, part in enumerate(node.args):  # a GraphModule is made of them
+    for index, part in enumerate(node.args[:_GRAPH_MODULE_ARGS]):
         if _are_attributes(part):
             return part, (("arg", index),)
     return None
@@ -103,7 +104,7 @@ def _named(node: Any) -> Iterator[tuple[str, Any, Any]]:
 
 _SCALARS = (bool, int, float, str, bytes, type(None))
 _MAX_OPTIMIZER_DEPTH = 50
-_MAX_REPEATS = 500_000  # of shared containers: by sharing them a small pickle can make a tree without end
+_MAX_REPEATS = 500_000  # of shared containers and their parts: a small pickle can share them without end
 
 
 class _TooMuch(Exception): ...
@@ -127,7 +128,8 @@ def mapping_of(node: Any, entries: Iterable[TensorEntry], storages: Storages) ->
         if is_tensor(node):
             entry = known.get(id(node))
             return entry if entry is not None and entry.key == key else entry_of(key, node, storages)
-        repeats[0] += id(node) in seen
+        if id(node) in seen:
+            repeats[0] += 1 + len(pairs_of(node) or (node if type(node) in (list, tuple) else ()))
         seen.add(id(node))
         if repeats[0] > _MAX_REPEATS:
             raise _TooMuch
@@ -217,7 +219,7 @@ def find_sections(root: Any, storages: Storages, whole: Collection[str] = ()) ->
     tree = Tree(storages, whole=whole)
     tree.again_left = min(tree.again_left, max(_LEAST_AGAIN, storages.pickled // _PICKLED))
     if not _walk(tree, root, (), (), foreign=False):
-        tree.others.update((".".join(path), steps) for path, steps, _ in _named_children(root, (), ()))
+        tree.others.update((".".join(path), steps) for path, steps, _ in _named_children(tree, root, (), ()))
     if tree.loose:
         path = "" if "" not in tree.places else "(other)"
         tree.places[path] = Place(Section(path, "other", tuple(tree.loose)), (), None, tree.loose_steps)
@@ -240,7 +242,7 @@ def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: b
     found = _add(tree, add, node, path, steps, foreign)
     if len(tree.places) > before:
         last = next(reversed(tree.places.values())).section
-        tree.added[id(node)] = add, max(1, len(last.entries), sum(1 for _ in _named_children(node, (), ())))
+        tree.added[id(node)] = add, max(1, len(last.entries), sum(1 for _ in _named_children(tree, node, (), ())))
     return found
 
 
@@ -253,7 +255,7 @@ def _add(tree: Tree, add: Adder | None, node: Any, path: tuple[str, ...], steps:
     rest: list[tuple[tuple[str, ...], Steps]] = []
     found = False
     tree.around[id(node)] = steps
-    for child_path, child_steps, child in _named_children(node, path, steps):
+    for child_path, child_steps, child in _named_children(tree, node, path, steps):
         if _walk(tree, child, child_path, child_steps, inside):
             found = True
         elif not inside:
@@ -307,16 +309,21 @@ def _recognised(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None
     return _add_optimizer if is_optimizer else None
 
 
-def _named_children(node: Any, path: tuple[str, ...], steps: Steps) -> Iterator[tuple[tuple[str, ...], Steps, Any]]:
+def _named_children(
+    tree: Tree, node: Any, path: tuple[str, ...], steps: Steps
+) -> Iterator[tuple[tuple[str, ...], Steps, Any]]:
     """Yield path, steps and node of the nodes inside. A pickled object's attributes have the path of the object."""
     pairs = pairs_of(node)
     if pairs is not None:
+        tree.storages.look(len(pairs))
         for key, value in pairs.items():
             yield (*path, text_of(key) or str(key)), (*steps, ("item", key)), value
     if isinstance(node, (list, tuple)):
+        tree.storages.look(len(node))
         for index, value in enumerate(node):
             yield (*path, str(index)), (*steps, ("item", index)), value
     elif isinstance(node, Call):
+        tree.storages.look(len(node.args) + len(node.kwargs or ()) + len(node.items or ()))
         for index, value in enumerate(node.args):
             yield (*path, str(index)), (*steps, ("arg", index)), value
         for name, value in (node.kwargs or {}).items():
@@ -430,7 +437,7 @@ def _add_module(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> N
     for slot in slots:
         if not slot.is_persistent:
             _add_loose(inner, slot.key, slot.node, slot.steps)
-    for child_path, child_steps, child in _named_children(node, (), steps):
+    for child_path, child_steps, child in _named_children(tree, node, (), steps):
         _walk_tensors(inner, child, child_path, child_steps)
     for entry in inner.loose:
         way = [step for step in (*path, *entry.key.split(".")) if step not in SLOTS]
@@ -453,7 +460,7 @@ def _add_loose(tree: Tree, key: str, node: Any, steps: Steps) -> None:
 
 def _add_optimizer(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
     inner = Tree(tree.storages, seen=set() if tree.again_left >= 0 else tree.seen)
-    for child_path, child_steps, child in _named_children(node, (), steps):
+    for child_path, child_steps, child in _named_children(tree, node, (), steps):
         _walk_tensors(inner, child, child_path, child_steps)
     if inner.seen is not tree.seen:  # an optimizer that was saved twice has one state for each parameter
         _looks_again(tree, path, len(inner.seen & tree.seen))
@@ -476,7 +483,7 @@ def _walk_tensors(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) ->
         return
     tree.seen.add(id(node))
     found = len(tree.loose)
-    for child_path, child_steps, child in _named_children(node, path, steps):
+    for child_path, child_steps, child in _named_children(tree, node, path, steps):
         _walk_tensors(tree, child, child_path, child_steps)
     if found == len(tree.loose):
         tree.barren.add(id(node))
@@ -526,7 +533,9 @@ def unreached(
             seen.add(id(node))
             if type(node) is Persistent:
                 places.setdefault(storage_key(node), path)
-            todo += [(dotted(path, name), part) for name, part in reversed(_parts(node))]
+            parts = _parts(node)
+            storages.look(len(parts))
+            todo += [(dotted(path, name), part) for name, part in reversed(parts)]
     found: dict[str, Unreached] = {}
     for key in left:
         path_there = places.get(key)
@@ -559,6 +568,7 @@ def read_tree(
 
     Raises `CkptError` on bad tensors.
     """
+    storages.looked_at = 0
     tree = find_sections(root, storages, whole)
     checkpoint = made(tree)
     other = Readings(tree.dicts, checkpoint.sections, lambda paths: read_tree(root, storages, made, {*whole, *paths}))

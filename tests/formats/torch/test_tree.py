@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections import OrderedDict, defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ import pytest
 import torch
 
 from ckpttool.core.checkpoint import Checkpoint, Payload, Span, Storage
+from ckpttool.core.errors import CkptError
 from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.pickle_read import Call, Global
 from ckpttool.formats.torch.tensors import Storages
 from ckpttool.formats.torch.tree import find_sections
-from crafted_zip import tensor_node
+from crafted_zip import crafted, tensor_node
 
 W = torch.ones(2)
 LINEAR = torch.nn.Linear(2, 1).state_dict()
@@ -232,3 +235,53 @@ def test_two_storages_of_one_object_have_two_names(tmp_path: Path) -> None:
     assert (names[0], names[2]) == ("o", "l.0")
     assert names[1].startswith("o (data/")
     assert list(found.values()) == [8, 12, 20]
+
+
+def _hostile(kind: str, n: int) -> Any:
+    """A few bytes for each of `n` nodes, which all hold the same `n` parts."""
+    none: dict[Any, Any] = dict.fromkeys(map(str, range(n)))
+    foreign = Global("own", "Kind")
+    if kind == "arguments":
+        args = (None,) * n
+        return {"a": [Call(foreign, args) for _ in range(n)]}
+    if kind == "keywords":
+        return {"a": [Call(foreign, (), "NEWOBJ_EX", none) for _ in range(n)]}
+    if kind == "pairs":
+        pairs = ([(number, None) for number in range(n)],)
+        return {"w": tensor_node(), **{name: Call(Global("collections", "OrderedDict"), pairs) for name in none}}
+    if kind == "chain":
+        made: Any = [(number, None) for number in range(n)]
+        for _ in range(n):
+            made = Call(Global("collections", "OrderedDict"), (made,))
+            made.pairs = {"own": None}
+        return {"w": tensor_node(), "made": made}
+    if kind == "entries":
+        shared = [tensor_node(), *[None] * n]
+        return {"w": tensor_node(), **{name: [shared] for name in none}}
+    if kind == "optimizer":
+        shared = [{}, *[None] * n]
+        return {"state": {0: {name: [shared] for name in none}}, "param_groups": [{"params": [0]}]}
+    modules = {}
+    for name in none:
+        modules[name] = Call(foreign, ())
+        modules[name].state = {"_parameters": none, "_buffers": {}, "_modules": {}}
+    root = Call(foreign, ())
+    root.state = {"_parameters": {}, "_buffers": {}, "_modules": modules}
+    return {"m": root}
+
+
+def _most_memory() -> int:
+    """In KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@pytest.mark.parametrize("kind", ["arguments", "keywords", "pairs", "chain", "entries", "optimizer", "modules"])
+def test_parts_that_many_objects_share_are_not_looked_at_for_each_of_them(tmp_path: Path, kind: str) -> None:
+    """Else time and memory would grow with the square of the file."""
+    before, begun = _most_memory(), time.process_time()
+    path = crafted(tmp_path, _hostile(kind, 3000), {"0": bytes(8)})
+    made = time.process_time() - begun
+    with suppress(CkptError):
+        open_checkpoint(path)
+    assert time.process_time() - begun - made < 20
+    assert _most_memory() <= max(before, 1 << 20)  # nine million pairs would take more
