@@ -5,7 +5,8 @@ Each step is compared with the previous one that can be read, section by section
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,11 +23,14 @@ from ckpttool.diffing.result import COMPARED, HARMLESS, STATUSES, Compared, Diff
 from ckpttool.diffing.run import run
 from ckpttool.diffing.sections import compare
 from ckpttool.distributed.job import only_first
+from ckpttool.formats.detect_folder import is_fsdp, is_part, is_weights, optimizers_in, parts_in
 from ckpttool.formats.registry import MEMORY
 from ckpttool.io import progress
-from ckpttool.io.files import exists, is_glob
+from ckpttool.io.files import exists, is_dir, is_file, is_glob, names_in
+from ckpttool.io.paths import join
+from ckpttool.io.paths import name as name_of
 from ckpttool.naming.evidence import Pair
-from ckpttool.operands.checkpoint import Ckpt, called, in_order, open_checkpoint, opened, split, steps_in
+from ckpttool.operands.checkpoint import Ckpt, open_checkpoint, open_operand, split
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -127,6 +131,67 @@ HISTORY = record(
 )
 
 
+# The steps in a folder
+
+_DIGITS = re.compile(r"(\d+)")
+
+
+def natural(paths: Iterable[str]) -> list[str]:
+    """Sort the paths as people count: ``step-9`` before ``step-10``."""
+    return sorted(paths, key=lambda path: [int(part) if part.isdecimal() else part for part in _DIGITS.split(path)])
+
+
+def in_order(paths: Sequence[str]) -> list[str]:
+    """Return the paths in `natural` order if they differ only in numbers, as a shell lists them; else unchanged."""
+    alike = len({_DIGITS.sub("", path) for path in paths}) == 1
+    return natural(paths) if alike else list(paths)
+
+
+def steps_in(folder: str) -> tuple[list[str], list[str]]:
+    """Return the checkpoints in the folder of a run: its folders that hold one, or else its files, in `natural` order.
+
+    Also return the names of other checkpoints: files next to folders, or a folder next to files. Raise `CkptError` if
+    there are fewer than two steps, or if they are the parts of one checkpoint.
+    """
+    names = [name for name in names_in(folder) if not name.startswith(".")]
+    inside = [name for name in names if is_dir(join(folder, name)) and _holds_one(join(folder, name))]
+    files = [name for name in names if is_weights(name) and is_file(join(folder, name))]
+    found = inside if len(inside) > 1 else files
+    if len(found) < 2 or (found is files and is_part(folder, names)) or is_fsdp(folder):
+        raise CkptError(f"{folder} is not a folder of several checkpoints: nothing to compare", hint=_HINT)
+    return natural(join(folder, name) for name in found), natural(files if found is inside else inside)
+
+
+_HINT = "ckpttool diff LEFT RIGHT, ckpttool diff --model MODEL [CKPT], or ckpttool history RUN: its steps"
+
+
+def _holds_one(folder: str) -> bool:
+    names = names_in(folder)
+    return is_part(folder, names) or bool(parts_in(folder, names)) or any(map(is_weights, names))
+
+
+def opened(step: str | Checkpoint) -> Iterator[tuple[str, Checkpoint]]:
+    """Yield the checkpoints of a step, each with its name in the step's folder, empty for the model's.
+
+    Raise `CkptError` if one cannot be read.
+    """
+    if isinstance(step, Checkpoint):
+        yield "", step
+        return
+    if not is_dir(step) or is_fsdp(step):
+        yield "", open_operand(step)
+        return
+    names = names_in(step)
+    parts = [] if is_part(step, names) else parts_in(step, names)
+    if not parts:
+        yield "", open_operand(step)
+    for name in (*parts, *optimizers_in(names)):
+        yield name, open_operand(join(step, name))
+
+
+# Comparing
+
+
 @expand_options(CompareOptions)
 def history(run: str | Sequence[Ckpt], **options: Unpack[CompareKeywords]) -> History:
     """Return what each checkpoint of a run changed since the one before: keys, dtypes, shapes, param groups.
@@ -174,7 +239,7 @@ def compare_steps(
         remarks[Info(f"not compared (not steps): {some(others)}", "not-compared")] = None
     previous: tuple[str, dict[str, Checkpoint]] | None = None
     for path in steps:
-        name = called(path, folder)
+        name = path.source if isinstance(path, Checkpoint) else name_of(path) if folder else path
         try:
             now = dict(opened(path))
             step = Step(name, tensors=sum(len(s.tensors) for one in now.values() for s in one.sections))

@@ -1,10 +1,10 @@
-"""CKPT operands: `PATH` or `PATH::SECTION`, and the checkpoints of a training run."""
+"""CKPT operands: `PATH` or `PATH::SECTION`."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Union
 
@@ -13,13 +13,10 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.options import expand_options
 from ckpttool.core.text import a
 from ckpttool.formats import detect_folder
-from ckpttool.formats.detect_folder import is_fsdp, is_part, is_weights, optimizers_in, parts_in
 from ckpttool.formats.registry import FORMATS, MANIFEST
 from ckpttool.formats.remarks import read_form
 from ckpttool.io import progress
-from ckpttool.io.files import is_dir, is_file, names_in, read_on
-from ckpttool.io.paths import join
-from ckpttool.io.paths import name as name_of
+from ckpttool.io.files import read_on
 from ckpttool.naming.wrappers import is_lightning
 
 _MODEL = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")  # as MODEL operands are written
@@ -133,66 +130,3 @@ def saved_state_dicts(checkpoint: Checkpoint) -> tuple[Section, ...]:
     if kind is None or not kind.pickled or kind.folder:
         return ()
     return whole.state_dicts
-
-
-_DIGITS = re.compile(r"(\d+)")
-
-
-def natural(paths: Iterable[str]) -> list[str]:
-    """Sort the paths as people count: ``step-9`` before ``step-10``."""
-    return sorted(paths, key=lambda path: [int(part) if part.isdecimal() else part for part in _DIGITS.split(path)])
-
-
-def in_order(paths: Sequence[str]) -> list[str]:
-    """Return the paths in `natural` order if they differ only in numbers, as a shell lists them; else unchanged."""
-    alike = len({_DIGITS.sub("", path) for path in paths}) == 1
-    return natural(paths) if alike else list(paths)
-
-
-def steps_in(folder: str) -> tuple[list[str], list[str]]:
-    """Return the checkpoints in the folder of a run: its folders that hold one, or else its files, in `natural` order.
-
-    Also return the names of other checkpoints: files next to folders, or a folder next to files. Raise `CkptError` if
-    there are fewer than two steps, or if they are the parts of one checkpoint.
-    """
-    names = [name for name in names_in(folder) if not name.startswith(".")]
-    inside = [name for name in names if is_dir(join(folder, name)) and _holds_one(join(folder, name))]
-    files = [name for name in names if is_weights(name) and is_file(join(folder, name))]
-    found = inside if len(inside) > 1 else files
-    if len(found) < 2 or (found is files and is_part(folder, names)) or is_fsdp(folder):
-        raise CkptError(f"{folder} is not a folder of several checkpoints: nothing to compare", hint=_HINT)
-    return natural(join(folder, name) for name in found), natural(files if found is inside else inside)
-
-
-_HINT = "ckpttool diff LEFT RIGHT, ckpttool diff --model MODEL [CKPT], or ckpttool history RUN: its steps"
-
-
-def _holds_one(folder: str) -> bool:
-    names = names_in(folder)
-    return is_part(folder, names) or bool(parts_in(folder, names)) or any(map(is_weights, names))
-
-
-def opened(step: str | Checkpoint) -> Iterator[tuple[str, Checkpoint]]:
-    """Yield the checkpoints of a step, each with its name in the step's folder, empty for the model's.
-
-    Raise `CkptError` if one cannot be read.
-    """
-    if isinstance(step, Checkpoint):
-        yield "", step
-        return
-    if not is_dir(step) or is_fsdp(step):
-        yield "", open_operand(step)
-        return
-    names = names_in(step)
-    parts = [] if is_part(step, names) else parts_in(step, names)
-    if not parts:
-        yield "", open_operand(step)
-    for name in (*parts, *optimizers_in(names)):
-        yield name, open_operand(join(step, name))
-
-
-def called(step: str | Checkpoint, run: str | None) -> str:
-    """Return the step's name in the folder of the run, or the name that it was given."""
-    if isinstance(step, Checkpoint):
-        return step.source
-    return name_of(step) if run else step

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckpttool.core.errors import CkptError
-from ckpttool.operands.checkpoint import called, in_order, split, steps_in
+from ckpttool.diffing.history import in_order, steps_in
+from ckpttool.operands.checkpoint import split
 from ckpttool.operands.output import free, outputs
 
 
@@ -90,10 +91,6 @@ def test_what_is_no_folder_of_steps(files: list[str]) -> None:
     folder(*files)
     with pytest.raises(CkptError, match="nothing to compare"):
         steps_in("run")
-
-
-def test_a_step_has_its_name_in_the_run_or_that_which_was_given() -> None:
-    assert (called("run/s-1", "run"), called("run/s-1", None)) == ("s-1", "run/s-1")
 
 
 @pytest.mark.parametrize(
