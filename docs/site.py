@@ -45,7 +45,7 @@ def relinked(text: str, file: str) -> str:
 
 def commands() -> str:
     """Return the help of every command."""
-    from ckpttool.cli.app import COMMANDS
+    from ckpttool.cli.params import COMMANDS
 
     parts = ["# Commands", "The output of `ckpttool COMMAND --help`."]
     for name in ("", *COMMANDS):

@@ -8,36 +8,16 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, suppress
-from dataclasses import replace
-from importlib import import_module
 from itertools import pairwise
 
-from ckpttool.cli import renamed
-from ckpttool.cli.defaults import Default, chosen, with_defaults, words_of
+from ckpttool.cli.defaults import with_defaults
 from ckpttool.cli.failures import failure_of, say
-from ckpttool.cli.params import Command, command_of, parse
+from ckpttool.cli.params import COMMANDS, Command, common_options, load, parse
 from ckpttool.cli.streams import collected, logged, nothing_left, set_up
 from ckpttool.core.errors import CkptError
 from ckpttool.io import sources
 from ckpttool.io.syscalls import ended_by_signals
 
-# Command -> its module, which defines `command`, and the first line of its help. Modules are imported when they run.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "inspect": ("ckpttool.cli.commands.inspect", "Show what is in a checkpoint: keys, dtypes, shapes, aliases."),
-    "trace": ("ckpttool.cli.commands.trace", "Every name of every tensor of a model."),
-    "diff": ("ckpttool.cli.commands.diff", "What differs, why, and the command that fixes it."),
-    "explain": ("ckpttool.cli.commands.explain", "One tensor: all its names, and the hook that renames it."),
-    "fix": ("ckpttool.cli.commands.fix", "Write a checkpoint with the fix that `diff` suggests."),
-    "remap": ("ckpttool.cli.commands.remap", "Rewrite the keys, optimizer ids and format of a checkpoint."),
-    "convert": ("ckpttool.cli.commands.convert", "Write a checkpoint in another format or with other shards."),
-    "swap-weights": ("ckpttool.cli.commands.swap_weights", "Put new weights into an exported program."),
-    "check": ("ckpttool.cli.commands.check", "Files of a repository: names, rules, plans, pickles."),
-    "undo": ("ckpttool.cli.commands.undo", "Roll back an interrupted or the last edit in place."),
-    "rules": ("ckpttool.cli.commands.rules", "List the preset rules; with NAME print one as TOML."),
-    "history": ("ckpttool.cli.commands.history", "Which step of a run changed keys, dtypes, optimizers."),
-    "diff3": ("ckpttool.cli.commands.diff3", "What two checkpoints each changed since a common base."),
-    "schema": ("ckpttool.cli.commands.schema", "The JSON Schema of an object that the commands write."),
-}
 _SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish")
 
 
@@ -116,8 +96,8 @@ def _format_of(args: Sequence[str]) -> str:
     name = next((arg for arg in args if arg in COMMANDS), None)
     if not formats and name is not None:
         with suppress(CkptError, OSError, ImportError), redirect_stderr(io.StringIO()):  # it was reported already
-            defaults = [param.default for param in _loaded(name, args).params if param.name == "format"]
-            formats = [default.value for default in defaults if isinstance(default, Default)]
+            default = _loaded(name, args).defaults.get("format")
+            formats = [default.value] if default is not None else []
     return str(formats[-1]) if formats else "text"
 
 
@@ -128,17 +108,16 @@ def run(args: list[str]) -> int:
 
         line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
         name = next((word for word in line.split()[1:] if word in COMMANDS), None)
-        return by_typer.complete(COMMANDS, None if name is None else _loaded(name, ["--no-defaults"]))
+        return by_typer.complete(None if name is None else load(name))
     if not args or args[0] == "help":
         from ckpttool.cli import topics
 
-        text = topics.text(args[1] if len(args) > 1 else "") if args[1:2] != ["--help"] and len(args) != 1 else None
+        text = topics.text(*args[1:2]) if len(args) != 1 else None
         if text is not None:
             sys.stdout.write(text)
             return 0
         args = [*args[1:2], "--help"]
     args = _command_first(args)
-    renamed.check(args)
     name = next((arg for arg in args if not arg.startswith("-")), None)
     if not args or (name is not None and name not in COMMANDS):
         from difflib import get_close_matches
@@ -147,36 +126,27 @@ def run(args: list[str]) -> int:
         hint = f"did you mean `ckpttool {near[0]}`?" if near else f"the commands are {', '.join(COMMANDS)}"
         message = f"no such command: {name}" if name else "no command given"
         raise CkptError(message, hint=f"{hint} (more: ckpttool --help)")
-    loaded = None if name is None else _loaded(name, args)
-    if loaded is not None and args[0] == name and (given := parse(loaded.params, args[1:])) is not None:
-        return int(loaded.run(**given) or 0)
+    command = None if name is None else _loaded(name, args)
+    if command is not None and args[0] == name and (given := parse(command, args[1:])) is not None:
+        return int(command.run(given) or 0)
     from ckpttool.cli import by_typer
 
-    return by_typer.run(COMMANDS, args, loaded)
-
-
-_COMMON = {"-q", "--quiet", "-v", "--verbose", "--force", "--no-fsync", "--no-defaults", "-h", "--help"}
-_COMMON_WITH_VALUE = {"--format", "--report", "--limit"}
+    return by_typer.run(args, command)
 
 
 def _command_first(args: list[str]) -> list[str]:
     """Return the words with the common options that come before the command after it."""
+    if not args or not args[0].startswith("-"):
+        return args
+    takes_value = {flag: mark.metavar is not None for mark in common_options() for flag in mark.flags}
     at = 0
-    while at < len(args) and args[at].partition("=")[0] in _COMMON | _COMMON_WITH_VALUE:
-        at += 2 if args[at] in _COMMON_WITH_VALUE else 1
-    return (
-        [args[at], *args[:at], *args[at + 1 :]] if at and args[at : at + 1] in [[name] for name in COMMANDS] else args
-    )
+    while at < len(args) and (flag := args[at].partition("=")[0]) in takes_value:
+        at += 2 if takes_value[flag] and flag == args[at] else 1
+    before, rest = args[:at], args[at:]
+    return [rest[0], *before, *rest[1:]] if rest and rest[0] in COMMANDS else args
 
 
 def _loaded(name: str, args: Sequence[str]) -> Command:
     """Return the command with its defaults from other places, unless the command line asks for help only."""
-    command = _command(name)
-    if {"--help", "-h", "--no-defaults"} & set(args):
-        return command
-    params = with_defaults(name, command.params, lambda: {each: words_of(_command(each).params) for each in COMMANDS})
-    return replace(command, params=params, run=lambda **given: command.run(**chosen(name, given)))
-
-
-def _command(name: str) -> Command:
-    return command_of(name, import_module(COMMANDS[name][0]).command)
+    command = load(name)
+    return command if {"--help", "-h", "--no-defaults"} & set(args) else with_defaults(command)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from inspect import Parameter, Signature
@@ -13,45 +13,30 @@ import typer
 from typer.core import TyperCommand
 from typer.main import get_command
 
-from ckpttool.cli.defaults import Default
-from ckpttool.cli.params import Command, Param
+from ckpttool.cli.params import COMMANDS, Command, Param, load
 from ckpttool.core.errors import CkptError
-from ckpttool.core.options import Argument
+from ckpttool.core.options import COMMON, Argument
 from ckpttool.core.text import shell
 
-# The headings of the help, and the options under each; all others are under "Options".
-_GROUPS = {
-    "Model": ("model", "materialize", "optimizer"),
-    "Names": (
-        *("to", "from_", "select", "trainable_only", "rule", "rules", "reverse", "partial", "drop", "like"),
-        *("to_model", "to_optimizer", "optimizer_keys", "sections"),
-    ),
-    "What fails": ("fail_on", "ignore", "ignore_file", "fail_on_unused", "exit_zero"),
-    "Output": (
-        *("out", "keep_pickled_code", "save_plan", "keep_aliases", "max_shard_size"),
-        *("in_place", "no_undo", "dry_run", "verify", "manifest", "all"),
-    ),
-}
-# Options that `ckpttool help options` describes; the help of a command only names them.
-_COMMON = ("quiet", "verbose", "format", "report", "force", "no_fsync", "limit", "no_defaults", "help")
+# The headings of the help in their order. `ckpttool help options` describes the common options; this only names them.
+_GROUPS = ("Options", "Names", "Optimizer", "What fails", "Output", "Reports", "Advanced", COMMON)
 ABOUT = """Inspect, diff and convert PyTorch checkpoints, and put new weights into exported programs.
 
 Exit status: 0: no differences, or success; 1: differences, or refused; 2: error. `ckpttool help COMMAND` has examples,
 `ckpttool help patterns` and `ckpttool help options` describe what all commands have in common.
 """
 _HELP = {"help_option_names": ["-h", "--help"]}
-Commands = Mapping[str, tuple[str, str]]  # command -> its module, which defines `command`, and its line in the help
 
 # click's UsageError; typer brings its own copy of click since 0.26, so it cannot be imported by name.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
-def run(commands: Commands, args: list[str], loaded: Command | None) -> int:
+def run(args: list[str], loaded: Command | None) -> int:
     """Run a command line that names the loaded command, or none, and return its exit status.
 
     Raise whatever the command raises, and `CkptError` if the command line is wrong.
     """
-    group = get_command(build_app(commands, loaded))
+    group = get_command(build_app(loaded))
     try:
         with group.make_context("ckpttool", args) as context:
             result = group.invoke(context)
@@ -62,46 +47,45 @@ def run(commands: Commands, args: list[str], loaded: Command | None) -> int:
     return int(result or 0)
 
 
-def complete(commands: Commands, loaded: Command | None) -> int:
+def complete(loaded: Command | None) -> int:
     """Answer the shell that set ``_CKPTTOOL_COMPLETE``: print what it can offer, or the script that it sources."""
     with suppress(SystemExit, typer.Exit):
-        get_command(build_app(commands, loaded)).main(prog_name="ckpttool")
+        get_command(build_app(loaded)).main(prog_name="ckpttool")
     return 0
 
 
-def build_app(commands: Commands, loaded: Command | None) -> typer.Typer:
+def build_app(loaded: Command | None) -> typer.Typer:
     """Return the typer app; the commands that are not loaded are only listed in the help."""
     app = typer.Typer(rich_markup_mode=None, context_settings=_HELP)
     app.callback(help=ABOUT)(_root)
-    for name, (_, summary) in commands.items():
+    for name, (_, summary) in COMMANDS.items():
         if loaded is not None and loaded.name == name:
-            app.command(name, cls=Grouped)(typed(loaded))
+            app.command(name, cls=Grouped, context_settings={"obj": loaded})(typed(loaded))
         else:
             app.command(name, help=summary)(_not_loaded)
     return app
 
 
 class Grouped(TyperCommand):
-    """A command whose help has its options under headings."""
+    """A command whose help is written from its `Command`, with the options under headings."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage line after the name of the command."""
+        return ["[OPTIONS]", *(str(param.mark.metavar) for param in ctx.obj.params if not param.flags)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then the options, group by group."""
-        sections: dict[str, list[Any]] = {}
-        params = {param.name: param for param in self.get_params(ctx)}
-        for name, param in params.items():
-            if param.param_type_name == "argument":
-                record: Any = param.get_help_record(ctx)
-                sections.setdefault("Arguments", []).append((param.metavar, record[1]))
-            elif name not in _COMMON:
-                title = next((title for title, names in _GROUPS.items() if name in names), "Options")
-                sections.setdefault(title, []).append(param.get_help_record(ctx))
-        order = ["Arguments", "Options", *_GROUPS]
-        for title in sorted(sections, key=order.index):
-            with formatter.section(title):
-                formatter.write_dl(sections[title])
-        flags = ", ".join(params[name].opts[0] for name in _COMMON if name in params)
-        with formatter.section("Common options"):
-            formatter.write_text(f"{flags} (described in `ckpttool help options`)")
+        groups: dict[str, list[Any]] = {"Arguments": [], **{title: [] for title in _GROUPS}}
+        for param in ctx.obj.params:
+            row = (param.mark.spelled, param.mark.help) if param.flags else (param.mark.metavar, param.mark.help)
+            groups[param.mark.group if param.flags else "Arguments"].append(row)
+        common = ", ".join(spelled.split()[0].rstrip(",") for spelled, _ in groups.pop(COMMON))
+        for title, rows in groups.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+        with formatter.section(COMMON):
+            formatter.write_text(f"{common}, -h (described in `ckpttool help options`)")
 
 
 def typed(loaded: Command) -> Callable[..., int | None]:
@@ -110,18 +94,16 @@ def typed(loaded: Command) -> Callable[..., int | None]:
         Parameter(
             param.name,
             Parameter.KEYWORD_ONLY,
-            default=param.default.instead if isinstance(param.default, Default) else param.default,
+            default=Parameter.empty if loaded.needs(param) else None if param.is_required else param.default,
             annotation=_annotation(param),
         )
         for param in loaded.params
     ]
     context = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
-    def run_it(context: Any, **given: Any) -> int | None:
-        for param in loaded.params:
-            if isinstance(param.default, Default) and context.get_parameter_source(param.name).name != "COMMANDLINE":
-                given[param.name] = param.default
-        return loaded.run(**given)
+    def run_it(context: Any, **values: Any) -> int | None:
+        is_given = {name: context.get_parameter_source(name).name == "COMMANDLINE" for name in values}
+        return loaded.run({name: value for name, value in values.items() if is_given[name]})
 
     run_it.__signature__ = Signature([*parameters, context])  # type: ignore[attr-defined]
     run_it.__annotations__ = {parameter.name: parameter.annotation for parameter in (*parameters, context)}
@@ -191,7 +173,12 @@ def _error_of(error: Any, args: Sequence[str]) -> CkptError:
     if outs and outs.isdisjoint(args) and args.count(extra) == 1:
         place = args.index(extra)
         return CkptError(message, hint=f"-o names the output: {shell('ckpttool', *args[:place], '-o', *args[place:])}")
-    near = get_close_matches(getattr(error, "option_name", None) or "", getattr(error, "possibilities", None) or (), 1)
-    usage = re.sub(r"[{}]", "", " ".join(context.get_usage().split())[len("Usage:") :])
+    flag = getattr(error, "option_name", "") if context.parent is not None else ""
+    flags = {name: [f"--{name}", *(flag for param in load(name).params for flag in param.flags)] for name in COMMANDS}
+    others = [name for name in COMMANDS if flag in flags[name]]
+    if others:
+        return CkptError(message, hint=f"`ckpttool {others[0]}` does that (more: ckpttool {others[0]} --help)")
+    near = get_close_matches(flag, getattr(error, "possibilities", None) or (), 1)
+    usage = " ".join(context.get_usage().split())[len("Usage:") :]
     hint = f"did you mean {near[0]}?" if near else f"usage:{usage}"
     return CkptError(message, hint=f"{hint} (more: {context.command_path} --help)")

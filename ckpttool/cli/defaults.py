@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import field, replace
-from inspect import Parameter
 from typing import Any
 
-from ckpttool.cli.params import Param, Unusual, value_of
+from ckpttool.cli.params import COMMANDS, Command, Default, Param, Unusual, load, value_of
 from ckpttool.cli.pyproject import PYPROJECT, table
 from ckpttool.core.errors import CkptError, Problem
-from ckpttool.core.options import Option
 from ckpttool.core.text import shell, visible
 from ckpttool.core.values import dataclass
 
@@ -26,7 +24,6 @@ _EACH_RUN = {*("base", "force", "in_place", "manifest", "no_defaults", "out", "s
 # They belong together: if MODEL comes from another place, the others do not apply to it.
 _MODEL = ("model", "materialize", "optimizer")
 _NEAR = 0.9  # how similar a variable must be to an option to count as misspelled: other programs have variables too
-Words = Callable[[], Mapping[str, Collection[str]]]
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 # Command -> whether it needs a MODEL; other commands take one only from their own table.
 _NEEDS_MODEL: dict[str, Callable[[Mapping[str, Any]], object]] = {
@@ -56,34 +53,22 @@ def _requests_names(given: Mapping[str, Any]) -> bool:
     return any(form in (*WORDS, *RANK_FORMS) for form in forms) or any(given[name] for name in by_name)
 
 
-@dataclass(frozen=True, slots=True)
-class Default:
-    """The value of an option that the command line leaves out, and the `place` that it comes from.
-
-    `instead` is the value without it, `word` the option's long word; `own`: it is for this command, and not for all.
-    """
-
-    value: Any
-    place: str
-    instead: Any
-    word: str
-    own: bool = False
-
-
 @dataclass(slots=True)
 class _Layer:
-    """The defaults of one place by the names of their options, and everything that is wrong with the place."""
+    """The defaults of one place by the names of their options, and everything that is wrong with the place.
+
+    None instead of a default removes those of other places.
+    """
 
     place: str
-    defaults: dict[str, Default] = field(default_factory=dict)
+    defaults: dict[str, Default | None] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, param: Param, value: Any, place: str, key: str, own: bool = False) -> None:
         """Add a default; a value that the option does not take is a problem under `key`."""
-        instead = None if param.default is Parameter.empty else param.default
         try:
-            value = value_of(param, _texts(param, value))
-            self.defaults[param.name] = Default(value, place, instead, _word(param), own)
+            texts = _texts(param, value)
+            self.defaults[param.name] = Default(False if texts is None else value_of(param, texts), place, own)
         except CkptError as error:
             self.problems.append(Problem(error.message, key))
         except (Unusual, TypeError):
@@ -95,58 +80,56 @@ class _Layer:
             raise CkptError(f"defaults that cannot be taken from {self.place}", hint=hint, problems=self.problems)
 
 
-def with_defaults(command: str, params: Sequence[Param], words: Words) -> list[Param]:
-    """Return the parameters with a `Default` for each option that another place gives.
-
-    `words` gives each command's words for its options (``fail-on``). Raise `CkptError` with every mistake of a place.
-    """
-    options = {_word(param): param for param in params if _may_have_default(param)}
-    defaults: dict[str, Default] = {}
-    for layer in (*_of_pyproject(command, options, words), _of_environment(options, words)):
+def with_defaults(command: Command) -> Command:
+    """Return the command with the defaults of other places. Raise `CkptError` with every mistake of a place."""
+    options = _options(command)
+    defaults: dict[str, Default | None] = {}
+    for layer in (*_of_pyproject(command.name, options), _of_environment(options)):
         if "model" in layer:
             defaults = {name: default for name, default in defaults.items() if name not in _MODEL}
         defaults |= layer
-    return [replace(param, default=defaults.get(param.name, param.default)) for param in params]
+    found = {name: default for name, default in defaults.items() if default is not None}
+    if not found:
+        return command
+    return replace(command, defaults=found, run=lambda given: command.run(_completed(command, found, given)))
 
 
-def words_of(params: Iterable[Param]) -> set[str]:
-    """Return the words of the options that may have a default: ``model``, ``fail-on``."""
-    return {_word(param) for param in params if _may_have_default(param)}
-
-
-def chosen(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace each `Default` by its value, which is reported on stderr, or by the value without it."""
-    defaults = {name: value for name, value in given.items() if isinstance(value, Default)}
-    if not defaults:
-        return dict(given)
-    plain = {name: value.instead if name in defaults else value for name, value in given.items()}
-    left_out = set()
-    if "model" in given:
-        named = "model" not in defaults and given["model"] is not None
-        needs = _NEEDS_MODEL[command](plain)
-        left_out = {name for name in _MODEL if named or not (needs or getattr(given.get(name), "own", False))}
-    used = {name: default for name, default in defaults.items() if name not in left_out}
-    values = {**plain, **{name: default.value for name, default in used.items()}}
-    if not values.get("quiet"):
-        for default in used.values():
-            if default.value is None or default.value is False:
-                continue
-            flag = f"--{default.word}"
+def _completed(command: Command, defaults: Mapping[str, Default], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are given, and the defaults that apply to the others, which are reported on stderr."""
+    used = {
+        param.name: defaults[param.name] for param in command.params if param.name in defaults.keys() - given.keys()
+    }
+    words = {param.name: _word(param) for param in command.params}
+    if "model" in words:
+        plain = {param.name: None if param.is_required else param.default for param in command.params} | dict(given)
+        needs = given.get("model") is None and _NEEDS_MODEL[command.name](plain)
+        for name in _MODEL:
+            if name in used and (given.get("model") is not None or not (needs or used[name].own)):
+                del used[name]
+    values = {**given, **{name: default.value for name, default in used.items()}}
+    for name, default in used.items():
+        if not values.get("quiet") and default.value is not False:
             each = default.value if isinstance(default.value, list) else [default.value]
+            flag = f"--{words[name]}"
             line = [flag] if default.value is True else [word for value in each for word in (flag, str(value))]
             sys.stderr.write(f"default: {visible(f'{shell(*line)} ({default.place})')}\n")
     return values
 
 
-def _may_have_default(param: Param) -> bool:
-    return param.name not in _EACH_RUN and (isinstance(param.mark, Option) or param.name == "model")
+def _options(command: Command) -> dict[str, Param]:
+    """Return the options that may have a default, by their words: ``model``, ``fail-on``."""
+    may = (param for param in command.params if param.name not in _EACH_RUN)
+    return {_word(param): param for param in may if param.flags or param.name == "model"}
+
+
+def _words() -> dict[str, Collection[str]]:
+    """Return the words of the options of each command that may have a default."""
+    return {name: _options(load(name)).keys() for name in COMMANDS}
 
 
 def _word(param: Param) -> str:
     """Return the option's long word without its dashes; an argument's name."""
-    if not isinstance(param.mark, Option):
-        return param.name
-    return next(flag for flag in param.mark.flags if flag.startswith("--"))[2:]
+    return next((flag[2:] for flag in param.flags if flag.startswith("--")), param.name)
 
 
 _KINDS = {bool: "true or false", int: "an integer from 0 on", float: "a number from 0 on", str: "a text"}
@@ -165,7 +148,7 @@ def _texts(param: Param, value: Any) -> list[str] | None:
     return [str(each) for each in values]
 
 
-def _of_environment(options: Mapping[str, Param], words: Words) -> dict[str, Default]:
+def _of_environment(options: Mapping[str, Param]) -> dict[str, Default | None]:
     layer = _Layer("the environment")
     variables = {_variable(word): param for word, param in options.items()}
     for variable in sorted(name for name in os.environ if name.startswith(_PREFIX)):
@@ -173,10 +156,9 @@ def _of_environment(options: Mapping[str, Param], words: Words) -> dict[str, Def
         if param is not None and text:
             layer.add(param, _parsed(param, text), variable, variable)
         elif param is not None:  # an empty variable removes the default of a file
-            instead = None if param.default is Parameter.empty else param.default
-            layer.defaults[param.name] = Default(instead, variable, instead, _word(param))
+            layer.defaults[param.name] = None
         elif variable not in _OTHERS:
-            known = {_variable(word) for names in words().values() for word in names}
+            known = {_variable(word) for names in _words().values() for word in names}
             hint = "" if variable in known else _did_you_mean(variable, known, _NEAR)
             layer.problems += [Problem(f"is not an option{hint}", variable)] if hint else []
     layer.check()
@@ -201,14 +183,14 @@ def _variable(word: str) -> str:
     return _PREFIX + word.upper().replace("-", "_")
 
 
-def _of_pyproject(command: str, options: Mapping[str, Param], words: Words) -> list[dict[str, Default]]:
+def _of_pyproject(command: str, options: Mapping[str, Param]) -> list[dict[str, Default | None]]:
     """Return the defaults of the file: those for all commands, then the command's own."""
     path, everything = table()
     own = everything.get(command, {})
     general = {word: value for word, value in everything.items() if not isinstance(value, dict)}
     problems: list[Problem] = []
     if not isinstance(own, dict) or set(everything) - set(general) - {command}:
-        commands = words()
+        commands = _words()
         for word, value in everything.items():
             if word in commands and not isinstance(value, dict):
                 problems.append(Problem("is not a table", f"tool.ckpttool.{word}"))
@@ -221,8 +203,8 @@ def _of_pyproject(command: str, options: Mapping[str, Param], words: Words) -> l
             if word in options:
                 param = options[word]
                 layer.add(param, _from_here(path, param, value), f"{path} [{name}]", f"{name}.{word}", values is own)
-            elif values is own or not any(word in known for known in words().values()):
-                known = options if values is own else {one for each in words().values() for one in each}
+            elif values is own or not any(word in known for known in _words().values()):
+                known = options if values is own else {one for each in _words().values() for one in each}
                 hint = _did_you_mean(word.replace("_", "-"), known)
                 problems.append(Problem(f"is not an option that can have a default{hint}", f"{name}.{word}"))
         found.append(layer.defaults)

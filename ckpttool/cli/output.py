@@ -10,7 +10,7 @@ from typing import Annotated, Any, TextIO
 import ckpttool
 from ckpttool.cli.streams import for_log, is_quiet
 from ckpttool.core.errors import CkptError
-from ckpttool.core.options import option
+from ckpttool.core.options import COMMON, Option
 from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import only_first
 from ckpttool.io import sources
@@ -21,11 +21,11 @@ from ckpttool.report.document import Document, warnings_apart
 from ckpttool.report.renderers import json
 from ckpttool.report.renderers.text import Terminal, lines
 
-All = Annotated[bool, option("--all", help="List every key instead of one line for each cause.")]
-ExitZero = Annotated[bool, option("--exit-zero", help="Exit with 0 if they differ too; errors stay 2.")]
+All = Annotated[bool, Option("--all", "List every key instead of one line for each cause.", "Reports")]
+ExitZero = Annotated[bool, Option("--exit-zero", "Exit with 0 if they differ too; errors stay 2.", "What fails")]
 Manifest = Annotated[
     str | None,
-    option("--manifest", metavar="FILE", help="Write digests of its files and tensors to FILE, an in-toto statement."),
+    Option("--manifest FILE", "Write digests of its files and tensors to FILE, an in-toto statement.", "Output"),
 ]
 
 
@@ -38,19 +38,17 @@ def _check_reports(paths: list[str]) -> None:
 class Report:
     """The options of a report: the format on stdout, files to write it to, and whether to overwrite them."""
 
-    force: Annotated[bool, option("--force", help="Overwrite files that exist.")] = False
-    format: Annotated[
-        str, option("--format", metavar="|".join(FORMATS), check=check_format, help="The format of the output.")
-    ] = "text"
+    format: Annotated[str, Option("--format FORMAT", f"{', '.join(FORMATS)}.", COMMON, check=check_format)] = "text"
     report: Annotated[
         Sequence[str] | None,
-        option(
-            "--report",
-            metavar="FILE",
+        Option(
+            "--report FILE",
+            "Write the output to FILE too; its ending picks the format. Repeatable.",
+            COMMON,
             check=_check_reports,
-            help="Write the output to FILE too; its ending picks the format. Repeatable.",
         ),
     ] = None
+    force: Annotated[bool, Option("--force", "Overwrite files that exist.", COMMON)] = False
 
     def check(self, read: Iterable[str], *others: str | None, out: str | None = None) -> None:
         """Raise `CkptError`, before any work, if a report file or one of the `others` must not be written.

@@ -7,37 +7,55 @@ spelling, and takes 0.1 s to import.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import field, fields, is_dataclass
+from importlib import import_module
 from inspect import Parameter, Signature
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
+from ckpttool.cli.output import Report
 from ckpttool.cli.progress import watched
 from ckpttool.cli.streams import quiet
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import limited, raised
-from ckpttool.core.options import Argument, Option, option
+from ckpttool.core.options import COMMON, Argument, Option, OutputOptions
 from ckpttool.core.values import dataclass
+
+# Command -> its module, which defines `command`, and the first line of its help. Modules are imported when they run.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "inspect": ("ckpttool.cli.commands.inspect", "Show what is in a checkpoint: keys, dtypes, shapes, aliases."),
+    "trace": ("ckpttool.cli.commands.trace", "Every name of every tensor of a model."),
+    "diff": ("ckpttool.cli.commands.diff", "What differs, why, and the command that fixes it."),
+    "explain": ("ckpttool.cli.commands.explain", "One tensor: all its names, and the hook that renames it."),
+    "fix": ("ckpttool.cli.commands.fix", "Write a checkpoint with the fix that `diff` suggests."),
+    "remap": ("ckpttool.cli.commands.remap", "Rewrite the keys, optimizer ids and format of a checkpoint."),
+    "convert": ("ckpttool.cli.commands.convert", "Write a checkpoint in another format or with other shards."),
+    "swap-weights": ("ckpttool.cli.commands.swap_weights", "Put new weights into an exported program."),
+    "check": ("ckpttool.cli.commands.check", "Files of a repository: names, rules, plans, pickles."),
+    "undo": ("ckpttool.cli.commands.undo", "Roll back an interrupted or the last edit in place."),
+    "rules": ("ckpttool.cli.commands.rules", "List the preset rules; with NAME print one as TOML."),
+    "history": ("ckpttool.cli.commands.history", "Which step of a run changed keys, dtypes, optimizers."),
+    "diff3": ("ckpttool.cli.commands.diff3", "What two checkpoints each changed since a common base."),
+    "schema": ("ckpttool.cli.commands.schema", "The JSON Schema of an object that the commands write."),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Common:
     """The options that all commands have."""
 
+    quiet: Annotated[bool, Option("-q, --quiet", "Print errors only; the exit status is the answer.", COMMON)] = False
+    verbose: Annotated[
+        bool, Option("-v, --verbose", "Say on stderr what was read, moved, computed and fetched, and the time.", COMMON)
+    ] = False
     limit: Annotated[
         Sequence[str] | None,
-        option(
-            "--limit",
-            metavar="NAME=VALUE",
-            help="Raise a limit that an error names; VALUE may end in K, M, G. Repeatable.",
+        Option(
+            "--limit NAME=VALUE", "Raise a limit that an error names; VALUE may end in K, M, G. Repeatable.", COMMON
         ),
     ] = None
-    quiet: Annotated[bool, option("-q", "--quiet", help="Print errors only; the exit status is the answer.")] = False
-    verbose: Annotated[
-        bool, option("-v", "--verbose", help="Say on stderr what was read, moved, computed and fetched, and the time.")
-    ] = False
     no_defaults: Annotated[
-        bool, option("--no-defaults", help="Take no option from CKPTTOOL_* variables and pyproject.toml.")
+        bool, Option("--no-defaults", "Take no option from CKPTTOOL_* variables and pyproject.toml.", COMMON)
     ] = False
 
 
@@ -55,6 +73,10 @@ class Param:
         return self.default is Parameter.empty
 
     @property
+    def flags(self) -> tuple[str, ...]:
+        return self.mark.flags if isinstance(self.mark, Option) else ()
+
+    @property
     def many(self) -> bool:
         return get_origin(_not_none(self.annotation)) is list
 
@@ -66,13 +88,35 @@ class Param:
 
 
 @dataclass(frozen=True, slots=True)
+class Default:
+    """The value of an option that the command line leaves out, and the `place` that it comes from.
+
+    `own`: it is for this command, and not for all.
+    """
+
+    value: Any
+    place: str
+    own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Command:
-    """A command: its name, its parameters, a function that runs it with their values by name, and its help."""
+    """A command: its name, its parameters, its help, and a function that runs it with the values that are given."""
 
     name: str
     params: Sequence[Param]
-    run: Callable[..., int | None]
+    run: Callable[[Mapping[str, Any]], int | None]
     help: str | None
+    defaults: Mapping[str, Default] = field(default_factory=dict)
+
+    def needs(self, param: Param) -> bool:
+        """Return True if the command line must give the parameter."""
+        return param.is_required and param.name not in self.defaults
+
+
+def load(name: str) -> Command:
+    """Import the module of the command, and return the command."""
+    return command_of(name, import_module(COMMANDS[name][0]).command)
 
 
 def command_of(name: str, function: Callable[..., int | None]) -> Command:
@@ -90,7 +134,9 @@ def command_of(name: str, function: Callable[..., int | None]) -> Command:
         params |= {param.name: param for param in own if param.name not in params}
     params |= {param.name: param for param in _params_of(Common)}
 
-    def run(**values: Any) -> int | None:
+    def run(given: Mapping[str, Any]) -> int | None:
+        values = {name: param.default for name, param in params.items()} | dict(given)
+
         def filled(options: Any) -> Any:
             return options(**{field.name: values[field.name] for field in fields(options)})
 
@@ -99,6 +145,13 @@ def command_of(name: str, function: Callable[..., int | None]) -> Command:
             return function(**{key: filled(groups[key]) if key in groups else values[key] for key in parameters})
 
     return Command(name, list(params.values()), run, function.__doc__)
+
+
+def common_options() -> list[Option]:
+    """Return the options that all commands have, and those of all commands that write."""
+    params = {param.name: param for options in (Common, Report, OutputOptions) for param in _params_of(options)}
+    marks = (param.mark for param in params.values() if isinstance(param.mark, Option))
+    return [mark for mark in marks if mark.group == COMMON]
 
 
 def _params_of(options: Any) -> Iterator[Param]:
@@ -132,13 +185,13 @@ class Unusual(Exception):
     """Only typer can read this command line, or say what is wrong with it."""
 
 
-def parse(params: Sequence[Param], args: Sequence[str]) -> dict[str, Any] | None:
-    """Return the values by name, the same that typer would give; None if typer must parse it.
+def parse(command: Command, args: Sequence[str]) -> dict[str, Any] | None:
+    """Return the values that are given, by name, the same that typer would give; None if typer must parse it.
 
     It parses ``--help``, everything that is wrong, and unusual spellings: ``-oOUT``, ``--``, values that
     begin with a dash, numbers in other forms than 12, 0.5 and 1e-05.
     """
-    flags = {flag: param for param in params if isinstance(param.mark, Option) for flag in param.mark.flags}
+    flags = {flag: param for param in command.params for flag in param.flags}
     texts: dict[str, list[str]] = {}
     places: list[str] = []
     words = iter(args)
@@ -155,14 +208,14 @@ def parse(params: Sequence[Param], args: Sequence[str]) -> dict[str, Any] | None
         if text.startswith("-"):
             return None
         texts.setdefault(param.name, []).append(text)
-    for param in params:
-        if isinstance(param.mark, Argument) and places:
+    for param in command.params:
+        if not param.flags and places:
             taken = len(places) if param.many else 1
             texts[param.name], places = places[:taken], places[taken:]
-    if places:
+    if places or any(command.needs(param) and param.name not in texts for param in command.params):
         return None
     try:
-        return {param.name: value_of(param, texts.get(param.name)) for param in params}
+        return {param.name: value_of(param, texts[param.name]) for param in command.params if param.name in texts}
     except (Unusual, CkptError):
         return None
 
@@ -173,12 +226,8 @@ _NUMBERS = {
 }
 
 
-def value_of(param: Param, texts: list[str] | None) -> Any:
-    """Return the value of the texts, or the default if there are none. Raise `Unusual`, and what checks raise."""
-    if texts is None:
-        if param.is_required:
-            raise Unusual
-        return param.default
+def value_of(param: Param, texts: list[str]) -> Any:
+    """Return the value of the texts. Raise `Unusual`, and what checks raise."""
     if param.kind is bool:
         return True
     for text in texts:

@@ -6,6 +6,8 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 import ckpttool
+from ckpttool.cli.params import common_options
+from ckpttool.core.options import Option
 
 _FIRST = """\
 ckpttool inspects, diffs and converts PyTorch checkpoints. The commands that you need first:
@@ -39,15 +41,7 @@ Examples:
 _OPTIONS = """\
 Options that all commands have, before or after the command:
 
-  -q, --quiet          print errors only; the exit status is the answer
-  -v, --verbose        say on stderr what was read, moved, computed and fetched, and the time
-  --format FORMAT      text, json, markdown, github, junit, sarif or html on stdout
-  --report FILE        write the output to FILE too; its ending picks the format; repeatable
-  --force              overwrite files that exist
-  --no-fsync           do not wait until the disk has the bytes (commands that write)
-  --limit NAME=VALUE   raise a limit that an error names; VALUE may end in K, M, G
-  --no-defaults        take no option from CKPTTOOL_* variables and pyproject.toml
-  -h, --help           the help of the command
+{common}
 
 Arguments of a model, an optimizer, rules or a form are written behind it, as literals of Python:
 
@@ -60,9 +54,13 @@ Exit status: 0: no differences, or success; 1: differences, or refused; 2: error
 """
 
 
-def text(topic: str) -> str | None:
+def text(topic: str = "") -> str | None:
     """Return the text of a topic, of no topic what `ckpttool` alone prints; None if there is no such topic."""
-    return {"": _FIRST, "patterns": _PATTERNS, "options": _OPTIONS}.get(topic)
+    if topic == "options":
+        marks = (*common_options(), Option("-h, --help", "The help of the command."))
+        rows = [f"  {mark.spelled:<20} {mark.help}" for mark in marks]
+        return _OPTIONS.replace("{common}", "\n".join(rows))
+    return {"": _FIRST, "patterns": _PATTERNS}.get(topic)
 
 
 def versions() -> str:

@@ -16,19 +16,29 @@ from ckpttool.core.values import dataclass
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """An option: its `flags` (``-o``, ``--output``), the metavar of its value, its help.
+COMMON = "Common options"  # the group of the options that nearly all commands have
 
-    `least` is the smallest number that it takes; `check` is called with a value, and raises `CkptError` for an invalid
-    one.
+
+class Option:
+    """Marks a field as an option: ``Annotated[str | None, Option("-o, --output FILE", "The file to write.")]``.
+
+    The first text has its `flags` and the `metavar` of its value, as in the help; `group` is its heading there. `least`
+    is the smallest number that it takes; `check` is called with a value, and raises `CkptError` for an invalid one.
     """
 
-    flags: tuple[str, ...]
-    metavar: str | None
-    help: str
-    least: float | None = None
-    check: Callable[[Any], object] | None = None
+    def __init__(
+        self,
+        spelled: str,
+        help: str,
+        group: str = "Options",
+        *,
+        least: float | None = None,
+        check: Callable[[Any], object] | None = None,
+    ) -> None:
+        words = spelled.split(" ")
+        self.flags = tuple(word.rstrip(",") for word in words if word.startswith("-"))
+        self.metavar = None if words[-1].startswith("-") else words[-1]
+        self.spelled, self.help, self.group, self.least, self.check = spelled, help, group, least, check
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +47,6 @@ class Argument:
 
     metavar: str
     help: str
-
-
-def option(
-    *flags: str,
-    help: str,
-    metavar: str | None = None,
-    least: float | None = None,
-    check: Callable[[Any], object] | None = None,
-) -> Option:
-    """Mark a field as an option: ``Annotated[str | None, option("--to", metavar="FORM", help="…")]``."""
-    return Option(flags, metavar, help, least, check)
 
 
 def expand_options(
@@ -144,12 +143,10 @@ class ModelOptions:
 
     model: Annotated[
         Any,
-        option(
-            "--model", metavar="MODEL", help="file.py:build, 'file.py:build(layers=4)', a names file or a .pt2 program."
-        ),
+        Option("--model MODEL", "file.py:build, 'file.py:build(layers=4)', a names file or a .pt2 program.", "Names"),
     ] = None
     materialize: Annotated[
-        bool, option("--materialize", help="Build MODEL with real weights instead of on the meta device.")
+        bool, Option("--materialize", "Build MODEL with real weights instead of on the meta device.", "Advanced")
     ] = False
 
 
@@ -159,26 +156,30 @@ class OptimizerOptions(ModelOptions):
 
     optimizer: Annotated[
         Any,
-        option("--optimizer", metavar="OPTIMIZER", help="A function of the model, or a class: 'file.py:make(lr=1)'."),
+        Option("--optimizer OPTIMIZER", "A function of the model, or a class: 'file.py:make(lr=1)'.", "Optimizer"),
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Where an output goes, and how it is written."""
+    """The output: its path, and how to write it."""
 
-    out: Annotated[str | None, option("-o", "--output", metavar="OUT", help="The file to write.")] = None
-    in_place: Annotated[bool, option("--in-place", help="Change the source itself, atomically.")] = False
-    no_undo: Annotated[bool, option("--no-undo", help="With --in-place: keep nothing for `ckpttool undo`.")] = False
-    force: Annotated[bool, option("--force", help="Overwrite files that exist.")] = False
-    dry_run: Annotated[bool, option("--dry-run", help="Say what would be written, and write nothing.")] = False
+    out: Annotated[str | None, Option("-o, --output OUT", "The file to write.", "Output")] = None
+    in_place: Annotated[bool, Option("--in-place", "Change the source itself, atomically.", "Output")] = False
+    no_undo: Annotated[bool, Option("--no-undo", "With --in-place: keep nothing for `ckpttool undo`.", "Advanced")] = (
+        False
+    )
+    force: Annotated[bool, Option("--force", "Overwrite files that exist.", COMMON)] = False
+    dry_run: Annotated[bool, Option("--dry-run", "Say what would be written, and write nothing.", "Output")] = False
     verify: Annotated[
-        bool, option("--verify", help="Prove that OUT holds every tensor: read it back, or by its store's checksums.")
+        bool,
+        Option("--verify", "Prove that OUT holds every tensor: read it back, or by its store's checksums.", "Output"),
     ] = False
     keep_pickled_code: Annotated[
-        bool, option("--keep-pickled-code", help="Write dangerous pickle imports too, which run when OUT is loaded.")
+        bool,
+        Option("--keep-pickled-code", "Write dangerous pickle imports too, which run when OUT is loaded.", "Advanced"),
     ] = False
-    no_fsync: Annotated[bool, option("--no-fsync", help="Do not wait until the disk has the bytes.")] = False
+    no_fsync: Annotated[bool, Option("--no-fsync", "Do not wait until the disk has the bytes.", COMMON)] = False
 
     def target(self, source: str) -> str | None:
         """Return the path to write, or None if nothing is written."""

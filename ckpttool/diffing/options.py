@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 from ckpttool.core.errors import CkptError
-from ckpttool.core.options import ModelOptions, OptimizerOptions, option, several
+from ckpttool.core.options import ModelOptions, OptimizerOptions, Option, several
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.result import STATUSES
 from ckpttool.io import progress
@@ -34,10 +34,10 @@ def statuses_in(text: str) -> frozenset[str]:
 class CompareOptions:
     """How tensors are compared."""
 
-    values: Annotated[bool, option("--values", help="Compare the bytes of the tensors too.")] = False
-    rtol: Annotated[float, option("--rtol", metavar="N", least=0, help="Relative tolerance of --values.")] = 0.0
-    atol: Annotated[float, option("--atol", metavar="N", least=0, help="Absolute tolerance of --values.")] = 0.0
-    ignore_dtype: Annotated[bool, option("--ignore-dtype", help="Ignore dtype differences.")] = False
+    values: Annotated[bool, Option("--values", "Compare the bytes of the tensors too.")] = False
+    rtol: Annotated[float, Option("--rtol N", "Relative tolerance of --values.", "Advanced", least=0)] = 0.0
+    atol: Annotated[float, Option("--atol N", "Absolute tolerance of --values.", "Advanced", least=0)] = 0.0
+    ignore_dtype: Annotated[bool, Option("--ignore-dtype", "Ignore dtype differences.")] = False
 
     @property
     def scope(self) -> str:
@@ -76,22 +76,22 @@ class Diff3Options(ModelOptions, CompareOptions):
 class DiffOptions(OptimizerOptions, CompareOptions):
     """All options of a diff that say what is compared."""
 
-    whole: Annotated[bool, option("--whole", help="Also compare optimizer state and other entries.")] = False
+    whole: Annotated[bool, Option("--whole", "Also compare optimizer state and other entries.")] = False
 
     fail_on: Annotated[
         str | None,
-        option("--fail-on", metavar="STATUS,...", check=statuses_in, help="Status 1 for these differences only."),
+        Option("--fail-on STATUS,...", "Status 1 for these differences only.", "What fails", check=statuses_in),
     ] = None
     ignore: Annotated[
         Sequence[str] | None,
-        option("--ignore", metavar="LINE", help="'STATUS PATTERN # REASON': accept these. Repeatable."),
+        Option("--ignore LINE", "'STATUS PATTERN # REASON': accept these. Repeatable.", "What fails"),
     ] = None
     ignore_file: Annotated[
-        str | None, option("--ignore-file", metavar="FILE", help="File with lines as in --ignore.")
+        str | None, Option("--ignore-file FILE", "File with lines as in --ignore.", "What fails")
     ] = None
-    fail_on_unused: Annotated[bool, option("--fail-on-unused", help="Status 1 if an ignore line matches nothing.")] = (
-        False
-    )
+    fail_on_unused: Annotated[
+        bool, Option("--fail-on-unused", "Status 1 if an ignore line matches nothing.", "What fails")
+    ] = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ignore", several(self.ignore))

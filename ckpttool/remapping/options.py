@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import FSDP_FLAT, FSDP_SHARDED, RANK_FORMS
 from ckpttool.core.optimizer_state import FORMS as KEYS
-from ckpttool.core.options import ModelOptions, OptimizerOptions, OutputOptions, call_of, keywords_of, option, several
+from ckpttool.core.options import ModelOptions, OptimizerOptions, Option, OutputOptions, call_of, keywords_of, several
 from ckpttool.core.values import dataclass
 from ckpttool.formats.huggingface import parse_size
 from ckpttool.io.paths import name as name_of
@@ -18,7 +18,7 @@ from ckpttool.naming.convert import Form, ModelForm
 from ckpttool.operands.checkpoint import split
 
 KeepAliases = Annotated[
-    bool, option("--keep-aliases", help="To safetensors: keep one name of a tensor, record the others.")
+    bool, Option("--keep-aliases", "To safetensors: keep one name of a tensor, record the others.", "Output")
 ]
 _HEAD = 4096  # bytes that tell a plan from rules
 RANK = "{rank}"  # in OUT, for the number of the rank
@@ -29,36 +29,34 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     """All options of a remap. Options that name code (`model`, `optimizer`, …) may be objects."""
 
     # Which names
-    to: Annotated[str | None, option("--to", metavar="FORM", help=f"{', '.join(convert.WORDS)}.")] = None
-    from_: Annotated[str | None, option("--from", metavar="FORM", help="Default: recognised.")] = None
-    select: Annotated[str | None, option("--select", metavar="PREFIX", help="One submodule, under its own names.")] = (
-        None
-    )
-    trainable_only: Annotated[bool, option("--trainable-only", help="Leave frozen parameters out.")] = False
-    rule: Annotated[Sequence[str] | None, option("--rule", metavar="RULE", help="'FROM => TO'. Repeatable.")] = None
+    to: Annotated[str | None, Option("--to FORM", f"{', '.join(convert.WORDS)}.", "Names")] = None
+    from_: Annotated[str | None, Option("--from FORM", "Default: recognised.", "Names")] = None
+    select: Annotated[str | None, Option("--select PREFIX", "One submodule, under its own names.", "Names")] = None
+    trainable_only: Annotated[bool, Option("--trainable-only", "Leave frozen parameters out.", "Names")] = False
+    rule: Annotated[Sequence[str] | None, Option("--rule RULE", "'FROM => TO'. Repeatable.", "Names")] = None
     rules: Annotated[
         str | None,
-        option("--rules", metavar="FILE", help="A rules file, a saved plan, or a preset, see `ckpttool rules`."),
+        Option("--rules FILE", "A rules file, a saved plan, or a preset, see `ckpttool rules`.", "Names"),
     ] = None
-    reverse: Annotated[bool, option("--reverse", help="Apply the rules from TO to FROM.")] = False
+    reverse: Annotated[bool, Option("--reverse", "Apply the rules from TO to FROM.", "Names")] = False
     partial: Annotated[
-        bool, option("--partial", help="Write OUT even if it lacks keys of the model, and name them.")
+        bool, Option("--partial", "Write OUT even if it lacks keys of the model, and name them.", "Names")
     ] = False
-    drop: Annotated[Sequence[str] | None, option("--drop", metavar="PATTERN", help="Leave out. Repeatable.")] = None
+    drop: Annotated[Sequence[str] | None, Option("--drop PATTERN", "Leave out. Repeatable.", "Names")] = None
     sections: Annotated[
-        str | None, option("--sections", metavar="PATHS", help="As in 'model,ema'. Default: all that hold the model.")
+        str | None, Option("--sections PATHS", "As in 'model,ema'. Default: all that hold the model.", "Names")
     ] = None
-    like: Annotated[Any, option("--like", metavar="CKPT", help="Take over that checkpoint's form.")] = None
-    to_model: Annotated[Any, option("--to-model", metavar="MODEL", help="The model that is to load OUT.")] = None
+    like: Annotated[Any, Option("--like CKPT", "Take over that checkpoint's form.", "Names")] = None
+    to_model: Annotated[Any, Option("--to-model MODEL", "The model that is to load OUT.", "Names")] = None
     # Optimizers
     to_optimizer: Annotated[
-        Any, option("--to-optimizer", metavar="OPTIMIZER", help="The optimizer that is to load OUT.")
+        Any, Option("--to-optimizer OPTIMIZER", "The optimizer that is to load OUT.", "Optimizer")
     ] = None
     optimizer_keys: Annotated[
-        str | None, option("--optimizer-keys", metavar="|".join(KEYS), help="How optimizers call their parameters.")
+        str | None, Option(f"--optimizer-keys {'|'.join(KEYS)}", "How optimizers call their parameters.", "Optimizer")
     ] = None
     # The output
-    save_plan: Annotated[str | None, option("--save-plan", metavar="FILE", help="Write the plan as JSON.")] = None
+    save_plan: Annotated[str | None, Option("--save-plan FILE", "Write the plan as JSON.", "Output")] = None
     keep_aliases: KeepAliases = False
 
     def __post_init__(self) -> None:
@@ -131,11 +129,11 @@ class ConvertOptions(ModelOptions, OutputOptions):
     """All options of a conversion."""
 
     in_place: Annotated[
-        bool, option("--in-place", help="Write CKPT itself again, without the unused bytes of earlier edits.")
+        bool, Option("--in-place", "Write CKPT itself again, without the unused bytes of earlier edits.", "Output")
     ] = False
     keep_aliases: KeepAliases = False
     max_shard_size: Annotated[
-        str | None, option("--max-shard-size", metavar="SIZE", help="Maximum size of a shard, for example 5GB.")
+        str | None, Option("--max-shard-size SIZE", "Maximum size of a shard, for example 5GB.", "Output")
     ] = None
 
     @property

@@ -11,7 +11,7 @@ from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import Names
-from ckpttool.core.options import ModelOptions, OutputOptions, option
+from ckpttool.core.options import ModelOptions, Option, OutputOptions
 from ckpttool.core.pickle_imports import dangerous
 from ckpttool.core.schema import COUNT, FLAG, TEXT, TEXTS, list_of, nullable, one_of, record, unless_empty
 from ckpttool.core.text import plural, shell
@@ -46,19 +46,15 @@ from ckpttool.swap.weight_map import (
 class SwapOptions(ModelOptions, OutputOptions):
     """All options of a swap."""
 
-    name: Annotated[str | None, option("--program", metavar="NAME", help="Which one, where PROGRAM holds several.")] = (
-        None
-    )
-    from_: Annotated[str | None, option("--from", metavar="FORM", help="NEW's form; default: recognised.")] = None
-    cast: Annotated[bool, option("--cast", help="Convert weights of another dtype to the program's.")] = False
+    name: Annotated[str | None, Option("--program NAME", "Which one, where PROGRAM holds several.")] = None
+    from_: Annotated[str | None, Option("--from FORM", "NEW's form; default: recognised.", "Names")] = None
+    cast: Annotated[bool, Option("--cast", "Convert weights of another dtype to the program's.")] = False
     constants: Annotated[
         bool,
-        option(
-            "--constants", help="Swap constants too (lifted tensors, unsaved buffers): from NEW, or else from MODEL."
-        ),
+        Option("--constants", "Swap constants too (lifted tensors, unsaved buffers): from NEW, or else from MODEL."),
     ] = False
     keep_constants: Annotated[
-        bool, option("--keep-constants", help="Keep the program's constants, even if MODEL has other values.")
+        bool, Option("--keep-constants", "Keep the program's constants, even if MODEL has other values.")
     ] = False
 
     @property

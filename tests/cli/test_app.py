@@ -18,11 +18,11 @@ import pytest
 from safetensors.torch import save_file
 
 from ckpttool import __version__
-from ckpttool.cli import app
 from ckpttool.cli.failures import failure_of
+from ckpttool.cli.params import COMMANDS
 from ckpttool.core.errors import CkptError, Problem, Refused
 
-WRITTEN = [name for name, (module, _) in app.COMMANDS.items() if importlib.util.find_spec(module)]
+WRITTEN = [name for name, (module, _) in COMMANDS.items() if importlib.util.find_spec(module)]
 
 
 def ckpttool(*args: str, stdout: int = subprocess.PIPE, **env: str) -> subprocess.CompletedProcess[str]:
@@ -49,13 +49,13 @@ def test_help_lists_every_command_and_its_one_line() -> None:
     done = ckpttool("--help")
     assert done.returncode == 0
     assert done.stderr == ""
-    for name, (_, summary) in app.COMMANDS.items():
+    for name, (_, summary) in COMMANDS.items():
         assert re.search(rf"^  {name} +{re.escape(summary)}$", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_table_of_commands_says_what_their_docstrings_say(name: str) -> None:
-    module, summary = app.COMMANDS[name]
+    module, summary = COMMANDS[name]
     command = importlib.import_module(module).command
     assert inspect.getdoc(command).split("\n\n")[0].replace("\n", " ") == summary
     done = ckpttool(name, "--help")
@@ -70,7 +70,7 @@ def test_the_table_of_commands_says_what_their_docstrings_say(name: str) -> None
 def test_every_option_of_remap_has_its_heading() -> None:
     said = ckpttool("remap", "--help").stdout
     headings = re.findall(r"^([A-Z][\w ]+):$", said, re.MULTILINE)
-    names = ["Model", "Names", "Output", "Common options"]
+    names = ["Names", "Optimizer", "Output", "Advanced", "Common options"]
     assert [one for one in headings if one not in ("Examples", "Arguments")] == names
 
 
@@ -97,6 +97,8 @@ def test_version() -> None:
         (["--nope"], "no such option", "usage: ckpttool [OPTIONS] COMMAND [ARGS]..."),
         (["inspect"], "missing argument 'CKPT'", "usage: ckpttool inspect [OPTIONS]"),
         (["inspect", "x.pt", "--fromat", "json"], "no such option", "did you mean --format?"),
+        (["remap", "x.pt", "--undo"], "no such option", "`ckpttool undo` does that (more: ckpttool undo --help)"),
+        (["remap", "x.pt", "--max-shard-size=5GB"], "no such option", "`ckpttool convert` does that"),
         (["inspect", "x.pt", "--format"], "option '--format' requires an argument", "see ckpttool --help"),
         (["inspect", "x.pt", "y.pt"], "got unexpected extra argument", "usage: ckpttool inspect [OPTIONS]"),
         (

@@ -312,9 +312,9 @@ def test_each_mistake_is_said_once(project: Path, run: Run, text: str, problems:
 )
 def test_paths_are_those_beside_the_file(name: str, value: object, found: object) -> None:
     from ckpttool.cli import defaults
-    from ckpttool.cli.app import _command
+    from ckpttool.cli.params import load
 
-    (one,) = (one for one in _command("remap").params if one.name == name)
+    (one,) = (one for one in load("remap").params if one.name == name)
     got = defaults._from_here("../pyproject.toml", one, value)
     assert got == (os.path.relpath(str(found)) if str(found).startswith("/abs") else found)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from torch.distributed import HashStore
 
 from ckpttool.cli import ranks
 from ckpttool.cli.failures import Failure, OfAllRanks, failure_of
-from ckpttool.core.errors import Problem
+from ckpttool.core.errors import CkptError, Problem
 from ckpttool.distributed.job import Job
 from ckpttool.io.syscalls import Terminated
 
@@ -99,3 +101,14 @@ def test_all_ranks_end_with_one_status_and_the_first_says_why(
     assert found.pop(0) == (said or status)
     silent = Failure(status) if status else 0
     assert found == dict.fromkeys(range(1, len(ends)), silent)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tracebacks have notes from Python 3.11 on")
+def test_a_traceback_shows_problems_and_the_hint() -> None:
+    problems = [Problem("is missing", f"layers.{at}.w") for at in range(25)]
+    text = "".join(traceback.format_exception(CkptError("wrong names", hint="pass --rule", problems=problems)))
+    lines = text.splitlines()[-23:]
+    assert lines[0] == "ckpttool.core.errors.CkptError: wrong names"
+    assert lines[1:21] == [f"  is missing @ layers.{at}.w" for at in range(20)]
+    assert lines[21:] == ["  and 5 more", "hint: pass --rule"]
+    assert "hint: check it" in "".join(traceback.format_exception(CkptError("no file", hint="check it")))

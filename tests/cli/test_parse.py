@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from importlib import import_module
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.main import get_command
 
-from ckpttool.cli import app, by_typer
-from ckpttool.cli.params import Command, Param, command_of, parse
+from ckpttool.cli import by_typer
+from ckpttool.cli.params import COMMANDS, Param, load, parse
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import Option
 
-PARAMS = {name: command_of(name, import_module(module).command).params for name, (module, _) in app.COMMANDS.items()}
+LOADED = {name: load(name) for name in COMMANDS}
 WORDS = [
     "a.pt",
     "x=y",
@@ -45,11 +45,11 @@ class LongWay:
     def __init__(self, name: str) -> None:
         self.name, self.given = name, dict[str, Any]()
 
-        def command(**values: Any) -> None:
-            self.given = values
+        def keep(given: Mapping[str, Any]) -> None:
+            self.given = dict(given)
 
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(name)(by_typer.typed(Command(name, PARAMS[name], command, None)))
+        single.command(name)(by_typer.typed(replace(LOADED[name], run=keep)))
         self.command = get_command(single)
 
     def __call__(self, args: list[str]) -> dict[str, Any] | str:
@@ -89,15 +89,15 @@ def _fitting(one: Param) -> st.SearchStrategy[list[str]]:
     return st.tuples(flag, text).map(list)
 
 
-@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("name", LOADED)
 def test_the_short_way_gives_what_typer_gives(name: str) -> None:
-    params, long, short = PARAMS[name], LongWay(name), 0
+    params, long, short = LOADED[name].params, LongWay(name), 0
 
     @settings(max_examples=120, deadline=None)
     @given(command_lines(params))
     def agree(args: list[str]) -> None:
         nonlocal short
-        found = parse(params, args)
+        found = parse(LOADED[name], args)
         if found is not None:  # where it is None typer is asked
             short += 1
             assert _plain(found) == _plain(long(args))
@@ -133,4 +133,4 @@ def _plain(values: dict[str, Any] | str) -> Any:
 )
 def test_what_is_usual_does_not_need_typer(line: str, usual: bool) -> None:
     name, *args = line.split()
-    assert (parse(PARAMS[name], args) is not None) is usual
+    assert (parse(LOADED[name], args) is not None) is usual

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.cli.app import COMMANDS
+from ckpttool.cli.params import COMMANDS
 from doc_lines import command_lines, first_lines
 from places import DOCS, ROOT
 from recording import recording, texts

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 import ckpttool
-from ckpttool.cli.app import COMMANDS
+from ckpttool.cli.params import COMMANDS
 from ckpttool.core.codes import CODES
 from ckpttool.schemas import OBJECTS
 from places import DOCS, ROOT

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import ckpttool
 from ckpttool.cli.output import Report
-from ckpttool.core.options import Argument, OptimizerOptions, keywords_of, option
+from ckpttool.core.options import Argument, OptimizerOptions, Option, keywords_of
 
 
 def command(
@@ -15,7 +15,7 @@ def command(
     report: Report,
     allow: Annotated[
         list[str] | None,
-        option("--allow", metavar="NAME", help="An import that pickles may have: 'argparse.*'. Repeatable."),
+        Option("--allow NAME", "An import that pickles may have: 'argparse.*'. Repeatable."),
     ] = None,
 ) -> int:
     """Files of a repository: names, rules, plans, pickles.

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from ckpttool.cli.output import All, ExitZero, Report, write_text
 from ckpttool.core.errors import CkptError
-from ckpttool.core.options import Argument, option
+from ckpttool.core.options import Argument, Option
 from ckpttool.core.text import Info, Note, shell
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import Diff, Fix
@@ -26,10 +26,11 @@ def command(
         list[str] | None, Argument("[LEFT RIGHT | CKPT]", "Checkpoints, or a names file that `trace` wrote.")
     ] = None,
     suggest: Annotated[
-        str | None, option("--suggest", metavar="FILE", help="Write rules that fix the differences to FILE (TOML).")
+        str | None, Option("--suggest FILE", "Write rules that fix the differences to FILE (TOML).", "Output")
     ] = None,
     update: Annotated[
-        bool, option("--update", help="Rewrite the names file that is compared, with the names that MODEL has now.")
+        bool,
+        Option("--update", "Rewrite the names file that is compared, with the names that MODEL has now.", "Output"),
     ] = False,
     exit_zero: ExitZero = False,
     all: All = False,

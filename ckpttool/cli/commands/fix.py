@@ -8,7 +8,7 @@ from typing import Annotated
 import ckpttool
 from ckpttool.cli.output import Manifest, Report, write_manifest
 from ckpttool.core.errors import CkptError
-from ckpttool.core.options import Argument, FixOptions, keywords_of, option
+from ckpttool.core.options import Argument, FixOptions, Option, keywords_of
 from ckpttool.io.files import files_of
 from ckpttool.operands.checkpoint import split
 
@@ -16,7 +16,7 @@ from ckpttool.operands.checkpoint import split
 def command(
     ckpt: Annotated[str, Argument("CKPT", "The checkpoint to read; CKPT::SECTION takes one section.")],
     # One of the options, which is required here.
-    model: Annotated[str, option("--model", metavar="MODEL", help="The model that is to load OUT.")],
+    model: Annotated[str, Option("--model MODEL", "The model that is to load OUT.", "Names")],
     options: FixOptions,
     report: Report,
     manifest: Manifest = None,

@@ -8,7 +8,7 @@ from typing import Annotated
 import ckpttool
 from ckpttool.cli.output import Manifest, Report, write_manifest
 from ckpttool.core.errors import CkptError
-from ckpttool.core.options import Argument, option
+from ckpttool.core.options import Argument, Option
 from ckpttool.distributed.job import only_first
 from ckpttool.io.files import files_of
 from ckpttool.operands.checkpoint import split
@@ -23,18 +23,18 @@ def command(
     ckpt: Annotated[str, Argument("CKPT", "A checkpoint: file, directory, index, glob or URL.")],
     report: Report,
     stats: Annotated[
-        bool, option("--stats", help="Read the values too: min, max, mean, zeros, NaN, inf and a hash of each.")
+        bool, Option("--stats", "Read the values too: min, max, mean, zeros, NaN, inf and a hash of each.")
     ] = False,
     depth: Annotated[
-        int | None, option("--depth", metavar="N", least=0, help="The tree of modules, N levels deep, not the tensors.")
+        int | None, Option("--depth N", "The tree of modules, N levels deep, not the tensors.", "Reports", least=0)
     ] = None,
     sort: Annotated[
-        str | None, option("--sort", metavar="name|bytes", check=_check_sort, help="bytes: the largest first.")
+        str | None, Option("--sort name|bytes", "bytes: the largest first.", "Reports", check=_check_sort)
     ] = None,
     filter: Annotated[
-        str | None, option("--filter", metavar="PATTERN", help="Only tensors whose keys it names: 'layers.*'.")
+        str | None, Option("--filter PATTERN", "Only tensors whose keys it names: 'layers.*'.", "Reports")
     ] = None,
-    all: Annotated[bool, option("--all", help="A line for every tensor, and no list cut short.")] = False,
+    all: Annotated[bool, Option("--all", "A line for every tensor, and no list cut short.", "Reports")] = False,
     manifest: Manifest = None,
 ) -> None:
     """Show what is in a checkpoint: keys, dtypes, shapes, aliases.

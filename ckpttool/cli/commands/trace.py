@@ -6,7 +6,7 @@ from typing import Annotated
 
 import ckpttool
 from ckpttool.cli.output import All, Report, write_text
-from ckpttool.core.options import Argument, OptimizerOptions, keywords_of, option
+from ckpttool.core.options import Argument, OptimizerOptions, Option, keywords_of
 
 
 def command(
@@ -14,7 +14,7 @@ def command(
     model: Annotated[str, Argument("MODEL", "package.module:attr, file.py:attr or a .pt2 program.")],
     options: OptimizerOptions,
     report: Report,
-    out: Annotated[str | None, option("-o", "--output", metavar="FILE", help="Write a names file (JSON).")] = None,
+    out: Annotated[str | None, Option("-o, --output FILE", "Write a names file (JSON).", "Output")] = None,
     all: All = False,
 ) -> None:
     """Every name of every tensor of a model.

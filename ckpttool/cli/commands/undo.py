@@ -7,7 +7,7 @@ from typing import Annotated
 
 import ckpttool
 from ckpttool.cli.output import Report
-from ckpttool.core.options import Argument, option
+from ckpttool.core.options import COMMON, Argument, Option
 from ckpttool.core.values import dataclass
 from ckpttool.io.files import files_of
 
@@ -18,14 +18,16 @@ class UndoReport(Report):
 
     force: Annotated[
         bool,
-        option("--force", help="Also roll back an edit of another machine or container, and overwrite report files."),
+        Option(
+            "--force", "Also roll back an edit of another machine or container, and overwrite report files.", COMMON
+        ),
     ] = False
 
 
 def command(
     path: Annotated[str, Argument("PATH", "The file or folder that was edited in place.")],
     report: UndoReport,
-    no_fsync: Annotated[bool, option("--no-fsync", help="Do not wait until the disk has the bytes.")] = False,
+    no_fsync: Annotated[bool, Option("--no-fsync", "Do not wait until the disk has the bytes.", COMMON)] = False,
 ) -> None:
     """Roll back an interrupted or the last edit in place.
 
