@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,14 @@ def fix(
     found = diff(ckpt, **keywords_of(asked))
     done = applicable(found, command("diff", (found.left,), asked))
     written = {field.name: getattr(chosen, field.name) for field in fields(OutputOptions)}
-    result = remap(ckpt, progress=progress, **keywords_of(replace(done.options, **written)))
+    request = replace(done.options, **written)
+    try:
+        result = remap(ckpt, progress=progress, **keywords_of(request))
+    except CkptError as error:
+        if {*re.findall(r"--[a-z-]+", error.hint)} <= {f"--{field.name.replace('_', '-')}" for field in fields(chosen)}:
+            raise
+        hint = f"{error.hint}; `fix` has no such option, add it to: {command('remap', (found.left,), request)}"
+        raise type(error)(error.message, hint=hint, problems=error.problems) from None
     about_fix = (note for note in found.notes if code_of(note) and CODES[code_of(note)].kind == "fix")
     return replace(result, notes=(*result.notes, *about_fix))
 

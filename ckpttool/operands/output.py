@@ -61,16 +61,16 @@ def _literal(name: str, value: object) -> str:
 
 
 def outputs(source: str, word: str) -> Iterator[str]:
-    """Yield unused names for an output next to the source, first with the source's ending: ``train.serialized.pt``."""
+    """Yield unused names for an output next to the source, first in its format: ``train.serialized.pt``."""
     whole = "checkpoint" if source == MEMORY.title else split(source)[0]
     folder = paths_name(whole) == DCP_METADATA or INDEX.fullmatch(paths_name(whole))
     whole = parent(whole) if folder else whole
     if folder or (is_dir(whole) and not whole.rstrip("/").endswith(".dcp")):
-        yield free(whole.rstrip("/"), word, "/")
-        return
-    ending = "".join(Path(whole.rstrip("/")).suffix)
-    endings = (ending if ending.lower() in _WRITABLE else ".pt", ".pt")
-    for chosen in dict.fromkeys(endings):
+        ending, first = "", "/"
+    else:
+        ending = "".join(Path(whole.rstrip("/")).suffix)
+        first = ending if ending.lower() in _WRITABLE else ".pt"
+    for chosen in dict.fromkeys((first, ".pt")):
         yield free(whole.rstrip("/").removesuffix(ending), word, chosen)
 
 

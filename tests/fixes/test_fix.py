@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckpttool
@@ -107,6 +110,48 @@ def test_what_fits_and_what_no_command_fixes_is_refused(run: Run) -> None:
         assert not Path("r.md").exists()
     assert run("fix", "good.pt", "-o", "out.pt").status == 2
     assert run("fix", "good.pt", "--model", "fix_net.py:Hidden").status == 2
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("where", ["one/model.safetensors", "one", "shards", "run.dcp"])
+def test_second_names_that_a_folder_cannot_hold_are_written_to_a_file(where: str, run: Run) -> None:
+    """As `save_pretrained` saves tied weights: under one name."""
+    net = Tied()
+    weights = {"embed.weight": net.embed.weight.detach()}
+    if where == "run.dcp":
+        dcp.save(weights, checkpoint_id=where, no_dist=True)
+    else:
+        Path("one").mkdir()
+        save_file(weights, "one/model.safetensors")
+        if where == "shards":
+            assert run("convert", "one", "-o", "shards/", "--max-shard-size", "1KB").status == 0
+    found = ckpttool.diff(where, model=Tied)
+    assert [fix.complete for fix in found.fix] == [True]
+    assert ckpttool.fix(where, "out.pt", model=Tied).output == "out.pt"
+    other, live = Tied(), Tied()
+    other.load_state_dict(torch.load("out.pt"), strict=True)
+    ckpttool.load(where, live)
+    for loaded in (other, live):
+        assert torch.equal(loaded.head.weight, net.embed.weight)
+
+
+def test_a_hint_that_names_an_option_of_remap_names_the_command_too(run: Run) -> None:
+    Path("tied.py").write_text(f"from torch import nn\n\n{inspect.getsource(Tied)}")
+    net = Tied()
+    torch.save({f"module.{key}": value for key, value in net.state_dict().items()}, "in.pt")
+    done = run("fix", "in.pt", "--model", "tied.py:Tied", "-o", "out.safetensors")
+    hint = " ".join(done.err.split()).partition("hint: ")[2]
+    assert (done.status, hint.startswith("--keep-aliases keeps ")) == (1, True), done.said
+    assert run(*shlex.split(hint.partition("add it to: ckpttool ")[2]), "--keep-aliases").status == 0
+    assert list(load_file("out.safetensors")) == ["embed.weight"]
+    Path("out.pt").touch()
+    assert run("fix", "in.pt", "--model", "tied.py:Tied", "-o", "out.pt").err.endswith("or name another file\n")
 
 
 def test_an_optimizer_is_fixed_with_its_model(run: Run) -> None:

@@ -329,9 +329,9 @@ def test_an_output_stands_beside_its_source(source: str, name: str) -> None:
     assert next(outputs(source, "new")) == name
 
 
-def test_a_folders_output_is_a_folder(tmp_path: Path) -> None:
+def test_a_folders_output_is_a_folder_if_that_can_hold_it(tmp_path: Path) -> None:
     (tmp_path / "v1.0").mkdir()
-    assert list(outputs(str(tmp_path / "v1.0"), "new")) == [f"{tmp_path}/v1.0.new/"]
+    assert list(outputs(str(tmp_path / "v1.0"), "new")) == [f"{tmp_path}/v1.0.new/", f"{tmp_path}/v1.0.new.pt"]
 
 
 def test_options_are_the_words_that_ask_for_them() -> None:
