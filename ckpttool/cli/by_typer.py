@@ -14,15 +14,16 @@ from typer.core import TyperCommand
 from typer.main import get_command
 
 from ckpttool.cli.params import COMMANDS, Command, Param, load
+from ckpttool.cli.topics import EXIT_STATUS
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import COMMON, Argument
 from ckpttool.core.text import shell
 
 # The headings of the help in their order. `ckpttool help options` describes the common options; this only names them.
 _GROUPS = ("Options", "Names", "Optimizer", "What fails", "Output", "Reports", "Advanced", COMMON)
-ABOUT = """Inspect, diff and convert PyTorch checkpoints, and put new weights into exported programs.
+ABOUT = f"""Inspect, diff and convert PyTorch checkpoints, and put new weights into exported programs.
 
-Exit status: 0: no differences, or success; 1: differences, or refused; 2: error. `ckpttool help COMMAND` has examples,
+Exit status: {EXIT_STATUS} `ckpttool help COMMAND` has examples,
 `ckpttool help patterns` and `ckpttool help options` describe what all commands have in common.
 """
 _HELP = {"help_option_names": ["-h", "--help"]}
@@ -86,6 +87,8 @@ class Grouped(TyperCommand):
                     formatter.write_dl(rows)
         with formatter.section(COMMON):
             formatter.write_text(f"{common}, -h (described in `ckpttool help options`)")
+        with formatter.section("Exit status"):
+            formatter.write_text(EXIT_STATUS)
 
 
 def typed(loaded: Command) -> Callable[..., int | None]:

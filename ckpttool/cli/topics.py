@@ -45,13 +45,14 @@ Options that all commands have, before or after the command:
 
 Arguments of a model, an optimizer, rules or a form are written behind it, as literals of Python:
 
-  --model 'model.py:build(layers=4, tie=True)'
-  --optimizer 'optim.py:make(lr=0.1)'
-  --rules 'llama-torchtune-to-hf(heads=32, kv_heads=8)'
-  --to 'fsdp-flat(world_size=8, units=["layers.*"])'
+  ckpttool diff train.pt --model 'model.py:build(layers=4, tie=True)'
+  ckpttool trace model.py:build --optimizer 'model.py:optimizer(lr=0.1)'
+  ckpttool remap llama.pt -o hf.pt --rules 'llama-torchtune-to-hf(heads=32, kv_heads=8)'
+  ckpttool remap model.pt -o 'rank_{rank}.pt' --model model.py:build --to 'fsdp-flat(world_size=8, units=["layers.*"])'
 
-Exit status: 0: no differences, or success; 1: differences, or refused; 2: error.
+Exit status: {status}
 """
+EXIT_STATUS = "0: no differences, or success; 1: differences, or refused; 2: error."
 
 
 def text(topic: str = "") -> str | None:
@@ -59,7 +60,7 @@ def text(topic: str = "") -> str | None:
     if topic == "options":
         marks = (*common_options(), Option("-h, --help", "The help of the command."))
         rows = [f"  {mark.spelled:<20} {mark.help}" for mark in marks]
-        return _OPTIONS.replace("{common}", "\n".join(rows))
+        return _OPTIONS.replace("{common}", "\n".join(rows)).replace("{status}", EXIT_STATUS)
     return {"": _FIRST, "patterns": _PATTERNS}.get(topic)
 
 

@@ -70,7 +70,7 @@ def test_the_table_of_commands_says_what_their_docstrings_say(name: str) -> None
 def test_every_option_of_remap_has_its_heading() -> None:
     said = ckpttool("remap", "--help").stdout
     headings = re.findall(r"^([A-Z][\w ]+):$", said, re.MULTILINE)
-    names = ["Names", "Optimizer", "Output", "Advanced", "Common options"]
+    names = ["Names", "Optimizer", "Output", "Advanced", "Common options", "Exit status"]
     assert [one for one in headings if one not in ("Examples", "Arguments")] == names
 
 

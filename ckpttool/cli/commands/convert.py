@@ -24,11 +24,11 @@ def command(
 
     Keys and values stay. The ending of OUT decides the format: .safetensors, .pt, .dcp (torch.distributed.checkpoint),
     or OUT/ for a folder of shards. With --in-place the file is written again in its own format, without the bytes that
-    earlier edits no longer use. Exit status: 0 if it is written, 1 if nothing would change or something would be lost.
+    earlier edits no longer use. Status 0 if it is written, 1 if nothing would change or something would be lost.
 
     \b
     Examples:
-      ckpttool convert train.pt -o train.safetensors
+      ckpttool convert train.pt::model -o train.safetensors
       ckpttool convert model.safetensors -o sharded/ --max-shard-size 5GB
       ckpttool convert train.pt --in-place
     """

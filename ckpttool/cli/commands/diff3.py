@@ -24,7 +24,7 @@ def command(
 ) -> int:
     """What two checkpoints each changed since a common base.
 
-    Exit status: 0 if the changes can be merged, 1 if two of them conflict.
+    Status 0 if the changes can be merged, 1 if two of them conflict.
 
     \b
     Examples:

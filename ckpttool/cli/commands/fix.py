@@ -24,7 +24,7 @@ def command(
     """Write a checkpoint with the fix that `diff` suggests.
 
     `ckpttool diff CKPT --model MODEL` shows the fix; it is applied only if it was tried and nothing differs after it.
-    Exit status: 0 if it is written; 1 if the checkpoint already fits, or if no command fixes all of it.
+    Status 0 if it is written; 1 if the checkpoint already fits, or if no command fixes all of it.
 
     \b
     Examples:

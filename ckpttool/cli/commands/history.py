@@ -23,7 +23,7 @@ def command(
     """Which step of a run changed keys, dtypes, optimizers.
 
     Each checkpoint is compared with the one before it. Paths that differ only in numbers are compared in the order of
-    the numbers, others in the order given. Exit status: 0 if no step changed anything, 1 if one did.
+    the numbers, others in the order given. Status 0 if no step changed anything, 1 if one did.
 
     \b
     Examples:

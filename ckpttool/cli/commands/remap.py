@@ -29,8 +29,8 @@ def command(
     Examples:
       ckpttool remap old.pt -o new.pt --rule 'encoder.{x*} => backbone.{x*}'
       ckpttool remap train.pt -o runtime.pt --model model.py:build --to runtime
-      ckpttool remap train.pt -o ema.safetensors --like other.safetensors --dry-run
-      ckpttool remap train.pt --in-place --drop 'head.*'
+      ckpttool remap train.pt::model -o ema.safetensors --like other.safetensors --dry-run
+      ckpttool remap old.pt --in-place --drop 'head.*'
     """
     from ckpttool.report.documents.remap import document
     from ckpttool.report.renderers import json
