@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from signal import Signals
 
 from ckpttool.cli.streams import clipped, for_log
@@ -136,7 +137,8 @@ def problem_lines(problems: Sequence[Problem]) -> list[str]:
     keys: dict[str, list[str]] = {}
     for problem in problems:
         keys.setdefault(problem.problem, []).append(problem.key)
-    groups = [(text, group) for text, own in keys.items() for group in collapse((key, None) for key in own)]
-    hidden = sum(len(group.keys) for _, group in groups[_MOST:])
-    lines = [f"{text} @ {group.pattern}" for text, group in groups[:_MOST]]
+    groups = ((text, group) for text, own in keys.items() for group in collapse((key, None) for key in own))
+    shown = list(islice(groups, _MOST))
+    hidden = len(problems) - sum(len(group.keys) for _, group in shown)
+    lines = [f"{text} @ {group.pattern}" for text, group in shown]
     return [*lines, f"... and {number(hidden)} more (--format json)"] if hidden else lines

@@ -6,6 +6,7 @@ import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain, pairwise, zip_longest
 from math import prod
+from sys import intern
 from typing import Generic, TypeVar
 
 from ckpttool.core.text import number
@@ -15,38 +16,39 @@ _INDEX = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})(?![^.])")  # as ModuleList an
 _MOST_STEPS = 6  # indices at equal distances that are all listed
 _MOST_VARYING = 6  # indices in one key; models have up to three, hostile files would make the search slow and deep
 
+K = TypeVar("K")
 L = TypeVar("L", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class Group(Generic[L]):
+class Group(Generic[K, L]):
     """Keys that differ only in indices. `pattern` names exactly these keys."""
 
     pattern: str
-    keys: tuple[str, ...]
+    keys: tuple[K, ...]
     likeness: L
 
 
-Template = tuple[str, ...]  # the parts of a key between its indices
-Row = tuple[tuple[str, ...], str]  # the indices of a key, and the key
+Texts = tuple[str, ...]
 
 
-def collapse(items: Iterable[tuple[str, L]]) -> list[Group[L]]:
-    """Group keys that have the same likeness (dtype, shape, ...) and differ only in indices, in order of their first.
+def collapse(items: Iterable[tuple[str, L]]) -> Iterator[Group[str, L]]:
+    """Yield groups of keys that have the same likeness (dtype, shape, ...) and differ only in indices.
 
-    `items` are pairs of key and likeness.
+    They are in the order of their first keys. `items` are pairs of key and likeness.
     """
-    groups: dict[tuple[Template, L], list[Row]] = {}
-    interned: dict[str, str] = {}  # an index is in many keys, and is kept once
+    groups: dict[tuple[Texts, L], list[tuple[Texts, str]]] = {}
     for key, likeness in items:
-        parts = _INDEX.split(key)
-        indices = tuple([interned.setdefault(index, index) for index in parts[1::2]])
-        template = tuple(parts[::2])
-        rows = groups.get((template, likeness))
-        if rows is None:
-            rows = groups[template, likeness] = []
-        rows.append((indices, key))
-    return [group for (template, likeness), rows in groups.items() for group in _exact(template, likeness, rows)]
+        template, indices = _split(key)
+        groups.setdefault((template, likeness), []).append((indices, key))
+    for (template, likeness), rows in groups.items():
+        yield from _exact(template, likeness, rows)
+
+
+def _split(key: str) -> tuple[Texts, Texts]:
+    """Return the parts of a key between its indices, and the indices; an index is in many keys, and is kept once."""
+    parts = _INDEX.split(key)
+    return tuple(parts[::2]), tuple(map(intern, parts[1::2]))
 
 
 def first_pattern(keys: Iterable[str], all: bool = False) -> str:
@@ -56,48 +58,52 @@ def first_pattern(keys: Iterable[str], all: bool = False) -> str:
     """
     if all:
         return " + ".join(keys) or "-"
-    groups = collapse((key, None) for key in dict.fromkeys(keys))
-    if not groups:
-        return "-"
-    more = sum(len(group.keys) for group in groups[1:])
-    return groups[0].pattern + (f" (+{number(more)} more)" if more else "")
+    distinct = dict.fromkeys(keys)
+    return _first(collapse((key, None) for key in distinct), len(distinct))
 
 
-def paired(pairs: Iterable[tuple[tuple[str, ...], tuple[str, ...], L]]) -> list[tuple[str, str, int, L]]:
+def _first(groups: Iterator[Group[K, L]], count: int) -> str:
+    for group in groups:
+        more = count - len(group.keys)
+        return group.pattern + (f" (+{number(more)} more)" if more else "")
+    return "-"
+
+
+def paired(pairs: Iterable[tuple[Texts, Texts, L]]) -> Iterator[tuple[str, str, int, L]]:
     """Collapse keys of two sides that belong together: the patterns of both, how many pairs, and their likeness."""
-    rows: list[tuple[str, str, int, L]] = []
-    singles: dict[tuple[str, L], tuple[tuple[str, ...], tuple[str, ...]]] = {}
-    forms: dict[object, object] = {}  # the form of a repeated layer is kept once
-
-    def items() -> Iterator[tuple[str, tuple[int, object, L]]]:
-        for left, right, likeness in pairs:
-            first = (left or right)[0]
-            form = tuple(tuple(_INDEX.split(key)[::2]) for side in (left, right) for key in side)
-            singles[first, likeness] = left, right
-            yield first, (len(left), forms.setdefault(form, form), likeness)
-
-    for group in collapse(items()):
-        likeness = group.likeness[2]
-        own = [singles[key, likeness] for key in group.keys]
-        old, new = (" + ".join(first_pattern(keys) for keys in zip(*(one[side] for one in own))) for side in (0, 1))
-        rows.append((old, new, len(own), likeness))
-    return rows
+    groups: dict[tuple[int, tuple[Texts, ...], L], list[tuple[Texts, tuple[Texts, ...]]]] = {}
+    for left, right, likeness in pairs:
+        templates, indices = zip(*map(_split, (*left, *right)))
+        groups.setdefault((len(left), templates, likeness), []).append((indices[0], indices))
+    for (count, templates, likeness), rows in groups.items():
+        for group in _exact(templates[0], likeness, rows):
+            names = []
+            for template, column in zip(templates, zip(*group.keys)):
+                distinct = dict.fromkeys(column)
+                names.append(_first(_exact(template, None, [(one, one) for one in distinct]), len(distinct)))
+            yield " + ".join(names[:count]), " + ".join(names[count:]), len(group.keys), likeness
 
 
-def _exact(template: Template, likeness: L, rows: Sequence[Row]) -> list[Group[L]]:
-    """Return one group if the indices are a full grid; else one for each value of the first index that varies."""
+def _exact(template: Texts, likeness: L, rows: Sequence[tuple[Texts, K]]) -> Iterator[Group[K, L]]:
+    """Yield one group if the indices are a full grid; else one for each value of the first index that varies."""
     columns = [list(dict.fromkeys(column)) for column in zip(*(indices for indices, _ in rows))]
     varying = [i for i, column in enumerate(columns) if len(column) > 1]
-    keys = tuple([key for _, key in rows])
     if len(varying) > _MOST_VARYING:
-        return [Group(key, (key,), likeness) for key in keys]
-    if prod(len(columns[i]) for i in varying) == len(set(keys)):  # a key may repeat: in two sections, or in an entry
+        yield from (Group(_joined(template, indices), (key,), likeness) for indices, key in rows)
+    # A key may repeat: in two sections, or in an entry.
+    elif prod(len(columns[i]) for i in varying) == len({indices for indices, _ in rows}):
         segments = [values[0] if len(values) == 1 else f"{{{_ranges(sorted(map(int, values)))}}}" for values in columns]
-        return [Group("".join(chain(*zip_longest(template, segments, fillvalue=""))), keys, likeness)]
-    by_value: dict[str, list[Row]] = {}
-    for row in rows:
-        by_value.setdefault(row[0][varying[0]], []).append(row)
-    return [group for part in by_value.values() for group in _exact(template, likeness, part)]
+        yield Group(_joined(template, segments), tuple([key for _, key in rows]), likeness)
+    else:
+        by_value: dict[str, list[tuple[Texts, K]]] = {}
+        for row in rows:
+            by_value.setdefault(row[0][varying[0]], []).append(row)
+        for part in by_value.values():
+            yield from _exact(template, likeness, part)
+
+
+def _joined(template: Texts, segments: Sequence[str]) -> str:
+    return "".join(chain(*zip_longest(template, segments, fillvalue="")))
 
 
 def _ranges(indices: Sequence[int]) -> str:

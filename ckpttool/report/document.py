@@ -6,13 +6,15 @@ ASCII, so that the plain rendering can be read on any terminal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Literal, Union
 
 from ckpttool.core.errors import Problem
-from ckpttool.core.text import Info
+from ckpttool.core.text import Info, number
 from ckpttool.core.values import dataclass
+from ckpttool.report.collapse import paired
 
 Role = Literal["plain", "key", "number", "dtype", "shape", "ok", "bad", "warn", "dim", "title"]
 Severity = Literal["error", "warning", "notice"]
@@ -207,3 +209,14 @@ def shortened(table: Table, limit: int | None, option: str = "--all") -> Table:
     if hidden <= 0:
         return table
     return replace(table, rows=table.rows[:limit], footer=f"... {hidden:,} more ({option})")
+
+
+Pairing = tuple[tuple[str, ...], tuple[str, ...], str]  # the keys of one tensor on the left, on the right, and a detail
+
+
+def key_group(heading: str, pairs: Sequence[Pairing], most: int, hidden: str, role: Role = "plain") -> KeyGroup:
+    """Return at most `most` rows for pairs of keys with their detail; the footer says how many pairs are `hidden`."""
+    rows = list(islice(paired(pairs), most))
+    more = len(pairs) - sum(count for _, _, count, _ in rows)
+    shown = tuple((left, right, detail) for left, right, _, detail in rows)
+    return KeyGroup(heading, shown, f"... {number(more)} {hidden}" if more else "", role)

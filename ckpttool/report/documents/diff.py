@@ -15,7 +15,7 @@ from ckpttool.diffing.history import Change as StepChange
 from ckpttool.diffing.result import ASPECTS, HARMLESS, NO_VALUES, STATUSES, Compared, Diff, Entry, count_of
 from ckpttool.diffing.three_way import BY, Change, Diff3, Point
 from ckpttool.naming.evidence import Pair
-from ckpttool.report.collapse import collapse, first_pattern, paired
+from ckpttool.report.collapse import collapse, first_pattern
 from ckpttool.report.document import (
     Block,
     Cell,
@@ -33,6 +33,7 @@ from ckpttool.report.document import (
     Row,
     Table,
     filled,
+    key_group,
     noted,
 )
 from ckpttool.report.documents.inspection import outlined
@@ -91,12 +92,7 @@ def document(diff: Diff, *, all: bool = False) -> Document:
             transposed = f"; stored transposed in {pair.transposed}" if pair.transposed else ""
             by_evidence.setdefault(f"{pair.evidence}{transposed}", []).append(pair)
         likely = tuple(
-            _limited(
-                f"{plural(len(pairs), 'pair')}, {evidence}",
-                _rows([(pair.left, pair.right, "") for pair in pairs], all),
-                None if all else _ROWS,
-                "pairs",
-            )
+            _group(f"{plural(len(pairs), 'pair')}, {evidence}", [(p.left, p.right, "") for p in pairs], all, "pairs")
             for evidence, pairs in by_evidence.items()
         )
         blocks.append(Keys("Likely renames (heuristic; does not affect the result)", likely))
@@ -225,31 +221,23 @@ def _groups(entries: Iterable[Entry], all: bool) -> tuple[KeyGroup, ...]:
         heading = f"{first.status}: {plural(len(group), 'key')}"
         heading += "".join(f", {text}" for text in [first.why()] if text)
         heading += f" [{', '.join(codes)}]" if codes else ""
-        triples = [(entry.left, entry.right, entry.detail or "") for entry in group]
-        groups.append(
-            _limited(heading, _rows(triples, all), None if all else _ROWS, "keys", _ROLES.get(first.status, "bad"))
-        )
+        pairs = [(entry.left, entry.right, entry.detail or "") for entry in group]
+        groups.append(_group(heading, pairs, all, "keys", _ROLES.get(first.status, "bad")))
     return tuple(groups)
 
 
-_Pairs = Iterable[tuple[tuple[str, ...], tuple[str, ...], str]]
-
-
-def _rows(pairs: _Pairs, all: bool) -> list[tuple[str, str, int, str]]:
-    """Return the names of both sides, how many keys they are, and the detail; with `all` one row for each pair."""
-    if all:
-        return [(" + ".join(left), " + ".join(right), 1, detail) for left, right, detail in pairs]
-    return paired(pairs)
-
-
-def _limited(
-    heading: str, rows: Sequence[tuple[str, str, int, str]], most: int | None, noun: str, role: Role = "plain"
+def _group(
+    heading: str,
+    pairs: Sequence[tuple[tuple[str, ...], tuple[str, ...], str]],
+    all: bool,
+    noun: str,
+    role: Role = "plain",
 ) -> KeyGroup:
-    """Return the group with at most `most` rows, and how many keys are not shown."""
-    hidden = [] if most is None else rows[most:]
-    footer = f"... {number(sum(count for _, _, count, _ in hidden))} more {noun} (--all)" if hidden else ""
-    shown = tuple((left, right, detail) for left, right, _, detail in rows[:most])
-    return KeyGroup(heading, shown, footer, role, is_full=most is None)
+    """Return the names of both sides with the detail, a row for each pair or a few for repeated layers."""
+    if all:
+        rows = tuple((" + ".join(left), " + ".join(right), detail) for left, right, detail in pairs)
+        return KeyGroup(heading, rows, "", role, is_full=True)
+    return key_group(heading, pairs, _ROWS, f"more {noun} (--all)", role)
 
 
 def _accepted(diff: Diff, all: bool) -> Table:

@@ -155,12 +155,12 @@ class _Likeness(NamedTuple):
 
 def _tensors(checkpoint: Checkpoint, all: bool, by_bytes: bool) -> Table:
     """Return a line for each group of equal tensors, without columns that would be the same everywhere."""
-    groups: list[tuple[Section, Group[_Likeness], int]] = []
+    groups: list[tuple[Section, Group[str, _Likeness], int]] = []
     folded: list[Section] = []
     has_model = any(section.kind == "state_dict" for section in checkpoint.sections)
     for section in checkpoint.sections:
         items = [(e.key, _Likeness(e.dtype, e.shape, e.layout, e.nbytes)) for e in section.all_tensors()]
-        own = [Group(key, (key,), like) for key, like in items] if all else collapse(items)
+        own = [Group(key, (key,), like) for key, like in items] if all else [*collapse(items)]
         if has_model and section.kind != "state_dict" and not all and len(own) > _FOLDED:
             folded.append(section)
             continue

@@ -10,18 +10,18 @@ from ckpttool.core.plan import Plan
 from ckpttool.core.text import dotted, number, plural
 from ckpttool.operands.checkpoint import split
 from ckpttool.remapping.write import NO_UNDO
-from ckpttool.report.collapse import collapse, paired
+from ckpttool.report.collapse import collapse
 from ckpttool.report.document import (
     Block,
     Cell,
     Column,
     Document,
-    KeyGroup,
     Keys,
     Note,
     Table,
     facts,
     filled,
+    key_group,
     noted,
     shortened,
 )
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 _ROWS = 20
 _FEW = 10  # lines of changed keys once they are written
-_PAIRED = 2_000  # changed keys that are collapsed for these lines: more would take memory, and are not shown
 _VERDICTS = {
     "equal": "kept, equal to the model's",
     "different": "kept, the model has another",
@@ -155,11 +154,8 @@ def _changes(plan: Plan, most: int) -> Keys:
     changed = [(o.key, tuple(dict.fromkeys(refs(o.source)))) for o in plan.outputs if o.source != Ref(o.key)]
     if not changed:
         return Keys("", ())
-    rows = paired((own, (key,), "") for key, own in changed[:_PAIRED])
-    hidden = len(changed) - sum(count for _, _, count, _ in rows[:most])
-    footer = f"... {number(hidden)} more keys (--format json)" if hidden else ""
-    shown = tuple((left, right, "") for left, right, _, _ in rows[:most])
-    return Keys("", (KeyGroup(f"Changes: {plural(len(changed), 'key')}", shown, footer),))
+    pairs = [(own, (key,), "") for key, own in changed]
+    return Keys("", (key_group(f"Changes: {plural(len(changed), 'key')}", pairs, most, "more keys (--format json)"),))
 
 
 def _dropped(plan: Plan) -> Table:
