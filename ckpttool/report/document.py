@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from os.path import isabs, relpath
 from typing import Literal, Union
 
 from ckpttool.core.errors import Problem
-from ckpttool.core.text import Info, number
+from ckpttool.core.text import Info, number, visible
 from ckpttool.core.values import dataclass
 from ckpttool.report.collapse import paired
 
@@ -144,6 +145,18 @@ class Finding:
     place: tuple[str, int] | None = None
     fails: bool = False
 
+    @property
+    def keys(self) -> str:
+        return ", ".join(one.key for one in self.left or self.right)
+
+    @property
+    def location(self) -> tuple[str, int] | None:
+        """The place as a path that is relative to the working folder, and the line."""
+        if self.place is None:
+            return None
+        file, line = self.place
+        return visible(relpath(file) if isabs(file) else file), line
+
 
 @dataclass(frozen=True, slots=True)
 class Listing:
@@ -171,6 +184,16 @@ class Document:
     blocks: tuple[Block, ...] = ()
     listing: Listing | None = None
     lead: tuple[Block, ...] = ()
+
+    @property
+    def all_blocks(self) -> tuple[Block, ...]:
+        return (*self.lead, *self.blocks)
+
+    @property
+    def failing(self) -> Iterator[Finding]:
+        """Every finding that is a reason for the failure; none if there is no failure."""
+        found = () if self.ok or self.listing is None else self.listing.findings()
+        return (finding for finding in found if finding.fails)
 
 
 def facts(*pairs: tuple[str, Inline]) -> Facts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from os.path import isabs, relpath
 
 from ckpttool.core.text import visible
 from ckpttool.report.document import Commands, Document, Facts, Finding, Note, Problems, Severity, cell
@@ -18,20 +17,16 @@ _PROPERTY = _DATA | str.maketrans({":": "%3A", ",": "%2C"})
 
 def render(document: Document) -> str:
     """Return one annotation for the verdict with its commands, one for each problem, then everything in a group."""
-    failing = []
-    if not document.ok and document.listing is not None:
-        failing = [finding for finding in document.listing.findings() if finding.fails]
+    failing = list(document.failing)
     hooks: dict[tuple[str, int], list[Finding]] = {}  # the findings whose reason is a hook, by its line
     for finding in failing:
-        if finding.place is not None:
-            hooks.setdefault(finding.place, []).append(finding)
+        if finding.location is not None:
+            hooks.setdefault(finding.location, []).append(finding)
     lines: list[str] = []
     for level in _LEVELS:
         messages = []
         if level == ("notice" if document.ok else "error"):
-            commands = [
-                c for block in (*document.lead, *document.blocks) if isinstance(block, Commands) for c in block.commands
-            ]
+            commands = [one for block in document.all_blocks if isinstance(block, Commands) for one in block.commands]
             keys = _keys([finding for finding in failing if finding.place is None])
             pairs = [pair for block in document.lead if isinstance(block, Facts) for pair in block.pairs]
             reasons = [f"reason: {cell(value).text}" for label, value in pairs if label == "reason"]
@@ -72,13 +67,12 @@ def _no_old_commands(lines: str) -> str:
 
 def _keys(findings: Sequence[Finding]) -> list[str]:
     """Return a line for each key, and how many more there are."""
-    lines = [f"{one.status}: {', '.join(key.key for key in one.left or one.right)}" for one in findings[:_KEYS]]
+    lines = [f"{one.status}: {one.keys}" for one in findings[:_KEYS]]
     return [*lines, f"... {len(findings) - _KEYS} more"] if len(findings) > _KEYS else lines
 
 
 def _annotation(level: Severity, title: str, message: str, place: tuple[str, int] | None = None) -> str:
     at = ""
     if place is not None:
-        file = relpath(place[0]) if isabs(place[0]) else place[0]
-        at = f"file={visible(file).translate(_PROPERTY)},line={place[1]},"
+        at = f"file={place[0].translate(_PROPERTY)},line={place[1]},"
     return f"::{level} {at}title={visible(title).translate(_PROPERTY)}::{message.translate(_DATA)}"

@@ -53,7 +53,7 @@ def render(document: Document) -> str:
         f"<header><div><h1>{title}</h1>{verdict}{_origin(document.listing)}</div></header>",
         "<main>",
     ]
-    for block in (*document.lead, *document.blocks):
+    for block in document.all_blocks:
         parts += [] if block in _of_terminals(document) else _block(block)
     data = None if document.listing is None else _data(document.listing)
     if data is not None and data["rows"]:
@@ -85,7 +85,7 @@ def _origin(listing: Listing | None) -> str:
 def fragment(document: Document) -> str:
     """Return the document's blocks as HTML for a notebook: without page, script or tree."""
     parts = [f"<p><strong>{_escape(document.title)}</strong>: {_escape(document.verdict)}</p>"]
-    for block in (*document.lead, *document.blocks):
+    for block in document.all_blocks:
         parts += _block(block)
     return "\n".join(["<div>", *parts, "</div>"])
 

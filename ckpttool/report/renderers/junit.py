@@ -14,7 +14,10 @@ _MOST = 1000  # failures that are listed
 def render(document: Document) -> str:
     """Return the document as JUnit XML; the text report is the output of the suite."""
     name = quoteattr(visible(document.title))
-    failing = list(failures(document))
+    failing = [(one.keys, ": ".join(filter(None, (one.status, one.why, one.detail)))) for one in document.failing]
+    if not document.ok:
+        problems = [p for block in document.blocks if isinstance(block, Problems) for p in block.problems]
+        failing += [(problem.key, problem.problem) for problem in problems]
     verdict = "" if document.ok else f"<failure message={quoteattr(visible(document.verdict))}/>"
     cases = [f"    <testcase classname={name} name={quoteattr(visible(document.verdict))}>{verdict}</testcase>"]
     for key, message in failing[:_MOST]:
@@ -32,15 +35,3 @@ def render(document: Document) -> str:
             "</testsuites>\n",
         ]
     )
-
-
-def failures(document: Document) -> list[tuple[str, str]]:
-    """Return each failing key with the reason, and each problem."""
-    found = []
-    if not document.ok and document.listing is not None:
-        for one in document.listing.findings():
-            if one.fails:
-                names = ", ".join(key.key for key in one.left or one.right)
-                found.append((names, ": ".join(filter(None, (one.status, one.why, one.detail)))))
-    problems = [p for block in document.blocks if isinstance(block, Problems) for p in block.problems]
-    return [*found, *((problem.key, problem.problem) for problem in problems if not document.ok)]

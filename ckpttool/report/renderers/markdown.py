@@ -17,7 +17,7 @@ _ALERTS = {"error": "CAUTION", "warning": "WARNING"}
 def render(document: Document) -> str:
     """Return the document as Markdown, ending with a newline."""
     parts = [f"## {_escape(document.title)}", f"{'✅' if document.ok else '❌'} **{_escape(document.verdict)}**"]
-    parts += ["\n".join(_lines(block)) for block in (*document.lead, *document.blocks)]
+    parts += ["\n".join(_lines(block)) for block in document.all_blocks]
     return "\n\n".join(parts) + "\n"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from os.path import isabs, relpath
+from itertools import islice
 from typing import Any
 
 from ckpttool.core.codes import CODES
@@ -17,13 +17,10 @@ def render(document: Document) -> str:
     """Return the document as SARIF."""
     from ckpttool import __version__
 
-    results: list[dict[str, Any]] = []
-    if not document.ok and document.listing is not None:
-        for one in document.listing.findings():
-            if one.fails and len(results) < _MOST:
-                names = ", ".join(key.key for key in one.left or one.right)
-                message = ": ".join(filter(None, (names, one.why, one.detail)))
-                results.append(_result(one.status, "error", message, one.place))
+    results = [
+        _result(one.status, "error", ": ".join(filter(None, (one.keys, one.why, one.detail))), one.location)
+        for one in islice(document.failing, _MOST)
+    ]
     for block in document.blocks:
         if isinstance(block, Problems):
             results += (_result(p.kind, block.severity, str(p)) for p in block.problems)
@@ -45,7 +42,6 @@ def render(document: Document) -> str:
 def _result(code: str, level: str, message: str, place: tuple[str, int] | None = None) -> dict[str, Any]:
     found: dict[str, Any] = {"ruleId": code, "level": level, "message": {"text": visible(message)}}
     if place is not None:
-        file = relpath(place[0]) if isabs(place[0]) else place[0]
-        location = {"artifactLocation": {"uri": visible(file)}, "region": {"startLine": place[1]}}
+        location = {"artifactLocation": {"uri": place[0]}, "region": {"startLine": place[1]}}
         found["locations"] = [{"physicalLocation": location}]
     return found
