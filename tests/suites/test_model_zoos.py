@@ -1,0 +1,95 @@
+"""Models of transformers, timm, torchvision, diffusers and torchtune: names, and the verdict of a strict load.
+
+`CKPTTOOL_SUITES=all` takes every model that its library builds small; otherwise a few of each library are taken.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import ckpttool
+import model_zoos
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("ignore")
+ALL = os.environ.get("CKPTTOOL_SUITES") == "all"
+ZOOS = {name: zoo() for name, zoo in model_zoos.zoos().items()}
+MODELS = [(zoo, name) for zoo, models in ZOOS.items() for name in list(models)[:: 1 if ALL else 50]]
+State = dict[str, Any]
+
+
+def faults(state: State, name: str) -> dict[str, State]:
+    """The file as it is, and with one thing wrong in it that the model's name draws."""
+    draw = random.Random(name)
+    key = draw.choice([key for key, value in state.items() if isinstance(value, torch.Tensor)])
+    faults = {
+        f"{key} is missing": {other: value for other, value in state.items() if other != key},
+        f"{key} is renamed": {f"{key}x" if other == key else other: value for other, value in state.items()},
+        f"{key} has another shape": {**state, key: state[key].reshape(-1).repeat(2)},
+    }
+    return {"nothing is wrong": state, **dict([draw.choice(list(faults.items()))])}
+
+
+def loads(model: nn.Module, state: State) -> bool:
+    try:
+        model.load_state_dict(state, strict=True)
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("zoo", "name"), MODELS)
+def test_model(zoo: str, name: str, tmp_path: Path) -> None:
+    try:
+        build = ZOOS[zoo][name]()
+        model = build()
+    except model_zoos.NoCase as reason:
+        pytest.skip(f"{zoo}: {reason}")
+    state = model.state_dict()
+    assert [key.key for key in ckpttool.trace(build).serialized] == list(state)
+    for what, faulty in faults(state, name).items():
+        path = str(tmp_path / "model.pt")
+        torch.save(faulty, path)
+        assert ckpttool.diff(path, model=build).identical == loads(model, faulty), what
+    if zoo == "transformers":
+        from_pretrained(model, tmp_path)
+
+
+def from_pretrained(model: Any, tmp_path: Path) -> None:
+    """The names of save_pretrained to those of ``state_dict()`` and back; `diff` says what from_pretrained says."""
+    folder = tmp_path / "hf"
+    try:
+        model.save_pretrained(folder)
+        type(model).from_pretrained(folder)
+    except Exception as error:  # other people's code
+        pytest.skip(f"transformers does not load what it saves: {type(error).__name__}")
+    hf = f"hf:{folder}"
+    ckpttool.remap(str(folder), str(tmp_path / "own.pt"), model=hf, to="serialized")
+    own = torch.load(tmp_path / "own.pt")
+    state = model.state_dict()
+    assert own.keys() == state.keys()
+    assert all(torch.equal(own[key], state[key]) for key in own)
+    path = folder / "model.safetensors"
+    for what, faulty in faults(load_file(path), model.config.model_type).items():
+        save_file({key: value.clone() for key, value in faulty.items()}, path, metadata={"format": "pt"})
+        assert ckpttool.diff(str(path), model=hf).identical == taken(model, faulty), what
+
+
+def taken(model: Any, state: State) -> bool:
+    """Whether from_pretrained finds everything in the file, leaves nothing over, and converts nothing."""
+    try:
+        _, info = type(model).from_pretrained(
+            None, config=copy.deepcopy(model.config), state_dict=dict(state), output_loading_info=True
+        )
+    except RuntimeError:
+        return False
+    return not any(info.values())
