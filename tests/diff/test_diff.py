@@ -280,7 +280,7 @@ def test_values_of_other_dtypes_that_nothing_converts_are_not_taken_for_the_same
     }
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_status_0_means_that_torch_loads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], data: Any) -> None:
     name = data.draw(st.sampled_from(sorted(set(FLAT) - {"sparse_buffer"})))

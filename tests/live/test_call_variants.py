@@ -15,7 +15,7 @@ from ckpttool.live import swap_attribute, swap_module, variants
 from ckpttool.naming.match import base_name, base_names, split_call
 from command import Run
 from places import SUPPORT
-from unflattened import Called, Gate, Nested, Shared, Twice, example, made, unflattened
+from unflattened import Called, Gate, Nested, Shared, Twice, example, exported, made, program
 
 # Names alone
 
@@ -42,10 +42,6 @@ GATES = {
     Shared: ("one", ("one", "one@1", "two", "two@1")),
     Called: ("gate", ("gate",)),  # the others are behind a dispatcher, and have no FQN
 }
-
-
-def program(kind: type[nn.Module]) -> nn.Module:
-    return unflattened(made(kind), ("gate",) if kind is Called else ())
 
 
 @pytest.mark.parametrize("kind", list(GATES))
@@ -306,20 +302,18 @@ def test_modules_with_names_like_variants() -> None:
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     """One program's weights as an exported and as an unflattened program save them."""
-    model = made(Nested)
-    exported = torch.export.export(model, (example(),))
-    torch.export.save(exported, tmp_path / "program.pt2")
-    torch.save(exported.state_dict, tmp_path / "exported.pt")
-    state = torch.export.unflatten(exported).state_dict()
+    torch.export.save(exported(Nested), tmp_path / "program.pt2")
+    torch.save(exported(Nested).state_dict, tmp_path / "exported.pt")
+    state = program(Nested).state_dict()
     torch.save(state, tmp_path / "unflattened.pt")
     safetensors.torch.save_file({k: v.detach().clone() for k, v in state.items()}, tmp_path / "unflattened.safetensors")
     (tmp_path / "model.py").write_text(
         f"import sys; sys.path.insert(0, {str(SUPPORT)!r})\n"
         "import torch\n"
-        "from unflattened import Nested, example, made\n"
+        "from unflattened import Nested, exported, made\n"
         "plain = made(Nested)\n"
         "def flat():\n"
-        "    return torch.export.unflatten(torch.export.export(made(Nested), (example(),)))\n"
+        "    return torch.export.unflatten(exported(Nested))\n"
     )
     return tmp_path
 

@@ -29,7 +29,7 @@ from ckpttool.tracing.build_model import LoadedModel, load
 from ckpttool.tracing.trace import trace
 from places import ROOT
 from torch_version import needs_torch
-from unflattened import Nested, Shared, example, made, unflattened
+from unflattened import Nested, Shared, example, made, program, unflattened
 
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "100"))
 
@@ -803,7 +803,7 @@ def test_an_unflattened_program_takes_weights_of_its_model_and_of_its_own_kind(k
         for parameter in other.parameters():
             parameter.add_(1)
     for state in (other.state_dict(), unflattened(other).state_dict()):
-        live = unflattened(made(kind))
+        live = program(kind)
         swap_weights(live, state, in_place=in_place)
         assert torch.equal(live(example()), other(example()))
         plain = made(kind)
@@ -812,9 +812,9 @@ def test_an_unflattened_program_takes_weights_of_its_model_and_of_its_own_kind(k
 
 
 def test_variants_with_different_values_are_refused() -> None:
-    state = unflattened(made(Nested)).state_dict()
+    state = program(Nested).state_dict()
     state["block@1.gate.shift"] = state["block@1.gate.shift"] + 1
-    for live in (made(Nested), unflattened(made(Nested))):
+    for live in (made(Nested), program(Nested)):
         with pytest.raises(Refused) as refused:
             swap_weights(live, state)
         assert {problem.key for problem in refused.value.problems} == {"block@1.gate.shift"}

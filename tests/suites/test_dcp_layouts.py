@@ -1,7 +1,7 @@
 """Folders that torch.distributed.checkpoint writes under DDP, FSDP2, HSDP, tensor parallelism and pipeline stages.
 
-torch's own conversions and `dcp.load` at another number of ranks are the oracle. `CKPTTOOL_SUITES=all` takes all layouts
-and numbers of ranks.
+The oracle: torch's own conversions, and `dcp.load` with another number of ranks. `CKPTTOOL_SUITES=all` takes all
+layouts and numbers of ranks.
 """
 
 from __future__ import annotations

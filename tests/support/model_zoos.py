@@ -20,13 +20,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 MOST = 32_000_000  # parameters; a larger model is no case
 _MISSING = re.compile("operator torchvision::(\\w+) does not exist")
-_OPERATORS = torch.library.Library("torchvision", "FRAGMENT")  # noqa: TOR901
+_OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
 _SIZES = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "decoder_hidden_size"), 32),
     **dict.fromkeys(("intermediate_size", "d_ff", "ffn_dim", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim"), 48),
     **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads"), 4),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
-    **{"vocab_size": 512, "num_key_value_heads": 2, "image_size": 32, "patch_size": 8},
+    "vocab_size": 512,
+    "num_key_value_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 64),
 }
 _LAYERS = dict.fromkeys(
@@ -140,7 +143,9 @@ def _torchvision() -> dict[str, Find]:
     from torchvision import models
 
     def find(name: str) -> Build:
-        options = {"weights_backbone": None} if "weights_backbone" in _parameters(models.get_model_builder(name)) else {}
+        options = (
+            {"weights_backbone": None} if "weights_backbone" in _parameters(models.get_model_builder(name)) else {}
+        )
         return _first([partial(models.get_model, name, weights=None, **options)])
 
     return {name: partial(find, name) for name in models.list_models()}
@@ -154,7 +159,9 @@ def _diffusers() -> dict[str, Find]:
         for name in dir(diffusers)
         if isinstance(cls := getattr(diffusers, name), type) and issubclass(cls, diffusers.ModelMixin)
     }
-    return {name: partial(_first_by_defaults, cls) for name, cls in with_weights.items() if cls is not diffusers.ModelMixin}
+    return {
+        name: partial(_first_by_defaults, cls) for name, cls in with_weights.items() if cls is not diffusers.ModelMixin
+    }
 
 
 def _first_by_defaults(cls: Any) -> Build:
@@ -168,14 +175,43 @@ def _first_by_defaults(cls: Any) -> Build:
 
 
 _TUNE: dict[str, Any] = {
-    **{"vocab_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32, "head_dim": 8},
-    **{"max_seq_len": 32, "intermediate_dim": 48, "hidden_dim": 48, "num_classes": 4, "patch_size": 8, "tile_size": 32},
-    **{"lora_attn_modules": ["q_proj", "v_proj"], "lora_modules": ["q_proj", "v_proj"], "fusion_interval": 2},
-    **{"num_special_tokens": 8, "encoder_max_seq_len": 16, "decoder_embed_dim": 32, "clip_embed_dim": 32},
-    **{"clip_hidden_states": [0], "num_hidden_inputs": 1, "num_layers_projection": 1, "num_hidden_layers": 2},
-    **{"cls_output_dim": 8, "encoder_lora": True, "fusion_lora": True, "norm_eps": 1e-5, "rel_pos_num_buckets": 8},
-    **{"rel_pos_max_dist": 16, "ffn_dim": 48, "attn_dropout": 0.0, "rope_base": 10_000, "sliding_window_size": 8},
-    **{"hidden_layer_dim": 48, "final_logit_softcapping": 1.0, "hidden_capping_value": 1.0, "dim": 32},
+    "vocab_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 32,
+    "head_dim": 8,
+    "max_seq_len": 32,
+    "intermediate_dim": 48,
+    "hidden_dim": 48,
+    "num_classes": 4,
+    "patch_size": 8,
+    "tile_size": 32,
+    "lora_attn_modules": ["q_proj", "v_proj"],
+    "lora_modules": ["q_proj", "v_proj"],
+    "fusion_interval": 2,
+    "num_special_tokens": 8,
+    "encoder_max_seq_len": 16,
+    "decoder_embed_dim": 32,
+    "clip_embed_dim": 32,
+    "clip_hidden_states": [0],
+    "num_hidden_inputs": 1,
+    "num_layers_projection": 1,
+    "num_hidden_layers": 2,
+    "cls_output_dim": 8,
+    "encoder_lora": True,
+    "fusion_lora": True,
+    "norm_eps": 1e-5,
+    "rel_pos_num_buckets": 8,
+    "rel_pos_max_dist": 16,
+    "ffn_dim": 48,
+    "attn_dropout": 0.0,
+    "rope_base": 10_000,
+    "sliding_window_size": 8,
+    "hidden_layer_dim": 48,
+    "final_logit_softcapping": 1.0,
+    "hidden_capping_value": 1.0,
+    "dim": 32,
 }
 
 

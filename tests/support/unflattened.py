@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 from torch.export.unflatten import UnflattenedModule
 
 from torch_version import needs_torch
@@ -78,10 +81,24 @@ def made(kind: type[nn.Module]) -> nn.Module:
         return kind().eval()
 
 
-def unflattened(model: nn.Module, preserve: tuple[str, ...] = ()) -> UnflattenedModule:
+@cache
+def exported(kind: type[nn.Module]) -> ExportedProgram:
+    """The program of `made(kind)`. To export it takes seconds; `unflatten` copies the tensors that it takes over."""
     needs_torch("2.7", "unflattened programs with a module for each call")
-    program = torch.export.export(model, (example(),), preserve_module_call_signature=preserve)
-    module = torch.export.unflatten(program)
+    preserve = ("gate",) if kind is Called else ()
+    return torch.export.export(made(kind), (example(),), preserve_module_call_signature=preserve)
+
+
+def program(kind: type[nn.Module]) -> UnflattenedModule:
+    """A new unflattened program of `made(kind)`."""
+    module = torch.export.unflatten(exported(kind))
+    assert torch.equal(module(example()), made(kind)(example()))  # torch's own answer, before anything is changed
+    return module
+
+
+def unflattened(model: nn.Module) -> UnflattenedModule:
+    needs_torch("2.7", "unflattened programs with a module for each call")
+    module = torch.export.unflatten(torch.export.export(model, (example(),)))
     assert torch.equal(module(example()), model(example()))  # torch's own answer, before anything is changed
     return module
 

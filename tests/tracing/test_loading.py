@@ -141,7 +141,7 @@ def test_own_state_dict(name: str) -> None:
     check(name, [])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(name=st.sampled_from(sorted(set(ZOO) - NO_CHECKPOINT)), damages=DAMAGES)
 def test_damaged_checkpoints(name: str, damages: list[tuple[str, int]]) -> None:
     check(name, damages)
