@@ -72,9 +72,11 @@ def prints_once() -> Iterator[None]:
 @contextlib.contextmanager
 def logs_as_warnings() -> Iterator[None]:
     """Hand the warnings that torch logs to `warnings.showwarning`, whatever the filters are."""
-    names = [name for name in logging.root.manager.loggerDict if f"{name}.".startswith("torch.")]
-    handlers = [handler for name in names for handler in logging.getLogger(name).handlers]
-    handlers = [handler for handler in handlers if _log_as_warning not in handler.filters]
+    found = list(logging.root.manager.loggerDict.items())  # `logging.getLogger` would take a lock for each
+    loggers = [
+        logger for name, logger in found if f"{name}.".startswith("torch.") and isinstance(logger, logging.Logger)
+    ]
+    handlers = [handler for logger in loggers for handler in logger.handlers if _log_as_warning not in handler.filters]
     for handler in handlers:
         handler.addFilter(_log_as_warning)
     try:
@@ -89,6 +91,19 @@ def _log_as_warning(record: logging.LogRecord) -> bool:
         return True
     warnings.showwarning(UserWarning(record.getMessage()), UserWarning, record.pathname, record.lineno)
     return False
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the random numbers of the block, and restore those of the caller."""
+    if torch.cuda.is_initialized():
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(seed)
+            yield
+    else:  # `torch.manual_seed` would note this seed, with a traceback, for the GPUs that the caller uses later
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            yield
 
 
 @contextlib.contextmanager
@@ -196,8 +211,7 @@ class LoadedModel:
         """
         real = self.materialize if materialize is None else materialize
         what = f"{self.operand} cannot be built"
-        with user_code(what, on_meta=not real, error=CannotBuild), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with user_code(what, on_meta=not real, error=CannotBuild), seeded(seed):
             return self.make(real)
 
 

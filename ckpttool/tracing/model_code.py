@@ -18,7 +18,7 @@ from ckpttool.core.text import dotted, plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.torch_eval import to_bytes
 from ckpttool.naming.wrappers import strip
-from ckpttool.tracing.build_model import LoadedModel, attempt, describe
+from ckpttool.tracing.build_model import LoadedModel, attempt, describe, seeded
 from ckpttool.tracing.instances import (
     check_memory,
     dtype_name,
@@ -78,8 +78,7 @@ class ModelCode:
             fill(instance, seed or "own", names)
         else:
             _set_tensors(instance, given.state)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             if way == LOADED:
                 failed = failure_of_loading(instance, given.state)
                 result: Any = failed if failed is not None else {item.fqn: item.tensor for item in listed(instance)}

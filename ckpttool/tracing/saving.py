@@ -14,7 +14,7 @@ from ckpttool.core.expression import Op, Ref, is_constant, is_opaque, refs
 from ckpttool.core.names import Hook, RuntimeTensor, SerializedKey
 from ckpttool.core.text import a
 from ckpttool.core.values import dataclass
-from ckpttool.tracing.build_model import LoadedModel
+from ckpttool.tracing.build_model import LoadedModel, seeded
 from ckpttool.tracing.hooks import Watcher, quiet
 from ckpttool.tracing.instances import (
     CONSTANT,
@@ -139,8 +139,7 @@ def save_once(instance: nn.Module, real: bool) -> Saved:
         recorder.name(item.tensor, Ref(item.first))
     watcher = Watcher(instance, recorder)
     try:
-        with torch.random.fork_rng(devices=[]), recording(recorder):
-            torch.manual_seed(0)  # so that two runs do not differ in random numbers
+        with seeded(0), recording(recorder):
             state = instance.state_dict()
             if recorder.blind:
                 raise NeedsValues
