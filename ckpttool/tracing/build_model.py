@@ -17,6 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, TypeVar
@@ -72,11 +73,10 @@ def prints_once() -> Iterator[None]:
 @contextlib.contextmanager
 def logs_as_warnings() -> Iterator[None]:
     """Hand the warnings that torch logs to `warnings.showwarning`, whatever the filters are."""
-    found = list(logging.root.manager.loggerDict.items())  # `logging.getLogger` would take a lock for each
-    loggers = [
-        logger for name, logger in found if f"{name}.".startswith("torch.") and isinstance(logger, logging.Logger)
-    ]
-    handlers = [handler for logger in loggers for handler in logger.handlers if _log_as_warning not in handler.filters]
+    loggers = logging.root.manager.loggerDict  # nothing is ever removed from it
+    names = _loggers_of_torch(len(loggers))
+    handlers = [handler for name in names for handler in getattr(loggers[name], "handlers", ())]
+    handlers = [handler for handler in handlers if _log_as_warning not in handler.filters]
     for handler in handlers:
         handler.addFilter(_log_as_warning)
     try:
@@ -84,6 +84,12 @@ def logs_as_warnings() -> Iterator[None]:
     finally:
         for handler in handlers:
             handler.removeFilter(_log_as_warning)
+
+
+@lru_cache(1)
+def _loggers_of_torch(count: int) -> list[str]:
+    """Return the names of torch's loggers; `count` is the number of all loggers, which grows with each new one."""
+    return [name for name in list(logging.root.manager.loggerDict) if f"{name}.".startswith("torch.")]
 
 
 def _log_as_warning(record: logging.LogRecord) -> bool:
