@@ -104,8 +104,14 @@ WRAPPED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("wrapped", WRAPPED)
-@pytest.mark.parametrize("layout", ["plain", "wrapped", "lightning", "named", "dcp"])
+@pytest.mark.parametrize(
+    ("layout", "wrapped"),
+    [
+        *((layout, "plain") for layout in ("plain", "wrapped", "lightning", "named", "dcp")),
+        *(("wrapped", wrapped) for wrapped in ("compiled", "parallel", "both")),
+        *((layout, "both") for layout in ("named", "dcp")),
+    ],
+)
 def test_a_run_goes_on_as_if_nothing_had_happened(layout: str, wrapped: str, tmp_path: Path) -> None:
     old = Net(0)
     optimizer = grouped(old, groups=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,17 @@ def by_rank(model):
 SIDES = ("ids", "named", "names", "flat", "groups")
 
 
-@pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One training's optimizer in every form, and in other groups."""
-    monkeypatch.chdir(tmp_path)
+    folder = tmp_path_factory.mktemp("saved")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        _save()
+    return folder
+
+
+def _save() -> None:
     Path("net.py").write_text(CODE)
     scope: dict[str, Any] = {}
     exec(CODE, scope)
@@ -45,6 +53,13 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         torch.save(optimizer.state_dict(), f"{name}.pt")
     for form, name in (("fqn", "names"), ("flat", "flat")):
         main(["remap", "ids.pt", "--model", "net.py:Net", "--optimizer-keys", form, "-o", f"{name}.pt"])
+
+
+@pytest.fixture
+def files(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of them, to work in."""
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 

@@ -113,7 +113,7 @@ def test_names_of_parameters_are_names_of_the_model(
     code(monkeypatch, net=lambda: Net(OLD), hooked=lambda: Net(OLD, hooked=True), make=lambda m: make(m, "SGD", 1))
     refused, known = 0, ("--model", "renamed_net:{}", "--optimizer", "renamed_net:make")
     options = list(itertools.product((0, 2, 4), (None, "id", "fqn", "flat"), (None, *WRAPS), (False, True)))
-    for at, (count, keys, to, hooked) in enumerate([(4, "fqn", None, False), *chance.sample(options, 9)]):
+    for at, (count, keys, to, hooked) in enumerate([(4, "fqn", None, False), *chance.sample(options, 5)]):
         own = Net(OLD, hooked)
         model: Any = WRAPS[wrap](own)
         optimizer = make(model, "SGD", 1, form == "param_names")
@@ -139,7 +139,7 @@ def test_names_of_parameters_are_names_of_the_model(
         assert set(names) <= allowed or (apart and set(names) <= {n for n, _ in own.named_parameters()}), args
         if keys in ("fqn", "flat") and to is None:
             assert prefix == "" or not count
-    assert refused < 10  # some are written: what changes nothing is refused too
+    assert refused < 6  # some are written: what changes nothing is refused too
 
 
 def flat(form: str) -> StateDictOptions:

@@ -94,8 +94,7 @@ NEW: dict[str, Callable[[nn.Module], State]] = {
 }
 
 
-@pytest.mark.parametrize("ending", ["pt", "safetensors"])
-@pytest.mark.parametrize("form", NEW)
+@pytest.mark.parametrize(("form", "ending"), [*((form, "pt") for form in NEW), ("DDP", "safetensors")])
 def test_swapped_programs_compute_what_the_trained_model_computes(
     tmp_path: Path, program: Path, answer: Any, form: str, ending: str
 ) -> None:
