@@ -1,4 +1,4 @@
-"""Every entry of docs/troubleshooting.md is true: torch raises its message, and its commands print their first lines.
+"""Every entry of docs/troubleshooting.md is true: torch raises its message, and its commands print these lines.
 
 `UPDATE_DOCS=1 make test ARGS=tests/docs/test_troubleshooting.py` writes the lines again.
 """
@@ -18,13 +18,14 @@ import torch
 
 import symptoms
 from command import Run
-from doc_lines import first_lines
+from doc_lines import is_echo
 from places import DOCS, ROOT
 from torchless import Torchless, may_need_torch, torchless
 
 PAGE = DOCS / "troubleshooting.md"
 ENTRY = re.compile(r"^### (?P<heading>[^\n]*)\n<!-- (?P<setup>\w+) -->\n(?P<body>.*?)(?=^##|\Z)", re.M | re.S)
 CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.M | re.S)
+ANSWERS = re.compile(r"(reason|(partial )?fix( \(not tried\))?): "), re.compile("warning: "), re.compile("")
 
 
 @pytest.fixture
@@ -55,14 +56,18 @@ def raised(setup: str) -> str:
 
 
 def printed(line: str, run: Run, process: Torchless) -> str:
-    """The first lines of what the command prints."""
+    """The command's error, or its reasons and fixes, or its warnings, or its first line."""
     if may_need_torch(line):
         done = run(*shlex.split(line))
     else:
         done, has_torch = process.run(line, Path.cwd())
         assert not has_torch, f"ckpttool {line} imports torch"
     assert "internal error" not in done.err
-    return first_lines(f"{done.out}\n{done.err}")
+    lines = [line for line in f"{done.out}\n{done.err}".splitlines() if line.strip() and not is_echo(line)]
+    if not done.err.startswith("error: "):
+        *telling, lines = ([line for line in lines if answer.match(line)] for answer in ANSWERS)
+        lines = telling[0] or telling[1] or lines[:1]
+    return "".join(f"{line}\n" for line in lines)
 
 
 @pytest.mark.usefixtures("folder")

@@ -31,7 +31,12 @@ def command_lines(*without: str) -> list[str]:
     return list(dict.fromkeys(re.split(r"  #| \| ", line)[0].strip() for line in found))
 
 
+def is_echo(line: str) -> bool:
+    """Whether a line of an output is only the name of the command or an operand."""
+    return _ECHO.match(line) is not None
+
+
 def first_lines(output: str) -> str:
     """What a page shows of an output: its first lines, without the name of the command and the echo of operands."""
-    lines = [line for line in output.splitlines() if line.strip() and not _ECHO.match(line)]
+    lines = [line for line in output.splitlines() if line.strip() and not is_echo(line)]
     return "".join(f"{line}\n" for line in [*lines[:_SHOWN], *(["..."] if len(lines) > _SHOWN else [])])
