@@ -22,13 +22,15 @@ PAGES = {
     "security.md": "SECURITY.md",
     "changelog.md": "CHANGELOG.md",
 }
-FILES = ("examples/demo.py", "examples/fusion_decoder.py", "examples/ci/README.md", "LICENSE")
+# File of the repository -> reference of the site, generated from it
+SOURCES = {"ckpttool/evaluate/ops.py": "reference/operators.md", "ckpttool/core/limits.py": "reference/limits.md"}
+FILES = ("examples/demo.py", "examples/fusion_decoder.py", "examples/ci/README.md", "action.yml", "tests/docs/wrapped.md", "LICENSE")
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 
 def site_path(target: str) -> str:
     """Return where a file of the repository is in the site."""
-    pages = {file: page for page, file in PAGES.items()}
+    pages = {file: page for page, file in PAGES.items()} | SOURCES
     return pages.get(target, target.removeprefix("docs/"))
 
 
@@ -76,6 +78,26 @@ def schemas() -> str:
     return "\n\n".join(parts)
 
 
+def operators() -> str:
+    """Return the operators that a plan may hold."""
+    from ckpttool.evaluate.ops import GETITEM, OPS
+
+    names = sorted({name.split(".")[1] for name in OPS if name != GETITEM})
+    about = "A plan may hold `getitem` and these operators of `aten` ([safety](../safety.md#operators))."
+    return f"# Operators\n\n{about}\n\n" + ", ".join(f"`{name}`" for name in names)
+
+
+def limits() -> str:
+    """Return the table of limits, with the comment of each line as its meaning."""
+    from ckpttool.core.limits import Limits
+
+    source = (ROOT / "ckpttool/core/limits.py").read_text(encoding="utf-8")
+    rows = re.findall(r"^    (\w+): int = .*?# (.*)$", source, re.MULTILINE)
+    table = [f"| `{name}` | {getattr(Limits(), name):,} | {said} |" for name, said in rows]
+    about = "`--limit NAME=VALUE` changes a limit ([safety](../safety.md#limits))."
+    return "\n".join(["# Limits", "", about, "", "| limit | default | of what |", "| --- | --- | --- |", *table])
+
+
 def python() -> str:
     """Return the functions and classes of the package, whose docstrings mkdocstrings inserts."""
     import ckpttool
@@ -89,6 +111,8 @@ REFERENCES = {
     "reference/commands.md": commands,
     "reference/codes.md": codes,
     "reference/schemas.md": schemas,
+    "reference/operators.md": operators,
+    "reference/limits.md": limits,
     "reference/python.md": python,
 }
 

@@ -220,11 +220,12 @@ def test_the_action_without_an_answer(tmp_path: Path) -> None:
     assert (status, outputs) == (0, {"identical": "", "status": "0", "summary": "{}"})
 
 
-def snippets() -> dict[str, Any]:
-    """The YAML of docs/ci.md, by the heading that it stands under."""
-    page = (ROOT / "docs" / "ci.md").read_text()
-    found = re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    return {title: yaml.safe_load(text) for title, text in found}
+def snippet(path: str) -> Any:
+    """A file of examples/ci, or the action's steps in docs/ci.md."""
+    text = (ROOT / path).read_text()
+    if path.endswith(".md"):
+        (text,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return yaml.safe_load(text)
 
 
 @pytest.fixture(scope="module")
@@ -271,18 +272,17 @@ def test_the_snippets_of_the_page(
     """From the action's own installation on: each as its runner does it, in an environment that has no ckpttool."""
     Path("vendor").symlink_to(vendored / "vendor")
     assert "No module named 'ckpttool'" in shell("python -c 'import ckpttool'", fresh).stderr
-    found = snippets()
-    assert set(found) == {"GitHub", "pre-commit", "GitLab", "Buildkite"}
-    checkout, github, *_ = found["GitHub"]
+    checkout, github, *_ = snippet("docs/ci.md")
     assert (checkout["with"], github["uses"]) == ({"submodules": True}, "./vendor/ckpttool")
     assert set(github["with"]) <= set(ACTION["inputs"])
     status, outputs, _, log = job(tmp_path / "job", Path("vendor/ckpttool").absolute(), fresh, **github["with"])
     assert (status, outputs.get("identical")) == (0, "true"), log
     where = shell("python -c 'import ckpttool; print(ckpttool.__file__)'", fresh).stdout
     assert where.startswith(fresh["HOME"])
-    hooks = found["pre-commit"][0]["hooks"]
+    hooks = snippet("examples/ci/.pre-commit-config.yaml")["repos"][0]["hooks"]
     assert [one["id"] for one in hooks] == [one["id"] for one in HOOKS]
-    gitlab, (buildkite,) = found["GitLab"]["names"], found["Buildkite"]["steps"]
+    gitlab = snippet("examples/ci/.gitlab-ci.yml")["names"]
+    (buildkite,) = snippet("examples/ci/.buildkite/pipeline.yml")["steps"]
     assert gitlab["variables"]["CKPTTOOL"] == buildkite["env"]["CKPTTOOL"] == "vendor/ckpttool"
     env = {**fresh, "CKPTTOOL": "--no-deps"}  # it is there already: only the project itself is installed
     assert shell("\n".join(gitlab["script"]), env).returncode == 0

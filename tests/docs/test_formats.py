@@ -93,18 +93,7 @@ SAMPLES: dict[str, Callable[[Run, Path], Path]] = {
     "dcp": _dcp,
 }
 RENAMED = ("--rule", r"re:(.*) => m.\1")  # a remap that changes nothing is refused
-HEADS = (
-    *("format", "in JSON", "on disk", "inspect", "diff", "remap from", "written", "in place", "by torchrun", "URL"),
-    "holds",
-)
-
-
-def holds(row: Format) -> str:
-    """What a file of the format can hold, in words."""
-    if row.tensors_only:
-        names = "also under several names" if row.aliases else "each under one name"
-        return f"one state dict of dense tensors, {names}"
-    return "whatever `torch.save` pickles" if row.pickled else "what its writer put there"
+HEADS = ("format", "in JSON", "on disk", "remap from", "written", "in place", "by torchrun")
 
 
 def is_written(row: Format, ending: str, run: Run, folder: Path) -> tuple[Path, tuple[object, ...]] | None:
@@ -151,19 +140,15 @@ def files_in(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in found}
 
 
-def by_url(sample: Path, run: Run) -> str:
-    """Whether it is read where it lies behind a URL."""
+def by_url(sample: Path, run: Run) -> Done:
+    """Inspect the sample behind a URL."""
     memory, url = fsspec.filesystem("memory"), "memory://formats"
     if memory.exists(url):
         memory.rm(url, recursive=True)
     folder = sample if sample.is_dir() else sample.parent
     memory.put(f"{folder}/", f"{url}/", recursive=True)
     at = url if sample.is_dir() else f"{url}/{sample.name}"
-    return _mark(run("inspect", at))
-
-
-def _mark(done: Done) -> str:
-    return "yes" if done.status == 0 else "no"
+    return run("inspect", at)
 
 
 def cells(row: Format, run: Run, folder: Path) -> list[str]:
@@ -173,13 +158,12 @@ def cells(row: Format, run: Run, folder: Path) -> list[str]:
     listed = run("inspect", sample, "--format", "json")
     assert listed.data["format"] == row.name
     on_disk = "folder" if sample.is_dir() else "files" if "*" in sample.name else "file"
-    different = run("diff", sample, sample, "--values")
-    converted = conversion(sample, run, folder)
-    url, (out, together) = by_url(sample, run), written(row, sample, run, folder)
+    read = (listed, run("diff", sample, sample, "--values"), by_url(sample, run))
+    assert [done.status for done in read] == [0, 0, 0]
+    converted, (out, together) = conversion(sample, run, folder), written(row, sample, run, folder)
     edited = run("remap", sample, *RENAMED, "--in-place", "--format", "json")
     way = edited.data["written"]["way"] if edited.status == 0 else "no"
-    tried = (_mark(listed), _mark(different), converted, out, way, together, url)
-    return [row.title, f"`{row.name}`", on_disk, *tried, holds(row)]
+    return [row.title, f"`{row.name}`", on_disk, converted, out, way, together]
 
 
 def conversion(sample: Path, run: Run, folder: Path) -> str:

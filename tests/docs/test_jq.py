@@ -32,8 +32,6 @@ def build():
 """
 SAID = {
     "bytes of each top module, the largest first": ["head 16", "body 12"],
-    "tensors that are not float32": ["head.scale bfloat16"],
-    "keys that only the new checkpoint has": ["head.scale"],
     "the commands that fix it": [],
     "hooks that rename keys": ["0.weight is 0.layer.weight: model.py:10"],
 }

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,8 @@ import pytest
 import ckpttool
 from ckpttool.cli.params import COMMANDS
 from ckpttool.core.codes import CODES
+from ckpttool.core.limits import Limits
+from ckpttool.evaluate.ops import GETITEM, OPS
 from ckpttool.schemas import OBJECTS
 from places import DOCS, ROOT
 
@@ -66,6 +69,8 @@ def test_the_references_have_every_command_code_schema_and_name() -> None:
     assert all(f"| `{code}` |" in site.codes() for code in CODES)
     assert all(f"## {name}\n" in site.schemas() for name in OBJECTS)
     assert all(f".{name}\n" in site.python() + "\n" for name in ckpttool.__all__)
+    assert all(name == GETITEM or f"`{name.split('.')[1]}`" in site.operators() for name in OPS)
+    assert all(f"\n| `{field.name}` |" in site.limits() for field in fields(Limits))
 
 
 def test_what_is_no_module_is_packaged() -> None:

@@ -71,7 +71,7 @@ def as_dcp(state: dict[str, torch.Tensor], folder: Path) -> tuple[str, int]:
     return "a.dcp", (folder / "a.dcp" / ".metadata").stat().st_size + nbytes
 
 
-MEASURED = "2.13."  # the torch that wrote what docs/scale.md tells of
+MEASURED = "2.13."  # the torch that wrote what benchmarks/README.md shows
 FORMS = {
     "safetensors": as_safetensors,
     "torch zip": as_zip,
@@ -86,7 +86,7 @@ BLOCKS = {"safetensors": 1, "torch zip": 1, "before torch 1.6": 2}  # that may b
 def test_an_index_is_fetched_and_little_else(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    """At most a tenth more than the headers, by the server's count, where an index tells of them; docs/scale.md has it.
+    """At most a tenth more than the headers, by the server's count, where an index tells of them; benchmarks/README.md has it.
 
     Else the first request is a block, of a torch zip the last too. Pickles from before torch 1.6 do not say how long
     they are: these may take one block more.
@@ -102,7 +102,7 @@ def test_an_index_is_fetched_and_little_else(
     row = f"| {form} | {files} | {nbytes:,} | {received.requests} | {received.sent:,} |"
     assert received.sent <= 1.1 * nbytes + BLOCKS.get(form, 0) * BLOCK
     if torch.__version__.startswith(MEASURED):  # what DCP and the zip say of a tensor differs from release to release
-        assert row in (ROOT / "docs/scale.md").read_text()
+        assert row in (ROOT / "benchmarks/README.md").read_text()
 
 
 def test_what_an_index_assumes_is_checked_before_tensors_are_read(bucket: Any, tmp_path: Path) -> None:

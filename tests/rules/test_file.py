@@ -807,7 +807,7 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, wo
 
 # The examples of docs/rules.md: each block of rules, with the table of what it makes of which tensors.
 
-BLOCKS = 12
+BLOCKS = 11
 PAGE = DOCS / "rules.md"
 EXAMPLE = re.compile(r"```toml\n(.*?)```\n\n\| before \| after \|\n\| --- \| --- \|\n((?:\|[^\n]*\n)+)", re.DOTALL)
 TENSOR = re.compile(r"`([^`]+)` (\[[\d, ]+\])(?: (\w+))?")
