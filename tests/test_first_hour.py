@@ -1,8 +1,14 @@
-"""Eight everyday jobs as a new user does them: fresh models, printed fixes, and torch as the judge."""
+"""Eight everyday jobs as a new user does them: fresh models, printed fixes, and torch as the judge.
+
+first_hour.md holds the first lines that `diff` prints in them. `UPDATE_DOCS=1 make test ARGS=tests/test_first_hour.py`
+writes it again.
+"""
 
 from __future__ import annotations
 
+import os
 import pickle
+import re
 import shlex
 import sys
 import textwrap
@@ -22,13 +28,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckpttool
 from command import Done, Run, fixes_in
+from places import TESTS
 
 Write = Callable[[str, str], Any]
+PAGE = TESTS / "first_hour.md"
 
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
     torch.manual_seed(0)
 
 
@@ -47,6 +56,20 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     yield write
     for name in names:
         sys.modules.pop(name, None)
+
+
+def golden(job: str, done: Done) -> None:
+    """Assert that the page shows the first five lines of the output under the heading of the job."""
+    assert done.status == 1, done.said
+    text = PAGE.read_text(encoding="utf-8")
+    (shown,) = re.findall(rf"^## {re.escape(job)}\n.*?^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    lines = [line.rstrip() for line in done.out.splitlines() if line.strip()]
+    first = "".join(f"{line}\n" for line in lines[:5])
+    if os.environ.get("UPDATE_DOCS"):
+        before, heading, after = text.partition(f"## {job}\n")
+        PAGE.write_text(before + heading + after.replace(shown, first, 1), encoding="utf-8")
+    else:
+        assert first == shown
 
 
 def pasted(run: Run, command: str) -> Done:
@@ -117,6 +140,7 @@ def test_a_new_weights_of_a_model_with_hooks_reach_its_exported_program(run: Run
     done = run("diff", "trained.pt", "deployed.pt2", "--model", "hooked.py:build")
     assert done.status == 1
     assert "_hide" in done.out  # the hook is named
+    golden("New weights for an exported program", done)
     done = run("swap-weights", "deployed.pt2", "trained.pt", "-o", "new.pt2", "--model", "hooked.py:build")
     assert done.status == 0, done.said
     assert torch.equal(torch.export.load("new.pt2").module()(x), model(x))
@@ -149,6 +173,7 @@ def test_b_a_compiled_ddp_run_with_two_param_groups_resumes_without_wrappers(run
         dist.destroy_process_group()
 
     question = ("diff", "run.pt", "--model", "net.py:build", "--optimizer", "net.py:optimizer")
+    golden("A compiled DDP run with two param groups", run(*question))
     fix = the_fix(run, *question)
     assert pasted(run, fix).status == 0
     assert run("diff", out_of(fix), *question[2:]).status == 0
@@ -190,6 +215,8 @@ def test_c_a_model_with_another_order_and_a_renamed_block_resumes_with_its_optim
     torch.save({"model": old.state_dict(), "optimizer": optimizer.state_dict()}, "old.pt")
     two_steps(old, optimizer)
 
+    question = ("diff", "old.pt", "--model", "reorder.py:New", "--optimizer", "reorder.py:adamw")
+    golden("A model with another order and a renamed block", run(*question))
     rule = "encoder.{x*} => backbone.{x*}"
     whole = ("--model", "reorder.py:Old", "--to-model", "reorder.py:New", "--rule", rule)
     both = ("--optimizer", "reorder.py:adamw", "--to-optimizer", "reorder.py:adamw")
@@ -229,6 +256,7 @@ def test_d_a_llama_of_hugging_face_to_fused_projections_and_back(run: Run) -> No
     )
     done = run("remap", "hf", "-o", "fused.safetensors", "--rules", "fuse.toml")
     assert done.status == 0, done.said
+    golden("Llama to fused projections", run("diff", "hf", "fused.safetensors"))
     attention = model.model.layers[0].self_attn
     joined = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
     assert torch.equal(load_file("fused.safetensors")["blocks.0.self_attn.qkv.weight"], joined)
@@ -249,6 +277,7 @@ def test_e_changed_names_fail_a_build_and_known_differences_are_accepted(run: Ru
     assert run("diff", "names.json", "--model", "service.py:build").status == 0
     assert run("check", "names.json", "--model", "service.py:build").status == 0
     code("service", "def build():\n    return nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 3))\n")
+    golden("Changed names in a build", run("diff", "names.json", "--model", "service.py:build"))
     done = run("diff", "names.json", "--model", "service.py:build", "--format", "github")
     assert done.status == 1
     assert "::error" in done.out
@@ -296,6 +325,7 @@ def test_f_an_unknown_file_is_inspected_and_cleaned_without_running_it(run: Run,
     done = run("remap", "unknown.pth", "-o", "clean.safetensors", "--rule", "weight => w", "--drop", "callback")
     assert done.status == 0, done.said
     assert torch.equal(load_file("clean.safetensors")["w"], torch.arange(4.0))
+    golden("An unknown file, cleaned", run("diff", "unknown.pth", "clean.safetensors"))
     assert not mark.exists()
 
 
@@ -309,6 +339,7 @@ def test_g_dcp_to_safetensors_and_a_rename_in_place_and_back(run: Run, tmp_path:
         assert all(torch.equal(file.get_tensor(key), value) for key, value in state.items())
     done = run("remap", "step", "--in-place", "--rule", "encoder.{x} => backbone.{x}")
     assert done.status == 0, done.said
+    golden("A rename in place", run("diff", "step", "step.safetensors"))
     dcp_to_torch_save("step", tmp_path / "step.pt")
     renamed = torch.load("step.pt")["model"]
     assert all(torch.equal(renamed[key.replace("encoder", "backbone")], value) for key, value in state.items())
@@ -316,12 +347,13 @@ def test_g_dcp_to_safetensors_and_a_rename_in_place_and_back(run: Run, tmp_path:
     assert {path.name: path.read_bytes() for path in Path("step").iterdir()} == before
 
 
-def test_h_the_same_from_python(code: Write) -> None:
+def test_h_the_same_from_python(run: Run, code: Write) -> None:
     net = code("python_net", "def build():\n    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))\n")
     model = net.build()
     wrapped = {f"module._orig_mod.{key}": value for key, value in model.state_dict().items()}
     in_memory = {"model": wrapped, "epoch": 3}
     torch.save(in_memory, "wrapped.pt")
+    golden("The same from Python", run("diff", "wrapped.pt", "--model", "python_net.py:build"))
     for source in (in_memory, "wrapped.pt"):
         found = ckpttool.diff(source, model=net.build)
         assert not found.identical
