@@ -59,11 +59,11 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
 
 
 def golden(job: str, done: Done) -> None:
-    """Assert that the page shows the first five lines of the output under the heading of the job."""
+    """Assert that the page shows the first five lines after the command's name, under the heading of the job."""
     assert done.status == 1, done.said
     text = PAGE.read_text(encoding="utf-8")
     (shown,) = re.findall(rf"^## {re.escape(job)}\n.*?^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    lines = [line.rstrip() for line in done.out.splitlines() if line.strip()]
+    _, *lines = [line.rstrip() for line in done.out.splitlines() if line.strip()]
     first = "".join(f"{line}\n" for line in lines[:5])
     if os.environ.get("UPDATE_DOCS"):
         before, heading, after = text.partition(f"## {job}\n")
