@@ -24,7 +24,14 @@ PAGES = {
 }
 # File of the repository -> reference of the site, generated from it
 SOURCES = {"ckpttool/evaluate/ops.py": "reference/operators.md", "ckpttool/core/limits.py": "reference/limits.md"}
-FILES = ("examples/demo.py", "examples/fusion_decoder.py", "examples/ci/README.md", "action.yml", "tests/docs/wrapped.md", "LICENSE")
+FILES = (
+    "examples/demo.py",
+    "examples/fusion_decoder.py",
+    "examples/ci/README.md",
+    "action.yml",
+    "tests/docs/wrapped.md",
+    "LICENSE",
+)
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 

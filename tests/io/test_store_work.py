@@ -86,7 +86,7 @@ BLOCKS = {"safetensors": 1, "torch zip": 1, "before torch 1.6": 2}  # that may b
 def test_an_index_is_fetched_and_little_else(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    """At most a tenth more than the headers, by the server's count, where an index tells of them; benchmarks/README.md has it.
+    """At most a tenth more than the headers, by the server's count, as benchmarks/README.md shows.
 
     Else the first request is a block, of a torch zip the last too. Pickles from before torch 1.6 do not say how long
     they are: these may take one block more.
