@@ -36,24 +36,15 @@ class CompareKeywords(TypedDict, total=False):
     ignore_dtype: bool
 
 
-class Diff3Keywords(ModelKeywords, total=False):
+class Diff3Keywords(ModelKeywords, CompareKeywords, total=False):
     """Options of `diff3`."""
 
     model: Any
-    values: bool
-    rtol: float
-    atol: float
-    ignore_dtype: bool
 
 
-class DiffKeywords(OptimizerKeywords, total=False):
+class DiffKeywords(CheckKeywords, CompareKeywords, total=False):
     """Options of `diff`."""
 
-    model: Any
-    values: bool
-    rtol: float
-    atol: float
-    ignore_dtype: bool
     whole: bool
     fail_on: str | None
     ignore: str | Sequence[str] | None
@@ -61,30 +52,26 @@ class DiffKeywords(OptimizerKeywords, total=False):
     fail_on_unused: bool
 
 
-class FixKeywords(OptimizerKeywords, total=False):
+class OutputKeywords(TypedDict, total=False):
+    """How an output is written, and the model that is to load it."""
+
+    model: Any
+    in_place: bool
+    no_undo: bool
+    force: bool
+    dry_run: bool
+    verify: bool
+    keep_pickled_code: bool
+    no_fsync: bool
+
+
+class FixKeywords(OptimizerKeywords, OutputKeywords, total=False):
     """Options of `fix`."""
 
-    model: Any
-    in_place: bool
-    no_undo: bool
-    force: bool
-    dry_run: bool
-    verify: bool
-    keep_pickled_code: bool
-    no_fsync: bool
 
-
-class RemapKeywords(OptimizerKeywords, total=False):
+class RemapKeywords(OptimizerKeywords, OutputKeywords, total=False):
     """Options of `remap`."""
 
-    model: Any
-    in_place: bool
-    no_undo: bool
-    force: bool
-    dry_run: bool
-    verify: bool
-    keep_pickled_code: bool
-    no_fsync: bool
     to: str | None
     from_: str | None
     select: str | None
@@ -103,32 +90,16 @@ class RemapKeywords(OptimizerKeywords, total=False):
     keep_aliases: bool
 
 
-class ConvertKeywords(ModelKeywords, total=False):
+class ConvertKeywords(ModelKeywords, OutputKeywords, total=False):
     """Options of `convert`."""
 
-    model: Any
-    in_place: bool
-    no_undo: bool
-    force: bool
-    dry_run: bool
-    verify: bool
-    keep_pickled_code: bool
-    no_fsync: bool
     keep_aliases: bool
     max_shard_size: str | None
 
 
-class SwapKeywords(ModelKeywords, total=False):
+class SwapKeywords(ModelKeywords, OutputKeywords, total=False):
     """Options of `swap_weights` into a file."""
 
-    model: Any
-    in_place: bool
-    no_undo: bool
-    force: bool
-    dry_run: bool
-    verify: bool
-    keep_pickled_code: bool
-    no_fsync: bool
     name: str | None
     from_: str | None
     cast: bool

@@ -43,6 +43,7 @@ WORDS = {
     "Diff3Keywords": "Options of `diff3`.",
     "DiffKeywords": "Options of `diff`.",
     "ConvertKeywords": "Options of `convert`.",
+    "OutputKeywords": "How an output is written, and the model that is to load it.",
     "FixKeywords": "Options of `fix`.",
     "RemapKeywords": "Options of `remap`.",
     "SwapKeywords": "Options of `swap_weights` into a file.",
@@ -70,18 +71,19 @@ def generated() -> str:
         ("OptimizerKeywords", "ModelKeywords", rows(OptimizerOptions)),
         ("CheckKeywords", "OptimizerKeywords", model),
         ("CompareKeywords", "TypedDict", rows(CompareOptions)),
-        ("Diff3Keywords", "ModelKeywords", {**model, **rows(CompareOptions)}),
-        ("DiffKeywords", "OptimizerKeywords", {**model, **rows(CompareOptions), **rows(DiffOptions)}),
-        ("FixKeywords", "OptimizerKeywords", {**model, **rows(OutputOptions, "out")}),
-        ("RemapKeywords", "OptimizerKeywords", {**model, **rows(OutputOptions, "out"), **rows(RemapOptions)}),
-        ("ConvertKeywords", "ModelKeywords", {**model, **rows(OutputOptions, "out"), **rows(ConvertOptions)}),
-        ("SwapKeywords", "ModelKeywords", {**model, **rows(OutputOptions, "out"), **rows(SwapOptions)}),
+        ("Diff3Keywords", "ModelKeywords, CompareKeywords", model),
+        ("DiffKeywords", "CheckKeywords, CompareKeywords", rows(DiffOptions)),
+        ("OutputKeywords", "TypedDict", {**model, **rows(OutputOptions, "out")}),
+        ("FixKeywords", "OptimizerKeywords, OutputKeywords", {}),
+        ("RemapKeywords", "OptimizerKeywords, OutputKeywords", rows(RemapOptions)),
+        ("ConvertKeywords", "ModelKeywords, OutputKeywords", rows(ConvertOptions, "in_place")),
+        ("SwapKeywords", "ModelKeywords, OutputKeywords", rows(SwapOptions)),
         ("WriteKeywords", "TypedDict", {name: output[name] for name in WRITTEN}),
     )
     made = HEAD
     for name, base, fields in classes:
         made += f"\n\nclass {name}({base}, total=False):\n"
-        made += f'    """{WORDS[name]}"""\n\n'
+        made += f'    """{WORDS[name]}"""\n' + "\n" * bool(fields)
         made += "".join(f"    {field}: {hint}\n" for field, hint in fields.items())
     return made
 
