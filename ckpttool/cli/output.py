@@ -14,6 +14,7 @@ from ckpttool.core.options import COMMON, Option
 from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import only_first
 from ckpttool.io import sources
+from ckpttool.io.files import files_of
 from ckpttool.io.pieces import Piece
 from ckpttool.io.write import WriteOptions, is_one_of, preflight, write_file
 from ckpttool.report import FORMATS, check_format, format_of, render
@@ -50,11 +51,12 @@ class Report:
     ] = None
     force: Annotated[bool, Option("--force", "Overwrite files that exist.", COMMON)] = False
 
-    def check(self, read: Iterable[str], *others: str | None, out: str | None = None) -> None:
+    def check(self, operands: Iterable[str], *others: str | None, out: str | None = None) -> None:
         """Raise `CkptError`, before any work, if a report file or one of the `others` must not be written.
 
-        That is a file that is `read` or written otherwise (`out`), or that exists without --force.
+        That is a file of an operand, a file that is written otherwise (`out`), or, without --force, a file that exists.
         """
+        read = [path for operand in operands for path in _files(operand)]
         paths = [path for path in (*others, *(self.report or ())) if path is not None]
         named = paths if out is None else [*paths, out]
         for path in paths:
@@ -91,6 +93,12 @@ class Report:
         else:
             sys.stdout.write(for_log(_rendered(self.format, document, data), self.format))
             sys.stdout.flush()
+
+
+def _files(operand: str) -> list[str]:
+    from ckpttool.operands.checkpoint import split
+
+    return files_of(split(operand)[0])
 
 
 def _rendered(format: str, document: Callable[[], Document], data: Callable[[], Mapping[str, Any]]) -> str:

@@ -9,8 +9,6 @@ import ckpttool
 from ckpttool.cli.output import Manifest, Report, write_manifest
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import Argument, keywords_of
-from ckpttool.io.files import files_of
-from ckpttool.operands.checkpoint import split
 from ckpttool.remapping.options import ConvertOptions
 
 
@@ -37,7 +35,7 @@ def command(
     out = options.target(ckpt)
     if out is None:
         raise CkptError("no output named", hint="-o OUT, or --in-place to write the file again")
-    report.check(files_of(split(ckpt)[0]), manifest, out=out)
+    report.check([ckpt], manifest, out=out)
     done = ckpttool.convert(ckpt, **keywords_of(options))
     if not options.dry_run:
         write_manifest(manifest, out, force=options.force)

@@ -14,8 +14,7 @@ from ckpttool.core.options import Argument, Option
 from ckpttool.core.text import Info, Note, shell
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import Diff, Fix
-from ckpttool.io.files import files_of, is_dir
-from ckpttool.operands.checkpoint import split
+from ckpttool.io.files import is_dir
 from ckpttool.operands.model import is_names_file, operand_of
 
 
@@ -52,7 +51,7 @@ def command(
     from ckpttool.report.documents.diff import document
 
     named = operands or []
-    report.check([path for operand in named for path in files_of(split(operand)[0])])
+    report.check(named)
     if len(named) > 2:
         raise CkptError(
             "diff compares two checkpoints",

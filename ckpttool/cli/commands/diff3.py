@@ -9,8 +9,6 @@ import ckpttool
 from ckpttool.cli.output import All, ExitZero, Report
 from ckpttool.core.options import Argument, keywords_of
 from ckpttool.diffing.options import Diff3Options
-from ckpttool.io.files import files_of
-from ckpttool.operands.checkpoint import split
 
 
 def command(
@@ -33,7 +31,7 @@ def command(
     """
     from ckpttool.report.documents.diff import three_way_document
 
-    report.check([path for operand in (base, left, right) for path in files_of(split(operand)[0])])
+    report.check((base, left, right))
     result = ckpttool.diff3(base, left, right, **keywords_of(options))
     report.emit(partial(three_way_document, result, all=all), result.to_json)
     return 0 if result.passes or exit_zero else 1

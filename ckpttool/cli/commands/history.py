@@ -9,8 +9,6 @@ import ckpttool
 from ckpttool.cli.output import All, ExitZero, Report
 from ckpttool.core.options import Argument, keywords_of
 from ckpttool.diffing.options import CompareOptions
-from ckpttool.io.files import files_of
-from ckpttool.operands.checkpoint import split
 
 
 def command(
@@ -32,7 +30,7 @@ def command(
     """
     from ckpttool.report.documents.diff import history_document
 
-    report.check([path for operand in run for path in files_of(split(operand)[0])])
+    report.check(run)
     result = ckpttool.history(run if len(run) > 1 else run[0], **keywords_of(options))
     report.emit(partial(history_document, result, all=all), result.to_json)
     return 0 if result.passes or exit_zero else 1

@@ -10,8 +10,6 @@ from ckpttool.cli.output import Manifest, Report, write_manifest
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import Argument, Option
 from ckpttool.distributed.job import only_first
-from ckpttool.io.files import files_of
-from ckpttool.operands.checkpoint import split
 
 
 def _check_sort(word: str) -> None:
@@ -53,7 +51,7 @@ def command(
 
     if not stats and manifest is None:
         only_first()
-    report.check(files_of(split(ckpt)[0]), manifest)
+    report.check([ckpt], manifest)
     inspection = ckpttool.inspect(ckpt, stats=stats, filter=filter)
     write_manifest(manifest, ckpt, force=report.force)
     shown = partial(document, inspection, all=all, depth=depth, by_bytes=sort == "bytes")

@@ -9,8 +9,6 @@ import ckpttool
 from ckpttool.cli.output import Manifest, Report, write_manifest, write_text
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import Argument, keywords_of
-from ckpttool.io.files import files_of
-from ckpttool.operands.checkpoint import split
 from ckpttool.remapping.options import RemapOptions
 
 
@@ -38,7 +36,7 @@ def command(
     out = options.target(ckpt)
     if out is None and not (options.dry_run or options.save_plan):
         raise CkptError("no output named", hint="-o OUT, --in-place, or --dry-run to see the plan")
-    report.check(files_of(split(ckpt)[0]), options.save_plan, manifest, out=out)
+    report.check([ckpt], options.save_plan, manifest, out=out)
     done = ckpttool.remap(ckpt, **keywords_of(options))
     if out is not None and not options.dry_run:
         write_manifest(manifest, out, force=options.force)

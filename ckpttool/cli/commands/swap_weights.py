@@ -9,7 +9,6 @@ import ckpttool
 from ckpttool.cli.output import Manifest, Report, write_manifest
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import Argument, keywords_of
-from ckpttool.io.files import files_of
 from ckpttool.operands.checkpoint import split
 from ckpttool.swap.swap import SwapOptions
 
@@ -37,8 +36,7 @@ def command(
     out = options.target(split(program)[0])
     if out is None and not options.dry_run:
         raise CkptError("no output named", hint="-o OUT")
-    read = [path for operand in (program, new) for path in files_of(split(operand)[0])]
-    report.check(read, manifest, out=out)
+    report.check((program, new), manifest, out=out)
     swapped = ckpttool.swap_weights(program, new, **keywords_of(options))
     if out is not None and not options.dry_run:
         write_manifest(manifest, out, force=options.force)

@@ -9,7 +9,6 @@ import ckpttool
 from ckpttool.cli.output import Report
 from ckpttool.core.options import COMMON, Argument, Option
 from ckpttool.core.values import dataclass
-from ckpttool.io.files import files_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +41,6 @@ def command(
     """
     from ckpttool.report.documents.remap import undone
 
-    report.check(files_of(path))
+    report.check([path])
     done = ckpttool.undo(path, no_fsync=no_fsync, force=report.force)
     report.emit(partial(undone, done), done.to_json)
