@@ -135,7 +135,9 @@ def test_the_reader_and_the_schema_are_of_one_mind(folder: Path, run: Run, name:
         for step in way[:-1]:
             place = place[step]
         place[way[-1]] = value
-        wrong = [one for one in kind.problems(changed, "$") if "stands" not in one.problem]  # twice: schemas cannot say
+        wrong = [
+            one for one in kind.problems(changed, None) if "stands" not in one.problem
+        ]  # twice: schemas cannot say
         assert (not wrong) == validator.is_valid(changed), (way, value)
         refused += bool(wrong)
 

@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any, Union, overload
 
 from ckpttool.core.errors import Problem
-from ckpttool.core.schema import Kind
+from ckpttool.core.schema import Kind, Path, at
 from ckpttool.core.values import dataclass
 
 
@@ -193,41 +193,40 @@ DEFINITIONS: dict[str, Any] = {
 }
 
 
-def _problems(value: Any, path: str, depth: int = 0) -> Iterator[Problem]:
+def _problems(value: Any, path: Path, depth: int = 0) -> Iterator[Problem]:
     if depth > MAX_DEPTH:
-        yield Problem(f"an expression is nested more than {MAX_DEPTH} deep", path)
+        yield Problem(f"an expression is nested more than {MAX_DEPTH} deep", at(path))
     elif isinstance(value, list):
         for number, item in enumerate(value):
-            yield from _problems(item, f"{path}[{number}]", depth + 1)
+            yield from _problems(item, (path, number), depth + 1)
     elif isinstance(value, dict) and "op" in value:
         args, kwargs = value.get("args", []), value.get("kwargs", {})
         known = value.keys() <= {"op", "args", "kwargs"} and isinstance(value["op"], str)
         if not known or not isinstance(args, list) or not isinstance(kwargs, dict):
-            yield Problem(f"not an expression: {str(value)[:80]}", path)
+            yield Problem(f"not an expression: {str(value)[:80]}", at(path))
             return
         for number, item in enumerate(args):
-            yield from _problems(item, f"{path}.args[{number}]", depth + 1)
+            yield from _problems(item, ((path, "args"), number), depth + 1)
         for name, item in kwargs.items():
-            yield from _problems(item, f"{path}.kwargs.{name}", depth + 1)
+            yield from _problems(item, ((path, "kwargs"), name), depth + 1)
     elif isinstance(value, dict):
         ((kind, name),) = value.items() if len(value) == 1 else ((None, None),)
         special = kind in ("ref", *_SPECIAL_KINDS) or (kind == "float" and name in ("inf", "-inf", "nan"))
         if not special or not isinstance(name, str):
-            yield Problem(f"not an expression: {str(value)[:80]}", path)
+            yield Problem(f"not an expression: {str(value)[:80]}", at(path))
     elif value is not None and not isinstance(value, (bool, int, float, str)):
-        yield Problem("not an expression", path)
+        yield Problem("not an expression", at(path))
 
 
-def _problems_at_top(value: Any, path: str) -> Iterator[Problem]:
+def _problems_at_top(value: Any, path: Path) -> Iterator[Problem]:
     if isinstance(value, dict) and value.keys() & {"op", "ref"}:
         return _problems(value, path)
-    return iter([Problem("not an expression", path)])
+    return iter([Problem("not an expression", at(path))])
 
 
-def _in_json(problems: Callable[[Any, str], Iterator[Problem]], name: str) -> Kind:
+def _in_json(problems: Callable[[Any, Path], Iterator[Problem]], name: str) -> Kind:
     """Return the kind; its schema refers to a definition that the JSON Schema must have (`DEFINITIONS`)."""
-    ref = {"$ref": f"#/$defs/{name}"}
-    return Kind(lambda value: next(problems(value, "$"), None) is None, problems, lambda closed: ref, _read, to_json)
+    return Kind(problems, lambda closed: {"$ref": f"#/$defs/{name}"}, _read, to_json)
 
 
 ARGUMENT, EXPRESSION = _in_json(_problems, "argument"), _in_json(_problems_at_top, "expression")

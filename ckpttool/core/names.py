@@ -18,8 +18,8 @@ from ckpttool.core.schema import (
     TEXT,
     TEXTS,
     Members,
+    check_none,
     check_titled,
-    faults,
     list_of,
     notes_of_file,
     nullable,
@@ -143,8 +143,7 @@ class Names:
     def from_json(value: Any, source: str) -> Names:
         """Read the result of `to_json`; `source` names the file in the error. Raises `CkptError` on anything else."""
         check_titled(NAMES, value, source, "a names file", _HINT)
-        if next(_unknown_names(value), None) is not None:
-            raise faults(_unknown_names(value), f"{source} is not a names file", _HINT)
+        check_none(_unknown_names(value), f"{source} is not a names file", _HINT)
         found: Names = NAMES.read(value)
         # Without an optimizer the ids that are written are the order of the model's parameters.
         return found if found.optimizer_class is not None else replace(found, optimizer=())

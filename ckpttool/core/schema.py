@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, Union
 
@@ -24,41 +24,56 @@ def _itself(value: Any) -> Any:
     return value
 
 
+# The path of an object or list, and the name or number of what is in it; None: the root.
+Path = Union[tuple[Any, Union[str, int]], None]
+_Problems = Iterable[Problem]
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A kind of JSON value.
 
-    `problems(value, path)` yields what is wrong with a value that does not fit, and where in the file. `schema(closed)`
+    `problems(value, path)` says what is wrong with a value, and where in the file; nothing if it fits. `schema(closed)`
     is the kind as JSON Schema 2020-12; if it is closed, objects must not have other members. `title` is the
     value of the member ``schema`` of an object: its name and version.
     """
 
-    fits: Callable[[Any], bool]
-    problems: Callable[[Any, str], Iterator[Problem]]
+    problems: Callable[[Any, Path], _Problems]
     schema: Callable[[bool], dict[str, Any]]
     read: Callable[[Any], Any] = _itself
     write: Callable[[Any], Any] = _itself
     title: str = ""
+
+    def fits(self, value: Any) -> bool:
+        return next(iter(self.problems(value, None)), None) is None
 
 
 Members = Mapping[str, Kind]
 Source = Union[str, Callable[[Any], Any]]  # of a member: the field, also of a field (``a.b``), or what says it
 
 
+def at(path: Path) -> str:
+    """Return the path as text: ``$.runtime[0].shape``."""
+    if path is None:
+        return "$"
+    above, step = path
+    if isinstance(step, int):
+        return f"{at(above)}[{step}]"
+    return f"{at(above)}.{step}" if _PLAIN.fullmatch(step) else f"{at(above)}[{step!r:.100}]"
+
+
+def _is_not(value: Any, said: str, path: Path) -> _Problems:
+    return (Problem(f"{_shown(value)} is not {said}", at(path)),)
+
+
 def plain(said: str, fits: Callable[[Any], bool], keywords: Mapping[str, Any]) -> Kind:
     """A value that is looked at as a whole; `said` are the words for it, `keywords` what JSON Schema says of it."""
-
-    def problems(value: Any, path: str) -> Iterator[Problem]:
-        if not fits(value):
-            yield Problem(f"{_shown(value)} is not {said}", path)
-
-    return Kind(fits, problems, lambda closed: dict(keywords))
+    return Kind(lambda value, path: () if fits(value) else _is_not(value, said, path), lambda closed: dict(keywords))
 
 
 def nullable(kind: Kind) -> Kind:
     return Kind(
-        lambda value: value is None or kind.fits(value),
-        lambda value, path: iter(()) if value is None else kind.problems(value, path),
+        lambda value, path: () if value is None else kind.problems(value, path),
         lambda closed: {"anyOf": [kind.schema(closed), {"type": "null"}]},
         lambda value: None if value is None else kind.read(value),
         lambda made: None if made is None else kind.write(made),
@@ -73,26 +88,20 @@ def unless_empty(kind: Kind) -> Kind:
 def list_of(kind: Kind, unique: str = "") -> Kind:
     """A list of one kind. No two of its objects have the same value under `unique`."""
 
-    def fits(value: Any) -> bool:
-        if not isinstance(value, list) or not all(map(kind.fits, value)):
-            return False
-        return not unique or len({item[unique] for item in value}) == len(value)
-
-    def problems(value: Any, path: str) -> Iterator[Problem]:
+    def problems(value: Any, path: Path) -> _Problems:
         if not isinstance(value, list):
-            yield Problem(f"{_shown(value)} is not a list", path)
-            return
-        for number, item in enumerate(value):
-            if not kind.fits(item):
-                yield from kind.problems(item, f"{path}[{number}]")
-        named = [(number, item[unique]) for number, item in enumerate(value) if kind.fits(item)] if unique else []
-        counts = Counter(name for _, name in named)
-        for number, name in named:
-            if counts[name] > 1:
-                yield Problem(f"{_shown(name)} stands {counts[name]} times", f"{path}[{number}].{unique}")
+            return _is_not(value, "a list", path)
+        found = chain.from_iterable(kind.problems(item, (path, number)) for number, item in enumerate(value))
+        return chain(found, repeated(value, path)) if unique else found
+
+    def repeated(value: list[Any], path: Path) -> _Problems:
+        names = [item.get(unique) if isinstance(item, dict) else None for item in value]
+        counts = Counter(name for name in names if isinstance(name, (str, int)))
+        for number, name in enumerate(names if len(counts) < len(names) else ()):
+            if isinstance(name, (str, int)) and counts[name] > 1:
+                yield Problem(f"{_shown(name)} stands {counts[name]} times", at(((path, number), unique)))
 
     return Kind(
-        fits,
         problems,
         lambda closed: {"type": "array", "items": kind.schema(closed)},
         lambda value: tuple(map(kind.read, value)),
@@ -101,38 +110,30 @@ def list_of(kind: Kind, unique: str = "") -> Kind:
 
 
 def items(*kinds: Kind) -> Kind:
-    def fits(value: Any) -> bool:
-        alike = isinstance(value, list) and len(value) == len(kinds)
-        return alike and all(kind.fits(item) for kind, item in zip(kinds, value))
-
-    def problems(value: Any, path: str) -> Iterator[Problem]:
+    def problems(value: Any, path: Path) -> _Problems:
         if not isinstance(value, list) or len(value) != len(kinds):
-            yield Problem(f"{_shown(value)} is not a list of {len(kinds)} items", path)
-            return
-        for number, (kind, item) in enumerate(zip(kinds, value)):
-            yield from kind.problems(item, f"{path}[{number}]")
+            return _is_not(value, f"a list of {len(kinds)} items", path)
+        return chain.from_iterable(
+            kind.problems(item, (path, number)) for number, (kind, item) in enumerate(zip(kinds, value))
+        )
 
     def schema(closed: bool) -> dict[str, Any]:
         count = len(kinds)
         own = [kind.schema(closed) for kind in kinds]
         return {"type": "array", "prefixItems": own, "minItems": count, "maxItems": count}
 
-    return Kind(fits, problems, schema)
+    return Kind(problems, schema)
 
 
 def map_of(kind: Kind) -> Kind:
     """An object whose members, whatever their names, are of one kind."""
 
-    def problems(value: Any, path: str) -> Iterator[Problem]:
+    def problems(value: Any, path: Path) -> _Problems:
         if not isinstance(value, dict):
-            yield Problem(f"{_shown(value)} is not an object", path)
-            return
-        for name, member in value.items():
-            if not kind.fits(member):
-                yield from kind.problems(member, _under(path, name))
+            return _is_not(value, "an object", path)
+        return chain.from_iterable(kind.problems(member, (path, name)) for name, member in value.items())
 
     return Kind(
-        lambda value: isinstance(value, dict) and all(map(kind.fits, value.values())),
         problems,
         lambda closed: {"type": "object", "additionalProperties": kind.schema(closed)},
         lambda value: {name: kind.read(member) for name, member in value.items()},
@@ -142,32 +143,25 @@ def map_of(kind: Kind) -> Kind:
 
 def object_of(needs: Members, may: Members | None = None) -> Kind:
     """An object with these members; those in `may` can be left out."""
-    may = may or {}
-    members = {**needs, **may}
+    members = {**needs, **(may or {})}
 
-    def fits(value: Any) -> bool:
-        return (
-            isinstance(value, dict)
-            and all(name in value and kind.fits(value[name]) for name, kind in needs.items())
-            and all(name not in value or kind.fits(value[name]) for name, kind in may.items())
+    def problems(value: Any, path: Path) -> _Problems:
+        if not isinstance(value, dict):
+            return _is_not(value, "an object", path)
+        return chain.from_iterable(
+            kind.problems(value[name], (path, name)) if name in value else missing(name, path)
+            for name, kind in members.items()
         )
 
-    def problems(value: Any, path: str) -> Iterator[Problem]:
-        if not isinstance(value, dict):
-            yield Problem(f"{_shown(value)} is not an object", path)
-            return
-        for name, kind in members.items():
-            if name in value:
-                yield from kind.problems(value[name], _under(path, name))
-            elif name in needs:
-                yield Problem("is missing", _under(path, name))
+    def missing(name: str, path: Path) -> _Problems:
+        return (Problem("is missing", at((path, name))),) if name in needs else ()
 
     def schema(closed: bool) -> dict[str, Any]:
         own = {name: kind.schema(closed) for name, kind in members.items()}
         only = {"additionalProperties": False} if closed else {}
         return {"type": "object", "properties": own, "required": list(needs), **only}
 
-    return Kind(fits, problems, schema)
+    return Kind(problems, schema)
 
 
 def row(needs: Members, may: Members | None = None) -> Kind:
@@ -237,8 +231,7 @@ def titled(title: str, kind: Kind, is_file: bool = False) -> Kind:
 
 def either(one: Kind, other: Kind) -> Kind:
     return Kind(
-        lambda value: one.fits(value) or other.fits(value),
-        lambda value, path: iter(()) if other.fits(value) else one.problems(value, path),
+        lambda value, path: () if other.fits(value) else one.problems(value, path),
         lambda closed: {"anyOf": [one.schema(closed), other.schema(closed)]},
     )
 
@@ -291,8 +284,7 @@ def notes_of_file(code: str) -> Kind:
 
 def check(kind: Kind, value: Any, message: str, hint: str) -> None:
     """Raise `CkptError` with `message` and every problem at its JSON path if the value is not of the kind."""
-    if not kind.fits(value):
-        raise faults(kind.problems(value, "$"), message, hint)
+    check_none(kind.problems(value, None), message, hint)
 
 
 def check_titled(kind: Kind, value: Any, source: str, what: str, hint: str) -> None:
@@ -303,15 +295,12 @@ def check_titled(kind: Kind, value: Any, source: str, what: str, hint: str) -> N
     check(kind, value, f"{source} is not {what}", hint)
 
 
-def faults(problems: Iterator[Problem], message: str, hint: str) -> CkptError:
-    """Return the error that lists these problems, or the first of very many."""
+def check_none(problems: _Problems, message: str, hint: str) -> None:
+    """Raise `CkptError` with these problems, or the first of very many, if there are any."""
     shown = list(islice(problems, _MOST + 1))
     more = [Problem(f"more than {_MOST} problems: these are the first", "$")] if len(shown) > _MOST else []
-    return CkptError(message, hint=hint, problems=[*shown[:_MOST], *more])
-
-
-def _under(path: str, name: str) -> str:
-    return f"{path}.{name}" if _PLAIN.fullmatch(name) else f"{path}[{name!r:.100}]"
+    if shown:
+        raise CkptError(message, hint=hint, problems=[*shown[:_MOST], *more])
 
 
 def _shown(value: Any) -> str:

@@ -66,7 +66,7 @@ def text(hint: object) -> str:
 def generated() -> str:
     model = {"model": "Any"}
     output = {**rows(OutputOptions), **rows(ConvertOptions)}
-    classes = (
+    classes: tuple[tuple[str, str, dict[str, str]], ...] = (
         ("ModelKeywords", "TypedDict", rows(ModelOptions, "model")),
         ("OptimizerKeywords", "ModelKeywords", rows(OptimizerOptions)),
         ("CheckKeywords", "OptimizerKeywords", model),
