@@ -36,7 +36,7 @@ from ckpttool.live.model import (
     section_of,
 )
 from ckpttool.operands.model import ModelOperand
-from ckpttool.swap.swap import Advice, Constant, Misfit, swap
+from ckpttool.swap.swap import Advice, Constant, Misfit, SwapOptions, swap
 from ckpttool.tracing.instances import layout_of
 from ckpttool.tracing.memory import Token, address, geometry, token
 
@@ -110,8 +110,10 @@ def swap_weights(
         raise CkptError(f"{a(state_dict)} is not a state_dict", hint="pass model.state_dict()")
     state = model_in(state_dict)
 
+    options = SwapOptions(cast=cast, constants=constants, keep_constants=keep_constants)
+
     def planned(goal: Target) -> _Plan:
-        return _planned(goal, state, model, cast=cast, constants=constants, keep_constants=keep_constants)
+        return _planned(goal, state, model, options)
 
     if isinstance(target, nn.Module):
         if in_place is False:
@@ -171,32 +173,13 @@ class _Plan:
         return {fqn: old for fqn, old in every.items() if fqn in self.sources}
 
 
-def _planned(
-    target: Target,
-    state: Mapping[str, object],
-    model: Model | None,
-    *,
-    cast: bool,
-    constants: bool,
-    keep_constants: bool,
-) -> _Plan:
+def _planned(target: Target, state: Mapping[str, object], model: Model | None, options: SwapOptions) -> _Plan:
     """Plan and refuse as the command does, on an index of what is in memory."""
     sections = section_of(target.tensors), replace(section_of(target.constants), path=CONSTANTS, kind="other")
     program = Checkpoint(target.title, "memory", 0, sections)
     operand = model if model is None or isinstance(model, ModelOperand) else ModelOperand(model)
     try:
-        result = swap(
-            program,
-            section_of(state),
-            None if operand is None else operand.names(),
-            packed=True,
-            remade=target.remade,
-            compare=target.compared,
-            code=None if operand is None else operand.code,
-            cast=cast,
-            constants=constants,
-            keep_constants=keep_constants,
-        )
+        result = swap(program, section_of(state), operand, options, remade=target.remade, compare=target.compared)
     except Misfit as error:
         hint = _HINTS.get(error.advice, "compare the keys of the two")
         raise Refused(error.message, hint=hint, problems=error.problems) from None
@@ -464,7 +447,7 @@ def check_in_place(news: Sequence[New]) -> None:
     last, storage = 0, 0
     for begin, end, place, fqn in sorted(places):
         if begin < last and place != storage:
-            problems.append(Problem("shares memory with another weight, each by a storage of its own", fqn))
+            problems.append(Problem("shares memory with another weight, which has another storage", fqn))
         if end > last:
             last, storage = end, place
     if problems:

@@ -18,7 +18,6 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import limits
 from ckpttool.core.names import SCHEMA, SERIALIZED, Names
 from ckpttool.core.options import ModelOptions, OptimizerOptions, call_of, expand_options
-from ckpttool.core.plan import ModelRun
 from ckpttool.core.text import shell
 from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import current
@@ -182,14 +181,10 @@ class ModelOperand:
 
     @cached_property
     def _call(self) -> tuple[Any, dict[str, Any]]:
+        """The model without its arguments, and these."""
         if isinstance(self.model, str) and not os.path.exists(self.model):
             return call_of(self.model)
         return self.model, {}
-
-    @property
-    def target(self) -> Any:
-        """The model without its arguments."""
-        return self._call[0]
 
     @property
     def arguments(self) -> Mapping[str, Any]:
@@ -206,20 +201,14 @@ class ModelOperand:
         elif os.path.isfile(self.model):
             raise _no_attribute(self.model)
         elif self.is_folder:
-            found = of_folder(self.target, self.arguments, self.materialize)
+            found = of_folder(self._call[0], self.arguments, self.materialize)
         else:
-            found = load(self.target, self.arguments, self.materialize, self.option)
+            found = load(self._call[0], self.arguments, self.materialize, self.option)
         return as_pretrained(found) if self.pretrained else found
 
-    def run(self, run: ModelRun, given: Section, names: Sequence[str]) -> Mapping[str, TensorEntry]:
-        """Run the model's own code on `given` and return the tensors in `names`: an `evaluate.apply.Runner`.
-
-        Raise as `tracing.model_code.ModelCode`.
-        """
-        return self._code(run, given, names)
-
     @cached_property
-    def _code(self) -> ModelCode:
+    def run(self) -> ModelCode:
+        """The model's own code, as plans run it: an `evaluate.apply.Runner`."""
         from ckpttool.tracing.model_code import ModelCode
 
         return ModelCode(self.definition())

@@ -277,8 +277,8 @@ def _by_options(options: Collection[str]) -> OptimizerClass | None:
     return next((row for row in TABLE if row.options.issubset(options)), None)
 
 
-# Hyperparameters that torch adds to groups of files that lack them (each class's ``__setstate__``) and those that a
-# scheduler put there, which no step needs; and state that a step creates only if the file's hyperparameters ask for it.
+# Hyperparameters that torch adds to groups of files that lack them (each class's ``__setstate__``), or that a scheduler
+# put there, which no step needs; and state that a step creates only if the file's hyperparameters ask for it.
 _FILLED_IN = frozenset(
     {
         *("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "nesterov", "centered"),

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ckpttool.ruleset.steps import Step as RuleStep
 
 _HINT = (
-    "rules for the base say where modules go (`ckpttool diff OLD NEW --suggest rules.toml`, then --rules rules.toml); "
-    "where these are cut or joined, merge the adapter into its base first (merge_and_unload() of PEFT)"
+    "rules for the base move its modules (`ckpttool diff OLD NEW --suggest rules.toml`, then --rules rules.toml); "
+    "if modules are cut or joined, merge the adapter into its base first (merge_and_unload() of PEFT)"
 )
 Sources = Mapping[str, Expression]  # name of a tensor of the new base -> its expression over the old base
 

@@ -213,7 +213,7 @@ def _nested(value: object, found: Mapping[str, str], renamed: Renamed) -> list[P
     for module in modules:
         own = [name for name in renamed.old_base if name in found and _parent(name) == module]
         if sorted(own, key=lambda name: renamed.base.index(found[name])) != own:  # type: ignore[union-attr]
-            return [_problem("target_parameters", value, f"the new base registers those of {module} in another order")]
+            return [_problem("target_parameters", value, f"in the new base {module} has them in another order")]
     return []
 
 
@@ -349,7 +349,7 @@ def companions_of(
     """Return what goes along with the weights of `source`, whose keys `plan` changes, to `target`.
 
     `bases` are the tensors of the models before and after, if they are known. `described`: the keys of the output are
-    described by ``config.json``. `beside` are the files of `Checkpoint.beside` that are not dropped. Raise `Refused` if
+    described by ``config.json``. `beside` are the files of `Checkpoint.beside` that remain. Raise `Refused` if
     an adapter's configuration cannot follow into the folder of the output.
     """
     path, section = split(source.source)
@@ -431,7 +431,7 @@ def _renamed(
 
 
 def _by_targets(config: Mapping[str, Any], keys: Iterable[str]) -> Adapter:
-    """Return the adapter of a kind that no key shows: its modules are those that the configuration targets."""
+    """Return the adapter of a kind that no key shows: its modules are the targets of the configuration."""
     modules: dict[str, list[str]] = {}
     rest: list[str] = []
     known = all(_as_peft_writes_it(field, value) for field, value in config.items())

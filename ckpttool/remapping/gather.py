@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry, in_row_major
 from ckpttool.core.errors import CkptError, Problem, Refused
@@ -83,17 +83,16 @@ def _merged(entry: TensorEntry, section: Section, problems: list[Problem], notes
 # Flat parameters and slices
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """A flat parameter of a checkpoint: its key and entry, and the slots of the model's parameters in it."""
+class Unit(NamedTuple):
+    """A flat parameter of a checkpoint, and the slots of the model's parameters in it."""
 
-    key: str
     entry: TensorEntry
     slots: tuple[Slot, ...]
 
     @property
-    def parts(self) -> tuple[TensorEntry | None, ...]:
-        return parts_of(self.entry)
+    def chunk(self) -> int:
+        """The elements that each rank holds, with padding."""
+        return -(-self.entry.numel // len(parts_of(self.entry)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +257,8 @@ def _gather_section(section: Section, names: Names, patterns: Sequence[str], pro
     for unit in units.values():
         for slot in unit.slots:
             # Each parameter has its own storage, which its names within the unit share.
-            parameter = cut_out(unit.entry.dtype, unit.parts, slot)
-            part = Op("aten.slice.Tensor", (Ref(unit.key), 0, slot.start, slot.end))
+            parameter = cut_out(unit.entry, slot)
+            part = Op("aten.slice.Tensor", (Ref(unit.entry.key), 0, slot.start, slot.end))
             for fqn in slot.fqns:
                 made.append(replace(parameter, key=fqn))
                 sources[fqn] = Op("aten.view.default", (part, slot.shape))
@@ -284,12 +283,8 @@ def _from_ranks(
     shape = likeness.get(name, ("", None))[1]
     if shape is None and not ranks_agree(entry):
         return entry  # a copy or a part: the model does not say
-    whole = resolved(entry, shape)
-    if whole is None:
-        text = f"the ranks hold {_held(entry):,} elements of it, and the model's is {list(shape or ())}"
-        problems.append(Problem(text, entry.key))
-        return entry
-    if is_a_copy(whole, entry) and not ranks_agree(entry):
+    whole, differs = assembled(entry, shape, "{} elements of it, and the model's is {}", problems)
+    if differs:
         source = tables.saved.get(name) if serialized else Ref(name)
         read_by_it = [tables.tensors.get(fqn) for fqn in refs(source or ())]
         if any(tensor is not None and tensor.kind == "parameter" for tensor in read_by_it):
@@ -299,20 +294,26 @@ def _from_ranks(
     return whole
 
 
-def resolved(entry: TensorEntry, shape: tuple[int, ...] | None) -> TensorEntry | None:
-    """Return what the ranks hold as one tensor of `shape`: copies of it, or slices of it. None if it is neither."""
+def assembled(
+    entry: TensorEntry, shape: tuple[int, ...] | None, text: str, problems: list[Problem]
+) -> tuple[TensorEntry, bool]:
+    """Return what the ranks hold as one tensor of `shape`, copies or slices of it, and whether copies differ.
+
+    It is a problem if they hold neither: `text` is filled with the number of elements and the shape.
+    """
     if not is_of_ranks(entry):
-        return entry
+        return entry, False
     if is_whole(entry):
-        return replace(entry, payload=None)
+        return replace(entry, payload=None), False
     parts = [part for part in parts_of(entry) if part is not None]
     if shape is None or all(part.shape == shape for part in parts):
-        return parts[0]
+        return parts[0], not ranks_agree(entry)
     slices = all(len(part.shape) == 1 and part.dtype == parts[0].dtype for part in parts)
-    if not slices or sum(part.numel for part in parts) != prod(shape):
-        return None
-    storage = concatenated(across(parts, 0, prod(shape)))
-    return in_row_major(entry.key, parts[0].dtype, shape, storage)
+    if slices and sum(part.numel for part in parts) == prod(shape):
+        storage = concatenated(across(parts, 0, prod(shape)))
+        return in_row_major(entry.key, parts[0].dtype, shape, storage), False
+    problems.append(Problem("the ranks hold " + text.format(f"{_held(entry):,}", list(shape)), entry.key))
+    return entry, False
 
 
 def _held(entry: TensorEntry) -> int:
@@ -320,15 +321,10 @@ def _held(entry: TensorEntry) -> int:
     return sum(part.numel for part in parts_of(entry) if part is not None)
 
 
-def is_a_copy(whole: TensorEntry, entry: TensorEntry) -> bool:
-    """Return True if `whole`, the result of `resolved`, is one rank's tensor."""
-    return any(part is not None and part.storage is whole.storage for part in parts_of(entry))
-
-
-def cut_out(dtype: str, parts: Sequence[TensorEntry | None], slot: Slot) -> TensorEntry:
-    """Return the tensor in `slot` of the flat tensor that the parts are together."""
-    storage = concatenated(across((part for part in parts if part is not None), slot.start, slot.numel))
-    return in_row_major(slot.fqns[0], dtype, slot.shape, storage)
+def cut_out(flat: TensorEntry, slot: Slot) -> TensorEntry:
+    """Return the tensor in `slot` of the flat tensor that the ranks' parts are together."""
+    storage = concatenated(across((part for part in parts_of(flat) if part is not None), slot.start, slot.numel))
+    return in_row_major(slot.fqns[0], flat.dtype, slot.shape, storage)
 
 
 def _units(
@@ -345,16 +341,16 @@ def _units(
             problems.append(Problem(f"the model has no module {path} with parameters", entry.key))
         elif path in units:
             problems.append(
-                Problem(f"{units[path].key} is of the same module: which parameters are in which?", entry.key)
+                Problem(f"{units[path].entry.key} is of the same module: which parameters are in which?", entry.key)
             )
         elif unit_slots[path]:
-            unit = units[path] = Unit(entry.key, entry, unit_slots[path])
+            unit = units[path] = Unit(entry, unit_slots[path])
             if entry.storage is None:
                 reason: str | None = "is one rank's part: name the files of all ranks, as in 'rank_*.pt'"
             elif len(entry.shape) != 1:
                 reason = "is not one-dimensional"
             else:
-                reason = misfit(unit.slots, entry.numel, len(unit.parts), padded=True)
+                reason = misfit(unit.slots, entry.numel, len(parts_of(unit.entry)), padded=True)
             problems += [] if reason is None else [Problem(reason, entry.key)]
     return {path: units[path] for path in unit_slots if path in units}
 
@@ -435,24 +431,20 @@ def _units_of(state: OptimizerState, units: Mapping[str, Unit], names: Names, wh
     # Take the units for the parameters of a model, each as long as the part of it that a rank steps. A group of the
     # model's optimizer holds the units of whose parameters it has any.
     flat_params = [
-        RuntimeTensor(unit.key, unit.key, "parameter", True, True, unit.entry.dtype, (_chunk(unit),), None)
+        RuntimeTensor(unit.entry.key, unit.entry.key, "parameter", True, True, unit.entry.dtype, (unit.chunk,), None)
         for unit in units.values()
     ]
     canonical = Parameters(names).canonical
     in_groups = [
-        (unit.key, index)
+        (unit.entry.key, index)
         for index, own in enumerate(map(set, Parameters(names).groups))
         for unit in units.values()
         if any(canonical[slot.fqns[0]] in own for slot in unit.slots)
     ]
     ids = tuple(OptimizerParam(at, key, group) for at, (key, group) in enumerate(in_groups))
     model = replace(names, runtime=tuple(flat_params), serialized=(), load=(), optimizer=ids)
-    by_key = {unit.key: unit for unit in units.values()}
+    by_key = {unit.entry.key: unit for unit in units.values()}
     return {param: by_key[key] for param, key in owners(state, model, where).settled(where).names.items()}
-
-
-def _chunk(unit: Unit) -> int:
-    return -(-unit.entry.numel // len(unit.parts))
 
 
 def _of_units(
@@ -476,14 +468,13 @@ def _split(value: Any, unit: Unit, problems: list[Problem]) -> Sequence[Any]:
     """Return the part of each parameter of the unit in one value of the flat parameter's state."""
     if not isinstance(value, TensorEntry):
         return [value] * len(unit.slots)
-    parts = parts_of(value)
-    present = [part for part in parts if part is not None]
-    chunk = _chunk(unit)
-    if len(present) == len(unit.parts) and all(p.shape == (chunk,) and p.dtype == value.dtype for p in present):
-        return [cut_out(value.dtype, parts, slot) for slot in unit.slots]
+    present = [part for part in parts_of(value) if part is not None]
+    chunk, ranks = unit.chunk, len(parts_of(unit.entry))
+    if len(present) == ranks and all(p.shape == (chunk,) and p.dtype == value.dtype for p in present):
+        return [cut_out(value, slot) for slot in unit.slots]
     if any(part.numel > 1 or part.storage is None for part in present):
         shapes = ", ".join(str(list(part.shape)) for part in present)
-        problems.append(Problem(f"is {shapes} on the ranks, {unit.key} is [{chunk}] on each", value.key))
+        problems.append(Problem(f"is {shapes} on the ranks, {unit.entry.key} is [{chunk}] on each", value.key))
         return [value] * len(unit.slots)
     if not ranks_agree(value):
         problems.append(Problem(DIFFERS, value.key))
@@ -514,12 +505,7 @@ def _joined(own: Mapping[Any, Any], shape: tuple[int, ...] | None, problems: lis
     joined = dict(own)
     for name, value in own.items():
         if isinstance(value, TensorEntry):
-            whole = resolved(value, shape if value.shape else ())
-            if whole is None:
-                text = f"the ranks hold {_held(value):,} elements, the parameter is {list(shape or ())}"
-                problems.append(Problem(text, value.key))
-            elif is_a_copy(whole, value) and not ranks_agree(value):
-                problems.append(Problem(DIFFERS, value.key))
-            else:
-                joined[name] = whole
+            own_shape, text = shape if value.shape else (), "{} elements, the parameter is {}"
+            joined[name], differs = assembled(value, own_shape, text, problems)
+            problems += [Problem(DIFFERS, value.key)] if differs else []
     return joined

@@ -33,7 +33,6 @@ from ckpttool.optimizers.transform import (
     in_form,
     in_groups,
     move_of,
-    moved_by,
     placed,
     to_serialized,
 )
@@ -46,8 +45,8 @@ def new_groups(
     """Return the new param groups: the new optimizer's, or else the old ones in the new model's order.
 
     `named` is the state under canonical names, `sources` each new parameter as an expression over these, `to` the form
-    of the keys; `old` are the names of the model that saved it, `new` of the one that loads it, None if it is the same.
-    Raise `Refused` if it is unknown to which group a parameter belongs.
+    of the keys; `old` are the names of the model that saved it, `new` of the model that loads it, None for the same
+    one. Raise `Refused` if it is unknown to which group a parameter belongs.
     """
     target = new or old
     if target is None:
@@ -73,17 +72,6 @@ def new_groups(
     rank = {name: place for place, name in enumerate(parameters.shapes)}
     groups = placed(named, sources)
     return tuple(grouped(sorted(own.params, key=lambda name: rank[str(name)]), own.options) for own in groups)
-
-
-def renamed_groups(
-    named: OptimizerState, sources: Mapping[str, Expression], saved_by: Names | None, where: str
-) -> tuple[ParamGroup, ...] | None:
-    """Return the old groups with new names; None if the new parameters are not one for each old one."""
-    called = {ref: name for name, source in sources.items() for ref in ex.refs(source)}
-    if not len(called) == len(sources) == len(named.params):
-        return None
-    groups = new_groups(named, identity(named.params), saved_by, None, ID, where)
-    return tuple(grouped([called.get(str(p), p) for p in group.params], group.options) for group in groups)
 
 
 def _ordered_like(groups: tuple[ParamGroup, ...], wanted: Sequence[Sequence[str]]) -> tuple[ParamGroup, ...]:
@@ -129,7 +117,7 @@ AFRESH = "convert the model alone (CKPT::SECTION), and start the optimizer afres
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRequest:
-    """What a remap of the optimizers requests: the form of their keys, and the model whose names and order they get.
+    """The form of the keys that the optimizers get, and the models that saved them and will load them.
 
     `names` are the names of the model (and the optimizer) that saved the checkpoint, `to_names` of the model that will
     load it. `form` ``serialized`` gives parameters the names of the model's keys; otherwise they get canonical names.
@@ -212,39 +200,39 @@ def _remapped(section: Section, wanted: OptimizerRequest) -> tuple[Section, Opti
     if not state.params or not (asked or to != state.form or _is_renamed(state, wanted, to)):
         return None
     wanted = _rules_first(state, wanted, where)
-    if wanted.to_names is not None and wanted.names is None and wanted.ruled is None and in_file(state)[0] is None:
+    if wanted.to_names is not None and wanted.names is None and wanted.ruled is None and listed is None:
         raise Refused("the names of the model that saved the checkpoint are needed", hint="pass --model MODEL too")
     named, known, own = _named(state, wanted, where)
-    ruled = _by_rules_file(named, wanted, to, where)
-    sources = _sources(named, wanted, to) if ruled is None else ruled
+    sources, follow_keys = _sources(named, wanted, to, where)
     if wanted.to_names is not None:
         sources = _of_new_model(sources, wanted.to_names, where)
-    placed_by = wanted if ruled is None else replace(wanted, names=None)
-    alone = to == ID and wanted.to_names is None
-    groups = renamed_groups(named, sources, wanted.names, where) if alone else None
-    groups = groups or new_groups(named, sources, placed_by.names, wanted.to_names, to, where)
+    saved_by = None if follow_keys else wanted.names  # the parameters may have other names than this model's
+    if to == ID and wanted.to_names is None:  # one new parameter for each old one
+        called = {ref: name for name, source in sources.items() for ref in ex.refs(source)}
+        old_groups = new_groups(named, identity(named.params), wanted.names, None, to, where)
+        groups = tuple(grouped([called.get(str(p), p) for p in group.params], group.options) for group in old_groups)
+    else:
+        groups = new_groups(named, sources, saved_by, wanted.to_names, to, where)
     held = {str(param): sources[str(param)] for group in groups for param in group.params if param in sources}
     shapes: dict[str, tuple[int, ...] | None] = {}
     if wanted.ruled is not None:
         shapes.update(wanted.ruled.shapes(list(map(str, named.params))))
     if wanted.names is not None:
         shapes.update(Parameters(wanted.names).shapes)
-    move = move_of(section, state, to, groups, held, shapes)
-    moved = moved_by(move, named, where)
-    over = {name: ex.substitute(made, own.__getitem__) for name, made in held.items()}
+    moved = in_groups(named, groups, carry(named, held, shapes, where))
+    _check_loads(moved, saved_by, wanted.to_names, where)
     if wanted.names is not None and any(isinstance(source, Op) for source in own.values()):
         in_file_shapes = {key.key: key.shape for key in wanted.names.serialized}  # the keys are the file's parameters
     else:
         in_file_shapes = {ref: shapes.get(name) for name, source in own.items() for ref in ex.refs(source)}
-    move = move_of(section, state, to, groups, over, in_file_shapes)
-    _check_loads(moved, placed_by, where)
-    spelled = _as_the_keys(state, moved, wanted, to, where)
-    if spelled:
-        moved, move, sources = _spelled(moved, move, sources, spelled)
+    spelled = {param: str(param) for param in moved.params} | _as_the_keys(state, moved, wanted, to, where)
+    over = {spelled[name]: ex.substitute(made, own.__getitem__) for name, made in held.items()}
+    new = tuple(spelled[param] for param in moved.params if param not in sources)
+    moved = renamed(moved, spelled)
+    move = move_of(section, state, to, moved.groups, over, in_file_shapes)
     made = in_form(moved, to)
     if made == state and not asked:
         return None
-    new = tuple(str(param) for param in moved.params if param not in sources)
     read = {ref for made_of in held.values() for ref in ex.refs(made_of)}
     dropped = tuple(str(param) for param in named.state if param not in read)
     notes = _notes(where, state, moved, to, new, dropped)
@@ -275,25 +263,23 @@ def _named(
 ) -> tuple[OptimizerState, ParamMap | None, dict[str, Expression]]:
     """Return the state under canonical names, how they were identified, and each name as the file has it."""
     names = wanted.names
-    if state.form == ID:
-        found = _owners(state, wanted, where)
-        if found.doubt is not None and found.doubt.by_another and wanted.old_model is not None:
-            found = replace(found, doubt=replace(found.doubt, hint=wanted.old_model))
-        known = found.settled(where)
-        if names is None and in_file(state)[0] is not None:
-            known = replace(known, names=_unwrapped(known.names, wanted))
-        return known.state, known, _refs(known.names)
-    called = {param: str(param) for param in state.params}
-    if names is not None:
+    known: ParamMap | None = None
+    if names is not None and state.form != ID:
         sources = from_serialized(names, state.params)
         if sources is not None:
             shapes = {s.key: s.shape for s in names.serialized}
-            named = renamed(state, called)
+            named = renamed(state, {param: str(param) for param in state.params})
             return in_groups(named, placed(named, sources), carry(named, sources, shapes, where)), None, sources
-        called = dict(owners(state, names, where).names)
-    else:
+    called: Mapping[Param, str] = {param: str(param) for param in state.params}
+    if names is not None or state.form == ID:
+        found = _owners(state, wanted, where)
+        if found.doubt is not None and found.doubt.by_another and wanted.old_model is not None:
+            found = replace(found, doubt=replace(found.doubt, hint=wanted.old_model))
+        called = found.settled(where).names
+        known = found if state.form == ID else None
+    if names is None and in_file(state)[0] is not None:
         called = _unwrapped(called, wanted)
-    return renamed(state, called), None, _refs(called)
+    return renamed(state, called), known, {name: Ref(str(param)) for param, name in called.items()}
 
 
 def _unwrapped(names: Mapping[Param, str], wanted: OptimizerRequest) -> dict[Param, str]:
@@ -313,8 +299,7 @@ def _rules_first(state: OptimizerState, wanted: OptimizerRequest, where: str) ->
         return wanted
     after = replace(wanted, names=None, to_names=names)
     own = renamed(state, listed)
-    ruled = _by_rules_file(own, after, wanted.keys or state.form, where)
-    made = _sources(own, after, wanted.keys or state.form) if ruled is None else ruled
+    made, _ = _sources(own, after, wanted.keys or state.form, where)
     return wanted if in_model(made, names)[1] else after
 
 
@@ -361,20 +346,6 @@ def _as_the_keys(
     return {}
 
 
-def _spelled(
-    moved: OptimizerState, move: OptimizerMove, sources: Mapping[str, Expression], names: Mapping[Param, str]
-) -> tuple[OptimizerState, OptimizerMove, dict[str, Expression]]:
-    called = {param: names.get(param, str(param)) for param in moved.params}
-    groups = tuple(replace(group, params=tuple(called[p] for p in group.params)) for group in move.groups)
-    held = {called[name]: source for name, source in move.sources.items()}
-    new = {called.get(name, name): source for name, source in sources.items()}
-    return renamed(moved, called), replace(move, groups=groups, sources=held), new
-
-
-def _refs(names: Mapping[Param, str]) -> dict[str, Expression]:
-    return {name: Ref(str(param)) for param, name in names.items()}
-
-
 def _owners(state: OptimizerState, wanted: OptimizerRequest, where: str) -> ParamMap:
     """Identify the parameters of the ids; with rules only, the file's own keys count too if they can be these."""
     beside = wanted.beside or ()
@@ -399,16 +370,16 @@ def _by_rules_file(
         ways.append(to_serialized(wanted.names, named.params))
     known = [len(wanted.ruled.shapes(list(way))) for way in ways]
     found = wanted.ruled.sources(ways[known.index(max(known))], where)
-    keeps = found is not None and len(found) == len(named.params) and all(map(is_whole, found.values()))
     if found is None and not wanted.ruled.keeps_places and len(wanted.beside or ()) == 1:
         raise Refused(
             f"{where}: none of its parameters is a tensor of the model, so that nothing follows the rules",
             hint=AFRESH,
             problems=[Problem("no tensor of the model", str(param)) for param in named.params],
         )
+    kept = {ref for source in (found or {}).values() for ref in ex.refs(source)}
+    keeps = found is not None and len(found) == len(kept) == len(named.params) and all(map(is_whole, found.values()))
     if found is not None and to == ID and wanted.to_names is None and not keeps:
         if wanted.ruled is wanted.narrowed:
-            kept = {ref for source in found.values() for ref in ex.refs(source)}
             raise Refused(
                 f"{where}: parameters of the model are left out, and the optimizer still numbers them",
                 hint=f"drop the optimizer too: --drop {where}; or pass --optimizer-keys fqn, to keep the state of the "
@@ -422,12 +393,11 @@ def _by_rules_file(
     return found
 
 
-def _check_loads(moved: OptimizerState, wanted: OptimizerRequest, where: str) -> None:
+def _check_loads(moved: OptimizerState, old: Names | None, new: Names | None, where: str) -> None:
     """Raise `Refused` if the optimizer that will load the state cannot take a step with it."""
-    target = wanted.to_names or wanted.names
-    if wanted.to_names is not None:
-        own = ParamMap(moved, {param: str(param) for param in moved.params}, "names")
-        check(own, wanted.to_names).settled(where)
+    target = new or old
+    if new is not None:
+        check(ParamMap(moved, {param: str(param) for param in moved.params}, "names"), new).settled(where)
     if target is None:
         return
     lacks = Counter(
@@ -436,16 +406,22 @@ def _check_loads(moved: OptimizerState, wanted: OptimizerRequest, where: str) ->
     if lacks:
         own_class = class_of(moved) or "another optimizer"
         raise Refused(
-            f"{where}: the state is that of {own_class}; {target.optimizer_class} loads it, and fails at the next step",
+            f"{where}: this is the state of {own_class}; {target.optimizer_class} loads it, and fails at the next step",
             hint=AFRESH,
             problems=[Problem("the optimizer needs it, and the file's state has none", name) for name in lacks],
         )
 
 
-def _sources(named: OptimizerState, wanted: OptimizerRequest, to: str) -> dict[str, Expression]:
+def _sources(
+    named: OptimizerState, wanted: OptimizerRequest, to: str, where: str
+) -> tuple[dict[str, Expression], bool]:
+    """Return the new parameters as expressions over the old ones, and whether they follow the keys of the model."""
+    ruled = _by_rules_file(named, wanted, to, where)
+    if ruled is not None:
+        return ruled, True
     renamed = {str(param): by_rules(str(param), wanted.rules) for param in named.params}
     if wanted.to_names is not None and wanted.names is not None:
-        return between(wanted.names, wanted.to_names, renamed)
+        return between(wanted.names, wanted.to_names, renamed), False
     if wanted.form == SERIALIZED and wanted.names is not None and to != ID:
         found = to_serialized(wanted.names, named.params)
     else:
@@ -453,7 +429,7 @@ def _sources(named: OptimizerState, wanted: OptimizerRequest, to: str) -> dict[s
     made = {by_rules(name, wanted.rules): source for name, source in found.items()}
     if len(made) < len(found):
         raise Refused("the rules give several parameters of the optimizer one name", hint="`--dry-run` shows the names")
-    return made
+    return made, False
 
 
 def by_rules(name: str, rules: Sequence[Renaming]) -> str:
@@ -542,7 +518,7 @@ class RuleEffect:
         if not keys:
             return None
         problems = [
-            Problem("is no tensor of the model that the rules change", name) for name in found if name not in keys
+            Problem("is not a tensor of the model that the rules change", name) for name in found if name not in keys
         ]
         first = self.section.aliases()
         names = {first.get(key, key): name for name, key in keys.items()}

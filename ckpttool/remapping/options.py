@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from ckpttool.core.errors import CkptError
@@ -115,13 +115,62 @@ class RemapOptions(OptimizerOptions, OutputOptions):
         for word in (self.to, self.from_):
             if word is not None and not _rank_call(word)[0]:
                 convert.parse(word)
-        for excluded, message, hint in _CONFLICTS:
-            if excluded(self):
-                raise CkptError(message.format(a=self), hint=hint)
+        for excluded, message, hint in self._conflicts():
+            if excluded:
+                raise CkptError(message, hint=hint)
         if self.in_place and (ckpt is None or split(ckpt)[1] is not None):
             raise CkptError(
                 "--in-place would leave only one section of the file", hint="name the file without ::SECTION"
             )
+
+    def _conflicts(self) -> Iterator[tuple[object, str, str]]:
+        """Yield a test for each conflict, with the error and its hint; the first one is reported."""
+        yield self.no_undo and not self.in_place, "--no-undo is for --in-place", "pass --in-place, or leave it out"
+        yield self.in_place and self.out, "--in-place and -o OUT exclude each other", "choose one"
+        no_model, name_it = self.model is None, "pass --model MODEL"
+        yield no_model and _needs_model(self.to), f"--to {self.to} needs the model's names", name_it
+        yield no_model and _needs_model(self.from_), f"--from {self.from_} needs the model's names", name_it
+        names = self.has_rules or self.to or self.from_ or self.like is not None or self.select or self.trainable_only
+        complete = "a saved plan cannot be combined with other options: it is complete"
+        yield self.plan and (names or self.sections), complete, "leave --rule, --to, --select and the like out"
+        reverse = self.reverse and not self.has_rules
+        yield (
+            reverse,
+            "--reverse without --rule or --rules",
+            "--to runtime and --to serialized are each other's reverse",
+        )
+        frozen = "--trainable-only asks the model which parameters are frozen"
+        yield self.trainable_only and no_model, frozen, name_it
+        both = self.like is not None and self.to
+        yield both, "--like and --to both say which names OUT gets", "leave one of them out"
+        keys = self.optimizer_keys
+        yield keys and keys not in KEYS, f"--optimizer-keys {keys}: no such form", f"the forms are {', '.join(KEYS)}"
+        yield self.optimizer is not None and no_model, "--optimizer is called with a model", f"{name_it} too"
+        alone = self.to_optimizer is not None and no_model and self.to_model is None
+        yield alone, "--to-optimizer is called with a model", f"{name_it} too"
+        of_optimizer = keys or self.to_optimizer is not None
+        yield self.plan and of_optimizer, complete, "leave --optimizer-keys and --to-optimizer out"
+        of_units = not self.to_ranks and self.units and no_model
+        yield of_units, f"--from {self.from_} needs the model's modules", name_it
+        yield (
+            self.to_ranks and (no_model or self.world_size is None),
+            f"--to {self.to} needs the model's parameters and the number of ranks",
+            f"{name_it} --to '{FSDP_SHARDED}(world_size=8)', and for flat parameters the wrapped modules: "
+            f"--to '{FSDP_FLAT}(world_size=8, units=[\"layers.*\"])'",
+        )
+        flat = f"units have flat parameters, and {FSDP_SHARDED} shards each parameter separately"
+        yield self.rank_form == FSDP_SHARDED and self.units, flat, "leave units out"
+        of_rank = self.out is not None and RANK in name_of(self.out)
+        is_rank_file = of_rank and str(self.out).endswith(".pt")
+        one_file = self.to_ranks and self.out is not None and not is_rank_file
+        yield one_file, f"{self.out}: every rank needs its own file", "name them as in -o 'rank_{rank}.pt'"
+        yield (
+            of_rank and not self.to_ranks,
+            f"{self.out}: a file for each rank, and nothing says how the ranks cut the tensors",
+            f"for FSDP1 pass --model MODEL --to '{FSDP_SHARDED}(world_size=N)' (or {FSDP_FLAT}); DTensors "
+            "(FSDP2, tensor parallelism) load from a folder for torch.distributed.checkpoint, on any number of ranks: "
+            "-o OUT.dcp",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,86 +227,3 @@ def is_plan(path: str) -> bool:
 
 def _needs_model(word: str | None) -> bool:
     return word in convert.WORDS and ModelForm(word).needs_model
-
-
-def _is_rank_file(out: str) -> bool:
-    return RANK in name_of(out) and out.endswith(".pt")
-
-
-# A test for a conflict, the error, and its hint; the first conflict is reported.
-_CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
-    (lambda a: a.no_undo and not a.in_place, "--no-undo is for --in-place", "pass --in-place, or leave it out"),
-    (lambda a: a.in_place and a.out, "--in-place and -o OUT exclude each other", "choose one"),
-    (lambda a: _needs_model(a.to) and a.model is None, "--to {a.to} needs the model's names", "pass --model MODEL"),
-    (
-        lambda a: _needs_model(a.from_) and a.model is None,
-        "--from {a.from_} needs the model's names",
-        "pass --model MODEL",
-    ),
-    (
-        lambda a: (
-            a.plan
-            and (a.has_rules or a.to or a.from_ or a.like is not None or a.select or a.trainable_only or a.sections)
-        ),
-        "a saved plan cannot be combined with other options: it is complete",
-        "leave --rule, --to, --select and the like out",
-    ),
-    (
-        lambda a: a.reverse and not a.has_rules,
-        "--reverse without --rule or --rules",
-        "--to runtime and --to serialized are each other's reverse",
-    ),
-    (
-        lambda a: a.trainable_only and a.model is None,
-        "--trainable-only asks the model which parameters are frozen",
-        "pass --model MODEL",
-    ),
-    (lambda a: a.like is not None and a.to, "--like and --to both say which names OUT gets", "leave one of them out"),
-    (
-        lambda a: a.optimizer_keys and a.optimizer_keys not in KEYS,
-        "--optimizer-keys {a.optimizer_keys}: no such form",
-        f"the forms are {', '.join(KEYS)}",
-    ),
-    (
-        lambda a: a.optimizer is not None and a.model is None,
-        "--optimizer is called with a model",
-        "pass --model MODEL too",
-    ),
-    (
-        lambda a: a.to_optimizer is not None and a.model is None and a.to_model is None,
-        "--to-optimizer is called with a model",
-        "pass --model MODEL too",
-    ),
-    (
-        lambda a: a.plan and (a.optimizer_keys or a.to_optimizer is not None),
-        "a saved plan cannot be combined with other options: it is complete",
-        "leave --optimizer-keys and --to-optimizer out",
-    ),
-    (
-        lambda a: not a.to_ranks and a.units and a.model is None,
-        "--from {a.from_} needs the model's modules",
-        "pass --model MODEL",
-    ),
-    (
-        lambda a: a.to_ranks and (a.model is None or a.world_size is None),
-        "--to {a.to} needs the model's parameters and the number of ranks",
-        f"pass --model MODEL --to '{FSDP_SHARDED}(world_size=8)', and for flat parameters the wrapped modules: "
-        f"--to '{FSDP_FLAT}(world_size=8, units=[\"layers.*\"])'",
-    ),
-    (
-        lambda a: a.rank_form == FSDP_SHARDED and a.units,
-        f"units have flat parameters, and {FSDP_SHARDED} shards each parameter separately",
-        "leave units out",
-    ),
-    (
-        lambda a: a.to_ranks and a.out is not None and not _is_rank_file(a.out),
-        "{a.out}: every rank needs its own file",
-        "name them as in -o 'rank_{rank}.pt'",
-    ),
-    (
-        lambda a: not a.to_ranks and a.out is not None and RANK in name_of(a.out),
-        "{a.out}: a file for each rank, and nothing says how the ranks cut the tensors",
-        f"for FSDP1 pass --model MODEL --to '{FSDP_SHARDED}(world_size=N)' (or {FSDP_FLAT}); DTensors (FSDP2, "
-        "tensor parallelism) load from a folder for torch.distributed.checkpoint, on any number of ranks: -o OUT.dcp",
-    ),
-)

@@ -58,7 +58,7 @@ class Remap:
     `source_form` and `form` are the forms that the keys were in and are in, as words, or None. `ruled` is what the
     rules did to the model, `model` what the whole remap did to it, unless `--select` narrows it.
     `narrowed` is the same if tensors of the model are left out. `sections` are the state dicts that were changed
-    together, where these are several. `written` says how a file named by --in-place was written, or would
+    together, if there are several. `written` says how a file named by --in-place was written, or would
     be, and `undo` how that is taken back, `verified` how the output is known to be right, `cost` what a `dry_run` found
     it to take. `companions` says what became of the other files of a folder. `source` and `output` are the operands
     CKPT and OUT.
@@ -194,9 +194,7 @@ def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, l
         rest = replace(section, tensors=tensors, extras=extras)
         if rest.entries or section.kind != "other":  # an optimizer without state has its hyperparameters still
             sections.append(rest)
-    others = tuple(path for path in checkpoint.others if not hit("", path))
-    unreached = tuple(found for found in checkpoint.unreached if not hit("", found.path))
-    beside = tuple(name for name in checkpoint.beside if not hit("", name))
+    left = _kept(replace(checkpoint, sections=tuple(sections)), lambda path: not hit("", path))
     if idle:
         raise Refused(
             f"{len(idle)} of {len(patterns)} --drop patterns match nothing",
@@ -204,8 +202,17 @@ def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, l
             problems=[Problem("matches nothing", text) for text in patterns if text in idle],
         )
     check_whole(checkpoint, dropped)
-    left = replace(checkpoint, sections=tuple(sections), others=others, unreached=unreached, beside=beside)
     return left, dropped
+
+
+def _kept(checkpoint: Checkpoint, keep: Callable[[str], bool]) -> Checkpoint:
+    """Return the checkpoint with the contents outside of its sections to `keep`, by their paths."""
+    return replace(
+        checkpoint,
+        others=tuple(filter(keep, checkpoint.others)),
+        unreached=tuple(found for found in checkpoint.unreached if keep(found.path)),
+        beside=tuple(filter(keep, checkpoint.beside)),
+    )
 
 
 def check_whole(checkpoint: Checkpoint, dropped: Collection[Dropped]) -> None:
@@ -317,7 +324,7 @@ def remap(source: Checkpoint, request: Request) -> Remap:
 
 
 def _not_left_out(draft: Draft, request: Request, dropped: Sequence[str]) -> list[str]:
-    """Return the missing keys of a section, except those that --drop or --select leaves out."""
+    """Return the missing keys of a section, except keys that --drop or --select leaves out."""
     names = request.to_names or request.names
     if names is None or not draft.missing:
         return []
@@ -478,13 +485,8 @@ def by_plan(source: Checkpoint, plan: Plan, runners: Mapping[str, Runner] = NO_C
     paths |= {found.path for found in source.unreached}
     gone = {d.key for d in plan.dropped if not d.section} & (paths - keys)
     rest = replace(plan, dropped=tuple(d for d in plan.dropped if d.section or d.key not in gone))
-    left = replace(
-        source,
-        sections=tuple(section for section in source.sections if section.path not in gone),
-        others=tuple(path for path in source.others if path not in gone),
-        unreached=tuple(found for found in source.unreached if found.path not in gone),
-        beside=tuple(name for name in source.beside if name not in gone),
-    )
+    sections = tuple(section for section in source.sections if section.path not in gone)
+    left = _kept(replace(source, sections=sections), lambda path: path not in gone)
     moves = {move.section: move for move in plan.optimizers}
     check_whole(left, [one for one in rest.dropped if one.section not in moves])
     made = apply(rest, left, runners)
@@ -495,5 +497,5 @@ def by_plan(source: Checkpoint, plan: Plan, runners: Mapping[str, Runner] = NO_C
             hint=f"`{source.inspect_call}` lists its sections",
             problems=[Problem("no optimizer", path or "(root)") for path in moves if path not in there],
         )
-    sections = (carried_out(moves[s.path], s) if s.path in moves else s for s in made.sections)
-    return Remap(replace(made, sections=tuple(sections)), plan)
+    sections = tuple(carried_out(moves[s.path], s) if s.path in moves else s for s in made.sections)
+    return Remap(replace(made, sections=sections), plan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,6 @@ from ckpttool.core.options import ModelOptions, expand_options
 from ckpttool.core.pickle_imports import dangerous
 from ckpttool.core.plan import Plan
 from ckpttool.core.text import Info, dotted, plural, shell, some
-from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats import strict_json
 from ckpttool.formats.detect_folder import checkpoint_files, note_on
@@ -31,7 +29,7 @@ from ckpttool.io.pieces import Edited, Files, Link, Piece, nbytes_of
 from ckpttool.io.undo import Written
 from ckpttool.naming.convert import ModelForm
 from ckpttool.naming.match import NameTables, match
-from ckpttool.naming.wrappers import Evidence, adapter_of, infer, is_lightning
+from ckpttool.naming.wrappers import adapter_of, infer, is_lightning
 from ckpttool.operands.checkpoint import (
     Ckpt,
     model_section,
@@ -49,9 +47,9 @@ from ckpttool.remapping.optimizer import OptimizerRequest
 from ckpttool.remapping.options import ConvertOptions, RemapOptions
 from ckpttool.remapping.plan import Remap, by_plan, with_optimizers
 from ckpttool.remapping.plan import remap as remap_index
-from ckpttool.remapping.steps import Request
+from ckpttool.remapping.steps import Request, loadable
 from ckpttool.remapping.write import Decided, Writer, check_code, copied_imports, cost_of, recover_source, undo_of
-from ckpttool.ruleset.patterns import Renaming, parse
+from ckpttool.ruleset.patterns import parse
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -89,11 +87,11 @@ def convert(
     """
     sources.begin_call()
     chosen = ConvertOptions(out=out, **options)
-    return _checked_run(ckpt, chosen.as_remap, progress, Conversion(chosen.shard_size))
+    return _checked_run(ckpt, chosen.as_remap, progress, chosen)
 
 
 def _checked_run(
-    ckpt: Ckpt, options: RemapOptions, progress: Progress | None, conversion: Conversion | None = None
+    ckpt: Ckpt, options: RemapOptions, progress: Progress | None, conversion: ConvertOptions | None = None
 ) -> Remap:
     options.check(ckpt if isinstance(ckpt, str) else None)
     if options.in_place and not options.dry_run and isinstance(ckpt, str):
@@ -113,23 +111,17 @@ def write(checkpoint: Checkpoint, out: str, **options: Unpack[WriteKeywords]) ->
     """
     sources.begin_call()
     chosen = ConvertOptions(out=out, **options)
-    run(open_with_values(checkpoint), chosen.as_remap, may_copy=True, conversion=Conversion(chosen.shard_size))
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """A remap that changes the format or the shards only; in place it writes the file completely."""
-
-    shard_size: int | None = None
+    run(open_with_values(checkpoint), chosen.as_remap, may_copy=True, conversion=chosen)
 
 
 def run(
-    source: Checkpoint, options: RemapOptions, *, may_copy: bool = False, conversion: Conversion | None = None
+    source: Checkpoint, options: RemapOptions, *, may_copy: bool = False, conversion: ConvertOptions | None = None
 ) -> Remap:
     """Return the result of `options` for `source`, written if they name an output and request no dry run.
 
-    Raise `Refused`, all problems at once, if the remap would lose, collide, guess, or change nothing (unless it
-    `may_copy`), and `CkptError` if an operand cannot be read or OUT cannot be written. Then nothing is written.
+    A `conversion` changes the format or the shards only; in place it writes the complete file. Raise `Refused`, all
+    problems at once, if the remap would lose, collide, guess, or change nothing (unless it `may_copy`), and `CkptError`
+    if an operand cannot be read or OUT cannot be written. Then nothing is written.
     """
     writer = Writer(split(source.source)[0], options, rewrites=conversion is not None)
     out, target = options.target(source.source), None
@@ -198,10 +190,11 @@ def plan_remap(
     if model is not None:
         named = ModelOptions(model=options.model, materialize=options.materialize)
         compare = command("diff", (source.source,), named)
-    request = Request(options, compare, rule_steps=_rule_steps(options))
+    like = None
     if options.like is not None:
         other = options.like if isinstance(options.like, Checkpoint) else open_operand(options.like)
-        request = replace(request, like=model_section(read_for_model(other, model)))
+        like = model_section(read_for_model(other, model))
+    request = Request(options, compare, like=like, rule_steps=_rule_steps(options))
     # Is the model named for its optimizer only, while the keys stay as they are?
     about_keys = (
         *(options.to, options.from_, options.like, options.select, options.trainable_only or None),
@@ -233,17 +226,13 @@ def plan_remap(
     if done.result.beside != source.beside:  # some of these files are dropped
         notes = (note for note in source.notes if note not in note_on(source.beside))
         source = replace(source, notes=(*notes, *note_on(done.result.beside)))
-    form = options.form
-    if options.to_ranks or not isinstance(form, ModelForm) or form is ModelForm.PRETRAINED:
-        optimizer_form = None
-    else:
-        optimizer_form = form.names
+    form = None if options.to_ranks or options.form is ModelForm.PRETRAINED else options.form
     for_optimizers = OptimizerRequest(
         options.optimizer_keys,
         names,
         to_names,
-        _renamings(request.rule_steps),
-        optimizer_form,
+        request.renamings,
+        form.names if isinstance(form, ModelForm) else None,
         beside=saved_state_dicts(source),
         old_model=_command_with_old_model(source, options),
         output=options.target(source.source),
@@ -259,18 +248,13 @@ def _run_saved_plan(source: Checkpoint, path: str, model: ModelOperand | None, t
     if model is not None and not ways:
         raise CkptError("the plan does not need a model", hint="leave --model out")
     models = {LOADED: model, SAVED: to_model if LOADED in ways else model}  # of two models the second one saves
-    runners = {way: operand.run for way, operand in models.items() if way in ways and operand is not None}
-    done = by_plan(source, plan, runners)
+    done = by_plan(source, plan, {way: own.run for way, own in models.items() if way in ways and own is not None})
     return replace(done, notes=(*source.notes, *done.notes), changes_content=changes_content(source, done))
 
 
 def _not_reached(done: Remap, request: Request, loads: ModelOperand) -> tuple[str, ...]:
     """Return the keys of the model that will load the output which the rules do not lead to."""
-    tables = NameTables(loads.names())
-    if request.model_form.names == RUNTIME:
-        names, spare = tables.runtime_names, {*tables.spare_fqns}
-    else:
-        names, spare = tables.serialized_names, {*tables.spare_keys} - {*tables.names.extra_state}
+    names, spare = loadable(NameTables(loads.names()), request.model_form)
     sections = of_one_model(done.result, request.options.sections)
     if any(adapter_of(section.keys) is not None for section in sections):
         return ()
@@ -300,8 +284,8 @@ def _read_and_written_by(
 ) -> tuple[ModelOperand, ModelOperand | None]:
     """Return the model with the names that the keys have, and if they get names of another one, that one.
 
-    Each is a model under its own names or those of from_pretrained. `other` is another model that will load the output.
-    Raise `CkptError` if names of from_pretrained are requested, and the model has none.
+    Each is a model under its own names or the names of from_pretrained. `other` is another model that will load the
+    output. Raise `CkptError` if names of from_pretrained are requested, and the model has none.
     """
     saved, form = model, options.form
     if options.source_form is ModelForm.PRETRAINED:
@@ -344,14 +328,6 @@ def _rule_steps(options: RemapOptions) -> tuple[RuleStep, ...]:
     from ckpttool.ruleset.parse import read
 
     return read(options.rules, reverse=options.reverse, rules=rules)
-
-
-def _renamings(steps: Sequence[RuleStep]) -> tuple[Renaming, ...]:
-    if not steps:
-        return ()
-    from ckpttool.ruleset.steps import Renames
-
-    return (Renames(tuple(steps)),)
 
 
 # Writing
@@ -545,11 +521,11 @@ def already_there(options: RemapOptions) -> str | None:
     if options.plan is not None:
         return "the plan changes nothing"
     if options.like is not None:
-        return "the keys are already those of --like"
+        return "the keys are already the keys of --like"
     if options.form is not None:
         return f"the keys are already {options.form}"
     if options.to_model is not None:
-        return "the keys are already those of --to-model"
+        return "the keys are already the keys of --to-model"
     if options.optimizer_keys is not None or options.to_optimizer is not None:
         return "the optimizer is already as requested"
     return None
@@ -560,7 +536,11 @@ def refuse_unchanged(source: Checkpoint, options: RemapOptions) -> None:
     form, out = options.form, options.target(source.source)
     same = f"{out} would hold what {source.source} holds" if out else "no option asks for a change"
     already = already_there(options) or same
-    wrapped = [(section, found) for section in source.state_dicts if (found := _wrappers(source, section)).form]
+    wrapped = [
+        (section, found)
+        for section in source.state_dicts
+        if (found := infer(section.keys, lightning=is_lightning(source))).form
+    ]
     command = None if form is ModelForm.SERIALIZED or not wrapped else _unwrapping(source, options)
     problems = [
         Problem(f"wrapper: {path.rpartition('.')[2]}", f"{section.path}.{path}".lstrip("."))
@@ -572,10 +552,6 @@ def refuse_unchanged(source: Checkpoint, options: RemapOptions) -> None:
         hint=f"remove the wrappers: {command}" if command else f"say what to change: {_WAYS}",
         problems=problems,
     )
-
-
-def _wrappers(source: Checkpoint, section: Section) -> Evidence:
-    return infer(section.keys, lightning=is_lightning(source))
 
 
 def _unwrapping(source: Checkpoint, options: RemapOptions) -> str | None:

@@ -13,14 +13,14 @@ from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Ref, refs
 from ckpttool.core.names import FSDP_FLAT, Names, RuntimeTensor
 from ckpttool.core.optimizer_state import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, numbered
-from ckpttool.core.text import FLAT_PARAM, plural
-from ckpttool.evaluate.chunks import across, concatenated, in_own_storage, row_major, window
+from ckpttool.core.text import FLAT_PARAM, dotted, plural
+from ckpttool.evaluate.chunks import across, concatenated, in_own_storage, row_major
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.rank_shards import sharded_tensor
 from ckpttool.naming.flat import Slot, named_units, shard_sizes, slots
 from ckpttool.naming.match import NameTables
 from ckpttool.optimizers import forms
-from ckpttool.optimizers.identify import Parameters, owners
+from ckpttool.optimizers.identify import Parameters
 from ckpttool.remapping.optimizer import OptimizerRequest, remap_optimizers
 
 _MOST_RANKS = 65_536
@@ -43,15 +43,37 @@ def scatter(
     sharding: _FlatSharding | _RowSharding
     sharding = _FlatSharding(names, world_size, units) if form == FSDP_FLAT else _RowSharding(names, world_size)
     named = remap_optimizers(source, OptimizerRequest(keys=FQN, names=names))[0] if source.optimizers else source
-    columns = []
+    ranks = range(world_size)
+    sections: list[list[Section]] = []
     for section in named.sections:
         if section.path in models:
-            columns.append(sharding.model(section))
+            columns = sharding.model(section)
+            tensors = (tuple(column[rank] for column in columns) for rank in ranks)
+            sections.append([replace(section, tensors=own, modules=None, form=None) for own in tensors])
         elif section.kind == "optimizer":
-            columns.append(sharding.optimizer(section))
+            state, values = sharding.optimizer(section)
+            states = (
+                {param: {name: column[rank] for name, column in own.items()} for param, own in values.items()}
+                for rank in ranks
+            )
+            made = (replace(state, state=own) for own in states)
+            sections.append([forms.write(numbered(one) if one.form == ID else one, section) for one in made])
         else:
-            columns.append([section] * world_size)
-    return [replace(source, sections=tuple(rank), container=None) for rank in zip(*columns)]
+            sections.append([section] * world_size)
+    return [replace(source, sections=tuple(rank), container=None) for rank in zip(*sections)]
+
+
+def _sharded(key: str, entries: Sequence[TensorEntry], shape: tuple[int, ...], world_size: int) -> list[TensorEntry]:
+    """Return each rank's shard of the tensor of `shape` that the entries are end to end, cut in its first dimension."""
+    whole, row, sizes = [*map(row_major, entries)], prod(shape[1:]), shard_sizes(shape[0], world_size)
+    parts = (across(whole, sum(sizes[:rank]) * row, size * row) for rank, size in enumerate(sizes))
+    return [
+        sharded_tensor(key, concatenated(own), entries[0].dtype, shape, sizes, rank) for rank, own in enumerate(parts)
+    ]
+
+
+Columns = list[list[TensorEntry]]  # of each tensor what each rank holds
+Values = dict[Param, dict[Any, Sequence[Any]]]  # of each value in an optimizer's state what each rank holds
 
 
 class _RowSharding:
@@ -61,7 +83,7 @@ class _RowSharding:
         self.names = names
         self.world_size = world_size
 
-    def model(self, section: Section) -> list[Section]:
+    def model(self, section: Section) -> Columns:
         tables = NameTables(self.names)
         parameters = {t.canonical: t for t in self.names.runtime if t.kind == "parameter"}
         problems = [problem for entry in section.tensors for problem in _row_problems(entry, tables, parameters)]
@@ -73,40 +95,25 @@ class _RowSharding:
                 "--to serialized -o OUT.dcp",
                 problems=problems,
             )
-        columns = [
-            self._rows(entry) if entry.key in parameters else [entry] * self.world_size for entry in section.tensors
-        ]
         return [
-            replace(section, tensors=tuple(column[rank] for column in columns), modules=None, form=None)
-            for rank in range(self.world_size)
+            _sharded(entry.key, [entry], entry.shape, self.world_size)
+            if entry.key in parameters
+            else [entry] * self.world_size
+            for entry in section.tensors
         ]
 
-    def optimizer(self, section: Section) -> list[Section]:
-        state = owners(forms.read(section), self.names, section.title).state
-        shapes = Parameters(self.names).shapes
-        columns: dict[Param, dict[Any, Sequence[Any]]] = {}
-        for param, own in state.state.items():
-            shape = shapes[str(param)]
-            columns[param] = {
-                name: self._rows(value)
-                if shape and isinstance(value, TensorEntry) and value.storage is not None and value.shape == shape
-                else [value] * self.world_size
-                for name, value in own.items()
-            }
-        return [forms.write(replace(state, state=_of_rank(columns, rank)), section) for rank in range(self.world_size)]
+    def optimizer(self, section: Section) -> tuple[OptimizerState, Values]:
+        state, shapes = forms.read(section), Parameters(self.names).shapes
 
-    def _rows(self, entry: TensorEntry) -> list[TensorEntry]:
-        row, whole = prod(entry.shape[1:]), row_major(entry)
-        sizes = shard_sizes(entry.shape[0], self.world_size)
-        shards = []
-        for rank, size in enumerate(sizes):
-            storage = concatenated([window(whole, sum(sizes[:rank]) * row, size * row)])
-            shards.append(sharded_tensor(entry.key, storage, entry.dtype, entry.shape, sizes, rank))
-        return shards
+        def column(value: Any, shape: tuple[int, ...] | None) -> Sequence[Any]:
+            if shape and isinstance(value, TensorEntry) and value.storage is not None and value.shape == shape:
+                return _sharded(value.key, [value], value.shape, self.world_size)
+            return [value] * self.world_size
 
-
-def _of_rank(columns: Mapping[Param, Mapping[Any, Sequence[Any]]], rank: int) -> dict[Param, Mapping[Any, Any]]:
-    return {param: {name: values[rank] for name, values in own.items()} for param, own in columns.items()}
+        return state, {
+            param: {name: column(value, shapes[str(param)]) for name, value in own.items()}
+            for param, own in state.state.items()
+        }
 
 
 def _row_problems(entry: TensorEntry, tables: NameTables, parameters: Mapping[str, RuntimeTensor]) -> list[Problem]:
@@ -137,14 +144,14 @@ class _FlatSharding:
         paths, self.unknown = named_units(names, patterns)
         self.units = {unit: own for unit, own in slots(names, paths).items() if own}
 
-    def model(self, section: Section) -> list[Section]:
+    def model(self, section: Section) -> Columns:
         problems = list(self.unknown)
         tables, by_key = NameTables(self.names), {entry.key: entry for entry in section.tensors}
         keys = {fqn: key for key, fqn in tables.fqn_of.items() if key in by_key}
         flat: dict[str, list[TensorEntry]] = {}
         for unit, own in self.units.items():
             entries = [_flattened(slot, [by_key[keys[f]] for f in slot.fqns if f in keys], problems) for slot in own]
-            flat[unit] = [row_major(entry) for entry in entries if entry is not None]  # once for all ranks
+            flat[unit] = [entry for entry in entries if entry is not None]
             dtypes = {entry.dtype for entry in flat[unit]}
             if len(dtypes) > 1:
                 text = f"its parameters are {', '.join(sorted(dtypes))}, and one flat parameter has one dtype"
@@ -164,20 +171,14 @@ class _FlatSharding:
                 hint="`ckpttool trace MODEL` lists the model's parameters; units names the modules that are wrapped",
                 problems=problems,
             )
-        shards = []
-        for rank in range(self.world_size):
-            tensors = []
-            for unit, params in flat.items():
-                numel = self.units[unit][-1].end
-                sizes = shard_sizes(numel, self.world_size)
-                storage = concatenated(across(params, sum(sizes[:rank]), sizes[rank]))
-                key = f"{unit}.{FLAT_PARAM}" if unit else FLAT_PARAM
-                tensors.append(sharded_tensor(key, storage, params[0].dtype, (numel,), sizes, rank))
-            shards.append(replace(section, tensors=(*tensors, *rest), modules=None, form=None))
-        return shards
+        shards = [
+            _sharded(dotted(unit, FLAT_PARAM), params, (self.units[unit][-1].end,), self.world_size)
+            for unit, params in flat.items()
+        ]
+        return [*shards, *([entry] * self.world_size for entry in rest)]
 
-    def optimizer(self, section: Section) -> list[Section]:
-        state = owners(forms.read(section), self.names, section.title).state
+    def optimizer(self, section: Section) -> tuple[OptimizerState, Values]:
+        state = forms.read(section)
         canonical = Parameters(self.names).canonical
         members = {unit: [canonical[slot.fqns[0]] for slot in own] for unit, own in self.units.items()}
         unit_of = {name: unit for unit, own in members.items() for name in own}
@@ -187,7 +188,7 @@ class _FlatSharding:
             if len({group_of.get(name) for name in own}) > 1:
                 text = "its parameters are in several param groups, or only some in any"
                 problems.append(Problem(text, unit or "(root)"))
-        columns: dict[Param, dict[Any, Sequence[Any]]] = {}
+        columns: Values = {}
         if not problems:
             for unit, own in members.items():
                 values = self._values(self.units[unit], [state.state.get(name, {}) for name in own], problems)
@@ -204,11 +205,7 @@ class _FlatSharding:
             units = {unit_of[str(param)] for param in group.params}
             options = {name: value for name, value in group.options.items() if name != PARAM_NAMES}
             groups.append(ParamGroup(tuple(unit for unit in self.units if unit in units), options))
-        flat = OptimizerState(ID, tuple(groups), {}, state.loose, state.rest)
-        return [
-            forms.write(numbered(replace(flat, state=_of_rank(columns, rank))), section)
-            for rank in range(self.world_size)
-        ]
+        return OptimizerState(ID, tuple(groups), {}, state.loose, state.rest), columns
 
     def _values(
         self, own: Sequence[Slot], states: Sequence[Mapping[Any, Any]], problems: list[Problem]

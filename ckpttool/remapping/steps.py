@@ -25,6 +25,7 @@ from ckpttool.remapping.optimizer import RuleEffect
 from ckpttool.remapping.options import RemapOptions
 
 if TYPE_CHECKING:
+    from ckpttool.ruleset.patterns import Renaming
     from ckpttool.ruleset.steps import Step as RuleStep
 
 NO_COUNTER = "AveragedModel's counter, which only that wrapper has"
@@ -67,6 +68,15 @@ class Request:
         """The form of the model's names that is requested, or that a chain of wrappers goes around."""
         form = self.options.form
         return form if isinstance(form, ModelForm) else ModelForm.SERIALIZED
+
+    @property
+    def renamings(self) -> tuple[Renaming, ...]:
+        """The rules as renames of single names."""
+        if not self.rule_steps:
+            return ()
+        from ckpttool.ruleset.steps import Renames
+
+        return (Renames(tuple(self.rule_steps)),)
 
     def form_by_model(self, tables: NameTables) -> ModelForm:
         """The form that the first model's step leads to; another model's step begins at the runtime names."""
@@ -185,7 +195,7 @@ def to_model_form(draft: Draft, request: Request, tables: NameTables) -> Draft:
             hint=f"compare them: {request.compare}; --rule 'FROM => TO' renames keys",
             problems=problems,
         )
-    missing = lacking(tables, to, {output.key for output in plan.outputs})
+    missing = lacking(tables, to, plan)
     if request.options.trainable_only:
         wanted = Plan(tuple(Output(section.path, key, Ref(key)) for key in missing))
         missing = tuple(output.key for output in _trained(wanted, tables, to.names).outputs)
@@ -234,7 +244,7 @@ def to_other_model(draft: Draft, request: Request, tables: NameTables) -> Draft:
         plan=compose(draft.plan, plan),
         canonical=tables.serialized_names,
         runners=_with_runner(draft.runners, plan, code),
-        missing=lacking(tables, request.model_form, {output.key for output in plan.outputs}),
+        missing=lacking(tables, request.model_form, plan),
     )
 
 
@@ -248,15 +258,21 @@ def with_counters(draft: Draft, keep: bool) -> Draft:
     return replace(done, plan=replace(draft.plan, outputs=outputs))
 
 
-def lacking(tables: NameTables, to: ModelForm, keys: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the form that a load needs and that are not among `keys`.
+def loadable(tables: NameTables, to: ModelForm) -> tuple[Mapping[str, str], Collection[str]]:
+    """Return the names of the form, as for `match`, and the names that a strict load does not need.
 
-    Second names of a tensor and buffers that are not saved may be absent; other saved entries may not.
+    These are second names of a tensor and buffers that are not saved.
     """
     if to.names == SERIALIZED:
-        spare = {*tables.spare_keys} - {*tables.names.extra_state}
-        return tuple(key for key in tables.serialized_names if key not in keys and key not in spare)
-    return tuple(name for name in tables.runtime_names if name not in keys and name not in {*tables.spare_fqns})
+        return tables.serialized_names, {*tables.spare_keys} - {*tables.names.extra_state}
+    return tables.runtime_names, {*tables.spare_fqns}
+
+
+def lacking(tables: NameTables, to: ModelForm, plan: Plan) -> tuple[str, ...]:
+    """Return the names of the form that a load needs and that the plan does not write."""
+    names, spare = loadable(tables, to)
+    keys = {output.key for output in plan.outputs}
+    return tuple(name for name in names if name not in keys and name not in spare)
 
 
 def recorded(tables: NameTables, result: Checkpoint, path: str, form: str) -> Checkpoint:
@@ -343,7 +359,7 @@ def take_names(draft: Draft, other: Section) -> Draft:
     if not names and draft.keys:
         raise Refused(
             "--like: the two have no name in common, wrappers left aside",
-            hint="what save_pretrained writes has names of its own: --model hf:FOLDER --to pretrained instead; "
+            hint="save_pretrained writes other names: --model hf:FOLDER --to pretrained instead; "
             "between two definitions `ckpttool diff CKPT LIKE --suggest rules.toml` looks for rules",
         )
     return draft.renamed(names)

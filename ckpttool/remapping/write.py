@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
@@ -144,21 +144,8 @@ class Writer:
         """Write the file; `decided`, if known, is everything that decides its values."""
         if not self.options.in_place:
             write.check_no_source(out, sources.files_read())  # now that all is open which the command reads
-        job = self._job(out)
-        if job is not None and is_url(out):
-            self._send(job, {name_of(out): pieces}, parent(out), decided)
-            return
-        if job is not None:
-            place = Path(os.path.realpath(out))
-            with self._made(job, {place.name: pieces}, out, place.parent, decided) as files:
-                ready = files[place.name]
-                assert isinstance(ready, Ready)
-                write.write_file(ready, out, self._options())
-            return
-        options = self._options(is_url(out))
-        with progress.doing(out, nbytes_of(pieces), "written"):
-            write.write_file(pieces, out, options)
-        _prove_bytes(options.digests)
+        name = name_of(out if is_url(out) else os.path.realpath(out))
+        self._write({name: pieces}, out, None, False, decided)
 
     def target(self, target: Target, files: Files, decided: Decided | None = None) -> None:
         """Write the file or folder; `decided`, if known, is everything that decides its values."""
@@ -185,21 +172,33 @@ class Writer:
         self, files: Files, folder: str, stale: Collection[str], *, whole: bool = True, decided: Decided | None = None
     ) -> None:
         """Write the files into the folder, all or none; not `whole`: it holds more than the checkpoint."""
-        job = self._job(folder)
-        if job is None:
-            self._files(files, folder, stale, whole)
-            return
-        if is_url(folder):
-            self._send(job, files, folder, decided, stale)
-            return
-        home = write.home_of(folder, whole=whole)
-        with self._made(job, files, folder, home, decided) as ready:
-            self._files(ready, folder, stale, whole)
+        self._write(files, folder, stale, whole, decided)
 
-    def _files(self, files: Contents, folder: str, stale: Collection[str], whole: bool) -> None:
-        options = self._options(is_url(folder), files)
-        with progress.doing(folder, _nbytes(files), "written"):
-            write.write_folder(files, folder, options, stale=stale, whole=whole)
+    def _write(
+        self, files: Files, out: str, stale: Collection[str] | None, whole: bool, decided: Decided | None
+    ) -> None:
+        """Write the files of the folder `out`, which replace the `stale` ones; the file `out` if `stale` is None."""
+        job = self._job(out)
+        if job is not None and is_url(out):
+            self._send(job, files, parent(out) if stale is None else out, decided, stale)
+            return
+        options = self._options(is_url(out), files)
+        with ExitStack() as stack:
+            stack.enter_context(progress.doing(out, _nbytes(files), "written"))
+            contents: Contents = files
+            if job is not None:
+                from ckpttool.distributed.files import written
+
+                home = Path(os.path.realpath(out)).parent if stale is None else write.home_of(out, whole=whole)
+                plan = None if decided is None else decided()
+                made = written(job, files, out, home, plan, options, verify=self.options.verify)
+                contents = stack.enter_context(made)
+            if stale is None:
+                (content,) = contents.values()
+                assert not isinstance(content, Link)
+                write.write_file(content, out, options)
+            else:
+                write.write_folder(contents, out, options, stale=stale, whole=whole)
         _prove_bytes(options.digests)
 
     def _options(self, is_remote: bool = False, files: Collection[str] = ()) -> WriteOptions:
@@ -243,16 +242,6 @@ class Writer:
                 write_remote.complete(contents, home, folder, stale or (), replace=self.options.force)
                 if held is not None:
                     objects.note(held, files, contents)
-
-    @contextmanager
-    def _made(self, job: Job, files: Files, out: str, home: Path, decided: Decided | None) -> Iterator[Contents]:
-        from ckpttool.distributed.files import written
-
-        with progress.doing(out, _nbytes(files), "written"):
-            plan = None if decided is None else decided()
-            options = self._options(files=files)
-            with written(job, files, out, home, plan, options, verify=self.options.verify) as ready:
-                yield ready
 
     def ranks(self, ranks: Sequence[Checkpoint], out: str, decided: Decided | None = None) -> Verified | None:
         """Write the files of all ranks or none; remove files of more ranks with the same names.

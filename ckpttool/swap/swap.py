@@ -73,6 +73,9 @@ class SwapOptions(ModelOptions, OutputOptions):
             convert.parse(self.from_)
 
 
+_DEFAULT = SwapOptions()
+
+
 class Constant(NamedTuple):
     """A tensor of the program that is not in NEW, compared with the model's; `reason` says why it is not equal.
 
@@ -191,28 +194,24 @@ class Misfit(Refused):
 def swap(
     program: Checkpoint,
     weights: Section,
-    names: Names | None = None,
+    model: ModelOperand | None = None,
+    options: SwapOptions = _DEFAULT,
     *,
-    form: Form | None = None,
-    cast: bool = False,
-    packed: bool = False,
-    constants: bool = False,
-    keep_constants: bool = False,
     remade: bool = False,
     compare: bool = True,
-    code: ModelOperand | None = None,
 ) -> Swap:
     """Return `program` with every weight replaced by its value in `weights`.
 
-    With `constants` every constant gets its value in `weights` or else in the model, with `keep_constants` none does.
-    Buffers among them that the model's loading computes from the checkpoint follow with `constants` or `remade`.
-    `packed` also takes tensors that are not dense (quantized, sparse, subclasses): in memory such a weight is an object
-    like any other. `code` is the model itself, which computes what `names` do not say.
+    Of the options, `from_`, `cast`, `constants` and `keep_constants` count. Buffers that the model's loading computes
+    from the checkpoint follow with `constants` or `remade`. A program in memory also takes tensors that are not dense
+    (quantized, sparse, subclasses), which are objects like any other there.
 
-    Raises `Refused`, with all problems at once, if a weight is missing, unexpected, of another shape or dtype (`cast`
-    allows another dtype), if the names of one tensor get different values, or if a constant has another value in the
-    model (compared with `compare`) and neither option decides.
+    Raises `Refused`, with all problems at once, if a weight is missing, unexpected, of another shape or dtype, if the
+    names of one tensor get different values, or if a constant has another value in the model (compared with `compare`)
+    and no option decides.
     """
+    names, code = (None, None) if model is None else (model.names(), model.code)
+    form, constants, keep_constants = options.source_form, options.constants, options.keep_constants
     if not program.sections:
         raise Refused(f"{program.source} is compiled code that holds its weights itself", hint=OUTSIDE)
     main = program.section("")
@@ -265,7 +264,9 @@ def swap(
 
     changing = (*target.tensors, *old_counters, *(e for e in constant_entries if e.key in sources))
     have = {**computed, **{entry.key: entry for entry in counters}, **values}
-    fitted, misfits = fit_all([e for e in changing if e.key not in kept], sources, have, cast, packed)
+    fitted, misfits = fit_all(
+        [e for e in changing if e.key not in kept], sources, have, options.cast, program.format == "memory"
+    )
     problems += misfits
     for section in program.sections:
         problems += _untied(section, fitted, weights, weight_map.twins if section is main else ())
@@ -316,7 +317,7 @@ def _for_compiled_code(program: Checkpoint, problem: Problem, have: Mapping[str,
     if not is_inlined(entry):
         return replace(problem, problem="left over: the compiled code does not use it")
     size = plural(entry.numel, "element")
-    return replace(problem, problem=f"{size}: written into the compiled code, where it cannot be swapped")
+    return replace(problem, problem=f"{size}: written into the compiled code, and cannot be swapped")
 
 
 def _without_counters(section: Section, more: Sequence[str] = ()) -> tuple[Section, list[TensorEntry]]:
@@ -397,16 +398,7 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
         model = model.by_pretrained
     elif model is not None and options.source_form is None:
         model = as_read(model, new, weights.source)
-    swapped = swap(
-        deployed,
-        new,
-        None if model is None else model.names(),
-        form=options.source_form,
-        cast=options.cast,
-        constants=options.constants,
-        keep_constants=options.keep_constants,
-        code=None if model is None else model.code,
-    )
+    swapped = swap(deployed, new, model, options)
     if not swapped.sources and all(one.verdict != "from_model" for one in swapped.compared):
         raise Refused(
             f"nothing to swap: no key of {weights.source} is a weight of {path}",

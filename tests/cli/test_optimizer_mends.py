@@ -114,7 +114,7 @@ def test_remap_does_not_make_a_file_that_fails_at_the_next_step(
     words = ("remap", path, "--model", "optimizer_models:Net", "--to-optimizer", "optimizer_models:adamw")
     status, found = told(capsys, *words, "-o", str(out))
     assert status == 1
-    assert "the state is that of SGD" in found["error"]
+    assert "this is the state of SGD" in found["error"]
     assert {"betas", "step", "exp_avg"} <= {problem["key"] for problem in found["problems"]}
     assert not out.exists()
     assert found["hint"] == "convert the model alone (CKPT::SECTION), and start the optimizer afresh"

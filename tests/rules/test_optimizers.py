@@ -334,14 +334,14 @@ JOINED = """join = ["0.weight", "1.weight"]\ninto = "both.weight\""""
 @pytest.mark.parametrize(
     ("names", "rule", "problems"),
     [
-        ({"0.bias": "x"}, 'rename = "0.weight => z"', {"is no tensor of the model that the rules change @ x"}),
+        ({"0.bias": "x"}, 'rename = "0.weight => z"', {"is not a tensor of the model that the rules change @ x"}),
         ({"1.weight": ""}, JOINED, {"is made of 1.weight too, which the optimizer has not @ both.weight"}),
         (
             {"1.weight": "", "0.bias": "x"},
             JOINED,
             {
                 "is made of 1.weight too, which the optimizer has not @ both.weight",
-                "is no tensor of the model that the rules change @ x",
+                "is not a tensor of the model that the rules change @ x",
             },
         ),
         (dict.fromkeys(("0.weight", "1.weight"), ""), JOINED, set()),  # what is trained has no part in it
@@ -381,7 +381,7 @@ def test_two_parameters_do_not_get_one_name(tmp_path: Path, capsys: pytest.Captu
     del saved["model"]["1.weight"]
     torch.save(saved, tmp_path / "in.pt")
     assert main(["remap", str(tmp_path / "in.pt"), "--rule", "0.weight => 1.weight", "-o", str(tmp_path / "o.pt")]) == 1
-    assert "is no tensor of the model" in capsys.readouterr().err
+    assert "is not a tensor of the model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

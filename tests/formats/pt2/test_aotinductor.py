@@ -23,9 +23,9 @@ from ckpttool.formats.detect import sniff
 from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.pt2 import layout, read, read_program
 from ckpttool.formats.pt2_program import is_inlined
-from ckpttool.naming.convert import ModelForm
 from ckpttool.operands.checkpoint import model_section
-from ckpttool.swap.swap import swap
+from ckpttool.operands.model import ModelOperand
+from ckpttool.swap.swap import SwapOptions, swap
 from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.trace import trace
 from files import write_pieces
@@ -141,12 +141,12 @@ def test_a_weight_that_became_code_is_refused(package, tmp_path):
     with pytest.raises(Refused) as caught:
         swap(read(package), model_section(open_checkpoint(str(tmp_path / "new.pt"))))
     said = {problem.key: problem.problem for problem in caught.value.problems}
-    assert said.pop("b.bias") == "4 elements: written into the compiled code, where it cannot be swapped"
+    assert said.pop("b.bias") == "4 elements: written into the compiled code, and cannot be swapped"
     assert said == {"fixed": "no weight for it"}  # whether it is ever saved, only the model tells
     assert "in the compiled code itself" in caught.value.hint
     state = {**Model(1).state_dict(), "spare": torch.ones(3, 3)}
     torch.save({key: value for key, value in state.items() if key != "b.bias"}, tmp_path / "spare.pt")
-    names, weights = trace(of_object(build)), model_section(open_checkpoint(str(tmp_path / "spare.pt")))
+    names, weights = ModelOperand(trace(of_object(build))), model_section(open_checkpoint(str(tmp_path / "spare.pt")))
     with pytest.raises(Refused) as caught:
         swap(read(package), weights, names)
     assert [str(problem) for problem in caught.value.problems] == [
@@ -228,13 +228,13 @@ def test_runtime_names_of_which_the_code_has_not_all(tmp_path, state, said):
     path = archive(tmp_path / "p.pt2", {"model": two}, values)
     torch.save({"w": torch.full((2, 2), 7.0), **state}, tmp_path / "new.pt")
     new = model_section(open_checkpoint(str(tmp_path / "new.pt")))
-    names = trace(of_object(Twice))
+    names = ModelOperand(trace(of_object(Twice)))
     if said:
         with pytest.raises(Refused) as caught:
-            swap(read(path), new, names, form=ModelForm.RUNTIME)
+            swap(read(path), new, names, SwapOptions(from_="runtime"))
         assert [str(problem) for problem in caught.value.problems] == said
         return
-    done = swap(read(path), new, names, form=ModelForm.RUNTIME)
+    done = swap(read(path), new, names, SwapOptions(from_="runtime"))
     assert (set(done.sources), done.kept) == ({"w", "fixed"} & {"w", *state}, () if "fixed" in state else ("fixed",))
     out = write_pieces(layout(done.program), tmp_path / "out.pt2")
     with zipfile.ZipFile(out) as written:

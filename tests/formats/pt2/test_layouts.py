@@ -23,7 +23,8 @@ from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.pt2 import layout, names, read
 from ckpttool.formats.zip_read import read_archive
 from ckpttool.operands.checkpoint import model_section
-from ckpttool.swap.swap import swap
+from ckpttool.operands.model import ModelOperand
+from ckpttool.swap.swap import SwapOptions, swap
 from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.trace import trace
 from files import write_pieces
@@ -148,14 +149,14 @@ def test_constants_are_swapped_on_request(version, tmp_path):
     with pytest.raises(Refused) as caught:
         swap(program(version), weights)
     assert "--constants" in caught.value.hint
-    done = swap(program(version), weights, constants=True)
+    done = swap(program(version), weights, options=SwapOptions(constants=True))
     assert (done.constants, done.to_json()["swapped"]) == ((), 15)
     out = write_pieces(layout(done.program), tmp_path / "out.pt2")
     (entry,) = read(out).sections[1].tensors
     assert Path(out).read_bytes()[entry.span.offset :][: entry.span.length] == torch.eye(6).numpy().tobytes()
     if "2.5.1" < version <= torch.__version__:
         assert torch.equal(torch.export.load(out).constants["table"], torch.eye(6))
-    assert swap(program(version), new_weights(version), constants=True).constants == ("table",)
+    assert swap(program(version), new_weights(version), options=SwapOptions(constants=True)).constants == ("table",)
 
 
 def test_the_command_names_the_layout(tmp_path):
@@ -247,9 +248,9 @@ def test_subclass_weights_that_are_computed_are_refused(tmp_path, pair):
     torch.export.save(torch.export.export(Paired(1.0), (torch.ones(3),)), tmp_path / "old.pt2")
     state = Scaled().state_dict()
     torch.save(state if pair is None else {**state, "pair": pair}, tmp_path / "new.pt")
-    names = trace(of_object(Scaled if pair is None else lambda: Paired(1.0)))
+    model = ModelOperand(trace(of_object(Scaled if pair is None else lambda: Paired(1.0))))
     with pytest.raises(Refused) as caught:
-        swap(read(str(tmp_path / "old.pt2")), model_section(open_checkpoint(str(tmp_path / "new.pt"))), names)
+        swap(read(str(tmp_path / "old.pt2")), model_section(open_checkpoint(str(tmp_path / "new.pt"))), model)
     assert [p.key for p in caught.value.problems] == ["pair"]
 
 
