@@ -108,6 +108,10 @@ class ModelOperand:
         """
         return self._names
 
+    @cached_property
+    def tables(self) -> NameTables:
+        return NameTables(self._names)
+
     def with_optimizer(self, optimizer: Any) -> ModelOperand:
         """Return the same model, whose names are read once, with another optimizer, or none."""
         if optimizer == self.optimizer:
@@ -279,7 +283,7 @@ def as_read(model: ModelOperand, section: Section, source: str) -> ModelOperand:
     """
     if not model.is_definition or model.pretrained:
         return model
-    own = NameTables(model.names())
+    own = model.tables
     path = split(source)[0]
     folder = path if os.path.isdir(path) else os.path.dirname(path)
     beside = os.path.isfile(os.path.join(folder, "config.json"))
@@ -289,7 +293,7 @@ def as_read(model: ModelOperand, section: Section, source: str) -> ModelOperand:
 
     if not is_pretrained(model.definition()):
         return model
-    other = NameTables(model.by_pretrained.names())
+    other = model.by_pretrained.tables
     theirs, ours = read(other, section), read(own, section).match.score
     differ = any(own.saved.get(key, source) != source for key, source in other.saved.items())
     preferred = theirs.form == SERIALIZED and theirs.match.score == ours and (model.is_folder or (beside and differ))
@@ -307,7 +311,7 @@ def read_for_model(checkpoint: Checkpoint, model: ModelOperand | None) -> Checkp
     """
     if model is None or checkpoint.readings is None:
         return checkpoint
-    tables = NameTables(model.names())
+    tables = model.tables
     known = {*tables.serialized_names, *tables.runtime_names}
     unsure = {path: keys for path, keys in checkpoint.readings.dicts.items() if not known.isdisjoint(keys)}
     fits = {path: _fit(tables, keys) for path, keys in unsure.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import FSDP_FLAT, FSDP_SHARDED, RANK_FORMS
@@ -22,6 +22,14 @@ KeepAliases = Annotated[
 ]
 _HEAD = 4096  # bytes that tell a plan from rules
 RANK = "{rank}"  # in OUT, for the number of the rank
+
+
+class RankForm(NamedTuple):
+    """A form of rank files. `units` name the modules that have their own flat parameters."""
+
+    name: str
+    world_size: int | None
+    units: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,38 +77,27 @@ class RemapOptions(OptimizerOptions, OutputOptions):
         return self.rules if self.rules is not None and is_plan(self.rules) else None
 
     @property
-    def rank_form(self) -> str:
-        """The form of the rank files that `--to` requests, empty for other forms."""
-        return _rank_call(self.to)[0]
+    def ranks(self) -> RankForm | None:
+        """The form of the rank files that `--to` requests, None for other forms."""
+        return _rank_form(self.to)
 
     @property
-    def to_ranks(self) -> bool:
-        """Whether `--to` requests files for the ranks of an FSDP1 run."""
-        return bool(self.rank_form)
-
-    @property
-    def world_size(self) -> int | None:
-        """The number of ranks that `--to` requests files for."""
-        size = _rank_call(self.to)[1].get("world_size")
-        return size if isinstance(size, int) else None
-
-    @property
-    def units(self) -> tuple[str, ...]:
-        """The modules that have their own flat parameters, in the output if `to_ranks`, else in the source."""
-        patterns = _rank_call(self.to if self.to_ranks else self.from_)[1].get("units")
-        return several(patterns) or ()
+    def source_units(self) -> tuple[str, ...]:
+        """The modules that have their own flat parameters in the source, if the user names them."""
+        found = _rank_form(self.from_)
+        return () if found is None or self.ranks is not None else found.units
 
     @property
     def form(self) -> Form | None:
         """The form that the keys get. Rank files are cut from the serialized names."""
         if self.to is None:
             return None
-        return ModelForm.SERIALIZED if self.to_ranks else convert.parse(self.to)
+        return convert.parse(self.to) if self.ranks is None else ModelForm.SERIALIZED
 
     @property
     def source_form(self) -> Form | None:
         """The form of the keys, if the user names it."""
-        return None if self.from_ is None or _rank_call(self.from_)[0] else convert.parse(self.from_)
+        return None if self.from_ is None or _rank_form(self.from_) else convert.parse(self.from_)
 
     @property
     def has_rules(self) -> bool:
@@ -113,7 +110,7 @@ class RemapOptions(OptimizerOptions, OutputOptions):
         `ckpt` is the operand, or None if the source is in memory.
         """
         for word in (self.to, self.from_):
-            if word is not None and not _rank_call(word)[0]:
+            if word is not None and _rank_form(word) is None:
                 convert.parse(word)
         for excluded, message, hint in self._conflicts():
             if excluded:
@@ -150,22 +147,22 @@ class RemapOptions(OptimizerOptions, OutputOptions):
         yield alone, "--to-optimizer is called with a model", f"{name_it} too"
         of_optimizer = keys or self.to_optimizer is not None
         yield self.plan and of_optimizer, complete, "leave --optimizer-keys and --to-optimizer out"
-        of_units = not self.to_ranks and self.units and no_model
-        yield of_units, f"--from {self.from_} needs the model's modules", name_it
+        yield self.source_units and no_model, f"--from {self.from_} needs the model's modules", name_it
+        ranks = self.ranks
         yield (
-            self.to_ranks and (no_model or self.world_size is None),
+            ranks is not None and (no_model or ranks.world_size is None),
             f"--to {self.to} needs the model's parameters and the number of ranks",
             f"{name_it} --to '{FSDP_SHARDED}(world_size=8)', and for flat parameters the wrapped modules: "
             f"--to '{FSDP_FLAT}(world_size=8, units=[\"layers.*\"])'",
         )
         flat = f"units have flat parameters, and {FSDP_SHARDED} shards each parameter separately"
-        yield self.rank_form == FSDP_SHARDED and self.units, flat, "leave units out"
+        yield ranks is not None and ranks.name == FSDP_SHARDED and ranks.units, flat, "leave units out"
         of_rank = self.out is not None and RANK in name_of(self.out)
         is_rank_file = of_rank and str(self.out).endswith(".pt")
-        one_file = self.to_ranks and self.out is not None and not is_rank_file
+        one_file = ranks is not None and self.out is not None and not is_rank_file
         yield one_file, f"{self.out}: every rank needs its own file", "name them as in -o 'rank_{rank}.pt'"
         yield (
-            of_rank and not self.to_ranks,
+            of_rank and ranks is None,
             f"{self.out}: a file for each rank, and nothing says how the ranks cut the tensors",
             f"for FSDP1 pass --model MODEL --to '{FSDP_SHARDED}(world_size=N)' (or {FSDP_FLAT}); DTensors "
             "(FSDP2, tensor parallelism) load from a folder for torch.distributed.checkpoint, on any number of ranks: "
@@ -196,23 +193,23 @@ class ConvertOptions(ModelOptions, OutputOptions):
         return None if self.max_shard_size is None else parse_size(self.max_shard_size)
 
 
-def _rank_call(form: str | None) -> tuple[str, dict[str, Any]]:
-    """Return the form and the arguments of ``fsdp-flat(world_size=8, units=["layers.*"])``; empty for other forms.
+def _rank_form(form: str | None) -> RankForm | None:
+    """Read ``fsdp-flat(world_size=8, units=["layers.*"])``; None for other forms.
 
     Raise `CkptError` for arguments that it does not have.
     """
     if form is None or form.partition("(")[0] not in RANK_FORMS:
-        return "", {}
+        return None
     name, arguments = call_of(form)
-    units = arguments.get("units", ())
-    are_texts = isinstance(units, str) or (isinstance(units, (list, tuple)) and all(isinstance(u, str) for u in units))
-    is_number = isinstance(arguments.get("world_size", 1), int)
-    if set(arguments) - {"world_size", "units"} or not are_texts or not is_number:
+    units, world_size = arguments.pop("units", ()), arguments.pop("world_size", None)
+    units = [units] if isinstance(units, str) else units
+    are_texts = isinstance(units, (list, tuple)) and all(isinstance(unit, str) for unit in units)
+    if arguments or not are_texts or not (world_size is None or isinstance(world_size, int)):
         raise CkptError(
             f"{form}: these are not its arguments",
             hint=f"as in '{name}(world_size=8)', '{FSDP_FLAT}(world_size=8, units=[\"layers.*\"])'",
         )
-    return name, arguments
+    return RankForm(name, world_size, tuple(units))
 
 
 def is_plan(path: str) -> bool:

@@ -20,7 +20,7 @@ from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate.apply import NO_CODE, Runner, apply
 from ckpttool.io.undo import Written
 from ckpttool.naming import wrappers as naming_wrappers
-from ckpttool.naming.match import NameTables, match
+from ckpttool.naming.match import match
 from ckpttool.naming.wrappers import Chain, adapter_of
 from ckpttool.operands.model import left_as_they_are, of_one_model
 from ckpttool.optimizers import forms
@@ -287,7 +287,7 @@ def remap(source: Checkpoint, request: Request) -> Remap:
         model = _as_it_is(source)
         plan = replace(carried(source.sections), dropped=tuple(dropped))
         return Remap(source, plan, model=model, narrowed=_narrowing(before, model, dropped))
-    sections = of_one_model(source, options.sections, request.names)
+    sections = of_one_model(source, options.sections, None if request.saved is None else request.saved.names())
     drafts = _drafts(source, sections, request, lightning)
     made = Plan(
         tuple(output for draft in drafts for output in draft.plan.outputs),
@@ -300,9 +300,8 @@ def remap(source: Checkpoint, request: Request) -> Remap:
     result = apply(made, source, runners)
     narrowed_or_moved = request.loads is not None or options.select is not None or isinstance(options.form, Chain)
     if request.saved is not None and not narrowed_or_moved:
-        tables = NameTables(request.saved.names())
         for path in paths:
-            result = recorded(tables, result, path, request.form_by_model(tables).names)
+            result = recorded(request.saved.tables, result, path, request.form_by_model.names)
     touched = {gone.section for gone in dropped}.difference(paths)
     rest = carried(other for other in source.sections if other.path in touched)
     plan = replace(made, outputs=(*made.outputs, *rest.outputs), dropped=(*made.dropped, *dropped))
@@ -325,10 +324,10 @@ def remap(source: Checkpoint, request: Request) -> Remap:
 
 def _not_left_out(draft: Draft, request: Request, dropped: Sequence[str]) -> list[str]:
     """Return the missing keys of a section, except keys that --drop or --select leaves out."""
-    names = request.to_names or request.names
-    if names is None or not draft.missing:
+    model = request.loads or request.saved
+    if model is None or not draft.missing:
         return []
-    tables = NameTables(names)
+    tables = model.tables
     own = tables.serialized_names if request.model_form.names == SERIALIZED else tables.runtime_names
     left_out = {*dropped, *match(dropped, own).names.values(), *match(dropped, tables.serialized_names).names.values()}
     below = "" if request.options.select is None else f"{request.options.select}."
@@ -378,33 +377,32 @@ def _draft(section: Section, request: Request, lightning: bool, first: Draft | N
     options, form = request.options, request.options.form
     draft = start = new_draft(section, options.source_form, lightning)
     is_adapter = adapter_of(section.keys) is not None
-    if request.names is not None:
-        tables = NameTables(request.names)
-        to_tables = None if request.to_names is None else NameTables(request.to_names)
-        if is_adapter and to_tables is not None:
-            draft = to_other_base(draft, tables, to_tables, None if request.loads is None else request.loads.code)
+    saved, loads = request.saved, request.loads
+    if saved is not None:
+        if is_adapter and loads is not None:
+            draft = to_other_base(draft, saved.tables, loads.tables, loads.code)
         else:
-            draft = to_model_form(draft, request, tables)
-            if to_tables is not None:
-                draft = to_other_model(draft, request, to_tables)
+            draft = to_model_form(draft, request, saved)
+            if loads is not None:
+                draft = to_other_model(draft, request, loads)
             draft = with_counters(draft, keep=request.like is not None or isinstance(form, Chain))
     if options.select is not None:
-        draft = select(draft, options.select, by_model=request.names is not None)
+        draft = select(draft, options.select, by_model=saved is not None)
     if request.like is not None:
         draft = take_names(draft, request.like)
     elif isinstance(form, Chain):
         draft = rewrap(draft, form)
-    elif form is not None and request.names is None:
+    elif form is not None and saved is None:
         draft = rewrap(draft, Chain(()))
-    if request.rule_steps and is_adapter and (request.names is None or request.to_names is None):
+    if request.rule_steps and is_adapter and (saved is None or loads is None):
         draft = apply_rules_of_base(draft, request.rule_steps)
-    elif request.rule_steps and first is not None and request.names is None:
+    elif request.rule_steps and first is not None and saved is None:
         draft = apply_rules_like_first(draft, request.rule_steps, first, start)
     elif request.rule_steps:
         draft = apply_rules(draft, request.rule_steps)
     if request.like is not None:
         draft = replace(draft, notes=(*draft.notes, *notes_on_like(draft, request.like)))
-    return draft if request.unwrapped is None else unwrap(draft, NameTables(request.unwrapped.names()))
+    return draft if request.unwrapped is None else unwrap(draft, request.unwrapped.tables)
 
 
 def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:

@@ -28,7 +28,7 @@ from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import Edited, Files, Link, Piece, nbytes_of
 from ckpttool.io.undo import Written
 from ckpttool.naming.convert import ModelForm
-from ckpttool.naming.match import NameTables, match
+from ckpttool.naming.match import match
 from ckpttool.naming.wrappers import adapter_of, infer, is_lightning
 from ckpttool.operands.checkpoint import (
     Ckpt,
@@ -44,7 +44,7 @@ from ckpttool.operands.output import Target, command, outputs, target_for
 from ckpttool.remapping.companions import Companions, companions_of
 from ckpttool.remapping.gather import gather_ranks, merge_replicas, with_gathered_optimizers
 from ckpttool.remapping.optimizer import OptimizerRequest
-from ckpttool.remapping.options import ConvertOptions, RemapOptions
+from ckpttool.remapping.options import ConvertOptions, RankForm, RemapOptions
 from ckpttool.remapping.plan import Remap, by_plan, with_optimizers
 from ckpttool.remapping.plan import remap as remap_index
 from ckpttool.remapping.steps import Request, loadable
@@ -125,7 +125,7 @@ def run(
     """
     writer = Writer(split(source.source)[0], options, rewrites=conversion is not None)
     out, target = options.target(source.source), None
-    if out is not None and not options.to_ranks:
+    if out is not None and options.ranks is None:
         target = target_for(out, source, None if conversion is None else conversion.shard_size)
         if options.in_place:
             check_in_place(source, target.format)
@@ -136,7 +136,7 @@ def run(
     to_model = loading_model(options, model)
     done = plan_remap(source, options, model, to_model)
     done = replace(done, source=source.source, output=out or "", dry_run=options.dry_run)
-    if done.missing and not (options.partial or options.to_ranks):  # rank files are checked with their parts
+    if done.missing and not options.partial and options.ranks is None:  # rank files are checked with their parts
         loads = to_model or model
         raise Refused(
             f"the output would lack {plural(len(done.missing), 'key')} of "
@@ -144,8 +144,8 @@ def run(
             hint="add --partial to write it without them (an encoder, an average of the parameters alone)",
             problems=[Problem("missing", key, "missing") for key in done.missing],
         )
-    if options.to_ranks and model is not None:
-        return _write_ranks(options, writer, model, done)
+    if options.ranks is not None and model is not None:
+        return _write_ranks(options, options.ranks, writer, model, done)
     if not (may_copy or done.changes_content or (conversion is not None and options.in_place)):
         is_new = target is not None and changes_form(source, target, done)
         if not is_new and is_as_saved(source):
@@ -182,7 +182,7 @@ def plan_remap(
         return _run_saved_plan(source, options.plan, model, to_model)
     source = merge_replicas(read_for_model(source, model))
     names, to_names = (None if one is None else one.names() for one in (model, to_model))
-    gathered = gather_ranks(source, names, () if options.to_ranks else options.units)
+    gathered = gather_ranks(source, names, options.source_units)
     if gathered is not None and options.save_plan is not None:
         raise CkptError("a plan cannot put rank files together", hint="write the checkpoint: -o OUT, without a plan")
     whole = source if gathered is None else gathered.checkpoint
@@ -226,18 +226,20 @@ def plan_remap(
     if done.result.beside != source.beside:  # some of these files are dropped
         notes = (note for note in source.notes if note not in note_on(source.beside))
         source = replace(source, notes=(*notes, *note_on(done.result.beside)))
-    form = None if options.to_ranks or options.form is ModelForm.PRETRAINED else options.form
-    for_optimizers = OptimizerRequest(
-        options.optimizer_keys,
-        names,
-        to_names,
-        request.renamings,
-        form.names if isinstance(form, ModelForm) else None,
-        beside=saved_state_dicts(source),
-        old_model=_command_with_old_model(source, options),
-        output=options.target(source.source),
-    )
-    done = with_optimizers(replace(done, notes=(*source.notes, *done.notes)), for_optimizers)
+    done = replace(done, notes=(*source.notes, *done.notes))
+    if done.result.optimizers or options.optimizer_keys is not None:
+        form = None if options.ranks or options.form is ModelForm.PRETRAINED else options.form
+        for_optimizers = OptimizerRequest(
+            options.optimizer_keys,
+            names,
+            to_names,
+            request.renamings,
+            form.names if isinstance(form, ModelForm) else None,
+            beside=saved_state_dicts(source),
+            old_model=_command_with_old_model(source, options),
+            output=options.target(source.source),
+        )
+        done = with_optimizers(done, for_optimizers)
     return replace(done, changes_content=gathered is not None or changes_content(source, done))
 
 
@@ -254,7 +256,7 @@ def _run_saved_plan(source: Checkpoint, path: str, model: ModelOperand | None, t
 
 def _not_reached(done: Remap, request: Request, loads: ModelOperand) -> tuple[str, ...]:
     """Return the keys of the model that will load the output which the rules do not lead to."""
-    names, spare = loadable(NameTables(loads.names()), request.model_form)
+    names, spare = loadable(loads.tables, request.model_form)
     sections = of_one_model(done.result, request.options.sections)
     if any(adapter_of(section.keys) is not None for section in sections):
         return ()
@@ -439,19 +441,18 @@ def _decided(done: Remap) -> Decided | None:
     return None if done.plan.runs else done.plan.to_json
 
 
-def _write_ranks(options: RemapOptions, writer: Writer, model: ModelOperand, done: Remap) -> Remap:
+def _write_ranks(options: RemapOptions, form: RankForm, writer: Writer, model: ModelOperand, done: Remap) -> Remap:
     """Split the result into the files of ranks, and write them unless it is a dry run."""
     from ckpttool.remapping.shard import scatter
 
-    names, units, world_size = model.names(), options.units, options.world_size or 0
-    sections = of_one_model(done.result, options.sections, names)
+    sections = of_one_model(done.result, options.sections, model.names())
     versions = any(section.modules is not None for section in sections)
     if versions:
         _check_versions(model, "rank files have", "write one torch file: --to serialized -o OUT.pt")
     models = [section.path for section in sections]
     if not options.keep_pickled_code:
         check_code(done.result, {name for _, name in entries_with_code(done.result)})
-    ranks = scatter(done.result, models, options.rank_form, names, units, world_size)
+    ranks = scatter(done.result, models, form, model.names())
     if options.out is not None and not options.dry_run:
         done = replace(done, verified=writer.ranks(ranks, options.out, _decided(done)))
     alike = [section.title for section in done.result.state_dicts if section.path not in models]

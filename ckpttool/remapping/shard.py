@@ -22,26 +22,26 @@ from ckpttool.naming.match import NameTables
 from ckpttool.optimizers import forms
 from ckpttool.optimizers.identify import Parameters
 from ckpttool.remapping.optimizer import OptimizerRequest, remap_optimizers
+from ckpttool.remapping.options import RankForm
 
 _MOST_RANKS = 65_536
 
 
-def scatter(
-    source: Checkpoint, models: Collection[str], form: str, names: Names, units: Sequence[str], world_size: int
-) -> list[Checkpoint]:
+def scatter(source: Checkpoint, models: Collection[str], form: RankForm, names: Names) -> list[Checkpoint]:
     """Return the checkpoint of each rank in `form`. State dicts other than `models` are complete in each.
 
-    `models` are the paths of sections with the model's serialized keys. `units` name the modules that have flat
-    parameters (``layers.*``); the root always has one. Raises `Refused`, all problems at once, for tensors that FSDP1
-    cannot shard.
+    `models` are the paths of sections with the model's serialized keys. The root is always a unit. Raises `Refused`,
+    all problems at once, for tensors that FSDP1 cannot shard.
     """
+    world_size = form.world_size or 0
     if not 2 <= world_size <= _MOST_RANKS:
         raise CkptError(
             f"world_size={world_size}: FSDP1 shards over 2 to {_MOST_RANKS:,} ranks",
             hint="for one process write an ordinary checkpoint: --to serialized",
         )
     sharding: _FlatSharding | _RowSharding
-    sharding = _FlatSharding(names, world_size, units) if form == FSDP_FLAT else _RowSharding(names, world_size)
+    flat = form.name == FSDP_FLAT
+    sharding = _FlatSharding(names, world_size, form.units) if flat else _RowSharding(names, world_size)
     named = remap_optimizers(source, OptimizerRequest(keys=FQN, names=names))[0] if source.optimizers else source
     ranks = range(world_size)
     sections: list[list[Section]] = []

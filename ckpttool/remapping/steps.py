@@ -10,7 +10,7 @@ from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Ref
-from ckpttool.core.names import RUNTIME, SERIALIZED, Names
+from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.plan import Dropped, Output, Plan, compose, in_turn, module_renames
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
@@ -56,14 +56,6 @@ class Request:
         return bool(self.rule_steps or own.trainable_only) or any(one is not None for one in named)
 
     @property
-    def names(self) -> Names | None:
-        return None if self.saved is None else self.saved.names()
-
-    @property
-    def to_names(self) -> Names | None:
-        return None if self.loads is None else self.loads.names()
-
-    @property
     def model_form(self) -> ModelForm:
         """The form of the model's names that is requested, or that a chain of wrappers goes around."""
         form = self.options.form
@@ -78,11 +70,14 @@ class Request:
 
         return (Renames(tuple(self.rule_steps)),)
 
-    def form_by_model(self, tables: NameTables) -> ModelForm:
+    @property
+    def form_by_model(self) -> ModelForm:
         """The form that the first model's step leads to; another model's step begins at the runtime names."""
         if self.loads is not None:
             return ModelForm.RUNTIME
-        return self.model_form if self.like is None else ModelForm(read(tables, self.like).form)
+        if self.like is None or self.saved is None:
+            return self.model_form
+        return ModelForm(read(self.saved.tables, self.like).form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +149,10 @@ def new_draft(section: Section, form: Form | None, lightning: bool) -> Draft:
 # Through models
 
 
-def to_model_form(draft: Draft, request: Request, tables: NameTables) -> Draft:
+def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
     """Rename the keys to a form of the model that saved them. Raise `Refused` if they are not this model's."""
-    names, to = tables.names, request.form_by_model(tables)
-    code = None if request.saved is None else request.saved.code
+    tables, to, code = model.tables, request.form_by_model, model.code
+    names = tables.names
     source_form = request.options.source_form
     form = source_form.names if isinstance(source_form, ModelForm) else None
     section = draft.section
@@ -220,10 +215,10 @@ def to_model_form(draft: Draft, request: Request, tables: NameTables) -> Draft:
     )
 
 
-def to_other_model(draft: Draft, request: Request, tables: NameTables) -> Draft:
+def to_other_model(draft: Draft, request: Request, model: ModelOperand) -> Draft:
     """Rename one model's runtime names to a form of another model. Raise `Refused` if it has other tensors."""
-    names, section = tables.names, draft.evaluated()
-    code = None if request.loads is None else request.loads.code
+    tables, section, code = model.tables, draft.evaluated(), model.code
+    names = tables.names
     reading = read(tables, section, RUNTIME)
     moved = move(tables, section, reading, request.model_form.names)
     plan = moved.plan if code is None else left_to_code(moved.plan, tables, section, reading, code.arguments)

@@ -224,12 +224,12 @@ def swap(
     taken = {key for source in chosen.values() for key in ex.refs(source)}
     rest = replace(weights, tensors=tuple(e for e in weights.tensors if e.key not in taken))
     canonical = canonical_names(program)
-    if names is None:
+    if model is None:
         weight_map = map_by_keys(target, rest, canonical)
     else:
         lifted = {entry.key: canonical[entry.key] for entry in constant_entries}
         form_name = form.names if isinstance(form, ModelForm) else None
-        weight_map = map_by_model(target, lifted, rest, names, form_name, None if code is None else code.arguments)
+        weight_map = map_by_model(target, lifted, rest, model, form_name)
     problems = list(weight_map.problems)
     if not keep_constants and (constants or remade):
         weight_map.sources.update(weight_map.remade)
