@@ -12,14 +12,14 @@ from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, Storage, T
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression, Op, Ref, Special
 from ckpttool.core.names import RUNTIME
-from ckpttool.core.plan import ModelRun
+from ckpttool.core.plan import ModelRun, Output, Plan
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.apply import entry_of
 from ckpttool.evaluate.chunks import in_own_storage
 from ckpttool.formats.pt2 import replaceable
 from ckpttool.formats.pt2_program import CONSTANTS
 from ckpttool.naming import wrappers
-from ckpttool.naming.convert import check_versions, left_to_code, move, read
+from ckpttool.naming.convert import check_versions, left_to_code, read, with_keys
 from ckpttool.naming.match import Match, match
 from ckpttool.naming.wrappers import strip
 from ckpttool.operands.model import ModelOperand
@@ -95,14 +95,16 @@ def map_by_model(
     names, tables, code = model.names(), model.tables, model.code
     reading = read(tables, weights, form)
     keys = {name: key for key, name in reading.match.names.items()}
+    values: dict[str, Expression] = {fqn: Ref(key) for fqn, key in keys.items() if fqn in tables.first}
     meaning: Mapping[str, Expression | None] = {fqn: Ref(first) for fqn, first in tables.first.items()}
     if reading.form != RUNTIME:
         check_versions(names, weights, reading)
+        values = {fqn: with_keys(source, keys) for fqn, source in tables.runtime_values(keys).items()}
         meaning = tables.saved
-    plan = move(tables, weights, reading, RUNTIME, tie=False).plan
+    plan = Plan(tuple(Output(weights.path, fqn, source) for fqn, source in values.items()))
     if code is not None:
         plan = left_to_code(plan, tables, weights, reading, code.arguments)
-    values = {output.key: output.source for output in plan.outputs if output.key in tables.first}
+        values = {output.key: output.source for output in plan.outputs}
     _share(values, tables.first)
     matched = match([entry.key for entry in target.tensors], {t.fqn: t.canonical for t in names.runtime})
     sources = {fqn: values[name] for fqn, name in matched.names.items() if name in values}
