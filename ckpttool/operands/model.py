@@ -154,7 +154,7 @@ class ModelOperand:
         from ckpttool.tracing.trace import trace
 
         names = trace(self.definition())
-        command = shell("ckpttool", "trace", *self.words_of("--model")[1:], "-o", "names.json")
+        command = shell("ckpttool", "trace", *self.words[1:], "-o", "names.json")
         progress.counts.traced[command] = time.monotonic() - begun
         if not self.pretrained:
             return names
@@ -232,14 +232,11 @@ class ModelOperand:
 
     @property
     def words(self) -> tuple[str, ...]:
-        return self.words_of("--model")
-
-    def words_of(self, option: str) -> tuple[str, ...]:
         """The same operand as words of a command line, for the commands that a report proposes.
 
         An object of the caller has no such words: they say ``MODEL``.
         """
-        words = (option, self.model if isinstance(self.model, str) else "MODEL")
+        words = ("--model", self.model if isinstance(self.model, str) else "MODEL")
         return (*words, "--materialize") if self.materialize else words
 
 
