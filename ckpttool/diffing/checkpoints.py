@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Union
+from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, Unreached
-from ckpttool.core.dtypes import PLAIN
 from ckpttool.core.errors import CkptError
-from ckpttool.core.expression import Op, Ref, Special
 from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import GROUPS
 from ckpttool.core.text import Info, Note, dotted, plural, shell, some
@@ -22,7 +20,6 @@ from ckpttool.diffing.optimizer import UNKNOWN_CLASS, SavedOptimizer, compare_op
 from ckpttool.diffing.result import EITHER_WAY, HARMLESS, Diff, Entry, Remedy, only_left, only_right, outlines
 from ckpttool.diffing.sections import Values, compare, compare_pair, explain_computed
 from ckpttool.distributed.job import Question, answers, current, only_first
-from ckpttool.evaluate.apply import entry_of
 from ckpttool.evaluate.compare import Difference, content_of_storage, same_objects, sha256_of
 from ckpttool.formats.manifest import all_extras, other_files
 from ckpttool.formats.rank_files import one_rank
@@ -32,8 +29,6 @@ from ckpttool.naming.wrappers import adapter_of, missing_modules
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.model import ModelOperand, as_read
 from ckpttool.optimizers.forms import form_of
-
-_Entries = Mapping[Any, Union[TensorEntry, ExtraEntry]]
 
 
 def checkpoints(
@@ -53,11 +48,7 @@ def checkpoints(
     mine, theirs, names = _models(left, right, model)
     entries = compare(mine, theirs, values) if names is None else compare_through(names, mine, theirs, values)
     entries = explain_computed(explain_moved(entries, mine, theirs))
-    outside = compare_outside(left, right, values)
-    if ignore_dtype and values is not None:
-        entries = _as_converted(entries, mine.by_key(), theirs.by_key(), values)
-        outside = _as_converted(outside, loose_entries(left), loose_entries(right), values)
-    entries = (*entries, *outside)
+    entries = (*entries, *compare_outside(left, right, values))
     harmless = EITHER_WAY | ({"dtype"} if ignore_dtype else set())
     hidden = () if names is not None else hidden_segments(entries, sides)
     adapters = adapter_notes(mine.keys, theirs.keys, sides)
@@ -128,30 +119,6 @@ def _optimizers(
         compared=dict.fromkeys(("keys", "shapes", "dtypes"), True) | compared,
         outlines=diff.outlines,
     )
-
-
-def _as_converted(entries: Iterable[Entry], left: _Entries, right: _Entries, values: Values) -> tuple[Entry, ...]:
-    """Return the entries; if only the dtype differs, the values are compared after the conversion that loading does."""
-    found = []
-    for entry in entries:
-        if entry.status == "dtype" and entry.cause is not None:
-            old, new = left[entry.left[0]], right[entry.right[0]]
-            converted_cause = entry.cause.and_also(Cause(Code.CONVERTED))
-            if not _is_plain(old) or not _is_plain(new):
-                entry = replace(entry, status="value", cause=entry.cause.and_also(Cause(Code.UNREAD)))
-            else:
-                assert isinstance(new, TensorEntry)
-                cast = Op("aten._to_copy.default", (Ref(old.key),), (("dtype", Special("dtype", new.dtype)),))
-                differs = values(entry_of("", cast, {old.key: old}), new)
-                if differs is not None:
-                    spread = differs.spread or None
-                    entry = replace(entry, status="value", cause=converted_cause, detail=differs.text, spread=spread)
-        found.append(entry)
-    return tuple(found)
-
-
-def _is_plain(entry: object) -> bool:
-    return isinstance(entry, TensorEntry) and bool(entry.storage) and entry.dtype in PLAIN
 
 
 # Everything besides the two models
@@ -364,7 +331,7 @@ def compare_on_ranks(values: Values | None, *comparisons: Callable[[Values], obj
     """
     if values is None or current() is None:
         return values
-    compute = values
+    compute = values.difference
     pairs: dict[tuple[object, object], tuple[TensorEntry, TensorEntry]] = {}  # keeps alive what the keys are ids of
 
     def note(left: TensorEntry, right: TensorEntry) -> None:
@@ -376,7 +343,7 @@ def compare_on_ranks(values: Values | None, *comparisons: Callable[[Values], obj
         return None if difference is None else asdict(difference)
 
     for comparison in comparisons:
-        comparison(note)
+        comparison(Values(note, values.converts))
     questions = {at: Question(a.key, a.nbytes + b.nbytes, partial(as_json, a, b)) for at, (a, b) in pairs.items()}
     known = answers("comparing values", questions)
     only_first()
@@ -390,11 +357,11 @@ def compare_on_ranks(values: Values | None, *comparisons: Callable[[Values], obj
             return None
         return Difference(answer["text"], tuple((exponent, count) for exponent, count in answer["spread"]))
 
-    return look_up
+    return Values(look_up, values.converts)
 
 
 def read_all_values(left: Checkpoint, right: Checkpoint, model: ModelOperand | None, values: Values) -> None:
-    """Call `values` for every pair of tensors that a diff of the two compares, and read nothing else."""
+    """Compare `values` of every pair of tensors that a diff of the two compares, and read nothing else."""
     saved = _saved_optimizers(left, right)
     if saved is not None:
         compare_optimizers(*saved, None if model is None else model.names(), values)

@@ -19,7 +19,7 @@ from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.optimizer import UNKNOWN_CLASS, SavedOptimizer, compare_optimizers
 from ckpttool.diffing.options import CompareOptions, DiffOptions
-from ckpttool.diffing.result import COMPARED, HARMLESS, STATUSES, Compared, Diff, Entry
+from ckpttool.diffing.result import COMPARED, EITHER_WAY, HARMLESS, STATUSES, Compared, Diff, Entry
 from ckpttool.diffing.run import run
 from ckpttool.diffing.sections import compare
 from ckpttool.distributed.job import only_first
@@ -323,7 +323,7 @@ def _compare_sections(name: str, now: Checkpoint, before: Checkpoint, options: D
             found.likely.extend(() if diff.inferred is None else diff.inferred.pairs)
             found.notes.update(dict.fromkeys(diff.notes))
         else:
-            entries = [entry for entry in compare(new, old, values) if entry.status not in HARMLESS]
+            entries = [entry for entry in compare(new, old, values) if entry.status not in EITHER_WAY]
         for entry in entries:
             reason = "" if entry.cause is None or entry.cause.code in _PLAIN else entry.why(_SIDES)
             status = CHANGES.get(entry.status, entry.status)

@@ -28,7 +28,7 @@ def explain_moved(entries: Iterable[Entry], left: Section, right: Section) -> tu
     for entry in entries:
         if entry.status == "value":
             old, new = have[entry.left[0]], want[entry.right[0]]
-            if _is_dense(old) and _is_dense(new):
+            if _is_dense(old) and _is_dense(new) and old.dtype == new.dtype:
                 differing[entry] = old, new
     if not differing:
         return entries

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 from ckpttool.core.errors import CkptError
+from ckpttool.core.expression import Op, Ref, Special
 from ckpttool.core.options import ModelOptions, OptimizerOptions, Option, several
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.result import STATUSES
@@ -48,16 +49,21 @@ class CompareOptions:
 
     @property
     def comparison(self) -> Values | None:
-        """The function that compares two tensors of one dtype and shape; None if values are not compared."""
+        """How the values of two tensors are compared, after the conversion that loading does; None if they are not."""
         if not (self.values or self.rtol or self.atol):
             return None
+        from ckpttool.diffing.sections import Values
+        from ckpttool.evaluate.apply import entry_of
         from ckpttool.evaluate.compare import difference
 
         def compare(left: TensorEntry, right: TensorEntry) -> Difference | None:
+            if left.dtype != right.dtype:
+                cast = Op("aten._to_copy.default", (Ref(left.key),), (("dtype", Special("dtype", right.dtype)),))
+                left = entry_of("", cast, {left.key: left})
             with progress.part(left.nbytes + right.nbytes):
                 return difference(left, right, self.rtol, self.atol)
 
-        return compare
+        return Values(compare, converts=self.ignore_dtype)
 
     def comparing(self, *checkpoints: Checkpoint | None) -> AbstractContextManager[None]:
         """Return a context in which the values of these checkpoints are compared, as one task with progress."""

@@ -15,6 +15,7 @@ from ckpttool.diffing.sections import Values
 from ckpttool.operands.model import ModelOperand, operand_of
 
 OTHERS_DIFFER = "the models are the same, but other sections or entries differ"
+ALSO_OTHERS_DIFFER = "other sections or entries differ too"
 
 
 def run(
@@ -48,8 +49,9 @@ def run(
     if both is not None:
         diff = checkpoints(*both, model, values, options.ignore_dtype, infers, sides)
         diff = replace(diff, scope=options.scope)
-        if options.whole and diff.has_other_notes and diff.identical:
-            return replace(diff, identical=False, other_failure=OTHERS_DIFFER)
+        if options.whole and diff.has_other_notes:
+            failure = OTHERS_DIFFER if diff.identical else ALSO_OTHERS_DIFFER
+            return replace(diff, identical=False, other_failure=failure)
         return diff
     if model is None or right is not None or values is not None:
         raise CkptError("nothing to compare", hint="ckpttool diff LEFT RIGHT, or ckpttool diff --model MODEL [CKPT]")

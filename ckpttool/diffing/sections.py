@@ -8,7 +8,9 @@ from itertools import chain
 from typing import Any
 
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
+from ckpttool.core.dtypes import PLAIN
 from ckpttool.core.names import Hook
+from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import Cause, Code, wrapper_cause
 from ckpttool.diffing.result import Entry, only_left, only_right
 from ckpttool.evaluate.compare import Difference, same_objects
@@ -17,11 +19,17 @@ from ckpttool.formats.remarks import is_placeholder
 from ckpttool.formats.torch.tensors import is_dense, kind
 from ckpttool.naming.match import aliases, unlike
 
-Values = Callable[[TensorEntry, TensorEntry], "Difference | None"]
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """`difference` says how the values of two tensors differ; if it `converts`, they may have different dtypes."""
+
+    difference: Callable[[TensorEntry, TensorEntry], Difference | None]
+    converts: bool = False
 
 
 def compare(left: Section, right: Section, values: Values | None = None) -> tuple[Entry, ...]:
-    """Compare two state dicts key by key; `values` says how two tensors of one dtype and shape differ.
+    """Compare two state dicts key by key; `values` compares the values too.
 
     Names that differ by the segments of wrappers only are one tensor, if there is only one way to pair them.
     """
@@ -49,18 +57,31 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
         return Entry("shape", *keys, Cause(Code.OBJECT_ONE_SIDE))
     if not (kind(left) == kind(right) or (is_dense(left) and is_dense(right)) or right.layout == "meta"):
         return Entry("shape", *keys, Cause(Code.KIND), None, f"{kind(left)} instead of {kind(right)}")
-    difference = shape_or_dtype(left, right.dtype, right.shape, *keys)
-    if difference is not None:
-        return difference
-    code = Code.VALUE
+    unlike = shape_or_dtype(left, right.dtype, right.shape, *keys)
+    if unlike is not None and unlike.status == "shape":
+        return unlike
+    dtypes, code = (left.dtype, right.dtype), Code.VALUE
     for one, other in chain([(left, right)], rank_pairs(left, right)):
-        if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+        if one is None or other is None or one.shape != other.shape:
             return Entry("shape", *keys, Cause(Code.RANK_SHAPE))
-        differs = None if values is None else values(one, other)
+        if one.dtype != other.dtype and (one.dtype, other.dtype) != dtypes:
+            return Entry("shape", *keys, Cause(Code.RANK_SHAPE))
+        if values is None or (unlike is not None and not values.converts):
+            continue
+        if one.dtype == other.dtype:
+            differs, cause = values.difference(one, other), Cause(code)
+        elif not (_is_plain(one) and _is_plain(other)):
+            return Entry("value", *keys, Cause(Code.DTYPE, dtypes).and_also(Cause(Code.UNREAD)))
+        else:
+            differs, cause = values.difference(one, other), Cause(Code.DTYPE, dtypes).and_also(Cause(Code.CONVERTED))
         if differs is not None:
-            return Entry("value", *keys, Cause(code), None, differs.text, differs.spread or None)
+            return Entry("value", *keys, cause, None, differs.text, differs.spread or None)
         code = Code.RANK_VALUE
-    return Entry("same", *keys)
+    return unlike or Entry("same", *keys)
+
+
+def _is_plain(entry: TensorEntry) -> bool:
+    return bool(entry.storage) and entry.dtype in PLAIN
 
 
 def shape_or_dtype(
@@ -84,10 +105,13 @@ def _compare_objects(left: ExtraEntry, right: ExtraEntry, values: Values | None)
         if key not in mine or key not in theirs:
             side = "left" if key in mine else "right"
             return Entry("shape", *keys, Cause(Code.OBJECT_TENSORS), None, f"{path}: only in {side}")
-        entry = compare_pair(mine[key], theirs[key], values)
+        entry = compare_pair(mine[key], theirs[key], values and Values(values.difference))
         if entry.cause is not None:
+            status, cause = entry.status, Cause(Code.OBJECT_TENSOR).and_also(entry.cause)
+            if status == "dtype" and values is not None and values.converts:  # the rest of the object is not compared
+                status, cause = "value", cause.and_also(Cause(Code.UNREAD))
             detail = f"{path}: {entry.detail}" if entry.detail else path
-            return Entry(entry.status, *keys, Cause(Code.OBJECT_TENSOR).and_also(entry.cause), None, detail)
+            return Entry(status, *keys, cause, None, detail)
     if values is None:
         return Entry("extra_state", *keys, Cause(Code.OBJECT_UNREAD))
     return Entry("same", *keys) if same_objects(left, right) else Entry("value", *keys, Cause(Code.OBJECT_VALUE))

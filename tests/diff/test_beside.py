@@ -257,3 +257,29 @@ def test_versions_of_modules_are_not_compared(tmp_path: Path) -> None:
     (note,) = between(tmp_path / "1.pt", tmp_path / "2.pt").notes
     assert note == ("not compared: 1 module with other versions (_metadata): (root)")
     assert not between(tmp_path / "1.pt", tmp_path / "1.pt").notes
+
+
+def test_an_accepted_difference_of_the_models_does_not_accept_what_else_differs(tmp_path: Path, run: Run) -> None:
+    left, right = str(tmp_path / "left.pt"), str(tmp_path / "right.pt")
+    weights = {"w": torch.ones(3)}
+    torch.save({"model": weights, "ema": {"w": torch.ones(3)}}, left)
+    torch.save({"model": {**weights, "head": torch.ones(2)}, "ema": {"w": torch.zeros(3)}}, right)
+    accept = ["--values", "--ignore", "missing head # it is new"]
+    assert run("diff", left, right, *accept).status == 0
+    assert run("diff", left, right, *accept, "--whole").status == 1
+    torch.save({"model": {**weights, "head": torch.ones(2)}, "ema": {"w": torch.ones(3)}}, right)
+    assert run("diff", left, right, *accept, "--whole").status == 0
+
+
+@pytest.mark.parametrize("other", [torch.full((2,), 2.0), torch.ones(3)], ids=["values", "shape"])
+def test_conversion_of_dtypes_compares_every_rank(tmp_path: Path, run: Run, other: torch.Tensor) -> None:
+    def write(folder: str, second: torch.Tensor, dtype: torch.dtype) -> str:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        for rank, value in enumerate((torch.ones(2), second)):
+            torch.save({"w": value.to(dtype)}, tmp_path / folder / f"rank_{rank}.pt")
+        return str(tmp_path / folder / "rank_*.pt")
+
+    left = write("left", torch.ones(2), torch.float32)
+    options = ["--values", "--ignore-dtype"]
+    assert run("diff", left, write("right", torch.ones(2), torch.bfloat16), *options).status == 0
+    assert run("diff", left, write("right", other, torch.bfloat16), *options).status == 1

@@ -14,7 +14,7 @@ import real_models
 from ckpttool.cli.app import main
 from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
 from ckpttool.diffing.moved import Rotary, explain_moved, rotary
-from ckpttool.diffing.sections import compare
+from ckpttool.diffing.sections import Values, compare
 from ckpttool.evaluate.compare import Difference
 from ckpttool.live.model import section_of
 from ckpttool.naming.evidence import Tensor, exchangeable
@@ -27,7 +27,11 @@ State = dict[str, torch.Tensor]
 def reasons(left: State, right: State) -> dict[str, str]:
     """Key -> why its values are others, as `--values` compares them."""
     sections = section_of(left), section_of(right)
-    entries = compare(*sections, lambda a, b: None if torch.equal(left[a.key], right[b.key]) else Difference("differ"))
+
+    def differ(one: TensorEntry, other: TensorEntry) -> Difference | None:
+        return None if torch.equal(left[one.key], right[other.key]) else Difference("differ")
+
+    entries = compare(*sections, Values(differ))
     found = explain_moved(entries, *sections)
     assert [(entry.status, entry.left, entry.right) for entry in found] == [
         (entry.status, entry.left, entry.right) for entry in entries

@@ -9,10 +9,12 @@ import pytest
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Span, Storage, TensorEntry, Unreached
 from ckpttool.diffing.checkpoints import compare_outside
 from ckpttool.diffing.result import Entry
-from ckpttool.diffing.sections import compare
+from ckpttool.diffing.sections import Values, compare
 from ckpttool.evaluate.compare import difference
 
 Entries = TensorEntry | ExtraEntry
+
+VALUES = Values(lambda a, b: difference(a, b, 0.0, 0.0))
 
 
 def storage(*values: int) -> Storage:
@@ -38,7 +40,7 @@ def told(entries: Iterable[Entry]) -> list[tuple[str, str, str, str]]:
 
 
 def compared(left: list[Entries], right: list[Entries], values: bool = True) -> list[tuple[str, str, str, str]]:
-    ask = (lambda a, b: difference(a, b, 0.0, 0.0)) if values else None
+    ask = VALUES if values else None
     return told(compare(section(*left), section(*right), ask))
 
 
@@ -130,7 +132,7 @@ def checkpoint(*sections: Section, unreached: tuple[Unreached, ...] = (), format
 
 
 def test_how_far_values_are_apart_is_kept() -> None:
-    (entry,) = compare(section(tensor("a", 1, 9)), section(tensor("a", 1, 1)), lambda a, b: difference(a, b, 0.0, 0.0))
+    (entry,) = compare(section(tensor("a", 1, 9)), section(tensor("a", 1, 1)), VALUES)
     assert entry.spread == ((3, 1),)
 
 
@@ -138,9 +140,7 @@ def test_tensors_outside_of_state_dicts_are_compared_where_both_have_them() -> N
     model = section(tensor("w", 1))
     left = checkpoint(model, section(tensor("a", 1), tensor("b", 1), tensor("mine", 1), path="more", kind="other"))
     right = checkpoint(model, section(tensor("b", 2), tensor("a", 1), kind="other"), section(path="ema"))
-    assert [entry[:3] for entry in told(compare_outside(left, right, lambda a, b: difference(a, b, 0.0, 0.0)))] == [
-        ("value", "b", "b")
-    ]
+    assert [entry[:3] for entry in told(compare_outside(left, right, VALUES))] == [("value", "b", "b")]
 
 
 def test_storages_that_are_not_understood_are_told_apart_by_their_bytes() -> None:

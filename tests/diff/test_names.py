@@ -15,6 +15,7 @@ from ckpttool.core.names import Hook, LoadedTensor, Names, RuntimeTensor, Serial
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.names import compare_load, compare_names, compare_through, loads
 from ckpttool.diffing.result import Entry
+from ckpttool.diffing.sections import Values
 from ckpttool.evaluate.compare import difference
 
 HIDE, FUSE, ADD = (Hook(name, "net.py", line, "") for line, name in enumerate(("hide", "fuse", "add"), 1))
@@ -232,7 +233,7 @@ def test_call_variants_of_an_unflattened_program() -> None:
 
 
 def through(left: Section, right: Section) -> list[tuple[str, str, str, str]]:
-    return told(compare_through(NAMES, left, right, lambda a, b: difference(a, b, 0, 0)))
+    return told(compare_through(NAMES, left, right, Values(lambda a, b: difference(a, b, 0, 0))))
 
 
 def test_what_no_hook_renamed_and_whose_shape_hangs_on_values() -> None:

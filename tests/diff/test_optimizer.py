@@ -10,6 +10,7 @@ import optimizer_models as models
 from ckpttool.diffing.model import compare_with_optimizer
 from ckpttool.diffing.optimizer import SavedOptimizer, compare_optimizers
 from ckpttool.diffing.result import HARMLESS, Entry
+from ckpttool.diffing.sections import Values
 from ckpttool.evaluate.compare import difference
 from ckpttool.formats.detect_folder import open_checkpoint
 from command import Run
@@ -100,7 +101,7 @@ def test_hyperparameters_and_values(tmp_path: Path) -> None:
     right = section(save(tmp_path / "b.pt", model, optimizer))
     without = told(compare_optimizers(left, right)[0])
     assert without == [("value", "param_groups.0.lr param_groups.0.lr", "different `lr`", "0.01 instead of 0.5")]
-    entries, *_ = compare_optimizers(left, right, values=lambda a, b: difference(a, b, 0.0, 0.0))
+    entries, *_ = compare_optimizers(left, right, values=Values(lambda a, b: difference(a, b, 0.0, 0.0)))
     assert ("value", "state.head.weight.step state.head.weight.step") in [found[:2] for found in told(entries)]
 
 

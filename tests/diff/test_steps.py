@@ -282,3 +282,12 @@ def test_a_section_of_another_kind(tmp_path: Path, run: Run) -> None:
     (change,) = done.data["steps"][1]["changes"]
     assert (done.status, change["section"], change["status"]) == (1, "more", "section")
     assert (change["before"], change["after"]) == (["state_dict"], ["optimizer"])
+
+
+def test_a_second_name_outside_of_state_dicts_is_a_change(tmp_path: Path, run: Run) -> None:
+    mean = torch.arange(4.0)
+    first, second = str(tmp_path / "step-1.pt"), str(tmp_path / "step-2.pt")
+    torch.save({"model": {"w": torch.ones(2)}, "mean": mean, "copy": mean}, first)
+    torch.save({"model": {"w": torch.ones(2)}, "mean": mean}, second)
+    assert run("history", first, second).status == 1
+    assert run("history", first, first).status == 0
