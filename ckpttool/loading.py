@@ -102,7 +102,7 @@ def _fitting_model(source: Checkpoint, model: ModelOperand, cast: bool) -> tuple
     diff = run(source, None, options, model)
     if diff.identical:
         return model_section(source), None
-    found = suggest.answered(Question(source, None, options, model), diff)
+    found = suggest.answered(Question(source, None, options, model, diff))
     fix = applicable(found, command("diff", (source.source,), options))
     done = plan_remap(source, fix.options, None if fix.options.model is None else model, None)
     return model_section(done.result), str(fix)
@@ -111,15 +111,15 @@ def _fitting_model(source: Checkpoint, model: ModelOperand, cast: bool) -> tuple
 def _fitting_state(source: Checkpoint, model: ModelOperand) -> tuple[str, Mapping[Any, Any]]:
     """Return the path of the optimizer's state, and the state by the ids of the optimizer of `model`."""
     options = DiffOptions(model=model, optimizer=model.optimizer)
-    question = Question(source, None, options, model)
     diff = run(source, None, options, model)
+    question = Question(source, None, options, model, diff)
     if diff.remedy is None:
         remap = RemapOptions(model=model, optimizer=model.optimizer, optimizer_keys=ID)
     else:
         word, remap = suggest.optimizer_remap(question, diff.remedy)
         fix = None if suggest.has_placeholder(remap) else try_remap(question, remap, word)
         if fix is None or fix.after.remedy is not None:
-            answer = suggest.answered(question, diff)
+            answer = suggest.answered(question)
             hint = "; ".join((*answer.fix, *answer.notes[-2:])) or "start the optimizer from scratch"
             raise Refused(f"the optimizer state of {source.source} does not fit this optimizer", hint=hint)
         remap = replace(remap, optimizer_keys=ID)

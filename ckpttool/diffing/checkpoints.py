@@ -274,16 +274,11 @@ def hidden_segments(entries: Iterable[Entry], sides: Sides = SIDES) -> tuple[str
     entries = list(entries)
     missing = [entry.right[0] for entry in entries if entry.status == "missing"]
     unexpected = [entry.left[0] for entry in entries if entry.status == "unexpected"]
-    counts: Counter[tuple[str, str]] = Counter()
-    for side, longer, shorter in ((sides[0], missing, unexpected), (sides[1], unexpected, missing)):
-        known, dots = set(shorter), {key.count(".") + 1 for key in shorter}
-        for key in longer:
-            if key.count(".") not in dots:
-                continue
-            parts = key.split(".")
-            hits = {part for i, part in enumerate(parts) if ".".join(parts[:i] + parts[i + 1 :]) in known}
-            if len(hits) == 1:
-                counts[side, hits.pop()] += 1
+    counts = Counter(
+        (side, segment)
+        for side, longer, shorter in ((sides[0], missing, unexpected), (sides[1], unexpected, missing))
+        for _, segment in without_segment(longer, shorter).values()
+    )
     return tuple(
         Note(
             f"{plural(count, 'key')} in {side} without the segment `{segment}` of the other side: a state_dict hook "
@@ -292,6 +287,25 @@ def hidden_segments(entries: Iterable[Entry], sides: Sides = SIDES) -> tuple[str
         )
         for (side, segment), count in counts.items()
     )
+
+
+def without_segment(longer: Iterable[str], shorter: Collection[str]) -> dict[str, tuple[str, str]]:
+    """Map each longer key that is exactly one shorter key with one more segment to that key and the segment."""
+    known, dots = set(shorter), {key.count(".") + 1 for key in shorter}
+    found = {}
+    for key in longer:
+        if key.count(".") not in dots:
+            continue
+        hits, start = {}, 0
+        for segment in key.split("."):
+            end = start + len(segment) + 1
+            name = key[:start] + key[end:] if end < len(key) else key[: start - 1]
+            if name in known:
+                hits[name] = segment
+            start = end
+        if len(hits) == 1:
+            found[key] = hits.popitem()
+    return found
 
 
 def adapter_notes(left: Collection[str], right: Collection[str], sides: Sides) -> tuple[str, ...]:

@@ -123,10 +123,9 @@ def compare_with_code(old: Names, path: str, model: ModelOperand) -> Diff:
     )
 
 
-def keys_only(diff: Diff) -> Diff:
-    """Return the diff of state_dict keys that rules can rename: no runtime names, optimizer ids or computed keys."""
-    entries = (entry for entry in diff.entries if entry.status != "transformed" and not entry.has(*_NOT_KEYS))
-    return replace(diff, entries=tuple(entries))
+def renamable(entries: Iterable[Entry]) -> list[Entry]:
+    """Return the entries of state_dict keys that rules can rename: no runtime names, optimizer ids or computed keys."""
+    return [entry for entry in entries if entry.status != "transformed" and not entry.has(*_NOT_KEYS)]
 
 
 def _runtime_names(old: Names, new: Names, inferred: Inference | None = None) -> dict[str, str]:

@@ -9,16 +9,13 @@ from dataclasses import replace
 
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.text import dotted
-from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import Diff
-from ckpttool.diffing.run import run as run_diff
-from ckpttool.fixes.rules_file import Suggested
 from ckpttool.fixes.trial import Question
 from ckpttool.naming.convert import ModelForm, read
 from ckpttool.naming.match import NameTables
 from ckpttool.naming.wrappers import canonical_keys
 from ckpttool.operands.checkpoint import model_section
-from ckpttool.operands.model import ModelOperand, as_read, saved_by
+from ckpttool.operands.model import as_read
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.ruleset.infer_rules import patterns
 from ckpttool.ruleset.patterns import matches
@@ -27,7 +24,7 @@ Candidate = tuple[str, RemapOptions]  # a word for the output's name, and the op
 _MOST_DROPS = 24  # --drop options on one command line
 
 
-def to_load(question: Question, diff: Diff) -> Iterator[Candidate]:
+def to_load(question: Question) -> Iterator[Candidate]:
     """Yield remaps for a checkpoint that a model loads."""
     left, model = question.left, question.model
     assert left is not None
@@ -35,11 +32,11 @@ def to_load(question: Question, diff: Diff) -> Iterator[Candidate]:
     by_model = RemapOptions(**question.model_options, to="serialized")
     for options in (by_model, replace(by_model, from_="runtime"), RemapOptions(to="serialized")):
         yield "serialized", options
-    yield from _without_second_names(left, diff, by_model, RemapOptions())
+    yield from _without_second_names(left, question.diff, by_model, RemapOptions())
     tables = NameTables(model.names())
     for names in (tables.serialized_names, tables.runtime_names):
         yield from _select(left, set(names.values()), RemapOptions(to="serialized"))
-    yield from _inferred_renames(suggested_for_model(left, model))
+    yield from _inferred_renames(question)
 
 
 def to_load_model(question: Question) -> Iterator[Candidate]:
@@ -50,9 +47,9 @@ def to_load_model(question: Question) -> Iterator[Candidate]:
         yield "serialized", replace(options, optimizer=question.options.optimizer)
 
 
-def to_compare(question: Question, diff: Diff, suggested: Suggested) -> Iterator[Candidate]:
+def to_compare(question: Question) -> Iterator[Candidate]:
     """Yield remaps for a checkpoint that should have the keys of another one."""
-    left, right = question.two
+    (left, right), diff = question.two, question.diff
     base: list[RemapOptions] = []
     if question.model is not None:
         section = model_section(right)
@@ -70,21 +67,14 @@ def to_compare(question: Question, diff: Diff, suggested: Suggested) -> Iterator
         yield options.to or "renamed", options
     yield from _without_second_names(left, diff, *base, *([] if is_idle else [RemapOptions()]))
     yield from _select(left, set(model_section(right).by_key()), *base[-1:])
-    yield from _inferred_renames(suggested)
+    yield from _inferred_renames(question)
 
 
-def suggested_for_model(left: Checkpoint, model: ModelOperand) -> Suggested:
-    """Return the rules that lead from the checkpoint's keys to the keys that the model saves."""
-    right = saved_by(model.names())
-    return Suggested(run_diff(left, right, DiffOptions()), left, right)
-
-
-def _inferred_renames(suggested: Suggested) -> Iterator[Candidate]:
+def _inferred_renames(question: Question) -> Iterator[Candidate]:
     """Yield the renames of tensors that are likely the same, by their order, tree and shapes."""
-    renames = suggested.renames()
-    if renames is not None:
-        rules, dropped = renames
-        yield "renamed", RemapOptions(rule=rules, drop=dropped or None)
+    few = None if question.rules is None else question.rules.few
+    if few is not None and few.rule:
+        yield "renamed", few
 
 
 def _without_second_names(source: Checkpoint, diff: Diff, *options: RemapOptions) -> Iterator[Candidate]:

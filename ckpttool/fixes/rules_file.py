@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Union
 
@@ -17,7 +16,7 @@ from ckpttool.core.text import Note, plural, shell, some, visible
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.moved import Rotary, rotary
 from ckpttool.diffing.names import known
-from ckpttool.diffing.result import Diff
+from ckpttool.diffing.result import Entry
 from ckpttool.formats.registry import MEMORY
 from ckpttool.io.paths import is_url, name
 from ckpttool.naming.evidence import Inference, Pair
@@ -47,22 +46,32 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Suggestion:
-    """The rules. `remaining` are keys of the right that they do not write, `left_over` keys of the left that stay."""
+class Rules:
+    """The rules. `remaining` are keys of the right that they do not write, `left_over` keys of the left that stay.
+
+    `undone` are notes on what they do not change.
+    """
 
     tables: tuple[Table, ...]
     remaining: tuple[str, ...]
     left_over: tuple[str, ...]
+    undone: tuple[str, ...] = ()
 
     @property
-    def renames_only(self) -> bool:
-        """Whether the rules only rename and drop."""
-        return all({"rename", "drop"} & set(table.fields) for table in self.tables)
-
-    def texts(self, operation: str) -> tuple[str, ...]:
-        """Return the renames, or the patterns that are dropped."""
-        lists = (table.fields.get(operation) for table in self.tables)
-        return tuple(text for texts in lists if isinstance(texts, list) for text in texts)
+    def few(self) -> RemapOptions | None:
+        """The rules as options of a remap, if they only rename and drop, and are few; else they need a file."""
+        if not all({"rename", "drop"} & set(table.fields) for table in self.tables):
+            return None
+        renames, drops = (
+            tuple(
+                text
+                for table in self.tables
+                if isinstance(texts := table.fields.get(operation), list)
+                for text in texts
+            )
+            for operation in ("rename", "drop")
+        )
+        return RemapOptions(rule=renames, drop=drops or None) if len(renames) <= _FEW else None
 
     def text(self) -> str:
         """Return the file, as TOML."""
@@ -79,7 +88,7 @@ def suggest(
     left: Section,
     right: Section,
     orders: Mapping[str, Rotary] | None = None,
-) -> Suggestion | None:
+) -> Rules | None:
     """Return the rules of inferred `pairs`, and of `same`: keys of the left -> keys of the right, known by name.
 
     `orders`: keys of the left whose rows the right has in another order. None if there is nothing to rewrite, or no
@@ -114,11 +123,11 @@ def suggest(
                 tables += _renaming(named, [*kept, *(key for pair in fused for key in pair.right)], pairs)
             else:
                 tables += transposing
-        suggestion = Suggestion(tuple(tables), remaining, tuple(kept))
+        rules = Rules(tuple(tables), remaining, tuple(kept))
         if tables:  # read the rules back and try them
-            plan = plan_of(steps_of(suggestion.text(), "the suggested rules"), left)
+            plan = plan_of(steps_of(rules.text(), "the suggested rules"), left)
             if {output.key: tuple(refs(output.source)) for output in plan.outputs} == expected:
-                return suggestion
+                return rules
     return None
 
 
@@ -181,13 +190,16 @@ def _renaming(named: Mapping[str, str], kept: Sequence[str], pairs: Sequence[Pai
     if not changed:
         return
     texts = renames(changed, [*kept, *(old for old, new in named.items() if old == new)])
-    evidence = {pair.left[0]: pair.evidence for pair in pairs}
-    reasons: dict[str, dict[str, None]] = {text: {} for text in texts}
-    rules = InTurn([parse(text) for text in texts])
-    for key in changed:
-        rule, _ = rules.first(key)
-        if rule is not None:
-            reasons[rule.text][evidence.get(key, "only the segments of wrappers differ")] = None
+    evidence = dict.fromkeys(changed, "only the segments of wrappers differ")
+    evidence |= {pair.left[0]: pair.evidence for pair in pairs if pair.left[0] in changed}
+    reasons = {text: dict.fromkeys(evidence.values()) for text in texts}
+    if len(set(evidence.values())) > 1:  # find the keys of each rule
+        reasons = {text: {} for text in texts}
+        rules = InTurn([parse(text) for text in texts])
+        for key, why in evidence.items():
+            rule, _ = rules.first(key)
+            if rule is not None:
+                reasons[rule.text][why] = None
     lines = []
     for whys in map(list, reasons.values()):  # none for a key that reads like a pattern: the file is tried
         lines.append("".join(whys[:1]) + (f"; {plural(len(whys) - 1, 'other reason')}" if len(whys) > 1 else ""))
@@ -214,97 +226,50 @@ def _value(value: object) -> str:
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in json.dumps(value, ensure_ascii=False))
 
 
-class SuggestedRules(NamedTuple):
-    """The text of a rules file, the commands that apply it, and notes on what the rules leave undone."""
+def suggested(
+    entries: Sequence[Entry],
+    inferred: Inference | None,
+    left: Checkpoint,
+    right: Checkpoint,
+    values: bool = False,
+) -> Rules | None:
+    """Return the rules for the likely renames of a diff, with what they leave undone; None if there are none.
 
-    text: str
-    commands: tuple[str, ...]
-    needs_file: bool
-    undone: tuple[str, ...]
-
-
-class Suggested:
-    """The rules that the pairs of a diff suggest, computed when they are needed, once."""
-
-    def __init__(self, diff: Diff, left: Checkpoint, right: Checkpoint) -> None:
-        self._diff, self._left, self._right = diff, left, right
-        self._pairs = (diff.inferred or Inference()).pairs
-        paired = {key for pair in self._pairs for key in pair.left}
-        self._same = {old: new for old, new in known(diff.entries).items() if old not in paired}
-
-    @cached_property
-    def _by_names(self) -> Suggestion | None:
-        return self._suggestion({})
-
-    def _suggestion(self, orders: Mapping[str, Rotary]) -> Suggestion | None:
-        if self._diff.inferred is None:
-            return None
-        return suggest(self._pairs, self._same, model_section(self._left), model_section(self._right), orders)
-
-    def renames(self) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-        """Return the renames and the patterns to drop, if there are few and no other rules; else None."""
-        few = None if self._by_names is None else _few(self._by_names)
-        return few if few is not None and few[0] else None
-
-    def rules(self, values: bool = False) -> SuggestedRules | None:
-        """Return the rules, None if there are none. `values`: the diff compared values."""
-        orders = self._orders() if values else {}
-        suggestion = self._suggestion(orders) if orders else self._by_names
-        if suggestion is None:
-            return None
-        undone = []
-        if self._leaves_dtypes_or_values(orders):
-            undone.append(
-                Note("the suggested rules do not change dtypes and values, and some differ", "incomplete-rules")
-            )
-        if suggestion.remaining:
-            count = plural(len(suggestion.remaining), "key")
-            text = f"the suggested rules do not write {count} of the right: {some(suggestion.remaining)}"
-            undone.append(Note(text, "incomplete-rules"))
-        if suggestion.left_over:
-            count = plural(len(suggestion.left_over), "key")
-            text = f"the suggested rules do not change {count} of the left: {some(suggestion.left_over)}"
-            undone.append(Note(text, "incomplete-rules"))
-        few = _few(suggestion)
-        commands: tuple[str, ...] = ()
-        if "pt2" not in (self._left.format, self._right.format):
-            commands = self._commands(few, values)
-        return SuggestedRules(suggestion.text(), commands, bool(commands) and few is None, tuple(undone))
-
-    def _commands(self, few: tuple[tuple[str, ...], tuple[str, ...]] | None, values: bool) -> tuple[str, ...]:
-        left, right = (side.source for side in (self._left, self._right))
-        if few is not None:
-            rules, dropped = few
-            return (_remap(left, RemapOptions(rule=rules, drop=dropped or None)),)
-        return with_file(left, right, *["--values"] * values)
-
-    def _orders(self) -> dict[str, Rotary]:
-        """Return keys of the left whose rows the right has in the other rotary order. Reads the values."""
-        have, want = model_section(self._left).by_key(), model_section(self._right).by_key()
-        differing = {entry.left[0] for entry in self._diff.entries if entry.status == "value"}
-        named = {old: new for old, new in self._same.items() if old in differing}
-        named |= {pair.left[0]: pair.right[0] for pair in self._pairs}
-        orders = {old: rotary(have[old], want[new]) for old, new in named.items() if old in have and new in want}
-        return {old: order for old, order in orders.items() if order is not None}
-
-    def _leaves_dtypes_or_values(self, orders: Mapping[str, Rotary]) -> bool:
-        """Return True if the two differ in more than names and the order of rows."""
-        have, want = model_section(self._left).by_key(), model_section(self._right).by_key()
-        for pair in self._pairs:
-            entries = [*(have[key] for key in pair.left), *(want[key] for key in pair.right)]
-            if len({getattr(entry, "dtype", "") for entry in entries}) > 1:
-                return True
-        differing = (entry for entry in self._diff.entries if entry.status in ("dtype", "value"))
-        return any(not entry.left or entry.left[0] not in orders for entry in differing)
+    With `values` the values are read: rows may be in the other rotary order.
+    """
+    if inferred is None:
+        return None
+    paired = {key for pair in inferred.pairs for key in pair.left}
+    same = {old: new for old, new in known(entries).items() if old not in paired}
+    mine, theirs = model_section(left), model_section(right)
+    have, want = mine.by_key(), theirs.by_key()
+    orders: dict[str, Rotary] = {}
+    if values:
+        differing = {entry.left[0] for entry in entries if entry.status == "value"}
+        named = {old: new for old, new in same.items() if old in differing}
+        named |= {pair.left[0]: pair.right[0] for pair in inferred.pairs}
+        pairs = {old: rotary(have[old], want[new]) for old, new in named.items() if old in have and new in want}
+        orders = {old: order for old, order in pairs.items() if order is not None}
+    rules = suggest(inferred.pairs, same, mine, theirs, orders)
+    if rules is None:
+        return None
+    undone = []
+    dtypes = ({getattr(e, "dtype", "") for e in _entries(pair, have, want)} for pair in inferred.pairs)
+    differing_entries = (entry for entry in entries if entry.status in ("dtype", "value"))
+    if any(len(one) > 1 for one in dtypes) or any(not e.left or e.left[0] not in orders for e in differing_entries):
+        undone.append("the suggested rules do not change dtypes and values, and some differ")
+    for keys, what, side in ((rules.remaining, "write", "right"), (rules.left_over, "change", "left")):
+        if keys:
+            undone.append(f"the suggested rules do not {what} {plural(len(keys), 'key')} of the {side}: {some(keys)}")
+    return replace(rules, undone=tuple(Note(text, "incomplete-rules") for text in undone))
 
 
-def _few(suggestion: Suggestion) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Return the renames and the patterns to drop if they are few and all there is; else they need a file."""
-    renames = suggestion.texts("rename")
-    return (renames, suggestion.texts("drop")) if suggestion.renames_only and len(renames) <= _FEW else None
+def _entries(pair: Pair, have: Entries, want: Entries) -> list[TensorEntry | ExtraEntry]:
+    return [*(have[key] for key in pair.left), *(want[key] for key in pair.right)]
 
 
-def _remap(left: str, options: RemapOptions) -> str:
+def renamed(left: str, options: RemapOptions) -> str:
+    """Return the command that renames a checkpoint by rules."""
     return command("remap", (left,), replace(options, out=next(outputs(left, "renamed"))))
 
 
@@ -323,4 +288,4 @@ def with_file(left: str, *right: str) -> tuple[str, ...]:
 
 def by_file(left: str, rules: str) -> str:
     """Return the command that applies the rules in the file `rules` to a checkpoint."""
-    return _remap(left, RemapOptions(rules=rules))
+    return renamed(left, RemapOptions(rules=rules))

@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ckpttool.core.checkpoint import Section, TensorEntry
+from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.core.codes import CODES
 from ckpttool.core.errors import CkptError
 from ckpttool.core.text import Info, Note, plural, shell, some
 from ckpttool.diffing.causes import OBJECTS
-from ckpttool.diffing.names import compare_with_code, keys_only
+from ckpttool.diffing.checkpoints import without_segment
+from ckpttool.diffing.names import compare_with_code, renamable
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix, Remedy, Unfixed
-from ckpttool.fixes.candidates import Candidate, suggested_for_model, to_compare, to_load, to_load_model
-from ckpttool.fixes.rules_file import Suggested, SuggestedRules, by_file, with_file
+from ckpttool.fixes.candidates import Candidate, to_compare, to_load, to_load_model
+from ckpttool.fixes.rules_file import by_file, renamed, suggested, with_file
 from ckpttool.fixes.trial import Question, Trial, try_remap, try_swap
 from ckpttool.formats.rank_files import one_rank
 from ckpttool.formats.registry import MEMORY
@@ -80,26 +81,25 @@ class Fixes(NamedTuple):
         return replace(diff, fix=tuple(fix), notes=tuple(notes), unfixed=self.unfixed)
 
 
-def answered(question: Question, diff: Diff, suggests: bool = False) -> Diff:
+def answered(question: Question, suggests: bool = False) -> Diff:
     """Return the diff with fixes. `suggests`: also give the rules to a model's keys if no command needs their file."""
-    if question.left is not None and question.right is not None:
-        suggested = Suggested(diff, question.left, question.right)
-        fixes = _fixes(question, diff, suggested)
-        rules = None if diff.inferred is None else suggested.rules(question.options.comparison is not None)
+    left, right, model, diff = question.left, question.right, question.model, question.diff
+    fixes = _fixes(question)
+    if left is not None and right is not None:
+        values = question.options.comparison is not None
+        rules = suggested(diff.entries, diff.inferred, left, right, values) if values else question.rules
         if rules is None or diff.inferred is None:
             return fixes.added_to(diff)
-        if rules.needs_file and (not fixes.commands or fixes.is_partial):
-            fixes = Fixes(rules.commands, rules.undone, bool(rules.undone), bool(diff.inferred.pairs))
+        needs_file = rules.few is None and "pt2" not in (left.format, right.format)
+        if needs_file and (not fixes.commands or fixes.is_partial):
+            commands = with_file(left.source, right.source, *["--values"] * values)
+            fixes = Fixes(commands, rules.undone, bool(rules.undone), bool(diff.inferred.pairs))
         else:
             fixes = fixes._replace(notes=(*fixes.notes, *rules.undone))
-        return replace(fixes.added_to(diff), rules=rules.text)
-    fixes = _fixes(question, diff, None)
-    left, model = question.left, question.model
+        return replace(fixes.added_to(diff), rules=rules.text())
     if left is None or model is None or not left.state_dicts or left.format == "pt2":
         return fixes.added_to(diff)
-    if fixes.commands and not suggests:
-        return fixes.added_to(diff)
-    rules = suggested_for_model(left, model).rules()
+    rules = question.rules if suggests or not fixes.commands else None
     if rules is None:
         return fixes.added_to(diff)
     if not suggests:  # the rules of a file fix everything, or they are not suggested
@@ -107,19 +107,19 @@ def answered(question: Question, diff: Diff, suggests: bool = False) -> Diff:
         if rules.undone or about_optimizer or left.format == MEMORY.name:
             return fixes.added_to(diff)
         to_file, by_file = with_file(left.source, *model.words)
-        fix = Fix(by_file, complete=True, options=RemapOptions(rules=rules.text))
+        fix = Fix(by_file, complete=True, options=RemapOptions(rules=rules.text()))
         return Fixes((to_file, fix), is_inferred=True).added_to(diff)
     notes = (*fixes.notes, *rules.undone) if rules.undone else ()
-    return replace(Fixes(fixes.commands, notes, False, True).added_to(diff), rules=rules.text)
+    return replace(Fixes(fixes.commands, notes, False, True).added_to(diff), rules=rules.text())
 
 
-def _fixes(question: Question, diff: Diff, suggested: Suggested | None) -> Fixes:
-    """Return the commands that fix the diff, each tried. `suggested` are the rules that two checkpoints suggest."""
-    left = question.left
+def _fixes(question: Question) -> Fixes:
+    """Return the commands that fix the diff, each tried."""
+    left, diff = question.left, question.diff
     if diff.remedy is not None:
-        return _optimizer_fixes(question, diff, diff.remedy)
+        return _optimizer_fixes(question, diff.remedy)
     if left is None:
-        return _model_fixes(question, diff)
+        return _model_fixes(question)
     if not left.state_dicts:
         return Fixes()
     if question.options.optimizer is not None and question.right is None:  # the state fits, the model may not
@@ -132,14 +132,14 @@ def _fixes(question: Question, diff: Diff, suggested: Suggested | None) -> Fixes
     swap, swap_notes = _swap_fix(question) if is_program else (None, [])
     if swap is not None and swap.after.identical:
         return Fixes((swap.fix,))
-    best = best_remap(question, diff, suggested)
+    best = _best_remap(question)
     drops, infers = best is not None and best.drops, best is not None and best.infers
     if swap is not None and drops:
         best, drops, infers = None, False, False  # the program takes what only a remap would drop
     commands = [trial.fix for trial in (swap, best) if trial is not None]
     with_model: tuple[str, ...] = ()
     if not commands or (infers and is_program):  # the program's own model knows better
-        with_model = _commands_with_a_model(question, diff)
+        with_model = _commands_with_a_model(question)
     notes = [*swap_notes, *[OWN_NAMES] * (swap is not None), *[DROPPED] * drops]
     unpaired = any(entry.status in ("missing", "transformed") for entry in diff.entries)
     if best is not None and question.options.comparison is not None and unpaired:
@@ -148,27 +148,27 @@ def _fixes(question: Question, diff: Diff, suggested: Suggested | None) -> Fixes
     if not with_model and swap is None:
         is_partial = best is not None and not best.after.identical
         if not one_rank(left):  # else a note of the diff says everything
-            unfixed = _unfixed(question, diff, best)
+            unfixed = _unfixed(question, best)
             notes += (
                 [_ADAPTER] if best is None and is_adapter(model_section(left)) else filter(None, map(_advice, unfixed))
             )
     return Fixes((*with_model, *commands), tuple(notes), is_partial, infers, unfixed)
 
 
-def best_remap(question: Question, diff: Diff, suggested: Suggested | None) -> Trial | None:
+def _best_remap(question: Question) -> Trial | None:
     """Return the first remap after which the two are the same, or else the remap that leaves the fewest differences."""
     left = question.left
     assert left is not None
     if one_rank(left):
         return None  # no command has what the other ranks hold
-    differing = {entry.status for entry in diff.entries} - {"same"}
-    if any(entry.left != entry.right for entry in question.different_values(diff)):
+    differing = {entry.status for entry in question.diff.entries} - {"same"}
+    if any(entry.left != entry.right for entry in question.different_values(question.diff)):
         differing.add("renamed")  # the names can be fixed even if the values cannot
     not_by_names = {"shape", "dtype"} | ({"value"} if question.right is not None else set())
     if differing and differing <= not_by_names and left.format != "rank_files":
         return None
-    best, fewest = None, question.remaining(diff)
-    for word, options in to_load(question, diff) if suggested is None else to_compare(question, diff, suggested):
+    best, fewest = None, question.remaining(question.diff)
+    for word, options in to_load(question) if question.right is None else to_compare(question):
         fix = try_remap(question, options, word, fewest)
         if fix is not None and fix.after.identical:
             return fix
@@ -222,12 +222,12 @@ _UNFIXED: dict[str, tuple[str, str]] = {
 }
 
 
-def _unfixed(question: Question, diff: Diff, best: Trial | None) -> tuple[Unfixed, ...]:
+def _unfixed(question: Question, best: Trial | None) -> tuple[Unfixed, ...]:
     """Return the differences that are left after the best fix, if there is one, by their codes."""
-    entries: Sequence[Entry] = diff.entries
+    entries: Sequence[Entry] = question.diff.entries
     if best is not None:  # it was tried without values, which it does not change
         names = () if best.after.identical else best.after.entries
-        entries = (*names, *question.different_values(diff))
+        entries = (*names, *question.different_values(question.diff))
     keys: dict[str, list[str]] = {}
     for entry in entries:
         if entry.status not in HARMLESS - {"alias"} and not (entry.status == "dtype" and question.options.ignore_dtype):
@@ -263,11 +263,11 @@ def is_adapter(section: Section) -> bool:
 # Two checkpoints whose relation only the model's code could tell
 
 
-def _commands_with_a_model(question: Question, diff: Diff) -> tuple[str, ...]:
+def _commands_with_a_model(question: Question) -> tuple[str, ...]:
     """Return commands with the placeholder MODEL if all differences look like the work of a hook, or of a rank."""
     if question.model is not None:
         return ()
-    left, right = question.two
+    (left, right), diff = question.two, question.diff
     source = left.source
     mine, theirs = model_section(left), model_section(right)
     statuses = {entry.status for entry in diff.entries}
@@ -301,26 +301,20 @@ def _commands_with_a_model(question: Question, diff: Diff) -> tuple[str, ...]:
 def _are_shortened(short: Section, shorter: list[str], long: Section, longer: list[str]) -> bool:
     """Return True if each shorter key is exactly one longer key without a segment, with the same dtype and shape."""
     have, want = short.by_key(), long.by_key()
-    rest = set(shorter)
-    for key in longer:
-        parts = key.split(".")
-        hits = {".".join(parts[:i] + parts[i + 1 :]) for i in range(len(parts))} & rest
-        if len(hits) != 1:
-            return False
-        hit = hits.pop()
-        one, other = (
-            (entry.dtype, entry.shape) if isinstance(entry, TensorEntry) else None for entry in (have[hit], want[key])
-        )
-        if one != other:
-            return False
-        rest.discard(hit)
-    return True
+    pairs = {key: other for key, (other, _) in without_segment(longer, shorter).items()}
+    return len(pairs) == len(longer) == len(set(pairs.values())) and all(
+        _outline(have[other]) == _outline(want[key]) for key, other in pairs.items()
+    )
+
+
+def _outline(entry: TensorEntry | ExtraEntry) -> object:
+    return (entry.dtype, entry.shape) if isinstance(entry, TensorEntry) else None
 
 
 # A model alone, and a names file
 
 
-def _model_fixes(question: Question, diff: Diff) -> Fixes:
+def _model_fixes(question: Question) -> Fixes:
     """Return the commands that bring what the model saves to its runtime names; the checkpoint is not known."""
     assert question.model is not None
     names = question.model.names()
@@ -342,7 +336,7 @@ def _model_fixes(question: Question, diff: Diff) -> Fixes:
             "from a checkpoint of this model: save them in a hook, or fix the hook that removes them"
         )
         notes.append(Note(text, "not-saved"))
-    if not any(entry.status in ("renamed", "transformed") for entry in diff.entries):
+    if not any(entry.status in ("renamed", "transformed") for entry in question.diff.entries):
         return Fixes(notes=tuple(notes))
     model = question.model_options
     renamed = command("remap", (CKPT,), RemapOptions(**model, to="exported", out="OUT.pt"))
@@ -362,11 +356,11 @@ def diff_names_file(path: str, model: ModelOperand | None, options: DiffOptions)
         raise CkptError(f"{path} is a names file, which has no values", hint="remove --values")
     old = read_names(path)
     diff = compare_with_code(old, path, model)
-    rules: SuggestedRules | None = None
-    if diff.inferred is not None:
-        rules = Suggested(keys_only(diff), saved_by(old), saved_by(model.names())).rules()
-    commands = () if rules is None else rules.commands
-    if rules is not None and rules.needs_file:
+    rules = suggested(renamable(diff.entries), diff.inferred, saved_by(old), saved_by(model.names()))
+    commands: tuple[str, ...] = ()
+    if rules is not None and rules.few is not None:
+        commands = (renamed(CKPT, rules.few),)
+    elif rules is not None:
         file = free(path.removesuffix(".json"), "rules", ".toml")
         commands = (shell("ckpttool", "diff", path, *model.words, "--suggest", file), by_file(CKPT, file))
     notes = () if rules is None else rules.undone
@@ -381,13 +375,13 @@ def diff_names_file(path: str, model: ModelOperand | None, options: DiffOptions)
             words += ["--to-optimizer", optimizer] if optimizer else []
             commands = (shell("ckpttool", "remap", CKPT, *words, "-o", free(CKPT, "migrated", ".pt")),)
     fixes = Fixes(commands, notes, bool(rules and rules.undone), rules is not None)
-    return replace(fixes.added_to(diff), rules=None if rules is None else rules.text)
+    return replace(fixes.added_to(diff), rules=None if rules is None else rules.text())
 
 
 # Saved optimizers
 
 
-def _optimizer_fixes(question: Question, diff: Diff, remedy: Remedy) -> Fixes:
+def _optimizer_fixes(question: Question, remedy: Remedy) -> Fixes:
     """Return the command that fixes the state: tried, unless it names what only the user knows; else a note."""
     assert question.left is not None
     if remedy.foreign_keys:
@@ -399,7 +393,7 @@ def _optimizer_fixes(question: Question, diff: Diff, remedy: Remedy) -> Fixes:
         if has_placeholder(options):
             return Fixes((command("remap", (path,), replace(options, out=next(outputs(path, word)))),))
         asked = replace(question, left=file, optimizer_path=optimizer_path)
-        fix = try_remap(asked, options, word, question.remaining(diff))
+        fix = try_remap(asked, options, word, question.remaining(question.diff))
         if fix is not None:
             return Fixes((fix.fix,))
     return Fixes(notes=(NO_REMAP,))

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import refs
 from ckpttool.core.values import dataclass
+from ckpttool.diffing.names import suggestions
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix
 from ckpttool.diffing.run import run
+from ckpttool.diffing.sections import compare, explain_computed
+from ckpttool.fixes.rules_file import Rules, suggested
 from ckpttool.naming.convert import MADE_AGAIN
 from ckpttool.naming.match import aliases
-from ckpttool.operands.model import ModelOperand, operand_of
+from ckpttool.operands.checkpoint import model_section
+from ckpttool.operands.model import ModelOperand, operand_of, saved_by
 from ckpttool.operands.output import command, outputs, target_for
 from ckpttool.remapping import run as remap
 from ckpttool.remapping.options import RemapOptions
@@ -24,9 +29,9 @@ from ckpttool.swap import swap
 from ckpttool.swap.swap import SwapOptions
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Question:
-    """The operands and options of a diff, to be asked again about other checkpoints. `model` is read once.
+    """A diff with its operands and options, to ask the same about other checkpoints. `model` is read once.
 
     `optimizer_path` is the section of the only optimizer in question, if a command changes the complete file.
     """
@@ -35,6 +40,7 @@ class Question:
     right: Checkpoint | None
     options: DiffOptions
     model: ModelOperand | None
+    diff: Diff
     optimizer_path: str | None = None
 
     @property
@@ -49,6 +55,17 @@ class Question:
         """The options that name the model."""
         asked = self.options
         return {"model": asked.model, "materialize": asked.materialize}
+
+    @cached_property
+    def rules(self) -> Rules | None:
+        """The rules that lead from the left's names to the names of the right, or to the keys that the model saves."""
+        assert self.left is not None
+        if self.right is not None:
+            return suggested(self.diff.entries, self.diff.inferred, self.left, self.right)
+        assert self.model is not None
+        saved = saved_by(self.model.names())
+        entries = explain_computed(compare(model_section(self.left), model_section(saved)))
+        return suggested(entries, suggestions(self.left, saved, entries, False), self.left, saved)
 
     def ask_again(self, left: Checkpoint, right: Checkpoint | None) -> Diff:
         """Ask the same question about other checkpoints, without values and suggestions: renames do not change them."""
