@@ -145,7 +145,7 @@ class Cause:
 
     def has(self, *codes: Code) -> bool:
         """Return True if this cause, or one in `also`, has one of the codes."""
-        return self.code in codes or any(cause.has(*codes) for cause in self.also)
+        return self.code in codes or (bool(self.also) and any(cause.has(*codes) for cause in self.also))
 
     @property
     def codes(self) -> tuple[str, ...]:
@@ -159,44 +159,47 @@ class Cause:
 
 def segment_change(old: str, new: str) -> str:
     """Describe how a name became another: ``hides the segment `layer` ``."""
-    a, b = old.split("."), new.split(".")
-    start = 0
-    while start < min(len(a), len(b)) and a[start] == b[start]:
-        start += 1
-    end = 0
-    while end < min(len(a), len(b)) - start and a[-1 - end] == b[-1 - end]:
-        end += 1
-    removed, added = ".".join(a[start : len(a) - end]), ".".join(b[start : len(b) - end])
+    removed, added = map(".".join, _changed(old, new))
     if removed and added:
         return f"turns `{removed}` into `{added}`"
     return f"hides the segment `{removed}`" if removed else f"adds the segment `{added}`"
 
 
+def _changed(old: str, new: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the segments of each name between the first and the last that both share."""
+    a, b = old.split("."), new.split(".")
+    start, end, most = 0, 0, min(len(a), len(b))
+    while start < most and a[start] == b[start]:
+        start += 1
+    while end < most - start and a[-1 - end] == b[-1 - end]:
+        end += 1
+    return tuple(a[start : len(a) - end]), tuple(b[start : len(b) - end])
+
+
 def wrapper_cause(left: str, right: str) -> Cause | None:
     """Return why two names of one tensor differ if only the segments of wrappers do; None if they are equal."""
-    cause = _wrapper_cause(_more(left, right), _more(right, left))
-    return cause or (None if left == right else Cause(Code.WRAPPERS_REORDERED))
+    return None if left == right else _wrapper_cause(*_changed(left, right))
 
 
-def _more(name: str, other: str) -> tuple[str, ...]:
-    """Return the segments of the name that the other one has less often."""
-    rest, more = Counter(other.split(".")), []
-    for segment in name.split("."):
+@cache
+def _wrapper_cause(left: tuple[str, ...], right: tuple[str, ...]) -> Cause:
+    causes = [
+        Cause(code, (_wrapped_in(segments),))
+        for code, segments in ((Code.WRAPPED_LEFT, _more(left, right)), (Code.WRAPPED_RIGHT, _more(right, left)))
+        if segments
+    ]
+    return causes[0].and_also(*causes[1:]) if causes else Cause(Code.WRAPPERS_REORDERED)
+
+
+def _more(segments: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Return the segments that the others have less often."""
+    rest, more = Counter(others), []
+    for segment in segments:
         if rest[segment]:
             rest[segment] -= 1
         else:
             more.append(segment)
-    return tuple(more)
-
-
-@cache
-def _wrapper_cause(left: tuple[str, ...], right: tuple[str, ...]) -> Cause | None:
-    causes = [
-        Cause(code, (_wrapped_in(segments),))
-        for code, segments in ((Code.WRAPPED_LEFT, left), (Code.WRAPPED_RIGHT, right))
-        if segments
-    ]
-    return causes[0].and_also(*causes[1:]) if causes else None
+    return more
 
 
 def _wrapped_in(segments: Sequence[str]) -> str:
