@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -18,14 +17,13 @@ from ckpttool.diffing.moved import explain_moved
 from ckpttool.diffing.names import compare_through, suggestions
 from ckpttool.diffing.optimizer import UNKNOWN_CLASS, SavedOptimizer, compare_optimizers, is_named, optimizer_alone
 from ckpttool.diffing.result import EITHER_WAY, HARMLESS, Diff, Entry, Remedy, only_left, only_right, outlines
-from ckpttool.diffing.sections import Values, compare, compare_pair, explain_computed
+from ckpttool.diffing.sections import Values, adapter_notes, compare, compare_pair, explain_computed, hidden_segments
 from ckpttool.distributed.job import Question, answers, current, only_first
 from ckpttool.evaluate.compare import Difference, content_of_storage, same_objects, sha256_of
 from ckpttool.formats.manifest import all_extras, other_files
 from ckpttool.formats.rank_files import one_rank
 from ckpttool.formats.registry import MANIFEST, MEMORY
 from ckpttool.naming.convert import otherwise
-from ckpttool.naming.wrappers import adapter_of, missing_modules
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.model import ModelOperand, as_read
 from ckpttool.optimizers.forms import form_of
@@ -266,74 +264,6 @@ def _section_notes(
     return notes, skipped
 
 
-def hidden_segments(entries: Iterable[Entry], sides: Sides = SIDES) -> tuple[str, ...]:
-    """Return notes on keys that differ from a key of the other side by one segment: a hook may hide it.
-
-    It is a hint only: nobody knows without the model.
-    """
-    entries = list(entries)
-    missing = [entry.right[0] for entry in entries if entry.status == "missing"]
-    unexpected = [entry.left[0] for entry in entries if entry.status == "unexpected"]
-    counts = Counter(
-        (side, segment)
-        for side, longer, shorter in ((sides[0], missing, unexpected), (sides[1], unexpected, missing))
-        for _, segment in without_segment(longer, shorter).values()
-    )
-    return tuple(
-        Note(
-            f"{plural(count, 'key')} in {side} without the segment `{segment}` of the other side: a state_dict hook "
-            "may hide it (pass --model to know)",
-            "hidden-segment",
-        )
-        for (side, segment), count in counts.items()
-    )
-
-
-def without_segment(longer: Iterable[str], shorter: Collection[str]) -> dict[str, tuple[str, str]]:
-    """Map each longer key that is exactly one shorter key with one more segment to that key and the segment."""
-    known, dots = set(shorter), {key.count(".") + 1 for key in shorter}
-    found = {}
-    for key in longer:
-        if key.count(".") not in dots:
-            continue
-        hits, start = {}, 0
-        for segment in key.split("."):
-            end = start + len(segment) + 1
-            name = key[:start] + key[end:] if end < len(key) else key[: start - 1]
-            if name in known:
-                hits[name] = segment
-            start = end
-        if len(hits) == 1:
-            found[key] = hits.popitem()
-    return found
-
-
-def adapter_notes(left: Collection[str], right: Collection[str], sides: Sides) -> tuple[str, ...]:
-    """Return notes if only one side has an adapter."""
-    adapters = adapter_of(left), adapter_of(right)
-    if (adapters[0] is None) == (adapters[1] is None):
-        return ()
-    adapter, base, (side, other) = (
-        (adapters[0], right, sides) if adapters[0] is not None else (adapters[1], left, (sides[1], sides[0]))
-    )
-    assert adapter is not None
-    lost = missing_modules(adapter, base)
-    count = plural(len(adapter.modules), "module")
-    touched = f"{len(adapter.modules) - len(lost) if lost else 'all'} of them are in {other}"
-    if adapter.alone:
-        note = (
-            f"{side} is {adapter.title} for {count}, {touched}; it does not have the weights of the model: PEFT's "
-            "PeftModel.from_pretrained(BASE, FOLDER) adds it to its base, and merge_and_unload() merges the two"
-        )
-    else:
-        note = (
-            f"{side} has {adapter.title} next to {count}, {touched}; without it the weights are not the trained ones: "
-            "PEFT's merge_and_unload() merges it"
-        )
-    texts = [note, f"{plural(len(lost), 'adapted module')} not in {other}: {some(lost)}"] if lost else [note]
-    return tuple(Note(text, "adapter") for text in texts)
-
-
 # The same comparison shared by the ranks of a job
 
 
@@ -392,11 +322,6 @@ def read_all_values(left: Checkpoint, right: Checkpoint, model: ModelOperand | N
 
 
 # A checkpoint and a manifest
-
-
-def is_about_manifest(left: Checkpoint, right: Checkpoint) -> bool:
-    """Return True if one of the two is a manifest."""
-    return MANIFEST.name in (left.format, right.format)
 
 
 def compare_manifest(left: Checkpoint, right: Checkpoint, values: Values | None) -> Diff:

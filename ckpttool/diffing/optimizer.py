@@ -1,25 +1,33 @@
-"""Compare two optimizers: class, groups, hyperparameters and state."""
+"""Compare a saved optimizer with another one, or with the optimizer that loads it: class, groups and state."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
-from ckpttool.core.errors import Refused
-from ckpttool.core.names import Names
-from ckpttool.core.optimizer_state import FQN, GROUPS, ID, PARAMS, STATE, OptimizerState, Param, numbered
-from ckpttool.core.text import Info, Note, free
+from ckpttool.core.errors import CkptError, Refused
+from ckpttool.core.names import Names, OptimizerParam
+from ckpttool.core.optimizer_state import FLAT, FQN, GROUPS, ID, PARAMS, STATE, OptimizerState, Param, numbered
+from ckpttool.core.text import Info, Note, free, plural, shell, some
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import SIDES, Cause, Code, Sides
-from ckpttool.diffing.result import HARMLESS, Entry, Outlines, only_left, only_right
+from ckpttool.diffing.model import compared_by_loading, load, unreadable_note
+from ckpttool.diffing.result import HARMLESS, Diff, Entry, Outlines, Remedy, only_left, only_right
 from ckpttool.diffing.sections import Values, compare_pair
+from ckpttool.formats.registry import MEMORY
+from ckpttool.naming.convert import read as read_keys
+from ckpttool.naming.match import NameTables
 from ckpttool.operands.checkpoint import saved_state_dicts
-from ckpttool.optimizers.forms import class_of, read, same_option
-from ckpttool.optimizers.identify import ParamMap, owners, same_key_order
-from ckpttool.optimizers.transform import different
+from ckpttool.operands.model import ModelOperand
+from ckpttool.optimizers.forms import class_of, lacking, read, same_option
+from ckpttool.optimizers.identify import Parameters, ParamMap, own_names, owners, same_key_order
+from ckpttool.optimizers.transform import arranged, carry, different, identity
+
+if TYPE_CHECKING:
+    from ckpttool.tracing.build_optimizer import OptimizerVerdict
 
 _ENTRIES = (TensorEntry, ExtraEntry)
 _CONTAINERS = (*_ENTRIES, Mapping, list, tuple)
@@ -330,3 +338,254 @@ def _doubted(side: _Side, notes: list[str], name: str) -> Misassigned | None:
         return None
     notes.append(Note(f"{name}: {doubt.message}: {doubt.problems[0]} ({doubt.hint})", "doubtful-ids"))
     return Misassigned(Cause(Code.DOUBT, (doubt.message,)), dict.fromkeys(side.state.params))
+
+
+# A saved optimizer and the optimizer that loads it
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerFit:
+    """`fits`: torch loads the state, and every parameter gets its own; `remedy` may fix it if not."""
+
+    entries: tuple[Entry, ...]
+    notes: tuple[str, ...]
+    fits: bool
+    remedy: Remedy | None = None
+
+
+def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Diff:
+    """Compare a saved optimizer, and the model in the same file, with the optimizer and model that load them."""
+    names, section = model.names(), optimizer_section(checkpoint)
+    if section is None:
+        raise _no_single_optimizer(model, checkpoint)
+    if not names.optimizer:
+        names = in_model_order(names, section)
+    verdict = None
+    if model.optimizer is not None:
+        from ckpttool.tracing.build_optimizer import load_optimizer, optimizer_verdict
+
+        verdict = optimizer_verdict(model.definition(), load_optimizer(model.optimizer), section)
+    fit = compare_with_optimizer(SavedOptimizer.of(checkpoint, section), names, verdict)
+    notes = [*fit.notes]
+    if checkpoint.state_dicts:
+        model_loads = False
+        command = shell("ckpttool", "diff", *model.words, checkpoint.source)
+        try:
+            model_loads = load(replace(model, optimizer=None), checkpoint, ignore_dtype).identical
+            if not model_loads:
+                notes.append(Note(f"the model in this file does not load as it is ({command})", "other-sections"))
+        except CkptError as error:
+            text = f"the model in this file was not compared: {error.message} ({error.hint})"
+            notes.append(Note(text, "not-compared"))
+    else:
+        unreadable = unreadable_note(checkpoint)
+        notes += unreadable
+        model_loads = not unreadable
+    state = read(section)
+    without = [str(param) for param in state.params if not state.state.get(param)]
+    if 0 < len(without) < len(state.params):
+        text = f"{plural(len(without), 'parameter')} without state in the checkpoint: {some(without)}"
+        notes.append(Note(text, "no-optimizer-state"))
+    title = model.optimizer if isinstance(model.optimizer, str) else names.optimizer_class or "model.parameters()"
+    identical = fit.fits and model_loads
+    return Diff(
+        checkpoint.source,
+        f"{title} (of {names.model})",
+        identical=identical,
+        entries=fit.entries,
+        notes=tuple(notes),
+        other_failure="" if identical else "does not load",
+        remedy=fit.remedy,
+        compared=compared_by_loading(checkpoint, ignore_dtype) | {"optimizers": True},
+    )
+
+
+def _no_single_optimizer(model: ModelOperand, checkpoint: Checkpoint) -> CkptError:
+    paths = [section.path for section in checkpoint.optimizers]
+    if paths:
+        several = ", ".join(path or "(root)" for path in paths)
+        hint = f"pick one: {checkpoint.part(paths[0])}"
+        return CkptError(f"{checkpoint.source} has several optimizers: {several}", hint=hint)
+    command = shell("ckpttool", "diff", *model.words, checkpoint.source)
+    if checkpoint.format == MEMORY.name:
+        command = "ckpttool.diff(ckpt, model=...)"
+    return CkptError(
+        f"{checkpoint.source} has no optimizer: an optimizer that resumes from it starts from scratch",
+        hint=f"compare the model only: {command}",
+    )
+
+
+def in_model_order(names: Names, section: Section) -> Names:
+    """Return `names` with an optimizer of as many of the model's parameters as the file has, in their order.
+
+    Raises `CkptError` unless that is one group, of all parameters or of all trainable ones.
+    """
+    state, parameters = read(section), Parameters(names)
+    chosen = [own for own in (tuple(parameters.shapes), parameters.trainable) if len(own) == len(state.params)]
+    if len(state.groups) != 1 or not chosen:
+        counts = f"{plural(len(state.params), 'parameter')} in {plural(len(state.groups), 'param group')}"
+        raise CkptError(
+            f"{counts}: unclear which optimizer of {names.model} loads them",
+            hint="pass --optimizer file.py:make, the function that makes the optimizer of the model",
+        )
+    fqn_of = {t.canonical: t.fqn for t in reversed(names.runtime)}
+    params = tuple(OptimizerParam(place, fqn_of[name], 0) for place, name in enumerate(chosen[0]))
+    return replace(names, optimizer=params, optimizer_groups=(state.groups[0].hyperparameters,))
+
+
+def compare_with_optimizer(
+    saved: SavedOptimizer, names: Names, verdict: OptimizerVerdict | None = None
+) -> OptimizerFit:
+    """Compare a saved optimizer (left) with the optimizer in `names` that loads it (right).
+
+    `verdict` is what torch does with the state, if that could be tried; without it position decides, as in
+    ``Optimizer.load_state_dict`` (``set_optimizer_state_dict`` uses the names in the keys). Values are not compared: a
+    new optimizer has none, and takes its hyperparameters from the file.
+    """
+    state, target = read(saved.section), Parameters(names)
+    known, notes = _owners(state, names, saved)
+    if known is None:  # compare by the names in the file, else by ids
+        own, fresh = own_names(state, saved.models), target.fresh_optimizer
+        entries = group_entries(state, numbered(fresh)) if own is None else group_entries(own.state, fresh)
+        if own is not None:
+            notes.append(Info(f"left: its parameters are named by {own.evidence}", "optimizer-names"))
+        return _with_old_model(OptimizerFit(tuple(entries), tuple(notes), False), state, target, saved)
+    mine = known.state
+    if state.form == FLAT and _has_same_parameters(mine, target):
+        try:  # it has no groups: torch reads it into the groups of the optimizer
+            groups = arranged(mine, identity(mine.params), target.groups, target.names.optimizer_groups)
+            mine = replace(mine, groups=groups)
+        except Refused:
+            pass  # torch rejects it too
+    stepped = verdict is not None and verdict.stepped and verdict.error is None
+    needs: list[str] = []
+    if not stepped:
+        needs = lacking(mine, target.names.optimizer_groups, target.first_step)
+    entries = [
+        *group_entries(mine, target.fresh_optimizer, _misassigned(known, target, verdict)),
+        *(only_right(key, Cause(Code.NOT_STEPPABLE)) for key in needs if not _is_hyperparameter(key)),
+    ]
+    if state.form != ID and not stepped and mine.state:
+        in_groups = {name for group in target.groups for name in group}
+        entries += [
+            only_right(f"{STATE}.{name}", Cause(Code.NO_STATE))
+            for name in target.trainable
+            if name in in_groups and name not in mine.state
+        ]
+    # Loading takes all hyperparameters of the file.
+    keys = (next(iter((*e.left, *e.right))) for e in entries if e.status not in HARMLESS)
+    differing = bool(needs) or not all(map(_is_hyperparameter, keys))
+    failed = verdict is not None and verdict.error is not None
+    if verdict is not None and failed:
+        notes.append(Note(f"torch: {verdict.error}", "torch-error"))
+    if needs:
+        classes = [class_of(one) or UNKNOWN_CLASS for one in (mine, target.fresh_optimizer)]
+        text = (
+            f"the state is from {classes[0]}, the optimizer is {classes[1]}: torch loads it and fails at the next "
+            "step. No remap converts it; the optimizer must start from scratch"
+        )
+        notes.append(Note(text, "optimizer-class"))
+    if not (differing or failed or known.doubt):
+        if known.saved.form == FQN and mine.params != target.fresh_optimizer.params:
+            text = (
+                "left: set_optimizer_state_dict loads it by name; Optimizer.load_state_dict loads by position, and "
+                "would give state to other parameters (remap --optimizer-keys id puts it in order)"
+            )
+            notes.append(Note(text, "optimizer-order"))
+        elif known.evidence not in ("param_names", "names"):
+            notes.append(Info(known.rests_on("left"), "optimizer-names"))
+        return OptimizerFit(tuple(entries), tuple(notes), True)
+    is_foreign = bool(needs) or (failed and not differing and state.form == ID)
+    remedy = Remedy("drop_state") if is_foreign else _remedy(known, mine, target, notes)
+    fit = OptimizerFit(tuple(entries), tuple(notes), False, remedy)
+    return _with_old_model(fit, state, target, saved) if remedy.way == "old_model" else fit
+
+
+def _with_old_model(
+    fit: OptimizerFit, state: OptimizerState, target: Parameters, saved: SavedOptimizer
+) -> OptimizerFit:
+    """Return the fit with the remedy that names the model that saved the file."""
+    sizes = [len(group.params) for group in state.groups]
+    same_groups: bool | None = sizes == [len(group) for group in target.groups]
+    if not same_groups and (state.form != ID or len(sizes) == 1 or all(group.param_names for group in state.groups)):
+        same_groups = None
+    matches = [read_keys(NameTables(target.names), section).match for section in saved.models]
+    foreign = tuple(dict.fromkeys(key for match in matches for key in match.unmatched))
+    if foreign and all(match.missing for match in matches):
+        text = (
+            f"{foreign[0]} is not in {target.names.model}, and {matches[0].missing[0]} is not in the file: if they are "
+            "one tensor, rename it first, for model and optimizer: remap --rule 'FROM => TO' --optimizer-keys fqn"
+        )
+        return replace(fit, remedy=None, notes=(*fit.notes, Note(text, "optimizer-names")))
+    return replace(fit, remedy=Remedy("old_model", None, same_groups, foreign))
+
+
+def _owners(state: OptimizerState, names: Names, saved: SavedOptimizer) -> tuple[ParamMap | None, list[str]]:
+    """Return the parameters that the state belongs to, None if they are unknown, and notes.
+
+    State with other groups than the optimizer's was saved by another optimizer: its ids are in the model's order.
+    """
+    notes = list[str]()
+    try:
+        param_map = owners(state, names, "left", saved.models)
+    except Refused as error:
+        notes.append(refusal(error))
+        if state.form != ID:
+            return None, notes
+        try:
+            without_optimizer = replace(names, optimizer=(), optimizer_class=None, optimizer_groups=())
+            param_map = owners(state, without_optimizer, "left", saved.models)
+        except Refused:
+            return None, notes
+        notes = list[str]()
+    if param_map.doubt is not None:
+        notes.append(Note(f"left: {param_map.doubt.message}: {param_map.doubt.problems[0]}", "doubtful-ids"))
+    return param_map, notes
+
+
+def _has_same_parameters(state: OptimizerState, target: Parameters) -> bool:
+    return {str(param) for param in state.params} == {name for group in target.groups for name in group}
+
+
+def _misassigned(known: ParamMap, target: Parameters, verdict: OptimizerVerdict | None) -> Misassigned | None:
+    """Return the parameters that would not get their own state, and why."""
+    state = known.saved
+    if known.doubt is not None:
+        names = {str(param): name for param, name in known.names.items()}
+        details = {names.get(problem.key, problem.key): problem.problem for problem in known.doubt.problems}
+        return Misassigned(Cause(Code.DOUBT, (known.doubt.message,)), details)
+    if state.form != ID or [len(group.params) for group in state.groups] != [len(group) for group in target.groups]:
+        return None
+    landed: Mapping[Param, Param] = dict(zip(target.fresh_optimizer.params, state.params))
+    if verdict is not None and verdict.error is None:
+        landed = {**landed, **{target.canonical[fqn]: param for fqn, param in verdict.landed.items()}}
+    saved_group = {known.names[param]: index for index, group in enumerate(state.groups) for param in group.params}
+    new_group = {name: index for index, group in enumerate(target.groups) for name in group}
+    with_state = {known.names[param] for param, own in state.state.items() if own}
+    details = {}
+    for param, saved_param in landed.items():
+        name, other = str(param), known.names[saved_param]
+        # For parameters without state only the group matters.
+        moved = saved_group.get(name) != new_group[name]
+        if other != name and (moved or not with_state.isdisjoint((name, other))):
+            details[name] = f"gets the state of {other}"
+    return Misassigned(Cause(Code.MISASSIGNED), details)
+
+
+def _is_hyperparameter(key: str) -> bool:
+    return key.startswith(f"{GROUPS}.") and key.count(".") >= 2 and f".{PARAMS}." not in key
+
+
+def _remedy(known: ParamMap, mine: OptimizerState, target: Parameters, notes: list[str]) -> Remedy:
+    if known.doubt is not None:
+        return Remedy("old_model")
+    try:
+        groups = arranged(mine, identity(mine.params), target.groups, target.names.optimizer_groups)
+        have = set(mine.params)
+        carry(mine, identity([p for group in groups for p in group.params if p in have]), target.shapes, "left")
+    except Refused as error:
+        text = f"no remap arranges it in the new order and param groups: {error.message}: {error.problems[0]}"
+        notes.append(Note(text, "no-fix"))
+        return Remedy("drop_state")
+    by_name = known.evidence in ("param_names", "names") and _has_same_parameters(mine, target)
+    return Remedy("by_name", known.saved.form) if by_name else Remedy("regroup")

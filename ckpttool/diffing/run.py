@@ -7,11 +7,10 @@ from dataclasses import replace
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.diffing.causes import SIDES, Sides
-from ckpttool.diffing.checkpoints import checkpoints, compare_manifest, is_about_manifest
-from ckpttool.diffing.optimizer import optimizer_alone
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import NO_VALUES, Diff
 from ckpttool.diffing.sections import Values
+from ckpttool.formats.registry import MANIFEST
 from ckpttool.operands.model import ModelOperand, operand_of
 
 OTHERS_DIFFER = "the models are the same, but other sections or entries differ"
@@ -38,16 +37,17 @@ def run(
     """
     model = operand_of(options) if model is None else model
     values = values or options.comparison
-    both = None if left is None or right is None else (left, right)
-    about_manifest = both is not None and is_about_manifest(*both)
-    if options.whole and (both is None or about_manifest):
+    about_manifest = left is not None and right is not None and is_about_manifest(left, right)
+    if options.whole and (left is None or right is None or about_manifest):
         raise CkptError("--whole compares two checkpoints", hint="ckpttool diff LEFT RIGHT --values --whole")
-    if both is not None and about_manifest:
-        if model is not None:
-            raise CkptError("a manifest is compared without a model", hint="remove --model")
-        return replace(compare_manifest(*both, values), scope=options.scope)
-    if both is not None:
-        diff = checkpoints(*both, model, values, options.ignore_dtype, infers, sides)
+    if left is not None and right is not None:
+        from ckpttool.diffing.checkpoints import checkpoints, compare_manifest
+
+        if about_manifest:
+            if model is not None:
+                raise CkptError("a manifest is compared without a model", hint="remove --model")
+            return replace(compare_manifest(left, right, values), scope=options.scope)
+        diff = checkpoints(left, right, model, values, options.ignore_dtype, infers, sides)
         diff = replace(diff, scope=options.scope)
         if options.whole and diff.has_other_notes:
             failure = OTHERS_DIFFER if diff.identical else ALSO_OTHERS_DIFFER
@@ -55,12 +55,19 @@ def run(
         return diff
     if model is None or right is not None or values is not None:
         raise CkptError("nothing to compare", hint="ckpttool diff LEFT RIGHT, or ckpttool diff --model MODEL [CKPT]")
-    from ckpttool.diffing.model import load, names_alone, optimizer
+    from ckpttool.diffing.model import load, names_alone
 
     if left is None:
         diff = names_alone(model)
-    elif model.optimizer is None and optimizer_alone(left) is None:
+    elif model.optimizer is None and (left.state_dicts or len(left.optimizers) != 1):
         diff = load(model, left, options.ignore_dtype)
     else:
+        from ckpttool.diffing.optimizer import optimizer
+
         diff = optimizer(model, left, options.ignore_dtype)
     return replace(diff, scope=NO_VALUES)
+
+
+def is_about_manifest(left: Checkpoint, right: Checkpoint) -> bool:
+    """Return True if one of the two is a manifest."""
+    return MANIFEST.name in (left.format, right.format)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -10,14 +11,16 @@ from typing import Any
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.core.dtypes import PLAIN
 from ckpttool.core.names import Hook
+from ckpttool.core.text import Note, plural, some
 from ckpttool.core.values import dataclass
-from ckpttool.diffing.causes import Cause, Code, wrapper_cause
+from ckpttool.diffing.causes import SIDES, Cause, Code, Sides, wrapper_cause
 from ckpttool.diffing.result import Entry, only_left, only_right
 from ckpttool.evaluate.compare import Difference, same_objects
 from ckpttool.formats.rank_shards import rank_pairs
 from ckpttool.formats.remarks import is_placeholder
 from ckpttool.formats.torch.tensors import is_dense, kind
 from ckpttool.naming.match import aliases, unlike
+from ckpttool.naming.wrappers import adapter_of, missing_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,7 @@ def _compare_objects(left: ExtraEntry, right: ExtraEntry, values: Values | None)
     """Compare two objects that are not tensors: the tensors inside them, and with `values` everything else."""
     keys = (left.key,), (right.key,)
     mine, theirs = ({part.key: part for part in entry.tensors} for entry in (left, right))
+    other_dtype = None
     for key in {**mine, **theirs}:
         path = f"{left.key}.{key}"
         if key not in mine or key not in theirs:
@@ -108,10 +112,14 @@ def _compare_objects(left: ExtraEntry, right: ExtraEntry, values: Values | None)
         entry = compare_pair(mine[key], theirs[key], values and Values(values.difference))
         if entry.cause is not None:
             status, cause = entry.status, Cause(Code.OBJECT_TENSOR).and_also(entry.cause)
-            if status == "dtype" and values is not None and values.converts:  # the rest of the object is not compared
-                status, cause = "value", cause.and_also(Cause(Code.UNREAD))
             detail = f"{path}: {entry.detail}" if entry.detail else path
-            return Entry(status, *keys, cause, None, detail)
+            if status != "dtype":
+                return Entry(status, *keys, cause, None, detail)
+            if values is not None and values.converts:
+                status, cause = "value", cause.and_also(Cause(Code.UNREAD))
+            other_dtype = other_dtype or Entry(status, *keys, cause, None, detail)
+    if other_dtype is not None:
+        return other_dtype
     if values is None:
         return Entry("extra_state", *keys, Cause(Code.OBJECT_UNREAD))
     return Entry("same", *keys) if same_objects(left, right) else Entry("value", *keys, Cause(Code.OBJECT_VALUE))
@@ -200,3 +208,74 @@ def unpairable(entries: Sequence[Entry]) -> tuple[set[str], set[str]]:
 
 def _only(entries: Iterable[Entry], status: str) -> dict[str, Entry]:
     return {(entry.left or entry.right)[0]: entry for entry in entries if entry.status == status}
+
+
+# Notes on the keys of both sides
+
+
+def hidden_segments(entries: Iterable[Entry], sides: Sides = SIDES) -> tuple[str, ...]:
+    """Return notes on keys that differ from a key of the other side by one segment: a hook may hide it.
+
+    It is a hint only: nobody knows without the model.
+    """
+    entries = list(entries)
+    missing = [entry.right[0] for entry in entries if entry.status == "missing"]
+    unexpected = [entry.left[0] for entry in entries if entry.status == "unexpected"]
+    counts = Counter(
+        (side, segment)
+        for side, longer, shorter in ((sides[0], missing, unexpected), (sides[1], unexpected, missing))
+        for _, segment in without_segment(longer, shorter).values()
+    )
+    return tuple(
+        Note(
+            f"{plural(count, 'key')} in {side} without the segment `{segment}` of the other side: a state_dict hook "
+            "may hide it (pass --model to know)",
+            "hidden-segment",
+        )
+        for (side, segment), count in counts.items()
+    )
+
+
+def without_segment(longer: Iterable[str], shorter: Collection[str]) -> dict[str, tuple[str, str]]:
+    """Map each longer key that is exactly one shorter key with one more segment to that key and the segment."""
+    known, dots = set(shorter), {key.count(".") + 1 for key in shorter}
+    found = {}
+    for key in longer:
+        if key.count(".") not in dots:
+            continue
+        hits, start = {}, 0
+        for segment in key.split("."):
+            end = start + len(segment) + 1
+            name = key[:start] + key[end:] if end < len(key) else key[: start - 1]
+            if name in known:
+                hits[name] = segment
+            start = end
+        if len(hits) == 1:
+            found[key] = hits.popitem()
+    return found
+
+
+def adapter_notes(left: Collection[str], right: Collection[str], sides: Sides) -> tuple[str, ...]:
+    """Return notes if only one side has an adapter."""
+    adapters = adapter_of(left), adapter_of(right)
+    if (adapters[0] is None) == (adapters[1] is None):
+        return ()
+    adapter, base, (side, other) = (
+        (adapters[0], right, sides) if adapters[0] is not None else (adapters[1], left, (sides[1], sides[0]))
+    )
+    assert adapter is not None
+    lost = missing_modules(adapter, base)
+    count = plural(len(adapter.modules), "module")
+    touched = f"{len(adapter.modules) - len(lost) if lost else 'all'} of them are in {other}"
+    if adapter.alone:
+        note = (
+            f"{side} is {adapter.title} for {count}, {touched}; it does not have the weights of the model: PEFT's "
+            "PeftModel.from_pretrained(BASE, FOLDER) adds it to its base, and merge_and_unload() merges the two"
+        )
+    else:
+        note = (
+            f"{side} has {adapter.title} next to {count}, {touched}; without it the weights are not the trained ones: "
+            "PEFT's merge_and_unload() merges it"
+        )
+    texts = [note, f"{plural(len(lost), 'adapted module')} not in {other}: {some(lost)}"] if lost else [note]
+    return tuple(Note(text, "adapter") for text in texts)

@@ -17,10 +17,10 @@ from ckpttool.core.options import expand_options
 from ckpttool.core.schema import COUNT, FLAG, TEXT, TEXTS, list_of, notes_as, nullable, object_of, one_of, record
 from ckpttool.core.text import placed
 from ckpttool.core.values import dataclass, public
-from ckpttool.diffing.checkpoints import compare_on_ranks, is_about_manifest, read_all_values
+from ckpttool.diffing.checkpoints import compare_on_ranks, read_all_values
 from ckpttool.diffing.options import Diff3Options, DiffOptions
 from ckpttool.diffing.result import COMPARED, STATUSES, Compared, Diff, Entry, count_of
-from ckpttool.diffing.run import run
+from ckpttool.diffing.run import is_about_manifest, run
 from ckpttool.distributed.job import only_first
 from ckpttool.operands.checkpoint import Ckpt, open_checkpoint
 from ckpttool.operands.model import operand_of, read_for_model

@@ -15,10 +15,10 @@ from ckpttool.core.codes import CODES
 from ckpttool.core.errors import CkptError
 from ckpttool.core.text import Info, Note, plural, shell, some
 from ckpttool.diffing.causes import OBJECTS
-from ckpttool.diffing.checkpoints import without_segment
 from ckpttool.diffing.names import compare_with_code, renamable
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix, Remedy, Unfixed
+from ckpttool.diffing.sections import without_segment
 from ckpttool.fixes.candidates import Candidate, to_compare, to_load, to_load_model
 from ckpttool.fixes.rules_file import by_file, renamed, suggested, with_file
 from ckpttool.fixes.trial import Question, Trial, try_remap, try_swap

@@ -283,3 +283,13 @@ def test_conversion_of_dtypes_compares_every_rank(tmp_path: Path, run: Run, othe
     options = ["--values", "--ignore-dtype"]
     assert run("diff", left, write("right", torch.ones(2), torch.bfloat16), *options).status == 0
     assert run("diff", left, write("right", other, torch.bfloat16), *options).status == 1
+
+
+def test_another_dtype_in_an_object_does_not_hide_another_shape(tmp_path: Path, run: Run) -> None:
+    def write(name: str, first: torch.Tensor, second: torch.Tensor) -> str:
+        torch.save({"w": torch.ones(2), "m._extra_state": {"a": first, "b": second}}, tmp_path / name)
+        return str(tmp_path / name)
+
+    left, half = write("left.pt", torch.ones(2), torch.ones(2)), torch.ones(2, dtype=torch.bfloat16)
+    assert run("diff", left, write("same.pt", half, torch.ones(2)), "--ignore-dtype").status == 0
+    assert run("diff", left, write("other.pt", half, torch.ones(3)), "--ignore-dtype").status == 1

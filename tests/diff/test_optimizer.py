@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import optimizer_models as models
-from ckpttool.diffing.model import compare_with_optimizer
-from ckpttool.diffing.optimizer import SavedOptimizer, compare_optimizers
+from ckpttool.diffing.optimizer import SavedOptimizer, compare_optimizers, compare_with_optimizer
 from ckpttool.diffing.result import HARMLESS, Entry
 from ckpttool.diffing.sections import Values
 from ckpttool.evaluate.compare import difference

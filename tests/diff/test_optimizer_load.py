@@ -13,8 +13,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import Ref
 from ckpttool.core.names import Names, OptimizerParam, RuntimeTensor, SerializedKey
 from ckpttool.core.optimizer_state import FLAT, FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
-from ckpttool.diffing.model import OptimizerFit, compare_with_optimizer, in_model_order
-from ckpttool.diffing.optimizer import SavedOptimizer
+from ckpttool.diffing.optimizer import OptimizerFit, SavedOptimizer, compare_with_optimizer, in_model_order
 from ckpttool.diffing.result import HARMLESS, Remedy
 from ckpttool.optimizers.forms import write
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ckpttool.diffing.causes import segment_change, wrapper_cause
-from ckpttool.diffing.checkpoints import hidden_segments
 from ckpttool.diffing.result import Entry
+from ckpttool.diffing.sections import hidden_segments
 
 
 @pytest.mark.parametrize(
