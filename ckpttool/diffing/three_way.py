@@ -41,7 +41,7 @@ _CONTENT = frozenset({"value", "dtype", "shape"})
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one side did with keys of the base: its own keys now, empty if it dropped them."""
+    """A change of keys of the base on one side. `keys` are its keys now, empty if it dropped them."""
 
     status: str
     keys: tuple[str, ...]
@@ -65,7 +65,7 @@ class Point:
 @public
 @dataclass(frozen=True, slots=True)
 class Diff3:
-    """Every change since the base. `passes` if there are no conflicts."""
+    """All changes since the base. `passes`: nothing conflicts."""
 
     base: str
     left: str
@@ -114,7 +114,7 @@ DIFF3 = record(
 
 @expand_options(Diff3Options)
 def diff3(base: Ckpt, left: Ckpt, right: Ckpt, **options: Unpack[Diff3Keywords]) -> Diff3:
-    """Return what two checkpoints each changed since the one that both came from, and whether the changes agree."""
+    """Return the changes of two checkpoints since their common base, and whether these agree."""
     chosen = DiffOptions(**options)
     if chosen.comparison is None:
         only_first()
@@ -148,7 +148,7 @@ def _points(mine: Diff, theirs: Diff, both: Diff) -> Iterator[Point]:
     same = {(entry.left, entry.right) for entry in both.entries if not both.is_difference(entry)}
     sides = []
     for diff in (mine, theirs):
-        # Keys of the base, each by itself, and new keys (of no key of the base)
+        # Keys of the base, one at a time, and new keys, which come from no key of the base
         changed = (e for e in diff.entries if e.left and e.status not in _UNTOUCHED and diff.is_difference(e))
         changes: dict[Keys, Change] = {(key,): _change(entry) for entry in changed for key in entry.left}
         added = {entry.right: _change(entry) for entry in diff.entries if not entry.left}

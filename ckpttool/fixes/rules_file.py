@@ -233,7 +233,7 @@ def suggested(
     right: Checkpoint,
     values: bool = False,
 ) -> Rules | None:
-    """Return the rules for the likely renames of a diff, with what they leave undone; None if there are none.
+    """Return the rules for the likely renames of a diff, with notes on all other differences; None if there are none.
 
     With `values` the values are read: rows may be in the other rotary order.
     """

@@ -140,7 +140,7 @@ def _named(names: Names, tables: NameTables, name: str) -> list[RuntimeTensor]:
 
 
 def _readings(names: Names, name: str) -> Iterator[list[str]]:
-    """Yield the names that `name` may stand for, those with the fewest segments removed first."""
+    """Yield the names that `name` may mean, with the fewest segments removed first."""
     for inner in dict.fromkeys((name, *base_names(name))):
         yield [inner]
         parts = inner.split(".")
