@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from ckpttool.core.errors import CkptError, Problem, Refused
     from ckpttool.core.names import Names
     from ckpttool.core.plan import Plan
-    from ckpttool.diffing.history import History, history
-    from ckpttool.diffing.result import Diff
-    from ckpttool.diffing.three_way import Diff3, diff3
+    from ckpttool.diffing.history import history
+    from ckpttool.diffing.result import Diff, Diff3, History
+    from ckpttool.diffing.three_way import diff3
     from ckpttool.fixes.diff import diff
     from ckpttool.fixes.fix import fix
     from ckpttool.inspection.explain import Explanation, explain
@@ -79,9 +79,9 @@ _MODULES = {
     **dict.fromkeys(("CkptError", "Problem", "Refused"), "core.errors"),
     "Names": "core.names",
     "Plan": "core.plan",
-    **dict.fromkeys(("History", "history"), "diffing.history"),
-    "Diff": "diffing.result",
-    **dict.fromkeys(("Diff3", "diff3"), "diffing.three_way"),
+    "history": "diffing.history",
+    **dict.fromkeys(("Diff", "Diff3", "History"), "diffing.result"),
+    "diff3": "diffing.three_way",
     "diff": "fixes.diff",
     "fix": "fixes.fix",
     **dict.fromkeys(("Explanation", "explain"), "inspection.explain"),

@@ -14,9 +14,7 @@ from ckpttool.core.expression import DEFINITIONS
 from ckpttool.core.names import NAMES
 from ckpttool.core.plan import PLAN
 from ckpttool.core.schema import ERROR, Kind
-from ckpttool.diffing.history import HISTORY
-from ckpttool.diffing.result import DIFF
-from ckpttool.diffing.three_way import DIFF3
+from ckpttool.diffing.result import DIFF, DIFF3, HISTORY
 from ckpttool.formats.manifest import STATEMENT
 from ckpttool.inspection.explain import EXPLAIN
 from ckpttool.inspection.inspect import INSPECT

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.options import expand_options
-from ckpttool.core.schema import COUNT, FLAG, TEXT, TEXTS, Members, list_of, notes_as, nullable, one_of, record
 from ckpttool.core.text import Info, dotted, plural, some
-from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.optimizer import UNKNOWN_CLASS, SavedOptimizer, compare_optimizers
 from ckpttool.diffing.options import CompareOptions, DiffOptions
-from ckpttool.diffing.result import COMPARED, EITHER_WAY, HARMLESS, STATUSES, Compared, Diff, Entry
+from ckpttool.diffing.result import EITHER_WAY, HARMLESS, STEP_STATUSES, Diff, Entry, History, Step, StepChange
 from ckpttool.diffing.run import run
 from ckpttool.diffing.sections import compare
 from ckpttool.distributed.job import only_first
@@ -37,98 +35,10 @@ if TYPE_CHECKING:
 
     from ckpttool.keywords import CompareKeywords
 
-# Statuses of a diff of this step (its left) and the previous one (its right) that have another name here.
-CHANGES = {"unexpected": "added", "missing": "dropped"}
-KINDS = ("format", "section", "class")  # changes that are about no single key
 HYPERPARAMETERS = Info(
     "hyperparameters such as `lr` were not compared, because they change at every step: pass --values", "not-compared"
 )
 _SIDES = ("this step", "the step before")
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A difference from the previous step: `status` is one of `diff`'s, ``added``, ``dropped``, or one of `KINDS`."""
-
-    section: str
-    status: str
-    before: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-    reason: str = ""
-    detail: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A checkpoint of the run. `error` says why it could not be read, None if it could.
-
-    `since` is the step that it was compared with, None for the first. `likely` are likely renames (left: now).
-    """
-
-    name: str
-    since: str | None = None
-    error: str | None = None
-    tensors: int = 0
-    changes: tuple[Change, ...] = ()
-    likely: tuple[Pair, ...] = ()
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether it is the same as the previous step."""
-        return not self.changes and not self.error and self.since is not None
-
-
-@public
-@dataclass(frozen=True, slots=True)
-class History:
-    """The changes of every step. `run` is the folder, None if the steps were named one by one."""
-
-    run: str | None
-    steps: tuple[Step, ...]
-    notes: tuple[str, ...]
-    compared: Compared = field(default_factory=dict, compare=False)
-    scope: str = ""
-
-    @property
-    def identical(self) -> bool:
-        """Whether all steps could be read and nothing changed."""
-        return not any(step.changes or step.error for step in self.steps)
-
-    @property
-    def passes(self) -> bool:
-        """Whether the exit status is 0."""
-        return self.identical
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the `history` object of the contract."""
-        return dict(HISTORY.write(self))
-
-
-_BOTH: Members = {"before": TEXTS, "after": TEXTS}
-_STATUS = one_of(*STATUSES, *CHANGES.values(), *KINDS)
-_CHANGE = record(Change, {"section": TEXT, "status": _STATUS, **_BOTH, "reason": TEXT}, {"detail": TEXT})
-_STEP = record(
-    Step,
-    {
-        "source": TEXT,
-        **dict.fromkeys(("since", "error"), nullable(TEXT)),
-        "tensors": COUNT,
-        "changes": list_of(_CHANGE),
-        "suggested": list_of(record(Pair, {**_BOTH, "evidence": TEXT}, called={"before": "right", "after": "left"})),
-    },
-    called={"source": "name", "suggested": "likely"},
-)
-HISTORY = record(
-    History,
-    {
-        "run": nullable(TEXT),
-        "identical": FLAG,
-        "compared": COMPARED,
-        "steps": list_of(_STEP),
-        "notes": notes_as("reader"),
-    },
-    title="ckpttool.history/1",
-)
 
 
 # The steps in a folder
@@ -266,7 +176,7 @@ def compare_steps(
 class _Found(NamedTuple):
     """Lists to collect the changes of one step, and the notes of the run."""
 
-    changes: list[Change]
+    changes: list[StepChange]
     likely: list[Pair]
     notes: dict[str, None]
 
@@ -275,13 +185,13 @@ def _compare_step(
     now: dict[str, Checkpoint], before: dict[str, Checkpoint], options: DiffOptions, found: _Found
 ) -> None:
     """Compare the files of two steps, by name."""
-    found.changes.extend(Change("", "section", (), (name,), "new file") for name in _only(now, before))
-    found.changes.extend(Change("", "section", (name,), (), "file removed") for name in _only(before, now))
+    found.changes.extend(StepChange("", "section", (), (name,), "new file") for name in _only(now, before))
+    found.changes.extend(StepChange("", "section", (name,), (), "file removed") for name in _only(before, now))
     both = [name for name in now if name in before]
     for name in both:
         formats = before[name].format, now[name].format
         if formats[0] != formats[1]:
-            found.changes.append(Change(name, "format", formats[:1], formats[1:], "different format"))
+            found.changes.append(StepChange(name, "format", formats[:1], formats[1:], "different format"))
     for name in both:
         _compare_sections(name, now[name], before[name], options, found)
 
@@ -294,24 +204,24 @@ def _only(mine: Iterable[str], others: Iterable[str]) -> list[str]:
 def _compare_sections(name: str, now: Checkpoint, before: Checkpoint, options: DiffOptions, found: _Found) -> None:
     mine, theirs = ({section.path: section for section in one.sections} for one in (now, before))
     changes = found.changes
-    changes += [Change(name, "section", (), (path or "(root)",), "new section") for path in _only(mine, theirs)]
-    changes += [Change(name, "section", (path or "(root)",), (), "section removed") for path in _only(theirs, mine)]
-    changes += [Change(name, "added", (), (path,), "not a tensor") for path in _only(now.others, before.others)]
-    changes += [Change(name, "dropped", (path,), (), "not a tensor") for path in _only(before.others, now.others)]
+    changes += [StepChange(name, "section", (), (path or "(root)",), "new section") for path in _only(mine, theirs)]
+    changes += [StepChange(name, "section", (path or "(root)",), (), "section removed") for path in _only(theirs, mine)]
+    changes += [StepChange(name, "added", (), (path,), "not a tensor") for path in _only(now.others, before.others)]
+    changes += [StepChange(name, "dropped", (path,), (), "not a tensor") for path in _only(before.others, now.others)]
     values = options.comparison
     for path in [path for path in mine if path in theirs]:
         where = dotted(name, path)
         new, old = mine[path], theirs[path]
         entries: Iterable[Entry]
         if new.kind != old.kind:
-            changes.append(Change(where, "section", (old.kind,), (new.kind,), "different kind of section"))
+            changes.append(StepChange(where, "section", (old.kind,), (new.kind,), "different kind of section"))
             continue
         if new.kind == "optimizer" and new.mapping and old.mapping:  # a manifest has none
             saved = SavedOptimizer.of(now, new), SavedOptimizer.of(before, old)
             both = compare_optimizers(*saved, None, values, _SIDES)
             now_class, old_class = (title or UNKNOWN_CLASS for title in both.classes)
             if now_class != old_class:
-                changes.append(Change(where, "class", (old_class,), (now_class,), "different optimizer class"))
+                changes.append(StepChange(where, "class", (old_class,), (now_class,), "different optimizer class"))
             skipped = HARMLESS if values is not None else HARMLESS | {"value"}
             entries = [entry for entry in both.entries if entry.status not in skipped]
             found.notes.update(dict.fromkeys(both.notes))
@@ -326,8 +236,8 @@ def _compare_sections(name: str, now: Checkpoint, before: Checkpoint, options: D
             entries = [entry for entry in compare(new, old, values) if entry.status not in EITHER_WAY]
         for entry in entries:
             reason = "" if entry.cause is None or entry.cause.code in _PLAIN else entry.why(_SIDES)
-            status = CHANGES.get(entry.status, entry.status)
-            changes.append(Change(where, status, entry.right, entry.left, reason, entry.detail))
+            status = STEP_STATUSES.get(entry.status, entry.status)
+            changes.append(StepChange(where, status, entry.right, entry.left, reason, entry.detail))
 
 
 _PLAIN = (Code.MISSING, Code.UNEXPECTED)  # the statuses say all of it

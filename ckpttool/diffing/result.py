@@ -1,4 +1,4 @@
-"""The result of `diff`."""
+"""The results of `diff`, `history` and `diff3`."""
 
 from __future__ import annotations
 
@@ -277,4 +277,181 @@ DIFF = record(
         "rules": lambda diff: diff.rules if diff.inferred or diff.rules else LEFT_OUT,
     },
     title="ckpttool.diff/1",
+)
+
+
+# The checkpoints of a run
+
+
+# Statuses of a diff of this step (its left) and the previous one (its right) that have another name here.
+STEP_STATUSES = {"unexpected": "added", "missing": "dropped"}
+KINDS = ("format", "section", "class")  # changes that are about no single key
+
+
+@dataclass(frozen=True, slots=True)
+class StepChange:
+    """A difference from the previous step: `status` is one of `diff`'s, ``added``, ``dropped``, or one of `KINDS`."""
+
+    section: str
+    status: str
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    reason: str = ""
+    detail: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A checkpoint of the run. `error` says why it could not be read, None if it could.
+
+    `since` is the step that it was compared with, None for the first. `likely` are likely renames (left: now).
+    """
+
+    name: str
+    since: str | None = None
+    error: str | None = None
+    tensors: int = 0
+    changes: tuple[StepChange, ...] = ()
+    likely: tuple[Pair, ...] = ()
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether it is the same as the previous step."""
+        return not self.changes and not self.error and self.since is not None
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class History:
+    """The changes of every step. `run` is the folder, None if the steps were named one by one."""
+
+    run: str | None
+    steps: tuple[Step, ...]
+    notes: tuple[str, ...]
+    compared: Compared = field(default_factory=dict, compare=False)
+    scope: str = ""
+
+    @property
+    def identical(self) -> bool:
+        """Whether all steps could be read and nothing changed."""
+        return not any(step.changes or step.error for step in self.steps)
+
+    @property
+    def passes(self) -> bool:
+        """Whether the exit status is 0."""
+        return self.identical
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the `history` object of the contract."""
+        return dict(HISTORY.write(self))
+
+
+_BOTH: Members = {"before": TEXTS, "after": TEXTS}
+_STATUS = one_of(*STATUSES, *STEP_STATUSES.values(), *KINDS)
+_OF_STEP = record(StepChange, {"section": TEXT, "status": _STATUS, **_BOTH, "reason": TEXT}, {"detail": TEXT})
+_STEP = record(
+    Step,
+    {
+        "source": TEXT,
+        **dict.fromkeys(("since", "error"), nullable(TEXT)),
+        "tensors": COUNT,
+        "changes": list_of(_OF_STEP),
+        "suggested": list_of(record(Pair, {**_BOTH, "evidence": TEXT}, called={"before": "right", "after": "left"})),
+    },
+    called={"source": "name", "suggested": "likely"},
+)
+HISTORY = record(
+    History,
+    {
+        "run": nullable(TEXT),
+        "identical": FLAG,
+        "compared": COMPARED,
+        "steps": list_of(_STEP),
+        "notes": notes_as("reader"),
+    },
+    title="ckpttool.history/1",
+)
+
+
+# Two checkpoints and the base that both came from
+
+
+By = Literal["left", "right", "both", "conflict"]
+BY = ("left", "right", "both", "conflict")
+# Statuses of a diff between the base and a side that have another name here.
+SIDE_STATUSES = {"unexpected": "dropped", "missing": "added"}
+
+
+@dataclass(frozen=True, slots=True)
+class SideChange:
+    """A change of keys of the base on one side. `keys` are its keys now, empty if it dropped them."""
+
+    status: str
+    keys: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Keys of the base (none for new keys), and who changed them; None is a side that did not.
+
+    `by` is ``both`` if the two agree: they now have the same, or one changed the name and the other the content. Else
+    it is ``conflict``.
+    """
+
+    by: By
+    base: tuple[str, ...]
+    left: SideChange | None
+    right: SideChange | None
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class Diff3:
+    """All changes since the base. `passes`: nothing conflicts."""
+
+    base: str
+    left: str
+    right: str
+    points: tuple[Point, ...]
+    notes: tuple[str, ...]
+    compared: Compared = field(default_factory=dict, compare=False)
+    scope: str = ""
+
+    @property
+    def summary(self) -> dict[str, int]:
+        """Who changed something -> how often, without zeros."""
+        return count_of(BY, Counter(point.by for point in self.points))
+
+    @property
+    def conflicts(self) -> bool:
+        """Whether there are conflicting changes."""
+        return "conflict" in self.summary
+
+    @property
+    def passes(self) -> bool:
+        """Whether the exit status is 0."""
+        return not self.conflicts
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the `diff3` object of the contract."""
+        return dict(DIFF3.write(self))
+
+
+_OF_SIDE = nullable(
+    record(SideChange, {"status": one_of(*STATUSES, *SIDE_STATUSES.values()), "keys": TEXTS, "reason": TEXT})
+)
+_POINT = record(Point, {"by": one_of(*BY), "base": TEXTS, "left": _OF_SIDE, "right": _OF_SIDE})
+DIFF3 = record(
+    Diff3,
+    {
+        **dict.fromkeys(("base", "left", "right"), TEXT),
+        "conflicts": FLAG,
+        "compared": COMPARED,
+        "summary": object_of({}, dict.fromkeys(BY, COUNT)),
+        "entries": list_of(_POINT),
+        "notes": notes_as("reader"),
+    },
+    called={"entries": "points"},
+    title="ckpttool.diff3/1",
 )

@@ -5,21 +5,17 @@ Each side is compared with the base, and both with each other, by `run`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import expand_options
-from ckpttool.core.schema import COUNT, FLAG, TEXT, TEXTS, list_of, notes_as, nullable, object_of, one_of, record
 from ckpttool.core.text import placed
-from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.checkpoints import compare_on_ranks, read_all_values
 from ckpttool.diffing.options import Diff3Options, DiffOptions
-from ckpttool.diffing.result import COMPARED, STATUSES, Compared, Diff, Entry, count_of
+from ckpttool.diffing.result import SIDE_STATUSES, By, Diff, Diff3, Entry, Point, SideChange
 from ckpttool.diffing.run import is_about_manifest, run
 from ckpttool.distributed.job import only_first
 from ckpttool.operands.checkpoint import Ckpt, open_checkpoint
@@ -30,86 +26,9 @@ if TYPE_CHECKING:
 
     from ckpttool.keywords import Diff3Keywords
 
-By = Literal["left", "right", "both", "conflict"]
 Keys = tuple[str, ...]
-BY = ("left", "right", "both", "conflict")
-# Statuses of a diff between the base and a side that have another name here.
-CHANGES = {"unexpected": "dropped", "missing": "added"}
 _UNTOUCHED = frozenset({"same", "extra_state", "not_serialized"})
 _CONTENT = frozenset({"value", "dtype", "shape"})
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A change of keys of the base on one side. `keys` are its keys now, empty if it dropped them."""
-
-    status: str
-    keys: tuple[str, ...]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """Keys of the base (none for new keys), and who changed them; None is a side that did not.
-
-    `by` is ``both`` if the two agree: they now have the same, or one changed the name and the other the content. Else
-    it is ``conflict``.
-    """
-
-    by: By
-    base: tuple[str, ...]
-    left: Change | None
-    right: Change | None
-
-
-@public
-@dataclass(frozen=True, slots=True)
-class Diff3:
-    """All changes since the base. `passes`: nothing conflicts."""
-
-    base: str
-    left: str
-    right: str
-    points: tuple[Point, ...]
-    notes: tuple[str, ...]
-    compared: Compared = field(default_factory=dict, compare=False)
-    scope: str = ""
-
-    @property
-    def summary(self) -> dict[str, int]:
-        """Who changed something -> how often, without zeros."""
-        return count_of(BY, Counter(point.by for point in self.points))
-
-    @property
-    def conflicts(self) -> bool:
-        """Whether there are conflicting changes."""
-        return "conflict" in self.summary
-
-    @property
-    def passes(self) -> bool:
-        """Whether the exit status is 0."""
-        return not self.conflicts
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the `diff3` object of the contract."""
-        return dict(DIFF3.write(self))
-
-
-_CHANGE = nullable(record(Change, {"status": one_of(*STATUSES, *CHANGES.values()), "keys": TEXTS, "reason": TEXT}))
-_POINT = record(Point, {"by": one_of(*BY), "base": TEXTS, "left": _CHANGE, "right": _CHANGE})
-DIFF3 = record(
-    Diff3,
-    {
-        **dict.fromkeys(("base", "left", "right"), TEXT),
-        "conflicts": FLAG,
-        "compared": COMPARED,
-        "summary": object_of({}, dict.fromkeys(BY, COUNT)),
-        "entries": list_of(_POINT),
-        "notes": notes_as("reader"),
-    },
-    called={"entries": "points"},
-    title="ckpttool.diff3/1",
-)
 
 
 @expand_options(Diff3Options)
@@ -150,7 +69,7 @@ def _points(mine: Diff, theirs: Diff, both: Diff) -> Iterator[Point]:
     for diff in (mine, theirs):
         # Keys of the base, one at a time, and new keys, which come from no key of the base
         changed = (e for e in diff.entries if e.left and e.status not in _UNTOUCHED and diff.is_difference(e))
-        changes: dict[Keys, Change] = {(key,): _change(entry) for entry in changed for key in entry.left}
+        changes: dict[Keys, SideChange] = {(key,): _change(entry) for entry in changed for key in entry.left}
         added = {entry.right: _change(entry) for entry in diff.entries if not entry.left}
         sides.append((changes, added))
     (left, left_added), (right, right_added) = sides
@@ -168,7 +87,7 @@ def _points(mine: Diff, theirs: Diff, both: Diff) -> Iterator[Point]:
             yield Point("conflict", tuple(dict.fromkeys((*base, *origin))), change, other_change)
 
 
-def _by(base: Keys, left: Change | None, right: Change | None, same: set[tuple[Keys, Keys]]) -> By:
+def _by(base: Keys, left: SideChange | None, right: SideChange | None, same: set[tuple[Keys, Keys]]) -> By:
     """Return who changed `base`. A new name on one side and new content on the other do not conflict."""
     if left is None or right is None:
         return "right" if left is None else "left"
@@ -179,13 +98,13 @@ def _by(base: Keys, left: Change | None, right: Change | None, same: set[tuple[K
     return "both" if "renamed" in statuses and statuses & _CONTENT and kept == base else "conflict"
 
 
-def _change(entry: Entry) -> Change:
-    if entry.status in CHANGES:
-        return Change(CHANGES[entry.status], entry.right, "")
-    return Change(entry.status, entry.right, ": ".join(filter(None, (entry.why(_SIDES), entry.detail))))
+def _change(entry: Entry) -> SideChange:
+    if entry.status in SIDE_STATUSES:
+        return SideChange(SIDE_STATUSES[entry.status], entry.right, "")
+    return SideChange(entry.status, entry.right, ": ".join(filter(None, (entry.why(_SIDES), entry.detail))))
 
 
-def _given(changes: dict[Keys, Change], added: dict[Keys, Change]) -> dict[str, tuple[Keys, Change]]:
+def _given(changes: dict[Keys, SideChange], added: dict[Keys, SideChange]) -> dict[str, tuple[Keys, SideChange]]:
     """Map each key that a tensor of the base did not have before, or that is new, to where it comes from."""
     moved = {key: (base, change) for base, change in changes.items() for key in change.keys if key not in base}
     return {**moved, **{key: ((), change) for keys, change in added.items() for key in keys}}

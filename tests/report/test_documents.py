@@ -11,9 +11,19 @@ from ckpttool.core.expression import LOADED, Op, Ref
 from ckpttool.core.names import Hook
 from ckpttool.core.plan import Dropped, ModelRun, Output, Plan
 from ckpttool.core.text import Info
-from ckpttool.diffing import history, three_way
 from ckpttool.diffing.causes import Cause, Code
-from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix
+from ckpttool.diffing.result import (
+    HARMLESS,
+    Diff,
+    Diff3,
+    Entry,
+    Fix,
+    History,
+    Point,
+    SideChange,
+    Step,
+    StepChange,
+)
 from ckpttool.naming.evidence import Ambiguous, Inference, Pair
 from ckpttool.remapping.optimizer import OptimizerRemap
 from ckpttool.remapping.plan import Remap
@@ -279,18 +289,16 @@ def test_what_is_ignored_and_why() -> None:
     assert "missing           2  head.0 + head.1  new\n" in text(of_diff.document(found, all=True))
 
 
-def change(status: str, *keys: str, reason: str = "") -> three_way.Change:
-    return three_way.Change(status, keys, reason)
+def change(status: str, *keys: str, reason: str = "") -> SideChange:
+    return SideChange(status, keys, reason)
 
 
 POINTS = (
-    three_way.Point("left", ("a.0",), change("value", "a.0", reason="different values"), None),
-    three_way.Point("left", ("a.1",), change("value", "a.1", reason="different values"), None),
-    three_way.Point("right", ("b",), None, change("dropped")),
-    three_way.Point("both", (), change("added", "n"), change("added", "n")),
-    three_way.Point(
-        "conflict", ("c",), change("renamed", "d"), change("dtype", "c", reason="float16 instead of float32")
-    ),
+    Point("left", ("a.0",), change("value", "a.0", reason="different values"), None),
+    Point("left", ("a.1",), change("value", "a.1", reason="different values"), None),
+    Point("right", ("b",), None, change("dropped")),
+    Point("both", (), change("added", "n"), change("added", "n")),
+    Point("conflict", ("c",), change("renamed", "d"), change("dtype", "c", reason="float16 instead of float32")),
 )
 
 
@@ -348,41 +356,41 @@ warning: a note
 
 @pytest.mark.parametrize("all", [False, True])
 def test_changes_since_a_base(all: bool) -> None:
-    found = three_way.Diff3("base.pt", "left.pt", "right.pt", POINTS, ("a note",))
+    found = Diff3("base.pt", "left.pt", "right.pt", POINTS, ("a note",))
     assert text(of_diff.three_way_document(found, all=all)) == (SINCE_ALL if all else SINCE)
 
 
 def test_changes_since_a_base_that_agree() -> None:
     for points, verdict in ((POINTS[:4], "no conflicts"), ((), "no changes"), (POINTS[4:] * 2, "2 conflicts")):
-        shown = of_diff.three_way_document(three_way.Diff3("base.pt", "left.pt", "right.pt", points, ()))
+        shown = of_diff.three_way_document(Diff3("base.pt", "left.pt", "right.pt", points, ()))
         assert (shown.verdict, shown.ok) == (verdict, verdict != "2 conflicts")
 
 
-def over_time(status: str, before: str, after: str, reason: str = "", detail: str | None = None) -> history.Change:
-    return history.Change("model", status, tuple(before.split()), tuple(after.split()), reason, detail)
+def over_time(status: str, before: str, after: str, reason: str = "", detail: str | None = None) -> StepChange:
+    return StepChange("model", status, tuple(before.split()), tuple(after.split()), reason, detail)
 
 
-CLASS = history.Change("o", "class", ("AdamW",), ("SGD",), "different optimizer class")
-RUN = history.History(
+CLASS = StepChange("o", "class", ("AdamW",), ("SGD",), "different optimizer class")
+RUN = History(
     "run",
     (
-        history.Step("s1", tensors=1234),
-        history.Step("s2", "s1"),
-        history.Step("s3", "s2"),
-        history.Step("s4", error="no such file (check the path)"),
-        history.Step(
+        Step("s1", tensors=1234),
+        Step("s2", "s1"),
+        Step("s3", "s2"),
+        Step("s4", error="no such file (check the path)"),
+        Step(
             *("s5", "s3", None, 9),
             (
                 *(over_time("shape", f"l.{at}", f"l.{at}", "different shape", f"[{at}]") for at in range(3)),
                 *(over_time("dtype", f"d.{at}", f"d.{at}", "different dtype", f"d{at}") for at in range(2)),
                 over_time("added", "", "new"),
                 CLASS,
-                history.Change("o", "dropped", ("state.0.v",), (), "no `v`"),
-                history.Change("o", "dropped", ("state.0.m",), (), "no `m`"),
+                StepChange("o", "dropped", ("state.0.v",), (), "no `v`"),
+                StepChange("o", "dropped", ("state.0.m",), (), "no `m`"),
             ),
             (Pair(("n.0",), ("o.0",), "of one shape"), Pair(("n.1",), ("o.1",), "of one shape")),
         ),
-        history.Step("s6", "s5"),
+        Step("s6", "s5"),
     ),
     ("a note",),
 )

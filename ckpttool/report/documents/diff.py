@@ -10,10 +10,24 @@ from itertools import groupby
 from math import inf
 
 from ckpttool.core.text import Info, code_of, number, plural
-from ckpttool.diffing.history import CHANGES, History, Step
-from ckpttool.diffing.history import Change as StepChange
-from ckpttool.diffing.result import ASPECTS, HARMLESS, NO_VALUES, STATUSES, Compared, Diff, Entry, count_of
-from ckpttool.diffing.three_way import BY, Change, Diff3, Point
+from ckpttool.diffing.result import (
+    ASPECTS,
+    BY,
+    HARMLESS,
+    NO_VALUES,
+    STATUSES,
+    STEP_STATUSES,
+    Compared,
+    Diff,
+    Diff3,
+    Entry,
+    History,
+    Point,
+    SideChange,
+    Step,
+    StepChange,
+    count_of,
+)
 from ckpttool.naming.evidence import Pair
 from ckpttool.report.collapse import collapse, first_pattern
 from ckpttool.report.document import (
@@ -294,7 +308,7 @@ def three_way_document(since: Diff3, *, all: bool = False) -> Document:
     return Document("diff3", verdict, since.passes, filled(blocks))
 
 
-def _change(changes: list[Change | None], all: bool) -> str:
+def _change(changes: list[SideChange | None], all: bool) -> str:
     """Return what one side did: the status, the keys that it has now, and why."""
     first = changes[0]
     if first is None:
@@ -350,7 +364,7 @@ def _step_rows(step: Step, all: bool) -> Iterator[Row]:
     groups: dict[object, list[StepChange]] = {}
     other_class = {change.section for change in step.changes if change.status == "class"}
     for change in step.changes:
-        if not all and change.section in other_class and change.status in CHANGES.values():
+        if not all and change.section in other_class and change.status in STEP_STATUSES.values():
             change = replace(change, reason="only one of the classes has it")
         groups.setdefault(change if all else (change.section, change.status, change.reason), []).append(change)
     for group in groups.values():
