@@ -67,16 +67,16 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
     for one, other in chain([(left, right)], rank_pairs(left, right)):
         if one is None or other is None or one.shape != other.shape:
             return Entry("shape", *keys, Cause(Code.RANK_SHAPE))
-        if one.dtype != other.dtype and (one.dtype, other.dtype) != dtypes:
-            return Entry("shape", *keys, Cause(Code.RANK_SHAPE))
+        cause = Cause(code)
+        if one.dtype != other.dtype:
+            if (one.dtype, other.dtype) != dtypes:
+                return Entry("shape", *keys, Cause(Code.RANK_SHAPE))
+            cause = Cause(Code.DTYPE, dtypes).and_also(Cause(Code.CONVERTED))
         if values is None or (unlike is not None and not values.converts):
             continue
-        if one.dtype == other.dtype:
-            differs, cause = values.difference(one, other), Cause(code)
-        elif not (_is_plain(one) and _is_plain(other)):
+        if one.dtype != other.dtype and not (_is_plain(one) and _is_plain(other)):
             return Entry("value", *keys, Cause(Code.DTYPE, dtypes).and_also(Cause(Code.UNREAD)))
-        else:
-            differs, cause = values.difference(one, other), Cause(Code.DTYPE, dtypes).and_also(Cause(Code.CONVERTED))
+        differs = values.difference(one, other)
         if differs is not None:
             return Entry("value", *keys, cause, None, differs.text, differs.spread or None)
         code = Code.RANK_VALUE

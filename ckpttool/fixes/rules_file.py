@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Union
+from typing import Any, NamedTuple, Union
 
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.core.errors import CkptError
@@ -41,7 +41,7 @@ _FEW = 3  # rules that are shown as options; more of them go into a file
 class Table:
     """One rule of the file: its fields, and the evidence for it."""
 
-    fields: Mapping[str, object]
+    fields: Mapping[str, Any]
     evidence: tuple[str, ...]
 
 
@@ -60,18 +60,12 @@ class Rules:
     @property
     def few(self) -> RemapOptions | None:
         """The rules as options of a remap, if they only rename and drop, and are few; else they need a file."""
-        if not all({"rename", "drop"} & set(table.fields) for table in self.tables):
+        fields = [table.fields for table in self.tables]
+        renames = tuple(text for own in fields for text in own.get("rename", ()))
+        drops = tuple(text for own in fields for text in own.get("drop", ()))
+        if len(renames) > _FEW or not all("rename" in own or "drop" in own for own in fields):
             return None
-        renames, drops = (
-            tuple(
-                text
-                for table in self.tables
-                if isinstance(texts := table.fields.get(operation), list)
-                for text in texts
-            )
-            for operation in ("rename", "drop")
-        )
-        return RemapOptions(rule=renames, drop=drops or None) if len(renames) <= _FEW else None
+        return RemapOptions(rule=renames, drop=drops or None)
 
     def text(self) -> str:
         """Return the file, as TOML."""
@@ -254,7 +248,8 @@ def suggested(
     if rules is None:
         return None
     undone = []
-    dtypes = ({getattr(e, "dtype", "") for e in _entries(pair, have, want)} for pair in inferred.pairs)
+    tensors = ((*map(have.get, pair.left), *map(want.get, pair.right)) for pair in inferred.pairs)
+    dtypes = ({getattr(entry, "dtype", "") for entry in own} for own in tensors)
     differing_entries = (entry for entry in entries if entry.status in ("dtype", "value"))
     if any(len(one) > 1 for one in dtypes) or any(not e.left or e.left[0] not in orders for e in differing_entries):
         undone.append("the suggested rules do not change dtypes and values, and some differ")
@@ -262,10 +257,6 @@ def suggested(
         if keys:
             undone.append(f"the suggested rules do not {what} {plural(len(keys), 'key')} of the {side}: {some(keys)}")
     return replace(rules, undone=tuple(Note(text, "incomplete-rules") for text in undone))
-
-
-def _entries(pair: Pair, have: Entries, want: Entries) -> list[TensorEntry | ExtraEntry]:
-    return [*(have[key] for key in pair.left), *(want[key] for key in pair.right)]
 
 
 def renamed(left: str, options: RemapOptions) -> str:
