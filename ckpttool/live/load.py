@@ -30,7 +30,7 @@ from ckpttool.tracing.instances import wrapper_paths
 def innermost(module: Module) -> Module:
     """Return the module inside of the wrappers around all of it: DDP, `torch.compile`, FSDP1.
 
-    An AveragedModel is a model of its own, with a counter in its state dict. Raise `CkptError` if it is not a module.
+    An AveragedModel is another model, with a counter in its state dict. Raise `CkptError` if it is not a module.
     """
     if not isinstance(module, Module):
         raise CkptError(f"{a(module)} is not a module", hint="ckpttool.swap_weights puts weights into a program")

@@ -1,7 +1,7 @@
-"""What the libraries that will load an output read in it: an independent proof for ``--verify``.
+"""Read an output with the libraries that will load it: an independent proof for ``--verify``.
 
 safetensors reads safetensors files, `torch.load` with `weights_only` torch files, torch.distributed.checkpoint its
-folders. None of our own readers is involved, except for the list of what to compare.
+folders. ckpttool's own reader only lists the tensors to compare.
 """
 
 from __future__ import annotations
