@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, TypeVar
@@ -25,11 +25,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.text import a
 from ckpttool.core.values import dataclass
 from ckpttool.io import sources
+from ckpttool.tracing.memory import place_of, token
 
 T = TypeVar("T")
 _META_SIGNS = ("meta tensor", "meta device", "meta kernel", "Meta tensor", "device meta", "device='meta'", "'meta'",
@@ -199,7 +201,7 @@ _ABSENT = object()
 _LOADED: dict[tuple[str, int, int], ModuleType] = {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LoadedModel:
     """A model definition. `build()` returns a fresh instance each time, since some state_dict methods change the model.
 
@@ -218,7 +220,44 @@ class LoadedModel:
         real = self.materialize if materialize is None else materialize
         what = f"{self.operand} cannot be built"
         with user_code(what, on_meta=not real, error=CannotBuild), seeded(seed):
-            return self.make(real)
+            if real:
+                return self.make(True)
+            with _WithoutValues():
+                instance = self.make(False)
+        if "nbytes" not in vars(self):
+            vars(self)["nbytes"] = _nbytes(instance)
+        return instance
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The bytes of an instance's parameters and buffers, shared ones once; 0 if it cannot be built on meta."""
+        with contextlib.suppress(CannotBuild):
+            return _nbytes(self.build(False))
+        return 0
+
+
+def _nbytes(model: nn.Module) -> int:
+    with torch._C.DisableTorchFunction():  # this is not a question of the constructor
+        tensors = (t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
+        sizes = {
+            place_of(token(tensor)): tensor.numel() * tensor.element_size()
+            for tensor in tensors
+            if not torch.nn.parameter.is_lazy(tensor)
+        }
+    return sum(sizes.values())
+
+
+class _WithoutValues(TorchDispatchMode):
+    """Leave out random values on meta: torch would import its compiler to fill tensors that have no data."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in `Recorder`
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.normal_.default and args[0].is_meta and min(args[2:3], default=1.0) >= 0:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 class CannotBuild(CkptError):

@@ -23,7 +23,7 @@ from ckpttool.core.text import a, plural
 from ckpttool.core.values import dataclass
 from ckpttool.optimizers.forms import form_of
 from ckpttool.tracing.build_model import LoadedModel, find, prints_once, says_meta, user_code
-from ckpttool.tracing.instances import is_cheap, memory_available, nbytes
+from ckpttool.tracing.instances import is_cheap, memory_available
 
 _FORM = "an optimizer is a function of the model that returns a torch.optim.Optimizer: file.py:make_optimizer"
 _OWNER = "ckpttool.owner"  # added to the state of each parameter, to see which parameter gets it
@@ -74,11 +74,10 @@ def with_optimizer(names: Names, model: LoadedModel, optimizer: LoadedOptimizer)
     memory for weights, gradients and moments.
     """
     if not model.materialize:
-        instance = model.build(False)
         try:
-            return _with_ids(names, instance, optimizer, True)
+            return _with_ids(names, model.build(False), optimizer, True)
         except CkptError:
-            if 6 * nbytes(instance) > memory_available():
+            if 6 * model.nbytes > memory_available():
                 raise
     return _with_ids(names, model.build(True), optimizer, False)
 

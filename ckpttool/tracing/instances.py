@@ -19,7 +19,7 @@ from ckpttool.core.text import dotted
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.torch_eval import same_bits
 from ckpttool.naming.wrappers import BY_CLASS, strip
-from ckpttool.tracing.build_model import CannotBuild, LoadedModel, attempt, describe
+from ckpttool.tracing.build_model import LoadedModel, attempt, describe
 from ckpttool.tracing.hooks import Watcher
 from ckpttool.tracing.memory import Token, inside, token
 
@@ -151,7 +151,7 @@ def check_memory(model: LoadedModel, extra: int, why: str) -> int:
 
     Raises `CkptError`, which says `why` real tensors are needed, if there is not enough memory.
     """
-    need, free = 3 * size_of(model) + extra, memory_available()
+    need, free = 3 * model.nbytes + extra, memory_available()
     if need > free:
         raise CkptError(
             f"{why}; on real tensors it takes {need >> 20} MiB, and {free >> 20} MiB are free",
@@ -162,24 +162,7 @@ def check_memory(model: LoadedModel, extra: int, why: str) -> int:
 
 def is_cheap(model: LoadedModel, extra: int = 0) -> bool:
     """Return whether the model and `extra` bytes are so small that real instances are built at once."""
-    return size_of(model) + extra <= _CHEAP
-
-
-def size_of(model: LoadedModel) -> int:
-    """Return the bytes of an instance; 0 if it cannot be built on meta, so that nobody knows."""
-    try:
-        return nbytes(model.build(False))
-    except CannotBuild:
-        return 0
-
-
-def nbytes(model: nn.Module) -> int:
-    """Return the bytes of the model's parameters and buffers, shared ones once."""
-    storages = {}
-    for item in listed(model):
-        if not torch.nn.parameter.is_lazy(item.tensor):
-            storages[item.token[:1]] = item.tensor.numel() * item.tensor.element_size()
-    return sum(storages.values())
+    return model.nbytes + extra <= _CHEAP
 
 
 def memory_available() -> int:

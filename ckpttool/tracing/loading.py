@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -300,32 +300,32 @@ def _feeders(
 # Whether the versions matter
 
 
+def asking_for_versions(instance: nn.Module) -> set[str]:
+    """Return the modules whose loading runs other code than `nn.Module`'s, which asks for no version."""
+    return {
+        path
+        for path, module in instance.named_modules(remove_duplicate=False)
+        if module._load_state_dict_pre_hooks
+        or getattr(module._load_from_state_dict, "__func__", None) is not nn.Module._load_from_state_dict
+        or (not path and type(module).load_state_dict is not nn.Module.load_state_dict)
+    }
+
+
 def versions_asked_for(
-    model: LoadedModel, state: Mapping[str, Any], verdict: Verdict, real: bool
+    model: LoadedModel, state: Mapping[str, Any], verdict: Verdict, real: bool, asking: Collection[str]
 ) -> dict[str, Any] | None:
-    """Return module path -> version in `state`, which loads as `verdict` says, for modules whose code may ask for it.
+    """Return module path -> version in `state`, which loads as `verdict` says, for the modules that may be `asking`.
 
     None if it loads the same whatever the versions are, or does not load at all.
     """
     metadata = metadata_of(state)
-    if metadata is None or not verdict.ok:
+    if metadata is None or not verdict.ok or not asking:
         return None
     versions = {path: payload.get("version") for path, payload in metadata.items() if isinstance(payload, Mapping)}
+    asked = {path: version for path, version in versions.items() if path in asking} or versions
     for other in _under_other_versions(state, versions):
-        instance = model.build(real)
-        # Modules whose loading runs other code than `nn.Module`'s, which asks for no version.
-        asking = {
-            path
-            for path, module in instance.named_modules(remove_duplicate=False)
-            if module._load_state_dict_pre_hooks
-            or getattr(module._load_from_state_dict, "__func__", None) is not nn.Module._load_from_state_dict
-            or (not path and type(module).load_state_dict is not nn.Module.load_state_dict)
-        }
-        if not asking:
-            return None
-        asked = {path: version for path, version in versions.items() if path in asking} or versions
         try:
-            again = loaded(instance, other, real)
+            again = loaded(model.build(real), other, real)
         except CkptError:  # a tensor of an old version is missing
             return asked
         if not again.ok:

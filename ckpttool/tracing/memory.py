@@ -224,6 +224,11 @@ def token(tensor: torch.Tensor) -> Token:
         return ("object", id(tensor))
 
 
+def place_of(mark: Token) -> Any:
+    """Return the address of the storage, or what else identifies a tensor that has none."""
+    return mark[0] if isinstance(mark[0], int) else mark
+
+
 def address(tensor: torch.Tensor) -> int:
     """Return a number for the storage: the address of its bytes (numpy may share them), or of the object on meta."""
     storage = tensor.untyped_storage()

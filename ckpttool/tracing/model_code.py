@@ -27,7 +27,6 @@ from ckpttool.tracing.instances import (
     layout_of,
     listed,
     same,
-    size_of,
     wrapper_paths,
 )
 from ckpttool.tracing.loading import undecided
@@ -139,7 +138,7 @@ def values_of_constants(model: LoadedModel, names: Iterable[str]) -> dict[str, T
     """
     names = list(names)
     try:
-        need = size_of(model)
+        need = model.nbytes
         if need > _MOST and not model.materialize:
             return dict.fromkeys(names, f"the model takes {need >> 20} MiB: --materialize builds it")
         check_memory(model, 0, "the model's constants were not computed")

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpttool.core.expression import OPAQUE, Argument, Expression, Op, Special, refs
 from ckpttool.tracing.build_model import prints_once, says_meta
-from ckpttool.tracing.memory import Memory, Token, inside, meet, opaque, token
+from ckpttool.tracing.memory import Memory, Token, inside, meet, opaque, place_of, token
 
 # Operators that return their first argument's value, perhaps in other memory.
 _SAME = frozenset({"detach", "alias", "clone", "contiguous", "lift_fresh", "lift", "lift_fresh_copy", "_pin_memory",
@@ -108,7 +108,7 @@ class Recorder(TorchDispatchMode):
 
     def written_since(self, clock: int) -> set[Any]:
         """Return the storages (or objects) that were written in place after `clock`."""
-        return {_place(mark) for when, mark in self.writes if when > clock}
+        return {place_of(mark) for when, mark in self.writes if when > clock}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -135,7 +135,7 @@ class Recorder(TorchDispatchMode):
                 )
             return out
         if written:
-            return self._in_place(func, args, kwargs, written)
+            return self._inplace(func, args, kwargs, written)
         out = self._run(func, args, kwargs)
         if isinstance(out, torch.Tensor):
             mark = token(out)
@@ -170,7 +170,7 @@ class Recorder(TorchDispatchMode):
     def _is_unreal(self, tensor: torch.Tensor) -> bool:
         if tensor.device.type == "meta":
             return True
-        memory = self.memories.get(_place(token(tensor)))
+        memory = self.memories.get(place_of(token(tensor)))
         return memory is not None and memory.stale
 
     def read(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -207,7 +207,7 @@ class Recorder(TorchDispatchMode):
             self.memories[place] = Memory(tensor.untyped_storage(), author=self.author)
         return self.memories[place]
 
-    def _in_place(self, func: Any, args: Sequence[Any], kwargs: Any, written: tuple[str, ...]) -> Any:
+    def _inplace(self, func: Any, args: Sequence[Any], kwargs: Any, written: tuple[str, ...]) -> Any:
         arguments = dict(zip((arg.name for arg in func._schema.arguments), args)) | dict(kwargs)
         targets = _tensors([arguments.get(name) for name in written], {})
         for target in targets:
@@ -257,10 +257,10 @@ class Recorder(TorchDispatchMode):
         if pure is None or torch.Tag.nondeterministic_seeded in func.tags:
             return unknown
         marks = [token(tensor) for tensor in inputs]
-        places = Counter(map(_place, marks))
+        places = Counter(map(place_of, marks))
         for mark in map(token, targets):
             # A target that is read as well, as another target or another view: the order of writes would matter.
-            if len(targets) > 1 and places[_place(mark)] > 1:
+            if len(targets) > 1 and places[place_of(mark)] > 1:
                 return unknown
             views = (other for other in marks if other[0] == mark[0] and other != mark)
             if isinstance(mark[0], int) and any(meet(other[1], mark[1]) for other in views):
@@ -316,11 +316,6 @@ class Recorder(TorchDispatchMode):
 
 
 _uncompiled = _disable_dynamo(Recorder._record)
-
-
-def _place(mark: Token) -> Any:
-    """Return the address of the storage, or what else identifies a tensor that has none."""
-    return mark[0] if isinstance(mark[0], int) else mark
 
 
 def _is_doubtful(func: Any, tensors: Sequence[torch.Tensor]) -> bool:

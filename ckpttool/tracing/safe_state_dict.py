@@ -106,7 +106,7 @@ class _Maker:
             return self.create(payload.node, payload.storages)
         if isinstance(entry, ExtraEntry):
             if isinstance(payload, str):
-                raise NotMade("an object in a record of its own")
+                raise NotMade("an object in a separate record")
             return entry.value if payload is None else payload
         in_memory = getattr(payload, "tensor", None)  # `live.model` keeps tensors that are not dense
         if isinstance(in_memory, torch.Tensor):

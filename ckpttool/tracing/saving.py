@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from ckpttool.tracing.memory import Token, opaque
 from ckpttool.tracing.recorder import NeedsValues, Recorder, recording
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Saved:
     """The result of ``state_dict()``; `state` is what it returned, `real` says whether its tensors have values.
 
@@ -55,7 +56,7 @@ class Saved:
     varying: tuple[str, ...] = ()
     further: tuple[SerializedKey, ...] = ()
 
-    @property
+    @cached_property
     def fed(self) -> frozenset[str]:
         """The runtime tensors (first names) that are saved, in any form."""
         return frozenset(key for s in (*self.serialized, *self.further) for key in refs(s.source)) | self.carried

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.expression import Expression, Op, Ref, is_constant, is_opaque, refs, substitute
@@ -29,13 +29,12 @@ from ckpttool.tracing.instances import (
     is_cheap,
     listed,
     metadata_of,
-    nbytes,
     on_meta_or_real,
     same,
     shape_of,
     values_of,
 )
-from ckpttool.tracing.loading import Verdict, loaded, reads_of_any, versions_asked_for
+from ckpttool.tracing.loading import Verdict, asking_for_versions, loaded, reads_of_any, versions_asked_for
 from ckpttool.tracing.saving import Saved, save, save_once
 from ckpttool.tracing.simplify import Simplifier
 
@@ -274,8 +273,10 @@ def trace(model: LoadedModel) -> Names:
     def load(real: bool) -> tuple[Verdict, dict[str, object] | None]:
         """Load fresh tensors of the serialized keys into a fresh instance."""
         state = (saved if saved.real == real else save(model, real)).state
-        verdict = loaded(model.build(real), copied_state(state), real)
-        versions = versions_asked_for(model, state, verdict, real)
+        instance = model.build(real)
+        asking = asking_for_versions(instance)
+        verdict = loaded(instance, copied_state(state), real)
+        versions = versions_asked_for(model, state, verdict, real, asking)
         if verdict.by_values:
             verdict = replace(verdict, reads=reads_of_any(model, state, verdict))
         return verdict, versions
@@ -318,16 +319,21 @@ def trace(model: LoadedModel) -> Names:
 def _like_real(model: LoadedModel) -> tuple[LoadedModel, tuple[str, ...]]:
     """Return `model`, to be built for real from now on if on meta it has other tensors; and notes.
 
-    A cheap model is built for real and compared; the constructor of any other runs with tensors that say that they are
-    on the CPU, and have no memory.
+    A cheap model is built for real and compared. Any other constructor that may tell the difference runs with tensors
+    that say that they are on the CPU, and have no memory.
     """
     if model.materialize:
         return model, ()
     try:
-        on_meta = _listing(model.build(False))
+        with _noted_questions() as questions:
+            on_meta = _listing(model.build(False))
         if is_cheap(model):
             real = _listing(model.build(True))
+        elif not questions.asked:
+            return model, ()
         else:
+            from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second
+
             with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
                 real = _listing(model.build(True))
     except CkptError:
@@ -339,6 +345,45 @@ def _like_real(model: LoadedModel) -> tuple[LoadedModel, tuple[str, ...]]:
     except CkptError as error:
         return model, (error.message,)
     return replace(model, materialize=True), ()
+
+
+class _Questions(TorchFunctionMode):
+    """Note whether code may see that it runs on meta: it asks for a device or an address, or torch refuses a call."""
+
+    asked = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.asked = self.asked or func in _TELLING
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception:
+            self.asked = True
+            raise
+
+
+@contextmanager
+def _noted_questions() -> Iterator[_Questions]:
+    questions, library, default = _Questions(), cast(Any, torch), torch.get_default_device
+
+    def get_default_device() -> torch.device:
+        questions.asked = True
+        return default()
+
+    library.get_default_device = get_default_device
+    try:
+        with questions:
+            yield questions
+    finally:
+        library.get_default_device = default
+
+
+_TELLING: frozenset[Any] = frozenset(
+    [
+        *(getattr(torch.Tensor, name).__get__ for name in ("device", "is_cpu", "is_meta")),
+        *(torch.Tensor.data_ptr, torch.Tensor.storage, torch.Tensor.untyped_storage, torch.Tensor.type),
+        *(torch.Tensor.__repr__, torch.Tensor.__format__),
+    ]
+)
 
 
 def _listing(model: nn.Module) -> list[tuple[object, ...]]:
@@ -361,7 +406,7 @@ def _listing(model: nn.Module) -> list[tuple[object, ...]]:
 
 def _saved(model: LoadedModel) -> Saved:
     saved = on_meta_or_real(model, lambda real: save(model, real))
-    if saved.is_opaque and not saved.real and nbytes(model.build(False)) <= _WORTH_BUILDING:
+    if saved.is_opaque and not saved.real and model.nbytes <= _WORTH_BUILDING:
         with suppress(CkptError):  # it builds on meta only: keep the result of meta
             saved = save(model, True)
     without_constants = [

@@ -17,7 +17,7 @@ def joined(one, other):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Embedding(4, 4)  # meta draws no random values
         self.register_state_dict_post_hook(hook)
 
 def hook(model, state, prefix, metadata):

@@ -149,21 +149,44 @@ def test_a_round_trip_that_cannot_be_tried_is_unknown(monkeypatch: pytest.Monkey
     )
 
 
+def has_device(theta: torch.Tensor) -> bool:
+    return theta.device.type != "meta"
+
+
+def has_default_device(theta: torch.Tensor) -> bool:
+    return torch.get_default_device().type != "meta"
+
+
+def has_class_of_cpu(theta: torch.Tensor) -> bool:
+    return theta.type() == "torch.FloatTensor"
+
+
+def has_values(theta: torch.Tensor) -> bool:
+    try:
+        theta.to("cpu")
+    except NotImplementedError:
+        return False
+    return True
+
+
 class AsksForMeta(nn.Module):
     """As rotary embeddings that make their caches only where there is memory for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_real: Callable[[torch.Tensor], bool] = has_device) -> None:
         super().__init__()
         self.theta = nn.Parameter(torch.ones(2))
-        if self.theta.device.type != "meta":
+        if is_real(self.theta):
             self.register_buffer("cache", torch.outer(torch.arange(3.0), self.theta.detach()), persistent=False)
 
 
 @pytest.mark.parametrize("cheap", [True, False])
-def test_a_constructor_that_makes_other_tensors_on_meta(cheap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_real", [has_device, has_default_device, has_class_of_cpu, has_values])
+def test_a_constructor_that_makes_other_tensors_on_meta(
+    is_real: Callable[[torch.Tensor], bool], cheap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not cheap:  # then it is built with tensors that pass for real
         monkeypatch.setattr(instances, "_CHEAP", -1)
-    names = trace(model(AsksForMeta))
+    names = trace(model(lambda: AsksForMeta(is_real)))
     assert [tensor.fqn for tensor in names.runtime] == ["theta", "cache"]
     assert names.not_serialized == ("cache",)
     assert names.notes == ()
