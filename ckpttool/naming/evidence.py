@@ -213,6 +213,7 @@ _KINDS = {
     "tracked": "count",
     "averaged": "count",
 }
+KINDS = frozenset({"", *_KINDS.values()})
 _CERTAIN = {word: part for part, words in CERTAIN.items() for word in words}
 _PARTS = {word: part for part, words in RELATIVE.items() for word in words} | _CERTAIN
 _cached = lru_cache(maxsize=1 << 16)  # each step asks about each group
@@ -226,13 +227,13 @@ def kind_of(path: Template) -> str:
 
 @_cached
 def certain_part(path: Template) -> str:
-    """Return ``query``, ``key``, ...; empty if no segment says so."""
+    """Return ``query``, ``key``, ... if a segment names it, else an empty text."""
     return _innermost(path, _CERTAIN)
 
 
 @_cached
 def part_of(path: Template) -> str:
-    """Return the part, also by words that other tensors of the layer must confirm; empty if no segment says so."""
+    """Return the part, also if only a word of `RELATIVE` names it, else an empty text."""
     if len(path) == 2 and path[0].lower() in _HEAD_WORDS:
         return HEAD
     return _innermost(path, _PARTS)
@@ -406,16 +407,15 @@ class Modules:
         self._new[0].append(left)
         self._new[1].append(right)
 
-    def share(self, left: str, right: str) -> bool:
-        """Return whether the modules of these two keys hold a pair."""
+    def homes(self, key: str, side: int) -> Collection[str]:
+        """Return the modules of the right that hold a pair with this key's module; of a key of the right its own."""
         self._take_in()
-        return _module(right) in self._homes[0].get(_module(left), ())
+        return self._homes[0].get(_module(key), ()) if side == 0 else (_module(key),)
 
     def part(self, left: str, right: str) -> bool:
         """Return whether the module of one of these two holds a pair, but with another module."""
-        self._take_in()
-        is_paired = _module(left) in self._homes[0] or _module(right) in self._homes[1]
-        return is_paired and not self.share(left, right)
+        homes = self.homes(left, 0)
+        return bool(homes or _module(right) in self._homes[1]) and _module(right) not in homes
 
     @cached_property
     def _near(self) -> tuple[set[str], set[str]]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice, permutations, product
-from typing import NamedTuple
+from itertools import permutations, product
+from typing import Any, NamedTuple
 
 from ckpttool.core.expression import Op, Ref
 from ckpttool.core.text import Info
+from ckpttool.core.values import many_objects
 from ckpttool.naming.evidence import (
     FUSED,
     HEAD,
+    KINDS,
     SAME_NAME,
     Ambiguous,
     Group,
@@ -24,6 +26,7 @@ from ckpttool.naming.evidence import (
     Paths,
     Prefixes,
     Side,
+    Template,
     best_tree,
     certain_part,
     common_trees,
@@ -47,25 +50,32 @@ _MOST = 5_000_000
 _MOST_EACH = 20  # more for each tensor
 _SAME_VALUES = "the same values"
 
-Test = Callable[[Group, Group], bool]
-
 
 class BudgetExceeded(Exception):
     """The search costs too much."""
 
 
 class Way(NamedTuple):
-    """Pair two groups with tensors of one shape in the same layers if they, and no others, are `linked`.
+    """Pair two groups with tensors of one shape in the same layers if they, and no others, share a key.
 
-    Only groups with the same `label` are compared. `weak`: no name confirms the pair, so nothing in the names may
-    contradict it. `sure`: pair them even if the modules above contradict.
+    `keys` gives the keys of a group of the left (side 0) or right (1). Only groups with the same `label` are compared.
+    `by_name`: keys and label come from the names alone, so names without layer numbers tell which groups can be linked.
+    `weak`: no name confirms the pair, so nothing in the names may contradict it. `sure`: pair them even if the modules
+    above contradict.
     """
 
-    linked: Test
+    keys: Callable[[Group, int], Iterable[Hashable]]
     evidence: Callable[[Group, Group], str]
     label: Callable[[Group], Hashable] = lambda group: kind_of(group.path)
+    by_name: bool = False
     weak: bool = False
     sure: bool = False
+
+
+def _one_longer(group: Group, side: int) -> set[Hashable]:
+    """Return keys that two names share if they differ in one segment that only the longer name has."""
+    name = group.template
+    return {(side, name), *((1 - side, name[:at] + name[at + 1 :]) for at, segment in enumerate(name) if segment)}
 
 
 def _shape(left: Group, right: Group) -> str:
@@ -74,33 +84,38 @@ def _shape(left: Group, right: Group) -> str:
 
 # A module that holds another, or a hook that hides it. Other layers may have the shorter name on both sides.
 BY_NAME = Way(
-    lambda a, b: abs(len(a.path) - len(b.path)) == 1 and bool(inserted(a.template, b.template)),
+    _one_longer,
     lambda a, b: Info(f"{SAME_NAME} but for the segment `{inserted(a.template, b.template)}`", SAME_NAME.code),
+    by_name=True,
     sure=True,
 )
 BY_PART = Way(
-    lambda a, b: bool(certain_part(a.path)),
+    lambda group, side: [True] * bool(certain_part(group.path)),
     lambda a, b: f"both are the {certain_part(a.path)} by name",
     label=lambda group: (kind_of(group.path), certain_part(group.path)),
+    by_name=True,
 )
 BY_SEGMENT = Way(
-    lambda a, b: len(a.path) > 1,
+    lambda group, side: [True] * (len(group.path) > 1),
     lambda a, b: "the same last segments and shape",
     label=lambda group: (kind_of(group.path), group.template[-2:]),
+    by_name=True,
 )
 BY_SHAPE = Way(
-    lambda a, b: a.first.shape not in ((), (1,)),
+    lambda group, side: [True] * (group.first.shape not in ((), (1,))),
     lambda a, b: _shape(a, b) + (" in each layer" * (len(a.members) > 1)),
     weak=True,
 )
 BY_SHAPE_ALONE = Way(  # if a name does not say the kind of tensor
-    lambda a, b: not (kind_of(a.path) and kind_of(b.path)) and len(a.first.shape) > 1,
+    lambda group, side: ([side] if kind_of(group.path) else [0, 1]) * (len(group.first.shape) > 1),
     _shape,
     label=lambda group: None,
     weak=True,
 )
 BY_ELIMINATION = Way(  # the last tensor of each side
-    lambda a, b: a.first.dtype == b.first.dtype and len({kind_of(a.path), kind_of(b.path)} - {""}) < 2,
+    lambda group, side: [
+        (group.first.dtype, kind) for kind in ([kind_of(group.path)] if kind_of(group.path) else KINDS)
+    ],
     lambda a, b: "the only ones without a partner, of one shape",
     label=lambda group: None,
     weak=True,
@@ -114,7 +129,7 @@ def infer(left: Side, right: Side, known: Mapping[str, str] | None = None) -> In
         turned = frozenset(), frozenset()
     search = _Search(straight(left, turned[0]), straight(right, turned[1]), known or {}, turned)
     by_module = Way(
-        lambda a, b: search.modules.share(a.first.key, b.first.key) and kind_of(a.path) == kind_of(b.path) != "",
+        lambda group, side: search.modules.homes(group.first.key, side) if kind_of(group.path) else (),
         lambda a, b: "other tensors of its module are paired",
     )
     ways = [search.by_content, search.by_tree]
@@ -122,12 +137,15 @@ def infer(left: Side, right: Side, known: Mapping[str, str] | None = None) -> In
     ways += [search.by_fused_parts, search.by_relative_parts]
     ways += [partial(search.unique, way) for way in (BY_SEGMENT, BY_SHAPE)]
     ways += [search.by_order, partial(search.unique, BY_SHAPE_ALONE), search.by_elimination]
-    try:
-        while any(search.try_way(way) for way in ways):  # after each success begin again with the strongest evidence
-            pass
-        return search.result()
-    except BudgetExceeded:
-        return search.result(is_complete=False)
+    with many_objects():
+        try:
+            while any(
+                search.try_way(way) for way in ways
+            ):  # after each success begin again with the strongest evidence
+                pass
+            return search.result()
+        except BudgetExceeded:
+            return search.result(is_complete=False)
 
 
 class _Search:
@@ -144,7 +162,7 @@ class _Search:
         self.weak: set[int] = set()  # the pairs that no name confirms
         self._groups: list[list[Group] | None] = [None, None]
         self._stale: set[int] = set()  # sides with groups that include paired tensors
-        self._by_depth: dict[tuple[int, int], list[tuple[Hashable, Group]]] = {}
+        self._by_depth: dict[tuple[Group, int], list[tuple[Hashable, Group]]] = {}
         transposed_too, lefts, rights = [], dict(self.left), dict(self.right)
         for a, b in known.items():
             one, other = lefts.get(a), rights.get(b)
@@ -177,29 +195,38 @@ class _Search:
         if found is None:
             found = groups(tensors.values())
         elif side in self._stale:
-            found = self._in_order(side, filter(None, (group.among(tensors) for group in found)))
+            still = [(group, group.among(tensors)) for group in found]
+            changed = {old for old, new in still if new is not old}
+            self._by_depth = {at: ones for at, ones in self._by_depth.items() if at[0] not in changed}
+            found = self._in_order(side, filter(None, (new for _, new in still)))
         self._groups[side] = found
         self._stale.discard(side)
         return found
 
-    def at_depth(self, side: int, depth: int) -> list[tuple[Hashable, Group]]:
-        """Group them without the first `depth` layer numbers, each group with its signature."""
-        if (side, depth) not in self._by_depth:
-            found = self._in_order(side, (one for group in self.groups(side) for one in group.at_depth(depth)))
-            self._by_depth[side, depth] = [(group.signature, group) for group in found]
-        return self._by_depth[side, depth]
+    def at_depth(self, side: int, depth: int, names: Container[Template] | None = None) -> list[tuple[Hashable, Group]]:
+        """Group them (or those with `names`) without the first `depth` layer numbers, each group with its signature."""
+        found: list[tuple[Hashable, Group]] = []
+        for group in self.groups(side):
+            if names is None or group.path in names:
+                if (group, depth) not in self._by_depth:
+                    self._by_depth[group, depth] = [(one.signature, one) for one in group.at_depth(depth)]
+                found += self._by_depth[group, depth]
+        place = self.orders[side].place
+        return sorted(found, key=lambda one: place[one[1].first.key]) if found[1:] else found
 
     def _in_order(self, side: int, found: Iterable[Group]) -> list[Group]:
         groups = list(found)
         return sorted(groups, key=lambda one: self.orders[side].place[one.first.key]) if groups[1:] else groups
 
-    def classes(self, label: Callable[[Group], Hashable]) -> Iterator[tuple[list[Group], list[Group]]]:
+    def classes(
+        self, label: Callable[[Group], Hashable], names: Sequence[Container[Template] | None] = (None, None)
+    ) -> Iterator[tuple[list[Group], list[Group]]]:
         """Yield groups of both sides with tensors of one shape in the same layers, and with the same label."""
         for depth in _DEPTHS:
             found: dict[Hashable, tuple[list[Group], list[Group]]] = {}
-            for signature, group in self.at_depth(0, depth):
+            for signature, group in self.at_depth(0, depth, names[0]):
                 found.setdefault((signature, label(group)), ([], []))[0].append(group)
-            for signature, group in self.at_depth(1, depth) if found else ():
+            for signature, group in self.at_depth(1, depth, names[1]) if found else ():
                 both = found.get((signature, label(group)))
                 if both is not None:
                     both[1].append(group)
@@ -251,23 +278,47 @@ class _Search:
         return True
 
     def unique(self, way: Way) -> bool:
-        """Pair groups that are linked with each other, and with no other group."""
+        """Pair groups that share a key with each other, and with no other group."""
         allowed = self._agree if way.weak else self._may
-
-        def linked(left: Group, right: Group) -> bool:
-            self.spend(_COST)
-            return way.linked(left, right) and (way.sure or allowed(left, right))
-
         taken = False
-        for lefts, rights in self.classes(way.label):
+        for both in self.classes(way.label, self._names_linked(way) if way.by_name else (None, None)):
+            tables: tuple[dict[Hashable, list[Group]], ...] = {}, {}
+            for side, table in enumerate(tables):
+                for group in both[side]:
+                    for key in way.keys(group, side):
+                        table.setdefault(key, []).append(group)
+
+            def links(group: Group, side: int, tables: Any = tables) -> list[Group]:
+                """Return the groups of the other side that it may be, at most two: then it is not the only one."""
+                found: dict[Group, None] = {}
+                for key in way.keys(group, side):
+                    for other in tables[1 - side].get(key, ()):
+                        self.spend(_COST)
+                        if way.sure or allowed(*((group, other) if side == 0 else (other, group))):
+                            found[other] = None
+                            if len(found) == 2:
+                                return [*found]
+                return [*found]
+
             hits = []
-            for left in lefts:  # a second link is enough to know that it is not the only one
-                links = list(islice((right for right in rights if linked(left, right)), 2))
-                if len(links) == 1 and len(list(islice((one for one in lefts if linked(one, links[0])), 2))) == 1:
-                    hits.append((left, links[0]))
+            for left in both[0]:
+                found = links(left, 0)
+                if len(found) == 1 and len(links(found[0], 1)) == 1:
+                    hits.append((left, found[0]))
             for left, right in hits:
                 taken |= self._take_groups(left, right, way.evidence(left, right), way.weak)
         return taken
+
+    def _names_linked(self, way: Way) -> list[set[Template]]:
+        """Return the names, without any layer number, of groups that have a key of the other side."""
+        names: list[dict[Hashable, set[Template]]] = [{}, {}]
+        for side, by_key in enumerate(names):
+            for group in self.groups(side):
+                for key in way.keys(group, side):
+                    by_key.setdefault((way.label(group), key), set()).add(group.path)
+        return [
+            set[Template]().union(*(own[key] for key in own if key in other)) for own, other in (names, names[::-1])
+        ]
 
     def by_relative_parts(self) -> bool:
         """Pair tensors of one shape that all have different parts by name, the same parts on both sides."""
@@ -403,7 +454,6 @@ class _Search:
             self.paths.pair(template(one)[0], template(other)[0])
 
     def _add(self, pairs: Sequence[Pair]) -> None:
-        self._by_depth.clear()
         self._stale = {0, 1}
         for pair in pairs:
             for key in pair.left:

@@ -226,3 +226,18 @@ def test_parts_of_other_layers_or_shapes_are_not_fused() -> None:
     assert not paired(tensors(**two), tensors(**parts))
     named = {**whole, "h_0_qkv_weight": (12, 3)}
     assert {left for left, _ in paired(tensors(**named), tensors(**parts))} == {("h.0.qkv.weight",)}
+
+
+def test_a_deep_model_is_paired_completely() -> None:
+    """Thousands of tensors have one shape; only tensors whose names can be linked are compared."""
+    names = {"attn.q_proj": "attention.wq", "attn.o_proj": "attention.wo", "mlp.up_proj": "ff.w3", "norm2": "ffn_norm"}
+    shapes = {"attn.q_proj": (8, 8), "attn.o_proj": (8, 8), "mlp.up_proj": (24, 8), "norm2": (8,)}
+    keys = {
+        f"model.layers.{layer}.{old}.weight": f"layers.{layer}.{new}.weight"
+        for layer in range(2000)
+        for old, new in names.items()
+    }
+    shape_of = {key: shapes[".".join(key.split(".")[3:-1])] for key in keys}
+    left = Side([Tensor(key, "float32", shape_of[key]) for key in keys])
+    right = Side([Tensor(name, "float32", shape_of[key]) for key, name in keys.items()])
+    assert {(pair.left[0], pair.right[0]) for pair in infer(left, right).pairs} == set(keys.items())
