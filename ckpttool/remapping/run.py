@@ -324,9 +324,9 @@ def _rule_steps(options: RemapOptions) -> tuple[RuleStep, ...]:
     if options.rules is None:
         if not rules:
             return ()
-        from ckpttool.ruleset.steps import Rename, Where
+        from ckpttool.ruleset.steps import Where, rename
 
-        return (Rename(Where("--rule"), rules),)
+        return (rename(Where("--rule"), rules),)
     from ckpttool.ruleset.parse import read
 
     return read(options.rules, reverse=options.reverse, rules=rules)

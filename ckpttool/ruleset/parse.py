@@ -21,7 +21,7 @@ from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
 from ckpttool.io.files import opened
 from ckpttool.ruleset.patterns import Rule, matches, parse
-from ckpttool.ruleset.steps import Constant, Convert, Drop, Join, Rename, Split, Step, Where, parts_of, state_of
+from ckpttool.ruleset.steps import Constant, Convert, Join, Split, Step, Where, parts_of, rename, state_of
 from ckpttool.ruleset.tensor_ops import (
     Sizes,
     TensorSpec,
@@ -144,39 +144,41 @@ def _list(value: Any) -> tuple[Any, ...]:
 # Rules
 
 
-Build = Callable[[Where, Any, Fields], Step]
-
-
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """One kind of rule: the kinds of its value and of its other fields, the step that it makes, and the step `back`."""
+    """One kind of rule: the kinds of its value and other fields, its step, and the rule that undoes it."""
 
     kind: Kind
-    build: Build
-    back: Build
+    build: Callable[[Where, Any, Fields], Step]
+    back: Callable[[Any, Fields], Fields]
     needs: Mapping[str, Kind] = field(default_factory=dict)
     may: Mapping[str, Kind] = field(default_factory=dict)
 
 
-def _rename(where: Where, texts: Any, _: Fields, reverse: bool = False) -> Step:
-    return Rename(where, tuple(parse(text, reverse=reverse) for text in _list(texts)))
+def _rename(where: Where, texts: Any, fields: Fields) -> Step:
+    return rename(where, [parse(text, reverse="reverse" in fields) for text in _list(texts)])
 
 
-def _parts(where: Where, value: Any, fields: Fields, is_split: bool, stacked: bool, reverse: bool = False) -> Step:
-    whole, names = (value, fields["into"]) if is_split else (fields["into"], value)
-    parts = parts_of(whole, names, fields.get("parts"), fields.get("dim", 0), fields.get("sizes"), stacked)
-    if is_split == reverse:
-        return Join(where, parts)
-    if reverse and parts.count is None and not stacked:  # a split could not know how many
-        raise CkptError(f"{parts.whole}: parts = N says into how many", hint="")
-    return Split(where, parts)
+def _rename_back(texts: Any, _: Fields) -> Fields:
+    return {"rename": texts, "reverse": True}
 
 
-def _row_of_parts(is_split: bool, stacked: bool) -> _Operation:
-    build = partial(_parts, is_split=is_split, stacked=stacked)
+def _row_of_parts(name: str, back_name: str) -> _Operation:
+    is_split, stacked = name in ("split", "unstack"), name in ("stack", "unstack")
+
+    def build(where: Where, value: Any, fields: Fields) -> Step:
+        whole, names = (value, fields["into"]) if is_split else (fields["into"], value)
+        parts = parts_of(whole, names, fields.get("parts"), fields.get("dim", 0), fields.get("sizes"), stacked)
+        return Split(where, (whole,), parts) if is_split else Join(where, parts.names, parts)
+
+    def back(value: Any, fields: Fields) -> Fields:
+        if name == "join" and isinstance(value, str) and "parts" not in fields:
+            raise CkptError(f"{fields['into']}: parts = N says into how many", hint="")
+        return {**fields, back_name: fields["into"], "into": value}
+
     value, into = (_TEXT, _NAMES) if is_split else (_NAMES, _TEXT)
     may = {"dim": _INTEGER, "parts": _SIZE, **({} if stacked else {"sizes": _SIZES})}
-    return _Operation(value, build, partial(build, reverse=True), {"into": into}, may)
+    return _Operation(value, build, back, {"into": into}, may)
 
 
 def _transpose(where: Where, patterns: Any, fields: Fields) -> Step:
@@ -191,10 +193,10 @@ def _permute(where: Where, patterns: Any, fields: Fields) -> Step:
     return Convert(where, _patterns(patterns), lambda value: permute(value, dims, rows))
 
 
-def _permute_back(where: Where, patterns: Any, fields: Fields) -> Step:
-    dims, rows = fields["dims"], fields.get("rows")
-    order = [dims.index(dim) for dim in range(len(dims))]
-    return _permute(where, patterns, {"dims": order, "rows": None if rows is None else [rows[dim] for dim in dims]})
+def _permute_back(patterns: Any, fields: Fields) -> Fields:
+    dims = fields["dims"]
+    rows = {"rows": [fields["rows"][dim] for dim in dims]} if "rows" in fields else {}
+    return {"permute": patterns, "dims": [dims.index(dim) for dim in range(len(dims))], **rows}
 
 
 def _reshape(where: Where, patterns: Any, fields: Fields) -> Step:
@@ -208,10 +210,10 @@ def _reshape(where: Where, patterns: Any, fields: Fields) -> Step:
     return Convert(where, _patterns(patterns), lambda value: reshape(value, shape, old))
 
 
-def _reshape_back(where: Where, patterns: Any, fields: Fields) -> Step:
+def _reshape_back(patterns: Any, fields: Fields) -> Fields:
     if "from_shape" not in fields:
         raise CkptError(f"{', '.join(_list(patterns))}: from_shape = [...] says what shape it had", hint="")
-    return _reshape(where, patterns, {"shape": fields["from_shape"], "from_shape": fields["shape"]})
+    return {"reshape": patterns, "shape": fields["from_shape"], "from_shape": fields["shape"]}
 
 
 def _cast(where: Where, patterns: Any, fields: Fields) -> Step:
@@ -227,15 +229,13 @@ def _constant(where: Where, name: str, fields: Fields) -> Step:
         raise CkptError(f"{name!r} is not a whole name: beside = says which tensors give its variables", hint="")
     if rule is None and shape is None:
         raise CkptError("constant needs 'shape', or 'beside' for one that has it", hint="")
-    return Constant(where, name, rule, fields["value"], fields.get("dtype"), None if shape is None else tuple(shape))
+    patterns = () if beside is None else (beside,)
+    shape = None if shape is None else tuple(shape)
+    return Constant(where, patterns, name, rule, fields["value"], fields.get("dtype"), shape)
 
 
-def _constant_back(where: Where, name: str, _: Fields) -> Step:
-    raise CkptError(f"{name}: drop it in a file with the way back", hint="")
-
-
-def _lost(where: Where, patterns: Any, _: Fields) -> Step:
-    raise CkptError(f"{', '.join(_list(patterns))}: what is lost does not come back", hint="")
+def _no_way_back(patterns: Any, _: Fields, reason: str = "what is lost does not come back") -> Fields:
+    raise CkptError(f"{', '.join(_list(patterns))}: {reason}", hint="")
 
 
 def _patterns(value: Any) -> tuple[str, ...]:
@@ -246,19 +246,25 @@ def _patterns(value: Any) -> tuple[str, ...]:
 
 
 _OPERATIONS: Mapping[str, _Operation] = {
-    "rename": _Operation(_TEXTS, _rename, partial(_rename, reverse=True)),
-    "split": _row_of_parts(is_split=True, stacked=False),
-    "join": _row_of_parts(is_split=False, stacked=False),
-    "unstack": _row_of_parts(is_split=True, stacked=True),
-    "stack": _row_of_parts(is_split=False, stacked=True),
-    "transpose": _Operation(_TEXTS, _transpose, _transpose, may={"dims": _TWO_DIMS}),
+    "rename": _Operation(_TEXTS, _rename, _rename_back),
+    "split": _row_of_parts("split", "join"),
+    "join": _row_of_parts("join", "split"),
+    "unstack": _row_of_parts("unstack", "stack"),
+    "stack": _row_of_parts("stack", "unstack"),
+    "transpose": _Operation(
+        _TEXTS, _transpose, lambda patterns, fields: {"transpose": patterns, **fields}, may={"dims": _TWO_DIMS}
+    ),
     "permute": _Operation(_TEXTS, _permute, _permute_back, {"dims": _ORDER}, {"rows": _SHAPE}),
     "reshape": _Operation(_TEXTS, _reshape, _reshape_back, {"shape": _SHAPE}, {"from_shape": _SHAPE}),
-    "cast": _Operation(_TEXTS, _cast, _lost, {"dtype": _DTYPE}, {"from": _DTYPES}),
+    "cast": _Operation(_TEXTS, _cast, _no_way_back, {"dtype": _DTYPE}, {"from": _DTYPES}),
     "constant": _Operation(
-        _TEXT, _constant, _constant_back, {"value": _FILL}, {"dtype": _DTYPE, "shape": _FULL_SHAPE, "beside": _TEXT}
+        _TEXT,
+        _constant,
+        partial(_no_way_back, reason="drop it in a file with the way back"),
+        {"value": _FILL},
+        {"dtype": _DTYPE, "shape": _FULL_SHAPE, "beside": _TEXT},
     ),
-    "drop": _Operation(_TEXTS, lambda where, patterns, _: Drop(where, _patterns(patterns)), _lost),
+    "drop": _Operation(_TEXTS, lambda where, patterns, _: Convert(where, _patterns(patterns)), _no_way_back),
 }
 _OF_ALL: Mapping[str, Kind] = {"optional": _FLAG, "when": _TEXTS, "unless": _TEXTS}
 
@@ -291,6 +297,10 @@ def step_of(table: Fields, place: str, sizes: Sizes, reverse: bool = False) -> S
     if reverse and (when or unless):
         patterns = ", ".join(_list(table[name]))
         raise CkptError(f"{patterns}: the names of its conditions may be others by then", hint="")
+    where = Where(f"{place} ({name})", table.get("optional", False), when, unless)
+    if reverse:
+        table = _OPERATIONS[name].back(table[name], {key: table[key] for key in table if key not in (name, "optional")})
+        name = next(name for name in table if name in _OPERATIONS)
     fields = dict(table)
     for key in _SIZED:
         if key not in table:
@@ -303,9 +313,7 @@ def step_of(table: Fields, place: str, sizes: Sizes, reverse: bool = False) -> S
             if isinstance(size, int) and size < 1 and text != size:
                 raise CkptError(f"{text} is {size}: no size", hint="")
         fields[key] = values if isinstance(table[key], list) else values[0]
-    where = Where(f"{place} ({name})", table.get("optional", False), when, unless)
-    row = _OPERATIONS[name]
-    return (row.back if reverse else row.build)(where, table[name], fields)
+    return _OPERATIONS[name].build(where, table[name], fields)
 
 
 # Examples
@@ -391,7 +399,7 @@ def read(path: str, *, reverse: bool = False, rules: Sequence[Rule] = ()) -> tup
 
 
 def _with_own(steps: tuple[Step, ...], rules: Sequence[Rule], reverse: bool) -> tuple[Step, ...]:
-    own: tuple[Step, ...] = (Rename(Where("--rule"), tuple(rules)),) if rules else ()
+    own = (rename(Where("--rule"), rules),) if rules else ()
     return (*own, *steps) if reverse else (*steps, *own)
 
 

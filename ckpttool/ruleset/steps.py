@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property, lru_cache
 from itertools import islice
-from typing import Union
 
 from ckpttool.core.checkpoint import ExtraEntry, Section
 from ckpttool.core.errors import CkptError, Problem, Refused
@@ -130,24 +129,37 @@ class Where:
         return self.text
 
 
-# Each step has `patterns`, which must all match some key, and except `Join` a method `one`, which returns what an entry
-# becomes.
+@dataclass(frozen=True)
+class Step:
+    """A rule of a file, which changes a state. All `patterns` must match some key, unless it is optional."""
+
+    where: Where
+    patterns: tuple[str, ...]
+
+    def one(self, key: str, value: Value, result: Result) -> Named:
+        """Return what an entry becomes, and note in `result` which patterns matched."""
+        raise NotImplementedError
+
+    def apply(self, state: State) -> Result:
+        result = Result()
+        for key, value in state.items():
+            try:
+                result.values += self.one(key, value, result)
+            except Refused as error:
+                result.problems.append(Problem(error.message, key))
+                result.values.append((key, replace(value, layout=REFUSED)))
+        return result
 
 
 @dataclass(frozen=True)
-class Rename:
+class Rename(Step):
     """Rename a key by the first rule that matches it; all keys at once, so that names can be swapped."""
 
-    where: Where
     rules: tuple[Rule, ...]
 
     @cached_property
     def in_turn(self) -> InTurn:
         return InTurn(self.rules)
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return tuple(rule.text for rule in self.rules)
 
     def one(self, key: str, value: Value, result: Result) -> Named:
         rule, name = self.in_turn.first(key)
@@ -156,13 +168,18 @@ class Rename:
         return [(name or key, value)]
 
 
-@dataclass(frozen=True)
-class Convert:
-    """Change every tensor that a pattern matches, and if `dtypes` are given, that has one of these."""
+def rename(where: Where, rules: Sequence[Rule]) -> Rename:
+    return Rename(where, tuple(rule.text for rule in rules), tuple(rules))
 
-    where: Where
-    patterns: tuple[str, ...]
-    change: Callable[[Value], Value]
+
+@dataclass(frozen=True)
+class Convert(Step):
+    """Change every tensor that a pattern matches, and if `dtypes` are given, that has one of these.
+
+    Without a `change`, leave out every entry that a pattern matches.
+    """
+
+    change: Callable[[Value], Value] | None = None
     dtypes: tuple[str, ...] | None = None
 
     @cached_property
@@ -174,45 +191,23 @@ class Convert:
         if not hits or (self.dtypes is not None and value.dtype not in self.dtypes):
             return [(key, value)]
         result.used.update(hits)
+        if self.change is None:
+            result.dropped.append(value)
+            return []
         return [(key, value if value.layout == REFUSED else self.change(_dense(value)))]
 
 
 @dataclass(frozen=True)
-class Drop:
-    """Leave out every entry that a pattern matches."""
-
-    where: Where
-    patterns: tuple[str, ...]
-
-    @cached_property
-    def naming(self) -> Naming:
-        return Naming(self.patterns)
-
-    def one(self, key: str, value: Value, result: Result) -> Named:
-        hits = self.naming.hits(key)
-        result.used.update(hits)
-        if not hits:
-            return [(key, value)]
-        result.dropped.append(value)
-        return []
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
+class Constant(Step):
     """Add a tensor filled with one number: one for each tensor that `beside` matches, by default with its shape and
     dtype, or a single one.
     """
 
-    where: Where
     name: str
     beside: Rule | None
     fill: float | bool
     dtype: str | None
     shape: tuple[int, ...] | None
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return () if self.beside is None else (self.beside.text.partition("=>")[0].strip(),)
 
     def one(self, key: str, value: Value, result: Result) -> Named:
         name = None if self.beside is None else self.beside.apply(key)
@@ -226,17 +221,21 @@ class Constant:
         dtype = self.dtype or (beside.dtype if beside is not None else "float32")
         return tensor_ops.constant(shape or (), dtype, self.fill)
 
+    def apply(self, state: State) -> Result:
+        result = super().apply(state)
+        if self.beside is None:
+            try:
+                result.values.append((self.name, self.value()))
+            except Refused as error:
+                result.problems.append(Problem(error.message, self.name))
+        return result
 
-@dataclass(frozen=True, slots=True)
-class Split:
+
+@dataclass(frozen=True)
+class Split(Step):
     """Split a tensor into its parts."""
 
-    where: Where
     parts: Parts
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return (self.parts.whole,)
 
     def one(self, key: str, value: Value, result: Result) -> Named:
         parts = self.parts
@@ -255,16 +254,11 @@ class Split:
         return list(zip(parts.keys(key, count), values))
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+@dataclass(frozen=True)
+class Join(Step):
     """Join parts to one tensor, at the place of the first part."""
 
-    where: Where
     parts: Parts
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return self.parts.names
 
     def apply(self, state: State) -> Result:
         result, wholes, whole_of = Result(), dict[str, dict[int, str]](), dict[str, str]()
@@ -312,9 +306,6 @@ class Join:
         if parts.stacked:
             return tensor_ops.stack(values, parts.dim)
         return tensor_ops.join(values, parts.dim, parts.sizes)
-
-
-Step = Union[Rename, Convert, Drop, Constant, Split, Join]
 
 
 def _dense(value: Value) -> Value:
@@ -372,7 +363,7 @@ def state_of(steps: Sequence[Step], section: Section, *, whole: bool = True) -> 
     for step in steps:
         if not holds(step.where.when, step.where.unless, state):
             continue
-        result = step.apply(state) if isinstance(step, Join) else _apply_to_each(step, state)
+        result = step.apply(state)
         if whole and not step.where.optional and not problems and not result.problems:  # else that may be the reason
             unused = [text for text in step.patterns if text not in result.used]
             result.problems += [Problem("applies to no key", text) for text in unused]
@@ -394,19 +385,3 @@ def state_of(steps: Sequence[Step], section: Section, *, whole: bool = True) -> 
             problems=problems,
         )
     return state, dropped
-
-
-def _apply_to_each(step: Rename | Convert | Drop | Constant | Split, state: State) -> Result:
-    result = Result()
-    for key, value in state.items():
-        try:
-            result.values += step.one(key, value, result)
-        except Refused as error:
-            result.problems.append(Problem(error.message, key))
-            result.values.append((key, replace(value, layout=REFUSED)))
-    if isinstance(step, Constant) and step.beside is None:
-        try:
-            result.values.append((step.name, step.value()))
-        except Refused as error:
-            result.problems.append(Problem(error.message, step.name))
-    return result

@@ -188,7 +188,7 @@ def cast(value: Value, dtype: str) -> Value:
 
 
 def dtypes_like(dtype: str) -> tuple[str, ...]:
-    """Return the dtypes of the same kind: those that ``Module.to`` casts."""
+    """Return the dtypes of the same kind, which ``Module.to`` casts too."""
     return tuple(name for name in PLAIN if _kind(name) == _kind(dtype))
 
 
