@@ -245,11 +245,11 @@ def cast(node: Expression, dtype: Special) -> Op:
 
 
 def wider(chance: random.Random, value: torch.Tensor) -> torch.dtype:
-    """A dtype that has all values of the tensor's: of an integer's 32 bits float64 alone among floats."""
+    """A dtype that has all values of the tensor's: among floats, float64 alone for 32 bits and none for 64."""
     dtypes = [getattr(torch, name) for name in (*DTYPES, "int64", "int16")]
     every = [other for other in dtypes if torch.promote_types(other, value.dtype) == other]
-    whole = value.dtype in (torch.int32, torch.int64)
-    return chance.choice([o for o in every if not whole or not o.is_floating_point or o == torch.float64])
+    floats = {torch.int32: (torch.float64,), torch.int64: ()}.get(value.dtype, every)
+    return chance.choice([other for other in every if not other.is_floating_point or other in floats])
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 100))
