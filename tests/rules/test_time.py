@@ -63,8 +63,7 @@ def _fresh() -> None:
     spent.clear()
 
 
-@pytest.mark.parametrize("text", NESTED)
-@pytest.mark.parametrize("in_a_thread", [False, True])
+@pytest.mark.parametrize(("text", "in_a_thread"), [*((text, False) for text in NESTED), (SLOW, True)])
 def test_a_regular_expression_that_never_ends_is_answered_or_ended(text: str, in_a_thread: bool) -> None:
     def match() -> bool:
         with limited(Limits(rules_seconds=1)):

@@ -83,6 +83,7 @@ def zoos() -> dict[str, Callable[[], dict[str, Find]]]:
         "torchvision": _torchvision,
         "diffusers": _diffusers,
         "torchtune": _torchtune,
+        "peft": _peft,
     }
     return {name: zoo for name, zoo in zoos.items() if importlib.util.find_spec(name) is not None}
 
@@ -230,6 +231,36 @@ def _torchtune() -> dict[str, Find]:
             if inspect.isfunction(function) and function.__module__ == module.__name__ and name[0] != "_":
                 made[f"{found.name}.{name}"] = partial(_first_by_table, function)
     return made
+
+
+def _peft() -> dict[str, Find]:
+    """Every kind of adapter, on a small Llama."""
+    import peft
+
+    return {kind.value: partial(_adapted, config) for kind, config in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+
+
+_ADAPTER: dict[str, Any] = {
+    "target_modules": ["q_proj", "v_proj"],
+    "feedforward_modules": [],
+    "task_type": "CAUSAL_LM",
+    "num_virtual_tokens": 4,
+    "num_tasks": 2,
+    "adapter_len": 4,
+    "adapter_layers": 2,
+    "total_step": 10,
+    "inference_mode": False,
+}
+
+
+def _adapted(config: Any) -> Build:
+    import peft
+    import transformers
+
+    sizes = {"hidden_size": 256, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    base = transformers.LlamaConfig(vocab_size=64, use_cache=False, **sizes)
+    options = {name: value for name, value in _ADAPTER.items() if name in _parameters(config)}
+    return _first([lambda: peft.get_peft_model(transformers.LlamaForCausalLM(base), config(**options))])
 
 
 def _first_by_table(function: Any) -> Build:
