@@ -18,7 +18,7 @@ from places import ROOT
 from torch_version import needs_torch
 
 ALL = os.environ.get("CKPTTOOL_SUITES") == "all"
-LAYOUTS = ("ddp", "fsdp", "hsdp", "tp", "fsdp of tp", "pipeline") if ALL else ("tp", "fsdp of tp", "pipeline")
+LAYOUTS = ("ddp", "fsdp", "hsdp", "tp", "fsdp of tp", "pipeline") if ALL else ("fsdp of tp", "pipeline")
 
 
 @pytest.mark.parametrize(("savers", "loaders"), [(2, 4), (4, 2), (2, 2), (4, 4)] if ALL else [(2, 4)])
@@ -27,7 +27,9 @@ def test_layouts(tmp_path: Path, savers: int, loaders: int) -> None:
     command = [sys.executable, "-W", "ignore", str(ROOT / "tests/support/dcp_layouts.py"), str(tmp_path)]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(savers), str(loaders), *LAYOUTS], env=environment, capture_output=True)
+    done = subprocess.run(
+        [*command, str(savers), str(loaders), *LAYOUTS], env=environment, capture_output=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr.decode()
     found = json.loads((tmp_path / "found.json").read_text())
     assert len(found) == 3 * len(LAYOUTS)  # a conversion, and two loads
