@@ -72,8 +72,8 @@ bench: $(VENV)/for-test ## time complete commands against cp and other tools (SI
 faults: $(VENV)/for-test ## fail and kill every call that writes, once each; takes minutes
 	CKPTTOOL_FAULTS=all $(BIN)/python -m pytest tests/faults -s $(ARGS)
 
-suites: $(VENV)/for-test ## run torch's own modules and optimizers through ckpttool, all of their cases
-	CKPTTOOL_SUITES=all $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 -rs tests/suites $(ARGS)
+suites: $(VENV)/for-test ## run the cases of torch's suites and the models of installed libraries through ckpttool, all of them
+	CKPTTOOL_SUITES=all $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 -rs tests/suites tests/cli/test_optimizer_mends.py $(ARGS)
 
 fuzz: $(VENV)/for-test ## fuzz every reader, TIME=600 seconds in all (ARGS='--guided --target plan': one, by atheris)
 	PYTHONPATH=.:tests/fuzz:tests/support $(BIN)/python tests/fuzz/run.py --time $(TIME) $(ARGS)

@@ -213,6 +213,9 @@ _TUNE: dict[str, Any] = {
     "final_logit_softcapping": 1.0,
     "hidden_capping_value": 1.0,
     "dim": 32,
+    "lora_rank": 4,
+    "lora_alpha": 8.0,
+    "decoder_lora": True,
 }
 
 
