@@ -97,7 +97,7 @@ def check(files: str | Sequence[str], *, allow: str | Sequence[str] = (), **opti
 
 
 def _kind(path: str) -> str:
-    look_anew(path)  # raises if an edit was interrupted: what the file holds is no answer then
+    look_anew(path)  # raises if an edit was interrupted: its content is not final then
     if not os.path.isdir(path):
         with open(path, "rb"):
             pass  # raises if it cannot be read
@@ -147,7 +147,7 @@ def _call(one: Import) -> str:
 
 
 def _of_the_file(error: CkptError, path: str) -> Problem:
-    """What is wrong with the file as a whole, which the problem's key names already."""
+    """Return the error as a problem at the file, without the path that begins its message."""
     return Problem(error.message.removeprefix(path).lstrip(": "), path, "invalid-file")
 
 

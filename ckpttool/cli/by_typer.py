@@ -176,12 +176,16 @@ def _error_of(error: Any, args: Sequence[str]) -> CkptError:
     if outs and outs.isdisjoint(args) and args.count(extra) == 1:
         place = args.index(extra)
         return CkptError(message, hint=f"-o names the output: {shell('ckpttool', *args[:place], '-o', *args[place:])}")
-    flag = getattr(error, "option_name", "") if context.parent is not None else ""
-    flags = {name: [f"--{name}", *(flag for param in load(name).params for flag in param.flags)] for name in COMMANDS}
-    others = [name for name in COMMANDS if flag in flags[name]]
-    if others:
-        return CkptError(message, hint=f"`ckpttool {others[0]}` does that (more: ckpttool {others[0]} --help)")
+    is_unknown = hasattr(error, "possibilities") and context.parent is not None
+    flag = getattr(error, "option_name", "") if is_unknown else ""
+    others = [name for name in COMMANDS if flag in (f"--{name}", *_spellings(load(name)))] if flag else []
     near = get_close_matches(flag, getattr(error, "possibilities", None) or (), 1)
     usage = " ".join(context.get_usage().split())[len("Usage:") :]
-    hint = f"did you mean {near[0]}?" if near else f"usage:{usage}"
+    hint = f"did you mean {near[0]}?" if near and not others else f"usage:{usage}"
+    if others:
+        hint = f"it is for `ckpttool {others[0]}`; {hint}"
     return CkptError(message, hint=f"{hint} (more: {context.command_path} --help)")
+
+
+def _spellings(command: Command) -> list[str]:
+    return [flag for param in command.params for flag in (param.flags or (f"--{param.name}",))]

@@ -97,8 +97,12 @@ def test_version() -> None:
         (["--nope"], "no such option", "usage: ckpttool [OPTIONS] COMMAND [ARGS]..."),
         (["inspect"], "missing argument 'CKPT'", "usage: ckpttool inspect [OPTIONS]"),
         (["inspect", "x.pt", "--fromat", "json"], "no such option", "did you mean --format?"),
-        (["remap", "x.pt", "--undo"], "no such option", "`ckpttool undo` does that (more: ckpttool undo --help)"),
-        (["remap", "x.pt", "--max-shard-size=5GB"], "no such option", "`ckpttool convert` does that"),
+        (
+            ["remap", "x.pt", "--undo"],
+            "no such option",
+            "it is for `ckpttool undo`; usage: ckpttool remap [OPTIONS] CKPT",
+        ),
+        (["remap", "x.pt", "--max-shard-size=5GB"], "no such option", "it is for `ckpttool convert`;"),
         (["inspect", "x.pt", "--format"], "option '--format' requires an argument", "see ckpttool --help"),
         (["inspect", "x.pt", "y.pt"], "got unexpected extra argument", "usage: ckpttool inspect [OPTIONS]"),
         (

@@ -87,7 +87,10 @@ REFUSED = {
     "diff names.json --update": ("--update rewrites a names file", "ckpttool diff names.json --model MODEL --update"),
     "diff3 lin.pt": ("missing argument", "usage: ckpttool diff3 [OPTIONS]"),
     "diff3 lin.pt names.json lin.pt": ("names.json is JSON text", ""),
-    "diff lin.pt two.pt::a --base lin.pt": ("no such option: --base", "ckpttool diff3 lin.pt lin.pt two.pt::a"),
+    "diff lin.pt two.pt::a --base lin.pt": (
+        "no such option: --base",
+        "it is for `ckpttool diff3`; usage: ckpttool diff",
+    ),
     "diff lin.pt lin.pt --model m.py:build --suggest x": ("--suggest needs two checkpoints, or a model", "LEFT RIGHT"),
     "diff3 lin.pt lin.pt two.pt::a --fail-on shape": ("no such option", "usage: ckpttool diff3"),
     "diff lin.pt lin.pt two.pt --suggest x.toml": ("diff compares two checkpoints", "ckpttool history RUN..."),
