@@ -22,7 +22,7 @@ MODULES = {
 }
 ENTRIES = ("ckpttool", "ckpttool.__main__")  # the package itself and `python -m`: above all layers
 WITH_TORCH = (
-    *("ckpttool.tracing", "ckpttool.live", "ckpttool.evaluate.torch_eval", "ckpttool.evaluate.torch_eval"),
+    *("ckpttool.tracing", "ckpttool.live", "ckpttool.evaluate.torch_eval"),
     "ckpttool.distributed.job",
     "ckpttool.operands.in_memory",
     "ckpttool.operands.reference",
