@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 
 import data
-from cases import Case, cases, shell
+from cases import ENVIRONMENT, Case, cases, shell
 
 ROOT = Path(__file__).resolve().parent.parent
 WRITING = """\
@@ -35,7 +35,6 @@ WRITING = """\
 READING = """\
 | work | against | ratio | time | CPU | memory | theirs |
 | --- | --- | --- | --- | --- | --- | --- |"""
-ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def cache(case: Case, folder: Path) -> None:
 
 
 def check(case: Case, folder: Path) -> None:
-    """Run the command once, which compiles its bytecode, and check the output in a process of its own."""
+    """Run the command once, which compiles its bytecode, and check the output in another process."""
     run(case.ours, folder, case.status)
     pid = os.fork()
     if pid == 0:

@@ -1,7 +1,8 @@
-"""What is measured: a command of ckpttool, other ways to the same result, and a check of what it wrote."""
+"""Cases: a command of ckpttool, other ways to the same result, and a check of its output."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 CKPTTOOL = str(Path(sys.executable).parent / "ckpttool")
 RULE = ("--rule", "layers.{i}.{rest*} => blocks.{i}.{rest*}")
 SHARDS = 8
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
 
 
 @dataclass(frozen=True)

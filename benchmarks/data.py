@@ -12,7 +12,7 @@ MANY = 100_000
 
 
 def make(folder: Path, gib: float, words: str) -> None:
-    """Make the files that `words` names, in a process of its own: measured processes do not inherit its memory."""
+    """Make the files that `words` names in another process: measured processes do not inherit its memory."""
     folder.mkdir(parents=True, exist_ok=True)
     pid = os.fork()
     if pid == 0:

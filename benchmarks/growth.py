@@ -1,22 +1,25 @@
-"""How CPU time grows with the number of keys, beside scripts that parse the header with `json`; drawn as SVG.
+"""How the cost of a command grows with keys, bytes and ranks.
 
-    python benchmarks/growth.py [FOLDER]
+    python benchmarks/growth.py [FOLDER] [--keys 1000000] [--gib 4] [--ranks 4]
 
-prints the seconds and the exponents, and draws docs/growth.svg.
+prints CPU seconds by number of keys, with exponents, next to scripts that parse the header with `json`; draws
+docs/growth.svg if all counts of keys are measured; and prints time, CPU and memory by bytes and by ranks.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import struct
 import sys
+import time
 from collections.abc import Sequence
 from math import log, log10
 from pathlib import Path
 from statistics import linear_regression
 
-from cases import CKPTTOOL, RULE
+from cases import CKPTTOOL, ENVIRONMENT, RULE
 
 COUNTS = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
 _COLORS = {"inspect": "#2563eb", "remap": "#dc2626", "diff": "#16a34a", "diff, renamed": "#9333ea"}
@@ -35,13 +38,13 @@ _READ = (
     "import json, struct, sys\n"
     "def read(p):\n    f = open(p, 'rb'); return json.loads(f.read(struct.unpack('<Q', f.read(8))[0]))\n"
 )
-Series = dict[str, list[tuple[int, float]]]  # by work, the first of one key, which is start-up
+Series = dict[str, list[tuple[int, float]]]  # by work; the first is of one key, which is start-up
 
 
-def measured(folder: Path) -> Series:
-    """Seconds of CPU by work, for each count of keys: ours as ``inspect``, by hand as ``inspect by hand``."""
+def by_keys(folder: Path, most: int) -> Series:
+    """Return CPU seconds for each count of keys by work: ``inspect`` for ours, ``inspect by hand`` for the script."""
     found: Series = {}
-    for count in (1, *COUNTS):
+    for count in (1, *(count for count in COUNTS if count <= most)):
         path, other, out = _file(folder, count), _file(folder, count, "blocks"), str(folder / "out.safetensors")
         lines = {
             "inspect": (["inspect", path], ()),
@@ -50,9 +53,9 @@ def measured(folder: Path) -> Series:
             "diff, renamed": (["diff", path, other, "--exit-zero"], (other,)),
         }
         for work, (words, more) in lines.items():
-            found.setdefault(work, []).append((count, _cpu([CKPTTOOL, *words], folder)))
+            found.setdefault(work, []).append((count, _least([CKPTTOOL, *words], folder)))
             by_hand = [sys.executable, "-c", _READ + _BY_HAND[work], path, *more]
-            found.setdefault(f"{work} by hand", []).append((count, _cpu(by_hand, folder)))
+            found.setdefault(f"{work} by hand", []).append((count, _least(by_hand, folder)))
     return found
 
 
@@ -66,32 +69,63 @@ def _file(folder: Path, count: int, layers: str = "layers") -> str:
     return str(path)
 
 
-def _cpu(command: list[str], folder: Path) -> float:
-    """The least of three runs, user and system."""
-    times = []
-    for _ in range(3):
-        for left in folder.glob("out*"):
-            left.unlink()
-        quiet = [(os.POSIX_SPAWN_OPEN, to, os.devnull, os.O_WRONLY, 0) for to in (1, 2)]
-        _, status, usage = os.wait4(os.posix_spawn(command[0], command, os.environ, file_actions=quiet), 0)
-        if status:
-            sys.exit(f"failed: {command[:4]}")
-        times.append(usage.ru_utime + usage.ru_stime)
-    return min(times)
+def _least(command: list[str], folder: Path) -> float:
+    """Return the least CPU seconds of three runs."""
+    return min(_run(command, folder)[1] for _ in range(3))
+
+
+def _run(command: list[str], folder: Path) -> tuple[float, float, int]:
+    """Return seconds, CPU seconds (with child processes) and the peak memory (MiB) of one run."""
+    for left in folder.glob("out*"):
+        left.unlink()
+    quiet = [(os.POSIX_SPAWN_OPEN, to, os.devnull, os.O_WRONLY, 0) for to in (1, 2)]
+    start = time.perf_counter()
+    pid = os.posix_spawn(command[0], command, ENVIRONMENT, file_actions=quiet)
+    _, status, usage = os.wait4(pid, 0)
+    if status:
+        sys.exit(f"failed: {command}")
+    return time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss >> 10
+
+
+def by_bytes_and_ranks(folder: Path, gib: float, most: int) -> None:
+    """Rename files up to so many GiB in one process, and cast the largest one to bf16 on up to `most` ranks."""
+    path, rules, out = folder / "large.safetensors", folder / "cast.toml", str(folder / "out.safetensors")
+    rules.write_text('[[rule]]\ncast = "*"\ndtype = "bfloat16"\n')
+    for size in (gib / 16, gib / 4, gib):
+        _zeros(path, int(size * 2**24))
+        print(
+            f"rename, {size:g} GiB: %.2f s, CPU %.2f s, %d MiB"
+            % _run([CKPTTOOL, "remap", str(path), "-o", out, *RULE], folder)
+        )
+    for ranks in (count for count in (1, 2, 4, 8) if count <= most):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "-m", "ckpttool"]
+        cast = ["remap", str(path), "-o", out, "--rules", str(rules)]
+        print(f"cast, {gib:g} GiB, {ranks} ranks: %.2f s, CPU %.2f s, %d MiB" % _run([*torchrun, *cast], folder))
+    path.unlink()
+
+
+def _zeros(path: Path, side: int) -> None:
+    """Write 16 fp32 tensors of `side` bytes each, in a sparse file."""
+    places = {f"layers.{i}.weight": [i * side * 4, (i + 1) * side * 4] for i in range(16)}
+    infos = {key: {"dtype": "F32", "shape": [side], "data_offsets": at} for key, at in places.items()}
+    text = json.dumps(infos).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + 64 * side)
 
 
 def exponent(points: Sequence[tuple[int, float]]) -> float:
-    """The slope of the seconds beyond start-up over the keys, both as logarithms, by least squares.
+    """Return the slope of the seconds beyond start-up over the keys, both as logarithms, by least squares.
 
-    Counts of which the work is less than a fifth of the start-up are left out: it drowns in what runs differ by.
+    Counts whose work is less than a fifth of the start-up are left out: runs differ by more.
     """
     (_, start), *rest = points
     work = [(log(count), log(seconds - start)) for count, seconds in rest if seconds > 1.2 * start]
-    return linear_regression(*zip(*work)).slope
+    return linear_regression(*zip(*work)).slope if len(work) > 1 else float("nan")
 
 
 def drawn(series: Series) -> str:
-    """The series in a diagram whose two axes are logarithmic, each with its exponent; by hand is dashed."""
+    """Return a diagram of the series with logarithmic axes, each with its exponent; scripts are dashed."""
 
     def at(count: float, seconds: float) -> str:
         x = 70 + 430 * log(count / COUNTS[0]) / log(COUNTS[-1] / COUNTS[0])
@@ -106,7 +140,7 @@ def drawn(series: Series) -> str:
     for count in COUNTS:
         x = at(count, 1).split(",")[0]
         lines.append(f'<text x="{x}" y="322" text-anchor="middle">{count:,}</text>')
-    lowest = 0.0  # of the labels so far: none lies over another
+    lowest = 0.0  # of the labels so far, which do not overlap
     for name, points in sorted(series.items(), key=lambda one: -one[1][-1][1]):
         work, by_hand = name.removesuffix(" by hand"), name.endswith("by hand")
         dashes = ' stroke-dasharray="5 4"' if by_hand else ""
@@ -126,14 +160,20 @@ def drawn(series: Series) -> str:
 
 
 def main() -> None:
-    """Measures, prints a table, and draws."""
     root = Path(__file__).resolve().parent.parent
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else root / "build" / "bench"
-    folder.mkdir(parents=True, exist_ok=True)
-    series = measured(folder)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=root / "build" / "bench")
+    parser.add_argument("--keys", type=int, default=COUNTS[-1], help="greatest number of keys")
+    parser.add_argument("--gib", type=float, default=4.0, help="size of the largest file")
+    parser.add_argument("--ranks", type=int, default=4, help="greatest number of ranks")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    series = by_keys(args.folder, args.keys)
     for name, points in series.items():
         print(f"{name:16} n^{exponent(points):.3f} ", *(f"{count:,}: {seconds:.2f} s" for count, seconds in points))
-    (root / "docs" / "growth.svg").write_text(drawn(series))
+    if args.keys >= COUNTS[-1]:
+        (root / "docs" / "growth.svg").write_text(drawn(series))
+    by_bytes_and_ranks(args.folder, args.gib, args.ranks)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO, Union
+from typing import Any, TextIO
 
 from ckpttool.core.checkpoint import Span
 from ckpttool.core.errors import CkptError, Problem
@@ -27,7 +27,6 @@ from ckpttool.io.write import NEW, Contents, WriteOptions, check_space, failing,
 
 MOST = 1 << 28  # bytes of an item: what a rank that dies leaves half done is written again
 COUNT = 64  # items of an output that is not large
-Sources = Mapping[str, Union[Pieces, Link]]
 Record = dict[str, Any]  # what a rank says about an item: its number ("item"), its checksums ("crcs"), and more
 
 
@@ -79,12 +78,19 @@ def as_pieces(content: Pieces | Link) -> Pieces:
     return [Piece(Span(content.path, 0, size(content.path)))] if isinstance(content, Link) else content
 
 
-def digest(files: Sources, *more: object) -> str:
+def digest(files: Mapping[str, Pieces], *more: object) -> str:
     """Return the SHA-256 of everything that decides what is written: all layouts, the sources, and `more` (JSON)."""
-    found = hashlib.sha256(json.dumps([more, _versions(files)]).encode())
-    for name, content in files.items():
+    spans = [piece.data for pieces in files.values() for piece in pieces if isinstance(piece.data, Span)]
+    urls = sorted({span.path for span in spans if is_url(span.path)})
+    versions = {}
+    if urls:
+        from ckpttool.io.remote import there
+
+        versions = {url: [found.size, *found.version] for url, found in zip(urls, map(there, urls))}
+    found = hashlib.sha256(json.dumps([more, versions]).encode())
+    for name, pieces in files.items():
         found.update(json.dumps(["file", name]).encode())
-        for piece in [] if isinstance(content, Link) else content:
+        for piece in pieces:
             data = piece.data
             if isinstance(data, bytes):
                 text = ["bytes", hashlib.sha256(data).hexdigest()]
@@ -93,20 +99,7 @@ def digest(files: Sources, *more: object) -> str:
             else:
                 text = ["computed", str(data.length)]
             found.update(json.dumps(text).encode())
-        if isinstance(content, Link):
-            found.update(json.dumps(["link", content.path]).encode())
     return found.hexdigest()
-
-
-def _versions(files: Sources) -> dict[str, list[object]]:
-    """Return, for each URL among the sources, what its store says about the content."""
-    pieces = [piece for content in files.values() for piece in as_pieces(content)]
-    urls = sorted({piece.data.path for piece in pieces if isinstance(piece.data, Span) and is_url(piece.data.path)})
-    if not urls:
-        return {}
-    from ckpttool.io.remote import there
-
-    return {url: [found.size, *found.version] for url, found in zip(urls, map(there, urls))}
 
 
 _ENDING = ".ckpttool.job"
@@ -168,9 +161,9 @@ def written(
     rank only. Raises `CkptError` if the ranks mean different outputs, if a source changes and if the disk fails; the
     items then stay for the next run.
     """
-    files = {name: as_pieces(content) for name, content in files.items()}
-    items = items_of(files)
-    agreed = digest(files, job.command, plan, sources.states())
+    contents = {name: as_pieces(content) for name, content in files.items()}
+    items = items_of(contents)
+    agreed = digest(contents, job.command, plan, sources.states())
     job.agree(agreed)
     again = options.fsync and plan is not None
     with failing(out), _begun(job, items, agreed, out, home, again) as (staging, known):
@@ -182,16 +175,15 @@ def written(
         for number, record in records.items():
             read[items[number].name].update(record["read"])
         ready = {name: Ready(str(staging / NEW / name), tuple(sorted(paths))) for name, paths in read.items()}
-        yield {**files, **ready}
+        yield {**contents, **ready}
         remove(staging)
 
 
-def items_of(files: Files) -> list[Item]:
-    contents = {name: content for name, content in files.items() if not isinstance(content, Link)}
-    contents = {name: content for name, content in contents.items() if not is_text(content)}
-    total = sum(nbytes_of(content) for content in contents.values())
+def items_of(files: Mapping[str, Pieces]) -> list[Item]:
+    contents = {name: pieces for name, pieces in files.items() if not is_text(pieces)}
+    total = sum(map(nbytes_of, contents.values()))
     most = min(MOST, max(_LEAST, total // COUNT // BLOCK * BLOCK))
-    return [item for name, content in contents.items() for item in _items(name, content, most)]
+    return [item for name, pieces in contents.items() for item in _items(name, pieces, most)]
 
 
 def _items(name: str, pieces: Pieces, most: int) -> Iterator[Item]:

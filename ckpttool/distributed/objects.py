@@ -31,9 +31,9 @@ from ckpttool.distributed.files import (
 from ckpttool.distributed.job import Job
 from ckpttool.io import compose, paths, progress, sources
 from ckpttool.io.compose import Upload
-from ckpttool.io.files import sources_stay
+from ckpttool.io.files import is_dir, sources_stay
 from ckpttool.io.pieces import BLOCK, Files, Held, Link, Piece, Pieces, amounts, nbytes_of
-from ckpttool.io.remote import answered, filesystem
+from ckpttool.io.remote import answered, filesystem, invalidate, names_in, remove
 from ckpttool.io.syscalls import uninterrupted
 
 
@@ -126,19 +126,10 @@ class _Note:
     def others(self) -> list[str]:
         """Return the notes of other plans for the same OUT, which are never continued."""
         home = paths.parent(self.url)
-        fs, folder = filesystem(home)
-        fs.invalidate_cache(folder)
-        try:
-            names = [str(found).rpartition("/")[2] for found in fs.ls(folder, detail=False)]
-        except FileNotFoundError:
-            return []
+        invalidate(home)
+        names = names_in(home) if is_dir(home) else []
         urls = [paths.join(home, name) for name in names if is_staging(name, self.last)]
         return [url for url in urls if url != self.url]
-
-    def remove(self, url: str) -> None:
-        fs, path = filesystem(url)
-        with suppress(Exception):
-            fs.rm_file(path)
 
 
 @contextmanager
@@ -165,10 +156,10 @@ def _begun(
         job.fail()  # first: another rank that is just sending is refused from now on
         _abort(begun)
         if note is not None:
-            note.remove(note.url)
+            remove(note.url)
         raise
     if note is not None:
-        note.remove(note.url)
+        remove(note.url)
 
 
 def _abort(begun: Mapping[str, Upload]) -> None:
@@ -191,7 +182,7 @@ def _continued(note: _Note, urls: Mapping[str, str]) -> dict[str, dict[str, str]
                 upload.there()
                 there[name] = place
         if url != note.url:
-            note.remove(url)
+            remove(url)
     return there
 
 

@@ -160,7 +160,7 @@ def begun(out: str, *, replace: bool, verify: bool = False) -> Iterator[Upload]:
 
 
 def is_exclusive(fs: Any) -> bool:
-    """Return True if the store can be asked to refuse replacing an object.
+    """Return True if the store can refuse to replace an object.
 
     That is S3, if both the driver (s3fs 2024.12) and botocore (1.35) are new enough.
     """
@@ -187,8 +187,7 @@ def came_meanwhile(url: str) -> CkptError:
 class Upload:
     """A multipart upload to `url`; `place` is the store's name for it, `parts` what the store said about each part.
 
-    To `verify` it, each part also has the ``MD5`` that it must have. For those that are `copied`, by number, that is
-    computed at the end.
+    To `verify` it, each part also has its expected ``MD5``. For the `copied` parts, by number, it is computed at the end.
     """
 
     url: str

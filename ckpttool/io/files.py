@@ -130,22 +130,19 @@ def read_on(opened: Mapping[str, Any]) -> None:
 
 def is_file(path: str) -> bool:
     """Return True if there is such a file. Raises `CkptError` if the store of a URL does not answer."""
-    if not is_url(path):
-        return os.path.isfile(path)
-    from ckpttool.io import remote
-
-    found = remote.stat(path)
-    return found is not None and not found.folder
+    return _is_there(path, folder=False) if is_url(path) else os.path.isfile(path)
 
 
 def is_dir(path: str) -> bool:
     """Return True if there is such a folder; in an object store, anything under that name. Raises like `is_file`."""
-    if not is_url(path):
-        return os.path.isdir(path)
+    return _is_there(path, folder=True) if is_url(path) else os.path.isdir(path)
+
+
+def _is_there(url: str, *, folder: bool) -> bool:
     from ckpttool.io import remote
 
-    found = remote.stat(path)
-    return found is not None and found.folder
+    found = remote.stat(url)
+    return found is not None and found.folder is folder
 
 
 def exists(path: str) -> bool:

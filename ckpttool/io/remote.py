@@ -6,7 +6,7 @@ import errno
 import logging
 import re
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -165,8 +165,7 @@ PART = 1 << 23  # bytes of a request for large tensors
 _LARGE = 8 * BLOCK  # bytes of a tensor that is fetched alone
 _MAX_RUN = 32  # blocks in one request, if they are read one after the other
 _SMALL_GAP = 1 << 10  # bytes between ranges that are fetched with one request
-_MAX_BLOCKS = 128  # in the cache
-_MAX_AHEAD = 1 << 24  # bytes in the cache that were fetched ahead, of one file and of all heads
+_MAX_CACHED = 1 << 25  # bytes
 _SLOWEST = 10_000  # bytes a second; slower answers are given up
 _LISTING = 1 << 26  # bytes of an answer without a range: a page that lists files
 _CHUNK = 1 << 16
@@ -176,7 +175,7 @@ _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """What a store says: `size` in bytes; `version`: a name and a value that change with the content."""
+    """The answer of a store: `size` in bytes; `version`: a name and a value that change with the content."""
 
     folder: bool
     size: int | None
@@ -192,17 +191,16 @@ class Stat:
 class Cache:
     """What stores have sent, by URL.
 
-    `stats`; `assumed`: checks of the index that were not made yet; `blocks` by URL and number, the last used at the
-    end; `ahead`: ranges that were fetched ahead, as offsets and bytes; `heads`: their bytes at the start of files;
-    `runs`: the block after the last request for some, and how many it asked for; counts of `requests` and `fetched`
-    bytes.
+    `stats`; `assumed`: checks of the index that were not made yet; `ranges` of files by URL and first byte, the last
+    used at the end, `nbytes` in all, none inside of another; `starts`: the first bytes of a file's ranges, sorted;
+    `runs`: the end of the last request for blocks, and their number; counts of `requests` and `fetched` bytes.
     """
 
     stats: dict[str, Stat | None] = field(default_factory=dict)
     assumed: dict[str, list[Callable[[], None]]] = field(default_factory=dict)
-    blocks: OrderedDict[tuple[str, int], bytes] = field(default_factory=OrderedDict)
-    ahead: dict[str, tuple[list[int], list[bytes]]] = field(default_factory=dict)
-    heads: dict[str, int] = field(default_factory=dict)
+    ranges: OrderedDict[tuple[str, int], bytes] = field(default_factory=OrderedDict)
+    starts: dict[str, list[int]] = field(default_factory=dict)
+    nbytes: int = 0
     runs: dict[str, tuple[int, int]] = field(default_factory=dict)
     requests: Counter[str] = field(default_factory=Counter)
     fetched: Counter[str] = field(default_factory=Counter)
@@ -214,43 +212,35 @@ class Cache:
         def is_about(other: str) -> bool:
             return (other + "/").startswith(below) or below.startswith(other.rstrip("/") + "/")
 
-        tables: tuple[dict[str, Any], ...] = (self.stats, self.assumed, self.ahead, self.heads, self.runs)
+        for at in [at for at in self.ranges if is_about(at[0])]:
+            self.nbytes -= len(self.ranges.pop(at))
+        tables: tuple[dict[str, Any], ...] = (self.stats, self.assumed, self.starts, self.runs)
         for known in tables:
             for other in [other for other in known if is_about(other)]:
                 del known[other]
-        for at in [at for at in self.blocks if is_about(at[0])]:
-            del self.blocks[at]
 
-    def range(self, url: str, start: int, end: int) -> bytes | None:
-        """Return the bytes if they were fetched ahead as one range."""
-        starts, data = self.ahead.get(url, ([], []))
+    def held(self, url: str, start: int, end: int) -> bytes:
+        """Return the bytes from `start` on, up to `end` or to the end of the range that holds `start`."""
+        starts = self.starts.get(url, ())
         at = bisect_right(starts, start) - 1
-        if at < 0 or end > starts[at] + len(data[at]):
-            return None
-        return data[at][start - starts[at] : end - starts[at]]
+        if at < 0:
+            return b""
+        first = starts[at]
+        self.ranges.move_to_end((url, first))
+        return self.ranges[url, first][start - first : end - first]
 
-    def keep_ranges(self, url: str, ranges: Mapping[int, bytes]) -> None:
-        """Keep ranges by their offsets; without room, drop the earlier ones."""
-        starts, data = self.ahead.get(url, ([], []))
-        found = {**(dict(zip(starts, data)) if sum(map(len, data)) < _MAX_AHEAD else {}), **ranges}
-        ordered = sorted(found)
-        self.ahead[url] = ordered, [found[start] for start in ordered]
-
-    def keep_heads(self, heads: Mapping[str, bytes]) -> None:
-        """Keep the starts of these files; without room, drop the first ones."""
-        for url, data in heads.items():
-            self.keep_ranges(url, {0: data})
-            self.heads[url] = len(data)
-        while sum(self.heads.values()) > _MAX_AHEAD:
-            first = next(iter(self.heads))
-            del self.heads[first], self.ahead[first]
-
-    def used(self, url: str, numbers: Iterable[int]) -> None:
-        """Note that these blocks were used; without room, drop the least recently used blocks."""
-        for number in numbers:
-            self.blocks.move_to_end((url, number))
-        while len(self.blocks) > _MAX_BLOCKS:
-            self.blocks.popitem(last=False)
+    def keep(self, url: str, ranges: Mapping[int, bytes]) -> None:
+        """Keep ranges by their first bytes; without room, drop the least recently used ranges."""
+        starts = self.starts.setdefault(url, [])
+        for start, data in ranges.items():
+            low, high = bisect_left(starts, start), bisect_left(starts, start + len(data))
+            self.nbytes += len(data) - sum(len(self.ranges.pop((url, old))) for old in starts[low:high])
+            starts[low:high] = [start]
+            self.ranges[url, start] = data
+        while self.nbytes > _MAX_CACHED:
+            (url, start), data = self.ranges.popitem(last=False)
+            self.starts[url].remove(start)
+            self.nbytes -= len(data)
 
 
 cache = Cache()
@@ -269,7 +259,7 @@ class BoundedResponse(aiohttp.ClientResponse):
                 body += chunk
                 if len(body) > most:
                     self.close()
-                    raise SendsTooMuch(f"its server sends more than the {most:,} bytes that were asked for")
+                    raise SendsTooMuch(f"its server sends more than the {most:,} requested bytes")
             self._body = bytes(body)
         return await super().read()
 
@@ -355,20 +345,29 @@ def glob(pattern: str) -> list[str]:
 def forget(url: str) -> None:
     """Forget everything at, under and above the URL; the next call asks the store."""
     cache.forget(url)
-    _invalidate(url)
+    invalidate(url)
 
 
-def _invalidate(url: str) -> None:
+def invalidate(url: str) -> None:
+    """Let the driver list the folder again."""
     fs, path = filesystem(url)
     with answered(url):
         fs.invalidate_cache(path)
+
+
+def remove(url: str, *, is_folder: bool = False) -> None:
+    """Remove the file or folder at the URL, if its store does."""
+    with suppress(Exception):  # drivers raise what they like
+        fs, path = filesystem(url)
+        fs.rm(path, recursive=True) if is_folder else fs.rm_file(path)
+    cache.forget(url)
 
 
 def check_unchanged(urls: Iterable[str]) -> None:
     """Raise `CkptError` if a file is no longer the one whose index was read."""
     for url in urls:
         before = cache.stats.pop(url, None)
-        _invalidate(url)
+        invalidate(url)
         if before is None or not is_still(url, before):
             forget(url)
             raise CkptError(f"{url} was changed while it was read", hint="nothing was written: run it again")
@@ -421,46 +420,40 @@ class RemoteFile:
         end = min(offset + count, self.size)
         if end <= offset:
             return b""
-        ahead = cache.range(self.url, offset, end)
-        if ahead is not None:
-            return ahead
-        if end - offset > _MAX_RUN * BLOCK:
+        if end - offset > _MAX_RUN * BLOCK and len(cache.held(self.url, offset, end)) < end - offset:
             return b"".join(_fetch(self.url, _cut(offset, end)))
-        first, last = offset // BLOCK, (end - 1) // BLOCK
-        numbers = range(first, last + 1)
-        missing = [number for number in numbers if (self.url, number) not in cache.blocks]
-        if missing:
-            low = missing[0]
-            high = self._end_of_run(low, missing[-1] + 1)
-            (data,) = _fetch(self.url, [(low * BLOCK, min(high * BLOCK, self.size))])
-            for number in range(low, high):
-                cache.blocks[self.url, number] = data[(number - low) * BLOCK : (number - low + 1) * BLOCK]
-        data = b"".join(cache.blocks[self.url, number] for number in numbers)
-        cache.used(self.url, numbers)
-        return data[offset - first * BLOCK : end - first * BLOCK]
+        parts = []
+        while offset < end:
+            data = cache.held(self.url, offset, end)
+            if not data:
+                low = offset // BLOCK * BLOCK
+                (run,) = _fetch(self.url, [(low, self._end_of_run(low, end))])
+                cache.keep(self.url, {low: run})
+                data = run[offset - low : end - low]
+            parts.append(data)
+            offset += len(data)
+        return b"".join(parts)
 
-    def _end_of_run(self, low: int, high: int) -> int:
-        """Return where a request for the blocks `low` to `high` ends: longer if it follows the last one."""
-        following, length = cache.runs.get(self.url, (-1, 1))
-        length = min(length * 2, _MAX_RUN) if low == following else 1
-        high = min(max(high, low + length), -(-self.size // BLOCK))
-        cache.runs[self.url] = (high, length)
-        return high
+    def _end_of_run(self, low: int, end: int) -> int:
+        """Return where a request for the blocks from `low` to `end` ends: longer if it follows the last one."""
+        following, count = cache.runs.get(self.url, (-1, 1))
+        count = min(count * 2, _MAX_RUN) if low == following else 1
+        high = max(-(-end // BLOCK), low // BLOCK + count) * BLOCK
+        cache.runs[self.url] = (high, count)
+        return min(high, self.size)
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Fetch these ranges (offset, count) side by side, and keep them while there is room."""
         wanted: list[tuple[int, int]] = []
         for offset, count in sorted(ranges):
             start, end = max(0, offset), min(offset + count, self.size)
-            if end <= start or cache.range(self.url, start, end) is not None:
-                continue
-            if all((self.url, number) in cache.blocks for number in range(start // BLOCK, (end - 1) // BLOCK + 1)):
+            if end <= start or len(cache.held(self.url, start, end)) == end - start:
                 continue
             if wanted and start - wanted[-1][1] <= _SMALL_GAP:
                 wanted[-1] = (wanted[-1][0], max(end, wanted[-1][1]))
             else:
                 wanted.append((start, end))
-        cache.keep_ranges(self.url, dict(zip((start for start, _ in wanted), _fetch(self.url, wanted))))
+        cache.keep(self.url, dict(zip((start for start, _ in wanted), _fetch(self.url, wanted))))
 
 
 def open_file(url: str) -> RemoteFile:
@@ -552,7 +545,10 @@ def look_ahead(heads: Mapping[str, int]) -> None:
     if any(url not in cache.stats for url in urls):
         with suppress(CkptError):
             names_in(paths.parent(urls[0]))
-    known = {url: cache.stats.get(url) for url in urls if (url, 0) not in cache.blocks}
+    known = {url: cache.stats.get(url) for url in urls if not cache.held(url, 0, 1)}
     wanted = [(url, 0, min(heads[url], found.size)) for url, found in known.items() if found is not None and found.size]
-    came = zip(wanted, _answers(wanted))  # a failed request is made again, and reported, when it is needed
-    cache.keep_heads({url: data for (url, _, end), data in came if isinstance(data, bytes) and len(data) == end})
+    for (url, _, end), data in zip(wanted, _answers(wanted)):
+        if (
+            isinstance(data, bytes) and len(data) == end
+        ):  # else it is fetched again, and the error reported, when needed
+            cache.keep(url, {0: data})

@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.text import shell
 from ckpttool.core.values import dataclass
 from ckpttool.io import temporary
 from ckpttool.io.paths import is_nameable, join
-from ckpttool.io.paths import name as name_of
-from ckpttool.io.remote import answered, filesystem, forget, names_in, stat
+from ckpttool.io.remote import answered, filesystem, forget, invalidate, names_in, remove, stat
 from ckpttool.io.transaction import check_over, interrupted
 
 JOURNAL = "journal"
@@ -100,7 +98,7 @@ def recover(out: str) -> None:
             _finish(home, out, _journal(home))
             dead = True
         if dead:
-            _remove(home)
+            remove(home, is_folder=True)
 
 
 def roll_back(out: str, *, force: bool) -> dict[str, bool]:
@@ -122,7 +120,7 @@ def roll_back(out: str, *, force: bool) -> dict[str, bool]:
         found[name] = complete and there.issuperset((*journal.put[-1:], *journal.remove))
         if not found[name]:
             _finish(home, out, journal)
-        _remove(home)
+        remove(home, is_folder=True)
     return found
 
 
@@ -132,22 +130,12 @@ def _journal(home: str) -> Journal:
         return parse(fs.cat_file(path), join(home, JOURNAL), home)
 
 
-def _remove(home: str) -> None:
-    fs, path = filesystem(home)
-    with suppress(Exception):  # drivers raise what they like; it is still there the next time
-        fs.rm(path, recursive=True)
-    forget(home)
-
-
 def _temporary_names(out: str) -> list[str]:
     found = stat(out)
     if found is None or not found.folder:
         return []
-    fs, path = filesystem(out)
-    with answered(out):
-        fs.invalidate_cache(path)
-        names = [name_of(str(own).rstrip("/")) for own in fs.ls(path, detail=False)]
-    return [name for name in names if temporary.owner_of(name) is not None]
+    invalidate(out)
+    return [name for name in names_in(out) if temporary.owner_of(name) is not None]
 
 
 def _path(url: str) -> str:

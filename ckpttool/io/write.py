@@ -20,8 +20,8 @@ from ckpttool.core.checkpoint import Span
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.values import dataclass
 from ckpttool.io import progress, sources, syscalls, transaction
-from ckpttool.io.files import size, sources_stay
-from ckpttool.io.paths import is_url
+from ckpttool.io.files import exists, is_dir, size, sources_stay
+from ckpttool.io.paths import is_url, parent
 from ckpttool.io.pieces import BLOCK as FILE_BLOCK
 from ckpttool.io.pieces import (
     LEAST,
@@ -228,26 +228,30 @@ def preflight(out: str, source: Iterable[str], *, force: bool, in_place: bool) -
 
     `source` are the files that are read; `force` never allows writing over one of them, `in_place` does.
     """
-    if is_url(out):
-        from ckpttool.io import write_remote as remote
-
-        remote.preflight(out, source, force=force, in_place=in_place)
-        return
     path = Path(out)
-    if not path.parent.is_dir():
+    if is_url(out):
+        _check_url(out, in_place)
+    elif not path.parent.is_dir():
         raise CkptError(f"{out}: no such folder: {path.parent}", hint=f"mkdir -p {path.parent}")
-    if path.is_symlink():
+    elif path.is_symlink():
         _check_link(path, force)
-    if path.is_dir():
+    if is_dir(out):
         raise CkptError(f"{out} is a folder", hint="name a file")
-    if path.exists() and not path.is_file():
-        raise CkptError(f"{out} is not a regular file", hint="name a file that can be replaced")
-    if not os.access(path.resolve().parent, os.W_OK):
-        raise CkptError(f"{path.resolve().parent}: not writable", hint="choose another folder for the output")
+    if not is_url(out):
+        if path.exists() and not path.is_file():
+            raise CkptError(f"{out} is not a regular file", hint="name a file that can be replaced")
+        if not os.access(path.resolve().parent, os.W_OK):
+            raise CkptError(f"{path.resolve().parent}: not writable", hint="choose another folder for the output")
     if not in_place:
         check_no_source(out, source)
-    if path.exists() and not (force or in_place):
+    if not (force or in_place) and exists(out):
         raise CkptError(f"{out} exists", hint="pass --force to overwrite it, or name another file")
+
+
+def _check_url(out: str, in_place: bool) -> None:
+    from ckpttool.io import write_remote as remote
+
+    remote.check_url(out, in_place=in_place)
 
 
 def _check_link(path: Path, force: bool) -> None:
@@ -270,11 +274,17 @@ def _check_link(path: Path, force: bool) -> None:
 def check_no_source(out: str, source: Iterable[str]) -> None:
     """Raise `CkptError` if the file is a source, maybe under another name."""
     if is_one_of(out, source):
-        raise CkptError(f"{out} is the source itself", hint="name another file, or pass --in-place")
+        raise CkptError(f"{out} is the source itself", hint=_another("file", out))
+
+
+def _another(what: str, out: str) -> str:
+    return f"name another {what}" + ("" if is_url(out) else ", or pass --in-place")
 
 
 def is_one_of(out: str, files: Iterable[str]) -> bool:
     """Return True if the file is one of these, maybe under another name."""
+    if is_url(out):
+        return out.rstrip("/") in {name.rstrip("/") for name in files}
     return os.path.exists(out) and any(os.path.samefile(out, name) for name in files if os.path.exists(name))
 
 
@@ -342,21 +352,21 @@ def preflight_folder(out: str, present: Collection[str], source: str, *, force: 
     `present` are the files of a checkpoint that is there already, `source` the path that is read.
     """
     if is_url(out):
-        from ckpttool.io import write_remote as remote
-
-        remote.preflight_folder(out, present, source, force=force, in_place=in_place)
-        return
-    folder = Path(out)
-    if os.path.lexists(folder) and not folder.is_dir():
+        _check_url(out, in_place)
+        is_source = is_one_of(out, (source, parent(source)))
+    else:
+        home = source if os.path.isdir(source) else os.path.dirname(source) or "."
+        is_source = os.path.isdir(out) and os.path.isdir(home) and os.path.samefile(out, home)
+    if (exists(out) or os.path.islink(out)) and not is_dir(out):
         raise CkptError(f"{out} is a file", hint="name a folder")
-    parent = folder if folder.is_dir() else folder.parent
-    if not parent.is_dir():
-        raise CkptError(f"{out}: no such folder: {parent}", hint=f"mkdir -p {parent}")
-    if not os.access(parent, os.W_OK):
-        raise CkptError(f"{parent}: not writable", hint="choose another folder for the output")
-    home = source if os.path.isdir(source) else os.path.dirname(source) or "."
-    if not in_place and folder.is_dir() and os.path.isdir(home) and os.path.samefile(folder, home):
-        raise CkptError(f"{out} is the folder of the source", hint="name another folder, or pass --in-place")
+    if not is_url(out):
+        place = Path(out) if os.path.isdir(out) else Path(out).parent
+        if not place.is_dir():
+            raise CkptError(f"{out}: no such folder: {place}", hint=f"mkdir -p {place}")
+        if not os.access(place, os.W_OK):
+            raise CkptError(f"{place}: not writable", hint="choose another folder for the output")
+    if is_source and not in_place:
+        raise CkptError(f"{out} is the folder of the source", hint=_another("folder", out))
     if present and not (force or in_place):
         raise CkptError(
             f"{out} holds a checkpoint: {min(present)}", hint="pass --force to replace it, or name another folder"

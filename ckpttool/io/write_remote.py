@@ -12,51 +12,23 @@ from ckpttool.io import compose, progress
 from ckpttool.io.compose import Upload, came_meanwhile, check_absent, is_exclusive
 from ckpttool.io.files import size, sources_stay
 from ckpttool.io.paths import is_url, join, name, parent
-from ckpttool.io.pieces import Files, Held, Link, Piece, Pieces, amounts, nbytes_of, stream
-from ckpttool.io.remote import answered, filesystem, forget, names_in, stat
-from ckpttool.io.remote_journal import recover, replace
+from ckpttool.io.pieces import Held, Link, Piece, Pieces, amounts, nbytes_of, stream
+from ckpttool.io.remote import answered, filesystem, forget, names_in, remove, stat
+from ckpttool.io.remote_journal import recover
+from ckpttool.io.remote_journal import replace as journaled
 from ckpttool.io.syscalls import uninterrupted
 from ckpttool.io.temporary import temporary_name
 
 PART = 1 << 24  # bytes of one part of a multipart upload; about three of them are in memory
 
-_PARTS = 9_000  # a store takes 10,000
 _MIB = 1 << 20
 # Schemes of object stores, whose drivers show a file when it is closed, or never.
 _AT_CLOSE = frozenset("s3 s3a gs gcs abfs abfss az hf oss oci".split())  # noqa: SIM905 - read like a table
 _LOCAL = ("file", "local")
 
 
-def preflight(out: str, sources: Iterable[str], *, force: bool, in_place: bool) -> None:
-    """Raise `CkptError` if the URL `out` cannot or must not be written. Called before any work is done."""
-    _check_scheme(out, in_place)
-    found = stat(out)
-    if found is not None and found.folder:
-        raise CkptError(f"{out} is a folder", hint="name a file")
-    if any(_same(out, source) for source in sources):
-        raise CkptError(f"{out} is the source itself", hint="name another file")
-    if found is not None and not force:
-        raise CkptError(f"{out} exists", hint="pass --force to overwrite it, or name another file")
-
-
-def preflight_folder(out: str, present: Collection[str], source: str, *, force: bool, in_place: bool) -> None:
-    """Raise `CkptError` if a checkpoint cannot or must not be written into the folder `out`, a URL.
-
-    `present` are the files of a checkpoint that is there already, `source` the path that is read.
-    """
-    _check_scheme(out, in_place)
-    found = stat(out)
-    if found is not None and not found.folder:
-        raise CkptError(f"{out} is a file", hint="name a folder")
-    if _same(out, source) or (is_url(source) and _same(out, parent(source))):
-        raise CkptError(f"{out} is the folder of the source", hint="name another folder")
-    if present and not force:
-        raise CkptError(
-            f"{out} holds a checkpoint: {min(present)}", hint="pass --force to replace it, or name another folder"
-        )
-
-
-def _check_scheme(out: str, in_place: bool) -> None:
+def check_url(out: str, *, in_place: bool) -> None:
+    """Raise `CkptError` if nothing can be written to the URL."""
     scheme, _, path = out.partition("://")
     if in_place:
         raise CkptError(
@@ -69,10 +41,6 @@ def _check_scheme(out: str, in_place: bool) -> None:
     if scheme in _LOCAL:
         raise CkptError(f"{out} is written as a path of this machine", hint=f"-o {path}")
     filesystem(out)  # raises where the driver is missing
-
-
-def _same(left: str, right: str) -> bool:
-    return left.rstrip("/") == right.rstrip("/")
 
 
 def write(pieces: Pieces, out: str, *, replace: bool = True, held: Held | None = None) -> None:
@@ -116,7 +84,7 @@ def _appearing(url: str, nbytes: int, replace: bool) -> Iterator[Any]:
             recover(parent(url))
             fs.makedirs(fs._parent(path), exist_ok=True)
         mode = "xb" if not replace and is_exclusive(fs) else "wb"
-        file = fs.open(place, mode, block_size=max(PART, -(-nbytes // _PARTS // _MIB) * _MIB))
+        file = fs.open(place, mode, block_size=max(PART, -(-nbytes // compose.MOST_PARTS // _MIB) * _MIB))
     try:
         yield file
         with answered(url), uninterrupted(insisting=True):
@@ -156,51 +124,40 @@ def home_of(files: Iterable[str], out: str, stale: Collection[str], *, replace: 
     return join(out, temporary_name("new")) if there else out
 
 
-def complete(
-    files: Mapping[str, Pieces | Link | Upload], home: str, out: str, stale: Collection[str], *, replace: bool
+def write_folder(
+    files: Mapping[str, Pieces | Link | Upload],
+    out: str,
+    stale: Collection[str],
+    held: Held | None = None,
+    *,
+    replace: bool,
+    home: str | None = None,
 ) -> None:
-    """Complete the uploads to the folder `home`, a URL, and write the other files, the last one last.
+    """Write `files` into the folder `out`, a URL, the last one last; uploads are completed.
 
-    From there they are moved to `out` as in `write_folder`. Raises `CkptError`, and removes what it wrote, if the store
+    To replace a checkpoint, the new files are first written into the folder `home` (default: `home_of`). Then the old
+    files named `stale` and the file that makes the old set complete are removed, and the new ones moved in, under a
+    journal. `held` gets what the store's checksums prove about files that were not moved. Without `replace` no file is
+    replaced. Raises `CkptError`, and removes what it wrote, on a source that changed while it was read and if the store
     refuses.
     """
-    with _settling(files, home, out, stale) as written:
+    home = home or home_of(files, out, stale, replace=replace)
+    written: list[str] = []
+    try:
         for own, content in files.items():
             if isinstance(content, Upload):
                 content.complete(replace=replace)
             else:
-                _put(content, join(home, own), replace=replace)
+                _put(content, join(home, own), held if home == out else None, replace=replace)
             written.append(join(home, own))
-
-
-@contextmanager
-def _settling(files: Iterable[str], home: str, out: str, stale: Collection[str]) -> Iterator[list[str]]:
-    """Yield the list of files `written` to `home`, which are moved to `out`, or removed if the block raises."""
-    written: list[str] = []
-    try:
-        yield written
     except BaseException:
         with uninterrupted(insisting=True):
-            _remove(written)
+            for url in written:
+                remove(url)
         raise
     if home != out:
-        replace(home, out, list(files), {*stale}.difference(files))
+        journaled(home, out, list(files), {*stale}.difference(files))
     forget(out)
-
-
-def write_folder(files: Files, out: str, stale: Collection[str], held: Held | None = None, *, replace: bool) -> None:
-    """Write `files` into the folder `out`, a URL, the last one last.
-
-    To replace a checkpoint, the new files are uploaded next to it first; then its files named `stale` and the one that
-    makes it complete are removed, and the new ones moved in, under a journal. `held` gets what the store's checksums
-    prove about files that were not moved. Without `replace` no file is replaced. Raises `CkptError`, and removes what
-    it wrote, on a source that changed while it was read and if the store refuses.
-    """
-    home = home_of(files, out, stale, replace=replace)
-    with _settling(files, home, out, stale) as written:
-        for own, content in files.items():
-            _put(content, join(home, own), held if home == out else None, replace=replace)
-            written.append(join(home, own))
 
 
 def _put(content: Pieces | Link, url: str, held: Held | None = None, *, replace: bool) -> None:
@@ -217,10 +174,3 @@ def _put(content: Pieces | Link, url: str, held: Held | None = None, *, replace:
             progress.has_made(nbytes, 0)
             return
     write([Piece(Span(content.path, 0, nbytes))], url, replace=replace, held=held)
-
-
-def _remove(urls: Iterable[str]) -> None:
-    for url in urls:
-        with suppress(Exception):
-            fs, path = filesystem(url)
-            fs.rm_file(path)

@@ -239,7 +239,7 @@ class Writer:
             urls = {name: join(home, name) for name in files}
             held = self._proved(files) if home == folder else None
             with objects.sent(job, files, urls, folder, plan, verify=held is not None) as contents:
-                write_remote.complete(contents, home, folder, stale or (), replace=self.options.force)
+                write_remote.write_folder(contents, folder, stale or (), replace=self.options.force, home=home)
                 if held is not None:
                     objects.note(held, files, contents)
 

@@ -187,7 +187,7 @@ def test_spans_larger_than_every_buffer(monkeypatch: pytest.MonkeyPatch) -> None
     url = Store(fsspec.filesystem("memory"), "memory://spans").put("data", data)
     for own, value in (("BLOCK", 1 << 10), ("_LARGE", 1 << 12), ("PART", 10_007)):
         monkeypatch.setattr(remote, own, value)
-    monkeypatch.setattr(remote, "_MAX_BLOCKS", 40)
+    monkeypatch.setattr(remote, "_MAX_CACHED", 40 << 10)
     for start, length in ((0, 300_001), (1, 299_999), (4095, 4097), (300_000, 1), (7, 0), (123_456, 4096)):
         assert read_span(Span(url, start, length)) == data[start : start + length]
         remote.forget(url)

@@ -20,7 +20,8 @@ from ckpttool.io.pieces import Held, Link, Piece
 from ckpttool.io.remote import forget
 from ckpttool.io.remote_journal import JOURNAL, Journal
 from ckpttool.io.temporary import me
-from ckpttool.io.write_remote import preflight, preflight_folder, write_folder
+from ckpttool.io.write import preflight, preflight_folder
+from ckpttool.io.write_remote import write_folder
 
 OUT = "memory://journals/m"
 BEFORE = {"index": b"old", "shard": b"old", "second": b"old", "gone": b"old", "mine": b"mine"}

@@ -38,8 +38,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(remote, "cache", nothing)
     for own, value in (("BLOCK", 64), ("PART", 300), ("_LARGE", 512), ("_SMALL_GAP", 20), ("_MAX_RUN", 4)):
         monkeypatch.setattr(remote, own, value)
-    monkeypatch.setattr(remote, "_MAX_BLOCKS", 9)
-    monkeypatch.setattr(remote, "_MAX_AHEAD", 700)
+    monkeypatch.setattr(remote, "_MAX_CACHED", 700)
     fsspec.filesystem("memory").pipe_file("/reads/data", DATA)
     yield
     remote.forget(URL)
@@ -69,7 +68,7 @@ def test_any_reads_in_any_order_give_the_bytes_of_the_file(steps: list[tuple[str
             found = file.read(asked)
             assert found == (DATA[at:] if asked < 0 else DATA[at : at + asked])
             at += len(found)
-        assert len(remote.cache.blocks) <= 9
+        assert sum(map(len, remote.cache.ranges.values())) == remote.cache.nbytes <= 700
 
 
 def test_what_is_read_in_order_is_asked_for_in_longer_and_longer_runs() -> None:
@@ -135,9 +134,9 @@ def test_how_files_begin_is_kept_of_those_that_answer() -> None:
         fs.rm("/reads/heads/gone")
         fs.pipe_file("/reads/heads/shorter", b"short")
         remote.look_ahead({urls[name]: 100 for name in ("good", "empty", "gone", "shorter")})
-        assert {*remote.cache.heads} == {urls["good"]}
+        assert {*remote.cache.starts} == {urls["good"]}
         remote.look_ahead({urls["late"]: 100})
-        assert {*remote.cache.heads} == {urls["good"]}
+        assert {*remote.cache.starts} == {urls["good"]}
         fs.pipe_file("/reads/heads/late", DATA)
         for name in ("good", "late"):
             assert open_file(urls[name]).read_at(0, 100) == DATA[:100]
@@ -190,12 +189,13 @@ def test_what_is_at_under_and_above_is_forgotten(url: str, goes: set[str]) -> No
     known = Cache()
     for one in urls:
         known.stats[one] = None
-        known.assumed[one], known.blocks[one, 3], known.runs[one] = [], b"", (1, 2)
-        known.keep_heads({one: b"head"})
+        known.assumed[one], known.runs[one] = [], (1, 2)
+        known.keep(one, {0: b"head"})
     known.forget(url)
     left = urls - goes
-    assert left == {*known.stats} == {*known.assumed} == {*known.runs} == {*known.ahead} == {*known.heads}
-    assert {one for one, _ in known.blocks} == left
+    assert left == {*known.stats} == {*known.assumed} == {*known.runs} == {*known.starts}
+    assert {one for one, _ in known.ranges} == left
+    assert known.nbytes == 4 * len(left)
 
 
 @pytest.mark.parametrize("other", ["s3://b/mode", "s3://b/m", "s3://b/mo/"])
@@ -207,23 +207,9 @@ def test_a_file_whose_name_only_begins_alike_is_not_forgotten(other: str) -> Non
     assert other in known.stats
 
 
-def test_heads_are_kept_while_there_is_room() -> None:
+def test_ranges_are_kept_while_there_is_room() -> None:
     known = Cache()
     for number in range(9):
-        known.keep_heads({f"m://{number}": bytes(100)})
-    assert [*known.heads] == [*known.ahead] == [f"m://{number}" for number in range(2, 9)]
-
-
-@pytest.mark.parametrize(
-    ("now", "is_still"),
-    [
-        (Stat(False, 5, ("ETag", "a")), True),
-        (Stat(False, 5, ("ETag", "b")), False),
-        (Stat(False, 6, ("ETag", "a")), False),
-        (Stat(True, 5, ("ETag", "a")), False),
-        (Stat(False, 5, ("mtime", "b")), True),  # a listing tells of another version than a single answer
-        (Stat(False, 6, ("mtime", "b")), False),
-    ],
-)
-def test_what_tells_that_a_file_is_still_the_same(now: Stat, is_still: bool) -> None:
-    assert now.is_still(Stat(False, 5, ("ETag", "a"))) == is_still
+        known.keep(f"m://{number}", {0: bytes(100)})
+        known.held("m://1", 0, 1)
+    assert [url for url, _ in known.ranges] == [f"m://{number}" for number in (3, 4, 5, 6, 7, 8, 1)]

@@ -22,7 +22,7 @@ from ckpttool.distributed import files as by_ranks
 from ckpttool.distributed.files import is_staging, staging_name, write_all
 from ckpttool.distributed.job import FailedElsewhere, Job, RankDone
 from ckpttool.io import progress, sources
-from ckpttool.io.pieces import Crc, Files, Link, Piece, Ready
+from ckpttool.io.pieces import Crc, Files, Link, Piece, Pieces, Ready
 from ckpttool.io.write import WriteOptions
 
 LEAST = 1 << 14  # bytes of a unit
@@ -43,7 +43,7 @@ class Torn(Exception):
     """A rank cannot go on."""
 
 
-def files(source: Path, calls: list[str] | None = None, broken: str = "") -> Files:
+def files(source: Path, calls: list[str] | None = None, broken: str = "") -> dict[str, Pieces]:
     """Two files of copied, computed and literal bytes, with a checksum of others, and one of text.
 
     What is computed notes so in `calls`; what is `broken` cannot be.

@@ -149,7 +149,7 @@ def run(bucket: Any, files: dict[str, Pieces | Link], plan: object = "plan", hel
         patch.object(compose.Upload, "_put", counted),
         objects.sent(Job(0, 1, HashStore(), ("remap",)), files, urls, out, plan, verify=held is not None) as made,
     ):
-        write_remote.complete(made, out, out, (), replace=True)
+        write_remote.write_folder(made, out, (), replace=True, home=out)
         if held is not None:
             objects.note(held, files, made)
     sources.forget_all()
