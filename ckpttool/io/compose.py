@@ -187,7 +187,7 @@ def came_meanwhile(url: str) -> CkptError:
 class Upload:
     """A multipart upload to `url`; `place` is the store's name for it, `parts` what the store said about each part.
 
-    To `verify` it, each part also has its expected ``MD5``; for parts that are `copied`, by number, it is computed last.
+    To `verify` it, each part also has its expected ``MD5``; for `copied` parts, by number, it is computed last.
     """
 
     url: str
