@@ -91,12 +91,12 @@ def cases(folder: Path, gib: float) -> Iterator[Case]:
     yield Case("swap-weights", ours, "load, copy and save", instead, program, _holds(out, "layers", folder))
 
     for name in ("safetensors", "pt", "pt2"):  # there and back, so that each run finds the same file
-        path, source = folder / f"placed.{name}", folder / f"model.{name}"
+        path, original = folder / f"placed.{name}", folder / f"model.{name}"
         edit = f'{CKPTTOOL} remap {path} --in-place --rule \'{RULE[1]}\' "$@" && {CKPTTOOL} undo {path} "$@"'
-        ours = shell(f"[ -e {path} ] || cp {source} {path}; {edit}")
-        by_torch = f"p = torch.export.load('{source}')\ntorch.export.save(p, '{out}')"
+        ours = shell(f"[ -e {path} ] || cp {original} {path}; {edit}")
+        by_torch = f"p = torch.export.load('{original}')\ntorch.export.save(p, '{out}')"
         instead = python(by_torch if name == "pt2" else load[name] + rename + save[name])
-        yield Case(f"rename in place and undo, {name}", ours, "load and save", instead, source)
+        yield Case(f"rename in place and undo, {name}", ours, "load and save", instead, original)
 
     one, same, other, many = (str(folder / f"{name}.safetensors") for name in ("model", "same", "other", "many"))
     values, torch = [CKPTTOOL, "diff", "--values", one], [sys.executable, "-c", "import torch"]
