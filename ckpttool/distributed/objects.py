@@ -31,9 +31,9 @@ from ckpttool.distributed.files import (
 from ckpttool.distributed.job import Job
 from ckpttool.io import compose, paths, progress, sources
 from ckpttool.io.compose import Upload
-from ckpttool.io.files import is_dir, sources_stay
+from ckpttool.io.files import sources_stay
 from ckpttool.io.pieces import BLOCK, Files, Held, Link, Piece, Pieces, amounts, nbytes_of
-from ckpttool.io.remote import answered, filesystem, invalidate, names_in, remove
+from ckpttool.io.remote import answered, filesystem, remove
 from ckpttool.io.syscalls import uninterrupted
 
 
@@ -126,8 +126,12 @@ class _Note:
     def others(self) -> list[str]:
         """Return the notes of other plans for the same OUT, which are never continued."""
         home = paths.parent(self.url)
-        invalidate(home)
-        names = names_in(home) if is_dir(home) else []
+        fs, folder = filesystem(home)
+        fs.invalidate_cache(folder)
+        try:
+            names = [str(found).rpartition("/")[2] for found in fs.ls(folder, detail=False)]
+        except FileNotFoundError:
+            return []
         urls = [paths.join(home, name) for name in names if is_staging(name, self.last)]
         return [url for url in urls if url != self.url]
 

@@ -345,11 +345,10 @@ def glob(pattern: str) -> list[str]:
 def forget(url: str) -> None:
     """Forget everything at, under and above the URL; the next call asks the store."""
     cache.forget(url)
-    invalidate(url)
+    _invalidate(url)
 
 
-def invalidate(url: str) -> None:
-    """Let the driver list the folder again."""
+def _invalidate(url: str) -> None:
     fs, path = filesystem(url)
     with answered(url):
         fs.invalidate_cache(path)
@@ -367,7 +366,7 @@ def check_unchanged(urls: Iterable[str]) -> None:
     """Raise `CkptError` if a file is no longer the one whose index was read."""
     for url in urls:
         before = cache.stats.pop(url, None)
-        invalidate(url)
+        _invalidate(url)
         if before is None or not is_still(url, before):
             forget(url)
             raise CkptError(f"{url} was changed while it was read", hint="nothing was written: run it again")

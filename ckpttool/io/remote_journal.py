@@ -15,7 +15,8 @@ from ckpttool.core.text import shell
 from ckpttool.core.values import dataclass
 from ckpttool.io import temporary
 from ckpttool.io.paths import is_nameable, join
-from ckpttool.io.remote import answered, filesystem, forget, invalidate, names_in, remove, stat
+from ckpttool.io.paths import name as name_of
+from ckpttool.io.remote import answered, filesystem, forget, names_in, remove, stat
 from ckpttool.io.transaction import check_over, interrupted
 
 JOURNAL = "journal"
@@ -134,8 +135,11 @@ def _temporary_names(out: str) -> list[str]:
     found = stat(out)
     if found is None or not found.folder:
         return []
-    invalidate(out)
-    return [name for name in names_in(out) if temporary.owner_of(name) is not None]
+    fs, path = filesystem(out)
+    with answered(out):
+        fs.invalidate_cache(path)
+        names = [name_of(str(own).rstrip("/")) for own in fs.ls(path, detail=False)]
+    return [name for name in names if temporary.owner_of(name) is not None]
 
 
 def _path(url: str) -> str:
