@@ -107,7 +107,7 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        return self.packed_bytes if self.storage is None else self.numel * itemsize(self.dtype)
+        return self.packed_bytes if self.storage is None else prod(self.shape) * itemsize(self.dtype)
 
     @property
     def end(self) -> int:
@@ -207,6 +207,10 @@ class Unreached:
     path: str
     storage: Storage
     is_referred: bool = True
+
+    def of(self, file: str) -> Unreached:
+        """Return the same storage as one of `file`, a part of the checkpoint."""
+        return replace(self, path=f"{file}: {self.path}")
 
 
 KINDS = ("state_dict", "optimizer", "other")

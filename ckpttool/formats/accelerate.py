@@ -46,7 +46,7 @@ def read(folder: str) -> Checkpoint:
             *(note for part in parts.values() for note in part.notes),
             *(f"{name} is in the same folder, and is not read" for name in weights_beside(folder)),
         ),
-        unreached=tuple(replace(u, path=f"{s}: {u.path}") for s, part in parts.items() for u in part.unreached),
+        unreached=tuple(storage.of(section) for section, part in parts.items() for storage in part.unreached),
         beside=states_beside(folder),
     )
 

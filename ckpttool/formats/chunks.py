@@ -95,29 +95,13 @@ def _rows(member: tuple[Chunk, Data], first: int, last: int, itemsize: int) -> D
 def _slab(
     shape: tuple[int, ...], itemsize: int, first: int, last: int, members: Sequence[tuple[Chunk, Data]]
 ) -> memoryview:
-    row = prod(shape[1:]) * itemsize
-    slab = bytearray((last - first) * row)
-    for member in members:
-        rows = _rows(member, first, last, itemsize)
-        data = memoryview(read_span(rows) if isinstance(rows, Span) else rows)
-        starts, run = _runs(shape[1:], member[0])
-        at, length = 0, run * itemsize
-        for base in range(0, len(slab), row):
-            for start in starts:
-                target = base + start * itemsize
-                slab[target : target + length] = data[at : at + length]
-                at += length
-    return memoryview(slab)
+    import numpy as np
 
-
-def _runs(row_shape: tuple[int, ...], chunk: Chunk) -> tuple[list[int], int]:
-    """Return where the chunk's runs of adjacent elements begin in one row, and the length of a run; in elements."""
-    starts, run, adjacent = [0], 1, True
-    step = 1
-    for extent, offset, size in zip(reversed(row_shape), reversed(chunk.offsets[1:]), reversed(chunk.sizes[1:])):
-        if adjacent:
-            starts, run, adjacent = [offset * step], size * step, size == extent
-        else:
-            starts = [(offset + index) * step + start for index in range(size) for start in starts]
-        step *= extent
-    return starts, run
+    element = np.dtype((np.void, itemsize))
+    slab = np.zeros((last - first, *shape[1:]), element)
+    for chunk, data in members:
+        rows = _rows((chunk, data), first, last, itemsize)
+        elements = np.frombuffer(read_span(rows) if isinstance(rows, Span) else rows, element)
+        box = tuple(slice(at, at + size) for at, size in zip(chunk.offsets[1:], chunk.sizes[1:]))
+        slab[(slice(None), *box)] = elements.reshape(last - first, *chunk.sizes[1:])
+    return slab.reshape(-1).view(np.uint8).data

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
+from functools import partial
 from heapq import heapreplace
 from itertools import pairwise
 from math import prod
@@ -39,7 +40,7 @@ from ckpttool.formats.pickle_write import dumps
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.nodes import pairs_of
 from ckpttool.formats.torch.tensors import Carried, Rebuilder, Storages, entry_of, is_tensor, typed_storage
-from ckpttool.formats.torch.tree import Tree, read_tree, unreached
+from ckpttool.formats.torch.tree import read_tree
 from ckpttool.formats.torch.write_tree import changed_root, fresh_root
 from ckpttool.formats.zip_read import read_archive
 from ckpttool.io.files import exists, is_file, names_in, opened, size
@@ -166,7 +167,7 @@ _PICKLED = 100  # bytes of the pickle of a tensor, about
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Container(torch_zip.Container):
-    """The tree of the folder as that of a torch file, and what the writer reuses from the folder.
+    """The tree of the folder, as of a torch file, and the parts of the folder that its writer uses again.
 
     `items` are the tensors, and the objects that hold tensors, by the id of their node in the tree. `values` are the
     places of all other objects by their pickle and flat key, and by their pickle alone (flat key ``""``). `names` are
@@ -222,24 +223,18 @@ def read(path: str) -> Checkpoint:
     values = sum(item.place.length for item in metadata.items.values() if isinstance(item, BytesItem))
     pickled = max(pickled, _PICKLED * len(metadata.items)) + values
     storages = Storages(lambda key, nbytes: reader.rebuilder.storages[key], memory=Memory(nbytes), pickled=pickled)
-    for key, storage in reader.rebuilder.storages.items():
-        storages.get(key, storage.nbytes)  # the writer also needs storages without tensors
-
-    def made(tree: Tree) -> Checkpoint:
-        tree.unreached = unreached(root, storages, storages.found, storages.found.__getitem__)
-        return Checkpoint(
-            source=path,
-            format=FORMAT,
-            nbytes=nbytes,
-            sections=tuple(place.section for place in tree.places.values()),
-            others=tuple(tree.others),
-            container=Container(None, "", Pickle(root, 2), tree, path, reader.items, reader.values, tuple(sizes)),
-            notes=(*notes, *tree.notes),
-            unreached=tree.unreached,
-            beside=beside(path),
-        )
-
-    return read_tree(root, storages, made)
+    made = {"home": path, "items": reader.items, "values": reader.values, "names": tuple(sizes)}
+    return read_tree(
+        path,
+        FORMAT,
+        nbytes,
+        Pickle(root, 2),
+        storages,
+        {key: storage.nbytes for key, storage in reader.rebuilder.storages.items()},
+        made=partial(Container, **made),
+        notes=notes,
+        beside=beside(path),
+    )
 
 
 def _refuse(folder: str, problems: list[Problem]) -> None:

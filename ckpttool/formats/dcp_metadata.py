@@ -15,8 +15,9 @@ from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats import safetensors, strict_json
 from ckpttool.formats.chunks import Chunk, cover_problem
-from ckpttool.formats.pickle_read import Call, Global, Origin, Pickle, loads
+from ckpttool.formats.pickle_read import ABSENT, Call, Global, Origin, Pickle, loads
 from ckpttool.formats.pickle_write import dumps
+from ckpttool.formats.torch.nodes import made_of
 from ckpttool.formats.torch.tensors import MAX_DIMS
 from ckpttool.io.files import look_ahead, opened
 from ckpttool.io.paths import join
@@ -250,11 +251,8 @@ class _Nodes:
     def name(self, module: str, name: str) -> Global:
         return self.globals.setdefault((module, name), Global(module, name))
 
-    def object(self, module: str, name: str, state: Any = None) -> Call:
-        node = Call(self.name(module, name), (), "NEWOBJ")
-        if state is not None:
-            node.state = state
-        return node
+    def object(self, module: str, name: str, state: Any = ABSENT) -> Call:
+        return made_of(self.name(module, name), state)
 
     def size(self, sizes: tuple[int, ...]) -> Call:
         return Call(self.name("torch", "Size"), (sizes,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from shlex import quote
 from typing import NamedTuple
@@ -125,18 +125,20 @@ def is_fsdp(folder: str) -> bool:
     return any(section.startswith("model") for section in fsdp_parts(folder))
 
 
+def _files(folder: str, is_one: Callable[[str], object]) -> tuple[str, ...]:
+    return tuple(name for name in names_in(folder) if is_one(name) and is_file(join(folder, name)))
+
+
 def weights_beside(folder: str) -> tuple[str, ...]:
     """List files with weights that are not parts of accelerate's checkpoint: the Trainer's own copy."""
-    parts = set(fsdp_parts(folder).values())
-    names = (name for name in names_in(folder) if name.endswith(_ENDINGS) and name not in parts)
-    return tuple(name for name in names if not _BESIDE.fullmatch(name) and is_file(join(folder, name)))
+    parts = fsdp_parts(folder).values()
+    return _files(folder, lambda name: is_weights(name) and name not in parts)
 
 
 def states_beside(folder: str) -> tuple[str, ...]:
     """List the other files for resuming a training: of the scheduler, random numbers, the user's own."""
-    parts = set(fsdp_parts(folder).values())
-    names = (name for name in names_in(folder) if _BESIDE.fullmatch(name) or name.endswith(".pkl"))
-    return tuple(name for name in names if name not in parts and is_file(join(folder, name)))
+    parts = fsdp_parts(folder).values()
+    return _files(folder, lambda name: (_BESIDE.fullmatch(name) or name.endswith(".pkl")) and name not in parts)
 
 
 def parts_in(folder: str, names: list[str]) -> list[str]:
@@ -228,21 +230,19 @@ def companions(folder: str) -> dict[str, str]:
 
     Hidden files, subfolders and files with weights are left out.
     """
-    found = {}
-    read = set(fsdp_parts(folder).values()) if is_fsdp(folder) else set()
-    for name in names_in(folder):
-        weights = (name.endswith((*_ENDINGS, *_OTHER_WEIGHTS)) and not _BESIDE.fullmatch(name)) or name in read
-        weights = weights or INDEX.fullmatch(name) is not None
-        path = None if name.startswith(".") or weights else safe_path(folder, name)
-        if path is not None and is_file(path):
-            found[name] = path
-    return found
+    read = fsdp_parts(folder).values() if is_fsdp(folder) else ()
+
+    def is_read(name: str) -> bool:
+        return is_weights(name) or name.endswith(_OTHER_WEIGHTS) or name in read or INDEX.fullmatch(name) is not None
+
+    names = [name for name in names_in(folder) if not (name.startswith(".") or is_read(name))]
+    paths = {name: path for name in names if (path := safe_path(folder, name)) is not None}
+    return {name: path for name, path in paths.items() if is_file(path)}
 
 
 def beside(folder: str) -> tuple[str, ...]:
     """List the torch files in a folder of torch.distributed.checkpoint: Megatron-Core saves some of its state there."""
-    files = (name for name in names_in(folder) if name.endswith(_ENDINGS) and not HF_SHARD.fullmatch(name))
-    return tuple(name for name in files if is_file(join(folder, name)))
+    return _files(folder, lambda name: name.endswith(_ENDINGS) and not HF_SHARD.fullmatch(name))
 
 
 def checkpoint_files(folder: str, like: str) -> set[str]:
@@ -253,13 +253,8 @@ def checkpoint_files(folder: str, like: str) -> set[str]:
     names = set(names_in(folder)) if is_dir(folder) else set()
     if like == DCP_METADATA:
         return {name for name in names if name == DCP_METADATA or name.endswith(".distcp")}
-    kind = ".bin" if ".bin" in like else ".safetensors"
-    single = {"model.safetensors", "pytorch_model.bin"}
-    return {
-        name
-        for name in names
-        if ((INDEX.fullmatch(name) or _SHARD.fullmatch(name)) and kind in name) or (name in single and kind in name)
-    }
+    kind, single = ".bin" if ".bin" in like else ".safetensors", ("model.safetensors", "pytorch_model.bin")
+    return {n for n in names if kind in n and (n in single or INDEX.fullmatch(n) or _SHARD.fullmatch(n))}
 
 
 def open_checkpoint(path: str) -> Checkpoint:

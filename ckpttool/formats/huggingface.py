@@ -170,11 +170,7 @@ def read(path: str) -> Checkpoint:
         metadata=_common([shard.metadata for shard in shards.values()]),
         container=Shards(name_of(path), text, index, shards),
         notes=(*_size_notes(index, tensors), *torchao.remark(tensors)),
-        unreached=tuple(
-            replace(tensor, path=f"{name}: {tensor.path}")
-            for name, shard in shards.items()
-            for tensor in shard.unreached
-        ),
+        unreached=tuple(storage.of(name) for name, shard in shards.items() for storage in shard.unreached),
     )
 
 

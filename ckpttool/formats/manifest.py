@@ -1,8 +1,8 @@
 """Manifests: the contents of a checkpoint as digests, without its bytes; an in-toto statement, which other tools sign.
 
 The subjects are the checkpoint's files, the predicate lists its sections, tensors and other objects, each with a
-SHA-256: for a dense tensor of its elements in row-major order, so that it is the same in every format. The layout
-of the statement is that of in-toto's attestation framework (github.com/in-toto/attestation, spec/v1/statement.md).
+SHA-256: for a dense tensor of its elements in row-major order, so that it is the same in every format. The statement
+has the layout of in-toto's attestation framework (github.com/in-toto/attestation, spec/v1/statement.md).
 """
 
 from __future__ import annotations

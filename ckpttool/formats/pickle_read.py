@@ -16,7 +16,7 @@ from ckpttool.core.pickle_imports import DANGEROUS, OWN, UNKNOWN, Import, verdic
 from ckpttool.core.text import a
 from ckpttool.core.values import dataclass
 
-# The nodes. Numbers, strings, bytes, None, tuples, lists and dicts stand for themselves.
+# The nodes. Numbers, strings, bytes, None, tuples, lists and dicts are their own nodes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ ABSENT = object()  # the state of a `Call` that has none; None would be a state
 
 
 class Call:
-    """An object that the pickle makes by a call, with what it does to the object afterwards.
+    """An object that the pickle makes by a call, and the changes that it makes to the object afterwards.
 
     `how` is the opcode: ``REDUCE`` (func(*args)), ``NEWOBJ`` (func.__new__(func, *args)), ``NEWOBJ_EX`` (with `kwargs`)
     or ``OBJ``. Then come `items` (appended), `pairs` (set), and `state` (handed to ``__setstate__``, or to `setter`).
@@ -95,8 +95,8 @@ class Pickle:
     """One pickle: its object, its protocol, and the offset after its last byte.
 
     `globals` are all its imports, in order and with repeats, even if nothing in the tree refers to them; `imports` are
-    those that are not torch's own, once each, with their calls. `memory` is what is left for values made from the
-    tree; None for a tree that was not read.
+    the imports that are not torch's own, once each, with their calls. `memory` may still be taken by values made from
+    the tree; None for a tree that was not read.
     """
 
     root: Any
@@ -108,7 +108,7 @@ class Pickle:
 
 
 class Origin(NamedTuple):
-    """Where a pickle is: the file and its size, the record of an archive, and the bytes of the file that hold it."""
+    """The place of a pickle: the file and its size, the record of an archive, and its bytes in the file."""
 
     file: str = ""
     nbytes: int = 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from ckpttool.core.pickle_imports import DANGEROUS, verdict
@@ -151,12 +151,13 @@ class _Writer:
             out.append({list: b"]", dict: b"}", PickledSet: b"\x8f"}[kind])
             self.memoize(node)
             if kind is list:
-                self.then(*_append_items(node, whole=True))
+                self.then(*_in_batches(zip(node), _APPEND, _APPENDS, whole=True))
             elif kind is PickledSet:
                 self.then(_MARK, *node.items, _Opcode(b"\x90"))
             else:
                 extra = (_MARK, _SETITEMS) if node and len(node) % _BATCH == 0 else ()
-                self.then(*_set_items(node, whole=True), *extra)  # only here CPython writes an empty last batch
+                steps = _in_batches(node.items(), _SETITEM, _SETITEMS, whole=True)
+                self.then(*steps, *extra)  # only here CPython writes an empty last batch
 
     def end(self, node: Any) -> None:
         """Write the opcode that makes a node of its parts; if they hold it, it is made already, and is taken."""
@@ -178,7 +179,8 @@ class _Writer:
         self.memoize(node)
         if kind is not Call or (node.items is node.pairs is None and node.state is ABSENT):
             return
-        steps = [*_append_items(node.items or [], whole=False), *_set_items(node.pairs or {}, whole=False)]
+        steps = list(_in_batches(zip(node.items or ()), _APPEND, _APPENDS, whole=False))
+        steps += _in_batches((node.pairs or {}).items(), _SETITEM, _SETITEMS, whole=False)
         if node.setter is not None:
             steps += [node.setter, node, node.state, _Opcode(b"\x86R0")]
         elif node.state is not ABSENT:
@@ -186,27 +188,18 @@ class _Writer:
         self.then(*steps)
 
 
-def _append_items(items: list[Any], *, whole: bool) -> Iterator[Any]:
-    """Yield the steps that append `items`.
+def _in_batches(parts: Iterable[tuple[Any, ...]], one: _Opcode, many: _Opcode, *, whole: bool) -> Iterator[Any]:
+    """Yield the steps that append items (tuples of one) or set pairs: `one` alone by an opcode, `many` after a mark.
 
-    CPython writes a batch of one item without a mark; for a `whole` list only if it is the list's only one.
+    CPython writes a batch of one without a mark; of a `whole` list or dict only if it is the only batch.
     """
-    for at in range(0, len(items), _BATCH):
-        batch = items[at : at + _BATCH]
-        if len(batch) == 1 and not (whole and at):
-            yield from (*batch, _APPEND)
-        else:
-            yield from (_MARK, *batch, _APPENDS)
-
-
-def _set_items(pairs: dict[Any, Any], *, whole: bool) -> Iterator[Any]:
-    rest, is_first = iter(pairs.items()), True
+    rest, is_first = iter(parts), True
     while batch := list(islice(rest, _BATCH)):
-        flat = [part for pair in batch for part in pair]
+        steps = chain.from_iterable(batch)
         if len(batch) == 1 and (is_first or not whole):
-            yield from (*flat, _SETITEM)
+            yield from (*steps, one)
         else:
-            yield from (_MARK, *flat, _SETITEMS)
+            yield from (_MARK, *steps, many)
         is_first = False
 
 

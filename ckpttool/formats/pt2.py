@@ -15,12 +15,10 @@ from ckpttool.core.expression import Ref
 from ckpttool.core.names import LoadedTensor, Names, RuntimeTensor, SerializedKey
 from ckpttool.core.text import dotted
 from ckpttool.formats import pt2_program
-from ckpttool.formats import pt2_program as pt2_compiled
 from ckpttool.formats.pickle_read import unreadable
 from ckpttool.formats.pt2_program import (
     FIELDS,
     Home,
-    Inner,
     Program,
     RecordOf,
     Role,
@@ -86,19 +84,15 @@ def read(path: str) -> Checkpoint:
     they are ``NAME`` and ``NAME.constants``. Raises `CkptError` for other files.
     """
     archive = read_archive(path)
-    found = _programs(archive)
-    programs = [_read(archive, found, name) for name in found]
+    programs = [_read(archive, name, reader) for name, reader in _programs(archive).items()]
     left = _unreached(archive, programs)
     _read_imports(archive)
-    if len(found) == 1:
+    if len(programs) == 1:
         return replace(_checkpoint(path, programs[0]), unreached=left)
-    sections = tuple(
-        replace(section, path=dotted(program.name, section.path))
-        for program in programs
-        for section in program.sections
-    )
-    notes = (f"{len(found)} programs: {', '.join(found)}", *(note for program in programs for note in program.notes))
-    return Checkpoint(path, FORMAT, archive.length, sections, notes=notes, unreached=left)
+    sections = tuple(replace(s, path=dotted(program.name, s.path)) for program in programs for s in program.sections)
+    notes = [note for program in programs for note in program.notes]
+    notes.insert(0, f"{len(programs)} programs: {', '.join(program.name for program in programs)}")
+    return Checkpoint(path, FORMAT, archive.length, sections, notes=tuple(notes), unreached=left)
 
 
 def _unreached(archive: Archive, programs: Sequence[Program]) -> tuple[Unreached, ...]:
@@ -131,7 +125,7 @@ def read_program(path: str, name: str | None = None) -> Checkpoint:
     if name not in found:
         raise CkptError(f"{path} holds no program {name}", hint=f"it holds {', '.join(found)}")
     _read_imports(archive)
-    return _checkpoint(path, _read(archive, found, name))
+    return _checkpoint(path, _read(archive, name, found[name]))
 
 
 _PICKLED = re.compile(r"(data/(weights|constants|sample_inputs)/|serialized_).+(?<!\.json)")
@@ -177,21 +171,21 @@ def _programs(archive: Archive) -> dict[str, _Reader]:
     """Return the reader of each program by name, in the file's order. Raises `CkptError` if there is none."""
     root = root_of(archive)
     if pt2_program.GRAPH in archive.by_name:
-        return {_ONLY: lambda archive, root, name: pt2_program.read_up_to_2_7(archive, "", name)}
+        return {_ONLY: pt2_program.read_up_to_2_7}
     found: dict[str, _Reader] = {}
     for record in archive.records:
         match = re.fullmatch(r"models/(.+)\.json", record.name.removeprefix(root))
         if match is not None:
             nested = f"{root}data/weights/{match[1]}.pt" in archive.by_name
             found[match[1]] = pt2_program.read_2_8 if nested else pt2_program.read_since_2_9
-    for name in pt2_compiled.compiled_models(archive, root):
-        found.setdefault(name, pt2_compiled.read_compiled)
+    for name in pt2_program.compiled_models(archive, root):
+        found.setdefault(name, pt2_program.read_compiled)
     if not found:
         raise CkptError(f"{archive.path} holds no exported program", hint="name a file that torch.export.save wrote")
     return found
 
 
-def _read(archive: Archive, readers: Mapping[str, _Reader], name: str) -> Program:
+def _read(archive: Archive, name: str, reader: _Reader) -> Program:
     root = root_of(archive)
     record = archive.by_name.get(f"{root}byteorder")
     if record is not None and read_record(archive, record, 64) != b"little":
@@ -199,7 +193,7 @@ def _read(archive: Archive, readers: Mapping[str, _Reader], name: str) -> Progra
             f"{archive.path} was written on a big-endian machine: its weights are not little-endian",
             hint="export it again on the machine where it is used",
         )
-    return readers[name](archive, root, name)
+    return reader(archive, root, name)
 
 
 def _checkpoint(path: str, program: Program) -> Checkpoint:
@@ -349,7 +343,7 @@ def _by_record(data: Mapping[Home, Data]) -> dict[str, Data]:
     """Return the new bytes of each record: its own, or a torch zip's with some of its records replaced."""
     records: dict[str, Data] = {}
     inside: defaultdict[str, dict[str, Data]] = defaultdict(dict)
-    zips: dict[str, Inner] = {}
+    zips: dict[str, Archive] = {}
     for home, new in data.items():
         if home.inner is None:
             records[home.record] = new
@@ -357,7 +351,7 @@ def _by_record(data: Mapping[Home, Data]) -> dict[str, Data]:
             inside[home.record][home.key] = new
             zips[home.record] = home.inner
     for record, changed in inside.items():
-        records[record] = _lazy(torch_zip.with_records(zips[record].archive, zips[record].folder, changed))
+        records[record] = _lazy(torch_zip.with_records(zips[record], changed))
     return records
 
 
@@ -377,7 +371,7 @@ def _stale(program: Program, records: Collection[str]) -> list[Problem]:
     ]
     if program.compiled and any(r.name.startswith(f"{root}models/") for r in program.archive.records):
         problems.append(Problem("the exported program in the file holds the old weights too", f"{root}models"))
-    if not program.compiled and pt2_compiled.compiled_models(program.archive, root):
+    if not program.compiled and pt2_program.compiled_models(program.archive, root):
         problems.append(
             Problem("compiled code in the file (AOTInductor) holds the old weights too", "data/aotinductor")
         )

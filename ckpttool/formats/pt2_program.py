@@ -22,7 +22,7 @@ from ckpttool.formats.pickle_read import Call, Pickle
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.nodes import pairs_of
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_parameter, is_tensor
-from ckpttool.formats.torch.tree import extra_of
+from ckpttool.formats.torch.tree import extra_of, unreached
 from ckpttool.formats.torch.write_tree import dumped
 from ckpttool.formats.zip_read import STORED, Archive, Record, read_archive, read_record
 
@@ -66,20 +66,12 @@ class RecordOf(Payload):
         return Carried(pickle.root, storages).content()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Inner:
-    """A torch zip that is a record of the file; all its records but the storages are in `folder`."""
-
-    archive: Archive
-    folder: str
-
-
 @dataclass(frozen=True, slots=True)
 class Home:
-    """A place in the file: a record, or the record `key` (without its folder) of the torch zip in it."""
+    """A place in the file: a record, or the record `key` (without its folder) of the torch zip `inner` in it."""
 
     record: str
-    inner: Inner | None = None
+    inner: Archive | None = None
     key: str = ""
 
 
@@ -145,9 +137,13 @@ def compressed(path: str, record: str) -> CkptError:
     return CkptError(f"{path} is compressed (record {record}), which torch never does", hint=hint)
 
 
-def program_sections(weights: Section, constants: Section) -> tuple[Section, ...]:
+Entries = tuple[tuple[TensorEntry, ...], tuple[ExtraEntry, ...]]
+
+
+def _sections(weights: Entries, constants: Entries) -> tuple[Section, ...]:
     """Return the sections of a program; the constants are one only if there are some."""
-    return (weights, constants) if constants.tensors or constants.extras else (weights,)
+    found = Section("", "state_dict", *weights)
+    return (found, Section(CONSTANTS, "other", *constants)) if any(constants) else (found,)
 
 
 # The field that names a tensor or an object in a specification of each kind, and kinds without (torch/_export/serde).
@@ -290,10 +286,8 @@ def read_since_2_9(archive: Archive, root: str, name: str) -> Program:
     homes: dict[Storage, Home] = {}
     folders = [f"{root}data/{kind}/" for kind in ("weights", "constants")]
     configs = [f"{folder}{name}_{folder.split('/')[-2]}_config.json" for folder in folders]
-    weights = Section("", "state_dict", *_payloads(archive, folders[0], configs[0], homes))
-    constants = Section(CONSTANTS, "other", *_payloads(archive, folders[1], configs[1], homes))
-    sections = program_sections(weights, constants)
-    return Program(archive, name, SINCE_2_9, f"{root}models/{name}.json", sections, configs, homes)
+    found = [_payloads(archive, folder, config, homes) for folder, config in zip(folders, configs)]
+    return Program(archive, name, SINCE_2_9, f"{root}models/{name}.json", _sections(*found), configs, homes)
 
 
 def renamed_config(program: Program, index: str, names: Mapping[str, str]) -> bytes:
@@ -302,9 +296,7 @@ def renamed_config(program: Program, index: str, names: Mapping[str, str]) -> by
     return json.dumps(value).encode()
 
 
-def _payloads(
-    archive: Archive, folder: str, config: str, homes: dict[Storage, Home]
-) -> tuple[tuple[TensorEntry, ...], tuple[ExtraEntry, ...]]:
+def _payloads(archive: Archive, folder: str, config: str, homes: dict[Storage, Home]) -> Entries:
     """Return the tensors and the other objects that the config lists; their records are in the folder."""
     value = read_json(archive, config, _CONFIG, "torch.export.save")
     tensors: list[TensorEntry] = []
@@ -360,11 +352,11 @@ GRAPH = "serialized_exported_program.json"  # of torch up to 2.7
 UP_TO_2_7, IN_2_8 = "torch<=2.7", "torch 2.8"
 
 
-def read_up_to_2_7(archive: Archive, root: str, name: str) -> Program:
+def read_up_to_2_7(archive: Archive, _root: str, name: str) -> Program:
     """Read the only program of the file. Raises `CkptError` if its state dict or its constants cannot be read."""
-    stems = [f"{root}serialized_{what}" for what in ("state_dict", "constants")]
+    stems = [f"serialized_{what}" for what in ("state_dict", "constants")]
     records = [f"{stem}.json" if f"{stem}.json" in archive.by_name else f"{stem}.pt" for stem in stems]
-    return _read_nested(archive, name, UP_TO_2_7, root + GRAPH, records)
+    return _read_nested(archive, name, UP_TO_2_7, GRAPH, records)
 
 
 def read_2_8(archive: Archive, root: str, name: str) -> Program:
@@ -376,15 +368,14 @@ def read_2_8(archive: Archive, root: str, name: str) -> Program:
 def _read_nested(archive: Archive, name: str, layout: str, model: str, records: list[str]) -> Program:
     homes: dict[Storage, Home] = {}
     left: list[Unreached] = []
-    weights = Section("", "state_dict", *_nested_entries(archive, records[0], homes, left))
-    empty: tuple[tuple[TensorEntry, ...], tuple[ExtraEntry, ...]] = ((), ())
-    present = records[1] in archive.by_name  # torch 2.1 wrote no constants
-    constants = Section(CONSTANTS, "other", *(_nested_entries(archive, records[1], homes, left) if present else empty))
-    sections = program_sections(weights, constants)
-    return Program(archive, name, layout, model, sections, records, homes, unreached=tuple(left))
+    weights = _nested_entries(archive, records[0], homes, left)
+    constants: Entries = ((), ())
+    if records[1] in archive.by_name:  # torch 2.1 wrote no constants
+        constants = _nested_entries(archive, records[1], homes, left)
+    return Program(archive, name, layout, model, _sections(weights, constants), records, homes, unreached=tuple(left))
 
 
-def renamed_until_2_8(program: Program, index: str, names: Mapping[str, str]) -> tuple[Inner, bytes]:
+def renamed_until_2_8(program: Program, index: str, names: Mapping[str, str]) -> tuple[Archive, bytes]:
     """Return the torch zip `index` of the program, and its pickle with new `names` for the entries."""
     pickle, _, inner = open_record(program.archive, index)
     pairs = {names.get(key, key): node for key, node in (pairs_of(pickle.root) or {}).items()}
@@ -393,9 +384,7 @@ def renamed_until_2_8(program: Program, index: str, names: Mapping[str, str]) ->
     return inner, dumped(pickle.root if type(pickle.root) is Call else pairs, pickle.protocol)[0]
 
 
-def _nested_entries(
-    archive: Archive, record: str, homes: dict[Storage, Home], left: list[Unreached]
-) -> tuple[tuple[TensorEntry, ...], tuple[ExtraEntry, ...]]:
+def _nested_entries(archive: Archive, record: str, homes: dict[Storage, Home], left: list[Unreached]) -> Entries:
     """Return the tensors and the other objects of the dict in the record."""
     pickle, storages, inner = open_record(archive, record)
     pairs = pairs_of(pickle.root)
@@ -404,7 +393,7 @@ def _nested_entries(
     entries = [entry_of(key, node, storages) for key, node in pairs.items() if is_tensor(node)]
     tensors = tuple(replace(entry, payload=payload_of(record, entry)) for entry in entries)
     objects = tuple(extra_of(key, node, storages) for key, node in pairs.items() if not is_tensor(node))
-    for found in torch_zip.unreached_in(inner.archive, inner.folder, pickle.root, storages):
+    for found in unreached(pickle.root, storages, torch_zip.sizes_in(inner, torch_zip.folder_of(inner))):
         left.append(replace(found, path=f"{record}: {found.path}"))
     homes.update((storage, Home(record, inner, f"data/{key}")) for key, storage in storages.found.items())
     return tensors, objects
@@ -417,15 +406,15 @@ def payload_of(record: str, entry: TensorEntry) -> Role:
     return Role(record, is_parameter(node), is_parameter(node) and node.args[1] is True, source=entry.payload)
 
 
-def open_record(archive: Archive, name: str) -> tuple[Pickle, Storages, Inner]:
+def open_record(archive: Archive, name: str) -> tuple[Pickle, Storages, Archive]:
     record = archive.by_name.get(name)
     if record is None:
         raise damaged(archive.path, f"its record {name} is missing")
     if record.method != STORED:
         raise compressed(archive.path, name)
     inner = read_archive(archive.path, archive.base + record.data, record.nbytes)
-    folder, pickle, storages = torch_zip.open_tree(inner)
-    return pickle, storages, Inner(inner, folder)
+    _, pickle, storages = torch_zip.open_tree(inner)
+    return pickle, storages, inner
 
 
 COMPILED = "data/aotinductor/"
@@ -465,13 +454,13 @@ def read_compiled(archive: Archive, root: str, name: str) -> Program:
         return Program(archive, name, AOTINDUCTOR, "", (), notes=(f"the weights of {name} are {inside}: {OUTSIDE}",))
     entries, homes = _compiled_entries(archive, root, config)
     lifted = _lifted(archive, files)
-    weights = Section("", "state_dict", tuple(entry for entry in entries if entry.key not in lifted))
-    constants = Section(CONSTANTS, "other", tuple(entry for entry in entries if entry.key in lifted))
+    weights = tuple(entry for entry in entries if entry.key not in lifted)
+    constants = tuple(entry for entry in entries if entry.key in lifted)
     note = (
         f"{name} is compiled code: weights that it does not use are not in the file, and small ones "
         "(up to 8 elements in one dimension) are in the code itself"
     )
-    sections = program_sections(weights, constants)
+    sections = _sections((weights, ()), (constants, ()))
     return Program(archive, name, AOTINDUCTOR, "", sections, (), homes, _shared(archive, root, name), (note,))
 
 

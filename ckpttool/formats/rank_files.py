@@ -120,9 +120,7 @@ def read(pattern: str) -> Checkpoint:
         container=ranks[0].container,
         notes=(*notes, *merge.notes),
         unreached=tuple(
-            replace(tensor, path=f"rank {number}: {tensor.path}")
-            for number, rank in enumerate(ranks)
-            for tensor in rank.unreached
+            storage.of(f"rank {number}") for number, rank in enumerate(ranks) for storage in rank.unreached
         ),
     )
 

@@ -14,6 +14,7 @@ from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.chunks import Chunk
 from ckpttool.formats.pickle_read import Call, Global
+from ckpttool.formats.torch.nodes import made_of
 from ckpttool.formats.torch.tensors import (
     MOST,
     Carried,
@@ -324,7 +325,7 @@ def sharded_tensor(
     cpu = Call(Global("torch", "device"), ("cpu",))
     stride = contiguous_stride(shape)
     placements = [
-        _object(
+        made_of(
             Global("torch.distributed.remote_device", "_remote_device"),
             {"_worker_name": None, "_rank": number, "_device": cpu},
         )
@@ -335,17 +336,17 @@ def sharded_tensor(
         if count:
             offsets, sizes = [sum(rows[:number]), *[0] * (len(shape) - 1)], [count, *shape[1:]]
             attributes = {"shard_offsets": offsets, "shard_sizes": sizes, "placement": placements[number]}
-            shards[number] = _object(Global(f"{_SHARD}.metadata", "ShardMetadata"), (None, attributes))
+            shards[number] = made_of(Global(f"{_SHARD}.metadata", "ShardMetadata"), (None, attributes))
     local = []
     if rows[rank]:
         tensor = {
             "tensor": Rebuilder().node(in_row_major(key, dtype, (rows[rank], *shape[1:]), storage)),
             "metadata": shards[rank],
         }
-        local.append(_object(Global(f"{_SHARD}.sharded_tensor.shard", "Shard"), (None, tensor)))
+        local.append(made_of(Global(f"{_SHARD}.sharded_tensor.shard", "Shard"), (None, tensor)))
     module = f"{_SHARD}.sharded_tensor.metadata"
     encoding = Call(Global(module, "MEM_FORMAT_ENCODING"), (0,))
-    properties = _object(Global(module, "TensorProperties"), (Global("torch", dtype), strided, True, encoding, False))
+    properties = made_of(Global(module, "TensorProperties"), (Global("torch", dtype), strided, True, encoding, False))
     size = Call(Global("torch", "Size"), (shape,))
     metadata = {"shards_metadata": list(shards.values()), "size": size, "tensor_properties": properties}
     group = {"local_rank": rank, "global_rank": rank, "local_world_size": len(rows), "global_world_size": len(rows)}
@@ -353,9 +354,9 @@ def sharded_tensor(
     spec = Global(f"{_SHARD}.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec")
     state = (
         local,
-        _object(Global(module, "ShardedTensorMetadata"), metadata),
-        _object(group_class, group),
-        _object(spec, {"dim": 0, "placements": placements}),
+        made_of(Global(module, "ShardedTensorMetadata"), metadata),
+        made_of(group_class, group),
+        made_of(spec, {"dim": 0, "placements": placements}),
         False,
     )
     node = Call(
@@ -369,9 +370,3 @@ def sharded_tensor(
     )
     rebuilt = unnamed(dtype, shape, stride, 0, None, "subclass", storage.nbytes)
     return replace(rebuilt, key=key, payload=Carried(node, Storages(find, {"0": storage}), rebuilt))
-
-
-def _object(kind: Any, state: Any) -> Call:
-    node = Call(kind, (), "NEWOBJ")
-    node.state = state
-    return node

@@ -113,22 +113,17 @@ def read_archive(path: str, base: int = 0, length: int | None = None) -> Archive
 
     Raises `CkptError` if it is not a zip archive, is truncated, or its directory and records contradict each other.
     """
-    if is_url(path):
-        return _read(path, base, length)
     try:
-        state = os.stat(path)
+        state = None if is_url(path) else os.stat(path)
     except (OSError, ValueError):  # opening it says what is wrong
-        return _read(path, base, length)
-    return _read_once(path, base, length, (state.st_ino, state.st_size, state.st_mtime_ns))
+        state = None
+    version = None if state is None else (state.st_ino, state.st_size, state.st_mtime_ns)
+    return (_read.__wrapped__ if version is None else _read)(path, base, length, version)
 
 
 @lru_cache(maxsize=1)  # `detect` reads the directory just before the reader does
-def _read_once(path: str, base: int, length: int | None, version: tuple[int, int, int]) -> Archive:
-    return _read(path, base, length)
-
-
 @many_objects()
-def _read(path: str, base: int, length: int | None) -> Archive:
+def _read(path: str, base: int, length: int | None, version: tuple[int, int, int] | None) -> Archive:
     if base:  # an archive inside of one: its place must be true
         check_assumed(path)
     with opened(path) as file:

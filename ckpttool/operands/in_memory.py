@@ -21,8 +21,7 @@ from ckpttool.formats.pickle_read import Origin, loads
 from ckpttool.formats.registry import MEMORY
 from ckpttool.formats.remarks import read_form, remarks
 from ckpttool.formats.torch.tensors import Storages
-from ckpttool.formats.torch.tree import Tree, read_tree, unreached
-from ckpttool.formats.torch.zip_file import Container
+from ckpttool.formats.torch.tree import read_tree
 from ckpttool.tracing.instances import layout_of
 from ckpttool.tracing.memory import inside
 
@@ -74,21 +73,9 @@ def checkpoint_of(obj: object) -> Checkpoint:
     held = {key: Storage(Lazy(memory.nbytes(), bytes_of(memory))) for key, memory in pickler.memory.items()}
     storages = Storages(lambda key, nbytes: held[key], dict(held), memory=Memory(_NO_LIMIT), pickled=parsed.end)
 
-    def made(tree: Tree) -> Checkpoint:
-        tree.unreached = unreached(parsed.root, storages, held, held.__getitem__)
-        return Checkpoint(
-            source=MEMORY.title,
-            format=MEMORY.name,
-            nbytes=sum(storage.nbytes for storage in held.values()),
-            sections=tuple(place.section for place in tree.places.values()),
-            others=tuple(tree.others),
-            imports=in_order(parsed.imports),
-            container=Container(None, "", parsed, tree),
-            notes=tuple(tree.notes),
-            unreached=tree.unreached,
-        )
-
-    found = read_tree(parsed.root, storages, made)
+    sizes = {key: storage.nbytes for key, storage in held.items()}
+    imports = in_order(parsed.imports)
+    found = read_tree(MEMORY.title, MEMORY.name, sum(sizes.values()), parsed, storages, sizes, imports=imports)
     return read_form(replace(found, notes=(*found.notes, *remarks(found))))
 
 

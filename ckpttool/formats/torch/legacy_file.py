@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field
-from functools import partial
 from typing import Any, NamedTuple
 
 from ckpttool.core import dtypes
@@ -18,19 +17,14 @@ from ckpttool.core.values import dataclass, many_objects
 from ckpttool.formats.detect import LEGACY_START
 from ckpttool.formats.pickle_read import Global, Origin, Persistent, Pickle, loads
 from ckpttool.formats.torch.nodes import children, walk
-from ckpttool.formats.torch.tensors import (
-    Carried,
-    Storages,
-    is_tensor,
-)
-from ckpttool.formats.torch.tree import Tree, read_tree, unreached
-from ckpttool.formats.torch.zip_file import Container
+from ckpttool.formats.torch.tensors import Carried, Storages, is_tensor
+from ckpttool.formats.torch.tree import Container, read_tree
 from ckpttool.io.files import Source, assume, opened
 from ckpttool.io.paths import is_url
 
 FORMAT = "torch_legacy"  # in the table of formats
 UNREADABLE = (
-    "torch.load raises for this file: a storage has no dtype, as those of float8 and of other new dtypes in the format "
+    "torch.load raises for this file: a storage has no dtype, as for float8 and other new dtypes in the format "
     "before torch 1.6; `ckpttool remap` writes a file that it loads"
 )
 _MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle
@@ -56,20 +50,8 @@ def read(path: str) -> Checkpoint:
     _shift_views(path, pickles.tree.root, pickles.references.views)
     behind = (f"{nbytes - end:,} bytes follow the last storage: not read",) if end < nbytes else ()
 
-    def made(tree: Tree) -> Checkpoint:
-        tree.unreached = unreached(pickles.tree.root, storages, found, storages.found.__getitem__)
-        return Checkpoint(
-            source=path,
-            format=FORMAT,
-            nbytes=nbytes,
-            sections=tuple(place.section for place in tree.places.values()),
-            others=tuple(tree.others),
-            container=Container(None, "", pickles.tree, tree),
-            notes=(*tree.notes, *behind),
-            unreached=tree.unreached,
-        )
-
-    return read_tree(pickles.tree.root, storages, made)
+    sizes = {key: span.length for key, span in found.items()}
+    return read_tree(path, FORMAT, nbytes, pickles.tree, storages, sizes, notes=behind)
 
 
 def refused_by_torch(checkpoint: Checkpoint) -> bool:
@@ -189,60 +171,45 @@ def _shift_views(path: str, root: Any, views: Mapping[int, int]) -> None:
 # The storages
 
 
-_Found = tuple[dict[str, Span], int]
+def _find_storages(path: str, file: Source, pickles: _Pickles, nbytes: int) -> tuple[dict[str, Span], int]:
+    """Return the place of each storage's bytes by number, and the end of the last one.
 
-
-def _find_storages(path: str, file: Source, pickles: _Pickles, nbytes: int) -> _Found:
-    """Return the place of each storage's bytes by number, and the end of the last one."""
-    assumed = _as_pickled(path, pickles)
-    if assumed is None or assumed[1] != nbytes:
-        return _read_storages(path, file, pickles, nbytes)
-    assume(path, partial(_check, path, file, pickles, assumed))
-    return assumed
-
-
-def _as_pickled(path: str, pickles: _Pickles) -> _Found | None:
-    """Return the same for a remote file without reading it, if the storages are as long as the pickle says."""
-    found: dict[str, Span] = {}
-    at = pickles.end
+    Of a remote file they are where they belong if the storages are as long as the pickle says: the numbers of elements
+    in front of them, a request each, are read with the data.
+    """
+    references = pickles.references
+    expected: dict[str, Span] = {}
+    end = pickles.end
     for key in pickles.keys:
-        number = pickles.references.keys.get(key, "")
-        if not is_url(path) or number in found or number not in pickles.references.sizes:
-            return None
-        found[number] = Span(path, at + _NUMEL, pickles.references.sizes[number])
-        at += _NUMEL + found[number].length
-    return found, at
-
-
-def _check(path: str, file: Source, pickles: _Pickles, assumed: _Found) -> None:
-    """Raise `CkptError` if the storages are not as long as the pickle says."""
-    if _read_storages(path, file, pickles, assumed[1]) != assumed:
-        raise _unfit(path, "its storages are not as long as its pickle says")
-
-
-def _read_storages(path: str, file: Source, pickles: _Pickles, nbytes: int) -> _Found:
-    """Return the same by the numbers of elements in front of the storages."""
-    found: dict[str, Span] = {}
-    at = pickles.end
-    counts, expected = [], pickles.end  # the places of these numbers, if the storages are as long as the pickle says
-    for key in pickles.keys:
-        counts.append((expected, _NUMEL))
-        expected += _NUMEL + pickles.references.sizes.get(pickles.references.keys.get(key, ""), 0)
-    file.prefetch(counts)
-    for key in pickles.keys:
-        number = pickles.references.keys.get(key)
-        if number is None or number in found:
+        number = references.keys.get(key)
+        if number is None or number in expected:
             raise _unfit(path, f"storage {key} is listed twice, or belongs to nothing")
-        numel = int.from_bytes(file.read_at(at, _NUMEL), "little", signed=True)
-        length = numel * pickles.references.widths[number]
-        if numel < 0 or at + _NUMEL + length > nbytes:
-            raise CkptError(
-                f"{path} is truncated: storage {key} ends at byte {at + _NUMEL + length:,}, the file at {nbytes:,}",
-                hint="download or copy it again",
-            )
-        found[number] = Span(path, at + _NUMEL, length)
-        at += _NUMEL + length
-    return found, at
+        expected[number] = Span(path, end + _NUMEL, references.sizes[number])
+        end += _NUMEL + references.sizes[number]
+
+    def read() -> tuple[dict[str, Span], int]:
+        found: dict[str, Span] = {}
+        at = pickles.end
+        file.prefetch((span.offset - _NUMEL, _NUMEL) for span in expected.values())
+        for key, number in zip(pickles.keys, expected):
+            numel = int.from_bytes(file.read_at(at, _NUMEL), "little", signed=True)
+            found[number] = Span(path, at + _NUMEL, numel * references.widths[number])
+            at += _NUMEL + found[number].length
+            if numel < 0 or at > nbytes:
+                raise CkptError(
+                    f"{path} is truncated: storage {key} ends at byte {at:,}, the file at {nbytes:,}",
+                    hint="download or copy it again",
+                )
+        return found, at
+
+    def check() -> None:
+        if read() != (expected, end):
+            raise _unfit(path, "its storages are not as long as its pickle says")
+
+    if not is_url(path) or end != nbytes:
+        return read()
+    assume(path, check)
+    return expected, end
 
 
 def _storage(path: str, found: Mapping[str, Span], number: str, nbytes: int) -> Storage:

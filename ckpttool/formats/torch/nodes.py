@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint
@@ -32,12 +33,12 @@ def children(node: Any) -> Any:
     return () if parts is None else parts(node)
 
 
-def walk(root: Any, spend: Callable[[int], None] | None = None) -> Iterator[Any]:
-    """Yield every node below and with `root` that can hold others, each once, in any order.
+def walk(root: Any, spend: Callable[[int], None] | None = None, seen: set[int] | None = None) -> Iterator[Any]:
+    """Yield every node below and with `root` that can hold others, each once, in any order; none that is in `seen`.
 
     `spend` is called with the number of nodes that are looked at; it may raise.
     """
-    todo, seen = [root], set[int]()
+    todo, seen = [root], set() if seen is None else seen
     while todo:
         node = todo.pop()
         if type(node) not in _PARTS or id(node) in seen:
@@ -58,14 +59,17 @@ def entries_with_code(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
         payloads += [(dotted(section.path, entry.key), entry.payload) for entry in section.entries]
     seen: set[int] = set()
     for path, payload in payloads:
-        todo = [getattr(payload, "node", None)]
-        while todo:
-            node = todo.pop()
+        root = getattr(payload, "node", None)
+        for node in chain([root], *map(children, walk(root, seen=seen))):
             if type(node) is Global and verdict(node.module, node.name) == DANGEROUS:
                 yield path, str(node)
-            elif type(node) in _PARTS and id(node) not in seen:
-                seen.add(id(node))
-                todo.extend(children(node))
+
+
+def made_of(kind: Any, state: Any) -> Call:
+    """Return the node of an object of a class with this state."""
+    node = Call(kind, (), "NEWOBJ")
+    node.state = state
+    return node
 
 
 # Mappings

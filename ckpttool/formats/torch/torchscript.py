@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, Section, Storage, TensorEntry, Unreached
@@ -15,7 +16,8 @@ from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.values import many_objects
 from ckpttool.formats.pickle_read import Call, Global
 from ckpttool.formats.torch.tensors import Storages, entry_of, is_tensor
-from ckpttool.formats.torch.zip_file import check_byteorder, find_storage, folder_of, read_pickle, unreached_in
+from ckpttool.formats.torch.tree import unreached
+from ckpttool.formats.torch.zip_file import check_byteorder, find_storage, folder_of, read_pickle, sizes_in
 from ckpttool.formats.zip_read import Archive, read_archive, read_record
 from ckpttool.io.pieces import Pieces
 
@@ -37,7 +39,7 @@ def read(path: str) -> Checkpoint:
     check_byteorder(archive, folder)
     pickle = read_pickle(archive, folder + "data.pkl")
     root = pickle.root
-    storages = Storages(lambda key, nbytes: find_storage(archive, folder, key, nbytes), pickled=pickle.end)
+    storages = Storages(partial(find_storage, archive, folder), pickled=pickle.end)
     reader = _Reader(archive, folder, storages)
     tensors = tuple(reader.tensors(root))
     constants = [record for record in archive.records if record.name.startswith(folder + "constants/")]
@@ -50,7 +52,7 @@ def read(path: str) -> Checkpoint:
         archive.length,
         (Section("", "state_dict", tensors),),
         notes=notes,
-        unreached=(*unreached_in(archive, folder, root, storages), *others),
+        unreached=(*unreached(root, storages, sizes_in(archive, folder)), *others),
     )
 
 

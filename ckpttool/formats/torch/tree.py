@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Payload, Readings, Section, Storage, TensorEntry, Unreached
+from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Payload, Readings, Section, TensorEntry, Unreached
 from ckpttool.core.errors import CkptError
 from ckpttool.core.optimizer_state import looks_flat, rebuilt
 from ckpttool.core.text import dotted, free
 from ckpttool.core.values import dataclass, many_objects
-from ckpttool.formats.pickle_read import ABSENT, Call, Persistent, PickledSet
+from ckpttool.formats.pickle_read import ABSENT, Call, Persistent, Pickle, PickledSet
 from ckpttool.formats.torch.nodes import Steps, children, content_of, is_mapping, metadata_of, pairs_of, text_of
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, storage_key
+from ckpttool.formats.zip_read import Archive
 
 SLOTS = ("_parameters", "_buffers", "_modules")
 
@@ -184,7 +186,7 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class Tree:
-    """The contents of a pickle's tree: places by section path, and the steps to everything else by path.
+    """The contents of a pickle's tree: places by section path, and everything else by path, with the steps to it.
 
     `rings` are the places that refer back to a container around them: the steps there, and to that container.
     """
@@ -193,7 +195,7 @@ class Tree:
     places: dict[str, Place] = field(default_factory=dict)
     rings: dict[str, tuple[Steps, Steps]] = field(default_factory=dict)
     around: dict[int, Steps] = field(default_factory=dict)  # by id, the containers that are being walked
-    others: dict[str, Steps] = field(default_factory=dict)
+    others: dict[str, tuple[Steps, Any]] = field(default_factory=dict)
     loose: list[TensorEntry] = field(default_factory=list)
     loose_steps: dict[str, Steps] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
@@ -219,7 +221,7 @@ def find_sections(root: Any, storages: Storages, whole: Collection[str] = ()) ->
     tree = Tree(storages, whole=whole)
     tree.again_left = min(tree.again_left, max(_LEAST_AGAIN, storages.pickled // _PICKLED))
     if not _walk(tree, root, (), (), foreign=False):
-        tree.others.update((".".join(path), steps) for path, steps, _ in _named_children(tree, root, (), ()))
+        tree.others.update((".".join(path), (steps, node)) for path, steps, node in _named_children(tree, root, (), ()))
     if tree.loose:
         path = "" if "" not in tree.places else "(other)"
         tree.places[path] = Place(Section(path, "other", tuple(tree.loose)), (), None, tree.loose_steps)
@@ -252,7 +254,7 @@ def _add(tree: Tree, add: Adder | None, node: Any, path: tuple[str, ...], steps:
         add(tree, node, path, steps)
         return True
     inside = foreign or (isinstance(node, Call) and pairs_of(node) is None)
-    rest: list[tuple[tuple[str, ...], Steps]] = []
+    rest: list[tuple[tuple[str, ...], tuple[Steps, Any]]] = []
     found = False
     tree.around[id(node)] = steps
     for child_path, child_steps, child in _named_children(tree, node, path, steps):
@@ -260,14 +262,14 @@ def _add(tree: Tree, add: Adder | None, node: Any, path: tuple[str, ...], steps:
             found = True
         elif not inside:
             tree.storages.memory.take(_WALKED + _STEP * len(child_steps))
-            rest.append((child_path, child_steps))
+            rest.append((child_path, (child_steps, child)))
     del tree.around[id(node)]
     if found and inside and not foreign:
         tree.outer[".".join(path)] = node
     if found:
         tree.storages.memory.take(len(rest) * (_WALKED + sum(map(len, path))))
-        for child_path, child_steps in rest:
-            tree.others[free(".".join(child_path), tree.others)] = child_steps
+        for child_path, place in rest:
+            tree.others[free(".".join(child_path), tree.others)] = place
     return found
 
 
@@ -514,14 +516,12 @@ def _plain(tree: Tree, node: Any) -> object:
         return None
 
 
-def unreached(
-    root: Any, storages: Storages, keys: Iterable[str], find: Callable[[str], Storage]
-) -> tuple[Unreached, ...]:
-    """Return the storages `keys` that no tensor of the index is made of, by the path at which `root` refers to them.
+def unreached(root: Any, storages: Storages, sizes: Mapping[str, int]) -> tuple[Unreached, ...]:
+    """Return the storages that no tensor of the index is made of, by the path at which `root` refers to them.
 
-    `find` looks one up by its key. Raises `CkptError` if it cannot be read.
+    `sizes` are the bytes of all storages by key. Raises `CkptError` if one cannot be read.
     """
-    left = [key for key in keys if key not in storages.reached]
+    left = [key for key in sizes if key not in storages.reached]
     if not left:
         return ()
     places: dict[str, str] = {}
@@ -542,7 +542,7 @@ def unreached(
         name = f"data/{key}" if path_there is None else path_there or "(root)"
         if name in found:
             name = f"{name} (data/{key})"
-        found[name] = Unreached(name, find(key), path_there is not None)
+        found[name] = Unreached(name, storages.get(key, sizes[key]), path_there is not None)
     return tuple(found.values())
 
 
@@ -560,22 +560,59 @@ def _parts(node: Any) -> list[tuple[str, Any]]:
     return named
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Container:
+    """The parts of a file for its writer; `folder` is the prefix of all records of `archive`, ``NAME/``.
+
+    `archive` is None for a file that is not a torch zip, which is written as a new one.
+    """
+
+    pickle: Pickle
+    tree: Tree
+    archive: Archive | None = None
+    folder: str = ""
+
+
 @many_objects()
 def read_tree(
-    root: Any, storages: Storages, made: Callable[[Tree], Checkpoint], whole: Collection[str] = ()
+    source: str,
+    format: str,
+    nbytes: int,
+    pickle: Pickle,
+    storages: Storages,
+    sizes: Mapping[str, int],
+    *,
+    made: Callable[[Pickle, Tree], Container] = Container,
+    whole: Collection[str] = (),
+    notes: tuple[str, ...] = (),
+    **fields: Any,
 ) -> Checkpoint:
-    """Return the checkpoint that `made` makes of the tree below `root`; the dicts at the paths `whole` are state dicts.
+    """Return the checkpoint that a pickle describes; `sizes` are the bytes of all storages by key.
 
-    Raises `CkptError` on bad tensors.
+    `made` makes the container, `fields` are other fields of the checkpoint. The dicts at the dotted paths `whole` are
+    read as state dicts. Raises `CkptError` on bad tensors.
     """
     storages.looked_at = 0
-    tree = find_sections(root, storages, whole)
-    checkpoint = made(tree)
-    other = Readings(tree.dicts, checkpoint.sections, lambda paths: read_tree(root, storages, made, {*whole, *paths}))
+    tree = find_sections(pickle.root, storages, whole)
+    tree.unreached = unreached(pickle.root, storages, sizes)
+    sections = tuple(place.section for place in tree.places.values())
+    read = partial(read_tree, source, format, nbytes, pickle, storages, sizes, made=made, notes=notes, **fields)
     # separate objects, then objects around sections and tensors
-    objects = [ExtraEntry(path, Carried(_at(root, steps), tree.storages)) for path, steps in tree.others.items()]
+    objects = [ExtraEntry(path, Carried(node, storages)) for path, (_, node) in tree.others.items()]
     objects += [ExtraEntry(path, _Around(node, tree)) for path, node in tree.outer.items()]
-    return replace(checkpoint, readings=other if tree.dicts else None, objects=tuple(objects))
+    return Checkpoint(
+        source=source,
+        format=format,
+        nbytes=nbytes,
+        sections=sections,
+        others=tuple(tree.others),
+        container=made(pickle, tree),
+        notes=(*notes, *tree.notes),
+        unreached=tree.unreached,
+        readings=Readings(tree.dicts, sections, lambda paths: read(whole={*whole, *paths})) if tree.dicts else None,
+        objects=tuple(objects),
+        **fields,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -588,14 +625,3 @@ class _Around(Payload):
     def content(self) -> bytes | None:
         sections = {id(place.node) for place in self.tree.places.values()}
         return content_of(self.node, lambda node: b"" if is_tensor(node) or id(node) in sections else None)
-
-
-def _at(node: Any, steps: Steps) -> Any:
-    for kind, name in steps:
-        if kind == "item":
-            node = (pairs_of(node) or node)[name]
-        elif kind == "state":
-            node = node.state
-        else:
-            node = {"arg": node.args, "kwarg": node.kwargs, "element": node.items}[kind][name]
-    return node

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
@@ -52,7 +53,7 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
             change = _tensor_edits if section.kind != "state_dict" or place.tensors else _state_dict_edits
             edits.update(_shared(change(section, place, nodes), place, made))
     kept = set(checkpoint.others)
-    edits.update((steps, REMOVE) for path, steps in tree.others.items() if path not in kept)
+    edits.update((steps, REMOVE) for path, (steps, _) in tree.others.items() if path not in kept)
     _check_arguments(edits)
     _check_rings(edits, tree)
     return _edited(root, edits) if edits else root
@@ -129,17 +130,14 @@ def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
 def _fresh_state_dict(section: Section, nodes: _Nodes) -> Any:
     if section.mapping is not None:
         return node_of(kept(section.mapping, {entry.key for entry in section.tensors}), nodes.of)
-    made = Call(nodes.ordered_dict, ())
-    made.pairs = {entry.key: nodes.of(entry) for entry in section.entries}
+    made = nodes.mapping({entry.key: nodes.of(entry) for entry in section.entries})
     if section.modules is not None:
-        made.state = {"_metadata": _modules(section.modules, nodes)}
+        made.state = {"_metadata": nodes.mapping(_modules(section.modules))}
     return made
 
 
-def _modules(modules: Mapping[str, object], nodes: _Nodes) -> Call:
-    made = Call(nodes.ordered_dict, ())
-    made.pairs = {path: {} if payload is None else payload for path, payload in modules.items()}
-    return made
+def _modules(modules: Mapping[str, object]) -> dict[Any, Any]:
+    return {path: {} if payload is None else payload for path, payload in modules.items()}
 
 
 class _Nodes:
@@ -157,6 +155,12 @@ class _Nodes:
         found = {id(own.storages): own.storages for own in payloads if isinstance(own, Carried)}
         for own in (*found.values(), *([] if storages is None else [storages])):
             rebuilder.keep(own)
+
+    def mapping(self, pairs: dict[Any, Any], was: Any = None) -> Call:
+        """Return a copy of the mapping `was` with other pairs; if that is not an object, an ``OrderedDict``."""
+        made = copy(was) if type(was) is Call else Call(self.ordered_dict, ())
+        made.pairs = pairs
+        return made
 
     def of(self, entry: TensorEntry | ExtraEntry) -> Any:
         payload = entry.payload
@@ -211,8 +215,7 @@ def _state_dict_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Ste
         return {}
     if type(place.node) is dict and same_modules:
         return {place.steps: pairs}
-    made = _clone(place.node) if type(place.node) is Call else Call(nodes.ordered_dict, ())
-    made.pairs = pairs
+    made = nodes.mapping(pairs, place.node)
     if not same_modules:
         made.state = _state_with(made.state, section.modules, nodes)
     return {place.steps: made}
@@ -243,10 +246,7 @@ def _state_with(state: Any, modules: Mapping[str, object] | None, nodes: _Nodes)
     had = {} if state is ABSENT else state
     if modules is None:
         return {name: value for name, value in had.items() if name != "_metadata"} or ABSENT
-    was = had.get("_metadata")
-    made = _clone(was) if type(was) is Call else Call(nodes.ordered_dict, ())
-    made.pairs = _modules(modules, nodes).pairs
-    return {**had, "_metadata": made}
+    return {**had, "_metadata": nodes.mapping(_modules(modules), had.get("_metadata"))}
 
 
 def _in_place_order(section: Section, place: Place, was: Mapping[str, Any]) -> Sequence[TensorEntry | ExtraEntry]:
@@ -299,30 +299,24 @@ def _edited_node(node: Any, trie: Mapping[Step, Any], done: _Done) -> Any:
         return edit.node if isinstance(edit, _Edit) else _edit(child, edit, done)
 
     def sequence(kind: str, parts: Iterable[Any]) -> list[Any]:
-        edited = (changed((kind, index), part) for index, part in enumerate(parts))
-        return [part for part in edited if part is not REMOVE]
+        now = (changed((kind, index), part) for index, part in enumerate(parts))
+        return [part for part in now if part is not REMOVE]
 
     def mapping(kind: str, pairs: Mapping[Any, Any]) -> dict[Any, Any]:
-        edited = ((key, changed((kind, key), value)) for key, value in pairs.items())
-        return {key: value for key, value in edited if value is not REMOVE}
+        now = ((key, changed((kind, key), value)) for key, value in pairs.items())
+        return {key: value for key, value in now if value is not REMOVE}
 
     if type(node) in (list, tuple):
         return type(node)(sequence("item", node))
     if type(node) is dict:
         return mapping("item", node)
-    copy = _clone(node)
-    copy.args = tuple(sequence("arg", node.args))
-    copy.kwargs = node.kwargs and mapping("kwarg", node.kwargs)
-    copy.items = node.items and sequence("element", node.items)
-    copy.pairs = node.pairs and mapping("item", node.pairs)
-    copy.state = changed(("state", None), node.state)
-    return copy
-
-
-def _clone(node: Call) -> Call:
-    copy = Call(node.func, node.args, node.how, node.kwargs)
-    copy.items, copy.pairs, copy.state, copy.setter = node.items, node.pairs, node.state, node.setter
-    return copy
+    edited = copy(node)
+    edited.args = tuple(sequence("arg", node.args))
+    edited.kwargs = node.kwargs and mapping("kwarg", node.kwargs)
+    edited.items = node.items and sequence("element", node.items)
+    edited.pairs = node.pairs and mapping("item", node.pairs)
+    edited.state = changed(("state", None), node.state)
+    return edited
 
 
 Entries = list["Record | NewRecord"]

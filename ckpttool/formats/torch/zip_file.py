@@ -7,34 +7,22 @@ storages as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from ckpttool.core.checkpoint import Checkpoint, Lazy, Span, Storage, Unreached
+from ckpttool.core.checkpoint import Checkpoint, Lazy, Span, Storage
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Memory, limits
-from ckpttool.core.values import dataclass, many_objects
+from ckpttool.core.values import many_objects
 from ckpttool.formats.pickle_read import Origin, Pickle, check_size, loads
 from ckpttool.formats.torch.tensors import Carried, Rebuilder, Storages, is_parameter
-from ckpttool.formats.torch.tree import Tree, read_tree, unreached
+from ckpttool.formats.torch.tree import Container, read_tree
 from ckpttool.formats.torch.write_tree import changed_records, changed_root, dumped, fresh_root, key_of
 from ckpttool.formats.zip_read import ALIGNMENT, STORED, Archive, Record, read_archive, read_record
 from ckpttool.formats.zip_write import NewRecord, edit_behind, layout_archive
 from ckpttool.io.pieces import Edited, Pieces
 
 _MAX_NOTE = 64  # bytes of the records that hold a word or a number
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Container:
-    """The parts of a file for its writer; `folder` is the prefix of all records, ``NAME/``.
-
-    `archive` is None for a file of the format before torch 1.6, which is written as a new archive.
-    """
-
-    archive: Archive | None
-    folder: str
-    pickle: Pickle
-    tree: Tree
 
 
 # Reading
@@ -49,31 +37,14 @@ def read(path: str) -> Checkpoint:
 def read_from(archive: Archive, source: str) -> Checkpoint:
     """Return the index of an archive that torch.save wrote; `source` is the user's name for it."""
     folder, pickle, storages = open_tree(archive)
-
-    def made(tree: Tree) -> Checkpoint:
-        tree.unreached = unreached_in(archive, folder, pickle.root, storages)
-        return Checkpoint(
-            source=source,
-            format="torch_zip",
-            nbytes=archive.length,
-            sections=tuple(place.section for place in tree.places.values()),
-            others=tuple(tree.others),
-            container=Container(archive, folder, pickle, tree),
-            notes=tuple(tree.notes),
-            unreached=tree.unreached,
-        )
-
-    return read_tree(pickle.root, storages, made)
+    made = partial(Container, archive=archive, folder=folder)
+    return read_tree(source, "torch_zip", archive.length, pickle, storages, sizes_in(archive, folder), made=made)
 
 
-def unreached_in(archive: Archive, folder: str, root: Any, storages: Storages) -> tuple[Unreached, ...]:
-    """Return the storages of the archive that no tensor was read from."""
-    keys = [key for record in archive.records if (key := key_of(record, folder)) is not None]
-
-    def find(key: str) -> Storage:
-        return find_storage(archive, folder, key, archive.by_name[f"{folder}data/{key}"].nbytes)
-
-    return unreached(root, storages, keys, find)
+def sizes_in(archive: Archive, folder: str) -> dict[str, int]:
+    """Return the bytes of every storage in the archive by its key."""
+    keys = ((key_of(record, folder), record.nbytes) for record in archive.records)
+    return {key: nbytes for key, nbytes in keys if key is not None}
 
 
 def open_tree(archive: Archive) -> tuple[str, Pickle, Storages]:
@@ -87,11 +58,7 @@ def open_tree(archive: Archive) -> tuple[str, Pickle, Storages]:
     check_byteorder(archive, folder)
     pickle = read_pickle(archive, folder + "data.pkl")
     memory = pickle.memory or Memory(archive.length)
-
-    def find(key: str, nbytes: int) -> Storage:
-        return find_storage(archive, folder, key, nbytes)
-
-    return folder, pickle, Storages(find, memory=memory, pickled=pickle.end)
+    return folder, pickle, Storages(partial(find_storage, archive, folder), memory=memory, pickled=pickle.end)
 
 
 def read_pickle(archive: Archive, name: str) -> Pickle:
@@ -264,8 +231,9 @@ def new_archive(root: Any, protocol: int, rebuilder: Rebuilder) -> Pieces:
     return layout_archive(None, _without_version(entries, _FOLDER, keys, entries))
 
 
-def with_records(archive: Archive, folder: str, data: Mapping[str, bytes | Span | Lazy]) -> Pieces:
-    """Return the file with other bytes in some records, by their names in the folder; storages keep their sizes."""
+def with_records(archive: Archive, data: Mapping[str, bytes | Span | Lazy]) -> Pieces:
+    """Return the file with other bytes in some records, by their names in its folder; storages keep their sizes."""
+    folder = folder_of(archive)
     new = {folder + name: piece for name, piece in data.items()}
     entries = [NewRecord(r.name, new[r.name]) if r.name in new else r for r in archive.records]
     return layout_archive(archive, entries, _alignment(archive, folder))
