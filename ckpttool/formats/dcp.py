@@ -223,7 +223,6 @@ def read(path: str) -> Checkpoint:
     values = sum(item.place.length for item in metadata.items.values() if isinstance(item, BytesItem))
     pickled = max(pickled, _PICKLED * len(metadata.items)) + values
     storages = Storages(lambda key, nbytes: reader.rebuilder.storages[key], memory=Memory(nbytes), pickled=pickled)
-    made = {"home": path, "items": reader.items, "values": reader.values, "names": tuple(sizes)}
     return read_tree(
         path,
         FORMAT,
@@ -231,7 +230,7 @@ def read(path: str) -> Checkpoint:
         Pickle(root, 2),
         storages,
         {key: storage.nbytes for key, storage in reader.rebuilder.storages.items()},
-        made=partial(Container, **made),
+        made=partial(Container, home=path, items=reader.items, values=reader.values, names=tuple(sizes)),
         notes=notes,
         beside=beside(path),
     )

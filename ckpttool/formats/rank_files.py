@@ -119,9 +119,7 @@ def read(pattern: str) -> Checkpoint:
         objects=ranks[0].objects,
         container=ranks[0].container,
         notes=(*notes, *merge.notes),
-        unreached=tuple(
-            storage.of(f"rank {number}") for number, rank in enumerate(ranks) for storage in rank.unreached
-        ),
+        unreached=tuple(own.of(f"rank {number}") for number, rank in enumerate(ranks) for own in rank.unreached),
     )
 
 

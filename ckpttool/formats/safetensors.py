@@ -364,7 +364,7 @@ def layout(checkpoint: Checkpoint) -> list[Piece]:
     if isinstance(header, Header) and checkpoint.metadata == header.metadata:
         raw = _rename(header, tensors)
         if raw is not None:
-            return [_header(raw, _length(header, raw)), *([Piece(header.data)] if header.data.length else [])]
+            return _with_data(header, raw, _length(header, raw))
     return _layout_afresh(tensors, checkpoint.metadata)
 
 
@@ -385,10 +385,7 @@ def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
         infos = {name: info for name, info in strict_json.loads(raw.decode()).items() if name != METADATA}
         raw = _encoded(strict_json.dumps(metadata | infos))
     more = max(0, len(raw) - header.length)
-    pieces = [
-        _header(raw, header.length + -(-more // BLOCK) * BLOCK),
-        *([Piece(header.data)] if header.data.length else []),
-    ]
+    pieces = _with_data(header, raw, header.length + -(-more // BLOCK) * BLOCK)
     return Edited(pieces, bytes(read_span(header.place)), raw)
 
 
@@ -455,6 +452,10 @@ def _in_order_of(source: Sequence[TensorEntry], tensors: Sequence[TensorEntry]) 
         tensors = [by_data[key] for key in (id(data_of(old)) for old in source) if key in by_data]
     same = all(new is old or new.geometry == old.geometry for new, old in zip(tensors, source))
     return tensors if len(tensors) == len(source) and same else None
+
+
+def _with_data(header: Header, raw: bytes, length: int) -> list[Piece]:
+    return [piece for piece in (_header(raw, length), Piece(header.data)) if piece.nbytes]
 
 
 def _length(header: Header, raw: bytes) -> int:

@@ -60,7 +60,7 @@ def entries_with_code(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     seen: set[int] = set()
     for path, payload in payloads:
         root = getattr(payload, "node", None)
-        for node in chain([root], *map(children, walk(root, seen=seen))):
+        for node in chain([root], chain.from_iterable(map(children, walk(root, seen=seen)))):
             if type(node) is Global and verdict(node.module, node.name) == DANGEROUS:
                 yield path, str(node)
 
