@@ -102,6 +102,6 @@ def _slab(
     for chunk, data in members:
         rows = _rows((chunk, data), first, last, itemsize)
         elements = np.frombuffer(read_span(rows) if isinstance(rows, Span) else rows, element)
-        box = tuple(slice(at, at + size) for at, size in zip(chunk.offsets[1:], chunk.sizes[1:]))
-        slab[(slice(None), *box)] = elements.reshape(last - first, *chunk.sizes[1:])
+        box = [slice(None), *(slice(at, at + size) for at, size in zip(chunk.offsets[1:], chunk.sizes[1:]))]
+        slab[tuple(box)] = elements.reshape(last - first, *chunk.sizes[1:])
     return slab.reshape(-1).view(np.uint8).data

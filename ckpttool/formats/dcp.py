@@ -40,7 +40,7 @@ from ckpttool.formats.pickle_write import dumps
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.nodes import pairs_of
 from ckpttool.formats.torch.tensors import Carried, Rebuilder, Storages, entry_of, is_tensor, typed_storage
-from ckpttool.formats.torch.tree import read_tree
+from ckpttool.formats.torch.tree import Container, read_tree
 from ckpttool.formats.torch.write_tree import changed_root, fresh_root
 from ckpttool.formats.zip_read import read_archive
 from ckpttool.io.files import exists, is_file, names_in, opened, size
@@ -166,7 +166,7 @@ _PICKLED = 100  # bytes of the pickle of a tensor, about
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Container(torch_zip.Container):
+class Folder(Container):
     """The tree of the folder, as of a torch file, and the parts of the folder that its writer uses again.
 
     `items` are the tensors, and the objects that hold tensors, by the id of their node in the tree. `values` are the
@@ -230,7 +230,7 @@ def read(path: str) -> Checkpoint:
         Pickle(root, 2),
         storages,
         {key: storage.nbytes for key, storage in reader.rebuilder.storages.items()},
-        made=partial(Container, home=path, items=reader.items, values=reader.values, names=tuple(sizes)),
+        made=partial(Folder, home=path, items=reader.items, values=reader.values, names=tuple(sizes)),
         notes=notes,
         beside=beside(path),
     )
@@ -353,7 +353,7 @@ class _Reader:
     def _read_value(self, place: Place) -> tuple[Any, bytes]:
         """Return the object's node and its pickle, which is empty for an object that holds tensors."""
         container = _saved(self.folder, place).container
-        assert isinstance(container, torch_zip.Container)
+        assert isinstance(container, Container)
         node = container.pickle.root
         references: list[Persistent] = []
         pickled = dumps(Pickle(node, 2), references)
@@ -376,8 +376,8 @@ def layout_files(
     """
     rebuilder = Rebuilder()
     container = checkpoint.container
-    source = container if isinstance(container, Container) else None
-    if isinstance(container, torch_zip.Container):
+    source = container if isinstance(container, Folder) else None
+    if isinstance(container, Container):
         rebuilder.learn(container.tree.storages)
         root = changed_root(checkpoint, container.pickle.root, container.tree, rebuilder)
     else:
@@ -385,7 +385,7 @@ def layout_files(
     leaves = flattened(root)
 
     def storage(key: str, nbytes: int) -> Storage:
-        if key not in rebuilder.storages and isinstance(container, torch_zip.Container):
+        if key not in rebuilder.storages and isinstance(container, Container):
             rebuilder.adopt(container.tree.storages.get(key, nbytes), key)  # one that only other objects hold
         return rebuilder.storages[key]
 
@@ -407,7 +407,7 @@ def layout_files(
     return files
 
 
-def _free_name(source: Container | None, rank: int) -> str:
+def _free_name(source: Folder | None, rank: int) -> str:
     used = set(source.names) if source is not None else set()
     number = 0
     while f"__{rank}_{number}.distcp" in used:
@@ -421,7 +421,7 @@ class _Writer:
 
     rebuilder: Rebuilder
     storages: Storages
-    source: Container | None
+    source: Folder | None
     files: dict[str, list[Piece]]
     ends: list[tuple[int, int, str]]  # a heap: bytes, rank, name
     tensors: dict[object, TensorItem] = field(default_factory=dict)

@@ -32,6 +32,7 @@ from ckpttool.formats.rank_shards import (
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.nodes import pairs_of
 from ckpttool.formats.torch.tensors import MOST
+from ckpttool.formats.torch.tree import Container
 from ckpttool.io.files import glob
 from ckpttool.io.paths import join, name, parent
 
@@ -175,7 +176,7 @@ class _Merge:
         """Check the other entries: rank 0's are kept, and the counters of steps must be equal."""
         values = []
         for rank in ranks:
-            assert isinstance(rank.container, torch_zip.Container)
+            assert isinstance(rank.container, Container)
             pairs = pairs_of(rank.container.pickle.root) or {}
             values.append({k: v for k, v in pairs.items() if type(k) is str and type(v) in (bool, int, float, str)})
         lost = dict.fromkeys(key for rank in ranks for key in rank.others if key not in ranks[0].others)
