@@ -57,7 +57,7 @@ def _requests_names(given: Mapping[str, Any]) -> bool:
 class _Layer:
     """The defaults of one place by the names of their options, and everything that is wrong with the place.
 
-    None instead of a default removes those of other places.
+    None instead of a default removes the option's defaults from other places.
     """
 
     place: str

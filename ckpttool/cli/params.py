@@ -148,7 +148,7 @@ def command_of(name: str, function: Callable[..., int | None]) -> Command:
 
 
 def common_options() -> list[Option]:
-    """Return the options that all commands have, and those of all commands that write."""
+    """Return the options that all commands have, and the options of all commands that write."""
     params = {param.name: param for options in (Common, Report, OutputOptions) for param in _params_of(options)}
     marks = (param.mark for param in params.values() if isinstance(param.mark, Option))
     return [mark for mark in marks if mark.group == COMMON]

@@ -126,7 +126,7 @@ def call_of(operand: str) -> tuple[str, dict[str, Any]]:
 
 
 def call_text(name: str, arguments: Mapping[str, Any]) -> str:
-    """Return ``NAME(heads=32)``, which `call_of` reads; the name if there are no arguments."""
+    """Return ``NAME(heads=32)``, which `call_of` reads; without arguments only the name."""
     return f"{name}({', '.join(f'{word}={value!r}' for word, value in arguments.items())})" if arguments else name
 
 

@@ -185,8 +185,8 @@ def record(
 ) -> Kind:
     """An object for a value of the class `of`: its members are the fields, or what `called` says of these.
 
-    What is left out has the field's default. A member of `may` is left out where it is `LEFT_OUT`, or None and null is
-    no value of it. What is read has the names of fields only. With a `title` it says what it is, and the tool and
+    A member that is left out has the field's default. A member of `may` is not written if it is `LEFT_OUT`, or if it is
+    None and its kind is not nullable. Only names of fields are read. With a `title` it says what it is, and the tool and
     version that wrote it, unless it `is_file`: a file that is kept, which another version must not change.
     """
     members = {**needs, **(may or {})}
@@ -262,7 +262,7 @@ ERROR = titled(
 
 
 def notes_as(code: str) -> Kind:
-    """Return the kind of a list of notes; `code` is the code of sentences that have none of their own."""
+    """Return the kind of a list of notes; `code` is the code of sentences without a code."""
 
     return list_of(_note(code))
 

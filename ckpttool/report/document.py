@@ -191,7 +191,7 @@ class Document:
 
     @property
     def failing(self) -> Iterator[Finding]:
-        """Every finding that is a reason for the failure; none if there is no failure."""
+        """Every finding that is a reason for the failure, if the document reports one."""
         found = () if self.ok or self.listing is None else self.listing.findings()
         return (finding for finding in found if finding.fails)
 

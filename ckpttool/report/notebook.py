@@ -21,7 +21,7 @@ _DOCUMENTS = {
 
 
 def html(result: Any) -> str | None:
-    """Return the report of a result as HTML without scripts or styles, or None if there is no report of its class."""
+    """Return the report of a result as HTML without scripts or styles, or None for a class without a report."""
     from ckpttool.report.renderers.html import fragment
 
     if type(result).__name__ == "Checkpoint":

@@ -145,7 +145,7 @@ def _dtypes(checkpoint: Checkpoint) -> Table:
 
 
 class _Likeness(NamedTuple):
-    """What tensors on one line have in common; `nbytes` are those of one of them."""
+    """The properties that all tensors on one line have; `nbytes` is the size of one tensor."""
 
     dtype: str
     shape: tuple[int, ...]

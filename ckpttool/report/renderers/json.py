@@ -10,8 +10,8 @@ from typing import Any
 def render(data: Mapping[str, Any]) -> str:
     r"""Return the object in the order of `data`, ending with a newline. Raises ValueError for a float not in JSON.
 
-    Printable letters of every script are written as they are. What a terminal would interpret or an encoder reject (C1
-    controls, bidi overrides, lone surrogates) is escaped as ``\uXXXX`` and reads back the same.
+    Printable letters of every script are written as they are. Characters that a terminal would interpret or an
+    encoder reject (C1 controls, bidi overrides, lone surrogates) are escaped as ``\uXXXX`` and read back the same.
     """
     lines = _value(data, "").split("\n")
     escaped = (
