@@ -186,7 +186,7 @@ def record(
     """An object for a value of the class `of`: its members are the fields, or what `called` says of these.
 
     A member that is left out has the field's default. A member of `may` is not written if it is `LEFT_OUT`, or if it is
-    None and its kind is not nullable. Only names of fields are read. With a `title` it says what it is, and the tool and
+    None and its kind is not nullable. Only fields are read. With a `title` it says what it is, and the tool and
     version that wrote it, unless it `is_file`: a file that is kept, which another version must not change.
     """
     members = {**needs, **(may or {})}
