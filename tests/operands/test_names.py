@@ -105,9 +105,9 @@ def test_what_is_no_folder_of_steps(files: list[str]) -> None:
         ("rank_*.pt", ["rank.new.pt"]),
         ("*.pt", ["checkpoint.new.pt"]),
         ("saved.dcp/", ["saved.new.dcp", "saved.new.pt"]),
-        ("saved.dcp/.metadata", ["saved.dcp.new/"]),
-        ("folder/", ["folder.new/"]),
-        ("folder/model.safetensors.index.json", ["folder.new/"]),
+        ("saved.dcp/.metadata", ["saved.dcp.new/", "saved.dcp.new.pt"]),
+        ("folder/", ["folder.new/", "folder.new.pt"]),
+        ("folder/model.safetensors.index.json", ["folder.new/", "folder.new.pt"]),
         ("memory://b/train.pt", ["memory://b/train.new.pt"]),
     ],
 )
