@@ -26,7 +26,7 @@ from command import fixes_in, notes_in
 from hook_zoo import ZOO
 
 torch.set_num_threads(1)
-COMMANDS = int(os.environ.get("CKPTTOOL_MENDS", "60"))
+COMMANDS = int(os.environ.get("CKPTTOOL_MENDS", "30"))
 SUPPORT = Path(mend_models.__file__).parent
 State = dict[str, Any]
 
