@@ -24,7 +24,7 @@ from ckpttool.fixes.rules_file import by_file, renamed, suggested, with_file
 from ckpttool.fixes.trial import Question, Trial, try_remap, try_swap
 from ckpttool.formats.rank_files import one_rank
 from ckpttool.formats.registry import MEMORY
-from ckpttool.naming.wrappers import ADAPTERS
+from ckpttool.naming.wrappers import ADAPTERS, canonical_keys
 from ckpttool.operands.checkpoint import model_section, open_operand, split
 from ckpttool.operands.model import ModelOperand, read_names, saved_by
 from ckpttool.operands.output import PLACEHOLDERS, command, free, outputs
@@ -138,8 +138,11 @@ def _fixes(question: Question) -> Fixes:
         best, drops, infers = None, False, False  # the program takes what only a remap would drop
     commands = [trial.fix for trial in (swap, best) if trial is not None]
     with_model: tuple[str, ...] = ()
-    if not commands or (infers and is_program):  # the program's own model knows better
-        with_model = _commands_with_a_model(question)
+    is_whole = best is not None and best.after.identical and not infers
+    if not commands or (is_program and not is_whole):  # the program's own model knows better
+        with_model = _commands_with_a_model(question, is_program)
+        if with_model and swap is None and not infers:
+            commands = []
     notes = [*swap_notes, *[OWN_NAMES] * (swap is not None), *[DROPPED] * drops]
     unpaired = any(entry.status in ("missing", "transformed") for entry in diff.entries)
     if best is not None and question.options.comparison is not None and unpaired:
@@ -263,8 +266,11 @@ def is_adapter(section: Section) -> bool:
 # Two checkpoints whose relation only the model's code could tell
 
 
-def _commands_with_a_model(question: Question) -> tuple[str, ...]:
-    """Return commands with the placeholder MODEL if all differences look like the work of a hook, or of a rank."""
+def _commands_with_a_model(question: Question, is_program: bool) -> tuple[str, ...]:
+    """Return commands with the placeholder MODEL if all differences look like the work of a hook, or of a rank.
+
+    The weights of a program may be in wrappers too.
+    """
     if question.model is not None:
         return ()
     (left, right), diff = question.two, question.diff
@@ -275,7 +281,7 @@ def _commands_with_a_model(question: Question) -> tuple[str, ...]:
     lacks_second_names = any(entry.status == "alias" and not entry.left for entry in diff.entries)
     if left.format == "rank_files" or (lacks_second_names and statuses <= {"same", "alias", "extra_state"}):
         to = "serialized"
-    elif statuses <= {"same", "alias", "extra_state", "missing", "unexpected"}:
+    elif statuses - ({"renamed"} if is_program else set()) <= {"same", "alias", "extra_state", "missing", "unexpected"}:
         only_left = [key for entry in diff.entries if entry.status == "unexpected" for key in entry.left]
         only_right = [key for entry in diff.entries if entry.status == "missing" for key in entry.right]
         if not only_left or len(only_left) != len(only_right):
@@ -286,7 +292,7 @@ def _commands_with_a_model(question: Question) -> tuple[str, ...]:
             to = "serialized"
         else:
             return ()
-        if "pt2" in (left.format, right.format):
+        if is_program:
             program, weights = (right, left) if right.format == "pt2" else (left, right)
             swap = SwapOptions(model="MODEL", out=next(outputs(program.source, "swapped")))
             return (command("swap-weights", (program.source, weights.source), swap),)
@@ -299,12 +305,20 @@ def _commands_with_a_model(question: Question) -> tuple[str, ...]:
 
 
 def _are_shortened(short: Section, shorter: list[str], long: Section, longer: list[str]) -> bool:
-    """Return True if each shorter key is exactly one longer key without a segment, with the same dtype and shape."""
-    have, want = short.by_key(), long.by_key()
-    pairs = {key: other for key, (other, _) in without_segment(longer, shorter).items()}
-    return len(pairs) == len(longer) == len(set(pairs.values())) and all(
-        _outline(have[other]) == _outline(want[key]) for key, other in pairs.items()
+    """Return True if each shorter key is exactly one longer key without a segment, with the same dtype and shape.
+
+    Segments of wrappers do not count.
+    """
+    have, want = _outlines(short, shorter), _outlines(long, longer)
+    pairs = {key: other for key, (other, _) in without_segment(want, have).items()}
+    return len(pairs) == len(want) == len(set(pairs.values())) and all(
+        have[other] == want[key] for key, other in pairs.items()
     )
+
+
+def _outlines(section: Section, keys: list[str]) -> dict[str, object]:
+    entries, names = section.by_key(), canonical_keys(section.by_key())
+    return {names[key]: _outline(entries[key]) for key in keys}
 
 
 def _outline(entry: TensorEntry | ExtraEntry) -> object:

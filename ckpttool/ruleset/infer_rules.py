@@ -72,7 +72,7 @@ def patterns(wanted: Sequence[str], others: Iterable[str]) -> tuple[str, ...]:
     rest, found = dict(kinds), list[str]()
     while rest:
         counts = {text: sum(len(rest.get(kind, ())) for kind in matched) for text, matched in hits.items()}
-        best = max(counts, key=lambda text: (counts[text], -len(text)), default="")
+        best = max(counts, key=lambda text: (counts[text], "*" not in text, -len(text)), default="")
         if not counts.get(best):
             return (*found, *(key for keys in rest.values() for key in keys))
         found.append(best)

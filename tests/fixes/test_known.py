@@ -169,8 +169,10 @@ def test_what_a_hook_may_hide_is_asked_of_the_model(ask: Ask, left: State, right
 def test_a_program_whose_names_a_hook_may_hide_is_swapped_whichever_side_it_is(ask: Ask) -> None:
     model = hooked()
     torch.export.save(torch.export.export(model, (torch.ones(1, dtype=torch.int64),)), "p.pt2")
-    for sides in (("p.pt2", saved(state_of(model))), ("a.pt", "p.pt2")):
-        assert fixes_in(ask(*sides))[0] == "ckpttool swap-weights p.pt2 a.pt --model MODEL -o p.swapped.pt2"
+    for prefix in ("", "module._orig_mod."):
+        weights = saved({prefix + key: value for key, value in state_of(model).items()})
+        for sides in (("p.pt2", weights), (weights, "p.pt2")):
+            assert fixes_in(ask(*sides))[0] == "ckpttool swap-weights p.pt2 a.pt --model MODEL -o p.swapped.pt2"
 
 
 @pytest.mark.parametrize(("count", "by_file"), [(2, False), (3, True)])

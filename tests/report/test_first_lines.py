@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -191,7 +191,7 @@ def documents(draw: st.DrawFn) -> Document:
     return Document(draw(TEXT), draw(TEXT), False, blocks, None, (Facts((("reason", draw(TEXT)),), is_short=True),))
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(documents(), st.sampled_from([60, 80]), st.booleans())
 def test_no_line_is_wider_than_the_terminal(document: Document, width: int, color: bool) -> None:
     """Except commands to paste. A single segment of a name could be wider too: none is broken."""

@@ -27,31 +27,31 @@ SOON = 2.0  # seconds; what is not linear takes minutes
 
 @pytest.mark.parametrize("text", ["{a*}.{b*}.{c*}.{d*}.q => q", "{a*}.x.{b*}.x.{c*}.x.{d*}.q => q", "{a*}.{a*}.q => q"])
 def test_variables_of_many_segments_are_matched_in_linear_time(text: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     assert parse(text).apply(LONG) is None
-    assert time.monotonic() - start < SOON
+    assert time.process_time() - start < SOON
 
 
 @pytest.mark.parametrize(
     "text", ["a " * 50_000, "a" + " " * 50_000 + "b", "a [" + "1, " * 50_000, "a [" * 50_000, "[ " * 50_000]
 )
 def test_text_that_is_not_a_tensor_is_rejected_in_linear_time(text: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     assert shown(text) is None
-    assert time.monotonic() - start < SOON
+    assert time.process_time() - start < SOON
 
 
 def test_variables_that_occur_twice_end() -> None:
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises((CkptError, Refused)):
         parse("{a*}.{b*}.{c*}.{a*}.{b*}.{c*}.x.q => q").apply(f"{LONG}.q.{LONG}.x.q")
-    assert time.monotonic() - start < SOON
+    assert time.process_time() - start < SOON
 
 
 def test_a_long_key_costs_as_much_as_it_is_long() -> None:
-    start = time.monotonic()
+    start = time.process_time()
     assert parse("{a*}.x.{b*} => {b*}.{a*}").apply(".".join(["a"] * 200_000 + ["x"])) == ".".join(["a"] * 200_000)
-    assert time.monotonic() - start < SOON
+    assert time.process_time() - start < SOON
 
 
 NESTED = ["(a+)+$", "(a|a)*$", "(.*a){20}$", "(a*)*b", "(a|aa)+$", r"(\w+\s?)+$"]
@@ -148,9 +148,9 @@ def test_an_invalid_regular_expression_is_reported(text: str) -> None:
 
 
 def test_a_shell_pattern_of_many_stars() -> None:
-    start = time.monotonic()
+    start = time.process_time()
     assert not matches("*a" * 30 + "*b", "a" * 2000)
-    assert time.monotonic() - start < SOON
+    assert time.process_time() - start < SOON
 
 
 TOKENS = st.lists(st.sampled_from(["a", "b", "{x}", "{y}", "{s*}", "{t*}", "{u*}"]), min_size=1, max_size=5)
