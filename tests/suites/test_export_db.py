@@ -41,7 +41,7 @@ def test_program(name: str, tmp_path: Path) -> None:
         return
     torch.save(new.state_dict(), paths[1])
     assert ckpttool.diff(paths[1], model=old).identical
-    ckpttool.swap_weights(*paths[:2], paths[2], model=old)
+    ckpttool.swap_weights(paths[0], paths[1], paths[2], model=old)
     args, kwargs = case.example_args, case.example_kwargs
     outputs = [
         program.module()(*copy.deepcopy(args), **copy.deepcopy(kwargs))

@@ -55,14 +55,16 @@ def laid_out(layout: str) -> nn.Module:
             if number * ranks // 4 != rank:
                 del model.layers[str(number)]
         if rank:
-            model.prompt = None
+            model.prompt = None  # type: ignore[assignment]
         if rank != ranks - 1:
             model.norm = nn.Identity()  # type: ignore[assignment]
         return model
     shape = {"fsdp": (ranks,), "tp": (ranks,), "hsdp": (2, ranks // 2), "fsdp of tp": (ranks // 2, 2)}[layout]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[: len(shape)])
     if "tp" in layout:
-        styles = {f"layers.{number}": RowwiseParallel() if number % 2 else ColwiseParallel() for number in range(4)}
+        styles: Any = {
+            f"layers.{number}": RowwiseParallel() if number % 2 else ColwiseParallel() for number in range(4)
+        }
         parallelize_module(model, mesh if layout == "tp" else mesh["inner"], styles)
     if "fsdp" in layout or layout == "hsdp":
         over = mesh["outer"] if "tp" in layout else mesh

@@ -106,7 +106,11 @@ def _transformer(kind: str) -> Build:
         raise NoCase("is only a part of other models")
     models = mapping[cls]
     model = models[0] if isinstance(models, tuple) else models
-    return _first(lambda sizes=sizes: model(_shrunk(cls(), sizes)) for sizes in (_SIZES | _LAYERS, _LAYERS, {}))
+
+    def made(sizes: dict[str, int]) -> Any:
+        return model(_shrunk(cls(), sizes))
+
+    return _first(partial(made, sizes) for sizes in (_SIZES | _LAYERS, _LAYERS, {}))
 
 
 def _shrunk(config: Any, sizes: dict[str, int]) -> Any:
@@ -136,7 +140,7 @@ def _timm() -> dict[str, Find]:
             return min((words.index(part) for part in parts if part in words), default=len(words))
 
         names = sorted(timm.list_models(module=module), key=place)
-        made[module] = lambda names=names: _first(partial(timm.create_model, name) for name in names[:4])
+        made[module] = partial(_first, [partial(timm.create_model, name) for name in names[:4]])
     return made
 
 
@@ -260,7 +264,7 @@ def _adapted(config: Any) -> Build:
     import peft
     import transformers
 
-    sizes = {"hidden_size": 256, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: Any = {"hidden_size": 256, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     base = transformers.LlamaConfig(vocab_size=64, use_cache=False, **sizes)
     options = {name: value for name, value in _ADAPTER.items() if name in _parameters(config)}
     return _first([lambda: peft.get_peft_model(transformers.LlamaForCausalLM(base), config(**options))])

@@ -259,8 +259,8 @@ def _hostile(kind: str, n: int) -> Any:
         shared = [tensor_node(), *[None] * n]
         return {"w": tensor_node(), **{name: [shared] for name in none}}
     if kind == "optimizer":
-        shared = [{}, *[None] * n]
-        return {"state": {0: {name: [shared] for name in none}}, "param_groups": [{"params": [0]}]}
+        states: list[Any] = [{}, *[None] * n]
+        return {"state": {0: {name: [states] for name in none}}, "param_groups": [{"params": [0]}]}
     modules = {}
     for name in none:
         modules[name] = Call(foreign, ())
