@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, TypeVar, Union
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
@@ -20,9 +20,10 @@ from ckpttool.evaluate.apply import Digests
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.remarks import is_placeholder
 from ckpttool.naming.convert import other_versions, read, with_keys
-from ckpttool.naming.evidence import Inference, Side
+from ckpttool.naming.evidence import Ambiguous, Inference, Pair, Side, Tensor
 from ckpttool.naming.match import NameTables, aliases, base_name
 from ckpttool.naming.pairing import infer
+from ckpttool.naming.wrappers import canonical_keys
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand, saved_by
 from ckpttool.optimizers.identify import Parameters
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ckpttool.tracing.loading import Verdict
 
 Objects = dict[str, Union[TensorEntry, ExtraEntry]]
+P = TypeVar("P", Pair, Ambiguous)
 
 
 # Likely renames
@@ -46,17 +48,41 @@ def known(entries: Iterable[Entry]) -> dict[str, str]:
 
 
 def suggestions(left: Checkpoint, right: Checkpoint, entries: Sequence[Entry], values: bool) -> Inference:
-    """Pair the keys that `entries` leave open; with `values` the tensors are read and compared too."""
+    """Pair the keys that `entries` leave open; with `values` the tensors are read and compared too.
+
+    Segments of wrappers are no evidence: the keys are paired without them.
+    """
     if {"missing", "unexpected", "shape"}.isdisjoint(entry.status for entry in entries):
         return Inference()
     second_names = {key for entry in entries if entry.status == "alias" for key in (*entry.left, *entry.right)}
-    sides = []
+    sides, names = [], []
     for checkpoint, parts in zip((left, right), unpairable(entries)):
         section, left_out = model_section(checkpoint), second_names | parts
-        tensors = [entry for entry in section.tensors if entry.key not in left_out and not is_placeholder(entry)]
-        digests = Digests(section.by_key()) if values else None
+        by_key = section.by_key()
+        bare = canonical_keys(by_key)
+        if len(set(bare.values())) < len(bare):
+            bare = {key: key for key in bare}
+        tensors = [
+            entry if bare[entry.key] == entry.key else Tensor(bare[entry.key], entry.dtype, entry.shape)
+            for entry in section.tensors
+            if entry.key not in left_out and not is_placeholder(entry)
+        ]
+        digests = Digests({bare[key]: entry for key, entry in by_key.items()}) if values else None
         sides.append(Side(tensors, checkpoint.format in _DEFINED, digests))
-    return infer(sides[0], sides[1], known(entries))
+        names.append(bare)
+    mine, theirs = names
+    paired = infer(
+        sides[0], sides[1], {mine.get(key, key): theirs.get(other, other) for key, other in known(entries).items()}
+    )
+    if all(key == name for bare in names for key, name in bare.items()):
+        return paired
+    written = [{name: key for key, name in bare.items()} for bare in names]
+
+    def with_keys_of(one: P) -> P:
+        left, right = (tuple(of[name] for name in side) for of, side in zip(written, (one.left, one.right)))
+        return replace(one, left=left, right=right)
+
+    return Inference(tuple(map(with_keys_of, paired.pairs)), tuple(map(with_keys_of, paired.ambiguous)))
 
 
 # A names file against the model's code

@@ -318,10 +318,10 @@ def _are_shortened(short: Section, shorter: list[str], long: Section, longer: li
 
 def _outlines(section: Section, keys: list[str]) -> dict[str, object]:
     entries, names = section.by_key(), canonical_keys(section.by_key())
-    return {names[key]: _outline(entries[key]) for key in keys}
+    return {names.get(key, key): _outline(entries.get(key)) for key in keys}
 
 
-def _outline(entry: TensorEntry | ExtraEntry) -> object:
+def _outline(entry: TensorEntry | ExtraEntry | None) -> object:
     return (entry.dtype, entry.shape) if isinstance(entry, TensorEntry) else None
 
 

@@ -237,9 +237,14 @@ def shortened(table: Table, limit: int | None, option: str = "--all") -> Table:
 Pairing = tuple[tuple[str, ...], tuple[str, ...], str]  # the keys of one tensor on the left, on the right, and a detail
 
 
-def key_group(heading: str, pairs: Sequence[Pairing], most: int, hidden: str, role: Role = "plain") -> KeyGroup:
-    """Return at most `most` rows for pairs of keys with their detail; the footer says how many pairs are `hidden`."""
-    rows = list(islice(paired(pairs), most))
+def key_group(
+    heading: str, pairs: Sequence[Pairing], most: int, hidden: str, role: Role = "plain", first: int | None = None
+) -> KeyGroup:
+    """Return at most `most` rows for pairs of keys with their detail; the footer says how many pairs are `hidden`.
+
+    Only the `first` pairs are collapsed, all without it.
+    """
+    rows = list(islice(paired(islice(pairs, first)), most))
     more = len(pairs) - sum(count for _, _, count, _ in rows)
     shown = tuple((left, right, detail) for left, right, _, detail in rows)
     return KeyGroup(heading, shown, f"... {number(more)} {hidden}" if more else "", role)

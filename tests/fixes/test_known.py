@@ -175,6 +175,23 @@ def test_a_program_whose_names_a_hook_may_hide_is_swapped_whichever_side_it_is(a
             assert fixes_in(ask(*sides))[0] == "ckpttool swap-weights p.pt2 a.pt --model MODEL -o p.swapped.pt2"
 
 
+def test_segments_of_wrappers_do_not_change_what_is_paired() -> None:
+    shapes = {"norm.w": (8,), "attn.w": (24, 8), "mlp.0.w": (32, 8), "mlp.0.b": (32,), "mlp.2.w": (8, 32)}
+    left = {f"layers.1.layer.{key}": torch.ones(shape) for key, shape in shapes.items()}
+    right = {key.replace(".layer.", "."): value for key, value in left.items()}
+    plain = ckpttool.diff(left, right).inferred
+    assert plain is not None
+    assert len(plain.pairs) == len(shapes)
+    for mine, theirs in (("", "module._orig_mod."), ("_orig_mod.", ""), ("module.", "_orig_mod.")):
+        sides = (
+            {prefix + key: value for key, value in side.items()} for prefix, side in ((mine, left), (theirs, right))
+        )
+        found = ckpttool.diff(*sides).inferred
+        assert found is not None
+        pairs = [((mine + pair.left[0],), (theirs + pair.right[0],), pair.evidence) for pair in plain.pairs]
+        assert [(pair.left, pair.right, pair.evidence) for pair in found.pairs] == pairs
+
+
 @pytest.mark.parametrize(("count", "by_file"), [(2, False), (3, True)])
 def test_rules_that_mend_more_than_names_of_wrappers_do_are_printed(ask: Ask, count: int, by_file: bool) -> None:
     """As options where they are few, else in a file, whatever part another command would mend."""

@@ -156,6 +156,8 @@ def _lead(diff: Diff, notes: Sequence[str]) -> tuple[tuple[Block, ...], str | No
     else:
         reason = next((note for note in notes if not isinstance(note, Info)), None)
         pairs += [("reason", reason)] if reason is not None else []
+        if code := code_of(reason or ""):
+            details = f"`ckpttool explain {code}` says more about the reason"
     lead: list[Block] = [Facts(tuple(pairs), is_short=True)] if pairs else []
     if diff.fix:
         complete = diff.fix[-1].complete or any(fix.complete for fix in diff.fix)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _ROWS = 20
 _FEW = 10  # lines of changed keys once they are written
+_COLLAPSED = 2_000  # changed keys that are collapsed for these lines: more would take memory, and few are shown
 _VERDICTS = {
     "equal": "kept, equal to the model's",
     "different": "kept, the model has another",
@@ -151,11 +152,11 @@ def presets_document(presets: Sequence[Preset]) -> Document:
 
 def _changes(plan: Plan, most: int) -> Keys:
     """Return the changed keys, repeated layers on one line: at most so many lines."""
-    changed = [(o.key, tuple(dict.fromkeys(refs(o.source)))) for o in plan.outputs if o.source != Ref(o.key)]
+    changed = [(tuple(dict.fromkeys(refs(o.source))), (o.key,), "") for o in plan.outputs if o.source != Ref(o.key)]
     if not changed:
         return Keys("", ())
-    pairs = [(own, (key,), "") for key, own in changed]
-    return Keys("", (key_group(f"Changes: {plural(len(changed), 'key')}", pairs, most, "more keys (--format json)"),))
+    title, hidden = f"Changes: {plural(len(changed), 'key')}", "more keys (--format json)"
+    return Keys("", (key_group(title, changed, most, hidden, first=_COLLAPSED),))
 
 
 def _dropped(plan: Plan) -> Table:
