@@ -35,7 +35,13 @@ class Regex:
             raise re.error("Python has no classes such as [[:alpha:]]")
         re.compile(text)
         self.text = text
-        self.pattern = regex.compile(_BRACE.sub(lambda found: r"\{" if found[0] == "{" else found[0], text), regex.V0)
+        self.errors = re.error, regex.error, IndexError  # of a replacement
+        try:
+            self.pattern = regex.compile(
+                _BRACE.sub(lambda found: r"\{" if found[0] == "{" else found[0], text), regex.V0
+            )
+        except regex.error as error:
+            raise re.error(str(error)) from None
 
     def fullmatch(self, key: str) -> Any:
         """Return the match, or None. Raise `CkptError` if all matches of this call take longer than the limit."""
@@ -300,7 +306,7 @@ class Rule:
         match = self.source.fullmatch(key)
         try:
             return None if match is None else str(match.expand(self.template))
-        except (re.error, IndexError) as error:
+        except self.source.errors as error:
             raise CkptError(f"not a replacement: {self.text!r}: {error}", hint=_SYNTAX) from None
 
 

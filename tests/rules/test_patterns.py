@@ -58,6 +58,10 @@ BAD = {
     "a variable that is part of a segment": "layer{i} => layers.{i}",
     "no regular expression": "re:( => b",
     "no group of that number": r"re:a => \1",
+    "no group of that name": r"re:a => \g",
+    "a backslash alone": "re:a => \\",
+    "no escape": r"re:a => \x*",
+    "a class that is no escape here": r"re:a => \d",
 }
 
 
