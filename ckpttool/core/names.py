@@ -200,7 +200,7 @@ def _unknown_names(value: Any) -> Iterator[Problem]:
     groups = len(value.get("optimizer_groups", ()))
 
     def unknown(names: Iterator[str], known: set[str], path: str) -> Iterator[Problem]:
-        yield from (Problem(f"{name!r:.100} is no name of this file", path) for name in names if name not in known)
+        yield from (Problem(f"{name!r:.100} is not a name in this file", path) for name in names if name not in known)
 
     for number, r in enumerate(value["runtime"]):
         yield from unknown(

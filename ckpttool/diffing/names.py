@@ -50,7 +50,7 @@ def known(entries: Iterable[Entry]) -> dict[str, str]:
 def suggestions(left: Checkpoint, right: Checkpoint, entries: Sequence[Entry], values: bool) -> Inference:
     """Pair the keys that `entries` leave open; with `values` the tensors are read and compared too.
 
-    Segments of wrappers are no evidence: the keys are paired without them.
+    Segments of wrappers are not evidence: the keys are paired without them.
     """
     if {"missing", "unexpected", "shape"}.isdisjoint(entry.status for entry in entries):
         return Inference()

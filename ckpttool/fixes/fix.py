@@ -63,12 +63,15 @@ def applicable(found: Diff, shows: str) -> Fix:
         return done
     if found.identical:
         raise Refused(f"nothing to fix: {found.left} already loads", hint=f"{shows} shows it")
-    if any(code_of(note) == "inferred-fix" for note in found.notes) and all(one.complete for one in found.fix[-1:]):
+    if any(code_of(note) == "inferred-fix" for note in found.notes) and found.fix and found.fix[-1].complete:
         message = f"{found.left} fits only by renames that are guessed from names and shapes"
-        raise Refused(message, hint=f"if they are right, run {'; '.join(found.fix) or shows}")
-    problems = [Problem(CODES[one.code].meaning, key) for one in found.unfixed for key in one.keys]
-    if not problems:
-        entries = filter(found.is_difference, found.entries)
-        problems = [Problem(entry.why() or entry.status, (*entry.left, *entry.right)[0]) for entry in entries]
+        raise Refused(message, hint=f"if they are right, run {'; '.join(found.fix)}")
+    unfixed = {key for one in found.unfixed for key in one.keys}
+    differences = list(filter(found.is_difference, found.entries))
+    left_over = [entry for entry in differences if unfixed.intersection(entry.left, entry.right)]
+    problems = [
+        Problem(": ".join(filter(None, (entry.why(), entry.detail))) or entry.status, (*entry.right, *entry.left)[0])
+        for entry in left_over or differences
+    ]
     hint = f"{shows} shows what differs, why, and what fixes a part of it"
     raise Refused(f"no command fixes {found.left} completely", hint=hint, problems=problems)

@@ -35,7 +35,6 @@ class Regex:
             raise re.error("Python has no classes such as [[:alpha:]]")
         re.compile(text)
         self.text = text
-        self.errors = re.error, regex.error, IndexError  # of a replacement
         try:
             self.pattern = regex.compile(
                 _BRACE.sub(lambda found: r"\{" if found[0] == "{" else found[0], text), regex.V0
@@ -302,11 +301,13 @@ class Rule:
         return ".".join(name)
 
     def _expand(self, key: str) -> str | None:
+        import regex
+
         assert isinstance(self.source, Regex)
         match = self.source.fullmatch(key)
         try:
             return None if match is None else str(match.expand(self.template))
-        except self.source.errors as error:
+        except (re.error, regex.error, IndexError) as error:
             raise CkptError(f"not a replacement: {self.text!r}: {error}", hint=_SYNTAX) from None
 
 
