@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ LAYOUTS = ("ddp", "fsdp", "hsdp", "tp", "fsdp of tp", "pipeline") if ALL else ("
 
 
 @pytest.mark.parametrize(("savers", "loaders"), [(2, 4), (4, 2), (2, 2), (4, 4)] if ALL else [(2, 4)])
-def test_layouts(tmp_path: Path, savers: int, loaders: int) -> None:
+def test_layouts(tmp_path: Path, savers: int, loaders: int, record_property: Any) -> None:
     needs_torch("2.7", "fully_shard without a GPU")
     command = [sys.executable, "-W", "ignore", str(ROOT / "tests/support/dcp_layouts.py"), str(tmp_path)]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -32,5 +33,6 @@ def test_layouts(tmp_path: Path, savers: int, loaders: int) -> None:
     )
     assert done.returncode == 0, done.stderr.decode()
     found = json.loads((tmp_path / "found.json").read_text())
+    record_property("cases", len(found))
     assert len(found) == 3 * len(LAYOUTS)  # a conversion, and two loads
     assert {name: wrong for name, wrong in found.items() if wrong} == {}

@@ -48,12 +48,13 @@ def loads(model: nn.Module, state: State) -> bool:
 
 
 @pytest.mark.parametrize(("zoo", "name"), MODELS)
-def test_model(zoo: str, name: str, tmp_path: Path) -> None:
+def test_model(zoo: str, name: str, tmp_path: Path, record_property: Any) -> None:
+    record_property("suite", zoo)
     try:
         build = ZOOS[zoo][name]()
         model = build()
     except model_zoos.NoCase as reason:
-        pytest.skip(f"{zoo}: {reason}")
+        pytest.skip(str(reason))
     state = model.state_dict()
     assert [key.key for key in ckpttool.trace(build).serialized] == list(state)
     for what, faulty in faults(state, name).items():

@@ -74,9 +74,11 @@ def is_lazy(module: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("name", INFOS)
-def test_module(name: str, tmp_path: Path) -> None:
+def test_module(name: str, tmp_path: Path, record_property: Any) -> None:
     path, renamed, back = (str(tmp_path / f"{word}.pt") for word in ("saved", "renamed", "back"))
-    for build, inputs in cases(name):
+    drawn = list(cases(name))
+    record_property("cases", len(drawn))
+    for build, inputs in drawn:
         state = moved(build(), 1)
         keys = list(state)
         if is_lazy(build()):  # its names are known, its shapes are not

@@ -96,8 +96,8 @@ def test_state_follows_its_parameters(info: Any, configuration: Any, form: str, 
     steps(model, optimizer, 0, 2, sparse)
     try:
         saved = state_of(form, model, optimizer)
-    except Exception as error:  # torch cannot name or flatten this state
-        pytest.skip(f"torch: {error}")
+    except Exception as error:
+        pytest.skip(f"torch cannot name or flatten the state: {error}")
     paths = [str(tmp_path / f"{word}.pt") for word in ("saved", "moved", "back")]
     torch.save({"model": model.state_dict(), "optimizer": saved}, paths[0])
     try:  # whether torch itself resumes the file that it wrote
@@ -107,7 +107,7 @@ def test_state_follows_its_parameters(info: Any, configuration: Any, form: str, 
         steps(again, resumed, 2, 2, sparse)
         steps(model, optimizer, 2, 2, sparse)
     except Exception as error:
-        pytest.skip(f"torch: {error}")
+        pytest.skip(f"torch does not resume from its own file: {error}")
     if not all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters())):
         pytest.skip("torch itself does not resume exactly")
 

@@ -274,7 +274,7 @@ def _first_by_table(function: Any) -> Build:
     required = [name for name, one in _parameters(function).items() if one.default is one.empty]
     unknown = [name for name in required if name not in _TUNE]
     if unknown:
-        raise NoCase(f"what is its {unknown[0]}?")
+        raise NoCase(f"takes arguments that are not in the table of sizes: {', '.join(unknown)}")
     return _first([lambda: function(**{name: _TUNE[name] for name in required})])
 
 
@@ -290,9 +290,10 @@ def _first(builders: Iterable[Build]) -> Build:
             with torch.device("meta"):
                 size = sum(parameter.numel() for parameter in build().parameters())
         except Exception as error:  # other people's code
-            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:100]}")
+            message = " ".join(str(error).split())[:100]
+            reasons.append(f"is not built from these sizes: {type(error).__name__}: {message}")
             continue
         if size <= MOST:
             return build
-        reasons.append(f"{size:,} parameters")
+        reasons.append(f"is too large: {size:,} parameters")
     raise NoCase(reasons[0])
