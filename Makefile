@@ -20,7 +20,7 @@ SIZE ?= 1
 RUNS ?= 3
 CASES ?=
 
-.PHONY: help demo test suites bench browser docs dist faults check wild models fuzz mutants conditions fix coverage floor constraints clean
+.PHONY: help demo test suites bench browser docs dist faults check wild models fuzz mutants conditions evidence fix coverage floor constraints clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,10 +79,13 @@ fuzz: $(VENV)/for-test ## fuzz every reader, TIME=600 seconds in all (ARGS='--gu
 	PYTHONPATH=.:tests/fuzz:tests/support $(BIN)/python tests/fuzz/run.py --time $(TIME) $(ARGS)
 
 mutants: $(VENV)/for-dev ## change the code in N=100 places (SEED=0); the tests must notice 95 % (ONLY=ckpttool/remapping: in that package)
-	$(BIN)/python tests/mutants/mutants.py -n $(N) --seed $(SEED) --only $(ONLY) $(ARGS)
+	PYTHONPATH=tests/support $(BIN)/python tests/mutants/mutants.py -n $(N) --seed $(SEED) --only $(ONLY) $(ARGS)
 
 conditions: $(VENV)/for-dev ## list conditions that no test decides both ways
 	$(BIN)/python tests/mutants/conditions.py -n $(JOBS) --dist loadfile $(ARGS)
+
+evidence: ## run the long tests and write date, commit and figures into docs/maintainers/testing.md (ONLY='faults pairs': some of them)
+	@$(PYTHON) .ci/evidence.py $(filter-out ckpttool,$(ONLY))
 
 coverage: $(VENV)/for-dev ## report lines and branches that tests reach; pages in build/coverage
 	$(BIN)/coverage erase

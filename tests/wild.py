@@ -19,6 +19,7 @@ from typing import NamedTuple
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS / "support"))
 
+import results  # noqa: E402
 from oracle import problems  # noqa: E402
 
 
@@ -57,13 +58,13 @@ def content(archive: Path, name: str) -> bytes:
 
 def main(cache: str = ".wild") -> int:
     """Reads all files; the number of those that are wrong, or could not be fetched."""
-    wrong = 0
+    wrong: list[str] = []
     for package, files in groupby(listed(), key=lambda file: file.package):
         try:
             archive = fetched(package, Path(cache))
         except subprocess.CalledProcessError:
             missing = [file.file for file in files]
-            wrong += len(missing)
+            wrong += missing
             print(f"not fetched  {package}", *missing, sep="\n    ", file=sys.stderr)
             continue
         for file in files:
@@ -71,10 +72,11 @@ def main(cache: str = ".wild") -> int:
                 path = Path(folder) / Path(file.file).name
                 path.write_bytes(content(archive, file.file))
                 found = list(problems(str(path), Path(folder)))
-            wrong += bool(found)
+            wrong += [file.file] if found else []
             print(f"{'WRONG' if found else 'right'}  {package}  {file.file}", *found, sep="\n    ", file=sys.stderr)
-    print(f"{len(listed())} files, {wrong} of them wrong or not fetched")
-    return wrong
+    print(f"{len(listed())} files, {len(wrong)} of them wrong or not fetched")
+    results.add("files of packages", len(listed()), wrong)
+    return len(wrong)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -216,30 +216,25 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     )
     shutil.rmtree(scratch)
     assert done.returncode == 0
-    found = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
-    print(*_table(list(found.values())), sep="\n")
-    return found
-
-
-def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """What was done, a line a format (the case's name before the comma) and one for all."""
-    formats: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        formats.setdefault(row["name"].partition(",")[0], []).append(row)
-    yield f"{'':28}{'calls':>7}{'points':>8}{'kills':>8}{'signals':>9}{'problems':>10}{'slowest':>10}"
-    for name, own in [*formats.items(), (f"{len(rows)} cases", rows)]:
-        total = sum((Counter(row["points"]) for row in own), Counter[str]())
-        kills = sum(count for mode, count in total.items() if "KILL" in mode)
-        signals = total["TERM"] + total["INT"] + total["HUP"]
-        problems, slowest = sum(len(row["problems"]) for row in own), max(row["slowest"] for row in own)
-        calls = sum(len(row["calls"]) for row in own)
-        yield f"{name:28}{calls:7,}{total.total():8,}{kills:8,}{signals:9,}{problems:10}{slowest:8.2f} s"
+    return {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_output_is_the_old_or_the_new_one(seen: dict[str, Any], name: str) -> None:
+def test_the_output_is_the_old_or_the_new_one(
+    seen: dict[str, Any], name: str, record_property: Callable[[str, object], None]
+) -> None:
     row = seen[name]
+    points = Counter(row["points"])
+    for figure, value in {
+        "part": name.partition(",")[0],
+        "calls": len(row["calls"]),
+        "points": points.total(),
+        "kills": sum(count for mode, count in points.items() if "KILL" in mode),
+        "signals": points["TERM"] + points["INT"] + points["HUP"],
+        "slowest, s": round(row["slowest"], 2),
+    }.items():
+        record_property(figure, value)
     assert row["problems"][:5] == []
-    assert sum(row["points"].values()) >= 8
-    assert not EVERY or row["points"]["EIO"] == len(row["calls"])
+    assert points.total() >= 8
+    assert not EVERY or points["EIO"] == len(row["calls"])
     assert {"rename", "replace", "link", "renameat2"} & set(row["calls"])

@@ -6,6 +6,7 @@ it printed with ``--say`` is the operator that did.
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 import time
@@ -115,4 +116,4 @@ def main(seconds: float, seed: int, say: bool = False) -> Counter[str]:
 
 
 if __name__ == "__main__":
-    print(dict(main(float(sys.argv[1]), int(sys.argv[2]), "--say" in sys.argv)))
+    print(json.dumps(main(float(sys.argv[1]), int(sys.argv[2]), "--say" in sys.argv)))

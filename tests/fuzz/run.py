@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
+import multiprocessing
 import random
 import subprocess
 import sys
@@ -15,10 +17,13 @@ import time
 import traceback
 import tracemalloc
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
+import results
 from mutate import mutated
 
 if "--guided" in sys.argv:
@@ -45,8 +50,9 @@ class Tally:
     faults: set[str] = field(default_factory=set)
 
 
-def fuzz(name: str, target: Target, seconds: float, most: int, seed: int) -> Tally:
+def fuzz(name: str, seconds: float, most: int, seed: int) -> Tally:
     """Mutates the target's inputs for so many seconds, or until it was given the `most`."""
+    target = TARGETS[name]
     chance, tally, seeds = random.Random(seed), Tally(), target.seeds()
     for data in seeds:
         target.run(data)
@@ -107,6 +113,7 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("--target", action="append", choices=sorted(TARGETS))
     parser.add_argument("--inputs", type=int, default=sys.maxsize, help="of a target, at most")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="readers at once")
     parser.add_argument("--guided", action="store_true", help="one target, by atheris")
     asked = parser.parse_args(args)
     names = asked.target or list(TARGETS)
@@ -114,19 +121,27 @@ def main(args: Sequence[str]) -> int:
         guided(names[0], TARGETS[names[0]], asked.time)
     faults = 0
     print(f"{'reader':<18}{'inputs':>12}{'taken':>10}{'slowest':>11}{'memory':>12}{'faults':>8}")
-    for name in names:
-        tally = fuzz(name, TARGETS[name], asked.time / (len(names) + 1), asked.inputs, asked.seed)
-        faults += len(tally.faults)
-        memory = f"{tally.largest / 2**20:.1f} MiB"
-        times = f"{tally.slowest * 1000:.1f} ms"
-        print(
-            f"{name:<18}{tally.inputs:>12,}{tally.taken:>10,}{times:>11}{memory:>12}{len(tally.faults):>8}", flush=True
-        )
+    one = partial(fuzz, seconds=asked.time * asked.jobs / (len(names) + 1), most=asked.inputs, seed=asked.seed)
+    with ProcessPoolExecutor(asked.jobs, multiprocessing.get_context("spawn")) as pool:
+        for name, tally in zip(names, pool.map(one, names)):
+            faults += len(tally.faults)
+            memory = f"{tally.largest / 2**20:.1f} MiB"
+            times = f"{tally.slowest * 1000:.1f} ms"
+            print(
+                f"{name:<18}{tally.inputs:>12,}{tally.taken:>10,}{times:>11}{memory:>12}{len(tally.faults):>8}",
+                flush=True,
+            )
+            found = sorted(f"{name}: {fault}" for fault in tally.faults)
+            sizes = {"slowest, ms": round(tally.slowest * 1000, 1), "memory, MiB": round(tally.largest / 2**20, 1)}
+            results.add(name, tally.inputs, found, taken=tally.taken, **sizes)
     if asked.target is None:
         seconds = asked.time / (len(names) + 1)
-        faults += subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("operators.py")), str(seconds), "0"]
-        ).returncode
+        operators = [sys.executable, str(Path(__file__).with_name("operators.py")), str(seconds), "0"]
+        done = subprocess.run(operators, stdout=subprocess.PIPE, text=True)
+        counts = json.loads(done.stdout) if done.returncode == 0 else {}
+        print("operators", counts or f"ended with {done.returncode}")
+        results.add("operators", sum(counts.values()), [] if counts else [f"operators: exit status {done.returncode}"])
+        faults += done.returncode != 0
     return int(faults > 0)
 
 

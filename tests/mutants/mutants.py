@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,6 +34,7 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 from coverage import CoverageData
 
+import results
 from copies import ROOT, copied, environment
 
 HERE = Path(__file__).parent
@@ -296,12 +297,13 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=_LONGEST, help="of tests for a mutant, at most")
     parser.add_argument("--jobs", type=int, default=1)
     asked = parser.parse_args(args)
+    os.environ.pop("PYTEST_ADDOPTS", None)  # is about this run, not about the tests of a mutant
     only = asked.only or ["ckpttool"]
     modules = [str(p.relative_to(ROOT)) for o in only for p in sorted((ROOT / o).rglob("*.py")) or [ROOT / o]]
     known, mutants = reach(asked.tests or mirrors(only), asked.jobs), drawn(modules, asked.seed)
     chosen = list({str(mutant): mutant for mutant, _ in zip(mutants, range(asked.n))}.values())
     preload()
-    counts: Counter[bool] = Counter()
+    survivors: list[str] = []
     with tempfile.TemporaryDirectory(prefix="ckpttool-mutants-") as folder, ThreadPoolExecutor(asked.jobs) as pool:
         copies: SimpleQueue[Path] = SimpleQueue()
         for number in range(asked.jobs):
@@ -318,10 +320,12 @@ def main(args: Sequence[str]) -> int:
                 copies.put(copy)
 
         for mutant, survived, tests in pool.map(tried, chosen):
-            counts[survived] += 1
+            survivors += [str(mutant)] if survived else []
             print(f"{'survived' if survived else 'killed':<9} {mutant}  [{tests} tests]", flush=True)
-    share = counts[False] / max(1, counts.total())
-    print(f"{counts[False]} of {counts.total()} killed ({share:.0%}; at least {LEAST:.0%} are to be)")
+    results.add("", len(chosen), survivors)
+    killed = len(chosen) - len(survivors)
+    share = killed / max(1, len(chosen))
+    print(f"{killed} of {len(chosen)} killed ({share:.0%}; at least {LEAST:.0%} are to be)")
     return int(share < LEAST)
 
 

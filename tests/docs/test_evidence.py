@@ -1,0 +1,97 @@
+"""`make evidence` writes what the runs reported, and nothing else, in a small repository."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from places import ROOT
+
+PAGE = "docs/maintainers/testing.md"
+TESTS = """
+import os, pytest
+
+@pytest.mark.parametrize("seed", range(int(os.environ["CKPTTOOL_PAIRS"]) // 100))
+def test_pair(seed, record_property):
+    record_property("cases", 3)
+    assert seed != int(os.environ.get("BROKEN", -1))
+
+def test_other():
+    pytest.skip("no GPU: none is here")
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("PYTEST_ADDOPTS", "CKPTTOOL_RESULTS", "PYTEST_XDIST_WORKER", "BROKEN"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "Makefile").write_text(
+        f"test:\n\t{sys.executable} -m pytest -q -p no:cacheprovider -p no:xdist test_it.py\n"
+    )
+    (tmp_path / "test_it.py").write_text(TESTS)
+    (tmp_path / ".gitignore").write_text("__pycache__\n")
+    for name in (".ci/evidence.py", PAGE):
+        (tmp_path / name).parent.mkdir(parents=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    commit(tmp_path)
+    return tmp_path
+
+
+def commit(repository: Path) -> str:
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e", "-c", "init.defaultBranch=main"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *words], cwd=repository, check=True)
+    return head(repository)
+
+
+def head(repository: Path) -> str:
+    words = ["git", "rev-parse", "--short=8", "HEAD"]
+    return subprocess.run(words, cwd=repository, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def evidence(repository: Path, *runs: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, ".ci/evidence.py", *runs]
+    return subprocess.run(words, cwd=repository, capture_output=True, text=True, check=False)
+
+
+def row(repository: Path, run: str) -> list[str]:
+    (line,) = [line for line in (repository / PAGE).read_text().splitlines() if line.startswith(f"| {run} | ")]
+    return line.strip("| ").split(" | ")[2:7]
+
+
+def test_a_run_writes_its_own_row(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = head(repository)
+    before = (repository / PAGE).read_text()
+    done = evidence(repository, "pairs")
+    assert done.returncode == 0, done.stdout + done.stderr
+    cases, failures, skipped, _, at = row(repository, "pairs")
+    assert (cases, failures, skipped, at) == ("300", "0", "1", first)
+    other = [line for line in before.splitlines() if not line.startswith("| pairs | ")]
+    assert set(other) <= set((repository / PAGE).read_text().splitlines())
+
+    (repository / "more.txt").write_text("")
+    second = commit(repository)
+    monkeypatch.setenv("BROKEN", "2")
+    assert evidence(repository, "resumes").returncode == 1
+    cases, failures, skipped, _, at = row(repository, "resumes")
+    assert (cases, failures, skipped, at) == ("75", "1: `test_it::test_pair[2]`", "1", second)
+    assert row(repository, "pairs")[4] == first
+
+
+def test_a_command_that_fails_without_a_result_is_a_failure(repository: Path) -> None:
+    assert evidence(repository, "faults").returncode == 1  # this Makefile has no such target
+    assert row(repository, "faults")[:2] == ["0", "1: `exit status 2`"]
+
+
+def test_a_changed_tree_and_an_unknown_run_are_refused(repository: Path) -> None:
+    page = (repository / PAGE).read_text()
+    assert "no such run: pears" in evidence(repository, "pears").stderr
+    (repository / "test_it.py").write_text("")
+    done = evidence(repository, "pairs")
+    assert done.returncode == 1
+    assert "test_it.py" in done.stderr
+    assert (repository / PAGE).read_text() == page
