@@ -31,6 +31,7 @@ from ckpttool.core.values import dataclass, public
 SCHEMA = "ckpttool.names/1"
 _HINT = "write one with `ckpttool trace MODEL -o names.json`"
 SERIALIZED, RUNTIME = "serialized", "runtime"  # the two forms of a model's names
+SPECIAL = "special-tensors"  # the code of the note on tensors that may not keep the values that they load
 ON_PLACE = "key-depends-on-place"  # the code of notes on keys that depend on the place of a module in the model
 # Of a buffer or parameter that is called so: torch expects the key only of modules that define set_extra_state().
 NAMED_EXTRA_STATE = (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.expression import is_opaque, refs
-from ckpttool.core.names import ON_PLACE, SERIALIZED, Names
+from ckpttool.core.names import ON_PLACE, SERIALIZED, SPECIAL, Names
 from ckpttool.core.text import Note, code_of, plural, shell, some
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.names import compare_load, compare_names, loads
@@ -148,6 +148,9 @@ def _check_names_suffice(model: ModelOperand, names: Names, checkpoint: Checkpoi
             hint="; ".join(one_rank(checkpoint)) or _PASS_CODE,
             problems=strange,
         )
+    special = [note for note in names.notes if code_of(note) == SPECIAL]
+    if special:
+        raise CkptError(f"names cannot tell if {model.title} loads it: its tensors are {special[0]}", hint=_PASS_CODE)
     others = other_versions(names, section, read_keys(NameTables(names), section, SERIALIZED))
     if others:
         raise CkptError(

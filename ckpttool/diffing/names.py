@@ -310,7 +310,14 @@ def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tup
         else:
             entries.append(only_right(key, Cause(Code.TIED).and_also(optional), None, f"same as {other}"))
     overwritten = _overwritten(names, section, verdict)
-    return tuple(overwritten.get(entry.left, entry) if entry.status == "same" else entry for entry in entries)
+    altered = set() if verdict is None else {(key,) for key in verdict.altered}
+
+    def with_loss(entry: Entry) -> Entry:
+        if entry.left in altered:
+            return Entry("value", entry.left, entry.right, Cause(Code.ALTERED))
+        return overwritten.get(entry.left, entry) if entry.status == "same" else entry
+
+    return tuple(map(with_loss, entries))
 
 
 def _overwritten(names: Names, section: Section, verdict: Verdict | None) -> dict[tuple[str, ...], Entry]:

@@ -26,7 +26,7 @@ from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.in_memory import bytes_of, check_memory, checkpoint_of, is_container, levels
 from ckpttool.operands.model import ModelOperand
 from ckpttool.tracing.build_model import LoadedModel
-from ckpttool.tracing.instances import dtype_name, is_special, layout_of, listed, wrapper_paths
+from ckpttool.tracing.instances import dtype_name, is_dtensor, is_special, layout_of, listed, wrapper_paths
 from ckpttool.tracing.memory import inside, token
 
 Model = Union[str, Names, LoadedModel, ModelOperand, nn.Module, ExportedProgram, Callable[[], nn.Module]]
@@ -242,7 +242,7 @@ def check_replaceable(module: nn.Module) -> None:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the memory of a DTensor's part on this rank if that is dense; None for any other tensor."""
-    if not _is_dtensor(tensor):
+    if not is_dtensor(tensor):
         return None
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
     return local if type(local) is torch.Tensor and local.layout == torch.strided else None
@@ -250,18 +250,13 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def placed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a complete tensor sharded as the DTensor `like`; each rank takes its part of the tensor that it has."""
-    if not _is_dtensor(like) or _is_dtensor(value):
+    if not is_dtensor(like) or is_dtensor(value):
         return value
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh: Any = like.device_mesh  # type: ignore[attr-defined]
     whole = DTensor.from_local(value.to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
     return whole.redistribute(placements=like.placements)  # type: ignore[attr-defined]
-
-
-def _is_dtensor(tensor: torch.Tensor) -> bool:
-    known = sys.modules.get("torch.distributed.tensor")  # if nothing has imported it, there are no DTensors
-    return known is not None and isinstance(tensor, known.DTensor)
 
 
 def instances(module: nn.Module, kind: tuple[str, str]) -> list[nn.Module]:

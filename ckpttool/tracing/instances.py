@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union
@@ -125,6 +126,11 @@ def is_special(tensor: torch.Tensor) -> bool:
     """Return whether the tensor's class changes what operators do (a quantized weight, a DTensor, ...)."""
     overrides_functions = torch.overrides.has_torch_function_unary(tensor)
     return overrides_functions or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    known = sys.modules.get("torch.distributed.tensor")  # if nothing has imported it, there are no DTensors
+    return known is not None and isinstance(tensor, known.DTensor)
 
 
 def code_failed(what: str, watcher: Watcher, error: BaseException) -> CodeFailed:

@@ -12,10 +12,12 @@ import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpttool.core.checkpoint import Section
 from ckpttool.core.errors import CkptError, Problem
@@ -34,6 +36,8 @@ from ckpttool.tracing.instances import (
     feeders,
     filled,
     is_cheap,
+    is_dtensor,
+    is_special,
     listed,
     load_strictly,
     metadata_of,
@@ -70,7 +74,9 @@ class Verdict:
     `reads` gives for each runtime FQN its value after loading, over checkpoint keys; None if the checkpoint does not
     reach it. `assigns`: it is refused, but ``assign=True``, which replaces the model's tensors by the file's, succeeds.
     `doubtful`: it was found on tensors without data, and real tensors may refuse it. `by_values`: the model's code
-    looked at values, or made some outside of torch: for other values `reads` may differ.
+    looked at values, or made some outside of torch: for other values `reads` may differ. `special` are the runtime
+    tensors of another kind (quantized, subclasses): whether they keep a value is known only with values. `altered` are
+    the keys whose values they do not keep.
     """
 
     ok: bool
@@ -82,6 +88,8 @@ class Verdict:
     assigns: bool = False
     doubtful: bool = False
     by_values: bool = False
+    special: tuple[str, ...] = ()
+    altered: tuple[str, ...] = ()
 
 
 def load_verdict(model: LoadedModel, section: Section) -> Verdict:
@@ -102,20 +110,24 @@ def load_verdict(model: LoadedModel, section: Section) -> Verdict:
         """`verdict` with what torch decides without a recorder."""
         instance = model.build(True)
         lists = _Lists(instance)
-        failed = failure_of_loading(instance, stored(section, True).state)
+        state = stored(section, True).state
+        failed = failure_of_loading(instance, state)
         missing, unexpected, errors = lists.read(failed)
         assigns = bool(errors) and not missing and not unexpected
         if assigns:
             assigns = failure_of_loading(model.build(True), stored(section, True).state, assign=True) is None
         ok = failed is None
-        return replace(verdict, ok=ok, missing=missing, unexpected=unexpected, errors=errors, assigns=assigns)
+        altered = tuple(_altered(instance, state, verdict.reads)) if ok else ()
+        return replace(
+            verdict, ok=ok, missing=missing, unexpected=unexpected, errors=errors, assigns=assigns, altered=altered
+        )
 
     need = 2 * sum(entry.nbytes for entry in section.tensors)
     if model.materialize or needs_values(section):
         check_memory(model, need, f"{model.operand} has to load tensors with their values")
         return truth(recorded(True))
     verdict = on_meta_or_real(model, recorded, need)
-    if verdict.doubtful:
+    if verdict.doubtful or verdict.special:
         check_memory(model, need, f"whether {model.operand} loads it cannot be told without values")
         return truth(verdict)
     with contextlib.suppress(CannotBuild):
@@ -130,6 +142,36 @@ def undecided(model: LoadedModel, unknown: Sequence[Problem]) -> CkptError:
         hint="torch.serialization.add_safe_globals([CLASS]) where the model is defined says that they may be made",
         problems=unknown,
     )
+
+
+def _altered(instance: nn.Module, state: Mapping[str, Any], reads: Mapping[str, Expression | None]) -> Iterator[str]:
+    """Yield the keys whose values the instance, which has loaded `state`, does not keep in tensors of another kind."""
+    for item in listed(instance):
+        source = reads.get(item.fqn)
+        value = state.get(source.key) if isinstance(source, Ref) else None
+        if not isinstance(source, Ref) or not isinstance(value, torch.Tensor):
+            continue
+        if is_special(value) or is_special(item.tensor):
+            kept = attempt(partial(_is_kept, value.detach(), item.tensor.detach()))
+            if kept is not True:  # nor if the class cannot copy it back
+                yield source.key
+
+
+def _is_kept(value: torch.Tensor, held: torch.Tensor) -> bool:
+    """Return whether `held` is a copy of `value`; if their classes differ, whether copying back gives `value`.
+
+    Another dtype of a dense `value` is not an alteration: it is listed as a conversion.
+    """
+    if type(value) is type(held):
+        return same(value, held) and _context(value) == _context(held)
+    if not is_special(value):
+        value = value.to(held.dtype)
+    return same(torch.empty_like(value).copy_(held), value)
+
+
+def _context(tensor: torch.Tensor) -> str:
+    """Return what a wrapper subclass holds besides tensors, as text: equal attributes may be different objects."""
+    return repr(tensor.__tensor_flatten__()[1]) if is_traceable_wrapper_subclass(tensor) else ""
 
 
 def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict:
@@ -185,6 +227,7 @@ def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict
             reads=reads,
             doubtful=recorder.doubtful,
             by_values=bool(recorder.reads) or (real and recorder.outside),
+            special=tuple(i.fqn for i in listed(instance) if is_special(i.tensor) and not is_dtensor(i.tensor)),
         )
 
 

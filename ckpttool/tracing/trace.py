@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.expression import Expression, Op, Ref, is_constant, is_opaque, refs, substitute
-from ckpttool.core.names import NAMED_EXTRA_STATE, ON_PLACE, LoadedTensor, Names, SerializedKey
+from ckpttool.core.names import NAMED_EXTRA_STATE, ON_PLACE, SPECIAL, LoadedTensor, Names, SerializedKey
 from ckpttool.core.text import Note, dotted, some
 from ckpttool.evaluate.torch_eval import evaluate, same_bits
 from ckpttool.tracing.build_model import CannotBuild, LoadedModel, attempt, describe
@@ -262,6 +262,7 @@ _ABSOLUTE = "a state_dict hook looks for absolute keys, and breaks under DDP too
 _DEPENDS = "state_dict() writes some keys for some values of the tensors only: {keys}"
 _NOT_LOOKED = "on the meta device alone: whether its constructor makes other tensors for real was not looked at"
 _UNLIKE = "on the meta device the constructor creates other tensors, and there is not enough memory to build the model"
+_SPECIAL = "quantized or of another class, so loading may change values, which names do not tell: {names}"
 _WORTH_BUILDING = 1 << 30  # bytes; a smaller model is built for real if meta leaves a value unexplained
 
 
@@ -307,6 +308,7 @@ def trace(model: LoadedModel) -> Names:
         notes=(
             *notes,
             *([_DEPENDS.format(keys=some(saved.varying))] if saved.varying else []),
+            *([Note(_SPECIAL.format(names=some(verdict.special)), SPECIAL)] if verdict.special else []),
             *(str(problem) for problem in problems if problem.kind == "unknown"),
             *(Note(f"as a part of another model: {problem}", ON_PLACE) for problem in _nested(model, saved)),
         ),

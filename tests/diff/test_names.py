@@ -186,7 +186,7 @@ def test_other_values_under_a_tied_name_are_lost() -> None:
     names = Names(sized.model, sized.torch, sized.runtime, keys, ())
     reason = "tied, but the file has different values under another of its names: loading loses one"
     assert told(compare_load(names, section(*mine), None)) == [("value", "w", "w", f"{reason}: loading keeps twin")]
-    kept: Any = type("Verdict", (), {"reads": {"w": Ref("w")}, "ok": True, "unexpected": ()})
+    kept: Any = type("Verdict", (), {"reads": {"w": Ref("w")}, "ok": True, "unexpected": (), "altered": ()})
     assert told(compare_load(names, section(*mine), kept)) == [("value", "twin", "twin", f"{reason}: loading keeps w")]
     assert not told(compare_load(names, section(mine[0], tensor("twin", 1, 2)), None))
 
@@ -194,7 +194,9 @@ def test_other_values_under_a_tied_name_are_lost() -> None:
 def test_what_loading_takes_all_the_same() -> None:
     """A key that a hook reads under its old name, one that a hook takes away, one that loading does without."""
     verdict: Any = type(
-        "Verdict", (), {"reads": {"w": Ref("old"), "q": HALVES[0], "k": HALVES[1]}, "ok": True, "unexpected": ("bad",)}
+        "Verdict",
+        (),
+        {"reads": {"w": Ref("old"), "q": HALVES[0], "k": HALVES[1]}, "ok": True, "unexpected": ("bad",), "altered": ()},
     )
     found = compare_load(NAMES, section("old", "bad", "gone", *WHOLE[1:]), verdict)
     assert told(found) == [
