@@ -18,7 +18,7 @@ from torch import nn
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-MOST = 32_000_000  # parameters; a larger model is no case
+MOST = 32_000_000  # parameters; a larger model is built on the meta device
 _MISSING = re.compile("operator torchvision::(\\w+) does not exist")
 _OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
 _SIZES = {
@@ -75,7 +75,7 @@ Find = Callable[[], Build]
 def zoos() -> dict[str, Callable[[], dict[str, Find]]]:
     """The libraries that are installed, each with its models: a name and what finds the function that builds it.
 
-    It raises `NoCase` if there is none.
+    It raises `NoCase` if there is none. A library that is not imported has one case without a name.
     """
     zoos = {
         "transformers": _transformers,
@@ -85,7 +85,18 @@ def zoos() -> dict[str, Callable[[], dict[str, Find]]]:
         "torchtune": _torchtune,
         "peft": _peft,
     }
-    return {name: zoo for name, zoo in zoos.items() if importlib.util.find_spec(name) is not None}
+    return {name: partial(_imported, zoo) for name, zoo in zoos.items() if importlib.util.find_spec(name) is not None}
+
+
+def _imported(zoo: Callable[[], dict[str, Find]]) -> dict[str, Find]:
+    try:
+        return zoo()
+    except ImportError as error:
+        return {"": partial(_first, [partial(_raise, error)])}
+
+
+def _raise(error: Exception) -> nn.Module:
+    raise error
 
 
 def _transformers() -> dict[str, Find]:
@@ -283,17 +294,32 @@ def _parameters(function: Any) -> Any:
 
 
 def _first(builders: Iterable[Build]) -> Build:
-    """The first function that builds a model that is not too large. Raises `NoCase` with the first one's reason."""
-    reasons = []
+    """The first function that builds a model that is not too large; if all are, the first one on the meta device.
+
+    Raises `NoCase` with the first one's reason.
+    """
+    reasons, large = [], []
     for build in builders:
         try:
-            with torch.device("meta"):
-                size = sum(parameter.numel() for parameter in build().parameters())
+            if _size(build) <= MOST:
+                return build
+            large.append(partial(_on_meta, build))
         except Exception as error:  # other people's code
-            message = " ".join(str(error).split())[:100]
-            reasons.append(f"is not built from these sizes: {type(error).__name__}: {message}")
-            continue
-        if size <= MOST:
-            return build
-        reasons.append(f"is too large: {size:,} parameters")
+            reason = "needs another package" if isinstance(error, ImportError) else "is not built from these sizes"
+            reasons.append(f"{reason}: {type(error).__name__}: {' '.join(str(error).split())[:100]}")
+    if large:
+        return large[0]
     raise NoCase(reasons[0])
+
+
+def _size(build: Build) -> int:
+    try:
+        model = _on_meta(build)
+    except (NotImplementedError, RuntimeError):  # it computes with its values
+        model = build()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _on_meta(build: Build) -> nn.Module:
+    with torch.device("meta"):
+        return build()
