@@ -17,7 +17,10 @@ from ckpttool.diffing.causes import SIDES, Cause, Code, Sides
 from ckpttool.diffing.model import compared_by_loading, load, unreadable_note
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, Outlines, Remedy, only_left, only_right
 from ckpttool.diffing.sections import Values, compare_pair
+from ckpttool.formats.detect_folder import optimizers_in
 from ckpttool.formats.registry import MEMORY
+from ckpttool.io.files import is_dir, names_in
+from ckpttool.io.paths import join
 from ckpttool.naming.convert import read as read_keys
 from ckpttool.naming.match import NameTables
 from ckpttool.operands.checkpoint import saved_state_dicts
@@ -406,7 +409,14 @@ def _no_single_optimizer(model: ModelOperand, checkpoint: Checkpoint) -> CkptErr
         several = ", ".join(path or "(root)" for path in paths)
         hint = f"pick one: {checkpoint.part(paths[0])}"
         return CkptError(f"{checkpoint.source} has several optimizers: {several}", hint=hint)
-    command = shell("ckpttool", "diff", *model.words, checkpoint.source)
+    words, source = model.words, checkpoint.source
+    files = optimizers_in(names_in(source)) if is_dir(source) else []
+    if files:
+        path = join(source, files[0])
+        is_named = isinstance(model.optimizer, str)
+        again = shell("ckpttool", "diff", path, *words, "--optimizer", model.optimizer) if is_named else path
+        return CkptError(f"{source} has its optimizer in a separate file, {files[0]}", hint=f"name the file: {again}")
+    command = shell("ckpttool", "diff", *words, source)
     if checkpoint.format == MEMORY.name:
         command = "ckpttool.diff(ckpt, model=...)"
     return CkptError(

@@ -68,7 +68,7 @@ def applicable(found: Diff, shows: str) -> Fix:
         raise Refused(message, hint=f"if they are right, run {'; '.join(found.fix)}")
     unfixed = {key for one in found.unfixed for key in one.keys}
     differences = list(filter(found.is_difference, found.entries))
-    left_over = [entry for entry in differences if unfixed.intersection(entry.left, entry.right)]
+    left_over = [entry for entry in differences if unfixed.intersection((*entry.left, *entry.right))]
     problems = [
         Problem(": ".join(filter(None, (entry.why(), entry.detail))) or entry.status, (*entry.right, *entry.left)[0])
         for entry in left_over or differences

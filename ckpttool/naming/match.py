@@ -180,7 +180,10 @@ def _match_each(
     count = Counter(names.values())
     known = {canonical: name for name, canonical in names.items() if count[canonical] == 1}
     known.update((name, name) for name in names)
-    prefix = common_prefix(keys, known) if may_be_part else ""
+    spare = set(optional)
+    prefix = ""
+    if may_be_part and not known.keys() >= set(keys):
+        prefix = _prefix_of_all([name for name in names if name not in spare], keys) or common_prefix(keys, known)
     text = "\n".join(keys)  # one search is much faster than a search of each key, and most have no wrapper
     paths = recognise(keys) if any(part in text for part in _BY_EVIDENCE) else frozenset[str]()
     may_be_wrapped = bool(prefix or WRAPPER.search(text))
@@ -210,7 +213,6 @@ def _match_each(
     for name, same in by_name.items():
         if len(same) > 1:
             problems.append(Problem(f"{' and '.join(same)} are both this name", name))
-    spare = set(optional)
     return Match(
         found,
         tuple(key for key in keys if key not in found and key not in variants and key not in ambiguous),
@@ -263,6 +265,21 @@ def common_prefix(keys: Sequence[str], known: Iterable[str]) -> str:
     return heads.pop()
 
 
+def _prefix_of_all(names: Sequence[str], keys: Sequence[str]) -> str:
+    """Return the only prefix below which the keys, without segments of wrappers, have all of the names."""
+    inner = {key if not WRAPPER.search(key) else ".".join(_own(key.split("."))) for key in keys}
+    if not names or len(names) > len(inner) or not inner.isdisjoint(names):
+        return ""
+    longest = max(names, key=len)
+    places = [key[: -len(longest) - 1] for key in inner if key.endswith(f".{longest}")]
+    found = [place for place in places if all(f"{place}.{name}" in inner for name in names)]
+    return found[0] if len(found) == 1 else ""
+
+
+def _own(parts: Iterable[str]) -> list[str]:
+    return [part for part in parts if part not in SEGMENTS]
+
+
 # Two checkpoints
 
 
@@ -294,7 +311,7 @@ def unlike(
     # Without wrapper segments a key of one side is a key of the other; if there are none, one side may have a prefix.
     canonical, pair = {key: key for key in only_right}, _below_prefix
     if _MARK.search("\n".join((*only_left, *only_right))):
-        canonical = {key: ".".join(part for part in key.split(".") if part not in SEGMENTS) for key in only_right}
+        canonical = {key: ".".join(_own(key.split("."))) for key in only_right}
         pair = _match_names
     pairs = [*pair(only_left, canonical).items()]
     done, taken = {key for key, _ in pairs}, {other for _, other in pairs}

@@ -183,3 +183,52 @@ def test_from_python_with_objects() -> None:
     assert eval(call, {"ckpttool": ckpttool, "model": __import__("fix_net").Hidden}).identical
     with pytest.raises(ckpttool.CkptError, match="for a model"):
         ckpttool.fix("out.pt", "again.pt")
+
+
+def test_keys_that_are_left_are_listed_alone(run: Run) -> None:
+    """A module around the model, as in Lightning, has a buffer of its own."""
+    outer = nn.Module()
+    outer.net, outer.loss = model(), nn.CrossEntropyLoss(torch.ones(2))
+    torch.save(outer.state_dict(), "train.pt")
+    said = run("diff", "train.pt", "--model", "fix_net.py:Hidden").out
+    assert "left has the prefix `net`" in " ".join(said.split())
+    assert "4 renamed, 1 unexpected" in said
+    done = run("fix", "train.pt", "--model", "fix_net.py:Hidden", "-o", "out.pt")
+    assert done.status == 1
+    assert re.findall("^  .*@.*$", done.err, re.MULTILINE) == ["  not in right @ loss.weight"]
+    assert (
+        run(
+            "remap",
+            "train.pt",
+            "--model",
+            "fix_net.py:Hidden",
+            "--to",
+            "serialized",
+            "--drop",
+            "loss.*",
+            "-o",
+            "out.pt",
+        ).status
+        == 0
+    )
+    model().load_state_dict(torch.load("out.pt"))
+
+
+def test_an_optimizer_in_a_file_of_its_own_is_named(run: Run) -> None:
+    """As the Trainer of transformers saves it."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    sum(parameter.sum() for parameter in net.parameters()).backward()
+    optimizer.step()
+    Path("step").mkdir()
+    save_file(net.state_dict(), "step/model.safetensors")
+    torch.save(optimizer.state_dict(), "step/optimizer.pt")
+    Path("opt.py").write_text("import torch\ndef adam(model): return torch.optim.AdamW(model.parameters())\n")
+    done = run("diff", "step", "--model", "fix_net.py:Hidden", "--optimizer", "opt.py:adam")
+    assert done.status == 2
+    (hint,) = re.findall(r"name the file: ckpttool (.*)", " ".join(done.err.split()))
+    assert run(*shlex.split(hint)).status == 0
+    with pytest.raises(ckpttool.CkptError, match="separate file") as caught:
+        ckpttool.load("step", net, optimizer)
+    (path,) = re.findall("name the file: (.*)", caught.value.hint)
+    assert ckpttool.load(path, net, optimizer).optimizer == ""
