@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from ckpttool.core.text import dotted
 from ckpttool.diffing.result import Diff
 from ckpttool.fixes.trial import Question
 from ckpttool.naming.convert import ModelForm, read
-from ckpttool.naming.match import NameTables
+from ckpttool.naming.match import NameTables, prefixes
 from ckpttool.naming.wrappers import canonical_keys
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import as_read
@@ -33,9 +32,8 @@ def to_load(question: Question) -> Iterator[Candidate]:
     for options in (by_model, replace(by_model, from_="runtime"), RemapOptions(to="serialized")):
         yield "serialized", options
     yield from _without_second_names(left, question.diff, by_model, RemapOptions())
-    tables = NameTables(model.names())
-    for names in (tables.serialized_names, tables.runtime_names):
-        yield from _select(left, set(names.values()), RemapOptions(to="serialized"))
+    for names in question.wanted:
+        yield from _select(left, names, RemapOptions(to="serialized"))
     yield from _inferred_renames(question)
 
 
@@ -66,7 +64,8 @@ def to_compare(question: Question) -> Iterator[Candidate]:
     for options in () if is_idle else base:
         yield options.to or "renamed", options
     yield from _without_second_names(left, diff, *base, *([] if is_idle else [RemapOptions()]))
-    yield from _select(left, set(model_section(right).by_key()), *base[-1:])
+    for names in question.wanted:
+        yield from _select(left, names, *base[-1:])
     yield from _inferred_renames(question)
 
 
@@ -103,9 +102,10 @@ def drops(dropped: Sequence[str], kept: Collection[str]) -> tuple[str, ...] | No
 def _select(source: Checkpoint, names: set[str], *options: RemapOptions) -> Iterator[Candidate]:
     """Yield remaps that select the names if the checkpoint has them below one prefix (``net.``)."""
     keys = canonical_keys(model_section(source).by_key())
-    prefix = common_prefix(set(keys.values()), set(canonical_keys(names).values()))
-    if not prefix:
+    found = prefixes(set(keys.values()), set(canonical_keys(names).values()))
+    if len(found) != 1 or not found[0]:
         return
+    prefix = found[0]
     word = prefix.rpartition(".")[2]
     yield word, RemapOptions(select=prefix)
     for one in options:
@@ -114,17 +114,3 @@ def _select(source: Checkpoint, names: set[str], *options: RemapOptions) -> Iter
     written = {key.removesuffix(f".{name}") for key, name in below.items()}  # with the segments of wrappers
     if len(written) == 1:  # a rule keeps what is not below it
         yield word, RemapOptions(rule=(f"{written.pop()}.{{x*}} => {{x*}}",))
-
-
-def common_prefix(keys: Collection[str], names: Collection[str]) -> str:
-    """Return the dotted prefix below which most of the names are among the keys; empty if there is none."""
-    count: Counter[str] = Counter()
-    depths = {name.count(".") for name in names}
-    for key in keys:
-        start = 0
-        for depth in range(key.count("."), -1, -1):
-            if depth in depths and key[start:] in names:
-                count[key[: start - 1] if start else ""] += 1
-            start = key.find(".", start) + 1
-    prefix, hits = count.most_common(1)[0] if count else ("", 0)
-    return prefix if 2 * hits > len(names) else ""

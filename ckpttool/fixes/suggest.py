@@ -85,6 +85,13 @@ def answered(question: Question, suggests: bool = False) -> Diff:
     """Return the diff with fixes. `suggests`: also give the rules to a model's keys if no command needs their file."""
     left, right, model, diff = question.left, question.right, question.model, question.diff
     fixes = _fixes(question)
+    if fixes.unfixed and question.parts:
+        assert left is not None
+        prefix = question.parts[0]
+        one = RemapOptions(select=prefix, out=next(outputs(left.source, prefix.rpartition(".")[2])))
+        which = f"below each of {', '.join(question.parts)}; to take one: {command('remap', (left.source,), one)}"
+        note = Note(f"left has names of right {which}", "several-parts")
+        return fixes._replace(notes=(*fixes.notes, note)).added_to(replace(diff, inferred=None))
     if left is not None and right is not None:
         values = question.options.comparison is not None
         rules = suggested(diff.entries, diff.inferred, left, right, values) if values else question.rules
@@ -169,6 +176,8 @@ def _best_remap(question: Question) -> Trial | None:
         differing.add("renamed")  # the names can be fixed even if the values cannot
     not_by_names = {"shape", "dtype"} | ({"value"} if question.right is not None else set())
     if differing and differing <= not_by_names and left.format != "rank_files":
+        return None
+    if question.parts:
         return None
     best, fewest = None, question.remaining(question.diff)
     for word, options in to_load(question) if question.right is None else to_compare(question):

@@ -17,7 +17,8 @@ from ckpttool.diffing.run import run
 from ckpttool.diffing.sections import compare, explain_computed
 from ckpttool.fixes.rules_file import Rules, suggested
 from ckpttool.naming.convert import MADE_AGAIN
-from ckpttool.naming.match import aliases
+from ckpttool.naming.match import aliases, prefixes
+from ckpttool.naming.wrappers import canonical_keys
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand, operand_of, saved_by
 from ckpttool.operands.output import command, outputs, target_for
@@ -55,6 +56,24 @@ class Question:
         """The options that name the model."""
         asked = self.options
         return {"model": asked.model, "materialize": asked.materialize}
+
+    @property
+    def wanted(self) -> tuple[set[str], ...]:
+        """The names of the right, or of the model in both of its forms."""
+        if self.right is not None:
+            return ({*model_section(self.right).by_key()},)
+        assert self.model is not None
+        tables = self.model.tables
+        return {*tables.serialized_names.values()}, {*tables.runtime_names.values()}
+
+    @cached_property
+    def parts(self) -> list[str]:
+        """The prefixes of left below which it has the names of right, if there are several: a choice is a guess."""
+        if self.left is None or not self.left.state_dicts:
+            return []
+        keys = {*canonical_keys(model_section(self.left).by_key()).values()}
+        found = (prefixes(keys, {*canonical_keys(names).values()}) for names in self.wanted)
+        return next((several for several in found if len(several) > 1 and "" not in several), [])
 
     @cached_property
     def rules(self) -> Rules | None:

@@ -280,6 +280,20 @@ def _own(parts: Iterable[str]) -> list[str]:
     return [part for part in parts if part not in SEGMENTS]
 
 
+def prefixes(keys: Collection[str], names: Collection[str]) -> list[str]:
+    """Return the dotted prefixes below which the keys have the most of the names, if that is more than half of them."""
+    count: Counter[str] = Counter()
+    depths = {name.count(".") for name in names}
+    for key in keys:
+        start = 0
+        for depth in range(key.count("."), -1, -1):
+            if depth in depths and key[start:] in names:
+                count[key[: start - 1] if start else ""] += 1
+            start = key.find(".", start) + 1
+    most = max(count.values(), default=0)
+    return sorted(prefix for prefix, hits in count.items() if hits == most) if 2 * most > len(names) else []
+
+
 # Two checkpoints
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +23,9 @@ import ckpttool
 import mend_models
 from ckpttool import diff
 from ckpttool.cli.app import main
-from ckpttool.fixes.candidates import common_prefix, drops
+from ckpttool.fixes.candidates import drops
 from ckpttool.fixes.suggest import PART
+from ckpttool.naming.match import prefixes
 from ckpttool.operands.output import command, outputs
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.ruleset.patterns import matches
@@ -86,6 +90,38 @@ def test_runtime_names_beside_a_loss(ask: Ask) -> None:
     found = ask("--model", "model.py:hooked", saved({**inside("net.", held), "loss.weight": torch.ones(2)}))
     assert PART in notes_in(found)
     assert set(torch.load(ran(fixes_in(found)[0]))) == {*held, "loss.weight"}
+
+
+@pytest.mark.parametrize("right", ["model", "file"])
+def test_no_part_is_chosen_if_several_fit(ask: Ask, right: str) -> None:
+    """A student and its teacher: the note has a command for one of them."""
+    plain = state_of(net())
+    left = saved({**inside("ema.teacher.", state_of(net())), **inside("student.", plain)})
+    words = (*(("--model", "model.py:net") if right == "model" else ()), left)
+    words += (saved(plain, "plain.pt"),) if right == "file" else ()
+    found = ask(*words)
+    assert fixes_in(found) == []
+    (note,) = (note for note in notes_in(found) if "below each of ema.teacher, student" in note)
+    made = ran(note.partition("to take one: ")[2])
+    net().load_state_dict(torch.load(made))
+
+
+def test_fixes_do_not_depend_on_the_order_of_sets(ask: Ask) -> None:
+    """Python orders sets of strings differently in each process."""
+    plain = state_of(net())
+    saved(plain, "plain.pt")
+    saved({**inside("old.", plain), **inside("new.", state_of(net()))}, "two.pt")
+    saved({f"{key}_{index % 3}": value for index, (key, value) in enumerate(plain.items())}, "other.pt")
+    code = "from ckpttool.cli.app import main\nfor name in ('two.pt', 'other.pt'): main(['diff', name, 'plain.pt'])"
+    said = set()
+    for seed in "012":
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True
+        )
+        said.add((done.stdout, done.stderr))
+    ((out, _),) = said
+    assert out.count("no differences") == 0
+    assert out.count("differ") >= 2
 
 
 def test_what_is_absent_is_said_beside_the_part_that_is_mended(ask: Ask) -> None:
@@ -377,10 +413,11 @@ def test_too_many_patterns_are_none() -> None:
     assert drops([f"k{i}" for i in range(100)], {"m.k1"}) is None
 
 
-def test_the_common_prefix() -> None:
-    assert common_prefix({"net.a.w", "net.b.w", "loss.w"}, {"a.w", "b.w"}) == "net"
-    assert common_prefix({"a.w", "b.w"}, {"a.w", "b.w"}) == ""
-    assert common_prefix({"q.a.w", "x.y"}, {"a.w", "b.w"}) == ""
+def test_prefixes() -> None:
+    assert prefixes({"net.a.w", "net.b.w", "loss.w"}, {"a.w", "b.w"}) == ["net"]
+    assert prefixes({"a.w", "b.w"}, {"a.w", "b.w"}) == [""]
+    assert prefixes({"q.a.w", "x.y"}, {"a.w", "b.w"}) == []
+    assert prefixes({"old.a.w", "new.a.w", "new.b"}, {"a.w"}) == ["new", "old"]
 
 
 def test_the_fix_of_an_object_in_memory_is_a_python_call(ask: Ask) -> None:
