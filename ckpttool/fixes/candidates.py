@@ -32,8 +32,7 @@ def to_load(question: Question) -> Iterator[Candidate]:
     for options in (by_model, replace(by_model, from_="runtime"), RemapOptions(to="serialized")):
         yield "serialized", options
     yield from _without_second_names(left, question.diff, by_model, RemapOptions())
-    for names in question.wanted:
-        yield from _select(left, names, RemapOptions(to="serialized"))
+    yield from [one for names in question.wanted for one in _select(left, names, RemapOptions(to="serialized"))]
     yield from _inferred_renames(question)
 
 
@@ -64,8 +63,7 @@ def to_compare(question: Question) -> Iterator[Candidate]:
     for options in () if is_idle else base:
         yield options.to or "renamed", options
     yield from _without_second_names(left, diff, *base, *([] if is_idle else [RemapOptions()]))
-    for names in question.wanted:
-        yield from _select(left, names, *base[-1:])
+    yield from [one for names in question.wanted for one in _select(left, names, *base[-1:])]
     yield from _inferred_renames(question)
 
 
