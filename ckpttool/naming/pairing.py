@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import permutations, product
@@ -344,7 +344,8 @@ class _Search:
         return taken
 
     def _take_in_order(self, lefts: Sequence[Group], rights: Sequence[Group]) -> bool:
-        lefts, rights = ([group for group in side if self._is_open(group)] for side in (lefts, rights))
+        lefts = [group for group in lefts if self._are_open(self.left, group)]
+        rights = [group for group in rights if self._are_open(self.right, group)]
         if len(lefts) != len(rights) or len(lefts) < 2:
             return False
         if not all(order.is_meaningful(side) for order, side in zip(self.orders, (lefts, rights))):
@@ -376,21 +377,25 @@ class _Search:
     def _fused(
         self, wholes: Sequence[Group], parts: Sequence[Group], side: int
     ) -> Iterator[tuple[Group, tuple[Group, ...], str]]:
-        """Yield the groups of one side that exactly one row of parts of the other side makes up."""
+        """Yield each group of one side that exactly one row of parts of the other side makes up, with this row."""
         rows = list(_rows(parts))
         shapes: defaultdict[Hashable, list[Group]] = defaultdict(list)
         for whole in wholes if rows else ():
             by_layer = frozenset((at, one.shape) for at, one in whole.members.items())
             shapes[kind_of(whole.path), by_layer].append(whole)
+        hits = []
         for names, row in rows:
             fits = shapes.get(_sum_of_shapes(row), ())
             fits = [one for one in fits if (self._may(one, row[0]) if side == 0 else self._may(row[0], one))]
             fits = [one for one in fits if is_fused(one.template)] or fits
             if len(fits) == 1:
-                yield fits[0], row, f"shapes add up, parts in the field's order {', '.join(names)}"
+                hits.append((fits[0], row, f"shapes add up, parts in the field's order {', '.join(names)}"))
+        count = Counter(whole for whole, _, _ in hits)
+        yield from (hit for hit in hits if count[hit[0]] == 1)
 
     def _take_fused(self, whole: Group, row: Sequence[Group], evidence: str, side: int) -> bool:
-        if not all(map(self._is_open, (whole, *row))):
+        mine, theirs = (self.left, self.right) if side == 0 else (self.right, self.left)
+        if not (self._are_open(mine, whole) and self._are_open(theirs, *row)):
             return False
         for at, one in whole.members.items():
             parts = tuple(group.members[at] for group in row)
@@ -433,12 +438,13 @@ class _Search:
         places = [order.beside_layers(group) for order, group in zip(self.orders, (left, right))]
         return self._may(left, right) and all(not all(two) or two[0] == two[1] for two in (parts, places))
 
-    def _is_open(self, group: Group) -> bool:
-        return all(one.key in self.left or one.key in self.right for one in group.members.values())
+    @staticmethod
+    def _are_open(tensors: Container[str], *groups: Group) -> bool:
+        return all(one.key in tensors for group in groups for one in group.members.values())
 
     def _take_groups(self, left: Group, right: Group, evidence: str, weak: bool = False) -> bool:
         """Pair two groups, layer by layer, unless one of their tensors has a partner."""
-        if not (self._is_open(left) and self._is_open(right)):
+        if not (self._are_open(self.left, left) and self._are_open(self.right, right)):
             return False
         both = [((one.key,), (right.members[at].key,)) for at, one in left.members.items()]
         if weak:
