@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import chain, product
 from typing import Union
 
 from ckpttool.core.checkpoint import TensorEntry
@@ -270,8 +271,11 @@ def transposed(tensors: Iterable[Outlined]) -> frozenset[str]:
 
     A square weight is one of them if all other weights of modules with its module's name are.
     """
-    shapes = {tensor.key: tensor.shape for tensor in tensors}
-    biases = {f"{key[:-4]}weight": shape[0] for key, shape in shapes.items() if len(shape) == 1 and key[-5:] == ".bias"}
+    tensors = list(tensors)
+    biases = {
+        f"{one.key[:-4]}weight": one.shape[0] for one in tensors if len(one.shape) == 1 and one.key[-5:] == ".bias"
+    }
+    shapes = {tensor.key: tensor.shape for tensor in tensors} if biases else {}
     matrices = {key: out for key, out in biases.items() if len(shapes.get(key, ())) == 2}
     if any(shapes[key][0] == out != shapes[key][1] for key, out in matrices.items()):
         return frozenset()
@@ -352,6 +356,7 @@ class Paths:
     def __init__(self, known: Mapping[str, str]) -> None:
         self._homes: tuple[defaultdict[Template, set[Template]], ...] = defaultdict(set), defaultdict(set)
         self._paired: set[tuple[Template, Template]] = set()
+        self._modules: defaultdict[Template, set[Template]] = defaultdict(set)  # of pairs
         for left, right in known.items():
             path = template(left)[0]
             if left != right:
@@ -366,6 +371,7 @@ class Paths:
         if (left, right) in self._paired:
             return
         self._paired.add((left, right))
+        self._modules[left[:-1]].add(right[:-1])
         numbers = [[at for at, segment in enumerate(path) if segment == NUMBER] for path in (left, right)]
         if len(numbers[0]) == len(numbers[1]):
             for at, other in zip(*numbers):
@@ -375,6 +381,10 @@ class Paths:
         """Add a pair of modules: the same names are below both."""
         self._homes[0][left].add(right)
         self._homes[1][right].add(left)
+
+    def homes(self, path: Template, side: int) -> Collection[Template]:
+        """Return what `Modules.homes` returns, of a name and modules without any layer number."""
+        return self._modules.get(path[:-1], ()) if side == 0 else (path[:-1],)
 
     def contradict(self, left: Template, right: Template) -> bool:
         """Return whether the modules above these two are known to be others."""
@@ -399,13 +409,12 @@ class Modules:
     def __init__(self, known: Mapping[str, str], left: Collection[str], right: Collection[str]) -> None:
         self._open = left, right
         self._known = known
-        self._new: tuple[list[str], list[str]] = [], []  # keys of the left and of the right, in pairs
+        self._new: list[Pair] = []
         self._homes: tuple[defaultdict[str, set[str]], ...] = defaultdict(set), defaultdict(set)
 
-    def pair(self, left: str, right: str) -> None:
-        """Add a pair of keys."""
-        self._new[0].append(left)
-        self._new[1].append(right)
+    def add(self, pairs: Iterable[Pair]) -> None:
+        """Add pairs of tensors."""
+        self._new += pairs
 
     def homes(self, key: str, side: int) -> Collection[str]:
         """Return the modules of the right that hold a pair with this key's module; of a key of the right its own."""
@@ -423,15 +432,16 @@ class Modules:
         return {_module(key) for key in left}, {_module(key) for key in right}
 
     def _take_in(self) -> None:
-        if not self._known and not self._new[0]:
+        if not self._known and not self._new:
             return
-        for pair in (*self._known.items(), *zip(*self._new)):
-            left, right = map(_module, pair)
+        new = (keys for pair in self._new for keys in product(pair.left, pair.right))
+        for keys in chain(self._known.items(), new):
+            left, right = map(_module, keys)
             if left in self._near[0]:
                 self._homes[0][left].add(right)
             if right in self._near[1]:
                 self._homes[1][right].add(left)
-        self._known, self._new = {}, ([], [])
+        self._known, self._new = {}, []
 
 
 def _module(key: str) -> str:

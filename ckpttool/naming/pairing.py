@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import permutations, product
+from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.core.expression import Op, Ref
@@ -58,16 +59,16 @@ class BudgetExceeded(Exception):
 class Way(NamedTuple):
     """Pair two groups with tensors of one shape in the same layers if they, and no others, share a key.
 
-    `keys` gives the keys of a group of the left (side 0) or right (1). Only groups with the same `label` are compared.
-    `by_name`: keys and label come from the names alone, so names without layer numbers tell which groups can be linked.
-    `weak`: no name confirms the pair, so nothing in the names may contradict it. `sure`: pair them even if the modules
-    above contradict.
+    `keys` gives the keys of a group of the left (side 0) or right (1). Only groups with the same `label`, which their
+    names tell, are compared. `names`: as `keys`, of groups without any layer number; groups are compared only if such
+    groups share one. `weak`: no name confirms the pair, so nothing in the names may contradict it. `sure`: pair them
+    even if the modules above contradict.
     """
 
     keys: Callable[[Group, int], Iterable[Hashable]]
     evidence: Callable[[Group, Group], str]
     label: Callable[[Group], Hashable] = lambda group: kind_of(group.path)
-    by_name: bool = False
+    names: Callable[[Group, int], Iterable[Hashable]] | None = None
     weak: bool = False
     sure: bool = False
 
@@ -78,6 +79,14 @@ def _one_longer(group: Group, side: int) -> set[Hashable]:
     return {(side, name), *((1 - side, name[:at] + name[at + 1 :]) for at, segment in enumerate(name) if segment)}
 
 
+def _has_part(group: Group, side: int) -> list[bool]:
+    return [True] * bool(certain_part(group.path))
+
+
+def _has_module(group: Group, side: int) -> list[bool]:
+    return [True] * (len(group.path) > 1)
+
+
 def _shape(left: Group, right: Group) -> str:
     return f"the only ones of shape {list(left.first.shape)}"
 
@@ -86,20 +95,20 @@ def _shape(left: Group, right: Group) -> str:
 BY_NAME = Way(
     _one_longer,
     lambda a, b: Info(f"{SAME_NAME} but for the segment `{inserted(a.template, b.template)}`", SAME_NAME.code),
-    by_name=True,
+    names=_one_longer,
     sure=True,
 )
 BY_PART = Way(
-    lambda group, side: [True] * bool(certain_part(group.path)),
+    _has_part,
     lambda a, b: f"both are the {certain_part(a.path)} by name",
     label=lambda group: (kind_of(group.path), certain_part(group.path)),
-    by_name=True,
+    names=_has_part,
 )
 BY_SEGMENT = Way(
-    lambda group, side: [True] * (len(group.path) > 1),
+    _has_module,
     lambda a, b: "the same last segments and shape",
     label=lambda group: (kind_of(group.path), group.template[-2:]),
-    by_name=True,
+    names=_has_module,
 )
 BY_SHAPE = Way(
     lambda group, side: [True] * (group.first.shape not in ((), (1,))),
@@ -131,6 +140,7 @@ def infer(left: Side, right: Side, known: Mapping[str, str] | None = None) -> In
     by_module = Way(
         lambda group, side: search.modules.homes(group.first.key, side) if kind_of(group.path) else (),
         lambda a, b: "other tensors of its module are paired",
+        names=lambda group, side: search.paths.homes(group.path, side) if kind_of(group.path) else (),
     )
     ways = [search.by_content, search.by_tree]
     ways += [partial(search.unique, way) for way in (BY_NAME, BY_PART, by_module)]
@@ -161,9 +171,13 @@ class _Search:
         self.pairs: list[Pair] = []
         self.weak: set[int] = set()  # the pairs that no name confirms
         self._groups: list[list[Group] | None] = [None, None]
-        self._stale: set[int] = set()  # sides with groups that include paired tensors
+        self._stale: tuple[set[Template], set[Template]] = (
+            set(),
+            set(),
+        )  # the names of groups that include paired tensors
         self._by_depth: dict[tuple[Group, int], list[tuple[Hashable, Group]]] = {}
-        transposed_too, lefts, rights = [], dict(self.left), dict(self.right)
+        transposed_too = []
+        lefts, rights = (dict(self.left), dict(self.right)) if known else ({}, {})
         for a, b in known.items():
             one, other = lefts.get(a), rights.get(b)
             if one is None or other is None:
@@ -194,13 +208,12 @@ class _Search:
         found, tensors = self._groups[side], (self.left, self.right)[side]
         if found is None:
             found = groups(tensors.values())
-        elif side in self._stale:
-            still = [(group, group.among(tensors)) for group in found]
-            changed = {old for old, new in still if new is not old}
-            self._by_depth = {at: ones for at, ones in self._by_depth.items() if at[0] not in changed}
-            found = self._in_order(side, filter(None, (new for _, new in still)))
+        elif stale := self._stale[side]:
+            still = (group.among(tensors) if group.path in stale else group for group in found)
+            self._by_depth = {at: ones for at, ones in self._by_depth.items() if at[0].path not in stale}
+            found = self._in_order(side, filter(None, still))
         self._groups[side] = found
-        self._stale.discard(side)
+        self._stale[side].clear()
         return found
 
     def at_depth(self, side: int, depth: int, names: Container[Template] | None = None) -> list[tuple[Hashable, Group]]:
@@ -271,8 +284,8 @@ class _Search:
             both = [(a, b) for a, b in both if fit(a, b) and a.key in self.left and b.key in self.right]
             if both:
                 sides = ["left" if a.shape != b.shape else self._transposed((a.key,), (b.key,)) for a, b in both]
-                self._add([Pair((a.key,), (b.key,), evidence, side) for (a, b), side in zip(both, sides)])
-                self.paths.pair(one.path, other.path)
+                pairs = [Pair((a.key,), (b.key,), evidence, side) for (a, b), side in zip(both, sides)]
+                self._add(pairs, [(one.path, other.path)])
         if len(trees[best]) > 1:
             self.paths.tree(*best)
         return True
@@ -281,7 +294,7 @@ class _Search:
         """Pair groups that share a key with each other, and with no other group."""
         allowed = self._agree if way.weak else self._may
         taken = False
-        for both in self.classes(way.label, self._names_linked(way) if way.by_name else (None, None)):
+        for both in self.classes(way.label, self._names_linked(way.names, way.label) if way.names else (None, None)):
             tables: tuple[dict[Hashable, list[Group]], ...] = {}, {}
             for side, table in enumerate(tables):
                 for group in both[side]:
@@ -309,13 +322,15 @@ class _Search:
                 taken |= self._take_groups(left, right, way.evidence(left, right), way.weak)
         return taken
 
-    def _names_linked(self, way: Way) -> list[set[Template]]:
+    def _names_linked(
+        self, keys: Callable[[Group, int], Iterable[Hashable]], label: Callable[[Group], Hashable]
+    ) -> list[set[Template]]:
         """Return the names, without any layer number, of groups that have a key of the other side."""
         names: list[dict[Hashable, set[Template]]] = [{}, {}]
         for side, by_key in enumerate(names):
             for group in self.groups(side):
-                for key in way.keys(group, side):
-                    by_key.setdefault((way.label(group), key), set()).add(group.path)
+                for key in keys(group, side):
+                    by_key.setdefault((label(group), key), set()).add(group.path)
         return [
             set[Template]().union(*(own[key] for key in own if key in other)) for own, other in (names, names[::-1])
         ]
@@ -367,12 +382,37 @@ class _Search:
     def by_fused_parts(self) -> bool:
         """Pair several tensors with one of the other side: query, key and value; gate and up."""
         taken = False
+        names = [self._fusible(side) for side in (0, 1)]
         for depth in _DEPTHS:
-            for side in (0, 1):
-                wholes, parts = ([group for _, group in self.at_depth(at, depth)] for at in (side, 1 - side))
-                for whole, row, names in self._fused(wholes, parts, side):
-                    taken |= self._take_fused(whole, row, names, side)
+            for side, (of_wholes, of_parts) in enumerate(names):
+                if of_wholes:
+                    wholes = [group for _, group in self.at_depth(side, depth, of_wholes)]
+                    parts = [group for _, group in self.at_depth(1 - side, depth, of_parts)]
+                    for whole, row, evidence in self._fused(wholes, parts, side):
+                        taken |= self._take_fused(whole, row, evidence, side)
         return taken
+
+    def _fusible(self, side: int) -> tuple[set[Template], set[Template]]:
+        """Return the names, without any layer number, of a side's tensors, and of parts of the other side that may be
+        their parts by name and shape.
+        """
+        by_shape: defaultdict[Hashable, set[Template]] = defaultdict(set)
+        for group in self.groups(side):
+            for one in group.members.values():
+                by_shape[kind_of(group.path), one.shape].add(group.path)
+        wholes, parts = set[Template](), set[Template]()
+        for (_, kind), by_name in _homes(self.groups(1 - side)).items():
+            for names in FUSED:
+                row = [
+                    {one.shape for group in by_name.get(name, ()) for one in group.members.values()} for name in names
+                ]
+                is_short = prod(map(len, row)) <= len(self.left) + len(self.right)
+                sums = {(kind, shape) for shape in _sums(row)} if is_short else by_shape.keys()
+                found = set[Template]().union(*(by_shape[one] for one in sums if one in by_shape))
+                if found:
+                    wholes |= found
+                    parts.update(group.path for groups in by_name.values() for group in groups)
+        return wholes, parts
 
     def _fused(
         self, wholes: Sequence[Group], parts: Sequence[Group], side: int
@@ -449,25 +489,27 @@ class _Search:
         both = [((one.key,), (right.members[at].key,)) for at, one in left.members.items()]
         if weak:
             self.weak.update(range(len(self.pairs), len(self.pairs) + len(both)))
-        self._add([Pair(*keys, evidence, self._transposed(*keys)) for keys in both])
-        self.paths.pair(left.path, right.path)
+        self._add([Pair(*keys, evidence, self._transposed(*keys)) for keys in both], [(left.path, right.path)])
         return True
 
     def _take(self, left: tuple[str, ...], right: tuple[str, ...], evidence: str) -> None:
         """Pair single tensors, or several on one side."""
-        self._add([Pair(left, right, evidence, "" if evidence == _SAME_VALUES else self._transposed(left, right))])
-        for one, other in product(left, right):
-            self.paths.pair(template(one)[0], template(other)[0])
+        transposed = "" if evidence == _SAME_VALUES else self._transposed(left, right)
+        paths = [(template(one)[0], template(other)[0]) for one, other in product(left, right)]
+        self._add([Pair(left, right, evidence, transposed)], paths)
 
-    def _add(self, pairs: Sequence[Pair]) -> None:
-        self._stale = {0, 1}
+    def _add(self, pairs: Sequence[Pair], paths: Iterable[tuple[Template, Template]]) -> None:
+        """Add pairs of tensors with these names, without any layer number."""
         for pair in pairs:
             for key in pair.left:
                 del self.left[key]
             for key in pair.right:
                 del self.right[key]
-            for keys in product(pair.left, pair.right):
-                self.modules.pair(*keys)
+        for left, right in paths:
+            self.paths.pair(left, right)
+            self._stale[0].add(left)
+            self._stale[1].add(right)
+        self.modules.add(pairs)
         self.pairs += pairs
 
     def _transposed(self, left: Iterable[str], right: Iterable[str]) -> str:
@@ -481,7 +523,8 @@ class _Search:
         is_explained = len(self.pairs) > min(len(self.left), len(self.right))
         weak = set[int]() if is_explained else self.weak
         kept = [pair for at, pair in enumerate(self.pairs) if at not in weak]
-        pairs = tuple(sorted(kept, key=lambda pair: self.orders[0].place[pair.left[0]]))
+        by_first = {pair.left[0]: pair for pair in kept}
+        pairs = tuple([by_first[one.key] for one in self.sides[0].tensors if one.key in by_first])
         reason = "only their shapes agree, and most keys have no partner"
         ambiguous = [Ambiguous(self.pairs[at].left, self.pairs[at].right, reason) for at in sorted(weak)]
         if not is_complete:
@@ -500,19 +543,31 @@ class _Search:
         return Inference(pairs, tuple(ambiguous))
 
 
-def _rows(parts: Sequence[Group]) -> Iterator[tuple[tuple[str, ...], tuple[Group, ...]]]:
-    """Yield groups in one module that are, by name, the parts of a tensor that layers may keep fused."""
-    homes: defaultdict[Hashable, dict[str, list[Group]]] = defaultdict(lambda: defaultdict(list))
+def _homes(parts: Sequence[Group]) -> Mapping[tuple[Template, str], Mapping[str, list[Group]]]:
+    """Return the groups by the module that has the parts and the kind of tensor, and then by the part."""
+    homes: defaultdict[tuple[Template, str], dict[str, list[Group]]] = defaultdict(lambda: defaultdict(list))
     for group in parts:
         path, name = group.template, part_of(group.path)
         places = (at for at in range(len(path) - 1, -1, -1) if name.endswith(part_of(path[at : at + 1]) or "?"))
         homes[path[: next(places, 0)] if name else (), kind_of(group.path)][name].append(group)
-    for by_name in homes.values():
+    return homes
+
+
+def _rows(parts: Sequence[Group]) -> Iterator[tuple[tuple[str, ...], tuple[Group, ...]]]:
+    """Yield groups in one module that are, by name, the parts of a tensor that layers may keep fused."""
+    for by_name in _homes(parts).values():
         for names in FUSED:
             row = [by_name.get(name, []) for name in names]
             if all(len(groups) == 1 for groups in row):
                 yield names, tuple(groups[0] for groups in row)
                 break
+
+
+def _sums(parts: Iterable[Iterable[tuple[int, ...]]]) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of tensors whose parts have, each, one of these shapes."""
+    for shapes in product(*parts):
+        if all(shapes) and len({shape[1:] for shape in shapes}) == 1:
+            yield sum(shape[0] for shape in shapes), *shapes[0][1:]
 
 
 def _sum_of_shapes(row: Sequence[Group]) -> Hashable:
