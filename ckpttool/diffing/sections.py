@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -221,11 +221,11 @@ def hidden_segments(entries: Iterable[Entry], sides: Sides = SIDES) -> tuple[str
     entries = list(entries)
     missing = [entry.right[0] for entry in entries if entry.status == "missing"]
     unexpected = [entry.left[0] for entry in entries if entry.status == "unexpected"]
-    counts = Counter(
-        (side, segment)
-        for side, longer, shorter in ((sides[0], missing, unexpected), (sides[1], unexpected, missing))
-        for _, segment in without_segment(longer, shorter).values()
-    )
+    counts: Counter[tuple[str, str]] = Counter()
+    for side, longer, shorter in ((sides[0], missing, unexpected), (sides[1], unexpected, missing)):
+        known, dots = set(shorter), {key.count(".") + 1 for key in shorter}
+        found = (without_segment(key, known) for key in longer if key.count(".") in dots)
+        counts.update((side, one[1]) for one in found if one is not None)
     return tuple(
         Note(
             f"{plural(count, 'key')} in {side} without the segment `{segment}` of the other side: a state_dict hook "
@@ -236,23 +236,16 @@ def hidden_segments(entries: Iterable[Entry], sides: Sides = SIDES) -> tuple[str
     )
 
 
-def without_segment(longer: Iterable[str], shorter: Collection[str]) -> dict[str, tuple[str, str]]:
-    """Map each longer key that is exactly one shorter key with one more segment to that key and the segment."""
-    known, dots = set(shorter), {key.count(".") + 1 for key in shorter}
-    found = {}
-    for key in longer:
-        if key.count(".") not in dots:
-            continue
-        hits, start = {}, 0
-        for segment in key.split("."):
-            end = start + len(segment) + 1
-            name = key[:start] + key[end:] if end < len(key) else key[: start - 1]
-            if name in known:
-                hits[name] = segment
-            start = end
-        if len(hits) == 1:
-            found[key] = hits.popitem()
-    return found
+def without_segment(key: str, known: Container[str]) -> tuple[str, str] | None:
+    """Return the one known key that is this key without a segment, and the segment; None if there are none or more."""
+    hits, start = {}, 0
+    for segment in key.split("."):
+        end = start + len(segment) + 1
+        name = key[:start] + key[end:] if end < len(key) else key[: start - 1]
+        if name in known:
+            hits[name] = segment
+        start = end
+    return hits.popitem() if len(hits) == 1 else None
 
 
 def adapter_notes(left: Collection[str], right: Collection[str], sides: Sides) -> tuple[str, ...]:

@@ -55,10 +55,11 @@ def to_compare(question: Question) -> Iterator[Candidate]:
             form = str(ModelForm.PRETRAINED)
         for to in dict.fromkeys((form, "serialized", "runtime", "exported")):
             base.append(RemapOptions(**question.model_options, to=to))
-    # If all common names are equal, --like changes nothing, and these formats would be written the same again.
+    # --like is refused if no name is common. If all common names are equal, it changes nothing, and these formats
+    # would be written the same again.
     same_names = [entry.left == entry.right for entry in diff.entries if entry.left and entry.right]
-    no_change = left.format in ("safetensors", "torch_zip") and bool(same_names) and all(same_names)
-    is_idle = not base and no_change
+    no_change = left.format in ("safetensors", "torch_zip") and all(same_names)
+    is_idle = not base and (no_change or not same_names)
     base.append(RemapOptions(like=right if right.format == "memory" else right.source))
     for options in () if is_idle else base:
         yield options.to or "renamed", options

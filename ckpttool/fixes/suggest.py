@@ -319,10 +319,13 @@ def _are_shortened(short: Section, shorter: list[str], long: Section, longer: li
     Segments of wrappers do not count.
     """
     have, want = _outlines(short, shorter), _outlines(long, longer)
-    pairs = {key: other for key, (other, _) in without_segment(want, have).items()}
-    return len(pairs) == len(want) == len(set(pairs.values())) and all(
-        have[other] == want[key] for key, other in pairs.items()
-    )
+    others = set()
+    for key, outline in want.items():
+        found = without_segment(key, have)
+        if found is None or found[0] in others or have[found[0]] != outline:
+            return False
+        others.add(found[0])
+    return True
 
 
 def _outlines(section: Section, keys: list[str]) -> dict[str, object]:

@@ -31,10 +31,15 @@ def renames(wanted: Mapping[str, str], kept: Iterable[str]) -> tuple[str, ...]:
     left to the rules before it.
     """
     names = {**{key: key for key in kept}, **wanted}
-    one_by_one = tuple(f"{key} => {name}" for key, name in names.items() if key != name)
     samples = _samples(names)
-    if len(samples) > _TOO_MANY * _SAMPLES:
-        return one_by_one
+    rules = _few(names, samples) if len(samples) <= _TOO_MANY * _SAMPLES else []
+    if rules and _are_right(rules, names):
+        return tuple(rules)
+    return tuple(f"{key} => {name}" for key, name in names.items() if key != name)
+
+
+def _few(names: Mapping[str, str], samples: Mapping[str, str]) -> list[str]:
+    """Return rules that give the samples their names; too few if rules cannot express these."""
     todo = {key for key in samples if names[key] != key}
     done = samples.keys() - todo
     candidates = _candidates({key: names[key] for key in todo}, samples)
@@ -51,7 +56,7 @@ def renames(wanted: Mapping[str, str], kept: Iterable[str]) -> tuple[str, ...]:
         others = [one for one in rules if one != rule]
         if _are_right(others, samples):
             rules = others
-    return tuple(rules) if _are_right(rules, names) else one_by_one
+    return rules
 
 
 def patterns(wanted: Sequence[str], others: Iterable[str]) -> tuple[str, ...]:

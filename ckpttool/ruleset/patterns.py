@@ -334,7 +334,11 @@ def parse(text: str, *, reverse: bool = False) -> Rule:
 
 
 class InTurn:
-    """Rules, of which the first that matches renames a key. Rules for a single key are looked up."""
+    """Rules, of which the first that matches renames a key. Rules for a single key are looked up.
+
+    Most patterns match by the number of segments, and by those that they have literally: for all other keys with these
+    at the same places, the rules are found once.
+    """
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._count = len(rules)
@@ -345,14 +349,30 @@ class InTurn:
                 self._others.append((at, rule))
             else:
                 self._literal.setdefault(".".join(token.text for token in rule.source.tokens), (at, rule))
+        simple = (pattern for _, rule in self._others if (pattern := _simple(rule)) is not None)
+        self._words = {text for pattern in simple for _, text in pattern.literals}
+        self._found: dict[tuple[str, ...], list[tuple[int, Rule]]] = {}
 
     def first(self, key: str) -> tuple[Rule | None, str | None]:
         """Return the rule and the key's new name, or two None. Raises as `Rule.apply` does."""
         place, literal = self._literal.get(key, (self._count, None))
-        for at, rule in self._others:
+        for at, rule in self._others if len(self._others) < 2 else self._may_match(key):
             if at > place:
                 break
             name = rule.apply(key)
             if name is not None:
                 return rule, name
         return (None, None) if literal is None else (literal, literal.apply(key))
+
+    def _may_match(self, key: str) -> list[tuple[int, Rule]]:
+        """Return the patterns that match the key, and those that only trying tells."""
+        segments = tuple([part if part in self._words else "" for part in key.split(".")])
+        if segments not in self._found:
+            patterns = ((one, _simple(one[1])) for one in self._others)
+            self._found[segments] = [one for one, own in patterns if own is None or own.ways(segments)]
+        return self._found[segments]
+
+
+def _simple(rule: Rule) -> Pattern | None:
+    """Return the pattern of a rule if there is only one way to match it."""
+    return rule.source if isinstance(rule.source, Pattern) and rule.source.is_simple else None
