@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import field, replace
 from typing import Any
@@ -238,13 +239,13 @@ def _check_section(
     wanted = read | dict.fromkeys(key for one in given for key in ex.refs(one))
     problems = [Problem("the plan reads a key that the checkpoint has not", key) for key in wanted if key not in have]
     problems += [Problem("the plan drops a key that the checkpoint has not", key) for key in dropped if key not in have]
+    many = {key for key, count in Counter(output.key for output in outputs).items() if count > 1}
     writers: dict[str, list[str]] = {}
-    for output in outputs:
+    for output in (output for output in outputs if output.key in many):
         writers.setdefault(output.key, []).append(" + ".join(dict.fromkeys(ex.refs(output.source))) or "a constant")
     problems += [
         Problem(f"{len(sources)} sources would be written to one key ({', '.join(sources)})", key)
         for key, sources in writers.items()
-        if len(sources) > 1
     ]
     problems += [
         Problem("computed by code that is not a tensor operator", o.key, "opaque")

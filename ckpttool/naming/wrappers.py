@@ -223,7 +223,7 @@ def canonical_keys(keys: Iterable[str], *, lightning: bool = False) -> dict[str,
     """Return key -> canonical name, by the evidence of the keys alone."""
     keys = list(keys)
     paths = infer(keys, lightning=lightning).paths
-    return {key: strip(key, paths) or key for key in keys}
+    return {key: strip(key, paths) or key for key in keys} if paths else dict(zip(keys, keys))
 
 
 def is_lightning(checkpoint: Checkpoint) -> bool:

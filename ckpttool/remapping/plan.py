@@ -399,7 +399,7 @@ def _draft(section: Section, request: Request, lightning: bool, first: Draft | N
     elif request.rule_steps and first is not None and saved is None:
         draft = apply_rules_like_first(draft, request.rule_steps, first, start)
     elif request.rule_steps:
-        draft = apply_rules(draft, request.rule_steps)
+        draft = apply_rules(draft, request.rule_steps, is_new=draft is start)
     if request.like is not None:
         draft = replace(draft, notes=(*draft.notes, *notes_on_like(draft, request.like)))
     return draft if request.unwrapped is None else unwrap(draft, request.unwrapped.tables)

@@ -401,13 +401,13 @@ def unwrap(draft: Draft, tables: NameTables) -> Draft:
     return rewrap(replace(draft, canonical=names), Chain(()))
 
 
-def apply_rules(draft: Draft, steps: Sequence[RuleStep]) -> Draft:
-    """Apply the user's rules. Raise `Refused` as `rules.steps.plan_of` does."""
+def apply_rules(draft: Draft, steps: Sequence[RuleStep], *, is_new: bool = False) -> Draft:
+    """Apply the rules; `is_new`: the draft changes nothing yet. Raise `Refused` as `rules.steps.plan_of` does."""
     from ckpttool.ruleset.steps import plan_of
 
-    section = draft.evaluated()
+    section = draft.section if is_new else draft.evaluated()
     plan = plan_of(steps, section)
-    return replace(draft, plan=compose(draft.plan, plan), ruled=RuleEffect(section, plan))
+    return replace(draft, plan=plan if is_new else compose(draft.plan, plan), ruled=RuleEffect(section, plan))
 
 
 def apply_rules_like_first(draft: Draft, steps: Sequence[RuleStep], first: Draft, start: Draft) -> Draft:

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from ckpttool.core.text import number
 from ckpttool.core.values import dataclass
 
-_INDEX = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})(?![^.])")  # as ModuleList and Sequential number their children
+_INDEX = re.compile(r"\.(0|[1-9][0-9]{0,8})(?![^.])")  # as ModuleList and Sequential number their children
 _MOST_STEPS = 6  # indices at equal distances that are all listed
 _MOST_VARYING = 6  # indices in one key; models have up to three, hostile files would make the search slow and deep
 
@@ -46,8 +46,11 @@ def collapse(items: Iterable[tuple[str, L]]) -> Iterator[Group[str, L]]:
 
 
 def _split(key: str) -> tuple[Texts, Texts]:
-    """Return the parts of a key between its indices, and the indices; an index is in many keys, and is kept once."""
-    parts = _INDEX.split(key)
+    """Return the parts of a key between its indices, each with a dot before it, and the indices.
+
+    An index is in many keys, and is kept once.
+    """
+    parts = _INDEX.split(f".{key}")  # a search for a dot is faster than one for the beginning of a segment
     return tuple(parts[::2]), tuple(map(intern, parts[1::2]))
 
 
@@ -77,8 +80,8 @@ def paired(pairs: Iterable[tuple[Texts, Texts, L]]) -> Iterator[tuple[str, str, 
         groups.setdefault((len(left), templates, likeness), []).append((indices[0], indices))
     for (count, templates, likeness), rows in groups.items():
         for group in _exact(templates[0], likeness, rows):
-            names = []
-            for template, column in zip(templates, zip(*group.keys)):
+            names = [group.pattern]
+            for template, column in list(zip(templates, zip(*group.keys)))[1:]:
                 distinct = dict.fromkeys(column)
                 names.append(_first(_exact(template, None, [(one, one) for one in distinct]), len(distinct)))
             yield " + ".join(names[:count]), " + ".join(names[count:]), len(group.keys), likeness
@@ -103,7 +106,8 @@ def _exact(template: Texts, likeness: L, rows: Sequence[tuple[Texts, K]]) -> Ite
 
 
 def _joined(template: Texts, segments: Sequence[str]) -> str:
-    return "".join(chain(*zip_longest(template, segments, fillvalue="")))
+    dotted = (f".{segment}" for segment in segments)
+    return "".join(chain(*zip_longest(template, dotted, fillvalue="")))[1:]
 
 
 def _ranges(indices: Sequence[int]) -> str:
