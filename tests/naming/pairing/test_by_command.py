@@ -55,7 +55,9 @@ State = dict[str, torch.Tensor]
 
 def network(layers: int) -> State:
     """Role -> a tensor of values that no other role has."""
-    shapes = {f"{name} {layer}": (WIDTH, WIDTH) for layer in range(layers) for name in ("query", "key", "value", "out")}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{name} {layer}": (WIDTH, WIDTH) for layer in range(layers) for name in ("query", "key", "value", "out")
+    }
     shapes |= {f"{name} {layer}": (HIDDEN, WIDTH) for layer in range(layers) for name in ("gate", "up")}
     shapes |= {f"down {layer}": (WIDTH, HIDDEN) for layer in range(layers)}
     shapes |= {f"norm {layer}": (WIDTH,) for layer in range(layers)}
