@@ -241,6 +241,8 @@ _ITEM, _PAIR, _FIRST_PAIR, _MEMO, _TEXT = 10, 72, 168, 80, 64
 _PUSHED = 10
 _MOST_CALLS = 5  # of an import that are kept with their arguments
 _STEPS = 4096  # opcodes between two looks at the memory
+_NO_FRAME = 1 << 64
+_LAST_PROTOCOL = 5
 
 
 def _text(data: bytes) -> str:
@@ -262,7 +264,10 @@ def _quoted(line: bytes) -> str | ByteString:
 def _integer(line: bytes) -> int:
     if len(line) > 4300:  # the time to read decimal digits grows with their square; Python 3.11 has the same limit
         raise ValueError("an integer of too many digits")
-    return int(line)
+    value = int(line)
+    if b"%d" % value != line:  # Python's two unpicklers read 010 and " 1" differently
+        raise ValueError(f"an integer in an unusual form: {line[:20]!r}")
+    return value
 
 
 def _little_endian(data: bytes) -> int:
@@ -288,9 +293,10 @@ _SIZED: dict[int, tuple[int, Callable[[bytes], Any], int]] = {
     0x8A: (1, _little_endian, 1),  # LONG1
     0x8B: (4, _little_endian, 1),  # LONG4
 }
+_BOOLS = {b"00": False, b"01": True}
 # Opcode -> what makes the object of the text up to the end of the line.
 _LINED: dict[int, Callable[[bytes], Any]] = {
-    0x49: lambda line: {b"00": False, b"01": True}.get(line, _integer(line)),  # INT
+    0x49: lambda line: _BOOLS[line] if line in _BOOLS else _integer(line),  # INT
     0x4C: lambda line: _integer(line.removesuffix(b"L")),  # LONG
     0x46: float,  # FLOAT
     0x53: _quoted,  # STRING
@@ -399,9 +405,14 @@ def loads(
     marks: list[int] = []  # the stack's height at each open mark
     memo: dict[int, Any] = {}
     at, steps, stopped = start, most.pickle_opcodes, False
+    frame = _NO_FRAME  # the end of the current frame
     try:
         while not stopped:
             for _ in range(min(_STEPS, steps)):
+                if at >= frame:
+                    if at > frame:
+                        raise ValueError("an opcode goes beyond the end of its frame")
+                    frame = _NO_FRAME
                 opcode, end = data[at], at + 1
                 # The most frequent opcodes of a file of tensors come first.
                 if opcode == 0x72:  # LONG_BINPUT
@@ -502,6 +513,8 @@ def loads(
                         raise TypeError("a state is set on an object that takes none")
                     stack[-1].state = built
                 elif opcode == 0x2E:  # STOP
+                    if frame not in (_NO_FRAME, end):
+                        raise ValueError("it ends inside a frame")
                     state.take_copies()
                     stopped = True
                     break
@@ -570,9 +583,16 @@ def loads(
                     state.left -= _SET + _ITEM * len(above)
                     stack.append(PickledSet(above, frozen=True))
                 elif opcode == 0x80:  # PROTO
+                    if data[end] > _LAST_PROTOCOL:
+                        raise ValueError(f"protocol {data[end]} is not known")
                     end += 1
-                elif opcode == 0x95:  # FRAME
+                elif opcode == 0x95:  # FRAME: Python reads all of its bytes, and skips the rest if an opcode needs more
+                    if frame != _NO_FRAME:
+                        raise ValueError("a frame begins inside another")
                     end += 8
+                    frame = end + int.from_bytes(data[end - 8 : end], "little")
+                    if frame > len(data):
+                        raise ValueError("a frame is cut off")
                 else:
                     raise ValueError(_REFUSED.get(opcode, f"unknown opcode 0x{opcode:02x}"))
                 at = end

@@ -27,10 +27,11 @@ def mutated(seeds: Sequence[bytes], words: Sequence[bytes], chance: random.Rando
         return _in_archive(seed, words, chance)
     if seed[8:9] == b"{" and chance.random() < 0.8:
         return _in_header(seed, words, chance)
-    return _changed(seed, seeds, words, chance)
+    return changed(seed, seeds, words, chance)
 
 
-def _changed(data: bytes, seeds: Sequence[bytes], words: Sequence[bytes], chance: random.Random) -> bytes:
+def changed(data: bytes, seeds: Sequence[bytes], words: Sequence[bytes], chance: random.Random) -> bytes:
+    """The bytes, changed in one place or several."""
     found = bytearray(data)
     for _ in range(chance.choice((1, 1, 2, 3, 8))):
         chance.choice(_CHANGES)(found, seeds, words, chance)
@@ -41,17 +42,17 @@ def _in_archive(seed: bytes, words: Sequence[bytes], chance: random.Random) -> b
     members = _members(seed)
     small = [name for name, data in members.items() if len(data) < _LONGEST]
     picked = chance.choice(small)
-    changed = _changed(members[picked], [members[chance.choice(small)]], words, chance)
+    new = changed(members[picked], [members[chance.choice(small)]], words, chance)
     records = [_record(name, data) for name, data in members.items() if name != picked]
     if chance.random() < 0.98:
-        records.insert(list(members).index(picked), _made_record(picked, changed))
+        records.insert(list(members).index(picked), _made_record(picked, new))
     return _archive(records)
 
 
 def _in_header(seed: bytes, words: Sequence[bytes], chance: random.Random) -> bytes:
     """Of a safetensors file: its length in 8 bytes, the header, data."""
     end = 8 + int.from_bytes(seed[:8], "little")
-    header = _changed(seed[8:end], [seed[8:end]], words, chance)
+    header = changed(seed[8:end], [seed[8:end]], words, chance)
     return len(header).to_bytes(8, "little") + header + seed[end:]
 
 

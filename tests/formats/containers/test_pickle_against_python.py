@@ -1,0 +1,150 @@
+"""Pickles as Python's own unpickler reads them: no import of it is missed, and plain values are the same."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import random
+import struct
+import warnings
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpttool.core.errors import CkptError
+from ckpttool.formats.pickle_read import PickledSet, loads
+from mutate import changed
+
+EXAMPLES = 5_000 if os.environ.get("CKPTTOOL_SUITES") == "all" else 300
+
+
+def frame(length: int, *inside: bytes) -> bytes:
+    return b"\x95" + struct.pack("<Q", length) + b"".join(inside)
+
+
+SEEDS = [
+    *(
+        pickle.dumps(value, protocol)
+        for value in (
+            {"a": [1, 2.5, "x", b"y", (None, True)], 3: {1, 2}, "n": [1, 1000, 70_000, 2**70, -5]},
+            [frozenset([1]), "a" * 300, b"b" * 300, bytearray(b"q")],
+        )
+        for protocol in range(6)
+    ),
+    b"(I10\nI01\nL5L\nF1.5\nS'a'\nVb\\u0041\nccollections\nOrderedDict\n)Rt.",
+    b"\x80\x04" + frame(16, b"\x8c\x02os\x94\x8c\x06system\x94\x93\x94."),
+]
+WORDS = (
+    *(b"(", b"t", b"t.", b"\x85", b"}", b"]", b"R", b"b", b"o", b"\x81", b"\x92", b"a", b"e", b"s", b"u", b"\x90"),
+    *(b"\x91", b"\x8f", b"l", b"d", b"N", b"K\1", b".", b"0", b"1", b"2", b"Q", b"\x94", b"q\0", b"h\0", b"j\0\0\0\0"),
+    *(b"p0\n", b"g0\n", b"cos\nsystem\n", b"ios\nsystem\n", b"\x8c\2os\x8c\6system\x93", b"\x80\4", frame(2), frame(5)),
+    *(b"I010\n", b"I 1\n", b"I0x1F\n", b"L07L\n", b"I1_0\n", b"F1_0\n", b"S'a'\n", b"Vab\n", b"U\1a"),
+)
+
+
+class Inert:
+    """What the unpickler imports, whatever it is called with and made to hold."""
+
+    def __new__(cls, *args: object, **options: object) -> Inert:
+        return object.__new__(cls)
+
+    def __init__(self, *args: object, **options: object) -> None: ...
+    def __setstate__(self, state: object) -> None: ...
+    def __setitem__(self, key: object, value: object) -> None: ...
+    def append(self, item: object) -> None: ...
+    def extend(self, items: object) -> None: ...
+    def add(self, item: object) -> None: ...
+
+
+class Recorder(pickle.Unpickler):
+    """Python's unpickler; it notes what it would import, and imports nothing."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self.imported: list[tuple[str, str]] = []
+
+    def find_class(self, module: str, name: str) -> Any:
+        self.imported.append((module, name))
+        return type("Made", (Inert,), {})
+
+    def persistent_load(self, name: object) -> Any:
+        return Inert()
+
+
+def plain(value: Any, level: int = 0) -> Any:
+    """The value for a comparison, with its types; raises for what is not plain, or too deep."""
+    if type(value) in (int, float, str, bytes, bytearray, bool, type(None)):
+        return type(value).__name__, repr(value)
+    if level > 8:
+        raise ValueError("deep")
+    if type(value) in (tuple, list):
+        return type(value).__name__, *(plain(part, level + 1) for part in value)
+    if type(value) is dict:
+        return "dict", *((plain(key, level + 1), plain(part, level + 1)) for key, part in value.items())
+    if type(value) is PickledSet:
+        value = (frozenset if value.frozen else set)(value.items)
+    if type(value) in (set, frozenset):
+        return type(value).__name__, *sorted(plain(part, level + 1) for part in value)
+    raise ValueError("not plain")
+
+
+def compare(data: bytes) -> None:
+    try:
+        ours = loads(data)
+    except CkptError:
+        return
+    python, theirs = Recorder(data), None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escape sequences
+        try:
+            theirs = python.load()
+        except Exception:  # whatever it imported before it failed counts too
+            theirs = NotImplemented
+    assert {f"{module}.{name}" for module, name in python.imported} <= {str(one) for one in ours.globals}
+    try:
+        expected = plain(theirs)
+    except (ValueError, TypeError):
+        return
+    assert plain(ours.root) == expected
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_changed_pickles_are_read_as_python_reads_them_or_refused(seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(20):
+        compare(changed(chance.choice(SEEDS), SEEDS, WORDS, chance))
+        compare(b"".join(chance.choices(WORDS, k=chance.randrange(3, 14))) + b".")
+
+
+HIDDEN = b"cos\nsystem\n)R"
+BROKEN_FRAMES = {
+    "bytes that go beyond their frame": frame(2, b"B\x20\0\0\0", HIDDEN.ljust(32, b"N"), b"."),
+    "a name that goes beyond its frame": frame(4, b"cmacos\nsystem\n."),
+    "a frame in a frame": frame(13, b"N0", frame(2, b"N.")),
+    "a frame that is not complete": frame(30, b"N."),
+    "an end inside a frame": frame(10, b"N.") + HIDDEN + b".",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_FRAMES)
+def test_frames_that_python_does_not_write_are_refused(name: str) -> None:
+    """Python reads the bytes of a frame at once; where an opcode needs more, it skips the rest of the frame."""
+    with pytest.raises(CkptError):
+        loads(b"\x80\x05" + BROKEN_FRAMES[name])
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+@pytest.mark.parametrize("value", [b"x" * 100_000, [1, b"y" * 100_000, 2], list(range(200_000)), [["a" * 70_000]] * 3])
+def test_the_frames_of_large_values_are_read(value: object, protocol: int) -> None:
+    assert plain(loads(pickle.dumps(value, protocol)).root) == plain(value)
+
+
+@pytest.mark.parametrize("line", [b"I010\n", b"I 1\n", b"I+1\n", b"I-0\n", b"I1_0\n", b"L010L\n", b"L 1L\n"])
+def test_a_number_in_an_unusual_form_is_refused(line: bytes) -> None:
+    """Python's unpickler in C and the one in Python read some of them differently."""
+    with pytest.raises(CkptError, match="unusual form"):
+        loads(line + b".")
