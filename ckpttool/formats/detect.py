@@ -8,7 +8,7 @@ from pathlib import Path
 from shlex import quote
 
 from ckpttool.core.errors import CkptError
-from ckpttool.formats.safetensors import MAX_HEADER
+from ckpttool.formats.safetensors import BLANKS, MAX_HEADER
 from ckpttool.formats.zip_read import read_archive
 from ckpttool.io import files, paths
 from ckpttool.io.files import opened
@@ -41,7 +41,8 @@ def sniff(path: str) -> str:
             f"{path} is truncated: a zip archive without its end ({files.size(path)} bytes are there)",
             hint="download or copy it again",
         )
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER:
+    header = head[8:].lstrip(BLANKS)  # empty if all of it are blanks: more than `_HEAD` may come first
+    if len(head) > 8 and header[:1] in (b"{", b"") and int.from_bytes(head[:8], "little") <= MAX_HEADER:
         return "safetensors"
     if _WEIGHT_MAP.match(head):
         return "sharded"

@@ -34,6 +34,7 @@ from ckpttool.io.files import opened
 from ckpttool.io.pieces import BLOCK, LEAST, Edited, Piece, read_span
 
 METADATA = "__metadata__"
+BLANKS = b" \t\n\r"  # a header may be padded with them on both sides
 MAX_HEADER = 100_000_000  # bytes; the reference reader's limit
 PACKED = "packed"  # layout of tensors whose elements are smaller than a byte
 
@@ -80,7 +81,7 @@ class Header:
 
     @property
     def length(self) -> int:
-        return self.data.offset - self.place.offset
+        return self.data.offset - 8
 
     def read(self) -> str:
         """Return its text, which is not kept: it may be long, and only a rename needs it."""
@@ -197,11 +198,12 @@ def _read_text(path: str) -> tuple[str, Span, Span]:
         if 8 + length > nbytes:
             raise _invalid(path, f"the file is truncated: the header alone needs {8 + length} bytes, it has {nbytes}")
         raw = file.read(length)
+    begin = length - len(raw.lstrip(BLANKS))
+    raw = raw.strip(BLANKS)
     if not raw.startswith(b"{"):
         raise _invalid(path, "its header does not begin with '{'")
-    raw = raw.rstrip(b" \t\n\r")
     try:
-        return raw.decode(), Span(path, 8, len(raw)), Span(path, 8 + length, nbytes - 8 - length)
+        return raw.decode(), Span(path, 8 + begin, len(raw)), Span(path, 8 + length, nbytes - 8 - length)
     except UnicodeDecodeError as error:
         raise _invalid(path, f"its header is not UTF-8: {error.reason} at byte {error.start}") from error
 
