@@ -10,6 +10,7 @@ from ckpttool.core.dtypes import BY_NAME, BY_STORAGE
 from ckpttool.core.values import dataclass
 
 OWN, KNOWN, UNKNOWN, DANGEROUS = "own", "known", "unknown", "dangerous"
+UNREADABLE = "(unreadable pickle)"  # stands for the imports of a pickle that cannot be read
 VERDICTS = (DANGEROUS, UNKNOWN, KNOWN)  # in the order in which they are listed; `OWN` is not listed
 
 
@@ -66,7 +67,8 @@ _MODULES = _words(
     mmap gc atexit faulthandler site venv ensurepip pip setuptools pkg_resources distutils idlelib lib2to3
     test.support test.libregrtest zipapp zipfile tarfile gzip bz2 lzma readline rlcompleter tkinter _tkinter
     curses _osx_support _aix_support sysconfig syslog winreg _winreg msilib nturl2path jsonpickle IPython
-    ipykernel pytest _pytest paramiko fabric logging.config logging.handlers numpy.f2py numpy.testing
+    ipykernel pytest _pytest profile trace uuid _pyrepl paramiko fabric logging.config logging.handlers
+    numpy.f2py numpy.testing ckpttool fickling picklescan modelscan modelaudit
     numpy.distutils numpy.ctypeslib numpy.lib.npyio numpy.lib._npyio_impl torch.hub torch.package
     torch.multiprocessing torch._inductor torch._dynamo torch.ops torch.classes torch._ops
     torch._classes torch.utils.cpp_extension torch.utils.bottleneck torch.utils.collect_env
@@ -80,8 +82,6 @@ _NAMES = {
     "builtins": """eval exec execfile compile open file getattr setattr delattr hasattr __import__ __build_class__
         reload breakpoint input raw_input globals locals vars dir apply help exit quit map filter""",
     "code": "interact InteractiveConsole InteractiveInterpreter compile_command",
-    "profile": "Profile run runctx",
-    "trace": "Trace",
     "operator": "attrgetter itemgetter methodcaller call setitem delitem getitem",
     "_operator": "attrgetter itemgetter methodcaller call setitem delitem getitem",
     "functools": "partialmethod reduce",
@@ -93,7 +93,6 @@ _NAMES = {
     "contextlib": "ExitStack AsyncExitStack redirect_stdout",
     "logging": "FileHandler basicConfig",
     "platform": "popen _syscmd_file _syscmd_ver",
-    "uuid": "_get_command_stdout getnode _popen",
     "yaml": "load load_all unsafe_load unsafe_load_all full_load full_load_all",
     "numpy": "load save savez loadtxt genfromtxt fromfile memmap fromregex savetxt DataSource vectorize frompyfunc",
     "pandas": "read_pickle eval read_csv read_json read_hdf to_pickle",

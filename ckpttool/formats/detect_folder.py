@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ckpttool.core.checkpoint import Checkpoint, Span
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.limits import limits, one_reading
-from ckpttool.core.pickle_imports import Import, dangerous, in_order
+from ckpttool.core.pickle_imports import DANGEROUS, UNREADABLE, Import, in_order
 from ckpttool.formats.detect import sniff
 from ckpttool.formats.huggingface import read_index
 from ckpttool.formats.pickle_read import Origin, collected, loads, unreadable
@@ -42,6 +42,7 @@ _DEEPSPEED = re.compile(r"(.*_)?(mp_rank_\d+|zero_pp_rank_\d+_.*)_?(model|optim)
 _STEP = re.compile(r"global_step\d+(_universal)?")  # DeepSpeed's folder of a step, whose tag one of these files names
 _LATEST = ("latest", "latest_universal")
 
+_MOST_PICKLES = 1000  # one after the other in a file that torch.save did not write
 _MAX_TAG = 1024  # bytes of the name of a step's folder
 
 
@@ -291,15 +292,15 @@ def note_on(beside: Sequence[str]) -> tuple[str, ...]:
     return (f"{', '.join(beside)}: other files in the folder, copied if the output is a folder too",) if beside else ()
 
 
-def dangerous_beside(path: str) -> tuple[Import, ...]:
-    """Return the dangerous imports in files that a trainer saves next to the weights in the folder `path`."""
+def alarming_beside(path: str) -> tuple[Import, ...]:
+    """Return what is alarming in files that a trainer saves next to the weights in the folder `path`."""
     if files.is_glob(path) or not files.is_dir(path):
         return ()
-    return dangerous_in(join(path, name) for name in states_beside(path))
+    return alarming_in(join(path, name) for name in states_beside(path))
 
 
-def dangerous_in(paths: Iterable[str]) -> tuple[Import, ...]:
-    """Return the dangerous imports in the pickles of these files."""
+def alarming_in(paths: Iterable[str]) -> tuple[Import, ...]:
+    """Return the dangerous imports in the pickles of these files, and pickles that cannot be read."""
     with one_reading(), collected() as imports:
         for path in paths:
             try:
@@ -308,8 +309,15 @@ def dangerous_in(paths: Iterable[str]) -> tuple[Import, ...]:
                 nbytes = files.size(path)
                 with opened(path) as file:
                     data = bytes(file.read(min(nbytes, limits().pickle_bytes)))
+                origin = Origin(path, nbytes, end=len(data))
                 try:
-                    loads(data, origin=Origin(path, nbytes, end=len(data)))
+                    part = loads(data, origin=origin)
+                    for _ in range(_MOST_PICKLES):  # more may follow, for another call of `pickle.load`
+                        if part.end == nbytes:
+                            break
+                        part = loads(data, part.end, origin=origin)
+                    else:
+                        raise CkptError(f"{path} holds more than {_MOST_PICKLES} pickles", hint="")
                 except CkptError as error:
                     unreadable(path, "", error)
-    return in_order(dangerous(imports))
+    return in_order(one for one in imports if one.verdict == DANGEROUS or one.name == UNREADABLE)

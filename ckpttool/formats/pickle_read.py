@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.limits import Memory, limits
-from ckpttool.core.pickle_imports import DANGEROUS, OWN, UNKNOWN, Import, verdict
+from ckpttool.core.pickle_imports import DANGEROUS, OWN, UNKNOWN, UNREADABLE, Import, verdict
 from ckpttool.core.text import a
 from ckpttool.core.values import dataclass
 
@@ -224,12 +224,22 @@ def collected() -> Iterator[list[Import]]:
             outer += imports
 
 
-def unreadable(file: str, member: str, error: CkptError) -> None:
-    """Note a pickle that cannot be read: only its dangerous imports up to the error are known."""
+def dangerous_before(error: CkptError, origin: Origin) -> None:
+    """Note the dangerous imports of a pickle that cannot be read, up to the error."""
     imports = _collected.get()
     if imports is not None:
-        imports += (Import(problem.key, DANGEROUS, file, member, 0) for problem in error.problems)
-        imports.append(Import("(unreadable pickle)", UNKNOWN, file, member, 0))
+        imports += (
+            Import(problem.key, DANGEROUS, origin.file, origin.member, 0, start=origin.start, end=origin.end)
+            for problem in error.problems
+        )
+
+
+def unreadable(file: str, member: str, error: CkptError) -> None:
+    """Note a pickle that cannot be read: only its dangerous imports up to the error are known."""
+    dangerous_before(error, Origin(file, member=member))
+    imports = _collected.get()
+    if imports is not None:
+        imports.append(Import(UNREADABLE, UNKNOWN, file, member, 0))
 
 
 # Parts of the pickle that opcodes read
