@@ -13,7 +13,7 @@ from ckpttool.formats.zip_read import read_archive
 from ckpttool.io import files, paths
 from ckpttool.io.files import opened
 
-LEGACY_START = re.compile(rb"\x80[\2-\5](\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)  # the first pickle
+LEGACY_START = re.compile(rb"\x80[\2-\5](\x95\x0d\0{7})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.")  # the first pickle
 
 _HEAD = 4096  # bytes that tell every format
 _MANIFEST = re.compile(rb'\s*\{\s*"_type"\s*:\s*"https://in-toto\.io/Statement/')
@@ -49,6 +49,11 @@ def sniff(path: str) -> str:
     if _MANIFEST.match(head):
         return "manifest"
     if LEGACY_START.match(head):
+        if _is_tar(head):
+            raise CkptError(
+                f"{path} is also a tar archive: torch.load reads another content than the first bytes announce",
+                hint=_HOSTILE,
+            )
         return "torch_legacy"
     for matches, what, hint in _KNOWN:
         if matches(head):
@@ -81,6 +86,17 @@ def _check_exists(path: str) -> None:
 # Files that are not zip archives
 
 
+def _is_tar(head: bytes) -> bool:
+    """Return whether Python's tarfile takes the file for an archive; torch.load tries it first."""
+    import tarfile
+
+    try:
+        tarfile.TarInfo.frombuf(head[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
+    except tarfile.TarError:
+        return False
+    return True
+
+
 def _starts(*magics: bytes) -> Callable[[bytes], bool]:
     return lambda head: head.startswith(magics)
 
@@ -93,6 +109,7 @@ def _torch(expression: str, path: str) -> str:
     return f'python -c "import torch, sys; torch.save({expression}, sys.argv[2])" {path} OUT.pt'
 
 
+_HOSTILE = "the file was made to look harmless: do not load it"
 _READS = "ckpttool reads safetensors files, what torch.save and torch.jit.save write, and .pt2 programs"
 _SCRIPTED = "use the TorchScript archive or the checkpoint that it was made from"
 _PACKAGED = "save the state dict of the model in it: torch.save(torch.package.PackageImporter(...).load_pickle(...)...)"

@@ -57,6 +57,7 @@ END_SIGNATURE, END64_SIGNATURE, LOCATOR_SIGNATURE = b"PK\5\6", b"PK\6\6", b"PK\6
 
 U16 = 0xFFFF
 _ENCRYPTED = 0x0001 | 0x0040 | 0x2000
+_FOLDER = 0x10  # among the external attributes
 HAS_DESCRIPTOR, UTF8 = 0x0008, 0x0800
 _LONGEST_DESCRIPTOR = 24
 _SMALL, _MOST_PADDING = 1 << 20, 128  # bytes of a record that is fetched with its header; of the fields behind a name
@@ -182,9 +183,11 @@ def _read_archive(window: _Window) -> Archive:
     records = [(assumed.get(entry.start) or located[entry.start]) for entry in entries]
     records, is_tight = _close_regions(window, records, offset)
     by_name = {record.name: record for record in records}
-    if len(by_name) != len(records):
-        twice = [name for name, count in Counter(record.name for record in records).items() if count > 1]
-        raise _corrupt(window.path, "the archive holds two records of one name", twice)
+    spelled = Counter(entry.raw_name.lower() for entry in entries)
+    if len(spelled) != len(records) or len(by_name) != len(records):
+        twice = {record.name: None for entry, record in zip(entries, records) if spelled[entry.raw_name.lower()] > 1}
+        message = "without regard to case, as for torch, the archive holds two records of one name"
+        raise _corrupt(window.path, message, twice)
     return Archive(window.path, window.base, window.length, tuple(records), by_name, is_tight)
 
 
@@ -232,15 +235,13 @@ def _find_end(window: _Window) -> tuple[int, int, int]:
     tail_length = min(window.length, END.size + U16)
     tail_offset = window.length - tail_length
     tail = window.read(tail_offset, tail_length)
-    at = tail.rfind(END_SIGNATURE)
-    while at >= 0:
-        if at + END.size <= tail_length:
-            _, disk, directory_disk, here, count, size, offset, comment = END.unpack_from(tail, at)
-            if at + END.size + comment == tail_length:
-                break
-        at = tail.rfind(END_SIGNATURE, 0, at)
-    else:
+    at = tail.rfind(END_SIGNATURE, 0, tail_length - END.size + len(END_SIGNATURE))
+    if at < 0:
         raise _corrupt(window.path, "no end of a zip archive found: the file is truncated, or not a zip archive")
+    _, disk, directory_disk, here, count, size, offset, comment = END.unpack_from(tail, at)
+    if at + END.size + comment != tail_length:  # torch takes the last signature, other readers one whose comment fits
+        message = "the end of the zip archive is not at the end of the file: it is truncated, or bytes follow"
+        raise _corrupt(window.path, message)
     limit = tail_offset + at
     locator = window.read(limit - LOCATOR.size, LOCATOR.size) if limit >= LOCATOR.size else b""
     if locator.startswith(LOCATOR_SIGNATURE):
@@ -279,7 +280,9 @@ def _parse_directory(path: str, directory: bytes, count: int) -> list[_Entry]:
         if at + CENTRAL.size > len(directory):
             raise _corrupt(path, "the zip directory is cut off")
         fields = unpack(directory, at)
-        signature, _, _, flags, method, _, _, crc, nbytes, size, name, extra, comment, disk, _, _, start = fields
+        signature, _, _, flags, method, _, _, crc, nbytes, size, name, extra, comment, disk, _, attributes, start = (
+            fields
+        )
         after = at + CENTRAL.size + name + extra + comment
         if signature != CENTRAL_SIGNATURE or after > len(directory):
             raise _corrupt(path, "the zip directory is damaged")
@@ -291,6 +294,8 @@ def _parse_directory(path: str, directory: bytes, count: int) -> list[_Entry]:
             size, nbytes, start = _zip64_values(path, directory[extra_at : extra_at + extra], (size, nbytes, start))
         if disk not in (0, U16):
             raise _corrupt(path, "the archive is one part of several (multi-disk)")
+        if attributes & _FOLDER and nbytes:  # torch then leaves the memory for its data as it is
+            raise _corrupt(path, "a record with data is marked as a folder", [_decode(path, raw_name, flags)])
         if method == STORED and size != nbytes:
             raise _corrupt(path, "a stored record has two different sizes", [_decode(path, raw_name, flags)])
         entries.append(_Entry(raw_name, flags, method, crc, nbytes, size, start, directory[at:after]))

@@ -7,6 +7,7 @@ storages as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from ckpttool.core.checkpoint import Checkpoint, Lazy, Span, Storage
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Memory, limits
 from ckpttool.core.values import many_objects
-from ckpttool.formats.pickle_read import Origin, Pickle, check_size, loads
+from ckpttool.formats.pickle_read import Origin, Pickle, check_size, dangerous_before, loads
 from ckpttool.formats.torch.tensors import Carried, Rebuilder, Storages, is_parameter
 from ckpttool.formats.torch.tree import Container, read_tree
 from ckpttool.formats.torch.write_tree import changed_records, changed_root, dumped, fresh_root, key_of
@@ -37,6 +38,7 @@ def read(path: str) -> Checkpoint:
 def read_from(archive: Archive, source: str) -> Checkpoint:
     """Return the index of an archive that torch.save wrote; `source` is the user's name for it."""
     folder, pickle, storages = open_tree(archive)
+    _look_into_others(archive, folder)
     made = partial(Container, archive=archive, folder=folder)
     return read_tree(source, "torch_zip", archive.length, pickle, storages, sizes_in(archive, folder), made=made)
 
@@ -74,16 +76,35 @@ def read_pickle(archive: Archive, name: str) -> Pickle:
     return pickle
 
 
+def _look_into_others(archive: Archive, folder: str) -> None:
+    """Note the imports of other records that are pickles: ``torch.load(pickle_file=NAME)`` runs them."""
+    for record in archive.records:
+        if record.name != folder + "data.pkl" and not (key_of(record, folder) or "").isdigit():
+            with suppress(CkptError):
+                data = read_record(archive, record, limits().pickle_bytes)
+                span = archive.span(record)
+                origin = Origin(archive.path, archive.length, record.name, span.offset, span.offset + span.length)
+                try:
+                    loads(data, origin=origin)
+                except CkptError as error:
+                    dangerous_before(error, origin)
+
+
 def folder_of(archive: Archive, writer: str = "torch.save") -> str:
     """Return the folder of all records with its slash. Raises `CkptError` if there is none, or are two."""
     found = [name for name in archive.by_name if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(found) != 1:
         raise _unfit(archive, f"{len(found)} records are called NAME/data.pkl, not one", writer)
-    return found[0].removesuffix("data.pkl")
+    folder = found[0].removesuffix("data.pkl")
+    outside = next((name for name in archive.by_name if not name.startswith(folder)), None)
+    if outside is not None:
+        raise _unfit(archive, f"{outside} is not in the folder {folder} of the other records", writer)
+    return folder
 
 
 def check_byteorder(archive: Archive, folder: str) -> None:
-    record = archive.by_name.get(folder + "byteorder")
+    name = folder + "byteorder"
+    record = next((one for one in archive.records if one.name.lower() == name.lower()), None)  # as torch finds it
     if record is not None and read_record(archive, record, _MAX_NOTE) != b"little":
         raise CkptError(
             f"{archive.path}: its storages are not little-endian",

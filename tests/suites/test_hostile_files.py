@@ -1,0 +1,435 @@
+"""Files in the manner of picklescan's and fickling's own tests, and of the advisories about them.
+
+The oracles: the verdicts of both scanners (tests/data/scanners.tsv, compared with the scanners if they are installed),
+and for archives what torch itself reads. `CKPTTOOL_SUITES=all` also asks for every name of the scanners' lists.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import os
+import pickle
+import struct
+import tarfile
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from command import Run
+from places import ROOT
+
+ALL = os.environ.get("CKPTTOOL_SUITES") == "all"
+DANGEROUS, UNKNOWN = "dangerous", "unknown"
+
+
+def text(word: str) -> bytes:
+    return b"X" + struct.pack("<I", len(word.encode())) + word.encode()
+
+
+def imported(module: str, name: str) -> bytes:
+    return b"\x80\x04" + text(module) + text(name) + b"\x93."
+
+
+def call(module: str, name: str) -> bytes:
+    return text(module) + text(name) + b"\x93" + text("id") + b"\x85R"
+
+
+def torch_file(path: Path, pickled: bytes) -> Path:
+    """A file of torch.save with this pickle."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n"}.items():
+            archive.writestr(f"archive/{name}", data)
+    return path
+
+
+def folder_with(folder: Path, name: str, data: bytes) -> Path:
+    """A folder of weights with this file next to them."""
+    folder.mkdir()
+    save_file({"w": torch.ones(1)}, folder / "model.safetensors")
+    (folder / name).write_bytes(data)
+    return folder
+
+
+# Names
+
+with (ROOT / "tests/data/scanners.tsv").open() as rows:
+    NAMES = [tuple(row) for row in csv.reader(rows, delimiter="\t")][1:]
+# Their verdict is dangerous, ours is unknown, for which `check` fails too.
+MILDER = {
+    "functools.partial": "it calls nothing: what it wraps is an import of its own",
+    "torch.storage._load_from_bytes": "the pickle in the bytes is read, and its imports are listed",
+    **dict.fromkeys(("torch.jit", "torch.compile"), "only some functions of torch.jit load or compile"),
+    **dict.fromkeys(
+        ("test", "code", "platform", "logging", "operator", "_operator", "functools", "filecmp", "difflib"),
+        "the module has other names too, or is called as a folder of the user may be",
+    ),
+    **dict.fromkeys(("builtins", "__builtin__", "__builtins__"), "the module has harmless names too"),
+    **dict.fromkeys(("eval", "exec", "compile"), "there is no module of this name"),
+}
+
+
+def our_verdict(run: Run, folder: Path, module: str, name: str) -> str:
+    """The worst verdict on the imports of a torch file that imports the name; `check` must agree with it."""
+    path = torch_file(folder / "x.pt", imported(module, name))
+    found = [one["verdict"] for one in run("inspect", path, "--format", "json").data["imports"]]
+    worst = DANGEROUS if DANGEROUS in found else UNKNOWN if UNKNOWN in found else "harmless"
+    assert run("check", path).status == (0 if worst == "harmless" else 1)
+    return worst
+
+
+@pytest.mark.parametrize("scanner", ["picklescan", "fickling"])
+def test_names_that_a_scanner_s_tests_call(scanner: str, run: Run, tmp_path: Path, record_property: Any) -> None:
+    rows = [(module, name, theirs) for who, module, name, theirs in NAMES if who == scanner]
+    record_property("suite", scanner)
+    record_property("cases", len(rows))
+    wrong = {}
+    for module, name, theirs in rows:
+        ours = our_verdict(run, tmp_path, module, name)
+        milder = f"{module}.{name}" in MILDER and ours == UNKNOWN
+        if (theirs == DANGEROUS and ours != DANGEROUS and not milder) or (theirs == "innocuous" and ours == DANGEROUS):
+            wrong[module, name] = theirs, ours
+    assert wrong == {}
+
+
+def picklescan_says(data: bytes) -> str:
+    scanner = pytest.importorskip("picklescan.scanner")
+    levels = [one.safety.value for one in scanner.scan_pickle_bytes(io.BytesIO(data), "x").globals]
+    return next((level for level in (DANGEROUS, "suspicious") if level in levels), "innocuous")
+
+
+def fickling_says(data: bytes) -> str:
+    analysis = pytest.importorskip("fickling.analysis")
+    pickled = importlib.import_module("fickling.fickle").Pickled.load(data)
+    return DANGEROUS if analysis.check_safety(pickled).severity > analysis.Severity.LIKELY_SAFE else "innocuous"
+
+
+SCANNERS: dict[str, Callable[[bytes], str]] = {"picklescan": picklescan_says, "fickling": fickling_says}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scanner", SCANNERS)
+def test_the_recorded_verdicts_are_those_of_the_scanner(scanner: str) -> None:
+    for who, module, name, verdict in NAMES:
+        if who == scanner:
+            assert (module, name, SCANNERS[who](imported(module, name))) == (module, name, verdict)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scanner", SCANNERS)
+def test_every_name_on_the_list_of_a_scanner(scanner: str, run: Run, tmp_path: Path, record_property: Any) -> None:
+    if not ALL:
+        pytest.skip("CKPTTOOL_SUITES=all asks for them")
+    names: set[tuple[str, str]] = set()
+    if scanner == "picklescan":
+        listed = pytest.importorskip("picklescan.scanner")._unsafe_globals
+        for module, some in listed.items():
+            names |= {
+                (module, name) for name in (["any"] if some == "*" else [some] if isinstance(some, str) else some)
+            }
+    else:
+        imports = pytest.importorskip("fickling.analysis").UnsafeImportsML
+        names |= {(module, "any") for module in imports.UNSAFE_MODULES}
+        names |= {(module, "any") for module in importlib.import_module("fickling.fickle").UNSAFE_IMPORTS}
+        names |= {(module, name) for module, some in imports.UNSAFE_IMPORTS.items() for name in some}
+    record_property("suite", scanner)
+    record_property("cases", len(names))
+    found = {(module, name): our_verdict(run, tmp_path, module, name) for module, name in sorted(names)}
+    milder = {one for one, verdict in found.items() if verdict != DANGEROUS}
+    assert {found[one] for one in milder} <= {UNKNOWN}
+    assert {one for one in milder if one[0] not in MILDER and ".".join(one) not in MILDER} == set()
+
+
+# Pickles that no pickler writes
+
+EVIL = call("os", "system")
+LAST = b"\x80\x02" + EVIL + b"."
+MAGIC, VERSION = pickle.dumps(0x1950A86A20F9469CFC6C, 2), pickle.dumps(1001, 2)
+INNOCENT = {
+    "plain, protocol 0": pickle.dumps(["a", "b", "c"], 0),
+    "plain, protocol 3": pickle.dumps(["a", "b", "c"], 3),
+    "plain, protocol 4": pickle.dumps(["a", "b", "c"], 4),
+    "plain, in frames": pickle.dumps(["a" * 100_000, "b"], 5),
+    "a list in itself": b"\x80\x02]q\0h\0a.",
+    "an array of objects": pickle.dumps(np.array([1, "a", None], dtype=object)),
+    "an array of numbers": pickle.dumps(np.arange(4.0)),
+    "a call whose result is dropped": b"\x80\x04" + text("collections") + text("OrderedDict") + b"\x93)R0N.",
+}
+HOSTILE = {
+    "a global of text lines": b"cos\nsystem\n(S'id'\ntR.",
+    "an instance": b"(S'id'\nios\nsystem\n.",
+    "an object": b"(cos\nsystem\nS'id'\no.",
+    "names in the memo": b"Vos\np2\n0Vsystem\np3\n0Vtorch\np0\n0VLongStorage\np1\n0g2\ng3\n\x93(Vid\ntR.",
+    "names as strings of Python 2": b"S'os'\nS'system'\n\x93S'id'\n\x85R.",
+    "a chain of built-in functions": (
+        b"c__builtin__\nglobals\n(tRp1\n0c__builtin__\ncompile\n(S'x=1'\nS''\nS'exec'\ntRp2\n0c__builtin__\neval\n"
+        b"(g2\ng1\ntRp3\n0c__builtin__\napply\n(g3\n(g1\nS'x'\nltRp4\n0g4\n."
+    ),
+    "a getter of attributes": (
+        b"\x80\x04" + text("operator") + text("attrgetter") + b"\x93" + text("system") + b"\x85R"
+        + text("builtins") + text("__import__") + b"\x93" + text("os") + b"\x85R\x85R" + text("id") + b"\x85R."
+    ),
+    "a class of a module by a dotted name": b"\x80\x04" + call("pathlib", "os.system") + b".",
+    "dropped by POP": b"\x80\x04(" + text("smtplib") + text("SMTP") + b"\x93" + text("localhost") + b"o0N.",
+    "before a name that is not memoized": b"\x80\x04" + EVIL + b"0" + text("os") + b"\x94h\x03h\x00\x93K\x42.",
+    "before a name that is a number": b"\x80\x04" + EVIL + b"0J\x2a\0\0\0\x94h\0h\0\x93K\x42.",
+    "before what is not an opcode": b"\x80\x04" + EVIL + b"\xff.",
+    "before the end of the file": b"\x80\x04" + EVIL,
+    "without an end": b"cbuiltins\nexec\n(X\x10\0\0\0open('x').read()tRX.",
+    "after several headers": b"\x80\x02\x80\x03\x80\x04" + EVIL + b".",
+    "in the second pickle": pickle.dumps(["a"]) + b"\x80\x04" + EVIL + b".",
+    "in the third pickle": pickle.dumps(["a"]) * 2 + b"\x80\x04" + EVIL + b".",
+    "before bytes that are no pickle": b"\x80\x04" + EVIL + b".\xde\xad\xbe\xef",
+    "a state for a module": b"ctorch\n_utils\n}" + text("_rebuild_tensor") + b"c__builtin__\nexec\nsb.",
+    "a file of torch.save whose first pickle is a call": (
+        b"\x80\x02c__builtin__\neval\n" + text("0x1950A86A20F9469CFC6C") + b"\x85R." + VERSION + LAST
+    ),
+    "a file of torch.save whose first number is a harmless call": (
+        b"\x80\x02c__builtin__\nint\n" + text("119547037146038801333356") + b"\x85R." + VERSION + LAST
+    ),
+    "a number in another form before it": b"\x80\x02\x8b\x0a\0\0\0" + MAGIC[4:] + VERSION + LAST,
+    "a frame that ends in an opcode": b"\x80\x04\x95\x03" + bytes(7) + b"\x8c\x14" + b"A" * 20 + b".",
+    "a frame after the end": MAGIC[:2] + b"\x95\x40" + bytes(7) + MAGIC[2:] + VERSION + b"}." + LAST,
+    "bytes inside bytes": (
+        b"\x80\x04" + text("pickle") + text("loads") + b"\x93C\x14" + b"cos\nsystem\n(S'id'\ntR." + b"\x85R."
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*INNOCENT, *HOSTILE])
+def test_pickles(name: str, run: Run, tmp_path: Path) -> None:
+    """As the pickle of a torch file, as a file on its own, and next to weights."""
+    data = INNOCENT.get(name) or HOSTILE[name]
+    expected = 0 if name in INNOCENT else 1
+    for done in (
+        run("check", torch_file(tmp_path / "x.pt", data)),
+        run("check", folder_with(tmp_path / "folder", "own.pkl", data)),
+    ):
+        assert (done.status, done.err) == (expected, "")
+    (tmp_path / "own.pkl").write_bytes(data)
+    assert run("inspect", tmp_path / "own.pkl").status == 2
+    out = tmp_path / "out.pt"
+    copied = run("remap", tmp_path / "x.pt", "-o", out, "--rule", "nothing => something")
+    assert copied.status in (0, 1, 2)
+    if expected:
+        assert (copied.status, out.exists()) != (0, True)
+
+
+NOT_PICKLES = {
+    "an image": b"\x89PNG\r\n\x1a\n",
+    "text": b"cmod\n\xf8\n",
+    "7z": b"7z\xbc\xaf\x27\x1c" + bytes(40),
+    "an array of numpy": b"\x93NUMPY\1\0" + bytes(40),
+}
+
+
+@pytest.mark.parametrize("name", NOT_PICKLES)
+def test_files_that_are_no_pickles(name: str, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_bytes(NOT_PICKLES[name])
+    done = run("inspect", tmp_path / "x.pt")
+    assert (done.status, done.err.startswith("error: ")) == (2, True)
+    assert run("check", tmp_path / "x.pt").status == 1
+    done = run("check", folder_with(tmp_path / "folder", "own.pkl", NOT_PICKLES[name]))
+    assert (done.status, "(unreadable pickle)" in done.out) == (1, True)
+
+
+# The pickles above on which a scanner says something else than `check`.
+OTHERWISE = {
+    "picklescan": {
+        "a class of a module by a dotted name": "suspicious: it looks at the module only, which is pathlib",
+        "dropped by POP": "suspicious: it does not list smtplib",
+        "a frame that ends in an opcode": "it imports nothing; Python reads other opcodes than it seems",
+    },
+    "fickling": {
+        "an array of objects": "it allows numpy only in another mode",
+        "an array of numbers": "it allows numpy only in another mode",
+        "a call whose result is dropped": "for it, such a call is a sign of danger",
+        "in the second pickle": "it reads the first one",
+        "in the third pickle": "it reads the first one",
+        "a number in another form before it": "it reads the first pickle",
+        "a frame after the end": "it reads the first pickle",
+        "a frame that ends in an opcode": "as picklescan",
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scanner", SCANNERS)
+def test_what_a_scanner_says_of_these_pickles(scanner: str, record_property: Any) -> None:
+    record_property("suite", scanner)
+    record_property("cases", len(INNOCENT) + len(HOSTILE))
+    others = set()
+    for name, data in (INNOCENT | HOSTILE).items():
+        try:
+            is_refused = SCANNERS[scanner](data) == DANGEROUS
+        except Exception:  # fickling raises for a pickle that it cannot read
+            is_refused = True
+        if is_refused == (name in INNOCENT):
+            others.add(name)
+    assert others == set(OTHERWISE[scanner])
+
+
+# Archives, with torch as the oracle
+
+
+def members(value: object) -> dict[str, bytes]:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    with zipfile.ZipFile(buffer) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+GOOD, OTHER = members({"w": torch.ones(2)}), members({"other": torch.zeros(3)})
+PICKLE, STORAGE = "archive/data.pkl", "archive/data/0"
+
+
+def archive(*pairs: tuple[str, bytes], at: int = 0, comment: bytes = b"") -> bytes:
+    """A zip archive whose first byte is byte `at` of a file."""
+    buffer = io.BytesIO(bytes(at))
+    buffer.seek(at)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a name that is there twice
+        with zipfile.ZipFile(buffer, "a" if at else "w") as file:
+            for name, data in pairs:
+                file.writestr(zipfile.ZipInfo(name), data)
+            file.comment = comment
+    return buffer.getvalue()[at:]
+
+
+def with_field(in_directory: bool, offset: int, code: str, value: int) -> bytes:
+    """The good archive with another value in the header of its pickle."""
+    data = bytearray(archive(*GOOD.items()))
+    name = PICKLE.encode()
+    start = data.rindex(name) - 46 if in_directory else data.index(name) - 30
+    struct.pack_into(code, data, start + offset, value)
+    return bytes(data)
+
+
+def with_end(comment_length: int) -> bytes:
+    """The good archive; its comment holds another one, whose end lies about the length of its own comment."""
+    good = archive(*GOOD.items())
+    other = bytearray(archive(*OTHER.items(), at=len(good)))
+    struct.pack_into("<H", other, len(other) - 2, comment_length)
+    return good[:-2] + struct.pack("<H", len(other)) + bytes(other)
+
+
+FLAGS = {f"flags 0x{value:x}": ("<H", 6, 8, value) for value in (0x1, 0x20, 0x40, 0x800, 0x2000)}
+FIELDS = FLAGS | {
+    **{f"method {value}": ("<H", 8, 10, value) for value in (8, 12, 99)},
+    **{f"CRC {value}": ("<I", 14, 16, value) for value in (0, 1)},
+    **{f"compressed size {value}": ("<I", 18, 20, value) for value in (0, 1, 0xFFFFFFFF)},
+    **{f"size {value}": ("<I", 22, 24, value) for value in (0, 1, 0xFFFFFFFF)},
+    **{f"length of the name {value}": ("<H", 26, 28, value) for value in (1, 15, 17)},
+    **{f"length of the extra field {value}": ("<H", 28, 30, value) for value in (1, 4)},
+}
+ARCHIVES = {
+    "as torch writes it": archive(*GOOD.items()),
+    "with a comment": archive(*GOOD.items(), comment=b"a comment"),
+    "two pickles": archive((PICKLE, OTHER[PICKLE]), *GOOD.items()),
+    "two pickles, the other last": archive(*GOOD.items(), (PICKLE, OTHER[PICKLE])),
+    "two pickles, one in capitals": archive(("archive/DATA.PKL", OTHER[PICKLE]), *GOOD.items()),
+    "two pickles, one in capitals, last": archive(*GOOD.items(), ("archive/DATA.PKL", OTHER[PICKLE])),
+    "two storages, one in capitals": archive(*GOOD.items(), ("archive/DATA/0", struct.pack("<2f", 7, 8))),
+    "a pickle in capitals only": archive(*((n.replace("data.pkl", "DATA.PKL"), d) for n, d in GOOD.items())),
+    "a byte order in capitals": archive(
+        *((name, data) for name, data in GOOD.items() if "byteorder" not in name), ("archive/BYTEORDER", b"big")
+    ),
+    "two folders": archive(*GOOD.items(), *((name.replace("archive", "a"), data) for name, data in OTHER.items())),
+    "another folder first": archive(("a/version", b"3\n"), *GOOD.items()),
+    "another folder last": archive(*GOOD.items(), ("a/version", b"3\n")),
+    "a record without a folder": archive(*GOOD.items(), ("readme", b"x")),
+    "a pickle without a folder": archive(("data.pkl", OTHER[PICKLE]), *GOOD.items()),
+    "a pickle deeper": archive(*GOOD.items(), ("archive/x/data.pkl", OTHER[PICKLE])),
+    "bytes behind the end": archive(*GOOD.items()) + b"xyz",
+    "an archive before it": archive(*OTHER.items()) + archive(*GOOD.items(), at=len(archive(*OTHER.items()))),
+    "another archive in the comment": with_end(0),
+    "another archive in the comment, with a lie": with_end(5),
+    "a pickle that is marked as a folder": with_field(True, 38, "<I", 0x10),
+    "cut in half": archive(*GOOD.items())[:300],
+    **{f"{name} in the record": with_field(False, own, code, value) for name, (code, own, _, value) in FIELDS.items()},
+    **{f"{name} in the directory": with_field(True, at, code, value) for name, (code, _, at, value) in FIELDS.items()},
+}
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_archives(name: str, run: Run, tmp_path: Path) -> None:
+    """What torch loads is what is shown, or the file is refused."""
+    path, out = tmp_path / "x.pt", tmp_path / "out.safetensors"
+    path.write_bytes(ARCHIVES[name])
+    copied = run("convert", path, "-o", out)
+    assert copied.status in (0, 2)
+    assert run("inspect", path).status == copied.status
+    if name == "as torch writes it":
+        assert copied.status == 0
+    if copied.status:
+        assert copied.err.startswith("error: ")
+        return
+    try:
+        theirs = torch.load(path)
+    except Exception:
+        return
+    ours = {one["key"] for one in run("inspect", path, "--format", "json").data["tensors"]}
+    assert ours == set(theirs)
+    assert all(torch.equal(tensor, theirs[key]) for key, tensor in load_file(out).items())
+
+
+@pytest.mark.parametrize("name", ["archive/config.p", "archive/notes.txt", "archive/data/x.bin", "archive/constants"])
+@pytest.mark.parametrize("shape", ["a global of text lines", "names in the memo", "before what is not an opcode"])
+def test_a_pickle_in_another_record(name: str, shape: str, run: Run, tmp_path: Path) -> None:
+    """`torch.load(pickle_file=NAME)` reads it."""
+    path = tmp_path / "x.pt"
+    path.write_bytes(archive(*GOOD.items(), (name, HOSTILE[shape])))
+    done = run("check", path)
+    assert (done.status, "os.system" in done.out, name in done.out) == (1, True, True)
+    assert run("remap", path, "-o", tmp_path / "out.pt", "--rule", "w => v").status == 1
+    path.write_bytes(archive(*GOOD.items(), (name, b"hello world")))
+    assert run("check", path).status == 0
+
+
+# Files of two formats
+
+
+def test_a_file_of_torch_before_1_6_that_is_also_a_tar(run: Run, tmp_path: Path) -> None:
+    """torch.load tries tar first: its members are not those of the pickles that the file begins with."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:", format=tarfile.USTAR_FORMAT) as tar:
+        for name, data in {
+            "x" * 90: b"",
+            "storages": pickle.dumps(0, 2) + pickle.dumps([], 2),
+            "tensors": pickle.dumps(0, 2),
+            "pickle": pickle.dumps({"other": 1}, 2),
+        }.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    whole = bytearray(buffer.getvalue())
+    start = MAGIC + VERSION + b"\x80\x02}T"
+    start += struct.pack("<I", len(whole) - len(start) - 4)  # the rest of the tar is a string, which is dropped
+    whole[: len(start)] = start
+    whole[148:156] = b"%06o\0 " % (sum(whole[:148]) + 8 * 32 + sum(whole[156:512]))
+    buffer = io.BytesIO()
+    torch.save({"w": torch.ones(1)}, buffer, _use_new_zipfile_serialization=False)
+    buffer.seek(0)
+    for _ in range(3):
+        pickle.load(buffer)
+    path = tmp_path / "x.pt"
+    path.write_bytes(bytes(whole) + b"0." + buffer.read())
+    assert torch.load(path, weights_only=False) == {"other": 1}
+    done = run("inspect", path)
+    assert (done.status, "also a tar archive" in done.err) == (2, True)
+    assert run("check", path).status == 1
+
+
+def test_a_safetensors_file_with_an_archive_behind_it(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"w": torch.ones(1)}, path)
+    path.write_bytes(path.read_bytes() + archive(*OTHER.items(), at=path.stat().st_size))
+    assert run("inspect", path).status == 2
