@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ckpttool.core.checkpoint import Checkpoint
@@ -16,11 +15,9 @@ from ckpttool.naming.wrappers import canonical_keys
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import as_read
 from ckpttool.remapping.options import RemapOptions
-from ckpttool.ruleset.infer_rules import patterns
-from ckpttool.ruleset.patterns import matches
+from ckpttool.ruleset.infer_rules import drops
 
 Candidate = tuple[str, RemapOptions]  # a word for the output's name, and the options of the remap
-_MOST_DROPS = 24  # --drop options on one command line
 
 
 def to_load(question: Question) -> Iterator[Candidate]:
@@ -86,16 +83,6 @@ def _without_second_names(source: Checkpoint, diff: Diff, *options: RemapOptions
     if texts:
         for one in options:
             yield one.to or "without", replace(one, drop=texts)
-
-
-def drops(dropped: Sequence[str], kept: Collection[str]) -> tuple[str, ...] | None:
-    """Return patterns that match all keys of `dropped` and none of `kept`; None if there are none, or too many."""
-    special = [key for key in dropped if re.search(r"^re:|[\[\]*?{}]", key)]  # would be read as a pattern
-    plain = [key for key in dropped if key not in special]
-    texts = (*patterns(plain, [*kept, *special]), *(f"re:{re.escape(key)}" for key in special))
-    if len(texts) > _MOST_DROPS or any(matches(text, key) for text in texts for key in kept):
-        return None
-    return texts
 
 
 def _select(source: Checkpoint, names: set[str], *options: RemapOptions) -> Iterator[Candidate]:

@@ -56,6 +56,7 @@ _HINTS: dict[Advice, str] = {
     "constants": "constants=True swaps the constants among them too",
     "values": "constants=True takes the model's values, keep_constants=True keeps the program's",
     "model": "state_dict hooks may rename keys when a model is saved: pass the model, as in model=module",
+    "left_over": "everything that is there gets a value: leave the other keys out",
 }
 
 _COMPILED_IN = "a weight of 8 elements or fewer in a row is compiled into a package's code: leave it out to keep it"

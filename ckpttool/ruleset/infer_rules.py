@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.text import NUMBER
-from ckpttool.ruleset.patterns import InTurn, parse, pattern_of
+from ckpttool.ruleset.patterns import InTurn, matches, parse, pattern_of
 
 _VARIABLES = ("{n}", "{m}", "{k}", "{j}")  # the layer numbers, the outermost first
 _MOST_KINDS = 400  # kinds of renames beyond which only layer numbers are generalised
 _TOO_MANY = 4000  # kinds of renames beyond which every key gets a rule
+_MOST_DROPS = 24  # --drop options on one command line
 _SAMPLES = 2  # keys of each kind that a rule is tried on; all are checked at the end
 
 
@@ -84,6 +86,16 @@ def patterns(wanted: Sequence[str], others: Iterable[str]) -> tuple[str, ...]:
         for kind in hits[best]:
             rest.pop(kind, None)
     return tuple(found)
+
+
+def drops(dropped: Sequence[str], kept: Collection[str]) -> tuple[str, ...] | None:
+    """Return patterns that match all keys of `dropped` and none of `kept`; None if there are none, or too many."""
+    special = [key for key in dropped if re.search(r"^re:|[\[\]*?{}]", key)]  # would be read as a pattern
+    plain = [key for key in dropped if key not in special]
+    texts = (*patterns(plain, [*kept, *special]), *(f"re:{re.escape(key)}" for key in special))
+    if len(texts) > _MOST_DROPS or any(matches(text, key) for text in texts for key in kept):
+        return None
+    return texts
 
 
 def numbered(names: Sequence[str]) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from ckpttool.naming.match import match
 from ckpttool.naming.wrappers import Chain, strip
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.model import ModelOperand, as_read, operand_of, read_for_model
+from ckpttool.operands.output import outputs
 from ckpttool.remapping.write import COST, UNDO, VERIFIED, Cost, Undo, Verified, Writer, check_code, cost_of, undo_of
 from ckpttool.swap.weight_map import (
     canonical_names,
@@ -168,12 +169,13 @@ SWAP = record(
 )
 _REMADE = "a constant of the program, which the model's loading computes from the checkpoint"
 # What to do about weights that do not fit: a kind, and the hint of the command line.
-Advice = Literal["constants", "values", "code", "compiled", "model", "alone", "cast", "compare"]
+Advice = Literal["constants", "values", "code", "compiled", "left_over", "model", "alone", "cast", "compare"]
 _HINTS: dict[Advice, str] = {
     "constants": "some of them are constants of the program: --constants swaps these too",
     "values": "--constants takes the model's values, --keep-constants keeps the program's",
     "code": "a list of names cannot compute them, the model's code can: --model package.module:attr, or file.py:attr",
     "compiled": INSIDE,
+    "left_over": "all weights of the program are there: leave the other keys out, and try again",
     "model": "state_dict hooks may rename keys when a model is saved: pass the model's definition, "
     "--model file.py:build",
     "alone": "the program has the names of these weights: leave --model out",
@@ -368,6 +370,8 @@ def _advice(program: Checkpoint, names: Names | None, problems: Sequence[Problem
         return "code"
     if "left_over" in kinds and file is not None and file.compiled:
         return "compiled"
+    if kinds == {"left_over"}:
+        return "left_over"
     if names is not None and left and left == missing:
         return "alone"
     if names is None and kinds & {"left_over", "missing"}:
@@ -398,7 +402,18 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
         model = model.by_pretrained
     elif model is not None and options.source_form is None:
         model = as_read(model, new, weights.source)
-    swapped = swap(deployed, new, model, options)
+    try:
+        swapped = swap(deployed, new, model, options)
+    except Misfit as error:
+        if error.advice == "left_over":
+            from ckpttool.ruleset.infer_rules import drops
+
+            left_over = [problem.key for problem in error.problems]
+            texts = drops(left_over, new.by_key().keys() - left_over) or ("PATTERN",)
+            words = [word for text in texts for word in ("--drop", text)]
+            part = shell("ckpttool", "remap", weights.source, *words, "-o", next(outputs(weights.source, "part")))
+            error.hint = f"all weights of the program are there; without the other keys: {part}"
+        raise
     if not swapped.sources and all(one.verdict != "from_model" for one in swapped.compared):
         raise Refused(
             f"nothing to swap: no key of {weights.source} is a weight of {path}",

@@ -23,11 +23,11 @@ import ckpttool
 import mend_models
 from ckpttool import diff
 from ckpttool.cli.app import main
-from ckpttool.fixes.candidates import drops
 from ckpttool.fixes.suggest import PART
 from ckpttool.naming.match import prefixes
 from ckpttool.operands.output import command, outputs
 from ckpttool.remapping.options import RemapOptions
+from ckpttool.ruleset.infer_rules import drops
 from ckpttool.ruleset.patterns import matches
 from ckpttool.tracing import trace as tracing
 from command import fixes_in, notes_in

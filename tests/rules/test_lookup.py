@@ -9,14 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.fixes.candidates import drops
 from ckpttool.fixes.rules_file import suggest
 from ckpttool.live.model import section_of
 from ckpttool.naming import pairing
 from ckpttool.naming.evidence import Pair, Side, Tensor, groups
 from ckpttool.naming.pairing import infer
 from ckpttool.ruleset import infer_rules
-from ckpttool.ruleset.infer_rules import patterns, renames
+from ckpttool.ruleset.infer_rules import drops, patterns, renames
 from ckpttool.ruleset.patterns import InTurn, Naming, Rule, matches, parse
 
 SEGMENT = st.sampled_from(["a", "b", "layers", "0", "1", "12", "*", "{n}", "re:a", "x[1]"])

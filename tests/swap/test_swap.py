@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -460,3 +462,19 @@ def test_a_weight_that_the_program_does_not_have_is_left_over(tmp_path: Path, ru
     done = run("swap-weights", *words, "-o", tmp_path / "out.pt2", "--format", "json")
     said = [f"{one['problem']} @ {one['key']}" for one in done.data["problems"]]
     assert (done.status, said) == (1, [f"left over: the program has no such weight @ {key}"])
+
+
+def test_keys_that_a_training_adds_are_left_out_by_the_hint(
+    program: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning's module holds the model, and the weights of its loss."""
+    monkeypatch.chdir(tmp_path)
+    model = trained(1)
+    loss = {f"loss.net.{index}.weight": torch.ones(2) for index in range(5)}
+    torch.save({**{f"model.{key}": value for key, value in model.state_dict().items()}, **loss}, "train.pt")
+    done = run("swap-weights", program, "train.pt", "-o", "out.pt2", "--model", MODEL)
+    assert (done.status, done.err.count("left over")) == (1, 5)
+    (hint,) = re.findall("without the other keys: ckpttool (.*)", " ".join(done.err.split()))
+    assert run(*shlex.split(hint)).status == 0
+    assert run("swap-weights", program, "train.part.pt", "-o", "out.pt2", "--model", MODEL).status == 0
+    assert torch.equal(torch.export.load("out.pt2").module()(*TOKENS), model(*TOKENS))
