@@ -310,10 +310,17 @@ def copied_state(state: Mapping[str, object]) -> OrderedDict[str, Any]:
             if value.device.type == "meta" and plain:
                 copied[key] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
             else:
-                copied[key] = value.detach().clone()
+                copied[key] = _clone(key, value)
     metadata = metadata_of(state)
     if metadata is not None:
         copied._metadata = copy.deepcopy(metadata)  # type: ignore[attr-defined]
+    return copied
+
+
+def _clone(key: str, value: torch.Tensor) -> torch.Tensor:
+    copied = attempt(value.detach().clone)
+    if isinstance(copied, Exception):
+        raise CkptError(f"{key} cannot be copied: {describe(copied)}", hint="its class has to implement clone()")
     return copied
 
 

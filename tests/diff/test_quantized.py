@@ -68,3 +68,10 @@ def test_names_do_not_tell_if_a_value_is_kept(model: str, status: int, run: Run,
     done = run("diff", tmp_path / "model.pt", "--model", names)
     assert done.status == status
     assert ("names cannot tell" in done.err) == (status == 2)
+
+
+def test_a_class_without_clone_is_reported(run: Run, tmp_path: Path) -> None:
+    saved("plain", "integers", tmp_path / "model.pt")
+    done = run("diff", tmp_path / "model.pt", "--model", "rounded_tensors:single")
+    assert done.status == 2
+    assert "weight cannot be copied: NotImplementedError: Single has no aten.clone.default" in done.err

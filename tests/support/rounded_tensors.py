@@ -79,3 +79,19 @@ def int16() -> nn.Module:
 
 def exact() -> nn.Module:
     return Net("float32 1")
+
+
+class Single(Rounded):
+    """A tensor that cannot be copied."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return return_and_correct_aliasing(func, args, {}, Single(func(args[0].values_), args[0].step))
+        raise NotImplementedError(f"Single has no {func}")
+
+
+def single() -> nn.Module:
+    model = Net("plain")
+    model.weight = nn.Parameter(Single(torch.zeros(3, 2), 1.0), requires_grad=False)
+    return model
