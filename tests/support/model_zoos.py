@@ -301,9 +301,15 @@ def _first(builders: Iterable[Build]) -> Build:
     reasons, large = [], []
     for build in builders:
         try:
-            if _size(build) <= MOST:
+            on_meta = builds_on_meta(build)
+            model = _on_meta(build) if on_meta else build()
+            size = sum(parameter.numel() for parameter in model.parameters())
+            if size <= MOST:
                 return build
-            large.append(partial(_on_meta, build))
+            if on_meta:
+                large.append(partial(_on_meta, build))
+            else:
+                reasons.append(f"is too large, and its constructor needs values: {size:,} parameters")
         except Exception as error:  # other people's code
             reason = "needs another package" if isinstance(error, ImportError) else "is not built from these sizes"
             reasons.append(f"{reason}: {type(error).__name__}: {' '.join(str(error).split())[:100]}")
@@ -312,12 +318,12 @@ def _first(builders: Iterable[Build]) -> Build:
     raise NoCase(reasons[0])
 
 
-def _size(build: Build) -> int:
+def builds_on_meta(build: Build) -> bool:
     try:
-        model = _on_meta(build)
+        _on_meta(build)
     except (NotImplementedError, RuntimeError):  # it computes with its values
-        model = build()
-    return sum(parameter.numel() for parameter in model.parameters())
+        return False
+    return True
 
 
 def _on_meta(build: Build) -> nn.Module:
