@@ -419,9 +419,13 @@ def _optimizer_fixes(question: Question, remedy: Remedy) -> Fixes:
         if has_placeholder(options):
             return Fixes((command("remap", (path,), replace(options, out=next(outputs(path, word)))),))
         asked = replace(question, left=file, optimizer_path=optimizer_path)
-        fix = try_remap(asked, options, word, question.remaining(question.diff))
+        most = question.remaining(question.diff)
+        fix = try_remap(asked, options, word, most) or try_remap(asked, options, word, most, loses_state=True)
         if fix is not None:
-            return Fixes((fix.fix,))
+            left_out = (
+                f"the command leaves out the state of {some(fix.stateless)}, which the optimizer of right does not have"
+            )
+            return Fixes((fix.fix,), (Note(left_out, "leaves-state"),) if fix.stateless else ())
     return Fixes(notes=(NO_REMAP,))
 
 

@@ -108,18 +108,22 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A command that works, as its options, and the answer after it has run."""
+    """A command that works, as its options, and the answer after it has run.
+
+    `stateless` are parameters that it leaves out of an optimizer, with their state.
+    """
 
     verb: str
     operands: tuple[str, ...]
     options: RemapOptions | SwapOptions
     after: Diff
+    stateless: tuple[str, ...] = ()
 
     @property
     def fix(self) -> Fix:
         """The command line."""
         line = command(self.verb, self.operands, self.options)
-        remap = self.options if self.after.identical and self.verb == "remap" else None
+        remap = self.options if self.after.identical and self.verb == "remap" and not self.stateless else None
         return Fix(line, complete=self.after.identical, tried=True, options=remap)
 
     @property
@@ -133,9 +137,12 @@ class Trial:
         return isinstance(self.options, RemapOptions) and bool(self.options.rule)
 
 
-def try_remap(question: Question, options: RemapOptions, word: str, most: int | None = None) -> Trial | None:
+def try_remap(
+    question: Question, options: RemapOptions, word: str, most: int | None = None, *, loses_state: bool = False
+) -> Trial | None:
     """Return the remap of the left checkpoint with these options; None if it is refused, if no format can hold the
-    result, if it loses something, or if `most` differences or more are left.
+    result, if it loses something, or if `most` differences or more are left. With `loses_state` it may leave parameters
+    of an optimizer out.
 
     `options` are as printed; what is read already is reused. `word` is part of the output's name, whose ending may
     change to the ending of a format that holds more.
@@ -152,7 +159,8 @@ def try_remap(question: Question, options: RemapOptions, word: str, most: int | 
         result = remap.plan_remap(source, read, model, to_model)
     except CkptError:
         return None
-    if _loses(source, result, question.model):
+    stateless = tuple(name for optimizer in result.optimizers for name in optimizer.dropped)
+    if (stateless and not loses_state) or _loses(source, result, question.model):
         return None
     for out in outputs(source.source, word):
         try:
@@ -167,7 +175,9 @@ def try_remap(question: Question, options: RemapOptions, word: str, most: int | 
             target.lay_out(fitted)
         except CkptError:
             continue
-        return Trial("remap", (source.source,), replace(options, out=out, partial=bool(result.missing)), after)
+        return Trial(
+            "remap", (source.source,), replace(options, out=out, partial=bool(result.missing)), after, stateless
+        )
     return None
 
 
@@ -192,8 +202,6 @@ def _loses(source: Checkpoint, result: Remap, model: ModelOperand | None) -> boo
     Not lost are counters of AveragedModel, non-persistent buffers, and keys that the model's saving computes from other
     tensors: its code creates them again.
     """
-    if any(optimizer.dropped for optimizer in result.optimizers):
-        return True
     created_again = () if model is None else tuple(t.fqn for t in model.names().runtime if not t.persistent)
     kept = {(output.section, key) for output in result.plan.outputs for key in refs(output.source)}
     dropped = [one for one in result.plan.dropped if one.reason not in (NO_COUNTER, MADE_AGAIN)]

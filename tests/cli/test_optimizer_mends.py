@@ -373,3 +373,35 @@ def test_parameters_that_are_cut_or_joined_are_not_missing(
     assert status == 1
     (command,) = fixes_in(found)
     assert "--partial" not in command
+
+
+# Parameters that are frozen later
+
+
+def test_state_of_parameters_that_are_not_trained_any_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], run: Run
+) -> None:
+    """The printed command leaves their state out, and says so. `fix` does not decide that."""
+    old_model, old = train(models.Net, models.adamw, 1)
+    path = save(tmp_path / "old.pt", old_model, old)
+    words = ("--model", "optimizer_models:Frozen", "--optimizer", "optimizer_models:trainable")
+    status, found = told(capsys, "diff", *words, path)
+    assert status == 1
+    model = models.Frozen()
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert any("leaves out the state of" in note and frozen <= {*note.split()} for note in _bare(found))
+    (line,) = fixes_in(found)
+    out = paste(line)
+    assert told(capsys, "diff", *words, out)[0] == 0
+    optimizer = models.trainable(model)
+    optimizer.load_state_dict(torch.load(out)["optimizer"])
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    before = {name: old.state[parameter] for name, parameter in old_model.named_parameters()}
+    assert len(optimizer.state) == len(before) - len(frozen)
+    for parameter, own in optimizer.state.items():
+        assert torch.equal(own["exp_avg"], before[names[parameter]]["exp_avg"])
+    assert run("fix", path, *words, "-o", tmp_path / "fixed.pt").status == 1
+
+
+def _bare(found: dict[str, Any]) -> list[str]:
+    return [note.replace(",", " ") for note in notes_in(found)]
