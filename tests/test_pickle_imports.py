@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import pkgutil
 import resource
 import shlex
 import struct
@@ -167,6 +168,10 @@ def test_an_item_of_a_dcp_folder_and_a_record_of_a_program(tmp_path: Path, run: 
         ("pathlib", "PosixPath", KNOWN),
         ("copy_reg", "_reconstructor", KNOWN),
         ("torch.nn.modules.linear", "Linear", OWN),
+        ("torch.ao.quantization.fx.graph_module", "GraphModule", UNKNOWN),
+        ("torch.distributed._shard.checkpoint._async_process_executor", "TCPStore", UNKNOWN),
+        ("torch.distributed._shard.checkpoint.metadata", "Metadata", OWN),
+        ("torch.distributed.checkpoint.metadata", "Metadata", OWN),
         ("torch.utils.data.dataset", "Subset", UNKNOWN),
         ("mymodel", "Net", UNKNOWN),
     ],
@@ -193,6 +198,46 @@ def test_what_counts_as_torchs_own_is_no_module_and_comes_from_nowhere_else(modu
         if verdict(module, name) in (OWN, KNOWN):
             assert type(value) is not type(os), name
             assert str(getattr(value, "__module__", "")).partition(".")[0] not in bad, name
+
+
+HARMLESS = (
+    "typing.",
+    "typing_extensions.",
+    "abc.",
+    "enum.",
+    "collections.",
+    "dataclasses.",
+    "numbers.",
+    "contextlib.Abstract",
+)
+HARMLESS += "torch.optim._multi_tensor.", "torch.types.Storage", "torch._prims_common.ELEMENTWISE", "torch._C._nn."
+HARMLESS += "torch._VariableFunctionsClass.", "torch.nn.functional."
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_class_of_another_module_is_not_torchs_own() -> None:
+    """A pickle may name a class by any module that imports it. `CKPTTOOL_SUITES=all` imports all modules of torch."""
+    modules = [name for name in sys.modules if name.startswith("torch.")]
+    if os.environ.get("CKPTTOOL_SUITES") == "all":
+        modules = [one.name for one in pkgutil.walk_packages(torch.__path__, "torch.", onerror=lambda name: None)]
+    wrong = []
+    for module in modules:
+        if verdict(module, "AnyClass") != OWN or module.endswith("__main__"):
+            continue
+        try:
+            values = vars(import_module(module))
+        except Exception:  # it needs another package
+            continue
+        for name, value in values.items():
+            home, own_name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+            if (
+                home
+                and own_name
+                and verdict(module, name) in (OWN, KNOWN)
+                and verdict(home, own_name) not in (OWN, KNOWN)
+            ):
+                wrong.append((module, name, f"{home}.{own_name}"))
+    assert [one for one in wrong if not one[2].startswith(HARMLESS)] == []
 
 
 # What is carried on

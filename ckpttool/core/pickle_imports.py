@@ -155,8 +155,22 @@ _CLASS = re.compile(r"_*[A-Z][A-Za-z0-9_]*")
 _TORCH_CLASSES = re.compile(
     r"torch\.(nn\.(parameter|modules|utils|parallel|quantized|quantizable|intrinsic|qat)|ao|quantization|optim|amp|sparse"
     r"|cuda\.amp|cuda\.sparse|distributions|masked|nested|storage|torch_version|_subclasses|_tensor"
-    r"|distributed\.(tensor|_tensor|_shard|device_mesh|checkpoint\.metadata|checkpoint\.planner|fsdp|remote_device))"
-    r"(\.\w+)*"
+    r"|distributed\.(tensor|_tensor|_shard(?!\.checkpoint)|device_mesh|(_shard\.)?checkpoint\.(metadata|planner)|fsdp"
+    r"|remote_device))(\.(?!(\w*fx|\w*pt2e|quantizer|experimental|debug)\b)\w+)*"
+)
+# Classes that these modules import from elsewhere: under their own names they are not torch's own data.
+_IMPORTED = _words(
+    """
+    ActivationWrapper AsyncCollectiveTensor BackwardHook C10dBackend CapturedTraceback ConstantIntNode CreationMeta
+    CustomClassBase DispatchKey DispatchKeySet ExceptionWrapper ExitStack FakeProcessGroup FakeScriptObject Function
+    GraphModule GroupMember GroupName GuardOnDataDependentSymNode InvalidVersion Join JoinHook Joinable LazyString
+    LocalTensor LocalTensorMode MissingOpProfile Node OpOverload OpOverloadPacket OpaqueBase ProcessGroup RRef
+    ReduceOp ReferenceType RemovableHandle SDPAParams SDPBackend SampleInput SchemaArgType SchemaArgument SchemaInfo
+    Scope StorageWeakRef SymBool SymFloat SymInt SymNode TorchBindOpOverload TorchDispatchMode TorchFunctionMode
+    TraceableWrapperSubclass TransformType TreeSpec Variable Version WeakIdKeyDictionary WeakTensorKeyDictionary
+    Work _DTensor_OpSchema_post_init _DTensor_OpSchema_recompute_comparison_key _FlatLayout _MeshLayout _MultiHandle
+    _State
+    """
 )
 _ACTIVATIONS = _words(
     """
@@ -223,6 +237,6 @@ def _verdict(module: str, name: str) -> str:
         return OWN
     if module.startswith("__torch__"):  # a class of TorchScript code, which is not Python
         return OWN
-    if _TORCH_CLASSES.fullmatch(module) and _CLASS.fullmatch(name):
+    if _TORCH_CLASSES.fullmatch(module) and _CLASS.fullmatch(name) and name not in _IMPORTED:
         return OWN
     return KNOWN if module == "numpy.dtypes" and _CLASS.fullmatch(name) else UNKNOWN
