@@ -331,7 +331,7 @@ def test_f_an_unknown_file_is_inspected_and_cleaned_without_running_it(run: Run,
 
 def test_g_dcp_to_safetensors_and_a_rename_in_place_and_back(run: Run, tmp_path: Path) -> None:
     state = {"encoder.weight": torch.randn(8, 3), "encoder.bias": torch.randn(8)}
-    dcp.save({"model": state}, checkpoint_id="step", no_dist=True)
+    dcp.save({"model": state}, checkpoint_id="step")
     before = {path.name: path.read_bytes() for path in Path("step").iterdir()}
     done = run("remap", "step", "-o", "step.safetensors")
     assert done.status == 0, done.said

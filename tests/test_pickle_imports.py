@@ -128,7 +128,7 @@ def test_every_pickle_of_an_old_file_is_looked_at(tmp_path: Path, run: Run) -> N
 
 
 def test_an_item_of_a_dcp_folder_and_a_record_of_a_program(tmp_path: Path, run: Run) -> None:
-    dcp.save({"w": torch.ones(2), "x": Runs(os.getcwd)}, checkpoint_id=tmp_path / "d", no_dist=True)
+    dcp.save({"w": torch.ones(2), "x": Runs(os.getcwd)}, checkpoint_id=tmp_path / "d")
     assert run("check", tmp_path / "d").status == 1
     assert "posix.getcwd" in run("inspect", tmp_path / "d").out
     torch.export.save(torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),)), tmp_path / "p.pt2")
@@ -136,7 +136,7 @@ def test_an_item_of_a_dcp_folder_and_a_record_of_a_program(tmp_path: Path, run: 
     torch.save(((Runs(os.getcwd),), {}), buffer)
     with zipfile.ZipFile(tmp_path / "p.pt2") as old, zipfile.ZipFile(tmp_path / "evil.pt2", "w") as new:
         for record in old.infolist():
-            is_input = "sample_inputs/" in record.filename
+            is_input = "sample_inputs/" in record.filename or record.filename.endswith("example_inputs.pt")
             new.writestr(record.filename, buffer.getvalue() if is_input else old.read(record))
     assert run("check", tmp_path / "p.pt2").status == 0
     assert "posix.getcwd" in run("check", tmp_path / "evil.pt2").out
@@ -266,7 +266,7 @@ def test_what_is_left_out_is_no_reason_to_refuse(tmp_path: Path, run: Run, kind:
     value = {"w": torch.ones(2), "x": Runs(os.getcwd)}
     path = tmp_path / ("m" if kind in ("dcp", "shards") else "m.pt")
     if kind == "dcp":
-        dcp.save(value, checkpoint_id=path, no_dist=True)
+        dcp.save(value, checkpoint_id=path)
     elif kind == "shards":
         path.mkdir()
         names = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
@@ -291,7 +291,7 @@ def test_what_an_item_of_a_dcp_folder_calls_and_throws_away_stays_with_it(
 ) -> None:
     """The value of the item says nothing of it, and of two equal items the one that stays may not be the one read."""
     items = {"model": {"w": torch.ones(2)}, "x": "a" * 200, **({"y": "a" * 200} if twice else {})}
-    dcp.save(items, checkpoint_id=tmp_path / "d", no_dist=True)
+    dcp.save(items, checkpoint_id=tmp_path / "d")
     (data,) = (tmp_path / "d").glob("*.distcp")
     old = pickle.dumps("a" * 200, 2)
     runs = b"\x80\x02" + SHAPES["popped"].removesuffix(b"N")
@@ -320,7 +320,7 @@ def test_a_swap_does_not_carry_code_on_unasked(tmp_path: Path, run: Run, place: 
         program = tmp_path / "evil.pt2"
         with zipfile.ZipFile(tmp_path / "p.pt2") as old, zipfile.ZipFile(program, "w") as made:
             for record in old.infolist():
-                is_input = "sample_inputs/" in record.filename
+                is_input = "sample_inputs/" in record.filename or record.filename.endswith("example_inputs.pt")
                 made.writestr(record.filename, buffer.getvalue() if is_input else old.read(record))
     model = {"model": nn.Linear(2, 2).state_dict()}
     torch.save({**model, "x": Runs(os.getcwd)} if place == "weights" else model, tmp_path / "w.pt")

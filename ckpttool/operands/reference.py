@@ -158,7 +158,8 @@ def _loaded(folder: str, batch: Mapping[str, TensorEntry]) -> Iterator[Pair]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(state, checkpoint_id=folder, no_dist=True)
+            # Not `dcp.load`: it has `no_dist`, without which all ranks must take part, only since torch 2.7.
+            dcp.load_state_dict(state, dcp.FileSystemReader(folder), no_dist=True)
     except Exception as error:
         message = f"torch {torch.__version__} cannot load {folder}: {first_line(error)}"
         raise CkptError(message, hint="do not use it, and report this") from error

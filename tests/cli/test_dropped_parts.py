@@ -46,7 +46,7 @@ def write(kind: str, path: Path) -> str:
         state = get_optimizer_state_dict(model, optimizer, options=FLAT if kind == "flat" else None)
     saved = {"model": model.state_dict(), "optimizer": state, "epoch": 1}
     if kind == "dcp":
-        dcp.save(saved, checkpoint_id=str(path), no_dist=True)
+        dcp.save(saved, checkpoint_id=str(path))
     else:
         torch.save(saved, path)
     return "optimizer"

@@ -54,7 +54,7 @@ def _write() -> None:
     Path("hf").mkdir()
     save_file(WRAPPED, "hf/model.safetensors")
     Path("hf/config.json").write_text("{}")
-    dcp.save(dict(PLAIN), checkpoint_id="saved.dcp", no_dist=True)
+    dcp.save(dict(PLAIN), checkpoint_id="saved.dcp")
     linear = nn.Linear(2, 3)
     linear.load_state_dict(PLAIN)
     torch.export.save(torch.export.export(linear, (torch.ones(1, 2),)), "program.pt2")

@@ -176,7 +176,7 @@ def saved(path: Path, form: str, model: nn.Module, optimizer: torch.optim.Optimi
     state = get_optimizer_state_dict(model, optimizer) if names else optimizer.state_dict()
     whole = {"model": model.state_dict(), "optimizer": state}
     if form == "dcp":
-        save(whole, storage_writer=FileSystemWriter(path), no_dist=True)
+        save(whole, storage_writer=FileSystemWriter(path))
     else:
         torch.save(whole, path)
 
@@ -187,7 +187,7 @@ def resumed(path: Path, form: str, kind: str, groups: int) -> dict[str, torch.Te
     optimizer = make(model, kind, groups)
     if form == "dcp":
         whole = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-        load(whole, storage_reader=FileSystemReader(path), no_dist=True)
+        load(whole, storage_reader=FileSystemReader(path))
     else:
         whole = torch.load(path)
     model.load_state_dict(whole["model"])

@@ -50,12 +50,12 @@ def write(name: str, folder: Path) -> tuple[str, str]:
     content, section = FILES[name]
     path = folder / name
     if name == "accelerate":
-        dcp.save({"model": content}, checkpoint_id=str(path / "pytorch_model_fsdp_0"), no_dist=True)
+        dcp.save({"model": content}, checkpoint_id=str(path / "pytorch_model_fsdp_0"))
         optimizer = torch.optim.SGD(nn.Linear(2, 3).parameters())
         path.mkdir(exist_ok=True)
         torch.save(optimizer.state_dict(), path / "optimizer.bin")
     elif name.endswith("dcp"):
-        dcp.save(content, checkpoint_id=str(path), no_dist=True)
+        dcp.save(content, checkpoint_id=str(path))
     else:
         torch.save(content, path)
     return str(path), f"{path}::{section}"

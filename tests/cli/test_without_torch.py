@@ -43,7 +43,7 @@ def test_views_and_chunks_need_no_torch(tmp_path: Path) -> None:
     torch.export.save(torch.export.export(old, (x,)), tmp_path / "old.pt2")
     (tmp_path / "names.json").write_text(json.dumps(ckpttool.trace(Fused).to_json()))
     torch.save(new.state_dict(), tmp_path / "new.pt")
-    dcp.save({"w": torch.arange(6.0).view(2, 3).t(), "v": torch.ones(1)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save({"w": torch.arange(6.0).view(2, 3).t(), "v": torch.ones(1)}, checkpoint_id=tmp_path / "dcp")
     with torchless() as process:
         for line in (
             "swap-weights old.pt2 new.pt --model names.json -o new.pt2",

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 import ckpttool
+from torch_version import needs_torch
 
 State = dict[str, torch.Tensor]
 
@@ -79,9 +80,9 @@ def test_merge_weights_unties_and_fails_with_an_optimizer(state: State) -> None:
     tied = {"0.weight": torch.ones(8, 4)}
     tied["1.weight"] = tied["0.weight"]
     optimizer = torch.optim.AdamW(build().parameters())
-    dcp.save({"model": torch.load("ddp.pt")}, checkpoint_id="fsdp", no_dist=True)
-    dcp.save({"model": state, "optimizer": optimizer.state_dict()}, checkpoint_id="both", no_dist=True)
-    dcp.save({"model": tied}, checkpoint_id="tied", no_dist=True)
+    dcp.save({"model": torch.load("ddp.pt")}, checkpoint_id="fsdp")
+    dcp.save({"model": state, "optimizer": optimizer.state_dict()}, checkpoint_id="both")
+    dcp.save({"model": tied}, checkpoint_id="tied")
     for folder in ("fsdp", "tied"):
         merge(folder, f"{folder}-merged")
     assert set(load_file("fsdp-merged/model.safetensors")) == set(torch.load("ddp.pt"))
@@ -94,11 +95,12 @@ def test_merge_weights_unties_and_fails_with_an_optimizer(state: State) -> None:
 
 
 def test_consolidate_leaves_out_what_is_not_listed(state: State) -> None:
+    needs_torch("2.8", "HuggingFaceStorageWriter")
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
     from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
     shards = HuggingFaceStorageWriter(path="shards", save_distributed=True)
-    dcp.save(torch.load("ddp.pt"), storage_writer=shards, no_dist=True)
+    dcp.save(torch.load("ddp.pt"), storage_writer=shards)
     listed = [key for key in torch.load("ddp.pt") if key != "module.1.bias"]
     os.makedirs("consolidated")
     consolidate_safetensors_files("shards", "consolidated", dict.fromkeys(listed, 1))

@@ -54,7 +54,7 @@ def test_the_peak_of_a_run_is_bounded_by_what_was_said(
 
 
 def test_data_files_that_stay_as_they_are_cost_what_they_have_where_they_are_copied(tmp_path: Path, run: Run) -> None:
-    dcp.save({"a": torch.ones(100_000), "b": torch.ones(3)}, checkpoint_id=tmp_path / "in.dcp", no_dist=True)
+    dcp.save({"a": torch.ones(100_000), "b": torch.ones(3)}, checkpoint_id=tmp_path / "in.dcp")
     data = sum(path.stat().st_size for path in (tmp_path / "in.dcp").glob("*.distcp"))
     out = tmp_path / "out.dcp"
     words = ("remap", tmp_path / "in.dcp", "--rule", "a => c", "-o", out, "--format", "json")
