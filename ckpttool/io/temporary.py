@@ -7,7 +7,6 @@ time: ``.model.pt.HOST-BOOT-SPACE-PID-STARTED-RANDOM.ckpttool.tmp``.
 from __future__ import annotations
 
 import os
-import platform
 import re
 import time
 import zlib
@@ -82,7 +81,7 @@ def _owner(pid: int) -> Owner:
     except OSError:
         space = 0
     host, boot = (
-        f"{zlib.crc32(text.encode()):08x}" for text in (platform.node(), _text("/proc/sys/kernel/random/boot_id"))
+        f"{zlib.crc32(text.encode()):08x}" for text in (os.uname().nodename, _text("/proc/sys/kernel/random/boot_id"))
     )
     return Owner(host, boot, space, pid, _started(pid) or 0)
 
