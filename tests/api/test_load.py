@@ -25,6 +25,7 @@ import ckpttool
 from ckpttool.cli.app import main
 from ckpttool.live import load as live_load
 from places import SUPPORT
+from torch_version import needs_torch
 
 
 class Net(nn.Module):
@@ -337,6 +338,7 @@ def test_a_names_file_is_what_trace_writes(tmp_path: Path) -> None:
 
 
 def test_sharded_models_on_two_ranks(tmp_path: Path) -> None:
+    needs_torch("2.7", "fully_shard without a GPU")
     command = [sys.executable, "-W", "ignore", str(SUPPORT / "load_ranks.py"), str(tmp_path)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}

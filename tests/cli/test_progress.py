@@ -109,7 +109,7 @@ VERBOSE = {
     "remap a.safetensors -o c.safetensors --rule layers.{i}.w=>w.{i}": ("10.0 MiB", "1", "10.0 MiB", "0 bytes", "10.0"),
     "remap a.safetensors -o e.pt --rules half.toml": ("10.0 MiB", "2", "0 bytes", "5.0 MiB", "5.0 MiB"),
     "remap a.safetensors --in-place --rule layers.{i}.w=>w.{i}": ("KiB", "1", "0 bytes", "0 bytes", "bytes"),
-    "swap-weights p.pt2 new.pt -o o.pt2": ("KiB", "2", "KiB", "0 bytes", "KiB"),
+    "swap-weights p.pt2 new.pt -o o.pt2": ("KiB", "2", "KiB", "", "KiB"),
     "check a.safetensors": ("KiB", "1", *NOTHING),
     "inspect none.pt": ("0 bytes", "0", *NOTHING),
 }

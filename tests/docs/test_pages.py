@@ -66,6 +66,7 @@ def test_the_picture_shows_what_the_demo_prints(tmp_path: Path) -> None:
 
 def test_the_quickstart_runs(tmp_path: Path) -> None:
     """Each command prints the lines that the page shows, and the last one loads the weights."""
+    needs_torch("2.7", "the layout that is written")
     text = QUICKSTART.read_text(encoding="utf-8")
     ((name, source),) = re.findall(r'^```python title="([^"]*)"\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
     (tmp_path / name).write_text(source)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from accelerate_run import KINDS, LOADED
 from command import Run
 from places import ROOT, SUPPORT
+from torch_version import needs_torch
 
 SCRIPT = SUPPORT / "accelerate_run.py"
 WHOLE = [kind for kind in KINDS if "LOCAL" not in kind]
@@ -26,6 +27,7 @@ DROPPED = [word for name in BESIDE for word in ("--drop", name)]
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What accelerate saved, a folder for each of `KINDS`."""
+    needs_torch("2.7", "fully_shard without a GPU")
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     folder = tmp_path_factory.mktemp("accelerate")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}

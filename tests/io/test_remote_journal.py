@@ -124,7 +124,7 @@ def test_what_a_process_that_lives_began_stays_however_old(fs: Any, monkeypatch:
     home = staged(fs, me())
     monkeypatch.setattr(temporary, "_in_work", {home.rpartition("/")[2].removesuffix(".tmp")})
     remote_journal.recover(OUT)
-    assert fs.exists(home)  # its files, of which no journal says anything yet
+    assert fs.find(home)  # its files, of which no journal says anything yet
     fs.pipe_file(f"{home.removeprefix('memory:/')}/{JOURNAL}", LIST.text())
     monkeypatch.setattr("ckpttool.io.remote_journal.time.time", lambda: time.time_ns() / 1e9 + 1e6)
     forget(OUT)

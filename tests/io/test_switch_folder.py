@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ def test_where_folders_cannot_change_places_it_is_done_under_a_journal(
 
 @pytest.mark.parametrize("call", ["renameat2", "link", "mkdir"])
 def test_any_other_fault_leaves_it_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    if call == "mkdir" and sys.version_info < (3, 11):
+        pytest.skip("pathlib has an own reference to mkdir before Python 3.11")
     if call == "renameat2":
         monkeypatch.setattr(syscalls, call, saying(errno.EIO))
     else:

@@ -20,6 +20,7 @@ import torchrun_ranks
 from command import Run
 from places import ROOT
 from remote_servers import Received
+from torch_version import needs_torch
 from torchrun_ranks import Fault, run_ranks
 
 RULE = ("--rule", "layers.{x*} => blocks.{x*}")
@@ -232,6 +233,7 @@ def test_torchrun_starts_a_killed_rank_anew(source: Path, tmp_path: Path, run: R
 
 def test_a_killed_swap_goes_on_where_it_was(source: Path, tmp_path: Path, run: Run) -> None:
     """The records of the first run are made to lie, which shows: what is noted is not written again."""
+    needs_torch("2.8", "a record for each weight of a program")
     program, command = tmp_path / "program.pt2", ("swap-weights", tmp_path / "program.pt2", tmp_path / "new.pt", "-o")
     with torch.device("meta"):
         layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(8)))

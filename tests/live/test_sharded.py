@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
@@ -42,7 +42,7 @@ def test_a_value_may_be_in_the_shard_of_another_weight(order: str) -> None:
     """Both get what the state dict had, whichever is written first."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
-        shard = distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+        shard = DTensor.from_local(torch.zeros(4), init_device_mesh("cpu", (1,)), [Shard(0)])
         weights, live = {"a": torch.ones(4), "b": shard}, nn.Module()
         for name in order:
             live.register_parameter(name, nn.Parameter(weights[name]))

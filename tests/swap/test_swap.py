@@ -16,6 +16,7 @@ from torch import nn
 
 from command import Run
 from hook_zoo import FusedQKV, StripLayer
+from torch_version import needs_torch
 
 torch.set_num_threads(1)
 State = dict[str, torch.Tensor]
@@ -276,6 +277,7 @@ def of_views() -> tuple[Views, State]:
 
 
 def test_weights_that_share_a_storage_still_do(views: Path, tmp_path: Path, run: Run) -> None:
+    needs_torch("2.7", "a tied weight under both names in a program")
     model, state = of_views()
     out = tmp_path / "out.pt2"
     torch.save({**state, "again": model.get_buffer("scale").clone()}, tmp_path / "new.pt")
@@ -301,6 +303,8 @@ def test_weights_that_share_a_storage_still_do(views: Path, tmp_path: Path, run:
 def test_values_that_contradict_the_program_are_refused(
     views: Path, tmp_path: Path, run: Run, changes: State, said: str
 ) -> None:
+    if "scale" in changes:
+        needs_torch("2.7", "a tied weight under both names in a program")
     torch.save({**of_views()[1], **changes}, tmp_path / "new.pt")
     done = run("swap-weights", views, tmp_path / "new.pt", "-o", tmp_path / "out.pt2", "--constants")
     assert (done.status, os.listdir(tmp_path)) == (1, ["new.pt"])
