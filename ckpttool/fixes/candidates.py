@@ -75,11 +75,13 @@ def _inferred_renames(question: Question) -> Iterator[Candidate]:
 def _without_second_names(source: Checkpoint, diff: Diff, *options: RemapOptions) -> Iterator[Candidate]:
     """Yield remaps that drop second names that only the left has: their values stay under another name."""
     extra = [key for entry in diff.entries if entry.status == "alias" and not entry.right for key in entry.left]
+    if not extra:
+        return
     keys = {key for section in source.sections for key in section.by_key()}
     paths = {dotted(section.path, key) for section in source.sections for key in section.by_key()}
     own_paths = {dotted(model_section(source).path, key) for key in extra}
     kept = keys - set(extra)
-    texts = drops(extra, {*kept, *(paths - set(extra) - own_paths), *source.others}) if extra and kept else None
+    texts = drops(extra, {*kept, *(paths - set(extra) - own_paths), *source.others}) if kept else None
     if texts:
         for one in options:
             yield one.to or "without", replace(one, drop=texts)

@@ -81,15 +81,15 @@ def paired(pairs: Iterable[tuple[Texts, Texts, L]]) -> Iterator[tuple[str, str, 
     for (count, templates, likeness), rows in groups.items():
         for group in _exact(templates[0], likeness, rows):
             names = [group.pattern]
-            for template, column in list(zip(templates, zip(*group.keys)))[1:]:
-                distinct = dict.fromkeys(column)
+            for at, template in enumerate(templates[1:], 1):
+                distinct = dict.fromkeys(indices[at] for indices in group.keys)
                 names.append(_first(_exact(template, None, [(one, one) for one in distinct]), len(distinct)))
             yield " + ".join(names[:count]), " + ".join(names[count:]), len(group.keys), likeness
 
 
 def _exact(template: Texts, likeness: L, rows: Sequence[tuple[Texts, K]]) -> Iterator[Group[K, L]]:
     """Yield one group if the indices are a full grid; else one for each value of the first index that varies."""
-    columns = [list(dict.fromkeys(column)) for column in zip(*(indices for indices, _ in rows))]
+    columns = [list(dict.fromkeys(indices[at] for indices, _ in rows)) for at in range(len(rows[0][0]))]
     varying = [i for i, column in enumerate(columns) if len(column) > 1]
     if len(varying) > _MOST_VARYING:
         yield from (Group(_joined(template, indices), (key,), likeness) for indices, key in rows)
