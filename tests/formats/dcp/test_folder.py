@@ -346,10 +346,10 @@ class Bomb:
 
 
 class Properties:
-    """Is pickled as torch's `TensorProperties` of the dtype, with more of them than today's have."""
+    """Is pickled as torch's `TensorProperties` of the dtype, perhaps with more than the five of torch 2.13."""
 
     def __init__(self, dtype: Any, *more: Any) -> None:
-        self.state: Any = (*TensorProperties(dtype).__getstate__(), *more)
+        self.state: Any = (*TensorProperties(dtype).__getstate__()[:5], *more)
 
     @classmethod
     def bare(cls) -> Properties:

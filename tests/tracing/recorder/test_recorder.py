@@ -59,7 +59,7 @@ def viewed(chance: random.Random, x: torch.Tensor) -> torch.Tensor:
     ]
     try:
         return chance.choice(ways)()
-    except (RuntimeError, IndexError, KeyError, ZeroDivisionError):  # there is no such view
+    except (RuntimeError, TypeError, IndexError, KeyError, ZeroDivisionError):  # there is no such view
         return x
 
 
