@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 import ckpttool
+from files import tensor_bytes
 from torch_version import needs_torch
 
 State = dict[str, torch.Tensor]
@@ -105,6 +106,11 @@ def test_consolidate_leaves_out_what_is_not_listed(state: State) -> None:
     os.makedirs("consolidated")
     consolidate_safetensors_files("shards", "consolidated", dict.fromkeys(listed, 1))
     assert set(load_file("consolidated/model-00001-of-00001.safetensors")) == set(listed)
+    os.makedirs("complete")
+    consolidate_safetensors_files("shards", "complete", dict.fromkeys(torch.load("ddp.pt"), 1))
+    ckpttool.convert("shards", "ours.safetensors")
+    theirs = tensor_bytes(Path("complete/model-00001-of-00001.safetensors"))
+    assert tensor_bytes(Path("ours.safetensors")) == theirs
     remapped("shards", state)
     lost = ckpttool.diff("consolidated", "plain.safetensors")
     assert [entry.right for entry in lost.entries if entry.status == "missing"] == [("1.bias",)]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from accelerate_run import KINDS, LOADED
 from command import Run
+from files import tensor_bytes
 from places import ROOT, SUPPORT
 from torch_version import needs_torch
 
@@ -58,6 +59,15 @@ def test_one_checkpoint(saved: Path, run: Run, tmp_path: Path, kind: str) -> Non
     same(made["model"], expected["model"])
     same(made["optimizer"]["state"], expected["optimizer"]["state"])
     assert run("diff", saved / kind, saved / f"{kind}.pt", "--values").status == 0
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "SHARDED" in kind])
+def test_the_bytes_of_merge_weights(saved: Path, run: Run, tmp_path: Path, kind: str) -> None:
+    merge = pytest.importorskip("accelerate.utils").merge_fsdp_weights
+    folder, ours = saved / kind / "pytorch_model_fsdp_0", tmp_path / "ours.safetensors"
+    merge(folder, tmp_path / "theirs")
+    assert run("convert", folder, "-o", ours).status == 0
+    assert tensor_bytes(ours) == tensor_bytes(tmp_path / "theirs/model.safetensors")
 
 
 ADAM = {"state": {0: {"step": torch.ones(1)}}, "param_groups": [{"params": [0]}]}

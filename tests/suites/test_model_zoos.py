@@ -9,6 +9,7 @@ import copy
 import os
 import random
 import signal
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ import model_zoos
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore")
 ALL = os.environ.get("CKPTTOOL_SUITES") == "all"
-ZOOS = {name: zoo() for name, zoo in model_zoos.zoos().items()}
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    ZOOS = {name: zoo() for name, zoo in model_zoos.zoos().items()}
 MODELS = [(zoo, name) for zoo, models in ZOOS.items() for name in list(models)[:: 1 if ALL else 150]]
 SECONDS = 60
 State = dict[str, Any]

@@ -1,7 +1,8 @@
-"""What several tests need: pieces written to a file the plain way, the peak memory of a program."""
+"""What several tests need: pieces written to a file the plain way, peak memory, the bytes of tensors."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import zlib
@@ -57,3 +58,13 @@ def run_measured(command: list[str], cwd: Path) -> tuple[str, int]:
     status, peak = map(int, last.split())
     assert status == 0, done.stderr
     return "\n".join(printed), peak
+
+
+def tensor_bytes(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    """The dtype, shape and bytes of each tensor of a safetensors file."""
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header.pop("__metadata__", None)
+    offsets = {key: slice(*(end + at for at in entry["data_offsets"])) for key, entry in header.items()}
+    return {key: (entry["dtype"], entry["shape"], content[offsets[key]]) for key, entry in header.items()}
