@@ -115,7 +115,10 @@ def _transformer(kind: str) -> Build:
             break
     else:
         raise NoCase("is only a part of other models")
-    models = mapping[cls]
+    try:
+        models = mapping[cls]
+    except ValueError as error:  # the table names a class that is not there
+        raise NoCase(f"is not built from these sizes: {error}") from error
     model = models[0] if isinstance(models, tuple) else models
 
     def made(sizes: dict[str, int]) -> Any:
