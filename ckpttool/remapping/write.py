@@ -250,6 +250,7 @@ class Writer:
         `CkptError` if one of the files is a source, or exists without `force`.
         """
         folder, pattern = parent(out), name_of(out)
+        recover_source(folder or ".")  # a killed run may have moved files of more ranks away
         layouts = {pattern.replace(RANK, str(rank)): FORMATS["torch_zip"].layout(own) for rank, own in enumerate(ranks)}
         stale = _of_ranks(folder, pattern).difference(layouts)
         for name in (*layouts, *sorted(stale)):
