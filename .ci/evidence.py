@@ -122,7 +122,10 @@ def run(name: str) -> bool:
     commit, day = git("rev-parse", "--short=8", "HEAD"), time.strftime("%Y-%m-%d")
     with tempfile.TemporaryDirectory() as folder:
         junit, lines = Path(folder, "junit.xml"), Path(folder, "lines.json")
-        env = os.environ | {"PYTEST_ADDOPTS": f"--junitxml={junit}", "CKPTTOOL_RESULTS": str(lines)}
+        env = os.environ | {
+            "PYTEST_ADDOPTS": f"--junitxml={junit} -o junit_family=xunit1",
+            "CKPTTOOL_RESULTS": str(lines),
+        }
         start, before = time.monotonic(), used()
         status = subprocess.run(RUNS[name], shell=True, cwd=ROOT, env=env).returncode
         minutes, spent = (time.monotonic() - start) / 60, (used() - before) / 60
@@ -184,9 +187,7 @@ def other_rows(name: str) -> list[dict[str, str]]:
 
 
 def write(name: str, text: str) -> None:
-    page, count = block(name).subn(lambda _: text, PAGE.read_text(encoding="utf-8"))
-    assert count == 1, f"{PAGE} needs the marks of {name}"
-    PAGE.write_text(page, encoding="utf-8")
+    PAGE.write_text(block(name).sub(lambda _: text, PAGE.read_text(encoding="utf-8"), count=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f"test:\n\t{sys.executable} -m pytest -q -p no:cacheprovider -p no:xdist test_it.py\n"
     )
     (tmp_path / "test_it.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
     (tmp_path / ".gitignore").write_text("__pycache__\n")
     for name in (".ci/evidence.py", PAGE):
         (tmp_path / name).parent.mkdir(parents=True)
@@ -83,7 +84,11 @@ def test_a_run_writes_its_own_row(repository: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_command_that_fails_without_a_result_is_a_failure(repository: Path) -> None:
-    assert evidence(repository, "faults").returncode == 1  # this Makefile has no such target
+    for _ in range(2):  # this Makefile has no such target
+        done = evidence(repository, "faults")
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+    assert (repository / PAGE).read_text().count("| **1 together** |") == 1
     assert row(repository, "faults")[:2] == ["0", "1: `exit status 2`"]
 
 
