@@ -336,7 +336,7 @@ def _like_real(model: LoadedModel) -> tuple[LoadedModel, tuple[str, ...]]:
         else:
             from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second
 
-            with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
+            with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), _PlainCopies():
                 real = _listing(model.build(True))
     except CkptError:
         return model, (_NOT_LOOKED,)
@@ -361,6 +361,20 @@ class _Questions(TorchFunctionMode):
         except Exception:
             self.asked = True
             raise
+
+
+class _PlainCopies(TorchFunctionMode):
+    """Let copy.deepcopy copy a fake tensor, and not the state of its mode too, which may crash Python (torch 2.13)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            copied = tensor.detach().clone()
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            memo[id(tensor)] = torch.nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+        return memo[id(tensor)]
 
 
 @contextmanager

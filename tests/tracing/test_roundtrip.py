@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -190,6 +191,22 @@ def test_a_constructor_that_makes_other_tensors_on_meta(
     assert [tensor.fqn for tensor in names.runtime] == ["theta", "cache"]
     assert names.not_serialized == ("cache",)
     assert names.notes == ()
+
+
+def test_a_large_constructor_may_copy_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the layers of torch's Transformer: the copies are of tensors alone, not of the mode that makes them."""
+
+    class Copies(AsksForMeta):
+        def __init__(self) -> None:
+            super().__init__()
+            first = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+            self.layers = nn.ModuleList(copy.deepcopy(first) for _ in range(2))
+
+    real = [name for name, _ in (*Copies().named_parameters(), *Copies().named_buffers())]
+    monkeypatch.setattr(instances, "_CHEAP", -1)
+    names = trace(model(Copies))
+    assert (sorted(tensor.fqn for tensor in names.runtime), names.notes) == (sorted(real), ())
+    assert "cache" in real
 
 
 def test_a_constructor_that_reads_values_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
