@@ -154,6 +154,10 @@ def fit(checkpoint: Checkpoint, target: Format, *, keep_aliases: bool = False) -
     fitted = _flat(checkpoint, target, keep_aliases) if target.tensors_only else _with_aliases(checkpoint)
     fitted = write_form(fitted, in_metadata=target.tensors_only and not target.aliases)  # of safetensors
     same = checkpoint.format == target.name or (target.pickled and FORMATS[checkpoint.format].pickled)
+    if target.name == "safetensors" and checkpoint.format not in ("safetensors", "sharded"):
+        fitted = replace(
+            fitted, metadata={_WRITTEN_BY: "pt", **fitted.metadata}
+        )  # transformers asked for it up to 4.44
     return fitted if same else replace(fitted, container=None)
 
 

@@ -74,7 +74,7 @@ def test_aliases_are_refused_or_recorded_and_come_back(tmp_path: Path, remap: Re
     assert not (tmp_path / "out.safetensors").exists()
     assert remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors", "--keep-aliases")[0] == 0
     with safe_open(tmp_path / "out.safetensors", "pt") as file:
-        assert file.metadata() == {"b": "a"}
+        assert file.metadata() == {"format": "pt", "b": "a"}
         assert sorted(file.keys()) == ["a", "c"]
     status, said = remap(tmp_path / "out.safetensors", "-o", tmp_path / "back.pt")
     found = torch.load(tmp_path / "back.pt")
@@ -179,3 +179,14 @@ def test_drops_that_match_nothing_are_refused(tmp_path: Path, remap: Remap) -> N
     assert status == 1
     assert "matches nothing @ nowhere.*" in said
     assert not (tmp_path / "out.pt").exists()
+
+
+def test_a_safetensors_file_says_that_torch_wrote_it(tmp_path: Path, remap: Remap) -> None:
+    """As `save_pretrained` does; what another safetensors file says, or leaves out, stays."""
+    torch.save({"a": torch.ones(2)}, tmp_path / "in.pt")
+    save_file({"a": torch.ones(2)}, tmp_path / "in.safetensors")
+    for source, expected in (("in.pt", {"format": "pt"}), ("in.safetensors", None)):
+        out = tmp_path / f"{source}.out.safetensors"
+        assert remap(tmp_path / source, "-o", out, "--rule", "a => b")[0] == 0
+        with safe_open(out, "pt") as file:
+            assert file.metadata() == expected
