@@ -237,6 +237,6 @@ def losses(checkpoint: Checkpoint, target: Format) -> list[str]:
         notes.append(
             f"nothing will say that this is the {forms[0]} form, whose keys fit another: read it with --from {forms[0]}"
         )
-    if not target.tensors_only and _with_aliases(checkpoint).metadata:
+    if not target.tensors_only and _with_aliases(checkpoint).metadata.items() - {(_WRITTEN_BY, "pt")}:
         notes.append(f"__metadata__ is left out: {target.title} has no place for it")
     return notes

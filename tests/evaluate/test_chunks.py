@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +84,7 @@ def test_windows_share_one_computation() -> None:
         assert b"".join(bytes(read_all(cut.data)) for cut in cuts) == data
         assert computed == 1
     del cuts
+    gc.collect()
     assert not chunks._kept
 
 
