@@ -155,9 +155,8 @@ def fit(checkpoint: Checkpoint, target: Format, *, keep_aliases: bool = False) -
     fitted = write_form(fitted, in_metadata=target.tensors_only and not target.aliases)  # of safetensors
     same = checkpoint.format == target.name or (target.pickled and FORMATS[checkpoint.format].pickled)
     if target.name == "safetensors" and checkpoint.format not in ("safetensors", "sharded"):
-        fitted = replace(
-            fitted, metadata={_WRITTEN_BY: "pt", **fitted.metadata}
-        )  # transformers asked for it up to 4.44
+        # Some versions of transformers 4 do not load a file without it.
+        fitted = replace(fitted, metadata={_WRITTEN_BY: "pt", **fitted.metadata})
     return fitted if same else replace(fitted, container=None)
 
 
