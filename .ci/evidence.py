@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "maintainers" / "testing.md"
 COLUMNS = ("run", "command", "cases", "failures", "skipped", "date", "commit", "time", "processor")
 SHOWN = 10  # failures that are listed by name
 
-# Each command runs as the page shows it. Tests report in junit XML, other programs as JSON lines (CKPTTOOL_RESULTS).
+# Each command runs as the page shows it. Tests report in junit XML, other programs as JSON lines (EVIDENCE_RESULTS).
 RUNS = {
     "tests": "make test",
     "pairs": "CKPTTOOL_PAIRS=10000 make test ARGS='tests/tracing/test_strict_load.py --dist load'",
@@ -124,7 +124,7 @@ def run(name: str) -> bool:
         junit, lines = Path(folder, "junit.xml"), Path(folder, "lines.json")
         env = os.environ | {
             "PYTEST_ADDOPTS": f"--junitxml={junit} -o junit_family=xunit1",
-            "CKPTTOOL_RESULTS": str(lines),
+            "EVIDENCE_RESULTS": str(lines),
         }
         start, before = time.monotonic(), used()
         status = subprocess.run(RUNS[name], shell=True, cwd=ROOT, env=env).returncode

@@ -457,6 +457,16 @@ def compare_through(names: Names, left: Section, right: Section, values: Values 
         entries.append(Entry("transformed", tuple(lefts), tuple(rights), Cause(Code.BY_HOOK)))
     named_left = {key for entry in entries for key in entry.left}
     named_right = {key for entry in entries for key in entry.right}
+    # Keys that both have besides: unknown to the model, or second names of one tensor.
+    firsts = aliases(left), aliases(right)
+    tensors = {(firsts[0].get(a, a), firsts[1].get(b, b)) for one in entries for a in one.left for b in one.right}
+    of_model = {key for side in (mine, theirs) for source in side.values() for key in ex.refs(source)}
+    for key in [key for key in have if key in want and key not in named_left and key not in named_right]:
+        first = firsts[0].get(key), firsts[1].get(key)
+        if first in tensors or (first == (None, None) and key not in of_model):
+            entries.append(compare_pair(have[key], want[key], values))
+            named_left.add(key)
+            named_right.add(key)
     entries += leftover(only_left, left, [key for key in have if key not in named_left], named_left)
     entries += leftover(only_right, right, [key for key in want if key not in named_right], named_right)
     return tuple(entries)

@@ -27,7 +27,7 @@ def test_other():
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("PYTEST_ADDOPTS", "CKPTTOOL_RESULTS", "PYTEST_XDIST_WORKER", "BROKEN"):
+    for name in ("PYTEST_ADDOPTS", "EVIDENCE_RESULTS", "PYTEST_XDIST_WORKER", "BROKEN"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "Makefile").write_text(
         f"test:\n\t{sys.executable} -m pytest -q -p no:cacheprovider -p no:xdist test_it.py\n"

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 
 def add(part: str, cases: int, failures: Sequence[str], **figures: float) -> None:
-    """Add a line to the file that CKPTTOOL_RESULTS names.
+    """Add a line to the file that EVIDENCE_RESULTS names.
 
     Whole numbers of several parts are added up, of other numbers the largest is shown.
     """
-    if path := os.environ.get("CKPTTOOL_RESULTS"):
+    if path := os.environ.get("EVIDENCE_RESULTS"):
         with open(path, "a", encoding="utf-8") as lines:
             print(json.dumps({"part": part, "cases": cases, "failures": list(failures), **figures}), file=lines)
