@@ -80,6 +80,7 @@ class Code(Enum):
     OBJECT_UNREAD = "object", "not a tensor: copied, not compared"
     EXTRA_STATE = "extra_state", "extra state"
     NAMED_EXTRA_STATE = "named-extra-state", NAMED_EXTRA_STATE
+    NOT_READ_BACK = "not-read-back", "state_dict() writes the key, and a strict load_state_dict() refuses it"
     INSIDE_OBJECT = "inside-object", "saved inside an entry that is not a tensor"
     # Computed values
     PART = "part", "the other side has the parameter that is computed from it ({0})"

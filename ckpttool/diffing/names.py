@@ -340,7 +340,8 @@ def _overwritten(names: Names, section: Section, verdict: Verdict | None) -> dic
 def _loaded(entry: TensorEntry | ExtraEntry, expected: SerializedKey | None, rejected: bool) -> Entry:
     key = (entry.key,)
     if rejected and expected is not None:
-        return only_left(entry.key, Cause(Code.NAMED_EXTRA_STATE))
+        is_named = entry.key.rpartition(".")[2] == "_extra_state"
+        return only_left(entry.key, Cause(Code.NAMED_EXTRA_STATE if is_named else Code.NOT_READ_BACK))
     if expected is None:
         return Entry("extra_state", key, key, Cause(Code.EXTRA_STATE))
     if isinstance(entry, ExtraEntry):

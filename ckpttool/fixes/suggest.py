@@ -113,8 +113,12 @@ def answered(question: Question, suggests: bool = False) -> Diff:
         about_optimizer = diff.remedy is not None or question.options.optimizer is not None
         if rules.undone or about_optimizer or left.format == MEMORY.name:
             return fixes.added_to(diff)
+        options = RemapOptions(rules=rules.text())
+        trial = try_remap(question, options, "renamed")
+        if trial is None or not trial.after.identical:
+            return fixes.added_to(diff)
         to_file, by_file = with_file(left.source, *model.words)
-        fix = Fix(by_file, complete=True, options=RemapOptions(rules=rules.text()))
+        fix = Fix(by_file, complete=True, options=options)
         return Fixes((to_file, fix), is_inferred=True).added_to(diff)
     notes = (*fixes.notes, *rules.undone) if rules.undone else ()
     return replace(Fixes(fixes.commands, notes, False, True).added_to(diff), rules=rules.text())

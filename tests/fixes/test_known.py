@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckpttool
+import hook_zoo
 import mend_models
 from ckpttool import diff
 from ckpttool.cli.app import main
@@ -104,6 +105,18 @@ def test_no_part_is_chosen_if_several_fit(ask: Ask, right: str) -> None:
     (note,) = (note for note in notes_in(found) if "below each of ema.teacher, student" in note)
     made = ran(note.partition("to take one: ")[2])
     net().load_state_dict(torch.load(made))
+
+
+@pytest.mark.parametrize("prefix", ["", "module._orig_mod."])
+def test_a_model_that_refuses_its_own_keys_gets_no_fix(ask: Ask, prefix: str) -> None:
+    """Its hook renames keys when it is saved, and none reads them. No rules file helps, so none is suggested."""
+    model = hook_zoo.partial_hook()
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        model.load_state_dict(model.state_dict())
+    found = ask("--model", f"{MODELS.parent}/hook_zoo.py:partial_hook", saved(inside(prefix, state_of(model))))
+    assert (found["identical"], fixes_in(found)) == (False, [])
+    if not prefix:
+        assert {entry["code"] for entry in found["entries"] if entry["status"] == "unexpected"} == {"not-read-back"}
 
 
 def test_fixes_do_not_depend_on_the_order_of_sets(ask: Ask) -> None:
