@@ -272,7 +272,7 @@ def fitting(case: Pair, alone: bool) -> bool:
 
 def to_mend(found: dict[str, Any]) -> int:
     """How many differences a remap could mend: not those of values under one name."""
-    others = [entry for entry in found["entries"] if entry["status"] != "same"]
+    others = [entry for entry in found["entries"] if entry["status"] not in ("same", "extra_state")]
     return sum(entry["status"] != "value" or entry["left"] != entry["right"] for entry in others)
 
 
