@@ -56,11 +56,11 @@ class Outcome(NamedTuple):
 
 
 def of_junit(path: Path) -> Iterator[Outcome]:
-    """Yield the outcome of each test. A test may record its `part` or `suite`, its number of `cases`, and figures."""
+    """Yield the outcome of each test. A test may record its `part`, its number of `cases`, and figures."""
     for case in ElementTree.parse(path).iter("testcase"):
         told = {row.attrib["name"]: row.attrib["value"] for row in case.iter("property")}
         module, name = case.attrib["classname"], case.attrib["name"]
-        part = told.pop("part", None) or told.pop("suite", None) or module.rpartition("test_")[2].replace("_", " ")
+        part = told.pop("part", None) or module.rpartition("test_")[2].replace("_", " ")
         cases = int(told.pop("cases", 1))
         failed = case.find("failure") is not None or case.find("error") is not None
         skipped = case.find("skipped")

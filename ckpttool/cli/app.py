@@ -74,7 +74,7 @@ def _is_started_by_rank(pid: int) -> bool:
 def _is_worker(pid: int, parent: int) -> bool:
     """Return whether the process runs a function, as a worker of ``elastic_launch`` does, which sets RANK itself.
 
-    A launcher is a program of its own; a worker was forked, or started by `multiprocessing`.
+    A launcher is another program; a worker was forked, or started by `multiprocessing`.
     """
     lines = []
     for number in (pid, parent):

@@ -76,7 +76,7 @@ class _Layer:
 
     def check(self) -> None:
         if self.problems:
-            hint = "fix it, or pass --no-defaults; the options are those of the command line (ckpttool COMMAND --help)"
+            hint = "fix it, or pass --no-defaults; the command line has the same options (ckpttool COMMAND --help)"
             raise CkptError(f"defaults that cannot be taken from {self.place}", hint=hint, problems=self.problems)
 
 

@@ -309,9 +309,9 @@ class Checkpoint:
     Python's containers; they are the imports of the whole file, also if one section of it was picked.
     `metadata` is the safetensors ``__metadata__``. `container` is the reader's own view of the rest of the file; the
     modules of its format need it, nothing else looks into it (`pt2.program.program_of` says whose program it is).
-    `notes` say, in sentences, what the reader found odd and read all the same. Every storage of the file is that of a
-    tensor in `sections`, or one of `unreached`. `beside` are files of the folder that are a part of
-    the checkpoint and are not looked into (Megatron's ``common.pt``). `readings` are set where the file could be read
+    `notes` say, in sentences, what the reader found odd and read all the same. Every storage of the file belongs
+    to a tensor in `sections`, or is in `unreached`. `beside` are other files of the folder that are a part of
+    the checkpoint and are not read (Megatron's ``common.pt``). `readings` are set where the file could be read
     in another way, and are about nothing but the `sections` that were read. `files` are the paths and URLs that
     were opened for the index, each as it was then (`io.sources.State`, `io.remote.Stat`).
     """

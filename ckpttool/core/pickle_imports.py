@@ -10,7 +10,7 @@ from ckpttool.core.dtypes import BY_NAME, BY_STORAGE
 from ckpttool.core.values import dataclass
 
 OWN, KNOWN, UNKNOWN, DANGEROUS = "own", "known", "unknown", "dangerous"
-UNREADABLE = "(unreadable pickle)"  # stands for the imports of a pickle that cannot be read
+UNREADABLE = "(unreadable pickle)"  # in place of the imports of a pickle that cannot be read
 VERDICTS = (DANGEROUS, UNKNOWN, KNOWN)  # in the order in which they are listed; `OWN` is not listed
 
 

@@ -458,7 +458,7 @@ def compare_through(names: Names, left: Section, right: Section, values: Values 
         entries.append(Entry("transformed", tuple(lefts), tuple(rights), Cause(Code.BY_HOOK)))
     named_left = {key for entry in entries for key in entry.left}
     named_right = {key for entry in entries for key in entry.right}
-    # Keys that both have besides: unknown to the model, or second names of one tensor.
+    # Other keys that both sides have: unknown to the model, or second names of one tensor.
     firsts = aliases(left), aliases(right)
     tensors = {(firsts[0].get(a, a), firsts[1].get(b, b)) for one in entries for a in one.left for b in one.right}
     of_model = {key for side in (mine, theirs) for source in side.values() for key in ex.refs(source)}

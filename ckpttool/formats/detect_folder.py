@@ -292,14 +292,14 @@ def note_on(beside: Sequence[str]) -> tuple[str, ...]:
     return (f"{', '.join(beside)}: other files in the folder, copied if the output is a folder too",) if beside else ()
 
 
-def alarming_beside(path: str) -> tuple[Import, ...]:
-    """Return what is alarming in files that a trainer saves next to the weights in the folder `path`."""
+def unsafe_beside(path: str) -> tuple[Import, ...]:
+    """Return what `unsafe_in` finds in files that a trainer saves next to the weights in the folder `path`."""
     if files.is_glob(path) or not files.is_dir(path):
         return ()
-    return alarming_in(join(path, name) for name in states_beside(path))
+    return unsafe_in(join(path, name) for name in states_beside(path))
 
 
-def alarming_in(paths: Iterable[str]) -> tuple[Import, ...]:
+def unsafe_in(paths: Iterable[str]) -> tuple[Import, ...]:
     """Return the dangerous imports in the pickles of these files, and pickles that cannot be read."""
     with one_reading(), collected() as imports:
         for path in paths:

@@ -171,10 +171,7 @@ class _Search:
         self.pairs: list[Pair] = []
         self.weak: set[int] = set()  # the pairs that no name confirms
         self._groups: list[list[Group] | None] = [None, None]
-        self._stale: tuple[set[Template], set[Template]] = (
-            set(),
-            set(),
-        )  # the names of groups that include paired tensors
+        self._stale: tuple[set[Template], set[Template]] = set(), set()  # names of groups that have paired tensors
         self._by_depth: dict[tuple[Group, int], list[tuple[Hashable, Group]]] = {}
         transposed_too = []
         lefts, rights = (dict(self.left), dict(self.right)) if known else ({}, {})

@@ -20,7 +20,7 @@ from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import Job, current, only_first
 from ckpttool.evaluate.compare import Fingerprints, verify
 from ckpttool.formats.dcp_metadata import BytesItem, parse
-from ckpttool.formats.detect_folder import DCP_METADATA, alarming_in, locate, open_checkpoint
+from ckpttool.formats.detect_folder import DCP_METADATA, locate, open_checkpoint, unsafe_in
 from ckpttool.formats.registry import FORMATS
 from ckpttool.formats.torch.nodes import entries_with_code
 from ckpttool.io import progress, sources, write
@@ -433,7 +433,7 @@ def _overlaps(one: Import, span: Span) -> bool:
 
 def check_code(output: Checkpoint, names: Iterable[str], others: Iterable[str] = ()) -> None:
     """Raise `Refused` if the output carries dangerous imports with these names, or in the `others`: copied files."""
-    left, beside = set(names), dangerous(alarming_in(others))
+    left, beside = set(names), dangerous(unsafe_in(others))
     if not left and not beside:
         return
     by_path: dict[str, list[str]] = {}

@@ -89,7 +89,7 @@ def our_verdict(run: Run, folder: Path, module: str, name: str) -> str:
 @pytest.mark.parametrize("scanner", ["picklescan", "fickling"])
 def test_names_that_a_scanner_s_tests_call(scanner: str, run: Run, tmp_path: Path, record_property: Any) -> None:
     rows = [(module, name, theirs) for who, module, name, theirs in NAMES if who == scanner]
-    record_property("suite", scanner)
+    record_property("part", scanner)
     record_property("cases", len(rows))
     wrong = {}
     for module, name, theirs in rows:
@@ -140,7 +140,7 @@ def test_every_name_on_the_list_of_a_scanner(scanner: str, run: Run, tmp_path: P
         names |= {(module, "any") for module in imports.UNSAFE_MODULES}
         names |= {(module, "any") for module in importlib.import_module("fickling.fickle").UNSAFE_IMPORTS}
         names |= {(module, name) for module, some in imports.UNSAFE_IMPORTS.items() for name in some}
-    record_property("suite", scanner)
+    record_property("part", scanner)
     record_property("cases", len(names))
     found = {(module, name): our_verdict(run, tmp_path, module, name) for module, name in sorted(names)}
     milder = {one for one, verdict in found.items() if verdict != DANGEROUS}
@@ -264,7 +264,7 @@ OTHERWISE = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("scanner", SCANNERS)
 def test_what_a_scanner_says_of_these_pickles(scanner: str, record_property: Any) -> None:
-    record_property("suite", scanner)
+    record_property("part", scanner)
     record_property("cases", len(INNOCENT) + len(HOSTILE))
     others = set()
     for name, data in (INNOCENT | HOSTILE).items():

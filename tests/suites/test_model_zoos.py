@@ -75,7 +75,7 @@ def loads(model: nn.Module, state: State) -> bool:
 @pytest.mark.usefixtures("limited")
 @pytest.mark.parametrize(("zoo", "name"), MODELS)
 def test_model(zoo: str, name: str, tmp_path: Path, record_property: Any) -> None:
-    record_property("suite", zoo)
+    record_property("part", zoo)
     try:
         build = ZOOS[zoo][name]()
         model = build()
