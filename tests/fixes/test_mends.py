@@ -257,7 +257,9 @@ def check(case: Pair, run: Runs) -> None:
             assert after is not None, case.words
             alone = {entry["status"] for entry in after["entries"]} <= {"same", "value"}
             said = NOT_READ in notes_in(found) or "with different values" in str(notes_in(found))
-            told = {PART, INFERRED} & set(notes_in(found)) or (alone and said)
+            unfixed = {key for one in found["unfixed"] for key in one["keys"]}
+            named = all(unfixed.intersection(entry["right"]) for entry in after["entries"] if entry["status"] != "same")
+            told = {PART, INFERRED} & set(notes_in(found)) or (alone and said) or named
             assert after["identical"] or told, f"{case.words}\n{command}\n{after['summary']}"
             assert after["identical"] or to_mend(after) < to_mend(found), f"{case.words}\n{command}"
         elif words[1] == "swap-weights":
