@@ -89,8 +89,10 @@ def answered(question: Question, suggests: bool = False) -> Diff:
         assert left is not None
         prefix = question.parts[0]
         one = RemapOptions(select=prefix, out=next(outputs(left.source, prefix.rpartition(".")[2])))
-        which = f"below each of {', '.join(question.parts)}; to take one: {command('remap', (left.source,), one)}"
-        note = Note(f"left has names of right {which}", "several-parts")
+        several = len(question.parts) > 1
+        which = f"names of right below each of {', '.join(question.parts)}; to take one"
+        what = which if several else f"the names and shapes of right below {prefix}; to take them"
+        note = Note(f"left has {what}: {command('remap', (left.source,), one)}", "several-parts")
         return fixes._replace(notes=(*fixes.notes, note)).added_to(replace(diff, inferred=None))
     if left is not None and right is not None:
         values = question.options.comparison is not None

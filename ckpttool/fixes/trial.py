@@ -12,7 +12,7 @@ from ckpttool.core.expression import refs
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.names import suggestions
 from ckpttool.diffing.options import DiffOptions
-from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix
+from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix, Outlines, names_outlines, outlines
 from ckpttool.diffing.run import run
 from ckpttool.diffing.sections import compare, explain_computed
 from ckpttool.fixes.rules_file import Rules, suggested
@@ -58,6 +58,14 @@ class Question:
         return {"model": asked.model, "materialize": asked.materialize}
 
     @property
+    def outlines(self) -> tuple[Outlines, ...]:
+        """The tensors of the right, or of the model in both of its forms."""
+        if self.right is not None:
+            return (outlines(model_section(self.right)),)
+        assert self.model is not None
+        return names_outlines(self.model.names())
+
+    @property
     def wanted(self) -> tuple[set[str], ...]:
         """The names of the right, or of the model in both of its forms."""
         if self.right is not None:
@@ -68,12 +76,25 @@ class Question:
 
     @cached_property
     def parts(self) -> list[str]:
-        """The prefixes of left below which it has the names of right, if there are several: a choice is a guess."""
+        """The prefixes of left below which it has the names of right, if there are several: a choice is a guess.
+
+        If the shapes below some of them are those of right, only these.
+        """
         if self.left is None or not self.left.state_dicts:
             return []
-        keys = {*canonical_keys(model_section(self.left).by_key()).values()}
+        section = model_section(self.left)
+        keys = {name: key for key, name in canonical_keys(section.by_key()).items()}
         found = (prefixes(keys, {*canonical_keys(names).values()}) for names in self.wanted)
-        return next((several for several in found if len(several) > 1 and "" not in several), [])
+        several = next((several for several in found if len(several) > 1 and "" not in several), [])
+        mine = outlines(section)
+        theirs = {key: tensor for side in reversed(self.outlines) for key, tensor in side.items()} if several else {}
+        shapes = {name: theirs[key].shape for key, name in canonical_keys(theirs).items()}
+
+        def fits(prefix: str) -> bool:
+            below = ((mine.get(keys.get(f"{prefix}.{name}", "")), shape) for name, shape in shapes.items())
+            return all(tensor.shape == shape for tensor, shape in below if tensor is not None)
+
+        return [prefix for prefix in several if fits(prefix)] or several
 
     @cached_property
     def rules(self) -> Rules | None:

@@ -107,6 +107,21 @@ def test_no_part_is_chosen_if_several_fit(ask: Ask, right: str) -> None:
     net().load_state_dict(torch.load(made))
 
 
+@pytest.mark.parametrize("right", ["model", "file"])
+@pytest.mark.parametrize("wrapper", ["", "module."])
+def test_of_parts_with_the_same_names_the_one_with_the_same_shapes_is_named(ask: Ask, right: str, wrapper: str) -> None:
+    plain = state_of(net())
+    other = {key: torch.cat([value, value]) for key, value in plain.items()}
+    left = saved(inside(wrapper, {**inside("a.", other), **inside("b.", plain), **inside("c.", other)}))
+    words = (*(("--model", "model.py:net") if right == "model" else ()), left)
+    words += (saved(plain, "plain.pt"),) if right == "file" else ()
+    found = ask(*words)
+    assert fixes_in(found) == []
+    (note,) = (note for note in notes_in(found) if "the names and shapes of right below b" in note)
+    made = ran(note.partition("to take them: ")[2])
+    net().load_state_dict(torch.load(made))
+
+
 @pytest.mark.parametrize("prefix", ["", "module._orig_mod."])
 def test_a_model_that_refuses_its_own_keys_gets_no_fix(ask: Ask, prefix: str) -> None:
     """Its hook renames keys when it is saved, and none reads them. No rules file helps, so none is suggested."""
