@@ -38,9 +38,6 @@ PART = Note("the suggested command fixes only some of the differences", "partial
 INFERRED = Note("the suggested rules are inferred from names and shapes; check the values", "inferred-fix")
 DROPPED = Info("--drop leaves out second names only: their values are in the output under another name", "drops-names")
 OWN_NAMES = Info("swap-weights gives the program all of the weights; the program keeps its names", "program-names")
-NOT_READ = Note(
-    "values of tensors without a counterpart by name were not compared: run diff --values on the output", "not-read"
-)
 FOREIGN = "no fix is suggested because the new model does not have these keys, and their values would be lost"
 NO_REMAP = Note("no remap makes this state fit: load the model only, and start the optimizer from scratch", "no-fix")
 _ADAPTER = Note(
@@ -157,9 +154,6 @@ def _fixes(question: Question) -> Fixes:
         if with_model and swap is None and not infers:
             commands = []
     notes = [*swap_notes, *[OWN_NAMES] * (swap is not None), *[DROPPED] * drops]
-    unpaired = any(entry.status in ("missing", "transformed") for entry in diff.entries)
-    if best is not None and question.options.comparison is not None and unpaired:
-        notes.append(NOT_READ)
     is_partial, unfixed = False, tuple[Unfixed, ...]()
     if not with_model and swap is None:
         is_partial = best is not None and not best.after.identical
@@ -188,7 +182,7 @@ def _best_remap(question: Question) -> Trial | None:
     best, fewest = None, question.remaining(question.diff)
     for word, options in to_load(question) if question.right is None else to_compare(question):
         fix = try_remap(question, options, word, fewest)
-        if fix is not None and fix.after.identical:
+        if fix is not None and (fix.after.identical or question.different_values(fix.after)):  # only values are left
             return fix
         if fix is not None:
             best, fewest = fix, question.remaining(fix.after)
@@ -243,7 +237,7 @@ _UNFIXED: dict[str, tuple[str, str]] = {
 def _unfixed(question: Question, best: Trial | None) -> tuple[Unfixed, ...]:
     """Return the differences that are left after the best fix, if there is one, by their codes."""
     entries: Sequence[Entry] = question.diff.entries
-    if best is not None:  # it was tried without values, which it does not change
+    if best is not None:  # a rename does not change values that differ
         names = () if best.after.identical else best.after.entries
         entries = (*names, *question.different_values(question.diff))
     keys: dict[str, list[str]] = {}

@@ -107,15 +107,27 @@ class Question:
         entries = explain_computed(compare(model_section(self.left), model_section(saved)))
         return suggested(entries, suggestions(self.left, saved, entries, False), self.left, saved)
 
-    def ask_again(self, left: Checkpoint, right: Checkpoint | None) -> Diff:
-        """Ask the same question about other checkpoints, without values and suggestions: renames do not change them."""
+    def ask_again(self, left: Checkpoint, right: Checkpoint | None, *, reads_values: bool = False) -> Diff:
+        """Ask the same question about other checkpoints, without suggestions.
+
+        Values that were compared are compared again only if it `reads_values`: a rename does not change them.
+        """
         if self.optimizer_path is not None and self.right is not None:
             left = replace(left, sections=(replace(left.section(self.optimizer_path), path=""),))
         elif self.optimizer_path is not None:
             sections = (s for s in left.sections if s.kind != "optimizer" or s.path == self.optimizer_path)
             left = replace(left, sections=tuple(sections))
+        if reads_values:
+            with self.options.comparing(left, right):
+                return run(left, right, self.options, self.model, infers=False)
         options = replace(self.options, values=False, rtol=0.0, atol=0.0)
         return run(left, right, options, self.model, infers=False)
+
+    @property
+    def has_unread_values(self) -> bool:
+        """Whether values are compared, and some were not because their tensors have no counterpart by name."""
+        unpaired = any(entry.status in ("missing", "transformed") for entry in self.diff.entries)
+        return self.options.comparison is not None and unpaired
 
     def remaining(self, diff: Diff) -> int:
         """Count the differences that a remap could fix: all but different values under one name."""
@@ -187,13 +199,16 @@ def try_remap(
         try:
             target = target_for(out, source)
             fitted = remap.fitted(result, target, read, to_model or model)
-            after = question.ask_again(replace(fitted, source=out, format=target.format.name), question.right)
+            fitted = replace(fitted, source=out, format=target.format.name)
+            after = question.ask_again(fitted, question.right)
             if not after.identical and most is not None:
                 # A key that is missing may be one of those left out.
                 drops_missing = options.drop and any(entry.status == "missing" for entry in after.entries)
                 if drops_missing or question.remaining(after) >= most:
                     return None
             target.lay_out(fitted)
+            if after.identical and question.has_unread_values:
+                after = question.ask_again(fitted, question.right, reads_values=True)
         except CkptError:
             continue
         return Trial(
