@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from torch.nn import Module as Module  # the types of `ckpttool.load`
 from torch.optim import Optimizer as Optimizer
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._pytree import tree_map
 
 from ckpttool.core.checkpoint import ExtraEntry, Section, Span, TensorEntry
 from ckpttool.core.dtypes import itemsize
@@ -49,9 +52,10 @@ def check_copyable(module: Module) -> None:
 
 
 def like(optimizer: Optimizer, model: Module) -> Callable[[Module], Optimizer]:
-    """Return a function that makes such an optimizer, without state, of a copy of `model`.
+    """Return a function that makes such an optimizer, with a copy of its state, for a copy of `model`.
 
-    Raise `CkptError` if it has parameters that the model does not have.
+    The constructors of some optimizers create state that a step needs. Raise `CkptError` if the optimizer has
+    parameters that the model does not have.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     strangers = [
@@ -74,8 +78,12 @@ def like(optimizer: Optimizer, model: Module) -> Callable[[Module], Optimizer]:
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             if name in twin.__dict__:
                 twin.__dict__[name] = type(twin.__dict__[name])()
-        twin.state = defaultdict(dict)
         parameters = dict(fresh.named_parameters())
+        twin.state = defaultdict(dict)
+        for owner, values in optimizer.state.items():
+            parameter = parameters[names[id(owner)]] if id(owner) in names else owner
+            device = parameter.device if isinstance(parameter, torch.Tensor) else torch.device("cpu")
+            twin.state[parameter] = tree_map(partial(_copied, device=device), values)
         twin.param_groups = [
             {**group, "params": [parameters[names[id(parameter)]] for parameter in group["params"]]}
             for group in optimizer.param_groups
@@ -83,6 +91,17 @@ def like(optimizer: Optimizer, model: Module) -> Callable[[Module], Optimizer]:
         return twin
 
     return make
+
+
+def _copied(value: Any, device: torch.device) -> Any:
+    """Return a copy of a value of an optimizer's state; a step reads its counters, so single elements are real."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    if value.numel() == 1 and device.type == "meta":
+        device = torch.device("cpu")
+    if type(value) is torch.Tensor:
+        return value.detach().to(device, copy=True)
+    return torch.zeros(value.shape, dtype=value.dtype, device=device)  # sharded
 
 
 def put(

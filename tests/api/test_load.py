@@ -270,6 +270,45 @@ def test_an_optimizer_alone(tmp_path: Path) -> None:
     assert torch.equal(second.state[new.weight]["exp_avg"], first.state[old.weight]["exp_avg"])
 
 
+class Sums(torch.optim.Optimizer):
+    """Its constructor creates the state, as the constructor of Adagrad did until torch 2.6."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {"sum": torch.ones_like(parameter), "recent": [0.0]}
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["recent"][0] += 1.0
+                    state["sum"].add_(parameter.grad.square())
+                    parameter.data.sub_(group["lr"] * parameter.grad / state["sum"].sqrt() / state["recent"][0])
+
+
+@pytest.mark.parametrize("layout", ["plain", "named", "wrapped"])
+@pytest.mark.parametrize("stepped", [False, True])
+def test_an_optimizer_whose_constructor_creates_its_state(layout: str, stepped: bool, tmp_path: Path) -> None:
+    old, new = Net(0), Net()
+    first, second = Sums(old.parameters()), Sums(new.parameters())
+    steps(old, first, 0, 2)
+    path = as_file(layout, old, first, tmp_path)
+    steps(old, first, 2, 2)
+    if stepped:
+        steps(new, second, 5, 1)
+    before = copy.deepcopy(second.state_dict())
+    with pytest.raises(ckpttool.CkptError):
+        ckpttool.load(path, Net(), second)
+    assert str(second.state_dict()) == str(before)
+    ckpttool.load(path, new, second)
+    steps(new, second, 2, 2)
+    for (name, value), other in zip(old.named_parameters(), new.parameters()):
+        assert torch.equal(value, other), name
+
+
 def test_a_schedule_and_hooks_of_the_real_optimizer_are_not_run(tmp_path: Path) -> None:
     old, new = nn.Linear(4, 3), nn.Linear(4, 3)
     first, second = torch.optim.SGD(old.parameters(), lr=0.3, momentum=0.9), torch.optim.SGD(new.parameters(), lr=0.1)
