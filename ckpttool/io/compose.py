@@ -211,7 +211,7 @@ class Upload:
             check_absent(self.url)
         with answered(self.url), uninterrupted(insisting=True):
             self.call("complete_multipart_upload", MultipartUpload={"Parts": parts}, **absent)
-        self.fs.invalidate_cache(filesystem(self.url)[1])
+        forget(self.url)
 
     def is_proved(self, nbytes: int) -> bool:
         """Return True if the store's checksums prove that the completed object has the right parts.

@@ -154,7 +154,10 @@ def check(folder: Path, made: Any, weights: dict[str, torch.Tensor], again: Path
 
 @pytest.mark.parametrize("seed", range(10))
 def test_peft_finds_the_same_modules_after_a_rename(seed: int, tmp_path: Path) -> None:
-    made, weights = trained(drawn(random.Random(seed)), tmp_path / "a", seed)
+    config = drawn(random.Random(seed))
+    if getattr(config, "layers_pattern", None) and peft.__version__.startswith("0.18."):
+        pytest.skip("PEFT 0.18 does not find modules by layers_pattern")
+    made, weights = trained(config, tmp_path / "a", seed)
     (tmp_path / "rules.toml").write_text("".join(f'[[rule]]\nrename = "{rule}"\n' for rule in RULES))
     models: dict[str, Any] = {"model": f"{__file__}:old", "to_model": f"{__file__}:new"}
     done = ckpttool.remap(str(tmp_path / "a"), str(tmp_path / "out"), **models)
