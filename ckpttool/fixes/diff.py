@@ -65,4 +65,4 @@ def _diff(left: Ckpt | None, right: Ckpt | None, options: DiffOptions, suggest_r
     from ckpttool.fixes.suggest import answered  # a third of the program, which the cases above need not load
     from ckpttool.fixes.trial import Question
 
-    return answered(Question(first, second, options, model, diff), suggest_rules)
+    return answered(Question(first, second, options, model, diff, opened=(opened[0], opened[1])), suggest_rules)

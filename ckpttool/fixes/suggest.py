@@ -96,12 +96,16 @@ def answered(question: Question, suggests: bool = False) -> Diff:
         rules = suggested(diff.entries, diff.inferred, left, right, values) if values else question.rules
         if rules is None or diff.inferred is None:
             return fixes.added_to(diff)
-        needs_file = rules.few is None and "pt2" not in (left.format, right.format)
-        if needs_file and (not fixes.commands or fixes.is_partial):
+        trial = None
+        if rules.few is None and "pt2" not in (left.format, right.format) and (not fixes.commands or fixes.is_partial):
+            trial = try_remap(question, RemapOptions(rules=rules.text()), "renamed")
+        if trial is not None:
             commands = with_file(left.source, right.source, *["--values"] * values)
-            fixes = Fixes(commands, rules.undone, bool(rules.undone), bool(diff.inferred.pairs))
-        else:
-            fixes = fixes._replace(notes=(*fixes.notes, *rules.undone))
+            unfixed = _unfixed(question, trial)
+            is_partial = bool(rules.undone) or not trial.after.identical
+            advice = () if rules.undone else tuple(filter(None, map(_advice, unfixed)))
+            fixes = Fixes(commands, advice, is_partial, bool(diff.inferred.pairs), unfixed)
+        fixes = fixes._replace(notes=(*fixes.notes, *rules.undone))
         return replace(fixes.added_to(diff), rules=rules.text())
     if left is None or model is None or not left.state_dicts or left.format == "pt2":
         return fixes.added_to(diff)

@@ -34,7 +34,8 @@ from ckpttool.swap.swap import SwapOptions
 class Question:
     """A diff with its operands and options, to ask the same about other checkpoints. `model` is read once.
 
-    `optimizer_path` is the section of the only optimizer in question, if a command changes the complete file.
+    `optimizer_path` is the section of the only optimizer in question, if a command changes the complete file. `opened`
+    are left and right as a command without the model reads them, if that differs.
     """
 
     left: Checkpoint | None
@@ -43,6 +44,7 @@ class Question:
     model: ModelOperand | None
     diff: Diff
     optimizer_path: str | None = None
+    opened: tuple[Checkpoint | None, Checkpoint | None] | None = None
 
     @property
     def two(self) -> tuple[Checkpoint, Checkpoint]:
@@ -180,12 +182,14 @@ def try_remap(
     `options` are as printed; what is read already is reused. `word` is part of the output's name, whose ending may
     change to the ending of a format that holds more.
     """
-    source, model = question.left, None
+    (source, right), model = question.opened or (question.left, question.right), None
+    if options.model is not None:
+        source, right = question.left, question.right
     assert source is not None
     if options.model is not None:
         assert question.model is not None
         model = question.model.with_optimizer(options.optimizer)
-    read = replace(options, dry_run=True, model=model, like=None if options.like is None else question.right)
+    read = replace(options, dry_run=True, model=model, like=None if options.like is None else right)
     try:
         model = operand_of(read)
         to_model = remap.loading_model(read, model)

@@ -269,9 +269,10 @@ def fitting(case: Pair, alone: bool) -> bool:
 
 
 def to_mend(found: dict[str, Any]) -> int:
-    """How many differences a remap could mend: not those of values under one name."""
+    """How many differences a remap could fix: other values, dtypes and shapes under one name are none of them."""
     others = [entry for entry in found["entries"] if entry["status"] not in ("same", "extra_state")]
-    return sum(entry["status"] != "value" or entry["left"] != entry["right"] for entry in others)
+    by_name = ("value", "dtype", "shape")
+    return sum(entry["status"] not in by_name or entry["left"] != entry["right"] for entry in others)
 
 
 def cases(folder: Path) -> Iterator[Pair]:
