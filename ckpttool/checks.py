@@ -18,7 +18,7 @@ from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.fixes.suggest import diff_names_file
 from ckpttool.formats import strict_json
-from ckpttool.formats.detect_folder import unsafe_beside
+from ckpttool.formats.detect_folder import unsafe_in_folder
 from ckpttool.io.files import look_anew
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.operands.model import ModelOperand, holds, is_names_file, operand_of, read_names
@@ -117,7 +117,7 @@ def _checked(path: str, kind: str, model: ModelOperand | None, options: DiffOpti
         elif kind == "names":
             read_names(path)
         else:
-            return _pickles(path, (*open_operand(path).imports, *unsafe_beside(path)), allow)
+            return _pickles(path, (*open_operand(path).imports, *unsafe_in_folder(path)), allow)
     except CkptError as error:
         return Checked(path, kind, error.problems or (_of_the_file(error, path),), error.hint)
     return _names(path, model, options) if kind == "names" else Checked(path, kind)

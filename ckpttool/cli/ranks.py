@@ -75,5 +75,5 @@ def _together(failures: dict[int, Failure]) -> Failure | None:
         return None
     first = next(iter(failures.values()))
     more = {one.message: rank for rank, one in reversed(failures.items()) if one.message != first.message}
-    beside = (Problem(message, f"rank {rank}") for message, rank in sorted(more.items(), key=lambda item: item[1]))
-    return replace(first, problems=(*first.problems, *beside))
+    others = (Problem(message, f"rank {rank}") for message, rank in sorted(more.items(), key=lambda item: item[1]))
+    return replace(first, problems=(*first.problems, *others))

@@ -310,8 +310,8 @@ class Checkpoint:
     `metadata` is the safetensors ``__metadata__``. `container` is the reader's own view of the rest of the file; the
     modules of its format need it, nothing else looks into it (`pt2.program.program_of` says whose program it is).
     `notes` say, in sentences, what the reader found odd and read all the same. Every storage of the file belongs
-    to a tensor in `sections`, or is in `unreached`. `beside` are other files of the folder that are a part of
-    the checkpoint and are not read (Megatron's ``common.pt``). `readings` are set where the file could be read
+    to a tensor in `sections`, or is in `unreached`. `other_files` are files of the folder that belong to the checkpoint
+    and are not read (Megatron's ``common.pt``). `readings` are set where the file could be read
     in another way, and are about nothing but the `sections` that were read. `files` are the paths and URLs that
     were opened for the index, each as it was then (`io.sources.State`, `io.remote.Stat`).
     """
@@ -326,7 +326,7 @@ class Checkpoint:
     container: object = field(default=None, compare=False)
     notes: tuple[str, ...] = ()
     unreached: tuple[Unreached, ...] = ()
-    beside: tuple[str, ...] = ()
+    other_files: tuple[str, ...] = ()
     readings: Readings | None = field(default=None, compare=False)
     objects: tuple[ExtraEntry, ...] = field(default=(), compare=False)
     files: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.formats.detect import sniff
-from ckpttool.formats.detect_folder import fsdp_parts, locate, states_beside, weights_beside
+from ckpttool.formats.detect_folder import fsdp_parts, locate, other_weights, state_files
 from ckpttool.formats.registry import FORMATS
 from ckpttool.io.files import is_dir
 from ckpttool.io.paths import join
@@ -44,10 +44,10 @@ def read(folder: str) -> Checkpoint:
         tuple(replace(part.sections[0], path=section) for section, part in parts.items()),
         notes=(
             *(note for part in parts.values() for note in part.notes),
-            *(f"{name} is in the same folder, and is not read" for name in weights_beside(folder)),
+            *(f"{name} is in the same folder, and is not read" for name in other_weights(folder)),
         ),
         unreached=tuple(storage.of(section) for section, part in parts.items() for storage in part.unreached),
-        beside=states_beside(folder),
+        other_files=state_files(folder),
     )
 
 

@@ -34,7 +34,7 @@ from ckpttool.formats.dcp_metadata import (
     read_shards,
     spelled,
 )
-from ckpttool.formats.detect_folder import DCP_METADATA, HF_SHARD, beside
+from ckpttool.formats.detect_folder import DCP_METADATA, HF_SHARD, other_files
 from ckpttool.formats.pickle_read import Persistent, Pickle
 from ckpttool.formats.pickle_write import dumps
 from ckpttool.formats.torch import zip_file as torch_zip
@@ -232,7 +232,7 @@ def read(path: str) -> Checkpoint:
         {key: storage.nbytes for key, storage in reader.rebuilder.storages.items()},
         made=partial(Folder, home=path, items=reader.items, values=reader.values, names=tuple(sizes)),
         notes=notes,
-        beside=beside(path),
+        other_files=other_files(path),
     )
 
 

@@ -30,7 +30,7 @@ _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(safetensors|bin)")
 _ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pt2")
 _OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".distcp", ".metadata", ".ot", ".tflite")
 # Files that a trainer saves next to the weights; never a candidate if there are others.
-_BESIDE = re.compile(
+_NO_WEIGHTS = re.compile(
     r"(training_args|optimizer(_\d+)?|scheduler(_\d+)?|sampler(_\d+)?|scaler|rng_state.*|random_states.*)\.(bin|pt|pth)"
 )
 # The names that accelerate uses under FSDP: a folder or a file for each model and optimizer, or files of the ranks.
@@ -95,7 +95,7 @@ def _candidates(folder: str, names: list[str]) -> list[Found]:
     found = [Found("sharded", join(folder, name)) for name in files if INDEX.fullmatch(name)]
     shards = {shard for index in found for shard in _shards_of(index.path)}
     single = [name for name in files if name.endswith(_ENDINGS) and not (_SHARD.fullmatch(name) or name in shards)]
-    weights = [name for name in single if not _BESIDE.fullmatch(name)]
+    weights = [name for name in single if not _NO_WEIGHTS.fullmatch(name)]
     single = weights if weights or found or parts_in(folder, names) else single
     return found + [Found("", join(folder, name)) for name in single]
 
@@ -130,16 +130,16 @@ def _files(folder: str, is_one: Callable[[str], object]) -> tuple[str, ...]:
     return tuple(name for name in names_in(folder) if is_one(name) and is_file(join(folder, name)))
 
 
-def weights_beside(folder: str) -> tuple[str, ...]:
+def other_weights(folder: str) -> tuple[str, ...]:
     """List files with weights that are not parts of accelerate's checkpoint: the Trainer's own copy."""
     parts = fsdp_parts(folder).values()
     return _files(folder, lambda name: is_weights(name) and name not in parts)
 
 
-def states_beside(folder: str) -> tuple[str, ...]:
+def state_files(folder: str) -> tuple[str, ...]:
     """List the other files for resuming a training: of the scheduler, random numbers, the user's own."""
     parts = fsdp_parts(folder).values()
-    return _files(folder, lambda name: (_BESIDE.fullmatch(name) or name.endswith(".pkl")) and name not in parts)
+    return _files(folder, lambda name: (_NO_WEIGHTS.fullmatch(name) or name.endswith(".pkl")) and name not in parts)
 
 
 def parts_in(folder: str, names: list[str]) -> list[str]:
@@ -155,7 +155,7 @@ def is_part(folder: str, names: list[str]) -> bool:
 
 def is_weights(name: str) -> bool:
     """Return whether a file of this name holds weights, by its ending; a trainer's other files do not."""
-    return name.endswith(_ENDINGS) and not _BESIDE.fullmatch(name)
+    return name.endswith(_ENDINGS) and not _NO_WEIGHTS.fullmatch(name)
 
 
 def optimizers_in(names: list[str]) -> list[str]:
@@ -241,7 +241,7 @@ def companions(folder: str) -> dict[str, str]:
     return {name: path for name, path in paths.items() if is_file(path)}
 
 
-def beside(folder: str) -> tuple[str, ...]:
+def other_files(folder: str) -> tuple[str, ...]:
     """List the torch files in a folder of torch.distributed.checkpoint: Megatron-Core saves some of its state there."""
     return _files(folder, lambda name: name.endswith(_ENDINGS) and not HF_SHARD.fullmatch(name))
 
@@ -284,19 +284,19 @@ def _open(path: str) -> Checkpoint:
         return FORMATS[sniff(path)].read(path)
     found = locate(path)
     checkpoint = FORMATS[found.format].read(found.path)
-    beside = checkpoint.beside or states_beside(path)
-    return replace(checkpoint, source=path, notes=(*checkpoint.notes, *note_on(beside)))
+    others = checkpoint.other_files or state_files(path)
+    return replace(checkpoint, source=path, notes=(*checkpoint.notes, *note_on(others)))
 
 
-def note_on(beside: Sequence[str]) -> tuple[str, ...]:
-    return (f"{', '.join(beside)}: other files in the folder, copied if the output is a folder too",) if beside else ()
+def note_on(names: Sequence[str]) -> tuple[str, ...]:
+    return (f"{', '.join(names)}: other files in the folder, copied if the output is a folder too",) if names else ()
 
 
-def unsafe_beside(path: str) -> tuple[Import, ...]:
+def unsafe_in_folder(path: str) -> tuple[Import, ...]:
     """Return what `unsafe_in` finds in files that a trainer saves next to the weights in the folder `path`."""
     if files.is_glob(path) or not files.is_dir(path):
         return ()
-    return unsafe_in(join(path, name) for name in states_beside(path))
+    return unsafe_in(join(path, name) for name in state_files(path))
 
 
 def unsafe_in(paths: Iterable[str]) -> tuple[Import, ...]:

@@ -35,7 +35,7 @@ from ckpttool.core.text import Info, Note, dotted, is_flat, number, plural, some
 from ckpttool.core.values import dataclass, public
 from ckpttool.distributed.job import Question, answers
 from ckpttool.evaluate.compare import Statistics, statistics
-from ckpttool.formats.detect_folder import unsafe_beside
+from ckpttool.formats.detect_folder import unsafe_in_folder
 from ckpttool.formats.registry import MEMORY
 from ckpttool.naming.flat import flat_params
 from ckpttool.naming.match import aliases
@@ -269,8 +269,8 @@ def inspect(ckpt: Ckpt, *, stats: bool = False, filter: str | None = None) -> In
     """
     checkpoint = open_checkpoint(ckpt)
     if isinstance(ckpt, str):
-        beside = unsafe_beside(ckpt)
-        checkpoint = replace(checkpoint, imports=in_order((*checkpoint.imports, *beside)))
+        others = unsafe_in_folder(ckpt)
+        checkpoint = replace(checkpoint, imports=in_order((*checkpoint.imports, *others)))
     if filter is not None:
         checkpoint = _filtered(checkpoint, filter)
     lightning = is_lightning(checkpoint)

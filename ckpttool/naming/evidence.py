@@ -487,7 +487,7 @@ class Order:
             return False
         return list(map(int, varying[0])) == sorted(map(int, varying[0]))
 
-    def beside_layers(self, group: Group) -> str:
+    def neighbors(self, group: Group) -> str:
         """Return whether a tensor outside of all layers is ``before`` or ``after`` them; empty if that is unknown.
 
         A state dict has a module's parameters before its children, so their order says nothing.

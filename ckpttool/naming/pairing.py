@@ -472,7 +472,7 @@ class _Search:
     def _agree(self, left: Group, right: Group) -> bool:
         """Return whether the modules, the names and the places of the two allow the pair."""
         parts = part_of(left.path), part_of(right.path)
-        places = [order.beside_layers(group) for order, group in zip(self.orders, (left, right))]
+        places = [order.neighbors(group) for order, group in zip(self.orders, (left, right))]
         return self._may(left, right) and all(not all(two) or two[0] == two[1] for two in (parts, places))
 
     @staticmethod

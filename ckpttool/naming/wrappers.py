@@ -350,7 +350,7 @@ def new_counter(wanted: Chain, counted: Collection[str]) -> dict[str, Op]:
 _KINDS = {prefix: prefix.rstrip("_").replace("lora", "LoRA").replace("ia3", "IA3") for prefix in ADAPTERS}
 _PAIRS = (["lora", "down"], ["lora", "up"])  # two segments, as in ``to_q.lora.down.weight``
 _MARK = re.compile("|".join([*ADAPTERS, r"lora\."]))  # in every key of an adapter: most checkpoints have none
-_BESIDE = frozenset({"alpha", "dora_scale"})  # next to a low-rank pair, directly in the module's path
+_NEXT_TO_PAIR = frozenset({"alpha", "dora_scale"})  # next to a low-rank pair, directly in the module's path
 _KOHYA = ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_")
 
 
@@ -396,7 +396,7 @@ def adapter_of(keys: Iterable[str]) -> Adapter | None:
         return None
     for key in list(rest):
         *path, name = key.split(".")
-        if name in _BESIDE and _without_root(path) in modules:
+        if name in _NEXT_TO_PAIR and _without_root(path) in modules:
             modules[_without_root(path)].append(key)
             del rest[key]
     return Adapter(tuple(kinds), {path: tuple(keys) for path, keys in modules.items()}, tuple(rest))

@@ -83,7 +83,7 @@ def open_operand(operand: str) -> Checkpoint:
         others=(),
         container=None,
         unreached=unreached,
-        beside=(),
+        other_files=(),
         objects=(),
     )
 

@@ -283,8 +283,8 @@ def as_read(model: ModelOperand, section: Section, source: str) -> ModelOperand:
     own = model.tables
     path = split(source)[0]
     folder = path if os.path.isdir(path) else os.path.dirname(path)
-    beside = os.path.isfile(os.path.join(folder, "config.json"))
-    if not beside and not model.is_folder and holds_keys(own, section):
+    has_config = os.path.isfile(os.path.join(folder, "config.json"))
+    if not has_config and not model.is_folder and holds_keys(own, section):
         return model
     from ckpttool.tracing.pretrained import is_pretrained
 
@@ -293,7 +293,9 @@ def as_read(model: ModelOperand, section: Section, source: str) -> ModelOperand:
     other = model.by_pretrained.tables
     theirs, ours = read(other, section), read(own, section).match.score
     differ = any(own.saved.get(key, source) != source for key, source in other.saved.items())
-    preferred = theirs.form == SERIALIZED and theirs.match.score == ours and (model.is_folder or (beside and differ))
+    preferred = (
+        theirs.form == SERIALIZED and theirs.match.score == ours and (model.is_folder or (has_config and differ))
+    )
     return model.by_pretrained if theirs.match.score > ours or preferred else model
 
 

@@ -107,11 +107,11 @@ class Target:
         the format cannot hold the checkpoint.
         """
         alone = self.folder is None or not _is_folder(checkpoint)
-        if alone and checkpoint.beside:
+        if alone and checkpoint.other_files:
             problems = [
-                Problem("a file of the folder, which the output has no place for", n) for n in checkpoint.beside
+                Problem("a file of the folder, which the output has no place for", n) for n in checkpoint.other_files
             ]
-            dropped = " ".join(f"--drop {quote(name)}" for name in checkpoint.beside)
+            dropped = " ".join(f"--drop {quote(name)}" for name in checkpoint.other_files)
             raise Refused("not everything would be written", hint=f"leave it out: {dropped}", problems=problems)
         if self.folder is None:
             return {paths_name(self.path): self.format.layout(checkpoint)}

@@ -187,8 +187,8 @@ class ParamMap:
         return self
 
 
-def owners(state: OptimizerState, names: Names | None, where: str, beside: Sequence[Section] = ()) -> ParamMap:
-    """Return which parameter each state belongs to. `beside` lists the file's state dicts with keys in the saved order.
+def owners(state: OptimizerState, names: Names | None, where: str, state_dicts: Sequence[Section] = ()) -> ParamMap:
+    """Return which parameter each state belongs to. The keys of the `state_dicts` are in the order of the saved model.
 
     Raises `Refused` if nothing says it, and if the names in the keys cannot be the model's.
     """
@@ -224,7 +224,7 @@ def owners(state: OptimizerState, names: Names | None, where: str, beside: Seque
     try:
         by_position = (_by_optimizer if names.optimizer else _by_order)(state, parameters, where)
     except Refused as error:
-        moved = saved_order(beside, names, parameters.shapes)
+        moved = saved_order(state_dicts, names, parameters.shapes)
         if not moved:
             raise
         doubt = _other_order(names, moved)
@@ -232,7 +232,7 @@ def owners(state: OptimizerState, names: Names | None, where: str, beside: Seque
             f"{error.message}; {doubt.message}", hint=doubt.hint, problems=(*error.problems, *moved)
         ) from error
     by_position = check(by_position, names)
-    moved = saved_order(beside, names, set(by_position.names.values()))
+    moved = saved_order(state_dicts, names, set(by_position.names.values()))
     if not moved:
         return replace(by_position, assumed=moved is None)
     # Several groups are a doubt also if each keeps its order: one cut by position (parameters[:3]) has others then.
@@ -267,7 +267,7 @@ def in_model(listed: Iterable[str], names: Names) -> tuple[dict[str, str], list[
     return {name: known.get(own) or keys[own] for name, own in found.names.items()}, problems
 
 
-def own_names(state: OptimizerState, beside: Sequence[Section]) -> ParamMap | None:
+def own_names(state: OptimizerState, state_dicts: Sequence[Section]) -> ParamMap | None:
     """Return the file's own names for the parameters, without a model; None if it has none.
 
     Ids in one group get the keys of a state dict with as many tensors, if all their shapes fit.
@@ -276,7 +276,7 @@ def own_names(state: OptimizerState, beside: Sequence[Section]) -> ParamMap | No
         return owners(state, None, "the optimizer")
     if len(state.nonempty_groups) != 1:
         return None
-    for section in beside:
+    for section in state_dicts:
         aliases = section.aliases()
         entries = [entry for entry in section.tensors if entry.key not in aliases]
         shapes = _Shapes(state, [entry.shape for entry in entries])

@@ -344,12 +344,12 @@ def companions_of(
     target: Target,
     bases: tuple[Sequence[str] | None, Sequence[str] | None] = (None, None),
     described: bool = False,
-    beside: Sequence[str] = (),
+    other_files: Sequence[str] = (),
 ) -> Companions:
     """Return what goes along with the weights of `source`, whose keys `plan` changes, to `target`.
 
     `bases` are the tensors of the models before and after, if they are known. `described`: the keys of the output are
-    described by ``config.json``. `beside` are the files of `Checkpoint.beside` that remain. Raise `Refused` if
+    described by ``config.json``. `other_files` are those of the checkpoint that remain. Raise `Refused` if
     an adapter's configuration cannot follow into the folder of the output.
     """
     path, section = split(source.source)
@@ -362,7 +362,7 @@ def companions_of(
     left_out: dict[str, str] = {}
     if to_folder and not stays:
         found = companions(path)
-        found |= {name: join(path, name) for name in beside}
+        found |= {name: join(path, name) for name in other_files}
         left_out = _others(path, source, found)
     files: dict[str, str | bytes] = {**found}
     before: dict[str, bytes] = {}

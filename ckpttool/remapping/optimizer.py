@@ -121,9 +121,9 @@ class OptimizerRequest:
 
     `names` are the names of the model (and the optimizer) that saved the checkpoint, `to_names` of the model that will
     load it. `form` ``serialized`` gives parameters the names of the model's keys; otherwise they get canonical names.
-    `ruled` is the effect of the rules on the model, `model` the effect of the complete remap, `keys_beside` its keys.
+    `ruled` is the effect of the rules on the model, `model` the effect of the complete remap, `model_keys` its keys.
     `narrowed` is `model` if some of its tensors are left out: then parameters that have names follow their keys.
-    `beside` are the state dicts of the file as it was saved (`operands.checkpoint.saved_state_dicts`), whose order of
+    `state_dicts` are those of the file as it was saved (`operands.checkpoint.saved_state_dicts`): the order of their
     keys is evidence for the ids. `old_model` is the same command with the model named that saved the file, `output` the
     file to write.
     """
@@ -136,8 +136,8 @@ class OptimizerRequest:
     ruled: RuleEffect | None = None
     model: RuleEffect | None = None
     narrowed: RuleEffect | None = None
-    keys_beside: Sequence[str] = ()
-    beside: Sequence[Section] | None = None
+    model_keys: Sequence[str] = ()
+    state_dicts: Sequence[Section] | None = None
     old_model: str | None = None
     output: str | None = None
 
@@ -169,8 +169,8 @@ def remap_optimizers(source: Checkpoint, wanted: OptimizerRequest) -> tuple[Chec
     Raise `Refused` if ids are ambiguous, if state cannot follow its parameter, and if `wanted.keys` is set but the file
     has no optimizer.
     """
-    if wanted.beside is None:
-        wanted = replace(wanted, beside=saved_state_dicts(source))
+    if wanted.state_dicts is None:
+        wanted = replace(wanted, state_dicts=saved_state_dicts(source))
     sections: list[Section] = []
     done: list[OptimizerRemap] = []
     for section in source.sections:
@@ -322,10 +322,10 @@ def _as_the_keys(
 
     Raise `Refused` if the names would have no wrappers next to a model whose keys get some.
     """
-    keys = set(wanted.keys_beside)
-    wrappers = naming_wrappers.infer(wanted.keys_beside)
+    keys = set(wanted.model_keys)
+    wrappers = naming_wrappers.infer(wanted.model_keys)
     prefix = f"{wrappers.root[-1]}." if wrappers.root else ""
-    by_name = {strip(key, wrappers.paths): key for key in wanted.keys_beside}
+    by_name = {strip(key, wrappers.paths): key for key in wanted.model_keys}
     found = {
         param: copied(by_name.get(str(param), "")) or prefix + str(param)
         for param in moved.params
@@ -348,15 +348,15 @@ def _as_the_keys(
 
 def _owners(state: OptimizerState, wanted: OptimizerRequest, where: str) -> ParamMap:
     """Identify the parameters of the ids; with rules only, the file's own keys count too if they can be these."""
-    beside = wanted.beside or ()
-    by_keys = own_names(state, beside) if wanted.names is None and wanted.ruled is not None else None
+    state_dicts = wanted.state_dicts or ()
+    by_keys = own_names(state, state_dicts) if wanted.names is None and wanted.ruled is not None else None
     if by_keys is not None:
         return by_keys
     if wanted.names is not None and wanted.ruled is not None:
         params = set(Parameters(wanted.names).shapes)
-        if saved_order(beside, wanted.names, params) is None:  # it may be the model after the rules
-            beside = (wanted.ruled.after,)
-    return owners(state, wanted.names, where, beside)
+        if saved_order(state_dicts, wanted.names, params) is None:  # it may be the model after the rules
+            state_dicts = (wanted.ruled.after,)
+    return owners(state, wanted.names, where, state_dicts)
 
 
 def _by_rules_file(
@@ -370,7 +370,7 @@ def _by_rules_file(
         ways.append(to_serialized(wanted.names, named.params))
     known = [len(wanted.ruled.shapes(list(way))) for way in ways]
     found = wanted.ruled.sources(ways[known.index(max(known))], where)
-    if found is None and not wanted.ruled.keeps_places and len(wanted.beside or ()) == 1:
+    if found is None and not wanted.ruled.keeps_places and len(wanted.state_dicts or ()) == 1:
         raise Refused(
             f"{where}: none of its parameters is a tensor of the model, so that nothing follows the rules",
             hint=AFRESH,

@@ -211,7 +211,7 @@ def _kept(checkpoint: Checkpoint, keep: Callable[[str], bool]) -> Checkpoint:
         checkpoint,
         others=tuple(filter(keep, checkpoint.others)),
         unreached=tuple(found for found in checkpoint.unreached if keep(found.path)),
-        beside=tuple(filter(keep, checkpoint.beside)),
+        other_files=tuple(filter(keep, checkpoint.other_files)),
     )
 
 
@@ -415,7 +415,7 @@ def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:
     if ruled is not None and wanted.names is None and model is not None:
         ruled = model  # only the file has names: they change as its keys do
     keys = () if model is None else done.result.section(model.section.path).keys
-    wanted = replace(wanted, ruled=ruled, model=model, narrowed=done.narrowed, keys_beside=keys)
+    wanted = replace(wanted, ruled=ruled, model=model, narrowed=done.narrowed, model_keys=keys)
     result, optimizers = remap_optimizers(done.result, wanted)
     if model is None and done.narrowed is not None:  # --select
         changed = {one.section for one in optimizers}
@@ -479,7 +479,7 @@ def by_plan(source: Checkpoint, plan: Plan, runners: Mapping[str, Runner] = NO_C
     `runners`, by way, are the models' code for its runs. Raise `Refused` if one of them is missing.
     """
     keys = {key for section in source.sections if not section.path for key in section.by_key()}
-    paths = {*source.others, *source.beside, *(section.path for section in source.sections)}
+    paths = {*source.others, *source.other_files, *(section.path for section in source.sections)}
     paths |= {found.path for found in source.unreached}
     gone = {d.key for d in plan.dropped if not d.section} & (paths - keys)
     rest = replace(plan, dropped=tuple(d for d in plan.dropped if d.section or d.key not in gone))

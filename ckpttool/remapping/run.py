@@ -223,9 +223,9 @@ def plan_remap(
     if done.missing:
         note = f"missing {plural(len(done.missing), 'key')} of the model: {some(done.missing, 20)}"
         done = replace(done, notes=(*done.notes, note))
-    if done.result.beside != source.beside:  # some of these files are dropped
-        notes = (note for note in source.notes if note not in note_on(source.beside))
-        source = replace(source, notes=(*notes, *note_on(done.result.beside)))
+    if done.result.other_files != source.other_files:  # some of these files are dropped
+        notes = (note for note in source.notes if note not in note_on(source.other_files))
+        source = replace(source, notes=(*notes, *note_on(done.result.other_files)))
     done = replace(done, notes=(*source.notes, *done.notes))
     if done.result.optimizers or options.optimizer_keys is not None:
         form = None if options.ranks or options.form is ModelForm.PRETRAINED else options.form
@@ -235,7 +235,7 @@ def plan_remap(
             to_names,
             request.renamings,
             form.names if isinstance(form, ModelForm) else None,
-            beside=saved_state_dicts(source),
+            state_dicts=saved_state_dicts(source),
             old_model=_command_with_old_model(source, options),
             output=options.target(source.source),
         )
@@ -375,15 +375,15 @@ def _write(
         for one in (model, None if options.to_model is None else to_model)
     )
     described = options.form is ModelForm.PRETRAINED
-    beside = companions_of(source, done.plan, target, (old, new), described, done.result.beside)
-    notes = (*notes, *beside.notes)
-    done = replace(done, result=output, notes=notes, companions=beside if str(beside) else None)
+    companions = companions_of(source, done.plan, target, (old, new), described, done.result.other_files)
+    notes = (*notes, *companions.notes)
+    done = replace(done, result=output, notes=notes, companions=companions if str(companions) else None)
 
     expected = fingerprints(output) if options.verify and options.in_place and not options.dry_run else output
-    written = _edit_in_place(options, writer, target, output, beside) if options.in_place else None
+    written = _edit_in_place(options, writer, target, output, companions) if options.in_place else None
     files: Files = {}
     if options.dry_run or written is None or written.way == "copied":
-        files = _laid_out(options, target, output, beside)
+        files = _laid_out(options, target, output, companions)
     if written is not None:
         kept = written.kept if written.way == "edited" else writer.replaced(target, files)
         can_undo = not options.no_undo and (written.way == "copied" or written.nbytes)
@@ -404,24 +404,24 @@ def _write(
 _PICKLES = (".bin", ".pt", ".pth", ".pkl")  # of the other files of a folder
 
 
-def _laid_out(options: RemapOptions, target: Target, output: Checkpoint, beside: Companions) -> Files:
+def _laid_out(options: RemapOptions, target: Target, output: Checkpoint, companions: Companions) -> Files:
     """Return the files of the output. Raise `Refused` if loading them would run code, unless that is requested.
 
     What is laid out inside of a program is written later, so everything that the program imports counts.
     """
     with dangerous_written() as names:
-        files = target.lay_out(output, beside.files)
+        files = target.lay_out(output, companions.files)
     names |= copied_imports(output, files)
     if target.format.name == "pt2":
         names |= {one.name for one in dangerous(output.imports)}
     if not options.keep_pickled_code:
-        pickles = (path for path in beside.files.values() if isinstance(path, str) and path.endswith(_PICKLES))
+        pickles = (path for path in companions.files.values() if isinstance(path, str) and path.endswith(_PICKLES))
         check_code(output, names, pickles)
     return files
 
 
 def _edit_in_place(
-    options: RemapOptions, writer: Writer, target: Target, output: Checkpoint, beside: Companions
+    options: RemapOptions, writer: Writer, target: Target, output: Checkpoint, companions: Companions
 ) -> Written:
     """Change the source where it is, if that is possible; in a dry run return how it would be written."""
     if writer.rewrites:
@@ -432,8 +432,8 @@ def _edit_in_place(
         if not options.keep_pickled_code:
             unchanged = dangerous(output.imports) if target.format.name == "pt2" else ()  # others are rewritten
             check_code(output, names | {one.name for one in unchanged})
-        new = {name: content for name, content in beside.files.items() if isinstance(content, bytes)}
-        files = {**{name: Edited([Piece(text)], beside.before[name], text) for name, text in new.items()}, **files}
+        new = {name: content for name, content in companions.files.items() if isinstance(content, bytes)}
+        files = {**{name: Edited([Piece(text)], companions.before[name], text) for name, text in new.items()}, **files}
     return writer.edit(target, files, dry_run=options.dry_run)
 
 

@@ -433,8 +433,8 @@ def _overlaps(one: Import, span: Span) -> bool:
 
 def check_code(output: Checkpoint, names: Iterable[str], others: Iterable[str] = ()) -> None:
     """Raise `Refused` if the output carries dangerous imports with these names, or in the `others`: copied files."""
-    left, beside = set(names), dangerous(unsafe_in(others))
-    if not left and not beside:
+    left, found = set(names), dangerous(unsafe_in(others))
+    if not left and not found:
         return
     by_path: dict[str, list[str]] = {}
     for path, name in entries_with_code(output):
@@ -442,9 +442,9 @@ def check_code(output: Checkpoint, names: Iterable[str], others: Iterable[str] =
         left.discard(name)
     problems = [Problem(f"imports {', '.join(dict.fromkeys(own))}", path) for path, own in by_path.items()]
     problems += [Problem("a dangerous import of the file's pickle", name) for name in sorted(left)]
-    problems += [Problem(f"imports {one.name}", name_of(one.file)) for one in beside]
+    problems += [Problem(f"imports {one.name}", name_of(one.file)) for one in found]
     drop = shell(*(word for path in by_path for word in ("--drop", path)))
     hint = "carry it on: --keep-pickled-code"
-    hint = f"leave it out: {drop}; or {hint}" if drop and not left and not beside else hint
-    hint = f"name the weights alone as CKPT, without the other files of the folder; or {hint}" if beside else hint
+    hint = f"leave it out: {drop}; or {hint}" if drop and not left and not found else hint
+    hint = f"name the weights alone as CKPT, without the other files of the folder; or {hint}" if found else hint
     raise Refused("the output would run code when it is loaded: dangerous pickle imports", hint=hint, problems=problems)

@@ -11,14 +11,14 @@ from safetensors.torch import save_file
 
 from ckpttool.core.errors import CkptError
 from ckpttool.formats.detect_folder import (
-    beside,
     checkpoint_files,
     companions,
     is_part,
     locate,
     open_checkpoint,
-    states_beside,
-    weights_beside,
+    other_files,
+    other_weights,
+    state_files,
 )
 from ckpttool.io.paths import safe_path
 
@@ -124,7 +124,7 @@ def test_files_are_told_from_folders_of_their_name(tmp_path: Path) -> None:
         "train.pt",
         "training_args.bin",
     )
-    before = [weights_beside, states_beside, beside]
+    before = [other_weights, state_files, other_files]
     found = [names(str(tmp_path)) for names in before]
     assert found == [
         ("model.safetensors", "train.pt"),
@@ -154,7 +154,7 @@ def test_parts_of_one_checkpoint(tmp_path: Path, name: str, whole: bool) -> None
 
 
 def test_what_a_new_checkpoint_takes_the_place_of(tmp_path: Path) -> None:
-    """The files of one like it, and nothing that lies beside."""
+    """The files of one like it, and nothing that lies other_files."""
     others = [".gitattributes", "zz", "config.json", "train.pt"]
     bins = ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"]
     safe = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
