@@ -73,7 +73,7 @@ faults: $(VENV)/for-test ## fail and kill every call that writes, once each; tak
 	CKPTTOOL_FAULTS=all $(BIN)/python -m pytest tests/faults -s $(ARGS)
 
 suites: $(VENV)/for-test ## run the cases of torch's suites and the models of installed libraries through ckpttool, all of them
-	CKPTTOOL_SUITES=all $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 -rs tests/suites tests/cli/test_optimizer_mends.py tests/test_pickle_imports.py tests/formats/containers/test_pickle_against_python.py $(ARGS)
+	CKPTTOOL_SUITES=all $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 -rs tests/suites tests/cli/test_optimizer_fixes.py tests/test_pickle_imports.py tests/formats/containers/test_pickle_against_python.py $(ARGS)
 
 fuzz: $(VENV)/for-test ## fuzz every reader, TIME=600 seconds in all (ARGS='--guided --target plan': one, by atheris)
 	PYTHONPATH=.:tests/fuzz:tests/support $(BIN)/python tests/fuzz/run.py --time $(TIME) $(ARGS)

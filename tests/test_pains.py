@@ -18,20 +18,20 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DataParallel
 
-import mend_models
 import optimizer_models
 import real_models
+import small_models
 from ckpttool.cli.app import main
 from command import fixes_in, notes_in
 from files import run_measured
 from loading_zoo import Packed, packed_weight
-from mend_models import hooked, lifted, net
 from optimizer_support import save, steps, train
 from places import ROOT
+from small_models import hooked, lifted, net
 from torch_version import needs_torch
 
 torch.set_num_threads(1)
-MODELS = Path(mend_models.__file__)
+MODELS = Path(small_models.__file__)
 State = dict[str, torch.Tensor]
 Ask = Callable[..., "Answer"]
 
@@ -45,7 +45,7 @@ class Answer:
 
     @property
     def fix(self) -> str:
-        """The first command that mends it."""
+        """The first command that fixes it."""
         return str(fixes_in(self.data)[0])
 
     @property
@@ -92,7 +92,7 @@ def assert_loads(model: nn.Module, path: str, wanted: State) -> None:
     assert all(torch.equal(held[key], wanted[key]) for key in wanted)
 
 
-def mended(ask: Ask, state: Any, model: str, fresh: nn.Module, wanted: State, name: str = "train.pt") -> Answer:
+def fixed(ask: Ask, state: Any, model: str, fresh: nn.Module, wanted: State, name: str = "train.pt") -> Answer:
     """From the symptom, a strict load that fails, through the printed command to one that succeeds."""
     with pytest.raises(RuntimeError, match=r"Missing key|Unexpected key|size mismatch"):
         fresh.load_state_dict(state, strict=True)
@@ -111,7 +111,7 @@ def mended(ask: Ask, state: Any, model: str, fresh: nn.Module, wanted: State, na
 def test_pytorch_101107_keys_of_a_compiled_model(ask: Ask) -> None:
     model: Any = net()
     compiled: Any = torch.compile(model)
-    found = mended(ask, compiled.state_dict(), "net", net(), dict(model.state_dict()))
+    found = fixed(ask, compiled.state_dict(), "net", net(), dict(model.state_dict()))
     assert "torch.compile" in found.said
 
 
@@ -124,7 +124,7 @@ def test_module_segments_of_data_parallel_at_any_depth(ask: Ask, depth: str) -> 
         wrapped = DataParallel(model)
     else:
         model.layers[0] = DataParallel(model.layers[0])
-    mended(ask, dict(wrapped.state_dict()), "net", net(), wanted)
+    fixed(ask, dict(wrapped.state_dict()), "net", net(), wanted)
 
 
 ORDERS = (("a.pt", "_checkpoint_wrapped_module._orig_mod."), ("b.pt", "_orig_mod._checkpoint_wrapped_module."))
@@ -133,7 +133,7 @@ ORDERS = (("a.pt", "_checkpoint_wrapped_module._orig_mod."), ("b.pt", "_orig_mod
 def test_torchtitan_2622_the_order_of_wrappers_makes_no_difference(ask: Ask) -> None:
     wanted = dict(net().state_dict())
     for name, prefix in ORDERS:
-        mended(ask, {prefix + key: value for key, value in wanted.items()}, "net", net(), wanted, name)
+        fixed(ask, {prefix + key: value for key, value in wanted.items()}, "net", net(), wanted, name)
     assert diff(ask, "a.serialized.pt", "b.serialized.pt", "--values").status == 0
 
 
@@ -192,7 +192,7 @@ def test_pytorch_146053_hooks_that_the_state_dict_helpers_fail_on(ask: Ask) -> N
 
 
 def test_pytorch_3852_groups_of_another_size(ask: Ask) -> None:
-    """The parameters are named, whatever mends it."""
+    """The parameters are named, whatever fixes it."""
     model: Any = net()
     first, rest = list(model.parameters())[:1], list(model.parameters())[1:]
     optimizer = torch.optim.AdamW([{"params": first}, {"params": rest}])
@@ -246,12 +246,12 @@ def test_transformers_20082_placeholders_of_zero_3(ask: Ask) -> None:
 
 
 def test_safetensors_98_tied_weights(ask: Ask) -> None:
-    model = mend_models.tied()
+    model = small_models.tied()
     state = model.state_dict()
     with pytest.raises(RuntimeError, match="share memory"):
         save_file(state, "tied.safetensors")
     compiled = {f"_orig_mod.{key}": value for key, value in state.items()}
-    mended(ask, compiled, "tied", mend_models.tied(), dict(state))
+    fixed(ask, compiled, "tied", small_models.tied(), dict(state))
 
 
 def test_torch_mlir_4744_a_lifted_buffer(ask: Ask) -> None:
@@ -268,7 +268,7 @@ def test_torch_mlir_4744_a_lifted_buffer(ask: Ask) -> None:
 def test_pytorch_179278_call_variants_of_an_unflattened_program(ask: Ask) -> None:
     state = dict(net().state_dict())
     variants = {**state, "layers.0@1.fc.weight": state["layers.0.fc.weight"]}
-    found = mended(ask, variants, "net", net(), state)
+    found = fixed(ask, variants, "net", net(), state)
     assert found.data["summary"].get("missing", 0) == 0
 
 
@@ -364,13 +364,13 @@ def test_megatron_bridge_6032_keys_that_are_absent_are_said(ask: Ask) -> None:
 
 def test_torchtune_2291_a_hook_with_absolute_keys_under_data_parallel(ask: Ask) -> None:
     """It renames its key at the root only; the model alone says so, and so does what was saved under the wrapper."""
-    model = mend_models.Absolute()
+    model = small_models.Absolute()
     wanted = dict(model.state_dict())
     breaks = "a state_dict hook looks for absolute keys, and breaks under DDP too"
     assert breaks in diff(ask, "--model", "model.py:Absolute").said
     wrapped = dict(DataParallel(model).state_dict())
     assert "module.weight" not in wrapped
-    assert breaks in mended(ask, wrapped, "Absolute", mend_models.Absolute(), wanted).said
+    assert breaks in fixed(ask, wrapped, "Absolute", small_models.Absolute(), wanted).said
 
 
 def moments_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
@@ -430,7 +430,7 @@ def test_pytorch_142246_constants_of_a_package_are_checked_before(ask: Ask) -> N
     inductor, x = torch._inductor, torch.linspace(-1, 1, 32).reshape(2, 16)
     outside = {"package_constants_in_so": False, "package_constants_on_disk_format": "pickle_weights"}
     configs = {f"aot_inductor.{name}": value for name, value in outside.items()}
-    model, new = mend_models.Wide(), mend_models.Wide()
+    model, new = small_models.Wide(), small_models.Wide()
     program = torch.export.export(model, (x,))
     inductor.aoti_compile_and_package(program, package_path="package.pt2", inductor_configs=configs)
     loaded = load_pt2("package.pt2", load_weights_from_disk=True).aoti_runners["model"]
@@ -457,7 +457,7 @@ def test_pytorch_142246_constants_of_a_package_are_checked_before(ask: Ask) -> N
 
 
 def test_torchtitan_1291_rotary_rows_in_another_order(ask: Ask) -> None:
-    """All keys and shapes match, and a strict load says nothing: the values tell, and the rules that are named mend."""
+    """All keys and shapes match, and a strict load says nothing: the values tell, and the rules that are named fix."""
     model = real_models.llama()
     wanted = {key: value.clone() for key, value in model.state_dict().items()}
     heads = {"q": 4, "k": 2}  # of 8 rows
@@ -477,10 +477,10 @@ def test_torchtitan_1291_rotary_rows_in_another_order(ask: Ask) -> None:
     found = diff(ask, ckpt, saved(wanted, "ours.pt"), "--values")
     assert (found.status, found.data["summary"]["value"]) == (1, 4)
     assert "heads of 8: adjacent pairs in left, halves in right" in found.said
-    suggest, mend = (shlex.split(line)[1:] for line in fixes_in(found.data))
+    suggest, fix = (shlex.split(line)[1:] for line in fixes_in(found.data))
     assert ask(*suggest).status == 1
-    assert ask(*mend).status == 0
-    out = mend[mend.index("-o") + 1]
+    assert ask(*fix).status == 0
+    out = fix[fix.index("-o") + 1]
     assert_loads(model, out, wanted)
     assert torch.equal(model(tokens).logits, right)
     assert diff(ask, out, "ours.pt", "--values").status == 0
@@ -545,7 +545,7 @@ def test_activation_checkpoints_hide_their_segment(ask: Ask) -> None:
     wanted = {key: value.clone() for key, value in model.state_dict().items()}
     model.layers[0] = checkpoint_wrapper(model.layers[0])
     raw = {key: value.detach() for key, value in nn.Module.named_parameters(model)}
-    mended(ask, raw, "net", net(), wanted)
+    fixed(ask, raw, "net", net(), wanted)
 
 
 def test_the_page_names_issues_that_are_tested_here() -> None:

@@ -114,7 +114,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def test_the_printed_commands(experts: Saved, tmp_path: Path, run: Run) -> None:
-    """A model's own strict loading does not take it: what mends it does; the other way too, between two files."""
+    """A model's own strict loading does not take it: what fixes it does; the other way too, between two files."""
     model = tmp_path / "code.py"
     model.write_text("import pretrained_models\ndef build():\n    return pretrained_models.build('experts')\n")
     found = run("diff", "--model", f"{model}:build", experts.folder, "--format", "json")

@@ -137,8 +137,8 @@ def test_a_swap_in_memory_needs_no_out() -> None:
     assert torch.equal(model.weight, STATE["weight"])
 
 
-def test_what_differs_in_a_whole_has_its_mend(tmp_path: Path) -> None:
-    """`whole` asks for what stands beside the models too, and mends are of the models."""
+def test_what_differs_in_a_whole_has_its_fix(tmp_path: Path) -> None:
+    """`whole` asks for what stands beside the models too, and fixes are of the models."""
     torch.save({"old.weight": torch.ones(2, 3)}, tmp_path / "old.pt")
     torch.save({"new.weight": torch.ones(2, 3)}, tmp_path / "new.pt")
     for whole in (False, True):

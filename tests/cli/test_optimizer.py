@@ -158,16 +158,16 @@ def test_a_names_file_carries_the_ids_to_where_the_code_is_not(
     assert "--optimizer needs the model's code" in capsys.readouterr().err
 
 
-def test_diff_names_the_command_that_mends_it(ckpt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_names_the_command_that_fixes_it(ckpt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "out.pt")
     chosen = [*MODEL, "--optimizer", "optimizer_models:by_layer"]
     main(["remap", ckpt, *chosen, "--optimizer-keys", "fqn", "-o", out])
     capsys.readouterr()
     found = told(capsys, "diff", f"{ckpt}::optimizer", f"{out}::optimizer", *chosen)
-    mended = str(tmp_path / "train.fqn.pt")
-    assert fixes_in(found) == [f"ckpttool remap {ckpt} {' '.join(chosen)} --optimizer-keys fqn -o {mended}"]
+    fixed = str(tmp_path / "train.fqn.pt")
+    assert fixes_in(found) == [f"ckpttool remap {ckpt} {' '.join(chosen)} --optimizer-keys fqn -o {fixed}"]
     assert main(fixes_in(found)[0].split()[1:]) == 0
-    assert main(["diff", f"{mended}::optimizer", f"{out}::optimizer", "--values"]) == 0
+    assert main(["diff", f"{fixed}::optimizer", f"{out}::optimizer", "--values"]) == 0
 
 
 def test_diff_against_the_optimizer_that_is_to_load_it(ckpt: str, capsys: pytest.CaptureFixture[str]) -> None:

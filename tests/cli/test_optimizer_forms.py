@@ -1,4 +1,4 @@
-"""Two saved optimizers in other forms, orders and groups: the command that mends one works as it is printed."""
+"""Two saved optimizers in other forms, orders and groups: the command that fixes one works as it is printed."""
 
 from __future__ import annotations
 

@@ -138,9 +138,9 @@ def test_every_state_stays_with_its_own_parameter(
     if status == 1:
         (command,) = fixes_in(told)
         assert paste(command, seed) == 0
-        mended = shlex.split(command)[-1]
-        assert resumes(mended, wanted, wanted.form)
-        assert run(capsys, "diff", *new, mended)[0] == 0
+        fixed = shlex.split(command)[-1]
+        assert resumes(fixed, wanted, wanted.form)
+        assert run(capsys, "diff", *new, fixed)[0] == 0
 
     for form in [form for form in ("id", "fqn", "flat") if torch_reads_its_own(wanted, form)]:
         out = str(tmp_path / f"{form}.pt")

@@ -179,7 +179,7 @@ def test_a_names_file_stands_for_the_model(tmp_path: Path, model: Path, run: Run
     assert run("diff", "--model", names, tmp_path / "a.pt")[0] == 1
 
 
-def test_the_proposed_command_mends_it(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proposed_command_fixes_it(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     operand = MODEL.replace("strip_layer", "overrides_state_dict")
     torch.save(dict(ZOO["overrides_state_dict"]().named_parameters()), "run.pt")

@@ -196,7 +196,7 @@ def test_whole_is_for_two_checkpoints(tmp_path: Path, run: Run, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     torch.save({"w": torch.ones(2)}, "a.pt")
     assert run("inspect", "a.pt", "--manifest", "a.json").status == 0
-    line = line.replace("M", f"{Path(__file__).parents[1] / 'support' / 'mend_models.py'}:Block")
+    line = line.replace("M", f"{Path(__file__).parents[1] / 'support' / 'small_models.py'}:Block")
     done = run("diff", "--whole", *line.split())
     assert done.status == 2
     assert "--whole" in done.err or "diff compares two checkpoints" in done.err

@@ -69,7 +69,7 @@ def follow(run: Run, command: str) -> None:
     assert run(*words[1:]).status in (0, 1)
 
 
-def test_from_red_to_mended(repository: Path, run: Run) -> None:
+def test_from_red_to_fixed(repository: Path, run: Run) -> None:
     moments = resumed("CKPT")
     assert run("diff", "names.json").status == 0
     change(("self.head", "self.classifier"), ("self.embed", "self.embedding"))
@@ -228,7 +228,7 @@ def split(): return Net(*((name, 4) for name in ("q_proj", "k_proj", "v_proj")),
 @pytest.mark.parametrize(
     ("old", "new", "commands"), [("net", "turned", ["remap"]), ("fused", "split", ["diff", "remap"])]
 )
-def test_what_no_rename_mends_is_mended_by_a_file_of_rules_and_another_order_by_the_models(
+def test_what_no_rename_fixes_is_fixed_by_a_file_of_rules_and_another_order_by_the_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, old: str, new: str, commands: list[str]
 ) -> None:
     """Without an optimizer too: what a state belongs to is asked of the order of the parameters."""

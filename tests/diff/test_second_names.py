@@ -47,8 +47,8 @@ def test_a_second_name_on_one_side_only_is_a_difference(tmp_path: Path, capsys: 
         assert main(["diff", str(tmp_path / f"{left}.pt"), str(tmp_path / f"{right}.pt")]) == 1
         assert capsys.readouterr().out.startswith("diff\n1 of ")
         paste(fixes_in(diff)[0].replace("MODEL", f"{SUPPORT}/hook_zoo.py:tied"))
-        mended = tmp_path / ("all.without.pt" if left == "all" else "one.serialized.pt")
-        assert run(capsys, "diff", mended, tmp_path / f"{right}.pt")[0] == 0
+        fixed = tmp_path / ("all.without.pt" if left == "all" else "one.serialized.pt")
+        assert run(capsys, "diff", fixed, tmp_path / f"{right}.pt")[0] == 0
 
 
 @pytest.mark.parametrize("ending", [".pt", ".safetensors"])
@@ -68,12 +68,12 @@ def test_a_model_saved_without_its_tied_names(
     assert {entry["right"][0] for entry in missing} == set(model.state_dict()) - set(state)
     assert all("tied" in entry["reason"] and entry["detail"] for entry in missing)
     paste(fixes_in(diff)[0])
-    mended = tmp_path / "kept.serialized.pt"
-    assert run(capsys, "diff", "--model", operand, mended)[0] == 0
+    fixed = tmp_path / "kept.serialized.pt"
+    assert run(capsys, "diff", "--model", operand, fixed)[0] == 0
     target = real_models.build(name, seed=2)
-    target.load_state_dict(torch.load(mended), strict=True)
+    target.load_state_dict(torch.load(fixed), strict=True)
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in target.state_dict().items())
-    assert mended.stat().st_size < 1.3 * path.stat().st_size + 20_000  # a name more, not a tensor more
+    assert fixed.stat().st_size < 1.3 * path.stat().st_size + 20_000  # a name more, not a tensor more
 
 
 def test_tied_names_do_not_fit_into_safetensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

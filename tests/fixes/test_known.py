@@ -21,7 +21,7 @@ from torch import nn
 
 import ckpttool
 import hook_zoo
-import mend_models
+import small_models
 from ckpttool import diff
 from ckpttool.cli.app import main
 from ckpttool.fixes.suggest import PART
@@ -32,11 +32,11 @@ from ckpttool.ruleset.infer_rules import drops
 from ckpttool.ruleset.patterns import matches
 from ckpttool.tracing import trace as tracing
 from command import fixes_in, notes_in
-from mend_models import hooked, net
+from small_models import hooked, net
 
 State = dict[str, Any]
 Ask = Callable[..., dict[str, Any]]
-MODELS = Path(mend_models.__file__)
+MODELS = Path(small_models.__file__)
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_fixes_do_not_depend_on_the_order_of_sets(ask: Ask) -> None:
     assert out.count("differ") >= 2
 
 
-def test_what_is_absent_is_said_beside_the_part_that_is_mended(ask: Ask) -> None:
+def test_what_is_absent_is_said_beside_the_part_that_is_fixed(ask: Ask) -> None:
     state = {key: value for key, value in net().state_dict().items() if "head" not in key}
     found = ask("--model", "model.py:net", saved(inside("_orig_mod.", state)))
     assert PART in notes_in(found)
@@ -192,8 +192,8 @@ def test_no_swap_is_printed_that_would_be_refused(ask: Ask, change: str) -> None
 
 
 @pytest.mark.parametrize("program_first", [False, True])
-def test_a_swap_of_constants_to_another_dtype_is_printed_and_mends_all(ask: Ask, program_first: bool) -> None:
-    model = mend_models.lifted()
+def test_a_swap_of_constants_to_another_dtype_is_printed_and_fixes_all(ask: Ask, program_first: bool) -> None:
+    model = small_models.lifted()
     torch.export.save(torch.export.export(model, (torch.ones(1, 4),)), "p.pt2")
     weights = {key: value.double() for key, value in {**model.state_dict(), "scale": torch.full((4,), 2.0)}.items()}
     found = ask(*(("p.pt2", saved(weights)) if program_first else (saved(weights), "p.pt2")))
@@ -257,8 +257,8 @@ def test_segments_of_wrappers_do_not_change_what_is_paired() -> None:
 
 
 @pytest.mark.parametrize(("count", "by_file"), [(2, False), (3, True)])
-def test_rules_that_mend_more_than_names_of_wrappers_do_are_printed(ask: Ask, count: int, by_file: bool) -> None:
-    """As options where they are few, else in a file, whatever part another command would mend."""
+def test_rules_that_fix_more_than_names_of_wrappers_do_are_printed(ask: Ask, count: int, by_file: bool) -> None:
+    """As options where they are few, else in a file, whatever part another command would fix."""
     left = {f"module.{'abcd'[n]}.w": torch.rand(2, n + 1) for n in range(count)} | {"module.z": torch.rand(5)}
     right = {f"{'pqrs'[n]}.v{n}": torch.rand(2, n + 1) for n in range(count)} | {"z": torch.rand(5)}
     fix = fixes_in(ask(saved(left), saved(right, "b.pt")))
@@ -375,7 +375,7 @@ def test_placeholders_stand_only_for_what_is_not_known(ask: Ask) -> None:
 
 
 def test_ties_in_safetensors(ask: Ask) -> None:
-    state = {key: value.clone() for key, value in mend_models.tied().state_dict().items()}
+    state = {key: value.clone() for key, value in small_models.tied().state_dict().items()}
     save_file(inside("module.", state), "a.safetensors")
     out = ran(fixes_in(ask("--model", "model.py:tied", "a.safetensors"))[0])
     assert ask("--model", "model.py:tied", out)["identical"]

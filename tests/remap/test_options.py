@@ -1,4 +1,4 @@
-"""Options that lack another, or stand against one: each is refused by its own words, and is fine once it is mended."""
+"""Options that lack another, or stand against one: each is refused by its own words, and is fine once it is fixed."""
 
 from __future__ import annotations
 
@@ -65,15 +65,13 @@ CONFLICTS: list[tuple[Asked, str, list[Asked]]] = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "words", "mended"), CONFLICTS)
-def test_what_does_not_go_together_is_refused_and_all_else_is_not(
-    asked: Asked, words: str, mended: list[Asked]
-) -> None:
+@pytest.mark.parametrize(("asked", "words", "fixed"), CONFLICTS)
+def test_what_does_not_go_together_is_refused_and_all_else_is_not(asked: Asked, words: str, fixed: list[Asked]) -> None:
     with pytest.raises(CkptError) as caught:
         RemapOptions(**asked).check("a.pt")
     assert words in caught.value.message
     assert caught.value.hint
-    for one in mended:
+    for one in fixed:
         RemapOptions(**one).check("a.pt")
 
 

@@ -47,7 +47,7 @@ def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]:
     return status, json.loads(capsys.readouterr().out)
 
 
-def mended(found: dict, capsys: pytest.CaptureFixture[str]) -> str:
+def fixed(found: dict, capsys: pytest.CaptureFixture[str]) -> str:
     """Runs the printed commands, in their order; the file that the last one writes."""
     for line in fixes_in(found):
         words = shlex.split(line)
@@ -70,7 +70,7 @@ def test_the_printed_commands_make_the_names_and_shapes_of_the_right(
         torch.save(state, path) if ending == "pt" else save_file(state, path)
     status, found = asked(capsys, "diff", *map(str, paths))
     assert status == 1
-    status, after = asked(capsys, "diff", mended(found, capsys), str(paths[1]))
+    status, after = asked(capsys, "diff", fixed(found, capsys), str(paths[1]))
     if ending == "pt":
         assert after["summary"].keys() <= {"same", "unexpected"}  # what the right has not is kept
         assert status == (1 if "unexpected" in after["summary"] else 0)
@@ -217,7 +217,7 @@ def test_values_show_the_order_of_parts(tmp_path: Path, capsys: pytest.CaptureFi
     status, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), "--values")
     assert status == 1
     assert found["suggested"][0]["evidence"] == "the same values, parts in this order"
-    assert torch.equal(torch.load(mended(found, capsys))["layers.0.qkv.weight"], whole)
+    assert torch.equal(torch.load(fixed(found, capsys))["layers.0.qkv.weight"], whole)
 
 
 def test_a_square_weight_of_gpt2_is_transposed_as_the_others_are(
@@ -228,7 +228,7 @@ def test_a_square_weight_of_gpt2_is_transposed_as_the_others_are(
     save(lambda: model, tmp_path / "left.pt")
     save(split_gpt, tmp_path / "right.pt")
     _, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
-    made, have = torch.load(mended(found, capsys)), model.state_dict()
+    made, have = torch.load(fixed(found, capsys)), model.state_dict()
     assert torch.equal(made["blocks.1.attn.out.weight"], have["h.1.attn.c_proj.weight"].t())
     assert torch.equal(made["blocks.1.ff.down.weight"], have["h.1.mlp.c_proj.weight"].t())
     assert torch.equal(made["blocks.0.attn.k.weight"], have["h.0.attn.c_attn.weight"].t().chunk(3)[1])
@@ -260,7 +260,7 @@ def test_a_prefix_with_a_sibling_is_taken_off_and_the_sibling_kept(
     (line,) = fixes_in(found)
     assert shlex.split(line)[3:-2] == ["--rule", "net.{x*} => {x*}"]
     assert PART in notes_in(found)
-    assert "loss.weight" in torch.load(mended(found, capsys))
+    assert "loss.weight" in torch.load(fixed(found, capsys))
 
 
 def test_remaining_keys_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,7 +275,7 @@ def test_different_dtypes_are_reported(tmp_path: Path, capsys: pytest.CaptureFix
     torch.save({f"b.{n}.w": torch.rand(2, n + 1).half() for n in range(3)}, tmp_path / "right.pt")
     _, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
     assert "the suggested rules do not change dtypes and values, and some differ" in notes_in(found)
-    assert {value.dtype for value in torch.load(mended(found, capsys)).values()} == {torch.float32}
+    assert {value.dtype for value in torch.load(fixed(found, capsys)).values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -513,7 +513,7 @@ def test_the_order_of_rotary_rows_is_a_rule_for_all_layers(
         torch.save(dict(state), path)
     status, found = asked(capsys, "diff", *paths, "--values")
     assert status == 1
-    out = mended(found, capsys)
+    out = fixed(found, capsys)
     made = torch.load(out)
     assert made.keys() == sides[1].keys()
     assert all(torch.equal(made[key], value) for key, value in sides[1].items())

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import loading_zoo
-import mend_models
+import small_models
 from ckpttool.core.errors import CkptError
 from ckpttool.tracing import instances
 from ckpttool.tracing.build_model import LoadedModel
@@ -292,7 +292,7 @@ def test_tensors_with_the_same_parts_are_the_same() -> None:
     assert not same(quantized[0], quantized[2])
 
 
-class Picky(mend_models.Pickled):
+class Picky(small_models.Pickled):
     """Takes no other than its own extra state: nobody knows what would come back."""
 
     def set_extra_state(self, state: torch.Tensor) -> None:
@@ -302,7 +302,7 @@ class Picky(mend_models.Pickled):
 
 
 def test_extra_state_that_fails_to_load() -> None:
-    assert trace(model(mend_models.Pickled)).not_serialized == ()
+    assert trace(model(small_models.Pickled)).not_serialized == ()
     assert trace(model(Picky)).not_serialized == ("amax",)
 
 

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import ckpttool
 import fusion_decoder
-import mend_models
+import small_models
 from ckpttool.core.names import Names
 from command import Run
-from mend_models import Absolute
+from small_models import Absolute
 
 DEPENDS = "state_dict() writes some keys for some values of the tensors only: mask"
 
@@ -169,11 +169,11 @@ def test_the_method_that_distributed_checkpoints_need_is_named() -> None:
     assert not any("`_fqn_modifiers`" in note for note in ckpttool.diff(model=lambda: nn.Linear(2, 2)).notes)
 
 
-MODELS = mend_models.__file__
+MODELS = small_models.__file__
 
 
-@pytest.mark.parametrize("build", [mend_models.Pickled, mend_models.Unread])
-def test_a_buffer_in_extra_state_is_saved_if_loading_restores_it(build: type[mend_models.Pickled]) -> None:
+@pytest.mark.parametrize("build", [small_models.Pickled, small_models.Unread])
+def test_a_buffer_in_extra_state_is_saved_if_loading_restores_it(build: type[small_models.Pickled]) -> None:
     source, target = build(), build()
     source.amax.fill_(7)
     target.load_state_dict(source.state_dict(), strict=True)
@@ -188,7 +188,7 @@ def test_diff_says_where_it_is_saved(run: Run) -> None:
 
 def test_tensors_in_dicts_below_one_key(run: Run, tmp_path: Path) -> None:
     """Loading is torch's answer; a change of wrappers carries the entry whole; the model's own code takes it apart."""
-    model, fresh = mend_models.in_a_dict(), mend_models.in_a_dict()
+    model, fresh = small_models.in_a_dict(), small_models.in_a_dict()
     path, ddp, back = (str(tmp_path / f"{name}.pt") for name in ("own", "ddp", "back"))
     words = ("--model", f"{MODELS}:in_a_dict")
     torch.save(model.state_dict(), path)
@@ -198,7 +198,7 @@ def test_tensors_in_dicts_below_one_key(run: Run, tmp_path: Path) -> None:
     assert all(map(torch.equal, fresh.parameters(), model.parameters()))
     assert run("diff", *words, ddp).status == 1
     assert run("remap", ddp, *words, "--to", "serialized", "-o", back).status == 0
-    again = mend_models.in_a_dict()
+    again = small_models.in_a_dict()
     again.load_state_dict(torch.load(back), strict=True)
     assert all(map(torch.equal, again.parameters(), model.parameters()))
     apart = run("remap", path, *words, "--to", "runtime", "-o", str(tmp_path / "apart.pt"))
@@ -208,7 +208,7 @@ def test_tensors_in_dicts_below_one_key(run: Run, tmp_path: Path) -> None:
     assert have.keys() == {"0.params", *dict(model.named_parameters())}  # the entry itself is no tensor, and is carried
     assert all(torch.equal(have[name], value) for name, value in model.named_parameters())
     assert run("remap", tmp_path / "apart.pt", *words, "--to", "serialized", "-o", tmp_path / "whole.pt").status == 0
-    last = mend_models.in_a_dict()
+    last = small_models.in_a_dict()
     last.load_state_dict(torch.load(tmp_path / "whole.pt"), strict=True)
     assert all(map(torch.equal, last.parameters(), model.parameters()))
     alone = {e["right"][0]: e for e in run("diff", *words, "--format", "json").data["entries"] if e["right"]}

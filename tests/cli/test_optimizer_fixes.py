@@ -91,7 +91,7 @@ def test_no_command_drops_an_optimizer_that_does_not_fit(
     assert (fixes_in(found), NO_REMAP in notes_in(found)) == ([], True)
 
 
-def test_another_order_of_groups_is_mended_in_the_optimizer_that_is_asked_about(
+def test_another_order_of_groups_is_fixed_in_the_optimizer_that_is_asked_about(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The other one of the file is not compared, before and after."""

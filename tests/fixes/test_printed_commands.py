@@ -1,6 +1,6 @@
 """Every command that a diff prints is run as it stands; afterwards the two are the same, or the diff has said why not.
 
-``CKPTTOOL_MENDS=2000`` runs as many printed commands.
+``CKPTTOOL_COMMANDS=2000`` runs as many printed commands.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import mend_models
+import small_models
 from ckpttool.cli.app import main
 from ckpttool.fixes.suggest import OWN_NAMES
 from command import fixes_in, notes_in
 from hook_zoo import ZOO
 
 torch.set_num_threads(1)
-COMMANDS = int(os.environ.get("CKPTTOOL_MENDS", "30"))
-SUPPORT = Path(mend_models.__file__).parent
+COMMANDS = int(os.environ.get("CKPTTOOL_COMMANDS", "30"))
+SUPPORT = Path(small_models.__file__).parent
 State = dict[str, Any]
 
 OWN = ("net", "hooked", "lifted", "tied", "fused")
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    **{f"mend_models.py:{name}": getattr(mend_models, name) for name in OWN},
+    **{f"small_models.py:{name}": getattr(small_models, name) for name in OWN},
     **{f"hook_zoo.py:{name}": build for name, build in ZOO.items()},
 }
 
@@ -153,7 +153,7 @@ def program(model: nn.Module, path: Path) -> str:
     if not path.exists():
         sample = (
             torch.ones(1, 4)
-            if isinstance(model, (mend_models.Lifted, mend_models.Fused))
+            if isinstance(model, (small_models.Lifted, small_models.Fused))
             else torch.ones(1, dtype=torch.int64)
         )
         torch.export.save(torch.export.export(model, (sample,)), path)
@@ -172,7 +172,7 @@ def runtime_state(model: nn.Module) -> State:
 def pair(seed: int, folder: Path) -> Pair | None:
     """A random pair: a model, what its keys are wrapped in, what is wrong with the file, what it is compared with."""
     rng = random.Random(seed)
-    name = rng.choice(list(MODELS)) if rng.random() < 0.5 else f"mend_models.py:{rng.choice(OWN)}"
+    name = rng.choice(list(MODELS)) if rng.random() < 0.5 else f"small_models.py:{rng.choice(OWN)}"
     try:
         model = MODELS[name]()
         state = {key: plain(value) for key, value in model.state_dict().items()}
@@ -194,7 +194,7 @@ def pair(seed: int, folder: Path) -> Pair | None:
         return Pair(("--model", operand, left), left, operand, shown)
     right = saved(rng.choice([state, runtime]), folder / "right", rng.choice(["pt", "safetensors", "section"]))
     if how.startswith("program"):
-        right = program(model, folder / f"{name.split(':')[1]}.pt2") if name.startswith("mend_models") else None
+        right = program(model, folder / f"{name.split(':')[1]}.pt2") if name.startswith("small_models") else None
     if right is None:
         return None
     model_words = ("--model", operand) if how.endswith("model") else ()
@@ -257,7 +257,7 @@ def check(case: Pair, run: Runs) -> None:
             after = run.diff(tuple(out if arg == case.left else arg for arg in case.args), case.words)
             assert after is not None, case.words
             assert after["identical"] or not complete[command], f"{case.words}\n{command}\n{after['summary']}"
-            assert after["identical"] or to_mend(after) < to_mend(found), f"{case.words}\n{command}"
+            assert after["identical"] or to_fix(after) < to_fix(found), f"{case.words}\n{command}"
         elif words[1] == "swap-weights":
             assert OWN_NAMES in notes_in(found) or unsure, case.words
         Path(out).unlink()
@@ -268,7 +268,7 @@ def fitting(case: Pair, alone: bool) -> bool:
     return alone and "none, none" in case.words and "serialized" in case.words
 
 
-def to_mend(found: dict[str, Any]) -> int:
+def to_fix(found: dict[str, Any]) -> int:
     """How many differences a remap could fix: other values, dtypes and shapes under one name are none of them."""
     others = [entry for entry in found["entries"] if entry["status"] not in ("same", "extra_state")]
     by_name = ("value", "dtype", "shape")

@@ -1,4 +1,4 @@
-"""Models that the tests of what mends a diff name as ``mend_models.py:NAME``."""
+"""Small models for tests of printed commands, named as ``small_models.py:NAME``."""
 
 from __future__ import annotations
 
