@@ -1,8 +1,8 @@
-"""``make conditions``: what the code asks and no test decides both ways, in a copy of the repository.
+"""``make conditions``: list the conditions that the tests never evaluate both ways, in a copy of the repository.
 
-Each condition (of an `if`, a `while`, a filter, and each operand of `and`, `or` and `not` among them) notes whether it
-was true or false, in every process of the tests. One that always was the same is not needed, or not tested: a change of
-it is sure to survive. So is one of an `except` clause that nothing enters.
+Each condition (an `if`, a `while`, a filter, or an operand of `and`, `or` and `not` in one) records whether it was true
+or false, in every process of the tests. A condition that always has the same value is redundant or not tested: any
+mutant of it survives. The same applies to an `except` clause that is never entered.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from copies import copied, environment
+from copies import copy_repository, environment
 
 _FALSE, _TRUE = 1, 2
-_SAID = {0: "never asked", _FALSE: "never true", _TRUE: "never false"}
+_MISSING = {0: "never evaluated", _FALSE: "never true", _TRUE: "never false"}
 _RECORDER = """import mmap
 with open({path!r}, "r+b") as file:
-    seen = mmap.mmap(file.fileno(), 0)  # one for all processes, however they end
+    seen = mmap.mmap(file.fileno(), 0)  # shared by all processes, so a killed one loses nothing
 def decided(place, value):
     seen[place] |= 2 if value else 1
     return value
@@ -30,7 +30,7 @@ def decided(place, value):
 
 @dataclass(frozen=True)
 class Place:
-    """A condition, or an `except` clause, with its text on one line; `known` is what needs no test."""
+    """A condition or an `except` clause, with its text on one line; `known` are the outcomes that need no test."""
 
     path: str
     line: int
@@ -38,18 +38,18 @@ class Place:
     known: int = 0
 
 
-class Recorded(ast.NodeTransformer):
-    """Wraps each condition of the module at `path`, whose text is `source`, in a call, and adds it to `places`."""
+class Recorder(ast.NodeTransformer):
+    """Wrap each condition of the module at `path` in a call, and append it to `places`."""
 
     def __init__(self, path: str, source: str, places: list[Place]) -> None:
         self.path, self.source, self.places = path, source, places
 
-    def _noted(self, node: ast.expr | ast.ExceptHandler, value: ast.expr, text: str, known: int = 0) -> ast.expr:
+    def _recorded(self, node: ast.expr | ast.ExceptHandler, value: ast.expr, text: str, known: int = 0) -> ast.expr:
         self.places.append(Place(self.path, node.lineno, " ".join(text.split()), known))
         return ast.Call(ast.Name("_decided", ast.Load()), [ast.Constant(len(self.places) - 1), value], [])
 
     def truth(self, node: ast.expr) -> ast.expr:
-        """Of an expression that is asked for its truth alone."""
+        """Record an expression of which only the truth value is used."""
         if isinstance(node, ast.BoolOp):
             node.values = [self.truth(value) for value in node.values]
             return node
@@ -59,10 +59,10 @@ class Recorded(ast.NodeTransformer):
         if isinstance(node, ast.Constant) or ast.unparse(node) == "TYPE_CHECKING":
             return node
         text = ast.get_source_segment(self.source, node) or ""
-        return self._noted(node, self.visit(node), text)
+        return self._recorded(node, self.visit(node), text)
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
-        """Whatever has a test or filters; annotations of parameters are left as they are."""
+        """Record tests and filters; skip annotations of parameters."""
         if isinstance(node, ast.arguments):
             node.defaults = [self.visit(default) for default in node.defaults]
             return node
@@ -71,7 +71,7 @@ class Recorded(ast.NodeTransformer):
             super().generic_visit(node)
             node.test = test
         elif isinstance(node, ast.comprehension):
-            filters, node.ifs = [self.truth(one) for one in node.ifs], []
+            filters, node.ifs = [self.truth(condition) for condition in node.ifs], []
             super().generic_visit(node)
             node.ifs = filters
         else:
@@ -79,62 +79,63 @@ class Recorded(ast.NodeTransformer):
         return node
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
-        """Where a value is taken, it may be that of the last operand."""
+        """Record all operands but the last, which may be used as a value."""
         node.values = [*map(self.truth, node.values[:-1]), self.visit(node.values[-1])]
         return node
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
-        """`not`, or an operator of numbers."""
+        """Record the operand of `not`; leave arithmetic operators alone."""
         return self.truth(node) if isinstance(node.op, ast.Not) else self.generic_visit(node)
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
-        """That it is not entered needs no test."""
+        """Record that the clause is entered; no test has to skip it."""
         self.generic_visit(node)
         text = f"except {ast.unparse(node.type)}" if node.type else "except"
-        node.body.insert(0, ast.Expr(self._noted(node, ast.Constant(True), text, known=_FALSE)))
+        node.body.insert(0, ast.Expr(self._recorded(node, ast.Constant(True), text, known=_FALSE)))
         return node
 
 
-def recorded(copy: Path) -> list[Place]:
-    """Rewrites the package of the copy, each of whose processes notes in the file `seen` what it decides."""
+def instrument(copy: Path) -> list[Place]:
+    """Rewrite the package in the copy so that each of its processes records conditions in the file `seen`."""
     places: list[Place] = []
     for path in sorted((copy / "ckpttool").rglob("*.py")):
         source = path.read_text()
         tree = ast.parse(source)
-        Recorded(str(path.relative_to(copy)), source, places).visit(tree)
-        first = next(
+        Recorder(str(path.relative_to(copy)), source, places).visit(tree)
+        start = next(
             (
-                at
-                for at, one in enumerate(tree.body)
-                if not isinstance(one, ast.Expr) and "__future__" not in ast.dump(one)
+                number
+                for number, node in enumerate(tree.body)
+                if not isinstance(node, ast.Expr) and "__future__" not in ast.dump(node)
             ),
             0,
         )
-        tree.body[first:first] = ast.parse("from _recorder import decided as _decided").body
+        tree.body[start:start] = ast.parse("from _recorder import decided as _decided").body
         path.write_text(ast.unparse(ast.fix_missing_locations(tree)))
     (copy / "seen").write_bytes(bytes(place.known for place in places))
     (copy / "_recorder.py").write_text(_RECORDER.format(path=str(copy / "seen")))
     return places
 
 
-def left(copy: Path, places: Sequence[Place]) -> list[tuple[Place, str]]:
-    """Those that no process of the copy has decided both ways."""
+def undecided(copy: Path, places: Sequence[Place]) -> list[tuple[Place, str]]:
+    """Return the places that no process of the copy has evaluated both ways, with the missing outcome."""
     seen = (copy / "seen").read_bytes()
-    return [(place, said) for place, one in zip(places, seen) if (said := _SAID.get(one))]
+    return [(place, outcome) for place, bits in zip(places, seen) if (outcome := _MISSING.get(bits))]
 
 
 def main(args: Sequence[str]) -> int:
-    """Runs pytest with `args`, and prints the places."""
+    """Run pytest with `args`, and print the places."""
     with tempfile.TemporaryDirectory(prefix="ckpttool-conditions-") as folder:
-        copy = copied(Path(folder).resolve())
-        places = recorded(copy)
-        line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
-        line += ["--deselect", "tests/test_architecture.py", *args]
-        subprocess.run(line, cwd=copy, env=environment(copy))
-        found = left(copy, places)
-    for place, said in found:
-        print(f"{place.path}:{place.line}: {said}: {place.text}")
-    print(f"{len(places) - len(found):,} of {len(places):,} conditions were decided both ways, {len(found):,} were not")
+        copy = copy_repository(Path(folder).resolve())
+        places = instrument(copy)
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+        command += ["--deselect", "tests/test_architecture.py", *args]
+        subprocess.run(command, cwd=copy, env=environment(copy))
+        missing = undecided(copy, places)
+    for place, outcome in missing:
+        print(f"{place.path}:{place.line}: {outcome}: {place.text}")
+    total = len(places)
+    print(f"{total - len(missing):,} of {total:,} conditions were evaluated both ways, {len(missing):,} were not")
     return 0
 
 

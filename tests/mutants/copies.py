@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def copied(folder: Path) -> Path:
-    """What git knows, and new files that it does not ignore."""
+def copy_repository(folder: Path) -> Path:
+    """Copy the tracked files, and new ones that git does not ignore."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0"):
         if name and (ROOT / name).is_file():
@@ -21,5 +21,5 @@ def copied(folder: Path) -> Path:
 
 
 def environment(*folders: Path) -> dict[str, str]:
-    """That of a process that imports from the folders."""
+    """Return the environment of a process that imports from the folders."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}

@@ -1,8 +1,8 @@
-"""``make mutants N=100``: changes of the code that the tests should notice, one at a time, in a copy of the repository.
+"""``make mutants N=100``: change the code in one place at a time, in a copy of the repository, and run the tests.
 
-The changes are those of cosmic-ray's operators, drawn at random. Each is tried with the tests of its package (tests/
-mirrors ckpttool/) that reach its line, the quickest first. Those that survive are printed with their place; a change
-that cannot be noticed is listed in equivalent.toml, with the reason.
+Mutants are drawn at random from cosmic-ray's operators. Each is run against the tests of its package (tests/ mirrors
+ckpttool/) that reach its line, the quickest first. Survivors are printed with their line. List an equivalent mutant in
+equivalent.toml, with the reason.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import parso  # before cosmic_ray, which else meets it half imported
+import parso  # before cosmic_ray, which otherwise finds it partially imported
 from cosmic_ray.ast import ast_nodes
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 from coverage import CoverageData
 
 import results
-from copies import ROOT, copied, environment
+from copies import ROOT, copy_repository, environment
 
 HERE = Path(__file__).parent
-LEAST = 0.95  # of the mutants are to be killed
-_LONGEST = 120.0  # seconds of tests for one mutant, if nothing else is asked for
+MIN_KILLED = 0.95  # share of the mutants
+_MAX_SECONDS = 120.0  # of tests for each mutant, unless --seconds is given
 _ARGUMENTS_NEEDED = ("VariableReplacer", "VariableInserter")
 _IDENTITY = {"Is", "IsNot"}
 _TOML = "tomllib" if sys.version_info >= (3, 11) else "tomli"
@@ -47,7 +47,7 @@ _TOML = "tomllib" if sys.version_info >= (3, 11) else "tomli"
 
 @dataclass(frozen=True)
 class Mutant:
-    """The module at `path` with another text; `was` and `now` are the line that differs."""
+    """The module at `path` with a changed text; `was` and `now` are the line that differs."""
 
     path: str
     line: int
@@ -61,31 +61,31 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Reach:
-    """Seconds of each test that passes, and of what each file sets up; which of both reach the lines of each module."""
+    """Seconds of each passing test and of the setup of each file, and which of them reach each line of each module."""
 
     seconds: Mapping[str, float]
     lines: Mapping[str, Mapping[int, Sequence[str]]]
 
-    def tests(self, mutant: Mutant, longest: float = _LONGEST) -> list[str]:
-        """What to try the mutant with: what reaches its line, where it is in a function, else what reaches the module.
+    def tests(self, mutant: Mutant, longest: float = _MAX_SECONDS) -> list[str]:
+        """Return the tests that reach the mutant's line or, for a line outside of functions, its module.
 
-        The quickest of them, of `longest` seconds together with what their files set up.
-        A line that is reached in other processes alone is known to no test: then it is all of them.
+        Only the quickest are returned: `longest` seconds, including the setup of their files.
+        If only other processes reach the line, no test is known to reach it, and all tests are candidates.
         """
         lines = self.lines.get(mutant.path, {})
         inside = mutant.line in _lines_of_functions((ROOT / mutant.path).read_text())
         reached = lines.get(mutant.line, ()) if inside else [test for tests in lines.values() for test in tests]
         names = {name for name in reached if name}
         tests = [test for test in self.seconds if "::" in test]
-        found = [test for test in tests if test in names or _file(test) in names]
+        reaching = [test for test in tests if test in names or _file(test) in names]
         chosen: list[str] = []
-        total, there = 0.0, set[str]()
-        for test in sorted(found or tests, key=lambda test: self.seconds[test]):
-            setup = 0.0 if _file(test) in there else self.seconds[_file(test)]
+        total, set_up = 0.0, set[str]()
+        for test in sorted(reaching or tests, key=lambda test: self.seconds[test]):
+            setup = 0.0 if _file(test) in set_up else self.seconds[_file(test)]
             if not chosen or total + setup + self.seconds[test] <= longest:
                 chosen.append(test)
                 total += setup + self.seconds[test]
-                there.add(_file(test))
+                set_up.add(_file(test))
         return chosen
 
 
@@ -93,11 +93,11 @@ def _file(test: str) -> str:
     return test.partition("::")[0]
 
 
-# What can be changed
+# Mutants
 
 
-def drawn(modules: Sequence[str], seed: int) -> Iterator[Mutant]:
-    """Mutants without end: a module by its size, a place in it, and one of the changes of that place."""
+def random_mutants(modules: Sequence[str], seed: int) -> Iterator[Mutant]:
+    """Yield mutants without end: draw a module by its size, a place in it, and a change of that place."""
     chance, known = random.Random(seed), set(_equivalent())
     sizes = [len((ROOT / module).read_bytes()) for module in modules]
     while True:
@@ -119,14 +119,14 @@ def _equivalent() -> Iterator[tuple[str, str, str]]:
 @cache
 def _operators() -> dict[str, Any]:
     names = [name for name in operator_names() if not name.endswith(_ARGUMENTS_NEEDED)]
-    # `==` for `is` is no other behaviour for most of what is compared
+    # replacing `is` with `==` rarely changes the behavior
     mixed = [name for name in names if "Comparison" in name and len(_IDENTITY.intersection(name.split("_"))) == 1]
     return {name: get_operator(name)() for name in names if name not in mixed}
 
 
 @cache
 def _places(module: str) -> dict[tuple[int, int], list[tuple[str, int]]]:
-    """Where something can be changed in the module: by which operators, and which of its occurrences it is."""
+    """Return the places that can be changed in the module, each with its operators and their occurrence."""
     found: dict[tuple[int, int], list[tuple[str, int]]] = {}
     nodes = list(ast_nodes(parso.parse((ROOT / module).read_text())))
     for name, operator in _operators().items():
@@ -137,7 +137,7 @@ def _places(module: str) -> dict[tuple[int, int], list[tuple[str, int]]]:
 
 
 def _mutant(module: str, operator: str, occurrence: int) -> Mutant | None:
-    """None for what is no Python, and for what is not run: annotations, decorators."""
+    """Return None if the result is not Python, or differs only in annotations and decorators."""
     old = (ROOT / module).read_text()
     new = mutate_code(old, _operators()[operator], occurrence)
     try:
@@ -168,11 +168,11 @@ def _lines_of_functions(text: str) -> frozenset[int]:
     return frozenset(line for a, b in spans for line in range(a.lineno, (b.end_lineno or b.lineno) + 1))
 
 
-# What notices it
+# Tests
 
 
-def mirrors(packages: Sequence[str]) -> list[str]:
-    """The tests of the packages: the folders of the same names, or the nearest above."""
+def matching_tests(packages: Sequence[str]) -> list[str]:
+    """Return the test folders with the names of the packages, or the nearest parent."""
     found = []
     for package in packages:
         path = Path("tests", *Path(package).with_suffix("").parts[1:])
@@ -183,7 +183,7 @@ def mirrors(packages: Sequence[str]) -> list[str]:
 
 
 def reach(tests: Sequence[str], jobs: int) -> Reach:
-    """Runs the tests once, and keeps what they reach in build/mutants until a file of the package or a test changes."""
+    """Run the tests once, and cache which lines they reach in build/mutants until the package or a test changes."""
     digest = sha256("\0".join(tests).encode())
     for path in sorted([*(ROOT / "ckpttool").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]):
         if HERE not in path.parents:
@@ -192,7 +192,7 @@ def reach(tests: Sequence[str], jobs: int) -> Reach:
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="ckpttool-mutants-") as folder:
-            kept.write_text(json.dumps(_measured(copied(Path(folder).resolve()), tests, jobs)))
+            kept.write_text(json.dumps(_measured(copy_repository(Path(folder).resolve()), tests, jobs)))
     seconds, names, lines = json.loads(kept.read_text())
     return Reach(
         seconds, {p: {int(n): [names[i] for i in row] for n, row in rows.items()} for p, rows in lines.items()}
@@ -200,8 +200,8 @@ def reach(tests: Sequence[str], jobs: int) -> Reach:
 
 
 def _measured(copy: Path, tests: Sequence[str], jobs: int) -> list[object]:
-    """Seconds, names of tests, and for each line of each module the numbers of those that reach it."""
-    print(f"which tests of {' '.join(tests)} reach which lines …", flush=True)
+    """Return seconds, names of tests, and for each line of each module the indices of the tests that reach it."""
+    print(f"measuring which lines {' '.join(tests)} reach …", flush=True)
     files = sorted(str(path) for test in tests for path in [*(copy / test).rglob("test_*.py")] or [copy / test])
     shares = [(copy / f"reached-{at}", copy / f"seconds-{at}.json", files[at::jobs]) for at in range(jobs)]
     running = [subprocess.Popen(**_under_coverage(copy, *share), stdout=subprocess.DEVNULL) for share in shares]
@@ -222,7 +222,7 @@ def _measured(copy: Path, tests: Sequence[str], jobs: int) -> list[object]:
 
 
 def _under_coverage(copy: Path, data: Path, passed: Path, files: Sequence[str]) -> dict[str, Any]:
-    """What runs the tests of the files, and writes what they reach and which have passed."""
+    """Return the arguments of a process that runs the tests, and records the lines they reach and the tests that pass."""
     line = ["-m", "coverage", "run", "--rcfile=/dev/null", f"--data-file={data}", "--source=ckpttool", "-m", "pytest"]
     return {
         "args": [sys.executable, *line, "-p", "reach", "-p", "no:cacheprovider", *files],
@@ -232,7 +232,7 @@ def _under_coverage(copy: Path, data: Path, passed: Path, files: Sequence[str]) 
 
 
 def survives(mutant: Mutant, copy: Path, tests: Sequence[str]) -> bool:
-    """Whether all the tests pass with the mutant in its place; tests that do not come to an end have noticed it."""
+    """Return True if all tests pass with the mutant; a timeout counts as killed."""
     path = copy / mutant.path
     before = path.read_text()
     try:
@@ -241,18 +241,18 @@ def survives(mutant: Mutant, copy: Path, tests: Sequence[str]) -> bool:
     finally:
         path.write_text(before)
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
-            compiled.unlink()  # which is told from the next one's by size and second only
+            compiled.unlink()  # Python tells it from the next by size and second only
 
 
 def preload() -> None:
-    """Imports what most tests would each import anew, and nothing that is mutated."""
+    """Import packages that most tests need, so that forks share them, and nothing that is mutated."""
     os.environ["OMP_NUM_THREADS"] = "1"
     for name in ("torch.export", "torch.distributed.checkpoint", "safetensors.torch", "pytest", "typer"):
         import_module(name)
 
 
 def passes(copy: Path, tests: Sequence[str]) -> bool:
-    """Whether all the tests of the copy pass, in a process that is forked from this one."""
+    """Return True if all tests of the copy pass, in a fork of this process."""
     child = os.fork()
     if child == 0:
         try:
@@ -263,7 +263,7 @@ def passes(copy: Path, tests: Sequence[str]) -> bool:
 
 
 def _run(copy: Path, tests: Sequence[str]) -> int:
-    """Runs the tests of the copy in this process, which was forked for it."""
+    """Run the tests of the copy in this forked process."""
     import pytest
 
     os.setpgid(0, 0)
@@ -276,8 +276,8 @@ def _run(copy: Path, tests: Sequence[str]) -> int:
 
 
 def _status(child: int) -> int:
-    """The exit status of the process, which is ended where it takes too long."""
-    end = time.monotonic() + 3 * _LONGEST + 60
+    """Return the exit status of the process; kill it if it takes too long."""
+    end = time.monotonic() + 3 * _MAX_SECONDS + 60
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
@@ -288,45 +288,45 @@ def _status(child: int) -> int:
 
 
 def main(args: Sequence[str]) -> int:
-    """Returns 1 where fewer than `LEAST` of the mutants are killed."""
+    """Return 1 if fewer than `MIN_KILLED` of the mutants are killed."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("-n", type=int, default=100, help="mutants")
+    parser.add_argument("-n", type=int, default=100, help="number of mutants")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="*", help="modules and packages: ckpttool/edits")
-    parser.add_argument("--tests", nargs="*", help="what may notice them, where it is not the tests of the packages")
-    parser.add_argument("--seconds", type=float, default=_LONGEST, help="of tests for a mutant, at most")
+    parser.add_argument("--only", nargs="*", help="modules and packages, for example ckpttool/fixes")
+    parser.add_argument("--tests", nargs="*", help="tests to run (default: the tests of the packages)")
+    parser.add_argument("--seconds", type=float, default=_MAX_SECONDS, help="limit on the tests for each mutant")
     parser.add_argument("--jobs", type=int, default=1)
-    asked = parser.parse_args(args)
-    os.environ.pop("PYTEST_ADDOPTS", None)  # is about this run, not about the tests of a mutant
-    only = asked.only or ["ckpttool"]
+    options = parser.parse_args(args)
+    os.environ.pop("PYTEST_ADDOPTS", None)  # applies to this run only, not to the tests of a mutant
+    only = options.only or ["ckpttool"]
     modules = [str(p.relative_to(ROOT)) for o in only for p in sorted((ROOT / o).rglob("*.py")) or [ROOT / o]]
-    known, mutants = reach(asked.tests or mirrors(only), asked.jobs), drawn(modules, asked.seed)
-    chosen = list({str(mutant): mutant for mutant, _ in zip(mutants, range(asked.n))}.values())
+    reached, mutants = reach(options.tests or matching_tests(only), options.jobs), random_mutants(modules, options.seed)
+    chosen = list({str(mutant): mutant for mutant, _ in zip(mutants, range(options.n))}.values())
     preload()
     survivors: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="ckpttool-mutants-") as folder, ThreadPoolExecutor(asked.jobs) as pool:
+    with tempfile.TemporaryDirectory(prefix="ckpttool-mutants-") as folder, ThreadPoolExecutor(options.jobs) as pool:
         copies: SimpleQueue[Path] = SimpleQueue()
-        for number in range(asked.jobs):
-            copies.put(copied(Path(folder).resolve() / str(number)))
+        for number in range(options.jobs):
+            copies.put(copy_repository(Path(folder).resolve() / str(number)))
 
         unchanged = Path(folder).resolve() / "0"
-        assert passes(unchanged, known.tests(chosen[0], asked.seconds)), "the tests fail without any change"
+        assert passes(unchanged, reached.tests(chosen[0], options.seconds)), "the tests fail without a mutant"
 
-        def tried(mutant: Mutant) -> tuple[Mutant, bool, int]:
-            copy, tests = copies.get(), known.tests(mutant, asked.seconds)
+        def attempt(mutant: Mutant) -> tuple[Mutant, bool, int]:
+            copy, tests = copies.get(), reached.tests(mutant, options.seconds)
             try:
                 return mutant, survives(mutant, copy, tests), len(tests)
             finally:
                 copies.put(copy)
 
-        for mutant, survived, tests in pool.map(tried, chosen):
+        for mutant, survived, tests in pool.map(attempt, chosen):
             survivors += [str(mutant)] if survived else []
             print(f"{'survived' if survived else 'killed':<9} {mutant}  [{tests} tests]", flush=True)
     results.add("", len(chosen), survivors)
     killed = len(chosen) - len(survivors)
     share = killed / max(1, len(chosen))
-    print(f"{killed} of {len(chosen)} killed ({share:.0%}; at least {LEAST:.0%} are to be)")
-    return int(share < LEAST)
+    print(f"{killed} of {len(chosen)} killed ({share:.0%}; required: {MIN_KILLED:.0%})")
+    return int(share < MIN_KILLED)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A plugin of pytest, under ``coverage run``: which test reaches which line, and how long those took that passed.
+"""A pytest plugin for ``coverage run``: record which test reaches which line, and how long each passing test took.
 
-What is set up for a test may be there for the others of its file: each file has one time for all of that.
+The tests of a file may share fixtures, so the setup time is recorded for the file.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ _not_passed: set[str] = set()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
-    """What a fixture reaches may be there for every test of the file; nothing is kept in a cache for the next."""
-    _reached_by(item.nodeid.partition("::")[0])
-    for known in list(vars(sys.modules["zoo"]).values()) if "zoo" in sys.modules else []:
-        if hasattr(known, "cache_clear"):
-            known.cache_clear()
+    """Count lines that fixtures reach for the whole file, and clear the caches of the zoo."""
+    _switch_context(item.nodeid.partition("::")[0])
+    for model in list(vars(sys.modules["zoo"]).values()) if "zoo" in sys.modules else []:
+        if hasattr(model, "cache_clear"):
+            model.cache_clear()
     return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """What the test itself reaches."""
-    _reached_by(item.nodeid)
+    """Count lines that the test itself reaches."""
+    _switch_context(item.nodeid)
     return (yield)
 
 
-def _reached_by(test: str) -> None:
-    measuring = coverage.Coverage.current()
-    assert measuring is not None
-    measuring.switch_context(test)
+def _switch_context(test: str) -> None:
+    current = coverage.Coverage.current()
+    assert current is not None
+    current.switch_context(test)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
