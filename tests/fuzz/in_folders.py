@@ -1,7 +1,6 @@
-"""Readers of a file that lies among others: one of a run's ranks, a journal beside what it is of, a project's defaults.
+"""Readers of a file that belongs to a folder: rank files, journals, a project's defaults.
 
-Each makes a reader of bytes that puts them into their place in a folder where all else is sound, and gives the inputs
-to begin with.
+Each function returns a reader of bytes that writes them into an otherwise valid folder, and most return seeds too.
 """
 
 from __future__ import annotations
@@ -39,19 +38,21 @@ Reader = Callable[[bytes], object]
 
 
 def _of_rank(rank: int) -> bytes:
-    """What a rank of two saves, without the other one."""
+    """Save the file of one of two ranks, without running the other."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
     try:
         mesh, buffer = init_device_mesh("cpu", (2,)), io.BytesIO()
-        cut = DTensor.from_local(torch.ones(2, 3) + rank, mesh, [Shard(0)])
-        torch.save({"model": {"w": cut, "b": DTensor.from_local(torch.ones(2), mesh, [Replicate()])}, "n": 3}, buffer)
+        sharded = DTensor.from_local(torch.ones(2, 3) + rank, mesh, [Shard(0)])
+        torch.save(
+            {"model": {"w": sharded, "b": DTensor.from_local(torch.ones(2), mesh, [Replicate()])}, "n": 3}, buffer
+        )
         return buffer.getvalue()
     finally:
         dist.destroy_process_group()
 
 
-def dtensors(folder: Path) -> Reader:
-    """The first of two rank files; the second is as it was saved."""
+def rank_file(folder: Path) -> Reader:
+    """Fuzz the first of two rank files; the second is valid."""
 
     def read(data: bytes) -> object:
         if not folder.exists():
@@ -71,7 +72,7 @@ def rank_files() -> list[bytes]:
 
 
 def deepspeed(folder: Path, stage: int, name: str) -> Reader:
-    """A file of a folder of that ZeRO stage; the others are read once."""
+    """Fuzz one file of a folder of that ZeRO stage; the others are read only once."""
     read_file = deepspeed_reader.read_file
     once = cache(read_file)
 
@@ -79,8 +80,8 @@ def deepspeed(folder: Path, stage: int, name: str) -> Reader:
         if not folder.exists():
             shutil.copytree(_of_stage(stage), folder)
         (folder / name).write_bytes(data)
-        fresh = lambda path: (read_file if path.endswith(name) else once)(path)  # noqa: E731
-        with patch.object(deepspeed_reader, "read_file", fresh):
+        cached = lambda path: (read_file if path.endswith(name) else once)(path)  # noqa: E731
+        with patch.object(deepspeed_reader, "read_file", cached):
             return open_checkpoint(str(folder)).sections
 
     return read
@@ -98,7 +99,7 @@ def _of_stage(stage: int) -> Path:
 
 
 def _edited(folder: Path) -> tuple[Path, bytes]:
-    """A file that has been edited in place, and its way back."""
+    """Return a file that was edited in place, and its undo journal."""
     folder.mkdir()
     path = folder / "m.safetensors"
     save_file({"a.w": torch.ones(4), "b": torch.zeros(2, 2)}, path)
@@ -106,20 +107,20 @@ def _edited(folder: Path) -> tuple[Path, bytes]:
     return path, transaction.record_of(path).read_bytes()
 
 
-def edits(folder: Path) -> tuple[Reader, Callable[[], list[bytes]]]:
-    """The way back from an edit in place; whatever it says, it writes to no other file."""
-    kept: dict[str, bytes] = {}
+def undo_journal(folder: Path) -> tuple[Reader, Callable[[], list[bytes]]]:
+    """Fuzz the undo journal of an edit in place; undo must not write to any other file."""
+    original: dict[str, bytes] = {}
 
     def seeds() -> list[bytes]:
         shutil.rmtree(folder, ignore_errors=True)
         path, record = _edited(folder)
         (folder / "other").write_bytes(b"kept")
-        kept["file"] = path.read_bytes()
+        original["file"] = path.read_bytes()
         return [record]
 
     def read(data: bytes) -> object:
         path = folder / "m.safetensors"
-        path.write_bytes(kept["file"])
+        path.write_bytes(original["file"])
         record = transaction.record_of(path)
         record.write_bytes(data)
         transaction.undo_edit(path, fsync=False)
@@ -129,17 +130,17 @@ def edits(folder: Path) -> tuple[Reader, Callable[[], list[bytes]]]:
     return read, seeds
 
 
-def replaced(folder: Path) -> tuple[Reader, Callable[[], list[bytes]]]:
-    """The journal of files that replace others in a folder behind a URL."""
+def folder_journal(folder: Path) -> tuple[Reader, Callable[[], list[bytes]]]:
+    """Fuzz the journal of replaced files in a remote folder."""
     value: dict[str, Any] = {"put": ["a.safetensors", "x/b"], "remove": ["c"]}
     return lambda data: remote_journal.parse(data, "f", folder), lambda: [json.dumps(value).encode()]
 
 
-# What a project says of itself
+# Configuration of a project
 
 
-def ignored(path: Path) -> Reader:
-    """A file of `--ignore-file`."""
+def ignore_file(path: Path) -> Reader:
+    """Fuzz the file that `--ignore-file` names."""
 
     def read(data: bytes) -> object:
         path.write_bytes(data)
@@ -148,11 +149,11 @@ def ignored(path: Path) -> Reader:
     return read
 
 
-IGNORED = b"# list\nmissing model.norm.* # made anew\nshape,dtype re:(a+)+b # meant\nunexpected *.bias # no bias\n"
+IGNORED = b"# list\nmissing model.norm.* # initialized\nshape,dtype re:(a+)+b # intended\nunexpected *.bias # no bias\n"
 
 
 def defaults(folder: Path) -> Reader:
-    """A pyproject.toml with defaults for what `diff` is asked; none of the options that name code or an output."""
+    """Fuzz a pyproject.toml with defaults of `diff`, without options that name code or an output."""
 
     def read(data: bytes) -> object:
         path = folder / "pyproject.toml"

@@ -1,4 +1,4 @@
-"""Inputs from inputs: what a fuzzer does where nothing tells it which branch it took."""
+"""Random mutations of inputs, for fuzzing without coverage feedback."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from functools import cache
 from io import BytesIO
 
-_LONGEST = 1 << 16
+_MAX_LENGTH = 1 << 16
 _SHORT = 200
 _ZIP = b"PK\3\4"
-_AT = 42  # where an entry of a directory says at which byte its member begins
+_AT = 42  # position of the offset of the member in an entry of the directory
 _END = struct.Struct("<4s4xHHLLH")
 
 
 def mutated(seeds: Sequence[bytes], words: Sequence[bytes], chance: random.Random) -> bytes:
-    """One of the seeds, changed in one place or several; of an archive rather what is in it than its own bytes, and
-    of a header's length rather what the header has become.
+    """Return one of the seeds, changed in one or more places.
 
-    A seed is drawn the less often the longer it is, so that none takes most of the time.
+    For an archive this mostly changes the contents of a member, and for safetensors the header, and fixes offsets and
+    lengths. Long seeds are drawn less often, so that none takes most of the time.
     """
     [seed] = chance.choices(seeds, [1 / (_SHORT + len(seed)) for seed in seeds])
     if seed.startswith(_ZIP) and chance.random() < 0.8:
@@ -31,26 +31,26 @@ def mutated(seeds: Sequence[bytes], words: Sequence[bytes], chance: random.Rando
 
 
 def changed(data: bytes, seeds: Sequence[bytes], words: Sequence[bytes], chance: random.Random) -> bytes:
-    """The bytes, changed in one place or several."""
-    found = bytearray(data)
+    """Return the bytes, changed in one or more places."""
+    mutant = bytearray(data)
     for _ in range(chance.choice((1, 1, 2, 3, 8))):
-        chance.choice(_CHANGES)(found, seeds, words, chance)
-    return bytes(found[: max(_LONGEST, len(data))])
+        chance.choice(_CHANGES)(mutant, seeds, words, chance)
+    return bytes(mutant[: max(_MAX_LENGTH, len(data))])
 
 
 def _in_archive(seed: bytes, words: Sequence[bytes], chance: random.Random) -> bytes:
     members = _members(seed)
-    small = [name for name, data in members.items() if len(data) < _LONGEST]
+    small = [name for name, data in members.items() if len(data) < _MAX_LENGTH]
     picked = chance.choice(small)
     new = changed(members[picked], [members[chance.choice(small)]], words, chance)
     records = [_record(name, data) for name, data in members.items() if name != picked]
     if chance.random() < 0.98:
-        records.insert(list(members).index(picked), _made_record(picked, new))
+        records.insert(list(members).index(picked), _new_record(picked, new))
     return _archive(records)
 
 
 def _in_header(seed: bytes, words: Sequence[bytes], chance: random.Random) -> bytes:
-    """Of a safetensors file: its length in 8 bytes, the header, data."""
+    """Change the header of a safetensors file, and write its new length in front of it."""
     end = 8 + int.from_bytes(seed[:8], "little")
     header = changed(seed[8:end], [seed[8:end]], words, chance)
     return len(header).to_bytes(8, "little") + header + seed[end:]
@@ -62,8 +62,8 @@ def _members(archive: bytes) -> dict[str, bytes]:
         return {name: file.read(name) for name in file.namelist()}
 
 
-def _made_record(name: str, data: bytes) -> tuple[bytes, bytes]:
-    """A member as it lies in an archive, and its entry in the directory (of an archive that begins with it)."""
+def _new_record(name: str, data: bytes) -> tuple[bytes, bytes]:
+    """Return a member as an archive stores it, and its directory entry (for the first member)."""
     out = BytesIO()
     with zipfile.ZipFile(out, "w") as file:
         file.writestr(zipfile.ZipInfo(name), data)
@@ -71,11 +71,11 @@ def _made_record(name: str, data: bytes) -> tuple[bytes, bytes]:
     return out.getvalue()[:start], out.getvalue()[start : -_END.size]
 
 
-_record = cache(_made_record)  # most members are those of a seed
+_record = cache(_new_record)  # most members come from a seed unchanged
 
 
 def _archive(records: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """What zipfile would make of the members, without its time for each."""
+    """Return the archive that zipfile would write, but faster."""
     parts, entries, at = [], [], 0
     for member, entry in records:
         parts.append(member)

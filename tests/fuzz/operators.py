@@ -1,7 +1,7 @@
-"""Random operators of the closed list on random arguments, for a number of seconds: no kernel may end the process.
+"""Evaluate random allowed operators on random arguments for a number of seconds: no kernel may crash the process.
 
-Run as a program, since what it looks for ends it: ``python tests/fuzz/operators.py SECONDS SEED``. The last line that
-it printed with ``--say`` is the operator that did.
+Run it as a program, because a crash ends it: ``python tests/fuzz/operators.py SECONDS SEED``. With ``--say`` the last
+printed line is the operator that crashed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int8",
 SHAPES = ((), (0,), (1,), (4,), (3, 4), (4, 3), (3, 3), (2, 3, 4), (1, 1, 8), (1, 1, 4, 4), (2, 2, 2, 2, 2), (2, 0, 3))
 INTEGERS = (0, 1, -1, 2, 3, 4, 5, -2, 7, 64, -(2**63), 2**63 - 1, 2**31, 2**32 + 1, 1 << 40)
 FLOATS = (0.0, -0.0, 0.5, 1.0, 2.0, -1.5, 1e-320, 1e300, float("inf"), float("-inf"), float("nan"))
-_LEAST = 500  # expressions; the first ones load much of torch
+_MIN_COUNT = 500  # expressions; the first ones load much of torch
 LIMITS = Limits(made_bytes=1 << 20, made_times=4)
 
 
 class Arguments:
-    """Random arguments for one operator; its leaves stay in `leaves`."""
+    """Random arguments for one operator; `leaves` collects its tensors."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -82,33 +82,33 @@ class Arguments:
         kind = getattr(torch, dtype)
         extreme = self.random.random()
         if kind.is_floating_point or kind.is_complex:
-            made = torch.randn(shape, dtype=torch.float64).mul_(1e30 if extreme < 0.2 else 1.0).to(kind)
+            tensor = torch.randn(shape, dtype=torch.float64).mul_(1e30 if extreme < 0.2 else 1.0).to(kind)
         else:
-            made = torch.randint(-3, 4, shape).to(kind)
+            tensor = torch.randint(-3, 4, shape).to(kind)
             if extreme < 0.2 and kind in (torch.int64, torch.int32, torch.int8):
-                made = torch.full(shape, torch.iinfo(kind).min, dtype=kind)
-        if made.dim() > 1 and self.random.random() < 0.3:
-            made = made.transpose(0, 1).contiguous().transpose(0, 1)
+                tensor = torch.full(shape, torch.iinfo(kind).min, dtype=kind)
+        if tensor.dim() > 1 and self.random.random() < 0.3:
+            tensor = tensor.transpose(0, 1).contiguous().transpose(0, 1)
         key = str(len(self.leaves))
-        self.leaves[key] = made
+        self.leaves[key] = tensor
         return Ref(key)
 
 
 def main(seconds: float, seed: int, say: bool = False) -> Counter[str]:
-    """Fuzzes; how many expressions gave a value, and how many were refused."""
+    """Fuzz, and count the values and the refused expressions."""
     torch.set_num_threads(1)
     names = sorted(name for name in OPS if name != GETITEM)
     counts: Counter[str] = Counter()
     end = time.monotonic() + seconds
     with limited(LIMITS):
-        while time.monotonic() < end or sum(counts.values()) < _LEAST:
+        while time.monotonic() < end or sum(counts.values()) < _MIN_COUNT:
             seed += 1
-            made = Arguments(seed)
-            node = made.expression(names[seed % len(names)])
+            arguments = Arguments(seed)
+            node = arguments.expression(names[seed % len(names)])
             if say:
-                print(seed, node, {key: (leaf.dtype, leaf.shape) for key, leaf in made.leaves.items()}, flush=True)
+                print(seed, node, {key: (leaf.dtype, leaf.shape) for key, leaf in arguments.leaves.items()}, flush=True)
             try:
-                evaluate(node, made.leaves.__getitem__)
+                evaluate(node, arguments.leaves.__getitem__)
                 counts["values"] += 1
             except CkptError as error:
                 counts["several" if "gives a list" in error.message else "refused"] += 1

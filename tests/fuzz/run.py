@@ -1,7 +1,7 @@
-"""``make fuzz TIME=600``: every reader for its share of the time, then what each was given and how it took it.
+"""``make fuzz TIME=600``: fuzz every reader for its share of the time, and print a table of the results.
 
-With atheris, where it is installed, inputs are led by the branches that they take; the rest is mutated at random. An
-input that a reader does not answer is kept in the folder ``found``: make a test of it, with its name.
+With ``--guided`` atheris chooses inputs by coverage; otherwise they are mutated at random. An input on which a reader
+crashes or is slow is kept in the folder ``found``: turn it into a test with its name.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ else:
     from targets import TARGETS, Target
 
 FOUND = Path("found")
-SLOW = 2.0  # seconds of the processor; an input that takes longer is kept too
-_WEIGHED = 100  # one input of so many is weighed: looking at memory makes it slow
+SLOW = 2.0  # seconds of CPU time; a slower input is kept too
+_MEASURED = 100  # memory is measured for one input in this many, because that is slow
 
 
 @dataclass
 class Tally:
-    """What a target was given, and its slowest and its largest input (seconds, bytes of memory)."""
+    """Counts of inputs of a target, and the time and memory of its slowest and its largest input (seconds, bytes)."""
 
     inputs: int = 0
     taken: int = 0
@@ -51,12 +51,12 @@ class Tally:
 
 
 def fuzz(name: str, seconds: float, most: int, seed: int) -> Tally:
-    """Mutates the target's inputs for so many seconds, or until it was given the `most`."""
+    """Run mutated seeds of the target until `seconds` have passed, or for `most` inputs."""
     target = TARGETS[name]
     chance, tally, seeds = random.Random(seed), Tally(), target.seeds()
     for data in seeds:
         target.run(data)
-    gc.freeze()  # torch is many objects, none of which is looked at again
+    gc.freeze()  # do not traverse the many objects of torch again
     end = time.monotonic() + seconds
     while time.monotonic() < end and tally.inputs < most:
         try_one(name, target, mutated(seeds, target.words, chance), tally)
@@ -64,9 +64,9 @@ def fuzz(name: str, seconds: float, most: int, seed: int) -> Tally:
 
 
 def try_one(name: str, target: Target, data: bytes, tally: Tally) -> None:
-    """Gives the target one input, and keeps it where it is not answered, or late."""
-    weighed = tally.inputs % _WEIGHED == 0
-    if weighed:
+    """Run the target on one input, and keep the input if the target crashes or is slow."""
+    measured = tally.inputs % _MEASURED == 0
+    if measured:
         tracemalloc.start()
     start = time.process_time()
     try:
@@ -75,12 +75,12 @@ def try_one(name: str, target: Target, data: bytes, tally: Tally) -> None:
         last = traceback.extract_tb(error.__traceback__)[-1]
         _keep(name, data, f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {error}"[:200], tally)
     taken = time.process_time() - start
-    if weighed:
+    if measured:
         tally.largest = max(tally.largest, tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     elif taken > SLOW:
         _keep(name, data, f"{taken:.1f} seconds", tally)
-    tally.slowest = max(tally.slowest, 0.0 if weighed else taken)
+    tally.slowest = max(tally.slowest, 0.0 if measured else taken)
     tally.inputs += 1
 
 
@@ -96,7 +96,7 @@ def _keep(name: str, data: bytes, why: str, tally: Tally) -> None:
 
 
 def guided(name: str, target: Target, seconds: float) -> None:
-    """Hands the target over to atheris, which ends the process."""
+    """Fuzz the target with atheris, which ends the process."""
     folder = FOUND.parent / f".corpus-{name.replace(' ', '-')}"
     folder.mkdir(exist_ok=True)
     for number, data in enumerate(target.seeds()):
@@ -107,23 +107,25 @@ def guided(name: str, target: Target, seconds: float) -> None:
 
 
 def main(args: Sequence[str]) -> int:
-    """Returns 1 where an input was not answered, or late."""
+    """Return 1 if a reader crashed or was slow on an input."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--time", type=float, default=600, help="seconds in all")
     parser.add_argument("--target", action="append", choices=sorted(TARGETS))
-    parser.add_argument("--inputs", type=int, default=sys.maxsize, help="of a target, at most")
+    parser.add_argument("--inputs", type=int, default=sys.maxsize, help="limit for each target")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="readers at once")
-    parser.add_argument("--guided", action="store_true", help="one target, by atheris")
-    asked = parser.parse_args(args)
-    names = asked.target or list(TARGETS)
-    if asked.guided:
-        guided(names[0], TARGETS[names[0]], asked.time)
+    parser.add_argument("--jobs", type=int, default=1, help="readers to fuzz in parallel")
+    parser.add_argument("--guided", action="store_true", help="fuzz one target with atheris")
+    options = parser.parse_args(args)
+    names = options.target or list(TARGETS)
+    if options.guided:
+        guided(names[0], TARGETS[names[0]], options.time)
     faults = 0
     print(f"{'reader':<18}{'inputs':>12}{'taken':>10}{'slowest':>11}{'memory':>12}{'faults':>8}")
-    one = partial(fuzz, seconds=asked.time * asked.jobs / (len(names) + 1), most=asked.inputs, seed=asked.seed)
-    with ProcessPoolExecutor(asked.jobs, multiprocessing.get_context("spawn")) as pool:
-        for name, tally in zip(names, pool.map(one, names)):
+    fuzz_one = partial(
+        fuzz, seconds=options.time * options.jobs / (len(names) + 1), most=options.inputs, seed=options.seed
+    )
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        for name, tally in zip(names, pool.map(fuzz_one, names)):
             faults += len(tally.faults)
             memory = f"{tally.largest / 2**20:.1f} MiB"
             times = f"{tally.slowest * 1000:.1f} ms"
@@ -131,13 +133,13 @@ def main(args: Sequence[str]) -> int:
                 f"{name:<18}{tally.inputs:>12,}{tally.taken:>10,}{times:>11}{memory:>12}{len(tally.faults):>8}",
                 flush=True,
             )
-            found = sorted(f"{name}: {fault}" for fault in tally.faults)
+            failures = sorted(f"{name}: {fault}" for fault in tally.faults)
             sizes = {"slowest, ms": round(tally.slowest * 1000, 1), "memory, MiB": round(tally.largest / 2**20, 1)}
-            results.add(name, tally.inputs, found, taken=tally.taken, **sizes)
-    if asked.target is None:
-        seconds = asked.time / (len(names) + 1)
-        operators = [sys.executable, str(Path(__file__).with_name("operators.py")), str(seconds), "0"]
-        done = subprocess.run(operators, stdout=subprocess.PIPE, text=True)
+            results.add(name, tally.inputs, failures, taken=tally.taken, **sizes)
+    if options.target is None:
+        seconds = options.time / (len(names) + 1)
+        command = [sys.executable, str(Path(__file__).with_name("operators.py")), str(seconds), "0"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         counts = json.loads(done.stdout) if done.returncode == 0 else {}
         print("operators", counts or f"ended with {done.returncode}")
         results.add("operators", sum(counts.values()), [] if counts else [f"operators: exit status {done.returncode}"])

@@ -1,4 +1,4 @@
-"""One target a reader: a function of bytes that gives a value or raises `CkptError`, and inputs to begin with."""
+"""One target for each reader: a function of bytes that returns a value or raises `CkptError`, and its seeds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from ckpttool.ruleset import parse as rules_file
 from ckpttool.ruleset.patterns import matches, parse
 
 DATA = Path(__file__).parents[1] / "data"
-sources._TICK = 0  # nobody else writes to the inputs: a reader need not wait until a change would show
+sources._TICK = 0  # nobody else writes to the inputs, so a reader need not wait until a change would be visible
 LIMITS = Limits(rules_seconds=1, json_bytes=1 << 20)
 _FOLDER = Path(tempfile.mkdtemp(prefix="ckpttool-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
 atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
@@ -51,22 +51,22 @@ atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
 
 @dataclass(frozen=True)
 class Target:
-    """A reader, what to begin with, and words that its inputs are made of."""
+    """A reader, its seeds, and a dictionary of tokens."""
 
     read: Callable[[bytes], object]
     seeds: Callable[[], list[bytes]]
     words: tuple[bytes, ...] = ()
 
     def run(self, data: bytes) -> bool:
-        """Whether the reader took the input; whatever else than a `CkptError` it raises is a fault of the reader."""
+        """Return True if the reader accepts the input; any exception other than `CkptError` is a bug."""
         with limited(LIMITS):
             try:
                 self.read(data)
             except CkptError as error:
-                refused = error
+                refusal = error
             else:
                 return True
-        assert refused.message
+        assert refusal.message
         return False
 
 
@@ -96,15 +96,15 @@ def _rule(data: bytes) -> object:
     try:
         matches(rule.partition("=>")[0].strip(), key)
     finally:
-        found = parse(rule).apply(key)
-    return found
+        renamed = parse(rule).apply(key)
+    return renamed
 
 
 def _command_line(data: bytes) -> object:
-    """Whatever is typed ends with a status, one line `error:` where it failed, and never with a traceback."""
+    """Run the command line: any arguments give an exit status of 0, 1 or 2, and never a traceback."""
     words = data.decode("utf-8", "replace").split("\0")[:12]
     if any(word.startswith(("-o", "--output", "--report", "--save-plan", "--in-place", "--out")) for word in words):
-        return None  # a fuzzer does not write
+        return None  # the fuzzer must not write files
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         status = main(words)
@@ -124,7 +124,7 @@ def _options(data: bytes) -> object:
     return None
 
 
-# Inputs to begin with
+# Seeds
 
 
 def _saved(value: object, **options: Any) -> bytes:
@@ -233,7 +233,7 @@ def _names() -> list[bytes]:
 
 
 def _manifests() -> list[bytes]:
-    path, manifest = _FOLDER / "of.pt", _FOLDER / "of.json"
+    path, manifest = _FOLDER / "manifest.pt", _FOLDER / "manifest.json"
     path.write_bytes(_torch_files()[0])
     with redirect_stdout(io.StringIO()):
         assert main(["inspect", str(path), "--manifest", str(manifest), "--force"]) == 0
@@ -298,8 +298,8 @@ _TOML_WORDS = (
 )
 _OPTION_WORDS = (b"--rules", b"--to", b"--from", b"--like", b"--rtol", b"::model", b"s3://", b"\0", b"=")
 
-_edits, _edit_records = in_folders.edits(_FOLDER / "edits")
-_replaced, _journals = in_folders.replaced(_FOLDER / "replaced")
+_undo_journal, _undo_seeds = in_folders.undo_journal(_FOLDER / "edits")
+_folder_journal, _folder_seeds = in_folders.folder_journal(_FOLDER / "replaced")
 _STATES = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 TARGETS: dict[str, Target] = {
@@ -319,7 +319,7 @@ TARGETS: dict[str, Target] = {
     "torch before 1.6": Target(_of_file(open_checkpoint, "l.pt"), _legacy_files, _PICKLE_WORDS),
     "torchscript": Target(_of_file(open_checkpoint, "script.pt"), _scripts, _PICKLE_WORDS),
     "program": Target(_of_file(open_checkpoint, "p.pt2"), _programs, _JSON_WORDS),
-    "rank files": Target(in_folders.dtensors(_FOLDER / "ranks"), in_folders.rank_files, _PICKLE_WORDS),
+    "rank files": Target(in_folders.rank_file(_FOLDER / "ranks"), in_folders.rank_files, _PICKLE_WORDS),
     **{
         f"deepspeed {stage}": Target(
             in_folders.deepspeed(_FOLDER / f"zero-{stage}", stage, name),
@@ -329,9 +329,9 @@ TARGETS: dict[str, Target] = {
         for stage, name in ((1, "mp_rank_00_model_states.pt"), (2, _STATES), (3, _STATES))
     },
     "manifest": Target(_of_file(read_manifest, "m.json"), _manifests, _JSON_WORDS),
-    "edit journal": Target(_edits, _edit_records, _JSON_WORDS),
-    "folder journal": Target(_replaced, _journals, _JSON_WORDS),
-    "ignore file": Target(in_folders.ignored(_FOLDER / "i.txt"), lambda: [in_folders.IGNORED], _LINE_WORDS),
+    "edit journal": Target(_undo_journal, _undo_seeds, _JSON_WORDS),
+    "folder journal": Target(_folder_journal, _folder_seeds, _JSON_WORDS),
+    "ignore file": Target(in_folders.ignore_file(_FOLDER / "i.txt"), lambda: [in_folders.IGNORED], _LINE_WORDS),
     "defaults": Target(in_folders.defaults(_FOLDER), lambda: [in_folders.DEFAULTS], _TOML_WORDS),
     "command line": Target(_command_line, _commands, _OPTION_WORDS),
 }

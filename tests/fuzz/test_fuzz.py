@@ -1,4 +1,4 @@
-"""Every reader, for a short while: a value or a `CkptError` for every input; and the faults that fuzzing has found."""
+"""Fuzz every reader for a short time: every input gives a value or a `CkptError`."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from hypothesis import strategies as st
 from mutate import mutated
 from targets import TARGETS
 
-SOON = 5.0  # seconds
+MAX_TIME = 5.0  # seconds
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_the_inputs_to_begin_with_are_taken(name: str) -> None:
-    taken = [TARGETS[name].run(data) for data in TARGETS[name].seeds()]
-    assert any(taken)
+def test_a_seed_is_accepted(name: str) -> None:
+    accepted = [TARGETS[name].run(data) for data in TARGETS[name].seeds()]
+    assert any(accepted)
 
 
 @pytest.mark.parametrize("name", TARGETS)
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(chance=st.integers(0, 2**32))
-def test_changed_inputs_are_answered(name: str, chance: int) -> None:
+def test_mutated_seeds_give_a_value_or_an_error(name: str, chance: int) -> None:
     target = TARGETS[name]
     start = time.process_time()
     target.run(mutated(_seeds(name), target.words, random.Random(chance)))
-    assert time.process_time() - start < SOON
+    assert time.process_time() - start < MAX_TIME
 
 
 @pytest.mark.parametrize("name", TARGETS)
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.binary(max_size=64))
-def test_any_bytes_are_answered(name: str, data: bytes) -> None:
+def test_random_bytes_give_a_value_or_an_error(name: str, data: bytes) -> None:
     TARGETS[name].run(data)
 
 
-_kept: dict[str, list[bytes]] = {}
+_cached_seeds: dict[str, list[bytes]] = {}
 
 
 def _seeds(name: str) -> list[bytes]:
-    if name not in _kept:
-        _kept[name] = TARGETS[name].seeds()
-    return _kept[name]
+    if name not in _cached_seeds:
+        _cached_seeds[name] = TARGETS[name].seeds()
+    return _cached_seeds[name]
 
 
-def test_operators_do_not_end_the_process() -> None:
+def test_operators_do_not_crash_the_process() -> None:
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("operators.py")), "2", "0"],
         capture_output=True,
