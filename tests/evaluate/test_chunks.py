@@ -1,4 +1,4 @@
-"""Storages made of pieces of others hold the elements that torch would take: whatever the pieces are in."""
+"""Storages assembled from pieces of other storages hold the same elements as in torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpttool.io.pieces import read_all
 
 
 def entry(chance: random.Random, file: Path, tensor: torch.Tensor) -> TensorEntry:
-    """The tensor's index: its storage in the middle of a file, or computed in chunks, some of them in the file."""
+    """Return an entry whose storage is part of a file, or computed in chunks of which one is in the file."""
     data = tensor.untyped_storage().tolist()
     begin = file.stat().st_size if file.exists() else 0
     with file.open("ab") as out:
@@ -29,9 +29,8 @@ def entry(chance: random.Random, file: Path, tensor: torch.Tensor) -> TensorEntr
     return TensorEntry("w", "int16", tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), storage)
 
 
-def held(made: Storage) -> list[int]:
-    """The numbers in the storage."""
-    return torch.frombuffer(read_all(made.data), dtype=torch.int16).tolist() if made.nbytes else []
+def numbers_in(storage: Storage) -> list[int]:
+    return torch.frombuffer(read_all(storage.data), dtype=torch.int16).tolist() if storage.nbytes else []
 
 
 def test_concatenated_pieces_match_torch(tmp_path: Path) -> None:
@@ -46,11 +45,11 @@ def test_concatenated_pieces_match_torch(tmp_path: Path) -> None:
         start = chance.randrange(len(flat) + 1)
         count = chance.randrange(len(flat) + 1 - start)
         parts = across(entries, start, count)
-        assert held(concatenated(parts)) == flat[start : start + count].tolist(), seed
+        assert numbers_in(concatenated(parts)) == flat[start : start + count].tolist(), seed
         assert len(parts) <= len(entries)
 
 
-def test_own_storage_has_only_the_tensor(tmp_path: Path) -> None:
+def test_own_storage_holds_only_the_tensor(tmp_path: Path) -> None:
     for seed in range(60):
         chance = random.Random(seed)
         whole = torch.randint(-9, 9, (24,), dtype=torch.int16)[chance.randrange(5) :]
@@ -59,7 +58,7 @@ def test_own_storage_has_only_the_tensor(tmp_path: Path) -> None:
         own = in_own_storage(entry(chance, tmp_path / str(seed), tensor))
         assert own.storage is not None
         assert (own.offset, own.stride, own.shape, own.storage.nbytes) == (0, (3, 1), (2, 3), 12)
-        assert held(own.storage) == tensor.flatten().tolist(), seed
+        assert numbers_in(own.storage) == tensor.flatten().tolist(), seed
 
 
 def test_an_entry_without_storage_is_unchanged() -> None:
@@ -68,7 +67,7 @@ def test_an_entry_without_storage_is_unchanged() -> None:
 
 
 def test_windows_share_one_computation() -> None:
-    """Each rank's part of a computed tensor computed all of it again."""
+    """Each rank's part of a computed tensor used to compute the complete tensor again."""
     data, computed = bytes(range(240)), 0
 
     def compute() -> Iterator[bytes]:
@@ -90,10 +89,10 @@ def test_windows_share_one_computation() -> None:
 
 def test_memory_kept_for_windows_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_KEPT", 250)
-    made: list[str] = []
+    computed: list[str] = []
 
     def compute(name: str) -> Iterator[bytes]:
-        made.append(name)
+        computed.append(name)
         yield bytes(200)
 
     def tensor(name: str) -> TensorEntry:
@@ -104,5 +103,5 @@ def test_memory_kept_for_windows_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         for one in both:
             read_all(concatenated([window(one, 50 * at, 50)]).data)
             assert sum(lazy.length for lazy in chunks._kept) <= 250
-    assert made.count("a") == 1
-    assert made.count("b") == 4
+    assert computed.count("a") == 1
+    assert computed.count("b") == 4

@@ -1,4 +1,4 @@
-"""Values compared where they lie or as they are computed, and proofs that outlive the file they were made of."""
+"""Comparisons of stored and computed values, and fingerprints that outlive their file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lazy(data: bytes, cuts: list[int]) -> Lazy:
 
 
 @given(st.binary(max_size=20), st.lists(st.integers(0, 20)), st.lists(st.integers(0, 20)), st.integers(0, 20))
-def test_equal_bytes_in_any_chunks(data: bytes, first: list[int], second: list[int], at: int) -> None:
+def test_chunk_boundaries_do_not_matter(data: bytes, first: list[int], second: list[int], at: int) -> None:
     assert same_data(lazy(data, first), lazy(data, second))
     if data:
         other = bytearray(data)
@@ -38,7 +38,7 @@ def test_equal_bytes_in_any_chunks(data: bytes, first: list[int], second: list[i
         assert not same_data(lazy(data, first), lazy(data[:-1], second))
 
 
-def test_a_span_and_computed_bytes(tmp_path: Path) -> None:
+def test_a_span_equals_computed_bytes(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"0123456789")
     span = Span(str(tmp_path / "f"), 2, 5)
     assert same_data(span, lazy(b"23456", [1]))
@@ -76,7 +76,7 @@ def test_tensors_of_two_files_are_compared_by_kind_and_bytes(tmp_path: Path) -> 
 
 @dataclass(frozen=True)
 class Content(Payload):
-    """A payload that tells what it holds, or cannot."""
+    """A payload with known or unknown content."""
 
     data: bytes | None
 
@@ -86,13 +86,13 @@ class Content(Payload):
 
 @dataclass(frozen=True)
 class Meaning(Payload):
-    """A payload that says what the bytes mean."""
+    """A payload that gives the bytes a meaning."""
 
     meaning: str
 
 
 def entries(folder: Path) -> dict[str, list[TensorEntry | ExtraEntry]]:
-    """Entries by what they hold: the same in files, in memory, in views, as digests, or as objects."""
+    """Return groups of entries with the same content: in files, in memory, as views, or as objects."""
     numbers = torch.tensor([[1.0, -2.0, 0.0], [4.0, 5.0, 6.0]])
 
     def strided(tensor: torch.Tensor, payload: object = None) -> TensorEntry:
@@ -122,15 +122,15 @@ def entries(folder: Path) -> dict[str, list[TensorEntry | ExtraEntry]]:
         "another shape": [strided(numbers.reshape(3, 2)), in_file(numbers.reshape(3, 2), "d")],
         "in one row": [strided(numbers.reshape(1, 2, 3))],
         "with a meaning": [strided(numbers, Meaning("metres")), strided(numbers.clone(), Meaning("metres"))],
-        "with another": [strided(numbers, Meaning("feet"))],
+        "with another meaning": [strided(numbers, Meaning("feet"))],
         "empty": [strided(torch.empty(0, 3)), in_file(torch.empty(0, 3), "e")],
         "complex": [strided(torch.complex(numbers, numbers)), in_file(torch.complex(numbers, numbers), "f")],
         "another complex": [strided(torch.complex(numbers, numbers + 1))],
         "without values": [packed("meta", None), packed("meta", None)],
         "sparse": [packed("sparse_coo", Content(b"a")), packed("sparse_coo", Content(b"a"))],
-        "sparse otherwise": [packed("sparse_csr", Content(b"a"))],
-        "other sparse": [packed("sparse_coo", Content(b"b"))],
-        "of nothing": [packed("subclass", None, 0), packed("subclass", Content(None), 0)],
+        "another sparse layout": [packed("sparse_csr", Content(b"a"))],
+        "another sparse tensor": [packed("sparse_coo", Content(b"b"))],
+        "unknown": [packed("subclass", None, 0), packed("subclass", Content(None), 0)],
         "an object": [ExtraEntry("w", Content(b"a")), ExtraEntry("w", Content(b"a"))],
         "another object": [ExtraEntry("w", Content(b"b"))],
         "a number": [ExtraEntry("w", value=3), ExtraEntry("w", value=3)],
@@ -140,8 +140,8 @@ def entries(folder: Path) -> dict[str, list[TensorEntry | ExtraEntry]]:
 
 
 def test_entries_with_equal_content_are_the_same(tmp_path: Path) -> None:
-    """From either side; fingerprints agree, too."""
-    every = [(kind, one) for kind, own in entries(tmp_path).items() for one in own]
+    """The comparison is symmetric, and fingerprints agree with it."""
+    every = [(kind, one) for kind, group in entries(tmp_path).items() for one in group]
     for (kind, one), (other_kind, other) in product(every, every):
         alike = kind == other_kind
         assert same_values(one, other) == alike, (kind, other_kind)
@@ -149,51 +149,50 @@ def test_entries_with_equal_content_are_the_same(tmp_path: Path) -> None:
         assert (fingerprint(one) == fingerprint(other)) == alike, (kind, other_kind)
         if isinstance(one, TensorEntry) and isinstance(other, TensorEntry):
             comparable = (one.shape, one.dtype) == (other.shape, other.dtype)
-            told = difference(one, other, 0.0, 0.0) if comparable else None
-            assert not comparable or (told is None) == alike
-            assert told is None or "SHA-256" not in told.text
+            found = difference(one, other, 0.0, 0.0) if comparable else None
+            assert not comparable or (found is None) == alike
+            assert found is None or "SHA-256" not in found.text
 
 
 @pytest.mark.parametrize("dtype", [name for name in BY_NAME if not name.startswith("q")])
 @pytest.mark.parametrize("tolerance", [0.0, 1e-9])
 def test_differing_elements_are_counted_for_every_dtype(dtype: str, tolerance: float) -> None:
-    """Of bits and of halves of a byte too, which torch makes no numbers of."""
+    """Also for bits and half bytes, which torch cannot convert to numbers."""
     size = itemsize(dtype)
     left, right = bytes(5 * size), bytes(2 * size) + bytes([1] * size) + bytes(size) + bytes([1] * size)
     one, other = (in_row_major("w", dtype, (5,), Storage(lazy(data, [1, 3]))) for data in (left, right))
     if hasattr(torch, dtype):
-        told = difference(one, other, tolerance, 0.0)
-        assert told is not None
-        assert told.text.startswith("2 of 5 elements differ")
+        found = difference(one, other, tolerance, 0.0)
+        assert found is not None
+        assert found.text.startswith("2 of 5 elements differ")
     assert difference(one, one, tolerance, 0.0) is None
 
 
 def test_complex_numbers_within_a_tolerance_are_the_same() -> None:
     numbers = torch.tensor([1 + 1j, 2 - 2j])
     one, other = (
-        in_row_major("w", "complex64", (2,), Storage(lazy(bytes(torch_eval.to_bytes(made)), [])))
-        for made in (numbers, numbers + 0.001j)
+        in_row_major("w", "complex64", (2,), Storage(lazy(bytes(torch_eval.to_bytes(values)), [])))
+        for values in (numbers, numbers + 0.001j)
     )
     assert difference(one, other, 0.0, 0.01) is None
-    said = difference(one, other, 0.0, 0.0)
-    assert said is not None
-    assert said.text == "2 of 2 elements differ, by 0.001 at most"
+    found = difference(one, other, 0.0, 0.0)
+    assert found is not None
+    assert found.text == "2 of 2 elements differ, by 0.001 at most"
 
 
 def test_a_digest_compares_bytes_only(tmp_path: Path) -> None:
-    made = entries(tmp_path)
+    groups = entries(tmp_path)
     digests = [
-        TensorEntry("w", "float32", (2, 3), (3, 1), 0, Storage(Lazy(24, list, sha256(e)))) for e in made["numbers"]
+        TensorEntry("w", "float32", (2, 3), (3, 1), 0, Storage(Lazy(24, list, sha256(e)))) for e in groups["numbers"]
     ]
-    for digest, (kind, own) in product(digests, made.items()):
-        for one in own:
-            alike = kind in ("numbers", "with a meaning", "with another")
+    for digest, (kind, group) in product(digests, groups.items()):
+        for one in group:
+            alike = kind in ("numbers", "with a meaning", "with another meaning")
             assert same_values(digest, one) == same_values(one, digest) == alike, kind
             if isinstance(one, TensorEntry) and one.dtype == "float32" and one.storage is not None:
-                told = difference(one, digest, 0.0, 0.0)
-                back = difference(digest, one, 0.0, 0.0)
-                assert (told is None) == (back is None) == alike
-                assert all(said is None or said.text.startswith("SHA-256") for said in (told, back))
+                both = difference(one, digest, 0.0, 0.0), difference(digest, one, 0.0, 0.0)
+                assert [found is None for found in both] == [alike, alike]
+                assert all(found is None or found.text.startswith("SHA-256") for found in both)
     known, data = Lazy(3, lambda: [b"a", b"bc"]), Lazy(3, list, hashlib.sha256(b"abc").hexdigest())
     assert sha256_of(known) == sha256_of(data) == data.sha256
 
@@ -219,7 +218,7 @@ def test_unknown_content_is_never_the_same() -> None:
 
 
 def test_a_tensor_is_not_an_object(tmp_path: Path) -> None:
-    """Nor the digest of one another tensor: what manifests know."""
+    """Not even if a manifest holds only the digest of one of them."""
     torch.save({"w": torch.ones(2), "n": 3}, tmp_path / "a.pt")
     torch.save({"w": torch.zeros(2), "n": 4}, tmp_path / "b.pt")
     assert main(["inspect", str(tmp_path / "a.pt"), "--manifest", str(tmp_path / "a.json")]) == 0
@@ -229,12 +228,12 @@ def test_a_tensor_is_not_an_object(tmp_path: Path) -> None:
     assert same_values(number, number)
     assert not same_values(tensor, number)
     assert not same_values(number, tensor)
-    for mine, digest in ((tensor, known.tensors[0]), (number, known.extras[0])):
-        assert same_values(mine, digest)
-        assert same_values(digest, mine)
-    for mine, digest in ((other.tensors[0], known.tensors[0]), (other.extras[0], known.extras[0])):
-        assert not same_values(mine, digest)
-        assert not same_values(digest, mine)
+    for entry, digest in ((tensor, known.tensors[0]), (number, known.extras[0])):
+        assert same_values(entry, digest)
+        assert same_values(digest, entry)
+    for entry, digest in ((other.tensors[0], known.tensors[0]), (other.extras[0], known.extras[0])):
+        assert not same_values(entry, digest)
+        assert not same_values(digest, entry)
 
 
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors", "w.dcp", "shards"])

@@ -1,4 +1,4 @@
-"""With --values entries other than dense tensors are compared, too."""
+"""`diff --values` also compares entries other than dense tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS: dict[str, Callable[[float], Any]] = {
     "set": lambda x: {x},
     "not a number": lambda x: {"x": x, "nan": float("nan")},
     "nested": lambda x: {"a": [torch.tensor([x])]},
-    # Objects by what their pickles hold: a state, arguments, items, pairs, a function behind them
+    # Objects that differ in one part of their pickle: state, arguments, items, pairs, or function
     "state": lambda x: Namespace(x=x),
     "arguments": lambda x: Decimal(x),
     "items": lambda x: deque([x]),
@@ -38,18 +38,18 @@ KINDS: dict[str, Callable[[float], Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_contents_are_compared(kind: str, tmp_path: Path, run: Run) -> None:
+def test_diff_values_reports_different_content(kind: str, tmp_path: Path, run: Run) -> None:
     for name, value in (("one", 1.0), ("same", 1.0), ("other", 2.0)):
         torch.save({"weight": torch.ones(2), "odd": KINDS[kind](value)}, tmp_path / f"{name}.pt")
     same, other = (run("diff", tmp_path / "one.pt", tmp_path / f"{n}.pt", "--values") for n in ("same", "other"))
     assert (same.status, other.status) == (0, 1)
     assert "odd" in other.out
-    assert run("diff", tmp_path / "one.pt", tmp_path / "other.pt").status == 0  # values were not asked for
+    assert run("diff", tmp_path / "one.pt", tmp_path / "other.pt").status == 0  # without --values
 
 
 @pytest.mark.parametrize("entry", [TensorEntry("w", "float32", (2,), (1,), 0, None, "unknown", 8), ExtraEntry("w")])
 def test_unknown_content_is_never_verified(entry: TensorEntry | ExtraEntry) -> None:
-    """Also for a replaced file: unknown content does not prove that it was written."""
+    """Not for a replaced file either: nothing proves that unknown content was written."""
     section = Section("", "state_dict", *(((entry,), ()) if isinstance(entry, TensorEntry) else ((), (entry,))))
     one = Checkpoint("a.pt", "torch_zip", 8, (section,))
     assert [problem.key for problem in verify(one, fingerprints(one))] == ["w"]

@@ -1,4 +1,4 @@
-"""numpy reads, casts and compares bytes as torch does: every pattern of small dtypes, random patterns of others."""
+"""numpy_eval reads, casts and compares like torch: every bit pattern of small dtypes, random ones of others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tensor(data: bytes, dtype: str) -> torch.Tensor:
 
 
 def same(ours: np.ndarray, theirs: torch.Tensor) -> bool:
-    """Equal numbers, NaN in the same places, and the same signs of zeros."""
+    """Return True for equal numbers, NaN in the same positions, and the same signs of zeros."""
     with np.errstate(invalid="ignore"):  # a signalling NaN
         mine, wide = ours.astype(np.float64), theirs.to(torch.float64).numpy()
     signs = np.signbit(mine) == np.signbit(wide)
@@ -36,7 +36,7 @@ def same(ours: np.ndarray, theirs: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in SMALL if hasattr(torch, dtype)])
-def test_every_bit_pattern_is_read_as_torch_reads_it(dtype: str) -> None:
+def test_reading_every_bit_pattern_matches_torch(dtype: str) -> None:
     size = itemsize(dtype)
     data = np.arange(256**size, dtype=f"<u{size}").tobytes()
     read = numpy_eval.reader(dtype)
@@ -44,7 +44,7 @@ def test_every_bit_pattern_is_read_as_torch_reads_it(dtype: str) -> None:
     assert same(read(data), tensor(data, dtype))
 
 
-def test_the_dtypes_are_all_that_have_numbers() -> None:
+def test_every_dtype_with_numbers_is_supported() -> None:
     named = [name for name in BY_NAME if hasattr(torch, name)]
     numbers = {
         name
@@ -58,12 +58,12 @@ _INTEGERS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint
 
 
 def difference(left: torch.Tensor, right: torch.Tensor, rtol: float, atol: float) -> str | None:
-    """How torch says that tensors differ of which some bytes do."""
+    """Describe with torch how tensors with different bytes differ."""
     wide = torch.complex128 if left.is_complex() else torch.float64
     a, b = left.to(wide), right.to(wide)
     equal = (a == b) | (a.isnan() & b.isnan())
     apart = (a - b).abs()
-    if left.dtype in (torch.int64, torch.uint64):  # float64 has no room for all of them, but for their distance
+    if left.dtype in (torch.int64, torch.uint64):  # float64 cannot hold all of them, but their distance
         x, y = (t.view(torch.int64) ^ (0 if t.dtype == torch.int64 else -(1 << 63)) for t in (left, right))
         steps = torch.where(x > y, x - y, y - x)
         equal, apart = x == y, steps.double() + (steps < 0) * 2.0**64
@@ -77,7 +77,7 @@ def difference(left: torch.Tensor, right: torch.Tensor, rtol: float, atol: float
 
 
 def patterns(dtype: str) -> st.SearchStrategy[bytes]:
-    """An element: any bits, or special patterns: zeros, subnormals, infinities, NaN."""
+    """Draw the bytes of an element: random bits, or zeros, subnormals, infinities and NaN."""
     size = itemsize(dtype)
     if dtype == "bool":
         return st.sampled_from([b"\0", b"\1"])
@@ -96,12 +96,12 @@ def test_differences_match_torch(dtype: str) -> None:
     @given(st.lists(st.tuples(patterns(dtype), patterns(dtype)), min_size=1, max_size=6), tolerances, tolerances)
     def agree(pairs: list[tuple[bytes, bytes]], rtol: float, atol: float) -> None:
         left, right = (b"".join(side) for side in zip(*pairs))
-        said = difference(tensor(left, dtype), tensor(right, dtype), rtol, atol)
+        expected = difference(tensor(left, dtype), tensor(right, dtype), rtol, atol)
         found = difference_of_elements(dtype, cut(left), cut(right), rtol, atol)
-        assert (found and found.text) == said
+        assert (found and found.text) == expected
         if found is not None and (rtol, atol) == (0.0, 0.0):
             far, differing = sum(count for _, count in found.spread), found.text.partition(" of ")[0]
-            wide = dtype in ("float64", "int64", "uint64")  # which float64 may not tell apart
+            wide = dtype in ("float64", "int64", "uint64")  # float64 may round different values to the same one
             assert differing.startswith("the") or (far <= int(differing) if wide else far == int(differing))
 
     agree()
@@ -109,7 +109,7 @@ def test_differences_match_torch(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["int64", "uint64", "int8", "uint8", "int32"])
 def test_integers_within_a_tolerance_match_python(dtype: str) -> None:
-    """float64 has no room for all of them."""
+    """float64 cannot hold all of these integers."""
 
     @settings(max_examples=60, deadline=None)
     @given(patterns(dtype), st.integers(-3, 3), st.sampled_from([0.5, 1.0, 2.0]))
@@ -126,7 +126,7 @@ def test_integers_within_a_tolerance_match_python(dtype: str) -> None:
 
 
 def cut(data: bytes) -> list[bytes]:
-    """The bytes in chunks that end anywhere."""
+    """Cut the bytes into chunks at random positions."""
     ends = sorted(random.Random(data).choices(range(len(data) + 1), k=2))
     return [data[: ends[0]], data[ends[0] : ends[1]], data[ends[1] :]]
 
@@ -137,7 +137,7 @@ def test_gathered_views_match_torch(tmp_path_factory: pytest.TempPathFactory, da
     dtype = data.draw(st.sampled_from([name for name in BY_NAME if hasattr(torch, name) and "x" not in name[4:]]))
     size = itemsize(dtype)
     path = tmp_path_factory.getbasetemp() / f"elements-of-{size}"
-    if not path.exists():  # files that are read stay as they are
+    if not path.exists():  # the file is shared by all examples
         path.write_bytes(random.Random(7).randbytes(200 * size))
     shape = tuple(data.draw(st.lists(st.integers(0, 4), max_size=3)))
     stride = tuple(data.draw(st.integers(0, 12)) for _ in shape)
@@ -145,13 +145,13 @@ def test_gathered_views_match_torch(tmp_path_factory: pytest.TempPathFactory, da
         "w", dtype, shape, stride, data.draw(st.integers(0, 9)), Storage(Span(str(path), 0, 200 * size))
     )
     numbers = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).view(200, size)
-    want = numbers.as_strided((*shape, size), (*(s * size for s in stride), 1), entry.offset * size)
-    assert bytes(numpy_eval.gathered(entry)) == bytes(torch_eval.to_bytes(want))
+    expected = numbers.as_strided((*shape, size), (*(s * size for s in stride), 1), entry.offset * size)
+    assert bytes(numpy_eval.gathered(entry)) == bytes(torch_eval.to_bytes(expected))
     tile = data.draw(st.integers(1, 100))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(numpy_eval, "TILE", tile)
         tiles = list(numpy_eval.in_order(entry))
-    assert b"".join(tiles) == bytes(torch_eval.to_bytes(want))
+    assert b"".join(tiles) == bytes(torch_eval.to_bytes(expected))
     assert max(map(len, tiles)) <= max(tile, size)
 
 
@@ -162,16 +162,16 @@ from ckpttool.evaluate.chunks import row_major
 from ckpttool.io.pieces import Piece
 from ckpttool.io.pieces import stream
 path, side = sys.argv[1], int(sys.argv[2])
-turned = TensorEntry("w", "float32", (side, side), (1, side), 0, Storage(Span(path, 0, 4 * side * side)))
+transposed = TensorEntry("w", "float32", (side, side), (1, side), 0, Storage(Span(path, 0, 4 * side * side)))
 count = 0
-for data in stream([Piece(row_major(turned).storage.data)]):
+for data in stream([Piece(row_major(transposed).storage.data)]):
     count += len(data)
 assert count == 4 * side * side
 """
 
 
 def test_a_large_matrix_is_transposed_in_tiles(tmp_path: Path) -> None:
-    """256 MiB of holes: three tiles are held (read, put in order, handed on), and what Python and numpy take."""
+    """For a sparse file of 256 MiB, three tiles are in memory (read, reorder, pass on), besides Python and numpy."""
     side, path = 8192, tmp_path / "zeros"
     with open(path, "wb") as file:
         file.truncate(4 * side * side)
@@ -185,7 +185,7 @@ FLOATS = ["float64", "float32", "float16", "bfloat16"]
 @pytest.mark.parametrize("new", FLOATS)
 @pytest.mark.parametrize("old", FLOATS)
 def test_casts_match_torch(old: str, new: str) -> None:
-    """Every pattern of two bytes; of more the special ones, random ones, and those half-way between two results."""
+    """Every pattern of two bytes; of larger dtypes special and random ones, and those half-way between two results."""
     size = itemsize(old)
     if size == 2:
         data = np.arange(1 << 16, dtype="<u2").tobytes()
@@ -206,7 +206,7 @@ def test_casts_match_torch(old: str, new: str) -> None:
     assert torch_eval.same_bits(mine[numbers], want[numbers])
 
 
-def test_strides_outside_of_the_storage_are_an_error() -> None:
+def test_strides_outside_the_storage_are_an_error() -> None:
     lazy = Storage(Lazy(8, lambda: [bytes(8)]))
     for shape, stride, offset in [((3,), (1,), 0), ((2,), (-1,), 0), ((2, 2), (1, 1), 1)]:
         with pytest.raises(ValueError, match=r"incompatible|too small|offset"):

@@ -1,4 +1,4 @@
-"""Operators on the index give the values that torch computes, and leave to torch what does not fit."""
+"""Operators on the index give the values that torch computes, and leave everything else to torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
-def have(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TensorEntry | ExtraEntry]:
+def entries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TensorEntry | ExtraEntry]:
     path = tmp_path_factory.mktemp("moved") / "in.pt"
     whole = torch.arange(60.0).reshape(3, 4, 5)
     state = {"a": whole, "b": whole + 60, "t": whole.mT, "half": whole.half(), "row": whole[:1], "s": torch.tensor(1.0)}
@@ -47,7 +47,7 @@ def cat(dim: Argument, *sources: Expression) -> Op:
 
 
 A, B, T, ROW = Ref("a"), Ref("b"), Ref("t"), Ref("row")
-MOVED = {
+EXPRESSIONS = {
     "rows": narrow(A, 0, 1, 2),
     "columns": narrow(A, 2, 1, 3),
     "rows of a strided tensor": narrow(T, 0, 1, 2),
@@ -56,95 +56,98 @@ MOVED = {
     "a shape": reshape(narrow(A, 0, 1, 2), 2, 20),
     "a scalar": reshape(Ref("s"), 1, 1),
     "end to end": cat(0, narrow(B, 0, 1, 1), A),
-    "along the first that is more than one": cat(1, ROW, ROW),
-    "end to end, as torch is called without a dimension": Op("aten.cat.default", ((A, B),)),
-    "a slice of one": Op("aten.select.int", (A, 0, 2)),
-    "a column of one": Op("aten.select.int", (A, 1, 3)),
+    "along the first dimension larger than one": cat(1, ROW, ROW),
+    "end to end, without a dimension": Op("aten.cat.default", ((A, B),)),
+    "a selected row": Op("aten.select.int", (A, 0, 2)),
+    "a selected column": Op("aten.select.int", (A, 1, 3)),
     "stacked": Op("aten.stack.default", ((A, B, A), 0)),
     "stacked scalars": Op("aten.stack.default", ((Ref("s"), Ref("s")), 0)),
-    "stacked behind what is one": Op("aten.stack.default", ((ROW, ROW), 1)),
+    "stacked after a dimension of size one": Op("aten.stack.default", ((ROW, ROW), 1)),
     "a range": Op("aten.slice.Tensor", (A, 0, 1, 9223372036854775807)),
     "a range of columns": Op("aten.slice.Tensor", (A, 1, 1, 3)),
-    "a range behind the end": Op("aten.slice.Tensor", (A, 0, 5, 9)),
+    "a range past the end": Op("aten.slice.Tensor", (A, 0, 5, 9)),
     "a part": Op("getitem", (Op("aten.split.Tensor", (A, 2)), 1)),
     "a part of the columns": Op("getitem", (Op("aten.split.Tensor", (A, 3, 2)), 1)),
-    "a part of some size": Op("getitem", (Op("aten.split_with_sizes.default", (A, (1, 2))), 1)),
+    "a part of a given size": Op("getitem", (Op("aten.split_with_sizes.default", (A, (1, 2))), 1)),
     "a chunk": Op("getitem", (Op("aten.chunk.default", (A, 2)), 1)),
-    "a copy of what is strided": clone(T),
-    "turned": clone(Op("aten.permute.default", (A, (2, 0, 1)))),
+    "a copy of a strided tensor": clone(T),
+    "permuted": clone(Op("aten.permute.default", (A, (2, 0, 1)))),
     "a cast": cast(A, "bfloat16"),
-    "a cast of what is strided": cast(T, "float64"),
-    "a cast of what was cast": cast(cast(T, "float16"), "bfloat16"),
+    "a cast of a strided tensor": cast(T, "float64"),
+    "a cast of a cast": cast(cast(T, "float16"), "bfloat16"),
 }
 
 
-@pytest.mark.parametrize("name", MOVED)
-def test_moved_values_match_torch(have: dict[str, TensorEntry | ExtraEntry], name: str) -> None:
-    entry, expected = ops.on_index("x", MOVED[name], have), torch_eval.entry_of("x", MOVED[name], have)
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_values_on_the_index_match_torch(entries: dict[str, TensorEntry | ExtraEntry], name: str) -> None:
+    entry, expected = (
+        ops.on_index("x", EXPRESSIONS[name], entries),
+        torch_eval.entry_of("x", EXPRESSIONS[name], entries),
+    )
     assert entry is not None
     assert (entry.key, entry.dtype, entry.shape) == ("x", expected.dtype, expected.shape)
     assert torch.equal(torch_eval.load(entry), torch_eval.load(expected))
 
 
-def test_clones_are_spans_in_their_own_storage(have: dict[str, TensorEntry | ExtraEntry]) -> None:
-    entry = ops.on_index("x", clone(narrow(A, 0, 1, 2)), have)
+def test_a_clone_is_a_span_in_its_own_storage(entries: dict[str, TensorEntry | ExtraEntry]) -> None:
+    entry = ops.on_index("x", clone(narrow(A, 0, 1, 2)), entries)
     assert entry is not None
     assert isinstance(entry.storage.data, Span)
     assert (entry.offset, entry.storage.nbytes) == (0, 2 * 20 * 4)
 
 
 LEFT_TO_TORCH = {
-    "behind the end": narrow(A, 0, 2, 2),
+    "past the end": narrow(A, 0, 2, 2),
     "before the beginning": narrow(A, 0, -1, 1),
     "a negative length": narrow(A, 0, 1, -1),
-    "no such dimension": narrow(A, 3, 0, 1),
+    "a missing dimension": narrow(A, 3, 0, 1),
     "a negative dimension": narrow(A, -1, 0, 1),
     "another number of elements": reshape(A, 7),
-    "a size to find": reshape(A, -1),
-    "a shape of what is strided": reshape(T, 60),
+    "an inferred size": reshape(A, -1),
+    "a reshape of a strided tensor": reshape(T, 60),
     "not end to end": cat(1, A, B),
     "of two dtypes": cat(0, A, Ref("half")),
     "of two shapes": cat(0, A, narrow(B, 2, 0, 1)),
-    "of nothing": cat(0),
+    "of no tensors": cat(0),
     "of scalars": cat(0, Ref("s"), Ref("s")),
     "of a sparse tensor": clone(Ref("sparse")),
-    "stacked along what is not the first": Op("aten.stack.default", ((A, B), 1)),
-    "no such slice": Op("aten.select.int", (A, 0, 3)),
-    "a slice from the end": Op("aten.select.int", (A, 0, -1)),
+    "stacked along another dimension": Op("aten.stack.default", ((A, B), 1)),
+    "a missing row": Op("aten.select.int", (A, 0, 3)),
+    "a row from the end": Op("aten.select.int", (A, 0, -1)),
     "a range with steps": Op("aten.slice.Tensor", (A, 0, 0, 3, 2)),
     "a range from the end": Op("aten.slice.Tensor", (A, 0, -2, 3)),
-    "more dimensions than there are": Op("aten.permute.default", (A, (0, 1, 2, None))),
-    "a size to find, of one element": reshape(Ref("s"), -1),
-    "parts of less than nothing": Op("getitem", (Op("aten.split_with_sizes.default", (A, (2, -1, 2))), 2)),
-    "a part of no dimension": Op("getitem", (Op("aten.split.Tensor", (A, 2, 3)), 0)),
-    "no such part": Op("getitem", (Op("aten.split.Tensor", (A, 2)), 2)),
+    "too many dimensions": Op("aten.permute.default", (A, (0, 1, 2, None))),
+    "an inferred size of one element": reshape(Ref("s"), -1),
+    "a part of negative size": Op("getitem", (Op("aten.split_with_sizes.default", (A, (2, -1, 2))), 2)),
+    "a part along a missing dimension": Op("getitem", (Op("aten.split.Tensor", (A, 2, 3)), 0)),
+    "a missing part": Op("getitem", (Op("aten.split.Tensor", (A, 2)), 2)),
     "a part from the end": Op("getitem", (Op("aten.split.Tensor", (A, 2)), -1)),
-    "parts of nothing": Op("getitem", (Op("aten.split.Tensor", (A, 0)), 0)),
-    "parts of other sizes": Op("getitem", (Op("aten.split_with_sizes.default", (A, (1, 1))), 0)),
-    "no chunks": Op("getitem", (Op("aten.chunk.default", (A, 0)), 0)),
+    "parts of size zero": Op("getitem", (Op("aten.split.Tensor", (A, 0)), 0)),
+    "parts that do not add up": Op("getitem", (Op("aten.split_with_sizes.default", (A, (1, 1))), 0)),
+    "zero chunks": Op("getitem", (Op("aten.chunk.default", (A, 0)), 0)),
     "another operator": Op("aten.neg.default", (A,)),
     "a cast to integers": cast(A, "int64"),
     "a cast to eight bits": cast(A, "float8_e5m2"),
     "a part of an invalid size": Op("getitem", (Op("aten.split.Tensor", (A, "2")), 0)),
     "a chunk of an invalid number": Op("getitem", (Op("aten.chunk.default", (A, "2")), 0)),
-    "sizes that are one": Op("getitem", (Op("aten.split_with_sizes.default", (A, 3)), 0)),
-    "sizes that are words": Op("getitem", (Op("aten.split_with_sizes.default", (A, ("1", 2))), 0)),
+    "sizes that are a number": Op("getitem", (Op("aten.split_with_sizes.default", (A, 3)), 0)),
+    "sizes that are text": Op("getitem", (Op("aten.split_with_sizes.default", (A, ("1", 2))), 0)),
     "parts of an invalid dimension": Op("getitem", (Op("aten.split.Tensor", (A, 2, "0")), 0)),
     "parts without a size": Op("getitem", (Op("aten.split.Tensor", (A,)), 0)),
-    "parts with too much": Op("getitem", (Op("aten.split.Tensor", (A, 2, 0, 0)), 0)),
-    "a shape of words": Op("aten.reshape.default", (A, ("60",))),
-    "of no tensor": narrow(Ref("number"), 0, 0, 0),
+    "parts with too many arguments": Op("getitem", (Op("aten.split.Tensor", (A, 2, 0, 0)), 0)),
+    "a shape of text": Op("aten.reshape.default", (A, ("60",))),
+    "of a number": narrow(Ref("number"), 0, 0, 0),
     "no arguments": Op("aten.narrow.default", ()),
 }
 
 
 @pytest.mark.parametrize("name", LEFT_TO_TORCH)
-def test_other_operators_are_left_to_torch(have: dict[str, TensorEntry | ExtraEntry], name: str) -> None:
-    assert ops.on_index("x", LEFT_TO_TORCH[name], have) is None
+def test_other_operators_are_left_to_torch(entries: dict[str, TensorEntry | ExtraEntry], name: str) -> None:
+    assert ops.on_index("x", LEFT_TO_TORCH[name], entries) is None
 
 
-def valid(chance: random.Random, node: Expression, value: torch.Tensor) -> tuple[Expression, torch.Tensor]:
-    """A part of the tensor, or its dimensions in another order, and what torch makes of it."""
+def apply_valid(chance: random.Random, node: Expression, value: torch.Tensor) -> tuple[Expression, torch.Tensor]:
+    """Apply a random valid operator to the node, and to its value with torch."""
     dim = chance.randrange(value.dim())
     length = value.shape[dim]
     start, end = sorted(chance.choices(range(length + 1), k=2))
@@ -175,26 +178,26 @@ def valid(chance: random.Random, node: Expression, value: torch.Tensor) -> tuple
     return Op("getitem", (Op(name, (node, size, *at)), number)), parts[number]
 
 
-def test_random_valid_expressions_match_torch(have: dict[str, TensorEntry | ExtraEntry]) -> None:
+def test_random_valid_expressions_match_torch(entries: dict[str, TensorEntry | ExtraEntry]) -> None:
     for seed in range(400):
         chance = random.Random(seed)
         node: Expression = chance.choice([A, T])
-        start = have[node.key]
+        start = entries[node.key]
         assert isinstance(start, TensorEntry)
         value = torch_eval.load(start)
         for _ in range(3):
             if value.dim():
-                node, value = valid(chance, node, value)
-        entry = ops.on_index("x", node, have)
+                node, value = apply_valid(chance, node, value)
+        entry = ops.on_index("x", node, entries)
         assert entry is not None, node
         assert (entry.shape, torch.equal(torch_eval.load(entry), value)) == (tuple(value.shape), True), node
 
 
-def drawn(chance: random.Random, depth: int = 2) -> Expression:
-    """An operator of the list on arguments that may fit, or not."""
+def random_expression(chance: random.Random, depth: int = 2) -> Expression:
+    """Return a random expression, whose arguments may be invalid."""
     if not depth or chance.random() < 0.2:
         return Ref(chance.choice(["a", "b", "t", "row", "row", "s"]))
-    of, other = drawn(chance, depth - 1), drawn(chance, depth - 1)
+    of, other = random_expression(chance, depth - 1), random_expression(chance, depth - 1)
     n, dim, *more = (chance.randint(-1, 5) for _ in range(6))
     order = tuple(chance.sample(range(-1, 4), chance.randint(1, 4)))
     shape = chance.choice([(60,), (4, 15), (-1, 5), (1, 20), (20, 1), (3, 0), (n, dim)])
@@ -216,26 +219,26 @@ def drawn(chance: random.Random, depth: int = 2) -> Expression:
     )
 
 
-def test_random_expressions_match_torch_or_are_left_to_it(have: dict[str, TensorEntry | ExtraEntry]) -> None:
+def test_random_expressions_match_torch_or_are_left_to_it(entries: dict[str, TensorEntry | ExtraEntry]) -> None:
     moved = 0
     for seed in range(3000):
-        node = drawn(random.Random(seed))
-        entry = None if isinstance(node, Ref) else ops.on_index("x", node, have)
+        node = random_expression(random.Random(seed))
+        entry = None if isinstance(node, Ref) else ops.on_index("x", node, entries)
         if entry is not None:
             moved += 1
-            expected = torch_eval.entry_of("x", node, have)
+            expected = torch_eval.entry_of("x", node, entries)
             assert (entry.dtype, entry.shape) == (expected.dtype, expected.shape), node
             assert torch.equal(torch_eval.load(entry), torch_eval.load(expected)), node
     assert moved > 200
 
 
-def test_limits_on_the_index(have: dict[str, TensorEntry | ExtraEntry]) -> None:
-    """Twice the 240 bytes that are read; each tensor counts once. Torch then reports what is too large."""
+def test_results_beyond_the_limits_are_left_to_torch(entries: dict[str, TensorEntry | ExtraEntry]) -> None:
+    """The limit is twice the 240 bytes read, and each tensor counts once. Torch reports larger results."""
     with limited(Limits(made_bytes=1, made_times=2, made_parts=4)):
-        assert ops.on_index("w", cat(0, A, A), have) is not None
-        assert ops.on_index("w", cat(0, A, A, A), have) is None
-        assert ops.on_index("w", cat(0, A, B, A, B), have) is not None
+        assert ops.on_index("w", cat(0, A, A), entries) is not None
+        assert ops.on_index("w", cat(0, A, A, A), entries) is None
+        assert ops.on_index("w", cat(0, A, B, A, B), entries) is not None
         fours = Op("aten.split.Tensor", (reshape(A, 60), 15))
         fives = Op("aten.split.Tensor", (reshape(A, 60), 14))
-        assert ops.on_index("w", Op("getitem", (fours, 3)), have) is not None
-        assert ops.on_index("w", Op("getitem", (fives, 4)), have) is None
+        assert ops.on_index("w", Op("getitem", (fours, 3)), entries) is not None
+        assert ops.on_index("w", Op("getitem", (fives, 4)), entries) is None

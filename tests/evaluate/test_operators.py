@@ -1,4 +1,4 @@
-"""The closed list of operators: each gives what torch gives; what does not pass its check never reaches a kernel."""
+"""The list of allowed operators: each matches torch, and arguments that fail its check never reach a kernel."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LEAVES = {
 X, Y, INDEX, WHOLE, MASK = (Ref(name) for name in ("x", "y", "index", "whole", "mask"))
 FLOAT = Special("dtype", "float32")
 NEAREST = ("upsample_nearest", "_upsample_nearest_exact")
-# Arguments for operators that a tensor alone, or two of one shape, do not suit: by overload first, then by packet.
+# Arguments of operators that need more than one tensor, or two of one shape: by overload first, then by packet.
 ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     "transpose": (X, 0, 1), "permute": (X, (1, 0)), "movedim.int": (X, 0, 1), "movedim.intlist": (X, (0,), (1,)),
     "swapaxes": (X, 0, 1), "view": (X, (4, 3)), "view.dtype": (X, Special("dtype", "int32")),
@@ -106,7 +106,7 @@ ATEN = sorted(name for name in OPS if name != GETITEM)
 
 
 def example(name: str) -> Op:
-    """The operator on arguments that it likes."""
+    """Return the operator with valid arguments."""
     packet, overload = name.split(".")[1:]
     args = ARGUMENTS.get(f"{packet}.{overload}") or ARGUMENTS.get(packet)
     if args is None:
@@ -120,24 +120,24 @@ def example(name: str) -> Op:
 
 
 def plain(argument: Argument) -> Any:
-    """The argument as torch takes it."""
+    """Return the argument to pass to torch."""
     if isinstance(argument, Ref):
         return LEAVES[argument.key]
     if isinstance(argument, Op):
-        return of_torch(argument)
+        return torch_value(argument)
     if isinstance(argument, Special):
         return getattr(torch, argument.name)
     return [plain(item) for item in argument] if isinstance(argument, tuple) else argument
 
 
-def of_torch(node: Op) -> Any:
+def torch_value(node: Op) -> Any:
     packet, overload = node.op.split(".")[1:]
     run = getattr(getattr(torch.ops.aten, packet), overload)
     return run(*map(plain, node.args), **{name: plain(value) for name, value in node.kwargs})
 
 
 class Kernels(TorchDispatchMode):
-    """The operators that ran on tensors with data."""
+    """Record the operators that run on tensors with data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,8 +154,8 @@ def _flat(args: Iterable[Any]) -> Iterable[Any]:
         yield from _flat(arg) if isinstance(arg, (list, tuple)) else (arg,)
 
 
-def ran_by(node: Op) -> list[str]:
-    """The kernels that the refused expression ran; the refusal names the operator."""
+def kernels_run_by(node: Op) -> list[str]:
+    """Return the kernels that ran before the expression was refused; the error must name the operator."""
     with Kernels() as kernels, pytest.raises(Refused, match="does not fit") as refused:
         evaluate(node, LEAVES.__getitem__)
     assert node.op in refused.value.message
@@ -165,23 +165,23 @@ def ran_by(node: Op) -> list[str]:
 @pytest.mark.parametrize("name", ATEN)
 def test_each_operator_matches_torch(name: str) -> None:
     node = example(name)
-    wanted = of_torch(node)
-    several = isinstance(wanted, (list, tuple))
-    for number, one in enumerate(wanted if several else [wanted]):
+    expected = torch_value(node)
+    several = isinstance(expected, (list, tuple))
+    for number, tensor in enumerate(expected if several else [expected]):
         found = evaluate(Op(GETITEM, (node, number)) if several else node, LEAVES.__getitem__)
-        assert torch.equal(found.resolve_conj(), one.resolve_conj())
-        assert found.dtype == one.dtype
+        assert torch.equal(found.resolve_conj(), tensor.resolve_conj())
+        assert found.dtype == tensor.dtype
 
 
 @pytest.mark.parametrize("name", ATEN)
 def test_arguments_of_another_type_are_refused(name: str) -> None:
     node = example(name)
     for bad in ("text", 2**70, (Special("dtype", "float32"),)):
-        assert not ran_by(Op(name, (bad, *node.args[1:]), node.kwargs))
-    assert not ran_by(Op(name, (), node.kwargs))
-    assert not ran_by(Op(name, node.args, (*node.kwargs, ("nonsense", 1))))
-    assert not node.args or not ran_by(Op(name, node.args, ((first_name(name), node.args[0]), *node.kwargs)))
-    assert not ran_by(Op(name, (*node.args, *([1] * 20)), node.kwargs))
+        assert not kernels_run_by(Op(name, (bad, *node.args[1:]), node.kwargs))
+    assert not kernels_run_by(Op(name, (), node.kwargs))
+    assert not kernels_run_by(Op(name, node.args, (*node.kwargs, ("nonsense", 1))))
+    assert not node.args or not kernels_run_by(Op(name, node.args, ((first_name(name), node.args[0]), *node.kwargs)))
+    assert not kernels_run_by(Op(name, (*node.args, *([1] * 20)), node.kwargs))
 
 
 def first_name(name: str) -> str:
@@ -193,56 +193,54 @@ def index_of(value: int) -> Op:
     return Op("aten.full.default", ((1,), value), (("dtype", Special("dtype", "int64")),))
 
 
-LEAST = Op("aten.full.default", ((1,), -(2**63)), (("dtype", Special("dtype", "int64")),))
+MIN_INT64 = Op("aten.full.default", ((1,), -(2**63)), (("dtype", Special("dtype", "int64")),))
 OUTSIDE: dict[str, Op] = {
     "as_strided beyond its tensor": Op("aten.as_strided.default", (X, (13,), (1,), 0)),
     "as_strided before its tensor": Op("aten.as_strided.default", (X, (2,), (-1,), 1)),
-    "as_strided from an offset behind its tensor": Op("aten.as_strided.default", (X, (1,), (1,), 12)),
-    "as_strided of a part, into the rest": Op(
-        "aten.as_strided.default", (Op("aten.select.int", (X, 0, 0)), (5,), (1,), 0)
-    ),
+    "as_strided from an offset past its tensor": Op("aten.as_strided.default", (X, (1,), (1,), 12)),
+    "as_strided of a part, beyond it": Op("aten.as_strided.default", (Op("aten.select.int", (X, 0, 0)), (5,), (1,), 0)),
     "as_strided with sums that overflow": Op("aten.as_strided.default", (X, (2**62, 2), (4, 2**62), 0)),
     "as_strided_scatter beyond its tensor": Op("aten.as_strided_scatter.default", (X, X, (13,), (1,), 0)),
-    "parts without number": Op("aten.unbind.int", (Op("aten.zeros.default", ((1 << 40, 0),)),)),
-    "parts of no size": Op("aten.split.Tensor", (X, 0)),
-    "the least integer divided": Op("aten.div.Tensor_mode", (LEAST, index_of(-1)), (("rounding_mode", "trunc"),)),
-    "the least integer's rest": Op("aten.fmod.Scalar", (LEAST, -1)),
+    "too many parts": Op("aten.unbind.int", (Op("aten.zeros.default", ((1 << 40, 0),)),)),
+    "parts of size zero": Op("aten.split.Tensor", (X, 0)),
+    "the lowest integer divided": Op("aten.div.Tensor_mode", (MIN_INT64, index_of(-1)), (("rounding_mode", "trunc"),)),
+    "the remainder of the lowest integer": Op("aten.fmod.Scalar", (MIN_INT64, -1)),
     "integers divided by zero": Op("aten.floor_divide.default", (WHOLE, index_of(0))),
-    "an index behind the end": Op("aten.index.Tensor", (X, (index_of(3),))),
+    "an index past the end": Op("aten.index.Tensor", (X, (index_of(3),))),
     "an index before the start": Op("aten.index_put.default", (X, (index_of(-4),), Y)),
-    "a place behind the end": Op("aten.index_select.default", (X, 0, index_of(3))),
-    "a scattered place behind the end": Op(
+    "a position past the end": Op("aten.index_select.default", (X, 0, index_of(3))),
+    "a scattered position past the end": Op(
         "aten.scatter.value", (X, 0, Op("aten.reshape.default", (index_of(3), (1, 1))), 1.0)
     ),
-    "an interpolation of nothing": Op("aten.upsample_linear1d.default", (Ref("nothing"), (4,), True)),
-    "the least integer as a number": Op("aten.floor_divide.default", (-(2**63), index_of(-1))),
+    "an interpolation of no elements": Op("aten.upsample_linear1d.default", (Ref("nothing"), (4,), True)),
+    "the lowest integer as a number": Op("aten.floor_divide.default", (-(2**63), index_of(-1))),
     "a dtype that is a number": Op("aten._to_copy.default", (X,), (("dtype", 6),)),
-    "a factor that is nearly nothing": Op("aten.upsample_nearest2d.default", (Ref("image"), (8, 8), 1e-320, 1e-320)),
-    "a factor that leads elsewhere": Op("aten._upsample_bicubic2d_aa.default", (Ref("image"), (8, 8), False, 90.0)),
-    "a dtype that computes nothing": Op("aten._to_copy.default", (X,), (("dtype", Special("dtype", "qint8")),)),
+    "a factor close to zero": Op("aten.upsample_nearest2d.default", (Ref("image"), (8, 8), 1e-320, 1e-320)),
+    "a factor that reaches outside": Op("aten._upsample_bicubic2d_aa.default", (Ref("image"), (8, 8), False, 90.0)),
+    "a dtype without arithmetic": Op("aten._to_copy.default", (X,), (("dtype", Special("dtype", "qint8")),)),
     "a sparse layout": Op("aten._to_copy.default", (X,), (("layout", Special("layout", "sparse_coo")),)),
 }
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_arguments_outside_of_the_tensor_are_refused(name: str) -> None:
-    assert not ran_by(OUTSIDE[name])
+    assert not kernels_run_by(OUTSIDE[name])
 
 
-def test_division_by_integers_of_the_file(tmp_path: Path) -> None:
+def test_integers_of_a_file_are_divided(tmp_path: Path) -> None:
     (tmp_path / "w").write_bytes(torch.tensor([7, -8, 9, 2]).numpy().tobytes())
     storage = Storage(Span(str(tmp_path / "w"), 0, 32))
-    have = {key: TensorEntry(key, "int64", (2,), (1,), at, storage) for key, at in (("w", 0), ("by", 2))}
-    made = entry_of("new", Op("aten.floor_divide.default", (Ref("w"), Ref("by"))), have)
-    assert load(made).tolist() == [0, -4]
+    entries = {key: TensorEntry(key, "int64", (2,), (1,), at, storage) for key, at in (("w", 0), ("by", 2))}
+    result = entry_of("new", Op("aten.floor_divide.default", (Ref("w"), Ref("by"))), entries)
+    assert load(result).tolist() == [0, -4]
 
 
-def test_the_limit_of_parts() -> None:
+def test_more_parts_than_the_limit_are_refused() -> None:
     rows = Op("aten.unbind.int", (X,))
     with limited(Limits(made_parts=3)):
         assert torch.equal(evaluate(Op(GETITEM, (rows, 2)), LEAVES.__getitem__), LEAVES["x"][2])
     with limited(Limits(made_parts=2)):
-        assert not ran_by(rows)
+        assert not kernels_run_by(rows)
 
 
 def test_an_integer_is_accepted_as_a_float() -> None:
@@ -250,7 +248,7 @@ def test_an_integer_is_accepted_as_a_float() -> None:
     assert torch.equal(found, LEAVES["x"])
 
 
-def test_an_operator_of_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_that_this_torch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPS, "aten.nowhere.default", OPS["aten.neg.default"])
     with pytest.raises(CkptError, match="this torch has no operator"):
         evaluate(Op("aten.nowhere.default", (X,)), LEAVES.__getitem__)
@@ -268,7 +266,9 @@ TOO_LARGE: dict[str, Op] = {
     "an outer product": Op(
         "aten.outer.default", (Op("aten.ones.default", ((1 << 20,),)), Op("aten.ones.default", ((1 << 20,),)))
     ),
-    "joins of itself": Op("aten.cat.default", ((Op("aten.expand.default", (Ref("row"), (1 << 25, 4))),) * 3,)),
+    "a tensor joined to itself": Op(
+        "aten.cat.default", ((Op("aten.expand.default", (Ref("row"), (1 << 25, 4))),) * 3,)
+    ),
     "padding": Op("aten.constant_pad_nd.default", (X, (1 << 40, 0))),
     "an interpolation": Op("aten.upsample_nearest1d.default", (Ref("line"), (1 << 40,))),
 }
@@ -282,7 +282,7 @@ def test_results_beyond_the_limit_are_refused(name: str) -> None:
     assert "--limit made_bytes=" in refused.value.hint
 
 
-def test_the_limit_counts_bytes_held_at_a_time() -> None:
+def test_the_limit_counts_bytes_in_memory_at_once() -> None:
     chain: Argument = X
     for _ in range(100):
         chain = Op("aten.neg.default", (chain,))
@@ -312,7 +312,7 @@ def test_other_operators_are_refused_by_name(name: str) -> None:
 
 
 def stored(folder: Path, count: int = 4) -> Checkpoint:
-    """Two tensors of a file, one behind the other: the second is what must not be seen through the first."""
+    """Return two tensors of a file in a row: views of the first must not reach the second."""
     path = folder / "two.bin"
     path.write_bytes(torch.tensor([1.0] * count + [9.0] * count).numpy().tobytes())
     entries = tuple(
@@ -347,26 +347,26 @@ def test_all_values_that_cannot_be_computed_are_reported(tmp_path: Path) -> None
 
 
 def test_a_view_cannot_read_other_bytes_of_the_file(tmp_path: Path) -> None:
-    have = stored(tmp_path).section("").by_key()
+    entries = stored(tmp_path).section("").by_key()
     for args in (((8,), (1,), 0), ((4,), (1,), 4), ((2, 2), (4, 1), 0)):
         with pytest.raises(Refused, match="reaches element"):
-            entry_of("new", Op("aten.as_strided.default", (Ref("own"), *args)), have)
-    inside = entry_of("new", Op("aten.as_strided.default", (Ref("own"), (2,), (2,), 1)), have)
+            entry_of("new", Op("aten.as_strided.default", (Ref("own"), *args)), entries)
+    inside = entry_of("new", Op("aten.as_strided.default", (Ref("own"), (2,), (2,), 1)), entries)
     assert (inside.shape, inside.stride, inside.offset) == ((2,), (2,), 1)
 
 
 @pytest.mark.parametrize("view", ["a part", "a transpose"])
-def test_as_strided_counts_the_elements_of_its_tensor(view: str) -> None:
+def test_as_strided_counts_elements_of_its_tensor(view: str) -> None:
     source = Op("aten.slice.Tensor", (X, 0, 1, 3)) if view == "a part" else Op("aten.t.default", (X,))
-    elements = of_torch(source).clone(memory_format=torch.contiguous_format)
+    elements = torch_value(source).clone(memory_format=torch.contiguous_format)
     found = evaluate(Op("aten.as_strided.default", (source, (2, 2), (3, 1), 2)), LEAVES.__getitem__)
     assert torch.equal(found, elements.as_strided((2, 2), (3, 1), 2))
     changed = Op("aten.as_strided_scatter.default", (source, Op("aten.zeros.default", ((2,),)), (2,), (3,), 1))
-    wanted = elements.clone()
-    wanted.as_strided((2,), (3,), 1).zero_()
-    assert torch.equal(evaluate(changed, LEAVES.__getitem__), wanted)
+    expected = elements.clone()
+    expected.as_strided((2,), (3,), 1).zero_()
+    assert torch.equal(evaluate(changed, LEAVES.__getitem__), expected)
 
 
-def test_the_table_needs_no_torch() -> None:
+def test_the_table_of_operators_does_not_import_torch() -> None:
     code = "import ckpttool.evaluate.ops, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""`inspect --stats`: what torch says of the same values, in bounded memory, and without torch where numpy will do."""
+"""`inspect --stats` matches torch, in bounded memory, and without torch for dtypes that numpy knows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FLOATS = (
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.bool)
 
 
-def of(tensor: torch.Tensor) -> Statistics:
+def stats_of(tensor: torch.Tensor) -> Statistics:
     (entry,) = section_of({"t": tensor}).tensors
     found = statistics(entry)
     assert found is not None
@@ -39,19 +39,19 @@ def of(tensor: torch.Tensor) -> Statistics:
 
 
 def expected(tensor: torch.Tensor) -> Statistics:
-    """By torch, of the whole tensor at once."""
+    """Compute the statistics of the complete tensor with torch."""
     data = tensor.contiguous().reshape(-1).view(torch.uint8)
     wide = tensor.double().reshape(-1)
     finite = wide[wide.isfinite()]
-    least, most, mean = (
+    low, high, mean = (
         (finite.min().item(), finite.max().item(), finite.mean().item()) if finite.numel() else (None,) * 3
     )
     zeros, nan, inf = (int(hits.sum()) for hits in (wide == 0, wide.isnan(), wide.isinf()))
-    return Statistics(least, most, mean, zeros, nan, inf, hashlib.sha256(bytes(data.tolist())).hexdigest())
+    return Statistics(low, high, mean, zeros, nan, inf, hashlib.sha256(bytes(data.tolist())).hexdigest())
 
 
 def alike(one: Statistics, other: Statistics) -> bool:
-    """Equal, but for what adding up in another order does to the mean."""
+    """Compare; the mean may differ by the order of the sum."""
     if one.mean is None or other.mean is None:
         return one == other
     close = math.isclose(one.mean, other.mean, rel_tol=1e-6, abs_tol=1e-6)
@@ -60,33 +60,33 @@ def alike(one: Statistics, other: Statistics) -> bool:
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(FLOATS + INTEGERS), st.binary(max_size=96), st.booleans())
-def test_any_bits_of_any_dtype(dtype: torch.dtype, data: bytes, turned: bool) -> None:
+def test_statistics_of_random_bits_match_torch(dtype: torch.dtype, data: bytes, transposed: bool) -> None:
     if dtype == torch.bool:
         data = bytes(byte & 1 for byte in data)
     size = dtype.itemsize
     data = data[: len(data) // (2 * size) * 2 * size]
     tensor = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
     tensor = tensor.reshape(-1, 2)
-    tensor = tensor.t() if turned else tensor
+    tensor = tensor.t() if transposed else tensor
     wide = tensor.double()
     if wide.isfinite().any() and wide[wide.isfinite()].abs().max() > (2**53 if dtype in INTEGERS else 1e300):
-        return  # their sum is no number, or the oracle rounds where Python does not
-    assert alike(of(tensor), expected(tensor))
+        return  # the sum overflows, or torch rounds and Python does not
+    assert alike(stats_of(tensor), expected(tensor))
 
 
-def test_more_than_a_chunk(tmp_path: Path) -> None:
+def test_statistics_of_several_chunks_match_torch(tmp_path: Path) -> None:
     tensor = torch.randn(3, 200_001, generator=torch.Generator().manual_seed(0))
     tensor[1, 7], tensor[2, -1], tensor[0, 5] = float("nan"), float("inf"), 0.0
-    assert alike(of(tensor), expected(tensor))
+    assert alike(stats_of(tensor), expected(tensor))
 
 
 def test_complex_numbers_have_only_a_hash() -> None:
-    found = of(torch.zeros(2, dtype=torch.complex64))
+    found = stats_of(torch.zeros(2, dtype=torch.complex64))
     assert found == Statistics(None, None, None, None, None, None, hashlib.sha256(bytes(16)).hexdigest())
 
 
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
-def test_the_command(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_stats_shows_statistics(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = {"good": torch.tensor([1.0, -3.0]), "nan": torch.tensor([float("nan"), 2.0]), "zero": torch.zeros(4)}
     state |= {
         "step": torch.zeros(()),
@@ -121,14 +121,14 @@ def test_the_command(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert stats["good"]["sha256"][:12] in shown.out
 
 
-def test_without_stats_nothing_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_stats_no_values_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"nan": torch.tensor([float("nan")] * 2)}, tmp_path / "w.pt")
     assert main(["inspect", str(tmp_path / "w.pt"), "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (notes_in(found), "stats" in found["tensors"][0]) == ([], False)
 
 
-def test_statistics_need_no_torch(tmp_path: Path) -> None:
+def test_statistics_do_not_import_torch(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3), "b": torch.ones(3, dtype=torch.bfloat16)}, tmp_path / "w.safetensors")
     code = "import sys; from ckpttool.cli.app import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     words = [sys.executable, "-c", code, "inspect", str(tmp_path / "w.safetensors"), "--stats"]
@@ -137,7 +137,7 @@ def test_statistics_need_no_torch(tmp_path: Path) -> None:
 
 def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
     peaks = []
-    for count in (1 << 10, 1 << 26):  # 256 MiB, most of it holes
+    for count in (1 << 10, 1 << 26):  # a sparse file of 256 MiB
         save_file({"w": torch.zeros(count)}, tmp_path / "w.safetensors")
         command = [sys.executable, "-m", "ckpttool", "inspect", str(tmp_path / "w.safetensors"), "--stats"]
         peaks.append(run_measured(command, tmp_path)[1])
@@ -152,8 +152,8 @@ def notes_of(state: dict[str, torch.Tensor], path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("count", [3, 8])
-def test_partitioned_parameters_are_named(count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """transformers#20082: ZeRO-3 saves what is left of a partitioned parameter."""
+def test_a_note_reports_partitioned_parameters(count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers#20082: ZeRO-3 saves placeholders of partitioned parameters."""
     state = {f"layers.{n}.self_attn.q_proj.weight": torch.ones(1) for n in range(count)}
     (note,) = notes_of(state, tmp_path / "w.pt", capsys)
     assert note.startswith(f"{count} tensors of shape [1], as ZeRO-3 leaves parameters that it has partitioned (likely")

@@ -1,4 +1,4 @@
-"""`explain` against the names themselves: what a name names in any form is told."""
+"""`explain` resolves every form of a name to its tensor, checked against the traced names."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ from command import Run
 from hook_zoo import ZOO
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_every_name_is_explained_by_all_that_it_names(name: str) -> None:
-    names = trace(of_object(ZOO[name]))
+@pytest.mark.parametrize("model", ZOO)
+def test_every_name_resolves_to_its_tensors(model: str) -> None:
+    names = trace(of_object(ZOO[model]))
     tables = NameTables(names)
-    made = {s.key: {tables.first[fqn] for fqn in ex.refs(s.source)} for s in names.serialized if s.source is not None}
-    called = {t.fqn for t in names.runtime} | {t.canonical for t in names.runtime} | set(made)
-    for one in called:
-        named = {tables.first[t.fqn] for t in names.runtime if one in (t.fqn, t.canonical)} | made.get(one, set())
-        if not named:
+    by_key = {s.key: {tables.first[fqn] for fqn in ex.refs(s.source)} for s in names.serialized if s.source is not None}
+    every = {t.fqn for t in names.runtime} | {t.canonical for t in names.runtime} | set(by_key)
+    for name in every:
+        expected = {tables.first[t.fqn] for t in names.runtime if name in (t.fqn, t.canonical)}
+        expected |= by_key.get(name, set())
+        if not expected:
             with pytest.raises(CkptError, match="has no tensor"):
-                explain(one, names)
+                explain(name, names)
             continue
-        found = explain(one, names)
-        assert {tables.first[fqn] for fqn in (found.tensor.fqn, *found.also)} == named
-        assert one not in tables.first or found.tensor.fqn == one
+        found = explain(name, names)
+        assert {tables.first[fqn] for fqn in (found.tensor.fqn, *found.also)} == expected
+        assert name not in tables.first or found.tensor.fqn == name
         assert {tables.first[fqn] for fqn in found.aliases} <= {tables.first[found.tensor.fqn]}
         assert found.tensor.fqn not in found.aliases
     for first, group in tables.groups.items():
-        of_group = [explain(fqn, names) for fqn in group]
-        assert {key for found in of_group for key in found.serialized} == {key for key in made if first in made[key]}
-        assert all(found.serialized for found in of_group) or not any(found.serialized for found in of_group)
+        aliases = [explain(fqn, names) for fqn in group]
+        assert {key for found in aliases for key in found.serialized} == {key for key in by_key if first in by_key[key]}
+        assert all(found.serialized for found in aliases) or not any(found.serialized for found in aliases)
 
 
 class Fused(nn.Module):
-    """`k` and `q` are saved as one, twice, `a` and `b` under each other's name; a number is added."""
+    """Saves `q` and `k` fused under two keys, swaps the keys of `a` and `b`, and adds a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class Fused(nn.Module):
         state["added"] = torch.ones(1)
 
 
-TOLD = {
+FUSED = {
     "q": (["qk", "copy"], [], 0),
     "qk": (["qk", "copy"], ["k"], 0),
     "a": ("b", ["b"], 2),
@@ -67,27 +68,27 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("name", TOLD)
-def test_what_else_a_name_names_is_said(name: str, run: Run) -> None:
-    line = ("explain", name, "--model", f"{__file__}:Fused")
-    done = run(*line, "--format", "json")
-    assert (done.data["serialized"], done.data["also"], done.data["optimizer_id"]) == TOLD[name]
+@pytest.mark.parametrize("name", FUSED)
+def test_other_tensors_with_the_name_are_listed(name: str, run: Run) -> None:
+    command = ("explain", name, "--model", f"{__file__}:Fused")
+    done = run(*command, "--format", "json")
+    assert (done.data["serialized"], done.data["also"], done.data["optimizer_id"]) == FUSED[name]
     assert done.data["optimizer_group"] == (None if name == "steps" else 0)
-    assert done.data["forms"].get("serialized") == (TOLD[name][0] if isinstance(TOLD[name][0], str) else None)
-    assert ("also a name of" in run(*line).out) == bool(TOLD[name][1])
+    assert done.data["forms"].get("serialized") == (FUSED[name][0] if isinstance(FUSED[name][0], str) else None)
+    assert ("also a name of" in run(*command).out) == bool(FUSED[name][1])
 
 
-def test_what_is_no_tensors_name_is_refused_with_names_that_are_like_it() -> None:
+def test_an_unknown_name_is_an_error_that_lists_similar_names() -> None:
     names = ModelOperand(Fused).names()
-    every = "list them: ckpttool trace Fused --all"
-    for name, hint in ("step", "similar names: steps"), ("added", every), ("xyz", every):
+    list_all = "list them: ckpttool trace Fused --all"
+    for name, hint in ("step", "similar names: steps"), ("added", list_all), ("xyz", list_all):
         with pytest.raises(CkptError, match=f"has no tensor '{name}'") as refused:
             explain(name, names)
         assert refused.value.hint == hint
 
 
 class Deep(nn.Module):
-    """Has modules of its own that are called as wrappers' are."""
+    """Has submodules with the names that wrappers use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +97,7 @@ class Deep(nn.Module):
 
 
 def wrapped(how: str) -> tuple[nn.Module, nn.Module]:
-    """A model, and the same model inside of a wrapper or two."""
+    """Return a model, and the same model in one or more wrappers."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.optim.swa_utils import AveragedModel
 
@@ -125,19 +126,19 @@ def wrapped(how: str) -> tuple[nn.Module, nn.Module]:
 @pytest.mark.parametrize("how", ["compile", "dp", "ac", "averaged", "compile dp", "ac compile dp", "ac dp", "blocks"])
 @pytest.mark.parametrize("form", ["{}", "state.{}.exp_avg", "optimizer.state.{}.step"])
 def test_wrapped_names_are_resolved(how: str, form: str) -> None:
-    """Every name that a real wrapper gives, and the optimizer's key of it, leads to the tensor of the plain model."""
+    """Every FQN of a real wrapper, and its optimizer key, resolves to the tensor of the plain model."""
     plain, outer = wrapped(how)
     inner = plain._orig_mod if hasattr(plain, "_orig_mod") else plain
     own = {id(tensor): name for name, tensor in (*plain.named_parameters(), *inner.named_parameters())}
     names = trace(of_object(Deep))
-    told = {name: own[id(tensor)] for name, tensor in outer.named_parameters() if id(tensor) in own}
-    assert len(told) == 6
-    for name, fqn in told.items():
+    expected = {name: own[id(tensor)] for name, tensor in outer.named_parameters() if id(tensor) in own}
+    assert len(expected) == 6
+    for name, fqn in expected.items():
         assert explain(form.format(name), names).tensor.fqn == fqn, name
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.segment} {row.title}")
-def test_a_segment_of_every_wrapper_is_taken_out(row: Wrapper) -> None:
+def test_the_segment_of_a_wrapper_is_ignored(row: Wrapper) -> None:
     names = trace(of_object(Deep))
     for tensor in names.runtime:
         parts = tensor.fqn.split(".")
@@ -148,7 +149,7 @@ def test_a_segment_of_every_wrapper_is_taken_out(row: Wrapper) -> None:
                 assert tensor.fqn in (found.tensor.fqn, *found.also), name
 
 
-def test_calls_ids_and_names_that_are_nowhere() -> None:
+def test_call_numbers_and_ids_are_resolved_and_unknown_names_refused() -> None:
     names = trace(of_object(Deep))
     assert explain("trunk.0@1.weight", names).tensor.fqn == "trunk.0.weight"
     assert explain("state.1.exp_avg", names).tensor.fqn == "trunk.0.bias"

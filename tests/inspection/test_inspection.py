@@ -1,4 +1,4 @@
-"""The inspection of an index: the contract's object, and the document that people read."""
+"""Inspection of an index: the JSON report, and the text report."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TRAIN = Checkpoint(
 )
 
 
-def test_the_object_of_the_contract() -> None:
+def test_the_json_report() -> None:
     data = inspect(TRAIN).to_json()
     assert data["tensors"][0] == {
         "section": "model",
@@ -125,17 +125,17 @@ Pickle imports (never executed)
 """
 
 
-def test_the_document() -> None:
+def test_the_text_report() -> None:
     assert render("text", document(inspect(TRAIN)), {}) == TEXT
 
 
-def test_all_gives_every_tensor_a_line() -> None:
+def test_all_lists_every_tensor() -> None:
     text = render("text", document(inspect(TRAIN), all=True), {})
     assert all(f"  {entry.key} " in text for section in TRAIN.sections for entry in section.tensors)
     assert "{" not in text
 
 
-def test_long_lists_are_cut_unless_all_is_asked_for() -> None:
+def test_long_lists_are_cut_without_all() -> None:
     odd = tuple(tensor(f"w{index}", (index + 1,)) for index in range(73))
     checkpoint = Checkpoint("a.safetensors", "safetensors", 1, (Section("", "state_dict", odd),), metadata={"k": "v"})
     text = render("text", document(inspect(checkpoint)), {})
@@ -146,7 +146,7 @@ def test_long_lists_are_cut_unless_all_is_asked_for() -> None:
     assert "more" not in render("text", document(inspect(checkpoint), all=True), {})
 
 
-def test_a_long_text_says_how_much_of_it_is_not_shown() -> None:
+def test_a_long_text_is_cut_with_the_number_of_hidden_characters() -> None:
     long = {"at": "x" * 200, "beyond": "x" * 202, "by one": "x" * 201}
     checkpoint = Checkpoint("a.safetensors", "safetensors", 1, (), metadata=long)
     lines = render("text", document(inspect(checkpoint)), {}).splitlines()
@@ -158,12 +158,12 @@ def test_a_long_text_says_how_much_of_it_is_not_shown() -> None:
     assert "x" * 202 in render("text", document(inspect(checkpoint), all=True), {})
 
 
-def test_an_empty_checkpoint_has_a_document() -> None:
+def test_an_empty_checkpoint_has_a_text_report() -> None:
     empty = Checkpoint("a.pt", "torch_zip", 0, ())
     assert render("text", document(inspect(empty)), {}) == "inspect a.pt\ntorch_zip, 0 tensors, 0 bytes on disk\n"
 
 
-def test_what_is_no_number_stands_out(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_highlighted(tmp_path: Path) -> None:
     state = {"odd": torch.tensor([1.0, float("nan"), float("inf"), float("-inf")]), "even": torch.ones(2)}
     torch.save(state, tmp_path / "a.pt")
     shown = render("html", document(ckpttool.inspect(str(tmp_path / "a.pt"), stats=True)), {})
