@@ -222,7 +222,7 @@ def _measured(copy: Path, tests: Sequence[str], jobs: int) -> list[object]:
 
 
 def _under_coverage(copy: Path, data: Path, passed: Path, files: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of a process that runs the tests, and records the lines they reach and the tests that pass."""
+    """Return the arguments of a process that runs the tests, and records lines and the tests that pass."""
     line = ["-m", "coverage", "run", "--rcfile=/dev/null", f"--data-file={data}", "--source=ckpttool", "-m", "pytest"]
     return {
         "args": [sys.executable, *line, "-p", "reach", "-p", "no:cacheprovider", *files],
