@@ -1,4 +1,4 @@
-"""Strict JSON: Python's reader is the oracle for what it reads right, and its leniencies are errors."""
+"""Strict JSON, with Python's reader as the oracle; everything that only Python accepts is an error."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ VALUES = st.recursive(
 
 
 @given(value=st.dictionaries(st.text(), VALUES), indent=st.sampled_from([None, 0, 2]), ascii_only=st.booleans())
-def test_what_python_writes_is_read(value, indent, ascii_only):
+def test_output_of_python_is_read(value, indent, ascii_only):
     text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
     assert loads(text) == value == loads(dumps(value))
     assert value_at(f"[{text}, 1]", 1) == (value, 1 + len(text))
 
 
 @given(st.text())
-def test_a_quoted_text_is_that_of_dumps(text):
+def test_quoted_text_matches_dumps(text):
     assert quoted(text) == dumps(text)
 
 
-def test_blanks_around_a_value_are_no_part_of_it(tmp_path):
+def test_whitespace_around_a_value_is_ignored(tmp_path):
     (tmp_path / "a.json").write_text(" \t\r\n[1]\n\r\t ")
     with limited(Limits(json_bytes=11)):
         assert read_file(str(tmp_path / "a.json"), "") == [1]
@@ -39,7 +39,7 @@ def test_blanks_around_a_value_are_no_part_of_it(tmp_path):
         read_file(str(tmp_path / "a.json"), "")
 
 
-def test_a_name_stands_once():
+def test_a_duplicate_name_is_an_error():
     for text in ('{"a":1,"\\u0061":2}', '{"b":{"b":0,"a":1,"a":2}}'):
         with pytest.raises(ValueError, match="'a' is there twice"):
             loads(text)
@@ -65,10 +65,10 @@ NO_VALUES = ["NaN", "-Infinity", "1e999", "01", "+1", '"\\ud800"', '"\n"', "[" *
 
 
 @pytest.mark.parametrize("text", [*NO_OBJECTS, *(f'{{"a":{value}}}' for value in NO_VALUES)])
-def test_everything_else_is_an_error(text):
+def test_invalid_json_is_an_error(text):
     with pytest.raises(ValueError):  # noqa: PT011 - the kind of error is the promise
         loads(text)
 
 
-def test_minus_zero_is_no_integer():
+def test_minus_zero_is_not_an_integer():
     assert isinstance(loads("-0"), float)

@@ -1,4 +1,4 @@
-"""Pickles as Python's own unpickler reads them: no import of it is missed, and plain values are the same."""
+"""Comparison with Python's unpickler: all of its imports are found, and plain values are equal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WORDS = (
 
 
 class Inert:
-    """What the unpickler imports, whatever it is called with and made to hold."""
+    """An inert replacement for anything that the unpickler imports; it accepts any arguments and state."""
 
     def __new__(cls, *args: object, **options: object) -> Inert:
         return object.__new__(cls)
@@ -60,7 +60,7 @@ class Inert:
 
 
 class Recorder(pickle.Unpickler):
-    """Python's unpickler; it notes what it would import, and imports nothing."""
+    """Python's unpickler, which records imports instead of importing."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
@@ -68,14 +68,14 @@ class Recorder(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         self.imported.append((module, name))
-        return type("Made", (Inert,), {})
+        return type("Class", (Inert,), {})
 
     def persistent_load(self, name: object) -> Any:
         return Inert()
 
 
 def plain(value: Any, level: int = 0) -> Any:
-    """The value for a comparison, with its types; raises for what is not plain, or too deep."""
+    """Return a comparable form of the value, with its types; raise if it is not plain or too deep."""
     if type(value) in (int, float, str, bytes, bytearray, bool, type(None)):
         return type(value).__name__, repr(value)
     if level > 8:
@@ -93,27 +93,27 @@ def plain(value: Any, level: int = 0) -> Any:
 
 def compare(data: bytes) -> None:
     try:
-        ours = loads(data)
+        tree = loads(data)
     except CkptError:
         return
-    python, theirs = Recorder(data), None
+    python, value = Recorder(data), None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escape sequences
+        warnings.simplefilter("ignore")  # about escape sequences
         try:
-            theirs = python.load()
-        except Exception:  # whatever it imported before it failed counts too
-            theirs = NotImplemented
-    assert {f"{module}.{name}" for module, name in python.imported} <= {str(one) for one in ours.globals}
+            value = python.load()
+        except Exception:  # imports before the error count too
+            value = NotImplemented
+    assert {f"{module}.{name}" for module, name in python.imported} <= {str(name) for name in tree.globals}
     try:
-        expected = plain(theirs)
+        expected = plain(value)
     except (ValueError, TypeError):
         return
-    assert plain(ours.root) == expected
+    assert plain(tree.root) == expected
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_changed_pickles_are_read_as_python_reads_them_or_refused(seed: int) -> None:
+def test_mutated_pickles_match_python_or_are_refused(seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(20):
         compare(changed(chance.choice(SEEDS), SEEDS, WORDS, chance))
@@ -122,8 +122,8 @@ def test_changed_pickles_are_read_as_python_reads_them_or_refused(seed: int) -> 
 
 HIDDEN = b"cos\nsystem\n)R"
 BROKEN_FRAMES = {
-    "bytes that go beyond their frame": frame(2, b"B\x20\0\0\0", HIDDEN.ljust(32, b"N"), b"."),
-    "a name that goes beyond its frame": frame(4, b"cmacos\nsystem\n."),
+    "bytes that exceed their frame": frame(2, b"B\x20\0\0\0", HIDDEN.ljust(32, b"N"), b"."),
+    "a name that exceeds its frame": frame(4, b"cmacos\nsystem\n."),
     "a frame in a frame": frame(13, b"N0", frame(2, b"N.")),
     "a frame that is not complete": frame(30, b"N."),
     "an end inside a frame": frame(10, b"N.") + HIDDEN + b".",
@@ -131,20 +131,20 @@ BROKEN_FRAMES = {
 
 
 @pytest.mark.parametrize("name", BROKEN_FRAMES)
-def test_frames_that_python_does_not_write_are_refused(name: str) -> None:
-    """Python reads the bytes of a frame at once; where an opcode needs more, it skips the rest of the frame."""
+def test_invalid_frames_are_refused(name: str) -> None:
+    """Python reads a frame at once; if an opcode needs more bytes, it skips the rest of the frame."""
     with pytest.raises(CkptError):
         loads(b"\x80\x05" + BROKEN_FRAMES[name])
 
 
 @pytest.mark.parametrize("protocol", [4, 5])
 @pytest.mark.parametrize("value", [b"x" * 100_000, [1, b"y" * 100_000, 2], list(range(200_000)), [["a" * 70_000]] * 3])
-def test_the_frames_of_large_values_are_read(value: object, protocol: int) -> None:
+def test_frames_of_large_values_are_read(value: object, protocol: int) -> None:
     assert plain(loads(pickle.dumps(value, protocol)).root) == plain(value)
 
 
 @pytest.mark.parametrize("line", [b"I010\n", b"I 1\n", b"I+1\n", b"I-0\n", b"I1_0\n", b"L010L\n", b"L 1L\n"])
 def test_a_number_in_an_unusual_form_is_refused(line: bytes) -> None:
-    """Python's unpickler in C and the one in Python read some of them differently."""
+    """Python's unpicklers in C and in Python read some of them differently."""
     with pytest.raises(CkptError, match="unusual form"):
         loads(line + b".")

@@ -1,4 +1,4 @@
-"""Pickles as trees: CPython's pickler gives the bytes to match, hostile pickles are built opcode by opcode."""
+"""Pickle trees: written bytes match CPython's pickler; malicious pickles are built opcode by opcode."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ OBJECTS: dict[str, Any] = {
 
 
 def torch_pickle(value: Any, protocol: int = 2) -> bytes:
-    """The ``data.pkl`` of a file by torch.save."""
+    """Return the ``data.pkl`` that torch.save writes."""
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_protocol=protocol)
     with zipfile.ZipFile(buffer) as archive:
@@ -183,20 +183,20 @@ def torch_pickle(value: Any, protocol: int = 2) -> bytes:
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_same_bytes_as_torch_save(name: str) -> None:
+def test_written_bytes_match_torch_save(name: str) -> None:
     data = torch_pickle(OBJECTS[name])
     assert dumps(loads(data)) == data
 
 
-def test_everything_at_once() -> None:
-    """The same objects; but CPython keeps some one-letter strings twice, and here they are one."""
+def test_a_pickle_of_all_objects_matches_torch_save() -> None:
+    """The trees are equal, but CPython writes some one-letter strings twice."""
     data = torch_pickle({"a": OBJECTS, "b": list(OBJECTS.values()), "c": {"nested": [OBJECTS]}})
     again = dumps(loads(data))
     assert len(data) - 30 < len(again) <= len(data)
     assert dumps(loads(again)) == again
 
 
-def test_same_bytes_for_tensors() -> None:
+def test_written_tensors_match_torch_save() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 2)).sum().backward()
@@ -208,11 +208,11 @@ def test_same_bytes_for_tensors() -> None:
 
 @pytest.mark.parametrize("protocol", [0, 1, 3, 4, 5])
 @pytest.mark.parametrize("name", sorted(set(OBJECTS) - {"cyclic list", "cyclic tuple", "cyclic object"}))
-def test_other_protocols_mean_the_same(name: str, protocol: int) -> None:
+def test_other_protocols_load_as_the_same_value(name: str, protocol: int) -> None:
     try:
         data = pickle.dumps(OBJECTS[name], protocol)
-    except Exception as error:  # not everything has a pickle of protocol 0
-        pytest.skip(f"no such pickle: {error}")
+    except Exception as error:  # some objects have no pickle of protocol 0
+        pytest.skip(f"cannot be pickled: {error}")
     tree = loads(data)
     assert tree.end == len(data)
     again = dumps(tree)
@@ -223,7 +223,7 @@ def test_other_protocols_mean_the_same(name: str, protocol: int) -> None:
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 4])
 @pytest.mark.parametrize("name", ["cyclic list", "cyclic tuple", "cyclic object"])
-def test_cycles_in_every_protocol(name: str, protocol: int) -> None:
+def test_cycles_are_read_in_every_protocol(name: str, protocol: int) -> None:
     value = pickle.loads(dumps(loads(pickle.dumps(OBJECTS[name], protocol))))
     if name == "cyclic list":
         assert value[1] is value
@@ -234,33 +234,33 @@ def test_cycles_in_every_protocol(name: str, protocol: int) -> None:
         assert value.listed[0] is value
 
 
-class Around:
-    """Made by a call of a list that holds it."""
+class SelfContaining:
+    """Pickled as a call with a list that contains the object itself."""
 
     def __init__(self, held: list[Any]) -> None:
         self.held = held
 
     def __reduce__(self) -> Any:
-        return Around, (self.held,)
+        return SelfContaining, (self.held,)
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
-def test_what_is_held_by_its_own_parts(protocol: int, length: int) -> None:
-    """Tuples, frozen sets and calls are made behind their parts."""
+def test_objects_that_contain_themselves_are_read_and_written(protocol: int, length: int) -> None:
+    """Tuples, frozensets and calls are created after their parts."""
     inner: list[Any] = []
-    made = (inner, *range(1, length))
-    inner.append(made)
-    around = Around([length])
-    around.held.append(around)
+    recursive = (inner, *range(1, length))
+    inner.append(recursive)
+    call = SelfContaining([length])
+    call.held.append(call)
     held = Slotted()
     frozen = frozenset((held, *range(length)))
     held.a = frozen  # type: ignore[attr-defined]
-    again = dumps(loads(pickle.dumps([made, around, frozen], protocol)))
+    again = dumps(loads(pickle.dumps([recursive, call, frozen], protocol)))
     assert dumps(loads(again)) == again
     found_tuple, found_call, found_set = pickle.loads(again)
     assert found_tuple[0][0] is found_tuple
-    assert found_tuple[1:] == made[1:]
+    assert found_tuple[1:] == recursive[1:]
     assert found_call.held == [length, found_call]
     rings: list[Any] = [part for part in found_set if isinstance(part, Slotted)]
     assert [part.a is found_set for part in rings] == [True] * (protocol >= 4)  # before, CPython makes an empty set
@@ -277,20 +277,20 @@ PLAIN = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(PLAIN, st.integers(0, 5))
-def test_plain_values_come_back(value: Any, protocol: int) -> None:
+def test_plain_values_are_restored(value: Any, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
     assert pickle.loads(dumps(loads(data))) == value
     if protocol == 2:
         assert dumps(loads(data)) == data
 
 
-def test_what_is_shared_is_one_object() -> None:
+def test_a_shared_value_is_one_object() -> None:
     first, second, third = loads(torch_pickle([SHARED, SHARED, copy.copy(SHARED)])).root
     assert first is second
     assert first is not third
 
 
-def test_nodes() -> None:
+def test_objects_become_nodes() -> None:
     node = loads(torch_pickle(collections.OrderedDict(a=1))).root
     assert isinstance(node, Call)
     assert (node.func, node.args, node.pairs, node.how) == (
@@ -317,30 +317,30 @@ def test_nothing_is_executed() -> None:
     assert tree.globals == (Global("posix", "abort"),)
 
 
-def test_a_call_whose_result_is_thrown_away_is_still_seen() -> None:
+def test_a_call_with_a_discarded_result_is_found() -> None:
     tree = loads(b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00ls\x85R0}.")
     assert tree.globals == (Global("os", "system"),)
     assert dumps(tree) == b"\x80\x02}q\x00."
 
 
 @pytest.mark.parametrize("arguments", ["(0, 1)", "(1, 1)", "(1,)", "(1, 1, 1)", "()"])
-def test_only_what_sets_a_state_of_the_object_below_is_its_state(arguments: str) -> None:
-    """A call that is thrown away, as a state setter is, with the objects 0 (below it) and 1 as arguments."""
+def test_only_a_call_on_the_object_below_is_its_state_setter(arguments: str) -> None:
+    """A state setter is a discarded call; its arguments are the objects 0 (below it) and 1."""
     parts = {"0": b"h\x00", "1": b"h\x01", "(": b"(", ")": b"t"}
-    made = b"".join(parts.get(word, b"") for word in arguments)
-    root = loads(b"\x80\x02ca\nb\n)Rq\x01ca\nb\n)Rq\x00cset\nstate\n" + made + b"R0\x86.").root
+    opcodes = b"".join(parts.get(word, b"") for word in arguments)
+    root = loads(b"\x80\x02ca\nb\n)Rq\x01ca\nb\n)Rq\x00cset\nstate\n" + opcodes + b"R0\x86.").root
     assert (root[1].setter is not None) == (arguments == "(0, 1)")
     assert root[1].state is (root[0] if root[1].setter else ABSENT)
 
 
-def test_pickles_that_follow_each_other() -> None:
+def test_consecutive_pickles_are_read() -> None:
     data = pickle.dumps([1], 2) + pickle.dumps({"a": 2}, 2)
     first = loads(data)
     assert first.root == [1]
     assert loads(data, start=first.end).root == {"a": 2}
 
 
-def test_references_come_in_reading_order() -> None:
+def test_references_are_in_reading_order() -> None:
     shared = torch.ones(2)
     tree = loads(torch_pickle([shared, torch.zeros(3), shared[1:]]))
     references: list[Persistent] = []
@@ -370,14 +370,14 @@ def test_references_come_in_reading_order() -> None:
         (b"}\x8a\x09" + b"\xff" * 8 + b"\x00K\x01s.", {2**64 - 1: 1}),
     ],
 )
-def test_opcodes_of_old_pickles(data: bytes, value: Any) -> None:
+def test_opcodes_of_old_protocols_are_read(data: bytes, value: Any) -> None:
     assert loads(data).root == value == pickle.loads(data)
     assert loads(data).protocol == 0
     assert pickle.loads(dumps(loads(data))) == value
 
 
 @pytest.mark.filterwarnings("ignore:invalid escape sequence")
-def test_quoted_strings_are_those_of_the_unpickler() -> None:
+def test_quoted_strings_match_the_unpickler() -> None:
     for letters in itertools.chain.from_iterable(itertools.product("'\"a\\x0u ", repeat=n) for n in range(5)):
         data = f"S{''.join(letters)}\n.".encode()
         try:
@@ -389,7 +389,7 @@ def test_quoted_strings_are_those_of_the_unpickler() -> None:
             assert loads(data).root == value, data
 
 
-def test_old_classes_stay_as_they_are() -> None:
+def test_old_style_classes_are_kept() -> None:
     for data in (b"(I1\niwhere\nKind\n.", b"(cwhere\nKind\nI1\no."):
         tree = loads(data)
         assert (tree.root.how, tree.root.func, tree.root.args) == ("OBJ", Global("where", "Kind"), (1,))
@@ -410,15 +410,15 @@ def test_a_global_with_a_line_end_in_its_name_does_not_become_opcodes() -> None:
 BAD = {
     "empty": b"",
     "no stop": b"\x80\x02]",
-    "nothing made": b"\x80\x02.",
+    "empty stack": b"\x80\x02.",
     "two objects": b"\x80\x02]].",
     "open mark": b"\x80\x02(].",
     "underflow": b"\x80\x02\x86.",
     "underflow at tuple3": b"\x80\x02]\x87.",
-    "pop of nothing": b"\x80\x020.",
+    "pop of an empty stack": b"\x80\x020.",
     "tuple without mark": b"\x80\x02t.",
     "appends without mark": b"\x80\x02]e.",
-    "mark below what is left": b"\x80\x02]](\x86t\x86.",
+    "mark below the remaining stack": b"\x80\x02]](\x86t\x86.",
     "pop below a mark": b"\x80\x02]](\x860.",
     "unknown memo": b"\x80\x02h\x07.",
     "unknown opcode": b"\x80\x02\xff.",
@@ -432,9 +432,9 @@ BAD = {
     "cut off in a number": b"\x80\x02J\x01",
     "cut off in a line": b"\x80\x02cos\nsystem",
     "not UTF-8": b"\x80\x02X\x01\x00\x00\x00\xff.",
-    "int that is none": b"Iabc\n.",
+    "invalid int": b"Iabc\n.",
     "int of too many digits": b"I" + b"9" * 100_000 + b"\n.",
-    "float that is none": b"Fabc\n.",
+    "invalid float": b"Fabc\n.",
     "string without quotes": b"Sabc\n.",
     "list as key": b"\x80\x02}]K\x01s.",
     "dict in a tuple as key": b"\x80\x02}}\x85K\x01s.",
@@ -449,31 +449,31 @@ BAD = {
     "call without tuple": b"\x80\x02cos\nsystem\n]R.",
     "name that is not a string": b"\x80\x04K\x01K\x02\x93.",
     "module that is not a string": b"\x80\x04K\x01\x8c\x01a\x93.",
-    "keywords that are none": b"\x80\x04ca\nb\n)]\x92.",
-    "arguments beside keywords that are none": b"\x80\x04ca\nb\n]}\x92.",
-    "persistent id that is none": b"\x80\x02]Q.",
+    "keywords that are not a dict": b"\x80\x04ca\nb\n)]\x92.",
+    "arguments that are not a tuple": b"\x80\x04ca\nb\n]}\x92.",
+    "persistent id that is a list": b"\x80\x02]Q.",
     "items for a frozenset": b"\x80\x04(\x91\x94(h\x00\x90.",
     "protocol cut off": b"\x80",
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_damaged_pickles(name: str) -> None:
+def test_damaged_pickles_are_refused(name: str) -> None:
     with pytest.raises(CkptError):
         loads(BAD[name])
 
 
-def test_whether_a_pickle_ends_too_early_or_asks_for_too_much_is_told_apart() -> None:
+def test_truncation_and_stack_underflow_have_different_errors() -> None:
     data = torch_pickle({"a": torch.ones(2), "b": [1.5, "text"]})
     for _, _, at in pickletools.genops(data):
         with pytest.raises(CkptError, match=f"at byte {at}: the pickle is cut off"):
             loads(data[:at])
-    for name in ("underflow", "underflow at tuple3", "pop of nothing", "tuple without mark"):
+    for name in ("underflow", "underflow at tuple3", "pop of an empty stack", "tuple without mark"):
         with pytest.raises(CkptError, match="an opcode finds nothing to work on"):
             loads(BAD[name])
 
 
-def test_limits() -> None:
+def test_pickles_beyond_a_limit_are_refused() -> None:
     with limited(Limits(pickle_bytes=3)), pytest.raises(CkptError, match="--limit pickle_bytes=6"):
         loads(b"\x80\x02].")
     with limited(Limits(pickle_bytes=3)):
@@ -491,7 +491,7 @@ def test_a_million_marks_are_refused_at_the_limit_in_little_memory() -> None:
     tracemalloc.stop()
 
 
-def test_memo_indexes_cost_nothing() -> None:
+def test_large_memo_indexes_use_little_memory() -> None:
     assert loads(b"\x80\x02]r\xff\xff\xff\xff0j\xff\xff\xff\xff.").root == []
 
 
@@ -505,38 +505,38 @@ NESTED = {
 
 
 @pytest.mark.parametrize("name", NESTED)
-def test_deep_nesting(name: str) -> None:
+def test_deep_nesting_is_read_and_written(name: str) -> None:
     again = dumps(loads(NESTED[name]))
     assert dumps(loads(again)) == again
 
 
-def test_a_deep_tuple_is_no_key() -> None:
+def test_a_deep_tuple_as_key_is_refused() -> None:
     with pytest.raises(CkptError, match="too large"):
         loads(b"\x80\x02}K\x01" + b"\x85" * 200_000 + b"K\x01s.")
 
 
-def test_a_tuple_of_ever_more_is_no_key() -> None:
+def test_an_exponential_tuple_as_key_is_refused() -> None:
     doubling = b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
     with pytest.raises(CkptError, match="too large"):
         loads(b"\x80\x02}K\x01" + doubling + b"K\x01s.")
 
 
-def test_a_tuple_of_ever_more_stays_small() -> None:
-    """A billion laughs: 2 to the power of 200 leaves in a thousand bytes."""
+def test_an_exponential_tuple_stays_small() -> None:
+    """A billion laughs attack: 2**200 leaves in a thousand bytes."""
     doubling = b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(200))
     data = b"\x80\x02]" + doubling + b"."
     assert len(dumps(loads(data))) < 2000
 
 
-def test_a_number_repeated_stays_small() -> None:
-    for number in (2**2039, -(2**2039) - 1):  # of 256 bytes
+def test_a_repeated_large_number_stays_small() -> None:
+    for number in (2**2039, -(2**2039) - 1):  # 256 bytes each
         assert pickle.loads(dumps(loads(pickle.dumps([number] * 2, 2)))) == [number] * 2
     data = b"\x80\x02(\x8b" + struct.pack("<i", 100_000) + b"\x01" * 100_000 + b"q\x00" + b"h\x00" * 10_000 + b"t."
     assert len(dumps(loads(data))) < 200_000
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_damage_anywhere_is_an_error_or_harmless(seed: int) -> None:
+def test_random_damage_is_an_error_or_harmless(seed: int) -> None:
     random.seed(seed)
     whole = torch_pickle(
         {name: OBJECTS[name] for name in ("containers", "keys", "namespace", "cyclic object", "dicts")}

@@ -1,4 +1,4 @@
-"""Zip archives: Python's zipfile and torch's writer are the oracle, hostile ones are built byte by byte."""
+"""Zip archives, with zipfile and torch's writer as oracles; malicious archives are built byte by byte."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ckpttool.io.files import check_assumed
 
 @dataclass
 class Entry:
-    """One record of a hand-made archive; `says` are central directory fields that lie."""
+    """One record of a hand-made archive; `says` are wrong fields of the central directory."""
 
     name: bytes
     data: bytes = b"data"
@@ -49,7 +49,7 @@ def archive_bytes(
     disks: tuple[int, int] = (0, 0),
     more: int = 0,
 ) -> bytes:
-    """The archive; its end may lie about the number of records, here and in all, and where they are."""
+    """Return the archive; its end record may have wrong counts and a wrong position of the directory."""
     body, directory = b"", b""
     for entry in entries:
         crc = zlib.crc32(entry.data) if entry.crc is None else entry.crc
@@ -92,7 +92,7 @@ def read(tmp_path: Path, data: bytes) -> Archive:
 
 
 def read_in_a_store(tmp_path: Path, data: bytes) -> Archive:
-    """There the headers of storages are read with their data, and checked before these are used."""
+    """In a store, headers of storages are read with their data, and checked before the data is used."""
     url = f"memory://{tmp_path.name}/archive.zip"
     fsspec.filesystem("memory").pipe(url, data)
     archive = read_archive(url)
@@ -106,7 +106,7 @@ def torch_archive() -> bytes:
     return buffer.getvalue()
 
 
-def test_records_of_a_torch_archive_lie_where_zipfile_says(tmp_path: Path) -> None:
+def test_offsets_in_a_torch_archive_match_zipfile(tmp_path: Path) -> None:
     data = torch_archive()
     archive = read(tmp_path, data)
     oracle = zipfile.ZipFile(io.BytesIO(data))
@@ -120,7 +120,7 @@ def test_records_of_a_torch_archive_lie_where_zipfile_says(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_archives_of_other_writers(tmp_path: Path, compression: int) -> None:
+def test_archives_of_zipfile_are_read(tmp_path: Path, compression: int) -> None:
     path = tmp_path / "plain.zip"
     contents = {"a/ü.txt": b"x" * 1000, "empty": b"", "b": bytes(range(256))}
     with zipfile.ZipFile(path, "w", compression) as out:
@@ -131,7 +131,7 @@ def test_archives_of_other_writers(tmp_path: Path, compression: int) -> None:
     assert {name: read_record(archive, record, 1000) for name, record in archive.by_name.items()} == contents
 
 
-def test_streamed_records_have_their_descriptor(tmp_path: Path) -> None:
+def test_descriptors_of_streamed_records_are_read(tmp_path: Path) -> None:
     class Unseekable(io.BytesIO):
         def seekable(self) -> bool:
             return False
@@ -153,10 +153,8 @@ def test_streamed_records_have_their_descriptor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("junk", [0, 25, 100])
 @pytest.mark.parametrize(("flags", "behind"), [(8, b"PK\7\x08" + bytes(12)), (8, bytes(12)), (0, b"")])
-def test_what_belongs_to_no_record_is_no_part_of_the_one_before(
-    tmp_path: Path, flags: int, behind: bytes, junk: int
-) -> None:
-    """As an update in place leaves it. A descriptor may have a signature, or none."""
+def test_unused_bytes_are_not_part_of_the_record_before(tmp_path: Path, flags: int, behind: bytes, junk: int) -> None:
+    """An update in place leaves such bytes. A descriptor may have a signature or not."""
     data = archive_bytes([Entry(b"a", flags=flags, behind=behind + bytes(junk)), Entry(b"b")])
     archive = read(tmp_path, data)
     record = archive.by_name["a"]
@@ -165,20 +163,20 @@ def test_what_belongs_to_no_record_is_no_part_of_the_one_before(
     assert archive.by_name["b"].start == record.end + junk
 
 
-def test_an_archive_of_nothing(tmp_path: Path) -> None:
-    """It is its end alone."""
+def test_an_empty_archive_is_read(tmp_path: Path) -> None:
+    """It consists of the end record only."""
     archive = read(tmp_path, archive_bytes([]))
     assert (archive.records, archive.length, archive.is_tight) == ((), 22, True)
 
 
-def test_records_in_another_order_than_in_the_directory(tmp_path: Path) -> None:
+def test_the_directory_may_have_another_order(tmp_path: Path) -> None:
     first, second = Entry(b"a", offset=35, local_name=b"b"), Entry(b"b", offset=0, local_name=b"a")
     archive = read(tmp_path, archive_bytes([first, second]))
     assert [(record.name, record.start) for record in archive.records] == [("a", 35), ("b", 0)]
     assert not archive.is_tight
 
 
-def test_an_archive_inside_a_file(tmp_path: Path) -> None:
+def test_an_archive_inside_a_file_is_read(tmp_path: Path) -> None:
     inner = torch_archive()
     path = tmp_path / "outer"
     path.write_bytes(b"before" + inner + b"after")
@@ -191,33 +189,33 @@ def test_an_archive_inside_a_file(tmp_path: Path) -> None:
 
 OUTSIDE, ELSEWHERE = "points outside the file", "points to a place without such a record"
 NO_END, DISKS = "no end of a zip archive found", "one part of several"
-# What the file is, and what is said of it
-LYING = {
+# The file, and a part of the error
+WRONG = {
     "truncated": (torch_archive()[:-1], NO_END),
     "cut in half": (torch_archive()[:400], NO_END),
     "empty": (b"", NO_END),
-    "no zip": (b"nothing of the kind" * 10, NO_END),
+    "not a zip": (b"nothing of the kind" * 10, NO_END),
     "directory outside": (archive_bytes([Entry(b"a")], size=10_000), OUTSIDE),
     "directory longer by a byte": (archive_bytes([Entry(b"a")], size=48), OUTSIDE),
     "directory shorter by a byte": (archive_bytes([Entry(b"a")], size=46), "the zip directory is damaged"),
     "more records than announced": (archive_bytes([Entry(b"a"), Entry(b"b")], count=1), "more than the 1 records"),
     "fewer records than announced": (archive_bytes([Entry(b"a")], count=2), "too small for the 2 records"),
-    "fewer, of long names": (archive_bytes([Entry(b"a" * 60)], count=2), "the zip directory is cut off"),
+    "fewer records, with long names": (archive_bytes([Entry(b"a" * 60)], count=2), "the zip directory is cut off"),
     "far fewer records than announced": (archive_bytes([Entry(b"a")], count=65_534), "too small for the 65534 records"),
-    "one name twice": (
+    "a duplicate name": (
         archive_bytes([Entry(b"a"), Entry(b"b"), Entry(b"a")]),
         "of one name @ a",
     ),
-    "one name twice, behind another": (archive_bytes([Entry(b"b"), Entry(b"a"), Entry(b"a")]), "of one name @ a"),
+    "a duplicate name after another one": (archive_bytes([Entry(b"b"), Entry(b"a"), Entry(b"a")]), "of one name @ a"),
     "names that differ in case": (
         archive_bytes([Entry(b"a/B"), Entry(b"a/b")]),
         "without regard to case, as for torch",
     ),
-    "another end in the comment": (
+    "another end record in the comment": (
         torch_archive()[:-2] + b"\x16\0" + b"PK\5\6" + bytes(16) + b"\5\0",
         "is not at the end of the file",
     ),
-    "bytes behind the end": (torch_archive() + b"behind", "is not at the end of the file"),
+    "bytes after the end": (torch_archive() + b"behind", "is not at the end of the file"),
     "marked as a folder": (archive_bytes([Entry(b"a", attributes=0x10)]), "marked as a folder @ a"),
     **{
         f"encrypted, {flag}": (archive_bytes([Entry(b"a", flags=flag)]), "the archive is encrypted @ a")
@@ -229,10 +227,10 @@ LYING = {
     "more records here than in all": (archive_bytes([Entry(b"a")], more=-1), DISKS),
     "record on another disk": (archive_bytes([Entry(b"a", disk=3)]), DISKS),
     "offset outside": (archive_bytes([Entry(b"a", offset=1 << 20)]), OUTSIDE),
-    "offset into nothing": (archive_bytes([Entry(b"a", offset=2)]), f"{ELSEWHERE} @ a"),
+    "offset without a record": (archive_bytes([Entry(b"a", offset=2)]), f"{ELSEWHERE} @ a"),
     "overlapping": (archive_bytes([Entry(b"a", nbytes=40, size=40), Entry(b"b")]), "overlaps what follows it @ a"),
     "overlapping by a byte": (archive_bytes([Entry(b"a", nbytes=5, size=5), Entry(b"b")]), "what follows it @ a"),
-    "two records at one place": (
+    "two records at one offset": (
         archive_bytes([Entry(b"a"), Entry(b"b", offset=0, local_name=b"a")]),
         f"{ELSEWHERE} @ b",
     ),
@@ -265,9 +263,9 @@ LYING = {
 
 
 @pytest.mark.parametrize("reader", [read, read_in_a_store])
-@pytest.mark.parametrize("name", LYING)
-def test_archives_that_lie(tmp_path: Path, name: str, reader: Callable[[Path, bytes], Archive]) -> None:
-    data, words = LYING[name]
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_archives_are_refused(tmp_path: Path, name: str, reader: Callable[[Path, bytes], Archive]) -> None:
+    data, words = WRONG[name]
     with pytest.raises(CkptError) as caught:
         reader(tmp_path, data)
     assert words in " ".join([caught.value.message, *map(str, caught.value.problems)])
@@ -276,10 +274,10 @@ def test_archives_that_lie(tmp_path: Path, name: str, reader: Callable[[Path, by
 
 @pytest.mark.parametrize("limit", [1, 100, 1 << 40])
 @pytest.mark.parametrize("comment", [b"", b"with a comment"])
-def test_zip64_archives_of_another_writer(
+def test_zip64_archives_of_zipfile_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, comment: bytes
 ) -> None:
-    """Python's, told that all beyond so many bytes is beyond four gibibytes: sizes, offsets, both or none are wide."""
+    """Patch the zip64 limit of zipfile, so that sizes, offsets, both or neither have 64 bits."""
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", limit)
     contents = {f"dir/{n}": b"%d" % (n % 10) * n for n in (0, 1, 2, 99, 101, 300, 3)}
     with zipfile.ZipFile(tmp_path / "wide.zip", "w", zipfile.ZIP_DEFLATED) as out:
@@ -299,14 +297,14 @@ def test_zip64_archives_of_another_writer(
             read_archive(str(tmp_path / "wide.zip"))
 
 
-def test_zip64_sizes_behind_another_field(tmp_path: Path) -> None:
+def test_zip64_sizes_after_another_field_are_read(tmp_path: Path) -> None:
     extra = struct.pack("<HHQHHQQ", 2, 8, 7, 1, 16, 4, 4)
     archive = read(tmp_path, archive_bytes([Entry(b"a", size=0xFFFFFFFF, nbytes=0xFFFFFFFF, extra=extra)]))
     assert read_record(archive, archive.by_name["a"], 100) == b"data"
 
 
-def test_reads_that_give_less_than_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the kernel's do beyond two gibibytes; one that gives nothing is the end of a file that became shorter."""
+def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel returns at most two gibibytes; an empty read means that the file became shorter."""
     data = torch_archive()
     archive = read(tmp_path, data)
     with zipfile.ZipFile(io.BytesIO(data)) as oracle, monkeypatch.context() as patched:
@@ -319,7 +317,7 @@ def test_reads_that_give_less_than_they_are_asked_for(tmp_path: Path, monkeypatc
         read_record(archive, archive.records[0], 1 << 20)
 
 
-def test_a_record_of_another_method_is_not_read(tmp_path: Path) -> None:
+def test_an_unknown_compression_method_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_BZIP2) as out:
         out.writestr("a", b"x" * 100)
     archive = read_archive(str(tmp_path / "a.zip"))
@@ -327,7 +325,7 @@ def test_a_record_of_another_method_is_not_read(tmp_path: Path) -> None:
         read_record(archive, archive.by_name["a"], 1000)
 
 
-def test_damage_anywhere_is_an_error_or_harmless(tmp_path: Path) -> None:
+def test_random_damage_is_an_error_or_harmless(tmp_path: Path) -> None:
     whole = torch_archive()
     random.seed(0)
     for _ in range(200):
@@ -342,13 +340,13 @@ def test_damage_anywhere_is_an_error_or_harmless(tmp_path: Path) -> None:
             pass
 
 
-def test_a_record_larger_than_expected_is_not_read(tmp_path: Path) -> None:
+def test_a_record_larger_than_expected_is_refused(tmp_path: Path) -> None:
     archive = read(tmp_path, archive_bytes([Entry(b"a", b"12345")]))
     with pytest.raises(CkptError, match="at most 4"):
         read_record(archive, archive.by_name["a"], 4)
 
 
-def test_a_bomb_stops_at_its_announced_size(tmp_path: Path) -> None:
+def test_a_zip_bomb_stops_at_its_declared_size(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as out:
         out.writestr("a", bytes(1 << 24))
@@ -368,7 +366,7 @@ def test_a_bomb_stops_at_its_announced_size(tmp_path: Path) -> None:
         (b"\xff\xff", 4, "record a is damaged: Error"),
     ],
 )
-def test_a_compressed_record_is_what_its_directory_says(tmp_path: Path, data: bytes, size: int, words: str) -> None:
+def test_a_compressed_record_must_match_its_directory(tmp_path: Path, data: bytes, size: int, words: str) -> None:
     entry = Entry(b"a", data, method=8, nbytes=len(data), size=size, crc=zlib.crc32(b"data"))
     archive = read(tmp_path, archive_bytes([entry]))
     with pytest.raises(CkptError, match=words):
@@ -383,6 +381,6 @@ def test_a_damaged_record_is_found(tmp_path: Path) -> None:
         read_record(archive, archive.by_name["a"], 10)
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CkptError):
         read_archive(str(tmp_path / "none"))

@@ -1,4 +1,4 @@
-"""Changed zip archives: zipfile and unzip read them, and they are laid out as torch's own writer would have done it."""
+"""Rewritten zip archives: zipfile and unzip read them, and their layout matches torch's writer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def save(tmp_path: Path, count: int = 6) -> Archive:
 
 
 def check(pieces: Pieces, path: Path) -> Archive:
-    """Writes the pieces; zipfile and unzip find no fault in them, and the sizes of the pieces are true."""
+    """Write the pieces, and check them with zipfile and unzip, and the sizes of the pieces."""
     write_pieces(pieces, path)
     assert path.stat().st_size == sum(piece.nbytes for piece in pieces)
     with zipfile.ZipFile(path) as archive:
@@ -41,14 +41,14 @@ def contents(archive: Archive) -> dict[str, bytes]:
     return {record.name: read_record(archive, record, 1 << 20) for record in archive.records}
 
 
-def test_unchanged_is_one_copy_of_the_whole_file(tmp_path: Path) -> None:
+def test_an_unchanged_archive_is_one_copy(tmp_path: Path) -> None:
     archive = save(tmp_path)
     assert [p.data for p in layout_archive(archive, archive.records)] == [Span(archive.path, 0, archive.length)]
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 1000, 5000])
 @pytest.mark.parametrize("at", [0, 4, -1])
-def test_one_record_replaced(tmp_path: Path, length: int, at: int) -> None:
+def test_a_record_is_replaced(tmp_path: Path, length: int, at: int) -> None:
     archive = save(tmp_path)
     name = archive.records[at].name
     entries: list[Record | NewRecord] = list(archive.records)
@@ -60,7 +60,7 @@ def test_one_record_replaced(tmp_path: Path, length: int, at: int) -> None:
     assert len(pieces) <= 6
 
 
-def test_new_records_lie_where_torch_would_put_them(tmp_path: Path) -> None:
+def test_new_records_are_aligned_like_in_torch(tmp_path: Path) -> None:
     archive = save(tmp_path)
     pieces = layout_archive(None, [NewRecord(name, data) for name, data in contents(archive).items()])
     write_pieces(pieces, tmp_path / "out.pt")
@@ -68,8 +68,8 @@ def test_new_records_lie_where_torch_would_put_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [33, 97, 5000])
-def test_kept_records_move_as_torch_would_have_put_them(tmp_path: Path, more: int) -> None:
-    """Every record rewritten one by one gives the file again, and so does every record moved there and back."""
+def test_moved_records_are_aligned_like_in_torch(tmp_path: Path, more: int) -> None:
+    """Rewriting all records restores the file, and so does moving all records and moving them back."""
     archive = save(tmp_path)
     first = archive.records[0]
     longer = check(
@@ -91,7 +91,7 @@ def test_a_rename_of_many_tensors_is_a_few_copies(tmp_path: Path) -> None:
     assert len(pieces) <= 5
 
 
-def test_records_dropped_and_reordered(tmp_path: Path) -> None:
+def test_records_are_dropped_and_reordered(tmp_path: Path) -> None:
     archive = save(tmp_path)
     kept = [archive.records[i] for i in (5, 0, 4, 8)]
     changed = check(layout_archive(archive, kept), tmp_path / "out.pt")
@@ -100,8 +100,8 @@ def test_records_dropped_and_reordered(tmp_path: Path) -> None:
     assert all(record.data % 64 == 0 for record in changed.records)
 
 
-def test_records_in_reverse(tmp_path: Path) -> None:
-    """Each fits at another's place, so that all are copied as they are."""
+def test_records_of_equal_size_are_reversed(tmp_path: Path) -> None:
+    """The records have equal sizes, so all are copied unchanged."""
     path = tmp_path / "source.pt"
     torch.save({f"w{i}": torch.full((16,), float(i)) for i in range(4)}, path)
     archive = read_archive(str(path))
@@ -121,12 +121,12 @@ def test_large_records_keep_their_alignment(tmp_path: Path, alignment: int) -> N
         assert [record.data % BLOCK for record in changed.records[1:]] == [r.data % BLOCK for r in archive.records[1:]]
 
 
-def test_another_alignment(tmp_path: Path) -> None:
+def test_another_alignment_is_used(tmp_path: Path) -> None:
     changed = check(layout_archive(None, [NewRecord("a/x", b"1"), NewRecord("a/y", b"2")], 4096), tmp_path / "out.pt")
     assert [record.data for record in changed.records] == [4096, 8192]
 
 
-def test_checksums_computed_while_writing(tmp_path: Path) -> None:
+def test_checksums_are_computed_while_writing(tmp_path: Path) -> None:
     source = tmp_path / "raw"
     source.write_bytes(b"0123456789")
     entries = [
@@ -134,7 +134,7 @@ def test_checksums_computed_while_writing(tmp_path: Path) -> None:
         NewRecord("a/lazy", Lazy(4, lambda: [b"ab", memoryview(b"cd")])),
         NewRecord("a/empty", Span(str(source), 3, 0)),
         NewRecord("a/bytes", b"efg"),
-        NewRecord("a/zero", b"\x9d\x0a\xd9\x6d"),  # whose checksum is 0
+        NewRecord("a/zero", b"\x9d\x0a\xd9\x6d"),  # with a checksum of 0
     ]
     assert zlib.crc32(b"\x9d\x0a\xd9\x6d") == 0
     changed = check(layout_archive(None, entries), tmp_path / "out.zip")
@@ -142,7 +142,7 @@ def test_checksums_computed_while_writing(tmp_path: Path) -> None:
     assert contents(changed) == expected
 
 
-def test_a_record_replaced_behind_the_archive(tmp_path: Path) -> None:
+def test_a_replaced_record_is_appended_to_the_archive(tmp_path: Path) -> None:
     archive = save(tmp_path)
     name, old = archive.records[0].name, contents(archive)
     edited = edit_behind(archive, [NewRecord(name, b"other"), *archive.records[1:]])
@@ -152,7 +152,7 @@ def test_a_record_replaced_behind_the_archive(tmp_path: Path) -> None:
     assert edited.index == edited.before.removesuffix(old[name]) + b"other"
 
 
-def test_a_compressed_record_without_a_checksum_is_kept_as_it_is(tmp_path: Path) -> None:
+def test_a_compressed_record_without_a_checksum_is_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "plain.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as out:
         for name in ("a", "b"):
@@ -173,7 +173,7 @@ def test_records_of_other_writers_are_kept(tmp_path: Path, compression: int) -> 
             info = zipfile.ZipInfo(name, (2020, 2, 3, 4, 5, 6))
             info.comment, info.extra = b"of " + name.encode(), struct.pack("<HH3s", 0x7777, 3, b"own")
             out.writestr(info, name.encode() * 100, compression)
-        with out.open("wide", "w", force_zip64=True) as wide:  # its header has a field, and none to pad with
+        with out.open("wide", "w", force_zip64=True) as wide:  # its header has an extra field, but no padding
             wide.write(b"d" * 100)
     archive = read_archive(str(path))
     pieces = layout_archive(archive, [NewRecord("a", b"new"), *archive.records[1:]])
@@ -185,7 +185,7 @@ def test_records_of_other_writers_are_kept(tmp_path: Path, compression: int) -> 
     assert (kept.date_time, kept.comment, kept.extra[-7:]) == ((2020, 2, 3, 4, 5, 6), b"of b", b"ww\3\0own")
 
 
-def test_more_records_than_16_bits_count(tmp_path: Path) -> None:
+def test_more_records_than_fit_in_16_bits(tmp_path: Path) -> None:
     path = tmp_path / "many.zip"
     names = [str(number) for number in range(66_000)]
     write_pieces(layout_archive(None, [NewRecord(name, b"") for name in names]), path)
@@ -193,8 +193,8 @@ def test_more_records_than_16_bits_count(tmp_path: Path) -> None:
     assert [record.name for record in read_archive(str(path)).records] == names
 
 
-def test_bytes_of_no_record_are_left_out(tmp_path: Path) -> None:
-    """An archive that was updated in place keeps what it no longer lists."""
+def test_unused_bytes_are_omitted(tmp_path: Path) -> None:
+    """An archive that was updated in place still contains records that it no longer lists."""
     path = tmp_path / "updated.zip"
     with zipfile.ZipFile(path, "w") as out:
         for name in ("a", "b"):
@@ -211,15 +211,15 @@ def test_bytes_of_no_record_are_left_out(tmp_path: Path) -> None:
 
 
 def sparse(tmp_path: Path, name: str, nbytes: int) -> Path:
-    """A file of torch's own writer with a storage of `nbytes`, which takes no room on the disk."""
+    """Write a file with torch that has a sparse storage of `nbytes`."""
     path = tmp_path / name
     with torch.serialization.skip_data():
         torch.save({"big": torch.empty(nbytes, dtype=torch.uint8), "after": torch.ones(3)}, path)
     return path
 
 
-def is_like(pieces: Pieces, path: Path) -> bool:
-    """Whether the pieces are as the file; the bytes of spans, which lie in holes, are not read."""
+def equals_file(pieces: Pieces, path: Path) -> bool:
+    """Return True if the pieces equal the file; the bytes of spans are holes, and are not read."""
     at = 0
     with open(path, "rb") as file:
         for piece in pieces:
@@ -236,17 +236,17 @@ def all_new(archive: Archive) -> list[NewRecord]:
 
 
 @pytest.mark.parametrize("size", [U32 - 1, U32, U32 + 70, None])
-def test_storages_beyond_four_gibibytes(tmp_path: Path, size: int | None) -> None:
-    """Headers, descriptors and directory of zip64 records, as torch writes them; one begins where they begin."""
+def test_storages_of_four_gibibytes_match_torch(tmp_path: Path, size: int | None) -> None:
+    """Headers, descriptors and directory of zip64 records match torch; one record starts at the limit."""
     if size is None:
         size = U32 - 16 - read_archive(str(sparse(tmp_path, "big.pt", 1 << 31))).by_name["big/data/0"].data
     path = sparse(tmp_path, "big.pt", size)
     archive = read_archive(str(path))
     assert archive.by_name["big/data/1"].start >= U32
-    assert is_like(layout_archive(None, all_new(archive)), path)
+    assert equals_file(layout_archive(None, all_new(archive)), path)
 
 
-def test_the_descriptor_of_a_large_record_with_another_behind_it_that_is_none_any_more(tmp_path: Path) -> None:
+def test_a_zip64_descriptor_is_read_if_the_next_record_is_removed(tmp_path: Path) -> None:
     path = sparse(tmp_path, "big.pt", U32 + 70)
     archive = read_archive(str(path))
     pieces = layout_behind(archive, [record for record in archive.records if record.name != "big/data/1"])
@@ -259,21 +259,21 @@ def test_the_descriptor_of_a_large_record_with_another_behind_it_that_is_none_an
 
 @pytest.mark.parametrize("size", [U32 - 100_000, U32 - 1])
 @pytest.mark.parametrize("more", [200_000, 3200 * 64])
-def test_records_that_move_across_four_gibibytes(tmp_path: Path, size: int, more: int) -> None:
-    """Or beyond them; by whole alignments, or others."""
+def test_records_moved_across_four_gibibytes_match_torch(tmp_path: Path, size: int, more: int) -> None:
+    """Or past the limit; by a multiple of the alignment or not."""
     path = sparse(tmp_path, "big.pt", size)
     archive = read_archive(str(path))
     first = archive.records[0]
     longer: list[Record | NewRecord] = [NewRecord(first.name, bytes(first.nbytes + more)), *archive.records[1:]]
     pieces = layout_archive(archive, longer)
     moved = tmp_path / "moved.pt"
-    ends = 1 << 16  # of each span; what lies between is the big storage, and stays a hole
+    ends = 1 << 16  # of each span; the rest is the large storage, and stays a hole
     with open(moved, "wb") as out, open(path, "rb") as file:
         for piece in pieces:
             if isinstance(piece.data, bytes):
                 out.write(piece.data)
                 continue
-            if isinstance(piece.data, Lazy):  # a checksum that is known by now
+            if isinstance(piece.data, Lazy):  # a checksum that is computed by now
                 out.writelines(content(piece.data))
                 continue
             file.seek(piece.data.offset)
@@ -287,9 +287,9 @@ def test_records_that_move_across_four_gibibytes(tmp_path: Path, size: int, more
     after = changed.by_name["big/data/1"]
     assert after.start >= U32
     assert after.data % 64 == 0
-    assert is_like(layout_archive(None, all_new(changed)), moved)
+    assert equals_file(layout_archive(None, all_new(changed)), moved)
     reader: Any = torch._C.PyTorchFileReader(str(moved))
     assert reader.get_record_offset("data/1") == after.data
     assert read_record(changed, changed.by_name["big/version"], 100) == b"3\n"
     original = NewRecord("big/data.pkl", read_record(archive, archive.records[0], 1000))
-    assert is_like(layout_archive(changed, [original, *changed.records[1:]]), path)
+    assert equals_file(layout_archive(changed, [original, *changed.records[1:]]), path)

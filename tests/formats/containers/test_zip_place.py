@@ -1,4 +1,4 @@
-"""Where storages lie, told from the directory alone: torch's own archives are the oracle."""
+"""Offsets of storages computed from the directory alone, with torch's archives as the oracle."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ckpttool.formats.zip_read import U32, data_of, is_storage, read_archive
 
 
 @pytest.mark.parametrize("sizes", [[1, 0, 33, 64, 5000], [U32 - 1, 7], [U32, 7], [1 << 31, 1 << 31, U32 + 70, 7]])
-def test_every_storage_that_torch_writes_is_told_from_its_place_and_its_size(tmp_path: Path, sizes: list[int]) -> None:
-    """Beyond four gibibytes too: the large ones are sparse."""
+def test_computed_offsets_match_torch(tmp_path: Path, sizes: list[int]) -> None:
+    """Also beyond four gibibytes: large storages are sparse."""
     with torch.serialization.skip_data():
         torch.save({str(n): torch.empty(size, dtype=torch.uint8) for n, size in enumerate(sizes)}, tmp_path / "a.pt")
     archive = read_archive(str(tmp_path / "a.pt"))
@@ -25,8 +25,8 @@ def test_every_storage_that_torch_writes_is_told_from_its_place_and_its_size(tmp
         assert data_of(*place, record.end - 1) is None
 
 
-def test_a_storage_that_begins_at_the_end_of_four_gibibytes(tmp_path: Path) -> None:
-    """From there on its header holds its place in 64 bits."""
+def test_an_offset_of_four_gibibytes_is_computed(tmp_path: Path) -> None:
+    """From this offset on, the header stores it in 64 bits."""
     sizes = [1 << 31, 7]
     for _ in range(2):
         with torch.serialization.skip_data():
@@ -38,8 +38,8 @@ def test_a_storage_that_begins_at_the_end_of_four_gibibytes(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("length", range(1, 66))
-def test_wherever_the_name_ends(tmp_path: Path, length: int) -> None:
-    """The name of the archive, which stands in that of each record, moves the data through a whole alignment."""
+def test_offsets_are_computed_for_names_of_any_length(tmp_path: Path, length: int) -> None:
+    """The name of each record includes the archive's name, so its length covers every alignment of the data."""
     path = tmp_path / f"{'n' * length}.pt"
     torch.save({"w": torch.ones(3)}, path)
     (record,) = (one for one in read_archive(str(path)).records if is_storage(one.name.encode()))
