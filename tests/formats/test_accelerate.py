@@ -1,4 +1,4 @@
-"""Folders that accelerate saves under FSDP: what it wrote itself is read as the one checkpoint that it is, and back."""
+"""FSDP checkpoints that accelerate wrote are read as one checkpoint, and accelerate loads what ckpttool writes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from torch_version import needs_torch
 
 SCRIPT = SUPPORT / "accelerate_run.py"
 WHOLE = [kind for kind in KINDS if "LOCAL" not in kind]
-BESIDE = ["random_states_0.pkl", "random_states_1.pkl", "scheduler.bin"]
-DROPPED = [word for name in BESIDE for word in ("--drop", name)]
+OTHER_FILES = ["random_states_0.pkl", "random_states_1.pkl", "scheduler.bin"]
+DROPPED = [word for name in OTHER_FILES for word in ("--drop", name)]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What accelerate saved, a folder for each of `KINDS`."""
+    """Save a folder with accelerate for each of `KINDS`."""
     needs_torch("2.7", "fully_shard without a GPU")
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     folder = tmp_path_factory.mktemp("accelerate")
@@ -38,36 +38,36 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def same(left: Any, right: Any, way: str = "") -> None:
+def same(left: Any, right: Any, path: str = "") -> None:
     if isinstance(left, dict):
-        assert set(left) == set(right), way
+        assert set(left) == set(right), path
         for key, value in left.items():
-            same(value, right[key], f"{way}.{key}")
+            same(value, right[key], f"{path}.{key}")
     elif isinstance(left, torch.Tensor):
-        assert left.dtype == right.dtype, way
-        assert torch.equal(left, right), way
+        assert left.dtype == right.dtype, path
+        assert torch.equal(left, right), path
     else:
-        assert left == right, way
+        assert left == right, path
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_one_checkpoint(saved: Path, run: Run, tmp_path: Path, kind: str) -> None:
+def test_a_folder_is_converted_with_model_and_optimizer(saved: Path, run: Run, tmp_path: Path, kind: str) -> None:
     out, expected = tmp_path / "whole.pt", torch.load(saved / f"{kind}.pt")
     done = run("remap", saved / kind, "-o", out, *DROPPED, "--verify")
     assert done.status == 0, done.err
-    made = torch.load(out)
-    same(made["model"], expected["model"])
-    same(made["optimizer"]["state"], expected["optimizer"]["state"])
+    found = torch.load(out)
+    same(found["model"], expected["model"])
+    same(found["optimizer"]["state"], expected["optimizer"]["state"])
     assert run("diff", saved / kind, saved / f"{kind}.pt", "--values").status == 0
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "SHARDED" in kind])
-def test_the_bytes_of_merge_weights(saved: Path, run: Run, tmp_path: Path, kind: str) -> None:
+def test_convert_writes_the_same_bytes_as_merge_fsdp_weights(saved: Path, run: Run, tmp_path: Path, kind: str) -> None:
     merge = pytest.importorskip("accelerate.utils").merge_fsdp_weights
-    folder, ours = saved / kind / "pytorch_model_fsdp_0", tmp_path / "ours.safetensors"
-    merge(folder, tmp_path / "theirs")
-    assert run("convert", folder, "-o", ours).status == 0
-    assert tensor_bytes(ours) == tensor_bytes(tmp_path / "theirs/model.safetensors")
+    folder, out = saved / kind / "pytorch_model_fsdp_0", tmp_path / "out.safetensors"
+    merge(folder, tmp_path / "merged")
+    assert run("convert", folder, "-o", out).status == 0
+    assert tensor_bytes(out) == tensor_bytes(tmp_path / "merged/model.safetensors")
 
 
 ADAM = {"state": {0: {"step": torch.ones(1)}}, "param_groups": [{"params": [0]}]}
@@ -87,10 +87,10 @@ ADAM = {"state": {0: {"step": torch.ones(1)}}, "param_groups": [{"params": [0]}]
         ),
     ],
 )
-def test_of_several_models_each_has_its_sections(tmp_path: Path, run: Run, files: Any, sections: list[str]) -> None:
+def test_each_model_has_its_own_sections(tmp_path: Path, run: Run, files: Any, sections: list[str]) -> None:
     for name, state in files.items():
         torch.save(state, tmp_path / f"{name}.bin")
-    (tmp_path / "optimizer").write_text("no folder of accelerate's")
+    (tmp_path / "optimizer").write_text("not a folder")
     (tmp_path / "pytorch_model_fsdp_9.bin").mkdir()
     done = run("inspect", tmp_path, "--format", "json")
     assert [section["path"] for section in done.data["sections"]] == sections
@@ -113,7 +113,7 @@ def test_of_several_models_each_has_its_sections(tmp_path: Path, run: Run, files
         ("pytorch_model_fsdp", {"a": {"w": torch.ones(2)}, "epoch": 3}, "is not expected there @ {}::epoch"),
     ],
 )
-def test_a_part_that_is_none_is_named(tmp_path: Path, run: Run, name: str, content: Any, problem: str) -> None:
+def test_an_invalid_part_is_reported(tmp_path: Path, run: Run, name: str, content: Any, problem: str) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model_fsdp_1.bin")
     torch.save(content, tmp_path / f"{name}.bin")
     done = run("inspect", tmp_path)
@@ -122,18 +122,20 @@ def test_a_part_that_is_none_is_named(tmp_path: Path, run: Run, name: str, conte
     assert problem.format(tmp_path / f"{name}.bin") in done.err
 
 
-def test_what_lies_beside_is_refused_by_name_or_carried(saved: Path, run: Run, tmp_path: Path) -> None:
+def test_other_files_are_refused_or_copied(saved: Path, run: Run, tmp_path: Path) -> None:
     done = run("remap", saved / KINDS[0], "-o", tmp_path / "whole.pt")
     assert done.status == 1
     assert " ".join(DROPPED) in done.err
     done = run("remap", saved / KINDS[0], "-o", tmp_path / "whole.dcp")
     assert done.status == 0, done.err
-    assert sorted(BESIDE) == sorted(p.name for p in (tmp_path / "whole.dcp").iterdir() if "distcp" not in p.name)[1:]
+    assert (
+        sorted(OTHER_FILES) == sorted(p.name for p in (tmp_path / "whole.dcp").iterdir() if "distcp" not in p.name)[1:]
+    )
     assert run("diff", tmp_path / "whole.dcp", saved / KINDS[0], "--values").status == 0
 
 
-def test_weights_beside_are_named(saved: Path, run: Run, tmp_path: Path) -> None:
-    """The Trainer saves the weights once more, for `from_pretrained`."""
+def test_a_second_copy_of_the_weights_is_reported(saved: Path, run: Run, tmp_path: Path) -> None:
+    """The Trainer also saves the weights for `from_pretrained`."""
     folder = shutil.copytree(saved / WHOLE[-1], tmp_path / "checkpoint-2")
     save_file({"other": torch.ones(2)}, folder / "model.safetensors")
     (folder / "trainer_state.json").write_text("{}")
@@ -145,11 +147,11 @@ def test_weights_beside_are_named(saved: Path, run: Run, tmp_path: Path) -> None
     same(load_file(out), torch.load(saved / f"{WHOLE[-1]}.pt")["model"])
 
 
-def test_accelerate_loads_what_is_written(saved: Path) -> None:
+def test_accelerate_loads_a_written_folder(saved: Path) -> None:
     same(torch.load(saved / "loaded.pt"), torch.load(saved / f"{LOADED}.pt"))
 
 
-def test_files_of_ranks_are_named_together(saved: Path, run: Run, tmp_path: Path) -> None:
+def test_rank_files_are_listed_as_a_glob(saved: Path, run: Run, tmp_path: Path) -> None:
     done = run("inspect", saved / "1 LOCAL_STATE_DICT")
     assert done.status == 2
     glob = f"{saved}/1 LOCAL_STATE_DICT/pytorch_model_fsdp_rank*.bin"

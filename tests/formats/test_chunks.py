@@ -1,4 +1,4 @@
-"""Chunks of tensors: any partition gives the tensor back, and anything else is refused."""
+"""Chunks of tensors: any partition assembles to the tensor, and anything else is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @st.composite
 def partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
-    """A shape and boxes that cover it, cut along every dimension, and perhaps differently in each half."""
+    """Draw a shape and boxes that partition it along every dimension, possibly differently in each half."""
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
     boxes: list[Box] = [(tuple(0 for _ in shape), shape)]
     for _ in range(draw(st.integers(0, 6))):
@@ -63,7 +63,7 @@ def problem(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
 
 @settings(max_examples=60, deadline=None)
 @given(partitions(), st.booleans(), st.sampled_from([1, 40, 1 << 24]))
-def test_any_partition_gives_the_tensor_back(
+def test_any_partition_assembles_to_the_tensor(
     tmp_path_factory: pytest.TempPathFactory, cut: tuple[tuple[int, ...], list[Box]], transposed: bool, slab: int
 ) -> None:
     shape, boxes = cut
@@ -79,7 +79,7 @@ def test_any_partition_gives_the_tensor_back(
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 3)] * 4), max_size=6))
-def test_a_cover_holds_every_element_once(drawn: list[Any]) -> None:
+def test_a_cover_is_accepted_if_it_holds_every_element_once(drawn: list[Any]) -> None:
     shape = (3, 3)
     boxes: list[Box] = [((a, b), (h, w)) for a, b, h, w in drawn]
     counts = dict.fromkeys(product(range(3), range(3)), 0)
@@ -96,7 +96,7 @@ def test_a_cover_holds_every_element_once(drawn: list[Any]) -> None:
 def test_a_cover_with_one_changed_box_is_refused(
     cut: tuple[tuple[int, ...], list[Box]], which: int, dim: int, of: int, by: int
 ) -> None:
-    """A moved box holds some elements twice or is outside; a resized one holds fewer or more elements."""
+    """A moved box overlaps another one or is outside; a resized box changes the number of elements."""
     shape, boxes = cut
     which, dim = which % len(boxes), dim % len(shape)
     changed = [list(part) for part in boxes[which]]
@@ -119,11 +119,11 @@ def test_a_cover_with_one_changed_box_is_refused(
 
 
 @pytest.mark.parametrize("boxes", [[((0,), (4,))], [((0, 0, 0), (4, 1, 1))], [((0, 0), (4,))], [((), ())]])
-def test_a_box_with_other_dimensions_is_not_inside(boxes: list[Box]) -> None:
+def test_a_box_with_another_number_of_dimensions_is_refused(boxes: list[Box]) -> None:
     assert "is not inside [4, 1]" in str(problem((4, 1), boxes))
 
 
-def test_a_chunk_that_is_another_tensor(tmp_path: Path) -> None:
+def test_a_chunk_of_another_dtype_or_shape_is_refused(tmp_path: Path) -> None:
     item = saved(tmp_path, torch.ones(4), [((0,), (4,))])
     ((_, place),) = item.chunks
     for wrong in (
@@ -135,20 +135,20 @@ def test_a_chunk_that_is_another_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ({"a": torch.ones(2), "b": torch.ones(2)}, "not one tensor instead of a chunk of w"),
         (torch.ones(2).to_sparse(), r"sparse_coo float32 \[2\] instead of"),
         (None, "data"),
     ],
 )
-def test_a_chunk_that_is_not_a_dense_tensor(tmp_path: Path, value: Any, said: str) -> None:
+def test_a_chunk_that_is_not_a_dense_tensor_is_refused(tmp_path: Path, value: Any, message: str) -> None:
     if value is None:
         (tmp_path / "data").write_bytes(b"junk" * 100)
     else:
         torch.save(value, tmp_path / "data")
     place = Place("data", 0, (tmp_path / "data").stat().st_size)
-    with pytest.raises(CkptError, match=said):
+    with pytest.raises(CkptError, match=message):
         data(tmp_path, TensorItem("float32", (2,), ((Chunk((0,), (2,)), place),)))
 
 

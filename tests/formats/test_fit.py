@@ -1,4 +1,4 @@
-"""From one format to another: nothing is lost unsaid, and what has no place is refused by name."""
+"""Conversions between formats: losses are reported, and entries that the output cannot hold are refused."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Remap = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def remap(run: Run) -> Remap:
-    """Runs `remap`; gives its exit status, and all that it said."""
+    """Run `remap`, and return its exit status and its output."""
     return lambda *args: run("remap", *args).said
 
 
-def test_strided_views_are_gathered(tmp_path: Path, remap: Remap) -> None:
+def test_strided_views_become_contiguous(tmp_path: Path, remap: Remap) -> None:
     whole = torch.arange(24.0).reshape(4, 6)
     state = {"t": whole.t(), "part": torch.arange(10)[2:5], "broad": torch.ones(1).expand(3), "scalar": torch.tensor(7)}
     torch.save(state, tmp_path / "in.pt")
@@ -40,55 +40,55 @@ def test_strided_views_are_gathered(tmp_path: Path, remap: Remap) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"step": "3"}])
-def test_safetensors_become_torch_files(tmp_path: Path, remap: Remap, more: dict[str, str]) -> None:
+def test_safetensors_are_converted_to_torch_files(tmp_path: Path, remap: Remap, more: dict[str, str]) -> None:
     state = {"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": torch.zeros((), dtype=torch.int64), "e": torch.empty(0)}
     save_file(state, tmp_path / "in.safetensors", metadata={"format": "pt", **more})
-    status, said = remap(tmp_path / "in.safetensors", "-o", tmp_path / "out.pt", "--verify")
+    status, output = remap(tmp_path / "in.safetensors", "-o", tmp_path / "out.pt", "--verify")
     found = torch.load(tmp_path / "out.pt", weights_only=True, mmap=True)
     assert status == 0
     assert found.keys() == state.keys()
     assert all(torch.equal(found[k], state[k]) and found[k].dtype == state[k].dtype for k in state)
-    assert ("__metadata__ is left out" in said) == bool(more)
+    assert ("__metadata__ is left out" in output) == bool(more)
 
 
-def test_a_tensor_that_is_called_as_a_framework_is_gets_no_second_name(tmp_path: Path, remap: Remap) -> None:
-    """``"format": "pt"`` says who wrote the file, and is no alias of a tensor ``pt``."""
+def test_the_format_in_the_metadata_is_not_an_alias(tmp_path: Path, remap: Remap) -> None:
+    """``"format": "pt"`` names the framework; it is not an alias of a tensor ``pt``."""
     save_file({"pt": torch.ones(2), "w": torch.ones(1)}, tmp_path / "in.safetensors", metadata={"format": "pt"})
     assert remap(tmp_path / "in.safetensors", "-o", tmp_path / "out.pt", "--verify")[0] == 0
     assert torch.load(tmp_path / "out.pt").keys() == {"pt", "w"}
 
 
-def test_module_versions_that_are_left_out_are_said(tmp_path: Path, remap: Remap) -> None:
+def test_omitted_module_versions_are_reported(tmp_path: Path, remap: Remap) -> None:
     torch.save(nn.BatchNorm1d(2).state_dict(), tmp_path / "in.pt")
-    status, said = remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors")
+    status, output = remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors")
     assert status == 0
-    assert "_metadata" in said
+    assert "_metadata" in output
 
 
-def test_aliases_are_refused_or_recorded_and_come_back(tmp_path: Path, remap: Remap) -> None:
+def test_aliases_are_refused_or_recorded_and_restored(tmp_path: Path, remap: Remap) -> None:
     weight = torch.ones(2, 2)
     torch.save({"a": weight, "b": weight, "c": torch.zeros(1)}, tmp_path / "in.pt")
-    status, said = remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors")
+    status, output = remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors")
     assert status == 1
-    assert "the same tensor as a @ b" in said
-    assert "--keep-aliases" in said
+    assert "the same tensor as a @ b" in output
+    assert "--keep-aliases" in output
     assert not (tmp_path / "out.safetensors").exists()
     assert remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors", "--keep-aliases")[0] == 0
     with safe_open(tmp_path / "out.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "b": "a"}
         assert sorted(file.keys()) == ["a", "c"]
-    status, said = remap(tmp_path / "out.safetensors", "-o", tmp_path / "back.pt")
+    status, output = remap(tmp_path / "out.safetensors", "-o", tmp_path / "back.pt")
     found = torch.load(tmp_path / "back.pt")
-    assert "__metadata__" not in said
+    assert "__metadata__" not in output
     assert found["b"].data_ptr() == found["a"].data_ptr()
 
 
-def test_views_that_overlap_in_part_are_refused(tmp_path: Path, remap: Remap) -> None:
+def test_partially_overlapping_views_are_refused(tmp_path: Path, remap: Remap) -> None:
     whole = torch.arange(6.0)
     torch.save({"a": whole[:4], "b": whole[2:]}, tmp_path / "in.pt")
-    status, said = remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors")
+    status, output = remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors")
     assert status == 1
-    assert "@ b" in said
+    assert "@ b" in output
 
 
 def training(folder: Path) -> Path:
@@ -99,22 +99,22 @@ def training(folder: Path) -> Path:
     return folder / "train.pt"
 
 
-def test_what_is_no_tensor_is_refused_by_name(tmp_path: Path, remap: Remap) -> None:
+def test_non_tensor_entries_are_refused_by_name(tmp_path: Path, remap: Remap) -> None:
     path = training(tmp_path)
-    status, said = remap(path, "-o", tmp_path / "out.safetensors")
+    status, output = remap(path, "-o", tmp_path / "out.safetensors")
     assert status == 1
-    assert "not a tensor @ epoch" in said
-    assert "not a tensor @ args" in said
-    assert f"{path}::model" in said
+    assert "not a tensor @ epoch" in output
+    assert "not a tensor @ args" in output
+    assert f"{path}::model" in output
 
 
 @pytest.mark.parametrize("how", ["section", "drop"])
-def test_the_model_alone_fits(tmp_path: Path, remap: Remap, how: str) -> None:
+def test_the_model_alone_is_converted(tmp_path: Path, remap: Remap, how: str) -> None:
     path = training(tmp_path)
     operand = f"{path}::model" if how == "section" else path
     drops = [] if how == "section" else ["--drop", "optimizer", "--drop", "epoch", "--drop", "args"]
-    status, said = remap(operand, "-o", tmp_path / "out.safetensors", *drops)
-    assert status == 0, said
+    status, output = remap(operand, "-o", tmp_path / "out.safetensors", *drops)
+    assert status == 0, output
     assert sorted(load_file(tmp_path / "out.safetensors")) == ["bias", "weight"]
 
 
@@ -130,15 +130,15 @@ def test_the_model_alone_fits(tmp_path: Path, remap: Remap, how: str) -> None:
         (W, "", "it is one tensor without a name; give it one:"),
     ],
 )
-def test_a_hint_names_the_shortest_way(tmp_path: Path, remap: Remap, value: Any, section: str, hint: str) -> None:
+def test_the_hint_names_the_shortest_fix(tmp_path: Path, remap: Remap, value: Any, section: str, hint: str) -> None:
     torch.save(value, tmp_path / "in.pt")
     operand = f"{tmp_path / 'in.pt'}::{section}" if section else str(tmp_path / "in.pt")
-    status, said = remap(operand, "-o", tmp_path / "out.safetensors")
+    status, output = remap(operand, "-o", tmp_path / "out.safetensors")
     assert status == 1
-    assert hint.format(operand) in said
+    assert hint.format(operand) in output
 
 
-def test_a_file_is_not_replaced_in_place_by_one_of_another_format(tmp_path: Path) -> None:
+def test_in_place_refuses_another_format(tmp_path: Path) -> None:
     torch.save({"w": W, "w._extra_state": 3}, tmp_path / "in.pt")
     source = open_checkpoint(str(tmp_path / "in.pt"))
     save_file({"w": W}, tmp_path / "in.safetensors")
@@ -152,20 +152,20 @@ def test_a_file_is_not_replaced_in_place_by_one_of_another_format(tmp_path: Path
 
 def test_extra_state_is_refused_by_name(tmp_path: Path, remap: Remap) -> None:
     torch.save({"w": torch.ones(1), "w._extra_state": {"scale": 1.0}}, tmp_path / "in.pt")
-    status, said = remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors")
+    status, output = remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors")
     assert status == 1
-    assert "not a tensor @ w._extra_state" in said
+    assert "not a tensor @ w._extra_state" in output
     assert remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors", "--drop", "*._extra_state")[0] == 0
 
 
-def test_dtypes_that_safetensors_has_not(tmp_path: Path, remap: Remap) -> None:
+def test_dtypes_that_safetensors_lacks_are_refused(tmp_path: Path, remap: Remap) -> None:
     torch.save({"w": torch.ones(1), "z": torch.ones(1, dtype=torch.complex128)}, tmp_path / "in.pt")
-    status, said = remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors")
+    status, output = remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors")
     assert status == 1
-    assert "complex128" in said
+    assert "complex128" in output
 
 
-def test_drops(tmp_path: Path, remap: Remap) -> None:
+def test_dropped_entries_are_not_written(tmp_path: Path, remap: Remap) -> None:
     path = training(tmp_path)
     assert (
         remap(path, "-o", tmp_path / "out.pt", "--drop", "optimizer", "--drop", "epoch", "--drop", "model.bias")[0] == 0
@@ -176,14 +176,14 @@ def test_drops(tmp_path: Path, remap: Remap) -> None:
 
 
 def test_drops_that_match_nothing_are_refused(tmp_path: Path, remap: Remap) -> None:
-    status, said = remap(training(tmp_path), "-o", tmp_path / "out.pt", "--drop", "nowhere.*", "--drop", "epoch")
+    status, output = remap(training(tmp_path), "-o", tmp_path / "out.pt", "--drop", "nowhere.*", "--drop", "epoch")
     assert status == 1
-    assert "matches nothing @ nowhere.*" in said
+    assert "matches nothing @ nowhere.*" in output
     assert not (tmp_path / "out.pt").exists()
 
 
-def test_a_safetensors_file_says_that_torch_wrote_it(tmp_path: Path, remap: Remap) -> None:
-    """As `save_pretrained` does; what another safetensors file says, or leaves out, stays."""
+def test_a_safetensors_output_names_torch_as_its_format(tmp_path: Path, remap: Remap) -> None:
+    """As `save_pretrained` does; the metadata of a safetensors input is kept."""
     torch.save({"a": torch.ones(2)}, tmp_path / "in.pt")
     save_file({"a": torch.ones(2)}, tmp_path / "in.safetensors")
     for source, expected in (("in.pt", {"format": "pt"}), ("in.safetensors", None)):

@@ -1,4 +1,4 @@
-"""The mark of a form: where it is written, that nothing else is changed, and marks that are none."""
+"""The mark of the naming form: writing it changes nothing else, and invalid marks are ignored."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ MODULES = {"": {"version": 1}, "a": {"version": 2}, "zz": {"version": 3}}
 
 @pytest.mark.parametrize("modules", [None, {}, MODULES])
 @pytest.mark.parametrize("form", ["runtime", "serialized"])
-def test_a_torch_file_has_it_among_the_versions_of_its_section(form: str, modules: Any) -> None:
-    made = checkpoint(section("optimizer"), section("model", modules, form), section("ema", MODULES))
-    written = write_form(made, in_metadata=False)
+def test_a_torch_file_has_the_mark_in_the_module_versions(form: str, modules: Any) -> None:
+    before = checkpoint(section("optimizer"), section("model", modules, form), section("ema", MODULES))
+    written = write_form(before, in_metadata=False)
     assert [one.modules for one in written.sections] == [None, {**(modules or {}), MARK: {"form": form}}, MODULES]
     assert written.metadata == {}
     read = read_form(written)
@@ -34,7 +34,7 @@ def test_a_torch_file_has_it_among_the_versions_of_its_section(form: str, module
 
 
 @pytest.mark.parametrize("form", ["runtime", "serialized"])
-def test_a_file_of_tensors_has_it_in_its_metadata(form: str) -> None:
+def test_a_safetensors_file_has_the_mark_in_its_metadata(form: str) -> None:
     written = write_form(checkpoint(section("", None, form), a="0", format="pt", zz="1"), in_metadata=True)
     assert written.metadata == {"a": "0", "format": "pt", "zz": "1", MARK: form}
     read = read_form(Checkpoint("made up", "safetensors", 0, (section(""),), metadata=written.metadata))
@@ -42,20 +42,20 @@ def test_a_file_of_tensors_has_it_in_its_metadata(form: str) -> None:
 
 
 @pytest.mark.parametrize("tensors_only", [True, False])
-def test_without_one_nothing_is_written_or_read(tensors_only: bool) -> None:
-    made = checkpoint(section("", MODULES), format="pt")
-    assert write_form(made, in_metadata=tensors_only) is made
-    assert read_form(made) is made
+def test_a_checkpoint_without_a_form_is_unchanged(tensors_only: bool) -> None:
+    before = checkpoint(section("", MODULES), format="pt")
+    assert write_form(before, in_metadata=tensors_only) is before
+    assert read_form(before) is before
 
 
 @pytest.mark.parametrize(
     "mark", [None, 3, [], "runtime", {}, {"form": 3}, {"form": None}, {"form": "zz"}, {"form": ""}]
 )
-def test_a_mark_that_is_none_is_left_out(mark: Any) -> None:
+def test_an_invalid_mark_is_ignored(mark: Any) -> None:
     read = read_form(checkpoint(section("", {**MODULES, MARK: mark})))
     assert (read.sections[0].form, read.sections[0].modules) == (None, MODULES)
 
 
-def test_metadata_that_is_no_mark_is_left_out() -> None:
+def test_an_invalid_mark_in_the_metadata_is_ignored() -> None:
     read = read_form(checkpoint(section(""), **{MARK: "zz", "format": "pt"}))
     assert (read.sections[0].form, read.metadata) == (None, {"format": "pt"})

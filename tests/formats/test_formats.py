@@ -1,5 +1,5 @@
-"""One suite over every format: the index is what the reference library loads, what is written is what it loads again,
-a rename and its inverse give back the same bytes, and a conversion there and back is the identity."""
+"""One suite over every format: the index matches the reference library, which also loads every output; a rename and
+its inverse restore the same bytes, and a conversion and its inverse restore the values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MANY = "3,000 keys"
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of that dtype whose bytes are all different as far as they can be."""
+    """Return a tensor of that dtype with bytes that differ as much as possible."""
     count = math.prod(shape) * dtype.itemsize
     if dtype == torch.bool:
         return torch.arange(math.prod(shape)).remainder(2).bool().reshape(shape)
@@ -67,12 +67,12 @@ STATES: dict[str, Callable[[], State]] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """A format, how the reference library writes and loads it, and what an output of it is called."""
+    """A format: how the reference library writes and loads it, and the name of an output."""
 
     save: Callable[[State, Path], None]
     load: Callable[[Path], State]
     out: str
-    keeps_bytes: bool = True  # a rename and its inverse give back the same files
+    keeps_bytes: bool = True  # a rename and its inverse restore the same files
 
 
 def _save_sharded(state: State, folder: Path) -> None:
@@ -88,7 +88,7 @@ def _save_sharded(state: State, folder: Path) -> None:
 
 
 def _load_sharded(folder: Path) -> State:
-    if not (folder / INDEX).exists():  # what fits into one file has no index, as with save_pretrained
+    if not (folder / INDEX).exists():  # a single file has no index, as with save_pretrained
         return load_file(folder / "model.safetensors")
     index = json.loads((folder / INDEX).read_text())
     shards = {name: load_file(folder / name) for name in set(index["weight_map"].values())}
@@ -113,7 +113,7 @@ KINDS = {
     "torch_legacy": Kind(
         lambda state, path: torch.save(state, path, _use_new_zipfile_serialization=False),
         lambda path: dict(torch.load(path, weights_only=True)),
-        "",  # is not written
+        "",  # read only
     ),
 }
 WRITTEN = [kind for kind in KINDS if KINDS[kind].out]
@@ -124,8 +124,8 @@ def assert_equal(left: State, right: State) -> None:
     assert left.keys() == right.keys()
     for key in left:
         assert (left[key].dtype, left[key].shape) == (right[key].dtype, right[key].shape), key
-        mine, theirs = (t.contiguous().reshape(-1).view(torch.uint8) for t in (left[key], right[key]))
-        assert torch.equal(mine, theirs), key
+        both = (t.contiguous().reshape(-1).view(torch.uint8) for t in (left[key], right[key]))
+        assert torch.equal(*both), key
 
 
 def source(kind: str, state: State, folder: Path) -> Path:
@@ -147,7 +147,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("kind", "name"), [p for p in itertools.product(KINDS, STATES) if p not in UNLOADABLE])
-def test_the_index_is_what_the_reference_library_loads(kind: str, name: str, tmp_path: Path) -> None:
+def test_the_index_matches_the_reference_library(kind: str, name: str, tmp_path: Path) -> None:
     state = STATES[name]()
     path = source(kind, state, tmp_path)
     checkpoint = open_checkpoint(str(path))
@@ -161,7 +161,9 @@ def test_the_index_is_what_the_reference_library_loads(kind: str, name: str, tmp
 
 @pytest.mark.parametrize("name", [name for name in STATES if name != MANY])
 @pytest.mark.parametrize(("kind", "target"), [pair for pair in itertools.permutations(KINDS, 2) if pair[1] in WRITTEN])
-def test_a_conversion_loads_and_its_way_back_is_the_identity(kind: str, target: str, name: str, tmp_path: Path) -> None:
+def test_a_conversion_loads_and_its_inverse_restores_the_values(
+    kind: str, target: str, name: str, tmp_path: Path
+) -> None:
     state = STATES[name]()
     path = source(kind, state, tmp_path)
     there = remap(path, target, tmp_path, "--verify")
@@ -172,7 +174,7 @@ def test_a_conversion_loads_and_its_way_back_is_the_identity(kind: str, target: 
 
 
 @pytest.mark.parametrize(("kind", "name"), list(itertools.product(WRITTEN, STATES)))
-def test_a_rename_loads_and_its_inverse_gives_back_the_bytes(kind: str, name: str, tmp_path: Path) -> None:
+def test_a_rename_loads_and_its_inverse_restores_the_bytes(kind: str, name: str, tmp_path: Path) -> None:
     state = STATES[name]()
     path = source(kind, state, tmp_path)
     renamed = remap(path, kind, tmp_path, "--rule", "{k*} => deep.er.{k*}")
@@ -183,9 +185,9 @@ def test_a_rename_loads_and_its_inverse_gives_back_the_bytes(kind: str, name: st
         assert contents(back) == contents(path)
 
 
-def test_shared_and_strided_tensors_stay_so_where_the_format_holds_them(tmp_path: Path) -> None:
+def test_shared_and_strided_tensors_stay_so_in_torch_files(tmp_path: Path) -> None:
     base = torch.arange(12.0).reshape(3, 4)
-    state = {"base": base, "tied": base, "column": base[:, 1], "turned": base.t()}
+    state = {"base": base, "tied": base, "column": base[:, 1], "transposed": base.t()}
     torch.save(state, tmp_path / "in.pt")
     loaded = _load_zip(remap(tmp_path / "in.pt", "torch_zip", tmp_path, "--rule", "{k} => m.{k}"))
     assert_equal(loaded, {f"m.{key}": tensor for key, tensor in state.items()})

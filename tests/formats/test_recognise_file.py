@@ -1,4 +1,4 @@
-"""Every kind of file that people point a checkpoint tool at is told by its content, and the error says what to do."""
+"""Files are recognized by content; for a file that is not a checkpoint the error says what to do."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def exported() -> bytes:
     return written(torch.export.save, torch.export.export(Doubling(), (torch.ones(2),)))
 
 
-def found_in(tmp_path, data: bytes, name: str = "model.bin") -> str:
+def format_of(tmp_path, data: bytes, name: str = "model.bin") -> str:
     (tmp_path / name).write_bytes(data)
     return sniff(str(tmp_path / name))
 
@@ -82,15 +82,15 @@ def found_in(tmp_path, data: bytes, name: str = "model.bin") -> str:
         (lambda: written(torch.jit.save, torch.jit.script(Doubling())), "torchscript"),
     ],
 )
-def test_formats_are_told_by_content(tmp_path, make, expected):
-    assert found_in(tmp_path, make(), "misleading.html") == expected
+def test_formats_are_recognized_by_content(tmp_path, make, expected):
+    assert format_of(tmp_path, make(), "misleading.html") == expected
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 4265\n"
 
 
 @pytest.mark.parametrize(
-    ("make", "what", "hint"),
+    ("make", "kind", "hint"),
     [
         (lambda: b"", "is empty", "again"),
         (lambda: LFS, "is a Git LFS pointer", "git lfs pull --include"),
@@ -125,25 +125,25 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 4265
         (lambda: b"\x01", "is not a checkpoint that ckpttool knows", "safetensors"),
     ],
 )
-def test_everything_else_is_named(tmp_path, make, what, hint):
+def test_other_files_are_errors_with_a_hint(tmp_path, make, kind, hint):
     with pytest.raises(CkptError) as caught:
-        found_in(tmp_path, make())
+        format_of(tmp_path, make())
     assert caught.value.exit_status == 2
-    assert what in caught.value.message
+    assert kind in caught.value.message
     assert hint in caught.value.hint
 
 
-def test_the_index_of_a_sharded_checkpoint(tmp_path):
-    assert found_in(tmp_path, json.dumps({"metadata": {}, "weight_map": {"a": "b"}}, indent=2).encode()) == "sharded"
+def test_the_index_of_a_sharded_checkpoint_is_recognized(tmp_path):
+    assert format_of(tmp_path, json.dumps({"metadata": {}, "weight_map": {"a": "b"}}, indent=2).encode()) == "sharded"
 
 
-def test_broken_safetensors_go_to_their_reader_which_says_how(tmp_path):
+def test_broken_safetensors_are_recognized(tmp_path):
     data = save({"a": torch.ones(2)})
-    assert found_in(tmp_path, data[:20]) == "safetensors"
-    assert found_in(tmp_path, b"\xff" * 8 + data[8:]) == "safetensors"
+    assert format_of(tmp_path, data[:20]) == "safetensors"
+    assert format_of(tmp_path, b"\xff" * 8 + data[8:]) == "safetensors"
 
 
-def test_what_is_not_there(tmp_path):
+def test_missing_files_are_errors(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"x")
     with pytest.raises(CkptError, match="no such file") as caught:
         sniff(str(tmp_path / "modle.safetensor"))
@@ -159,7 +159,7 @@ def test_what_is_not_there(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_forbidden_file(tmp_path):
+def test_a_file_without_permission_is_an_error(tmp_path):
     (tmp_path / "a.pt").write_bytes(b"x")
     (tmp_path / "a.pt").chmod(0)
     with pytest.raises(CkptError, match="cannot read"):

@@ -1,4 +1,4 @@
-"""What a folder holds, and that names from a file of a stranger stay in it."""
+"""Recognition of folders; file names from an untrusted index cannot leave the folder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def put(folder: Path, *names: str) -> Path:
         ([".metadata", "__0_0.distcp", "train.pt"], "dcp", ""),
     ],
 )
-def test_the_one_checkpoint(tmp_path: Path, names: list[str], format: str, found: str) -> None:
+def test_the_only_checkpoint_is_found(tmp_path: Path, names: list[str], format: str, found: str) -> None:
     located = locate(str(put(tmp_path, *names)))
     assert located.format == format
     assert found in located.path
@@ -71,7 +71,7 @@ def test_the_one_checkpoint(tmp_path: Path, names: list[str], format: str, found
             "pytorch_model_fsdp_rank*.bin",
         ),
         (["optimizer_rank0.bin"], "holds files of ranks", "optimizer_rank*.bin"),
-        (  # scheduler.bin is no checkpoint where there is another
+        (  # scheduler.bin is not a checkpoint if there is another one
             ["optimizer_0/.metadata", "weights/.metadata", "random_states_0.pkl", "scheduler.bin"],
             "holds several checkpoints, each in its own folder",
             "weights",
@@ -100,21 +100,21 @@ def test_the_one_checkpoint(tmp_path: Path, names: list[str], format: str, found
         ),
     ],
 )
-def test_what_is_none_is_named(tmp_path: Path, names: list[str], message: str, hint: str) -> None:
+def test_a_folder_without_a_checkpoint_is_an_error(tmp_path: Path, names: list[str], message: str, hint: str) -> None:
     with pytest.raises(CkptError, match=message) as caught:
         open_checkpoint(str(put(tmp_path, *names)))
     assert hint in caught.value.hint
     assert caught.value.exit_status == 2
 
 
-def test_a_step_that_is_a_file_is_none(tmp_path: Path) -> None:
+def test_a_step_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     put(tmp_path, "latest", "global_step5/mp_rank_00_model_states.pt")
     (tmp_path / "latest").write_text("latest")
     with pytest.raises(CkptError, match="the step 'latest' that its file `latest` names is not there"):
         open_checkpoint(str(tmp_path))
 
 
-def test_files_are_told_from_folders_of_their_name(tmp_path: Path) -> None:
+def test_folders_with_names_of_files_are_ignored(tmp_path: Path) -> None:
     put(
         tmp_path,
         "pytorch_model_fsdp.bin",
@@ -124,8 +124,8 @@ def test_files_are_told_from_folders_of_their_name(tmp_path: Path) -> None:
         "train.pt",
         "training_args.bin",
     )
-    before = [other_weights, state_files, other_files]
-    found = [names(str(tmp_path)) for names in before]
+    functions = [other_weights, state_files, other_files]
+    found = [names(str(tmp_path)) for names in functions]
     assert found == [
         ("model.safetensors", "train.pt"),
         ("own.pkl", "scheduler.bin", "training_args.bin"),
@@ -133,7 +133,7 @@ def test_files_are_told_from_folders_of_their_name(tmp_path: Path) -> None:
     ]
     for name in ("other.safetensors", "sampler.bin", "sampler.pkl"):
         (tmp_path / name).mkdir()
-    assert [names(str(tmp_path)) for names in before] == found
+    assert [names(str(tmp_path)) for names in functions] == found
 
 
 @pytest.mark.parametrize(
@@ -149,12 +149,12 @@ def test_files_are_told_from_folders_of_their_name(tmp_path: Path) -> None:
         ("config.json", True),
     ],
 )
-def test_parts_of_one_checkpoint(tmp_path: Path, name: str, whole: bool) -> None:
+def test_shards_and_indexes_are_parts_of_a_checkpoint(tmp_path: Path, name: str, whole: bool) -> None:
     assert is_part(str(tmp_path), ["a.txt", name]) is not whole
 
 
-def test_what_a_new_checkpoint_takes_the_place_of(tmp_path: Path) -> None:
-    """The files of one like it, and nothing that lies other_files."""
+def test_files_of_the_same_kind_are_replaced(tmp_path: Path) -> None:
+    """A new checkpoint replaces the files of the same kind, and no other files."""
     others = [".gitattributes", "zz", "config.json", "train.pt"]
     bins = ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"]
     safe = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
@@ -166,7 +166,7 @@ def test_what_a_new_checkpoint_takes_the_place_of(tmp_path: Path) -> None:
     assert checkpoint_files(str(tmp_path / "none"), ".metadata") == set()
 
 
-def test_several_are_listed(tmp_path: Path) -> None:
+def test_several_checkpoints_are_listed(tmp_path: Path) -> None:
     put(tmp_path, "model.safetensors", "pytorch_model.bin", "model.safetensors.index.json")
     with pytest.raises(CkptError, match="several checkpoints") as caught:
         locate(str(tmp_path))
@@ -178,7 +178,7 @@ def test_several_are_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["../a", "/etc/passwd", "x/../../a", "", "a\0b", "..\\a", "./a", "a//b", "out.safetensors", "way/a"]
 )
-def test_names_that_leave_the_folder(tmp_path: Path, name: str) -> None:
+def test_names_that_leave_the_folder_are_unsafe(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     (tmp_path / "secret").write_text("x")
@@ -187,14 +187,14 @@ def test_names_that_leave_the_folder(tmp_path: Path, name: str) -> None:
     assert safe_path(str(folder), name) is None
 
 
-def test_names_that_stay(tmp_path: Path) -> None:
+def test_names_inside_the_folder_are_safe(tmp_path: Path) -> None:
     (tmp_path / "real").write_text("x")
     (tmp_path / "link").symlink_to("real")
     assert safe_path(str(tmp_path), "sub/model.safetensors") == str(tmp_path / "sub/model.safetensors")
     assert safe_path(str(tmp_path), "link") == str(tmp_path / "link")
 
 
-def test_the_links_of_a_hugging_face_cache_stay(tmp_path: Path) -> None:
+def test_links_of_a_hugging_face_cache_are_followed(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
     blobs = tmp_path / "models--org--name" / "blobs"
     for folder in (snapshot, blobs):
@@ -209,7 +209,7 @@ def test_the_links_of_a_hugging_face_cache_stay(tmp_path: Path) -> None:
     assert safe_path(str(snapshot), "bad") is None
 
 
-def test_companions_are_the_small_files_beside_the_weights(tmp_path: Path) -> None:
+def test_companions_are_the_small_files_next_to_the_weights(tmp_path: Path) -> None:
     put(tmp_path, "config.json", "tokenizer.model", "model.safetensors", "tf_model.h5", ".gitattributes", "sub/x.txt")
     (tmp_path.parent / "outside.json").write_text("{}")
     (tmp_path / "link.json").symlink_to(tmp_path.parent / "outside.json")

@@ -1,4 +1,4 @@
-"""Checkpoints of trainers as they lay them out: sections of Lightning, files and placeholders of DeepSpeed."""
+"""Notes on checkpoints of trainers: sections of Lightning, files and placeholders of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))
 
 
 class Callback:
-    """A foreign class in a checkpoint: carried, never imported."""
+    """A foreign class in a checkpoint: copied, never imported."""
 
     def __init__(self) -> None:
         self.best = torch.tensor(0.5)
@@ -43,7 +43,7 @@ def lightning(path: Path) -> dict[str, object]:
     return state
 
 
-def test_lightning_checkpoints(tmp_path):
+def test_lightning_checkpoints_have_sections(tmp_path):
     state = lightning(tmp_path / "last.ckpt")
     checkpoint = open_checkpoint(str(tmp_path / "last.ckpt"))
     kinds = {section.path: section.kind for section in checkpoint.sections}
@@ -72,7 +72,7 @@ def inspected(path: Path) -> str:
     return done.stdout + done.stderr
 
 
-def test_files_of_deepspeed_are_told_with_the_way_to_gather_them(tmp_path):
+def test_a_note_says_how_to_gather_files_of_deepspeed(tmp_path):
     common = {"ds_config": {"zero_optimization": {"stage": 3}}, "ds_version": "0.16.4"}
     placeholders = OrderedDict((key, torch.zeros(0, dtype=torch.bfloat16)) for key in ("a.weight", "a.bias"))
     placeholders["norm.running_mean"] = torch.zeros(3)
@@ -99,7 +99,7 @@ def test_files_of_deepspeed_are_told_with_the_way_to_gather_them(tmp_path):
     assert "ckpttool remap FOLDER -o whole.pt" in inspected(tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
 
-def test_placeholders_are_the_reason_of_a_diff(tmp_path):
+def test_diff_names_placeholders_as_the_reason(tmp_path):
     torch.save({"weight": torch.zeros(0), "bias": torch.zeros(2)}, tmp_path / "zero.pt")
     torch.save({"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}, tmp_path / "full.pt")
     done = subprocess.run(
@@ -112,30 +112,33 @@ def test_placeholders_are_the_reason_of_a_diff(tmp_path):
 
 
 E, ONE = (0,), (1,)
-# The shapes of a state dict, and which of them, or how many, the remarks are about; None where there is nothing to say.
-PARTS: dict[str, tuple[dict[str, tuple[int, ...]], str | None]] = {
+# The shapes of a state dict, and a part of the note; None if no note is expected.
+SHAPES: dict[str, tuple[dict[str, tuple[int, ...]], str | None]] = {
     "all empty": ({"a.weight": E, "b.weight": E}, "2 tensors have shape [0]"),
-    "one, and it is empty": ({"a.weight": E}, None),
+    "a single empty tensor": ({"a.weight": E}, None),
     "one of two is empty": ({"a.weight": E, "b.weight": (2,)}, None),
     "empty in two dimensions": ({"a.weight": (0, 3), "b.weight": (0, 3)}, None),
-    "empty, and of whole numbers": ({"a.weight": E, "b.weight": E, "n:int": E}, "2 tensors have shape [0]"),
-    "beside a larger bias": ({"a.weight": ONE, "a.bias": (3,), "c.weight": (3,)}, "a.weight next to a bias of 3"),
-    "beside the bias of another": ({"a.weight": ONE, "b.bias": (3,), "c.weight": (3,)}, None),
-    "beside a bias of one": ({"a.weight": ONE, "a.bias": ONE}, None),
-    "a bias beside a larger weight": ({"a.bias": ONE, "a.weight": (3,)}, None),
-    "a weight of whole numbers": ({"a.weight:int": ONE, "a.bias": (3,)}, None),
-    "two, one beside its bias": ({"x.weight": ONE, "a.weight": ONE, "a.bias": (3,)}, "a.weight next to a bias of 3"),
-    "most are single, a matrix too": ({"q_proj.weight": ONE, "n.weight": ONE, "m.weight": (4,)}, "as q_proj.weight"),
-    "half are single": ({"q_proj.weight": ONE, "n.weight": ONE, "m.weight": (4,), "o.weight": (4,)}, None),
-    "most are single, no matrix": ({"norm.weight": ONE, "n.weight": ONE, "m.weight": (4,)}, None),
-    "inside of a module": ({"h.0.c_fc.weight": ONE, "h.0.n.weight": ONE, "m.weight": (4,)}, "as h.0.c_fc.weight"),
+    "empty, next to integers": ({"a.weight": E, "b.weight": E, "n:int": E}, "2 tensors have shape [0]"),
+    "next to a larger bias": ({"a.weight": ONE, "a.bias": (3,), "c.weight": (3,)}, "a.weight next to a bias of 3"),
+    "next to the bias of another module": ({"a.weight": ONE, "b.bias": (3,), "c.weight": (3,)}, None),
+    "next to a bias of one element": ({"a.weight": ONE, "a.bias": ONE}, None),
+    "a bias next to a larger weight": ({"a.bias": ONE, "a.weight": (3,)}, None),
+    "an integer weight": ({"a.weight:int": ONE, "a.bias": (3,)}, None),
+    "two, one next to its bias": ({"x.weight": ONE, "a.weight": ONE, "a.bias": (3,)}, "a.weight next to a bias of 3"),
+    "mostly single elements, including a matrix": (
+        {"q_proj.weight": ONE, "n.weight": ONE, "m.weight": (4,)},
+        "as q_proj.weight",
+    ),
+    "half are single elements": ({"q_proj.weight": ONE, "n.weight": ONE, "m.weight": (4,), "o.weight": (4,)}, None),
+    "mostly single elements, without a matrix": ({"norm.weight": ONE, "n.weight": ONE, "m.weight": (4,)}, None),
+    "inside a module": ({"h.0.c_fc.weight": ONE, "h.0.n.weight": ONE, "m.weight": (4,)}, "as h.0.c_fc.weight"),
     "a module, not a matrix": ({"q_proj.norm.weight": ONE, "n.weight": ONE, "m.weight": (4,)}, None),
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_what_zero_leaves_of_parameters_is_told_from_what_is_small(tmp_path: Path, name: str) -> None:
-    shapes, expected = PARTS[name]
+@pytest.mark.parametrize("name", SHAPES)
+def test_zero_placeholders_are_distinguished_from_small_tensors(tmp_path: Path, name: str) -> None:
+    shapes, expected = SHAPES[name]
     state = {key.removesuffix(":int"): torch.zeros(shape, dtype=torch.int64 if ":int" in key else torch.float32)
              for key, shape in shapes.items()}  # fmt: skip
     torch.save(state, tmp_path / "model.pt")
@@ -145,10 +148,10 @@ def test_what_zero_leaves_of_parameters_is_told_from_what_is_small(tmp_path: Pat
 
 
 @pytest.mark.parametrize("key", ["ds_version", "ds_config"])
-@pytest.mark.parametrize(("beside", "says"), [("param_shapes", "the model's part"), ("more", "one rank's part")])
-def test_deepspeed_says_itself_that_a_tensor_is_a_placeholder(tmp_path: Path, key: str, beside: str, says: str) -> None:
-    state = {"module": {"a.weight": torch.zeros(0), "b.weight": torch.zeros(2)}, key: {}, beside: 1}
+@pytest.mark.parametrize(("other", "note"), [("param_shapes", "the model's part"), ("more", "one rank's part")])
+def test_one_placeholder_is_reported_in_a_deepspeed_file(tmp_path: Path, key: str, other: str, note: str) -> None:
+    state = {"module": {"a.weight": torch.zeros(0), "b.weight": torch.zeros(2)}, key: {}, other: 1}
     torch.save(state, tmp_path / "states.pt")
     first, second = open_checkpoint(str(tmp_path / "states.pt")).notes
-    assert first.startswith(says)
+    assert first.startswith(note)
     assert second.startswith("1 tensors have shape [0]")

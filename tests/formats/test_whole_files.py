@@ -1,4 +1,4 @@
-"""Every storage of a file is a tensor's or named as not understood, and what is not understood is never the same."""
+"""Every storage of a file belongs to a tensor or is reported as unknown, and unknown content is never equal."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def network(seed: int) -> OrderedDict[str, Any]:
 @pytest.mark.parametrize("legacy", [True, False])
 def test_a_file_of_python_2_is_read(tmp_path: Path, legacy: bool) -> None:
     path = python2.save(network(0), tmp_path / "old.pth", legacy=legacy)
-    assert list(torch.load(path, weights_only=False)) == list(network(0))  # it is one that torch reads
+    assert list(torch.load(path, weights_only=False)) == list(network(0))  # torch reads the file
     (section,) = open_checkpoint(path).sections
     assert [(e.key, e.shape) for e in section.tensors] == [("lin.weight", (3, 4)), ("lin.bias", (3,)), ("n", ())]
     assert list(section.modules or ()) == ["", "lin"]
@@ -76,7 +76,7 @@ def test_a_file_of_python_2_is_compared_and_rewritten(run: Run, tmp_path: Path, 
     assert list(found["model"]._metadata) == ["", "head"]
 
 
-def test_keys_that_are_not_ascii(run: Run, tmp_path: Path) -> None:
+def test_keys_of_python_2_that_are_not_ascii_are_read(run: Run, tmp_path: Path) -> None:
     path = python2.save(OrderedDict([("caf\xe9", torch.ones(2)), ("w", torch.zeros(3))]), tmp_path / "old.pth")
     (section,) = open_checkpoint(path).sections
     assert [entry.key for entry in section.tensors] == ["caf\xe9", "w"]
@@ -84,22 +84,22 @@ def test_keys_that_are_not_ascii(run: Run, tmp_path: Path) -> None:
     assert run("remap", path, "-o", out, "--verify")[0] == 0
 
 
-def test_dicts_that_are_made_of_their_items(tmp_path: Path) -> None:
-    class Made(OrderedDict[str, Any]):
+def test_dicts_that_are_pickled_with_their_items_are_read(tmp_path: Path) -> None:
+    class WithItems(OrderedDict[str, Any]):
         def __reduce__(self) -> Any:
             return OrderedDict, ([*self.items()],)
 
-    state = Made(a=torch.ones(2), b=torch.zeros(2))
-    path = saved(tmp_path / "made.pt", {"model": state, "count": Counter(a=1), "more": defaultdict(list, x=[1])})
+    state = WithItems(a=torch.ones(2), b=torch.zeros(2))
+    path = saved(tmp_path / "items.pt", {"model": state, "count": Counter(a=1), "more": defaultdict(list, x=[1])})
     assert [e.key for e in open_checkpoint(path).section("model").tensors] == ["a", "b"]
     assert oracle.disagreements(path) == []
 
 
-# Whatever a pickle holds
+# Pickles of any content
 
 
 def anything(rng: random.Random, depth: int) -> Any:
-    """A value with tensors and storages in it, of every kind of container."""
+    """Return a random value of nested containers with tensors and storages."""
     if depth == 0 or rng.random() < 0.2:
         return leaf(rng)
     parts = [anything(rng, depth - 1) for _ in range(rng.randrange(1, 4))]
@@ -149,7 +149,7 @@ def test_every_storage_is_accounted_for(tmp_path: Path, seed: int, zipped: bool)
     assert oracle.disagreements(str(path)) == []
 
 
-def test_a_storage_of_no_tensor_is_named(run: Run, tmp_path: Path) -> None:
+def test_a_storage_without_a_tensor_is_reported(run: Run, tmp_path: Path) -> None:
     value = {"model": {"w": torch.ones(2)}, "buffers": {"raw": torch.arange(5.0).untyped_storage()}}
     path = saved(tmp_path / "bare.pt", value)
     code, out, _ = run("inspect", path, "--format", "json")
@@ -161,17 +161,17 @@ def test_a_storage_of_no_tensor_is_named(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("diff", path, other)
     assert code == 1
     assert "buffers.raw" in out
-    code, _, said = run("remap", path, "-o", tmp_path / "out.safetensors")
+    code, _, err = run("remap", path, "-o", tmp_path / "out.safetensors")
     assert code == 1
-    assert "buffers.raw" in said
+    assert "buffers.raw" in err
     assert run("remap", path, "-o", tmp_path / "out.pt", "--rule", "w => v", "--verify")[0] == 0
     found = torch.load(tmp_path / "out.pt", weights_only=False)
     assert list(found["buffers"]["raw"]) == list(value["buffers"]["raw"])
 
 
 @pytest.mark.parametrize(("model", "operand"), [("model", ""), ("", ""), ("", "::")])
-def test_a_storage_beside_the_model_is_compared(run: Run, tmp_path: Path, model: str, operand: str) -> None:
-    """Of a section that is picked as of the file; no pattern leaves it out alone: what refers to it has its name."""
+def test_a_storage_outside_the_model_is_compared(run: Run, tmp_path: Path, model: str, operand: str) -> None:
+    """Both for a selected section and for the complete file."""
     weights = {"w": torch.ones(2)}
     for name in ("left.pt", "right.pt"):
         raw = torch.full((3,), len(name)).untyped_storage()
@@ -182,7 +182,7 @@ def test_a_storage_beside_the_model_is_compared(run: Run, tmp_path: Path, model:
     assert sum("a storage that belongs to no known tensor" in reason for reason in reasons) == 2
 
 
-def test_a_record_that_nothing_refers_to_is_named_and_kept(run: Run, tmp_path: Path) -> None:
+def test_an_unreferenced_record_is_reported_and_copied(run: Run, tmp_path: Path) -> None:
     import zipfile
 
     path = saved(tmp_path / "more.pt", {"w": torch.ones(2), "v": torch.zeros(3)})
@@ -198,7 +198,7 @@ def test_a_record_that_nothing_refers_to_is_named_and_kept(run: Run, tmp_path: P
     assert open_checkpoint(str(tmp_path / "without.pt")).unreached == ()
 
 
-def test_a_folder_of_torch_distributed(tmp_path: Path) -> None:
+def test_a_storage_in_a_folder_of_torch_distributed_is_reported(tmp_path: Path) -> None:
     value = {"model": {"w": torch.ones(2)}, "more": (torch.arange(3.0), torch.arange(4.0).untyped_storage())}
     dcp.save(value, checkpoint_id=tmp_path / "folder")
     checkpoint = open_checkpoint(str(tmp_path / "folder"))
@@ -239,18 +239,18 @@ def test_tensors_inside_entries_are_compared(run: Run, tmp_path: Path) -> None:
     assert run("diff", one, other)[0] == 1
 
 
-def test_tensors_inside_entries_are_carried_under_the_new_key(run: Run, tmp_path: Path) -> None:
+def test_tensors_inside_entries_are_copied_under_the_new_key(run: Run, tmp_path: Path) -> None:
     path = saved(tmp_path / "nested.pt", nested(0.5))
     out = tmp_path / "out.pt"
     assert run("remap", path, "-o", out, "--rule", "pair => two", "--verify")[0] == 0
     found = torch.load(out, weights_only=False)
     assert [part.tolist() for part in found["two"]] == [part.tolist() for part in nested(0.5)["pair"]]
-    code, _, said = run("remap", path, "-o", tmp_path / "out.safetensors")
+    code, _, err = run("remap", path, "-o", tmp_path / "out.safetensors")
     assert code == 1
-    assert "pair" in said
+    assert "pair" in err
 
 
-def test_dynamic_quantization(run: Run, tmp_path: Path) -> None:
+def test_a_dynamically_quantized_model_is_renamed_and_loaded(run: Run, tmp_path: Path) -> None:
     def quantized(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 3)), {nn.Linear}, torch.qint8)
@@ -271,7 +271,7 @@ def test_dynamic_quantization(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["quantized", "four bits", "sparse", "conj"])
-def test_packed_tensors_are_compared_by_what_they_hold(run: Run, tmp_path: Path, kind: str) -> None:
+def test_packed_tensors_are_compared_by_content(run: Run, tmp_path: Path, kind: str) -> None:
     def packed(value: float) -> torch.Tensor:
         numbers = torch.tensor([value, 0.0, 2.0])
         if kind == "quantized":
@@ -303,7 +303,7 @@ class Net(nn.Module):
         self.plain = torch.arange(5.0)
 
 
-def test_a_pickled_module_is_its_state_dict(run: Run, tmp_path: Path) -> None:
+def test_a_pickled_module_is_read_as_its_state_dict(run: Run, tmp_path: Path) -> None:
     model = Net()
     path = saved(tmp_path / "best.pt", {"model": model, "epoch": 3})
     checkpoint = open_checkpoint(path)
@@ -324,7 +324,7 @@ def test_a_pickled_module_is_its_state_dict(run: Run, tmp_path: Path) -> None:
     assert run("remap", path, "-o", tmp_path / "no.pt", "--rule", "head.{x*} => h.{x*}")[0] == 1
 
 
-def test_modules_of_every_kind(tmp_path: Path) -> None:
+def test_pickled_modules_of_other_classes_are_read_as_state_dicts(tmp_path: Path) -> None:
     graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     for number, model in enumerate([nn.DataParallel(Net()), graph, nn.ParameterList([torch.ones(2)]), nn.LSTM(2, 3)]):
         for zipped in (True, False):
@@ -336,17 +336,17 @@ def test_modules_of_every_kind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "value", [torch.ones(3), torch.optim.Adam([nn.Parameter(torch.ones(2))]).state_dict(), nn.ReLU()]
 )
-def test_what_is_no_state_dict_gets_a_hint_that_fits(run: Run, tmp_path: Path, value: Any) -> None:
+def test_no_drop_is_suggested_for_a_file_without_a_state_dict(run: Run, tmp_path: Path, value: Any) -> None:
     path = saved(tmp_path / "bare.pt", value)
-    code, _, said = run("remap", path, "-o", tmp_path / "out.safetensors")
+    code, _, err = run("remap", path, "-o", tmp_path / "out.safetensors")
     assert code in (0, 1, 2)
-    assert "--drop" not in said
+    assert "--drop" not in err
 
 
-# What is no state dict
+# Not a state dict
 
 
-def test_settings_scores_and_random_states_are_no_state_dicts(tmp_path: Path) -> None:
+def test_settings_scores_and_random_states_are_not_state_dicts(tmp_path: Path) -> None:
     value = {
         "state_dict": nn.Linear(2, 2).state_dict(),
         "callbacks": {"checkpoint": {"best_model_score": torch.tensor(0.5), "best_model_path": "x", "monitor": "loss"}},
@@ -358,7 +358,7 @@ def test_settings_scores_and_random_states_are_no_state_dicts(tmp_path: Path) ->
     assert sum(len(section.all_tensors()) for section in checkpoint.sections) == 5
 
 
-def test_a_lazily_conjugated_or_negated_tensor_is_resolved_for_safetensors(run: Run, tmp_path: Path) -> None:
+def test_conjugated_and_negated_views_are_resolved_for_safetensors(run: Run, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     numbers = torch.complex(torch.arange(6.0), torch.ones(6)).reshape(2, 3)
@@ -371,7 +371,7 @@ def test_a_lazily_conjugated_or_negated_tensor_is_resolved_for_safetensors(run: 
     assert all(torch.equal(found[key], value.resolve_conj().resolve_neg()) for key, value in state.items())
 
 
-def test_a_record_without_a_computed_crc(run: Run, tmp_path: Path) -> None:
+def test_a_missing_crc_is_computed(run: Run, tmp_path: Path) -> None:
     import zipfile
 
     state = {"w": torch.arange(9.0), "v": torch.ones(2)}
@@ -391,13 +391,13 @@ def test_a_record_without_a_computed_crc(run: Run, tmp_path: Path) -> None:
             assert all(record.CRC for record in archive.infolist())
 
 
-def test_empty_tensors_alone_are_no_placeholders(tmp_path: Path) -> None:
+def test_empty_tensors_without_deepspeed_are_not_placeholders(tmp_path: Path) -> None:
     state = {"weight": torch.ones(5), "bias": torch.ones(0), "output_mask": torch.ones(0)}
     assert open_checkpoint(saved(tmp_path / "e3nn.pt", state)).notes == ()
 
 
-def test_a_file_beside_a_distributed_checkpoint_is_carried_or_refused(run: Run, tmp_path: Path) -> None:
-    """Megatron-Core saves the iteration and its arguments so."""
+def test_a_file_next_to_a_distributed_checkpoint_is_copied_or_refused(run: Run, tmp_path: Path) -> None:
+    """Megatron-Core saves the iteration and its arguments in such a file."""
     folder = tmp_path / "iter_0000010"
     dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=folder)
     common = saved(folder / "common.pt", {"iteration": 10, "args": argparse.Namespace(lr=0.1)})
@@ -416,8 +416,8 @@ def test_a_file_beside_a_distributed_checkpoint_is_carried_or_refused(run: Run, 
     assert not (tmp_path / "without.dcp" / "common.pt").exists()
 
 
-def test_strides_of_later_versions_stay(tmp_path: Path) -> None:
-    """torch 2.15 has a sixth property of each tensor in .metadata; a rename leaves it as it is."""
+def test_strides_of_newer_versions_are_kept(tmp_path: Path) -> None:
+    """torch 2.15 writes a sixth property of each tensor to .metadata; a rename keeps it."""
     from ckpttool.formats.dcp_metadata import parse, spelled
     from ckpttool.formats.pickle_read import loads
     from ckpttool.formats.pickle_write import dumps
@@ -442,10 +442,10 @@ def build():
 """
 
 
-def test_packed_parameters_load_where_torch_loads_them(run: Run, tmp_path: Path) -> None:
+def test_diff_accepts_packed_parameters_that_torch_loads(run: Run, tmp_path: Path) -> None:
     (tmp_path / "quantized.py").write_text(QUANTIZED)
     space: dict[str, Any] = {}
-    exec(QUANTIZED, space)  # what diff --model builds from the file
+    exec(QUANTIZED, space)  # the model that `diff --model` builds
     whole = space["build"]().state_dict()
     path = saved(tmp_path / "whole.pt", whole)
     space["build"]().load_state_dict(torch.load(path, weights_only=False), strict=True)
@@ -455,7 +455,7 @@ def test_packed_parameters_load_where_torch_loads_them(run: Run, tmp_path: Path)
     assert run("diff", "--model", model, saved(tmp_path / "part.pt", without)).status == 1
 
 
-def test_the_counter_of_an_averaged_model_is_no_weight_of_a_program(run: Run, tmp_path: Path) -> None:
+def test_swap_weights_ignores_the_counter_of_an_averaged_model(run: Run, tmp_path: Path) -> None:
     averaged = torch.optim.swa_utils.AveragedModel(nn.DataParallel(nn.Linear(3, 2)))
     program = torch.export.export(nn.Linear(3, 2), (torch.ones(1, 3),))
     torch.export.save(program, tmp_path / "program.pt2")
@@ -466,7 +466,7 @@ def test_the_counter_of_an_averaged_model_is_no_weight_of_a_program(run: Run, tm
     assert torch.equal(found["weight"], averaged.state_dict()["module.module.weight"])
 
 
-def test_a_wrong_total_size_is_counted_anew(run: Run, tmp_path: Path) -> None:
+def test_a_wrong_total_size_is_corrected(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     saved(tmp_path / "w.pt", {"w": torch.ones(64), "v": torch.ones(64), "u": torch.ones(16)})
