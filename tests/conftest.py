@@ -1,4 +1,4 @@
-"""What is made once for all tests: checkpoints of real wrappers over two ranks, and what becomes of them."""
+"""Fixtures for all tests, among them checkpoints of real wrappers over two ranks and the results of loading them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from wrapped_ranks import BLOCKS, CHAINS, SHARDED, TRAINED, Wrapped, filename
 
 @pytest.fixture(scope="session")
 def wrapped(tmp_path_factory: pytest.TempPathFactory) -> Wrapped:
-    """Models in every form, remapped from the plain checkpoint and loaded; training that changes its form half-way."""
+    """Remap the plain checkpoint to every form and load it; train in one form and resume in another."""
     needs_torch("2.7", "fully_shard without a GPU")
     folder = tmp_path_factory.mktemp("wrapped")
     dcp_ranks.run("save", folder, wrapped_ranks.__file__)
@@ -53,15 +53,15 @@ def wrapped(tmp_path_factory: pytest.TempPathFactory) -> Wrapped:
 
 
 @pytest.fixture(autouse=True)
-def _dynamo_begins_anew() -> None:
-    """Older releases of torch count how often a function was compiled over all tests, and refuse at last."""
+def _reset_dynamo() -> None:
+    """Older releases of torch count recompilations of a function across tests, and fail above a limit."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command line in this process; gives status, stdout and stderr. JSON is held against its schema."""
+    """Run a command line in this process and return status, stdout and stderr. Validate JSON against its schema."""
 
     def run(*args: object) -> Done:
         capsys.readouterr()
@@ -75,7 +75,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def _remap(source: Path, out: Path, *options: str) -> None:
-    """Write the remap; the file itself if it needs no change."""
+    """Write the remapped file, or copy the source if it needs no change."""
     if main(["remap", str(source), *options, "--dry-run"]) == 1:
         shutil.copy(source, out)
     else:

@@ -1,4 +1,4 @@
-"""What a pipeline lives with: said for a reason, counted, never the same; and nothing else passes with it."""
+"""Accepted differences need a reason and are counted; any other difference still fails."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Strict(nn.Linear):
     def __init__(self): super().__init__(2, 2)
     def _load_from_state_dict(self, state, prefix, meta, strict, missing, unexpected, errors):
         super()._load_from_state_dict(state, prefix, meta, strict, missing, unexpected, errors)
-        errors.append("made by another version")
+        errors.append("written by another version")
 """
-HEAD = "missing head.* # the head is trained anew"
+HEAD = "missing head.* # the head is retrained"
 
 
 @pytest.fixture(autouse=True)
@@ -41,27 +41,27 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_is_ignored_is_counted_and_said_and_not_the_same(run: Run) -> None:
+def test_ignored_differences_are_counted_and_not_identical(run: Run) -> None:
     line = ("diff", "body.pt", "--model", "model.py:build")
     assert run(*line).status == 1
     done = run(*line, "--ignore", HEAD)
     assert done.status == 0
     assert "2 of 4 keys differ, accepted (2 ignored)" in done.out
-    assert "the head is trained anew" in done.out
+    assert "the head is retrained" in done.out
     data = run(*line, "--ignore", HEAD, "--format", "json").data
     assert (data["identical"], data["accepted"], data["summary"]) == (False, True, {"same": 2, "missing": 2})
     assert data["ignored"] == {"missing": 2}
-    assert {entry.get("ignored") for entry in data["entries"]} == {None, "the head is trained anew"}
+    assert {entry.get("ignored") for entry in data["entries"]} == {None, "the head is retrained"}
     assert run(*line, "--ignore", "missing head.weight # one of two").status == 1
     assert run(*line, "--ignore", "shape head.* # another status").status == 1
 
 
-def test_a_file_of_lines_kept_in_the_repository(run: Run, folder: Path) -> None:
-    (folder / "allow.txt").write_text(f"# what we know of\n\n{HEAD}\nshape neck.{{x*}} # gone since 2.0\n")
+def test_ignore_file_accepts_differences_and_reports_unused_entries(run: Run, folder: Path) -> None:
+    (folder / "allow.txt").write_text(f"# known differences\n\n{HEAD}\nshape neck.{{x*}} # removed in 2.0\n")
     line = ("diff", "body.pt", "--model", "model.py:build", "--ignore-file", "allow.txt")
     done = run(*line)
     assert done.status == 0
-    assert "unused ignore entry: shape neck.{x*} # gone since 2.0 (allow.txt:4)" in done.err
+    assert "unused ignore entry: shape neck.{x*} # removed in 2.0 (allow.txt:4)" in done.err
     assert run(*line, "--fail-on-unused").status == 1
     assert run("diff", "body.pt", "body.pt", "--ignore-file", "allow.txt").status == 0
     assert run("diff", "body.pt", "body.pt", "--ignore-file", "allow.txt", "--fail-on-unused").status == 1
@@ -70,7 +70,7 @@ def test_a_file_of_lines_kept_in_the_repository(run: Run, folder: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["missing head.*", "head.* # no status", "same head.* # the same", "missing", "missing re:( # odd", "x # y"]
 )
-def test_lines_without_a_status_or_a_reason_are_errors(run: Run, folder: Path, text: str) -> None:
+def test_entry_without_a_status_or_reason_is_an_error(run: Run, folder: Path, text: str) -> None:
     (folder / "allow.txt").write_text(f"{HEAD}\n{text}\n")
     done = run("diff", "body.pt", "body.pt", "--ignore-file", "allow.txt")
     assert done.status == 2
@@ -79,8 +79,8 @@ def test_lines_without_a_status_or_a_reason_are_errors(run: Run, folder: Path, t
     assert run("diff", "body.pt", "body.pt", "--ignore-file", "none.txt").status == 2
 
 
-def test_a_list_that_is_too_large_names_the_limit() -> None:
-    line = "missing * # gone\n"
+def test_oversized_ignore_file_names_the_limit() -> None:
+    line = "missing * # removed\n"
     Path("ignored.txt").write_text(line)
     for limit, status in ((len(line), 0), (len(line) - 1, 2)):
         refused = pytest.raises(CkptError, match=r"--limit rules_bytes=") if status else nullcontext()
@@ -88,7 +88,7 @@ def test_a_list_that_is_too_large_names_the_limit() -> None:
             assert len(_lines("ignored.txt")) == 1
 
 
-def test_only_some_statuses_fail(run: Run) -> None:
+def test_fail_on_restricts_which_statuses_fail(run: Run) -> None:
     assert run("diff", "body.pt", "half.pt").status == 1
     done = run("diff", "body.pt", "half.pt", "--fail-on", "missing,unexpected,shape")
     assert (done.status, "accepted (1 not in --fail-on)" in done.out) == (0, True)
@@ -97,14 +97,14 @@ def test_only_some_statuses_fail(run: Run) -> None:
     assert (done.status, "unknown status 'dtpye'" in done.err) == (2, True)
 
 
-def test_what_no_entry_shows_is_not_accepted(run: Run) -> None:
-    """Torch refuses for a reason of the model's own, beside a key that is missing."""
-    line = ("diff", "weight.pt", "--model", "model.py:Strict", "--ignore", "missing bias # made anew")
+def test_error_raised_by_the_model_is_not_accepted(run: Run) -> None:
+    """A key is missing, and the model's own loading code also reports an error."""
+    line = ("diff", "weight.pt", "--model", "model.py:Strict", "--ignore", "missing bias # reinitialized")
     assert run(*line).status == 1
     assert run(*line, "--fail-on", "shape").status == 1
 
 
-def test_status_0_and_silence_where_they_are_asked_for(run: Run) -> None:
+def test_exit_zero_and_quiet(run: Run) -> None:
     assert run("diff", "body.pt", "half.pt", "--exit-zero").status == 0
     assert run("diff", "body.pt", "none.pt", "--exit-zero").status == 2
     quiet = run("diff", "body.pt", "half.pt", "--quiet", "--report", "r.json")
@@ -123,14 +123,14 @@ ENTRIES = st.builds(
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(ENTRIES, max_size=4), st.booleans(), st.sets(st.sampled_from(STATUSES[1:])), st.sets(KEYS))
-def test_nothing_passes_that_nobody_spoke_of(
-    entries: list[Entry], beyond: bool, fail: set[str], keys: set[str]
+def test_only_accepted_differences_pass(
+    entries: list[Entry], other_failure: bool, fail: set[str], keys: set[str]
 ) -> None:
-    against = [entry for entry in entries if entry.status not in HARMLESS]
-    diff = Diff("l", "r", not against and not beyond, tuple(entries), other_failure="more" * beyond)
+    differing = [entry for entry in entries if entry.status not in HARMLESS]
+    diff = Diff("l", "r", not differing and not other_failure, tuple(entries), other_failure="more" * other_failure)
     ignore = [f"{','.join(STATUSES[1:])} {key} # why" for key in keys]
     options = DiffOptions(ignore=ignore, fail_on=",".join(sorted(fail)) or None)
     done = judged(diff, options)
-    open_ = [e for e in against if (not fail or e.status in fail) and not {*e.left, *e.right} <= keys]
-    assert done.passes is (not open_ and not beyond)
+    unaccepted = [e for e in differing if (not fail or e.status in fail) and not {*e.left, *e.right} <= keys]
+    assert done.passes is (not unaccepted and not other_failure)
     assert (done.identical, done.summary) == (diff.identical, diff.summary)

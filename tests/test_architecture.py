@@ -1,4 +1,4 @@
-"""docs/maintainers/architecture.md is true: the layers of imports, and which modules import torch, print and write."""
+"""Check docs/maintainers/architecture.md: import layers, and which modules import torch, print and write."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tree(name: str) -> ast.Module:
 
 
 def imports(name: str) -> Iterator[str]:
-    """Every module that `name` imports anywhere, also within functions; of a package's module that one."""
+    """Yield every module that `name` imports, also inside functions; submodules rather than their packages."""
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -50,7 +50,7 @@ def below(name: str, *packages: str) -> bool:
 
 
 def layers() -> dict[str, dict[str, int]]:
-    """Folder -> module in it -> its layer, as the page says."""
+    """Return folder -> module -> layer, as listed on the page."""
     page = (ROOT / "docs" / "maintainers" / "architecture.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```layers\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     found = {}
@@ -87,8 +87,8 @@ def test_imports_point_to_lower_layers() -> None:
     assert wrong == []
 
 
-def test_packages_hold_a_docstring_only() -> None:
-    """A package that re-exported names would hide where they are defined."""
+def test_package_init_files_contain_only_a_docstring() -> None:
+    """Re-exported names would hide where they are defined."""
     exporting = {"ckpttool", "ckpttool.live", "ckpttool.report"}
     full = [n for n, path in MODULES.items() if path.name == "__init__.py" and len(tree(n).body) > 1]
     assert set(full) == exporting
@@ -102,7 +102,7 @@ def test_torch_is_imported_only_in_the_modules_that_need_it() -> None:
 
 
 def test_other_modules_do_not_load_torch() -> None:
-    """Not through another module either."""
+    """Indirect imports count too."""
     free = [name for name in MODULES if not below(name, *WITH_TORCH, "ckpttool.__main__")]
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
     code += "    assert 'torch' not in sys.modules, name"
@@ -129,7 +129,7 @@ def test_value_classes_use_our_dataclass() -> None:
 
 
 def calls(name: str) -> Iterator[tuple[str, ast.Call]]:
-    """Every call in the module, by what is called: ``print``, ``open``, ``os.replace``."""
+    """Yield every call in the module with the name of its function: ``print``, ``open``, ``os.replace``."""
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Name):
@@ -150,7 +150,7 @@ WRITERS = (
 CHANGES = {f"os.{name}" for name in ("replace", "rename", "link", "symlink", "unlink", "remove", "mkdir", "truncate")}
 
 
-def test_only_the_writers_write() -> None:
+def test_only_listed_modules_write_files() -> None:
     def writes(name: str) -> bool:
         for called, call in calls(name):
             modes = [a.value for a in call.args[1:2] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
@@ -180,8 +180,8 @@ def test_public_names_exist_and_have_docstrings() -> None:
         assert getattr(ckpttool, name).__doc__
 
 
-def test_import_ckpttool_imports_nothing_else() -> None:
-    """Public names are imported when they are first used."""
+def test_importing_ckpttool_imports_no_other_module() -> None:
+    """Public names are imported on first use."""
     code = "import sys; before = set(sys.modules); import ckpttool; print(*sorted(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert [name for name in done.stdout.split() if name.startswith(("ckpttool.", "torch", "typer", "rich"))] == []

@@ -1,4 +1,4 @@
-"""`check`, and the hooks and the action that run it: each step is run as its runner would."""
+"""Test `check`, and run the pre-commit hooks and the GitHub action as their runners do."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def rename() -> None:
 
 @pytest.fixture
 def renames(run: Run) -> Callable[[], None]:
-    """What renames the head. The model is a names file here, so that no step has to import torch."""
+    """Return a function that renames the head. The model is a names file, so that no step has to import torch."""
     Path("pyproject.toml").write_text('[tool.ckpttool]\nmodel = "now.json"\n')
     shutil.copy("names.json", "now.json")
 
@@ -62,7 +62,7 @@ def renames(run: Run) -> Callable[[], None]:
     return renames
 
 
-def test_each_file_is_checked_for_what_it_is(run: Run) -> None:
+def test_each_file_is_checked_by_its_type(run: Run) -> None:
     assert run("remap", "good.pt", "--save-plan", "plan.json", "--rule", "w=>v").status == 0
     files = ("good.pt", "good.safetensors", "rules.toml", "plan.json", "names.json")
     done = run("check", *files, "--format", "json")
@@ -78,10 +78,10 @@ def test_each_file_is_checked_for_what_it_is(run: Run) -> None:
         ("rules.toml", "[[rule", "not TOML"),
         ("plan.json", '{"schema": "ckpttool.plan/1", "outputs": 3, "dropped": []}', "$.outputs"),
         ("names.json", '{"schema": "ckpttool.names/1"}', "$.model"),
-        ("bad.pt", "no checkpoint", "bad.pt"),
+        ("bad.pt", "not a checkpoint", "bad.pt"),
     ],
 )
-def test_what_is_wrong_is_said(run: Run, name: str, content: str, problem: str) -> None:
+def test_invalid_file_is_reported(run: Run, name: str, content: str, problem: str) -> None:
     Path(name).write_text(content)
     done = run("check", "good.pt", name, "--format", "json")
     assert (done.status, done.data["ok"]) == (1, False)
@@ -89,8 +89,8 @@ def test_what_is_wrong_is_said(run: Run, name: str, content: str, problem: str) 
     assert done.data["files"][0]["problems"] == []
 
 
-def test_a_mistake_has_its_file_once_and_its_hint(run: Run) -> None:
-    Path("bad.pt").write_text("no checkpoint")
+def test_problem_names_its_file_once_and_has_a_hint(run: Run) -> None:
+    Path("bad.pt").write_text("not a checkpoint")
     Path("rules.toml").write_text('[[rule]]\nrenam = "a => b"\n')
     done = run("check", "bad.pt", "rules.toml")
     assert done.status == 1
@@ -107,14 +107,14 @@ def test_a_mistake_has_its_file_once_and_its_hint(run: Run) -> None:
     assert run("check", "names.json").status == 0
 
 
-def test_pickles_call_for_nothing_but_what_is_allowed(run: Run) -> None:
+def test_pickle_imports_must_be_allowed(run: Run) -> None:
     done = run("check", "args.pt", "--format", "json")
     assert (done.status, done.data["files"][0]["problems"][0]["key"]) == (1, "argparse.Namespace")
     assert run("check", "args.pt", "--allow", "argparse.*").status == 0
     assert run("check", "none.pt").status == 2
 
 
-def test_names_are_compared_where_a_model_is_named(run: Run) -> None:
+def test_names_are_compared_if_a_model_is_configured(run: Run) -> None:
     rename()
     done = run("check", "names.json")
     assert done.status == 1
@@ -127,17 +127,17 @@ HOOKS = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
 
 
 def hook(name: str, *args: str, files: list[str] | None = None) -> subprocess.CompletedProcess[str]:
-    """As pre-commit runs it: the entry, the repository's arguments, the files whose names match."""
-    (found,) = [one for one in HOOKS if one["id"] == name]
-    chosen = [path for path in files or [] if re.search(found.get("files", ""), path)]
-    passed = chosen if found.get("pass_filenames", True) else []
-    assert files is None or passed or not chosen
-    command = [sys.executable, "-m", *shlex.split(found["entry"]), *args, *passed]
+    """Run a hook as pre-commit does: its entry, the repository's arguments, then the matching files."""
+    (spec,) = [one for one in HOOKS if one["id"] == name]
+    matching = [path for path in files or [] if re.search(spec.get("files", ""), path)]
+    passed = matching if spec.get("pass_filenames", True) else []
+    assert files is None or passed or not matching
+    command = [sys.executable, "-m", *shlex.split(spec["entry"]), *args, *passed]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
-def test_the_hooks_of_pre_commit(renames: Callable[[], None]) -> None:
+def test_pre_commit_hooks(renames: Callable[[], None]) -> None:
     everything = sorted(map(str, Path().iterdir()))
     assert hook("ckpttool-names", "names.json").returncode == 0
     failed = hook("ckpttool-pickles", files=everything)
@@ -159,7 +159,7 @@ THIS = {**os.environ, "PYTHONPATH": str(ROOT)}
 def job(
     tmp: Path, action: Path = ROOT, around: Mapping[str, str] = THIS, /, **inputs: str
 ) -> tuple[int, dict[str, str], str, str]:
-    """The steps of the action, by bash as a runner calls it: status, outputs, the job's summary, the log."""
+    """Run the action's steps with bash, as a runner does; return status, outputs, job summary and log."""
     given = {name: one.get("default", "") for name, one in ACTION["inputs"].items()} | inputs
     assert set(inputs) <= set(ACTION["inputs"])
     tmp.mkdir(exist_ok=True)
@@ -168,11 +168,11 @@ def job(
     for step in ACTION["runs"]["steps"]:
         if step.get("if") == "inputs.install != ''" and not given["install"]:
             continue
-        env = {name: filled(value, given, action) for name, value in step["env"].items()}
+        env = {name: substitute_inputs(value, given, action) for name, value in step["env"].items()}
         env = {**around, "GITHUB_ACTIONS": "true", **env, **{name: str(path) for name, path in written.items()}}
         for path in written.values():
             path.touch()
-        where = filled(step.get("working-directory", "."), given, action)
+        where = substitute_inputs(step.get("working-directory", "."), given, action)
         bash = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
         done = subprocess.run(bash, env=env, cwd=where, capture_output=True, text=True, check=False)
         log += done.stdout + done.stderr
@@ -184,15 +184,15 @@ def job(
     return done.returncode, outputs, written["GITHUB_STEP_SUMMARY"].read_text(), log
 
 
-def filled(text: str, given: dict[str, Any], action: Path) -> str:
+def substitute_inputs(text: str, given: dict[str, Any], action: Path) -> str:
     install = "${{ inputs.install == '.' && github.action_path || inputs.install }}"
     values = {f"${{{{ inputs.{name} }}}}": value for name, value in given.items()}
-    asked = str(action) if given["install"] == "." else given["install"]
-    values |= {"${{ github.action_path }}": str(action), install: asked}
+    target = str(action) if given["install"] == "." else given["install"]
+    values |= {"${{ github.action_path }}": str(action), install: target}
     return values.get(text, text)
 
 
-def test_the_action_from_green_to_red(tmp_path: Path, renames: Callable[[], None]) -> None:
+def test_action_fails_after_a_rename(tmp_path: Path, renames: Callable[[], None]) -> None:
     inputs = {"command": "diff names.json", "install": "", "python": sys.executable}
     status, outputs, summary, log = job(tmp_path / "1", **inputs)
     assert (status, outputs) == (0, {"identical": "true", "status": "0", "summary": '{"same": 16}'})
@@ -210,7 +210,7 @@ def test_the_action_from_green_to_red(tmp_path: Path, renames: Callable[[], None
     assert (status, outputs["identical"]) == (0, "false")
 
 
-def test_the_action_without_an_answer(tmp_path: Path) -> None:
+def test_action_reports_errors(tmp_path: Path) -> None:
     inputs = {"install": "", "python": sys.executable, "working-directory": ".."}
     status, outputs, summary, log = job(tmp_path / "1", command="diff 'no %0A.pt' x.pt", fail="report", **inputs)
     assert (status, outputs) == (2, {"identical": "", "status": "2", "summary": "{}"})
@@ -221,7 +221,7 @@ def test_the_action_without_an_answer(tmp_path: Path) -> None:
 
 
 def snippet(path: str) -> Any:
-    """A file of examples/ci, or the action's steps in docs/ci.md."""
+    """Load a file of examples/ci, or the YAML block in docs/ci.md."""
     text = (ROOT / path).read_text()
     if path.endswith(".md"):
         (text,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
@@ -230,25 +230,25 @@ def snippet(path: str) -> Any:
 
 @pytest.fixture(scope="module")
 def vendored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a submodule of this repository would be: `vendor/ckpttool` of the folder."""
-    place = tmp_path_factory.mktemp("with") / "vendor" / "ckpttool"
-    place.mkdir(parents=True)
+    """Return a folder with a copy of this repository in `vendor/ckpttool`, like a submodule."""
+    copy = tmp_path_factory.mktemp("with") / "vendor" / "ckpttool"
+    copy.mkdir(parents=True)
     for name in ("ckpttool", "action"):
-        shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("action.yml", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, place)
-    return place.parents[1]
+        shutil.copy(ROOT / name, copy)
+    return copy.parents[1]
 
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a job: another Python that has the dependencies and not ckpttool, and no package index.
+    """Return a job's environment: a Python with the dependencies but without ckpttool, and no package index.
 
-    Its tools are this Python's, so that nothing has to be fetched; what pip installs, goes into the new one.
+    It shares this Python's packages, so that nothing is downloaded; pip installs into the new one.
     """
     wanted = importlib.util.find_spec("setuptools")
     if wanted is None or int(importlib.metadata.version("setuptools").partition(".")[0]) < 77:
-        pytest.skip("building the package takes setuptools 77")
+        pytest.skip("building the package needs setuptools 77")
     home = tmp_path_factory.mktemp("python")
     venv.create(home, with_pip=False, symlinks=True)
     (found,) = home.glob("lib/python*/site-packages")
@@ -262,14 +262,14 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def shell(script: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Runs the script as the shell of a pipeline does."""
+    """Run the script as the shell of a pipeline does."""
     return subprocess.run(["bash", "-e", "-c", script], env=env, capture_output=True, text=True, check=False)
 
 
-def test_the_snippets_of_the_page(
+def test_ci_examples_of_the_documentation(
     tmp_path: Path, renames: Callable[[], None], vendored: Path, fresh: dict[str, str]
 ) -> None:
-    """From the action's own installation on: each as its runner does it, in an environment that has no ckpttool."""
+    """Run each example as its runner does, in an environment without ckpttool. The action comes first: it installs."""
     Path("vendor").symlink_to(vendored / "vendor")
     assert "No module named 'ckpttool'" in shell("python -c 'import ckpttool'", fresh).stderr
     checkout, github, *_ = snippet("docs/ci.md")
@@ -284,14 +284,14 @@ def test_the_snippets_of_the_page(
     gitlab = snippet("examples/ci/.gitlab-ci.yml")["names"]
     (buildkite,) = snippet("examples/ci/.buildkite/pipeline.yml")["steps"]
     assert gitlab["variables"]["CKPTTOOL"] == buildkite["env"]["CKPTTOOL"] == "vendor/ckpttool"
-    env = {**fresh, "CKPTTOOL": "--no-deps"}  # it is there already: only the project itself is installed
+    env = {**fresh, "CKPTTOOL": "--no-deps"}  # dependencies are there already
     assert shell("\n".join(gitlab["script"]), env).returncode == 0
     assert Path("names.html").exists()
     agent = Path(fresh["HOME"], "bin", "buildkite-agent")
     agent.write_text('#!/bin/sh\necho "$@" > annotated; cat >> annotated\n')
     agent.chmod(0o755)
     script = buildkite["command"]
-    assert not re.search(r"(?<!\$)\$(?!\$)", script.replace("$$", ""))  # nothing that Buildkite would fill in
+    assert not re.search(r"(?<!\$)\$(?!\$)", script.replace("$$", ""))  # no variables that Buildkite would interpolate
     script = "\n".join(script.replace("$$", "$").splitlines()[1:])
     assert script != buildkite["command"]
     assert shell(script, fresh).returncode == 0
@@ -306,8 +306,8 @@ def test_the_snippets_of_the_page(
     assert "head.weight" in Path("annotated").read_text()
 
 
-def test_another_optimizer_is_said_beside_other_names(run: Run) -> None:
-    """Also where no name is another; and without one, the command that shows it names none."""
+def test_different_optimizer_is_reported_with_renamed_keys(run: Run) -> None:
+    """It is also reported if no key is renamed. Without an optimizer the printed command has no --optimizer."""
     for words in (("--optimizer", "torch.optim:SGD"), ()):
         assert run("trace", "model.py:build", *words, "-o", "traced.json", "--force").status == 0
         assert run("check", "traced.json", "--model", "model.py:build", *words).status == 0
@@ -323,25 +323,25 @@ def test_another_optimizer_is_said_beside_other_names(run: Run) -> None:
 
 
 MISTYPED = {
-    "no file": ("check", "names.json", "--model", "nope.py:build"),
-    "no attribute": ("check", "names.json", "--model", "model.py:nope"),
+    "missing file": ("check", "names.json", "--model", "nope.py:build"),
+    "missing attribute": ("check", "names.json", "--model", "model.py:nope"),
     "a constructor that raises": ("check", "names.json", "--model", "broken.py:build"),
-    "no names file": ("check", "names.json", "--model", "nope.json"),
-    "no optimizer": ("check", "names.json", "--model", "model.py:build", "--optimizer", "torch.optim:Nope"),
-    "an optimizer left out": ("check", "names.json", "--model", "model.py:build", "--no-defaults"),
-    "no file to check": ("check", "good.pt", "nope.pt"),
-    "no step": ("diff", "good.pt", "args.pt", "nope.pt"),
-    "no base": ("diff3", "nope.pt", "good.pt", "args.pt"),
-    "no section": ("diff", "good.pt::nope", "args.pt"),
-    "no right": ("diff", "good.pt", "nope.pt"),
-    "no model to load it": ("diff", "good.pt", "--model", "nope.py:build"),
-    "no code to compare names with": ("diff", "names.json", "--model", "broken.py:build"),
-    "no such tensor": ("explain", "nope", "--model", "names.json"),
+    "missing names file": ("check", "names.json", "--model", "nope.json"),
+    "missing optimizer": ("check", "names.json", "--model", "model.py:build", "--optimizer", "torch.optim:Nope"),
+    "no --optimizer": ("check", "names.json", "--model", "model.py:build", "--no-defaults"),
+    "missing file to check": ("check", "good.pt", "nope.pt"),
+    "missing step": ("diff", "good.pt", "args.pt", "nope.pt"),
+    "missing base": ("diff3", "nope.pt", "good.pt", "args.pt"),
+    "missing section": ("diff", "good.pt::nope", "args.pt"),
+    "missing right side": ("diff", "good.pt", "nope.pt"),
+    "missing model to load it": ("diff", "good.pt", "--model", "nope.py:build"),
+    "broken code to compare names with": ("diff", "names.json", "--model", "broken.py:build"),
+    "unknown tensor": ("explain", "nope", "--model", "names.json"),
 }
 
 
 @pytest.mark.parametrize("line", MISTYPED.values(), ids=MISTYPED)
-def test_a_mistyped_operand_is_an_error_and_no_difference(run: Run, line: tuple[str, ...]) -> None:
+def test_mistyped_operand_is_an_error_not_a_difference(run: Run, line: tuple[str, ...]) -> None:
     Path("broken.py").write_text("def build():\n    raise ValueError('no data')\n")
     done = run(*line)
     assert (done.status, done.out) == (2, "")

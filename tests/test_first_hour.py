@@ -1,7 +1,7 @@
-"""Eight everyday jobs as a new user does them: fresh models, printed fixes, and torch as the judge.
+"""Eight everyday jobs of a new user: fresh models, printed fixes, and torch as the oracle.
 
-first_hour.md holds the first lines that `diff` prints in them. `UPDATE_DOCS=1 make test ARGS=tests/test_first_hour.py`
-writes it again.
+first_hour.md holds the first lines that `diff` prints. `UPDATE_DOCS=1 make test ARGS=tests/test_first_hour.py`
+regenerates it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
 
 
 def golden(job: str, done: Done) -> None:
-    """Assert that the page shows the first five lines after the command's name, under the heading of the job."""
+    """Assert that the page shows the first five lines after the command's name, under the job's heading."""
     assert done.status == 1, done.said
     text = PAGE.read_text(encoding="utf-8")
     (shown,) = re.findall(rf"^## {re.escape(job)}\n.*?^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
@@ -72,15 +72,15 @@ def golden(job: str, done: Done) -> None:
         assert first == shown
 
 
-def pasted(run: Run, command: str) -> Done:
-    """Run a command that ckpttool printed, exactly as it was printed."""
+def run_printed(run: Run, command: str) -> Done:
+    """Run a command exactly as ckpttool printed it."""
     name, *words = shlex.split(command)
     assert name == "ckpttool"
     return run(*words)
 
 
 def the_fix(run: Run, *question: object) -> str:
-    """The one command that `diff` suggests; it is complete."""
+    """Return the only command that `diff` suggests; it must be complete."""
     done = run(*question, "--format", "json")
     assert done.status == 1, done.said
     assert len(fixes_in(done.data)) == 1, done.out
@@ -93,7 +93,7 @@ def out_of(command: str) -> str:
 
 
 def two_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Two steps on gradients that depend on the parameters' values alone; the parameters afterwards, by value."""
+    """Take two steps with gradients that depend only on the parameter values; return copies of the parameters."""
     for _ in range(2):
         for parameter in model.parameters():
             parameter.grad = parameter.detach().sin()
@@ -128,7 +128,7 @@ def build():
 """
 
 
-def test_a_new_weights_of_a_model_with_hooks_reach_its_exported_program(run: Run, code: Write) -> None:
+def test_a_new_weights_go_from_a_hooked_model_to_its_exported_program(run: Run, code: Write) -> None:
     model = code("hooked", HOOKED).build().eval()
     x = torch.randn(2, 3)
     torch.export.save(torch.export.export(model, (x,)), "deployed.pt2")
@@ -144,14 +144,14 @@ def test_a_new_weights_of_a_model_with_hooks_reach_its_exported_program(run: Run
     done = run("swap-weights", "deployed.pt2", "trained.pt", "-o", "new.pt2", "--model", "hooked.py:build")
     assert done.status == 0, done.said
     assert torch.equal(torch.export.load("new.pt2").module()(x), model(x))
-    # Without the model the names do not fit. It is refused, nothing is written, and the hint names the model.
+    # Without the model the names do not match: the swap is refused, nothing is written, and the hint names --model.
     done = run("swap-weights", "deployed.pt2", "trained.pt", "-o", "guess.pt2")
     assert done.status == 1
     assert "--model" in done.err
     assert not Path("guess.pt2").exists()
 
 
-def test_b_a_compiled_ddp_run_with_two_param_groups_resumes_without_wrappers(run: Run, code: Write) -> None:
+def test_b_compiled_ddp_run_with_two_param_groups_resumes_without_wrappers(run: Run, code: Write) -> None:
     source = """
     def build():
         return nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2))
@@ -175,7 +175,7 @@ def test_b_a_compiled_ddp_run_with_two_param_groups_resumes_without_wrappers(run
     question = ("diff", "run.pt", "--model", "net.py:build", "--optimizer", "net.py:optimizer")
     golden("A compiled DDP run with two param groups", run(*question))
     fix = the_fix(run, *question)
-    assert pasted(run, fix).status == 0
+    assert run_printed(run, fix).status == 0
     assert run("diff", out_of(fix), *question[2:]).status == 0
     loaded = torch.load(out_of(fix))
     model = net.build()
@@ -184,14 +184,14 @@ def test_b_a_compiled_ddp_run_with_two_param_groups_resumes_without_wrappers(run
     optimizer.load_state_dict(loaded["optimizer"])
     assert loaded["step"] == 2
     assert all(torch.equal(a, b) for a, b in zip(two_steps(model, optimizer), expected))
-    # A remap that would change nothing is no success; it says which wrappers are there.
+    # A remap that would change nothing fails, and lists the wrappers.
     done = run("remap", "run.pt", "-o", "same.pt")
     assert done.status == 1
     assert "module._orig_mod" in done.err or "torch.compile" in done.err
     assert not Path("same.pt").exists()
 
 
-def test_c_a_model_with_another_order_and_a_renamed_block_resumes_with_its_optimizer(run: Run, code: Write) -> None:
+def test_c_optimizer_resumes_after_a_reorder_and_a_renamed_block(run: Run, code: Write) -> None:
     source = """
     class Old(nn.Module):
         def __init__(self):
@@ -229,13 +229,13 @@ def test_c_a_model_with_another_order_and_a_renamed_block_resumes_with_its_optim
     two_steps(new, resumed)
     renamed = {name.replace("backbone", "encoder"): value for name, value in new.state_dict().items()}
     assert all(torch.equal(value, renamed[name]) for name, value in old.state_dict().items())
-    # The same rule alone renames the keys only. The ids stay in the old order, and it is said.
+    # The same rule without the model renames only the keys. The ids keep the old order, which is reported.
     done = run("remap", "old.pt", "-o", "keys.pt", "--rule", rule)
     assert done.status == 0, done.said
     assert "optimizer ids keep the order" in done.out + done.err
 
 
-def test_d_a_llama_of_hugging_face_to_fused_projections_and_back(run: Run) -> None:
+def test_d_hugging_face_llama_to_fused_projections_and_back(run: Run) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=17, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=4,
@@ -293,7 +293,7 @@ def test_e_changed_names_fail_a_build_and_known_differences_are_accepted(run: Ru
                "--ignore", "missing nothing.* # typo", "--fail-on-unused")  # fmt: skip
     assert done.status == 1
     assert "unused" in done.out.splitlines()[1]  # the headline says why
-    # A typo in the model is no difference.
+    # A typo in the model is an error, not a difference.
     for command in ("diff", "check"):
         assert run(command, "names.json", "--model", "servise.py:build").status == 2
         assert run(command, "names.json", "--model", "service.py:bild").status == 2

@@ -1,4 +1,4 @@
-"""The example model is what its documentation says: hooked, tied, partly frozen, deterministic, and free on meta."""
+"""The example model has the documented properties: hooks, tied weights, frozen parts, deterministic, free on meta."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import fusion_decoder as example
 
 
-def test_hooks_hide_the_wrappers_and_nothing_else() -> None:
+def test_hooks_hide_only_the_wrappers() -> None:
     model = example.build()
     hidden = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(model.state_dict())
     assert len(hidden) == 19
@@ -19,7 +19,7 @@ def test_hooks_hide_the_wrappers_and_nothing_else() -> None:
     assert "rope" not in model.state_dict()
 
 
-def test_it_loads_what_it_saves_and_no_runtime_names() -> None:
+def test_it_loads_its_own_state_dict_but_not_runtime_names() -> None:
     saved, model = example.build(seed=1), example.build(seed=2)
     model.load_state_dict(saved.state_dict(), strict=True)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), saved.parameters()))
@@ -27,13 +27,13 @@ def test_it_loads_what_it_saves_and_no_runtime_names() -> None:
         model.load_state_dict(dict(saved.named_parameters(remove_duplicate=False)), strict=True)
 
 
-def test_the_head_is_tied_also_after_loading() -> None:
+def test_head_stays_tied_after_loading() -> None:
     model = example.build()
     model.load_state_dict(example.build(seed=1).state_dict())
     assert model.output.weight is model.tok_embeddings.embedding.weight
 
 
-def test_the_same_seed_gives_the_same_weights_and_leaves_the_global_one_alone() -> None:
+def test_same_seed_gives_same_weights_and_keeps_the_global_rng_state() -> None:
     before = torch.get_rng_state()
     one, same, other = (example.build(seed=seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(one[key], same[key]) for key in one)
@@ -41,22 +41,22 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_the_global_one_alone() 
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_it_costs_nothing_on_meta() -> None:
+def test_meta_build_allocates_nothing() -> None:
     with torch.device("meta"):
         model = example.build()
     assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {"meta"}
 
 
-def test_the_optimizer_takes_what_is_trained_in_two_groups() -> None:
+def test_optimizer_has_trainable_parameters_in_two_groups() -> None:
     model = example.build()
     decay, no_decay = example.optimizer(model).param_groups
-    taken = {id(p) for p in decay["params"] + no_decay["params"]}
-    assert taken == {id(p) for p in model.parameters() if p.requires_grad}
+    optimized = {id(p) for p in decay["params"] + no_decay["params"]}
+    assert optimized == {id(p) for p in model.parameters() if p.requires_grad}
     assert not any(p.requires_grad for p in model.encoder.parameters())
     assert (decay["weight_decay"], no_decay["weight_decay"]) == (0.1, 0.0)
 
 
-def test_training_learns() -> None:
+def test_training_reduces_the_loss() -> None:
     model = example.build()
     optimizer = example.optimizer(model)
     first = example.train(model, optimizer, range(1))

@@ -1,4 +1,4 @@
-"""What a command costs grows with the number of keys, and not with its square."""
+"""Time and memory of a command grow linearly with the number of keys, not quadratically."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from ckpttool.cli.app import main
 FEW = 300
 TIMES = 8
 SOME = 20_000
-A_KEY = 1_000  # bytes; 2**30 / 1_000_000, and some less for what else there is
-BASE = 24  # of what is measured at one eighth, a quadratic step would make 64 times as much
+A_KEY = 1_000  # bytes; 2**30 / 1_000_000, less some for constant costs
+BASE = 24  # largest allowed ratio for 8 times the keys; a quadratic step would have 64
 
-# Command line -> what is renamed on the right side of a comparison.
+# Name -> command line; words in capitals are files.
 LINES = {
     "inspect": ["inspect", "LEFT"],
     "rename": ["remap", "LEFT", "-o", "OUT", "--force", "--no-fsync", "--rule", "layers.{x*} => blocks.{x*}"],
     "to torch": ["remap", "LEFT", "-o", "OUT.pt", "--force", "--no-fsync"],
-    "diff of the same": ["diff", "LEFT", "LEFT"],
-    "diff of other names": ["diff", "LEFT", "RIGHT"],
-    "diff of some other names": ["diff", "LEFT", "SOME"],
-    "diff of unlike names": ["diff", "LEFT", "UNLIKE"],
-    "diff of names turned around": ["diff", "LEFT", "TURNED"],
-    "diff with some left out": ["diff", "LEFT", "FEWER"],
+    "diff of equal files": ["diff", "LEFT", "LEFT"],
+    "diff of renamed keys": ["diff", "LEFT", "RIGHT"],
+    "diff of some renamed keys": ["diff", "LEFT", "SOME"],
+    "diff of unrelated names": ["diff", "LEFT", "UNLIKE"],
+    "diff of swapped indices": ["diff", "LEFT", "TURNED"],
+    "diff with missing keys": ["diff", "LEFT", "FEWER"],
 }
 
-MEMORY = {"inspect": 1, "rename": 1, "diff of the same": 1, "diff of other names": 2, "diff with some left out": 1.5}
+MEMORY = {"inspect": 1, "rename": 1, "diff of equal files": 1, "diff of renamed keys": 2, "diff with missing keys": 1.5}
 
 
-# File -> the name of the tensor with this number in it; none where it has no such tensor.
+# File -> name of its tensor with this number, or "" if it has none.
 NAMES = {
     "LEFT": lambda i: f"layers.{i // 10}.block.{i % 10}.weight",
     "RIGHT": lambda i: f"blocks.{i // 10}.block.{i % 10}.weight",
@@ -47,8 +47,8 @@ NAMES = {
 }
 
 
-def written(path: Path, count: int, named: Callable[[int], str]) -> str:
-    """A safetensors file of `count` small weights, or of those of them that have a name."""
+def write_file(path: Path, count: int, named: Callable[[int], str]) -> str:
+    """Write a safetensors file of at most `count` small weights; unnamed ones are left out."""
     keys = filter(None, map(named, range(count)))
     places = {key: [8 * i, 8 * i + 8] for i, key in enumerate(keys)}
     spec = {key: {"dtype": "F32", "shape": [2, 1], "data_offsets": at} for key, at in places.items()}
@@ -58,10 +58,12 @@ def written(path: Path, count: int, named: Callable[[int], str]) -> str:
 
 
 def on_files(line: list[str], folder: Path, count: int) -> list[str]:
-    """The command line on files of so many keys."""
+    """Return the command line with files of `count` keys."""
     files = {
         **{
-            name: written(folder / f"{name}.safetensors", count, named) for name, named in NAMES.items() if name in line
+            name: write_file(folder / f"{name}.safetensors", count, named)
+            for name, named in NAMES.items()
+            if name in line
         },
         "OUT": str(folder / "out.safetensors"),
         "OUT.pt": str(folder / "out.pt"),
@@ -70,36 +72,36 @@ def on_files(line: list[str], folder: Path, count: int) -> list[str]:
 
 
 def seconds(line: list[str], folder: Path, count: int) -> float:
-    """CPU seconds of the command on files of so many keys, the least of two."""
-    asked = on_files(line, folder, count)
-    taken = []
+    """Return the CPU seconds of the command on files of `count` keys, the lower of two runs."""
+    command = on_files(line, folder, count)
+    times = []
     for _ in range(2):
         start = time.process_time()
-        assert main(asked) < 2
-        taken.append(time.process_time() - start)
-    return min(taken)
+        assert main(command) < 2
+        times.append(time.process_time() - start)
+    return min(times)
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_the_cost_is_that_of_the_keys(tmp_path, name):
+def test_time_grows_linearly_with_keys(tmp_path, name):
     few, many = (seconds(LINES[name], tmp_path, count) for count in (FEW, FEW * TIMES))
     assert many < BASE * few, f"{few:.3f} s of {FEW:,} keys, {many:.3f} s of {FEW * TIMES:,}"
 
 
-def held(line: list[str], folder: Path, count: int) -> int:
-    """Bytes of memory that the command holds at most, on files of so many keys."""
-    asked = on_files(line, folder, count)
-    status = main(asked)  # what it imports is not counted
+def peak_memory(line: list[str], folder: Path, count: int) -> int:
+    """Return the peak memory of the command in bytes, on files of `count` keys."""
+    command = on_files(line, folder, count)
+    status = main(command)  # do not count its imports
     tracemalloc.start()
     try:
-        assert main(asked) == status
+        assert main(command) == status
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(("name", "most"), MEMORY.items())
-def test_a_million_keys_take_less_than_that_many_gib(tmp_path, name, most):
-    few, many = (held(LINES[name], tmp_path, count) for count in (FEW, SOME))  # both have the buffers for reading
+@pytest.mark.parametrize(("name", "gib"), MEMORY.items())
+def test_memory_for_a_million_keys_is_bounded(tmp_path, name, gib):
+    few, many = (peak_memory(LINES[name], tmp_path, count) for count in (FEW, SOME))  # both include the read buffers
     a_key = (many - few) / (SOME - FEW)
-    assert a_key < most * A_KEY, f"{a_key:.0f} bytes a key"
+    assert a_key < gib * A_KEY, f"{a_key:.0f} bytes a key"

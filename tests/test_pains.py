@@ -1,4 +1,4 @@
-"""Public issues, each from its symptom through the printed command to a strict load, or to the sentence that is so."""
+"""Public issues: each from its symptom through the printed command to a strict load, or to the expected message."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Ask = Callable[..., "Answer"]
 
 
 class Answer:
-    """What a command line said; of a diff also its JSON object."""
+    """Output of a command line, with the JSON object if there is one."""
 
     def __init__(self, status: int, out: str, err: str) -> None:
         self.status, self.out, self.err = status, out, err
@@ -45,7 +45,7 @@ class Answer:
 
     @property
     def fix(self) -> str:
-        """The first command that fixes it."""
+        """Return the first suggested command."""
         return str(fixes_in(self.data)[0])
 
     @property
@@ -70,7 +70,7 @@ def diff(ask: Ask, *args: str) -> Answer:
 
 
 def run_printed(ask: Ask, command: str, **operands: str) -> str:
-    """Runs the command as it is printed, and gives the file that it writes; `operands` are what it cannot know."""
+    """Run a printed command and return the file that it writes; `operands` replace its placeholders."""
     words = [operands.get(word, word) for word in shlex.split(command)]
     assert words[0] == "ckpttool"
     answer = ask(*words[1:])
@@ -83,17 +83,17 @@ def saved(state: Any, name: str = "train.pt") -> str:
     return name
 
 
-def assert_loads(model: nn.Module, path: str, wanted: State) -> None:
-    """A strict load succeeds, and gives the wanted values."""
+def assert_loads(model: nn.Module, path: str, expected: State) -> None:
+    """Assert that a strict load succeeds and gives the expected values."""
     state = load_file(path) if path.endswith(".safetensors") else torch.load(path)
     model.load_state_dict(state, strict=True)
     held = model.state_dict()
-    assert held.keys() == wanted.keys()
-    assert all(torch.equal(held[key], wanted[key]) for key in wanted)
+    assert held.keys() == expected.keys()
+    assert all(torch.equal(held[key], expected[key]) for key in expected)
 
 
-def fixed(ask: Ask, state: Any, model: str, fresh: nn.Module, wanted: State, name: str = "train.pt") -> Answer:
-    """From the symptom, a strict load that fails, through the printed command to one that succeeds."""
+def assert_fixed(ask: Ask, state: Any, model: str, fresh: nn.Module, expected: State, name: str = "train.pt") -> Answer:
+    """Check that a strict load fails, run the printed command, and check that a strict load succeeds."""
     with pytest.raises(RuntimeError, match=r"Missing key|Unexpected key|size mismatch"):
         fresh.load_state_dict(state, strict=True)
     if name.endswith(".safetensors"):
@@ -103,7 +103,7 @@ def fixed(ask: Ask, state: Any, model: str, fresh: nn.Module, wanted: State, nam
     found = diff(ask, "--model", f"model.py:{model}", name)
     assert found.status == 1
     out = run_printed(ask, found.fix)
-    assert_loads(fresh, out, wanted)
+    assert_loads(fresh, out, expected)
     assert diff(ask, "--model", f"model.py:{model}", out).status == 0
     return found
 
@@ -111,43 +111,43 @@ def fixed(ask: Ask, state: Any, model: str, fresh: nn.Module, wanted: State, nam
 def test_pytorch_101107_keys_of_a_compiled_model(ask: Ask) -> None:
     model: Any = net()
     compiled: Any = torch.compile(model)
-    found = fixed(ask, compiled.state_dict(), "net", net(), dict(model.state_dict()))
+    found = assert_fixed(ask, compiled.state_dict(), "net", net(), dict(model.state_dict()))
     assert "torch.compile" in found.said
 
 
 @pytest.mark.parametrize("depth", ["root", "layer"])
 def test_module_segments_of_data_parallel_at_any_depth(ask: Ask, depth: str) -> None:
     model: Any = net()
-    wanted = {key: value.clone() for key, value in model.state_dict().items()}
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
     wrapped: Any = model
     if depth == "root":
         wrapped = DataParallel(model)
     else:
         model.layers[0] = DataParallel(model.layers[0])
-    fixed(ask, dict(wrapped.state_dict()), "net", net(), wanted)
+    assert_fixed(ask, dict(wrapped.state_dict()), "net", net(), expected)
 
 
 ORDERS = (("a.pt", "_checkpoint_wrapped_module._orig_mod."), ("b.pt", "_orig_mod._checkpoint_wrapped_module."))
 
 
-def test_torchtitan_2622_the_order_of_wrappers_makes_no_difference(ask: Ask) -> None:
-    wanted = dict(net().state_dict())
+def test_torchtitan_2622_order_of_wrappers_does_not_matter(ask: Ask) -> None:
+    expected = dict(net().state_dict())
     for name, prefix in ORDERS:
-        fixed(ask, {prefix + key: value for key, value in wanted.items()}, "net", net(), wanted, name)
+        assert_fixed(ask, {prefix + key: value for key, value in expected.items()}, "net", net(), expected, name)
     assert diff(ask, "a.serialized.pt", "b.serialized.pt", "--values").status == 0
 
 
-def test_kokoro_368_a_load_that_would_load_nothing(ask: Ask) -> None:
-    wanted = dict(net().state_dict())
-    state = {f"model.generator.{key}": value for key, value in wanted.items()}
-    assert len(net().load_state_dict(state, strict=False).missing_keys) == len(wanted)
+def test_kokoro_368_non_strict_load_would_load_nothing(ask: Ask) -> None:
+    expected = dict(net().state_dict())
+    state = {f"model.generator.{key}": value for key, value in expected.items()}
+    assert len(net().load_state_dict(state, strict=False).missing_keys) == len(expected)
     found = diff(ask, "--model", "model.py:net", saved({**state, "loss.weight": torch.ones(2)}))
     assert "left has the prefix `model.generator`" in found.said
-    assert_loads(net(), dropped(ask, run_printed(ask, found.fix), "loss.*"), wanted)
+    assert_loads(net(), dropped(ask, run_printed(ask, found.fix), "loss.*"), expected)
 
 
 def dropped(ask: Ask, path: Path | str, pattern: str) -> str:
-    """Leave out what no printed command leaves out: it holds values that are nowhere else."""
+    """Drop entries that no printed command drops, because their values exist nowhere else."""
     assert ask("remap", path, "--drop", pattern, "-o", "dropped.pt", "--force").status == 0
     return "dropped.pt"
 
@@ -177,22 +177,22 @@ def test_pytorch_137609_a_hooked_checkpoint_for_an_exported_program(ask: Ask) ->
     torch.export.load(program).module().load_state_dict(torch.load(renamed), strict=True)
 
 
-def test_pytorch_146053_hooks_that_the_state_dict_helpers_fail_on(ask: Ask) -> None:
+def test_pytorch_146053_hooks_that_break_the_state_dict_helpers(ask: Ask) -> None:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     model = hooked()
     with pytest.raises(AttributeError):
         get_model_state_dict(model)
-    wanted = dict(model.state_dict())
+    expected = dict(model.state_dict())
     runtime = dict(model.named_parameters())
     ckpt = saved(runtime)
-    assert diff(ask, ckpt, saved(wanted, "wanted.pt"), "--model", "model.py:hooked").status == 1
-    out = run_printed(ask, diff(ask, ckpt, "wanted.pt", "--model", "model.py:hooked").fix)
-    assert_loads(hooked(), out, wanted)
+    assert diff(ask, ckpt, saved(expected, "expected.pt"), "--model", "model.py:hooked").status == 1
+    out = run_printed(ask, diff(ask, ckpt, "expected.pt", "--model", "model.py:hooked").fix)
+    assert_loads(hooked(), out, expected)
 
 
-def test_pytorch_3852_groups_of_another_size(ask: Ask) -> None:
-    """The parameters are named, whatever fixes it."""
+def test_pytorch_3852_param_groups_of_another_size(ask: Ask) -> None:
+    """The message names the parameters."""
     model: Any = net()
     first, rest = list(model.parameters())[:1], list(model.parameters())[1:]
     optimizer = torch.optim.AdamW([{"params": first}, {"params": rest}])
@@ -214,7 +214,7 @@ def test_pytorch_3852_groups_of_another_size(ask: Ask) -> None:
     assert all(torch.equal(mine["exp_avg"], theirs["exp_avg"]) for mine, theirs in zip(held, saved_state, strict=True))
 
 
-def test_pytorch_124546_state_by_name_for_an_optimizer_that_numbers(ask: Ask) -> None:
+def test_pytorch_124546_state_by_name_for_an_optimizer_with_ids(ask: Ask) -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     model: Any = net()
@@ -227,8 +227,8 @@ def test_pytorch_124546_state_by_name_for_an_optimizer_that_numbers(ask: Ask) ->
     out = run_printed(ask, diff(ask, *words, f"{named}::optimizer", f"{numbered}::optimizer").fix)
     fresh = torch.optim.AdamW(net().parameters())
     fresh.load_state_dict(torch.load(out)["optimizer"])
-    wanted, held = optimizer.state_dict()["state"], fresh.state_dict()["state"]
-    assert all(torch.equal(held[i]["exp_avg"], wanted[i]["exp_avg"]) for i in wanted)
+    expected, held = optimizer.state_dict()["state"], fresh.state_dict()["state"]
+    assert all(torch.equal(held[i]["exp_avg"], expected[i]["exp_avg"]) for i in expected)
 
 
 def test_dinov2_544_one_ranks_flat_parameter(ask: Ask) -> None:
@@ -251,7 +251,7 @@ def test_safetensors_98_tied_weights(ask: Ask) -> None:
     with pytest.raises(RuntimeError, match="share memory"):
         save_file(state, "tied.safetensors")
     compiled = {f"_orig_mod.{key}": value for key, value in state.items()}
-    fixed(ask, compiled, "tied", small_models.tied(), dict(state))
+    assert_fixed(ask, compiled, "tied", small_models.tied(), dict(state))
 
 
 def test_torch_mlir_4744_a_lifted_buffer(ask: Ask) -> None:
@@ -268,7 +268,7 @@ def test_torch_mlir_4744_a_lifted_buffer(ask: Ask) -> None:
 def test_pytorch_179278_call_variants_of_an_unflattened_program(ask: Ask) -> None:
     state = dict(net().state_dict())
     variants = {**state, "layers.0@1.fc.weight": state["layers.0.fc.weight"]}
-    found = fixed(ask, variants, "net", net(), state)
+    found = assert_fixed(ask, variants, "net", net(), state)
     assert found.data["summary"].get("missing", 0) == 0
 
 
@@ -301,7 +301,7 @@ def test_safetensors_549_metadata_is_kept(ask: Ask) -> None:
 
 
 class Unknown:
-    """A class that a training script pickles into its checkpoint."""
+    """A training script's class, pickled into its checkpoint."""
 
 
 def test_comfyui_7425_weights_only_load_failed(ask: Ask) -> None:
@@ -315,22 +315,22 @@ def test_comfyui_7425_weights_only_load_failed(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "kind"),
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "LFS"),
         (b"<!DOCTYPE html><html></html>", "HTML"),
     ],
 )
-def test_header_too_large_says_what_the_file_is(ask: Ask, content: bytes, says: str) -> None:
+def test_header_too_large_names_the_real_file_type(ask: Ask, content: bytes, kind: str) -> None:
     Path("m.safetensors").write_bytes(content)
     answer = ask("inspect", "m.safetensors")
     assert answer.status == 2
-    assert says.lower() in answer.err.lower()
+    assert kind.lower() in answer.err.lower()
     assert "hint:" in answer.err
 
 
-def test_vllm_19149_weights_under_other_names_are_found_before_they_are_sent(ask: Ask) -> None:
-    """Two checkpoints, the trainer's and what the engine expects, without any model."""
+def test_vllm_19149_renamed_weights_are_found_before_they_are_sent(ask: Ask) -> None:
+    """Compare the trainer's checkpoint with the engine's, without a model."""
     state = dict(net().state_dict())
     ckpt = saved({f"base.{key}": value for key, value in state.items()} | {"value_head.weight": torch.ones(4)})
     found = diff(ask, ckpt, saved(state, "engine.pt"))
@@ -340,22 +340,22 @@ def test_vllm_19149_weights_under_other_names_are_found_before_they_are_sent(ask
 
 
 def test_peft_a_checkpoint_with_adapters_for_the_plain_model(ask: Ask) -> None:
-    """Its base is taken out by name; the adapter alone is called one."""
+    """The base model is extracted by name; a file with only the adapter is reported as an adapter."""
     from peft import LoraConfig, get_peft_model
 
     model: Any = net()
-    wanted = {key: value.clone() for key, value in model.state_dict().items()}
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
     peft = get_peft_model(model, LoraConfig(target_modules=["fc"], r=2))
     state = dict(peft.state_dict())
     found = diff(ask, "--model", "model.py:net", saved(state))
     assert "--drop" not in found.fix
-    assert_loads(net(), dropped(ask, run_printed(ask, found.fix), "*lora_*"), wanted)
+    assert_loads(net(), dropped(ask, run_printed(ask, found.fix), "*lora_*"), expected)
     alone = diff(ask, "--model", "model.py:net", saved({k: v for k, v in state.items() if "lora_" in k}, "lora.pt"))
     assert fixes_in(alone.data) == []
     assert "the checkpoint is a LoRA adapter" in alone.said
 
 
-def test_megatron_bridge_6032_keys_that_are_absent_are_said(ask: Ask) -> None:
+def test_megatron_bridge_6032_missing_keys_are_reported(ask: Ask) -> None:
     state = dict(net().state_dict())
     found = diff(ask, "--model", "model.py:net", saved({k: v for k, v in state.items() if "head" not in k}))
     assert (found.status, fixes_in(found.data)) == (1, [])
@@ -363,14 +363,14 @@ def test_megatron_bridge_6032_keys_that_are_absent_are_said(ask: Ask) -> None:
 
 
 def test_torchtune_2291_a_hook_with_absolute_keys_under_data_parallel(ask: Ask) -> None:
-    """It renames its key at the root only; the model alone says so, and so does what was saved under the wrapper."""
+    """The hook renames its key only at the root. Both the model and a checkpoint saved under the wrapper show this."""
     model = small_models.Absolute()
-    wanted = dict(model.state_dict())
+    expected = dict(model.state_dict())
     breaks = "a state_dict hook looks for absolute keys, and breaks under DDP too"
     assert breaks in diff(ask, "--model", "model.py:Absolute").said
     wrapped = dict(DataParallel(model).state_dict())
     assert "module.weight" not in wrapped
-    assert breaks in fixed(ask, wrapped, "Absolute", small_models.Absolute(), wanted).said
+    assert breaks in assert_fixed(ask, wrapped, "Absolute", small_models.Absolute(), expected).said
 
 
 def moments_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
@@ -379,10 +379,10 @@ def moments_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> State
 
 @pytest.mark.parametrize("make", ["adamw", "named"])
 def test_pytorch_1489_reordered_parameters_get_their_own_moments(ask: Ask, make: str) -> None:
-    """By the names in the file (`param_names`) or, where it has ids only, by the definition that saved it."""
+    """Match by `param_names`, or by the definition that saved the file if it has only ids."""
     build = getattr(optimizer_models, make)
     old, optimizer = train(optimizer_models.Net, build, 2)
-    ckpt, wanted = save(Path("old.pt"), old, optimizer), moments_by_name(old, optimizer)
+    ckpt, expected = save(Path("old.pt"), old, optimizer), moments_by_name(old, optimizer)
 
     def resumed(path: str) -> State:
         content, model = torch.load(path), optimizer_models.Reordered()
@@ -391,19 +391,19 @@ def test_pytorch_1489_reordered_parameters_get_their_own_moments(ask: Ask, make:
         fresh.load_state_dict(content["optimizer"])
         return moments_by_name(model, fresh)
 
-    held = resumed(ckpt)  # torch says nothing
-    assert any(held[name].shape != value.shape for name, value in wanted.items())
+    held = resumed(ckpt)  # torch does not complain
+    assert any(held[name].shape != value.shape for name, value in expected.items())
     words = ("--model", "optimizer_models:Reordered", "--optimizer", f"optimizer_models:{make}")
     found = diff(ask, *words, ckpt)
     assert (found.status, found.data["summary"]["order"]) == (1, 9)
     out = run_printed(ask, found.fix, OLD="optimizer_models:Net")
     held = resumed(out)
-    assert all(torch.equal(held[name], value) for name, value in wanted.items())
+    assert all(torch.equal(held[name], value) for name, value in expected.items())
     assert diff(ask, *words, out).status == 0
 
 
-def test_pytorch_7499_the_state_of_another_class(ask: Ask) -> None:
-    """No remap makes the one the other: the model is kept, and the optimizer starts afresh."""
+def test_pytorch_7499_state_of_another_optimizer_class(ask: Ask) -> None:
+    """A remap cannot convert the state: the model is kept, and the optimizer starts from scratch."""
     model, optimizer = train(optimizer_models.Net, optimizer_models.sgd, 1)
     ckpt, fresh = save(Path("sgd.pt"), model, optimizer), optimizer_models.Net()
     adamw = optimizer_models.adamw(fresh)
@@ -413,18 +413,18 @@ def test_pytorch_7499_the_state_of_another_class(ask: Ask) -> None:
     found = diff(ask, *words, ckpt)
     assert found.status == 1
     assert "the state is from SGD, the optimizer is Adam or AdamW" in found.said
-    assert fixes_in(found.data) == []  # what loses the state is the user's decision
+    assert fixes_in(found.data) == []  # discarding the state is the user's decision
     content = torch.load(dropped(ask, ckpt, "optimizer"))
     assert content.keys() == {"model", "epoch"}
     fresh.load_state_dict(content["model"], strict=True)
     steps(fresh, optimizer_models.adamw(fresh), 0, 1)
 
 
-def test_pytorch_142246_constants_of_a_package_are_checked_before(ask: Ask) -> None:
-    """torch takes a weight of another shape, and computes with it."""
+def test_pytorch_142246_package_constants_are_checked_before_loading(ask: Ask) -> None:
+    """torch accepts a weight of another shape, and computes with it."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("AOTInductor needs a C++ compiler")
-    needs_torch("2.9", "weights beside the code of a package")
+    needs_torch("2.9", "package weights outside the compiled code")
     from torch.export.pt2_archive._package import load_pt2
 
     inductor, x = torch._inductor, torch.linspace(-1, 1, 32).reshape(2, 16)
@@ -440,7 +440,7 @@ def test_pytorch_142246_constants_of_a_package_are_checked_before(ask: Ask) -> N
     assert not torch.allclose(loaded(x), new(x))
     with pytest.raises(RuntimeError, match="Constant not found"):
         loaded.load_constants({**state, "spare": torch.ones(1)}, check_full_update=False)
-    for broken, says in (
+    for broken, message in (
         (wrong, "shape [16, 64], the program has [64, 16] (from fc.weight) @ fc.weight"),
         ({**state, "fc.weight": state["fc.weight"].half()}, "dtype float16, the program has float32"),
         ({**state, "spare": torch.ones(1)}, "@ spare"),
@@ -449,7 +449,7 @@ def test_pytorch_142246_constants_of_a_package_are_checked_before(ask: Ask) -> N
         assert diff(ask, saved(broken), "package.pt2").status == 1
         refused = ask("swap-weights", "package.pt2", "train.pt", "-o", "no.pt2")
         assert refused.status == 1
-        assert says in refused.err
+        assert message in refused.err
         assert not Path("no.pt2").exists()
     compiled = {f"_orig_mod.{key}": value for key, value in state.items()}
     out = run_printed(ask, diff(ask, saved(compiled), "package.pt2").fix)
@@ -457,9 +457,9 @@ def test_pytorch_142246_constants_of_a_package_are_checked_before(ask: Ask) -> N
 
 
 def test_torchtitan_1291_rotary_rows_in_another_order(ask: Ask) -> None:
-    """All keys and shapes match, and a strict load says nothing: the values tell, and the rules that are named fix."""
+    """All keys and shapes match, and a strict load succeeds: only the values differ. The named rules fix it."""
     model = real_models.llama()
-    wanted = {key: value.clone() for key, value in model.state_dict().items()}
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
     heads = {"q": 4, "k": 2}  # of 8 rows
 
     def interleaved(key: str, value: torch.Tensor) -> torch.Tensor:
@@ -468,26 +468,26 @@ def test_torchtitan_1291_rotary_rows_in_another_order(ask: Ask) -> None:
 
     tokens = torch.arange(6)[None]
     right = model(tokens).logits
-    ckpt = saved({key: interleaved(key, value) for key, value in wanted.items()}, "theirs.pt")
+    ckpt = saved({key: interleaved(key, value) for key, value in expected.items()}, "theirs.pt")
     model.load_state_dict(torch.load(ckpt), strict=True)
     assert not torch.allclose(model(tokens).logits, right)
     alone = diff(ask, "--model", "real_models:llama", ckpt)
     assert alone.status == 0
     assert any("model.layers.0.self_attn.q_proj.weight" in keys for keys in alone.data["exchangeable"])
-    found = diff(ask, ckpt, saved(wanted, "ours.pt"), "--values")
+    found = diff(ask, ckpt, saved(expected, "ours.pt"), "--values")
     assert (found.status, found.data["summary"]["value"]) == (1, 4)
     assert "heads of 8: adjacent pairs in left, halves in right" in found.said
     suggest, fix = (shlex.split(line)[1:] for line in fixes_in(found.data))
     assert ask(*suggest).status == 1
     assert ask(*fix).status == 0
     out = fix[fix.index("-o") + 1]
-    assert_loads(model, out, wanted)
+    assert_loads(model, out, expected)
     assert torch.equal(model(tokens).logits, right)
     assert diff(ask, out, "ours.pt", "--values").status == 0
 
 
 def test_torchtitan_1441_swapped_norms(ask: Ask) -> None:
-    """Two tensors of one shape under each other's names."""
+    """Two tensors of the same shape have each other's names."""
     state = {"first.weight": torch.rand(4), "second.weight": torch.rand(4)}
     ckpt = saved({"first.weight": state["second.weight"], "second.weight": state["first.weight"]})
     found = diff(ask, ckpt, saved(state, "ours.pt"), "--values")
@@ -513,8 +513,8 @@ def test_safetensors_458_a_conversion_does_not_need_the_model_in_memory(ask: Ask
     assert all(torch.equal(found[key.removeprefix("module.")], value) for key, value in state.items())
 
 
-def test_safetensors_515_tensor_subclasses_are_carried_or_refused(ask: Ask) -> None:
-    """Never flattened: a torch file keeps them as they are, safetensors has no place for them, no rule computes."""
+def test_safetensors_515_tensor_subclasses_are_kept_or_refused(ask: Ask) -> None:
+    """They are never flattened: a torch file keeps them, safetensors cannot hold them, and rules cannot change them."""
     state = dict(packed_weight().state_dict())
     ckpt = saved({f"module.{key}": value for key, value in state.items()})
     found = diff(ask, "--model", "loading_zoo:packed_weight", ckpt)
@@ -540,15 +540,15 @@ def test_safetensors_515_tensor_subclasses_are_carried_or_refused(ask: Ask) -> N
     assert not any(Path(name).exists() for name in ("out.safetensors", "cast.pt"))
 
 
-def test_activation_checkpoints_hide_their_segment(ask: Ask) -> None:
+def test_activation_checkpoint_segment_is_hidden(ask: Ask) -> None:
     model: Any = net()
-    wanted = {key: value.clone() for key, value in model.state_dict().items()}
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
     model.layers[0] = checkpoint_wrapper(model.layers[0])
     raw = {key: value.detach() for key, value in nn.Module.named_parameters(model)}
-    fixed(ask, raw, "net", net(), wanted)
+    assert_fixed(ask, raw, "net", net(), expected)
 
 
-def test_the_page_names_issues_that_are_tested_here() -> None:
+def test_every_issue_on_the_page_has_a_test() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     tests = {name for name in globals() if name.startswith("test_")}
     named = [(where.lower().replace("-", "_"), number) for where, number in re.findall(r"([\w-]+)#(\d+)", page)]

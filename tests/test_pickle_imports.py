@@ -1,4 +1,4 @@
-"""Files of strangers: what their pickles import is marked and not carried on, and what they expand to is bounded."""
+"""Untrusted files: pickle imports are reported and not copied, and the memory for unpickling is bounded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from command import Run
 
 
 class Runs:
-    """Pickles as a call of a function."""
+    """An object that pickles as a function call."""
 
     def __init__(self, function: Callable[..., Any], *args: object) -> None:
         self.function, self.args = function, args
@@ -48,7 +48,7 @@ def text(word: str) -> bytes:
 
 
 def archive(path: Path, pickled: bytes, method: int = zipfile.ZIP_STORED) -> Path:
-    """A file of torch.save with this pickle, protocol and STOP added, and one storage of a float."""
+    """Write a torch file with this pickle (protocol and STOP are added) and one storage of a float."""
     with zipfile.ZipFile(path, "w", method) as file:
         file.writestr("archive/data.pkl", b"\x80\x04" + pickled + b".")
         for name, data in {"byteorder": b"little", "data/0": bytes(4), "version": b"3\n"}.items():
@@ -63,7 +63,7 @@ TENSOR = (
 STATE = b"}" + text("w") + TENSOR + b"s"
 
 
-INSIDE = b"cos\nsystem\n(S'id'\ntR."  # a pickle for the bytes of another
+INSIDE = b"cos\nsystem\n(S'id'\ntR."  # pickle bytes for embedding in another pickle
 SHAPES = {
     "GLOBAL": b"cposix\nsystem\n" + text("id") + b"\x85R",
     "INST": b"(" + text("id") + b"iposix\nsystem\n",
@@ -73,15 +73,15 @@ SHAPES = {
     "NEWOBJ": b"cposix\nsystem\n" + text("id") + b"\x85\x81",
     "popped": b"cposix\nsystem\n" + text("id") + b"\x85R0N",
     "python 2": b"ccommands\ngetoutput\n" + text("id") + b"\x85R",
-    "by way of torch": text("torch") + text("os.system") + b"\x93" + text("id") + b"\x85R",
-    "by way of getattr": b"c__builtin__\ngetattr\nctorch\nos\n" + text("system") + b"\x86R" + text("id") + b"\x85R",
+    "through torch": text("torch") + text("os.system") + b"\x93" + text("id") + b"\x85R",
+    "through getattr": b"c__builtin__\ngetattr\nctorch\nos\n" + text("system") + b"\x86R" + text("id") + b"\x85R",
     "pickle in a pickle": b"cpickle\nloads\nC" + bytes([len(INSIDE)]) + INSIDE + b"\x85R",
     "storage in bytes": b"ctorch.storage\n_load_from_bytes\nC" + bytes([len(INSIDE)]) + INSIDE + b"\x85R",
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_dangerous_import_comes_first_with_its_place_and_its_call(tmp_path: Path, run: Run, shape: str) -> None:
+def test_dangerous_import_is_listed_first_with_its_offset_and_call(tmp_path: Path, run: Run, shape: str) -> None:
     body = b"(" + text("m") + STATE + text("args") + b"cargparse\nNamespace\n)\x81" + text("x") + SHAPES[shape] + b"d"
     path = archive(tmp_path / "evil.pth", body)
     listed = run("inspect", path, "--format", "json").data["imports"]
@@ -99,7 +99,7 @@ def test_a_dangerous_import_comes_first_with_its_place_and_its_call(tmp_path: Pa
     assert [one.verdict for one in ckpttool.inspect(str(path)).checkpoint.imports] == [o["verdict"] for o in listed]
 
 
-def test_check_fails_on_what_is_dangerous_or_unknown_and_prints_what_allows_it(tmp_path: Path, run: Run) -> None:
+def test_check_fails_on_dangerous_or_unknown_imports_and_prints_how_to_allow_them(tmp_path: Path, run: Run) -> None:
     value = {"m": {"w": torch.ones(1)}, "x": Runs(os.system, "id"), "a": argparse.Namespace(b=1)}
     torch.save(value, tmp_path / "evil.pth")
     done = run("check", tmp_path / "evil.pth", "--format", "json")
@@ -113,12 +113,12 @@ def test_check_fails_on_what_is_dangerous_or_unknown_and_prints_what_allows_it(t
     assert run("check", tmp_path / "good.pth").status == 0
 
 
-def test_a_damaged_pickle_names_what_ran_before_the_damage(tmp_path: Path, run: Run) -> None:
+def test_damaged_pickle_reports_calls_before_the_damage(tmp_path: Path, run: Run) -> None:
     done = run("check", archive(tmp_path / "evil.pth", SHAPES["GLOBAL"] + b"\xff"))
     assert (done.status, "posix.system" in done.out) == (1, True)
 
 
-def test_every_pickle_of_an_old_file_is_looked_at(tmp_path: Path, run: Run) -> None:
+def test_every_pickle_of_a_legacy_file_is_checked(tmp_path: Path, run: Run) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     data = (tmp_path / "old.pt").read_bytes()
     protocol = pickle.dumps(1001, 2)
@@ -127,7 +127,7 @@ def test_every_pickle_of_an_old_file_is_looked_at(tmp_path: Path, run: Run) -> N
     assert "posix.system" in run("check", tmp_path / "old.pt").out
 
 
-def test_an_item_of_a_dcp_folder_and_a_record_of_a_program(tmp_path: Path, run: Run) -> None:
+def test_dcp_items_and_program_records_are_checked(tmp_path: Path, run: Run) -> None:
     dcp.save({"w": torch.ones(2), "x": Runs(os.getcwd)}, checkpoint_id=tmp_path / "d")
     assert run("check", tmp_path / "d").status == 1
     assert "posix.getcwd" in run("inspect", tmp_path / "d").out
@@ -176,7 +176,7 @@ def test_an_item_of_a_dcp_folder_and_a_record_of_a_program(tmp_path: Path, run: 
         ("mymodel", "Net", UNKNOWN),
     ],
 )
-def test_the_verdict_on_a_name(module: str, name: str, expected: str) -> None:
+def test_verdict_of_an_import(module: str, name: str, expected: str) -> None:
     assert verdict(module, name) == expected
 
 
@@ -191,8 +191,8 @@ MODULES += [
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_what_counts_as_torchs_own_is_no_module_and_comes_from_nowhere_else(module: str) -> None:
-    """Whatever torch re-exports, nothing of a module that runs code passes for its own data."""
+def test_torch_names_trusted_as_own_are_defined_in_torch(module: str) -> None:
+    """A re-exported name of a module that can run code is not trusted as torch's own."""
     bad = ("os", "sys", "subprocess", "pickle", "importlib", "inspect", "shutil", "tempfile", "threading", "io")
     for name, value in vars(import_module(module)).items():
         if verdict(module, name) in (OWN, KNOWN):
@@ -210,8 +210,8 @@ HARMLESS = tuple(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_class_of_another_module_is_not_torchs_own() -> None:
-    """A pickle may name a class by any module that imports it. `CKPTTOOL_SUITES=all` imports all modules of torch."""
+def test_reexported_class_of_another_package_is_not_torchs_own() -> None:
+    """A pickle can name a class through any module that imports it. `CKPTTOOL_SUITES=all` imports all torch modules."""
     modules = [name for name in sys.modules if name.startswith("torch.")]
     if os.environ.get("CKPTTOOL_SUITES") == "all":
         modules = [one.name for one in pkgutil.walk_packages(torch.__path__, "torch.", onerror=lambda name: None)]
@@ -232,26 +232,26 @@ def test_a_class_of_another_module_is_not_torchs_own() -> None:
     assert wrong == []
 
 
-# What is carried on
+# Copying pickled code
 
 
 @pytest.mark.parametrize("out", ["out.pt", "out.dcp"])
-def test_code_is_not_carried_on_unasked(tmp_path: Path, run: Run, out: str) -> None:
+def test_code_is_not_copied_by_default(tmp_path: Path, run: Run, out: str) -> None:
     torch.save({"m": {"w": torch.ones(1)}, "x": Runs(os.getcwd)}, tmp_path / "evil.pth")
-    asked = ["remap", tmp_path / "evil.pth", "-o", tmp_path / out, "--rule", "w => v"]
-    refused = run(*asked)
+    command = ["remap", tmp_path / "evil.pth", "-o", tmp_path / out, "--rule", "w => v"]
+    refused = run(*command)
     assert (refused.status, (tmp_path / out).exists()) == (1, False)
     assert "imports posix.getcwd @ x" in refused.err
-    assert run(*asked, "--dry-run").status == 1
-    assert run(*asked, "--keep-pickled-code").status == 0
+    assert run(*command, "--dry-run").status == 1
+    assert run(*command, "--keep-pickled-code").status == 0
     assert run("check", tmp_path / out).status == 1
     hint = shlex.split(refused.err.partition("leave it out: ")[2].partition(";")[0])
     assert hint == ["--drop", "x"]
-    assert run(*asked, *hint, "--force").status == 0
+    assert run(*command, *hint, "--force").status == 0
     assert run("check", tmp_path / out).status == 0
 
 
-def test_code_stays_out_of_safetensors_and_of_one_section(tmp_path: Path, run: Run) -> None:
+def test_code_outside_the_chosen_section_is_not_copied(tmp_path: Path, run: Run) -> None:
     torch.save({"m": {"w": torch.ones(1)}, "x": Runs(os.getcwd)}, tmp_path / "evil.pth")
     assert run("remap", f"{tmp_path / 'evil.pth'}::m", "-o", tmp_path / "a.pt", "--rule", "w => v").status == 0
     assert run("check", tmp_path / "a.pt").status == 0
@@ -262,7 +262,7 @@ def test_code_stays_out_of_safetensors_and_of_one_section(tmp_path: Path, run: R
 
 @pytest.mark.parametrize("way", ["in place", "a copy"])
 @pytest.mark.parametrize("kind", ["zip", "legacy", "dcp", "shards"])
-def test_what_is_left_out_is_no_reason_to_refuse(tmp_path: Path, run: Run, kind: str, way: str) -> None:
+def test_dropped_imports_do_not_cause_a_refusal(tmp_path: Path, run: Run, kind: str, way: str) -> None:
     value = {"w": torch.ones(2), "x": Runs(os.getcwd)}
     path = tmp_path / ("m" if kind in ("dcp", "shards") else "m.pt")
     if kind == "dcp":
@@ -286,10 +286,8 @@ def test_what_is_left_out_is_no_reason_to_refuse(tmp_path: Path, run: Run, kind:
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_what_an_item_of_a_dcp_folder_calls_and_throws_away_stays_with_it(
-    tmp_path: Path, run: Run, twice: bool
-) -> None:
-    """The value of the item says nothing of it, and of two equal items the one that stays may not be the one read."""
+def test_popped_call_in_a_dcp_item_is_refused_until_the_item_is_dropped(tmp_path: Path, run: Run, twice: bool) -> None:
+    """The item's value does not show the call. If two items are equal, either may be kept, so both must be dropped."""
     items = {"model": {"w": torch.ones(2)}, "x": "a" * 200, **({"y": "a" * 200} if twice else {})}
     dcp.save(items, checkpoint_id=tmp_path / "d")
     (data,) = (tmp_path / "d").glob("*.distcp")
@@ -310,8 +308,8 @@ def test_what_an_item_of_a_dcp_folder_calls_and_throws_away_stays_with_it(
 
 
 @pytest.mark.parametrize("place", ["sample_inputs", "weights"])
-def test_a_swap_does_not_carry_code_on_unasked(tmp_path: Path, run: Run, place: str) -> None:
-    """Not that of the program, and none of the weights."""
+def test_swap_does_not_copy_code_by_default(tmp_path: Path, run: Run, place: str) -> None:
+    """Code in the program is refused, code in the weights is not copied."""
     torch.export.save(torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),)), tmp_path / "p.pt2")
     buffer = io.BytesIO()
     torch.save(((Runs(os.getcwd),), {}), buffer)
@@ -325,16 +323,16 @@ def test_a_swap_does_not_carry_code_on_unasked(tmp_path: Path, run: Run, place: 
     model = {"model": nn.Linear(2, 2).state_dict()}
     torch.save({**model, "x": Runs(os.getcwd)} if place == "weights" else model, tmp_path / "w.pt")
     out = tmp_path / "out.pt2"
-    asked = ["swap-weights", program, f"{tmp_path / 'w.pt'}::model", "-o", out]
+    command = ["swap-weights", program, f"{tmp_path / 'w.pt'}::model", "-o", out]
     if place == "sample_inputs":
         before = program.read_bytes()
-        for words in (asked, [*asked, "--dry-run"], [*asked[:-2], "--in-place"]):
+        for words in (command, [*command, "--dry-run"], [*command[:-2], "--in-place"]):
             refused = run(*words)
             assert (refused.status, out.exists(), "posix.getcwd" in refused.err) == (1, False, True)
             assert "--keep-pickled-code" in refused.err
         assert program.read_bytes() == before
-        asked.append("--keep-pickled-code")
-    assert run(*asked).status == 0
+        command.append("--keep-pickled-code")
+    assert run(*command).status == 0
     assert run("check", out).status == (1 if place == "sample_inputs" else 0)
 
 
@@ -358,7 +356,7 @@ HOSTILE: dict[str, tuple[bytes, int]] = {
     "expanding lists": (b"(" + b"]" * 20_000_000 + b"l", zipfile.ZIP_DEFLATED),
     "expanding text": (text("a" * 100_000_000), zipfile.ZIP_DEFLATED),
 }  # fmt: skip
-BESIDE_A_MODEL = {"lists": ["inspect", "diff"], "calls": ["inspect", "remap"], "imports": ["diff"]}
+NEXT_TO_A_MODEL = {"lists": ["inspect", "diff"], "calls": ["inspect", "remap"], "imports": ["diff"]}
 COMMANDS = {"inspect": (), "diff": ("again",), "remap": ("--dry-run", "--rule", "w => v"), "check": ()}
 CHILD = """
 import sys
@@ -370,7 +368,7 @@ print("took", status, int(peak) * 1024, file=sys.stderr)
 
 
 def cost(*words: str) -> tuple[int, int, float, str]:
-    """Exit status, most bytes of memory, seconds of the processor, and what was said, of a command in a process."""
+    """Run a command in a new process; return its exit status, peak memory in bytes, CPU seconds and output."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", CHILD, *words], capture_output=True, text=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -380,24 +378,24 @@ def cost(*words: str) -> tuple[int, int, float, str]:
 
 @LINUX
 @pytest.mark.parametrize("shape", HOSTILE)
-def test_the_memory_of_a_hostile_pickle_is_bounded_by_its_file(tmp_path: Path, shape: str) -> None:
+def test_memory_for_a_hostile_pickle_is_bounded_by_file_size(tmp_path: Path, shape: str) -> None:
     body, method = HOSTILE[shape]
-    if shape in BESIDE_A_MODEL:
+    if shape in NEXT_TO_A_MODEL:
         body = b"(" + text("m") + STATE + text("x") + body + b"d"
     path = archive(tmp_path / "evil.pt", body, method)
-    for command in COMMANDS if "dicts" in shape else BESIDE_A_MODEL.get(shape, ["inspect"]):
+    for command in COMMANDS if "dicts" in shape else NEXT_TO_A_MODEL.get(shape, ["inspect"]):
         rest = [str(path) if word == "again" else word for word in COMMANDS[command]]
-        status, peak, _, said = cost(command, str(path), *rest)
+        status, peak, _, output = cost(command, str(path), *rest)
         assert peak < 250e6 + 20 * path.stat().st_size, command
         assert status in (0, 1, 2)
-        assert "Traceback" not in said
+        assert "Traceback" not in output
         if shape.startswith(("expanding", "dicts in dicts")):
-            assert "--limit pickle_memory=" in said
+            assert "--limit pickle_memory=" in output
 
 
 @LINUX
 @pytest.mark.parametrize("command", COMMANDS)
-def test_sections_that_double_by_sharing_are_answered_soon(tmp_path: Path, command: str) -> None:
+def test_shared_nesting_does_not_take_exponential_time(tmp_path: Path, command: str) -> None:
     path = archive(tmp_path / "evil.pt", STATE + b"q\x01" + b"0(h\x01h\x01lq\x01" * 40)
     rest = [str(path) if word == "again" else word for word in COMMANDS[command]]
     _, peak, seconds, _ = cost(command, str(path), *rest)
@@ -405,11 +403,11 @@ def test_sections_that_double_by_sharing_are_answered_soon(tmp_path: Path, comma
     assert peak < 250e6
 
 
-# Files of ranks, and of DeepSpeed
+# Rank files and DeepSpeed
 
 
-def test_ranks_count_steps_alike_and_nothing_else(tmp_path: Path, run: Run) -> None:
-    """Whole words of a name say that it counts: `criterion` and `writer` hold `iter` and count nothing."""
+def test_only_step_counters_must_agree_between_ranks(tmp_path: Path, run: Run) -> None:
+    """Only complete words mark a counter: `criterion` and `writer` contain `iter` but are not counters."""
     names = {"criterion": "a", "writer": "log/0", "stepwise_lr": 1, "reiterate": 2}
     for rank in range(2):
         own = {name: f"{value}{rank}" for name, value in names.items()}
@@ -422,7 +420,7 @@ def test_ranks_count_steps_alike_and_nothing_else(tmp_path: Path, run: Run) -> N
         assert (done.status, name in done.err) == (2, True)
 
 
-def test_a_deepspeed_folder_without_a_stage_says_what_to_run(tmp_path: Path, run: Run) -> None:
+def test_deepspeed_folder_without_a_stage_prints_the_command_to_run(tmp_path: Path, run: Run) -> None:
     step = tmp_path / "global_step1"
     step.mkdir()
     (tmp_path / "latest").write_text("global_step1")
@@ -439,7 +437,7 @@ def test_a_deepspeed_folder_without_a_stage_says_what_to_run(tmp_path: Path, run
 
 
 @pytest.mark.parametrize("name", ["training_args.bin", "optimizer.pt", "rng_state_0.pth"])
-def test_dangerous_imports_of_the_files_of_a_trainer_are_listed(name: str, run: Run, tmp_path: Path) -> None:
+def test_dangerous_imports_in_trainer_files_are_listed(name: str, run: Run, tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     torch.save({"args": argparse.Namespace(lr=0.1)}, tmp_path / name)
     assert "dangerous import" not in run("inspect", tmp_path).err
@@ -455,20 +453,20 @@ def test_dangerous_imports_of_the_files_of_a_trainer_are_listed(name: str, run: 
 
 
 @pytest.mark.parametrize("name", ["training_args.bin", "scheduler.pt", "own.pkl"])
-def test_dangerous_imports_of_other_files_are_not_carried_on(name: str, run: Run, tmp_path: Path) -> None:
+def test_other_files_with_dangerous_imports_are_not_copied(name: str, run: Run, tmp_path: Path) -> None:
     folder, out = tmp_path / "run", tmp_path / "out"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     save_file({"w": torch.ones(2)}, folder / "model.safetensors")
-    asked = ["remap", folder, "-o", f"{out}/", "--rule", "w => v"]
+    command = ["remap", folder, "-o", f"{out}/", "--rule", "w => v"]
     value = {"args": Runs(os.system, "id")}
     (folder / name).write_bytes(pickle.dumps(value)) if name.endswith(".pkl") else torch.save(value, folder / name)
-    refused = run(*asked)
+    refused = run(*command)
     assert (refused.status, out.exists()) == (1, False)
     assert "posix.system" in refused.out + refused.err
     assert name in refused.out + refused.err
-    assert run("remap", folder / "model.safetensors", "-o", tmp_path / "alone.safetensors", *asked[-2:]).status == 0
-    assert run(*asked, "--keep-pickled-code", "--force").status == 0
+    assert run("remap", folder / "model.safetensors", "-o", tmp_path / "alone.safetensors", *command[-2:]).status == 0
+    assert run(*command, "--keep-pickled-code", "--force").status == 0
     assert (out / name).read_bytes() == (folder / name).read_bytes()
     torch.save({"args": argparse.Namespace(lr=0.1)}, folder / name)
-    assert run(*asked, "--force").status == 0
+    assert run(*command, "--force").status == 0

@@ -1,4 +1,4 @@
-"""The names of from_pretrained: read, written, compared and swapped, with transformers as oracle.
+"""Read, write, compare and swap the names of from_pretrained, with transformers as the oracle.
 
 `CKPTTOOL_PRETRAINED=all` tries every model of `pretrained_models`.
 """
@@ -57,8 +57,8 @@ def _equal(left: State, right: State) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
-def test_there_and_back(saved: Saved, tmp_path: Path, run: Run) -> None:
-    """To ``state_dict()``'s names bit for bit, and back to what from_pretrained reads without a word."""
+def test_roundtrip_between_state_dict_and_pretrained_names(saved: Saved, tmp_path: Path, run: Run) -> None:
+    """Convert to ``state_dict()`` names bit for bit, and back to files that from_pretrained loads without a warning."""
     model = f"hf:{saved.folder}"
     done = run("remap", saved.folder, "--model", model, "--to", "serialized", "-o", tmp_path / "a.pt")
     assert done.status == 0, done.err
@@ -75,19 +75,19 @@ def test_there_and_back(saved: Saved, tmp_path: Path, run: Run) -> None:
 
 
 def _faults(state: State) -> dict[str, State]:
-    """The file as it is, and with one thing wrong in it at a time."""
+    """Return the intact state, and copies with one fault each."""
     first, last = min(state), max(state)
-    made = {"nothing": state}
+    faults = {"intact": state}
     for word, key in (("first", first), ("last", last)) if ALL else (("last", last),):
-        made[f"{word} is missing"] = {name: value for name, value in state.items() if name != key}
-        made[f"{word} is renamed"] = {f"{name}x" if name == key else name: value for name, value in state.items()}
-        made[f"{word} has another shape"] = {**state, key: state[key].reshape(-1).repeat(2)}
-        made[f"{word} has another dtype"] = {**state, key: state[key].double()}
-    return {**made, "one too many": {**state, "more": torch.ones(2)}}
+        faults[f"{word} is missing"] = {name: value for name, value in state.items() if name != key}
+        faults[f"{word} is renamed"] = {f"{name}x" if name == key else name: value for name, value in state.items()}
+        faults[f"{word} has another shape"] = {**state, key: state[key].reshape(-1).repeat(2)}
+        faults[f"{word} has another dtype"] = {**state, key: state[key].double()}
+    return {**faults, "unexpected key": {**state, "more": torch.ones(2)}}
 
 
 def _loads(model: nn.Module, state: State) -> bool:
-    """What from_pretrained says of the file: all is there, nothing is left, nothing has another shape or dtype."""
+    """Return whether from_pretrained reports no missing or unexpected key, and no other shape or dtype."""
     kind: Any = type(model)
     try:
         _, info = kind.from_pretrained(
@@ -101,11 +101,11 @@ def _loads(model: nn.Module, state: State) -> bool:
 @pytest.mark.parametrize("saved", MODELS if ALL else ["experts", "tied"], indirect=True)
 def test_status_0_means_that_from_pretrained_loads_it(saved: Saved, tmp_path: Path, run: Run) -> None:
     shutil.copy(saved.folder / "config.json", tmp_path)
-    for what, state in _faults(load_file(saved.folder / "model.safetensors")).items():
+    for fault, state in _faults(load_file(saved.folder / "model.safetensors")).items():
         path = tmp_path / "model.safetensors"
         save_file({key: value.clone() for key, value in state.items()}, path, metadata={"format": "pt"})
         status = run("diff", "--model", f"hf:{tmp_path}", path).status
-        assert status == (0 if _loads(saved.model, state) else 1), what
+        assert status == (0 if _loads(saved.model, state) else 1), fault
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +113,8 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return _saved("experts", tmp_path_factory.mktemp("experts-alone"))
 
 
-def test_the_printed_commands(experts: Saved, tmp_path: Path, run: Run) -> None:
-    """A model's own strict loading does not take it: what fixes it does; the other way too, between two files."""
+def test_printed_commands_work(experts: Saved, tmp_path: Path, run: Run) -> None:
+    """The model's strict loading rejects the file until it is fixed. The reverse works too, between two files."""
     model = tmp_path / "code.py"
     model.write_text("import pretrained_models\ndef build():\n    return pretrained_models.build('experts')\n")
     found = run("diff", "--model", f"{model}:build", experts.folder, "--format", "json")
@@ -136,9 +136,9 @@ def test_into_an_exported_program(experts: Saved, tmp_path: Path, run: Run) -> N
     program = torch.export.export(pretrained_models.build("experts", 2), (), inputs, strict=False)
     torch.export.save(program, tmp_path / "p.pt2")
     words = ["swap-weights", tmp_path / "p.pt2", experts.folder, "--model", f"hf:{experts.folder}", "-o"]
-    for said in ([], ["--from", "pretrained"]):
-        out = tmp_path / f"o{len(said)}.pt2"
-        done = run(*words, out, *said)
+    for options in ([], ["--from", "pretrained"]):
+        out = tmp_path / f"o{len(options)}.pt2"
+        done = run(*words, out, *options)
         assert done.status == 0, done.err
         with torch.no_grad():
             found = torch.export.load(out).module()(**inputs).logits
@@ -146,7 +146,7 @@ def test_into_an_exported_program(experts: Saved, tmp_path: Path, run: Run) -> N
     assert run(*words, tmp_path / "no.pt2", "--from", "serialized").status == 1
 
 
-def test_what_has_no_such_names_is_refused(experts: Saved, tmp_path: Path, run: Run) -> None:
+def test_model_without_pretrained_names_is_refused(experts: Saved, tmp_path: Path, run: Run) -> None:
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "a.pt")
     words = ("remap", tmp_path / "a.pt", "-o", tmp_path / "b.pt", "--to", "pretrained")
     assert "needs the model's names" in run(*words).err
@@ -160,8 +160,8 @@ def test_what_has_no_such_names_is_refused(experts: Saved, tmp_path: Path, run: 
     assert "has no NoSuchForCausalLM" in run(*words, "--model", f"hf:{tmp_path}").err
 
 
-def test_weights_behind_a_url(experts: Saved, tmp_path: Path, run: Run) -> None:
-    """The model is built of the config.json on the disk; a naming that is not taken over is said, with the way."""
+def test_weights_at_a_url(experts: Saved, tmp_path: Path, run: Run) -> None:
+    """The weights may be at a URL, but the model's config.json must be a local file."""
     memory = fsspec.filesystem("memory")
     memory.put(f"{experts.folder}/", "memory://pretrained/", recursive=True)
     model = f"hf:{experts.folder}"
@@ -172,7 +172,7 @@ def test_weights_behind_a_url(experts: Saved, tmp_path: Path, run: Run) -> None:
     assert (done.status, "a config.json on the disk" in done.err) == (2, True)
 
 
-def test_like_takes_wrappers_over_and_nothing_else(tmp_path: Path, run: Run) -> None:
+def test_like_copies_only_the_wrappers(tmp_path: Path, run: Run) -> None:
     torch.save({"model.up": torch.ones(1)}, tmp_path / "a.pt")
     torch.save({"net.down": torch.ones(1)}, tmp_path / "b.pt")
     done = run("remap", tmp_path / "a.pt", "--like", tmp_path / "b.pt", "-o", tmp_path / "c.pt")

@@ -1,4 +1,4 @@
-"""The whole tool on models that nobody here wrote; torch, safetensors and the models themselves are the oracle."""
+"""Run every command on third-party models; torch, safetensors and the models themselves are the oracle."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 @dataclass(frozen=True)
 class Trained:
-    """One model: its operand, the newly trained module, and what it was saved to."""
+    """A model: its operand, the newly trained module, and the files that it was saved to."""
 
     name: str
     operand: str
@@ -61,25 +61,25 @@ Answer = Callable[..., tuple[int, Any]]
 
 @pytest.fixture
 def answer(run: Run) -> Answer:
-    """Runs one command; gives its exit status, and the JSON object that it prints (None where it prints none)."""
+    """Run one command; return its exit status and the JSON object on stdout, or None."""
 
     def answer(*args: object) -> tuple[int, Any]:
         done = run(*args, "--format", "json")
-        sys.stderr.write(done.err)  # pytest shows it where the test fails
+        sys.stderr.write(done.err)  # pytest shows it if the test fails
         return done.status, done.data
 
     return answer
 
 
 def same(left: State, right: State) -> bool:
-    """Equal keys, dtypes, shapes and bits."""
+    """Return whether keys, dtypes, shapes and bits are equal."""
     return left.keys() == right.keys() and all(
         left[key].dtype == right[key].dtype and torch.equal(left[key], right[key]) for key in left
     )
 
 
 def loads(name: str, state: State) -> bool:
-    """Whether the model loads the state dict strictly."""
+    """Return whether the model loads the state dict strictly."""
     try:
         real_models.build(name, seed=2).load_state_dict(state, strict=True)
     except RuntimeError:
@@ -88,11 +88,11 @@ def loads(name: str, state: State) -> bool:
 
 
 def runtime(model: nn.Module) -> State:
-    """Every parameter and buffer under every one of its names."""
+    """Return every parameter and buffer under each of its names."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
-def test_trace_gives_the_names_that_torch_gives(trained: Trained, answer: Answer) -> None:
+def test_trace_gives_the_same_names_as_torch(trained: Trained, answer: Answer) -> None:
     status, names = answer("trace", trained.operand)
     tensors, state = runtime(trained.model), trained.state
     assert status == 0
@@ -115,14 +115,14 @@ def test_trace_finds_tied_weights(trained: Trained, answer: Answer) -> None:
     assert {r["fqn"]: r["alias_of"] for r in names["runtime"] if r["alias_of"]} == tied
 
 
-def test_diff_accepts_what_the_model_saved(trained: Trained, answer: Answer) -> None:
+def test_diff_accepts_the_models_own_checkpoint(trained: Trained, answer: Answer) -> None:
     status, diff = answer("diff", "--model", trained.operand, trained.checkpoint)
     assert status == 0
     assert diff["identical"]
 
 
 def test_diff_judges_save_pretrained_as_torch_does(trained: Trained, answer: Answer) -> None:
-    """`save_pretrained` leaves tied names out, splits experts and saves adapters alone: then it is no state dict."""
+    """`save_pretrained` omits tied names, splits experts, and saves only adapters: that is not a full state dict."""
     status, _ = answer("diff", "--model", trained.operand, trained.pretrained)
     assert status == (0 if loads(trained.name, load_file(trained.pretrained)) else 1)
 
@@ -132,16 +132,16 @@ def longest(state: State) -> str:
 
 
 DAMAGES: dict[str, Callable[[State], object]] = {
-    "a key is missing": lambda state: state.pop(longest(state)),
-    "a key too many": lambda state: state.update(more=torch.zeros(1)),
-    "a key is misspelt": lambda state: state.update(misspelt=state.pop(longest(state))),
+    "missing key": lambda state: state.pop(longest(state)),
+    "unexpected key": lambda state: state.update(more=torch.zeros(1)),
+    "misspelt key": lambda state: state.update(misspelt=state.pop(longest(state))),
     "another shape": lambda state: state.update({longest(state): torch.zeros(3)}),
     "another dtype": lambda state: state.update({key: tensor.half() for key, tensor in state.items()}),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_diff_sees_damage(trained: Trained, answer: Answer, tmp_path: Path, damage: str) -> None:
+def test_diff_reports_damage(trained: Trained, answer: Answer, tmp_path: Path, damage: str) -> None:
     state = trained.state
     DAMAGES[damage](state)
     torch.save(state, tmp_path / "damaged.pt")
@@ -170,7 +170,7 @@ def test_conversion_to_safetensors_and_back(trained: Trained, answer: Answer, tm
     assert same(torch.load(back, mmap=True), trained.state)  # the recorded aliases are tensors again
 
 
-def test_tied_weights_do_not_fit_into_safetensors_unasked(trained: Trained, answer: Answer, tmp_path: Path) -> None:
+def test_tied_weights_need_an_option_for_safetensors(trained: Trained, answer: Answer, tmp_path: Path) -> None:
     tied = len({tensor.data_ptr() for tensor in trained.state.values()}) < len(trained.state)
     status, _ = answer("remap", trained.checkpoint, "-o", tmp_path / "new.safetensors")
     assert status == (1 if tied else 0)
@@ -190,7 +190,7 @@ def test_swapped_program_computes_what_the_trained_model_computes(
     assert torch.equal(after, expected)
 
 
-def test_trace_of_70_billion_parameters_stays_small(tmp_path: Path) -> None:
+def test_trace_of_70_billion_parameters_needs_little_memory(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ckpttool", "trace", "--force", "-o", str(tmp_path / "names.json")]
     _, small = run_measured([*command, f"{MODELS}:llama"], tmp_path)
     _, peak = run_measured([*command, f"{MODELS}:llama_70b"], tmp_path)

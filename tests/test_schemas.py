@@ -1,4 +1,4 @@
-"""The schemas: valid themselves, complete for what is written, of one mind with the readers of what is read again."""
+"""The schemas are valid, describe every object that is written, and agree with the readers of these objects."""
 
 from __future__ import annotations
 
@@ -70,30 +70,30 @@ LINES = [
 
 
 @pytest.mark.parametrize(("line", "name"), LINES, ids=[line for line, _ in LINES])
-def test_what_is_written_is_what_its_schema_says(folder: Path, run: Run, line: str, name: str) -> None:
-    words = line.split() + (["missing lazy.* # not made yet"] if line.endswith("--ignore") else [])
+def test_written_objects_match_their_schema(folder: Path, run: Run, line: str, name: str) -> None:
+    words = line.split() + (["missing lazy.* # not initialized yet"] if line.endswith("--ignore") else [])
     assert schemas.check(run(*words, "--format", "json").data) == name
     if "--manifest" in words:
         assert schemas.check(json.loads(Path("m.json").read_text())) == "manifest"
 
 
-def test_results_say_in_python_what_the_commands_say(folder: Path, run: Run) -> None:
+def test_python_results_match_the_json_of_the_commands(folder: Path, run: Run) -> None:
     rule, model = "net.{x*} => {x*}", "model.py:plain"
-    said = run("remap", "b.pt", "--rule", rule, "--dry-run", "-o", "c.pt", "--format", "json").data
-    assert ckpttool.remap("b.pt", "c.pt", rule=[rule], dry_run=True).to_json() == said
-    said = run("swap-weights", "p.pt2", "a.pt", "--dry-run", "--model", model, "--format", "json").data
-    assert ckpttool.swap_weights("p.pt2", "a.pt", dry_run=True, model=model).to_json() == said
+    printed = run("remap", "b.pt", "--rule", rule, "--dry-run", "-o", "c.pt", "--format", "json").data
+    assert ckpttool.remap("b.pt", "c.pt", rule=[rule], dry_run=True).to_json() == printed
+    printed = run("swap-weights", "p.pt2", "a.pt", "--dry-run", "--model", model, "--format", "json").data
+    assert ckpttool.swap_weights("p.pt2", "a.pt", dry_run=True, model=model).to_json() == printed
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_it_is_printed_and_is_a_schema(run: Run, name: str) -> None:
-    made = json.loads(run("schema", name).out)
-    assert made == schema(name)
-    assert made["title"] in run("schema").out
+def test_schema_command_prints_a_valid_schema(run: Run, name: str) -> None:
+    printed = json.loads(run("schema", name).out)
+    assert printed == schema(name)
+    assert printed["title"] in run("schema").out
     assert schemas.validator(name).is_valid({"schema": "another"}) is False
 
 
-def test_what_is_no_object(run: Run) -> None:
+def test_unknown_object_is_an_error(run: Run) -> None:
     done = run("schema", "difff")
     assert (done.status, done.out) == (2, "")
     assert "the objects are inspect, names, diff" in done.err
@@ -101,44 +101,44 @@ def test_what_is_no_object(run: Run) -> None:
 
 def test_later_versions_may_add_members(folder: Path, run: Run) -> None:
     data = {**run("inspect", "a.pt", "--format", "json").data, "later": 1}
-    open_ = schemas.Draft202012Validator(schema("inspect"))
-    assert (open_.is_valid(data), schemas.validator("inspect").is_valid(data)) == (True, False)
+    validator = schemas.Draft202012Validator(schema("inspect"))
+    assert (validator.is_valid(data), schemas.validator("inspect").is_valid(data)) == (True, False)
 
 
-def places(value: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def paths(value: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [way, *(place for name, item in inner for place in places(item, (*way, name)))]
+    return [prefix, *(path for name, item in inner for path in paths(item, (*prefix, name)))]
 
 
 @pytest.mark.parametrize("name", ["names", "plan"])
-def test_the_reader_and_the_schema_are_of_one_mind(folder: Path, run: Run, name: str) -> None:
-    """A value changed anywhere: what the one refuses the other refuses."""
+def test_reader_and_schema_agree(folder: Path, run: Run, name: str) -> None:
+    """Change one value anywhere: the reader and the schema must both accept or both refuse."""
     if name == "names":
         kind, data = NAMES, run("trace", "model.py:Net", "--format", "json").data
     else:
-        asked = ("--save-plan", "p.json", "--model", "model.py:Net", "--to", "serialized", "--partial")
-        assert run("remap", "b.pt", *asked).status == 0
+        options = ("--save-plan", "p.json", "--model", "model.py:Net", "--to", "serialized", "--partial")
+        assert run("remap", "b.pt", *options).status == 0
         kind, data = PLAN, json.loads(Path("p.json").read_text())
     validator = schemas.Draft202012Validator(schema(name))
-    ways = [way for way in places(data) if way and way != ("schema",)]
+    locations = [path for path in paths(data) if path and path != ("schema",)]
     values = st.sampled_from(
         [None, True, 3, -1, 1.5, "x", "float32", [], [1], {}, {"ref": "x"}, {"op": "o", "args": 1}]
     )
     refused = 0
 
     @settings(max_examples=150, deadline=None)
-    @given(st.sampled_from(ways), values)
-    def agree(way: tuple[Any, ...], value: Any) -> None:
+    @given(st.sampled_from(locations), values)
+    def agree(path: tuple[Any, ...], value: Any) -> None:
         nonlocal refused
         changed = copy.deepcopy(data)
-        place = changed
-        for step in way[:-1]:
-            place = place[step]
-        place[way[-1]] = value
+        parent = changed
+        for step in path[:-1]:
+            parent = parent[step]
+        parent[path[-1]] = value
         wrong = [
             one for one in kind.problems(changed, None) if "stands" not in one.problem
-        ]  # twice: schemas cannot say
-        assert (not wrong) == validator.is_valid(changed), (way, value)
+        ]  # duplicates: a schema cannot express this
+        assert (not wrong) == validator.is_valid(changed), (path, value)
         refused += bool(wrong)
 
     agree()

@@ -1,7 +1,7 @@
-"""Files as people have them, each read beside torch, compared with itself and rewritten: what is small of `make wild`.
+"""Read published files and compare them with torch, then diff and rewrite them: the small part of `make wild`.
 
-Files of packages are in data/wild, with their licences; what is larger there has a small sibling here, of the same
-pickle, saved by torch itself: a pickled module, packed parameters of dynamic quantization, TorchScript.
+data/wild has files of packages, with their licences. Small files with the same pickle, saved by torch itself, replace
+the larger ones: a pickled module, packed parameters of dynamic quantization, TorchScript.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FILES = [*sorted(DATA.glob("wild/*.pt*")), *sorted(DATA.glob("*-torch-*.pt")), D
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_files_of_packages_and_of_other_versions(file: Path, tmp_path: Path) -> None:
+def test_files_of_packages_and_old_torch_versions(file: Path, tmp_path: Path) -> None:
     assert list(problems(str(file), tmp_path)) == []
 
 
@@ -34,13 +34,13 @@ def _module() -> object:
 def _quantized() -> object:
     model = nn.Sequential(nn.Linear(3, 4), nn.LSTM(3, 4))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's own plans for its quantization
+        warnings.simplefilter("ignore")  # torch deprecates this quantization API
         return torch.ao.quantization.quantize_dynamic(model, {nn.Linear, nn.LSTM}).state_dict()
 
 
-@pytest.mark.parametrize("made", [_module, _quantized])
+@pytest.mark.parametrize("build", [_module, _quantized])
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_small_siblings(tmp_path: Path, made: Callable[[], object], is_zip: bool) -> None:
+def test_small_files_saved_by_torch(tmp_path: Path, build: Callable[[], object], is_zip: bool) -> None:
     torch.manual_seed(0)
-    torch.save(made(), tmp_path / "file.pt", _use_new_zipfile_serialization=is_zip)
+    torch.save(build(), tmp_path / "file.pt", _use_new_zipfile_serialization=is_zip)
     assert list(problems(str(tmp_path / "file.pt"), tmp_path)) == []

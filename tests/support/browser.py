@@ -1,7 +1,8 @@
-"""A real browser without a window: pages are opened, keys are pressed, and what the page then is, is asked.
+"""A headless browser that opens pages, presses keys and evaluates expressions in the page.
 
-Chromium is driven by its own protocol (https://chromedevtools.github.io/devtools-protocol/) through a pair of pipes, so
-that no package is needed. `CKPTTOOL_BROWSER` names its executable; set to ``required``, none is no reason to skip.
+Chromium is driven by its DevTools protocol (https://chromedevtools.github.io/devtools-protocol/) through a pair of
+pipes, so that no package is needed. `CKPTTOOL_BROWSER` names its executable; with ``required``, a test fails without a
+browser instead of being skipped.
 """
 
 from __future__ import annotations
@@ -41,24 +42,24 @@ PATIENCE = 20.0  # seconds
 
 
 def executable() -> str:
-    """The browser's; skips the test where there is none, unless it is required."""
-    asked = os.environ.get("CKPTTOOL_BROWSER", "")
-    names = NAMES if asked in ("", "required") else (asked,)
+    """Return the browser's path; skip the test if there is none, or fail if it is required."""
+    setting = os.environ.get("CKPTTOOL_BROWSER", "")
+    names = NAMES if setting in ("", "required") else (setting,)
     found = next(filter(None, map(shutil.which, names)), None)
     if found is None:
-        (pytest.fail if asked else pytest.skip)(f"no browser: none of {', '.join(names)} is installed")
+        (pytest.fail if setting else pytest.skip)(f"no browser: none of {', '.join(names)} is installed")
     return found
 
 
 class Browser:
-    """One page of a browser of its own. `console` is what it said: errors, and what its policy forbade."""
+    """A browser with one page. `console` lists errors and violations of the content security policy."""
 
     def __init__(self, folder: Path) -> None:
         ours, theirs = os.pipe(), os.pipe()  # to the browser, from it
         command = [executable(), *OPTIONS, f"--user-data-dir={folder}", "about:blank"]
 
         def pipes() -> None:
-            """It reads from descriptor 3 and writes to 4; either number may be one of ours."""
+            """Chromium reads from descriptor 3 and writes to 4; our own pipes may already use these numbers."""
             high = [fcntl.fcntl(one, fcntl.F_DUPFD, 10) for one in (ours[0], theirs[1])]
             for number, one in zip((3, 4), high):
                 os.dup2(one, number)
@@ -81,7 +82,7 @@ class Browser:
         self.process.wait(PATIENCE)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """The result of one call of the protocol; what is said meanwhile goes to `console`."""
+        """Return the result of one protocol call; messages that arrive meanwhile are added to `console`."""
         self.count += 1
         session = {"sessionId": self.session} if self.session else {}
         message = {"id": self.count, "method": method, "params": params, **session}
@@ -108,7 +109,7 @@ class Browser:
             self.console.append(str(heard["params"]))
 
     def open(self, page: Path, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
-        """Opens a file and waits until it is loaded."""
+        """Open a file and wait until it is loaded."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         address = page.resolve().as_uri()
@@ -119,13 +120,13 @@ class Browser:
             time.sleep(0.02)
 
     def ask(self, expression: str) -> Any:
-        """The value of an expression in the page, once promises are kept."""
+        """Return the value of an expression in the page, after its promises are resolved."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def press(self, *keys: str) -> None:
-        """Presses keys one after another, each a letter or a name of `KEYS`."""
+        """Press keys one after another, each a letter or a name in `KEYS`."""
         for key in keys:
             told: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": KEYS.get(key, 0)}
             text = {"text": "\r"} if key == "Enter" else {} if key in KEYS else {"text": key}
@@ -133,5 +134,5 @@ class Browser:
             self.call("Input.dispatchKeyEvent", type="keyUp", **told)
 
     def picture(self, file: Path) -> None:
-        """What is seen, as PNG."""
+        """Save a screenshot as PNG."""
         file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))

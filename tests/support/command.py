@@ -1,4 +1,4 @@
-"""One command line, run in this process."""
+"""The result of a command line that ran in this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Done(NamedTuple):
-    """What a command said, and its exit status."""
+    """Exit status and output of a command."""
 
     status: int
     out: str
@@ -16,12 +16,12 @@ class Done(NamedTuple):
 
     @property
     def said(self) -> tuple[int, str]:
-        """The status, and all that was said."""
+        """Return the status and the complete output."""
         return self.status, self.out + self.err
 
     @property
     def data(self) -> Any:
-        """The JSON object on stdout; None where there is none."""
+        """Return the JSON object on stdout, or None."""
         return json.loads(self.out) if self.out else None
 
 
@@ -29,10 +29,10 @@ Run = Callable[..., Done]
 
 
 def fixes_in(data: Any) -> list[str]:
-    """The commands that a JSON report suggests."""
+    """Return the commands that a JSON report suggests."""
     return [one["command"] for one in data["fix"]]
 
 
 def notes_in(data: Any) -> list[str]:
-    """The sentences of a JSON report's notes."""
+    """Return the sentences of a JSON report's notes."""
     return [one["text"] for one in data["notes"]]

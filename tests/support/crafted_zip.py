@@ -1,4 +1,4 @@
-"""Torch files whose pickles are made node by node, as no torch would write them."""
+"""Torch files whose pickles are built node by node, in ways that torch never writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GOOD = {"0": bytes(8)}  # the storage of `tensor_node`
 
 
 def crafted(tmp_path: Path, root: Any, storages: dict[str, bytes], **records: bytes) -> str:
-    """A file with this pickle and these storages."""
+    """Write a file with this pickle and these storages."""
     notes = {"version": b"3\n", **records}
     entries = [NewRecord("a/data.pkl", dumps(Pickle(root, 2)))]
     entries += [NewRecord(f"a/data/{key}", data) for key, data in storages.items()]
@@ -25,7 +25,7 @@ def crafted(tmp_path: Path, root: Any, storages: dict[str, bytes], **records: by
 def tensor_node(
     offset: Any = 0, size: Any = (2,), stride: Any = (1,), numel: Any = 2, kind: str = "FloatStorage", key: Any = "0"
 ) -> Call:
-    """The node of a tensor; by default two zeros."""
+    """Return the node of a tensor; by default two zeros."""
     reference = Persistent(("storage", Global("torch", kind), key, "cpu", numel))
     hooks = Call(Global("collections", "OrderedDict"), ())
     args = (reference, offset, size, stride, False, hooks)

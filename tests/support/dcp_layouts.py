@@ -1,7 +1,7 @@
 """Gloo ranks that save a trained model with torch.distributed.checkpoint in several layouts, and load it in others.
 
-`python dcp_layouts.py FOLDER SAVERS LOADERS LAYOUT...` saves with so many ranks, converts with ckpttool, loads with so
-many ranks, and writes ``found.json``: for each conversion and each load, the keys with another value than torch's.
+`python dcp_layouts.py FOLDER SAVERS LOADERS LAYOUT...` saves with SAVERS ranks, converts with ckpttool, loads with
+LOADERS ranks, and writes ``found.json``: for each conversion and load, the keys whose values differ from torch's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WIDTH = 8
 
 
 class Net(nn.Module):
-    """Layers that a stage can run alone, rows that no number of ranks divides, and a buffer."""
+    """Layers that a pipeline stage can run alone, uneven rows, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def laid_out(layout: str) -> nn.Module:
 
 
 def trained(layout: str, seed: int) -> dict[str, Any]:
-    """The state that torch would save, after one step."""
+    """Return the state that torch would save, after one step."""
     torch.manual_seed(seed)
     model = laid_out(layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * seed, foreach=False)
@@ -92,8 +92,8 @@ def flat(state: Any, way: str = "") -> dict[str, Any]:
     return {key: value for name, item in state.items() for key, value in flat(item, f"{way}/{name}").items()}
 
 
-def differing(want: dict[str, Any], have: dict[str, Any]) -> list[str]:
-    return [key for key in want.keys() | have.keys() if not same(want.get(key), have.get(key))]
+def differing(expected: dict[str, Any], actual: dict[str, Any]) -> list[str]:
+    return [key for key in expected.keys() | actual.keys() if not same(expected.get(key), actual.get(key))]
 
 
 def same(left: Any, right: Any) -> bool:
@@ -108,24 +108,24 @@ def save(folder: Path) -> None:
 
 
 def load(folder: Path) -> None:
-    """Load ckpttool's folders into every layout of this number of ranks: those of one layout, and those of another."""
+    """Load ckpttool's folders into every layout with this number of ranks, the saved layout and the others."""
     found: dict[str, list[str]] = {}
     for layout in LAYOUTS:
         for source in (layout, LAYOUTS[LAYOUTS.index(layout) - 1]):
-            want = flat(torch.load(folder / f"{source}.torch.pt", weights_only=False))
+            expected = flat(torch.load(folder / f"{source}.torch.pt", weights_only=False))
             state = trained(layout, 2)
             dcp.load(state, checkpoint_id=folder / f"{source}.again.dcp")
-            have = flat(state)
+            actual = flat(state)
             if layout == "pipeline":  # a stage loads its own tensors
-                want = {key: value for key, value in want.items() if key in have}
-            if "pipeline" in (layout, source):  # each stage has groups of its own parameters, and saves them as group 0
-                del want["/optimizer/param_groups"], have["/optimizer/param_groups"]
-            found[f"{source} as {layout}"] = differing(want, have)
+                expected = {key: value for key, value in expected.items() if key in actual}
+            if "pipeline" in (layout, source):  # each stage saves its own param groups as group 0
+                del expected["/optimizer/param_groups"], actual["/optimizer/param_groups"]
+            found[f"{source} as {layout}"] = differing(expected, actual)
     (folder / f"loaded-{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
 def convert(folder: Path) -> dict[str, list[str]]:
-    """Convert every folder with ckpttool, there and back, and compare with torch's own conversions."""
+    """Convert every folder with ckpttool in both directions, and compare with torch's own conversions."""
     from ckpttool.cli.app import main
 
     found = {}
@@ -144,11 +144,11 @@ def convert(folder: Path) -> dict[str, list[str]]:
         torch_save_to_dcp(theirs, folder / f"{layout}.theirs.dcp")
         for ours in ("theirs.dcp", "again.dcp"):
             dcp_to_torch_save(folder / f"{layout}.{ours}", folder / f"{layout}.{ours}.pt")
-        want, *made = (
+        expected, *made = (
             flat(torch.load(folder / f"{layout}.{name}", weights_only=False))
             for name in ("torch.pt", "pt", "back.pt", "again.dcp.pt", "theirs.dcp.pt")
         )
-        found[layout] = failed + [key for one in made for key in differing(want, one)]
+        found[layout] = failed + [key for one in made for key in differing(expected, one)]
     return found
 
 
@@ -164,7 +164,7 @@ def _run(rank: int, job: Callable[[Path], None], folder: Path, ranks: int) -> No
 
 
 def start(job: Callable[[Path], None], folder: Path, ranks: int) -> None:
-    # forked: torch is imported once and not by each rank
+    # forked, so that torch is imported only once
     mp.start_processes(_run, (job, folder, ranks), nprocs=ranks, start_method="fork")
 
 

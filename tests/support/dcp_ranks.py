@@ -16,7 +16,7 @@ RANKS = 2
 
 
 def run(job: str, folder: Path, script: str = __file__) -> None:
-    """Runs the script's job in `RANKS` processes. Raises CalledProcessError where one of them fails."""
+    """Run the script's job in `RANKS` processes. Raise CalledProcessError if one of them fails."""
     with TemporaryDirectory() as meeting:
         environment = {**os.environ, "MEETING": f"file://{meeting}/ranks", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-W", "ignore", script, job, str(folder)]
@@ -27,7 +27,7 @@ def run(job: str, folder: Path, script: str = __file__) -> None:
 
 
 def tensors() -> dict[str, Any]:
-    """What the ranks save: name -> whole tensor, the same on every rank."""
+    """Return what the ranks save: name -> full tensor, the same on every rank."""
     import torch
 
     names = ("rows", "uneven", "columns", "blocks", "replicated", "deep", "empty", "bf16")
@@ -99,7 +99,7 @@ def _save_safetensors(state: dict[str, Any], folder: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.filesystem import SerializationFormat
 
-    del state["empty"]  # a rank's part of it has no place in a file
+    del state["empty"]  # its shards cannot be stored in safetensors
     files = {name: 1 + index % 2 for index, name in enumerate(state)}
     writer = dcp.FileSystemWriter(folder / "distcp", serialization_format=SerializationFormat.SAFETENSORS)
     dcp.save(state, storage_writer=writer)
@@ -112,7 +112,7 @@ def _save_safetensors(state: dict[str, Any], folder: Path) -> None:
 
 
 def _load(folder: Path) -> None:
-    """Loads the renamed FSDP model and its optimizer, and compares every value with `want.json`."""
+    """Load the renamed FSDP model and its optimizer, and compare every value with `want.json`."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch import nn
@@ -142,7 +142,7 @@ def _load(folder: Path) -> None:
 
 
 def _whole(folder: Path) -> None:
-    """Loads ``three.dcp`` into parts of two ranks, and compares them with ``full.pt``."""
+    """Load ``three.dcp`` into shards on two ranks, and compare them with ``full.pt``."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
@@ -157,7 +157,7 @@ def _whole(folder: Path) -> None:
 
 
 def main(jobs: Mapping[str, Callable[[Path], None]]) -> None:
-    """What each rank runs: the job that the command line names."""
+    """Run the job that the command line names; every rank calls this."""
     import torch
     import torch.distributed as dist
 

@@ -1,8 +1,8 @@
-"""Trains a small model with DeepSpeed on gloo and saves it, and beside it what DeepSpeed's own programs make of that.
+"""Train a small model with DeepSpeed on gloo, save it, and convert it with DeepSpeed's own scripts.
 
-Each rank runs it: ``RANK=r LOCAL_RANK=r WORLD_SIZE=n MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python deepspeed_run.py
+Start on each rank: ``RANK=r LOCAL_RANK=r WORLD_SIZE=n MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python deepspeed_run.py
 FOLDER STAGE fp32|bf16 GROUPS``. ``whole.pt`` holds ``model``, what `zero_to_fp32` gathers, and ``optimizer``, the
-states that `ds_to_universal` writes for each parameter; ``FOLDER-universal`` is what that made.
+states that `ds_to_universal` writes for each parameter; ``FOLDER-universal`` is the output of the latter.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def groups_of(model: nn.Module, count: int) -> list[dict[str, Any]]:
 
 
 def _train(folder: str, stage: int, dtype: str, groups: int) -> None:
-    deepspeed = import_module("deepspeed")  # installed for this program alone
-    vars(import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None  # compiles for minutes
+    deepspeed = import_module("deepspeed")  # installed only for this script
+    vars(import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None  # would compile for minutes
     deepspeed.init_distributed("gloo")
     torch.manual_seed(0)
     model = Net()

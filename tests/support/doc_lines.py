@@ -16,9 +16,9 @@ _IN_TEXT = re.compile(r"`(ckpttool [^`\n]*)`")
 
 
 def command_lines(*without: str) -> list[str]:
-    """Every ``ckpttool …`` of the README and of docs/, in the text or in a code block, each once.
+    """Return every distinct ``ckpttool …`` line of the README and of docs/, in text or in code blocks.
 
-    Those of pages whose names are in `without` are left out, and what they are piped into.
+    Pages named in `without` are skipped. Commands after a pipe are cut off.
     """
     found: list[str] = []
     for page in [README, *sorted(DOCS.glob("**/*.md"))]:
@@ -32,11 +32,11 @@ def command_lines(*without: str) -> list[str]:
 
 
 def is_echo(line: str) -> bool:
-    """Whether a line of an output is only the name of the command or an operand."""
+    """Return whether an output line is only the name of the command or an operand."""
     return _ECHO.match(line) is not None
 
 
 def first_lines(output: str) -> str:
-    """What a page shows of an output: its first lines, without the name of the command and the echo of operands."""
+    """Return the lines that a page shows: the first ones, without the command's name and its operands."""
     lines = [line for line in output.splitlines() if line.strip() and not is_echo(line)]
     return "".join(f"{line}\n" for line in [*lines[:_SHOWN], *(["..."] if len(lines) > _SHOWN else [])])

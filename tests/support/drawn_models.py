@@ -1,4 +1,4 @@
-"""The models that properties of strict loading draw from, by their operands."""
+"""Operands of the models that the property tests of strict loading draw from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build(operand: str, seed: int) -> nn.Module:
-    """The model for real, with values of its own."""
+    """Build the model on a real device, with random weights."""
     torch.manual_seed(seed)
     model = MODELS[operand]()
     with torch.no_grad():
@@ -32,7 +32,7 @@ def build(operand: str, seed: int) -> nn.Module:
 
 
 def is_safe(path: Path) -> bool:
-    """Whether torch's own safe loader makes all that is in the file."""
+    """Return whether torch loads the file with ``weights_only=True``."""
     try:
         torch.load(path, weights_only=True)
     except Exception:

@@ -1,4 +1,4 @@
-"""Four gloo ranks that save DTensors, and what these are whole: `python dtensor_ranks.py FOLDER SEED`."""
+"""Four gloo ranks that save DTensors and their full tensors: `python dtensor_ranks.py FOLDER SEED`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FULL = StateDictOptions(full_state_dict=True)
 
 
 class Net(nn.Module):
-    """Rows that no number of ranks divides, and buffers."""
+    """Uneven rows, and buffers."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 def tensors(seed: int) -> dict[str, DTensor]:
-    """DTensors of drawn shapes and placements, on meshes of one dimension and of two."""
+    """Return DTensors of random shapes and placements, on one- and two-dimensional meshes."""
     draw = random.Random(seed)
     meshes = [init_device_mesh("cpu", shape) for shape in ((4,), (2, 2), (1, 4), (4, 1))]
     made = {}
@@ -54,7 +54,7 @@ def tensors(seed: int) -> dict[str, DTensor]:
 
 
 def trained(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model after two steps: FSDP2, with replicas (HSDP), or on top of tensor parallelism."""
+    """Return a model after two steps: FSDP2, HSDP, or FSDP2 on top of tensor parallelism."""
     torch.manual_seed(0)
     model = Net(6 if kind == "tp" else 7)
     if kind == "fsdp":
@@ -75,7 +75,7 @@ def trained(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def whole(value: Any) -> Any:
-    """The value with every DTensor as its full tensor."""
+    """Return the value with every DTensor replaced by its full tensor."""
     if isinstance(value, dict):
         return {key: whole(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -91,7 +91,7 @@ def _save(rank: int, folder: Path, name: str, state: Any) -> None:
 
 
 def _load_again(rank: int, folder: Path) -> None:
-    """What ckpttool gathers of FSDP2 into a folder of torch.distributed.checkpoint, loaded with another mesh."""
+    """Load a DCP folder that ckpttool wrote from FSDP2 shards, on a different mesh."""
     if rank == 0:
         from ckpttool.cli.app import main
 
@@ -134,5 +134,5 @@ def _run(rank: int, folder: str, seed: int) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # forked: torch is imported once and not by each rank
+    # forked, so that torch is imported only once
     mp.start_processes(_run, (sys.argv[1], int(sys.argv[2])), nprocs=RANKS, start_method="fork")

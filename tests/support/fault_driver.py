@@ -1,6 +1,6 @@
-"""Scenarios under faults: a line runs in forked processes, each with one fault, and what it leaves is judged.
+"""Fault injection: run a command in forked processes with one fault each, and check the files that it leaves.
 
-Run as a program (``python fault_driver.py``), that imports torch only where a scenario needs it.
+Run it as a program (``python fault_driver.py``); it imports torch only if a scenario needs it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Snapshot = dict[str, tuple[int, bytes]]
 
 @dataclass(frozen=True)
 class Scenario:
-    """`argv` is run in a copy of `template`; `journal`: the state may be mixed until the next command has run.
+    """Run `argv` in a copy of `template`. `journal`: the state may be mixed until the next command has run.
 
-    `once`: what is done cannot be done again. `apart`: there are several outputs, each for itself. `again` are words
-    that let the line run on a finished output: ``--force``.
+    `once`: the command cannot be repeated. `apart`: there are several independent outputs. `again` are options that let
+    the command run on a finished output: ``--force``.
     """
 
     template: str
@@ -48,7 +48,7 @@ class Scenario:
 
 
 def snapshot(folder: Path) -> Snapshot:
-    """Mode and bytes of every file, without what is marked as temporary and the ways back from edits."""
+    """Return mode and bytes of every file except temporary files and undo journals."""
     found: Snapshot = {}
     for path in sorted(folder.rglob("*")):
         own = path.relative_to(folder)
@@ -59,12 +59,12 @@ def snapshot(folder: Path) -> Snapshot:
 
 
 def litter(folder: Path) -> list[str]:
-    """What is marked as temporary, and left."""
+    """Return the temporary files that were left."""
     return [str(path.relative_to(folder)) for path in folder.rglob("*") if owner_of(path.name)]
 
 
 def run(work: Path, argv: list[str], cwd: str, injector: Injector | None) -> tuple[int, str, list[str]]:
-    """Exit status (negative: the signal), stderr and the calls of one command line in a process of its own."""
+    """Run a command line in a forked process; return its exit status (negative: signal), stderr and calls."""
     log, calls = work.parent / "stderr", work.parent / "calls"
     child = os.fork()
     if child == 0:
@@ -86,7 +86,7 @@ def run(work: Path, argv: list[str], cwd: str, injector: Injector | None) -> tup
 
 
 class Judge:
-    """Runs the scenario again and again and keeps what was wrong."""
+    """Run the scenario repeatedly and collect problems."""
 
     def __init__(self, scenario: Scenario, scratch: Path) -> None:
         self.scenario, self.scratch = scenario, scratch
@@ -103,7 +103,7 @@ class Judge:
         assert not litter(self.work)
 
     def _warm_up(self) -> None:
-        """Runs the line in this process, so that those that are forked find all imported."""
+        """Run the command in this process, so that forked processes find everything imported."""
         self._fresh()
         before = os.getcwd()
         os.chdir(self.work / self.scenario.cwd)
@@ -118,7 +118,7 @@ class Judge:
         return snapshot(self.work)
 
     def point(self, mode: str, at: int) -> None:
-        """One run with one fault, and all that has to be true after it."""
+        """Run once with one fault, and check the result."""
         self._fresh()
         self.points[mode] += 1
         start = time.monotonic()
@@ -135,33 +135,36 @@ class Judge:
         if mode.startswith("KILL"):
             expect(status == -9, "not killed")
         else:
-            expect(status in (0, 2, 128 + 15, 128 + 2, 128 + 1), "an odd status")
-            expect(status != 0 or now == self.new, "done, and not complete")
-            expect(self._as_it_was(said, now), "said to be as it was, and is not")
+            expect(status in (0, 2, 128 + 15, 128 + 2, 128 + 1), "unexpected exit status")
+            expect(status != 0 or now == self.new, "succeeded, but incomplete")
+            expect(self._claims_are_true(said, now), "reported as unchanged, but changed")
             if mode != "all EIO":
-                expect(status != 0 or not litter(self.work) or self.calls[at] in _CLEANING, "done, with litter")
+                expect(
+                    status != 0 or not litter(self.work) or self.calls[at] in _CLEANING,
+                    "succeeded, but left temporary files",
+                )
         if self.scenario.journal and now not in (self.old, self.new):
-            expect(mode.startswith("KILL") or mode == "all EIO", "half done by a process that lives")
+            expect(mode.startswith("KILL") or mode == "all EIO", "mixed state, but the process was not killed")
             status, said, _ = run(self.work, ["undo", self.scenario.look], self.scenario.cwd, None)
-            expect(status == 0, f"not taken back: {said.strip()[:300]}")
+            expect(status == 0, f"undo failed: {said.strip()[:300]}")
             now = snapshot(self.work)
-        expect(self._is_whole(now), f"neither old nor new: {_difference(now, self.old, self.new)}")
+        expect(self._is_consistent(now), f"neither old nor new: {_difference(now, self.old, self.new)}")
         again = [] if now == self.old else list(self.scenario.again)
         status, said, _ = run(self.work, [*self.scenario.argv, *again], self.scenario.cwd, None)
-        # the line may find that its journal was finished first, so that there is nothing left to do
+        # the command may finish the journal first, and then have nothing left to do
         expect(status in (0, 1, 2), f"does not run again: {said.strip()}")
-        expect(snapshot(self.work) == self.new, "run again, and not complete")
-        expect(not litter(self.work), f"litter: {litter(self.work)}")
+        expect(snapshot(self.work) == self.new, "repeated, but incomplete")
+        expect(not litter(self.work), f"temporary files left: {litter(self.work)}")
 
-    def _is_whole(self, now: Snapshot) -> bool:
-        """All files are the old ones, or all the new; of outputs that are written apart, each is one or the other."""
+    def _is_consistent(self, now: Snapshot) -> bool:
+        """Return whether all files are old or all are new; independent outputs are checked one by one."""
         if not self.scenario.apart:
             return now in (self.old, self.new)
         names = {*now, *self.old, *self.new}
         return all(now.get(name) in (self.old.get(name), self.new.get(name)) for name in names)
 
-    def _as_it_was(self, said: str, now: Snapshot) -> bool:
-        """Whether what is said to be as it was, is."""
+    def _claims_are_true(self, said: str, now: Snapshot) -> bool:
+        """Return whether a file that is reported as unchanged is unchanged."""
         if "it is as it was" not in said or now == self.old:
             return True
         name = said.removeprefix("error: ").partition(":")[0]
@@ -176,7 +179,7 @@ def _difference(now: Snapshot, *others: Snapshot) -> str:
 
 
 def drive(scenario: Scenario, scratch: Path, points: int | None, choose: Callable[[int, int], int]) -> Judge:
-    """`points` of each mode, spread over the calls; all of them without a number."""
+    """Run `points` faults of each mode, spread over the calls; with None, one at each call."""
     judge = Judge(scenario, scratch)
     for row, mode in enumerate(MODES):
         numbers = [i for i, call in enumerate(judge.calls) if mode not in ("short", "KILL within") or call == "write"]
@@ -198,7 +201,7 @@ _LEFT_OUT = (
 
 
 def preload() -> None:
-    """Imports what the forked processes would each import again."""
+    """Import modules once that each forked process would otherwise import."""
     for path in sorted((ROOT / "ckpttool").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         if not name.startswith(_LEFT_OUT):
@@ -206,7 +209,7 @@ def preload() -> None:
 
 
 def _main() -> None:
-    """Reads scenarios by name, and prints a line for each as it is done."""
+    """Read scenarios by name, and print a line for each result."""
     asked: dict[str, Any] = json.loads(sys.stdin.read())
     preload()
     for name, words in sorted(asked["scenarios"].items(), key=lambda row: row[1]["torch"]):

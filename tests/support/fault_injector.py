@@ -1,7 +1,7 @@
-"""Faults in the calls that change the disk: the n-th one fails, all from it on fail, the process dies at it.
+"""Inject faults into calls that change the disk: the n-th call fails, all later ones fail, or the process is killed.
 
-Python's own functions are replaced, in a process that was forked for one run: what they stand for is what the kernel
-would answer. `strace.py` does the same below Python, where strace is installed.
+Python's functions are replaced in a forked process, and fail like the system calls would. `strace.py` does the same
+below Python if strace is installed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ MODES = ("EIO", "ENOSPC", "all EIO", "short", "KILL before", "KILL within", "KIL
 
 @dataclass
 class Injector:
-    """Counts the calls; at number `at` (from 0) does what `mode` says."""
+    """Count the calls; inject the fault `mode` at call number `at` (from 0)."""
 
     mode: str = ""
     at: int = -1
     calls: list[str] = field(default_factory=list)
 
     def install(self) -> None:
-        """Replaces the functions, for the rest of the process."""
+        """Replace the functions for the rest of the process."""
         for name in CHANGES:
             setattr(os, name, self._wrapped(name, getattr(os, name)))
         opens = os.open

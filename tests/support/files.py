@@ -1,4 +1,4 @@
-"""What several tests need: pieces written to a file the plain way, peak memory, the bytes of tensors."""
+"""Helpers for files: write pieces without optimizations, measure peak memory, read the bytes of tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpttool.io.pieces import Pieces
 
 
 def write_pieces(pieces: Pieces, path: str | Path) -> str:
-    """Writes the pieces one after the other and returns the path as a string."""
+    """Write the pieces one after the other and return the path as a string."""
     with open(path, "wb") as out:
         for piece in pieces:
             chunks = list(content(piece.data))
@@ -27,7 +27,7 @@ def write_pieces(pieces: Pieces, path: str | Path) -> str:
 
 
 def content(part: Part) -> Iterator[bytes]:
-    """The bytes that the part stands for."""
+    """Yield the bytes of the part."""
     if isinstance(part, Lazy):
         for inner in part.produce():
             yield from content(inner)
@@ -48,9 +48,9 @@ print(os.waitstatus_to_exitcode(status), usage.ru_maxrss * (1 if sys.platform ==
 
 
 def run_measured(command: list[str], cwd: Path) -> tuple[str, int]:
-    """Runs a program that must succeed; what it printed, and the most memory it had, in bytes.
+    """Run a program that must succeed; return its output and its peak memory in bytes.
 
-    It is started by a small process of its own, since a child inherits the peak of the one that started it.
+    A small intermediate process starts it, because a child inherits the peak of its parent.
     """
     launch = [sys.executable, "-c", _PEAK, *command]
     done = subprocess.run(launch, cwd=cwd, capture_output=True, text=True, check=True)
@@ -61,7 +61,7 @@ def run_measured(command: list[str], cwd: Path) -> tuple[str, int]:
 
 
 def tensor_bytes(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
-    """The dtype, shape and bytes of each tensor of a safetensors file."""
+    """Return the dtype, shape and bytes of each tensor in a safetensors file."""
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])

@@ -1,7 +1,7 @@
-"""FlattenParamsWrapper as torch 1.11 documented it; the class is gone from PyTorch.
+"""FlattenParamsWrapper as documented in torch 1.11; later releases removed the class.
 
-It holds the module as ``_fpw_module`` and its parameters as one ``flat_param``. A hook after ``state_dict()`` takes the
-segment out of the keys, one before loading puts it in, but for ``flat_param*``, which stands one level up.
+It holds the module as ``_fpw_module`` and its parameters as one ``flat_param``. A hook after ``state_dict()`` removes
+the segment from the keys, and a hook before loading adds it, except for ``flat_param*``, which is one level up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _before_loading(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
 
 
 class FlattenParamsWrapper(nn.Module):
-    """`hooks`: the keys of its state dict are without ``_fpw_module``, as they are by default."""
+    """`hooks`: hide ``_fpw_module`` in the keys of the state dict, which is the default."""
 
     def __init__(self, module: nn.Module, hooks: bool = True) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class FlattenParamsWrapper(nn.Module):
 
 
 def flattened(model: nn.Module, inner: type[nn.Module], hooks: bool = True) -> nn.Module:
-    """`model` with itself and every module of class `inner` wrapped, the inner ones first."""
+    """Wrap every module of class `inner`, then `model` itself."""
     for module in list(model.modules()):
         for child_name, child in list(module.named_children()):
             if isinstance(child, inner):

@@ -1,8 +1,8 @@
-"""Runs of real FSDP1 on gloo, on the CPU: the files of every rank, and the full state dict that FSDP gathers.
+"""Real FSDP1 runs on gloo and the CPU: the files of every rank, and the full state dict that FSDP gathers.
 
-Run as a program, ``python tests/support/fsdp_run.py FOLDER WORLD_SIZE...``, it trains the same model with original
-parameters and without, for each world size in FOLDER/WORLD_SIZE. Then rank 0 lets ckpttool write rank files again, all
-ranks load them, and FSDP gathers their full state dict too.
+``python tests/support/fsdp_run.py FOLDER WORLD_SIZE...`` trains the same model with and without original parameters,
+for each world size in FOLDER/WORLD_SIZE. Then rank 0 rewrites the rank files with ckpttool, all ranks load them, and
+FSDP gathers their full state dict too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GROUPS = 3  # from this world size on the optimizer has two param groups, and na
 
 
 class Mlp(nn.Module):
-    """A unit inside a unit."""
+    """An FSDP unit inside another unit."""
 
     def __init__(self, hidden: int = 5) -> None:
         super().__init__()
@@ -44,12 +44,12 @@ class Block(nn.Module):
         self.register_buffer("mask", torch.ones(3), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += x.detach().sum()  # every rank sees other data
+        self.seen += x.detach().sum()  # every rank sees different data
         return x + self.norm(self.mlp(x * self.scale)) * self.mask
 
 
 class Net(nn.Module):
-    """Parameters of its own, two units, and two names of one tensor."""
+    """Direct parameters, two units, and tied weights."""
 
     def __init__(self, hidden: int = 5, layers: int = 2) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def _wrapped(seed: int, original: bool):
 
 
 def _optimizer(model: nn.Module, world_size: int, inside: str = "layers", named: bool = True) -> torch.optim.Optimizer:
-    """Of two groups where there are ranks enough: the parameters with `inside` in their names, and all others."""
+    """Use two param groups if there are `GROUPS` ranks: parameters with `inside` in their names, and all others."""
     if world_size < GROUPS:
         return torch.optim.AdamW(model.parameters(), lr=0.01)
     groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
@@ -85,20 +85,20 @@ def _optimizer(model: nn.Module, world_size: int, inside: str = "layers", named:
 
 
 def by_layers(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer, made of the model before it is wrapped."""
+    """Create the optimizer from the model before it is wrapped."""
     return _optimizer(model, GROUPS)
 
 
 def by_first_layer(model: nn.Module) -> torch.optim.Optimizer:
-    """One of whose groups the sizes of parameters do not tell."""
+    """Create an optimizer whose param groups cannot be inferred from parameter sizes."""
     return _optimizer(model, GROUPS, "layers.0")
 
 
 def _full(model: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module) -> dict:
-    """What FSDP itself makes of all ranks.
+    """Return the full state dicts that FSDP gathers from all ranks.
 
-    Without offload: on the CPU it is a view of a buffer that is used again where parameters are original ones, so that
-    with offload ``exp_avg`` holds the values of ``exp_avg_sq`` (torch 2.13).
+    Offload is off: on the CPU with original parameters, the offloaded tensor is a view of a reused buffer, so that
+    ``exp_avg`` would hold the values of ``exp_avg_sq`` (torch 2.13).
     """
     from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -120,7 +120,7 @@ def _saved(model: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Modul
 
 
 def _train(rank: int, world_size: int, folder: str, original: bool, inside: str = "") -> None:
-    """With `inside` the optimizer has no names."""
+    """Train; if `inside` is given, the optimizer has no names."""
     model, average = _wrapped(0, original), _wrapped(2, original)
     optimizer = _optimizer(model, world_size, inside or "layers", named=not inside)
     for step in range(2):
@@ -185,7 +185,7 @@ if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch.distributed.fsdp
 
-    for size in sys.argv[2:]:  # forked: torch is imported once and not by each rank
+    for size in sys.argv[2:]:  # forked, so that torch is imported only once
         folder = f"{sys.argv[1]}/{size}"
         os.mkdir(folder)
         mp.start_processes(_run, (int(size), folder), nprocs=int(size), start_method="fork")

@@ -1,6 +1,6 @@
-"""Small modules with the state_dict hooks and overrides that are found in public code: one factory each, in `ZOO`.
+"""Small modules with the state_dict hooks and overrides of public code: one factory each, in `ZOO`.
 
-A factory takes no arguments and builds on whatever device is the default one, so each runs on meta and for real.
+A factory takes no arguments and builds on the default device, so that each model can be built on meta or a real device.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def new_dict_from_root_hook() -> nn.Module:
 
 @pattern
 def new_dict_from_child_hook() -> nn.Module:
-    """torch respects the return value of a root's hook only: a child's is thrown away."""
+    """torch uses the return value of a root's hook only, and ignores a child's."""
     child = Block()
     child._register_state_dict_hook(lambda m, sd, p, meta: {f"lost.{k}": v for k, v in sd.items()})
     return nn.Sequential(child)
@@ -338,7 +338,7 @@ def adds_an_alias() -> nn.Module:
 
 @pattern
 def two_to_one_key() -> nn.Module:
-    """Two tensors want one key: the first is silently lost."""
+    """Two tensors are saved under one key: the first is silently lost."""
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
 
     def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
@@ -353,7 +353,7 @@ def two_to_one_key() -> nn.Module:
 
 
 class FusedQKV(nn.Module):
-    """Saves q, k and v apart, holds them in one weight."""
+    """Hold q, k and v in one weight, but save them separately."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -380,7 +380,7 @@ def fused_qkv() -> nn.Module:
 
 @pattern
 def fused_twice() -> nn.Module:
-    """A module under two paths, each of whose keys a hook computes."""
+    """A module at two paths; a hook computes the keys of both."""
     fused = FusedQKV()
     return nn.Sequential(fused, nn.Linear(4, 4), fused)
 
@@ -418,7 +418,7 @@ def split_by_slices() -> nn.Module:
 
 @pattern
 def packs_four_bits() -> nn.Module:
-    """Two numbers in one byte, as quantised weights are stored; what is above 15 is lost."""
+    """Pack two numbers into one byte, like quantized weights; values above 15 are lost."""
     model = nn.Linear(2, 2)
     model.register_buffer("codes", torch.randint(0, 32, (3, 8), dtype=torch.int32))
 
@@ -454,7 +454,7 @@ def saves_complex_numbers_in_parts() -> nn.Module:
 
 @pattern
 def joins_experts() -> nn.Module:
-    """Saves the experts stacked into one tensor; loads them by unbinding."""
+    """Save the experts stacked into one tensor; load them by unbinding."""
     model = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 3, bias=False) for _ in range(3))})
 
     def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
@@ -616,7 +616,7 @@ def bits_of_floats() -> nn.Module:
 
 @pattern
 def scales_in_place() -> nn.Module:
-    """Works on the live weights: what is saved is scaled, and so is the model."""
+    """The hook scales the live weights, so that both the saved tensors and the model change."""
     model = nn.Linear(2, 2)
     model._register_state_dict_hook(lambda m, sd, p, meta: sd[p + "weight"].mul_(2) and None if False else _mul(sd, p))
     return model
@@ -754,7 +754,7 @@ def interleaves() -> nn.Module:
     return model
 
 
-# By other ways than the dispatcher
+# Bypassing the dispatcher
 
 
 @pattern
@@ -767,7 +767,7 @@ def wraps_in_parameter() -> nn.Module:
 
 
 class PreHookFuses(nn.Module):
-    """A pre-hook swaps the parameter for a new one before saving."""
+    """A pre-hook replaces the parameter before saving."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -853,7 +853,7 @@ def overrides_save_to_state_dict() -> nn.Module:
 
 
 class Versioned(nn.Module):
-    """Loads its old files (without a version) under another name."""
+    """Load old files (without a version) under another name."""
 
     _version = 2
 
@@ -882,7 +882,7 @@ class ExtraState(nn.Linear):
 
     def set_extra_state(self, state: object) -> None:
         if isinstance(state, dict) and state["format"] != 3:
-            raise ValueError(f"format {state['format']} is not known")
+            raise ValueError(f"unknown format {state['format']}")
         self.state = state
 
 
@@ -977,7 +977,7 @@ def constructor_leaves_cpu_tensors() -> nn.Module:
 
 @pattern
 def catches_the_error_of_reading() -> nn.Module:
-    """On meta the read fails and the hook would go another way."""
+    """On meta the read fails, and the hook takes the fallback path."""
     model = nn.Linear(2, 2)
 
     def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
@@ -992,7 +992,7 @@ def catches_the_error_of_reading() -> nn.Module:
 
 
 class LoadsBySlices(nn.Module):
-    """Its loading half copies into parts of the parameter."""
+    """Load by copying into slices of the parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1030,7 +1030,7 @@ def loads_a_part_only() -> nn.Module:
 
 
 class CopiesItself(nn.Module):
-    """Saves a deep copy that it changed first."""
+    """Save a deep copy after changing it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1067,7 +1067,7 @@ def works_in_a_long_loop() -> nn.Module:
 
 
 class OldListing(nn.Linear):
-    """Overrides the listing with the signature of before torch 2.0."""
+    """Override named_parameters with the signature from before torch 2.0."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -1082,7 +1082,7 @@ def old_listing() -> nn.Module:
 
 
 class Nested(nn.Module):
-    """Returns a plain dict with another dict inside."""
+    """Return a plain dict with another dict inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1113,7 +1113,7 @@ def sparse_buffer() -> nn.Module:
 
 @pattern
 def two_tensors_in_one() -> nn.Module:
-    """A tensor subclass that wraps others, as quantised weights do."""
+    """A tensor subclass that wraps other tensors, like quantized weights."""
     model = nn.Linear(2, 2)
     model.weight = nn.Parameter(TwoTensor(torch.randn(2, 2), torch.randn(2, 2)))
     model._register_state_dict_hook(Renamer("weight", "kernel"))
@@ -1135,7 +1135,7 @@ def unpacks_a_subclass() -> nn.Module:
 
 @pattern
 def copies_into_cpu_memory() -> nn.Module:
-    """As offloading does: the values are put into a buffer made beforehand on the CPU."""
+    """Copy the values into a preallocated CPU buffer, as offloading does."""
     model = nn.Linear(2, 2)
 
     def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
@@ -1163,7 +1163,7 @@ def asks_where_tensors_are() -> nn.Module:
 
 @pattern
 def in_inference_mode() -> nn.Module:
-    """There, operators that are made of others reach the dispatcher whole."""
+    """In inference mode, composite operators reach the dispatcher without being decomposed."""
     model = nn.Linear(4, 6)
 
     def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
@@ -1179,7 +1179,7 @@ def in_inference_mode() -> nn.Module:
 
 @pattern
 def goes_through_bytes() -> nn.Module:
-    """A copy that nothing sees: the file format as a way to deep-copy."""
+    """Deep-copy through the file format, which no dispatch mode sees."""
     model = nn.Linear(2, 2)
 
     def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
@@ -1232,7 +1232,7 @@ def hook_removes_itself() -> nn.Module:
 
 @pattern
 def dedupes_by_storage() -> nn.Module:
-    """safetensors and Hugging Face find shared tensors in this way."""
+    """safetensors and Hugging Face find shared tensors this way."""
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 2)})
     model["c"].bias = model["a"].bias
 
@@ -1258,7 +1258,7 @@ def drops_out() -> nn.Module:
 
 @pattern
 def takes_signs_of_a_constant() -> nn.Module:
-    """The constant is equal throughout, and not the same: 0.0 and -0.0."""
+    """The constant's elements compare equal but are not identical: 0.0 and -0.0."""
     model = nn.Linear(2, 12)
     model._register_state_dict_hook(
         lambda m, sd, p, meta: sd.update({p + "bias": torch.copysign(sd[p + "bias"], torch.tensor([0.0, -0.0] * 6))})

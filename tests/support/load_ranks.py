@@ -1,6 +1,6 @@
 """Two gloo ranks that load a checkpoint of one process into sharded models: `python load_ranks.py FOLDER`.
 
-FOLDER gets ``same-RANK`` if weights and moments are those of the file, bit for bit.
+FOLDER gets ``same-RANK`` if weights and moments equal the file's, bit for bit.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(rank: int, folder: str) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.3
     optimizer.zero_grad()
     model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()  # the shards of the moments fit the shards of the parameters
+    optimizer.step()  # moments and parameters have the same shards
 
     flat = FullyShardedDataParallel(build(), device_id=torch.device("cpu"), use_orig_params=True)
     ckpttool.load(path, flat, definition=build)

@@ -1,6 +1,6 @@
-"""Modules whose loading looks at more than names and shapes: kinds of tensors, classes, values, objects. In `ZOO`.
+"""Modules whose loading checks more than names and shapes: tensor kinds, classes, values, objects. In `ZOO`.
 
-A factory takes no arguments and builds on whatever device is the default one, as in `hook_zoo`.
+A factory takes no arguments and builds on the default device, as in `hook_zoo`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def pattern(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 class Packed(torch.Tensor):
-    """A wrapper subclass as quantising libraries have them: int8 values and a scale; it copies from its like only."""
+    """A wrapper subclass as in quantization libraries: int8 values and a scale; it copies only from its own class."""
 
     @staticmethod
     def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> Packed:
@@ -52,11 +52,11 @@ class Packed(torch.Tensor):
         if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
             made = type(args[0])(func(args[0].values_), func(args[0].scale))
             return return_and_correct_aliasing(func, args, kwargs or {}, made)
-        raise NotImplementedError(f"Packed has no {func}")
+        raise NotImplementedError(f"Packed does not implement {func}")
 
 
 class Undeclared(Packed):
-    """The same, with unpickling code of its own, which nobody declared safe."""
+    """A `Packed` with its own unpickling code, which is not declared safe."""
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
@@ -68,13 +68,13 @@ def packed(cls: type[Packed] = Packed) -> Packed:
 
 @dataclass
 class Settings:
-    """An object in an extra state that is declared safe to load."""
+    """An object in an extra state; its class is declared safe to load."""
 
     level: int = 1
 
 
 class Opaque:
-    """One that is not."""
+    """An object in an extra state; its class is not declared safe."""
 
     level = 1
 
@@ -139,7 +139,7 @@ def odd_dtypes() -> nn.Module:
 
 
 class AddsOnLoading(nn.Linear):
-    """Adds what the file has beside the weight, in whatever dtypes these are."""
+    """Add the file's other tensors to the weight, whatever their dtypes."""
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
         delta = state_dict.pop(prefix + "delta", None)
@@ -156,7 +156,7 @@ def adds_on_loading() -> nn.Module:
 
 
 class JoinsOnLoading(nn.Module):
-    """Saves two halves and joins them: halves of two dtypes are promoted, or they are not."""
+    """Save two halves and join them on loading: halves of different dtypes may be promoted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def joins_on_loading() -> nn.Module:
 
 
 class ComparesTypes(nn.Module):
-    """As torchmetrics: what is loaded replaces the state, whose class and kind have to be the same."""
+    """Like torchmetrics: a loaded value replaces the state, and must have the same class and kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def compares_types() -> nn.Module:
 
 
 class SetsAttributes(nn.Module):
-    """Assigns what the file has; torch refuses a Parameter in a buffer's place and the other way round."""
+    """Assign the file's values; torch refuses to replace a buffer with a Parameter and vice versa."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class SetsAttributes(nn.Module):
         if state_dict["scale"].requires_grad:
             raise ValueError("scale is being trained")
         if not state_dict["scale"].is_contiguous() or state_dict["scale"].is_sparse:
-            raise ValueError("scale is no dense block")
+            raise ValueError("scale is not a dense tensor")
 
 
 @pattern
@@ -227,7 +227,7 @@ def sets_attributes() -> nn.Module:
 
 
 class Checks(nn.Module):
-    """Looks at values before it loads."""
+    """Check values before loading."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ def checks_values() -> nn.Module:
 
 
 class Renames(nn.Module):
-    """Which key it expects is written in the file."""
+    """A value in the file determines which key is expected."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ def selects_rows() -> nn.Module:
 
 
 class Extra(nn.Linear):
-    """`get` makes the extra state, `check` refuses what it does not know."""
+    """`get` creates the extra state, and `check` decides whether a loaded one is valid."""
 
     def __init__(self, get: Callable[[Any], object], check: Callable[[Any], bool]) -> None:
         super().__init__(2, 2)
@@ -337,7 +337,7 @@ for _name in EXTRAS:
 
 
 class Bare(nn.Module):
-    """Without torch's keyword arguments."""
+    """state_dict methods without torch's keyword arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -371,7 +371,7 @@ def buffer_with_such_an_ending() -> nn.Module:
 
 @pattern
 def forgives() -> nn.Module:
-    """Its post hook takes what torch found wrong off the lists."""
+    """A post hook clears torch's lists of missing and unexpected keys."""
     model = nn.Linear(2, 2)
     model.register_load_state_dict_post_hook(lambda m, keys: keys.missing_keys.clear())
     return model
@@ -387,11 +387,11 @@ def transformer() -> nn.Module:
     return nn.TransformerEncoderLayer(4, 2, 4)
 
 
-# State dicts that look like something else where they are a whole file
+# State dicts that look like something else if they are the entire file
 
 
 class Folded(nn.Linear):
-    """Saves the tensors of `inside` in a dict of their own."""
+    """Save the tensors named in `inside` in a nested dict."""
 
     def __init__(self, *inside: str) -> None:
         super().__init__(2, 2)
@@ -408,7 +408,7 @@ class Folded(nn.Linear):
 
 
 @pattern
-def dict_beside_tensors() -> nn.Module:
+def dict_next_to_tensors() -> nn.Module:
     return Folded("bias")
 
 
@@ -437,5 +437,5 @@ def like_a_random_state() -> nn.Module:
 
 @pattern
 def called_state() -> nn.Module:
-    """Its keys are those of a flattened optimizer state."""
+    """It has the same keys as a flattened optimizer state."""
     return nn.ModuleDict({"state": nn.Linear(2, 2), "param_groups": nn.Linear(2, 2)})

@@ -1,4 +1,4 @@
-"""Models of other libraries, built small: transformers, timm, torchvision, diffusers, torchtune; what is installed."""
+"""Small models of other libraries, if installed: transformers, timm, torchvision, diffusers, torchtune."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _HEADS = (
 )
 
 
-class NoCase(Exception):
-    """The library itself does not build the model so small, or without other packages."""
+class CannotBuild(Exception):
+    """The library cannot build the model this small, or needs other packages."""
 
 
 def _has_torchvision() -> bool:
-    """Import torchvision. The wheels of PyPI need a torch with CUDA for their operators: they get only names here."""
+    """Import torchvision. With a CPU-only torch, PyPI wheels lack their operators: declare them without code."""
     if importlib.util.find_spec("torchvision") is None:
         return False
     while True:
@@ -73,9 +73,9 @@ Find = Callable[[], Build]
 
 
 def zoos() -> dict[str, Callable[[], dict[str, Find]]]:
-    """The libraries that are installed, each with its models: a name and what finds the function that builds it.
+    """Return the installed libraries, each with model names and functions that find a builder.
 
-    It raises `NoCase` if there is none. A library that is not imported has one case without a name.
+    A find function raises `CannotBuild` if there is no builder. A library that cannot be imported has one unnamed case.
     """
     zoos = {
         "transformers": _transformers,
@@ -114,11 +114,11 @@ def _transformer(kind: str) -> Build:
         if cls in mapping:
             break
     else:
-        raise NoCase("is only a part of other models")
+        raise CannotBuild("is only part of other models")
     try:
         models = mapping[cls]
-    except ValueError as error:  # the table names a class that is not there
-        raise NoCase(f"is not built from these sizes: {error}") from error
+    except ValueError as error:  # the table names a missing class
+        raise CannotBuild(f"is not built from these sizes: {error}") from error
     model = models[0] if isinstance(models, tuple) else models
 
     def made(sizes: dict[str, int]) -> Any:
@@ -142,7 +142,7 @@ def _shrunk(config: Any, sizes: dict[str, int]) -> Any:
 
 
 def _timm() -> dict[str, Find]:
-    """A model of every module of timm: the one that its name calls small, if there is one."""
+    """Find one model for every module of timm, preferably one whose name says that it is small."""
     import timm
 
     words = ("test", "atto", "pico", "femto", "nano", "micro", "mini", "xxs", "xs", "tiny", "small", "s")
@@ -255,7 +255,7 @@ def _torchtune() -> dict[str, Find]:
 
 
 def _peft() -> dict[str, Find]:
-    """Every kind of adapter, on a small Llama."""
+    """Find every kind of adapter, on a small Llama."""
     import peft
 
     return {kind.value: partial(_adapted, config) for kind, config in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
@@ -288,7 +288,7 @@ def _first_by_table(function: Any) -> Build:
     required = [name for name, one in _parameters(function).items() if one.default is one.empty]
     unknown = [name for name in required if name not in _TUNE]
     if unknown:
-        raise NoCase(f"takes arguments that are not in the table of sizes: {', '.join(unknown)}")
+        raise CannotBuild(f"takes arguments that are not in the table of sizes: {', '.join(unknown)}")
     return _first([lambda: function(**{name: _TUNE[name] for name in required})])
 
 
@@ -297,9 +297,9 @@ def _parameters(function: Any) -> Any:
 
 
 def _first(builders: Iterable[Build]) -> Build:
-    """The first function that builds a model that is not too large; if all are, the first one on the meta device.
+    """Return the first function that builds a small enough model; if all are too large, the first on the meta device.
 
-    Raises `NoCase` with the first one's reason.
+    Raise `CannotBuild` with the first reason if none does.
     """
     reasons, large = [], []
     for build in builders:
@@ -313,18 +313,18 @@ def _first(builders: Iterable[Build]) -> Build:
                 large.append(partial(_on_meta, build))
             else:
                 reasons.append(f"is too large, and its constructor needs values: {size:,} parameters")
-        except Exception as error:  # other people's code
+        except Exception as error:  # third-party code
             reason = "needs another package" if isinstance(error, ImportError) else "is not built from these sizes"
             reasons.append(f"{reason}: {type(error).__name__}: {' '.join(str(error).split())[:100]}")
     if large:
         return large[0]
-    raise NoCase(reasons[0])
+    raise CannotBuild(reasons[0])
 
 
 def builds_on_meta(build: Build) -> bool:
     try:
         _on_meta(build)
-    except (NotImplementedError, RuntimeError):  # it computes with its values
+    except (NotImplementedError, RuntimeError):  # it computes with values
         return False
     return True
 

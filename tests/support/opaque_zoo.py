@@ -1,6 +1,6 @@
-"""Modules whose hooks compute outside of torch (numpy, lists, bytes, numbers), each with its like in `ZOO`.
+"""Modules whose hooks compute outside torch (numpy, lists, bytes, numbers): one factory each, in `ZOO`.
 
-A factory takes no arguments and builds on whatever device is the default one, as in `hook_zoo`.
+A factory takes no arguments and builds on the default device, as in `hook_zoo`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def pattern(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 class Coded(nn.Module):
-    """A module that saves what `encode` makes of its own tensors, and loads what `decode` makes of that."""
+    """A module that saves its tensors through `encode` and loads them through `decode`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Coded(nn.Module):
 
 
 class Quantized(Coded):
-    """int8 and a scale in the file; both ways go through numpy, and lose bits."""
+    """The file has int8 values and a scale; saving and loading use numpy, and lose bits."""
 
     coded = ("weight_q", "scale")
 
@@ -71,7 +71,7 @@ class Quantized(Coded):
 
 
 class HalfOutside(Quantized):
-    """As `Quantized`, and only a part of the way back is outside of torch."""
+    """Like `Quantized`, but only part of the loading is outside torch."""
 
     def decode(self, own: State) -> State:
         return {"weight": torch.from_numpy(own["weight_q"].numpy().astype(np.float32)) * own["scale"][:, None]}
@@ -89,7 +89,7 @@ class Listed(Coded):
 
 
 class PackedBits(Coded):
-    """Truths at run time, bytes in the file: integers alone, and all of them 0 when it is built."""
+    """Booleans at run time, packed bytes in the file; all are 0 when the module is built."""
 
     names, coded = ("mask",), ("packed",)
 
@@ -105,7 +105,7 @@ class PackedBits(Coded):
 
 
 class ByNumber(Coded):
-    """One number is read with ``item()``, and everything else is torch."""
+    """One number is read with ``item()``; everything else is torch."""
 
     names, coded = ("weight", "scale"), ("weight", "scale")
 
@@ -133,7 +133,7 @@ class Bytes(Coded):
 
 
 class Transposed(nn.Module):
-    """Overrides both methods instead of hooks; shapes and names tell nothing."""
+    """Override both methods instead of using hooks; shapes and names do not show it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Transposed(nn.Module):
 
 
 class Cached(nn.Module):
-    """What is made of the loaded tensors afterwards, and saved by none."""
+    """A tensor that is computed after loading, and not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,14 +214,14 @@ def cached() -> nn.Module:
 
 
 class Noisy(Listed):
-    """Two loads of one file give two models."""
+    """Loading the same file twice gives different models."""
 
     def decode(self, own: State) -> State:
         return {"weight": own["weight"] + torch.from_numpy(np.random.default_rng().random((4, 4), dtype=np.float32))}
 
 
 class Blended(Listed):
-    """What it loads depends on what it held before."""
+    """The loaded value depends on the previous one."""
 
     def decode(self, own: State) -> State:
         return {"weight": torch.from_numpy(own["weight"].numpy() + self.weight.detach().numpy())}

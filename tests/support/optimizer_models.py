@@ -1,4 +1,4 @@
-"""Models and optimizers that the tests of optimizer state resume: one model, and what becomes of it later."""
+"""Models and optimizers for the tests of optimizer state: one model, and later versions of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Net(nn.Module):
-    """Two layers of one shape, so that only their order tells them apart, between two of other shapes."""
+    """Two layers of the same shape, which differ only in order, between two of other shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Net(nn.Module):
 
 
 class Reordered(Net):
-    """The same layers, listed in another order."""
+    """The same layers, registered in another order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Reordered(Net):
 
 
 class Grown(Net):
-    """A layer more, before the others."""
+    """One more layer, before the others."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
@@ -42,7 +42,7 @@ class Grown(Net):
 
 
 class Shrunk(Net):
-    """A layer less."""
+    """One layer fewer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Renamed(Net):
 
 
 class Frozen(Net):
-    """Its first layers take no steps."""
+    """Its first layers are frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Frozen(Net):
 
 
 class Matrices(nn.Module):
-    """Weights only, as Muon wants them."""
+    """Weights without biases, as Muon requires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Matrices(nn.Module):
 
 
 class Tied(nn.Module):
-    """Its second layer is the first one's weight again."""
+    """Its second layer is tied to the first one's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Tied(nn.Module):
 
 
 class Split(nn.Module):
-    """Three projections, each with a weight of its own; a state_dict hook writes them as one."""
+    """Three projections with separate weights; a state_dict hook saves them as one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def decayed(model: nn.Module) -> torch.optim.Optimizer:
-    """Matrices decay, vectors do not: two groups, each in the model's order."""
+    """Two param groups, each in the model's order: matrices with weight decay, vectors without."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     return torch.optim.AdamW(
@@ -143,7 +143,7 @@ def decayed(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def by_layer(model: nn.Module) -> torch.optim.Optimizer:
-    """The second layer learns slowly: its group has the same shapes as the first layer in the other group."""
+    """The second layer has a low learning rate: its group has the same shapes as the first layer in the other group."""
     slow = list(model.second.parameters())
     rest = [p for p in model.parameters() if all(p is not other for other in slow)]
     groups: list[dict[str, Any]] = [{"params": slow, "lr": 0.001}, {"params": rest}]
@@ -163,7 +163,7 @@ def trainable(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def halves(model: nn.Module) -> torch.optim.Optimizer:
-    """One group split into two that have the same hyperparameters."""
+    """One param group split into two with the same hyperparameters."""
     parameters = list(model.parameters())
     return torch.optim.AdamW([{"params": parameters[3:]}, {"params": parameters[:3]}], 0.01)
 
@@ -174,7 +174,7 @@ def fused(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def valued(model: nn.Module) -> torch.optim.Optimizer:
-    """Cannot be made on the meta device."""
+    """Cannot be created on the meta device."""
     return torch.optim.AdamW([p for p in list(model.parameters())[::-1] if p.isfinite().all().item()], 0.01)
 
 
@@ -187,7 +187,7 @@ def in_order(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def decayed_named(model: nn.Module) -> torch.optim.Optimizer:
-    """As `decayed`, with the names in the groups."""
+    """Like `decayed`, with parameter names in the groups."""
     matrices = [(n, p) for n, p in model.named_parameters() if p.dim() > 1]
     vectors = [(n, p) for n, p in model.named_parameters() if p.dim() < 2]
     return torch.optim.AdamW(
@@ -196,7 +196,7 @@ def decayed_named(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def by_name(model: nn.Module) -> torch.optim.Optimizer:
-    """Loads a state by the names in it, wherever they stand."""
+    """Load a state by its parameter names, in any order."""
     optimizer = in_order(model)
 
     def reorder(optimizer: torch.optim.Optimizer, state: dict) -> dict:

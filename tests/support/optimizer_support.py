@@ -1,4 +1,4 @@
-"""What the tests of optimizers share: training for some steps, checkpoints of it, and remaps of these."""
+"""Helpers for the optimizer tests: train for some steps, save checkpoints, and remap them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def names_of(model: str, optimizer: str | None = None) -> Names:
-    """The names of a model of `optimizer_models`, with the ids of an optimizer of it."""
+    """Trace the names of a model in `optimizer_models`, with its optimizer's ids if one is given."""
     loaded = load(f"optimizer_models:{model}")
     names = trace(loaded)
     if optimizer is None:
@@ -31,7 +31,7 @@ def names_of(model: str, optimizer: str | None = None) -> Names:
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
-    """Steps `first` to `first + count` of one and the same training run."""
+    """Take steps `first` to `first + count` of the same training run."""
     width = next(m for m in model.modules() if isinstance(m, nn.Linear)).in_features
     embed: Any = getattr(model, "embed", None)
     width = width if embed is None else embed.in_features
@@ -60,16 +60,16 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return str(path)
 
 
-def remapped(path: str, out: Path, **wanted: Any) -> tuple[dict[str, Any], OptimizerRemap]:
-    """The file's optimizer remapped, as torch loads it, and what was said of it."""
+def remapped(path: str, out: Path, **options: Any) -> tuple[dict[str, Any], OptimizerRemap]:
+    """Remap the file's optimizer; return it as loaded by torch, and the report."""
     source = open_checkpoint(path)
-    result, done = remap_optimizers(source, OptimizerRequest(**wanted))
+    result, done = remap_optimizers(source, OptimizerRequest(**options))
     write_pieces(format_for(str(out)).layout(result), out)
     return torch.load(out, weights_only=True), done[0]
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two parts of a state dict are equal, tensors bit for bit."""
+    """Return whether two parts of a state dict are equal, tensors bit for bit."""
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         return type(left) is type(right) and left.dtype == right.dtype and torch.equal(left, right)
     if isinstance(left, dict) and isinstance(right, dict):

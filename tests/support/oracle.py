@@ -1,7 +1,7 @@
-"""What torch reads of a file, beside what ckpttool's index says of it: every tensor, bit for bit, and every storage.
+"""Compare torch's reading of a file with ckpttool's index: every tensor, bit for bit, and every storage.
 
-Foreign classes of a pickle are stood in for by empty ones, so that files load without the packages that wrote them, and
-without running any of their code.
+Empty stand-ins replace foreign classes in a pickle, so that files load without the packages that wrote them and without
+running their code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ALLOWED = ("torch", "collections", "builtins", "__builtin__", "copyreg", "_code
 
 
 class StandIn:
-    """An object of a class that is not there: it keeps all that its pickle gives it."""
+    """An object of a missing class: it keeps everything from its pickle."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> StandIn:
         made = super().__new__(cls)
@@ -72,14 +72,14 @@ def _pickling() -> ModuleType:
 
 
 def load(path: str) -> Any:
-    """What torch.load gives, with stand-ins for foreign classes."""
+    """Load the file like torch.load, with stand-ins for foreign classes."""
     with torch.serialization.warnings.catch_warnings():
         torch.serialization.warnings.simplefilter("ignore")
         return torch.load(path, map_location="cpu", weights_only=False, pickle_module=_pickling(), encoding="latin1")
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor inside `value`, each object once."""
+    """Yield every tensor inside `value`, each object once."""
     todo, seen, kept = [value], set[int](), []
     while todo:
         part = todo.pop()
@@ -100,19 +100,19 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def fingerprint(tensor: torch.Tensor) -> Print:
-    """Dtype, shape and bytes of a dense tensor."""
+    """Return dtype, shape and a hash of the bytes of a dense tensor."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     data = torch_eval.to_bytes(dense)
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), hashlib.sha256(data).hexdigest()
 
 
 def fingerprint_of(entry: TensorEntry) -> Print:
-    """The same of what the index says."""
+    """Return the fingerprint of an index entry."""
     return fingerprint(torch_eval.load(entry))
 
 
 def disagreements(path: str) -> list[str]:
-    """In which tensors and storages ckpttool and torch do not agree about the file; none where all is right."""
+    """List the tensors and storages on which ckpttool and torch disagree."""
     checkpoint = open_checkpoint(path)
     loaded = _loaded(checkpoint, path)
     entries = [entry for section in checkpoint.sections for entry in section.all_tensors()]
@@ -121,7 +121,7 @@ def disagreements(path: str) -> list[str]:
     theirs = {fingerprint(tensor): tensor for tensor in tensors_of(loaded) if _is_dense(tensor)}
     named = {content_of_storage(found.storage) for found in checkpoint.unreached}
     found = [
-        f"torch has {mark[0]} {list(mark[1])}, the index has not"
+        f"torch has {mark[0]} {list(mark[1])}, which is not in the index"
         for mark, tensor in theirs.items()
         if mark not in dense and hashlib.blake2b(torch_eval.to_bytes(_whole(tensor))).digest() not in named
     ]
@@ -132,11 +132,11 @@ def disagreements(path: str) -> list[str]:
 
 
 def problems(path: str, out: Path) -> Iterator[str]:
-    """What is wrong with what ckpttool makes of the file."""
+    """Read, diff and rewrite the file with ckpttool; yield every problem."""
     yield from disagreements(path)
     quiet = ("--report", str(out / "report.json"))
     has_state_dict = any(section.kind == "state_dict" for section in open_checkpoint(path).sections)
-    if ckpttool(["diff", path, path, "--values", *quiet]) != (0 if has_state_dict else 2):  # 2: there is no answer
+    if ckpttool(["diff", path, path, "--values", *quiet]) != (0 if has_state_dict else 2):  # 2: an error
         yield "differs from itself"
     if FORMATS[open_checkpoint(path).format].endings:
         ending = FORMATS[open_checkpoint(path).format].endings[0]
@@ -150,7 +150,7 @@ def problems(path: str, out: Path) -> Iterator[str]:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of the storage that the tensor looks at."""
+    """Return all bytes of the tensor's storage."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.detach().untyped_storage())
 
 
@@ -169,7 +169,7 @@ def _loaded(checkpoint: Checkpoint, path: str) -> Any:
 
 
 def _by_key(checkpoint: Checkpoint, loaded: Any) -> list[str]:
-    """State dicts are compared under their keys too, in their order."""
+    """Compare state dicts key by key, including the order of keys."""
     found = []
     for section in checkpoint.sections:
         value = loaded
@@ -186,7 +186,7 @@ def _by_key(checkpoint: Checkpoint, loaded: Any) -> list[str]:
 
 
 def _unaccounted(checkpoint: Checkpoint, path: str) -> list[str]:
-    """Storages in the file that are neither a tensor's nor named. Packed tensors account for those in their bytes."""
+    """List storages that belong to no tensor and are not reported; packed tensors may own a few."""
     stored = _storages(checkpoint, path)
     entries = [entry for section in checkpoint.sections for entry in section.all_tensors()]
     storages = {id(entry.storage): entry.storage for entry in entries if entry.storage is not None}
@@ -198,7 +198,7 @@ def _unaccounted(checkpoint: Checkpoint, path: str) -> list[str]:
 
 
 def _storages(checkpoint: Checkpoint, path: str) -> dict[str, bytes]:
-    """Name -> content of each storage in the file, as it lies there."""
+    """Return name -> raw content of each storage in the file."""
     if checkpoint.format in ("torch_zip", "torchscript"):
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if "/data/" in name or "/constants/" in name]
@@ -209,7 +209,7 @@ def _storages(checkpoint: Checkpoint, path: str) -> dict[str, bytes]:
 
 
 def _legacy_storages(path: str) -> dict[str, bytes]:
-    """Every storage that torch makes while it loads the file."""
+    """Return every storage that torch creates while it loads the file."""
     made: dict[int, torch.UntypedStorage] = {}
 
     def keep(storage: Any, location: str) -> Any:

@@ -1,4 +1,4 @@
-"""Small models of transformers, of which most are saved under other names than those of their state dicts."""
+"""Small models of transformers; for most of them, save_pretrained uses different names than state_dict()."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Make = Callable[[], nn.Module]
 
 
 def _of(name: str, **options: Any) -> Make:
-    """``Mixtral ForCausalLM`` with the options of its configuration."""
+    """Return a factory for a class such as ``Mixtral ForCausalLM``, with the given config options."""
     stem, head = name.split()
 
     def make() -> nn.Module:
@@ -83,7 +83,7 @@ MANY: dict[str, Make] = {
 
 
 def build(name: str, seed: int = 1) -> nn.Module:
-    """The model with random weights, the same for the same `seed`, in eval mode."""
+    """Build the model in eval mode with random weights that depend only on `seed`."""
     torch.manual_seed(seed)
     model = {**FEW, **MANY}[name]()
     with torch.no_grad():

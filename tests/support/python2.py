@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-# pickle._Pickler is the standard library's own, and typeshed knows nothing of it.
-"""Files as torch.save wrote them under Python 2: an ``OrderedDict`` made of a list of its items, ``str`` as bytes."""
+# typeshed does not know pickle._Pickler.
+"""Files as torch.save wrote them in Python 2: an ``OrderedDict`` built from a list of items, ``str`` as bytes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 
 
 class _Storage:
-    """A storage of a file: what stands for it in the pickle."""
+    """A storage of a file, which the pickle refers to by a persistent id."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.whole = tensor.detach().contiguous().reshape(-1)
 
 
 class _Pickler(pickle._Pickler):  # type: ignore[name-defined,misc]
-    """Protocol 2 as cPickle of Python 2 wrote it, where torch's files depend on it."""
+    """Protocol 2 as written by Python 2's cPickle, as far as torch files depend on it."""
 
     dispatch: ClassVar[dict[Any, Any]] = dict(pickle._Pickler.dispatch)  # type: ignore[attr-defined]
 
@@ -68,7 +68,7 @@ class _Pickler(pickle._Pickler):  # type: ignore[name-defined,misc]
 
 
 def save(value: Any, path: str | Path, *, legacy: bool = True) -> str:
-    """Writes `value` (contiguous tensors, dicts, lists, words, numbers) and returns the path."""
+    """Write `value` (contiguous tensors, dicts, lists, strings, numbers) and return the path."""
     data = io.BytesIO()
     pickler = _Pickler(data, legacy)
     pickler.dump(value)

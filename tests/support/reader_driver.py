@@ -1,6 +1,6 @@
-"""Commands that only read, on what killed edits left: each runs in a process that fails if it writes below the folder.
+"""Run read-only commands on the remains of killed edits, in a process that fails if it writes below the folder.
 
-Run as a program (``python reader_driver.py``): reads scenarios by name, and prints a line of JSON for each.
+Run as a program (``python reader_driver.py``), it reads scenarios by name and prints a line of JSON for each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHANGES = (
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _RANDOM = r"\.[0-9a-f]{8}-[0-9a-f]{8}-[0-9-]+-[0-9a-f]{8}|\.[0-9a-f]{8}\."  # in the names of temporary files
 _WROTE = 77  # exit status of a process that wrote
-# What a command that reads is asked of the checkpoint `{}`; `../out` and `../other.pt` lie next to the folder.
+# Read-only commands for the checkpoint `{}`; `../out` and `../other.pt` are next to the folder.
 COMMANDS = (
     "inspect {}",
     "inspect {} --stats",
@@ -58,7 +58,7 @@ LIBRARY: dict[str, Callable[[str], object]] = {
 
 
 def _forbid(folder: str, out: int) -> None:
-    """From now on the process ends if it changes anything below the folder, and says so."""
+    """End the process with a message if it changes anything below the folder from now on."""
 
     def below(path: object) -> bool:
         if not isinstance(path, (str, bytes, os.PathLike)):
@@ -84,8 +84,8 @@ def _state(folder: Path) -> dict[str, tuple[object, ...]]:
     return found
 
 
-def _in_fork(work: Path, tried: dict[str, Callable[[], int]]) -> dict[str, tuple[int, str]]:
-    """Exit status and stderr of each call, in one process of its own, in the folder; it ends with one that writes."""
+def _in_fork(work: Path, calls_by_name: dict[str, Callable[[], int]]) -> dict[str, tuple[int, str]]:
+    """Make all calls in one forked process in the folder; return their status and stderr. A write ends the process."""
     log = work.parent / "said"
     child = os.fork()
     if child == 0:
@@ -94,7 +94,7 @@ def _in_fork(work: Path, tried: dict[str, Callable[[], int]]) -> dict[str, tuple
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             _forbid(os.path.realpath(work), out)
-            for name, call in tried.items():
+            for name, call in calls_by_name.items():
                 os.write(out, f"{json.dumps(name)}\n".encode())
                 with redirect_stderr(io.StringIO()) as said:
                     status = call()
@@ -106,13 +106,13 @@ def _in_fork(work: Path, tried: dict[str, Callable[[], int]]) -> dict[str, tuple
     return dict(zip(lines[::2], lines[1::2]))
 
 
-def _tried(ckpt: str) -> dict[str, Callable[[], int]]:
-    """Each command and function, by its name."""
-    tried: dict[str, Callable[[], int]] = {}
+def _calls_by_name(ckpt: str) -> dict[str, Callable[[], int]]:
+    """Return each command and function by name."""
+    calls_by_name: dict[str, Callable[[], int]] = {}
     for text in COMMANDS:
         if ckpt.endswith(".pt2") or not text.startswith("swap-weights"):
-            tried[text] = partial(main, text.format(ckpt).split())
-    return tried | {name: partial(_of_library, call, ckpt) for name, call in LIBRARY.items()}
+            calls_by_name[text] = partial(main, text.format(ckpt).split())
+    return calls_by_name | {name: partial(_of_library, call, ckpt) for name, call in LIBRARY.items()}
 
 
 def _of_library(call: Callable[[str], object], path: str) -> int:
@@ -125,7 +125,7 @@ def _of_library(call: Callable[[str], object], path: str) -> int:
 
 
 def _kind(work: Path, old: dict[str, bytes]) -> tuple[object, ...]:
-    """What tells one kind of leftover from another."""
+    """Return a key that distinguishes kinds of leftovers."""
     names = []
     for path in sorted(work.rglob("*")):
         name = re.sub(_RANDOM, ".", str(path.relative_to(work)))
@@ -134,7 +134,7 @@ def _kind(work: Path, old: dict[str, bytes]) -> tuple[object, ...]:
 
 
 def drive(template: str, line: list[str], cwd: str, ckpt: str, scratch: Path, most: int | None) -> dict[str, Any]:
-    """What was wrong with each command on each kind of leftover of the line, of which at most so many are tried."""
+    """Run every read-only command on at most `most` kinds of leftovers of the edit; return the problems."""
     work = scratch / "work"
     for name in ("other.pt", "names.json"):
         shutil.copy(Path(template) / name, scratch / name)
@@ -156,11 +156,11 @@ def drive(template: str, line: list[str], cwd: str, ckpt: str, scratch: Path, mo
     chosen = [*points.values()]
     if most is not None and len(chosen) > most:
         chosen = [chosen[i * len(chosen) // most] for i in range(most)]
-    tried = _tried(ckpt)
+    calls_by_name = _calls_by_name(ckpt)
     fresh()
     os.chdir(work)
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        for call in tried.values():  # so that what is forked finds all imported
+        for call in calls_by_name.values():  # so that forked processes find everything imported
             call()
     os.chdir(template)
     problems, interrupted, runs = list[str](), 0, 0
@@ -169,7 +169,7 @@ def drive(template: str, line: list[str], cwd: str, ckpt: str, scratch: Path, mo
         run(work, line, cwd, Injector("KILL after", at))
         before = _state(work)
         saw: dict[str, bool] = {}
-        for name, (status, said) in _in_fork(work, tried).items():
+        for name, (status, said) in _in_fork(work, calls_by_name).items():
             runs += 1
             where = f"killed after {at} ({calls[at]}), {name}: "
             if status not in (0, 1, 2):
@@ -188,10 +188,10 @@ def drive(template: str, line: list[str], cwd: str, ckpt: str, scratch: Path, mo
         was_found = all(saw.values())
         interrupted += was_found
         if (status == 0) < was_found:
-            problems.append(f"killed after {at} ({calls[at]}): the command that the error names does not help: {said}")
+            problems.append(f"killed after {at} ({calls[at]}): the suggested command does not help: {said}")
         now = {str(path.relative_to(work)): path.read_bytes() for path in work.rglob("*") if path.is_file()}
         if was_found and now != old:
-            problems.append(f"killed after {at}: undone, and not as before: {sorted(now.keys() ^ old.keys())}")
+            problems.append(f"killed after {at}: undone, but different from before: {sorted(now.keys() ^ old.keys())}")
     return {"problems": problems, "kinds": len(points), "interrupted": interrupted, "runs": runs}
 
 

@@ -1,6 +1,6 @@
-"""Models that nobody here wrote, built small from configs. Each is a MODEL operand: `tests/real_models.py:llama`.
+"""Third-party models, built small from configs. Each is a MODEL operand: `tests/real_models.py:llama`.
 
-`inputs` gives each of them something to compute, and to be exported with.
+`inputs` gives the arguments for their forward and export.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def llama(tie_word_embeddings: bool = False) -> nn.Module:
 
 
 def tied_llama() -> nn.Module:
-    """Its head and its token embedding are one tensor, which `save_pretrained` saves once and `torch.save` twice."""
+    """Its head and token embedding are tied; `save_pretrained` saves the tensor once, `torch.save` twice."""
     return llama(tie_word_embeddings=True)
 
 
@@ -61,14 +61,14 @@ def bert() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    """A mixture of experts: one tensor for all experts here, one for each expert where `save_pretrained` saves."""
+    """A mixture of experts: one tensor for all experts in the model, one per expert in `save_pretrained` files."""
     return transformers.MixtralForCausalLM(
         transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
     )
 
 
 def wav2vec2() -> nn.Module:
-    """A convolution with a weight-norm parametrization; one parameter is made on the CPU, whatever the device."""
+    """A convolution with a weight-norm parametrization; one parameter is always created on the CPU."""
     config = transformers.Wav2Vec2Config(  # type: ignore[call-arg]
         **{name: size for name, size in SIZES.items() if name != "max_position_embeddings"},
         conv_dim=(16, 16),
@@ -82,7 +82,7 @@ def wav2vec2() -> nn.Module:
 
 
 def lora() -> PeftModel:
-    """The Llama with low-rank adapters, whose names go through `base_model.model` and `base_layer`."""
+    """The Llama with low-rank adapters, whose names contain `base_model.model` and `base_layer`."""
     return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 
 
@@ -90,17 +90,17 @@ ALL = ("llama", "tied_llama", "t5", "bert", "mixtral", "wav2vec2", "lora")
 
 
 def build(name: str, seed: int) -> nn.Module:
-    """The model called `name` with random weights, the same for the same `seed`, in eval mode."""
+    """Build the model `name` in eval mode with random weights that depend only on `seed`."""
     torch.manual_seed(seed)
     model: nn.Module = globals()[name]()
     with torch.no_grad():
-        for parameter in model.parameters():  # also those that a constructor sets to zero or one
+        for parameter in model.parameters():  # including parameters that a constructor sets to zero or one
             parameter.normal_(std=0.2)
     return model.eval()
 
 
 def inputs(name: str) -> dict[str, Any]:
-    """Keyword arguments for the forward of the model called `name`, and for its export."""
+    """Return keyword arguments for the forward and export of the model `name`."""
     ids = torch.arange(12).reshape(2, 6)
     if name == "wav2vec2":
         return {"input_values": torch.linspace(-1, 1, 400).sin().unsqueeze(0)}
@@ -116,6 +116,6 @@ def export(model: nn.Module, name: str) -> torch.export.ExportedProgram:
 
 
 def first_output(model: nn.Module, name: str) -> torch.Tensor:
-    """Logits (of a headless model: hidden states) that the model or the module of an exported program computes."""
+    """Return the logits (hidden states if there is no head) of the model or an exported program's module."""
     with torch.no_grad():
         return next(iter(model(**inputs(name)).values()))

@@ -1,4 +1,4 @@
-"""The demo as a picture: an excerpt of its output as an SVG that needs no network."""
+"""Render an excerpt of the demo's output as a self-contained SVG."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STYLES = (
 
 
 def excerpt(step: str) -> list[str]:
-    """The lines of a step that the picture shows: no name of a command, and few keys of those with one cause."""
+    """Return the lines of a step that the picture shows: no command names, and few keys for each cause."""
     lines: list[str] = []
     for line in step.splitlines():
         if line.startswith(ENDS):
@@ -38,7 +38,7 @@ def excerpt(step: str) -> list[str]:
 
 
 def recording(printed: str) -> str:
-    """The picture of what the demo printed."""
+    """Return the SVG of the demo's output."""
     steps = [step for step in printed.strip().split("\n\n# ") if step.startswith(STEPS)]
     assert len(steps) == len(STEPS)
     console = Console(record=True, width=WIDTH, force_terminal=True, file=io.StringIO(), legacy_windows=False)
@@ -52,6 +52,6 @@ def recording(printed: str) -> str:
 
 
 def texts(svg: str) -> list[str]:
-    """The texts of the picture, losses left out: the only numbers that another processor may round otherwise."""
+    """Return the texts of the picture without losses, the only numbers that may be rounded differently elsewhere."""
     found = (unescape(text).replace("\xa0", " ") for text in re.findall(r"<text [^>]*>(.*?)</text>", svg))
     return [re.sub(r"loss \d+\.\d+", "loss", text) for text in found]

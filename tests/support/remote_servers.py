@@ -15,7 +15,7 @@ import pytest
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """The endpoint of an S3 store that answers while the block runs."""
+    """Yield the endpoint of an S3 store that runs during the block."""
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -29,7 +29,7 @@ def s3_server() -> Iterator[str]:
 
 
 class Received:
-    """The bytes of the bodies of requests, as the store's server counts them; how many ask for data, what it sends."""
+    """Counts at the store's server: bytes of request bodies, requests for data, and bytes sent."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from moto.moto_server.werkzeug_app import DomainDispatcherApplication
@@ -49,10 +49,10 @@ class Received:
 
 
 class WebServer(ThreadingHTTPServer):
-    """Serves `files` by path; `sent` are the bytes of all answers. Without `ranges` it sends whole files only.
+    """Serve `files` by path; `sent` counts the bytes of all answers. Without `ranges` it ignores Range headers.
 
-    The next requests fail as `failures` say, one each: a status, ``cut`` (in the middle of the body), ``reset`` (no
-    answer), ``short`` (an answer that is whole and too short).
+    Each item of `failures` makes one of the next requests fail: a status, ``cut`` (connection lost within the body),
+    ``reset`` (no answer), ``short`` (a complete answer that is too short).
     """
 
     def __init__(self, files: dict[str, bytes], ranges: bool = True) -> None:
@@ -61,7 +61,7 @@ class WebServer(ThreadingHTTPServer):
         self.failures: list[int | str] = []
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Says nothing: a client that has enough of an answer may hang up."""
+        """Print nothing: a client may hang up early."""
 
     @property
     def url(self) -> str:
@@ -70,7 +70,7 @@ class WebServer(ThreadingHTTPServer):
 
 @contextmanager
 def web_server(files: dict[str, bytes], ranges: bool = True) -> Iterator[WebServer]:
-    """The server, while the block runs."""
+    """Run the server during the block."""
     server = WebServer(files, ranges)
     thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -114,14 +114,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(206, part, body, ("Content-Range", f"bytes {start}-{last}/{len(data)}"), more=int(cut))
 
     def _send(self, status: int, data: bytes, body: bool, *headers: tuple[str, str], more: int = 0) -> None:
-        """The answer; with `more` bytes that are promised, and do not come before the connection ends."""
+        """Send the answer; `more` bytes are promised in its length but never sent."""
         self.close_connection = self.close_connection or bool(more)
         self.send_response(status)
         for name, value in (("Content-Length", str(len(data) + more)), ("Accept-Ranges", "bytes"), *headers):
             self.send_header(name, value)
         self.end_headers()
         if body:
-            self.server.sent += len(data)  # first: who gets the data may look at once
+            self.server.sent += len(data)  # before sending, because the client may look at once
             self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:

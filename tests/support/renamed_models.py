@@ -1,6 +1,6 @@
-"""Layouts in which people keep the same networks: what transformers builds, and small twins of other projects' modules.
+"""Different layouts of the same networks: models of transformers, and small copies of other projects' modules.
 
-Only names and shapes count here, so that nothing is computed. `PAIRS` are checkpoints that one wants to be another.
+Only names and shapes matter, so nothing is computed. `PAIRS` are conversions that users need.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _MetaBlock(nn.Module):
 
 
 def meta_llama() -> nn.Module:
-    """As Meta publishes it."""
+    """Meta's published layout."""
     return Holder(
         tok_embeddings=nn.Embedding(VOCAB, WIDTH),
         layers=layers(_MetaBlock),
@@ -80,7 +80,7 @@ class _TuneBlock(nn.Module):
 
 
 def tune_llama() -> nn.Module:
-    """As torchtune's `TransformerDecoder` has it."""
+    """The layout of torchtune's `TransformerDecoder`."""
     return Holder(
         tok_embeddings=nn.Embedding(VOCAB, WIDTH),
         layers=layers(_TuneBlock),
@@ -114,7 +114,7 @@ class _NanoBlock(nn.Module):
 
 
 def nano_gpt() -> nn.Module:
-    """As nanoGPT saves what it compiled, with `nn.Linear`."""
+    """nanoGPT's layout, saved from a compiled model, with `nn.Linear`."""
     decoder = Holder(
         wte=nn.Embedding(VOCAB, WIDTH), wpe=nn.Embedding(16, WIDTH), h=layers(_NanoBlock), ln_f=nn.LayerNorm(WIDTH)
     )
@@ -130,7 +130,7 @@ class _SplitBlock(nn.Module):
 
 
 def split_gpt() -> nn.Module:
-    """GPT-2 as one would write it with `nn.Linear`, and with a tensor each for query, key and value."""
+    """GPT-2 with `nn.Linear`, and separate tensors for query, key and value."""
     return Holder(
         tok=nn.Embedding(VOCAB, WIDTH),
         pos=nn.Embedding(16, WIDTH),
@@ -173,7 +173,7 @@ class _VitBlock(nn.Module):
 
 
 def timm_vit() -> nn.Module:
-    """As timm's `VisionTransformer` has it."""
+    """The layout of timm's `VisionTransformer`."""
     return Holder(
         cls_token=empty(1, 1, WIDTH),
         pos_embed=empty(1, 17, WIDTH),
@@ -206,7 +206,7 @@ class _ClipBlock(nn.Module):
 
 
 def openai_clip() -> nn.Module:
-    """The vision tower as OpenAI publishes it."""
+    """The vision tower in OpenAI's published layout."""
     return Holder(
         visual=Holder(
             class_embedding=empty(WIDTH),
@@ -307,7 +307,7 @@ def wav2vec2() -> nn.Module:
 
 
 def old_wav2vec2() -> nn.Module:
-    """The same, with the weight norm that torch had before there were parametrizations."""
+    """wav2vec 2.0 with torch's old weight norm, from before parametrizations."""
     model = wav2vec2()
     for module in list(model.modules()):
         if isinstance(module, nn.Conv1d) and is_parametrized(module):
@@ -326,7 +326,7 @@ def _net() -> nn.Module:
 
 
 def lightning() -> nn.Module:
-    """A `LightningModule` that holds the network beside a loss with weights of its own."""
+    """A `LightningModule` that holds the network and a loss with weights."""
     return Holder(net=_net(), loss=Holder(weight=empty(2)))
 
 
@@ -351,10 +351,10 @@ PAIRS = {
     "BERT's encoder, to torch.nn.TransformerEncoder": (bert_encoder, torch_encoder),
     "Whisper of OpenAI, to transformers": (openai_whisper, whisper),
     "wav2vec 2.0 with the old weight norm, to parametrizations": (old_wav2vec2, wav2vec2),
-    "A LightningModule's network beside a loss, to the network": (lightning, plain),
+    "A LightningModule with a network and a loss, to the network": (lightning, plain),
     "Numbers, to names": (plain, named),
 }
-# The same ways back, and others: not printed, only tried.
+# The reverse directions and others: tested, but not printed.
 MORE = [
     *((right, left) for left, right in PAIRS.values() if left not in (real_models.bert, lightning)),
     (meta_llama, tune_llama),

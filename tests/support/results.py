@@ -1,4 +1,4 @@
-"""What a long run found, for `make evidence`: a line of JSON for each part of the run."""
+"""Results of a long run for `make evidence`: a line of JSON for each part of the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 def add(part: str, cases: int, failures: Sequence[str], **figures: float) -> None:
     """Add a line to the file that EVIDENCE_RESULTS names.
 
-    Whole numbers of several parts are added up, of other numbers the largest is shown.
+    Integers of several parts are summed; for other numbers, the largest is shown.
     """
     if path := os.environ.get("EVIDENCE_RESULTS"):
         with open(path, "a", encoding="utf-8") as lines:

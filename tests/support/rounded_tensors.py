@@ -1,4 +1,4 @@
-"""Tensors that keep what is copied into them only roughly, as those of quantizing libraries; models that have them."""
+"""Tensors that round values copied into them, as quantization libraries do, and models that use them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INNER = {"int8": torch.int8, "int16": torch.int16, "float32": torch.float32}
 
 
 class Rounded(torch.Tensor):
-    """A matrix as multiples of `step`, in another dtype inside."""
+    """A matrix stored as multiples of `step`, in another dtype."""
 
     @staticmethod
     def __new__(cls, values: torch.Tensor, step: float) -> Rounded:
@@ -54,7 +54,7 @@ class Net(nn.Module):
 
 
 def of_kind(values: torch.Tensor, kind: str) -> torch.Tensor:
-    """The values as a tensor of the kind: `plain`, or a dtype and a step."""
+    """Convert the values to a tensor of the kind: `plain`, or a dtype and a step."""
     if kind == "plain":
         return values
     dtype, step = kind.split()
@@ -88,7 +88,7 @@ class Single(Rounded):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
             return return_and_correct_aliasing(func, args, {}, Single(func(args[0].values_), args[0].step))
-        raise NotImplementedError(f"Single has no {func}")
+        raise NotImplementedError(f"Single does not implement {func}")
 
 
 def single() -> nn.Module:

@@ -1,4 +1,4 @@
-"""Every JSON object that a test sees is held against its schema, in which no member is unknown."""
+"""Validate every JSON object that a test sees against its schema, with unknown members forbidden."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def validator(name: str) -> Any:
 
 
 def check(data: Any) -> str:
-    """The object's name. Fails where its schema does not take it."""
+    """Validate the object and return its name."""
     name = NAMES[data.get("schema", data.get("_type"))]
     problems = [f"{error.json_path}: {error.message:.200}" for error in validator(name).iter_errors(data)]
     assert not problems, problems

@@ -1,4 +1,4 @@
-"""Random models whose own modules are called as wrappers call theirs: ``tree_7`` is that of seed 7."""
+"""Random models whose modules have the names that wrappers use: ``tree_7`` is the model for seed 7."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ SEGMENTS = ("module", "_orig_mod", "fc", "layer", "0", "_checkpoint_wrapped_modu
 
 
 def tree(draw: random.Random, depth: int = 0) -> nn.Module:
-    """Linear layers of one shape, so that names alone tell them apart."""
+    """Build linear layers of one shape, which differ only by name."""
     made = nn.Module()
     for name in draw.sample(SEGMENTS, draw.choice([1, 1, 2, 3])):
         made.add_module(name, nn.Linear(2, 2) if depth == 2 or draw.random() < 0.5 else tree(draw, depth + 1))
-    if not depth and draw.random() < 0.4:  # the same names once more below a segment
+    if not depth and draw.random() < 0.4:  # repeat the same names below a segment
         setattr(made, draw.choice(("module", "_orig_mod")), copy.deepcopy(made))
     return AveragedModel(made) if not depth and draw.random() < 0.15 else made
 

@@ -37,7 +37,7 @@ LAST = ("nothing", "forward", "eval", "step", "unshard", "async")
 
 @dataclass(frozen=True)
 class Kind:
-    """How a module is built from a seed; the whole weights that it has then; whether its state dict holds DTensors."""
+    """How to build a module from a seed, its full weights, and whether its state dict holds DTensors."""
 
     title: str
     build: Build
@@ -46,7 +46,7 @@ class Kind:
 
 
 def net(seed: int, tied: bool = False) -> Any:
-    """Rows that no number of ranks divides; `tied`: two names of one weight."""
+    """Build a network with uneven rows; `tied`: one weight has two names."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.LayerNorm(5), nn.Linear(5, 5, bias=False))
     if tied:
@@ -119,7 +119,7 @@ def _plain(tied: bool, seed: int) -> Weights:
 
 
 def prepared(build: Build, last: str, x: torch.Tensor) -> tuple[Any, torch.optim.Optimizer]:
-    """A module with other weights that has just done what `last` says."""
+    """Return a module with other weights that has just done what `last` says."""
     model: Any = build(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if last in ("forward", "step"):
@@ -137,9 +137,9 @@ def prepared(build: Build, last: str, x: torch.Tensor) -> tuple[Any, torch.optim
 
 
 def wrong(kind: Kind, last: str, form: str, in_place: bool) -> str:
-    """Swaps the new weights in, whole or as this rank's DTensors, none of them in the memory of another.
+    """Swap in copies of the new weights, full or as this rank's DTensors.
 
-    How the module with swapped weights differs from one that was built with them; empty where it does not.
+    Return how the module differs from one that was built with these weights, or an empty string.
     """
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     model, optimizer = prepared(kind.build, last, x)
@@ -151,13 +151,13 @@ def wrong(kind: Kind, last: str, form: str, in_place: bool) -> str:
     fresh = kind.build(2)
     of_fresh = torch.optim.SGD(fresh.parameters(), lr=0.1)
     if not torch.equal(model(x), fresh(x)):
-        return "other outputs"
+        return "different outputs"
     if not in_place:
         return ""
     for own, steps in ((model, optimizer), (fresh, of_fresh)):
         own(x).sum().backward()
         steps.step()
-    return "" if torch.equal(model(x), fresh(x)) else "other outputs after a step"
+    return "" if torch.equal(model(x), fresh(x)) else "different outputs after a step"
 
 
 def _run(rank: int, ranks: int, folder: str) -> None:
@@ -179,5 +179,5 @@ def _run(rank: int, ranks: int, folder: str) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    for ranks in (1, 2):  # forked: torch is imported once and not by each rank
+    for ranks in (1, 2):  # forked, so that torch is imported only once
         mp.start_processes(_run, (ranks, sys.argv[1]), nprocs=ranks, start_method="fork")

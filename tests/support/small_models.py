@@ -47,7 +47,7 @@ def _show(module: nn.Module, sd: dict[str, Any], prefix: str, *_: object) -> Non
 
 
 class Hidden(nn.Module):
-    """Takes the segment `layer` out of its keys, as torchtune's fusion layers do."""
+    """Remove the segment `layer` from its keys, like torchtune's fusion layers."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def hooked() -> nn.Module:
 
 
 class Lifted(nn.Module):
-    """Has a buffer that is not persistent, which a program holds among its constants."""
+    """It has a non-persistent buffer, which an exported program holds as a constant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def tied() -> nn.Module:
 
 
 class Fused(nn.Module):
-    """Saves the three parts of its fused weight one by one."""
+    """Save the three parts of its fused weight separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def fused() -> nn.Module:
 
 
 class Absolute(nn.Module):
-    """torchtune#2291: the hook renames the key that it has at the root."""
+    """torchtune#2291: the hook renames its key only at the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Wide(nn.Module):
 
 
 class Pickled(nn.Linear):
-    """Its extra state is a pickle as a tensor of bytes, made of a buffer, as Transformer Engine's is."""
+    """Its extra state is a pickle in a tensor of bytes, like Transformer Engine's."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -151,14 +151,14 @@ class Pickled(nn.Linear):
 
 
 class Unread(Pickled):
-    """The same, and what it saves is not read."""
+    """Like `Pickled`, but the extra state is ignored on loading."""
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         pass
 
 
 class InADict(nn.Linear):
-    """Its tensors stand in dicts below one key."""
+    """Its tensors are in dicts below one key."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)

@@ -1,4 +1,4 @@
-"""DeepSpeed's files, changed by torch where DeepSpeed is not installed: objects of its classes stay as they are."""
+"""Edit DeepSpeed files with torch if DeepSpeed is not installed: objects of its classes are preserved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 
 class StandIn:
-    """Keeps what an object was made of, and is pickled as that object."""
+    """Keep the constructor arguments of an object, and pickle as that object."""
 
     def __init__(self, *args: Any) -> None:
         self.made_of = args
@@ -42,7 +42,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """The file with what `change` makes of its content."""
+    """Apply `change` to the content of the file."""
     with patch.dict(sys.modules):
         module = SimpleNamespace(__name__="pickle", Unpickler=_Unpickler, load=pickle.load)
         content = torch.load(path, pickle_module=module, weights_only=False)

@@ -1,4 +1,4 @@
-"""The setups of docs/troubleshooting.md: each function makes the files of one entry, and raises what the entry quotes.
+"""The setups of docs/troubleshooting.md: each function creates the files of an entry, and raises the quoted error.
 
 All of them run in one folder, in the order of the page.
 """

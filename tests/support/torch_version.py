@@ -1,4 +1,4 @@
-"""What depends on the release of torch that the tests run with."""
+"""Skip tests that need a newer torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import torch
 
 
 def needs_torch(version: str, what: str) -> None:
-    """Skips the test where torch is older than the first `version` that can do `what`."""
+    """Skip the test if torch is older than `version`, the first release that supports `what`."""
     if torch.__version__ < version:
         pytest.skip(f"{what}: since torch {version}")

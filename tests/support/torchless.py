@@ -1,6 +1,6 @@
-"""Command lines run by a process that has not imported torch: did it, for them?
+"""Run command lines in a process that has not imported torch, and report whether they import it.
 
-The process forks for each line, so that none of them costs a start, and what one imports no other has.
+The process forks for each line, so that lines start quickly and do not share imports.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ for line in sys.stdin:
         os.chdir(folder)
         sys.stdin, sys.stdout, sys.stderr = io.StringIO(), io.StringIO(), io.StringIO()
         status = main(words)
-        told = json.dumps([status, sys.stdout.getvalue(), sys.stderr.getvalue(), "torch" in sys.modules])
+        answer = json.dumps([status, sys.stdout.getvalue(), sys.stderr.getvalue(), "torch" in sys.modules])
         with os.fdopen(theirs, "w") as pipe:
-            pipe.write(told)
+            pipe.write(answer)
         os._exit(0)
     os.close(theirs)
     with os.fdopen(ours) as pipe:
         print(pipe.read(), flush=True)
     os.waitpid(child, 0)
 """
-# What may need torch, by the words of the line: everything else runs where torch is not installed.
+# Reasons to need torch, by the words of the line: every other line runs without torch.
 MAY = {
     "a model's own code": lambda words: any(".py:" in word or word.startswith("hf:") for word in words),
     "every name of a model": lambda words: words[0] == "trace" and len(words) > 1,
@@ -49,14 +49,14 @@ MAY = {
 
 
 class Answer(NamedTuple):
-    """What a line said, and whether torch was imported for it."""
+    """Output of a line, and whether it imported torch."""
 
     done: Done
     torch: bool
 
 
 def may_need_torch(line: str) -> bool:
-    """Whether one of the reasons for torch is on the line (without ``ckpttool``)."""
+    """Return whether the line (without ``ckpttool``) has a reason to need torch."""
     words = shlex.split(line)
     return bool(words) and any(reason(words) for reason in MAY.values())
 
@@ -71,7 +71,7 @@ class Torchless:
         self._process = subprocess.Popen(command, **pipes, text=True, env={**env, "PYTHONPATH": str(ROOT)})  # type: ignore[call-overload]
 
     def run(self, line: str, folder: Path) -> Answer:
-        """Runs one line (without ``ckpttool``) in the folder."""
+        """Run one line (without ``ckpttool``) in the folder."""
         self._process.stdin.write(json.dumps([shlex.split(line), str(folder)]) + "\n")
         self._process.stdin.flush()
         status, out, err, torch = json.loads(self._process.stdout.readline())
@@ -85,7 +85,7 @@ class Torchless:
 
 @contextmanager
 def torchless() -> Iterator[Torchless]:
-    """The process, as long as it is needed."""
+    """Run the process during the block."""
     if not hasattr(os, "fork"):
         pytest.skip("it forks")
     process = Torchless()

@@ -1,6 +1,6 @@
-"""The ranks of a job as torchrun starts them, but forked from a process that has torch: in a second, not in ten.
+"""Start the ranks of a job like torchrun, but forked from a process with torch imported, which is ten times faster.
 
-Run as a program under torchrun, it is the command line, but that the second rank is killed at its second unit, once.
+Run as a program under torchrun, it is the command line, except that the second rank is killed once, at its second unit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PRELOADED = ["torch.distributed.rendezvous", "ckpttool.cli.app", "ckpttool.eval
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank said, its exit status, and how many bytes of tensors it has `read` and `written` (None: it died)."""
+    """Exit status and output of a rank, and how many bytes of tensors it `read` and has `written` (None: it died)."""
 
     status: int | None
     out: str
@@ -36,15 +36,15 @@ class Rank:
 
     @property
     def said(self) -> tuple[int | None, str]:
-        """The status, and all that was said."""
+        """Return the status and the complete output."""
         return self.status, self.out + self.err
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Rank `rank` dies by SIGKILL when it is to write its unit number `at` (from 0); the others wait for it.
+    """Kill rank `rank` before it writes its unit number `at` (from 0); the others wait for it.
 
-    Without `at` it lives, and no disk of it can be read.
+    Without `at` it is not killed, but cannot read from disk.
     """
 
     rank: int
@@ -59,9 +59,9 @@ def run_ranks(
     all_die: bool = False,
     last: Mapping[str, str] | None = None,
 ) -> list[Rank]:
-    """What each of `size` ranks said and did at the command line, run in `folder`. Where one dies the others are ended.
+    """Run the command line on `size` ranks in `folder` and return their results. If one dies the others are terminated.
 
-    With `all_die` these die too. `last` is the environment of the last rank beside that of all.
+    With `all_die` they are killed instead. `last` is added to the environment of the last rank.
     """
     from torch.distributed import TCPStore
 
@@ -80,14 +80,16 @@ def run_ranks(
         ranks[-1].start()
     for rank in reversed(ranks):
         rank.join(60)
-        if rank.exitcode == -signal.SIGKILL:  # as torchrun does it
+        if rank.exitcode == -signal.SIGKILL:  # like torchrun
             for other in ranks:
                 other.kill() if all_die else other.terminate()
-    told = [{path.name[:-2]: path.read_text() for path in folder.glob(f"*.{rank}")} for rank in range(size)]
+    outputs = [{path.name[:-2]: path.read_text() for path in folder.glob(f"*.{rank}")} for rank in range(size)]
     for path in folder.glob("*.[0-9]"):
         path.unlink()
-    moved = [json.loads(own.get("moved", "[null, null]")) for own in told]
-    return [Rank(process.exitcode, own["out"], own["err"], *counts) for process, own, counts in zip(ranks, told, moved)]
+    moved = [json.loads(own.get("moved", "[null, null]")) for own in outputs]
+    return [
+        Rank(process.exitcode, own["out"], own["err"], *counts) for process, own, counts in zip(ranks, outputs, moved)
+    ]
 
 
 def _rank(folder: Path, environment: dict[str, str], argv: list[str], fault: Fault | None) -> None:
@@ -114,7 +116,7 @@ def _unreadable(*_: object) -> int:
 
 
 def _counted(kind: type, name: str, at: int, pause: float = 0.03) -> list[int]:
-    """Bytes of the argument number `at` of each call of the method from now on, which pauses: all ranks get a share."""
+    """Count the bytes of argument `at` in each later call of the method, and pause so that all ranks get a share."""
     counts, method = list[int](), getattr(kind, name)
 
     def called(*args: Any) -> None:
@@ -128,7 +130,7 @@ def _counted(kind: type, name: str, at: int, pause: float = 0.03) -> list[int]:
 
 @dataclass
 class _Death:
-    """Kills the process when it is called once more than `left` times, and makes the file `mark` before."""
+    """Kill the process at the call after `left` calls; create the file `mark` first."""
 
     left: int
     mark: Path | None = None
@@ -142,7 +144,7 @@ class _Death:
 
 
 def _outlive(mark: Path) -> None:
-    """Waits until the other rank dies, which is to find enough that is still to be done; not for ever."""
+    """Wait until the other rank dies, so that work is left at that point; give up after a while."""
     end = time.monotonic() + 5
     while not mark.exists() and time.monotonic() < end:
         time.sleep(0.05)
@@ -150,7 +152,7 @@ def _outlive(mark: Path) -> None:
 
 
 def before_each_unit(call: Callable[[], object]) -> None:
-    """Calls it whenever this process is to write a unit, or to send a share."""
+    """Call it before this process writes a unit or sends a share."""
     from ckpttool.distributed import files, objects
 
     for place, name in ((vars(files)["_Writer"], "_write"), (vars(objects)["_Sender"], "_send")):

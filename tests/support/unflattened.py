@@ -1,4 +1,4 @@
-"""Programs that torch itself unflattens, with submodules whose calls were specialised: ``foo``, ``foo@1``."""
+"""Programs unflattened by torch, whose submodules have specialized calls: ``foo``, ``foo@1``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_version import needs_torch
 
 
 class Gate(nn.Module):
-    """One graph for each value of `double`. All kinds of state: parameters, buffers persistent and not."""
+    """It has a graph for each value of `double`, and every kind of state: parameters, persistent and other buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Twice(nn.Module):
-    """A submodule called in two ways."""
+    """A submodule with two kinds of calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Nested(nn.Module):
 
 
 class Shared(nn.Module):
-    """One submodule at two paths, called in two ways at each."""
+    """One submodule at two paths, with two kinds of calls at each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,28 +83,28 @@ def made(kind: type[nn.Module]) -> nn.Module:
 
 @cache
 def exported(kind: type[nn.Module]) -> ExportedProgram:
-    """The program of `made(kind)`. To export it takes seconds; `unflatten` copies the tensors that it takes over."""
+    """Export `made(kind)`, which takes seconds. Sharing is safe: `unflatten` copies the tensors."""
     needs_torch("2.7", "unflattened programs with a module for each call")
     preserve = ("gate",) if kind is Called else ()
     return torch.export.export(made(kind), (example(),), preserve_module_call_signature=preserve)
 
 
 def program(kind: type[nn.Module]) -> UnflattenedModule:
-    """A new unflattened program of `made(kind)`."""
+    """Return a new unflattened program of `made(kind)`."""
     module = torch.export.unflatten(exported(kind))  # type: ignore[arg-type]
-    assert torch.equal(module(example()), made(kind)(example()))  # torch's own answer, before anything is changed
+    assert torch.equal(module(example()), made(kind)(example()))  # torch's result, before any change
     return module
 
 
 def unflattened(model: nn.Module) -> UnflattenedModule:
     needs_torch("2.7", "unflattened programs with a module for each call")
     module = torch.export.unflatten(torch.export.export(model, (example(),)))
-    assert torch.equal(module(example()), model(example()))  # torch's own answer, before anything is changed
+    assert torch.equal(module(example()), model(example()))  # torch's result, before any change
     return module
 
 
 class Called(nn.Module):
-    """A submodule called in two ways with one signature, so that torch can preserve it behind a dispatcher."""
+    """A submodule with two kinds of calls but one signature, which torch can preserve with a dispatcher."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules whose loading asks for the version that a state dict was saved under, each with its like in `ZOO`."""
+"""Modules whose loading depends on the version in a state dict's metadata: one factory each, in `ZOO`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pattern(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 class Transposed(nn.Module):
-    """Had its weight the other way round, under the same key and of the same shape."""
+    """Version 1 had a transposed weight, with the same key and shape."""
 
     _version = 2
 
@@ -36,7 +36,7 @@ class Transposed(nn.Module):
 
 
 class Strict(nn.Linear):
-    """Refuses what is not of its version."""
+    """Refuse state dicts of other versions."""
 
     _version = 2
 
@@ -47,7 +47,7 @@ class Strict(nn.Linear):
 
 
 class Halved(nn.Module):
-    """A hook of the parent says what its child was; newer files than its own are read as its own."""
+    """A hook of the parent converts old versions of its child; newer versions are read unchanged."""
 
     _version = 3
 
@@ -89,5 +89,5 @@ def halved() -> nn.Module:
 
 @pattern
 def asks_in_vain() -> nn.Module:
-    """Asks for versions, and reads all of them alike where the counter is there."""
+    """BatchNorm checks the version, but reads all versions alike if the counter is present."""
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()

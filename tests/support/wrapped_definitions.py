@@ -1,4 +1,4 @@
-"""One model as several definitions, as a MODEL operand names them: plain, in wrappers, with wrappers inside."""
+"""Several MODEL definitions of one model: plain, wrapped, with wrappers inside."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def blocks() -> nn.Module:
 
 
 def hooked() -> nn.Module:
-    """Its hooks write three weights as one."""
+    """Its hooks save three weights as one."""
     return Split()
 
 

@@ -1,4 +1,4 @@
-"""Two gloo ranks with real wrappers: what each saves, what torch calls its tensors, and training that is resumed in it.
+"""Two gloo ranks with real wrappers: save checkpoints, collect torch's tensor names, and resume training.
 
 `python wrapped_ranks.py JOB FOLDER`; the jobs are ``save`` and ``load``.
 """
@@ -60,7 +60,7 @@ def tensors(names: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Wrapped:
-    """`names` is what the ranks said of each form; `failures` what loading the remapped file into it strictly said."""
+    """`names` are the names in each form; `failures` are the errors of loading the remapped file strictly."""
 
     folder: Path
     names: dict[str, dict[str, Any]]
@@ -104,7 +104,7 @@ BLOCKS = (
 
 
 def wrap(form: str, model: nn.Module) -> nn.Module:
-    """The model in the chain, as in ``ddp(compile)``; ``ddp, block: ac`` wraps the block too, ``plain`` nothing."""
+    """Wrap the model in a chain such as ``ddp(compile)``; ``ddp, block: ac`` wraps the block too, ``plain`` nothing."""
     outside, _, block = form.rpartition("block: ") if "block: " in form else (form, "", "plain")
     if block != "plain":
         model.block = wrap(block, model.get_submodule("block"))
@@ -127,7 +127,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> None:
-    """`STEPS` steps; every rank sees the same batch, so that averaging over them changes no bit."""
+    """Take `STEPS` steps; every rank sees the same batch, so that averaging over ranks changes no bit."""
     for number in range(first, first + STEPS):
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
         optimizer.zero_grad()
@@ -141,7 +141,7 @@ def started(form: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def result(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The model's weights and their moments, whole, by torch's names."""
+    """Return the model's full weights and moments by torch's names."""
     weights, state = get_state_dict(model, optimizer, options=FULL)
     return {"model": weights, "optimizer": state}
 
@@ -161,12 +161,12 @@ def _save(folder: Path) -> None:
 
 
 def _named(form: str, path: Path) -> dict[str, Any]:
-    """Saves the wrapped model; its keys, its parameters' names, our canonical names of the live tensors, torch's."""
+    """Save the wrapped model; return its keys, parameter names, our canonical names and torch's names."""
     model = wrap(form, net(0))
     state = {key: whole(value) for key, value in model.state_dict().items()}
     _write(state, path)
     canonical = [tensor.canonical for tensor in runtime_tensors(model, listed(model))]
-    runtime = [path for path, _ in nn.Module.named_parameters(model)]  # some wrappers leave themselves out of their own
+    runtime = [path for path, _ in nn.Module.named_parameters(model)]  # some wrappers hide their own segment
     return {"keys": list(state), "runtime": runtime, "canonical": canonical, "torch": _torch_names(model)}
 
 
@@ -175,7 +175,7 @@ def _torch_names(model: nn.Module) -> list[str]:
 
 
 def _load(folder: Path) -> None:
-    """Loads the files of ``loads/`` strictly, and writes what went wrong; resumes those of ``resumes/``."""
+    """Load the files of ``loads/`` strictly and write the errors; resume from the files of ``resumes/``."""
     failures = {}
     for form in CHAINS + BLOCKS:
         failures[form] = _failure(form, folder / "loads" / f"{filename(form)}.pt")
@@ -186,7 +186,7 @@ def _load(folder: Path) -> None:
 
 
 def _failure(form: str, path: Path) -> str:
-    """What is wrong with the file for a model in these wrappers with other weights; empty where nothing."""
+    """Load the file into a model in these wrappers with other weights; return the error, or an empty string."""
     model = wrap(form, net(1))
     state = torch.load(path)
     for key, own in model.state_dict().items():

@@ -43,17 +43,17 @@ def runtime_values(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: t if nn.parameter.is_lazy(t) else t.detach().clone() for n, t in named}
 
 
-def assert_same(found: torch.Tensor, wanted: torch.Tensor, where: str) -> None:
-    assert found.dtype == wanted.dtype, where
-    assert found.shape == wanted.shape, where
-    if wanted.layout != torch.strided:
-        found, wanted = found.to_dense(), wanted.to_dense()
-    assert torch.equal(found.resolve_conj(), wanted.resolve_conj()), where
+def assert_same(found: torch.Tensor, expected: torch.Tensor, where: str) -> None:
+    assert found.dtype == expected.dtype, where
+    assert found.shape == expected.shape, where
+    if expected.layout != torch.strided:
+        found, expected = found.to_dense(), expected.to_dense()
+    assert torch.equal(found.resolve_conj(), expected.resolve_conj()), where
 
 
 @cache
 def state_of(name: str) -> Any:
-    """What a model with random weights saves; None where torch.save cannot write it."""
+    """Return the state dict of a model with random weights, or None if torch.save cannot write it."""
     state = randomized(zoo_model(name).build(True), 1).state_dict()
     flat = all(isinstance(v, torch.Tensor) and not nn.parameter.is_lazy(v) for v in state.values())
     return state if flat and name not in ("complex_numbers", "sparse_buffer", "two_tensors_in_one") else None
