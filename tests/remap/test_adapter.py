@@ -1,4 +1,4 @@
-"""Adapters that follow their base, oracle PEFT: the adapter that it loads onto the other tree computes the same."""
+"""Adapters are renamed with their base model. Oracle: PEFT loads them onto the renamed base with the same outputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Layer(nn.Module):
 
 
 class Tree(nn.Module):
-    """A network under other names; `old` are those under which it also loads."""
+    """A network with configurable names; it also loads the names in `old`."""
 
     def __init__(self, names: tuple[str, ...], old: tuple[str, ...] = ()) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def new() -> nn.Module:
 
 
 def config(rng: random.Random, names: tuple[str, ...]) -> Any:
-    """One of PEFT's adapters, drawn from `rng`, on modules called as in `names`."""
+    """Draw a PEFT adapter config for modules with these names."""
     targets = [names[at] for at in rng.choice([(1,), (2,), (1, 2)])]
     saved = [names[3]] if rng.random() < 0.4 else None
     if rng.random() < 0.2:
@@ -90,7 +90,7 @@ def trained(rng: random.Random, seed: int, folder: Path) -> Any:
 
 
 def base_of(model: Any) -> dict[str, torch.Tensor]:
-    """The weights that the adapter was put on."""
+    """Return the weights of the adapter's base model."""
     state = model.state_dict()
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad or ".bias" in name}
     own = {key: value for key, value in state.items() if key in frozen}
@@ -108,7 +108,7 @@ RULES = [
 
 @pytest.mark.parametrize("by", ["models", "rules", "names"])
 @pytest.mark.parametrize("seed", range(6))
-def test_peft_computes_the_same_on_the_other_tree(seed: int, by: str, tmp_path: Path) -> None:
+def test_peft_outputs_are_the_same_on_the_renamed_base(seed: int, by: str, tmp_path: Path) -> None:
     made = trained(random.Random(seed), seed, tmp_path / "a")
     source, out = str(tmp_path / "a/adapter_model.safetensors"), str(tmp_path / "out.safetensors")
     ways: dict[str, dict[str, Any]] = {
@@ -134,7 +134,7 @@ def _applies(rule: str, keys: Iterable[str]) -> bool:
 
 
 class Fused(nn.Module):
-    """Loads the two layers of each block as one."""
+    """Load the two layers of each block as one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def _as_kernels(_: nn.Module, state: dict[str, Any], prefix: str, _meta: object)
         state[f"{key}_kernel"] = state.pop(key)
 
 
-def test_modules_that_are_joined_are_refused_by_name(tmp_path: Path) -> None:
+def test_joined_modules_are_refused_by_name(tmp_path: Path) -> None:
     trained(random.Random(2), 0, tmp_path / "a")
     source = str(tmp_path / "a/adapter_model.safetensors")
     with pytest.raises(Refused) as refused:
@@ -177,7 +177,7 @@ def test_modules_that_are_joined_are_refused_by_name(tmp_path: Path) -> None:
     assert "--suggest" in refused.value.hint
 
 
-def test_nothing_is_said_of_the_targets_where_modules_keep_their_last_names(tmp_path: Path) -> None:
+def test_no_target_modules_note_if_last_segments_are_kept(tmp_path: Path) -> None:
     trained(random.Random(0), 0, tmp_path / "a")
     source, out = str(tmp_path / "a/adapter_model.safetensors"), str(tmp_path / "o.safetensors")
     done = ckpttool.remap(source, out, rule=["layers.{x*} => blocks.{x*}"])
@@ -185,8 +185,8 @@ def test_nothing_is_said_of_the_targets_where_modules_keep_their_last_names(tmp_
     assert not any("target_modules" in note for note in done.notes)
 
 
-def test_the_names_of_two_models_are_enough(tmp_path: Path) -> None:
-    """Of one that saves all under other keys: its modules are the same, and the adapter names modules."""
+def test_names_files_of_two_models_are_enough(tmp_path: Path) -> None:
+    """The second model saves other keys but has the same modules, and an adapter names modules."""
     trained(random.Random(0), 0, tmp_path / "a")
     source, out = str(tmp_path / "a/adapter_model.safetensors"), str(tmp_path / "o.pt")
     files = [str(tmp_path / f"{name}.json") for name in ("old", "saves_kernels")]
@@ -198,7 +198,7 @@ def test_the_names_of_two_models_are_enough(tmp_path: Path) -> None:
     assert all(torch.equal(found[key], was[key]) for key in was)
 
 
-def test_rules_for_the_adapters_own_keys_are_those(tmp_path: Path) -> None:
+def test_rules_may_name_the_adapters_own_keys(tmp_path: Path) -> None:
     trained(random.Random(0), 0, tmp_path / "a")
     source, out = str(tmp_path / "a/adapter_model.safetensors"), str(tmp_path / "o.safetensors")
     ckpttool.remap(source, out, rule=["base_model.model.{x*} => {x*}"])

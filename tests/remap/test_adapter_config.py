@@ -1,4 +1,4 @@
-"""`adapter_config.json` follows a rename, oracle PEFT: it loads the folder onto the renamed base and saves it again."""
+"""`adapter_config.json` follows a rename. Oracle: PEFT loads the folder onto the renamed base and saves it again."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Tree(nn.Module):
         self.n = n
         self.add_module(n["emb"], nn.Embedding(5, 4))
         self.add_module(n["layers"], nn.ModuleList(Layer(n) for _ in range(3)))
-        self.add_module("extra", nn.ModuleDict({"query": nn.Linear(4, 4)}))  # has a name that q_proj gets
+        self.add_module("extra", nn.ModuleDict({"query": nn.Linear(4, 4)}))  # q_proj is renamed to the same name
         self.add_module(n["head"], nn.Linear(4, 4))
         self.add_module(n["score"], nn.Sequential(nn.Linear(4, 3)))
         if n is NEW:
@@ -98,7 +98,7 @@ RULES = [
 
 
 def drawn(rng: random.Random) -> Any:
-    """One of PEFT's configurations, with fields that name modules drawn from `rng`."""
+    """Draw a PEFT config with fields that name modules."""
     if rng.random() < 0.15:
         return peft.IA3Config(target_modules=["q_proj", "up"], feedforward_modules=["up"])
     regex = r"layers\.[01]\.(q_proj|up)|.*\.v_proj"
@@ -123,7 +123,7 @@ def drawn(rng: random.Random) -> Any:
 
 
 def trained(config: Any, folder: Path, seed: int = 0) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A model with a random adapter, saved into the folder; and the weights of its base, under the old names."""
+    """Save a model with a random adapter; return it and its base's weights under the old names."""
     torch.manual_seed(seed)
     base = old()
     with torch.no_grad():
@@ -139,13 +139,13 @@ def trained(config: Any, folder: Path, seed: int = 0) -> tuple[Any, dict[str, to
     return model, weights
 
 
-def check(folder: Path, made: Any, weights: dict[str, torch.Tensor], again: Path) -> None:
-    """PEFT's answer: the same outputs on the renamed base, and a second save holds the same."""
+def check(folder: Path, model: Any, weights: dict[str, torch.Tensor], again: Path) -> None:
+    """Check that PEFT computes the same outputs on the renamed base, and saves the same files again."""
     base = new()
     base.load_state_dict(weights)
     onto = peft.PeftModel.from_pretrained(base, folder).eval()
     x = torch.arange(5)
-    torch.testing.assert_close(onto(x), made(x), rtol=0, atol=0)
+    torch.testing.assert_close(onto(x), model(x), rtol=0, atol=0)
     onto.save_pretrained(again, save_embedding_layers=False)
     first, second = (load_file(one / "adapter_model.safetensors") for one in (folder, again))
     assert first.keys() == second.keys()
@@ -157,15 +157,15 @@ def test_peft_finds_the_same_modules_after_a_rename(seed: int, tmp_path: Path) -
     config = drawn(random.Random(seed))
     if getattr(config, "layers_pattern", None) and peft.__version__.startswith("0.18."):
         pytest.skip("PEFT 0.18 does not find modules by layers_pattern")
-    made, weights = trained(config, tmp_path / "a", seed)
+    model, weights = trained(config, tmp_path / "a", seed)
     (tmp_path / "rules.toml").write_text("".join(f'[[rule]]\nrename = "{rule}"\n' for rule in RULES))
     models: dict[str, Any] = {"model": f"{__file__}:old", "to_model": f"{__file__}:new"}
     done = ckpttool.remap(str(tmp_path / "a"), str(tmp_path / "out"), **models)
     assert done.companions is not None
     assert done.companions.rewritten == ("adapter_config.json",)
-    check(tmp_path / "out", made, weights, tmp_path / "again")
+    check(tmp_path / "out", model, weights, tmp_path / "again")
     ckpttool.remap(str(tmp_path / "a"), in_place=True, rules=str(tmp_path / "rules.toml"))
-    check(tmp_path / "a", made, weights, tmp_path / "once more")
+    check(tmp_path / "a", model, weights, tmp_path / "once more")
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -184,12 +184,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_kinds_of_adapters_follow_too(kind: str, tmp_path: Path) -> None:
-    """The keys of some show no kind: the configuration says which modules they are of."""
+def test_other_adapter_types_are_renamed(kind: str, tmp_path: Path) -> None:
+    """The keys of some types do not show the type; the config names their modules."""
     make = getattr(peft, kind, None)
     if make is None:
         pytest.skip("not in this version of PEFT")
-    made, weights = trained(make(**{"target_modules": ["q_proj"], **KINDS[kind]}), tmp_path / "a")
+    model, weights = trained(make(**{"target_modules": ["q_proj"], **KINDS[kind]}), tmp_path / "a")
     root = "base_model.model."
     own = [
         f"{root}layers.{{n}}.q_proj.{{x*}} => {root}h.{{n}}.query.{{x*}}",
@@ -200,10 +200,10 @@ def test_other_kinds_of_adapters_follow_too(kind: str, tmp_path: Path) -> None:
     done = ckpttool.remap(str(tmp_path / "a"), f"{tmp_path}/out/", rule=rules)
     assert done.companions is not None
     assert done.companions.rewritten == ("adapter_config.json",)
-    check(tmp_path / "out", made, weights, tmp_path / "again")
+    check(tmp_path / "out", model, weights, tmp_path / "again")
 
 
-def test_targets_that_no_key_has_are_refused(tmp_path: Path) -> None:
+def test_targets_without_a_key_are_refused(tmp_path: Path) -> None:
     trained(peft.FourierFTConfig(target_modules=["q_proj"], n_frequency=4), tmp_path / "a")
     path = tmp_path / "a" / "adapter_config.json"
     path.write_text(path.read_text().replace('"q_proj"', '"other"'))
@@ -215,7 +215,7 @@ def test_targets_that_no_key_has_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_undo_brings_the_configuration_back(tmp_path: Path) -> None:
+def test_undo_restores_the_config(tmp_path: Path) -> None:
     trained(peft.LoraConfig(target_modules=["head"]), tmp_path / "a")
     before = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
     ckpttool.remap(str(tmp_path / "a"), in_place=True, rule=["head.{x*} => final.{x*}"])
@@ -225,13 +225,13 @@ def test_undo_brings_the_configuration_back(tmp_path: Path) -> None:
     assert after == before
 
 
-def test_names_that_stay_leave_the_configuration_as_it_is(tmp_path: Path) -> None:
+def test_config_is_unchanged_if_module_names_are_kept(tmp_path: Path) -> None:
     trained(peft.LoraConfig(target_modules=["q_proj"], rank_pattern={"1.q_proj": 4}), tmp_path / "a")
     ckpttool.remap(str(tmp_path / "a"), str(tmp_path / "out"), rule=["layers.{x*} => blocks.{x*}"])
     assert (tmp_path / "out/adapter_config.json").read_bytes() == (tmp_path / "a/adapter_config.json").read_bytes()
 
 
-def test_a_field_that_cannot_follow_is_refused_with_its_value(tmp_path: Path) -> None:
+def test_field_that_cannot_be_renamed_is_refused_with_its_value(tmp_path: Path) -> None:
     trained(peft.LoraConfig(target_modules=["q_proj"]), tmp_path / "a")
     path = tmp_path / "a/adapter_config.json"
     config = json.loads(path.read_text())
@@ -244,15 +244,15 @@ def test_a_field_that_cannot_follow_is_refused_with_its_value(tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
-def test_a_saved_module_that_peft_cannot_name_alone_is_refused(tmp_path: Path) -> None:
-    """PEFT looks for the ends of names, and would save each adapter's `lora_dropout` with a module called `out`."""
+def test_ambiguous_name_in_modules_to_save_is_refused(tmp_path: Path) -> None:
+    """PEFT compares the ends of names, so a module `out` would also match each adapter's `lora_dropout`."""
     trained(peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["head"]), tmp_path / "a")
     with pytest.raises(Refused) as refused:
         ckpttool.remap(str(tmp_path / "a"), str(tmp_path / "out"), rule=["head.{x*} => out.{x*}"])
     assert [problem.key for problem in refused.value.problems] == ["modules_to_save"]
 
 
-def test_a_file_alone_is_told_what_the_configuration_has_to_say(tmp_path: Path) -> None:
+def test_a_lone_adapter_file_gets_a_note_with_the_config_changes(tmp_path: Path) -> None:
     trained(peft.LoraConfig(target_modules=["q_proj"], alpha_pattern={"0.q_proj": 3}), tmp_path / "a")
     source, out = str(tmp_path / "a/adapter_model.safetensors"), str(tmp_path / "out.safetensors")
     done = ckpttool.remap(source, out, rule=["layers.{i}.q_proj.{x*} => h.{i}.query.{x*}"])

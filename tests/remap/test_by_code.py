@@ -1,4 +1,4 @@
-"""Values that only the model's own code can compute, against torch: load_state_dict and state_dict of the model."""
+"""Values that only the model's own code can compute. Oracle: the model's load_state_dict and state_dict."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def saved(state: Tensors, path: Path) -> str:
     return str(path)
 
 
-def assert_equal(found: Tensors, wanted: Tensors) -> None:
-    assert set(found) <= set(wanted)
+def assert_equal(found: Tensors, expected: Tensors) -> None:
+    assert set(found) <= set(expected)
     for key, value in found.items():
-        assert value.dtype == wanted[key].dtype
-        assert torch.equal(value, wanted[key]), key
+        assert value.dtype == expected[key].dtype
+        assert torch.equal(value, expected[key]), key
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_runtime_values_are_those_of_the_loaded_model(name: str, tmp_path: Path) -> None:
+def test_runtime_values_equal_the_loaded_models(name: str, tmp_path: Path) -> None:
     state = trained(name).state_dict()
     done = ckpttool.remap(
         saved(state, tmp_path / "a.pt"),
@@ -68,7 +68,7 @@ def test_runtime_values_are_those_of_the_loaded_model(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_serialized_values_are_those_that_the_model_saves(name: str, tmp_path: Path) -> None:
+def test_serialized_values_equal_the_models_state_dict(name: str, tmp_path: Path) -> None:
     model = trained(name)
     values = {fqn: value for fqn, value in runtime_values(model).items() if fqn != "cache"}
     source = saved(values, tmp_path / "a.pt")
@@ -78,7 +78,7 @@ def test_serialized_values_are_those_that_the_model_saves(name: str, tmp_path: P
     ZOO[name]().load_state_dict(found, strict=True)
 
 
-def test_a_tied_weight_under_one_of_its_names_is_loaded_under_both(tmp_path: Path) -> None:
+def test_tied_weight_with_one_name_in_the_file_is_loaded_under_both(tmp_path: Path) -> None:
     model = ZOO["quantized"]()
     state = trained("quantized").state_dict()
     model.load_state_dict(state, strict=True)
@@ -96,7 +96,7 @@ def test_serialized_values_in_the_dtype_of_the_file(name: str, tmp_path: Path) -
 
 
 class Twice(Transposed):
-    """One memory under two names, of two objects; what is saved is made of the second."""
+    """Two parameters share memory; the saved value comes from the second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Twice(Transposed):
 
 
 class Overlapping(Transposed):
-    """A buffer that is a part of the weight's memory."""
+    """A buffer shares part of the weight's memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Overlapping(Transposed):
 
 
 class Packing(Transposed):
-    """Which saves what is no dense tensor, or nothing."""
+    """It saves a tensor that is not dense, or nothing."""
 
     kind: Any = staticmethod(lambda made: torch.quantize_per_tensor(made, 0.1, 0, torch.qint8))
 
@@ -138,7 +138,7 @@ class Wrapping(Packing):
 
 
 class Choosing(Transposed):
-    """Which has no key for a weight of zeros, and fails where it is not finite, both ways."""
+    """It saves no key for a weight of zeros; saving and loading fail if the weight is not finite."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         state = super().state_dict(*args, **kwargs)
@@ -157,34 +157,34 @@ class Choosing(Transposed):
 
 WEIGHT = torch.randn(4, 4)
 REFUSED: dict[str, tuple[type[nn.Module], str, torch.Tensor, str]] = {
-    "other memory": (Twice, "runtime", WEIGHT.double(), "dtype @ fc.weight"),
-    "part of it": (Overlapping, "runtime", WEIGHT.double(), "dtype @ fc.weight"),
+    "shared memory": (Twice, "runtime", WEIGHT.double(), "dtype @ fc.weight"),
+    "overlapping memory": (Overlapping, "runtime", WEIGHT.double(), "dtype @ fc.weight"),
     "another shape": (Choosing, "runtime", WEIGHT[:3], "other @ fc.weight"),
-    "an object, saved": (Choosing, "runtime", packed(Undeclared), "other @ fc.weight"),
-    "an object, loaded": (Choosing, "serialized", packed(Undeclared), "other @ fc.weight"),
+    "object, saved": (Choosing, "runtime", packed(Undeclared), "other @ fc.weight"),
+    "object, loaded": (Choosing, "serialized", packed(Undeclared), "other @ fc.weight"),
     "quantized": (Packing, "runtime", WEIGHT, "other @ fc.weight"),
     "sparse": (Sparse, "runtime", WEIGHT, "other @ fc.weight"),
-    "a subclass": (Wrapping, "runtime", WEIGHT, "other @ fc.weight"),
-    "absent": (Choosing, "runtime", torch.zeros(4, 4), "other @ fc.weight"),
+    "subclass": (Wrapping, "runtime", WEIGHT, "other @ fc.weight"),
+    "missing": (Choosing, "runtime", torch.zeros(4, 4), "other @ fc.weight"),
     "failing, saved": (Choosing, "runtime", WEIGHT / 0 * 0, "ValueError: not finite"),
     "failing, loaded": (Choosing, "serialized", WEIGHT / 0 * 0, "ValueError: not finite"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_models_code_does_not_give_is_refused(name: str, tmp_path: Path) -> None:
+def test_invalid_results_of_the_models_code_are_refused(name: str, tmp_path: Path) -> None:
     build, form, weight, why = REFUSED[name]
     source = saved({"fc.weight": weight, "fc.bias": torch.ones(4)}, tmp_path / "a.pt")
     to = {"runtime": "serialized", "serialized": "runtime"}[form]
     with pytest.raises(CkptError) as refused:
         ckpttool.remap(source, str(tmp_path / "b.pt"), model=build, from_=form, to=to)
-    said = [f"{problem.kind} @ {problem.key}" for problem in refused.value.problems] or [refused.value.message]
-    assert any(why in one for one in said), said
+    done = [f"{problem.kind} @ {problem.key}" for problem in refused.value.problems] or [refused.value.message]
+    assert any(why in one for one in done), done
     assert not (tmp_path / "b.pt").exists()
 
 
 def test_from_one_model_to_another(tmp_path: Path) -> None:
-    """What the first loads is what the second saves: both run their own code."""
+    """The first model's code loads the file, and the second model's code saves the output."""
     state = trained("quantized").state_dict()
     source = saved(state, tmp_path / "a.pt")
     ckpttool.remap(source, str(tmp_path / "b.pt"), model=ZOO["quantized"], to_model=listed, to="serialized")
@@ -199,7 +199,7 @@ def test_from_one_model_to_another(tmp_path: Path) -> None:
 
 
 class ListedWithBias(Listed):
-    """The tensors of `Quantized`, saved in another way."""
+    """The tensors of `Quantized`, saved as lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,11 +210,11 @@ def listed() -> nn.Module:
     return Net(ListedWithBias, ListedWithBias)
 
 
-def test_a_plan_says_whose_code_it_needs(run: Run, tmp_path: Path) -> None:
+def test_plan_names_the_model_whose_code_it_needs(run: Run, tmp_path: Path) -> None:
     source = saved(trained("quantized").state_dict(), tmp_path / "a.pt")
     plan, out, model = str(tmp_path / "p.json"), tmp_path / "b.pt", f"{OPERAND}:quantized"
-    said = run("remap", source, "--model", model, "--to", "runtime", "-o", out, "--save-plan", plan, "--format", "json")
-    assert said.data["by_code"] == [
+    done = run("remap", source, "--model", model, "--to", "runtime", "-o", out, "--save-plan", plan, "--format", "json")
+    assert done.data["by_code"] == [
         {"way": "model.load", "model": model, "keys": ["layers.0.weight", "layers.1.weight"]}
     ]
     assert json.loads(Path(plan).read_text())["runs"][0]["model"] == model
@@ -231,7 +231,7 @@ def sized(rows: int) -> nn.Module:
     return Quantized() if rows == 6 else nn.Linear(1, 1)
 
 
-def test_what_lacks_the_code_is_told_the_models_arguments(run: Run, tmp_path: Path) -> None:
+def test_hint_includes_the_models_arguments(run: Run, tmp_path: Path) -> None:
     source = saved(Quantized().state_dict(), tmp_path / "a.pt")
     words = ("--model", f"{__file__}:sized(rows=6)")
     plan = ("--rules", tmp_path / "p.json", "-o", tmp_path / "b.pt")
@@ -242,21 +242,21 @@ def test_what_lacks_the_code_is_told_the_models_arguments(run: Run, tmp_path: Pa
     assert run("remap", source, *plan, *words).status == 0
 
 
-def test_each_section_has_a_run_of_its_own(run: Run, tmp_path: Path) -> None:
-    """Each is given its own values, under its own names."""
-    mine, other = trained("quantized").state_dict(), filled(of_object(ZOO["quantized"]), 5).state_dict()
-    torch.save({"model": mine, "ema": {f"module.{key}": value for key, value in other.items()}}, tmp_path / "a.pt")
+def test_each_section_is_computed_separately(run: Run, tmp_path: Path) -> None:
+    """Each section is computed from its own values and names."""
+    weights, average = trained("quantized").state_dict(), filled(of_object(ZOO["quantized"]), 5).state_dict()
+    torch.save({"model": weights, "ema": {f"module.{key}": value for key, value in average.items()}}, tmp_path / "a.pt")
     words = ("--model", f"{OPERAND}:quantized", "--to", "runtime", "--sections", "model,ema", "--format", "json")
-    said = run("remap", tmp_path / "a.pt", *words, "-o", tmp_path / "b.pt")
-    assert [found["keys"] for found in said.data["by_code"]] == [["layers.0.weight", "layers.1.weight"]] * 2
+    done = run("remap", tmp_path / "a.pt", *words, "-o", tmp_path / "b.pt")
+    assert [found["keys"] for found in done.data["by_code"]] == [["layers.0.weight", "layers.1.weight"]] * 2
     found = torch.load(tmp_path / "b.pt")
-    for path, state in ("model", mine), ("ema", other):
+    for path, state in ("model", weights), ("ema", average):
         model = ZOO["quantized"]()
         model.load_state_dict(state)
         assert_equal({key.removeprefix("module."): value for key, value in found[path].items()}, runtime_values(model))
 
 
-def test_a_plan_for_two_models_says_both(run: Run, tmp_path: Path) -> None:
+def test_plan_for_two_models_names_both(run: Run, tmp_path: Path) -> None:
     source = saved(trained("quantized").state_dict(), tmp_path / "a.pt")
     first, second = ("--model", f"{OPERAND}:quantized"), ("--to-model", f"{__file__}:listed")
     made = ("--to", "serialized", "-o", tmp_path / "b.pt", "--save-plan", tmp_path / "p.json")
@@ -274,11 +274,11 @@ def test_a_plan_for_two_models_says_both(run: Run, tmp_path: Path) -> None:
 
 
 LOAD = {"op": "model.load", "args": ["layers.0.weight"]}
-UNSAID = "the plan does not say which model's code computes it"
-# What is written into a plan -> the problem of it; None where it does the same.
+NOT_NAMED = "the plan does not say which model's code computes it"
+# Change to a plan -> the resulting problem, or None if the plan has the same effect.
 OTHER_PLANS: dict[str, tuple[Callable[[dict[str, Any]], object], str | None]] = {
-    "a run that nothing needs": (lambda plan: plan["runs"].append({**plan["runs"][0], "way": "model.save"}), None),
-    "a value that is computed": (
+    "unused run": (lambda plan: plan["runs"].append({**plan["runs"][0], "way": "model.save"}), None),
+    "computed value": (
         lambda plan: plan["runs"][0]["given"][0].update(
             {
                 "from": {
@@ -289,24 +289,24 @@ OTHER_PLANS: dict[str, tuple[Callable[[dict[str, Any]], object], str | None]] = 
         ),
         None,
     ),
-    "a key that is not there": (
+    "missing key": (
         lambda plan: plan["runs"][0]["given"].append({"name": "w", "from": {"ref": "nowhere"}}),
         "the plan reads a key that the checkpoint has not @ nowhere",
     ),
-    "what the run itself makes": (lambda plan: plan["runs"][0]["given"][0].update({"from": LOAD}), UNSAID),
-    "what a later run makes": (
+    "the run's own result": (lambda plan: plan["runs"][0]["given"][0].update({"from": LOAD}), NOT_NAMED),
+    "result of a later run": (
         lambda plan: plan["runs"].insert(
             0, {**plan["runs"][0], "way": "model.save", "given": [{"name": "w", "from": LOAD}]}
         ),
-        f"{UNSAID} @ w",
+        f"{NOT_NAMED} @ w",
     ),
-    "a value without a name": (lambda plan: plan["outputs"][1]["from"]["args"].pop(0), f"{UNSAID} @ layers.0.weight"),
-    "a run of another section": (lambda plan: plan["runs"][0].update(section="ema"), f"{UNSAID} @ layers.1.weight"),
+    "value without a name": (lambda plan: plan["outputs"][1]["from"]["args"].pop(0), f"{NOT_NAMED} @ layers.0.weight"),
+    "run of another section": (lambda plan: plan["runs"][0].update(section="ema"), f"{NOT_NAMED} @ layers.1.weight"),
 }
 
 
 @pytest.mark.parametrize("name", OTHER_PLANS)
-def test_plans_that_others_wrote(name: str, run: Run, tmp_path: Path) -> None:
+def test_edited_plans(name: str, run: Run, tmp_path: Path) -> None:
     change, problem = OTHER_PLANS[name]
     state = {**trained("quantized").state_dict(), "model.load(layers.0.weight)": torch.ones(1)}
     source, plan, model = saved(state, tmp_path / "a.pt"), tmp_path / "p.json", ("--model", f"{OPERAND}:quantized")
@@ -317,29 +317,29 @@ def test_plans_that_others_wrote(name: str, run: Run, tmp_path: Path) -> None:
     made["outputs"].append({"section": "", "key": kept, "from": {"ref": kept}})
     change(made)
     plan.write_text(json.dumps(made))
-    said = run("remap", source, "--rules", plan, *model, "-o", tmp_path / "c.pt")
-    assert said.status == (0 if problem is None else 1), said.err
-    assert (problem or "") in said.err
+    done = run("remap", source, "--rules", plan, *model, "-o", tmp_path / "c.pt")
+    assert done.status == (0 if problem is None else 1), done.err
+    assert (problem or "") in done.err
     if problem is None:
         assert_equal({**torch.load(tmp_path / "b.pt"), kept: torch.ones(1)}, torch.load(tmp_path / "c.pt"))
 
 
-def test_a_plan_of_renames_takes_no_model(run: Run, tmp_path: Path) -> None:
+def test_plan_of_renames_does_not_accept_a_model(run: Run, tmp_path: Path) -> None:
     source, plan = saved({"a.weight": torch.ones(2)}, tmp_path / "a.pt"), tmp_path / "p.json"
     assert run("remap", source, "--rule", "a.{x} => b.{x}", "--save-plan", plan).status == 0
-    said = run("remap", source, "--rules", plan, "--model", f"{OPERAND}:quantized", "-o", tmp_path / "b.pt")
-    assert said.status == 2
-    assert "the plan does not need a model" in said.err
+    done = run("remap", source, "--rules", plan, "--model", f"{OPERAND}:quantized", "-o", tmp_path / "b.pt")
+    assert done.status == 2
+    assert "the plan does not need a model" in done.err
 
 
-def test_the_report_names_it(run: Run, tmp_path: Path) -> None:
+def test_report_names_the_models_function(run: Run, tmp_path: Path) -> None:
     source = saved(trained("quantized").state_dict(), tmp_path / "a.pt")
-    said = run("remap", source, "--model", f"{OPERAND}:quantized", "--to", "runtime", "-o", tmp_path / "b.pt")
-    assert f"2 tensors by running {OPERAND}:quantized.load_state_dict()" in said.out
+    done = run("remap", source, "--model", f"{OPERAND}:quantized", "--to", "runtime", "-o", tmp_path / "b.pt")
+    assert f"2 tensors by running {OPERAND}:quantized.load_state_dict()" in done.out
 
 
 @pytest.mark.parametrize("build", [noisy, blended])
-def test_what_differs_each_time_is_refused(build: type[nn.Module], tmp_path: Path) -> None:
+def test_nondeterministic_values_are_refused(build: type[nn.Module], tmp_path: Path) -> None:
     source = saved(build().state_dict(), tmp_path / "a.pt")
     with pytest.raises(Refused, match="does not give the same twice") as caught:
         ckpttool.remap(source, str(tmp_path / "b.pt"), model=build, to="runtime", from_="serialized")
@@ -347,7 +347,7 @@ def test_what_differs_each_time_is_refused(build: type[nn.Module], tmp_path: Pat
     assert not (tmp_path / "b.pt").exists()
 
 
-def test_what_does_not_fit_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = saved(trained("transposed").state_dict(), tmp_path / "a.pt")
     model = ModelOperand(ZOO["transposed"])
     model.names()
@@ -360,16 +360,16 @@ def test_a_names_file_is_not_enough(run: Run, tmp_path: Path) -> None:
     source = saved(trained("quantized").state_dict(), tmp_path / "a.pt")
     names = tmp_path / "names.json"
     assert run("trace", f"{OPERAND}:quantized", "-o", names).status == 0
-    said = run("remap", source, "--model", names, "--to", "runtime", "-o", tmp_path / "b.pt")
-    assert said.status == 1
-    assert "--model file.py:build" in said.err
+    done = run("remap", source, "--model", names, "--to", "runtime", "-o", tmp_path / "b.pt")
+    assert done.status == 1
+    assert "--model file.py:build" in done.err
 
 
 def test_wrapped_keys_are_loaded_under_the_models_names(run: Run, tmp_path: Path) -> None:
     state = trained("quantized").state_dict()
     source = saved({f"module.{key}": value for key, value in state.items()}, tmp_path / "a.pt")
-    said = run("remap", source, "--model", f"{OPERAND}:quantized", "--to", "runtime", "-o", tmp_path / "b.pt")
-    assert said.status == 0, said.err
+    done = run("remap", source, "--model", f"{OPERAND}:quantized", "--to", "runtime", "-o", tmp_path / "b.pt")
+    assert done.status == 0, done.err
     model = ZOO["quantized"]()
     model.load_state_dict(state)
     assert_equal(torch.load(tmp_path / "b.pt"), runtime_values(model))
@@ -381,15 +381,15 @@ def test_new_weights_of_a_program(run: Run, tmp_path: Path) -> None:
     torch.export.save(torch.export.export(Forward(ZOO["transposed"]()), (sample,)), tmp_path / "p.pt2")
     state = {f"net.{key}": value for key, value in model.state_dict().items()}
     source, operand = saved(state, tmp_path / "a.pt"), f"{__file__}:forward"
-    said = run("swap-weights", tmp_path / "p.pt2", source, "--model", operand, "-o", tmp_path / "q.pt2", "--verify")
-    assert said.status == 0, said.err
+    done = run("swap-weights", tmp_path / "p.pt2", source, "--model", operand, "-o", tmp_path / "q.pt2", "--verify")
+    assert done.status == 0, done.err
     tried = run("swap-weights", tmp_path / "p.pt2", source, "--model", operand, "-o", tmp_path / "r.pt2", "--dry-run")
     assert (tried.status, (tmp_path / "r.pt2").exists()) == (0, False)
     assert "dry run: nothing was written" in tried.out
     assert "\ncost " in tried.out
-    wanted = forward()
-    wanted.load_state_dict(state, strict=True)
-    assert torch.equal(torch.export.load(tmp_path / "q.pt2").module()(sample), wanted(sample))
+    expected = forward()
+    expected.load_state_dict(state, strict=True)
+    assert torch.equal(torch.export.load(tmp_path / "q.pt2").module()(sample), expected(sample))
 
 
 class Forward(nn.Module):

@@ -1,4 +1,4 @@
-"""Files that name modules next to the weights: after a rename their library loads OUT, or OUT does not have them."""
+"""Files next to the weights that name modules: after a rename, their library can load OUT, or OUT lacks them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> N
 
 
 def test_accelerate_resumes_a_renamed_folder(tmp_path: Path, run: Run) -> None:
-    """`save_state` writes the optimizer, the scheduler and random states next to the weights."""
+    """`save_state` writes the optimizer, scheduler and RNG states next to the weights."""
     accelerate = pytest.importorskip("accelerate")
 
     def prepared(first: str) -> tuple[Any, Any, Any, Any]:
@@ -84,8 +84,8 @@ def test_dcp_loads_a_renamed_folder_by_its_metadata(tmp_path: Path, run: Run) ->
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tied", [True, False])
-def test_transformers_ties_what_a_folder_leaves_out(tmp_path: Path, run: Run, tied: bool) -> None:
-    """`_tied_weights_keys` and `tie_word_embeddings` say that lm_head.weight is embed_tokens.weight."""
+def test_transformers_ties_weights_missing_from_the_folder(tmp_path: Path, run: Run, tied: bool) -> None:
+    """`_tied_weights_keys` and `tie_word_embeddings` tie lm_head.weight to embed_tokens.weight."""
     transformers = pytest.importorskip("transformers", "5.0", reason="transformers 5 is not installed")
     model: Any = real_models.llama(tied)
     model.save_pretrained(tmp_path / "hf")
@@ -96,28 +96,28 @@ def test_transformers_ties_what_a_folder_leaves_out(tmp_path: Path, run: Run, ti
         assert not any(info.values()), info
         return found.state_dict(), found.lm_head.weight is found.model.embed_tokens.weight
 
-    # There and back: the names in between are no longer the names that config.json describes.
+    # Rename and undo: config.json does not describe the names in between.
     there = ["--rule", "model.layers.{x*} => model.blocks.{x*}"]
     assert run("remap", tmp_path / "hf", "-o", tmp_path / "other", *there).status == 0
     assert not (tmp_path / "other/config.json").exists()
     back = run("remap", tmp_path / "other", "-o", tmp_path / "back", *there, "--reverse")
     assert back.status == 0, back.err
     (tmp_path / "back/config.json").write_bytes((tmp_path / "hf/config.json").read_bytes())
-    # From the names of state_dict(), with both names of a tied tensor, to those of save_pretrained.
+    # Convert state_dict() names, with both names of a tied tensor, to the names of save_pretrained.
     words = ["--model", f"hf:{tmp_path / 'hf'}", "--to", "pretrained", "-o", f"{tmp_path / 'from_plain'}/"]
     done = run("remap", tmp_path / "plain.pt", *words)
     assert done.status == 0, done.err
     (tmp_path / "from_plain/config.json").write_bytes((tmp_path / "hf/config.json").read_bytes())
     for folder in ("back", "from_plain"):
-        have, is_tied = loaded(tmp_path / folder)
+        actual, is_tied = loaded(tmp_path / folder)
         assert is_tied == tied
-        want = model.state_dict()
-        assert have.keys() == want.keys()
-        assert all(torch.equal(have[key], want[key]) for key in want)
+        expected = model.state_dict()
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
-def test_a_quantization_config_never_describes_other_names(tmp_path: Path, run: Run) -> None:
-    """Its `modules_to_not_convert` names modules: a rename leaves config.json out, and says so."""
+def test_quantization_config_is_not_copied_after_a_rename(tmp_path: Path, run: Run) -> None:
+    """`modules_to_not_convert` names modules, so a rename omits config.json and reports it."""
     from safetensors.torch import save_file
 
     folder = tmp_path / "hf"

@@ -1,4 +1,4 @@
-"""What a dry run says that writing takes, against what the real run reads, writes and holds."""
+"""Compare the cost that a dry run predicts with the bytes that the real run reads, writes and holds in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from files import run_measured
 
 MIB = 1 << 20
 LARGE = 64 * MIB  # bytes of each of two tensors
-SLACK = 24 * MIB  # what a process's peak differs by from one run to the next, and the copying
+SLACK = 24 * MIB  # variation of peak memory between runs, and copy buffers
 WAYS = {"rename": ["--rule", "{x} => a.{x}"], "cast": ["--rules", "cast.toml"], "transpose": ["--rules", "turn.toml"]}
 RULES = {"cast.toml": 'cast = "{x}"\ndtype = "float64"', "turn.toml": 'transpose = "{x}"'}
 
@@ -35,7 +35,7 @@ def peak(folder: Path, name: str, words: list[str]) -> int:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_peak_of_a_run_is_bounded_by_what_was_said(
+def test_peak_memory_is_bounded_by_the_prediction(
     way: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -48,12 +48,12 @@ def test_the_peak_of_a_run_is_bounded_by_what_was_said(
     assert run("remap", "large.safetensors", *WAYS[way], *out, "--dry-run").out.count("\ncost ") == 1
     more = peak(tmp_path, "large", WAYS[way]) - peak(tmp_path, "small", WAYS[way])
     assert more <= cost["memory"] + SLACK
-    assert cost["memory"] <= 2 * max(more, 0) + SLACK  # a bound, and no wild one
+    assert cost["memory"] <= 2 * max(more, 0) + SLACK  # not a loose bound
     assert cost["written"] == Path("large.out.safetensors").stat().st_size
-    assert 0 <= Path("large.safetensors").stat().st_size - cost["read"] < 4096  # all but the header
+    assert 0 <= Path("large.safetensors").stat().st_size - cost["read"] < 4096  # everything except the header
 
 
-def test_data_files_that_stay_as_they_are_cost_what_they_have_where_they_are_copied(tmp_path: Path, run: Run) -> None:
+def test_unchanged_data_files_cost_their_size_if_they_are_copied(tmp_path: Path, run: Run) -> None:
     dcp.save({"a": torch.ones(100_000), "b": torch.ones(3)}, checkpoint_id=tmp_path / "in.dcp")
     data = sum(path.stat().st_size for path in (tmp_path / "in.dcp").glob("*.distcp"))
     out = tmp_path / "out.dcp"

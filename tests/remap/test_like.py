@@ -1,4 +1,4 @@
-"""`remap --like`: what of the other checkpoint has no place is said, and what has one stays."""
+"""`remap --like`: names of the other checkpoint that cannot be matched are reported, and metadata is kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GATE = {"gate.weight": torch.ones(2), "head.weight": torch.zeros(3)}
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("more", "message"),
     [
         ({}, None),
         ({"gate@1.weight": GATE["gate.weight"]}, "gate@1.weight; all are second names, which --model MODEL --to FORM"),
@@ -28,24 +28,24 @@ GATE = {"gate.weight": torch.ones(2), "head.weight": torch.zeros(3)}
     ],
     ids=["none", "variant", "tie", "other"],
 )
-def test_names_that_are_left_out(run: Run, tmp_path: Path, more: dict[str, Any], says: str | None) -> None:
-    mine, theirs, out = (str(tmp_path / f"{name}.pt") for name in ("mine", "theirs", "out"))
-    torch.save({f"module.{key}": value for key, value in GATE.items()}, mine)
-    torch.save({**GATE, **more}, theirs)
-    done = run("remap", mine, "--like", theirs, "-o", out)
+def test_unmatched_names_are_reported(run: Run, tmp_path: Path, more: dict[str, Any], message: str | None) -> None:
+    source, other, out = (str(tmp_path / f"{name}.pt") for name in ("source", "other", "out"))
+    torch.save({f"module.{key}": value for key, value in GATE.items()}, source)
+    torch.save({**GATE, **more}, other)
+    done = run("remap", source, "--like", other, "-o", out)
     assert done.status == 0
     assert torch.load(out).keys() == GATE.keys()
-    assert ("of the other checkpoint" in done.err) == (says is not None)
-    assert (says or "") in done.err
-    assert ("second names" in done.err) == ("second" in (says or ""))
-    left = torch.load(theirs).keys() - torch.load(out).keys()
+    assert ("of the other checkpoint" in done.err) == (message is not None)
+    assert (message or "") in done.err
+    assert ("second names" in done.err) == ("second" in (message or ""))
+    left = torch.load(other).keys() - torch.load(out).keys()
     assert all(key in done.err for key in left)
-    assert json.loads(run("diff", out, theirs, "--format", "json").out)["identical"] == (not more)
+    assert json.loads(run("diff", out, other, "--format", "json").out)["identical"] == (not more)
 
 
 @pytest.mark.parametrize("way", ["like", "to", "neither"])
-def test_the_counter_of_an_average_stays_where_the_names_have_a_place_for_it(way: str, tmp_path: Path) -> None:
-    """Also where the names go through a model, which has none; one that is made anew would begin at 1."""
+def test_averaging_counter_is_kept_if_the_target_form_has_one(way: str, tmp_path: Path) -> None:
+    """The counter's value is kept even if the model, which has no counter, is used; a new counter would start at 1."""
     averaged = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
     for _ in range(3):
         averaged.update_parameters(nn.Linear(2, 2))
@@ -62,19 +62,19 @@ def test_the_counter_of_an_average_stays_where_the_names_have_a_place_for_it(way
         assert (found["n_averaged"].item(), done.dropped) == (3, [])
 
 
-def test_what_is_open_already_is_taken_over_and_not_written_over(tmp_path: Path) -> None:
-    mine, theirs, out = (str(tmp_path / f"{name}.pt") for name in ("mine", "theirs", "out"))
-    torch.save(GATE, mine)
-    torch.save({f"module.{key}": value for key, value in GATE.items()}, theirs)
-    like = open_checkpoint(theirs)
+def test_like_accepts_an_open_checkpoint_and_does_not_overwrite_it(tmp_path: Path) -> None:
+    source, other, out = (str(tmp_path / f"{name}.pt") for name in ("source", "other", "out"))
+    torch.save(GATE, source)
+    torch.save({f"module.{key}": value for key, value in GATE.items()}, other)
+    like = open_checkpoint(other)
     with pytest.raises(CkptError, match="is the source itself"):
-        ckpttool.remap(mine, theirs, like=like, force=True)
-    assert ckpttool.remap(mine, out, like=like).counts["renamed"] == 2
-    assert torch.load(out).keys() == torch.load(theirs).keys()
+        ckpttool.remap(source, other, like=like, force=True)
+    assert ckpttool.remap(source, out, like=like).counts["renamed"] == 2
+    assert torch.load(out).keys() == torch.load(other).keys()
 
 
-def test_nothing_in_common_with_what_is_empty(tmp_path: Path) -> None:
-    torch.save(GATE, tmp_path / "mine.pt")
+def test_empty_checkpoint_has_no_name_in_common(tmp_path: Path) -> None:
+    torch.save(GATE, tmp_path / "source.pt")
     torch.save(nn.Module().state_dict(), tmp_path / "empty.pt")
     with pytest.raises(CkptError, match="no name in common"):
-        ckpttool.remap(str(tmp_path / "mine.pt"), str(tmp_path / "out.pt"), like=str(tmp_path / "empty.pt"))
+        ckpttool.remap(str(tmp_path / "source.pt"), str(tmp_path / "out.pt"), like=str(tmp_path / "empty.pt"))

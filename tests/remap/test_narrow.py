@@ -1,4 +1,4 @@
-"""Narrowed remaps: one submodule, what is trained; torch's own get_model_state_dict as the oracle."""
+"""Remaps of one submodule or of trainable parameters, with torch's get_model_state_dict as the oracle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def narrowed(state: dict, tmp_path: Path, *options: str) -> dict:
 
 @pytest.mark.parametrize("options", [(), MODEL])
 @pytest.mark.parametrize("form", ["plain", "compile", "dp", "dp(compile)"])
-def test_a_submodule_is_what_the_submodule_itself_saves(form: str, options: tuple[str, ...], tmp_path: Path) -> None:
+def test_selected_submodule_equals_its_own_state_dict(form: str, options: tuple[str, ...], tmp_path: Path) -> None:
     state = wrap(form, net(0)).state_dict()
     found = narrowed(state, tmp_path, *options, "--select", "block")
     assert same(dict(found), dict(net(0).block.state_dict()))
@@ -53,8 +53,8 @@ def test_a_submodule_in_another_wrapper(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--select", "block")])
-def test_an_averages_counter_stays_where_the_average_does(options: tuple[str, ...], tmp_path: Path) -> None:
-    """A submodule is another model, and what begins to be averaged there has a counter of its own."""
+def test_averaging_counter_is_kept_with_the_average(options: tuple[str, ...], tmp_path: Path) -> None:
+    """A submodule is a separate model, whose average has its own counter."""
     average = torch.optim.swa_utils.AveragedModel(net(0))
     average.n_averaged += 7
     found = narrowed(average.state_dict(), tmp_path, *options, "--to", "averaged")
@@ -66,19 +66,19 @@ def test_an_averages_counter_stays_where_the_average_does(options: tuple[str, ..
 KEPT = ("--select", "block", "--rule", "{x*} => block.{x*}")
 
 
-def test_a_rule_puts_the_prefix_back_as_torchs_keep_submodule_prefixes(tmp_path: Path) -> None:
+def test_rule_restores_the_prefix_like_keep_submodule_prefixes(tmp_path: Path) -> None:
     model = net(0)
     state = wrap("compile", net(0)).state_dict()
     kept = narrowed(state, tmp_path, *KEPT, "--to", "serialized")
     bare_names = StateDictOptions(keep_submodule_prefixes=False)
-    with warnings.catch_warnings():  # torch means to take `submodules` away
+    with warnings.catch_warnings():  # `submodules` is deprecated
         warnings.simplefilter("ignore")
-        theirs = get_model_state_dict(model, submodules={model.block})
+        expected = get_model_state_dict(model, submodules={model.block})
         bare = get_model_state_dict(model, submodules={model.block}, options=bare_names)
-    assert same(dict(kept), theirs)
+    assert same(dict(kept), expected)
     assert same(dict(narrowed(state, tmp_path, "--select", "block")), bare)
     kept = narrowed(state, tmp_path, *KEPT)
-    assert list(kept) == list(theirs)
+    assert list(kept) == list(expected)
 
 
 def test_a_users_own_module_below_a_wrapper(tmp_path: Path) -> None:
@@ -87,35 +87,35 @@ def test_a_users_own_module_below_a_wrapper(tmp_path: Path) -> None:
     assert same(dict(found), dict(model.module.a.state_dict()))
 
 
-def test_a_submodule_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_submodule_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(Net().state_dict(), tmp_path / "model.pt")
     for name in ("blo", "scale", "block.0.weight", "", "module.block"):
         assert main(["remap", str(tmp_path / "model.pt"), "--select", name, "-o", str(tmp_path / "out.pt")]) == 1
-        told = capsys.readouterr().err
-        assert f"no key is below {name!r}" in told
-        assert "scale, embed, block, head" in told
+        output = capsys.readouterr().err
+        assert f"no key is below {name!r}" in output
+        assert "scale, embed, block, head" in output
 
 
-def test_what_is_left_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dropped_keys_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save(tmp_path / "train.pt", *train(models.Net, models.adamw))
     assert main(["remap", path, "--select", "first", "-o", str(tmp_path / "out.pt"), "--format", "json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["dropped"][:2] == ["model.embed.weight", "model.embed.bias"]
-    assert notes_in(told) == ["optimizer still holds the state of all parameters"]
+    output = json.loads(capsys.readouterr().out)
+    assert output["dropped"][:2] == ["model.embed.weight", "model.embed.bias"]
+    assert notes_in(output) == ["optimizer still holds the state of all parameters"]
 
 
 @pytest.mark.parametrize("to", ["serialized", "runtime", "ddp"])
-def test_trained_parameters_only_is_torchs_ignore_frozen_params(to: str, tmp_path: Path) -> None:
+def test_trainable_only_equals_torchs_ignore_frozen_params(to: str, tmp_path: Path) -> None:
     model = models.Frozen()
     found = narrowed(model.state_dict(), tmp_path, "--model", "optimizer_models:Frozen", "--trainable-only", "--to", to)
-    theirs = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+    expected = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
     prefix = "module." if to == "ddp" else ""
-    assert same(dict(found), {prefix + key: value for key, value in theirs.items()})
+    assert same(dict(found), {prefix + key: value for key, value in expected.items()})
     assert len(found) < len(model.state_dict())
 
 
 class Renamed(nn.Module):
-    """Saves its two weights under each other's names, and the first alone takes steps."""
+    """Save two weights under each other's names; only the first is trainable."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,12 +130,12 @@ def _exchange(_module: nn.Module, state: dict, prefix: str, *_more: object) -> N
 
 
 @pytest.mark.parametrize(("to", "kept"), [("serialized", "b"), ("runtime", "a")])
-def test_what_is_trained_is_asked_of_the_parameter_and_not_of_its_name(to: str, kept: str, tmp_path: Path) -> None:
+def test_trainable_is_a_property_of_the_parameter_not_of_its_key(to: str, kept: str, tmp_path: Path) -> None:
     options = ("--model", f"{__file__}:Renamed", "--trainable-only", "--to", to)
     assert same(dict(narrowed(Renamed().state_dict(), tmp_path, *options)), {kept: torch.ones(2)})
 
 
-def test_buffers_are_no_frozen_parameters(tmp_path: Path) -> None:
+def test_trainable_only_keeps_buffers(tmp_path: Path) -> None:
     assert "scale" in narrowed(Net().state_dict(), tmp_path, *MODEL, "--trainable-only", "--to", "serialized")
 
 
@@ -147,7 +147,7 @@ def test_buffers_are_no_frozen_parameters(tmp_path: Path) -> None:
         (("--like", "other.pt", "--to", "ddp"), "leave one of them out"),
     ],
 )
-def test_options_that_lack_another_or_stand_against_it(
+def test_incomplete_or_conflicting_options_are_errors(
     options: tuple[str, ...], hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["remap", "model.pt", *options, "-o", "out.pt"]) == 2

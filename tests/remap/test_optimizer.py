@@ -41,7 +41,7 @@ def options_of(keys: str) -> StateDictOptions:
 
 
 def resumed(checkpoint: dict, model, make, keys: str):
-    """The model and its optimizer from a checkpoint, loaded as torch loads this form."""
+    """Return the model and its optimizer, loaded from a checkpoint with torch's function for this form."""
     made = model()
     made.load_state_dict(checkpoint["model"])
     optimizer = make(made)
@@ -90,7 +90,7 @@ def test_muon_continues_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", ["adamw", "decayed", "sgd", "named"])
 @pytest.mark.parametrize("keys", ["fqn", "flat"])
-def test_the_named_forms_are_those_of_torch(keys: str, make: str, tmp_path: Path) -> None:
+def test_named_forms_equal_torchs(keys: str, make: str, tmp_path: Path) -> None:
     model, optimizer = train(models.Net, getattr(models, make))
     path = save(tmp_path / "id.pt", model, optimizer)
     expected = get_optimizer_state_dict(model, optimizer, options=options_of(keys))
@@ -98,11 +98,11 @@ def test_the_named_forms_are_those_of_torch(keys: str, make: str, tmp_path: Path
     assert same(found["optimizer"], expected)
 
 
-def test_steps_that_are_numbers_stay_numbers(tmp_path: Path) -> None:
+def test_integer_steps_stay_integers(tmp_path: Path) -> None:
     _, optimizer = train(models.Net, models.adamw)
     state = optimizer.state_dict()
     for own in state["state"].values():
-        own["step"] = 3  # as torch wrote it before 1.12
+        own["step"] = 3  # as in torch before 1.12
     torch.save(state, tmp_path / "old.pt")
     found, _ = remapped(str(tmp_path / "old.pt"), tmp_path / "out.pt", keys="flat", names=names_of("Net"))
     assert found["state.embed.weight.step"] == 3
@@ -110,7 +110,7 @@ def test_steps_that_are_numbers_stay_numbers(tmp_path: Path) -> None:
     assert same(back, state)
 
 
-def test_all_else_is_carried(tmp_path: Path) -> None:
+def test_other_entries_are_kept(tmp_path: Path) -> None:
     _, optimizer = train(models.Net, models.adamw)
     state = {**optimizer.state_dict(), "version": 2}
     state["state"]["global"] = {"loss": torch.ones(2)}
@@ -144,7 +144,7 @@ def test_names_in_the_groups_need_no_model(tmp_path: Path) -> None:
     assert same(found["optimizer"], get_optimizer_state_dict(model, optimizer))
 
 
-def test_groups_in_model_order_are_told_apart_by_shapes(tmp_path: Path) -> None:
+def test_groups_in_model_order_are_identified_by_shapes(tmp_path: Path) -> None:
     path = save(tmp_path / "o.pt", *train(models.Net, models.decayed))
     _, done = remapped(path, tmp_path / "out.pt", keys="fqn", names=names_of("Net"))
     assert "the only one that the shapes allow" in str(done.evidence)
@@ -161,7 +161,7 @@ def test_groups_of_equal_shapes_are_refused_without_the_optimizer(tmp_path: Path
 
 
 @pytest.mark.parametrize("make", ["backwards", "fused", "valued"])
-def test_another_order_is_seen_by_the_shapes_and_settled_by_the_optimizer(make: str, tmp_path: Path) -> None:
+def test_other_order_is_detected_by_shapes_and_resolved_by_the_optimizer(make: str, tmp_path: Path) -> None:
     model, optimizer = train(models.Net, getattr(models, make))
     path = save(tmp_path / "o.pt", model, optimizer)
     with pytest.raises(Refused, match="the shapes in its state contradict") as refused:
@@ -190,7 +190,7 @@ def test_an_optimizer_of_some_of_the_parameters_is_refused(tmp_path: Path) -> No
         remapped(path, tmp_path / "out.pt", keys="fqn", names=names_of("Net"))
 
 
-def test_an_unknown_optimizer_is_checked_by_the_shapes_it_shares_with_the_parameters(tmp_path: Path) -> None:
+def test_unknown_optimizer_is_checked_by_its_state_shapes(tmp_path: Path) -> None:
     model = models.Net()
     params = list(model.parameters())[::-1]
     state = {i: {"trace": torch.zeros_like(p), "count": 1} for i, p in enumerate(params)}
@@ -205,7 +205,7 @@ def test_an_unknown_optimizer_is_checked_by_the_shapes_it_shares_with_the_parame
 
 @pytest.mark.parametrize("keys", [None, "fqn"])
 def test_pytorch_1489_reordered_parameters(keys: str | None, tmp_path: Path) -> None:
-    """torch loads them by position, without a word, even where the file carries param_names."""
+    """torch loads them by position without a warning, even if the file has param_names."""
     model, optimizer = train(models.Net, models.adamw)
     path = save(tmp_path / "o.pt", model, optimizer)
     wanted = {"names": names_of("Net"), "to_names": names_of("Reordered", "adamw"), "keys": keys}
@@ -234,7 +234,7 @@ def test_a_group_split_into_two_keeps_its_hyperparameters(tmp_path: Path) -> Non
     assert all(same(state[name], optimizer.state[p]) for name, p in model.named_parameters())
 
 
-def test_groups_with_different_hyperparameters_do_not_come_together(tmp_path: Path) -> None:
+def test_groups_with_different_hyperparameters_are_not_merged(tmp_path: Path) -> None:
     path = save(tmp_path / "o.pt", *train(models.Net, models.decayed))
     with pytest.raises(Refused, match="different hyperparameters") as refused:
         remapped(path, tmp_path / "out.pt", names=names_of("Net"), to_names=names_of("Net", "adamw"))
@@ -264,7 +264,7 @@ def test_pytorch_3852_a_removed_layer(tmp_path: Path) -> None:
     optimizer.load_state_dict(found["optimizer"])
 
 
-def test_layers_that_are_frozen_now(tmp_path: Path) -> None:
+def test_state_of_newly_frozen_layers_is_dropped(tmp_path: Path) -> None:
     model, optimizer = train(models.Net, models.adamw)
     path = save(tmp_path / "o.pt", model, optimizer)
     found, done = remapped(path, tmp_path / "out.pt", names=names_of("Net"), to_names=names_of("Frozen", "trainable"))
@@ -283,7 +283,7 @@ def test_rules_rename_the_parameters(tmp_path: Path) -> None:
     assert "body.weight" in found["optimizer"]["param_groups"][0]["param_names"]
 
 
-def test_what_needs_no_change_is_left_alone(tmp_path: Path) -> None:
+def test_unchanged_optimizers_are_kept(tmp_path: Path) -> None:
     path = save(tmp_path / "o.pt", *train(models.Net, models.named))
     source = open_checkpoint(path)
     named, _ = remap_optimizers(source, OptimizerRequest("fqn"))
@@ -307,7 +307,7 @@ def test_a_resized_layer_is_refused_by_name(tmp_path: Path) -> None:
 # Transforms
 
 
-def test_moments_follow_a_fused_projection(tmp_path: Path) -> None:
+def test_moments_of_a_fused_projection_are_fused(tmp_path: Path) -> None:
     model, optimizer = train(models.Split, models.adamw)
     path = save(tmp_path / "o.pt", model, optimizer)
     found, _ = remapped(path, tmp_path / "out.pt", names=names_of("Split"), to_names=names_of("Fused"))
@@ -320,7 +320,7 @@ def test_moments_follow_a_fused_projection(tmp_path: Path) -> None:
     assert torch.allclose(torch.cat(moments), target.state[other.qkv.weight]["exp_avg"])
 
 
-def test_moments_under_serialized_keys_and_back(tmp_path: Path) -> None:
+def test_moments_roundtrip_through_serialized_keys(tmp_path: Path) -> None:
     model, optimizer = train(models.Split, models.adamw)
     path = save(tmp_path / "o.pt", model, optimizer)
     names = names_of("Split")
@@ -334,7 +334,7 @@ def test_moments_under_serialized_keys_and_back(tmp_path: Path) -> None:
     assert same(back["optimizer"], optimizer.state_dict())
 
 
-def test_factored_moments_do_not_follow(tmp_path: Path) -> None:
+def test_factored_moments_cannot_be_fused(tmp_path: Path) -> None:
     def make(m):
         return torch.optim.Adafactor(m.parameters(), 0.01)
 
@@ -344,7 +344,7 @@ def test_factored_moments_do_not_follow(tmp_path: Path) -> None:
     assert "row_var: it does not have the shape of its parameter @ qkv.weight" in map(str, refused.value.problems)
 
 
-def test_steps_that_differ_do_not_merge(tmp_path: Path) -> None:
+def test_different_steps_are_not_merged(tmp_path: Path) -> None:
     model, optimizer = train(models.Split, models.adamw)
     optimizer.state[model.k.weight]["step"] += 1
     path = save(tmp_path / "o.pt", model, optimizer)
@@ -353,7 +353,7 @@ def test_steps_that_differ_do_not_merge(tmp_path: Path) -> None:
     assert "step: not the same in q.weight, k.weight, v.weight @ qkv.weight" in map(str, refused.value.problems)
 
 
-def test_the_history_of_lbfgs_does_not_move(tmp_path: Path) -> None:
+def test_lbfgs_history_cannot_be_remapped(tmp_path: Path) -> None:
     def make(m):
         return torch.optim.LBFGS(m.parameters(), 0.01)
 
@@ -364,7 +364,7 @@ def test_the_history_of_lbfgs_does_not_move(tmp_path: Path) -> None:
     assert "belongs to all parameters together" in str(refused.value.problems[0])
 
 
-# Wrappers: ids do not know of them, and names lose their segments
+# Wrappers: ids do not depend on them, and their segments are removed from names
 
 WRAPPERS = {
     "compile": torch.compile,
@@ -376,8 +376,8 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_pytorch_101107_113422_names_that_a_wrapper_made_longer(wrapper: str, tmp_path: Path) -> None:
-    """An optimizer over a wrapped model's named parameters has the wrapper's segments in its param_names."""
+def test_pytorch_101107_113422_names_with_wrapper_segments(wrapper: str, tmp_path: Path) -> None:
+    """The param_names of an optimizer for a wrapped model contain the wrapper's segments."""
     _, optimizer = train(models.Net, models.named)
     state = optimizer.state_dict()
     plain = state["param_groups"][0]["param_names"]
@@ -417,7 +417,7 @@ def test_names_of_tied_parameters(tmp_path: Path) -> None:
     assert same(found["optimizer"], get_optimizer_state_dict(model, optimizer))
 
 
-def test_several_optimizers_each_with_its_names(tmp_path: Path) -> None:
+def test_several_optimizers_use_their_own_names(tmp_path: Path) -> None:
     model = models.Net()
     parts = [[(n, p) for n, p in model.named_parameters() if n.startswith("head") == head] for head in (True, False)]
     optimizers = [torch.optim.AdamW(part, 0.01) for part in parts]

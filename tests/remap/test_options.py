@@ -1,4 +1,4 @@
-"""Options that lack another, or stand against one: each is refused by its own words, and is fine once it is fixed."""
+"""Incomplete or conflicting options are refused with a specific message, and the fixed options are accepted."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ckpttool.core.errors import CkptError
 from ckpttool.remapping.options import RemapOptions
 from command import Run, notes_in
 
-Asked = dict[str, Any]
-MODEL: Asked = {"model": "m.py:f"}
-SHARDED: Asked = {**MODEL, "to": "fsdp-sharded(world_size=2)"}
-FLAT: Asked = {**MODEL, "to": "fsdp-flat(world_size=2)"}
-UNITS: Asked = {**MODEL, "to": "fsdp-flat(world_size=2, units=['a'])"}
-PLAN: Asked = {"rules": "p.json"}
+Options = dict[str, Any]
+MODEL: Options = {"model": "m.py:f"}
+SHARDED: Options = {**MODEL, "to": "fsdp-sharded(world_size=2)"}
+FLAT: Options = {**MODEL, "to": "fsdp-flat(world_size=2)"}
+UNITS: Options = {**MODEL, "to": "fsdp-flat(world_size=2, units=['a'])"}
+PLAN: Options = {"rules": "p.json"}
 ALONE = "a saved plan cannot be combined"
 
-# What is asked, what is said of it, and how it may be asked
-CONFLICTS: list[tuple[Asked, str, list[Asked]]] = [
+# Invalid options, the message, and valid alternatives
+CONFLICTS: list[tuple[Options, str, list[Options]]] = [
     ({"in_place": True, "out": "o.pt"}, "--in-place and -o OUT exclude", [{"in_place": True}, {"out": "o.pt"}]),
     ({"to": "runtime"}, "--to runtime needs the model's names", [{"to": "runtime", **MODEL}, {"to": "ddp"}]),
     ({"from_": "exported"}, "--from exported needs the", [{"from_": "exported", **MODEL}, {"from_": "compile"}]),
@@ -65,10 +65,10 @@ CONFLICTS: list[tuple[Asked, str, list[Asked]]] = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "words", "fixed"), CONFLICTS)
-def test_what_does_not_go_together_is_refused_and_all_else_is_not(asked: Asked, words: str, fixed: list[Asked]) -> None:
+@pytest.mark.parametrize(("options", "words", "fixed"), CONFLICTS)
+def test_only_conflicting_options_are_refused(options: Options, words: str, fixed: list[Options]) -> None:
     with pytest.raises(CkptError) as caught:
-        RemapOptions(**asked).check("a.pt")
+        RemapOptions(**options).check("a.pt")
     assert words in caught.value.message
     assert caught.value.hint
     for one in fixed:
@@ -76,7 +76,7 @@ def test_what_does_not_go_together_is_refused_and_all_else_is_not(asked: Asked, 
 
 
 @pytest.mark.parametrize("ckpt", [None, "a.pt::model"])
-def test_a_part_of_a_file_does_not_take_its_place(ckpt: str | None) -> None:
+def test_in_place_refuses_a_section_operand(ckpt: str | None) -> None:
     with pytest.raises(CkptError, match="would leave only one section"):
         RemapOptions(in_place=True).check(ckpt)
     RemapOptions(out="o.pt").check(ckpt)
@@ -85,7 +85,7 @@ def test_a_part_of_a_file_does_not_take_its_place(ckpt: str | None) -> None:
 @pytest.mark.parametrize(
     ("out", "sharded"), [("b.safetensors", False), ("b.pt", False), ("b.dcp", False), ("b/", True)]
 )
-def test_a_size_of_shards_is_not_passed_over(run: Run, tmp_path: Path, out: str, sharded: bool) -> None:
+def test_unused_max_shard_size_is_reported(run: Run, tmp_path: Path, out: str, sharded: bool) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
     assert run("convert", tmp_path / "a.pt", "-o", tmp_path / "a.dcp").status == 0
     source = tmp_path / ("a.dcp" if out == "b.pt" else "a.pt")

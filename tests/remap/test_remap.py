@@ -1,4 +1,4 @@
-"""From one form to the other and back, over the zoo of hooks: the models themselves say what each value has to be."""
+"""Convert between forms and back for every model of the hook zoo, with the models themselves as the oracle."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ torch.set_num_threads(1)
 
 
 ROUND = [name for name in FLAT if traced(name).roundtrips]
-UNVERSIONED = [name for name in FLAT if traced(name).versions is None]  # whatever a file without versions holds
+UNVERSIONED = [name for name in FLAT if traced(name).versions is None]  # loading does not depend on versions
 
 
 def remapped(source: Path, **options: Any) -> Remap:
-    """The result in memory; keys of the model may be missing."""
+    """Return the result in memory; keys of the model may be missing."""
     return ckpttool.remap(str(source), partial=True, **options)
 
 
@@ -50,9 +50,9 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return (left.dtype, left.shape) == (right.dtype, right.shape) and torch_eval.same_bits(left, right)
 
 
-def assert_same(found: State, wanted: State) -> None:
-    assert {key for key in wanted if key not in found} == set()
-    assert [key for key in found if key in wanted and not same(found[key], wanted[key])] == []
+def assert_same(found: State, expected: State) -> None:
+    assert {key for key in expected if key not in found} == set()
+    assert [key for key in found if key in expected and not same(found[key], expected[key])] == []
 
 
 def saved_by(name: str, folder: Path) -> Path:
@@ -61,10 +61,10 @@ def saved_by(name: str, folder: Path) -> Path:
     return path
 
 
-LIES_OTHERWISE = ("fused_twice", "saves_complex_numbers_in_parts")  # parts of one storage, which torch would copy
+OTHER_LAYOUT = ("fused_twice", "saves_complex_numbers_in_parts")  # parts of one storage, which torch would copy
 
 
-@pytest.mark.parametrize("name", [name for name in ROUND if name not in LIES_OTHERWISE])
+@pytest.mark.parametrize("name", [name for name in ROUND if name not in OTHER_LAYOUT])
 def test_runtime_and_back_gives_the_same_torch_file(tmp_path: Path, name: str) -> None:
     source, there, back = saved_by(name, tmp_path), tmp_path / "there.pt", tmp_path / "back.pt"
     converted(source, there, name, "runtime")
@@ -87,7 +87,7 @@ def test_runtime_and_back_gives_the_same_safetensors_file(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("name", FLAT)
-def test_runtime_values_are_what_loading_gives(tmp_path: Path, name: str) -> None:
+def test_runtime_values_equal_the_loaded_models(tmp_path: Path, name: str) -> None:
     try:
         converted(saved_by(name, tmp_path), tmp_path / "there.pt", name, "runtime")
     except Refused:
@@ -108,7 +108,7 @@ def test_runtime_values_are_what_loading_gives(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", UNVERSIONED)
-def test_serialized_values_are_what_the_hooks_compute(tmp_path: Path, name: str) -> None:
+def test_serialized_values_equal_the_hooks_output(tmp_path: Path, name: str) -> None:
     names, model = traced(name), randomized(zoo_model(name).build(True), 1)
     persistent = {t.fqn for t in names.runtime if t.persistent} | set(names.extra_state)
     made = {s.key: state_of(name)[s.key] for s in names.serialized if s.source is None}
@@ -122,12 +122,12 @@ def test_serialized_values_are_what_the_hooks_compute(tmp_path: Path, name: str)
     assert_same(found, {k: v for k, v in state_of(name).items() if k not in names.extra_state})
 
 
-AMBIGUOUS = ["permutes_rotary", "swaps_two_names"]  # the same keys, shapes and dtypes, and other values
+AMBIGUOUS = ["permutes_rotary", "swaps_two_names"]  # same keys, shapes and dtypes, but other values
 
 
 @pytest.mark.parametrize("ending", ["pt", "safetensors"])
 @pytest.mark.parametrize("name", AMBIGUOUS)
-def test_a_form_that_names_do_not_tell_is_recorded(tmp_path: Path, name: str, ending: str) -> None:
+def test_form_is_recorded_if_names_do_not_show_it(tmp_path: Path, name: str, ending: str) -> None:
     source, there, back = (tmp_path / f"{word}.{ending}" for word in ("source", "there", "back"))
     if ending == "pt":
         torch.save(state_of(name), source)
@@ -141,19 +141,19 @@ def test_a_form_that_names_do_not_tell_is_recorded(tmp_path: Path, name: str, en
     assert back.read_bytes() == source.read_bytes()
 
 
-def test_a_recorded_form_does_not_disturb_torch(tmp_path: Path) -> None:
+def test_torch_ignores_a_recorded_form(tmp_path: Path) -> None:
     converted(saved_by("permutes_rotary", tmp_path), tmp_path / "there.pt", "permutes_rotary", "runtime")
     state = torch.load(tmp_path / "there.pt", weights_only=True)
     nn.Linear(4, 8, bias=False).load_state_dict(state, strict=True)
 
 
 @pytest.mark.parametrize("name", [name for name in ROUND if name not in (*AMBIGUOUS, "adds_an_alias")])
-def test_no_form_is_recorded_where_names_tell(tmp_path: Path, name: str) -> None:
+def test_form_is_not_recorded_if_names_show_it(tmp_path: Path, name: str) -> None:
     converted(saved_by(name, tmp_path), tmp_path / "there.pt", name, "runtime")
     assert MARK.encode() not in (tmp_path / "there.pt").read_bytes()
 
 
-def test_copies_that_differ_are_not_dropped(tmp_path: Path) -> None:
+def test_different_copies_are_not_dropped(tmp_path: Path) -> None:
     state = {**state_of("adds_an_alias"), "kernel": torch.full((2, 2), 7.0)}
     torch.save(state, tmp_path / "model.pt")
     with pytest.raises(Refused) as caught:
@@ -162,7 +162,7 @@ def test_copies_that_differ_are_not_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda k: f"module.{k}", lambda k: f"_orig_mod.module.{k}"])
-def test_wrappers_are_taken_out_and_metadata_follows(tmp_path: Path, wrap: Any) -> None:
+def test_wrappers_are_removed_from_keys_and_metadata(tmp_path: Path, wrap: Any) -> None:
     model = randomized(ZOO["batch_norm"](), 1)
     state: Any = model.state_dict()
     wrapped = type(state)((wrap(key), value) for key, value in state.items())
@@ -176,7 +176,7 @@ def test_wrappers_are_taken_out_and_metadata_follows(tmp_path: Path, wrap: Any) 
     ZOO["batch_norm"]().load_state_dict(found, strict=True)
 
 
-def test_rules_move_metadata_and_hooks_leave_it(tmp_path: Path) -> None:
+def test_rules_rename_metadata_and_hooks_do_not(tmp_path: Path) -> None:
     source = saved_by("batch_norm", tmp_path)
     done = remapped(source, rule="1.{x} => norm.{x}")
     (section,) = done.result.sections
@@ -187,7 +187,7 @@ def test_rules_move_metadata_and_hooks_leave_it(tmp_path: Path) -> None:
     assert list(section.modules or ()) == list(state_of("strip_layer")._metadata)
 
 
-def test_metadata_follows_wrappers_and_then_rules(tmp_path: Path) -> None:
+def test_metadata_is_renamed_by_wrappers_then_rules(tmp_path: Path) -> None:
     state: Any = ZOO["batch_norm"]().state_dict()
     wrapped = type(state)((f"module.{key}", value) for key, value in state.items())
     wrapped._metadata = {f"module.{path}".rstrip("."): value for path, value in state._metadata.items()}
@@ -245,8 +245,8 @@ def test_a_saved_plan_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
         "--rule|{x*} => net.{x*}|--drop|plain",
     ],
 )
-def test_a_plan_of_a_whole_training_does_all_that_its_options_did(tmp_path: Path, run: Run, line: str) -> None:
-    """To the byte, and says the same of it; what it drops is nowhere in the output, and all else is."""
+def test_plan_for_a_training_checkpoint_reproduces_its_options(tmp_path: Path, run: Run, line: str) -> None:
+    """Output and report are identical. Only dropped entries are missing from the output."""
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.AdamW(model.named_parameters())
     model(torch.ones(4, 2)).sum().backward()
@@ -264,13 +264,13 @@ def test_a_plan_of_a_whole_training_does_all_that_its_options_did(tmp_path: Path
     said = ("renamed", "transformed", "unchanged", "dropped")
     assert [made.data[name] for name in said] == [again.data[name] for name in said]
     words = line.split("|")
-    gone = {words[at + 1] for at, word in enumerate(words) if word == "--drop" and "." not in words[at + 1]}
-    assert torch.load(outs[0]).keys() == {*parts, *rest} - gone
+    dropped = {words[at + 1] for at, word in enumerate(words) if word == "--drop" and "." not in words[at + 1]}
+    assert torch.load(outs[0]).keys() == {*parts, *rest} - dropped
 
 
 @pytest.mark.parametrize("line", ["--drop|twin", "--drop|optimizer", "--drop|model.0.bias", "--rule|0.{x} => a.{x}"])
-def test_what_no_pattern_names_stays_in_optimizers_too(tmp_path: Path, run: Run, line: str) -> None:
-    """Of one that has no state, and of one whose state the file holds for another one too."""
+def test_optimizers_that_no_pattern_matches_are_kept(tmp_path: Path, run: Run, line: str) -> None:
+    """This includes an optimizer without state, and one that shares its state with another."""
     model = nn.Sequential(nn.Linear(2, 3))
     adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters())
     model(torch.ones(4, 2)).sum().backward()
@@ -287,7 +287,7 @@ def test_what_no_pattern_names_stays_in_optimizers_too(tmp_path: Path, run: Run,
 
 
 def same_objects(one: Any, other: Any) -> bool:
-    """Whether two saved objects are the same to the bit."""
+    """Return whether two saved objects are equal bit for bit."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
@@ -298,29 +298,29 @@ def same_objects(one: Any, other: Any) -> bool:
 
 
 class Held:
-    """An object that holds what no tensor is made of."""
+    """An object with a storage that no tensor uses."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
 
 
-@pytest.mark.parametrize("gone", ["one", "two", "x"])
-def test_what_is_no_tensor_is_dropped_by_name_and_by_a_plan(tmp_path: Path, run: Run, gone: str) -> None:
-    """The others stay, with the storages that they hold."""
+@pytest.mark.parametrize("dropped", ["one", "two", "x"])
+def test_non_tensor_entries_are_dropped_by_name_and_by_a_plan(tmp_path: Path, run: Run, dropped: str) -> None:
+    """The other entries are kept, with their storages."""
     held = {name: Held(torch.full((size,), 1.0).untyped_storage()) for name, size in (("one", 2), ("two", 3))}
     torch.save({"model": {"w": torch.ones(2)}, **held, "x": 1}, tmp_path / "in.pt")
     plan, outs = tmp_path / "plan.json", [tmp_path / "one.pt", tmp_path / "two.pt"]
-    assert run("remap", tmp_path / "in.pt", "--drop", gone, "-o", outs[0], "--save-plan", plan).status == 0
+    assert run("remap", tmp_path / "in.pt", "--drop", dropped, "-o", outs[0], "--save-plan", plan).status == 0
     assert run("remap", tmp_path / "in.pt", "--rules", plan, "-o", outs[1]).status == 0
     for out in outs:
         found = torch.load(out, weights_only=False)
-        assert found.keys() == {"model", "one", "two", "x"} - {gone}
-        assert all(found[n].storage.tolist() == h.storage.tolist() for n, h in held.items() if n != gone)
-        assert [one.path for one in open_operand(str(out)).unreached] == [f"{n}.storage" for n in held if n != gone]
+        assert found.keys() == {"model", "one", "two", "x"} - {dropped}
+        assert all(found[n].storage.tolist() == h.storage.tolist() for n, h in held.items() if n != dropped)
+        assert [one.path for one in open_operand(str(out)).unreached] == [f"{n}.storage" for n in held if n != dropped]
 
 
 class Versioned(nn.Linear):
-    """Writes a constant and a state of its own beside its tensors, and reads both."""
+    """Save and load a constant and an extra state next to the tensors."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -334,11 +334,11 @@ class Versioned(nn.Linear):
         assert state == 3
 
 
-def test_what_no_tensor_is_made_into_is_said_where_a_strict_load_wants_it(tmp_path: Path, run: Run) -> None:
+def test_required_keys_without_a_source_are_reported_as_missing(tmp_path: Path, run: Run) -> None:
     model = Versioned()
     torch.save(dict(model.named_parameters()), tmp_path / "runtime.pt")
     torch.save(model.state_dict(), tmp_path / "whole.pt")
-    asked = (
+    options = (
         "--model",
         f"{__file__}:Versioned",
         "-o",
@@ -348,29 +348,29 @@ def test_what_no_tensor_is_made_into_is_said_where_a_strict_load_wants_it(tmp_pa
         "json",
         "--to",
     )
-    assert run("remap", tmp_path / "runtime.pt", *asked, "serialized").status == 1
-    done = run("remap", tmp_path / "runtime.pt", "--partial", *asked, "serialized")
+    assert run("remap", tmp_path / "runtime.pt", *options, "serialized").status == 1
+    done = run("remap", tmp_path / "runtime.pt", "--partial", *options, "serialized")
     assert done.data["missing"] == ["v", "_extra_state"]
     with pytest.raises((KeyError, RuntimeError)):
         Versioned().load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
-    run("remap", tmp_path / "whole.pt", *asked, "runtime")
+    run("remap", tmp_path / "whole.pt", *options, "runtime")
     (tmp_path / "out.pt").rename(tmp_path / "back.pt")
-    done = run("remap", tmp_path / "back.pt", *asked, "serialized", "--from", "runtime")
+    done = run("remap", tmp_path / "back.pt", *options, "serialized", "--from", "runtime")
     assert done.data["missing"] == []
     Versioned().load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
 
 
-def test_what_another_section_alone_lacks_is_said_of_it(tmp_path: Path, run: Run) -> None:
+def test_key_missing_from_one_section_is_reported_for_that_section(tmp_path: Path, run: Run) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    less = {key: value for key, value in model.state_dict().items() if key != "1.bias"}
+    incomplete = {key: value for key, value in model.state_dict().items() if key != "1.bias"}
     (tmp_path / "m.py").write_text(
         "from torch import nn\ndef net(): return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))"
     )
-    torch.save({"model": model.state_dict(), "ema": less}, tmp_path / "in.pt")
-    asked = ("--model", f"{tmp_path / 'm.py'}:net", "--to", "ddp", "--sections", "model,ema")
-    words = (*asked, "-o", tmp_path / "out.pt", "--format", "json", "--partial")
+    torch.save({"model": model.state_dict(), "ema": incomplete}, tmp_path / "in.pt")
+    options = ("--model", f"{tmp_path / 'm.py'}:net", "--to", "ddp", "--sections", "model,ema")
+    words = (*options, "-o", tmp_path / "out.pt", "--format", "json", "--partial")
     assert run("remap", tmp_path / "in.pt", *words).data["missing"] == ["ema.1.bias"]
-    torch.save({"model": less, "ema": dict(less)}, tmp_path / "in.pt")
+    torch.save({"model": incomplete, "ema": dict(incomplete)}, tmp_path / "in.pt")
     missing = run("remap", tmp_path / "in.pt", *words, "--force").data["missing"]
     assert missing == ["model.1.bias", "ema.1.bias"]
 
@@ -402,7 +402,7 @@ def test_tensors_that_do_not_fit_another_model_are_refused_by_name(
         model.load_state_dict(torch.load(tmp_path / "out.pt"))
 
 
-def test_a_plan_that_drops_what_is_not_there(tmp_path: Path) -> None:
+def test_plan_that_drops_a_missing_key_is_an_error(tmp_path: Path) -> None:
     plan = Plan.from_json({
         "schema": "ckpttool.plan/1", "outputs": [], "dropped": [{"section": "", "key": "*", "reason": ""}]
     })  # fmt: skip
@@ -430,7 +430,7 @@ def test_rules_swap_two_keys_at_once(tmp_path: Path) -> None:
     assert {k: v.item() for k, v in load_file(tmp_path / "o.safetensors").items()} == {"a": 1.0, "b": 0.0}
 
 
-def test_what_only_the_other_model_has_is_named(run: Run, tmp_path: Path) -> None:
+def test_keys_only_in_the_other_model_are_reported(run: Run, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(
         "from torch.nn import Linear, Sequential\n"
         "def old():\n    return Sequential(Linear(2, 2))\n"
@@ -444,13 +444,13 @@ def test_what_only_the_other_model_has_is_named(run: Run, tmp_path: Path) -> Non
     assert same.data["missing"] == []
 
 
-def test_an_adapter_without_its_model_is_called_one(tmp_path: Path, run: Run) -> None:
-    """Its keys are a model's module paths: one model's names do not say how they are to be renamed."""
+def test_adapter_without_its_model_is_recognized(tmp_path: Path, run: Run) -> None:
+    """Its keys are module paths, so the names of a single model do not determine new ones."""
     keys = [f"base_model.model.0.lora_{side}.weight" for side in "AB"]
     torch.save({key: torch.ones(2, 2) for key in keys}, tmp_path / "a.pt")
     (tmp_path / "model.py").write_text(
         "from torch import nn\ndef build():\n    return nn.Sequential(nn.Linear(2, 2))\n"
     )
-    asked = ("--model", f"{tmp_path}/model.py:build", "--to", "runtime")
-    refused = run("remap", tmp_path / "a.pt", *asked, "-o", tmp_path / "b.pt")
+    options = ("--model", f"{tmp_path}/model.py:build", "--to", "runtime")
+    refused = run("remap", tmp_path / "a.pt", *options, "-o", tmp_path / "b.pt")
     assert (refused.status, "a LoRA adapter without its model: pass --to-model NEW" in refused.err) == (1, True)

@@ -1,4 +1,4 @@
-"""Rules that rename a model beside its optimizer: by position too, torch gives every parameter its own state."""
+"""Rules that rename a model with its optimizer: torch still assigns each parameter its own state by position."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import ckpttool
 NAMES = ["a", "b", "c", "d"]
 RENAMES = {
     "one": {"a": "z"},
-    "two that change places": {"a": "b", "b": "a"},
+    "swap": {"a": "b", "b": "a"},
     "all": {name: f"{name}{name}" for name in NAMES},
-    "none of them": {},
+    "no rename": {},
 }
 
 
 class Net(nn.Module):
-    """Layers of one shape, registered in this order: nothing but order and names tells them apart."""
+    """Layers of one shape, registered in this order, so that only order and names distinguish them."""
 
     def __init__(self, layers: Sequence[str]) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def sgd(model: nn.Module, groups: int, named: bool) -> torch.optim.Optimizer:
 
 
 def trained(layers: Sequence[str], groups: int, named: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Every momentum is twice its parameter."""
+    """Train so that every momentum is twice its parameter."""
     model = Net(layers)
     optimizer = sgd(model, groups, named)
     for parameter in model.parameters():
@@ -61,7 +61,7 @@ def saved(model: nn.Module, optimizer: torch.optim.Optimizer, form: str) -> Mapp
 
 
 def loads(path: Path, layers: Sequence[str], groups: int) -> bool:
-    """Whether all parameters of a model of these layers get their own momentum, by position."""
+    """Return whether torch, loading by position, gives every parameter its own momentum."""
     model, found = Net(layers), torch.load(path)
     optimizer = sgd(model, groups, named=False)
     model.load_state_dict(found["model"])
@@ -71,12 +71,12 @@ def loads(path: Path, layers: Sequence[str], groups: int) -> bool:
 
 @pytest.mark.parametrize("form", ["id", "id with names", "fqn", "flat"])
 @pytest.mark.parametrize("kind", RENAMES)
-def test_ids_and_keys_stand_in_the_models_order_under_the_new_names(kind: str, form: str, tmp_path: Path) -> None:
+def test_ids_and_keys_are_in_model_order_after_a_rename(kind: str, form: str, tmp_path: Path) -> None:
     path, out = tmp_path / "old.pt", tmp_path / "out.pt"
     for seed in range(3):
         chance = random.Random(f"{form} {kind} {seed}")
         renames, named = RENAMES[kind], form == "id with names"
-        other = form != "id" and seed > 0  # the file is that of another definition than the one that is named
+        other = form != "id" and seed > 0  # the file was saved by another definition than MODEL
         groups = 1 if other else chance.choice([1, 2])
         model, optimizer = trained(chance.sample(NAMES, 4) if other else NAMES, groups, named)
         torch.save({"model": model.state_dict(), "optimizer": saved(model, optimizer, form)}, path)

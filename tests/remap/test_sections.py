@@ -1,4 +1,4 @@
-"""Several sections of one model: changed together, in whatever wrappers and forms, or those that are named."""
+"""Several sections of one model are changed together, in any wrapper or form, unless --sections selects some."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def _equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", HOOKED)
-def test_by_a_models_names_both_sections_load(name: str, tmp_path: Path, run: Run) -> None:
-    """The weights in the one form, their averages in the other or under a wrapper: torch loads both afterwards."""
+def test_both_sections_load_after_a_remap_with_a_model(name: str, tmp_path: Path, run: Run) -> None:
+    """The weights are in one form, their average in another or under a wrapper; torch loads both afterwards."""
     model, average = _two(name)
     wrapped = {f"module.{key}": value for key, value in average.state_dict().items()}
     for word, ema in (
@@ -59,7 +59,7 @@ def test_by_a_models_names_both_sections_load(name: str, tmp_path: Path, run: Ru
             assert _equal(fresh.state_dict(), wanted.state_dict()), (word, section)
 
 
-def test_rules_reach_an_average_and_not_another_model(tmp_path: Path, run: Run) -> None:
+def test_rules_apply_to_an_average_but_not_to_another_model(tmp_path: Path, run: Run) -> None:
     weights = {"encoder.weight": torch.ones(3, 2), "head.weight": torch.ones(2, 3)}
     other = {"encoder.weight": torch.ones(5, 2), "head.weight": torch.ones(2, 5)}
     ema = {key: 2 * value for key, value in weights.items()}
@@ -75,7 +75,7 @@ def test_rules_reach_an_average_and_not_another_model(tmp_path: Path, run: Run) 
     assert found["lr"] == 0.1
 
 
-def test_named_sections_alone_are_changed(tmp_path: Path, run: Run) -> None:
+def test_only_selected_sections_are_changed(tmp_path: Path, run: Run) -> None:
     states = ({"a.w": torch.ones(2)}, {"a.w": torch.zeros(2)}, {"b.w": torch.ones(2)})
     torch.save(dict(zip(("one", "two", "three"), states)), tmp_path / "a.pt")
     words = ("remap", tmp_path / "a.pt", "--force", "-o", tmp_path / "b.pt", "--rule", "{x*}.w => {x*}.v")
@@ -86,12 +86,12 @@ def test_named_sections_alone_are_changed(tmp_path: Path, run: Run) -> None:
     refused = run(*words, "--sections", "two,four")
     assert (refused.status, refused.err.count("'four'")) == (2, 1)
     assert "its state dicts are: one, two, three" in refused.err
-    assert run(*words).status == 2  # three state dicts, and not all of one model
+    assert run(*words).status == 2  # three state dicts of different models
 
 
 @pytest.mark.parametrize("from_file", [False, True])
-def test_rules_reach_an_average_in_its_wrapper(tmp_path: Path, run: Run, from_file: bool) -> None:
-    """They are written for the keys of the model; the average's differ by a prefix, which stays."""
+def test_rules_apply_to_a_wrapped_average(tmp_path: Path, run: Run, from_file: bool) -> None:
+    """Rules match the model's keys; the average's keys have an additional prefix, which is kept."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
     average = AveragedModel(model)
     average.update_parameters(model)
@@ -112,8 +112,8 @@ def test_rules_reach_an_average_in_its_wrapper(tmp_path: Path, run: Run, from_fi
     assert [list(part) for part in torch.load(tmp_path / "d.pt").values()] == [list(names), list(names)]
 
 
-def test_a_rule_that_one_section_has_no_key_for(tmp_path: Path, run: Run) -> None:
-    """Nothing is written, and the hint names what works."""
+def test_rule_that_matches_no_key_of_a_section_is_refused(tmp_path: Path, run: Run) -> None:
+    """Nothing is written, and the hint names options that work."""
     model = nn.Sequential(nn.Linear(2, 2))
     wrapped = {key.replace("0.", "0._orig_mod."): value for key, value in model.state_dict().items()}
     torch.save({"model": model.state_dict(), "ema": wrapped}, tmp_path / "a.pt")
@@ -128,7 +128,7 @@ def test_a_rule_that_one_section_has_no_key_for(tmp_path: Path, run: Run) -> Non
 
 
 def test_a_lightning_average_follows_its_model(tmp_path: Path, run: Run) -> None:
-    """``current_model_state`` holds the weights beside their average in ``state_dict``; optimizers stay right."""
+    """``current_model_state`` holds the weights and ``state_dict`` their average; optimizers stay correct."""
     net = nn.ModuleDict({"net": nn.Linear(2, 2)})
     optimizer = torch.optim.Adam(net.parameters())
     net["net"](torch.ones(1, 2)).sum().backward()
@@ -147,7 +147,7 @@ def test_a_lightning_average_follows_its_model(tmp_path: Path, run: Run) -> None
     assert torch.equal(fresh.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
 
 
-def test_diff_says_which_sections_hold_the_model_too(tmp_path: Path, run: Run) -> None:
+def test_diff_reports_other_sections_with_the_same_model(tmp_path: Path, run: Run) -> None:
     model, average = _two("strip_layer")
     torch.save({"model": model.state_dict(), "ema": _runtime(average)}, tmp_path / "a.pt")
     done = run("diff", "--model", f"{CODE}:strip_layer", tmp_path / "a.pt", "--format", "json")

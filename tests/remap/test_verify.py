@@ -1,4 +1,4 @@
-"""``--verify`` lets the library that loads an output read it: what it reads differently is an error."""
+"""``--verify`` reads the output with the library that loads it; any difference is an error."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def test_optimizer_state_is_read_too(tmp_path: Path, run: Run) -> None:
 
 @pytest.mark.parametrize("out", ["out.pt", "out.safetensors", "out.dcp"])
 @pytest.mark.parametrize("what", ["bytes", "shape", "nothing"])
-def test_what_it_reads_differently_is_an_error(
+def test_value_that_the_library_reads_differently_is_an_error(
     out: str, what: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library is the one that is wrong here: an output that is wrong cannot be made."""
+    """The library is patched, because an incorrect output cannot be produced."""
     from ckpttool.operands import reference
 
     def wrong(read: Callable[[Checkpoint, str], Any]) -> Callable[[Checkpoint, str], Any]:
@@ -84,7 +84,7 @@ class Config:
     """An object that `weights_only` refuses."""
 
 
-def test_a_file_that_the_library_refuses_is_proved_by_ours_alone(tmp_path: Path) -> None:
+def test_file_that_the_library_refuses_is_verified_by_our_reader_only(tmp_path: Path) -> None:
     torch.save({"model": nn.Linear(2, 2).state_dict(), "config": Config()}, tmp_path / "in.pt")
     done = ckpttool.remap(str(tmp_path / "in.pt"), str(tmp_path / "out.pt"), rule="{x*} => a.{x*}", verify=True)
     assert done.verified is not None

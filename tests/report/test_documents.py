@@ -1,4 +1,4 @@
-"""What is said of results with some of everything: each line of the text, since a wrong count or side is in a line."""
+"""Golden texts for results with every kind of entry, so that each count, side and reason is checked."""
 
 from __future__ import annotations
 
@@ -207,9 +207,9 @@ def test_every_key_of_a_diff() -> None:
     assert text(of_diff.document(DIFF, all=True)) == EVERY_KEY
 
 
-LETS_PASS = HARMLESS | {"dtype"}
+HARMLESS_HERE = HARMLESS | {"dtype"}
 HALF = (both("dtype", "h", "float16 instead of float32"),)
-WEIGHS = (both("shape", "s"), both("missing", "m", ignored="new"), *HALF)
+RELEVANT = (both("shape", "s"), both("missing", "m", ignored="new"), *HALF)
 
 
 @pytest.mark.parametrize(
@@ -217,33 +217,33 @@ WEIGHS = (both("shape", "s"), both("missing", "m", ignored="new"), *HALF)
     [
         (Diff("a", "b", True, ENTRIES[:2]), "no differences"),
         (
-            Diff("a", "b", True, HALF, harmless=LETS_PASS),
+            Diff("a", "b", True, HALF, harmless=HARMLESS_HERE),
             "loads; 1 harmless difference",
         ),
-        (Diff("a", "b", False, WEIGHS), "3 of 3 keys differ, 1 of them ignored"),
-        (Diff("a", "b", False, WEIGHS, accepted=False), "3 of 3 keys differ, 1 of them ignored"),
+        (Diff("a", "b", False, RELEVANT), "3 of 3 keys differ, 1 of them ignored"),
+        (Diff("a", "b", False, RELEVANT, accepted=False), "3 of 3 keys differ, 1 of them ignored"),
         (
-            Diff("a", "b", False, WEIGHS, accepted=True),
+            Diff("a", "b", False, RELEVANT, accepted=True),
             "3 of 3 keys differ, accepted (1 ignored, 2 not in --fail-on)",
         ),
-        (Diff("a", "b", False, WEIGHS[1:2], accepted=True), "1 of 1 key differs, accepted (1 ignored)"),
-        (Diff("a", "b", False, WEIGHS[:1], accepted=True), "1 of 1 key differs, accepted (1 not in --fail-on)"),
-        (Diff("a", "b", False, HALF, harmless=LETS_PASS, other_failure="does not load"), "does not load"),
+        (Diff("a", "b", False, RELEVANT[1:2], accepted=True), "1 of 1 key differs, accepted (1 ignored)"),
+        (Diff("a", "b", False, RELEVANT[:1], accepted=True), "1 of 1 key differs, accepted (1 not in --fail-on)"),
+        (Diff("a", "b", False, HALF, harmless=HARMLESS_HERE, other_failure="does not load"), "does not load"),
         (Diff("a", "b", False, (), other_failure="does not load"), "does not load"),
         (Diff("a", "b", False, ()), "different"),
     ],
 )
-def test_the_verdict_counts_what_weighs(diff: Diff, verdict: str) -> None:
+def test_verdict_counts_relevant_differences(diff: Diff, verdict: str) -> None:
     shown = of_diff.document(diff)
     assert (shown.verdict, shown.ok) == (verdict, diff.passes)
 
 
-def test_what_only_names_tell_apart_is_counted() -> None:
-    alike = ("layers.0.wq", "layers.1.wq", "x"), ("e", "f", "g")
+def test_tensors_that_differ_only_by_name_are_counted() -> None:
+    same_shape = ("layers.0.wq", "layers.1.wq", "x"), ("e", "f", "g")
     entries = tuple(Entry("missing", (), (key,)) for key in ("x", "f"))
-    said = text(of_diff.document(Diff("a", "b", False, entries, exchangeable=alike)))
-    assert "\n6 tensors have the same shape as a neighbor, so a swap would not be noticed" in said
-    assert "(for example layers.{0-1}.wq, x)\n" in said
+    shown = text(of_diff.document(Diff("a", "b", False, entries, exchangeable=same_shape)))
+    assert "\n6 tensors have the same shape as a neighbor, so a swap would not be noticed" in shown
+    assert "(for example layers.{0-1}.wq, x)\n" in shown
 
 
 IGNORED = """\
@@ -277,7 +277,7 @@ keys   4 missing, 1 unexpected
 _MISSING = Cause(Code.MISSING)
 
 
-def test_what_is_ignored_and_why() -> None:
+def test_ignored_differences_are_listed_with_reasons() -> None:
     entries = (
         *(Entry("missing", (), (f"head.{at}",), _MISSING, ignored="new") for at in range(2)),
         Entry("unexpected", ("old",), (), Cause(Code.UNEXPECTED), ignored="new"),
@@ -360,7 +360,7 @@ def test_changes_since_a_base(all: bool) -> None:
     assert text(of_diff.three_way_document(found, all=all)) == (SINCE_ALL if all else SINCE)
 
 
-def test_changes_since_a_base_that_agree() -> None:
+def test_identical_changes_since_a_base() -> None:
     for points, verdict in ((POINTS[:4], "no conflicts"), ((), "no changes"), (POINTS[4:] * 2, "2 conflicts")):
         shown = of_diff.three_way_document(Diff3("base.pt", "left.pt", "right.pt", points, ()))
         assert (shown.verdict, shown.ok) == (verdict, verdict != "2 conflicts")

@@ -1,4 +1,4 @@
-"""With ``--all`` no format leaves out a key: whatever is asked, each is somewhere in what is printed."""
+"""With ``--all``, every format of every command prints each key."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def test_every_key_is_shown(line: str, format: str, files: Path, run: Run, monke
     monkeypatch.chdir(files)
     shown = run(*LINES[line], "--all", "--format", format)
     assert shown.status < 2
-    text = shown.out.replace("<wbr>", "")  # where a name may be broken
+    text = shown.out.replace("<wbr>", "")  # line break opportunities in names
     assert [key for key in KEYS if key not in text] == []

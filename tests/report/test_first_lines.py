@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""What a user reads first: the first five lines of everyday questions, and text that fits the terminal."""
+"""The first five lines of common commands, and text that fits the terminal."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def adamw(model):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         _make()
@@ -78,8 +78,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _files(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+def _files(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(checkpoints, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
 
 
@@ -165,7 +165,7 @@ right         net.pt
 
 
 @pytest.mark.parametrize("words", FIRST_LINES)
-def test_the_first_lines_say_what_why_and_what_to_do(run: Run, words: str) -> None:
+def test_first_lines_have_verdict_reason_and_fix(run: Run, words: str) -> None:
     if "adamw" in words:
         needs_torch("2.7", "`decoupled_weight_decay` in the groups of AdamW")
     assert run(*words.split()).out.splitlines()[:5] == FIRST_LINES[words].splitlines()
@@ -197,7 +197,7 @@ def documents(draw: st.DrawFn) -> Document:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(documents(), st.sampled_from([60, 80]), st.booleans())
 def test_no_line_is_wider_than_the_terminal(document: Document, width: int, color: bool) -> None:
-    """Except commands to paste. A single segment of a name could be wider too: none is broken."""
+    """Commands to paste are an exception. Segments of names are never broken, but none here is too wide."""
     shown = re.sub(r"\x1b\[[0-9;]*m", "", render("text", document, {}, Terminal(width, color)))
     for line in shown.splitlines():
         assert len(line) <= width or line.strip().startswith("ckpttool ")
@@ -232,7 +232,7 @@ def test_reports_for_ci_name_the_keys_and_the_line_of_the_hook(run: Run) -> None
     for result in run_of_tool["results"]:
         (where,) = (one["physicalLocation"] for one in result["locations"])
         assert where["artifactLocation"]["uri"].endswith("model.py")
-        line = where["region"]["startLine"]  # of the decorator
+        line = where["region"]["startLine"]  # line of the decorator
         assert "_hide" in Path("model.py").read_text().splitlines()[line]
     passing = run("diff", "net.pt", "net.pt", "--format", "junit")
     assert ElementTree.fromstring(passing.out.encode()).attrib["failures"] == "0"

@@ -1,4 +1,4 @@
-"""What `inspect` shows: an answer is good news, in every format that tells it from bad news."""
+"""The output of `inspect`: success is shown as such in every format, and entries keep their own shapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from command import Run, notes_in
     ("format", "good", "bad"),
     [("markdown", "✅", "❌"), ("github", "::notice", "::error"), ("html", "verdict ok", "verdict bad")],
 )
-def test_an_answer_is_good_news(tmp_path: Path, run: Run, format: str, good: str, bad: str) -> None:
+def test_result_is_shown_as_success(tmp_path: Path, run: Run, format: str, good: str, bad: str) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
     done = run("inspect", tmp_path / "a.pt", "--format", format)
     assert done.status == 0
@@ -22,7 +22,7 @@ def test_an_answer_is_good_news(tmp_path: Path, run: Run, format: str, good: str
     assert bad not in done.out
 
 
-def test_a_tensor_may_have_the_way_into_an_entry_as_its_key(tmp_path: Path, run: Run) -> None:
+def test_key_may_equal_the_path_into_another_entry(tmp_path: Path, run: Run) -> None:
     torch.save({"fc": (torch.ones(2),), "fc.0": torch.ones(2), "fc.1": torch.ones(2)}, tmp_path / "a.pt")
     done = run("inspect", tmp_path / "a.pt")
     assert (done.status, [line.split()[:2] for line in done.out.splitlines() if "fc.{0-1}" in line]) == (
@@ -31,7 +31,7 @@ def test_a_tensor_may_have_the_way_into_an_entry_as_its_key(tmp_path: Path, run:
     )
 
 
-def test_a_tensor_inside_an_entry_has_its_own_shape_and_is_no_second_name(tmp_path: Path, run: Run) -> None:
+def test_nested_tensor_keeps_its_shape_and_is_not_an_alias(tmp_path: Path, run: Run) -> None:
     tied = torch.ones(2)
     torch.save({"a": tied, "fc.0": tied, "fc": [torch.zeros(5)]}, tmp_path / "a.pt")
     shown = run("inspect", tmp_path / "a.pt", "--sort", "bytes").out
@@ -50,9 +50,7 @@ def test_a_tensor_inside_an_entry_has_its_own_shape_and_is_no_second_name(tmp_pa
 @pytest.mark.parametrize(
     ("pattern", "inside"), [("fc", ["fc", "fc"]), ("fc.0", [None, "fc"]), ("fc.1", ["fc"]), ("w", [None])]
 )
-def test_a_filter_names_tensors_inside_an_entry_too(
-    pattern: str, inside: list[str | None], tmp_path: Path, run: Run
-) -> None:
+def test_filter_matches_nested_tensors(pattern: str, inside: list[str | None], tmp_path: Path, run: Run) -> None:
     torch.save({"w": torch.ones(1), "fc.0": torch.ones(2), "fc": [torch.ones(3), torch.ones(4)]}, tmp_path / "a.pt")
     done = run("inspect", tmp_path / "a.pt", "--filter", pattern, "--format", "json")
     assert [one.get("inside") for one in done.data["tensors"]] == inside

@@ -1,4 +1,4 @@
-"""What an HTML report lists of every key, and what `inspect` shows of files that have little."""
+"""The key listing of an HTML report, and `inspect` for nearly empty files."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ckpttool.report.documents.diff import findings
 from command import Run
 
 
-def test_every_key_is_listed_with_its_tensor_in_the_order_of_the_right(tmp_path: Path) -> None:
-    """Behind it what only the left has; of a shape that hangs on values no size is known."""
+def test_keys_are_listed_in_the_order_of_the_right_side(tmp_path: Path) -> None:
+    """Keys only on the left come last. A tensor whose shape depends on values has no size."""
     sparse = torch.eye(2).to_sparse()
     torch.save({"old": torch.ones(3), "b": sparse, "a": torch.ones(2)}, tmp_path / "left.pt")
     torch.save({"a": torch.ones(2), "b": sparse, "new": torch.ones(1)}, tmp_path / "right.pt")
     found = list(findings(ckpttool.diff(str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))))
-    told = {name.key: (name.dtype, name.shape) for one in found for name in (*one.left, *one.right)}
-    assert told["b"] == ("float32 sparse_coo", "[2, 2]")
-    assert told["old"] == ("float32", "[3]")
+    shown = {name.key: (name.dtype, name.shape) for one in found for name in (*one.left, *one.right)}
+    assert shown["b"] == ("float32 sparse_coo", "[2, 2]")
+    assert shown["old"] == ("float32", "[3]")
     assert [(one.left or one.right)[0].key for one in found if one.status != "unexpected"] == ["a", "b", "new"]
     names = ckpttool.trace("torch.nn:Linear(in_features=2, out_features=3)")
     loose = replace(names, serialized=(replace(names.serialized[0], shape=None), names.serialized[1]))
@@ -28,7 +28,7 @@ def test_every_key_is_listed_with_its_tensor_in_the_order_of_the_right(tmp_path:
     assert sizes == {"weight": None, "bias": 12}
 
 
-def test_a_file_without_bytes_and_an_optimizer_alone(tmp_path: Path, run: Run) -> None:
+def test_inspect_of_empty_tensors_and_of_an_optimizer(tmp_path: Path, run: Run) -> None:
     torch.save({"w.a": torch.empty(0, 3), "w.b": torch.empty(0)}, tmp_path / "none.pt")
     done = run("inspect", tmp_path / "none.pt", "--depth", "1")
     assert (done.status, "0.0%" in done.out) == (0, True)

@@ -1,4 +1,4 @@
-"""What `trace` and `explain` show of a model with some of everything."""
+"""The output of `trace` and `explain` for a model with every kind of tensor."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("net.py").write_text(MODEL)
 
 
-def said(text: str, *names: str) -> dict[str, str]:
-    """The facts of these names."""
+def facts(text: str, *names: str) -> dict[str, str]:
+    """Return name -> value for these lines of the text."""
     lines = [line for line in text.splitlines() if line.startswith(names)]
     return {name: line.removeprefix(name).strip() for line in lines for name in names if line.startswith(f"{name} ")}
 
 
-def test_what_a_model_has_is_counted(run: Run) -> None:
+def test_trace_counts_every_kind_of_tensor(run: Run) -> None:
     done = run("trace", "net.py:build")
     assert done.status == 0
-    assert said(done.out, "parameters", "buffers", "aliases", "serialized keys", "extra state") == {
+    assert facts(done.out, "parameters", "buffers", "aliases", "serialized keys", "extra state") == {
         "parameters": "6 (1 frozen)",
         "buffers": "2",
         "aliases": "2",
@@ -74,7 +74,7 @@ def test_what_a_model_has_is_counted(run: Run) -> None:
 def test_one_tensor_is_explained(run: Run, name: str, tensor: str, more: dict[str, str]) -> None:
     done = run("explain", name, "--model", "net.py:build", "--optimizer", "net.py:sgd")
     assert done.status == 0
-    found = said(done.out, "tensor", "aliases", "serialized", "optimizer id", "persistent")
+    found = facts(done.out, "tensor", "aliases", "serialized", "optimizer id", "persistent")
     assert found["tensor"] == tensor
     assert {key: found.get(key) for key in more} == more
     assert ("persistent" in found) == (name == "cache")

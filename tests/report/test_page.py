@@ -1,6 +1,6 @@
-"""The HTML report in a real browser: what it shows, finds and folds, by mouse and by keys, without a word of complaint.
+"""The HTML report in a real browser: display, search and folding, by mouse and keyboard, without console errors.
 
-Skipped where no browser is installed; `make browser` requires one.
+Skipped if no browser is installed; `make browser` requires one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from command import Run
 ROWS = "[...document.querySelectorAll('#tree [data-at] .name')].map(name => name.title)"
 ACTIVE = "document.querySelector('#tree [aria-selected=true] .name').title"
 FOCUS = "document.activeElement.id || document.activeElement.type"
-SAID = "document.querySelector('output').textContent"
+STATUS = "document.querySelector('output').textContent"
 DETAILS = "document.getElementById('details').innerText"
 HOSTILE = [
     "</script><script>alert(1)</script>",
@@ -43,7 +43,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def report(browser: Browser, run: Run, tmp_path: Path) -> Iterator[Path]:
-    """A diff of eleven layers: one of other values, one renamed, one of another dtype; the page says nothing amiss."""
+    """Diff eleven layers: one has other values, one is renamed, one has another dtype; assert an empty console."""
     left = {f"layers.{at}.{name}.weight": torch.full((4, 4), float(at)) for at in range(11) for name in ("wq", "wk")}
     right = {key.replace("layers.3.", "_orig_mod.layers.3."): value.clone() for key, value in left.items()}
     right["layers.1.wq.weight"][0] += torch.tensor([1e-6, 1e-3, 0.5, float("nan")])
@@ -58,23 +58,23 @@ def report(browser: Browser, run: Run, tmp_path: Path) -> Iterator[Path]:
     assert browser.console == []
 
 
-def test_what_differs_is_shown_and_the_rest_on_demand(browser: Browser, report: Path) -> None:
+def test_only_differences_are_shown_at_first(browser: Browser, report: Path) -> None:
     browser.open(report)
-    assert browser.ask(SAID) == "4 of 22 keys"
+    assert browser.ask(STATUS) == "4 of 22 keys"
     leaves = [row for row in browser.ask(ROWS) if row.endswith(".weight")]
-    wanted = ["layers.1.wq", "layers.2.wk", "_orig_mod.layers.3.wq", "_orig_mod.layers.3.wk"]
-    assert sorted(leaves) == sorted(f"{name}.weight" for name in wanted)
+    expected = ["layers.1.wq", "layers.2.wk", "_orig_mod.layers.3.wq", "_orig_mod.layers.3.wk"]
+    assert sorted(leaves) == sorted(f"{name}.weight" for name in expected)
     browser.ask("[...document.querySelectorAll('.chip')].find(chip => chip.textContent.startsWith('same')).click()")
-    assert browser.ask(SAID) == "22 of 22 keys"
+    assert browser.ask(STATUS) == "22 of 22 keys"
     modules = [row for row in browser.ask(ROWS) if row.startswith("layers.") and row.count(".") == 1]
     assert modules == [f"layers.{at}" for at in range(11) if at != 3]
 
 
-def test_a_key_is_found_and_read_without_a_mouse(browser: Browser, report: Path) -> None:
+def test_keyboard_search_and_details(browser: Browser, report: Path) -> None:
     browser.open(report)
     browser.press("/", *"wq 1.")
     assert browser.ask(FOCUS) == "search"
-    assert browser.ask(SAID) == "1 of 22 keys"
+    assert browser.ask(STATUS) == "1 of 22 keys"
     browser.press("Enter")
     assert (browser.ask(FOCUS), browser.ask(ACTIVE)) == ("tree", "layers.1.wq.weight")
     assert "4 of 16 elements differ" in browser.ask(DETAILS)
@@ -83,11 +83,11 @@ def test_a_key_is_found_and_read_without_a_mouse(browser: Browser, report: Path)
     browser.press("Enter")
     assert browser.ask(FOCUS) == "details"
     browser.press("Escape", "Escape")
-    assert (browser.ask(FOCUS), browser.ask(SAID)) == ("tree", "4 of 22 keys")
+    assert (browser.ask(FOCUS), browser.ask(STATUS)) == ("tree", "4 of 22 keys")
     assert browser.ask(ACTIVE) == "layers.1.wq.weight"
 
 
-def test_the_state_of_optimizers_has_dtypes_and_shapes(browser: Browser, run: Run, tmp_path: Path) -> None:
+def test_optimizer_state_has_dtypes_and_shapes(browser: Browser, run: Run, tmp_path: Path) -> None:
     for name, dtype in (("left", torch.float32), ("right", torch.bfloat16)):
         model = torch.nn.Sequential(torch.nn.Linear(3, 2, dtype=dtype))
         optimizer = torch.optim.AdamW(model.named_parameters())
@@ -122,7 +122,7 @@ def test_arrows_fold_and_move(browser: Browser, report: Path) -> None:
     assert browser.ask(f"document.getElementById('{active}').getAttribute('aria-selected')") == "true"
 
 
-def test_the_tree_has_the_names_of_either_side(browser: Browser, report: Path) -> None:
+def test_tree_can_show_the_names_of_either_side(browser: Browser, report: Path) -> None:
     browser.open(report)
     browser.ask("[...document.querySelectorAll('button')].find(one => one.textContent == 'Names of: right').click()")
     assert "layers.3.wq.weight" in browser.ask(ROWS)
@@ -161,10 +161,10 @@ def page_of(findings: list[Finding], folder: Path) -> Path:
     return page
 
 
-def test_hostile_keys_are_texts(browser: Browser, tmp_path: Path) -> None:
+def test_hostile_keys_are_shown_as_text(browser: Browser, tmp_path: Path) -> None:
     browser.console.clear()
     browser.open(page_of([Finding("missing", (), (Named(key, key, key),), key, key) for key in HOSTILE], tmp_path))
-    assert browser.ask(SAID) == f"{len(HOSTILE)} of {len(HOSTILE)} keys"
+    assert browser.ask(STATUS) == f"{len(HOSTILE)} of {len(HOSTILE)} keys"
     browser.ask("[...document.querySelectorAll('button')].find(one => one.textContent == 'Unfold all').click()")
     titles = browser.ask(
         "[...document.querySelectorAll('#tree [data-at]:not([aria-expanded]) .name')].map(one => one.title)"
@@ -174,7 +174,7 @@ def test_hostile_keys_are_texts(browser: Browser, tmp_path: Path) -> None:
     assert browser.console == []
 
 
-def test_a_script_that_is_not_ours_does_not_run(browser: Browser, tmp_path: Path) -> None:
+def test_foreign_script_does_not_run(browser: Browser, tmp_path: Path) -> None:
     page = page_of([], tmp_path)
     foreign = "<script>window.ran = 1</script><img src='http://192.0.2.1/x.png'></main>"
     page.write_text(page.read_text(encoding="utf-8").replace("</main>", foreign), encoding="utf-8")
@@ -184,7 +184,7 @@ def test_a_script_that_is_not_ours_does_not_run(browser: Browser, tmp_path: Path
     browser.console.clear()
 
 
-def test_a_hundred_thousand_keys_are_no_burden(browser: Browser, tmp_path: Path) -> None:
+def test_hundred_thousand_keys_are_fast(browser: Browser, tmp_path: Path) -> None:
     keys = [f"layers.{a}.experts.{b}.w{c}.weight" for a in range(100) for b in range(250) for c in range(4)]
     page = page_of(
         [Finding("same", (Named(key, "float32", "[4]", 16),), (Named(key, "float32", "[4]", 16),)) for key in keys],
@@ -193,12 +193,12 @@ def test_a_hundred_thousand_keys_are_no_burden(browser: Browser, tmp_path: Path)
     assert page.stat().st_size < 6_000_000
     began = time.monotonic()
     browser.open(page)
-    assert browser.ask(SAID) == "100,000 of 100,000 keys"
+    assert browser.ask(STATUS) == "100,000 of 100,000 keys"
     assert time.monotonic() - began < 10
     typed = "box => { const at = performance.now(); box.value = 'experts.249.w3'; "
     typed += "box.dispatchEvent(new Event('input')); return performance.now() - at }"
     assert browser.ask(f"({typed})(document.querySelector('input'))") < 2000
-    assert browser.ask(SAID) == "100 of 100,000 keys"
+    assert browser.ask(STATUS) == "100 of 100,000 keys"
     browser.press("/", "Escape")
     browser.ask("[...document.querySelectorAll('button')].find(one => one.textContent == 'Unfold all').click()")
     assert browser.ask("document.getElementById('tree').getAttribute('aria-rowcount')") == str(

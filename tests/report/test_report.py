@@ -1,4 +1,4 @@
-"""Every renderer against an exact text, and all of them against keys that a hostile file may hold."""
+"""Every renderer against an exact text, and against hostile keys."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_golden_terminal() -> None:
     assert render("text", document, {}, Terminal(40, color=False)) == re.sub("\x1b\\[[0-9;]*m", "", TERMINAL)
 
 
-def test_a_terminal_without_colours_says_what_the_plain_text_says_in_the_same_lines() -> None:
+def test_terminal_without_colors_has_the_lines_of_plain_text() -> None:
     shown = render("text", DIFF, {}, Terminal(100, color=False))
     assert [line.split() for line in shown.splitlines()] == [line.split() for line in PLAIN.splitlines()]
 
@@ -244,7 +244,7 @@ HOSTILE = [
 
 
 def hostile_document(key: str) -> Document:
-    """The key in every place of every block."""
+    """Return a document with the key in every field of every block."""
     return Document(
         key,
         key,
@@ -270,20 +270,20 @@ def hostile_document(key: str) -> Document:
     )
 
 
-def acts(char: str) -> bool:
+def is_control_character(char: str) -> bool:
     return char != "\n" and unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 @pytest.mark.parametrize("key", HOSTILE, ids=ascii)
 @pytest.mark.parametrize("name", FORMATS)
-def test_hostile_keys_never_act(name: str, key: str) -> None:
+def test_hostile_keys_contain_no_control_characters(name: str, key: str) -> None:
     text = render(name, hostile_document(key), {"keys": [key], key: 1})
-    assert not list(filter(acts, text))
+    assert not list(filter(is_control_character, text))
     text.encode()
 
 
 @pytest.mark.parametrize("key", HOSTILE, ids=ascii)
-def test_a_terminal_shows_hostile_keys_as_they_are_written(key: str) -> None:
+def test_terminal_shows_hostile_keys_escaped(key: str) -> None:
     document = Document(key, "", True, (Table("keys", (Column("key", "key"),), ((key,),)),))
     shown = render("text", document, {}, Terminal(200))
     assert [line.rstrip() for line in re.sub("\x1b\\[[0-9;]*m", "", shown).splitlines()] == [
@@ -295,11 +295,11 @@ def test_a_terminal_shows_hostile_keys_as_they_are_written(key: str) -> None:
         f"  {visible(key)}".rstrip(),
     ]
     plain = render("text", document, {}, Terminal(200, color=False))
-    assert not list(filter(acts, plain))
+    assert not list(filter(is_control_character, plain))
 
 
 @pytest.mark.parametrize("key", HOSTILE, ids=ascii)
-def test_the_plain_text_holds_the_whole_key_on_one_line(key: str) -> None:
+def test_plain_text_does_not_break_keys(key: str) -> None:
     long = key + "x" * 500
     document = Document("t", "v", True, (Table("keys", (Column("key", "key"), Column("n", "number")), ((long, "1"),)),))
     assert f"  {visible(long)}  " in render("text", document, {})
@@ -307,7 +307,7 @@ def test_the_plain_text_holds_the_whole_key_on_one_line(key: str) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 10, 20, 60])
-def test_a_narrow_terminal_cuts_nothing_off(width: int) -> None:
+def test_narrow_terminal_does_not_truncate(width: int) -> None:
     key = ".".join(f"layer{index}" for index in range(20))
     document = Document("t", "v", True, (Table("T", COLUMNS, ((key, "float8_e4m3fnuz", "[1, 2, 3]", "288 bytes"),)),))
     shown = render("text", document, {}, Terminal(width, color=False))
@@ -319,8 +319,8 @@ def test_a_narrow_terminal_cuts_nothing_off(width: int) -> None:
 
 
 @pytest.mark.parametrize("key", HOSTILE, ids=ascii)
-def test_github_runs_no_command_of_a_key(key: str) -> None:
-    """The runner obeys lines that begin with `::` after blanks, and `##[` anywhere."""
+def test_github_runs_no_command_from_a_key(key: str) -> None:
+    """The runner executes lines that begin with `::` after blanks, and `##[` anywhere."""
     commands = re.compile(r"\s*::(error|warning|notice|group|endgroup)[ :]")
     lines = render("github", hostile_document(key), {}).split("\n")
     found = [match[1] for line in lines if (match := commands.match(line))]
@@ -335,7 +335,7 @@ def test_github_escapes_data_and_properties() -> None:
 
 
 @pytest.mark.parametrize(("count", "summary"), [(9, None), (10, "... 2 more, listed in the log of this step")])
-def test_github_shows_ten_annotations_and_lists_the_rest(count: int, summary: str | None) -> None:
+def test_github_shows_at_most_ten_annotations_and_lists_the_rest(count: int, summary: str | None) -> None:
     problems = tuple(Problem("missing", f"k{index}") for index in range(count))
     lines = render("github", Document("t", "v", False, (Problems(problems),)), {}).splitlines()
     annotations = [line for line in lines if line.startswith("::error")]
@@ -345,7 +345,7 @@ def test_github_shows_ten_annotations_and_lists_the_rest(count: int, summary: st
 
 
 @pytest.mark.parametrize("key", HOSTILE, ids=ascii)
-def test_html_reads_back_as_the_text_that_was_put_in(key: str) -> None:
+def test_html_text_roundtrips(key: str) -> None:
     class Reader(HTMLParser):
         tags: list[str] = []  # noqa: RUF012
         text = ""
@@ -388,19 +388,19 @@ def test_markdown_keys_stay_in_their_cell(key: str, expected: str) -> None:
     assert render("markdown", document, {}).splitlines()[-1] == f"| {expected} |"
 
 
-def test_markdown_words_are_no_markup() -> None:
+def test_markdown_text_is_escaped() -> None:
     text = render("markdown", Document("t", "*a* _b_ snake_case <i> [x](y) #1 ~~c~~ $d$ a|b \\ &lt;", True), {})
     assert text.splitlines()[2] == (
         "✅ **\\*a\\* \\_b\\_ snake_case \\<i\\> \\[x\\](y) \\#1 \\~\\~c\\~\\~ \\$d\\$ a\\|b \\\\ \\&lt;**"
     )
 
 
-def test_markdown_fences_are_longer_than_those_inside() -> None:
+def test_markdown_fences_are_longer_than_fences_in_the_content() -> None:
     text = render("markdown", Document("t", "v", True, (Commands("c", ("```", "x")),)), {})
     assert text.endswith("````shell\n```\nx\n````\n")
 
 
-def test_the_ending_picks_the_format() -> None:
+def test_file_extension_selects_the_format() -> None:
     assert {path: format_of(path) for path in ("a/b.json", "x.MD", "r.html", "r.txt")} == {
         "a/b.json": "json",
         "x.MD": "markdown",
@@ -414,13 +414,13 @@ def test_the_ending_picks_the_format() -> None:
         assert ".json" in caught.value.hint
 
 
-def test_an_unknown_format_is_an_error_that_lists_them() -> None:
+def test_unknown_format_is_an_error_that_lists_the_formats() -> None:
     with pytest.raises(CkptError) as caught:
         render("yaml", DIFF, {})
     assert caught.value.hint == "use one of text, json, markdown, github, html, junit, sarif"
 
 
-def test_shortened_says_how_many_are_left_out() -> None:
+def test_shortened_reports_how_many_are_left_out() -> None:
     table = Table("T", (Column("k"),), tuple((str(index),) for index in range(1043)))
     assert shortened(table, 40).footer == "... 1,003 more (--all)"
     assert len(shortened(table, 40).rows) == 40
@@ -446,7 +446,7 @@ def test_human_bytes(n: int, expected: str) -> None:
     assert human_bytes(n) == expected
 
 
-def test_words() -> None:
+def test_text_helpers() -> None:
     assert [plural(n, "tensor") for n in (0, 1, 2000)] == ["0 tensors", "1 tensor", "2,000 tensors"]
     assert [plural(2, word) for word in ("alias", "entry", "key", "prefix")] == [
         "2 aliases",
@@ -463,7 +463,7 @@ def test_words() -> None:
     ("arg", "expected"),
     [("a.pt", "a.pt"), ("a b", "'a b'"), ("{x} => y", "'{x} => y'"), ("it's\n\\", "$'it\\'s\\n\\\\'")],
 )
-def test_shell_quotes_what_a_shell_would_take_apart(arg: str, expected: str) -> None:
+def test_shell_quotes_special_characters(arg: str, expected: str) -> None:
     assert shell("ckpttool", arg) == f"ckpttool {expected}"
 
 
@@ -471,7 +471,7 @@ def patterns(*keys: str) -> list[str]:
     return [group.pattern for group in collapse((key, "f32") for key in keys)]
 
 
-def test_collapse_names_exactly_the_keys_of_a_grid() -> None:
+def test_collapse_merges_exact_grids() -> None:
     assert patterns(*(f"layers.{i}.w" for i in range(32))) == ["layers.{0-31}.w"]
     assert patterns("l.0.w", "l.0.b", "l.1.w", "l.1.b") == ["l.{0-1}.w", "l.{0-1}.b"]
     assert patterns(*(f"l.{i}.e.{j}.w" for i in range(3) for j in range(8))) == ["l.{0-2}.e.{0-7}.w"]
@@ -481,25 +481,25 @@ def test_collapse_names_exactly_the_keys_of_a_grid() -> None:
     assert patterns(*(f"l.{i}.w" for i in (5, 0, 1, 2, 9, 10))) == ["l.{0-2,5,9-10}.w"]
 
 
-def test_the_first_pattern_says_how_many_keys_follow() -> None:
+def test_first_pattern_counts_the_remaining_keys() -> None:
     keys = ["l.0.w", "l.1.w", "l.0.w", "b", "c", "m.0", "m.1"]
     more = {0: "-", 3: "l.{0-1}.w", 4: "l.{0-1}.w (+1 more)", 5: "l.{0-1}.w (+2 more)", 7: "l.{0-1}.w (+4 more)"}
     assert {n: first_pattern(keys[:n]) for n in more} == more
 
 
-def test_collapse_keeps_apart_what_is_not_alike() -> None:
+def test_collapse_does_not_merge_different_keys() -> None:
     assert patterns("l.0.w", "l.w", "0.l.w") == ["l.0.w", "l.w", "0.l.w"]
     assert patterns("l.1.w", "l.01.w", "l.-1.w", "l.1²3.w") == ["l.1.w", "l.01.w", "l.-1.w", "l.1²3.w"]
     assert [g.pattern for g in collapse([("l.0.w", "f32"), ("l.1.w", "bf16")])] == ["l.0.w", "l.1.w"]
 
 
-def test_collapse_counts_what_comes_twice_and_takes_it_for_no_other() -> None:
+def test_collapse_counts_repeated_keys() -> None:
     assert [(g.pattern, len(g.keys)) for g in collapse((key, None) for key in ("a.0", "a.0"))] == [("a.0", 2)]
     assert patterns("a.0", "a.0", "a.1", "a.1") == ["a.{0-1}"]
     assert patterns("a.0.0", "a.0.0", "a.0.1", "a.1.0") == ["a.0.{0-1}", "a.1.0"]
 
 
-def test_collapse_loses_no_key_and_gives_up_on_hostile_ones() -> None:
+def test_collapse_keeps_every_key_and_leaves_hostile_ones_unmerged() -> None:
     keys = [".".join("1" if i == j else "0" for j in range(300)) for i in range(300)]
     groups = list(collapse((key, None) for key in [*keys, "a.0", "a.999999999", "a.2"]))
     assert sorted(key for group in groups for key in group.keys) == sorted([*keys, "a.0", "a.999999999", "a.2"])

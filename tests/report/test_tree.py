@@ -1,4 +1,4 @@
-"""`inspect` as a tree: counts, dtypes and bytes that add up, repeated layers on one line, what is largest first."""
+"""The module tree of `inspect`: counts, dtypes and bytes add up, repeated layers share a line, sorting by size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of the table of modules, with the depth of each row in its place."""
+    """Return the cells of the module table, each row preceded by its depth."""
     table = text.split("Modules\n")[1].split("\n\n")[0].splitlines()[1:]
     return [[str((len(line) - len(line.lstrip()) - 2) // 2), *line.split()] for line in table]
 
@@ -44,7 +44,7 @@ def test_modules_with_their_bytes(run: Run, net: nn.Module) -> None:
     assert "Tensors\n" not in done.out
 
 
-def test_the_largest_first(run: Run) -> None:
+def test_sort_by_bytes(run: Run) -> None:
     names = [row[1] for row in rows(run("inspect", "t.pt", "--depth", "1", "--sort", "bytes").out)]
     assert names == ["model", "layers", "embed", "head"]
     tensors = run("inspect", "t.pt", "--sort", "bytes").out.split("Tensors\n")[1].split()
@@ -52,7 +52,7 @@ def test_the_largest_first(run: Run) -> None:
     assert run("inspect", "t.pt", "--sort", "size").status == 2
 
 
-def test_only_what_a_pattern_names(run: Run) -> None:
+def test_filter_limits_the_tree(run: Run) -> None:
     done = run("inspect", "t.pt", "--filter", "layers.{i}.norm.{leaf}", "--format", "json")
     assert {tensor["key"] for tensor in done.data["tensors"]} == {
         f"layers.{i}.norm.{leaf}" for i in range(4) for leaf in ("weight", "bias")
@@ -74,6 +74,6 @@ def test_tied_tensors_are_counted_once(run: Run) -> None:
     assert sum(float(row[-2].rstrip("%")) for row in found[1:] if "%" in row[-2]) == 100.0
 
 
-def test_a_deep_name_is_no_deep_recursion(run: Run) -> None:
+def test_deep_name_does_not_recurse(run: Run) -> None:
     torch.save({".".join(["a"] * 5000): torch.ones(1)}, "deep.pt")
     assert run("inspect", "deep.pt", "--depth", "2").status == 0
