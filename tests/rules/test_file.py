@@ -1,4 +1,4 @@
-"""Rules in a file: what torch's own operators make of the same tensors, there and back, and every refusal."""
+"""Rules files: results compared with torch's operators, reversed rules, and every refusal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def rules_in(folder: Path, text: str) -> str:
 
 
 def rewrite(source: Path, out: Path, rules: str, *, reverse: bool = False) -> State:
-    """The result of the rules, read by the format's own library."""
+    """Apply the rules and read the result with the format's own library."""
     done = ckpttool.remap(str(source), rules=rules, reverse=reverse)
     target = format_for(str(out))
     write(target.layout(fit(done.result, target)), str(out), WriteOptions(fsync=False))
@@ -78,7 +78,7 @@ QKV = """
 split = "{i}.qkv.{p}"
 into = ["{i}.q.{p}", "{i}.k.{p}", "{i}.v.{p}"]
 """
-# rules, the state, and what torch makes of it
+# name -> rules, state, and the expected result from torch
 ORACLE: dict[str, tuple[str, State, Callable[[torch.Tensor], State]]] = {
     "split": (QKV, {"0.qkv.w": numbers(9, 2)}, lambda w: dict(zip(("0.q.w", "0.k.w", "0.v.w"), w.split(3)))),
     "split by sizes": (
@@ -92,7 +92,7 @@ ORACLE: dict[str, tuple[str, State, Callable[[torch.Tensor], State]]] = {
     "permute": (
         '[[rule]]\npermute = "w"\ndims = [2, 0, 1]', {"w": numbers(2, 3, 4)}, lambda w: {"w": w.permute(2, 0, 1)}),
     "reshape": ('[[rule]]\nreshape = "w"\nshape = [3, -1]', {"w": numbers(2, 6)}, lambda w: {"w": w.reshape(3, -1)}),
-    "split into numbered ones": (
+    "split into numbered parts": (
         '[[rule]]\nsplit = "w"\ninto = "{e}.w"\nparts = 3', {"w": numbers(9, 2)},
         lambda w: {f"{e}.w": part for e, part in enumerate(w.split(3))}),
     "unstack": (
@@ -117,29 +117,29 @@ ORACLE: dict[str, tuple[str, State, Callable[[torch.Tensor], State]]] = {
     "a constant": (
         '[[rule]]\nconstant = "s"\nvalue = 1.5\nshape = [2, 3]\ndtype = "bfloat16"', {"w": numbers(2)},
         lambda w: {"w": w, "s": torch.full((2, 3), 1.5, dtype=torch.bfloat16)}),
-    "a constant beside": (
+    "constant with the variables of others": (
         '[[rule]]\nconstant = "{i}.bias"\nbeside = "{i}.weight"\nvalue = 0', {"7.weight": numbers(2)},
         lambda w: {"7.weight": w, "7.bias": torch.zeros(2)}),
-    "whether it is there": (
+    "conditions": (
         '[[rule]]\nrename = "w => x"\nwhen = "w [2]"\n[[rule]]\nrename = "x => y"\nunless = "y"\n'
         '[[rule]]\nrename = "y => z"\nwhen = "y [-1, 3] float32"\n[[rule]]\ndrop = "q"\noptional = true',
         {"w": numbers(2)}, lambda w: {"y": w}),
-    "a whole number as an integer": (
+    "integral float as an integer": (
         '[[rule]]\nconstant = "s"\nvalue = 3.0\nshape = [2]\ndtype = "int8"', {"w": numbers(2)},
         lambda w: {"w": w, "s": torch.full((2,), 3, dtype=torch.int8)}),
-    "true as a truth value": (
+    "true as a bool": (
         '[[rule]]\nconstant = "s"\nvalue = true\nshape = [2]\ndtype = "bool"', {"w": numbers(2)},
         lambda w: {"w": w, "s": torch.full((2,), True)}),
-    "as it is there": (
+    "conditions on shapes": (
         '[[rule]]\nrename = "w => x"\nunless = ["y", "w [2, -1]"]\n[[rule]]\nrename = "w => z"\nwhen = "w [2]"\n'
         '[[rule]]\nrename = "w => v"\nunless = "w [-1, 4]"', {"w": numbers(2, 3)}, lambda w: {"v": w}),
-    "a part that goes": (QKV + '[[rule]]\ndrop = "0.k.w"', {"0.qkv.w": numbers(9, 2)},
+    "dropped part": (QKV + '[[rule]]\ndrop = "0.k.w"', {"0.qkv.w": numbers(9, 2)},
         lambda w: {"0.q.w": w[:3], "0.v.w": w[6:]}),
     "cast": ('[[rule]]\ncast = "w"\ndtype = "bfloat16"', {"w": numbers(999) / 7}, lambda w: {"w": w.bfloat16()}),
     "cast to fp8": (
         '[[rule]]\ncast = "*"\ndtype = "float8_e4m3fn"', {"w": numbers(99) / 7},
         lambda w: {"w": w.to(torch.float8_e4m3fn)}),
-    "one after the other": (
+    "several rules": (
         '[[rule]]\ntranspose = "0.qkv.w"' + QKV + '[[rule]]\ncast = "0.k.w"\ndtype = "float16"',
         {"0.qkv.w": numbers(2, 9)},
         lambda w: {"0.q.w": w.t()[:3], "0.k.w": w.t()[3:6].half(), "0.v.w": w.t()[6:]}),
@@ -152,9 +152,9 @@ def test_rules_match_torch(tmp_path: Path, name: str, ending: str) -> None:
     text, state, expected = ORACLE[name]
     found = rewrite(save(state, tmp_path / f"in{ending}"), tmp_path / f"out{ending}", rules_in(tmp_path, text))
     (tensor,) = state.values()
-    wanted = expected(tensor)
-    assert found.keys() == wanted.keys()
-    for key, value in wanted.items():
+    result = expected(tensor)
+    assert found.keys() == result.keys()
+    for key, value in result.items():
         assert (found[key].dtype, found[key].shape) == (value.dtype, value.shape)
         assert torch.equal(found[key].view(torch.uint8), value.contiguous().view(torch.uint8))
         assert found[key].is_contiguous()
@@ -168,7 +168,7 @@ def test_join_is_cat(tmp_path: Path) -> None:
         assert same(found, {"w": torch.cat([state["c"], state["a"], state["b"]])})
 
 
-def test_numbered_parts_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def test_numbered_parts_are_in_numeric_order(tmp_path: Path) -> None:
     parts = {f"l.{i}.e.{e}.w": numbers(2, 3) + 100 * e + i for e in (10, 2, 0, 1, 9, 3, 4, 8, 7, 6, 5) for i in (1, 0)}
     state = {**parts, "l.0.e.shared.w": numbers(1)}
     for operation, torchs in (("join", torch.cat), ("stack", torch.stack)):
@@ -177,14 +177,14 @@ def test_numbered_parts_are_in_the_order_of_their_numbers(tmp_path: Path) -> Non
             for ending in LOADERS:
                 source, rules = save(state, tmp_path / f"i{ending}"), rules_in(tmp_path, text)
                 found = rewrite(source, tmp_path / f"o{ending}", rules)
-                wanted = {f"l.{i}.w": torchs([parts[f"l.{i}.e.{e}.w"] for e in range(11)], dim=dim) for i in (0, 1)}
-                assert same(found, {**wanted, "l.0.e.shared.w": numbers(1)})
+                result = {f"l.{i}.w": torchs([parts[f"l.{i}.e.{e}.w"] for e in range(11)], dim=dim) for i in (0, 1)}
+                assert same(found, {**result, "l.0.e.shared.w": numbers(1)})
                 back = rewrite(tmp_path / f"o{ending}", tmp_path / f"b{ending}", rules, reverse=True)
                 assert same(back, state)
 
 
 def test_experts_are_moved_without_loading(tmp_path: Path) -> None:
-    """Joined, stacked and back again as bytes, without torch."""
+    """They are joined, stacked and restored as bytes, without torch."""
     state = {f"e.{e}.{name}": numbers(2, 3) * e for e in range(3) for name in ("gate", "up")}
     source = save(state, tmp_path / "in.safetensors")
     rules = rules_in(
@@ -214,9 +214,9 @@ def test_an_unknown_size_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "rules.toml").write_text(f"[[rule]]\n{rule}\n")
     out = ["--rules", f"{tmp_path}/rules.toml(knees=1)", "-o", str(tmp_path / "b.pt")]
     assert main(["remap", str(tmp_path / "a.pt"), *out]) == 2
-    said = capsys.readouterr().err
-    assert "the rules know no size knees" in said
-    assert hint in said
+    message = capsys.readouterr().err
+    assert "the rules know no size knees" in message
+    assert hint in message
 
 
 def test_sizes_of_the_command_line_override_the_file(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_sizes_of_the_command_line_override_the_file(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "out.safetensors")["w"], expected)
 
 
-def test_strided_tensors(tmp_path: Path) -> None:
+def test_rules_on_strided_tensors(tmp_path: Path) -> None:
     state = {"0.qkv.w": numbers(4, 9).t(), "w": numbers(12)[::2]}
     text = QKV + '[[rule]]\nreshape = "w"\nshape = [2, 3]'
     found = rewrite(save(state, tmp_path / "in.pt"), tmp_path / "out.pt", rules_in(tmp_path, text))
@@ -240,7 +240,7 @@ def test_strided_tensors(tmp_path: Path) -> None:
 
 
 def test_rows_are_moved_without_loading(tmp_path: Path) -> None:
-    """No byte of a tensor that is split, and no torch."""
+    """Splitting reads no bytes and does not import torch."""
     save({"0.qkv.w": numbers(9, 2), "a": numbers(2), "b": numbers(2)}, tmp_path / "in.safetensors")
     text = QKV + '[[rule]]\njoin = ["a", "b"]\ninto = "ab"\n[[rule]]\nreshape = "ab"\nshape = [2, 2]'
     rules = rules_in(tmp_path, text)
@@ -267,7 +267,7 @@ def test_parts_have_their_own_storage_and_tied_tensors_stay_tied(tmp_path: Path)
     assert found["0.q.w"].untyped_storage().nbytes() == 3 * 2 * 4
 
 
-# Reversible rules with everything that they need of a checkpoint: names are the rule's own, by its number.
+# Reversible rules with the tensors that they need; names contain the number of the rule.
 
 
 @st.composite
@@ -320,7 +320,7 @@ RULES = st.integers(1, 4).flatmap(lambda count: st.tuples(*(reversible(number) f
 @pytest.mark.parametrize("ending", LOADERS)
 @settings(max_examples=40, deadline=None)
 @given(rules=RULES)
-def test_there_and_back_gives_the_same_file(
+def test_reversed_rules_restore_the_file(
     tmp_path_factory: pytest.TempPathFactory, ending: str, rules: Sequence[tuple[str, State]]
 ) -> None:
     folder = tmp_path_factory.mktemp("there")
@@ -331,12 +331,12 @@ def test_there_and_back_gives_the_same_file(
     assert sum(t.numel() for t in there.values()) == sum(t.numel() for t in state.values())
     back = rewrite(folder / f"there{ending}", folder / f"back{ending}", path, reverse=True)
     assert same(back, state)
-    if torch.__version__ >= "2.7":  # before, torch sorted storages as text: 0, 1, 10, 2
+    if torch.__version__ >= "2.7":  # older releases sort storages as text: 0, 1, 10, 2
         assert (folder / f"back{ending}").read_bytes() == source.read_bytes()
 
 
-def test_a_whole_model_there_and_back(tmp_path: Path) -> None:
-    """The module versions too, in a file of torch: byte for byte."""
+def test_reversed_rules_restore_a_model_file(tmp_path: Path) -> None:
+    """A torch file, including module versions, is restored byte for byte."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.BatchNorm1d(6))
     source = tmp_path / "in.pt"
     torch.save(model.state_dict(), source)
@@ -355,8 +355,8 @@ def test_a_whole_model_there_and_back(tmp_path: Path) -> None:
     assert (tmp_path / "back.pt").read_bytes() == source.read_bytes()
 
 
-def test_a_saved_plan_does_the_same(tmp_path: Path) -> None:
-    text, state, _ = ORACLE["one after the other"]
+def test_saved_plan_gives_the_same_result(tmp_path: Path) -> None:
+    text, state, _ = ORACLE["several rules"]
     source, rules, plan = save(state, tmp_path / "in.pt"), rules_in(tmp_path, text), tmp_path / "plan.json"
     line = ["remap", str(source), "--rules", rules, "-o", str(tmp_path / "one.pt"), "--save-plan", str(plan)]
     assert main(line) == 0
@@ -365,7 +365,7 @@ def test_a_saved_plan_does_the_same(tmp_path: Path) -> None:
     assert by_plan(open_operand(str(source)), Plan.from_json(json.loads(plan.read_text()))).counts["transformed"] == 3
 
 
-def test_rules_of_the_command_line_come_after_the_file_and_before_it_in_reverse(tmp_path: Path) -> None:
+def test_rule_options_apply_after_the_file_and_before_it_in_reverse(tmp_path: Path) -> None:
     source = save({"0.qkv.w": numbers(9, 2), "1": numbers(1)}, tmp_path / "in.safetensors")
     line = ["--rules", rules_in(tmp_path, QKV), "--rule", "0.q.{p} => query.{p}", "--rule", "1 => one"]
     there, back = tmp_path / "there.safetensors", tmp_path / "back.safetensors"
@@ -391,7 +391,7 @@ def test_rules_apply_after_the_model(tmp_path: Path) -> None:
     assert torch.equal(torch.cat([found["first"], found["second"], found["third"]]), whole)
 
 
-def test_an_optimizer_follows_renames(tmp_path: Path) -> None:
+def test_optimizer_names_follow_renames(tmp_path: Path) -> None:
     names = ["0.qkv.w", "a.w"]
     state = {name: {"step": torch.tensor(1.0), "exp_avg": numbers(9, 2), "exp_avg_sq": numbers(9, 2)} for name in names}
     optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": names}]}
@@ -404,17 +404,17 @@ def test_an_optimizer_follows_renames(tmp_path: Path) -> None:
 
 
 MISFITS: dict[str, tuple[str, list[str]]] = {
-    # rules over the state below -> problem @ key
+    # name -> rules for the state below, and the problems
     "unequal": (
         '[[rule]]\nsplit = "w"\ninto = ["a", "b", "c"]',
         ["rule 1 (split): dimension 0 of [4, 6] is 4, not 3 times 1 @ w"]),
     "other sizes": (
         '[[rule]]\nsplit = "w"\ninto = ["a", "b"]\nsizes = [1, 2]',
         ["rule 1 (split): dimension 0 of [4, 6] is 4, not 1 + 2 @ w"]),
-    "sizes of more": (
+    "sizes with a too large sum": (
         '[[rule]]\nsplit = "w"\ninto = ["a", "b"]\nsizes = [3, 2]',
         ["rule 1 (split): dimension 0 of [4, 6] is 4, not 3 + 2 @ w"]),
-    "no such dimension": (
+    "unknown dimension": (
         '[[rule]]\nsplit = "w"\ninto = ["a", "b"]\ndim = 2', ["rule 1 (split): shape [4, 6] has no dimension 2 @ w"]),
     "a missing part": (
         '[[rule]]\njoin = ["0.q.{p}", "0.k.{p}"]\ninto = "0.qk.{p}"',
@@ -454,7 +454,7 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
         '[[rule]]\nreshape = "w"\nshape = [24]\nfrom_shape = [4]',
         ["rule 1 (reshape): the shape is [4, 6], not [4] @ w"]),
     "a cast of nothing": ('[[rule]]\ncast = "n"\ndtype = "float16"', ["rule 1 (cast): applies to no key @ n"]),
-    "an idle pattern": (
+    "unused pattern": (
         '[[rule]]\ndrop = ["w", "x", "y"]',
         ["rule 1 (drop): applies to no key @ x", "rule 1 (drop): applies to no key @ y"]),
     "an extra": (
@@ -476,26 +476,26 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
         '[[rule]]\njoin = ["{a*}.x.{b*}", "{a*}.y.{b*}"]\ninto = "{a*}.{b*}"',
         ["rule 2 (join): would be the same part of p.q as p.x.q @ x.p.q",
          "rule 2 (join): the parts have dtypes float32, int64 @ p.q"]),
-    "many that are missing": (
+    "many missing parts": (
         '[[rule]]\nstack = "e.{e}"\ninto = "e"\nparts = 10',
         ["rule 1 (stack): needs e.0 and e.2 and e.4 and e.5 and e.6 and e.7 and e.8 and e.9, which are not there @ e"]),
-    "very many that are missing": (
+    "too many missing parts to list": (
         '[[rule]]\nstack = "e.{e}"\ninto = "e"\nparts = 11',
         ["rule 1 (stack): needs e.0 and e.2 and e.4 and e.5 and e.6 and e.7 and e.8 and e.9 and more, "
          "which are not there @ e"]),
     "one part too many": (
         '[[rule]]\nrename = "e.3 => e.0"\n[[rule]]\nstack = "e.{e}"\ninto = "e"\nparts = 1',
         ["rule 2 (stack): has 2 parts, not 1 @ e"]),
-    "a number that is missing": (
+    "missing number": (
         '[[rule]]\nstack = "{e}.q.w"\ninto = "q.w"\n[[rule]]\njoin = "e.{e}"\ninto = "e"',
         ["rule 2 (join): needs e.0 and e.2, which are not there @ e"]),
-    "more parts than there should be": (
+    "unexpected part": (
         '[[rule]]\nstack = "e.{e}"\ninto = "e"\nparts = 1',
         ["rule 1 (stack): needs e.0, which is not there @ e"]),
     "another number of slices": (
         '[[rule]]\nunstack = "w"\ninto = "{e}.w"\nparts = 3',
         ["rule 1 (unstack): dimension 0 of [4, 6] is 4, not 3 @ w"]),
-    "more slices than there are": (
+    "too many slices": (
         '[[rule]]\nunstack = "w"\ninto = "{e}.w"\nparts = 5',
         ["rule 1 (unstack): dimension 0 of [4, 6] is 4, not 5 @ w"]),
     "slices of other shapes": (
@@ -504,26 +504,26 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
     "rows that do not fit": (
         '[[rule]]\npermute = "w"\ndims = [1, 0]\nrows = [3, -1]',
         ["rule 1 (permute): dimension 0 of [4, 6] is 4, not [3, -1] rows @ w"]),
-    "no whole number": (
+    "not a whole number": (
         '[[rule]]\nreshape = "w"\nfrom_shape = ["{a}", "{b}"]\nshape = ["{a} / 3", -1]',
         ["rule 1 (reshape): {a} / 3 does not divide without a rest @ w"]),
-    "a division by nothing": (
+    "division by zero": (
         '[[rule]]\nreshape = "w"\nfrom_shape = ["{a}", "{b}"]\nshape = ["{a} / 0", -1]',
         ["rule 1 (reshape): {a} / 0 does not divide without a rest @ w"]),
-    "a constant that is there": (
+    "existing constant": (
         '[[rule]]\nconstant = "v"\nvalue = 1\nshape = []', ["rule 1 (constant): written 2 times, from v @ v"]),
-    "half an integer": (
+    "fraction for an integer": (
         '[[rule]]\nconstant = "x"\nbeside = "n"\nvalue = 0.5', ["rule 1 (constant): int64 cannot hold 0.5 @ n"]),
     "true as an integer": (
         '[[rule]]\nconstant = "x"\nshape = []\nvalue = true\ndtype = "int8"',
         ["rule 1 (constant): int8 cannot hold True @ x"]),
-    "less than nothing without a sign": (
+    "negative value for an unsigned dtype": (
         '[[rule]]\nconstant = "x"\nshape = []\nvalue = -1\ndtype = "uint8"',
         ["rule 1 (constant): uint8 cannot hold -1 @ x"]),
-    "half a truth": (
+    "fraction for a bool": (
         '[[rule]]\nconstant = "x"\nshape = []\nvalue = 0.5\ndtype = "bool"',
         ["rule 1 (constant): bool cannot hold 0.5 @ x"]),
-    "what was refused is not refused again": (
+    "no follow-up problems": (
         '[[rule]]\ntranspose = ["v", "0.q.b"]\n[[rule]]\njoin = ["v", "n"]\ninto = "u"\n[[rule]]\nsplit = "u"\n'
         'into = ["a", "b"]\n[[rule]]\nunstack = "0.q.b"\ninto = "c.{c}"\n[[rule]]\ntranspose = ["b", "c.0"]',
         [f"rule 1 (transpose): shape [{size}] has no dimension 1 @ {key}" for key, size in (("0.q.b", 2), ("v", 4))]),
@@ -547,7 +547,7 @@ def test_all_problems_are_refused_at_once(tmp_path: Path, name: str) -> None:
     assert sorted(without_lines(caught.value.problems)) == sorted(problems)
 
 
-# field -> the rule beside it, values that it takes, and values that it does not
+# field, the rest of its rule, accepted values, refused values
 SPLIT: dict[str, Any] = {"split": "a", "into": ["b", "c"]}
 SHAPES: tuple[list[Any], list[Any]] = ([[], [0], [-1, 2], ["{n}"]], [[-1, -1], [-2], [True], [1.0], 1, "1"])
 FIELDS: list[tuple[str, dict[str, Any], list[Any], list[Any]]] = [
@@ -572,14 +572,14 @@ FIELDS: list[tuple[str, dict[str, Any], list[Any], list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("field", "rule", "taken", "refused"), FIELDS)
-def test_the_values_of_each_field(field: str, rule: dict[str, Any], taken: list[Any], refused: list[Any]) -> None:
-    for value in taken:
+@pytest.mark.parametrize(("field", "rule", "accepted", "refused"), FIELDS)
+def test_values_of_each_field(field: str, rule: dict[str, Any], accepted: list[Any], refused: list[Any]) -> None:
+    for value in accepted:
         assert faults({**rule, field: value}) == []
         assert step_of({**rule, field: value}, "rule 1", {"n": 2})
     for value in refused:
-        (said,) = faults({**rule, field: value})
-        assert said.startswith(f"{field!r} is not ")
+        (problem,) = faults({**rule, field: value})
+        assert problem.startswith(f"{field!r} is not ")
 
 
 def test_limits_of_the_file(tmp_path: Path) -> None:
@@ -606,8 +606,8 @@ def test_more_parts_than_the_limit_are_refused(tmp_path: Path) -> None:
     assert "--limit made_parts" in caught.value.problems[0].problem
 
 
-def test_a_cast_concerns_tensors_of_its_kind(tmp_path: Path) -> None:
-    """As `Module.to`, or what `from` lists; nothing is computed of a tensor that has the dtype."""
+def test_cast_applies_to_tensors_of_its_kind(tmp_path: Path) -> None:
+    """Like `Module.to`, or the dtypes in `from`. A tensor that already has the dtype is unchanged."""
     kinds = (torch.float16, torch.float32, torch.uint8, torch.int64, torch.bool, torch.complex64)
     state = {str(dtype)[6:]: numbers(3, dtype=dtype) for dtype in kinds}
     source = save(state, tmp_path / "in.pt")
@@ -634,12 +634,12 @@ def test_a_dropped_part_of_a_tensor_in_use_is_not_reported(tmp_path: Path) -> No
 
 KINDS = "rename, split, join, unstack, stack, transpose, permute, reshape, cast, constant, drop"
 MISTAKES: dict[str, tuple[str, list[str]]] = {
-    # the file -> problem @ rule
+    # name -> file, and the problems
     "no TOML": ("[[rule", []),
     "too deep": ("a = " + "[" * 100_000, []),
     "empty": ("", []),
     "no rules": ("rule = []", []),
-    "no list": ("[rule]\nrename = 'a => b'", []),
+    "not a list": ("[rule]\nrename = 'a => b'", []),
     "something else": ("speed = 1\n[[rule]]\nrename = 'a => b'", []),
     "examples that are not a list": ("example = 5\n[[rule]]\nrename = 'a => b'", []),
     "a list of numbers": ("rule = [1]", ["not a table @ rule 1"]),
@@ -651,14 +651,14 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "a missing field": ("[[rule]]\nsplit = 'a'", ["split needs 'into' @ rule 1"]),
     "one part": ("[[rule]]\nsplit = 'a'\ninto = ['b']", [
         "'into' is not a list of two strings or more, or one name with a variable that counts @ rule 1"]),
-    "a truth value for a number": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\ndim = true", [
+    "bool for a number": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\ndim = true", [
         "'dim' is not an integer @ rule 1"]),
     "an empty part": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = [0, 1]", [
         "'sizes' is not a list of positive integers @ rule 1"]),
     "too many sizes": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = [1, 1, 1]", ["3 sizes for 2 parts @ rule 1"]),
     "too few sizes": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c', 'd']\nsizes = [1, 1]", [
         "2 sizes for 3 parts @ rule 1"]),
-    "a count of what is listed": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nparts = 2", [
+    "count of listed parts": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nparts = 2", [
         "parts = counts numbered parts, and these are listed @ rule 1"]),
     "more dims than rows": ("[[rule]]\npermute = 'a'\ndims = [1, 0]\nrows = [-1]", ["2 dims for 1 rows @ rule 1"]),
     "the same part": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'b']", ["two parts have the same name @ rule 1"]),
@@ -666,19 +666,19 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "'a => b' is not a name: => belongs into a rename @ rule 1"]),
     "a variable of one side": ("[[rule]]\nsplit = 'a.{x}'\ninto = ['b', 'c']", [
         "the rule 'a.{x} => b' uses {x}, which the other side does not bind @ rule 1"]),
-    "no permutation": ("[[rule]]\npermute = 'a'\ndims = [1, 2]", [
+    "not a permutation": ("[[rule]]\npermute = 'a'\ndims = [1, 2]", [
         "'dims' is not each of the dimensions 0, 1, ... once @ rule 1"]),
     "two sizes to find": ("[[rule]]\nreshape = 'a'\nshape = [-1, -1]", [
         "'shape' is not a list of sizes, with one -1 at most @ rule 1"]),
-    "no dtype": ("[[rule]]\ncast = 'a'\ndtype = 'bf16'", [
+    "unknown dtype": ("[[rule]]\ncast = 'a'\ndtype = 'bf16'", [
         "'dtype' is not a dtype of torch, as in 'bfloat16' @ rule 1"]),
-    "no regular expression": ("[[rule]]\ndrop = 're:('", [
+    "invalid regular expression": ("[[rule]]\ndrop = 're:('", [
         "not a regular expression: 're:(': missing ), unterminated subpattern at position 0 @ rule 1"]),
-    "nothing that counts": ("[[rule]]\nstack = 'a.{i}'\ninto = 'b.{i}'", [
+    "no counting variable": ("[[rule]]\nstack = 'a.{i}'\ninto = 'b.{i}'", [
         "'a.{i}' needs one variable that 'b.{i}' lacks, as {e}, to count the parts: none @ rule 1"]),
-    "two that count": ("[[rule]]\nstack = 'a.{i}.{e}'\ninto = 'b'", [
+    "two counting variables": ("[[rule]]\nstack = 'a.{i}.{e}'\ninto = 'b'", [
         "'a.{i}.{e}' needs one variable that 'b' lacks, as {e}, to count the parts: {e} and {i} @ rule 1"]),
-    "one that counts several": ("[[rule]]\nstack = 'a.{e*}'\ninto = 'b'", [
+    "counting variable for several segments": ("[[rule]]\nstack = 'a.{e*}'\ninto = 'b'", [
         "'a.{e*}' needs one variable that 'b' lacks, as {e}, to count the parts: {e*} @ rule 1"]),
     "sizes of numbered parts": ("[[rule]]\njoin = 'a.{e}'\ninto = 'b'\nsizes = [1]", [
         "sizes = is for listed parts: numbered parts are of equal size @ rule 1"]),
@@ -686,21 +686,21 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "{n} has no value: name it as in --rules 'FILE(n=32)' @ rule 1"]),
     "a shape without a value": ("[[rule]]\nreshape = 'a'\nshape = ['{n}']", [
         "{n} has no value: name it in from_shape, or as in --rules 'FILE(n=32)' @ rule 1"]),
-    "no size": ("[sizes]\nn = 0\n[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = [1, '{n']", [
+    "invalid sizes": ("[sizes]\nn = 0\n[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = [1, '{n']", [
         "'sizes' is not a list of positive integers @ rule 1", "not a positive integer @ sizes.n"]),
-    "less than nothing": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = [1, '1 - 2']", [
+    "negative size": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = [1, '1 - 2']", [
         "1 - 2 is -1: no size @ rule 1"]),
-    "a constant of no shape": ("[[rule]]\nconstant = 'a'\nvalue = 1", [
+    "constant without a shape": ("[[rule]]\nconstant = 'a'\nvalue = 1", [
         "constant needs 'shape', or 'beside' for one that has it @ rule 1"]),
     "an arrow in a constant": ("[[rule]]\nconstant = 'a => b'\nvalue = 1\nshape = []", [
         "'a => b' is not a whole name: beside = says which tensors give its variables @ rule 1"]),
-    "sizes that are none": ("sizes = 5\n[[rule]]\nrename = 'a => b'", ["not a table @ sizes"]),
+    "sizes that are not a table": ("sizes = 5\n[[rule]]\nrename = 'a => b'", ["not a table @ sizes"]),
     "a size next to an example": (
         "[sizes]\nn = 2\n[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = [1, '{n}']\n[[example]]\nbefore = []", [
         "'after' is not a list of tensors, as in ['w [4, 2]'] @ example 1"]),
-    "a constant for each": ("[[rule]]\nconstant = 'a.{i}'\nvalue = 1\nshape = []", [
+    "constant with a variable": ("[[rule]]\nconstant = 'a.{i}'\nvalue = 1\nshape = []", [
         "'a.{i}' is not a whole name: beside = says which tensors give its variables @ rule 1"]),
-    "no example": ("[[rule]]\nrename = 'a => b'\n[[example]]\nbefore = ['a']\nafter = 1\nhow = 2", [
+    "invalid example": ("[[rule]]\nrename = 'a => b'\n[[example]]\nbefore = ['a']\nafter = 1\nhow = 2", [
         "an example takes no 'how' @ example 1",
         "'a' in 'before' is not a tensor, as in 'w [4, 2] bfloat16' @ example 1",
         "'after' is not a list of tensors, as in ['w [4, 2]'] @ example 1"]),
@@ -712,11 +712,11 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "'after' is not a list of tensors, as in ['w [4, 2]'] @ example 1",
         "'b [1] bf16' in 'after' is not a tensor, as in 'w [4, 2] bfloat16' @ example 2",
         *(f"'sizes' is not a table of positive integers @ example {number}" for number in (2, 3, 4))]),
-    "an example that is not so": (
+    "wrong example": (
         "[[rule]]\ntranspose = 'a'\n[[example]]\nbefore = ['a [2, 3]', 'b []']\nafter = ['a [2, 3] int8', 'c [1]']", [
         "the rules make no c @ example 1", "the rules leave or make b too @ example 1",
         "a is [3, 2] float32, not [2, 3] int8 @ example 1"]),
-    "an example that does not fit": ("[[rule]]\ntranspose = 'a'\n[[example]]\nbefore = ['a [2]']\nafter = ['a [2]']", [
+    "example that is refused": ("[[rule]]\ntranspose = 'a'\n[[example]]\nbefore = ['a [2]']\nafter = ['a [2]']", [
         "rule 1 (transpose): shape [2] has no dimension 1 @ a @ example 1"]),
     "several": ("[[rule]]\nrename = 'a'\n[[rule]]\ndrop = 1\n[[rule]]\ncast = ''\ndtype = 1", [
         "not a rule: 'a' @ rule 1",
@@ -742,19 +742,19 @@ def test_mistakes_have_line_numbers(tmp_path: Path) -> None:
     with pytest.raises(CkptError) as caught:
         read(rules_in(tmp_path, text))
     assert [problem.key for problem in caught.value.problems] == ["rule 2 at line 6", "example 1 at line 8"]
-    with pytest.raises(CkptError) as caught:  # a header inside of a text: better no line than a wrong one
+    with pytest.raises(CkptError) as caught:  # header inside a string: no line number is better than a wrong one
         read(rules_in(tmp_path, "x = '''\n[[rule]]\n'''\n[[rule]]\ndrop = 1".replace("x", "sizes.x")))
     assert caught.value.problems[0].key == "rule 1"
 
 
-def test_examples_are_tried_in_the_given_direction(tmp_path: Path) -> None:
+def test_examples_are_checked_in_the_given_direction(tmp_path: Path) -> None:
     rules = "[[rule]]\nreshape = 'a'\nfrom_shape = ['{n}', 2]\nshape = [2, '{n}']\n[[example]]\n"
     good = rules_in(tmp_path, rules + "before = ['a [3, 2] int8']\nafter = ['a [2, 3] int8']")
     assert read(good)
     assert read(good, reverse=True)
     sized = "[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = ['{n}', 1]\n[[example]]\nsizes = {n = 2}\n"
     path = rules_in(tmp_path, sized + "before = ['a [3]']\nafter = ['b [2]', 'c [1]']")
-    with pytest.raises(CkptError, match="1 mistake"):  # n has a value in the example only
+    with pytest.raises(CkptError, match="1 mistake"):  # n has a value only in the example
         read(path)
     assert read(f"{path}(n=5)")
 
@@ -794,7 +794,7 @@ def test_rules_without_a_reverse_are_reported(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ("--reverse", "--rules"),
-        ("--rules gone.toml", "gone.toml"),
+        ("--rules missing.toml", "missing.toml"),
         ("--rules p.json --rule a=>b", "a saved plan cannot be combined"),
     ],
 )
@@ -805,7 +805,7 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, wo
     assert not (tmp_path / "out.safetensors").exists()
 
 
-# The examples of docs/rules.md: each block of rules, with the table of what it makes of which tensors.
+# The examples of docs/rules.md: each block of rules, with its table of tensors before and after.
 
 BLOCKS = 11
 PAGE = DOCS / "rules.md"
@@ -827,7 +827,7 @@ def test_every_block_of_the_page_is_an_example() -> None:
 
 
 @pytest.mark.parametrize("number", range(BLOCKS))
-def test_the_examples_do_what_the_page_says(tmp_path: Path, number: int) -> None:
+def test_examples_on_the_page_are_correct(tmp_path: Path, number: int) -> None:
     text, table = examples()[number]
     rows = [row.split("|")[1:3] for row in table.splitlines()]
     before, after = (list(tensors([row[side] for row in rows])) for side in (0, 1))

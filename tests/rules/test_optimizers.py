@@ -1,4 +1,4 @@
-"""Rules reach optimizers: trained, converted, loaded into the other model's optimizer, trained on: equal."""
+"""Rules apply to optimizers: train, convert, load into the other model's optimizer and continue training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXPERTS = 3
 
 
 class Fused(nn.Module):
-    """Attention's three in one transposed weight, experts in one tensor, a scale without dimensions for each half."""
+    """Query, key and value in one transposed weight, experts in one tensor, scalar scales in one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Fused(nn.Module):
 
 
 class Apart(nn.Module):
-    """The same function, each tensor by itself."""
+    """The same function with separate tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,13 +136,13 @@ def rules_in(folder: Path, text: str = RULES) -> str:
 
 
 def close(left: nn.Module, right: nn.Module) -> bool:
-    """Two orders of the same sums differ by roundings."""
+    """Return whether weights are equal up to rounding, since sums are in another order."""
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(99))
     return torch.allclose(left(x), right(x), rtol=1e-4, atol=1e-5)
 
 
 def load_by(form: str, kind: str, old: str, new: str) -> list[str]:
-    """What ids need: the order of the model that is to load them, and with several groups whose state they are."""
+    """Return the options that ids need: the model that loads them, and with several groups both optimizers."""
     if form != "id":
         return []
     whose = ["--model", f"{__file__}:{old}"] if kind == "groups" else []
@@ -151,7 +151,7 @@ def load_by(form: str, kind: str, old: str, new: str) -> list[str]:
 
 @pytest.mark.parametrize("form", ["id", "fqn", "flat"])
 @pytest.mark.parametrize("kind", MAKERS)
-def test_training_goes_on_in_the_other_model(tmp_path: Path, kind: str, form: str) -> None:
+def test_training_continues_in_the_other_model(tmp_path: Path, kind: str, form: str) -> None:
     make = MAKERS[kind]
     model, optimizer = trained(Fused, make)
     source, there, back = (tmp_path / f"{name}.pt" for name in ("in", "there", "back"))
@@ -178,8 +178,8 @@ def test_training_goes_on_in_the_other_model(tmp_path: Path, kind: str, form: st
         assert same(again["optimizer"]["param_groups"], before["optimizer"]["param_groups"])
 
 
-def test_a_step_is_each_parameters_own(tmp_path: Path) -> None:
-    """Adam counts it up in place."""
+def test_each_parameter_gets_its_own_step_tensor(tmp_path: Path) -> None:
+    """Adam increments it in place."""
     source = saved(tmp_path / "in.pt", "id", *trained(Fused, MAKERS["amsgrad"]))
     line = ["--rules", rules_in(tmp_path), "--to-model", f"{__file__}:Apart"]
     assert main(["remap", str(source), *line, "-o", str(tmp_path / "out.pt")]) == 0
@@ -197,7 +197,7 @@ def test_moments_are_cast_with_their_parameters(tmp_path: Path) -> None:
         assert torch.equal(own["exp_avg"], before[name]["exp_avg"].bfloat16())
 
 
-def test_a_parameter_that_is_dropped_takes_its_state_along(tmp_path: Path) -> None:
+def test_state_of_a_dropped_parameter_is_dropped(tmp_path: Path) -> None:
     source = saved(tmp_path / "in.pt", "fqn", *trained(Fused, MAKERS["momentum"]))
     rules = rules_in(tmp_path, '[[rule]]\ndrop = "norm.{p}"')
     assert main(["remap", str(source), "--rules", rules, "-o", str(tmp_path / "out.pt")]) == 0
@@ -206,7 +206,7 @@ def test_a_parameter_that_is_dropped_takes_its_state_along(tmp_path: Path) -> No
     assert sorted(optimizer["state"]) == sorted(optimizer["param_groups"][0]["params"]) == names
 
 
-def test_rules_do_not_make_parameters_of_other_tensors(tmp_path: Path) -> None:
+def test_rules_do_not_turn_other_tensors_into_parameters(tmp_path: Path) -> None:
     model, optimizer = trained(Fused, MAKERS["momentum"])
     model.register_buffer("seen", torch.ones(3))
     source = saved(tmp_path / "in.pt", "fqn", model, optimizer)
@@ -218,7 +218,7 @@ def test_rules_do_not_make_parameters_of_other_tensors(tmp_path: Path) -> None:
     assert sorted(found["optimizer"]["state"]) == ["c_attn", "c_bias", "experts", "ln.bias", "ln.weight", "scales"]
 
 
-def test_ids_without_known_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ids_of_unknown_parameters_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = trained(Fused, MAKERS["momentum"])
     model.register_buffer("seen", torch.ones(3))
     source = saved(tmp_path / "in.pt", "id", model, optimizer)
@@ -244,7 +244,7 @@ def test_factored_moments_are_left_out_on_request(tmp_path: Path, capsys: pytest
 
 @pytest.mark.parametrize("form", ["id", "fqn", "flat"])
 def test_a_saved_plan_holds_the_optimizer(tmp_path: Path, form: str) -> None:
-    """Carried out in a process without the rules; where rows are split, without torch."""
+    """The plan is applied in a process without the rules, and without torch if it only splits rows."""
     rules = RULES.replace('[[rule]]\ntranspose = "c_attn"\n', "").replace('"c_attn => qkv.weight", ', "")
     source = saved(tmp_path / "in.pt", form, *trained(Fused, MAKERS["named" if form == "id" else "amsgrad"]))
     line = ["remap", str(source), "-o", str(tmp_path / "one.pt"), "--save-plan", str(tmp_path / "plan.json")]
@@ -259,15 +259,15 @@ def test_a_saved_plan_holds_the_optimizer(tmp_path: Path, form: str) -> None:
 
 
 PLAN_FAULTS: dict[str, tuple[Callable[[Any], None], int, str]] = {
-    # what is changed in the plan -> exit status, words of the error
-    "a parameter that is not there": (lambda o: o["params"][0].update({"from": {"ref": "x"}}), 1, "@ x"),
-    "a group that is not there": (lambda o: o["groups"][0].update(like=7), 1, "param group 7, and there are 1"),
+    # name -> change to the plan, exit status, part of the error
+    "missing parameter": (lambda o: o["params"][0].update({"from": {"ref": "x"}}), 1, "@ x"),
+    "missing param group": (lambda o: o["groups"][0].update(like=7), 1, "param group 7, and there are 1"),
     "in no group": (lambda o: o["groups"][0].update(params=[]), 1, "is in no group"),
     "in two places": (lambda o: o["groups"][0]["params"].append("k.bias"), 1, "more than once"),
     "no section": (lambda o: o.update(section="x"), 1, "no optimizer @ x"),
     "no form": (lambda o: o.update(form="x"), 2, "@ $.optimizers[0].form"),
     "no expression": (lambda o: o["params"][1].update({"from": 3}), 2, "@ $.optimizers[0].params[1].from"),
-    "an operator that computes": (
+    "operator with computation": (
         lambda o: o["params"][0].update({"from": {"op": "aten.neg.default", "args": [o["params"][0]["from"]]}}),
         1,
         "changes values",
@@ -290,7 +290,7 @@ def test_a_plan_for_another_optimizer(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not out.exists()
 
 
-def test_an_optimizer_of_another_models_names_is_not_left_behind(tmp_path: Path) -> None:
+def test_optimizer_with_names_of_another_model_is_not_ignored(tmp_path: Path) -> None:
     model, optimizer = trained(Fused, MAKERS["momentum"])
     state = get_optimizer_state_dict(nn.Sequential(model), optimizer)
     torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "in.pt")
@@ -315,7 +315,7 @@ def test_splits_of_hooks_need_no_torch_in_a_plan(tmp_path: Path) -> None:
 
 
 def trained_under(names: dict[str, str], wrapper: str = "") -> dict[str, Any]:
-    """A model of two layers, its keys in a wrapper, and its optimizer by names; `names` are other ones for these."""
+    """Train two layers; return state with wrapped keys and an optimizer by names, replaced as in `names`."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2)).sum().backward()
@@ -344,11 +344,11 @@ JOINED = """join = ["0.weight", "1.weight"]\ninto = "both.weight\""""
                 "is not a tensor of the model that the rules change @ x",
             },
         ),
-        (dict.fromkeys(("0.weight", "1.weight"), ""), JOINED, set()),  # what is trained has no part in it
+        (dict.fromkeys(("0.weight", "1.weight"), ""), JOINED, set()),  # no trained parameter is involved
         ({}, JOINED, set()),
     ],
 )
-def test_an_optimizer_that_rules_do_not_fit_is_refused(
+def test_optimizer_that_does_not_match_the_rules_is_refused(
     names: dict[str, str], rule: str, problems: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save(trained_under(names), tmp_path / "in.pt")
@@ -375,8 +375,8 @@ def test_names_without_wrappers_follow_rules_for_wrapped_keys(wrapper: str, tmp_
     assert list(found["optimizer"]["state"]) == ["body.weight", "body.bias", "1.weight", "1.bias"]
 
 
-def test_two_parameters_do_not_get_one_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where the model has one of them alone, so that its keys do not collide."""
+def test_colliding_parameter_names_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """This includes the case that the model has only one of them, so that its keys do not collide."""
     saved = trained_under({})
     del saved["model"]["1.weight"]
     torch.save(saved, tmp_path / "in.pt")
@@ -385,7 +385,7 @@ def test_two_parameters_do_not_get_one_name(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    ("saved", "words", "status", "said"),
+    ("saved", "words", "status", "message"),
     [
         ({"w": torch.ones(1)}, ("--optimizer-keys", "fqn"), 1, "holds no optimizer"),
         (
@@ -403,9 +403,9 @@ def test_two_parameters_do_not_get_one_name(tmp_path: Path, capsys: pytest.Captu
     ],
 )
 def test_optimizers_in_the_file_are_looked_up_first(
-    saved: Any, words: tuple[str, ...], status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    saved: Any, words: tuple[str, ...], status: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save(saved, tmp_path / "in.pt")
     assert main(["remap", str(tmp_path / "in.pt"), *words, "-o", str(tmp_path / "out.pt")]) == status
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert (tmp_path / "out.pt").exists() == (status == 0)

@@ -1,4 +1,4 @@
-"""The user's rules: the contract's syntax, and every rule that is refused."""
+"""The documented syntax of rules, and every rule that is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpttool.core.errors import CkptError, Refused
 from ckpttool.ruleset.patterns import InTurn, Rule, matches, parse
 
 RENAMES = [
-    # rule, key, its new name (None: no match)
+    # rule, key, new name (None: no match)
     ("a => b", "a", "b"),
     ("a => b", "a.x", None),
     ("a.w => b.w", "a.w", "b.w"),
@@ -24,12 +24,12 @@ RENAMES = [
     ("{x} => top.{x}", "a.w", None),
     ("{x*} => model.{x*}", "a.b.c", "model.a.b.c"),
     ("module.{x*} => {x*}", "module.a.b", "a.b"),
-    ("a.{x*}.w => b.{x*}.w", "a.w", "b.w"),  # {x*} may be no segment at all
+    ("a.{x*}.w => b.{x*}.w", "a.w", "b.w"),  # {x*} may match no segment
     ("a.{x*}.w => b.{x*}.w", "a.1.2.w", "b.1.2.w"),
     ("{a}.{b} => {b}.{a}", "x.y", "y.x"),
     ("{a}.{a}.w => {a}.w", "x.x.w", "x.w"),
     ("{a}.{a}.w => {a}.w", "x.y.w", None),
-    ("a+b.(c) => d", "a+b.(c)", "d"),  # all else is literal
+    ("a+b.(c) => d", "a+b.(c)", "d"),  # everything else is literal
     ("a+b.(c) => d", "aab.c", None),
     ("a.w => ü.w", "a.w", "ü.w"),
     ("a.{x*} => b.{x*}", "a.x\ny", "b.x\ny"),
@@ -51,17 +51,17 @@ def test_renames(rule: str, key: str, name: str | None) -> None:
 
 BAD = {
     "no arrow": "a",
-    "nothing before it": "=> b",
-    "nothing after it": "a =>",
+    "nothing before the arrow": "=> b",
+    "nothing after the arrow": "a =>",
     "a variable that FROM does not bind": "a => {x}",
     "one segment and many": "{x} => {x*}",
     "a variable that is part of a segment": "layer{i} => layers.{i}",
-    "no regular expression": "re:( => b",
-    "no group of that number": r"re:a => \1",
-    "no group of that name": r"re:a => \g",
+    "invalid regular expression": "re:( => b",
+    "unknown group number": r"re:a => \1",
+    "invalid group name": r"re:a => \g",
     "a backslash alone": "re:a => \\",
-    "no escape": r"re:a => \x*",
-    "a class that is no escape here": r"re:a => \d",
+    "unknown escape": r"re:a => \x*",
+    "character class in the new name": r"re:a => \d",
 }
 
 
@@ -84,25 +84,25 @@ def test_rules_without_a_reverse(text: str) -> None:
         parse(text, reverse=True)
 
 
-def test_a_match_in_two_ways_is_refused() -> None:
+def test_ambiguous_match_is_refused() -> None:
     rule = parse("{a*}.layer.{b*} => {a*}.{b*}")
     assert rule.apply("x.layer.w") == "x.w"
     with pytest.raises(Refused, match="more than one way"):
         rule.apply("x.layer.y.layer.w")
 
 
-def test_the_middle_of_three_variables_may_be_ambiguous_too() -> None:
+def test_middle_of_three_variables_can_be_ambiguous() -> None:
     with pytest.raises(Refused):
         parse("{a*}.{b*}.w.{c*} => {c*}.{b*}.{a*}.v").apply("x.w")
 
 
-def test_a_key_that_would_lose_its_name_is_refused() -> None:
+def test_rename_to_an_empty_name_is_refused() -> None:
     for text in ("a.{x*} => {x*}", "re:(x?)a => \\1"):
         with pytest.raises(Refused, match="leaves nothing"):
             parse(text).apply("a")
 
 
-def test_the_first_rule_that_matches_renames() -> None:
+def test_first_matching_rule_renames() -> None:
     rules = [parse("a.w => x"), parse("a.{r*} => b.{r*}")]
     assert rename(["a.w", "a.v", "c"], rules) == {"a.w": "x", "a.v": "b.v", "c": "c"}
 
@@ -122,7 +122,7 @@ SEGMENTS = st.lists(st.sampled_from(["a", "b", "layer", "0"]), min_size=1, max_s
 
 @given(SEGMENTS, st.integers(0, 5))
 def test_a_rule_and_its_reverse_cancel(segments: list[str], at: int) -> None:
-    """A prefix that is put in front at a fixed depth is found there again."""
+    """The rule adds a prefix at a fixed depth."""
     at = min(at, len(segments) - 1)
     heads = [f"{{x{i}}}" for i in range(at)]
     text = f"{'.'.join([*heads, '{rest*}'])} => {'.'.join([*heads, 'new', '{rest*}'])}"

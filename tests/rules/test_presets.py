@@ -1,8 +1,8 @@
-"""The ready sets of rules: both real models are run, with random weights at a small size, and give equal outputs.
+"""Presets: both real models, small and with random weights, give the same outputs.
 
-transformers is there in the tests' own environment; torchvision, timm and torchtune where `make models` installs them.
-Meta's own code of Llama is in no package: torchtune's is run, whose layout differs from Meta's in names only, and
-torchtune's own converter writes Meta's names.
+transformers is installed with the other test requirements; `make models` installs torchvision, timm and torchtune.
+No package has Meta's code of Llama. torchtune's model, whose layout differs only in names, is run instead, and
+torchtune's converter writes Meta's names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 State = dict[str, torch.Tensor]
 SIZES = {"heads": 4, "kv_heads": 2}
 NAMES = [preset.name for preset in rules()]
-ONE_WAY = ["vit-timm-to-torchvision", "vit-torchvision-to-timm"]  # each the other's way back
+ONE_WAY = ["vit-timm-to-torchvision", "vit-torchvision-to-timm"]  # each is the reverse of the other
 FOLDER = Path(__file__).parents[2] / "ckpttool" / "ruleset" / "presets"
 TENSOR = re.compile(r'"(\S+) (\[[\d, ]+\])"')
 
@@ -42,7 +42,7 @@ def call_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_examples_hold_and_what_can_be_reversed_comes_back(tmp_path: Path, name: str) -> None:
+def test_examples_are_correct_and_reversible_presets_roundtrip(tmp_path: Path, name: str) -> None:
     assert read(call_of(name))
     before = (FOLDER / f"{name}.toml").read_text().partition("before = [")[2].partition("]\nafter")[0]
     state = {key: torch.randn(json.loads(shape)) for key, shape in TENSOR.findall(before)}
@@ -57,7 +57,7 @@ def test_the_examples_hold_and_what_can_be_reversed_comes_back(tmp_path: Path, n
         assert back.read_bytes() == source.read_bytes()
 
 
-def test_a_name_that_is_not_a_preset(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_unknown_preset_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["remap", "x.pt", "--rules", "none", "-o", str(tmp_path / "out.pt")]) == 2
     with pytest.raises(CkptError, match="no preset with that name"):
         read("none")
@@ -81,7 +81,7 @@ def test_the_rules_of_a_preset_are_a_rules_file(name: str, run: Run) -> None:
     assert run("rules", f"{name}x").status == 2
 
 
-def test_the_page_lists_the_sets() -> None:
+def test_page_lists_every_preset() -> None:
     page = (DOCS / "rules.md").read_text()
     assert [name for name in NAMES if f"`{name}`" not in page] == []
 
@@ -103,7 +103,7 @@ def assert_same_outputs(
 
 
 def randomised(model: Any) -> Any:
-    """Weights that make every tensor matter: norms, biases and embeddings too."""
+    """Randomize all weights, including norms, biases and embeddings, so that every tensor affects the output."""
     torch.manual_seed(0)
     for parameter in model.parameters():
         parameter.data = torch.randn_like(parameter) / 4 + (parameter.ndim == 1)
@@ -125,7 +125,7 @@ def timm_vit() -> Any:
     return randomised(kind(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, mlp_ratio=2, num_classes=5))
 
 
-def test_torchvision_and_timm(tmp_path: Path) -> None:
+def test_vit_of_torchvision_and_timm(tmp_path: Path) -> None:
     theirs, mine = torchvision_vit(), timm_vit()
     mine.load_state_dict(converted(tmp_path, theirs.state_dict(), "vit-torchvision-to-timm"))
     assert_same_outputs(theirs, mine, IMAGES)
@@ -134,7 +134,7 @@ def test_torchvision_and_timm(tmp_path: Path) -> None:
     assert_same_outputs(theirs, mine, IMAGES)
 
 
-def test_timm_and_transformers(tmp_path: Path) -> None:
+def test_vit_of_timm_and_transformers(tmp_path: Path) -> None:
     transformers, mine = transformers_of_tests(), timm_vit()
     config = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=32, patch_size=8,
@@ -198,7 +198,7 @@ def transformers_of_tests() -> Any:
     ],
 )
 def test_experts(tmp_path: Path, kind: str, name: str) -> None:
-    """What `save_pretrained` writes becomes the state dict of the model, and that what it wrote."""
+    """Convert the output of `save_pretrained` to the model's state dict and back."""
     transformers = transformers_of_tests()
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, head_dim=4,
@@ -219,7 +219,7 @@ def test_experts(tmp_path: Path, kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("prefix", ["", "transformer."])
 def test_conv1d_and_linear(tmp_path: Path, prefix: str) -> None:
-    """GPT-2 as it is, and with each Conv1D replaced by the Linear that computes the same."""
+    """GPT-2 unchanged, and with each Conv1D replaced by an equivalent Linear."""
     transformers = transformers_of_tests()
     config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=32, n_positions=16, bos_token_id=0,
                                      eos_token_id=0)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Suggested rules: the commands that `diff` prints are run as they stand, and then names and shapes are the same."""
+"""Suggested rules: after the commands that `diff` prints are run unchanged, names and shapes are the same."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def save(build: Build, path: Path) -> str:
     return str(path)
 
 
-def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]:
+def diff_json(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]:
     status = main([*words, "--format", "json"])
     return status, json.loads(capsys.readouterr().out)
 
 
-def fixed(found: dict, capsys: pytest.CaptureFixture[str]) -> str:
-    """Runs the printed commands, in their order; the file that the last one writes."""
+def run_fixes(found: dict, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run the printed commands in order; return the file that the last one writes."""
     for line in fixes_in(found):
         words = shlex.split(line)
         assert main(words[1:]) == (1 if words[1] == "diff" else 0), capsys.readouterr().err
@@ -60,19 +60,19 @@ def fixed(found: dict, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("left", "right"), [*PAIRS.values(), *MORE], ids=lambda build: build.__name__ if callable(build) else str(build)
 )
-def test_the_printed_commands_make_the_names_and_shapes_of_the_right(
+def test_printed_commands_give_the_names_and_shapes_of_the_right(
     left: Build, right: Build, ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """safetensors keeps no order: what the order alone told is then not said, and what is said holds all the same."""
+    """safetensors does not keep the order: rules that depend on it are not suggested, and the others still work."""
     paths = [tmp_path / f"{name}.{ending}" for name in ("left", "right")]
     for build, path in zip((left, right), paths):
         state = {key: value.clone() for key, value in build().state_dict().items()}
         torch.save(state, path) if ending == "pt" else save_file(state, path)
-    status, found = asked(capsys, "diff", *map(str, paths))
+    status, found = diff_json(capsys, "diff", *map(str, paths))
     assert status == 1
-    status, after = asked(capsys, "diff", fixed(found, capsys), str(paths[1]))
+    status, after = diff_json(capsys, "diff", run_fixes(found, capsys), str(paths[1]))
     if ending == "pt":
-        assert after["summary"].keys() <= {"same", "unexpected"}  # what the right has not is kept
+        assert after["summary"].keys() <= {"same", "unexpected"}  # keys that right lacks are kept
         assert status == (1 if "unexpected" in after["summary"] else 0)
     else:
         remaining = {key for entry in after["entries"] if entry["status"] == "missing" for key in entry["right"]}
@@ -82,7 +82,7 @@ def test_the_printed_commands_make_the_names_and_shapes_of_the_right(
 
 
 def page() -> str:
-    """The rules of every pair, as `diff --suggest` writes them."""
+    """Return the rules of every pair, as written by `diff --suggest`."""
     parts = []
     for title, (left, right) in PAIRS.items():
         save(left, Path("left.pt"))
@@ -94,10 +94,10 @@ def page() -> str:
     return "".join(parts)
 
 
-def test_the_page_shows_what_is_suggested(
+def test_page_shows_the_suggested_rules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """To update it: ``UPDATE_DOCS=1 make test ARGS=tests/rules/test_suggest.py``."""
+    """Update with ``UPDATE_DOCS=1 make test ARGS=tests/rules/test_suggest.py``."""
     if int(transformers.__version__.partition(".")[0]) < 5:
         pytest.skip("its ViT has other names since transformers 5")
     monkeypatch.chdir(tmp_path)
@@ -112,7 +112,7 @@ def test_the_page_shows_what_is_suggested(
     assert example in shown
 
 
-# What is not to be paired
+# Tensors that must not be paired
 
 
 def inferred(left: State, right: State, ordered: bool = True) -> Inference:
@@ -127,7 +127,7 @@ def zeros(**shapes: tuple[int, ...]) -> State:
     return {name.replace("__", "."): torch.zeros(shape) for name, shape in shapes.items()}
 
 
-def test_order_is_no_evidence_if_the_file_keeps_none() -> None:
+def test_order_is_ignored_if_the_format_does_not_keep_it() -> None:
     left, right = zeros(a__weight=(4, 4), b__weight=(4, 4)), zeros(x__weight=(4, 4), y__weight=(4, 4))
     assert [(p.left, p.right) for p in inferred(left, right).pairs] == [
         (("a.weight",), ("x.weight",)),
@@ -138,7 +138,7 @@ def test_order_is_no_evidence_if_the_file_keeps_none() -> None:
     assert [(set(one.left), set(one.right)) for one in found.ambiguous] == [(set(left), set(right))]
 
 
-def test_names_of_the_field_prevail_over_the_order() -> None:
+def test_common_names_take_precedence_over_the_order() -> None:
     """BART defines key, value and query in this order, BERT query, key and value."""
     left = {f"layers.{n}.attn.{name}_proj.weight": torch.zeros(4, 4) for n in range(2) for name in "kvq"}
     right = {f"h.{n}.{name}.weight": torch.zeros(4, 4) for n in range(2) for name in ("query", "key", "value")}
@@ -153,26 +153,26 @@ def test_names_of_the_field_prevail_over_the_order() -> None:
 @pytest.mark.parametrize(
     ("left", "right"),
     [
-        (zeros(a__weight=(4,)), zeros(b__bias=(4,))),  # a scale is no bias
-        *((zeros(a__weight=shape), zeros(b__weight=shape)) for shape in ((), (1,))),  # numbers fit everywhere
+        (zeros(a__weight=(4,)), zeros(b__bias=(4,))),  # a scale is not a bias
+        *((zeros(a__weight=shape), zeros(b__weight=shape)) for shape in ((), (1,))),  # scalars match everywhere
         (zeros(a__weight=(4, 4), b__weight=(4, 4)), zeros(c__weight=(4, 4))),  # which of the two?
         ({**zeros(a__weight=(4, 4)), "n": torch.zeros(3)}, {"b.weight": torch.zeros(4, 4).long(), "n": torch.zeros(3)}),
         (zeros(enc__n__weight=(4,), enc__w=(2, 3)), zeros(dec__n__weight=(4,), enc__w=(2, 3), dec__w=(9, 9))),
     ],
 )
-def test_no_pair(left: State, right: State) -> None:
+def test_unrelated_or_ambiguous_tensors_are_not_paired(left: State, right: State) -> None:
     assert inferred(left, right).pairs == ()
 
 
-def test_a_head_is_not_taken_for_a_pooler() -> None:
-    """Both are a [32, 32] `dense` outside of all layers; `bert` is the way to all that the other side has."""
+def test_head_is_not_paired_with_a_pooler() -> None:
+    """Both are a [32, 32] `dense` outside all layers; all counterparts of the other side are below `bert`."""
     right = real_models.transformers.BertModel(real_models.transformers.BertConfig(**real_models.SIZES))
     pairs = inferred(real_models.bert().state_dict(), right.state_dict()).pairs
     assert {pair.left[0] for pair in pairs} == {f"bert.{pair.right[0]}" for pair in pairs}
     assert len(pairs) == len(bert_model().state_dict())
 
 
-def test_a_segment_that_reads_like_a_template_number() -> None:
+def test_segment_that_looks_like_a_template_number() -> None:
     left = zeros(**{f"layers__{n}__{odd}__w": (2, 3) for n in range(2) for odd in ("#", "\\#", "x#y")})
     right = {f"net.#.{key}": value for key, value in left.items()}
     found = inferred(left, right)
@@ -180,14 +180,14 @@ def test_a_segment_that_reads_like_a_template_number() -> None:
     assert {pair.evidence for pair in found.pairs} == {"the same name below `net.#`"}
 
 
-def test_two_models_that_have_nothing_in_common() -> None:
+def test_unrelated_models_are_not_paired() -> None:
     assert inferred(meta_llama().state_dict(), lightning().state_dict()).pairs == ()
 
 
 @settings(max_examples=int(os.environ.get("CKPTTOOL_SEEDS", "40")), deadline=None)
 @given(st.data())
-def test_values_pair_what_names_do_not(data: st.DataObject) -> None:
-    """Tensors of one shape under names that say nothing, in any order: with their values every pair is right."""
+def test_values_pair_tensors_with_meaningless_names(data: st.DataObject) -> None:
+    """Tensors of one shape have meaningless names, in any order; values give the right pairs."""
     from ckpttool.evaluate.apply import Digests
 
     count = data.draw(st.integers(2, 6))
@@ -209,26 +209,26 @@ def test_values_pair_what_names_do_not(data: st.DataObject) -> None:
 
 
 def test_values_show_the_order_of_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A fused tensor that holds value, query and key in this order; the words alone would take them for q, k, v."""
+    """A fused tensor holds value, query and key in this order; names alone would suggest q, k, v."""
     parts = {f"layers.0.{name}_proj.weight": torch.rand(rows, 3) for name, rows in zip("qkv", (4, 2, 2))}
     torch.save(parts, tmp_path / "left.pt")
     whole = torch.cat([parts[f"layers.0.{name}_proj.weight"] for name in "vqk"])
     torch.save({"layers.0.qkv.weight": whole}, tmp_path / "right.pt")
-    status, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), "--values")
+    status, found = diff_json(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), "--values")
     assert status == 1
     assert found["suggested"][0]["evidence"] == "the same values, parts in this order"
-    assert torch.equal(torch.load(fixed(found, capsys))["layers.0.qkv.weight"], whole)
+    assert torch.equal(torch.load(run_fixes(found, capsys))["layers.0.qkv.weight"], whole)
 
 
-def test_a_square_weight_of_gpt2_is_transposed_as_the_others_are(
+def test_square_weight_of_gpt2_is_transposed_like_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`attn.c_proj` has one shape either way: only its values, and its like in `mlp`, tell that it has to be turned."""
+    """`attn.c_proj` is square: only its values and the similar weight in `mlp` show that it must be transposed."""
     model = gpt2()
     save(lambda: model, tmp_path / "left.pt")
     save(split_gpt, tmp_path / "right.pt")
-    _, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
-    made, have = torch.load(fixed(found, capsys)), model.state_dict()
+    _, found = diff_json(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
+    made, have = torch.load(run_fixes(found, capsys)), model.state_dict()
     assert torch.equal(made["blocks.1.attn.out.weight"], have["h.1.attn.c_proj.weight"].t())
     assert torch.equal(made["blocks.1.ff.down.weight"], have["h.1.mlp.c_proj.weight"].t())
     assert torch.equal(made["blocks.0.attn.k.weight"], have["h.0.attn.c_attn.weight"].t().chunk(3)[1])
@@ -239,7 +239,7 @@ def test_a_square_weight_of_gpt2_is_transposed_as_the_others_are(
 
 def test_suggestions_do_not_change_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     left, right = save(phi3, tmp_path / "left.pt"), save(real_models.llama, tmp_path / "right.pt")
-    status, found = asked(capsys, "diff", left, right)
+    status, found = diff_json(capsys, "diff", left, right)
     assert (status, found["identical"]) == (1, False)
     assert {"missing", "unexpected"} <= found["summary"].keys()
     assert found["suggested"]
@@ -247,40 +247,38 @@ def test_suggestions_do_not_change_the_exit_status(tmp_path: Path, capsys: pytes
 
 def test_few_renames_are_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     left, right = save(plain, tmp_path / "left.pt"), save(named, tmp_path / "right.pt")
-    _, found = asked(capsys, "diff", left, right)
+    _, found = diff_json(capsys, "diff", left, right)
     (line,) = fixes_in(found)
     assert shlex.split(line)[3:-2] == ["--rule", "0.{x*} => fc1.{x*}", "--rule", "2.{x*} => fc2.{x*}"]
 
 
-def test_a_prefix_with_a_sibling_is_taken_off_and_the_sibling_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prefix_is_removed_and_its_sibling_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     left, right = save(lightning, tmp_path / "left.pt"), save(plain, tmp_path / "right.pt")
-    _, found = asked(capsys, "diff", left, right)
+    _, found = diff_json(capsys, "diff", left, right)
     (line,) = fixes_in(found)
     assert shlex.split(line)[3:-2] == ["--rule", "net.{x*} => {x*}"]
     assert PART in notes_in(found)
-    assert "loss.weight" in torch.load(fixed(found, capsys))
+    assert "loss.weight" in torch.load(run_fixes(found, capsys))
 
 
 def test_remaining_keys_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({f"bert.{key}": value for key, value in plain().state_dict().items()}, tmp_path / "left.pt")
     torch.save({**plain().state_dict(), "head.weight": torch.zeros(5, 2)}, tmp_path / "right.pt")
-    _, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
+    _, found = diff_json(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
     assert "the suggested rules do not write 1 key of the right: head.weight" in notes_in(found)
 
 
 def test_different_dtypes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({f"a.{n}.w": torch.rand(2, n + 1) for n in range(3)}, tmp_path / "left.pt")
     torch.save({f"b.{n}.w": torch.rand(2, n + 1).half() for n in range(3)}, tmp_path / "right.pt")
-    _, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
+    _, found = diff_json(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
     assert "the suggested rules do not change dtypes and values, and some differ" in notes_in(found)
-    assert {value.dtype for value in torch.load(fixed(found, capsys)).values()} == {torch.float32}
+    assert {value.dtype for value in torch.load(run_fixes(found, capsys)).values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_parts_of_other_sizes_that_are_stored_transposed(side: str) -> None:
-    """As of grouped queries in a `Conv1D`: the sizes are those along the dimension that is joined."""
+def test_transposed_parts_of_different_sizes(side: str) -> None:
+    """As for grouped queries in a `Conv1D`: sizes are along the joined dimension."""
     rows = {"q": 4, "k": 2, "v": 2}
     parts = {f"l.{name}.weight": torch.rand(3, size) for name, size in rows.items()}
     whole = {"l.qkv.weight": torch.cat(list(parts.values()), 1).t()}
@@ -295,7 +293,7 @@ def test_parts_of_other_sizes_that_are_stored_transposed(side: str) -> None:
     ("ends", "rules"),
     [
         (("weight", "bias"), 1),
-        (("kernel", "offset"), 2),  # of other ends each has a rule, and what else ends so is left alone
+        (("kernel", "offset"), 2),  # other suffixes need a rule each, and unrelated keys are unchanged
         (("",), 1),
     ],
 )
@@ -322,7 +320,7 @@ ODD = ["a\x7f", "b\u202e", "c😀\x01", 'd"\\', "e\u200b😀"]
 
 
 def test_names_with_control_characters_are_escaped() -> None:
-    """As TOML has them, and so that no terminal is told what to do."""
+    """They are valid TOML and contain no control characters."""
     left = {f"{key}.w": torch.zeros(at + 1) for at, key in enumerate(ODD)}
     right = {f"new.{key}": value for key, value in left.items()} | {"f.w": torch.zeros(9)}
     pairs = [Pair((key,), (f"new.{key}",), "said") for key in left]
@@ -349,7 +347,7 @@ def test_another_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_nothing_to_suggest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     left, right = save(meta_llama, tmp_path / "left.pt"), save(plain, tmp_path / "right.pt")
-    status, found = asked(capsys, "diff", left, right, "--suggest", str(tmp_path / "rules.toml"))
+    status, found = diff_json(capsys, "diff", left, right, "--suggest", str(tmp_path / "rules.toml"))
     assert status == 1
     assert any("no rules are suggested" in note for note in notes_in(found))
     assert not (tmp_path / "rules.toml").exists()
@@ -394,7 +392,7 @@ def fused():
     ("old", "new"),
     [("attention", "projections"), ("short", "long"), ("long", "fused"), ("fused", "long")],
 )
-def test_a_file_of_rules_leads_from_a_checkpoint_to_a_model(
+def test_rules_file_converts_a_checkpoint_to_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, old: str, new: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -403,11 +401,11 @@ def test_a_file_of_rules_leads_from_a_checkpoint_to_a_model(
     exec(MODELS, space)
     torch.save({"model": (saved := space[old]()).state_dict(), "epoch": 1}, "a.pt")
     words = ("diff", "a.pt", "--model", f"models.py:{new}")
-    _, before = asked(capsys, *words)
-    status, found = asked(capsys, *words, "--suggest", "rules.toml")
+    _, before = diff_json(capsys, *words)
+    status, found = diff_json(capsys, *words, "--suggest", "rules.toml")
     assert (status, Path("rules.toml").read_text()) == (1, found["rules"])
     assert found["entries"] == before["entries"]
-    for option, rule in pairwise(shlex.split(" ".join(fixes_in(before)))):  # those that are printed without a file
+    for option, rule in pairwise(shlex.split(" ".join(fixes_in(before)))):  # rules that are printed without a file
         assert option != "--rule" or rule in found["rules"]
     assert not any("missing from left" in note for note in notes_in(found))
     (command,) = fixes_in(found)
@@ -420,16 +418,16 @@ def test_a_file_of_rules_leads_from_a_checkpoint_to_a_model(
     assert torch.equal(*flat)
 
 
-def test_without_a_file_the_commands_that_use_one_are_printed(
+def test_commands_that_write_a_rules_file_are_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are printed if the rules leave nothing undone, and work as pasted."""
+    """They are printed if the rules fix everything, and can be pasted."""
     monkeypatch.chdir(tmp_path)
     Path("models.py").write_text(MODELS)
     space: dict[str, Any] = {}
     exec(MODELS, space)
     torch.save((saved := space["long"]()).state_dict(), "a.pt")
-    status, found = asked(capsys, "diff", "a.pt", "--model", "models.py:fused")
+    status, found = diff_json(capsys, "diff", "a.pt", "--model", "models.py:fused")
     assert (status, found.get("rules")) == (1, None)
     first, second = (shlex.split(command) for command in fixes_in(found))
     assert first[-2:] == ["--suggest", "a.rules.toml"]
@@ -443,7 +441,7 @@ def test_without_a_file_the_commands_that_use_one_are_printed(
     assert "--model" not in Path("a.rules.toml").read_text()
     assert "RIGHT" not in Path("a.rules.toml").read_text()
     torch.save({**saved.state_dict(), "other": torch.ones(9)}, "more.pt")
-    assert fixes_in(asked(capsys, "diff", "more.pt", "--model", "models.py:fused")[1]) == []
+    assert fixes_in(diff_json(capsys, "diff", "more.pt", "--model", "models.py:fused")[1]) == []
 
 
 def test_problems_that_a_rules_file_does_not_fix_are_reported(
@@ -452,53 +450,53 @@ def test_problems_that_a_rules_file_does_not_fix_are_reported(
     monkeypatch.chdir(tmp_path)
     Path("models.py").write_text(MODELS)
     torch.save({"q.weight": torch.ones(4, 4), "q.bias": torch.ones(4)}, "part.pt")
-    status, found = asked(capsys, "diff", "part.pt", "--model", "models.py:long", "--suggest", "rules.toml")
+    status, found = diff_json(capsys, "diff", "part.pt", "--model", "models.py:long", "--suggest", "rules.toml")
     assert status == 1
     assert any("the suggested rules do not write 6 keys" in note for note in notes_in(found))
     space: dict[str, Any] = {}
     exec(MODELS, space)
     torch.save({**space["short"]().state_dict(), "other": torch.ones(9)}, "more.pt")
-    _, found = asked(capsys, "diff", "more.pt", "--model", "models.py:long", "--suggest", "more.toml")
+    _, found = diff_json(capsys, "diff", "more.pt", "--model", "models.py:long", "--suggest", "more.toml")
     assert "the suggested rules do not change 1 key of the left: other" in notes_in(found)
     torch.save({"other": torch.ones(9)}, "other.pt")
-    status, found = asked(capsys, "diff", "other.pt", "--model", "models.py:long", "--suggest", "no.toml")
+    status, found = diff_json(capsys, "diff", "other.pt", "--model", "models.py:long", "--suggest", "no.toml")
     assert status == 1
     assert any("no.toml was not written" in note for note in notes_in(found))
     assert not Path("no.toml").exists()
 
 
-def test_rules_lead_from_one_checkpoint_to_one_other(capsys: pytest.CaptureFixture[str]) -> None:
+def test_suggest_needs_two_checkpoints_or_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ([], ["--model", "m.py:build"], ["a.pt", "b.pt", "--model", "m.py:build"]):
         assert main(["diff", *words, "--suggest", "rules.toml"]) == 2
         assert "--suggest needs two checkpoints, or a model and one" in capsys.readouterr().err
 
 
 def other_order(w: torch.Tensor, heads: int) -> torch.Tensor:
-    """The order of Llama's queries and keys after the conversion scripts of transformers."""
+    """Reorder rows like transformers' conversion scripts do for Llama's queries and keys."""
     return w.view(heads, w.shape[0] // heads // 2, 2, *w.shape[1:]).transpose(1, 2).reshape(w.shape)
 
 
 ROPE = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
 
 
-def test_rows_that_are_all_alike_are_in_no_other_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Norms begin as ones: a rule that sorts them would do so with those of a trained checkpoint."""
+def test_equal_rows_are_not_reordered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Norms start as ones; a rule that permutes them would also permute a trained checkpoint's."""
     left = {f"layers.{n}.{name}.weight": torch.ones(12 + n) for n in range(3) for name in ("norm", "out_norm")}
     left |= {f"layers.{n}.w.weight": torch.rand(12, 5) for n in range(3)}
     right = {key.replace("layers", "h").replace("norm", "ln"): value for key, value in left.items()}
     for name, state in (("left.pt", left), ("right.pt", right)):
         torch.save(state, tmp_path / name)
-    _, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), "--values")
+    _, found = diff_json(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), "--values")
     assert "rename = " in found["rules"]
     assert "permute" not in found["rules"]
 
 
 @pytest.mark.parametrize("renamed", [False, True])
 @pytest.mark.parametrize(("heads", "size", "back"), [(4, 8, False), (2, 6, True), (3, 16, False)])
-def test_the_order_of_rotary_rows_is_a_rule_for_all_layers(
+def test_order_of_rotary_rows_is_one_rule_for_all_layers(
     heads: int, size: int, back: bool, renamed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Queries have more heads than keys; a bias goes with its weight; afterwards every bit is the right's."""
+    """Queries have more heads than keys. A bias is permuted with its weight. Afterwards all bits are equal."""
     torch.manual_seed(heads)
     rows, width = {"wq": heads * size, "wk": size, "wv": size, "wo": 10}, heads * size
     left = {f"layers.{n}.attn.{name}.weight": torch.rand(rows[name], width + n) for n in range(3) for name in ROPE}
@@ -511,9 +509,9 @@ def test_the_order_of_rotary_rows_is_a_rule_for_all_layers(
     paths = [str(tmp_path / name) for name in ("left.pt", "right.pt")]
     for state, path in zip(sides, paths):
         torch.save(dict(state), path)
-    status, found = asked(capsys, "diff", *paths, "--values")
+    status, found = diff_json(capsys, "diff", *paths, "--values")
     assert status == 1
-    out = fixed(found, capsys)
+    out = run_fixes(found, capsys)
     made = torch.load(out)
     assert made.keys() == sides[1].keys()
     assert all(torch.equal(made[key], value) for key, value in sides[1].items())

@@ -1,4 +1,4 @@
-"""Rules answer soon, whoever wrote them and whatever keys they meet."""
+"""Rules are applied quickly, even for hostile patterns and keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckpttool.ruleset.patterns import Regex, matches, parse, pattern_of
 from ckpttool.ruleset.tensor_ops import shown
 
 LONG = ".".join(["a"] * 3000)
-SOON = 2.0  # seconds; what is not linear takes minutes
+SOON = 2.0  # seconds; nonlinear matching would take minutes
 
 
 @pytest.mark.parametrize("text", ["{a*}.{b*}.{c*}.{d*}.q => q", "{a*}.x.{b*}.x.{c*}.x.{d*}.q => q", "{a*}.{a*}.q => q"])
@@ -41,14 +41,14 @@ def test_text_that_is_not_a_tensor_is_rejected_in_linear_time(text: str) -> None
     assert time.process_time() - start < SOON
 
 
-def test_variables_that_occur_twice_end() -> None:
+def test_repeated_variables_terminate() -> None:
     start = time.process_time()
     with pytest.raises((CkptError, Refused)):
         parse("{a*}.{b*}.{c*}.{a*}.{b*}.{c*}.x.q => q").apply(f"{LONG}.q.{LONG}.x.q")
     assert time.process_time() - start < SOON
 
 
-def test_a_long_key_costs_as_much_as_it_is_long() -> None:
+def test_time_is_linear_in_the_length_of_a_key() -> None:
     start = time.process_time()
     assert parse("{a*}.x.{b*} => {b*}.{a*}").apply(".".join(["a"] * 200_000 + ["x"])) == ".".join(["a"] * 200_000)
     assert time.process_time() - start < SOON
@@ -64,7 +64,7 @@ def _fresh() -> None:
 
 
 @pytest.mark.parametrize(("text", "in_a_thread"), [*((text, False) for text in NESTED), (SLOW, True)])
-def test_a_regular_expression_that_never_ends_is_answered_or_ended(text: str, in_a_thread: bool) -> None:
+def test_endless_regular_expression_is_answered_or_stopped(text: str, in_a_thread: bool) -> None:
     def match() -> bool:
         with limited(Limits(rules_seconds=1)):
             return matches(f"re:{text}", "a" * 60 + "!")
@@ -79,7 +79,7 @@ def test_a_regular_expression_that_never_ends_is_answered_or_ended(text: str, in
     assert time.process_time() - start < 1 + SOON
 
 
-def test_many_slow_matches_have_one_limit_in_a_call_and_none_across_calls() -> None:
+def test_time_limit_is_per_call() -> None:
     key = "a" * 24 + "!"
     start = time.process_time()
     with limited(Limits(rules_seconds=1)):
@@ -92,8 +92,8 @@ def test_many_slow_matches_have_one_limit_in_a_call_and_none_across_calls() -> N
     assert time.process_time() - start < 1 + SOON
 
 
-def test_a_timer_of_the_program_goes_on() -> None:
-    """A host program's alarm was cleared by any match."""
+def test_host_programs_timer_is_kept() -> None:
+    """Every match used to clear a host program's alarm."""
     signal.setitimer(signal.ITIMER_REAL, 1000)
     try:
         assert matches("re:a+", "aa")
@@ -102,7 +102,7 @@ def test_a_timer_of_the_program_goes_on() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def test_an_endless_expression_is_refused_soon(tmp_path: Path) -> None:
+def test_endless_expression_is_refused_quickly(tmp_path: Path) -> None:
     path = str(tmp_path / "x.pt")
     torch.save({"a" * 100 + "!": torch.ones(1)}, path)
     start = time.process_time()
@@ -111,7 +111,7 @@ def test_an_endless_expression_is_refused_soon(tmp_path: Path) -> None:
     assert time.process_time() - start < 5
 
 
-# Random expressions, in which groups repeat and match nothing: `re` is what a rule means.
+# Random expressions with repeated groups that can match nothing; `re` is the oracle.
 ATOMS = st.sampled_from(["a", "b", ".", r"\w", r"\d", "[ab]", "[^a]", r"\.", r"\b", "{a}", "a{", "[{]", r"\{", "{,1}x"])
 REPEATS = st.sampled_from(["*", "+", "?", "*?", "+?", "{2}", "{1,2}", "{,2}"])
 EXPRESSIONS = st.recursive(
@@ -129,7 +129,7 @@ EXPRESSIONS = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(EXPRESSIONS, st.lists(st.text("ab.{}1x,", max_size=4), max_size=4))
-def test_an_expression_means_what_it_means_in_python(text: str, keys: list[str]) -> None:
+def test_expressions_match_like_pythons_re(text: str, keys: list[str]) -> None:
     try:
         wanted = re.compile(text)
     except re.error:
@@ -147,7 +147,7 @@ def test_an_invalid_regular_expression_is_reported(text: str) -> None:
         matches(f"re:{text}", "a")
 
 
-def test_a_shell_pattern_of_many_stars() -> None:
+def test_shell_pattern_of_many_stars_is_fast() -> None:
     start = time.process_time()
     assert not matches("*a" * 30 + "*b", "a" * 2000)
     assert time.process_time() - start < SOON
