@@ -1,4 +1,4 @@
-"""`fix` writes what the model loads, or refuses with the reasons and writes nothing."""
+"""`fix` writes a file that the model loads, or refuses with the reasons and writes nothing."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ WRAPPED = {
     "runtime": lambda net: dict(net.named_parameters()),
     "ddp": lambda net: {f"module.{key}": value for key, value in net.state_dict().items()},
     "compiled": lambda net: {f"_orig_mod.{key}": value for key, value in net.state_dict().items()},
-    "part of another": lambda net: {f"encoder.net.{key}": value for key, value in net.state_dict().items()},
+    "submodule": lambda net: {f"encoder.net.{key}": value for key, value in net.state_dict().items()},
 }
 
 
 @pytest.mark.parametrize("where", ["out", "in place"])
 @pytest.mark.parametrize("form", WRAPPED)
-def test_the_model_loads_what_is_written(form: str, where: str, run: Run) -> None:
+def test_model_loads_the_fixed_file(form: str, where: str, run: Run) -> None:
     net = model()
     torch.save(WRAPPED[form](net), "in.pt")
     before = Path("in.pt").read_bytes()
@@ -83,7 +83,7 @@ def test_the_model_loads_what_is_written(form: str, where: str, run: Run) -> Non
     assert where == "in place" or Path("in.pt").read_bytes() == before
 
 
-def test_a_guess_is_refused_with_the_command_that_applies_it(run: Run) -> None:
+def test_guessed_rules_are_refused_with_the_command_that_applies_them(run: Run) -> None:
     net = model()
     torch.save({f"old_{key}": value for key, value in net.state_dict().items()}, "in.pt")
     done = run("fix", "in.pt", "--model", "fix_net.py:Hidden", "-o", "out.pt")
@@ -97,14 +97,14 @@ def test_a_guess_is_refused_with_the_command_that_applies_it(run: Run) -> None:
     model().load_state_dict(torch.load(made), strict=True)
 
 
-def test_what_fits_and_what_no_command_fixes_is_refused(run: Run) -> None:
+def test_matching_and_unfixable_files_are_refused(run: Run) -> None:
     net = model()
     torch.save(net.state_dict(), "good.pt")
     torch.save({**net.state_dict(), "head.weight": torch.ones(5, 5)}, "bad.pt")
     torch.save({"model": {"head.bias": torch.ones(2)}}, "less.pt")
-    for path, says in (("good.pt", "nothing to fix"), ("bad.pt", "head.weight"), ("less.pt", "head.weight")):
+    for path, message in (("good.pt", "nothing to fix"), ("bad.pt", "head.weight"), ("less.pt", "head.weight")):
         done = run("fix", path, "--model", "fix_net.py:Hidden", "-o", "out.pt", "--report", "r.md")
-        assert (done.status, says in done.err) == (1, True), done.said
+        assert (done.status, message in done.err) == (1, True), done.said
         assert "ckpttool diff" in done.err
         assert not Path("out.pt").exists()
         assert not Path("r.md").exists()
@@ -120,8 +120,8 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["one/model.safetensors", "one", "shards", "run.dcp"])
-def test_second_names_that_a_folder_cannot_hold_are_written_to_a_file(where: str, run: Run) -> None:
-    """As `save_pretrained` saves tied weights: under one name."""
+def test_aliases_that_a_folder_cannot_hold_are_written_to_a_file(where: str, run: Run) -> None:
+    """Like `save_pretrained`, the source has tied weights under one name."""
     net = Tied()
     weights = {"embed.weight": net.embed.weight.detach()}
     if where == "run.dcp":
@@ -141,7 +141,7 @@ def test_second_names_that_a_folder_cannot_hold_are_written_to_a_file(where: str
         assert torch.equal(loaded.head.weight, net.embed.weight)
 
 
-def test_a_hint_that_names_an_option_of_remap_names_the_command_too(run: Run) -> None:
+def test_hint_with_a_remap_option_includes_the_command(run: Run) -> None:
     Path("tied.py").write_text(f"from torch import nn\n\n{inspect.getsource(Tied)}")
     net = Tied()
     torch.save({f"module.{key}": value for key, value in net.state_dict().items()}, "in.pt")
@@ -185,14 +185,14 @@ def test_from_python_with_objects() -> None:
         ckpttool.fix("out.pt", "again.pt")
 
 
-def test_keys_that_are_left_are_listed_alone(run: Run) -> None:
-    """A module around the model, as in Lightning, has a buffer of its own."""
+def test_only_remaining_keys_are_listed(run: Run) -> None:
+    """A module around the model, as in Lightning, adds a buffer."""
     outer = nn.Module()
     outer.net, outer.loss = model(), nn.CrossEntropyLoss(torch.ones(2))
     torch.save(outer.state_dict(), "train.pt")
-    said = run("diff", "train.pt", "--model", "fix_net.py:Hidden").out
-    assert "left has the prefix `net`" in " ".join(said.split())
-    assert "4 renamed, 1 unexpected" in said
+    output = run("diff", "train.pt", "--model", "fix_net.py:Hidden").out
+    assert "left has the prefix `net`" in " ".join(output.split())
+    assert "4 renamed, 1 unexpected" in output
     done = run("fix", "train.pt", "--model", "fix_net.py:Hidden", "-o", "out.pt")
     assert done.status == 1
     assert re.findall("^  .*@.*$", done.err, re.MULTILINE) == ["  not in right @ loss.weight"]
@@ -214,8 +214,8 @@ def test_keys_that_are_left_are_listed_alone(run: Run) -> None:
     model().load_state_dict(torch.load("out.pt"))
 
 
-def test_an_optimizer_in_a_file_of_its_own_is_named(run: Run) -> None:
-    """As the Trainer of transformers saves it."""
+def test_hint_names_a_separate_optimizer_file(run: Run) -> None:
+    """The layout of transformers' Trainer."""
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())
     sum(parameter.sum() for parameter in net.parameters()).backward()

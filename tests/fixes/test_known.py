@@ -1,4 +1,4 @@
-"""Situations in which a printed command was once refused, or nothing was said: each with the suggested fix."""
+"""Regressions: cases in which a printed command was refused, or no fix was suggested."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from command import fixes_in, notes_in
 from small_models import hooked, net
 
 State = dict[str, Any]
-Ask = Callable[..., dict[str, Any]]
+Diff = Callable[..., dict[str, Any]]
 MODELS = Path(small_models.__file__)
 
 
 @pytest.fixture
-def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
-    """Asks a diff as JSON, in a folder where the models are ``model.py``."""
+def diff_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Diff:
+    """Run a diff in a folder that has the models in ``model.py``, and return the JSON."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(MODELS, "model.py")
 
@@ -73,34 +73,34 @@ def inside(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
     return {prefix + key: value for key, value in state.items()}
 
 
-def test_a_models_arguments_are_in_the_command(ask: Ask) -> None:
+def test_a_models_arguments_are_in_the_command(diff_json: Diff) -> None:
     words = ("--model", "model.py:net(layers=3)")
-    found = ask(*words, saved(inside("module.", state_of(net(layers=3)))))
+    found = diff_json(*words, saved(inside("module.", state_of(net(layers=3)))))
     assert "net(layers=3)" in fixes_in(found)[0]
-    assert ask(*words, ran(fixes_in(found)[0]))["identical"]
+    assert diff_json(*words, ran(fixes_in(found)[0]))["identical"]
 
 
-def test_an_output_that_is_there_is_not_named_again(ask: Ask) -> None:
+def test_printed_output_name_is_not_an_existing_file(diff_json: Diff) -> None:
     words = ("--model", "model.py:net", saved(inside("module.", state_of(net()))))
-    assert [ran(fixes_in(ask(*words))[0]) for _ in range(2)] == ["a.serialized.pt", "a.serialized2.pt"]
+    assert [ran(fixes_in(diff_json(*words))[0]) for _ in range(2)] == ["a.serialized.pt", "a.serialized2.pt"]
 
 
-def test_runtime_names_beside_a_loss(ask: Ask) -> None:
-    """Only a command that leaves the loss out could rename them all: the printed one keeps it, and says so."""
+def test_runtime_names_next_to_a_loss(diff_json: Diff) -> None:
+    """The printed command renames the model's keys, keeps the loss, and reports that it is a partial fix."""
     held = {key: value.detach() for key, value in hooked().named_parameters()}
-    found = ask("--model", "model.py:hooked", saved({**inside("net.", held), "loss.weight": torch.ones(2)}))
+    found = diff_json("--model", "model.py:hooked", saved({**inside("net.", held), "loss.weight": torch.ones(2)}))
     assert PART in notes_in(found)
     assert set(torch.load(ran(fixes_in(found)[0]))) == {*held, "loss.weight"}
 
 
 @pytest.mark.parametrize("right", ["model", "file"])
-def test_no_part_is_chosen_if_several_fit(ask: Ask, right: str) -> None:
-    """A student and its teacher: the note has a command for one of them."""
+def test_no_submodule_is_chosen_if_several_match(diff_json: Diff, right: str) -> None:
+    """Student and teacher both match; the note has a command for one of them."""
     plain = state_of(net())
     left = saved({**inside("ema.teacher.", state_of(net())), **inside("student.", plain)})
     words = (*(("--model", "model.py:net") if right == "model" else ()), left)
     words += (saved(plain, "plain.pt"),) if right == "file" else ()
-    found = ask(*words)
+    found = diff_json(*words)
     assert fixes_in(found) == []
     (note,) = (note for note in notes_in(found) if "below each of ema.teacher, student" in note)
     made = ran(note.partition("to take one: ")[2])
@@ -109,13 +109,13 @@ def test_no_part_is_chosen_if_several_fit(ask: Ask, right: str) -> None:
 
 @pytest.mark.parametrize("right", ["model", "file"])
 @pytest.mark.parametrize("wrapper", ["", "module."])
-def test_of_parts_with_the_same_names_the_one_with_the_same_shapes_is_named(ask: Ask, right: str, wrapper: str) -> None:
+def test_shapes_decide_between_submodules_with_the_same_names(diff_json: Diff, right: str, wrapper: str) -> None:
     plain = state_of(net())
     other = {key: torch.cat([value, value]) for key, value in plain.items()}
     left = saved(inside(wrapper, {**inside("a.", other), **inside("b.", plain), **inside("c.", other)}))
     words = (*(("--model", "model.py:net") if right == "model" else ()), left)
     words += (saved(plain, "plain.pt"),) if right == "file" else ()
-    found = ask(*words)
+    found = diff_json(*words)
     assert fixes_in(found) == []
     (note,) = (note for note in notes_in(found) if "the names and shapes of right below b" in note)
     made = ran(note.partition("to take them: ")[2])
@@ -123,61 +123,61 @@ def test_of_parts_with_the_same_names_the_one_with_the_same_shapes_is_named(ask:
 
 
 @pytest.mark.parametrize("prefix", ["", "module._orig_mod."])
-def test_a_model_that_refuses_its_own_keys_gets_no_fix(ask: Ask, prefix: str) -> None:
-    """Its hook renames keys when it is saved, and none reads them. No rules file helps, so none is suggested."""
+def test_a_model_that_refuses_its_own_keys_gets_no_fix(diff_json: Diff, prefix: str) -> None:
+    """A hook renames keys on saving, but no hook reads them, so a rules file cannot help."""
     model = hook_zoo.partial_hook()
     with pytest.raises(RuntimeError, match="Unexpected key"):
         model.load_state_dict(model.state_dict())
-    found = ask("--model", f"{MODELS.parent}/hook_zoo.py:partial_hook", saved(inside(prefix, state_of(model))))
+    found = diff_json("--model", f"{MODELS.parent}/hook_zoo.py:partial_hook", saved(inside(prefix, state_of(model))))
     assert (found["identical"], fixes_in(found)) == (False, [])
     if not prefix:
         assert {entry["code"] for entry in found["entries"] if entry["status"] == "unexpected"} == {"not-read-back"}
 
 
-def test_fixes_do_not_depend_on_the_order_of_sets(ask: Ask) -> None:
+def test_fixes_do_not_depend_on_the_order_of_sets(diff_json: Diff) -> None:
     """Python orders sets of strings differently in each process."""
     plain = state_of(net())
     saved(plain, "plain.pt")
     saved({**inside("old.", plain), **inside("new.", state_of(net()))}, "two.pt")
     saved({f"{key}_{index % 3}": value for index, (key, value) in enumerate(plain.items())}, "other.pt")
     code = "from ckpttool.cli.app import main\nfor name in ('two.pt', 'other.pt'): main(['diff', name, 'plain.pt'])"
-    said = set()
+    outputs = set()
     for seed in "012":
         done = subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True
         )
-        said.add((done.stdout, done.stderr))
-    ((out, _),) = said
+        outputs.add((done.stdout, done.stderr))
+    ((out, _),) = outputs
     assert out.count("no differences") == 0
     assert out.count("differ") >= 2
 
 
-def test_what_is_absent_is_said_beside_the_part_that_is_fixed(ask: Ask) -> None:
+def test_missing_keys_are_reported_with_a_partial_fix(diff_json: Diff) -> None:
     state = {key: value for key, value in net().state_dict().items() if "head" not in key}
-    found = ask("--model", "model.py:net", saved(inside("_orig_mod.", state)))
+    found = diff_json("--model", "model.py:net", saved(inside("_orig_mod.", state)))
     assert PART in notes_in(found)
     assert any("head.weight, head.bias" in note for note in notes_in(found))
-    after = ask("--model", "model.py:net", ran(fixes_in(found)[0]))
+    after = diff_json("--model", "model.py:net", ran(fixes_in(found)[0]))
     assert (after["summary"], fixes_in(after)) == ({"same": len(state), "missing": 2}, [])
 
 
-def test_extra_keys_are_reported_and_not_dropped(ask: Ask) -> None:
+def test_extra_keys_are_reported_and_not_dropped(diff_json: Diff) -> None:
     more = {f"layers.{i}.fc.lora_A": torch.ones(1) for i in range(2)} | {"ema.decay": torch.ones(1)}
-    found = ask("--model", "model.py:net", saved({**net().state_dict(), **more}))
+    found = diff_json("--model", "model.py:net", saved({**net().state_dict(), **more}))
     assert (fixes_in(found), found["summary"]["unexpected"]) == ([], 3)
     assert not any("--drop" in note for note in notes_in(found))
-    found = ask("--model", "model.py:net", saved(inside("module.", {**net().state_dict(), **more})))
+    found = diff_json("--model", "model.py:net", saved(inside("module.", {**net().state_dict(), **more})))
     assert PART in notes_in(found)
     assert set(torch.load(ran(fixes_in(found)[0]))) == {*net().state_dict(), *more}
 
 
-def test_keys_of_another_tree_are_not_dropped_while_others_are_missing(ask: Ask) -> None:
+def test_keys_of_another_tree_are_not_dropped_while_others_are_missing(diff_json: Diff) -> None:
     tree = {key.replace("layers.", "transformer.h."): value for key, value in net().state_dict().items()}
-    assert not any("--drop" in line for line in fixes_in(ask("--model", "model.py:net", saved(tree))))
+    assert not any("--drop" in line for line in fixes_in(diff_json("--model", "model.py:net", saved(tree))))
 
 
 @pytest.mark.parametrize("change", ["shape", "absent", "tree"])
-def test_no_swap_is_printed_that_would_be_refused(ask: Ask, change: str) -> None:
+def test_swap_that_would_be_refused_is_not_printed(diff_json: Diff, change: str) -> None:
     state = state_of(net())
     torch.export.save(torch.export.export(net(), (torch.ones(1, dtype=torch.int64),)), "p.pt2")
     damaged = {
@@ -186,17 +186,17 @@ def test_no_swap_is_printed_that_would_be_refused(ask: Ask, change: str) -> None
         "tree": {key.replace("layers.", "transformer.h."): value for key, value in state.items()},
     }[change]
     for words in ((), ("--model", "model.py:net")):
-        found = ask(*words, saved(damaged), "p.pt2")
+        found = diff_json(*words, saved(damaged), "p.pt2")
         assert not any("swap-weights" in line or "--model MODEL" in line for line in fixes_in(found))
         assert fixes_in(found) or notes_in(found)
 
 
 @pytest.mark.parametrize("program_first", [False, True])
-def test_a_swap_of_constants_to_another_dtype_is_printed_and_fixes_all(ask: Ask, program_first: bool) -> None:
+def test_swap_of_constants_with_another_dtype_is_printed_and_works(diff_json: Diff, program_first: bool) -> None:
     model = small_models.lifted()
     torch.export.save(torch.export.export(model, (torch.ones(1, 4),)), "p.pt2")
     weights = {key: value.double() for key, value in {**model.state_dict(), "scale": torch.full((4,), 2.0)}.items()}
-    found = ask(*(("p.pt2", saved(weights)) if program_first else (saved(weights), "p.pt2")))
+    found = diff_json(*(("p.pt2", saved(weights)) if program_first else (saved(weights), "p.pt2")))
     (line,) = fixes_in(found)
     assert {"--constants", "--cast"} <= set(line.split())
     assert PART not in notes_in(found)
@@ -214,7 +214,7 @@ HIDDEN = {f"{key[0]}.w": value for key, value in HIDING.items()}
         (HIDING, HIDDEN, "serialized"),
         (HIDDEN, HIDING, "exported"),
         ({**HIDING, "same": torch.ones(1)}, {**HIDDEN, "same": torch.ones(1)}, "serialized"),
-        ({**HIDING, "e.e_inner.n": 3}, {**HIDDEN, "e.n": 3}, "serialized"),  # no tensor, and hidden as they are
+        ({**HIDING, "e.e_inner.n": 3}, {**HIDDEN, "e.n": 3}, "serialized"),  # not a tensor, hidden like the tensors
         ({**HIDING, "a.a_inner.w": torch.zeros(7)}, HIDDEN, None),
         ({**HIDING, "a.a_inner.w": torch.zeros(1).half()}, HIDDEN, None),
         ({**HIDING, "e.w": torch.ones(9)}, HIDDEN, None),
@@ -222,24 +222,26 @@ HIDDEN = {f"{key[0]}.w": value for key, value in HIDING.items()}
         ({**HIDING, "same": torch.ones(1)}, {**HIDDEN, "same": torch.ones(2)}, None),
     ],
 )
-def test_what_a_hook_may_hide_is_asked_of_the_model(ask: Ask, left: State, right: State, form: str | None) -> None:
-    """Where one segment less is all that differs, under more names than a few rules tell."""
-    found = ask(saved(left), saved(right, "b.pt"))
+def test_model_is_requested_if_a_hook_may_hide_segments(
+    diff_json: Diff, left: State, right: State, form: str | None
+) -> None:
+    """Names differ only by one missing segment, in more ways than a few rules could express."""
+    found = diff_json(saved(left), saved(right, "b.pt"))
     assert [line for line in fixes_in(found) if "MODEL" in line] == (
         [f"ckpttool remap a.pt --model MODEL --to {form} -o a.{form}.pt"] if form else []
     )
 
 
-def test_a_program_whose_names_a_hook_may_hide_is_swapped_whichever_side_it_is(ask: Ask) -> None:
+def test_swap_is_printed_for_a_program_on_either_side(diff_json: Diff) -> None:
     model = hooked()
     torch.export.save(torch.export.export(model, (torch.ones(1, dtype=torch.int64),)), "p.pt2")
     for prefix in ("", "module._orig_mod."):
         weights = saved({prefix + key: value for key, value in state_of(model).items()})
         for sides in (("p.pt2", weights), (weights, "p.pt2")):
-            assert fixes_in(ask(*sides))[0] == "ckpttool swap-weights p.pt2 a.pt --model MODEL -o p.swapped.pt2"
+            assert fixes_in(diff_json(*sides))[0] == "ckpttool swap-weights p.pt2 a.pt --model MODEL -o p.swapped.pt2"
 
 
-def test_segments_of_wrappers_do_not_change_what_is_paired() -> None:
+def test_wrapper_segments_do_not_change_the_pairs() -> None:
     shapes = {"norm.w": (8,), "attn.w": (24, 8), "mlp.0.w": (32, 8), "mlp.0.b": (32,), "mlp.2.w": (8, 32)}
     left = {f"layers.1.layer.{key}": torch.ones(shape) for key, shape in shapes.items()}
     right = {key.replace(".layer.", "."): value for key, value in left.items()}
@@ -257,34 +259,34 @@ def test_segments_of_wrappers_do_not_change_what_is_paired() -> None:
 
 
 @pytest.mark.parametrize(("count", "by_file"), [(2, False), (3, True)])
-def test_rules_that_fix_more_than_names_of_wrappers_do_are_printed(ask: Ask, count: int, by_file: bool) -> None:
-    """As options where they are few, else in a file, whatever part another command would fix."""
+def test_rules_are_printed_if_they_fix_more_than_unwrapping(diff_json: Diff, count: int, by_file: bool) -> None:
+    """A few rules are options, more are written to a file, even if another command would fix some differences."""
     left = {f"module.{'abcd'[n]}.w": torch.rand(2, n + 1) for n in range(count)} | {"module.z": torch.rand(5)}
     right = {f"{'pqrs'[n]}.v{n}": torch.rand(2, n + 1) for n in range(count)} | {"z": torch.rand(5)}
-    fix = fixes_in(ask(saved(left), saved(right, "b.pt")))
+    fix = fixes_in(diff_json(saved(left), saved(right, "b.pt")))
     assert [line.split()[1] for line in fix] == (["diff", "remap"] if by_file else ["remap"])
     for line in fix:
         assert main(shlex.split(line)[1:]) == (1 if " diff " in line else 0)
-    after = ask(fix[-1].split()[-1], "b.pt")
+    after = diff_json(fix[-1].split()[-1], "b.pt")
     assert after["summary"].get("missing", 0) == 0
 
 
-def test_rules_for_what_lies_in_a_store_are_written_here(ask: Ask) -> None:
+def test_rules_file_for_a_remote_checkpoint_is_local(diff_json: Diff) -> None:
     left = {f"{name}.w": torch.rand(2, n + 1) for n, name in enumerate("abcd")}
     right = {f"{name}.v{n}": value for n, (name, value) in enumerate(zip("pqrs", left.values()))}
     with fsspec.open("memory://bucket/a.pt", "wb") as file:
         torch.save(left, file)
-    fix = fixes_in(ask("memory://bucket/a.pt", saved(right, "b.pt")))
+    fix = fixes_in(diff_json("memory://bucket/a.pt", saved(right, "b.pt")))
     assert fix == [
         "ckpttool diff memory://bucket/a.pt b.pt --suggest a.rules.toml",
         "ckpttool remap memory://bucket/a.pt --rules a.rules.toml -o memory://bucket/a.renamed.pt",
     ]
     for line in fix:
         assert main(shlex.split(line)[1:]) == (1 if " diff " in line else 0)
-    assert ask("memory://bucket/a.renamed.pt", "b.pt")["identical"]
+    assert diff_json("memory://bucket/a.renamed.pt", "b.pt")["identical"]
 
 
-def test_what_is_in_memory_is_not_named_as_what_a_file_is_to_be_like(ask: Ask) -> None:
+def test_in_memory_state_is_passed_as_like_object(diff_json: Diff) -> None:
     state = state_of(net())
     path = saved(inside("module.", {**state, "more": torch.ones(1)}))
     (line,) = diff(path, state).fix
@@ -294,16 +296,17 @@ def test_what_is_in_memory_is_not_named_as_what_a_file_is_to_be_like(ask: Ask) -
 
 
 @pytest.mark.parametrize(
-    ("gone", "more"), [(1, ""), (3, ""), (4, "; and 1 problem more"), (6, "; and 3 problems more")]
+    ("missing", "more"), [(1, ""), (3, ""), (4, "; and 1 problem more"), (6, "; and 3 problems more")]
 )
-def test_three_reasons_are_said_why_a_swap_would_be_refused_and_how_many_more(ask: Ask, gone: int, more: str) -> None:
+def test_note_has_three_reasons_why_a_swap_would_be_refused(diff_json: Diff, missing: int, more: str) -> None:
     state = state_of(net())
     torch.export.save(torch.export.export(net(), (torch.ones(1, dtype=torch.int64),)), "p.pt2")
-    absent = list(state)[:gone]
-    found = ask("--model", "model.py:net", saved({key: state[key] for key in state if key not in absent}), "p.pt2")
+    absent = list(state)[:missing]
+    incomplete = {key: state[key] for key in state if key not in absent}
+    found = diff_json("--model", "model.py:net", saved(incomplete), "p.pt2")
     (note,) = (note for note in notes_in(found) if note.startswith("swap-weights would be refused"))
-    assert f"the weights do not fit the program: {gone} problem" in note
-    assert [key in note for key in state] == [number < min(gone, 3) for number in range(len(state))]
+    assert f"the weights do not fit the program: {missing} problem" in note
+    assert [key in note for key in state] == [number < min(missing, 3) for number in range(len(state))]
     assert note.endswith(f"{absent[:3][-1]}{more})")
 
 
@@ -311,16 +314,16 @@ FORGETFUL = """
 from torch import nn
 
 def saving(module, state, prefix, meta):
-    for gone in module.gone:
-        state.pop(prefix + gone)
+    for name in module.unsaved:
+        state.pop(prefix + name)
     state[prefix + "kernel"] = state.pop(prefix + "a.weight")
 
 def loading(state, prefix, *rest):
     state[prefix + "a.weight"] = state.pop(prefix + "kernel")
 
-def build(*gone):
+def build(*unsaved):
     net = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2, bias=False)})
-    net["twin"], net.gone = net["b"], gone
+    net["twin"], net.unsaved = net["b"], unsaved
     net.register_state_dict_post_hook(saving)
     net._register_load_state_dict_pre_hook(loading)
     return net
@@ -340,48 +343,46 @@ def without_bias(module, state, prefix, meta): del state[prefix + "bias"]
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("nothing", None),
-        ("twin", None),  # its tensor is saved under its first name
+        ("twin", None),  # saved under its first name
         ("both", "1 tensor is not in any key that state_dict() writes (b.weight), so no command"),
         ("alone", "1 tensor is not in any key that state_dict() writes (bias), so no command"),
         ("three", "2 tensors are not in any key that state_dict() writes (a.bias, b.weight), so no command"),
     ],
 )
-def test_tensors_that_a_model_does_not_save_are_said_and_no_swap_is_printed(
-    ask: Ask, name: str, said: str | None
-) -> None:
+def test_tensors_that_a_model_does_not_save_are_reported(diff_json: Diff, name: str, message: str | None) -> None:
     Path("forgetful.py").write_text(FORGETFUL)
-    found = ask("--model", f"forgetful.py:{name}")
+    found = diff_json("--model", f"forgetful.py:{name}")
     notes = [note for note in notes_in(found) if "not in any key that state_dict() writes" in note]
-    assert [note.startswith(said or "") for note in notes] == ([True] if said else [])
+    assert [note.startswith(message or "") for note in notes] == ([True] if message else [])
     names_differ = [] if name == "alone" else ["remap"]
-    assert [line.split()[1] for line in fixes_in(found)] == (names_differ if said else ["swap-weights", "remap"])
+    assert [line.split()[1] for line in fixes_in(found)] == (names_differ if message else ["swap-weights", "remap"])
 
 
-def test_placeholders_stand_only_for_what_is_not_known(ask: Ask) -> None:
+def test_placeholders_are_used_only_for_unknown_operands(diff_json: Diff) -> None:
     runtime = {key: value.detach() for key, value in hooked().named_parameters()}
     left, right = saved(state_of(hooked())), saved(runtime, "b.pt")
     for mine, theirs in ((left, right), (right, left)):
-        (line,) = fixes_in(ask(mine, theirs))
+        (line,) = fixes_in(diff_json(mine, theirs))
         assert "MODEL" not in line
-        assert ask(ran(line), theirs)["identical"]
+        assert diff_json(ran(line), theirs)["identical"]
     torch.export.save(torch.export.export(hooked(), (torch.ones(1, dtype=torch.int64),)), "p.pt2")
-    assert fixes_in(ask(left, "p.pt2"))[0] == "ckpttool swap-weights p.pt2 a.pt --model MODEL -o p.swapped.pt2"
-    known = fixes_in(ask("--model", "model.py:hooked", left, right))
+    assert fixes_in(diff_json(left, "p.pt2"))[0] == "ckpttool swap-weights p.pt2 a.pt --model MODEL -o p.swapped.pt2"
+    known = fixes_in(diff_json("--model", "model.py:hooked", left, right))
     assert "MODEL" not in " ".join(known)
-    assert ask(ran(known[0]), right)["identical"]
+    assert diff_json(ran(known[0]), right)["identical"]
 
 
-def test_ties_in_safetensors(ask: Ask) -> None:
+def test_tied_weights_in_safetensors(diff_json: Diff) -> None:
     state = {key: value.clone() for key, value in small_models.tied().state_dict().items()}
     save_file(inside("module.", state), "a.safetensors")
-    out = ran(fixes_in(ask("--model", "model.py:tied", "a.safetensors"))[0])
-    assert ask("--model", "model.py:tied", out)["identical"]
+    out = ran(fixes_in(diff_json("--model", "model.py:tied", "a.safetensors"))[0])
+    assert diff_json("--model", "model.py:tied", out)["identical"]
 
 
-def test_the_model_is_read_once(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_read_once(diff_json: Diff, monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[Any] = []
     trace = tracing.trace
 
@@ -390,7 +391,7 @@ def test_the_model_is_read_once(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> No
         return trace(model)
 
     monkeypatch.setattr(tracing, "trace", counted)
-    found = ask("--model", "model.py:net", saved(inside("module.", state_of(net()))))
+    found = diff_json("--model", "model.py:net", saved(inside("module.", state_of(net()))))
     assert fixes_in(found)
     assert len(traced) == 1
 
@@ -408,16 +409,16 @@ def test_the_model_is_read_once(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> No
         ("runs/step.dcp", "runs/step.new.dcp"),
     ],
 )
-def test_an_output_stands_beside_its_source(source: str, name: str) -> None:
+def test_default_output_is_next_to_its_source(source: str, name: str) -> None:
     assert next(outputs(source, "new")) == name
 
 
-def test_a_folders_output_is_a_folder_if_that_can_hold_it(tmp_path: Path) -> None:
+def test_output_of_a_folder_is_a_folder_if_it_can_hold_the_result(tmp_path: Path) -> None:
     (tmp_path / "v1.0").mkdir()
     assert list(outputs(str(tmp_path / "v1.0"), "new")) == [f"{tmp_path}/v1.0.new/", f"{tmp_path}/v1.0.new.pt"]
 
 
-def test_options_are_the_words_that_ask_for_them() -> None:
+def test_options_are_printed_as_command_line_words() -> None:
     asked = RemapOptions(model="m.py:f(n=2)", materialize=True, drop=("a.*", "b"), out="o.pt")
     assert shlex.split(command("remap", ("a b.pt",), asked)) == [
         *("ckpttool", "remap", "a b.pt", "--model", "m.py:f(n=2)", "--materialize"),
@@ -431,13 +432,13 @@ def test_options_are_the_words_that_ask_for_them() -> None:
 KEYS = ["a.0.w", "a.1.w", "a.0.lora_A.w", "b.lora_A", "odd[0].w", "x{y}.w", "c.d"]
 
 
-@pytest.mark.parametrize("gone", [KEYS[2:4], KEYS[4:6], ["c.d"], ["a.0.w"], KEYS[:2], [*KEYS[2:6], "a.1.w"]])
-def test_patterns_name_the_keys_that_go_and_no_others(gone: list[str]) -> None:
-    patterns = drops(gone, set(KEYS) - set(gone)) or ()
-    assert {key for key in KEYS if any(matches(text, key) for text in patterns)} == set(gone)
+@pytest.mark.parametrize("dropped", [KEYS[2:4], KEYS[4:6], ["c.d"], ["a.0.w"], KEYS[:2], [*KEYS[2:6], "a.1.w"]])
+def test_patterns_match_exactly_the_dropped_keys(dropped: list[str]) -> None:
+    patterns = drops(dropped, set(KEYS) - set(dropped)) or ()
+    assert {key for key in KEYS if any(matches(text, key) for text in patterns)} == set(dropped)
 
 
-def test_too_many_patterns_are_none() -> None:
+def test_too_many_patterns_give_none() -> None:
     assert drops([f"k{i}" for i in range(100)], {"m.k1"}) is None
 
 
@@ -448,10 +449,10 @@ def test_prefixes() -> None:
     assert prefixes({"old.a.w", "new.a.w", "new.b"}, {"a.w"}) == ["new", "old"]
 
 
-def test_the_fix_of_an_object_in_memory_is_a_python_call(ask: Ask) -> None:
-    """A command line cannot name it. What is printed works as pasted, with the caller's names for the objects."""
+def test_the_fix_of_an_object_in_memory_is_a_python_call(diff_json: Diff) -> None:
+    """A command line cannot name the object. The printed call works if pasted with the caller's variable names."""
     expected = saved(net().state_dict(), "b.pt")
-    assert ask(expected, expected)["identical"]
+    assert diff_json(expected, expected)["identical"]
     state = {f"model.{key}": value for key, value in net().state_dict().items()}
     sides: tuple[dict[str, Any], ...] = (
         *({"model": "model.py:net"}, {"model": net}),
@@ -468,7 +469,7 @@ def test_the_fix_of_an_object_in_memory_is_a_python_call(ask: Ask) -> None:
         out.unlink()
 
 
-def test_many_rules_for_objects_in_memory_go_through_a_file(ask: Ask) -> None:
+def test_many_rules_for_objects_in_memory_use_a_file(diff_json: Diff) -> None:
     left = {name: torch.full((n + 1,), 1.0) for n, name in enumerate("abcd")}
     right = {f"{name}.v{n}": value for n, (name, value) in enumerate(zip("pqrs", left.values()))}
     saved(left, "x.pt")
@@ -485,14 +486,14 @@ def test_many_rules_for_objects_in_memory_go_through_a_file(ask: Ask) -> None:
         Path(next(iter(map(str, Path().glob("*.rules.toml"))))).unlink()
 
 
-def test_printed_commands_write_beside_what_is_there(ask: Ask) -> None:
-    """Also those for optimizers: what a command before them wrote is left alone, and they still run."""
+def test_printed_commands_do_not_overwrite_existing_files(diff_json: Diff) -> None:
+    """Commands for optimizers keep earlier outputs too, and still run."""
     model = net()
     saved({"optimizer": torch.optim.SGD(model.parameters()).state_dict()}, "a.pt")
     saved({"optimizer": torch.optim.SGD(model.named_parameters()).state_dict()}, "named.pt")
     assert main(["remap", "named.pt", "--optimizer-keys", "fqn", "-o", "b.pt"]) == 0
     outs = []
     for _ in range(2):
-        (line,) = fixes_in(ask("a.pt", "b.pt", "--model", "model.py:net"))
+        (line,) = fixes_in(diff_json("a.pt", "b.pt", "--model", "model.py:net"))
         outs.append(ran(line))
     assert outs == ["a.fqn.pt", "a.fqn2.pt"]

@@ -1,6 +1,6 @@
-"""Every command that a diff prints runs as printed, and its output holds the values of all tensors of its input.
+"""Every command that a diff prints runs unchanged, and its output holds the values of all input tensors.
 
-``CKPTTOOL_FIXES=2000`` tries as many random pairs.
+``CKPTTOOL_FIXES=2000`` tries 2000 random pairs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def written(state: State, path: Path, rng: random.Random) -> str:
     if rng.random() < 0.5:
         torch.save(state, f"{path}.pt")
         return f"{path}.pt"
-    if aliases:  # as save_pretrained writes it: one of the names
+    if aliases:  # like save_pretrained, under one name
         state = {key: value for key, value in state.items() if not key.endswith("head.weight")}
     save_file({key: value.contiguous() for key, value in state.items()}, f"{path}.safetensors")
     return f"{path}.safetensors"
@@ -86,9 +86,9 @@ def damaged(state: State, rng: random.Random) -> State:
         extra = rng.choice([prefix, ""]) + rng.choice(["score", "layers.7", "layers.1.lora_A"])
         made |= {f"{extra}.weight": torch.randn(2, 3), f"{extra}.bias": torch.randn(2)}
     if rng.random() < 0.3:
-        gone = rng.choice([key.rpartition(".")[0] for key in made])
-        made = {key: value for key, value in made.items() if not key.startswith(f"{gone}.")} or made
-    if rng.random() < 0.3:  # names that the model ties, with other values
+        removed = rng.choice([key.rpartition(".")[0] for key in made])
+        made = {key: value for key, value in made.items() if not key.startswith(f"{removed}.")} or made
+    if rng.random() < 0.3:  # different values for tied names
         made = {key: value.clone() + key.count("head") for key, value in made.items()}
     return made
 
@@ -107,12 +107,12 @@ def state_of(model: nn.Module, rng: random.Random) -> State:
 @pytest.fixture(scope="module")
 def namespace(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     made: dict[str, Any] = {}
-    exec(MODULE, made)  # the model of this test
+    exec(MODULE, made)  # the test's own model
     return made
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_a_printed_command_runs_and_loses_no_value(
+def test_printed_command_runs_and_keeps_every_value(
     seed: int,
     namespace: dict[str, Any],
     tmp_path: Path,
@@ -135,7 +135,7 @@ def test_a_printed_command_runs_and_loses_no_value(
     found = json.loads(capsys.readouterr().out)
     assert status in (0, 1)
     text = " ".join([*fixes_in(found), *notes_in(found)])
-    have = values(read(left))
+    actual = values(read(left))
     for line in fixes_in(found):
         parts = shlex.split(line)[1:]
         if "MODEL" in parts:
@@ -144,12 +144,12 @@ def test_a_printed_command_runs_and_loses_no_value(
         assert main(parts) == (1 if parts[0] == "diff" else 0), (words, line, capsys.readouterr().err)
         if parts[0] == "remap":
             kept = values(read(parts[parts.index("-o") + 1]))
-            assert all(value in kept for value in have), (words, line)
+            assert all(value in kept for value in actual), (words, line)
     if status == 1 and any(entry["status"] == "unexpected" for entry in found["entries"]):
         assert "--drop PATTERN" not in text
 
 
-def test_what_has_no_counterpart_is_left_without_a_fix(
+def test_keys_without_a_counterpart_get_no_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -163,7 +163,7 @@ def test_what_has_no_counterpart_is_left_without_a_fix(
         assert any("1.weight, 1.bias" in note and "no fix is suggested" in note for note in notes_in(found))
 
 
-def test_a_command_for_tied_names_writes_a_file_that_can_hold_them(
+def test_command_for_tied_names_writes_a_format_that_can_hold_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -190,15 +190,15 @@ def _tied() -> nn.Module:
 
 
 REFUSED = {
-    "not this model's": (("remap", "two.pt", "--model", "torch.nn:Linear(in_features=4, out_features=4)",
+    "another model": (("remap", "two.pt", "--model", "torch.nn:Linear(in_features=4, out_features=4)",
                           "-o", "out.pt"), "no name of this model"),
     "another model's": (("remap", "two.pt", "--model", "m.py:two", "--to-model", "m.py:one", "-o", "out.pt"), "do not"),
-    "tensors alone": (("remap", "run.pt", "-o", "out.safetensors"), "holds tensors only"),
+    "format that holds tensors only": (("remap", "run.pt", "-o", "out.safetensors"), "holds tensors only"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_no_hint_of_a_refusal_tells_to_drop(
+def test_hint_of_a_refusal_does_not_suggest_drop(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -209,9 +209,9 @@ def test_no_hint_of_a_refusal_tells_to_drop(
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     torch.save(model.state_dict(), "two.pt")
     torch.save({"model": model.state_dict(), "ema": model.state_dict(), "epoch": 3}, "run.pt")
-    words, said = REFUSED[name]
+    words, message = REFUSED[name]
     assert main(list(words)) == 1
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert "hint:" in err
     assert "--drop" not in err

@@ -1,6 +1,6 @@
 """Folders that torch.distributed.checkpoint writes under DDP, FSDP2, HSDP, tensor parallelism and pipeline stages.
 
-The oracle: torch's own conversions, and `dcp.load` with another number of ranks. `CKPTTOOL_SUITES=all` takes all
+The oracles are torch's own conversions, and `dcp.load` with another number of ranks. `CKPTTOOL_SUITES=all` tests all
 layouts and numbers of ranks.
 """
 
@@ -34,5 +34,5 @@ def test_layouts(tmp_path: Path, savers: int, loaders: int, record_property: Any
     assert done.returncode == 0, done.stderr.decode()
     found = json.loads((tmp_path / "found.json").read_text())
     record_property("cases", len(found))
-    assert len(found) == 3 * len(LAYOUTS)  # a conversion, and two loads
+    assert len(found) == 3 * len(LAYOUTS)  # one conversion and two loads
     assert {name: wrong for name, wrong in found.items() if wrong} == {}

@@ -1,6 +1,6 @@
-"""Torch's own examples for export (`torch._export.db`): what each program holds, and other weights in it.
+"""Torch's own examples for export (`torch._export.db`): inspect each program, and swap its weights.
 
-The oracle is torch's program. Only one example has weights. `CKPTTOOL_SUITES=all` takes all, otherwise every fourth.
+The oracle is torch's program. Only one example has weights. `CKPTTOOL_SUITES=all` tests all, otherwise every fourth.
 """
 
 from __future__ import annotations

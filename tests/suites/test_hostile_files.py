@@ -1,7 +1,7 @@
-"""Files in the manner of picklescan's and fickling's own tests, and of the advisories about them.
+"""Files modeled on picklescan's and fickling's own tests, and on the advisories about them.
 
-The oracles: the verdicts of both scanners (tests/data/scanners.tsv, compared with the scanners if they are installed),
-and for archives what torch itself reads. `CKPTTOOL_SUITES=all` also asks for every name of the scanners' lists.
+The oracles are the verdicts of both scanners (tests/data/scanners.tsv, compared with the scanners if installed), and
+for archives torch itself. `CKPTTOOL_SUITES=all` also tests every name on the scanners' lists.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def call(module: str, name: str) -> bytes:
 
 
 def torch_file(path: Path, pickled: bytes) -> Path:
-    """A file of torch.save with this pickle."""
+    """Write a torch file with this pickle."""
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n"}.items():
             archive.writestr(f"archive/{name}", data)
@@ -52,7 +52,7 @@ def torch_file(path: Path, pickled: bytes) -> Path:
 
 
 def folder_with(folder: Path, name: str, data: bytes) -> Path:
-    """A folder of weights with this file next to them."""
+    """Write a folder with weights and this file."""
     folder.mkdir()
     save_file({"w": torch.ones(1)}, folder / "model.safetensors")
     (folder / name).write_bytes(data)
@@ -63,22 +63,22 @@ def folder_with(folder: Path, name: str, data: bytes) -> Path:
 
 with (ROOT / "tests/data/scanners.tsv").open() as rows:
     NAMES = [tuple(row) for row in csv.reader(rows, delimiter="\t")][1:]
-# Their verdict is dangerous, ours is unknown, for which `check` fails too.
+# Names that a scanner calls dangerous and we call unknown; `check` fails for both.
 MILDER = {
-    "functools.partial": "it calls nothing: what it wraps is an import of its own",
+    "functools.partial": "it calls nothing, and the wrapped function is a separate import",
     "torch.storage._load_from_bytes": "the pickle in the bytes is read, and its imports are listed",
     **dict.fromkeys(("torch.jit", "torch.compile"), "only some functions of torch.jit load or compile"),
     **dict.fromkeys(
         ("test", "code", "platform", "logging", "operator", "_operator", "functools", "filecmp", "difflib"),
-        "the module has other names too, or is called as a folder of the user may be",
+        "the module has harmless names too, or a user's folder may have its name",
     ),
     **dict.fromkeys(("builtins", "__builtin__", "__builtins__"), "the module has harmless names too"),
-    **dict.fromkeys(("eval", "exec", "compile"), "there is no module of this name"),
+    **dict.fromkeys(("eval", "exec", "compile"), "no module has this name"),
 }
 
 
 def our_verdict(run: Run, folder: Path, module: str, name: str) -> str:
-    """The worst verdict on the imports of a torch file that imports the name; `check` must agree with it."""
+    """Return the worst verdict for a torch file that imports the name; `check` must agree."""
     path = torch_file(folder / "x.pt", imported(module, name))
     found = [one["verdict"] for one in run("inspect", path, "--format", "json").data["imports"]]
     worst = DANGEROUS if DANGEROUS in found else UNKNOWN if UNKNOWN in found else "harmless"
@@ -87,7 +87,7 @@ def our_verdict(run: Run, folder: Path, module: str, name: str) -> str:
 
 
 @pytest.mark.parametrize("scanner", ["picklescan", "fickling"])
-def test_names_that_a_scanner_s_tests_call(scanner: str, run: Run, tmp_path: Path, record_property: Any) -> None:
+def test_names_from_a_scanners_tests(scanner: str, run: Run, tmp_path: Path, record_property: Any) -> None:
     rows = [(module, name, theirs) for who, module, name, theirs in NAMES if who == scanner]
     record_property("part", scanner)
     record_property("cases", len(rows))
@@ -117,7 +117,7 @@ SCANNERS: dict[str, Callable[[bytes], str]] = {"picklescan": picklescan_says, "f
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("scanner", SCANNERS)
-def test_the_recorded_verdicts_are_those_of_the_scanner(scanner: str) -> None:
+def test_recorded_verdicts_match_the_scanner(scanner: str) -> None:
     for who, module, name, verdict in NAMES:
         if who == scanner:
             assert (module, name, SCANNERS[who](imported(module, name))) == (module, name, verdict)
@@ -125,9 +125,9 @@ def test_the_recorded_verdicts_are_those_of_the_scanner(scanner: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("scanner", SCANNERS)
-def test_every_name_on_the_list_of_a_scanner(scanner: str, run: Run, tmp_path: Path, record_property: Any) -> None:
+def test_every_name_on_a_scanners_list(scanner: str, run: Run, tmp_path: Path, record_property: Any) -> None:
     if not ALL:
-        pytest.skip("CKPTTOOL_SUITES=all asks for them")
+        pytest.skip("runs only with CKPTTOOL_SUITES=all")
     names: set[tuple[str, str]] = set()
     if scanner == "picklescan":
         listed = pytest.importorskip("picklescan.scanner")._unsafe_globals
@@ -168,26 +168,26 @@ HOSTILE = {
     "an instance": b"(S'id'\nios\nsystem\n.",
     "an object": b"(cos\nsystem\nS'id'\no.",
     "names in the memo": b"Vos\np2\n0Vsystem\np3\n0Vtorch\np0\n0VLongStorage\np1\n0g2\ng3\n\x93(Vid\ntR.",
-    "names as strings of Python 2": b"S'os'\nS'system'\n\x93S'id'\n\x85R.",
+    "names as Python 2 strings": b"S'os'\nS'system'\n\x93S'id'\n\x85R.",
     "a chain of built-in functions": (
         b"c__builtin__\nglobals\n(tRp1\n0c__builtin__\ncompile\n(S'x=1'\nS''\nS'exec'\ntRp2\n0c__builtin__\neval\n"
         b"(g2\ng1\ntRp3\n0c__builtin__\napply\n(g3\n(g1\nS'x'\nltRp4\n0g4\n."
     ),
-    "a getter of attributes": (
+    "attribute getter": (
         b"\x80\x04" + text("operator") + text("attrgetter") + b"\x93" + text("system") + b"\x85R"
         + text("builtins") + text("__import__") + b"\x93" + text("os") + b"\x85R\x85R" + text("id") + b"\x85R."
     ),
-    "a class of a module by a dotted name": b"\x80\x04" + call("pathlib", "os.system") + b".",
+    "dotted name below a harmless module": b"\x80\x04" + call("pathlib", "os.system") + b".",
     "dropped by POP": b"\x80\x04(" + text("smtplib") + text("SMTP") + b"\x93" + text("localhost") + b"o0N.",
     "before a name that is not memoized": b"\x80\x04" + EVIL + b"0" + text("os") + b"\x94h\x03h\x00\x93K\x42.",
     "before a name that is a number": b"\x80\x04" + EVIL + b"0J\x2a\0\0\0\x94h\0h\0\x93K\x42.",
-    "before what is not an opcode": b"\x80\x04" + EVIL + b"\xff.",
+    "before an invalid opcode": b"\x80\x04" + EVIL + b"\xff.",
     "before the end of the file": b"\x80\x04" + EVIL,
     "without an end": b"cbuiltins\nexec\n(X\x10\0\0\0open('x').read()tRX.",
     "after several headers": b"\x80\x02\x80\x03\x80\x04" + EVIL + b".",
     "in the second pickle": pickle.dumps(["a"]) + b"\x80\x04" + EVIL + b".",
     "in the third pickle": pickle.dumps(["a"]) * 2 + b"\x80\x04" + EVIL + b".",
-    "before bytes that are no pickle": b"\x80\x04" + EVIL + b".\xde\xad\xbe\xef",
+    "before bytes that are not a pickle": b"\x80\x04" + EVIL + b".\xde\xad\xbe\xef",
     "a state for a module": b"ctorch\n_utils\n}" + text("_rebuild_tensor") + b"c__builtin__\nexec\nsb.",
     "a file of torch.save whose first pickle is a call": (
         b"\x80\x02c__builtin__\neval\n" + text("0x1950A86A20F9469CFC6C") + b"\x85R." + VERSION + LAST
@@ -195,7 +195,7 @@ HOSTILE = {
     "a file of torch.save whose first number is a harmless call": (
         b"\x80\x02c__builtin__\nint\n" + text("119547037146038801333356") + b"\x85R." + VERSION + LAST
     ),
-    "a number in another form before it": b"\x80\x02\x8b\x0a\0\0\0" + MAGIC[4:] + VERSION + LAST,
+    "number in another encoding": b"\x80\x02\x8b\x0a\0\0\0" + MAGIC[4:] + VERSION + LAST,
     "a frame that ends in an opcode": b"\x80\x04\x95\x03" + bytes(7) + b"\x8c\x14" + b"A" * 20 + b".",
     "a frame after the end": MAGIC[:2] + b"\x95\x40" + bytes(7) + MAGIC[2:] + VERSION + b"}." + LAST,
     "bytes inside bytes": (
@@ -206,7 +206,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", [*INNOCENT, *HOSTILE])
 def test_pickles(name: str, run: Run, tmp_path: Path) -> None:
-    """As the pickle of a torch file, as a file on its own, and next to weights."""
+    """Try each pickle inside a torch file, as a separate file, and next to weights."""
     data = INNOCENT.get(name) or HOSTILE[name]
     expected = 0 if name in INNOCENT else 1
     for done in (
@@ -227,12 +227,12 @@ NOT_PICKLES = {
     "an image": b"\x89PNG\r\n\x1a\n",
     "text": b"cmod\n\xf8\n",
     "7z": b"7z\xbc\xaf\x27\x1c" + bytes(40),
-    "an array of numpy": b"\x93NUMPY\1\0" + bytes(40),
+    "numpy array": b"\x93NUMPY\1\0" + bytes(40),
 }
 
 
 @pytest.mark.parametrize("name", NOT_PICKLES)
-def test_files_that_are_no_pickles(name: str, run: Run, tmp_path: Path) -> None:
+def test_files_that_are_not_pickles(name: str, run: Run, tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(NOT_PICKLES[name])
     done = run("inspect", tmp_path / "x.pt")
     assert (done.status, done.err.startswith("error: ")) == (2, True)
@@ -241,29 +241,29 @@ def test_files_that_are_no_pickles(name: str, run: Run, tmp_path: Path) -> None:
     assert (done.status, "(unreadable pickle)" in done.out) == (1, True)
 
 
-# The pickles above on which a scanner says something else than `check`.
-OTHERWISE = {
+# Pickles above for which a scanner's verdict differs from `check`, with the reason.
+SCANNER_DIFFERENCES = {
     "picklescan": {
-        "a class of a module by a dotted name": "suspicious: it looks at the module only, which is pathlib",
+        "dotted name below a harmless module": "suspicious: it checks only the module, pathlib",
         "dropped by POP": "suspicious: it does not list smtplib",
-        "a frame that ends in an opcode": "it imports nothing; Python reads other opcodes than it seems",
+        "a frame that ends in an opcode": "no import is visible; Python reads other opcodes",
     },
     "fickling": {
-        "an array of objects": "it allows numpy only in another mode",
-        "an array of numbers": "it allows numpy only in another mode",
-        "a call whose result is dropped": "for it, such a call is a sign of danger",
+        "an array of objects": "it allows numpy only in a different mode",
+        "an array of numbers": "it allows numpy only in a different mode",
+        "a call whose result is dropped": "it considers such a call dangerous",
         "in the second pickle": "it reads the first one",
         "in the third pickle": "it reads the first one",
-        "a number in another form before it": "it reads the first pickle",
+        "number in another encoding": "it reads the first pickle",
         "a frame after the end": "it reads the first pickle",
-        "a frame that ends in an opcode": "as picklescan",
+        "a frame that ends in an opcode": "same reason as picklescan",
     },
 }
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("scanner", SCANNERS)
-def test_what_a_scanner_says_of_these_pickles(scanner: str, record_property: Any) -> None:
+def test_scanner_verdicts_on_these_pickles(scanner: str, record_property: Any) -> None:
     record_property("part", scanner)
     record_property("cases", len(INNOCENT) + len(HOSTILE))
     others = set()
@@ -274,7 +274,7 @@ def test_what_a_scanner_says_of_these_pickles(scanner: str, record_property: Any
             is_refused = True
         if is_refused == (name in INNOCENT):
             others.add(name)
-    assert others == set(OTHERWISE[scanner])
+    assert others == set(SCANNER_DIFFERENCES[scanner])
 
 
 # Archives, with torch as the oracle
@@ -292,11 +292,11 @@ PICKLE, STORAGE = "archive/data.pkl", "archive/data/0"
 
 
 def archive(*pairs: tuple[str, bytes], at: int = 0, comment: bytes = b"") -> bytes:
-    """A zip archive whose first byte is byte `at` of a file."""
+    """Build a zip archive that begins at offset `at` of a file."""
     buffer = io.BytesIO(bytes(at))
     buffer.seek(at)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a name that is there twice
+        warnings.simplefilter("ignore")  # duplicate names
         with zipfile.ZipFile(buffer, "a" if at else "w") as file:
             for name, data in pairs:
                 file.writestr(zipfile.ZipInfo(name), data)
@@ -305,7 +305,7 @@ def archive(*pairs: tuple[str, bytes], at: int = 0, comment: bytes = b"") -> byt
 
 
 def with_field(in_directory: bool, offset: int, code: str, value: int) -> bytes:
-    """The good archive with another value in the header of its pickle."""
+    """Return the good archive with one changed header field of its pickle."""
     data = bytearray(archive(*GOOD.items()))
     name = PICKLE.encode()
     start = data.rindex(name) - 46 if in_directory else data.index(name) - 30
@@ -314,7 +314,7 @@ def with_field(in_directory: bool, offset: int, code: str, value: int) -> bytes:
 
 
 def with_end(comment_length: int) -> bytes:
-    """The good archive; its comment holds another one, whose end lies about the length of its own comment."""
+    """Return the good archive with another in its comment, whose end record has this comment length."""
     good = archive(*GOOD.items())
     other = bytearray(archive(*OTHER.items(), at=len(good)))
     struct.pack_into("<H", other, len(other) - 2, comment_length)
@@ -331,10 +331,10 @@ FIELDS = FLAGS | {
     **{f"length of the extra field {value}": ("<H", 28, 30, value) for value in (1, 4)},
 }
 ARCHIVES = {
-    "as torch writes it": archive(*GOOD.items()),
+    "unchanged": archive(*GOOD.items()),
     "with a comment": archive(*GOOD.items(), comment=b"a comment"),
     "two pickles": archive((PICKLE, OTHER[PICKLE]), *GOOD.items()),
-    "two pickles, the other last": archive(*GOOD.items(), (PICKLE, OTHER[PICKLE])),
+    "two pickles, other pickle last": archive(*GOOD.items(), (PICKLE, OTHER[PICKLE])),
     "two pickles, one in capitals": archive(("archive/DATA.PKL", OTHER[PICKLE]), *GOOD.items()),
     "two pickles, one in capitals, last": archive(*GOOD.items(), ("archive/DATA.PKL", OTHER[PICKLE])),
     "two storages, one in capitals": archive(*GOOD.items(), ("archive/DATA/0", struct.pack("<2f", 7, 8))),
@@ -347,12 +347,12 @@ ARCHIVES = {
     "another folder last": archive(*GOOD.items(), ("a/version", b"3\n")),
     "a record without a folder": archive(*GOOD.items(), ("readme", b"x")),
     "a pickle without a folder": archive(("data.pkl", OTHER[PICKLE]), *GOOD.items()),
-    "a pickle deeper": archive(*GOOD.items(), ("archive/x/data.pkl", OTHER[PICKLE])),
+    "pickle in a subfolder": archive(*GOOD.items(), ("archive/x/data.pkl", OTHER[PICKLE])),
     "bytes behind the end": archive(*GOOD.items()) + b"xyz",
-    "an archive before it": archive(*OTHER.items()) + archive(*GOOD.items(), at=len(archive(*OTHER.items()))),
+    "preceded by another archive": archive(*OTHER.items()) + archive(*GOOD.items(), at=len(archive(*OTHER.items()))),
     "another archive in the comment": with_end(0),
-    "another archive in the comment, with a lie": with_end(5),
-    "a pickle that is marked as a folder": with_field(True, 38, "<I", 0x10),
+    "another archive in the comment, wrong length": with_end(5),
+    "pickle marked as a folder": with_field(True, 38, "<I", 0x10),
     "cut in half": archive(*GOOD.items())[:300],
     **{f"{name} in the record": with_field(False, own, code, value) for name, (code, own, _, value) in FIELDS.items()},
     **{f"{name} in the directory": with_field(True, at, code, value) for name, (code, _, at, value) in FIELDS.items()},
@@ -361,13 +361,13 @@ ARCHIVES = {
 
 @pytest.mark.parametrize("name", ARCHIVES)
 def test_archives(name: str, run: Run, tmp_path: Path) -> None:
-    """What torch loads is what is shown, or the file is refused."""
+    """Check that `inspect` shows the tensors that torch loads, or refuses the file."""
     path, out = tmp_path / "x.pt", tmp_path / "out.safetensors"
     path.write_bytes(ARCHIVES[name])
     copied = run("convert", path, "-o", out)
     assert copied.status in (0, 2)
     assert run("inspect", path).status == copied.status
-    if name == "as torch writes it":
+    if name == "unchanged":
         assert copied.status == 0
     if copied.status:
         assert copied.err.startswith("error: ")
@@ -382,9 +382,9 @@ def test_archives(name: str, run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["archive/config.p", "archive/notes.txt", "archive/data/x.bin", "archive/constants"])
-@pytest.mark.parametrize("shape", ["a global of text lines", "names in the memo", "before what is not an opcode"])
-def test_a_pickle_in_another_record(name: str, shape: str, run: Run, tmp_path: Path) -> None:
-    """`torch.load(pickle_file=NAME)` reads it."""
+@pytest.mark.parametrize("shape", ["a global of text lines", "names in the memo", "before an invalid opcode"])
+def test_pickles_in_other_records_are_checked(name: str, shape: str, run: Run, tmp_path: Path) -> None:
+    """``torch.load(pickle_file=NAME)`` would read it."""
     path = tmp_path / "x.pt"
     path.write_bytes(archive(*GOOD.items(), (name, HOSTILE[shape])))
     done = run("check", path)
@@ -394,11 +394,11 @@ def test_a_pickle_in_another_record(name: str, shape: str, run: Run, tmp_path: P
     assert run("check", path).status == 0
 
 
-# Files of two formats
+# Polyglot files
 
 
-def test_a_file_of_torch_before_1_6_that_is_also_a_tar(run: Run, tmp_path: Path) -> None:
-    """torch.load tries tar first: its members are not those of the pickles that the file begins with."""
+def test_legacy_torch_file_that_is_also_a_tar_is_refused(run: Run, tmp_path: Path) -> None:
+    """torch.load tries tar first, and its members differ from the pickles at the start of the file."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:", format=tarfile.USTAR_FORMAT) as tar:
         for name, data in {
@@ -412,7 +412,7 @@ def test_a_file_of_torch_before_1_6_that_is_also_a_tar(run: Run, tmp_path: Path)
             tar.addfile(member, io.BytesIO(data))
     whole = bytearray(buffer.getvalue())
     start = MAGIC + VERSION + b"\x80\x02}T"
-    start += struct.pack("<I", len(whole) - len(start) - 4)  # the rest of the tar is a string, which is dropped
+    start += struct.pack("<I", len(whole) - len(start) - 4)  # the rest of the tar is a string that is popped
     whole[: len(start)] = start
     whole[148:156] = b"%06o\0 " % (sum(whole[:148]) + 8 * 32 + sum(whole[156:512]))
     buffer = io.BytesIO()

@@ -1,7 +1,7 @@
-"""Files in the manner of safetensors' own tests, and changed bytes as from its fuzzer.
+"""Files modeled on safetensors' own tests, and changed bytes as from its fuzzer.
 
-The oracle is the installed reader. If it takes a file, `inspect` lists the same tensors, or the file has one of the
-faults in `STRICTER`; if it refuses a file, so does ckpttool. `CKPTTOOL_SUITES=all` changes more bytes.
+The oracle is the installed reader. If it accepts a file, `inspect` lists the same tensors, or the file has one of the
+faults in `STRICTER`. If it refuses a file, ckpttool does too. `CKPTTOOL_SUITES=all` changes more bytes.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ CASES = {
     "one tensor": packed(TEST),
     "metadata": packed(f'{{"__metadata__":{{"framework":"pt"}},"test":{I32}}}       '),
     "metadata only": packed('{"__metadata__":{"framework":"pt"}}     ', 0),
-    "metadata that is null": packed(f'{{"__metadata__":null,"test":{I32}}}'),
+    "null metadata": packed(f'{{"__metadata__":null,"test":{I32}}}'),
     "metadata with a number": packed(f'{{"__metadata__":{{"a":1}},"test":{I32}}}'),
     "metadata with an object": packed(f'{{"__metadata__":{{"a":{{}}}},"test":{I32}}}'),
-    "metadata that are a list": packed(f'{{"__metadata__":[],"test":{I32}}}'),
+    "metadata list": packed(f'{{"__metadata__":[],"test":{I32}}}'),
     "metadata last": packed(f'{{"test":{I32},"__metadata__":{{"a":"b"}}}}'),
     "nothing": packed("{}", 0),
     "nothing, padded": packed("{}      ", 0),
@@ -67,7 +67,7 @@ CASES = {
     "seven bytes": bytes(7),
     "eight bytes": bytes(8),
     "no header": struct.pack("<Q", 60),
-    "a header of no bytes": packed("", 0),
+    "an empty header": packed("", 0),
     "a header that is too long": packed(TEST, length=0xFFFFFF000000003C),
     "a header of 100 MB and one byte": packed(TEST, length=100_000_001),
     "a header longer than the file": packed(TEST, length=200),
@@ -96,7 +96,7 @@ CASES = {
     "ten tensors over the same bytes": packed(tensors(*[I32] * 10)),
     "overlapping": packed(tensors(one("I32", "[2]", 0, 8), one("I32", "[2]", 4, 12)), 12),
     "a hole": packed(tensors(one("I32", "[1]", 0, 4), one("I32", "[1]", 8, 12)), 12),
-    "not from zero": packed(tensors(one("I32", "[1]", 4, 8)), 8),
+    "first offset not zero": packed(tensors(one("I32", "[1]", 4, 8)), 8),
     "in another order": packed(tensors(one("I32", "[1]", 4, 8), one("I32", "[1]", 0, 4)), 8),
     "an end before the begin": packed(tensors(one("I32", "[1]", 4, 0)), 4),
     "too few bytes for the shape": packed(tensors(one("I32", "[2,2]", 0, 4)), 4),
@@ -112,7 +112,7 @@ CASES = {
     "three offsets": packed(TEST.replace("[0,16]", "[0,16,16]")),
     "one offset": packed(TEST.replace("[0,16]", "[16]")),
     "an unknown dtype": packed(tensors(one("I33", "[4]", 0, 16))),
-    "a dtype in small letters": packed(tensors(one("i32", "[4]", 0, 16))),
+    "a lowercase dtype": packed(tensors(one("i32", "[4]", 0, 16))),
     "no dtype": packed('{"test":{"shape":[4],"data_offsets":[0,16]}}'),
     "the dtype twice": packed(f'{{"test":{{"dtype":"F32",{I32[1:]}}}'),
     "another field": packed(f'{{"test":{{"note":1.5,{I32[1:]}}}'),
@@ -136,18 +136,18 @@ CASES = {
        for code, size in SIZES.items() if size < 1},
 }  # fmt: skip
 
-# Files that the reference reader takes, and ckpttool refuses.
+# Files that the reference reader accepts and ckpttool refuses, with the reason.
 STRICTER = {
-    "another field that is a list": "fields that the format does not know are kept if they are plain values",
-    "a tensor that is a list": "the format says an object",
-    "a dtype that is an object": "the format says a string",
-    "a name twice": "the format forbids it, and readers differ in which one counts",
-    "a name twice, once empty": "the same",
+    "another field that is a list": "unknown fields are kept only if they are plain values",
+    "a tensor that is a list": "the format requires an object",
+    "a dtype that is an object": "the format requires a string",
+    "a name twice": "the format forbids it, and readers use different ones",
+    "a name twice, once empty": "same as above",
 }
 
 
-def theirs(path: Path, data: bytes) -> dict[str, tuple[Any, ...]] | None:
-    """Name -> dtype, shape and bytes of each tensor; None if the reader refuses the file."""
+def read_by_reference(path: Path, data: bytes) -> dict[str, tuple[Any, ...]] | None:
+    """Return name -> dtype, shape and bytes of each tensor, or None if the reader refuses the file."""
     try:
         read = deserialize(data)
         with safe_open(path, "pt") as file:
@@ -159,21 +159,21 @@ def theirs(path: Path, data: bytes) -> dict[str, tuple[Any, ...]] | None:
         code, shape = info["dtype"], tuple(info["shape"])
         dtype = BY_SAFETENSORS[code].name if code in BY_SAFETENSORS else "float6_" + code[3:].lower()
         if code == "F4" and shape[-1] % 2:
-            dtype = "float4_e2m1fn"  # torch has no such tensor
+            dtype = "float4_e2m1fn"  # torch cannot hold this tensor
         elif code == "F4":
-            shape = (*shape[:-1], shape[-1] // 2)  # torch's elements are pairs
+            shape = (*shape[:-1], shape[-1] // 2)  # torch's elements hold two values
         found[name] = dtype, shape, bytes(info["data"])
     return found
 
 
-def ours(path: Path, data: bytes) -> dict[str, tuple[Any, ...]] | None:
+def read_by_ckpttool(path: Path, data: bytes) -> dict[str, tuple[Any, ...]] | None:
     try:
         checkpoint = ckpttool.inspect(str(path)).checkpoint
     except ckpttool.CkptError:
         return None
     found = {}
     for entry in checkpoint.sections[0].tensors:
-        payload: Any = entry.payload  # of a tensor of less than a byte for each element
+        payload: Any = entry.payload  # elements are smaller than a byte
         span = entry.span or payload.span
         found[entry.key] = entry.dtype, entry.shape, data[span.offset : span.offset + span.length]
     return found
@@ -183,7 +183,7 @@ def ours(path: Path, data: bytes) -> dict[str, tuple[Any, ...]] | None:
 def test_case(name: str, run: Run, tmp_path: Path) -> None:
     path, data = tmp_path / "x.safetensors", CASES[name]
     path.write_bytes(data)
-    expected, found = theirs(path, data), ours(path, data)
+    expected, found = read_by_reference(path, data), read_by_ckpttool(path, data)
     assert found == (None if name in STRICTER else expected)
     assert expected is not None or name not in STRICTER
     done = run("inspect", path, "--format", "json")
@@ -192,12 +192,12 @@ def test_case(name: str, run: Run, tmp_path: Path) -> None:
         return
     listed = {one["key"]: (one["dtype"], tuple(one["shape"]), one["bytes"]) for one in done.data["tensors"]}
     assert listed == {key: (dtype, shape, len(raw)) for key, (dtype, shape, raw) in found.items()}
-    if found and list(found) != [""]:  # no rule makes an empty name
+    if found and list(found) != [""]:  # a rule cannot write an empty name
         renamed, back = tmp_path / "y.safetensors", tmp_path / "z.safetensors"
         assert run("remap", path, "-o", renamed, "--rule", "re:(.*) => new.\\1").status in (0, 1)
         if renamed.exists():
             assert run("remap", renamed, "-o", back, "--rule", "re:new[.](.*) => \\1").status == 0
-            assert theirs(back, back.read_bytes()) == expected
+            assert read_by_reference(back, back.read_bytes()) == expected
 
 
 def seeds() -> list[bytes]:
@@ -206,7 +206,7 @@ def seeds() -> list[bytes]:
     return [save(state, {"format": "pt"}), save({}), *others]
 
 
-def is_taken(data: bytes) -> bool:
+def is_accepted(data: bytes) -> bool:
     try:
         deserialize(data)
     except SafetensorError:
@@ -215,7 +215,7 @@ def is_taken(data: bytes) -> bool:
 
 
 def is_stricter(data: bytes) -> bool:
-    """Whether the header has one of the faults in `STRICTER`."""
+    """Return whether the header has one of the faults in `STRICTER`."""
     faults = []
 
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def is_stricter(data: bytes) -> bool:
 
 
 def small_change(data: bytes, chance: random.Random) -> bytes:
-    """The bytes with another character in the header, or one more."""
+    """Replace or insert a character in the header."""
     at = chance.randrange(8, max(9, 8 + int.from_bytes(data[:8], "little")))
     new = chance.choice(b' \t\n0123456789"{}[],:.-eE\\ntulF')
     more = chance.randrange(2)
@@ -246,7 +246,7 @@ def test_changed_bytes(tmp_path: Path, record_property: Any, monkeypatch: pytest
     monkeypatch.setattr(sources, "_TICK", 0)  # nobody else writes to the file
     record_property("cases", CHANGED)
     path, chance, starts = tmp_path / "x.safetensors", random.Random(0), seeds()
-    good = list(filter(is_taken, starts))
+    good = list(filter(is_accepted, starts))
     words = [
         b"null",
         b'"F32"',
@@ -263,7 +263,7 @@ def test_changed_bytes(tmp_path: Path, record_property: Any, monkeypatch: pytest
     for _ in range(CHANGED):
         data = small_change(chance.choice(good), chance) if chance.random() < 0.5 else mutated(starts, words, chance)
         path.write_bytes(data)
-        expected, found = theirs(path, data), ours(path, data)
+        expected, found = read_by_reference(path, data), read_by_ckpttool(path, data)
         taken += expected is not None
         if found != expected:
             assert found is None, data

@@ -1,7 +1,7 @@
 """Every module of torch's own test suite (`module_db`), with its inputs: names, strict loads, renames, swaps.
 
-`CKPTTOOL_SUITES=all` takes all inputs, both modes and three dtypes, and exports each module; otherwise the first input
-of every eighth module is taken.
+`CKPTTOOL_SUITES=all` tests all inputs, both modes and three dtypes, and exports each module; otherwise only the first
+input of every eighth module is tested.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODES = [(False, torch.float32)] + [(True, torch.float32), (False, torch.float64
 
 
 def cases(name: str) -> Iterator[tuple[Callable[[], nn.Module], Any]]:
-    """A factory and the inputs of its forward pass, for every case of the suite."""
+    """Yield a factory and the forward inputs for every case of the suite."""
     info = INFOS[name]
     for training, dtype in MODES:
         if dtype not in info.supported_dtypes(torch.device("cpu").type):
@@ -39,7 +39,7 @@ def cases(name: str) -> Iterator[tuple[Callable[[], nn.Module], Any]]:
             inputs = info.module_inputs_func(
                 info, device="cpu", dtype=dtype, requires_grad=False, training=training, set_seed=False
             )
-        except TypeError:  # before torch 2.8 there is no set_seed
+        except TypeError:  # torch before 2.8 lacks set_seed
             inputs = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=False, training=training)
         for one in inputs[: None if ALL else 1]:
             args, kwargs = one.constructor_input.args, dict(one.constructor_input.kwargs)
@@ -53,7 +53,7 @@ def cases(name: str) -> Iterator[tuple[Callable[[], nn.Module], Any]]:
             yield build, one.forward_input
 
 
-def moved(module: nn.Module, seed: int) -> dict[str, Any]:
+def with_other_values(module: nn.Module, seed: int) -> dict[str, Any]:
     """Give the module other values and return its state dict."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -79,9 +79,9 @@ def test_module(name: str, tmp_path: Path, record_property: Any) -> None:
     drawn = list(cases(name))
     record_property("cases", len(drawn))
     for build, inputs in drawn:
-        state = moved(build(), 1)
+        state = with_other_values(build(), 1)
         keys = list(state)
-        if is_lazy(build()):  # its names are known, its shapes are not
+        if is_lazy(build()):  # the names are known, but not the shapes
             assert [key.key for key in ckpttool.trace(build).serialized] == keys
             continue
         assert [key.key for key in ckpttool.trace(build).serialized] == keys
@@ -104,19 +104,19 @@ def test_module(name: str, tmp_path: Path, record_property: Any) -> None:
         expected = fresh.load_state_dict(state, strict=False)
         assert ckpttool.diff(path, model=build).identical == (not expected.missing_keys)
         if ALL:
-            exported(build, inputs, tmp_path)
+            check_exported(build, inputs, tmp_path)
 
 
-def exported(build: Callable[[], nn.Module], inputs: Any, path: Path) -> None:
-    """Swap other weights into the exported module: its outputs are those of the module with these weights."""
+def check_exported(build: Callable[[], nn.Module], inputs: Any, path: Path) -> None:
+    """Swap other weights into the exported module; its outputs must equal the eager module with these weights."""
     old, new = build().eval(), build().eval()
     try:
         torch.manual_seed(0)
         program = torch.export.export(old, inputs.args, dict(inputs.kwargs))
-    except Exception:  # what torch cannot export is no case
+    except Exception:  # torch cannot export this module
         return
     torch.export.save(program, path / "program.pt2")
-    state = moved(new, 2)
+    state = with_other_values(new, 2)
     torch.save(state, path / "new.pt")
     ckpttool.swap_weights(
         str(path / "program.pt2"), str(path / "new.pt"), str(path / "out.pt2"), model=build, force=True

@@ -1,7 +1,7 @@
-"""Every optimizer and configuration of torch's own test suite (`optim_db`): its state moves to another order and back.
+"""Every optimizer and configuration of torch's own test suite (`optim_db`): its state is reordered and restored.
 
-The oracle is the optimizer itself: after loading, two steps give the parameters of the run that was not interrupted.
-`CKPTTOOL_SUITES=all` takes every configuration; else the first of each optimizer.
+The oracle is the optimizer itself: after loading, two steps give the same parameters as an uninterrupted run.
+`CKPTTOOL_SUITES=all` tests every configuration, otherwise the first of each optimizer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONFIGURATIONS = [
     for number, one in enumerate(info.optim_inputs_func(device="cpu")[: None if ALL else 1])
 ]
 ORDERS: tuple[Sequence[str], ...] = ("abc", "cab")
-SHAPES = {"a": (3, 2), "b": (4, 3), "c": (2, 5)}  # with two dimensions, as Muon wants them
+SHAPES = {"a": (3, 2), "b": (4, 3), "c": (2, 5)}  # two dimensions, as Muon requires
 
 
 class Net(nn.Module):
@@ -100,7 +100,7 @@ def test_state_follows_its_parameters(info: Any, configuration: Any, form: str, 
         pytest.skip(f"torch cannot name or flatten the state: {error}")
     paths = [str(tmp_path / f"{word}.pt") for word in ("saved", "moved", "back")]
     torch.save({"model": model.state_dict(), "optimizer": saved}, paths[0])
-    try:  # whether torch itself resumes the file that it wrote
+    try:  # can torch resume from its own file?
         again = first()
         resumed = make(again)
         resume(form, again, resumed, paths[0])
@@ -114,7 +114,7 @@ def test_state_follows_its_parameters(info: Any, configuration: Any, form: str, 
     orders = (first, second), (second, first)
     for (old, new), source, out in zip(orders, paths, paths[1:]):
         models: dict[str, Any] = {"model": old, "optimizer": make, "to_model": new, "to_optimizer": make}
-        if info.optim_cls is torch.optim.LBFGS:  # its state is about all parameters at once
+        if info.optim_cls is torch.optim.LBFGS:  # its state belongs to all parameters together
             with pytest.raises(ckpttool.Refused):
                 ckpttool.remap(source, out, **models, optimizer_keys=form)
             return

@@ -1,7 +1,7 @@
-"""Models that torchao quantizes: names, strict loads of one configuration's file into another's model, renames, values.
+"""Models quantized by torchao: names, strict loads between configurations, renames, values.
 
-Every configuration of torchao that works on a CPU, but for codebooks, whose constructor takes a minute.
-`CKPTTOOL_SUITES=all` takes each with every sixth, otherwise each with itself and the next.
+All configurations that work on a CPU, except codebooks, whose constructor takes a minute.
+`CKPTTOOL_SUITES=all` pairs each with every sixth, otherwise each with itself and the next.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import ckpttool
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     q = pytest.importorskip("torchao.quantization", exc_type=ImportError)
-    pytest.importorskip("torchao.prototype.safetensors", reason="an older torchao", exc_type=ImportError)
+    pytest.importorskip("torchao.prototype.safetensors", reason="torchao is too old", exc_type=ImportError)
     from torchao.float8 import convert_to_float8_training
     from torchao.prototype._nf4tensor_api import NF4WeightOnlyConfig
     from torchao.prototype.moe_training.config import Float8TrainingOpConfig
@@ -86,10 +86,10 @@ CONVERTED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "int4 modules": lambda model: Int8DynActInt4WeightQuantizer(groupsize=32, precision=torch.bfloat16).quantize(model),
 }
 NAMES = [*CONFIGURATIONS, *CONVERTED]
-NOT_ON_META = {"int4 of the prototype", "sparse blocks", "int4 modules"}  # of torchao's constructors
-# torchao declares its inference classes safe to load, and not what these consist of
+NOT_ON_META = {"int4 of the prototype", "sparse blocks", "int4 modules"}  # torchao's constructors fail
+# torchao declares its inference classes safe to load, but not their components
 NOT_DECLARED = {"mixed precision in training", "float8 in training"}
-NOT_LOADED = {"gguf", "sparse blocks"}  # by torch, not even into the model that saved it
+NOT_LOADED = {"gguf", "sparse blocks"}  # torch cannot load them, even into the model that saved them
 
 
 def build(name: str, seed: int) -> nn.Module:
@@ -104,7 +104,7 @@ def build(name: str, seed: int) -> nn.Module:
 
 
 def content(value: Any) -> Any:
-    """The class, attributes and bits of a tensor, and of the tensors in it."""
+    """Return the class, attributes and bits of a tensor and its inner tensors."""
     value = value.detach()
     if type(value) is torch.Tensor:
         return value.dtype, value.shape, value.contiguous().flatten().view(torch.uint8).tolist()
@@ -113,17 +113,17 @@ def content(value: Any) -> Any:
 
 
 def is_kept(held: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a loaded tensor is what the file has; one of another class gives it back if it is copied."""
+    """Return whether a loaded tensor equals the file's; if the class differs, compare after copying back."""
     if type(held.detach()) is type(value):
         return bool(content(held) == content(value))
     try:
         return bool(content(torch.empty_like(value).copy_(held.detach())) == content(value))
-    except Exception:  # of torchao: it copies in one direction only
+    except Exception:  # torchao can copy only in the other direction
         return False
 
 
 def loads(model: nn.Module, path: Path) -> bool:
-    """Whether a strict load succeeds and keeps every value."""
+    """Return whether a strict load succeeds and keeps every value."""
     state = torch.load(path, weights_only=False)
     try:
         model.load_state_dict(state, strict=True)
@@ -135,7 +135,7 @@ def loads(model: nn.Module, path: Path) -> bool:
 
 @pytest.mark.parametrize("offset", range(0, len(NAMES), 6) if ALL else range(2))
 @pytest.mark.parametrize("name", NAMES)
-def test_diff_is_strict_load(name: str, offset: int, tmp_path: Path) -> None:
+def test_diff_agrees_with_strict_loading(name: str, offset: int, tmp_path: Path) -> None:
     into = NAMES[(NAMES.index(name) + offset) % len(NAMES)]
     path = tmp_path / "model.pt"
     torch.save(build(name, 0).state_dict(), path)
@@ -145,16 +145,16 @@ def test_diff_is_strict_load(name: str, offset: int, tmp_path: Path) -> None:
         verdict = ckpttool.diff(str(path), model=lambda: build(into, 1), **kwargs).identical
     except ckpttool.CkptError as error:
         if name in NOT_DECLARED and "add_safe_globals" in str(error.hint):
-            pytest.skip("torchao does not declare the class safe to load, and diff says so")
+            pytest.skip("torchao does not declare the class safe to load, as diff reports")
         if into == "sparse blocks" and "cannot be copied" in str(error):
-            pytest.skip("torchao's class has no clone(), and diff says so")
+            pytest.skip("torchao's class has no clone(), as diff reports")
         raise
     assert keys == list(build(into, 1).state_dict())
     assert verdict == loads(build(into, 1), path)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_renamed_there_and_back(name: str, tmp_path: Path) -> None:
+def test_rename_roundtrip(name: str, tmp_path: Path) -> None:
     first, renamed, back, other = (tmp_path / f"{word}.pt" for word in ("first", "renamed", "back", "other"))
     model = build(name, 0)
     state = model.state_dict()

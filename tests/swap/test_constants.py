@@ -1,4 +1,4 @@
-"""Constants that a swap keeps are compared with the model's, oracle: the eager model with the new weights."""
+"""Constants that a swap keeps are compared with the model's. Oracle: the eager model with the new weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTS = ("buffer", "attribute", "literal", "random", "of_weights", "remade", "ne
 
 
 class Model(nn.Module):
-    """A layer and tensors outside of its state dict, as in `parts`; some of them change with `k`."""
+    """A layer and tensors outside its state dict, selected by `parts`; some depend on `k`."""
 
     def __init__(self, parts: tuple[str, ...], k: float) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def build(parts: str, k: float) -> nn.Module:
 
 
 def saved(parts: str, old: float, new: float, folder: Path) -> tuple[str, str, torch.Tensor]:
-    """A program of the old model, a checkpoint of the new one, and what that computes once it is loaded."""
+    """Save a program of the old model and a checkpoint of the new one; return both and the expected outputs."""
     torch.manual_seed(0)
     torch.export.save(torch.export.export(build(parts, old), (X,)), folder / "old.pt2")
     state = {name: torch.randn_like(value) for name, value in build(parts, new).state_dict().items()}
@@ -76,11 +76,11 @@ def outputs(path: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_constants_called_equal_compute_what_the_model_computes(seed: int, tmp_path: Path) -> None:
+def test_outputs_are_correct_if_constants_are_reported_as_equal(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     parts = " ".join(part for part in PARTS if rng.random() < 0.5) or "buffer"
     old, new = 2.0, rng.choice([2.0, 3.0])
-    program, weights, want = saved(parts, old, new, tmp_path)
+    program, weights, expected = saved(parts, old, new, tmp_path)
     model: dict[str, Any] = {"model": call_text(f"{__file__}:build", {"parts": parts, "k": new})}
     decided = {part for part in ("buffer", "attribute", "nested") if part in parts.split() and old != new}
     ways: list[dict[str, Any]] = [{}, {"constants": True}, {"keep_constants": True}]
@@ -97,14 +97,14 @@ def test_constants_called_equal_compute_what_the_model_computes(seed: int, tmp_p
         unknown = {one.name for one in done.compared if one.verdict == "not_compared"}
         assert {name.partition("_")[0] for name in unknown} <= {"noise", "norm", "lifted"}
         if verdicts <= {"equal", "from_model"} and not ("keep_constants" in options and "remade" in parts):
-            assert torch.equal(outputs(out), want)
+            assert torch.equal(outputs(out), expected)
         if {"noise", "norm"} & unknown or verdicts & {"different"}:
             continue
-        assert torch.equal(outputs(out), want) or "keep_constants" in options
+        assert torch.equal(outputs(out), expected) or "keep_constants" in options
 
 
-def test_constants_that_differ_are_refused_by_name(tmp_path: Path, run: Run) -> None:
-    program, weights, want = saved("buffer attribute literal", 2.0, 3.0, tmp_path)
+def test_different_constants_are_refused_by_name(tmp_path: Path, run: Run) -> None:
+    program, weights, expected = saved("buffer attribute literal", 2.0, 3.0, tmp_path)
     out = tmp_path / "out.pt2"
     model = call_text(f"{__file__}:build", {"parts": "buffer attribute literal", "k": 3.0})
     words = ("swap-weights", program, weights, "-o", out, "--model", model)
@@ -117,15 +117,15 @@ def test_constants_that_differ_are_refused_by_name(tmp_path: Path, run: Run) -> 
     done = run(*words, "--keep-constants")
     assert done.status == 0
     assert "kept, the model has another" in done.out
-    assert not torch.equal(outputs(str(out)), want)
+    assert not torch.equal(outputs(str(out)), expected)
     done = run(*words, "--constants", "--force", "--verify")
     assert done.status == 0, done.err
     assert "taken from the model" in done.out
-    assert torch.equal(outputs(str(out)), want)
+    assert torch.equal(outputs(str(out)), expected)
     assert run(*words, "--constants", "--keep-constants", "--force").status == 2
 
 
-def test_without_a_model_constants_are_named_and_not_compared(tmp_path: Path, run: Run) -> None:
+def test_constants_are_listed_but_not_compared_without_a_model(tmp_path: Path, run: Run) -> None:
     program, weights, _ = saved("buffer", 2.0, 3.0, tmp_path)
     done = run("swap-weights", program, weights, "--dry-run")
     assert done.status == 0
@@ -134,7 +134,7 @@ def test_without_a_model_constants_are_named_and_not_compared(tmp_path: Path, ru
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_program_in_memory_follows_the_same_rule(in_place: bool, tmp_path: Path) -> None:
+def test_constants_of_a_program_in_memory(in_place: bool, tmp_path: Path) -> None:
     saved("buffer attribute", 2.0, 3.0, tmp_path)
     program = torch.export.export(build("buffer attribute", 2.0), (X,))
     model = build("buffer attribute", 3.0)

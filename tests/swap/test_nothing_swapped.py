@@ -14,7 +14,7 @@ X = torch.ones(2, 3)
 
 
 class Scaled(nn.Module):
-    """No state dict entry: only a constant."""
+    """It has only a constant, no state dict entry."""
 
     def __init__(self, k: float = 1.0) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def test_a_swap_of_nothing_is_refused(options: list[str], run: Run, tmp_path: Pa
 
 
 class Marked(Scaled):
-    """Its state dict holds a version that no parameter or buffer has."""
+    """Its state dict has an additional version entry."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,10 +71,10 @@ def test_unchanged_values_are_reported(dry: list[str], run: Run, tmp_path: Path)
     program = export(model, tmp_path / "p.pt2")
     torch.save(model.state_dict(), tmp_path / "same.pt")
     torch.save({**model.state_dict(), "1.bias": torch.full((2,), 9.0)}, tmp_path / "last.pt")
-    said = "all values unchanged"
+    verdict = "all values unchanged"
     for name, unchanged in (("same.pt", True), ("last.pt", False)):
         asked = ("swap-weights", program, tmp_path / name, "-o", tmp_path / "out.pt2", "--force", *dry)
         done = run(*asked)
         assert done.status == 0, done.said
-        assert (said in done.out) is unchanged
+        assert (verdict in done.out) is unchanged
         assert run(*asked, "--format", "json").data["unchanged"] is unchanged

@@ -1,4 +1,4 @@
-"""New weights in exported programs: torch loads the result, and it computes what the newly trained model computes."""
+"""New weights in exported programs: torch loads the result, and its outputs equal the newly trained model's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ State = dict[str, torch.Tensor]
 
 
 class Deployed(nn.Module):
-    """A hook that renames, one that splits, a tied head, a buffer with integers, a non-persistent one, a constant."""
+    """It has a renaming hook, a splitting hook, a tied head, integer and non-persistent buffers, and a constant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ NEW: dict[str, Callable[[nn.Module], State]] = {
 
 
 @pytest.mark.parametrize(("form", "ending"), [*((form, "pt") for form in NEW), ("DDP", "safetensors")])
-def test_swapped_programs_compute_what_the_trained_model_computes(
+def test_swapped_program_equals_the_trained_model(
     tmp_path: Path, program: Path, answer: Any, form: str, ending: str
 ) -> None:
     model, new, out = trained(1), tmp_path / f"new.{ending}", tmp_path / "out.pt2"
@@ -117,7 +117,7 @@ def test_swapped_programs_compute_what_the_trained_model_computes(
     assert program.read_bytes() == before
 
 
-def test_keys_of_the_program_need_no_model(tmp_path: Path, program: Path, answer: Any) -> None:
+def test_model_is_not_needed_for_keys_of_the_program(tmp_path: Path, program: Path, answer: Any) -> None:
     model = trained(1)
     torch.save(runtime(model), tmp_path / "new.pt")
     assert answer("swap-weights", program, tmp_path / "new.pt", "-o", tmp_path / "out.pt2")[0] == 0
@@ -138,7 +138,7 @@ def changed(**changes: torch.Tensor | None) -> State:
 TIED = trained(2).embed.weight.detach()
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "missing": (changed(norm__bias=None), ["no weight for it @ norm.bias"]),
-    "left over": (changed(lora__a=torch.ones(1)), ["left over: the program has no such weight @ lora.a"]),
+    "unexpected": (changed(lora__a=torch.ones(1)), ["left over: the program has no such weight @ lora.a"]),
     "a shape": (changed(norm__bias=torch.ones(5)), ["shape [5], the program has [4] (from norm.bias) @ norm.bias"]),
     "a dtype": (changed(norm__bias=torch.ones(4).half()), ["dtype float16, the program has float32"]),
     "a part of a split": (changed(attention__k__weight=None), ["@ attention.qkv.weight"]),
@@ -147,9 +147,9 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         changed(norm__bias=torch.ones(4).to_sparse()),
         ["norm.bias is not a dense tensor @ norm.bias"],
     ),
-    "no tensor": ({**changed(), "norm.bias": "a word"}, ["norm.bias is not a dense tensor @ norm.bias"]),
+    "not a tensor": ({**changed(), "norm.bias": "a word"}, ["norm.bias is not a dense tensor @ norm.bias"]),
     "one of two tied": (changed(embed__weight=torch.ones(5, 4)), ["(from embed.weight) @ embed.weight"]),
-    "more than a dtype": (changed(norm__bias=torch.ones(4).half(), norm__weight=torch.ones(5)), ["`ckpttool diff "]),
+    "dtype and shape": (changed(norm__bias=torch.ones(4).half(), norm__weight=torch.ones(5)), ["`ckpttool diff "]),
     "all at once": (
         changed(norm__bias=None, lora__a=torch.ones(1), norm__weight=torch.ones(5), head__weight=TIED),
         ["no weight for it @ norm.bias", "left over", "shape [5]", "tied to"],
@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_weights_that_do_not_fit_are_refused_with_all_problems(
+def test_mismatched_weights_are_refused_with_all_problems(
     tmp_path: Path, program: Path, answer: Any, name: str
 ) -> None:
     state, problems = REFUSED[name]
@@ -191,7 +191,7 @@ def test_without_the_model_hooks_are_named_as_the_likely_cause(tmp_path: Path, p
     assert "hooks" in err
 
 
-def test_another_models_program(tmp_path: Path, program: Path, answer: Any) -> None:
+def test_program_of_another_model_is_refused(tmp_path: Path, program: Path, answer: Any) -> None:
     other = torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),))
     torch.export.save(other, tmp_path / "other.pt2")
     torch.save(trained(1).state_dict(), tmp_path / "new.pt")
@@ -210,7 +210,7 @@ def test_dry_run_writes_nothing(tmp_path: Path, program: Path, answer: Any) -> N
 
 
 class Doubled(nn.Module):
-    """Computes with a buffer that loading computes, and no state dict holds."""
+    """It uses a buffer that is computed on loading and not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class Doubled(nn.Module):
         return x @ self.doubled
 
 
-def test_a_constant_that_loading_computes_is_not_left_behind(tmp_path: Path, run: Run) -> None:
+def test_constant_computed_on_loading_is_updated(tmp_path: Path, run: Run) -> None:
     program, weights, out = (str(tmp_path / name) for name in ("p.pt2", "w.pt", "o.pt2"))
     new = Doubled()
     torch.export.save(torch.export.export(Doubled(), (torch.ones(4, 4),)), program)
@@ -242,7 +242,7 @@ def test_a_constant_that_loading_computes_is_not_left_behind(tmp_path: Path, run
 
 
 class Views(nn.Module):
-    """A buffer that is a row of a weight, two halves of one tensor, no elements, and one constant under two names."""
+    """It has a buffer that is a row of a weight, two halves of one tensor, an empty buffer, and an aliased constant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,13 +270,13 @@ def views(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of_views() -> tuple[Views, State]:
-    """Another instance, and its state dict with a separate copy of every tensor."""
+    """Return another instance, and its state dict with a separate copy of every tensor."""
     torch.manual_seed(1)
     model = Views()
     return model, {key: value.clone() for key, value in model.state_dict().items()}
 
 
-def test_weights_that_share_a_storage_still_do(views: Path, tmp_path: Path, run: Run) -> None:
+def test_shared_storage_is_preserved(views: Path, tmp_path: Path, run: Run) -> None:
     needs_torch("2.7", "a tied weight under both names in a program")
     model, state = of_views()
     out = tmp_path / "out.pt2"
@@ -291,7 +291,7 @@ def test_weights_that_share_a_storage_still_do(views: Path, tmp_path: Path, run:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"row": torch.ones(3)}, "weight shares memory with another weight that gets another value"),
         ({"more": torch.ones(1)}, "left over: the program has no such weight @ more"),
@@ -301,32 +301,32 @@ def test_weights_that_share_a_storage_still_do(views: Path, tmp_path: Path, run:
     ],
 )
 def test_values_that_contradict_the_program_are_refused(
-    views: Path, tmp_path: Path, run: Run, changes: State, said: str
+    views: Path, tmp_path: Path, run: Run, changes: State, message: str
 ) -> None:
     if "scale" in changes:
         needs_torch("2.7", "a tied weight under both names in a program")
     torch.save({**of_views()[1], **changes}, tmp_path / "new.pt")
     done = run("swap-weights", views, tmp_path / "new.pt", "-o", tmp_path / "out.pt2", "--constants")
     assert (done.status, os.listdir(tmp_path)) == (1, ["new.pt"])
-    assert said in done.err
+    assert message in done.err
 
 
-def test_a_second_key_of_a_weight_needs_no_name_in_the_program(views: Path, tmp_path: Path, run: Run) -> None:
-    """If it is the same tensor; a copy could be anything."""
+def test_alias_of_a_weight_may_be_missing_from_the_program(views: Path, tmp_path: Path, run: Run) -> None:
+    """This holds only for the same tensor, not for a copy."""
     model, state = of_views()
-    asked = ["swap-weights", views, tmp_path / "new.pt", "-o", tmp_path / "out.pt2"]
+    command = ["swap-weights", views, tmp_path / "new.pt", "-o", tmp_path / "out.pt2"]
     torch.save({**state, "tied": state["weight"].clone()}, tmp_path / "new.pt")
-    assert "left over: the program has no such weight @ tied" in run(*asked).err
+    assert "left over: the program has no such weight @ tied" in run(*command).err
     torch.save({**state, "tied": state["weight"]}, tmp_path / "new.pt")
-    assert run(*asked).status == 0
+    assert run(*command).status == 0
     assert torch.equal(torch.export.load(tmp_path / "out.pt2").state_dict["weight"], model.weight)
 
 
-# What the keys mean
+# Forms of keys
 
 
 class Crossed(nn.Module):
-    """Saves two tensors of one shape under each other's names: a file's keys do not say which form they are in."""
+    """Save two tensors of one shape under each other's names, so that keys do not show their form."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ def exported(model: nn.Module, path: Path, x: torch.Tensor | None = None) -> Pat
 
 
 @pytest.mark.parametrize(("form", "crossed"), [(None, True), ("serialized", True), ("runtime", False)])
-def test_the_form_of_the_keys_can_be_given(tmp_path: Path, run: Run, form: str | None, crossed: bool) -> None:
+def test_form_of_the_keys_can_be_specified(tmp_path: Path, run: Run, form: str | None, crossed: bool) -> None:
     state = {"a": torch.full((3,), 5.0), "b": torch.full((3,), 7.0)}
     torch.save(state, tmp_path / "new.pt")
     words = [exported(Crossed(), tmp_path / "p.pt2"), tmp_path / "new.pt", "--model", f"{__file__}:Crossed"]
@@ -363,7 +363,7 @@ def test_the_form_of_the_keys_can_be_given(tmp_path: Path, run: Run, form: str |
 
 
 class Stated(nn.Linear):
-    """Saves entries that are not weights: extra state that is a tensor, a constant, and a sum."""
+    """Save entries that are not weights: a tensor as extra state, a constant, and a sum."""
 
     def __init__(self) -> None:
         super().__init__(3, 3)
@@ -399,7 +399,7 @@ class Stated(nn.Linear):
 
 @pytest.mark.parametrize("form", ["serialized", "runtime"])
 def test_entries_that_are_not_weights_are_ignored_and_reported(tmp_path: Path, run: Run, form: str) -> None:
-    """A constant that loading makes of nothing in the file is as it was."""
+    """A constant that loading does not compute from the file is unchanged."""
     model = Stated()
     state = dict(model.state_dict())
     ignored = ["_extra_state", "version", "sum"]
@@ -414,7 +414,7 @@ def test_entries_that_are_not_weights_are_ignored_and_reported(tmp_path: Path, r
     assert torch.equal(torch.export.load(tmp_path / "out.pt2").module()(torch.ones(3)), model(torch.ones(3)))
 
 
-# The path of the program, and the output
+# Operands and output
 
 
 def test_in_place_and_an_output_exclude_each_other(tmp_path: Path, run: Run) -> None:
@@ -431,7 +431,7 @@ def test_in_place_and_an_output_exclude_each_other(tmp_path: Path, run: Run) -> 
     assert torch.equal(torch.export.load(program).state_dict["weight"], model.weight)
 
 
-def test_operands_in_the_wrong_order(tmp_path: Path, run: Run) -> None:
+def test_hint_for_operands_in_the_wrong_order(tmp_path: Path, run: Run) -> None:
     program, new = exported(nn.Linear(3, 2), tmp_path / "p.pt2"), tmp_path / "new.pt"
     torch.save(nn.Linear(3, 2).state_dict(), new)
     for words, out in ((["-o", tmp_path / "o.pt2"], tmp_path / "o.pt2"), (["--dry-run"], "OUT.pt2")):
@@ -450,7 +450,7 @@ class Narrow(nn.Module):
 
 
 class Wide(Narrow):
-    """Has a weight more, which it saves under a name that no tensor has."""
+    """It has one more weight, saved under a name that no tensor has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -460,18 +460,18 @@ class Wide(Narrow):
 
 
 @pytest.mark.parametrize("key", ["z", "y"])
-def test_a_weight_that_the_program_does_not_have_is_left_over(tmp_path: Path, run: Run, key: str) -> None:
+def test_weight_that_the_program_lacks_is_refused(tmp_path: Path, run: Run, key: str) -> None:
     torch.save({"x": torch.ones(3), key: torch.ones(3)}, tmp_path / "new.pt")
     words = [exported(Narrow(), tmp_path / "p.pt2"), tmp_path / "new.pt", "--model", f"{__file__}:Wide"]
     done = run("swap-weights", *words, "-o", tmp_path / "out.pt2", "--format", "json")
-    said = [f"{one['problem']} @ {one['key']}" for one in done.data["problems"]]
-    assert (done.status, said) == (1, [f"left over: the program has no such weight @ {key}"])
+    problems = [f"{one['problem']} @ {one['key']}" for one in done.data["problems"]]
+    assert (done.status, problems) == (1, [f"left over: the program has no such weight @ {key}"])
 
 
-def test_keys_that_a_training_adds_are_left_out_by_the_hint(
+def test_hint_excludes_keys_added_by_training(
     program: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lightning's module holds the model, and the weights of its loss."""
+    """Lightning's module holds the model and the weights of its loss."""
     monkeypatch.chdir(tmp_path)
     model = trained(1)
     loss = {f"loss.net.{index}.weight": torch.ones(2) for index in range(5)}
