@@ -1,4 +1,4 @@
-"""What a CI job reads: annotations that name the keys, errors as annotations, and why a diff fails."""
+"""GitHub annotations: they list keys, show errors, and give the reason that a diff fails."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_error_is_an_annotation(run: Run, monkeypatch: pytest.MonkeyPatch, li
     assert done.err.splitlines()[0].removeprefix("error: ") in done.out
 
 
-def test_an_annotation_names_a_bounded_number_of_keys(run: Run) -> None:
+def test_an_annotation_lists_at_most_ten_keys(run: Run) -> None:
     done = run("diff", "old.pt", "new.pt", "--values", "--format", "github")
     first = done.out.splitlines()[0]
     assert first.startswith("::error title=diff::30 of 30 keys differ%0Avalue: w0%0Avalue: w1%0A")
@@ -50,16 +50,16 @@ def test_an_annotation_names_a_bounded_number_of_keys(run: Run) -> None:
     assert same.out.startswith("::notice title=diff::no differences; values are equal\n")
 
 
-def test_an_annotation_stands_at_the_line_of_the_hook(run: Run) -> None:
+def test_an_annotation_points_to_the_line_of_the_hook(run: Run) -> None:
     Path("net.py").write_text(HOOKED)
     done = run("diff", "--model", "net.py:Net", "--format", "github")
     line = next(at for at, text in enumerate(HOOKED.splitlines(), 1) if "def rename" in text)
-    (at_hook,) = (text for text in done.out.splitlines() if text.startswith("::error file="))
-    assert at_hook.startswith(f"::error file=net.py,line={line},title=diff::") or f",line={line - 1}," in at_hook
-    assert "renamed: kernel" in at_hook
+    (annotation,) = (text for text in done.out.splitlines() if text.startswith("::error file="))
+    assert annotation.startswith(f"::error file=net.py,line={line},title=diff::") or f",line={line - 1}," in annotation
+    assert "renamed: kernel" in annotation
 
 
-def test_the_headline_says_why_it_fails(run: Run) -> None:
+def test_the_headline_gives_the_reason_for_a_failure(run: Run) -> None:
     ignored = ("--ignore", "value w* # trained", "--ignore", "value other # gone")
     done = run("diff", "old.pt", "new.pt", "--values", *ignored, "--fail-on-unused")
     assert (done.status, done.out.splitlines()[1].partition(";")[0]) == (1, "1 unused ignore entry (--fail-on-unused)")

@@ -24,76 +24,76 @@ X = torch.rand(3, 4)
 
 
 def plain() -> nn.Module:
-    """What the others compute."""
+    """Return the model that each of the others computes."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)).eval()
 
 
-def _on_both(change: Callable[[nn.Module], object]) -> nn.Module:
+def _change_both_layers(change: Callable[[nn.Module], object]) -> nn.Module:
     model = plain()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's old forms, which old files are in
+        warnings.simplefilter("ignore", FutureWarning)  # old files use torch's deprecated forms
         change(model.get_submodule("0"))
         change(model.get_submodule("2"))
     return model
 
 
 def weight_norm() -> nn.Module:
-    """The old form, of suffixes."""
-    return _on_both(nn.utils.weight_norm)
+    """Use the deprecated form, which adds suffixes."""
+    return _change_both_layers(nn.utils.weight_norm)
 
 
 def parametrized_weight_norm() -> nn.Module:
-    """The new form."""
-    return _on_both(parametrizations.weight_norm)
+    return _change_both_layers(parametrizations.weight_norm)
 
 
 def spectral_norm() -> nn.Module:
-    """The old form, of suffixes."""
-    return _on_both(nn.utils.spectral_norm)
+    """Use the deprecated form, which adds suffixes."""
+    return _change_both_layers(nn.utils.spectral_norm)
 
 
 def parametrized_spectral_norm() -> nn.Module:
-    """The new form."""
-    return _on_both(parametrizations.spectral_norm)
+    return _change_both_layers(parametrizations.spectral_norm)
 
 
 def pruned() -> nn.Module:
-    """Half of each weight is masked."""
-    return _on_both(lambda layer: prune.l1_unstructured(layer, "weight", 0.5))
+    """Mask half of each weight."""
+    return _change_both_layers(lambda layer: prune.l1_unstructured(layer, "weight", 0.5))
 
 
 MODELS = {
-    made.__name__: made
-    for made in (plain, weight_norm, parametrized_weight_norm, spectral_norm, parametrized_spectral_norm, pruned)
+    build.__name__: build
+    for build in (plain, weight_norm, parametrized_weight_norm, spectral_norm, parametrized_spectral_norm, pruned)
 }
 
 
-def test_what_a_name_is_on_the_other_side_is_not_said_of_it() -> None:
-    """`w` on the left is the right's `x`: the right's `w` is another tensor, and the one that is computed."""
+def test_a_renamed_key_is_not_called_computed() -> None:
+    """Left `w` is right `x`; only right `w`, another tensor, is computed from `w_g` and `w_v`."""
     renamed = Entry("renamed", ("w",), ("x",), Cause(Code.HOOK, ("hides `a`",)))
     found = explain_computed([renamed, only_left("w_g"), only_left("w_v"), only_right("w"), only_right("other")])
     assert [entry.has(Code.PART, Code.COMPUTED_FROM) for entry in found] == [False, True, True, True, False]
 
 
-def test_the_names_are_those_of_torch() -> None:
-    for name, made in MODELS.items():
-        state = made().state_dict()
+def test_part_names_match_torch() -> None:
+    for name, build in MODELS.items():
+        state = build().state_dict()
         of = {parameter for parameter, _ in parts(state).values()}
         assert of == (set() if name == "plain" else {"0.weight", "2.weight"})
         assert set(state) - set(parts(state)) <= set(plain().state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils:FutureWarning")
-@pytest.mark.parametrize(("saved", "wanted"), [two for two in product(MODELS, MODELS) if two[0] != two[1]])
-def test_a_printed_command_makes_the_same_model(saved: str, wanted: str, tmp_path: Path, run: Run) -> None:
-    """Or none is printed, and the reason is."""
-    source, target = MODELS[saved](), MODELS[wanted]()
+@pytest.mark.parametrize(
+    ("saved_kind", "target_kind"), [pair for pair in product(MODELS, MODELS) if pair[0] != pair[1]]
+)
+def test_a_printed_command_produces_the_same_model(saved_kind: str, target_kind: str, tmp_path: Path, run: Run) -> None:
+    """If there is no such command, the reason is printed."""
+    source, target = MODELS[saved_kind](), MODELS[target_kind]()
     torch.save(source.state_dict(), tmp_path / "saved.pt")
     torch.save(target.state_dict(), tmp_path / "wanted.pt")
     answer = run("diff", tmp_path / "saved.pt", tmp_path / "wanted.pt", "--format", "json")
     assert answer.status == 1
-    if "plain" in (saved, wanted):
+    if "plain" in (saved_kind, target_kind):
         assert not fixes_in(answer.data)
         assert all(
             entry["code"] in ("part", "computed-from") for entry in answer.data["entries"] if entry["status"] != "same"

@@ -1,4 +1,4 @@
-"""Two files of nested containers, one of them changed in one tensor: the same only where all that is compared is."""
+"""Two files of nested containers that differ in at most one tensor: the same only if all compared entries are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from command import Run
 
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "100"))
 KEYS = (1, 2, "1", "a", "b", "a.b", "model", "state_dict", "rng", "c d", (1, 2), None, True, 1.5)
-Way = tuple[Any, ...]
+Place = tuple[Any, ...]
 
 
 def container(draw: random.Random, depth: int = 0) -> Any:
@@ -28,56 +28,56 @@ def container(draw: random.Random, depth: int = 0) -> Any:
         return torch.randn(draw.choice([(), (2,), (2, 3), (0,)]))
     if kind == "dict":
         return {draw.choice(KEYS): container(draw, depth + 1) for _ in range(draw.randint(1, 4))}
-    made = [container(draw, depth + 1) for _ in range(draw.randint(0, 3))]
-    return made if kind == "list" else draw.choice([3, None, "x", tuple(made)])
+    result = [container(draw, depth + 1) for _ in range(draw.randint(0, 3))]
+    return result if kind == "list" else draw.choice([3, None, "x", tuple(result)])
 
 
-def tensors(value: Any, way: Way = ()) -> Iterator[tuple[Way, torch.Tensor]]:
-    """Every tensor under the way to it, which tells 1 from "1"."""
+def tensors(value: Any, place: Place = ()) -> Iterator[tuple[Place, torch.Tensor]]:
+    """Yield each tensor with its path, which distinguishes 1 from "1"."""
     if isinstance(value, torch.Tensor):
-        yield way, value
+        yield place, value
     elif isinstance(value, (dict, list, tuple)):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from tensors(part, (*way, repr(key)))
+            yield from tensors(part, (*place, repr(key)))
 
 
 def changed(value: Any, draw: random.Random) -> Any:
-    """A copy in which one tensor has another value, shape or dtype, or is none."""
-    made = copy.deepcopy(value)
-    parents = [made, *(part for part in _parts(made) if isinstance(part, (dict, list)))]
+    """Return a copy in which one tensor has another value, shape or dtype, or is not a tensor."""
+    result = copy.deepcopy(value)
+    parents = [result, *(part for part in _nested(result) if isinstance(part, (dict, list)))]
     places = [(parent, key) for parent in parents for key in _keys(parent) if isinstance(parent[key], torch.Tensor)]
     if places:
         parent, key = draw.choice(places)
         parent[key] = draw.choice([parent[key] + 1, parent[key].unsqueeze(0), parent[key].double(), "gone"])
-    return made
+    return result
 
 
 def _keys(value: Any) -> list[Any]:
     return list(value) if isinstance(value, dict) else list(range(len(value)))
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _nested(value: Any) -> Iterator[Any]:
     if isinstance(value, (dict, list, tuple)):
         for key in _keys(value):
             yield value[key]
-            yield from _parts(value[key])
+            yield from _nested(value[key])
 
 
-def same(left: dict[Way, torch.Tensor], right: dict[Way, torch.Tensor]) -> bool:
+def same(left: dict[Place, torch.Tensor], right: dict[Place, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(
-        left[way].dtype == right[way].dtype and torch.equal(left[way], right[way]) for way in left
+        left[place].dtype == right[place].dtype and torch.equal(left[place], right[place]) for place in left
     )
 
 
 class Pair(NamedTuple):
-    """Two files, and whether torch reads the same tensors from both."""
+    """Two files; `equal` if torch reads the same tensors from both."""
 
     paths: tuple[str, str]
     equal: bool
 
 
-def saved(left: Any, draw: random.Random, folder: Path) -> Pair:
-    """The value in a file, and beside it, in one of three cases as it is, the value with another tensor."""
+def save_pair(left: Any, draw: random.Random, folder: Path) -> Pair:
+    """Save the value, and a copy of it in which a tensor is changed in two of three cases."""
     right = draw.choice([copy.deepcopy, partial(changed, draw=draw), partial(changed, draw=draw)])(left)
     paths = str(folder / "left.pt"), str(folder / "right.pt")
     for path, value in zip(paths, (left, right)):
@@ -86,46 +86,48 @@ def saved(left: Any, draw: random.Random, folder: Path) -> Pair:
 
 
 def optimizer(draw: random.Random) -> dict[str, Any]:
-    """A state dict of an optimizer, with whatever a class of somebody's own keeps in it, under names that may clash."""
+    """Return an optimizer state_dict with custom state, under names that may clash."""
     params = draw.choice([(0, 1), ("a", "a.b")])
     own = {param: {name: container(draw, 2) for name in ("b.c", "c", "m")} for param in params}
-    beside = {draw.choice(("0", "b.c", "x")): container(draw, 2), "scaler": container(draw, 1)}
-    (name, state), *rest = beside.items()
+    extra = {draw.choice(("0", "b.c", "x")): container(draw, 2), "scaler": container(draw, 1)}
+    (name, state), *rest = extra.items()
     return {"state": {**own, name: state}, "param_groups": [{"params": [*params], "lr": 0.1}], **dict(rest)}
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_the_same_only_where_all_tensors_are(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_are_the_same_only_if_all_tensors_are(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     draw = random.Random(seed)
-    pair = saved(container(draw), draw, tmp_path)
+    pair = save_pair(container(draw), draw, tmp_path)
     status = main(["diff", *pair.paths, "--values"])
-    said = capsys.readouterr()
-    assert "internal error" not in said.err
-    assert status in ((0, 2) if pair.equal else (1, 2)) or "not compared" in said.out, said.out
+    captured = capsys.readouterr()
+    assert "internal error" not in captured.err
+    assert status in ((0, 2) if pair.equal else (1, 2)) or "not compared" in captured.out, captured.out
 
 
 @pytest.mark.parametrize("seed", range(SEEDS // 4))
-def test_optimizers_are_the_same_only_where_all_tensors_are(seed: int, tmp_path: Path, run: Run) -> None:
+def test_optimizers_are_the_same_only_if_all_tensors_are(seed: int, tmp_path: Path, run: Run) -> None:
     draw = random.Random(seed)
-    pair = saved(optimizer(draw), draw, tmp_path)
+    pair = save_pair(optimizer(draw), draw, tmp_path)
     done = run("diff", *pair.paths, "--values")
     assert done.status in ((0, 2) if pair.equal else (1, 2)), done.out
 
 
 @pytest.mark.parametrize("seed", range(SEEDS // 4))
-def test_a_file_fits_its_manifest_alone(seed: int, tmp_path: Path, run: Run) -> None:
+def test_only_the_same_file_matches_a_manifest(seed: int, tmp_path: Path, run: Run) -> None:
     draw = random.Random(seed)
-    left, right = (pair := saved(draw.choice([container, optimizer])(draw), draw, tmp_path)).paths
+    left, right = (pair := save_pair(draw.choice([container, optimizer])(draw), draw, tmp_path)).paths
     manifest = tmp_path / "m.json"
     assert run("inspect", left, "--manifest", manifest).status == 0
     assert run("diff", "--values", right, manifest).status == (0 if pair.equal else 1)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS // 4))
-def test_every_tensor_has_the_statistics_of_its_own_values(seed: int, tmp_path: Path, run: Run) -> None:
+def test_statistics_of_each_tensor_match_its_values(seed: int, tmp_path: Path, run: Run) -> None:
     draw = random.Random(seed)
     value = draw.choice([container, optimizer])(draw)
     torch.save(value, tmp_path / "a.pt")
-    shown = run("inspect", tmp_path / "a.pt", "--stats", "--format", "json").data["tensors"]
-    want = sorted(sha256(tensor.numpy().tobytes()).hexdigest() for _, tensor in tensors(value))
-    assert sorted(one["stats"]["sha256"] for one in shown) == want
+    listed = run("inspect", tmp_path / "a.pt", "--stats", "--format", "json").data["tensors"]
+    expected = sorted(sha256(tensor.numpy().tobytes()).hexdigest() for _, tensor in tensors(value))
+    assert sorted(one["stats"]["sha256"] for one in listed) == expected

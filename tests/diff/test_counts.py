@@ -62,9 +62,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("counts")
     lines = [MODELS]
     for seed in range(5):
-        space: dict[str, Any] = {}
-        exec(MODELS, space)
-        state = dict(space["net"](seed).state_dict())
+        namespace: dict[str, Any] = {}
+        exec(MODELS, namespace)
+        state = dict(namespace["net"](seed).state_dict())
         if seed % 3 == 1:
             state = {f"module.{key}": value for key, value in state.items()}
         if seed % 3 == 2:
@@ -78,7 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def groups(text: str) -> dict[str, list[tuple[str, int, list[str]]]]:
-    """Title -> (status, number of keys, lines) of each group of keys; the differences have no title."""
+    """Return title -> (status, number of keys, lines) of each group of keys; the differences have no title."""
     found: dict[str, list[tuple[str, int, list[str]]]] = {}
     for block in text.split("\n\n")[1:]:
         title = ""
@@ -93,8 +93,8 @@ def groups(text: str) -> dict[str, list[tuple[str, int, list[str]]]]:
     return found
 
 
-def keys_in(line: str) -> int:
-    """How many keys a line such as ``layers.{0-2}.w -> layers.{0-2}.v: detail`` or ``... 3 more keys`` is for."""
+def number_of_keys(line: str) -> int:
+    """Count the keys in a line such as ``layers.{0-2}.w -> layers.{0-2}.v: detail`` or ``... 3 more keys``."""
     if line.startswith("... "):
         return int(line.split()[1])
     pattern = re.split(r" -> |: | \+ ", line)[0]
@@ -113,57 +113,59 @@ def counts(rows: list[tuple[str, int, list[str]]]) -> Counter[str]:
     return found
 
 
-def summary_of(text: str) -> Counter[str]:
-    """The line of the facts that counts the keys of each status."""
+def summary_counts(text: str) -> Counter[str]:
+    """Parse the line that counts the keys of each status."""
     line = re.search(r"^keys +(.*)$", text, re.M)
     return Counter({status: int(count) for count, status in re.findall(r"(\d+) (\w+)", line[1] if line else "")})
 
 
 PAIRS = [(left, right) for left in range(5) for right in (left, (left + 1) % 5, (left + 3) % 5)]
-WAYS = [
+COMMANDS = [
     *(pytest.param((f"{a}.pt", f"{b}.pt", *CHANGES[(a + b) % 3]), id=f"{a} {b}") for a, b in PAIRS),
     *(pytest.param((f"{a}.pt", "--model", f"models.py:net{b}"), id=f"{a} of {b}") for a, b in PAIRS[::2]),
     *(pytest.param(("--model", f"models.py:net{a}"), id=f"model {a}") for a in range(5)),
 ]
 
 
-@pytest.mark.parametrize("words", WAYS)
-def test_the_numbers_add_up(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("arguments", COMMANDS)
+def test_all_outputs_have_the_same_counts(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
     monkeypatch.chdir(folder)
-    done, data = run("diff", *words), run("diff", *words, "--format", "json").data
+    done, data = run("diff", *arguments), run("diff", *arguments, "--format", "json").data
     assert done.status in (0, 1), done.err
     verdict, shown = done.out.splitlines()[1], groups(done.out)
-    told = re.match(r"(\d+) of (\d+) keys? differs?\b|loads; (\d+) harmless differences?", verdict)
-    total = int(told[1] or told[3]) if told else 0
-    summary = summary_of(done.out)
+    counted = re.match(r"(\d+) of (\d+) keys? differs?\b|loads; (\d+) harmless differences?", verdict)
+    total = int(counted[1] or counted[3]) if counted else 0
+    summary = summary_counts(done.out)
     listed, others = counts(shown.get("", [])), counts(shown.get("Not counted as differences", []))
     same = Counter(same=summary["same"])
-    if told or verdict.startswith("no differences"):
+    if counted or verdict.startswith("no differences"):
         assert (summary - same).total() == total
-    if told and told[2]:
-        assert int(told[2]) == summary.total()
+    if counted and counted[2]:
+        assert int(counted[2]) == summary.total()
     assert listed == summary - same
     assert summary + others == Counter(data["summary"]) == Counter(entry["status"] for entry in data["entries"])
     assert set(others) <= {*HARMLESS, "dtype"}
     for rows in shown.values():
         for status, count, lines in rows:
             if status != "transformed":
-                assert sum(map(keys_in, lines)) == count, (status, lines)
+                assert sum(map(number_of_keys, lines)) == count, (status, lines)
     suggested = [rows for title, rows in shown.items() if title.startswith("Likely")]
     pairs = re.search(r"\((\d+) likely renames?", verdict)
     assert sum(count for rows in suggested for _, count, _ in rows) == (int(pairs[1]) if pairs else 0)
-    if told and done.status != 0:
+    if counted and done.status != 0:
         assert (int(pairs[1]) if pairs else 0) == len(data.get("suggested", ()))
-    every = groups(run("diff", *words, "--all").out)
-    assert counts(every.get("Every key", [])) == summary
-    assert counts(every.get("Not counted as differences", [])) == others
-    assert all(len(lines) == count for rows in every.values() for _, count, lines in rows)
-    shown_keys = Counter(key for line in every_line(every) for key in re.split(r" -> |: | \+ ", line))
+    all_groups = groups(run("diff", *arguments, "--all").out)
+    assert counts(all_groups.get("Every key", [])) == summary
+    assert counts(all_groups.get("Not counted as differences", [])) == others
+    assert all(len(lines) == count for rows in all_groups.values() for _, count, lines in rows)
+    shown_keys = Counter(key for line in all_lines(all_groups) for key in re.split(r" -> |: | \+ ", line))
     for entry in data["entries"]:
         assert all(shown_keys[key] for key in (*entry["left"], *entry["right"])), entry
 
 
-def every_line(groups: dict[str, list[tuple[str, int, list[str]]]]) -> list[str]:
+def all_lines(groups: dict[str, list[tuple[str, int, list[str]]]]) -> list[str]:
     return [line for rows in groups.values() for _, _, lines in rows for line in lines]
 
 
@@ -180,8 +182,10 @@ def test_a_suggested_rename_is_one_missing_and_one_unexpected_key(
     assert "2 of 3 keys differ (1 likely rename); " in run("diff", "a.pt", "b.pt").out
 
 
-def test_what_is_not_saved_is_not_in_the_summary(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_that_are_not_saved_are_not_in_the_summary(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     shown = run("diff", "--model", "models.py:net0").out
-    assert "not_serialized" not in summary_of(shown)
+    assert "not_serialized" not in summary_counts(shown)
     assert "not_serialized" in counts(groups(shown)["Not counted as differences"])

@@ -1,4 +1,4 @@
-"""Diffs: every key of each side stands in one entry, and status 0 means what strict loading means."""
+"""Diffs: every key of each side is in exactly one entry, and status 0 means that a strict load succeeds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from zoo import FLAT, randomized, runtime_values, state_of, traced, zoo_model
 
 torch.set_num_threads(1)
 MODELS = Path(hook_zoo.__file__)
-UNVERSIONED = [name for name in FLAT if traced(name).versions is None]  # whatever a file without versions holds
+UNVERSIONED = [name for name in FLAT if traced(name).versions is None]  # loading does not depend on module versions
 
 
 def tensor(key: str, shape: tuple[int, ...] = (2,), dtype: str = "float32", storage: Storage | None = None) -> Any:
@@ -59,11 +59,11 @@ def sections(draw: st.DrawFn) -> Section:
     keys = draw(st.lists(KEYS, unique=True, max_size=8))
     shared = Storage(Span("no file", 0, 64))
     kinds = draw(st.lists(st.sampled_from(["own", "shared", "shape", "dtype", "extra"]), min_size=8, max_size=8))
-    made = {
+    result = {
         "own": tensor, "shared": lambda key: tensor(key, storage=shared), "shape": lambda key: tensor(key, (1, 2)),
         "dtype": lambda key: tensor(key, dtype="int64"), "extra": ExtraEntry,
     }  # fmt: skip
-    entries = [made[kind](key) for key, kind in zip(keys, kinds)]
+    entries = [result[kind](key) for key, kind in zip(keys, kinds)]
     tensors = tuple(entry for entry in entries if isinstance(entry, TensorEntry))
     return Section("", "state_dict", tensors, tuple(entry for entry in entries if isinstance(entry, ExtraEntry)))
 
@@ -73,12 +73,12 @@ NO_BYTES = settings(max_examples=150, deadline=None)
 
 @NO_BYTES
 @given(sections(), sections())
-def test_each_key_of_two_checkpoints_stands_in_one_entry(left: Section, right: Section) -> None:
+def test_each_key_of_two_checkpoints_is_in_one_entry(left: Section, right: Section) -> None:
     entries = compare(left, right, Values(lambda a, b: None))
     assert_each_key_once(entries, left.by_key(), right.by_key())
 
 
-def test_two_keys_that_would_be_one_are_no_pair() -> None:
+def test_keys_with_the_same_unwrapped_name_are_not_paired() -> None:
     left = Section("", "state_dict", (tensor("module.a"), tensor("_orig_mod.a")))
     right = Section("", "state_dict", (tensor("a"),))
     for one, other in ((left, right), (right, left)):
@@ -89,12 +89,12 @@ def test_two_keys_that_would_be_one_are_no_pair() -> None:
 
 @NO_BYTES
 @given(sections())
-def test_a_checkpoint_is_the_same_as_itself(section: Section) -> None:
+def test_a_checkpoint_equals_itself(section: Section) -> None:
     assert {entry.status for entry in compare(section, section)} <= {"same", "extra_state"}
 
 
 @pytest.mark.parametrize("name", sorted(ZOO))
-def test_each_name_of_a_model_stands_in_one_entry(name: str) -> None:
+def test_each_name_of_a_model_is_in_one_entry(name: str) -> None:
     names = traced(name)
     left = {**dict.fromkeys(s.key for s in names.serialized), **dict.fromkeys(names.extra_state)}
     assert_each_key_once(compare_names(names), left, [t.fqn for t in names.runtime])
@@ -103,27 +103,27 @@ def test_each_name_of_a_model_stands_in_one_entry(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "same"), [("plain", True), ("buffers", True), ("drops_a_key", False), ("strip_layer", False)]
 )
-def test_a_model_alone_is_the_same_where_all_that_is_to_be_saved_is_saved_as_it_is(name: str, same: bool) -> None:
-    """A buffer that is not to be saved is no loss, a parameter that a hook leaves out is one."""
+def test_a_model_alone_is_the_same_if_hooks_change_no_key(name: str, same: bool) -> None:
+    """A non-persistent buffer is not a loss, but a parameter that a hook omits is."""
     assert bool(traced(name).not_serialized) is (name in ("buffers", "drops_a_key"))
     assert names_alone(ModelOperand(traced(name))).identical is same
 
 
 def forms(name: str, folder: Path) -> list[Section]:
-    """A checkpoint of the model as it is saved, of its runtime tensors, and wrapped."""
+    """Return checkpoints of the model: as saved, with its runtime names, and wrapped."""
     state = state_of(name)
     runtime = {k: v for k, v in runtime_values(randomized(zoo_model(name).build(True), 2)).items() if v.numel()}
-    for word, content in (
+    for form, content in (
         ("saved", state),
         ("runtime", runtime),
         ("ddp", {f"module.{k}": v for k, v in state.items()}),
     ):
-        torch.save(content, folder / f"{word}.pt")
-    return [model_section(open_operand(str(folder / f"{word}.pt"))) for word in ("saved", "runtime", "ddp")]
+        torch.save(content, folder / f"{form}.pt")
+    return [model_section(open_operand(str(folder / f"{form}.pt"))) for form in ("saved", "runtime", "ddp")]
 
 
 @pytest.mark.parametrize("name", UNVERSIONED)
-def test_each_key_of_a_models_checkpoints_stands_in_one_entry(tmp_path: Path, name: str) -> None:
+def test_each_key_of_a_models_checkpoints_is_in_one_entry(tmp_path: Path, name: str) -> None:
     names, found = traced(name), forms(name, tmp_path)
     keys = {**dict.fromkeys(s.key for s in names.serialized), **dict.fromkeys(names.extra_state)}
     for left in found:
@@ -133,7 +133,7 @@ def test_each_key_of_a_models_checkpoints_stands_in_one_entry(tmp_path: Path, na
 
 
 @pytest.mark.parametrize("name", [n for n in UNVERSIONED if traced(n).roundtrips])
-def test_forms_of_one_checkpoint_do_not_lack_anything(tmp_path: Path, name: str) -> None:
+def test_forms_of_one_checkpoint_have_no_missing_keys(tmp_path: Path, name: str) -> None:
     saved, _, wrapped = forms(name, tmp_path)
     statuses = {entry.status for entry in compare_through(traced(name), saved, wrapped)}
     assert statuses <= {"same", "renamed", "transformed", "alias", "extra_state"}
@@ -173,18 +173,20 @@ DAMAGES: dict[str, Callable[[dict[str, Any], str], object]] = {
     "cast": lambda state, key: state.update({key: state[key].to(torch.complex128)}),
     "no metadata": lambda state, key: vars(state).pop("_metadata", None) if hasattr(state, "_metadata") else None,
     "a second copy": lambda state, key: state.update({key: state[key].clone()}),
-    "no tensor": lambda state, key: state.update({key: 3}),
+    "not a tensor": lambda state, key: state.update({key: 3}),
 }
 
 
 def loads(name: str, state: dict[str, torch.Tensor]) -> bool:
-    """Whether torch loads it strictly, with every tensor it copies of the same dtype."""
+    """Return True if torch loads it strictly and converts no dtype."""
     model = zoo_model(name).build(True)
     converted: list[bool] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten.copy_.default and isinstance(args[1], torch.Tensor):  # it takes a number too
+            if func is torch.ops.aten.copy_.default and isinstance(
+                args[1], torch.Tensor
+            ):  # the source may also be a number
                 converted.append(args[0].dtype != args[1].dtype)
             return func(*args, **(kwargs or {}))
 
@@ -196,10 +198,10 @@ def loads(name: str, state: dict[str, torch.Tensor]) -> bool:
     return not any(converted)
 
 
-def test_what_there_is_nothing_to_compare_with_is_no_answer(tmp_path: Path, run: Run) -> None:
+def test_nothing_to_compare_is_an_error(tmp_path: Path, run: Run) -> None:
     layer = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
-    model, made = f"{__file__}:linear", ("--optimizer", f"{__file__}:sgd")
+    model, optimizer_options = f"{__file__}:linear", ("--optimizer", f"{__file__}:sgd")
     for name, value in {
         "w.pt": layer.state_dict(),
         "o.pt": optimizer.state_dict(),
@@ -208,7 +210,7 @@ def test_what_there_is_nothing_to_compare_with_is_no_answer(tmp_path: Path, run:
         torch.save(value, tmp_path / name)
     w, o, two, m = (str(tmp_path / name) for name in ("w.pt", "o.pt", "two.pt", "m.json"))
     assert run("inspect", w, "--manifest", m).status == 0
-    for words, said in (
+    for arguments, message in (
         ((w, o), "holds no state dict"),
         ((o, w), "holds no state dict"),
         (("--model", model, "--whole"), "--whole compares two checkpoints"),
@@ -217,13 +219,13 @@ def test_what_there_is_nothing_to_compare_with_is_no_answer(tmp_path: Path, run:
         ((w, m, "--model", model), "without a model"),
         (("--model", model, "--values"), "nothing to compare"),
         (("--model", model, w, "--values"), "nothing to compare"),
-        (("--model", model, *made, w), "has no optimizer"),
-        (("--model", model, *made, two), "has several optimizers: a, b"),
+        (("--model", model, *optimizer_options, w), "has no optimizer"),
+        (("--model", model, *optimizer_options, two), "has several optimizers: a, b"),
     ):
-        done = run("diff", *words)
-        assert (done.status, said in done.err) == (2, True), words
-    assert f"pick one: {two}::a" in run("diff", "--model", model, *made, two).err
-    assert run("diff", "--model", model, *made, f"{two}::a").status == 0
+        done = run("diff", *arguments)
+        assert (done.status, message in done.err) == (2, True), arguments
+    assert f"pick one: {two}::a" in run("diff", "--model", model, *optimizer_options, two).err
+    assert run("diff", "--model", model, *optimizer_options, f"{two}::a").status == 0
     with pytest.raises(CkptError, match="nothing to compare"):
         ckpttool.diff(None, w, model=model)
     torch.save({key: value + 0.5 for key, value in layer.state_dict().items()}, tmp_path / "near.pt")
@@ -240,11 +242,11 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("other", ["float16", "float8_e5m2", "int64", "complex64", "bool"])
-def test_where_dtypes_are_ignored_values_count_as_torch_converts_them(other: str, tmp_path: Path, run: Run) -> None:
+def test_ignore_dtype_compares_values_as_torch_converts_them(other: str, tmp_path: Path, run: Run) -> None:
     w = torch.tensor([0.0, 1.25, -3.0, 1e4])
     torch.save({"w": w, "v": w}, tmp_path / "left.pt")
-    made = w.to(getattr(torch, other))
-    for name, value in ("same", made), ("another", torch.cat([made[:3], made[:1]])):
+    result = w.to(getattr(torch, other))
+    for name, value in ("same", result), ("another", torch.cat([result[:3], result[:1]])):
         torch.save({"w": value, "v": w}, tmp_path / f"{name}.pt")
         pair = ("diff", tmp_path / "left.pt", tmp_path / f"{name}.pt")
         assert [run(*pair).status, run(*pair, "--ignore-dtype").status, run(*pair, "--values").status] == [1, 0, 1]
@@ -254,7 +256,7 @@ def test_where_dtypes_are_ignored_values_count_as_torch_converts_them(other: str
         assert found == {("dtype" if name == "same" else "value", "w")}
 
 
-def test_what_is_no_tensor_is_not_counted_as_one(tmp_path: Path, run: Run) -> None:
+def test_objects_are_not_counted_as_tensors(tmp_path: Path, run: Run) -> None:
     one, zero = torch.ones(2), torch.zeros(2)
     same = {f"k.{name}": one for name in "xyz"}
     left = {**same, "k.w": one, "k.a": one, "k.b": (one, 1), "k.d": (one, 1)}
@@ -266,8 +268,8 @@ def test_what_is_no_tensor_is_not_counted_as_one(tmp_path: Path, run: Run) -> No
     assert [note.partition(" with")[0] for note in counted] == ["1 tensor", "3 objects"]
 
 
-def test_values_of_other_dtypes_that_nothing_converts_are_not_taken_for_the_same(tmp_path: Path, run: Run) -> None:
-    """Of tensors outside of state dicts neither; those are compared as dense ones of the model are."""
+def test_different_values_in_other_dtypes_are_reported_outside_dense_tensors(tmp_path: Path, run: Run) -> None:
+    """Sparse tensors, extra state, and tensors outside the state_dict are compared too."""
     for name, w in ("a.pt", torch.ones(2)), ("b.pt", 2 * torch.ones(2).half()):
         model = {"w": w.to_sparse(), "v": torch.ones(1), "x._extra_state": {"scale": w}}
         torch.save({"model": model, "best": w, "last": w / w}, tmp_path / name)
@@ -282,7 +284,9 @@ def test_values_of_other_dtypes_that_nothing_converts_are_not_taken_for_the_same
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_status_0_means_that_torch_loads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], data: Any) -> None:
+def test_status_0_means_that_torch_loads_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: Any
+) -> None:
     name = data.draw(st.sampled_from(sorted(set(FLAT) - {"sparse_buffer"})))
     state = deepcopy(state_of(name))
     for _ in range(data.draw(st.integers(0, 2))):
@@ -292,7 +296,7 @@ def test_status_0_means_that_torch_loads_it(tmp_path: Path, capsys: pytest.Captu
     tensors = [key for key, value in state.items() if isinstance(value, torch.Tensor)]
     torch.save(state, tmp_path / "model.pt")
     if not tensors and not hasattr(state, "_metadata"):
-        return  # nothing by which it could be told from any other dict
+        return  # it looks like any other dict
     status = main(["diff", "--model", f"{MODELS}:{name}", str(tmp_path / "model.pt"), "--format", "json"])
     out, err = capsys.readouterr()
     assert status == (0 if loads(name, state) else 1), err
@@ -304,7 +308,7 @@ def test_status_0_means_that_torch_loads_it(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.fixture
 def answer(run: Run) -> Callable[..., tuple[int, dict[str, Any]]]:
-    """Runs one command; gives its exit status, and the JSON object that it prints."""
+    """Run a command with --format json; return its exit status and the JSON object."""
 
     def answer(*args: object) -> tuple[int, dict[str, Any]]:
         done = run(*args, "--format", "json")
@@ -324,8 +328,8 @@ def test_values(tmp_path: Path, answer: Callable[..., tuple[int, dict[str, Any]]
     assert answer("diff", tmp_path / "l.pt", tmp_path / "r.pt", "--values", "--atol", 0.01)[0] == 0
 
 
-def test_names_of_100_000_keys_are_compared_without_quadratic_work(tmp_path: Path) -> None:
-    """Counted in calls, not in time: the profiler's calls grow with the keys and no faster."""
+def test_many_keys_are_compared_without_quadratic_work(tmp_path: Path) -> None:
+    """The number of calls grows linearly with the keys (it is more stable than time)."""
     code = """
 import cProfile, pstats, sys
 from ckpttool.core.checkpoint import Section, Span, Storage, TensorEntry
@@ -345,22 +349,22 @@ for n in (2000, 8000):
     assert all(large < 5 * small for small, large in zip(calls[:3], calls[3:]))
 
 
-def test_how_far_values_are_apart_is_in_json_too(tmp_path: Path, run: Run) -> None:
+def test_json_has_the_spread_of_value_differences(tmp_path: Path, run: Run) -> None:
     left = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     right = left + torch.tensor([0.0, 0.25, 0.375, 3.0, -2.0, float("nan")])
     for name, values in (("left", left), ("right", right)):
         torch.save({"w": values, "same": torch.ones(2)}, tmp_path / f"{name}.pt")
     entries = run("diff", tmp_path / "left.pt", tmp_path / "right.pt", "--values", "--format", "json").data["entries"]
     spread = {entry["left"][0]: entry.get("spread") for entry in entries}
-    wanted = Counter(math.frexp(d)[1] - 1 for d in (left - right).abs().tolist() if d and not math.isnan(d))
+    expected = Counter(math.frexp(d)[1] - 1 for d in (left - right).abs().tolist() if d and not math.isnan(d))
     assert spread["same"] is None
     numbers = {own["exponent"]: own["elements"] for own in spread["w"] if own["exponent"] < 1023}
-    assert numbers == dict(wanted) == {-2: 2, 1: 2}
+    assert numbers == dict(expected) == {-2: 2, 1: 2}
     assert [own["elements"] for own in spread["w"] if own["exponent"] >= 1023] == [1]
 
 
 class SavesHalf(torch.nn.Module):
-    """Its file has one weight in half the precision that loading gives back."""
+    """Saves one weight in half precision, which loading converts back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,17 +374,17 @@ class SavesHalf(torch.nn.Module):
 
 @pytest.mark.parametrize("lost", [(), ("b",)])
 @pytest.mark.parametrize("more", [(), ("--fail-on", "unexpected")])
-def test_what_loading_converts_is_said_where_no_key_shows_it(
+def test_a_conversion_at_load_is_noted_if_no_key_shows_it(
     run: Run, tmp_path: Path, lost: tuple[str, ...], more: tuple[str, ...]
 ) -> None:
     torch.save({k: v for k, v in SavesHalf().state_dict().items() if k not in lost}, tmp_path / "a.pt")
-    words = ("diff", "--model", f"{__file__}:SavesHalf", tmp_path / "a.pt", *more)
-    found = run(*words, "--format", "json")
+    arguments = ("diff", "--model", f"{__file__}:SavesHalf", tmp_path / "a.pt", *more)
+    found = run(*arguments, "--format", "json")
     note = "loading converts 1 tensor (--ignore-dtype allows it): a (float16 to float32)"
     assert (found.status, note in notes_in(found.data)) == (1, True)
     assert [one["status"] for one in found.data["entries"] if one["status"] != "same"] == ["missing"] * len(lost)
-    assert lost or "loads, and converts" in run(*words).out
-    allowed = run(*words, "--ignore-dtype", "--format", "json")
+    assert lost or "loads, and converts" in run(*arguments).out
+    allowed = run(*arguments, "--ignore-dtype", "--format", "json")
     assert (allowed.status, notes_in(allowed.data)) == (int(bool(lost) and not more), notes_in(found.data)[1:])
 
 
@@ -402,10 +406,10 @@ def _split(state: Any, prefix: str) -> dict[str, torch.Tensor]:
     return {prefix + name: part for name, part in zip("qk", state.pop(prefix + "qk").chunk(2))}
 
 
-def test_what_loading_converts_is_said_once_where_a_key_shows_it(run: Run, tmp_path: Path) -> None:
+def test_a_conversion_at_load_is_not_noted_if_a_key_shows_it(run: Run, tmp_path: Path) -> None:
     torch.save({"qk": Fused().state_dict()["qk"].half()}, tmp_path / "a.pt")
-    words = ("diff", "--model", f"{__file__}:Fused", tmp_path / "a.pt", "--format", "json")
-    found = run(*words)
+    arguments = ("diff", "--model", f"{__file__}:Fused", tmp_path / "a.pt", "--format", "json")
+    found = run(*arguments)
     assert (found.status, [one["status"] for one in found.data["entries"]]) == (1, ["dtype"])
     assert not any(note.startswith("loading converts") for note in notes_in(found.data))
-    assert run(*words, "--fail-on", "unexpected").status == 0
+    assert run(*arguments, "--fail-on", "unexpected").status == 0

@@ -1,4 +1,4 @@
-"""Two state dicts key by key, and what stands beside them: of entries made by hand."""
+"""Two state dicts compared key by key, and the entries next to them, with hand-made entries."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def section(*entries: Entries, path: str = "", kind: str = "state_dict") -> Sect
     return Section(path, kind, tensors, tuple(one for one in entries if isinstance(one, ExtraEntry)))
 
 
-def told(entries: Iterable[Entry]) -> list[tuple[str, str, str, str]]:
-    """What is not the same: status, the keys of both sides, and why."""
+def differences(entries: Iterable[Entry]) -> list[tuple[str, str, str, str]]:
+    """Return the status, keys of both sides, and reason of each entry that is not the same."""
     return [
         (one.status, " ".join(one.left), " ".join(one.right), ": ".join(filter(None, (one.reason, one.detail))))
         for one in entries
@@ -39,9 +39,9 @@ def told(entries: Iterable[Entry]) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def compared(left: list[Entries], right: list[Entries], values: bool = True) -> list[tuple[str, str, str, str]]:
-    ask = VALUES if values else None
-    return told(compare(section(*left), section(*right), ask))
+def differences_of(left: list[Entries], right: list[Entries], values: bool = True) -> list[tuple[str, str, str, str]]:
+    compare_values = VALUES if values else None
+    return differences(compare(section(*left), section(*right), compare_values))
 
 
 PAIRS: dict[str, tuple[list[Entries], list[Entries], list[tuple[str, str, str, str]]]] = {
@@ -94,74 +94,74 @@ PAIRS: dict[str, tuple[list[Entries], list[Entries], list[tuple[str, str, str, s
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_what_two_state_dicts_have_otherwise(name: str) -> None:
-    left, right, wanted = PAIRS[name]
+def test_differences_of_two_state_dicts(name: str) -> None:
+    left, right, expected_entries = PAIRS[name]
     ddp = "left is wrapped in DistributedDataParallel or DataParallel or AveragedModel (`module`)"
     inside = "not a tensor, and a tensor inside it differs"
-    expected = [(*entry[:3], entry[3].replace("INSIDE", inside).replace("IN", ddp)) for entry in wanted]
-    assert compared(left, right) == expected
-    back = {(status, theirs, mine) for status, mine, theirs, _ in wanted}
+    expected = [(*entry[:3], entry[3].replace("INSIDE", inside).replace("IN", ddp)) for entry in expected_entries]
+    assert differences_of(left, right) == expected
+    back = {(status, right_key, left_key) for status, left_key, right_key, _ in expected_entries}
     swap = {"unexpected": "missing", "missing": "unexpected"}
-    assert {entry[:3] for entry in compared(right, left)} == {(swap.get(s, s), *keys) for s, *keys in back}
+    assert {entry[:3] for entry in differences_of(right, left)} == {(swap.get(s, s), *keys) for s, *keys in back}
 
 
-def test_without_values_objects_are_carried_and_not_compared() -> None:
+def test_objects_are_not_compared_without_values() -> None:
     one: list[Entries] = [ExtraEntry("a", value=1), tensor("w", 1)]
     other: list[Entries] = [ExtraEntry("a", value=2), tensor("w", 2)]
-    assert compared(one, other, values=False) == [("extra_state", "a", "a", "not a tensor: copied, not compared")]
+    assert differences_of(one, other, values=False) == [("extra_state", "a", "a", "not a tensor: copied, not compared")]
 
 
-def test_a_second_name_of_what_both_have_is_an_alias() -> None:
+def test_a_second_name_of_a_common_tensor_is_an_alias() -> None:
     shared = storage(1, 2)
     tied = [tensor("b", 1, 2, of=shared), tensor("a", 1, 2, of=shared), tensor("c", 1, 2)]
     alias = "second name of a tensor that both sides have: same as"
-    for kept, gone in (("a", "b"), ("b", "a")):
-        assert compared([*tied], [tensor(kept, 1, 2)]) == [
-            ("alias", gone, "", f"{alias} {kept}"),
+    for kept, dropped in (("a", "b"), ("b", "a")):
+        assert differences_of([*tied], [tensor(kept, 1, 2)]) == [
+            ("alias", dropped, "", f"{alias} {kept}"),
             ("unexpected", "c", "", "not in right"),
         ]
-        assert compared([tensor(kept, 1, 2)], [*tied])[0] == ("alias", "", gone, f"{alias} {kept}")
-    assert [entry[0] for entry in compared([*tied], [tensor("x", 9, 9)])] == ["unexpected"] * 3 + ["missing"]
+        assert differences_of([tensor(kept, 1, 2)], [*tied])[0] == ("alias", "", dropped, f"{alias} {kept}")
+    assert [entry[0] for entry in differences_of([*tied], [tensor("x", 9, 9)])] == ["unexpected"] * 3 + ["missing"]
 
 
-# Beside the models
+# Outside the models
 
 
 def checkpoint(*sections: Section, unreached: tuple[Unreached, ...] = (), format: str = "torch_zip") -> Checkpoint:
     return Checkpoint(f"{format}.pt", format, 0, sections, unreached=unreached)
 
 
-def test_how_far_values_are_apart_is_kept() -> None:
+def test_the_spread_of_values_is_kept() -> None:
     (entry,) = compare(section(tensor("a", 1, 9)), section(tensor("a", 1, 1)), VALUES)
     assert entry.spread == ((3, 1),)
 
 
-def test_tensors_outside_of_state_dicts_are_compared_where_both_have_them() -> None:
+def test_tensors_outside_state_dicts_are_compared_if_both_have_them() -> None:
     model = section(tensor("w", 1))
-    left = checkpoint(model, section(tensor("a", 1), tensor("b", 1), tensor("mine", 1), path="more", kind="other"))
+    left = checkpoint(model, section(tensor("a", 1), tensor("b", 1), tensor("left_only", 1), path="more", kind="other"))
     right = checkpoint(model, section(tensor("b", 2), tensor("a", 1), kind="other"), section(path="ema"))
-    assert [entry[:3] for entry in told(compare_outside(left, right, VALUES))] == [("value", "b", "b")]
+    assert [entry[:3] for entry in differences(compare_outside(left, right, VALUES))] == [("value", "b", "b")]
 
 
-def test_storages_that_are_not_understood_are_told_apart_by_their_bytes() -> None:
-    def found(*values: int) -> tuple[Unreached, ...]:
+def test_storages_without_a_known_tensor_are_compared_by_their_bytes() -> None:
+    def storages(*values: int) -> tuple[Unreached, ...]:
         return tuple(Unreached(f"data/{at}", storage(value)) for at, value in enumerate(values))
 
     def outside(*pair: tuple[Unreached, ...]) -> tuple[Entry, ...]:
         left, right = (checkpoint(unreached=one) for one in pair)
         return compare_outside(left, right, None)
 
-    assert not told(outside(found(1, 2, 2), found(2, 1, 2)))
-    why = "a storage that belongs to no known tensor; {}"
-    assert told(outside(found(1, 1, 2), found(1, 3))) == [
-        ("unexpected", "data/1", "", why.format("not in right")),
-        ("unexpected", "data/2", "", why.format("not in right")),
-        ("missing", "", "data/1", why.format("missing from left")),
+    assert not differences(outside(storages(1, 2, 2), storages(2, 1, 2)))
+    reason = "a storage that belongs to no known tensor; {}"
+    assert differences(outside(storages(1, 1, 2), storages(1, 3))) == [
+        ("unexpected", "data/1", "", reason.format("not in right")),
+        ("unexpected", "data/2", "", reason.format("not in right")),
+        ("missing", "", "data/1", reason.format("missing from left")),
     ]
-    gone = (Unreached("data/0", Storage(Span("no such file", 0, 1))),)
-    assert [status for status, *_ in told(outside(gone, gone))] == ["unexpected", "missing"]
-    script = checkpoint(unreached=found(1), format="torchscript")
-    assert not told(compare_outside(script, checkpoint(), None))
-    assert [status for status, *_ in told(compare_outside(script, checkpoint(format="torchscript"), None))] == [
+    unreadable = (Unreached("data/0", Storage(Span("no such file", 0, 1))),)
+    assert [status for status, *_ in differences(outside(unreadable, unreadable))] == ["unexpected", "missing"]
+    script = checkpoint(unreached=storages(1), format="torchscript")
+    assert not differences(compare_outside(script, checkpoint(), None))
+    assert [status for status, *_ in differences(compare_outside(script, checkpoint(format="torchscript"), None))] == [
         "unexpected"
     ]

@@ -1,4 +1,4 @@
-"""Kinds of tensors that do not load in each other's place: dense, sparse, in parts; torch itself says which."""
+"""Kinds of tensors that cannot be loaded as each other: dense, sparse, sharded; torch is the oracle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from ckpttool.cli.app import main
 from command import Run
 
-KINDS = ("dense", "conjugated", "sparse", "csr", "in_parts")
+KINDS = ("dense", "conjugated", "sparse", "csr", "sharded")
 MODEL = """
 import torch
 class Net(torch.nn.Module):
@@ -30,7 +30,7 @@ class Net(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A file of each kind, all of them under one key with one dtype and one shape."""
+    """Save one file of each kind, all with the same key, dtype and shape."""
     folder = tmp_path_factory.mktemp("kinds")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for kind, value in tensors().items():
@@ -47,7 +47,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def loads(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether what holds `right` loads `left` strictly."""
+    """Return True if a model that holds `right` loads `left` strictly."""
     model = nn.Module()
     model.register_buffer("w", right.clone())
     try:
@@ -59,33 +59,33 @@ def loads(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize(("left", "right"), list(product(KINDS, KINDS)))
-def test_the_same_only_where_torch_loads_one_for_the_other(files: Path, run: Run, left: str, right: str) -> None:
+def test_kinds_are_the_same_only_if_torch_loads_one_as_the_other(files: Path, run: Run, left: str, right: str) -> None:
     status = run("diff", files / f"{left}.pt", files / f"{right}.pt", "--format", "json").status
-    made = tensors()
+    by_kind = tensors()
     assert status in (0, 1)
-    assert status == 1 or loads(made[left], made[right])
+    assert status == 1 or loads(by_kind[left], by_kind[right])
     assert status == 0 or left != right
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("kind", KINDS)
-def test_names_alone_do_not_tell_whether_another_kind_loads(files: Path, run: Run, kind: str) -> None:
-    """A names file says as much as names can: no answer, where only the model's code has one."""
+def test_names_alone_cannot_decide_if_another_kind_loads(files: Path, run: Run, kind: str) -> None:
+    """The result is an error if only the model's code could answer."""
     names = files / "names.json"
     assert main(["trace", f"{files / 'net.py'}:Net", "-o", str(names), "--force"]) == 0
     done = run("diff", "--model", names, files / f"{kind}.pt")
     is_dense = kind in ("dense", "conjugated")
     assert done.status == (0 if is_dense else 2), done
     assert is_dense or "a tensor of another kind" in done.err
-    assert ("is the part of one rank: name the files of all ranks" in done.err) is (kind == "in_parts")
+    assert ("is the part of one rank: name the files of all ranks" in done.err) is (kind == "sharded")
 
 
-def test_what_torch_logs_of_dtensors_is_said_once(files: Path) -> None:
-    """In a process of its own: torch logs to the stderr that there was when it was imported."""
-    words = [sys.executable, "-m", "ckpttool", "diff", "--model", f"{files / 'net.py'}:Net", str(files / "in_parts.pt")]
-    said = subprocess.run(words, capture_output=True, text=True, check=False).stderr.splitlines()
+def test_torch_warnings_about_dtensors_are_printed_once(files: Path) -> None:
+    """This needs a new process: torch logs to the stderr of its import time."""
+    args = [sys.executable, "-m", "ckpttool", "diff", "--model", f"{files / 'net.py'}:Net", str(files / "sharded.pt")]
+    lines = subprocess.run(args, capture_output=True, text=True, check=False).stderr.splitlines()
     ends = next(
-        (at for at, line in enumerate(said) if line.startswith("nanobind: ")), None
-    )  # triton's, at the very end
-    assert all(line.startswith("warning: ") for line in said[:ends]), said
-    assert sum("DeviceMesh" in line for line in said) == 1
+        (at for at, line in enumerate(lines) if line.startswith("nanobind: ")), None
+    )  # printed by triton at exit
+    assert all(line.startswith("warning: ") for line in lines[:ends]), lines
+    assert sum("DeviceMesh" in line for line in lines) == 1

@@ -1,4 +1,4 @@
-"""Manifests against hashlib, sha256sum and torch: digests of what the files hold, and every changed byte named."""
+"""Manifests against hashlib, sha256sum and torch: digests match the files, and every changed byte is reported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def state() -> dict[str, torch.Tensor]:
         "a.weight": torch.randn(4, 3),
         "a.bias": torch.randn(4).bfloat16(),
         "steps": torch.tensor(3),
-        "b.weight": torch.randn(3, 5)[:, 1:4],  # gathered, not a block of its file
+        "b.weight": torch.randn(3, 5)[:, 1:4],  # not contiguous in its file
         "none": torch.empty(0, 2),
     }
 
@@ -54,20 +54,20 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_digests_are_those_of_the_bytes(run: Run, tmp_path: Path, name: str) -> None:
+def test_digests_match_the_bytes(run: Run, tmp_path: Path, name: str) -> None:
     ckpt = written(tmp_path, name)
     data = manifest(run, ckpt, tmp_path / "m.json")
     assert data["predicate"]["format"] == FORMATS[name]
     (section,) = data["predicate"]["sections"]
-    have = {tensor["key"]: tensor["sha256"] for tensor in section["tensors"]}
-    assert have == {key: digest(value.view(1) if not value.dim() else value) for key, value in state().items()}
+    digests = {tensor["key"]: tensor["sha256"] for tensor in section["tensors"]}
+    assert digests == {key: digest(value.view(1) if not value.dim() else value) for key, value in state().items()}
     lines = "".join(f"{file['digest']['sha256']}  {file['name']}\n" for file in data["subject"])
     folder = ckpt if Path(ckpt).is_dir() else tmp_path
     assert subprocess.run(["sha256sum", "-c", "--quiet"], input=lines.encode(), cwd=folder, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_checkpoint_is_its_manifest_in_every_format(run: Run, tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_matches_its_manifest_in_every_format(run: Run, tmp_path: Path, name: str) -> None:
     ckpt = written(tmp_path, name)
     manifest(run, ckpt, tmp_path / "m.json")
     done = run("diff", "--values", ckpt, tmp_path / "m.json", "--format", "json")
@@ -81,7 +81,7 @@ def test_a_checkpoint_is_its_manifest_in_every_format(run: Run, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("key", [key for key, value in state().items() if value.numel()])
-def test_a_changed_bit_is_named(run: Run, tmp_path: Path, key: str) -> None:
+def test_a_changed_bit_is_reported_with_its_key(run: Run, tmp_path: Path, key: str) -> None:
     ckpt = written(tmp_path, "a.safetensors")
     manifest(run, ckpt, tmp_path / "m.json")
     changed = state()
@@ -91,11 +91,11 @@ def test_a_changed_bit_is_named(run: Run, tmp_path: Path, key: str) -> None:
     done = run("diff", "--values", tmp_path / "changed.pt", tmp_path / "m.json", "--format", "json")
     assert done.status == 1
     assert [entry["left"] for entry in done.data["entries"] if entry["status"] != "same"] == [[key]]
-    assert run("diff", tmp_path / "changed.pt", tmp_path / "m.json").status == 0  # names, dtypes and shapes alone
+    assert run("diff", tmp_path / "changed.pt", tmp_path / "m.json").status == 0  # only names, dtypes and shapes
 
 
-def test_what_is_not_understood_is_compared_by_its_bytes(run: Run, tmp_path: Path) -> None:
-    """Storages in a file that no tensor has: their bytes are in the manifest too."""
+def test_storages_without_a_known_tensor_are_compared_by_their_bytes(run: Run, tmp_path: Path) -> None:
+    """A manifest includes the bytes of storages that belong to no tensor."""
     files = {
         "none": {"w": torch.ones(2)},
         "one": {"w": torch.ones(2), "more": [torch.UntypedStorage(range(3))]},
@@ -112,11 +112,11 @@ def test_what_is_not_understood_is_compared_by_its_bytes(run: Run, tmp_path: Pat
             (f"{left}.json", f"{right}.json"),
         ):
             done = run("diff", *(tmp_path / name for name in pair), "--format", "json")
-            odd = [entry for entry in done.data["entries"] if "known tensor" in entry["reason"]]
+            unreached = [entry for entry in done.data["entries"] if "known tensor" in entry["reason"]]
             alone = {(True, False): "missing", (False, True): "unexpected"}.get(
                 (left == "none", right == "none"), "value"
             )
-            assert [entry["status"] for entry in odd] == ([] if left == right else [alone])
+            assert [entry["status"] for entry in unreached] == ([] if left == right else [alone])
             assert done.status == (left != right)
             valued = run("diff", "--values", *(tmp_path / name for name in pair))
             assert (valued.status, "byte for byte" in valued.out) == (
@@ -125,23 +125,23 @@ def test_what_is_not_understood_is_compared_by_its_bytes(run: Run, tmp_path: Pat
             )
 
 
-def whole() -> dict[str, Any]:
+def training_checkpoint() -> dict[str, Any]:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    odd = {"sparse": torch.eye(3).to_sparse(), "x._extra_state": {"scale": torch.ones(2), "at": 3}}
+    special = {"sparse": torch.eye(3).to_sparse(), "x._extra_state": {"scale": torch.ones(2), "at": 3}}
     tied = {"tied": model.weight.detach()}
-    return {"model": {**model.state_dict(), **tied, **odd}, "optimizer": optimizer.state_dict(), "step": 7}
+    return {"model": {**model.state_dict(), **tied, **special}, "optimizer": optimizer.state_dict(), "step": 7}
 
 
-class Own(torch.Tensor):
-    """A tensor of a class of one's own."""
+class CustomTensor(torch.Tensor):
+    """A user-defined tensor class."""
 
 
 KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "subclass": lambda t: t.as_subclass(Own),
-    "subclass without elements": lambda t: t[:0].as_subclass(Own),
+    "subclass": lambda t: t.as_subclass(CustomTensor),
+    "subclass without elements": lambda t: t[:0].as_subclass(CustomTensor),
     "parameter": torch.nn.Parameter,
     "conjugated": lambda t: torch.complex(t, t).conj(),
     "sparse": lambda t: t.to_sparse(),
@@ -154,17 +154,15 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", KINDS)
-def test_of_every_kind_of_tensor_the_file_written_anew_is_the_same_and_another_is_not(
-    run: Run, tmp_path: Path, name: str
-) -> None:
+def test_each_kind_of_tensor_matches_a_manifest_only_if_it_is_the_same(run: Run, tmp_path: Path, name: str) -> None:
     one, other = (KINDS[name](torch.full((2, 3), value)) for value in (1.0, 2.0))
     torch.save({"w": one, "v": torch.ones(2)}, tmp_path / "a.pt")
     torch.save({"w": other, "v": torch.ones(2)}, tmp_path / "b.pt")
     manifest(run, str(tmp_path / "a.pt"), tmp_path / "m.json")
-    torch.save({"v": torch.ones(2), "w": one}, tmp_path / "anew.pt")
-    assert run("diff", "--values", tmp_path / "anew.pt", tmp_path / "m.json").status == 0
-    differ = "without" not in name
-    assert run("diff", "--values", tmp_path / "b.pt", tmp_path / "m.json").status == differ
+    torch.save({"v": torch.ones(2), "w": one}, tmp_path / "again.pt")
+    assert run("diff", "--values", tmp_path / "again.pt", tmp_path / "m.json").status == 0
+    is_difference = "without" not in name
+    assert run("diff", "--values", tmp_path / "b.pt", tmp_path / "m.json").status == is_difference
     torch.save({"w": torch.ones(2, 3), "v": torch.ones(2)}, tmp_path / "plain.pt")
     assert run("diff", "--values", tmp_path / "plain.pt", tmp_path / "m.json").status == (name != "parameter")
 
@@ -180,8 +178,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("place", CHANGES)
-def test_nothing_beside_dense_tensors_is_taken_for_the_same(run: Run, tmp_path: Path, place: str) -> None:
-    torch.save(whole(), tmp_path / "a.pt")
+def test_changes_outside_dense_tensors_are_reported(run: Run, tmp_path: Path, place: str) -> None:
+    torch.save(training_checkpoint(), tmp_path / "a.pt")
     manifest(run, str(tmp_path / "a.pt"), tmp_path / "m.json")
     ckpt = torch.load(tmp_path / "a.pt", weights_only=False)
     torch.save({**ckpt, "step": 8}, tmp_path / "later.pt")
@@ -196,40 +194,40 @@ def test_nothing_beside_dense_tensors_is_taken_for_the_same(run: Run, tmp_path: 
     assert [(*entry["left"], *entry["right"])[0] for entry in differing] == [place]
 
 
-def test_two_tensors_may_have_one_name_when_dots_join_it(run: Run, tmp_path: Path) -> None:
+def test_two_tensors_may_have_the_same_dotted_name(run: Run, tmp_path: Path) -> None:
     for name, value in (("a.pt", 1.0), ("b.pt", 2.0)):
         torch.save({"e": {"a": {"b": torch.tensor(value)}, "a.b": torch.ones(2)}, "w": torch.ones(1)}, tmp_path / name)
     manifest(run, str(tmp_path / "a.pt"), tmp_path / "m.json")
     assert [run("diff", "--values", tmp_path / name, tmp_path / "m.json").status for name in ("a.pt", "b.pt")] == [0, 1]
 
 
-def test_what_is_no_tensor_is_on_both_sides_in_whatever_order(run: Run, tmp_path: Path) -> None:
+def test_non_tensor_entries_are_compared_in_any_order(run: Run, tmp_path: Path) -> None:
     model = {"model": {"w": torch.ones(2)}}
     torch.save({"epoch": 3, "x": 1, **model}, tmp_path / "a.pt")
-    torch.save({"x": 1, **model, "epoch": 3}, tmp_path / "turned.pt")
+    torch.save({"x": 1, **model, "epoch": 3}, tmp_path / "reordered.pt")
     torch.save({"x": 1, **model}, tmp_path / "less.pt")
     manifest(run, str(tmp_path / "a.pt"), tmp_path / "m.json")
-    assert run("diff", "--values", tmp_path / "turned.pt", tmp_path / "m.json").status == 0
+    assert run("diff", "--values", tmp_path / "reordered.pt", tmp_path / "m.json").status == 0
     for accepted in ([], ["--fail-on", "missing"], ["--ignore", "missing epoch # not needed"]):
         done = run("diff", "--values", tmp_path / "less.pt", tmp_path / "m.json", *accepted)
         assert (done.status, done.out.splitlines()[1]) == (1, "only one side has some of the non-tensor entries")
         assert "non-tensor entries in right only: epoch" in done.err
 
 
-def test_an_output_is_written_with_its_manifest(run: Run, tmp_path: Path) -> None:
-    torch.save(whole(), tmp_path / "a.pt")
-    out, listed = tmp_path / "b.pt", tmp_path / "b.json"
-    asked = ("remap", tmp_path / "a.pt", "-o", out, "--rule", "weight => w", "--manifest", listed)
-    assert run(*asked, "--dry-run").status == 0
-    assert not listed.exists()
-    assert run(*asked).status == 0
-    assert run("diff", "--values", out, listed).status == 0
-    refused = run("remap", tmp_path / "a.pt", "-o", tmp_path / "c.pt", "--manifest", listed)
+def test_remap_writes_a_manifest_of_its_output(run: Run, tmp_path: Path) -> None:
+    torch.save(training_checkpoint(), tmp_path / "a.pt")
+    out, manifest_path = tmp_path / "b.pt", tmp_path / "b.json"
+    arguments = ("remap", tmp_path / "a.pt", "-o", out, "--rule", "weight => w", "--manifest", manifest_path)
+    assert run(*arguments, "--dry-run").status == 0
+    assert not manifest_path.exists()
+    assert run(*arguments).status == 0
+    assert run("diff", "--values", out, manifest_path).status == 0
+    refused = run("remap", tmp_path / "a.pt", "-o", tmp_path / "c.pt", "--manifest", manifest_path)
     assert refused.status == 2
     assert not (tmp_path / "c.pt").exists()
 
 
-def test_a_manifest_has_no_values(run: Run, tmp_path: Path) -> None:
+def test_commands_that_need_values_refuse_a_manifest(run: Run, tmp_path: Path) -> None:
     torch.save(state(), tmp_path / "a.pt")
     manifest(run, str(tmp_path / "a.pt"), tmp_path / "m.json")
     refused = run("remap", tmp_path / "m.json", "-o", tmp_path / "b.pt")
@@ -252,7 +250,9 @@ def test_a_manifest_has_no_values(run: Run, tmp_path: Path) -> None:
         (lambda data: data["predicate"]["sections"][0]["tensors"][0].update(sha256=None), "no digest"),
     ],
 )
-def test_a_damaged_manifest_is_refused_with_its_place(run: Run, tmp_path: Path, change: Any, place: str) -> None:
+def test_a_damaged_manifest_is_refused_with_the_path_of_the_damage(
+    run: Run, tmp_path: Path, change: Any, place: str
+) -> None:
     torch.save(state(), tmp_path / "a.pt")
     data = manifest(run, str(tmp_path / "a.pt"), tmp_path / "m.json")
     change(data)
@@ -262,24 +262,24 @@ def test_a_damaged_manifest_is_refused_with_its_place(run: Run, tmp_path: Path, 
     assert place in done.err
 
 
-def test_a_changed_file_below_a_folder_is_noticed(run: Run, tmp_path: Path) -> None:
-    """Shards may lie in folders of the folder: their bytes are looked at too."""
+def test_a_changed_file_in_a_subfolder_is_reported(run: Run, tmp_path: Path) -> None:
+    """Shards in subfolders are compared too."""
     (tmp_path / "m" / "sub").mkdir(parents=True)
     save_file({"a": torch.zeros(2)}, tmp_path / "m" / "sub" / "x.safetensors")
     (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "sub/x.safetensors"}}))
     manifest(run, str(tmp_path / "m"), tmp_path / "m.json")
     assert run("diff", "--values", tmp_path / "m", tmp_path / "m.json").status == 0
-    (tmp_path / "m" / "own.json").write_bytes((tmp_path / "m.json").read_bytes())  # is none of the files that it is of
-    beside = run("diff", "--values", tmp_path / "m", tmp_path / "m" / "own.json", "--format", "json")
-    assert notes_in(beside.data) == ["the files and the manifest are the same, byte for byte"]
+    (tmp_path / "m" / "own.json").write_bytes((tmp_path / "m.json").read_bytes())  # a manifest does not list itself
+    inside = run("diff", "--values", tmp_path / "m", tmp_path / "m" / "own.json", "--format", "json")
+    assert notes_in(inside.data) == ["the files and the manifest are the same, byte for byte"]
     more = run("diff", "--values", tmp_path / "m", tmp_path / "m.json", "--format", "json")
     assert (more.status, notes_in(more.data)) == (0, ["not among the manifest's files: own.json"])
     save_file({"a": torch.ones(2)}, tmp_path / "m" / "sub" / "x.safetensors")
     assert run("diff", "--values", tmp_path / "m", tmp_path / "m.json").status == 1
 
 
-def test_behind_a_url_all_folders_below_count(run: Run, tmp_path: Path) -> None:
-    """The manifest is that of the same folder on the disk, and a changed byte far below is noticed."""
+def test_a_manifest_of_a_url_includes_subfolders(run: Run, tmp_path: Path) -> None:
+    """It matches the manifest of the local folder, and a change in a deep subfolder is reported."""
     import fsspec
 
     folder = Path(written(tmp_path, "folder/model.safetensors.index.json"))
@@ -287,37 +287,37 @@ def test_behind_a_url_all_folders_below_count(run: Run, tmp_path: Path) -> None:
     (folder / "one" / "two" / "tokens.json").write_text("{}")
     memory, url = fsspec.filesystem("memory"), "memory://manifests"
     memory.put(f"{folder}/", f"{url}/", recursive=True)
-    here, there = (manifest(run, ckpt, tmp_path / f"{name}.json") for name, ckpt in (("a", str(folder)), ("b", url)))
-    assert [subject["name"] for subject in here["subject"]] == sorted(subject["name"] for subject in there["subject"])
-    assert {str(subject) for subject in here["subject"]} == {str(subject) for subject in there["subject"]}
-    assert "one/two/tokens.json" in {subject["name"] for subject in there["subject"]}
+    local, remote = (manifest(run, ckpt, tmp_path / f"{name}.json") for name, ckpt in (("a", str(folder)), ("b", url)))
+    assert [subject["name"] for subject in local["subject"]] == sorted(subject["name"] for subject in remote["subject"])
+    assert {str(subject) for subject in local["subject"]} == {str(subject) for subject in remote["subject"]}
+    assert "one/two/tokens.json" in {subject["name"] for subject in remote["subject"]}
     done = run("diff", "--values", url, tmp_path / "a.json")
     assert (done.status, "differs from the manifest" in done.out) == (0, False)
     memory.pipe(f"{url}/one/two/tokens.json", b"[]")
     assert "one/two/tokens.json differs from the manifest" in run("diff", "--values", url, tmp_path / "a.json").out
 
 
-def test_what_is_no_file_or_is_left_out_is_no_part_of_a_folder(tmp_path: Path) -> None:
+def test_a_manifest_omits_left_out_files_and_entries_that_are_not_files(tmp_path: Path) -> None:
     folder = Path(written(tmp_path, "folder/model.safetensors.index.json"))
     (folder / "gone").symlink_to(tmp_path / "nowhere")
     (folder / "own.json").write_text("{}")
     os.mkfifo(folder / "pipe")
-    made = ckpttool.manifest(str(folder), leave_out=[str(folder / "own.json")])
+    result = ckpttool.manifest(str(folder), leave_out=[str(folder / "own.json")])
     names = {path.name for path in folder.iterdir()} - {"gone", "own.json", "pipe"}
-    assert {subject["name"] for subject in made["subject"]} == names
+    assert {subject["name"] for subject in result["subject"]} == names
 
 
-def test_of_a_file_behind_a_url_the_manifest_is_that_of_the_file(run: Run, tmp_path: Path) -> None:
+def test_a_manifest_of_a_url_matches_the_local_file(run: Run, tmp_path: Path) -> None:
     import fsspec
 
     path = Path(written(tmp_path, "a.safetensors"))
     fsspec.filesystem("memory").pipe("memory://manifests-of-one/a.safetensors", path.read_bytes())
-    here = manifest(run, str(path), tmp_path / "here.json")
-    assert manifest(run, "memory://manifests-of-one/a.safetensors", tmp_path / "there.json") == here
+    local = manifest(run, str(path), tmp_path / "here.json")
+    assert manifest(run, "memory://manifests-of-one/a.safetensors", tmp_path / "there.json") == local
 
 
 @pytest.mark.parametrize(("depth", "status"), [(64, 0), (65, 2)])
-def test_folders_behind_a_url_are_looked_into_to_a_depth(run: Run, tmp_path: Path, depth: int, status: int) -> None:
+def test_the_depth_of_folders_at_a_url_is_limited(run: Run, tmp_path: Path, depth: int, status: int) -> None:
     import fsspec
 
     memory, url = fsspec.filesystem("memory"), f"memory://manifests-deep-{depth}"

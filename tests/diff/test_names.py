@@ -1,4 +1,4 @@
-"""What a model's names explain of keys: of names and checkpoints made by hand, without the model's code."""
+"""Differences of keys that a model's names explain: hand-made names and checkpoints, without the model's code."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def saved(key: str, source: Expression | None, hook: Hook | None = None, size: i
     return SerializedKey(key, "float32", (size,), source, hook)
 
 
-# `w` is saved twice, and `v` is there twice; `b.zin.w` is saved as `b.w`, `q` and `k` as one; `mean` stands inside of
-# an entry that is no tensor.
+# `w` is saved under two keys, `v` has two runtime names, `b.zin.w` is saved as `b.w`, `q` and `k` are saved as `qk`,
+# and `mean` is saved inside an entry that is not a tensor.
 IN_DDP = "left is wrapped in DistributedDataParallel or DataParallel or AveragedModel (`module`)"
 NAMES = Names(
     "net.py:Net",
@@ -61,16 +61,16 @@ def tensor(key: str, *values: int, dtype: str = "uint8") -> TensorEntry:
 
 
 def section(*entries: TensorEntry | ExtraEntry | str) -> Section:
-    """A key alone is a tensor of the model's size and dtype."""
-    made = [
+    """Return a section; a key without an entry gets the model's size and dtype."""
+    filled = [
         TensorEntry(e, "float32", (4 if e == "qk" else 2,), (1,), 0, None) if isinstance(e, str) else e for e in entries
     ]
-    tensors = tuple(one for one in made if isinstance(one, TensorEntry))
-    return Section("", "state_dict", tensors, tuple(one for one in made if isinstance(one, ExtraEntry)))
+    tensors = tuple(one for one in filled if isinstance(one, TensorEntry))
+    return Section("", "state_dict", tensors, tuple(one for one in filled if isinstance(one, ExtraEntry)))
 
 
-def told(entries: Iterable[Entry]) -> list[tuple[str, str, str, str]]:
-    """What is not the same: status, the keys of both sides, and why."""
+def differences(entries: Iterable[Entry]) -> list[tuple[str, str, str, str]]:
+    """Return the status, keys of both sides, and reason of each entry that is not the same."""
     return [
         (one.status, " ".join(one.left), " ".join(one.right), ": ".join(filter(None, (one.why(), one.detail))))
         for one in entries
@@ -78,10 +78,10 @@ def told(entries: Iterable[Entry]) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def test_a_model_alone() -> None:
+def test_differences_of_keys_and_runtime_names() -> None:
     found = compare_names(NAMES)
     assert [entry.left for entry in found if entry.status == "same"] == [("w",), ("v",)]
-    assert told(found) == [
+    assert differences(found) == [
         ("renamed", "b.w", "b.zin.w", "state_dict hook hides the segment `zin`: hide (net.py:1)"),
         ("transformed", "qk", "q k", "computed: cat: fuse (net.py:2)"),
         ("alias", "twin", "", "second name of a tensor that both sides have: same as w"),
@@ -96,9 +96,9 @@ def test_a_model_alone() -> None:
     assert {key for entry in found for key in entry.right} == {tensor.fqn for tensor in NAMES.runtime}
 
 
-WHOLE = ("w", "twin", "v", "b.w", "qk", "version", ExtraEntry("_extra_state"))
-OTHERS: dict[str, tuple[Section, list[tuple[str, str, str, str]]]] = {
-    "what the model saves": (section(*WHOLE), [("extra_state", "_extra_state", "_extra_state", "extra state")]),
+ALL_KEYS = ("w", "twin", "v", "b.w", "qk", "version", ExtraEntry("_extra_state"))
+CHECKPOINTS: dict[str, tuple[Section, list[tuple[str, str, str, str]]]] = {
+    "what the model saves": (section(*ALL_KEYS), [("extra_state", "_extra_state", "_extra_state", "extra state")]),
     "runtime names": (
         section("w", "v2", "b.zin.w", "q", "k", "twin", "version", ExtraEntry("_extra_state")),
         [
@@ -114,7 +114,7 @@ OTHERS: dict[str, tuple[Section, list[tuple[str, str, str, str]]]] = {
         ],
     ),
     "a wrapper's names": (
-        section(*(f"module.{key}" for key in WHOLE[:-2]), "module.version", ExtraEntry("module._extra_state")),
+        section(*(f"module.{key}" for key in ALL_KEYS[:-2]), "module.version", ExtraEntry("module._extra_state")),
         [
             ("renamed", f"module.{key}", key, IN_DDP)
             for key in ("w", "twin", "v", "b.w", "qk", "version", "_extra_state")
@@ -133,7 +133,7 @@ OTHERS: dict[str, tuple[Section, list[tuple[str, str, str, str]]]] = {
             ),
         ],
     ),
-    "less, and more": (
+    "missing and unexpected keys": (
         section("w", "v", "b.w", "other", "seen", "version", "_flat_param"),
         [
             ("unexpected", "other", "", "not in right"),
@@ -149,7 +149,7 @@ OTHERS: dict[str, tuple[Section, list[tuple[str, str, str, str]]]] = {
             ("missing", "", "_extra_state", "missing from left"),
         ],
     ),
-    "of other kinds": (
+    "other shapes, dtypes and kinds": (
         section(
             TensorEntry("w", "float32", (3,), (1,), 0, None),
             TensorEntry("twin", "float32", (2,), (1,), 0, None),
@@ -166,102 +166,111 @@ OTHERS: dict[str, tuple[Section, list[tuple[str, str, str, str]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_checkpoint_against_the_names(name: str) -> None:
-    have, wanted = OTHERS[name]
-    found = compare_load(NAMES, have, None)
-    assert told(found) == wanted
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_differences_of_a_checkpoint_and_the_names(name: str) -> None:
+    checkpoint, expected = CHECKPOINTS[name]
+    found = compare_load(NAMES, checkpoint, None)
+    assert differences(found) == expected
     assert loads(found) == (name == "what the model saves")
-    assert sorted(key for entry in found for key in entry.left) == sorted(have.by_key())
+    assert sorted(key for entry in found for key in entry.left) == sorted(checkpoint.by_key())
 
 
-def test_other_values_under_a_tied_name_are_lost() -> None:
-    """Without the model's code the last of the keys is the one that loading keeps."""
+def test_different_values_under_a_tied_name_are_reported_as_lost() -> None:
+    """Without the model's code, loading is assumed to keep the last key."""
     sized = Names(
         "n", "2", (runtime("w"), runtime("twin", alias_of="w")), (saved("w", Ref("w")), saved("twin", Ref("w"))), ()
     )
-    mine = [tensor("w", 1, 2, dtype="float32"), tensor("twin", 1, 3, dtype="float32")]
-    mine = [TensorEntry(e.key, "uint8", (2,), (1,), 0, e.storage) for e in mine]
+    entries = [tensor("w", 1, 2, dtype="float32"), tensor("twin", 1, 3, dtype="float32")]
+    entries = [TensorEntry(e.key, "uint8", (2,), (1,), 0, e.storage) for e in entries]
     keys = tuple(SerializedKey(key, "uint8", (2,), Ref("w"), None) for key in ("w", "twin"))
     names = Names(sized.model, sized.torch, sized.runtime, keys, ())
     reason = "tied, but the file has different values under another of its names: loading loses one"
-    assert told(compare_load(names, section(*mine), None)) == [("value", "w", "w", f"{reason}: loading keeps twin")]
-    kept: Any = type("Verdict", (), {"reads": {"w": Ref("w")}, "ok": True, "unexpected": (), "altered": ()})
-    assert told(compare_load(names, section(*mine), kept)) == [("value", "twin", "twin", f"{reason}: loading keeps w")]
-    assert not told(compare_load(names, section(mine[0], tensor("twin", 1, 2)), None))
+    assert differences(compare_load(names, section(*entries), None)) == [
+        ("value", "w", "w", f"{reason}: loading keeps twin")
+    ]
+    verdict: Any = type("Verdict", (), {"reads": {"w": Ref("w")}, "ok": True, "unexpected": (), "altered": ()})
+    assert differences(compare_load(names, section(*entries), verdict)) == [
+        ("value", "twin", "twin", f"{reason}: loading keeps w")
+    ]
+    assert not differences(compare_load(names, section(entries[0], tensor("twin", 1, 2)), None))
 
 
-def test_what_loading_takes_all_the_same() -> None:
-    """A key that a hook reads under its old name, one that a hook takes away, one that loading does without."""
+def test_keys_that_load_hooks_accept_are_explained() -> None:
+    """A hook reads one key under its old name and removes another; a third is not needed."""
     verdict: Any = type(
         "Verdict",
         (),
         {"reads": {"w": Ref("old"), "q": HALVES[0], "k": HALVES[1]}, "ok": True, "unexpected": ("bad",), "altered": ()},
     )
-    found = compare_load(NAMES, section("old", "bad", "gone", *WHOLE[1:]), verdict)
-    assert told(found) == [
+    found = compare_load(NAMES, section("old", "bad", "removed", *ALL_KEYS[1:]), verdict)
+    assert differences(found) == [
         ("extra_state", "_extra_state", "_extra_state", "extra state"),
         ("renamed", "old", "", "a load hook accepts it under this name: goes to w"),
         ("unexpected", "bad", "", "not in right"),
-        ("unexpected", "gone", "", "not in right; a load hook removes it without an error"),
+        ("unexpected", "removed", "", "not in right; a load hook removes it without an error"),
         ("missing", "", "w", f"{Code.TIED.words}; loading does not need it: same as twin"),
     ]
     verdict.ok = False
-    assert ("unexpected", "gone", "", "not in right") in told(compare_load(NAMES, section("gone", *WHOLE), verdict))
+    assert ("unexpected", "removed", "", "not in right") in differences(
+        compare_load(NAMES, section("removed", *ALL_KEYS), verdict)
+    )
 
 
-def test_call_variants_of_an_unflattened_program() -> None:
-    """`f@1.w` is `f.w` where its bytes are, or where the model says so."""
+def test_call_variants_of_an_unflattened_program_are_aliases() -> None:
+    """`f@1.w` is `f.w` if it has the same bytes or the model says that it is an alias."""
     model = (runtime("f.w"), runtime("f@1.w", alias_of="f.w"), runtime("g.w"), runtime("g@1.w"))
     keys = [SerializedKey(one.fqn, "uint8", (2,), Ref(one.alias_of or one.fqn), None) for one in model]
     both, plain = (Names("n", "2", model[:n], tuple(keys[:n]), ()) for n in (4, 1))
-    assert told(compare_load(both, section(tensor("f.w", 1, 2), tensor("g.w", 1, 2)), None)) == [
+    assert differences(compare_load(both, section(tensor("f.w", 1, 2), tensor("g.w", 1, 2)), None)) == [
         ("alias", "", "f@1.w", "call variant of a tensor that both sides have: same as f.w"),
         ("missing", "", "g@1.w", "missing from left"),
     ]
     base = tensor("f.w", 1, 2)
-    for variant, wanted in (
+    for variant, expected in (
         (tensor("f@1.w", 1, 2), ("alias", "f@1.w", "", "call variant of a tensor that both sides have: same as f.w")),
         (tensor("f@1.w", 1, 3), ("unexpected", "f@1.w", "", "not in right")),
         (tensor("h@1.w", 1, 2), ("unexpected", "h@1.w", "", "not in right")),
     ):
-        assert told(compare_load(plain, section(base, variant), None)) == [wanted]
+        assert differences(compare_load(plain, section(base, variant), None)) == [expected]
     lone = compare_load(plain, section(tensor("x.w", 1, 2), tensor("x@1.w", 1, 2)), None)
-    assert [entry[:3] for entry in told(lone)] == [
+    assert [entry[:3] for entry in differences(lone)] == [
         ("unexpected", "x.w", ""),
         ("unexpected", "x@1.w", ""),
         ("missing", "", "f.w"),
     ]
 
 
-def through(left: Section, right: Section) -> list[tuple[str, str, str, str]]:
-    return told(compare_through(NAMES, left, right, Values(lambda a, b: difference(a, b, 0, 0))))
+def compare_by_names(left: Section, right: Section) -> list[tuple[str, str, str, str]]:
+    return differences(compare_through(NAMES, left, right, Values(lambda a, b: difference(a, b, 0, 0))))
 
 
-def test_what_no_hook_renamed_and_whose_shape_hangs_on_values() -> None:
+def test_names_without_hooks_and_without_shapes() -> None:
     names = Names("n", "2", (runtime("a"), runtime("b")), (saved("c", Ref("a")), saved("b", Ref("b"))), ())
-    assert told(compare_names(names)) == [("renamed", "c", "a", "saving turns `a` into `c`")]
+    assert differences(compare_names(names)) == [("renamed", "c", "a", "saving turns `a` into `c`")]
     loose = replace(names, serialized=tuple(replace(key, shape=None) for key in names.serialized))
     assert loads(compare_load(loose, section("c", tensor("b", 1, 2, 3, dtype="float32")), None))
 
 
-def test_two_checkpoints_through_the_names() -> None:
+def test_two_checkpoints_are_compared_through_the_names() -> None:
     serialized = [tensor("w", 1, 2), tensor("b.w", 3, 4), tensor("qk", 5, 6, 7, 8), tensor("version", 9, 9)]
-    own = [tensor("w", 1, 2), tensor("b.zin.w", 3, 4), tensor("q", 5, 6), tensor("k", 7, 8)]
+    runtime_entries = [tensor("w", 1, 2), tensor("b.zin.w", 3, 4), tensor("q", 5, 6), tensor("k", 7, 8)]
     renamed = ("renamed", "b.w", "b.zin.w", "state_dict hook hides the segment `zin`: hide (net.py:1)")
     computed = ("transformed", "qk", "q k", "computed by a state_dict hook")
-    assert through(section(*serialized), section(*own, tensor("version", 9, 9))) == [renamed, computed]
-    assert through(section(*own, tensor("version", 9, 9)), section(*serialized)) == [
+    assert compare_by_names(section(*serialized), section(*runtime_entries, tensor("version", 9, 9))) == [
+        renamed,
+        computed,
+    ]
+    assert compare_by_names(section(*runtime_entries, tensor("version", 9, 9)), section(*serialized)) == [
         ("renamed", "b.zin.w", "b.w", renamed[3]),
         ("transformed", "q k", "qk", computed[3]),
     ]
-    assert not through(section(*serialized), section(*serialized))
+    assert not compare_by_names(section(*serialized), section(*serialized))
     other = [tensor("w", 1, 3), *serialized[1:2], tensor("qk", 5, 6, 7, 9), tensor("version", 9, 9)]
-    assert [entry[:3] for entry in through(section(*serialized), section(*other))] == [
+    assert [entry[:3] for entry in compare_by_names(section(*serialized), section(*other))] == [
         ("value", "w", "w"),
         ("value", "qk", "qk"),
     ]
-    assert through(section(*serialized, tensor("x", 1, 1)), section(*serialized[:2], serialized[3])) == [
+    assert compare_by_names(section(*serialized, tensor("x", 1, 1)), section(*serialized[:2], serialized[3])) == [
         ("unexpected", "qk", "", "not in right"),
         ("unexpected", "x", "", "not in right"),
     ]

@@ -16,28 +16,28 @@ from command import Run
 from optimizer_support import names_of, remapped, save, steps, train
 
 
-def section(path: str) -> SavedOptimizer:
-    """The optimizer of a file, as if nothing stood beside it."""
+def optimizer_alone(path: str) -> SavedOptimizer:
+    """Open the optimizer of a file without the state_dict next to it."""
     return SavedOptimizer(open_checkpoint(path).section("optimizer"))
 
 
-def beside(path: str) -> SavedOptimizer:
+def optimizer_in_file(path: str) -> SavedOptimizer:
     source = open_checkpoint(path)
     return SavedOptimizer.of(source, source.section("optimizer"))
 
 
 def saved(path: Path, model: type[torch.nn.Module], make, count: int = 1) -> SavedOptimizer:
-    return section(save(path, *train(model, make, count)))
+    return optimizer_alone(save(path, *train(model, make, count)))
 
 
-def told(entries: tuple[Entry, ...]) -> list[tuple[str, str, str, str | None]]:
+def differences(entries: tuple[Entry, ...]) -> list[tuple[str, str, str, str | None]]:
     return [(e.status, " ".join((*e.left, *e.right)), e.reason, e.detail) for e in entries if e.status not in HARMLESS]
 
 
-def test_the_same_state_is_the_same(tmp_path: Path) -> None:
+def test_equal_states_have_no_differences(tmp_path: Path) -> None:
     left = saved(tmp_path / "a.pt", models.Net, models.named)
     entries, notes, *_ = compare_optimizers(left, saved(tmp_path / "b.pt", models.Net, models.named))
-    assert not told(entries)
+    assert not differences(entries)
     assert not notes
     keys = [key for entry in entries for key in entry.left]
     hyperparameters = len(models.named(models.Net()).param_groups[0]) - len(["params", "param_names"])
@@ -45,66 +45,68 @@ def test_the_same_state_is_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keys", ["fqn", "flat"])
-def test_pytorch_124546_one_state_under_ids_and_under_names(keys: str, tmp_path: Path) -> None:
+def test_pytorch_124546_ids_and_names_of_the_same_state(keys: str, tmp_path: Path) -> None:
     names = names_of("Net")
     path = save(tmp_path / "id.pt", *train(models.Net, models.adamw))
     remapped(path, tmp_path / "named.pt", keys=keys, names=names)
-    entries, notes, *_ = compare_optimizers(beside(path), beside(str(tmp_path / "named.pt")), names)
-    assert [found[0] for found in told(entries)] == ["renamed"]
-    assert told(entries)[0][2].startswith("left identifies parameters by id")
+    entries, notes, *_ = compare_optimizers(
+        optimizer_in_file(path), optimizer_in_file(str(tmp_path / "named.pt")), names
+    )
+    assert [found[0] for found in differences(entries)] == ["renamed"]
+    assert differences(entries)[0][2].startswith("left identifies parameters by id")
     assert not notes
 
 
-def test_another_order_of_equal_names_is_a_difference_of_places(tmp_path: Path) -> None:
+def test_equal_names_in_another_order_differ_in_position(tmp_path: Path) -> None:
     left = saved(tmp_path / "a.pt", models.Net, models.named)
     right = saved(tmp_path / "b.pt", models.Net, lambda m: torch.optim.AdamW(list(m.named_parameters()), 0.01))
     entries, notes, *_ = compare_optimizers(left, right)
-    assert {found[0] for found in told(entries)} == {"order"}
-    assert len(told(entries)) == 8  # the fifth of nine stays
-    assert "number 0 in left, 8 in right" in str(told(entries)[0])
+    assert {found[0] for found in differences(entries)} == {"order"}
+    assert len(differences(entries)) == 8  # the fifth of nine has the same position
+    assert "number 0 in left, 8 in right" in str(differences(entries)[0])
     assert notes == ("compared by parameter name, only the positions differ",)
 
 
-def test_ids_alone_of_models_in_another_order_are_not_the_same(tmp_path: Path) -> None:
+def test_ids_of_models_in_another_order_differ_if_keys_show_the_order(tmp_path: Path) -> None:
     left, right = (
         save(tmp_path / f"{m.__name__}.pt", *train(m, models.sgd, 1)) for m in (models.Net, models.Reordered)
     )
     state = torch.load(left)
     torch.save({**torch.load(right), "optimizer": state["optimizer"]}, right)
-    entries, *_ = compare_optimizers(beside(left), beside(right))
-    assert {found[0] for found in told(entries)} == {"order"}
-    assert not told(compare_optimizers(section(left), section(right))[0])
+    entries, *_ = compare_optimizers(optimizer_in_file(left), optimizer_in_file(right))
+    assert {found[0] for found in differences(entries)} == {"order"}
+    assert not differences(compare_optimizers(optimizer_alone(left), optimizer_alone(right))[0])
 
 
-def test_a_model_that_saved_neither_or_one_of_two_does_not_make_them_the_same(tmp_path: Path) -> None:
-    """Ids are the named model's where nothing speaks against it: here the order of the keys in a file does."""
+def test_another_model_does_not_hide_a_different_order(tmp_path: Path) -> None:
+    """Ids follow the order of --model, unless the keys of the file contradict it, as here."""
     left, right = (
         save(tmp_path / f"{m.__name__}.pt", *train(m, models.sgd, 1)) for m in (models.Net, models.Reordered)
     )
     torch.save({**torch.load(right), "optimizer": torch.load(left)["optimizer"]}, right)
-    files = {"Net": beside(left), "Reordered": beside(right), "alone": section(left)}
-    for model in ("Net", "Reordered"):  # of the second the state has other shapes
+    files = {"Net": optimizer_in_file(left), "Reordered": optimizer_in_file(right), "alone": optimizer_alone(left)}
+    for model in ("Net", "Reordered"):  # the state does not have the shapes of Reordered
         for one, other in permutations(files, 2):
             entries, *_ = compare_optimizers(files[one], files[other], names_of(model))
-            doubted = model == "Reordered" or "Reordered" in (one, other)
-            assert {found[0] for found in told(entries)} == ({"order"} if doubted else set())
+            is_other_order = model == "Reordered" or "Reordered" in (one, other)
+            assert {found[0] for found in differences(entries)} == ({"order"} if is_other_order else set())
         for one in ("Net", "Reordered"):
-            assert not told(compare_optimizers(files[one], files[one], names_of(model)).entries)
+            assert not differences(compare_optimizers(files[one], files[one], names_of(model)).entries)
 
 
-def test_hyperparameters_and_values(tmp_path: Path) -> None:
+def test_values_are_compared_only_if_requested(tmp_path: Path) -> None:
     model, optimizer = train(models.Net, models.named, 1)
-    left = section(save(tmp_path / "a.pt", model, optimizer))
+    left = optimizer_alone(save(tmp_path / "a.pt", model, optimizer))
     optimizer.param_groups[0]["lr"] = 0.5
     steps(model, optimizer, 1, 1)
-    right = section(save(tmp_path / "b.pt", model, optimizer))
-    without = told(compare_optimizers(left, right)[0])
+    right = optimizer_alone(save(tmp_path / "b.pt", model, optimizer))
+    without = differences(compare_optimizers(left, right)[0])
     assert without == [("value", "param_groups.0.lr param_groups.0.lr", "different `lr`", "0.01 instead of 0.5")]
     entries, *_ = compare_optimizers(left, right, values=Values(lambda a, b: difference(a, b, 0.0, 0.0)))
-    assert ("value", "state.head.weight.step state.head.weight.step") in [found[:2] for found in told(entries)]
+    assert ("value", "state.head.weight.step state.head.weight.step") in [found[:2] for found in differences(entries)]
 
 
-def test_hyperparameters_are_the_files_whatever_they_are_called(tmp_path: Path) -> None:
+def test_unknown_hyperparameters_are_reported_and_do_not_matter(tmp_path: Path) -> None:
     def scheduled(model: torch.nn.Module) -> torch.optim.Optimizer:
         optimizer = models.named(model)
         optimizer.param_groups[0].update({"lr": 0.5, "warmup": 3, "of.a.plugin": [1.0]})
@@ -112,7 +114,7 @@ def test_hyperparameters_are_the_files_whatever_they_are_called(tmp_path: Path) 
 
     left = saved(tmp_path / "a.pt", models.Net, scheduled)
     fit = compare_with_optimizer(left, names_of("Net", "named"))
-    assert [found[:2] for found in told(fit.entries)] == [
+    assert [found[:2] for found in differences(fit.entries)] == [
         ("value", "param_groups.0.lr param_groups.0.lr"),
         *(("unexpected", f"param_groups.0.{name}") for name in ("warmup", "of.a.plugin")),
     ]
@@ -122,8 +124,8 @@ def test_hyperparameters_are_the_files_whatever_they_are_called(tmp_path: Path) 
     assert fresh.param_groups[0]["of.a.plugin"] == [1.0]
 
 
-def test_pytorch_7499_keyerror_betas_another_optimizers_state(tmp_path: Path) -> None:
-    """torch loads it, and fails at the first step."""
+def test_pytorch_7499_the_state_of_another_optimizer_is_reported(tmp_path: Path) -> None:
+    """torch loads the state, and fails at the first step."""
     other = models.Net()
     optimizer = models.adamw(other)
     optimizer.load_state_dict(models.sgd(models.Net()).state_dict())
@@ -131,12 +133,12 @@ def test_pytorch_7499_keyerror_betas_another_optimizers_state(tmp_path: Path) ->
         steps(other, optimizer, 0, 1)
     model, sgd = train(models.Net, models.sgd, 1)
     entries, *_, classes, _ = compare_optimizers(
-        beside(save(tmp_path / "sgd.pt", model, sgd)),
-        beside(save(tmp_path / "adamw.pt", *train(models.Net, models.adamw, 1))),
+        optimizer_in_file(save(tmp_path / "sgd.pt", model, sgd)),
+        optimizer_in_file(save(tmp_path / "adamw.pt", *train(models.Net, models.adamw, 1))),
         names_of("Net"),
     )
     assert classes == ("SGD", "Adam or AdamW")
-    found = told(entries)
+    found = differences(entries)
     assert ("missing", "param_groups.0.betas", "`betas` is not in the param groups of left", None) in found
     assert (
         "unexpected",
@@ -146,8 +148,8 @@ def test_pytorch_7499_keyerror_betas_another_optimizers_state(tmp_path: Path) ->
     ) in found
 
 
-def test_an_optimizer_that_is_not_compared_is_named(tmp_path: Path, run: Run) -> None:
-    """The model loads as it is; torch would give the moments, which nothing asked for, to other parameters."""
+def test_an_optimizer_that_is_not_compared_is_noted(tmp_path: Path, run: Run) -> None:
+    """The model loads, but torch would assign the moments to the wrong parameters."""
     layers = {name: torch.nn.Linear(2, 2) for name in ("b", "a")}
     model = torch.nn.ModuleDict(layers)
     torch.save({"net": model.state_dict(), "train.adam": models.adamw(model).state_dict()}, tmp_path / "a.pt")
@@ -158,20 +160,20 @@ def test_an_optimizer_that_is_not_compared_is_named(tmp_path: Path, run: Run) ->
     assert "another order, which decides whose state torch loads: train.adam is not compared" in done.out
 
 
-def test_which_parameters_are_in_another_group(tmp_path: Path) -> None:
+def test_parameters_in_another_group_are_reported(tmp_path: Path) -> None:
     names = names_of("Net", "by_layer")
     left = saved(tmp_path / "a.pt", models.Net, models.named)
-    found = told(compare_with_optimizer(left, names).entries)
+    found = differences(compare_with_optimizer(left, names).entries)
     assert ("missing", "param_groups.0", "left does not have this param group", None) in found
     moved = [key for status, key, *_ in found if status == "renamed"]
     assert moved == [f"param_groups.0.params.second.{n} param_groups.0.params.second.{n}" for n in ("bias", "weight")]
 
 
-def test_which_parameters_are_extra_in_which_group(tmp_path: Path) -> None:
+def test_missing_parameters_are_reported_with_their_group(tmp_path: Path) -> None:
     """torch: loaded state dict contains a parameter group that doesn't match the size of optimizer's group."""
     left = saved(tmp_path / "a.pt", models.Shrunk, lambda m: torch.optim.AdamW(list(m.named_parameters()), 0.01))
     fit = compare_with_optimizer(left, names_of("Net", "adamw"))
-    assert told(fit.entries) == [
+    assert differences(fit.entries) == [
         ("missing", f"param_groups.0.params.second.{n}", "parameter missing from left; in param group 0 of right", None)
         for n in ("weight", "bias")
     ]
@@ -179,10 +181,10 @@ def test_which_parameters_are_extra_in_which_group(tmp_path: Path) -> None:
     assert not fit.notes
 
 
-def test_ids_that_nothing_names_are_compared_as_they_are(tmp_path: Path) -> None:
+def test_ids_without_names_are_compared_with_the_model(tmp_path: Path) -> None:
     left = saved(tmp_path / "a.pt", models.Shrunk, models.adamw)
     fit = compare_with_optimizer(left, names_of("Net", "adamw"))
-    assert [found[:2] for found in told(fit.entries)] == [
+    assert [found[:2] for found in differences(fit.entries)] == [
         ("missing", "param_groups.0.params.7"),
         ("missing", "param_groups.0.params.8"),
     ]
@@ -192,8 +194,10 @@ def test_ids_that_nothing_names_are_compared_as_they_are(tmp_path: Path) -> None
     )
 
 
-def test_without_names_ids_are_compared(tmp_path: Path) -> None:
+def test_two_files_without_names_are_compared_by_id(tmp_path: Path) -> None:
     left = saved(tmp_path / "a.pt", models.Net, models.adamw)
     entries, *_, by_id = compare_optimizers(left, saved(tmp_path / "b.pt", models.Net, models.backwards))
-    assert ("shape", "state.0.exp_avg state.0.exp_avg", "different shape", "[4, 3] instead of [2, 4]") in told(entries)
+    assert ("shape", "state.0.exp_avg state.0.exp_avg", "different shape", "[4, 3] instead of [2, 4]") in differences(
+        entries
+    )
     assert by_id

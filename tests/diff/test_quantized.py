@@ -1,4 +1,4 @@
-"""`diff` of models that keep some loaded values only roughly. torch loads them, and shows what the model then holds."""
+"""`diff` of models that round some loaded values. The oracle is the values of the model after torch loads them."""
 
 from __future__ import annotations
 
@@ -33,19 +33,21 @@ def saved(kind: str, values: str, path: Path) -> dict[str, Any]:
 
 
 def keeps(model: str, state: dict[str, Any]) -> bool:
-    """Whether the model has the file's values after loading, and in tensors of the same dtype if they are packed."""
+    """Return True if loading keeps the values, and the dtype of packed tensors."""
     net = getattr(rounded_tensors, model)()
     net.load_state_dict(state, strict=True)
     held, value = net.weight.detach(), state["weight"]
-    both = isinstance(held, Rounded) and isinstance(value, Rounded)
-    same = not both or (held.values_.dtype, held.step) == (value.values_.dtype, value.step)
+    both_packed = isinstance(held, Rounded) and isinstance(value, Rounded)
+    same = not both_packed or (held.values_.dtype, held.step) == (value.values_.dtype, value.step)
     return same and torch.equal(dense(held), dense(value))
 
 
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("model", KINDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_what_keeps_its_value_is_the_same(kind: str, model: str, values: str, run: Run, tmp_path: Path) -> None:
+def test_a_weight_is_the_same_only_if_loading_keeps_its_value(
+    kind: str, model: str, values: str, run: Run, tmp_path: Path
+) -> None:
     state = saved(kind, values, tmp_path / "model.pt")
     done = run("diff", tmp_path / "model.pt", "--model", f"rounded_tensors:{model}", "--format", "json")
     expected = keeps(model, state)
@@ -54,14 +56,14 @@ def test_only_what_keeps_its_value_is_the_same(kind: str, model: str, values: st
     assert entry["status"] == ("same" if expected else "value")
 
 
-def test_a_large_model_is_loaded_with_values_too(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_model_is_also_loaded_with_values(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpttool.tracing.instances._CHEAP", 0)
     saved("plain", "other values", tmp_path / "model.pt")
     assert run("diff", tmp_path / "model.pt", "--model", "rounded_tensors:int8").status == 1
 
 
 @pytest.mark.parametrize(("model", "status"), [("plain", 0), ("int8", 2)])
-def test_names_do_not_tell_if_a_value_is_kept(model: str, status: int, run: Run, tmp_path: Path) -> None:
+def test_names_cannot_decide_if_a_rounded_value_is_kept(model: str, status: int, run: Run, tmp_path: Path) -> None:
     saved("plain", "other values", tmp_path / "model.pt")
     names = tmp_path / "names.json"
     assert run("trace", f"rounded_tensors:{model}", "-o", names).status == 0

@@ -1,4 +1,4 @@
-"""Why two names of one tensor differ, in words."""
+"""Reasons that one tensor has two different names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckpttool.diffing.sections import hidden_segments
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("old", "new", "reason"),
     [
         ("a.layer.w", "a.w", "hides the segment `layer`"),
         ("layer.a.w", "a.w", "hides the segment `layer`"),
@@ -24,15 +24,15 @@ from ckpttool.diffing.sections import hidden_segments
         ("w", "w.w", "adds the segment `w`"),
     ],
 )
-def test_how_a_name_became_another(old: str, new: str, words: str) -> None:
-    assert segment_change(old, new) == words
+def test_the_changed_segment_is_described(old: str, new: str, reason: str) -> None:
+    assert segment_change(old, new) == reason
 
 
 DDP, COMPILE = "DistributedDataParallel or DataParallel or AveragedModel (`module`)", "torch.compile (`_orig_mod`)"
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "words"),
+    ("left", "right", "reason"),
     [
         ("module.a.w", "a.w", f"left is wrapped in {DDP}"),
         ("a.w", "module.a.w", f"right is wrapped in {DDP}"),
@@ -47,20 +47,20 @@ DDP, COMPILE = "DistributedDataParallel or DataParallel or AveragedModel (`modul
         ("a.w", "a.w", ""),
     ],
 )
-def test_wrappers_are_named(left: str, right: str, words: str) -> None:
-    assert str(wrapper_cause(left, right) or "") == words
+def test_wrappers_are_named(left: str, right: str, reason: str) -> None:
+    assert str(wrapper_cause(left, right) or "") == reason
 
 
-def test_a_segment_that_a_hook_may_hide() -> None:
-    """By keys that only one side has; where two segments could be it, neither is said."""
+def test_segments_that_a_hook_may_hide_are_counted() -> None:
+    """Only keys of one side count; if two segments are possible, neither is reported."""
     missing = ["a.layer.w", "b.layer.w", "c.other.w", "x.x.w", "p.q.w"]
     unexpected = ["a.w", "b.w", "c.w", "x.w", "q.w", "p.w", "d.more.z"]
     entries = [Entry("missing", (), (key,)) for key in missing] + [
         Entry("unexpected", (key,), ()) for key in unexpected
     ]
     entries += [Entry("missing", (), ("d.z",)), Entry("same", ("e.layer.w",), ("e.layer.w",))]
-    told = [note.partition(": a state_dict hook may hide it")[0] for note in hidden_segments(entries)]
-    assert told == [
+    segments = [note.partition(": a state_dict hook may hide it")[0] for note in hidden_segments(entries)]
+    assert segments == [
         "2 keys in left without the segment `layer` of the other side",
         "1 key in left without the segment `other` of the other side",
         "1 key in left without the segment `x` of the other side",

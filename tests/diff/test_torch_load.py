@@ -1,4 +1,4 @@
-"""`diff --model` on each dtype in each format of torch.save: the answer is that of torch.load and a strict load."""
+"""`diff --model` on each dtype in each format of torch.save; the oracle is torch.load and a strict load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from command import Run, fixes_in
 
 DTYPES = sorted({str(dtype)[6:] for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)})
 QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
-SUB_BYTE = re.compile(r"u?int[1-7]")  # torch.save writes none of them
+SUB_BYTE = re.compile(r"u?int[1-7]")  # torch.save does not support them
 BY_HAND = ("float32", "bfloat16", "float8_e4m3fn", "uint16", "complex32", "int4")
 MODEL = """
 import torch
@@ -29,7 +29,7 @@ class Net(torch.nn.Module):
 
 
 class Rebuilt:
-    """Pickles as a call that rebuilds a tensor: of dtypes that torch.save does not write, or on other storages."""
+    """Pickles as a call that rebuilds a tensor, with a dtype or storage that torch.save does not write."""
 
     def __init__(self, function: Callable[..., Any], *args: object) -> None:
         self.function, self.args = function, args
@@ -39,16 +39,16 @@ class Rebuilt:
 
 
 def values(dtype: torch.dtype) -> dict[str, object]:
-    """The tensor as torch.save pickles it, and by hand on a storage without a dtype, and on one of bytes."""
+    """Return the tensor as torch.save pickles it, and rebuilt from an untyped storage and from a byte storage."""
     saved: dict[str, object] = {"saved": torch.empty(4, dtype=dtype)}
     if str(dtype)[6:] not in BY_HAND:
         return saved
     data = torch.zeros(64, dtype=torch.uint8)
-    place: tuple[object, ...] = (0, (4,), (1,), False, OrderedDict(), dtype)
+    geometry: tuple[object, ...] = (0, (4,), (1,), False, OrderedDict(), dtype)
     return {
         **saved,
-        "untyped": Rebuilt(torch._utils._rebuild_tensor_v3, data.untyped_storage(), *place),
-        "bytes": Rebuilt(torch._utils._rebuild_tensor_v3, data._typed_storage(), *place),
+        "untyped": Rebuilt(torch._utils._rebuild_tensor_v3, data.untyped_storage(), *geometry),
+        "bytes": Rebuilt(torch._utils._rebuild_tensor_v3, data._typed_storage(), *geometry),
     }
 
 
@@ -57,7 +57,7 @@ def loads(path: Path, dtype: str) -> bool:
     model.register_buffer("w", torch.empty(4, dtype=getattr(torch, dtype)))
     try:
         model.load_state_dict(torch.load(path, weights_only=True), strict=True)
-    except Exception:  # of every kind, by dtype
+    except Exception:  # the class depends on the dtype
         return False
     return True
 
@@ -66,46 +66,46 @@ def loads(path: Path, dtype: str) -> bool:
 @pytest.mark.parametrize(
     "dtype", [name for name in DTYPES if name not in QUANTIZED and (name in BY_HAND or not SUB_BYTE.fullmatch(name))]
 )
-def test_a_file_loads_exactly_if_torch_loads_it(tmp_path: Path, run: Run, dtype: str) -> None:
+def test_a_file_loads_only_if_torch_loads_it(tmp_path: Path, run: Run, dtype: str) -> None:
     net = tmp_path / "net.py"
     net.write_text(MODEL.replace("DTYPE", dtype))
-    for how, value in values(getattr(torch, dtype)).items():
+    for form, value in values(getattr(torch, dtype)).items():
         for is_zip in (True, False):
-            path = tmp_path / f"{how}-{is_zip}.pt"
+            path = tmp_path / f"{form}-{is_zip}.pt"
             try:
                 torch.save({"w": value}, path, _use_new_zipfile_serialization=is_zip)
-            except KeyError:  # of this dtype torch.save writes none
+            except KeyError:  # torch.save does not support this dtype
                 continue
             assert (run("diff", path, "--model", f"{net}:Net").status == 0) == loads(path, dtype), path
 
 
-@pytest.mark.parametrize("place", [(), ("model",)])
-def test_what_torch_cannot_load_comes_with_the_command_that_converts_it(
-    tmp_path: Path, run: Run, place: tuple[str, ...]
+@pytest.mark.parametrize("section", [(), ("model",)])
+def test_a_file_that_torch_cannot_load_gets_a_command_that_converts_it(
+    tmp_path: Path, run: Run, section: tuple[str, ...]
 ) -> None:
     (tmp_path / "net.py").write_text(MODEL.replace("DTYPE", "float8_e4m3fn"))
-    own = {"w": torch.ones(4).to(torch.float8_e4m3fn)}
+    state = {"w": torch.ones(4).to(torch.float8_e4m3fn)}
     path = tmp_path / "old.pt"
-    torch.save({"model": own, "epoch": 1} if place else own, path, _use_new_zipfile_serialization=False)
+    torch.save({"model": state, "epoch": 1} if section else state, path, _use_new_zipfile_serialization=False)
     with pytest.raises(AttributeError):
         torch.load(path, weights_only=True)
     assert "torch.load raises for this file" in run("inspect", path).err
-    asked = ("--model", f"{tmp_path / 'net.py'}:Net")
-    done = run("diff", "::".join((str(path), *place)), *asked)
+    options = ("--model", f"{tmp_path / 'net.py'}:Net")
+    done = run("diff", "::".join((str(path), *section)), *options)
     assert (done.status, "does not load" in done.out) == (1, True)
     (printed,) = [line for line in done.out.splitlines() if "torch.load raises" in line]
     command = shlex.split(printed.partition("file that it loads: ")[2])
     assert run(*command[1:]).status == 0
     converted = torch.load(command[-1], weights_only=True)
-    weights = converted["model"] if place else converted
+    weights = converted["model"] if section else converted
     assert torch.equal(weights["w"].float(), torch.ones(4))
-    assert run("diff", command[-1], *asked).status == 0
-    fixes = fixes_in(run("diff", path, *asked, "--format", "json").data)
+    assert run("diff", command[-1], *options).status == 0
+    fixes = fixes_in(run("diff", path, *options, "--format", "json").data)
     assert fixes
     assert run(*shlex.split(fixes[0])[1:]).status == 0
 
 
-def test_an_old_file_that_torch_loads_gets_no_such_note(tmp_path: Path, run: Run) -> None:
+def test_an_old_file_that_torch_loads_has_no_note(tmp_path: Path, run: Run) -> None:
     (tmp_path / "net.py").write_text(MODEL.replace("DTYPE", "bfloat16"))
     torch.save({"w": torch.ones(4).bfloat16()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     assert "torch.load" not in run("inspect", tmp_path / "old.pt").err

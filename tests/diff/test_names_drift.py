@@ -1,4 +1,4 @@
-"""A names file in the repository against the model's code: what a change of the code breaks, and what migrates it."""
+"""A committed names file against the model's code: which changes break checkpoints, and how to migrate them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ LINEAR = "\n        self.head = nn.Linear(width, 4)"
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """examples/ci, and a checkpoint of its model and optimizer in training."""
+    """Copy examples/ci, and save a checkpoint of its model and optimizer after one step."""
     shutil.copytree(ROOT / "examples" / "ci", tmp_path / "ci", ignore=shutil.ignore_patterns("__pycache__"))
     for name in [name for name in os.environ if name.startswith("CKPTTOOL_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path / "ci")
-    net, optimizer = made()
+    net, optimizer = build_net()
     net(torch.randn(5, 8)).sum().backward()
     optimizer.step()
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, "CKPT")
     return tmp_path / "ci"
 
 
-def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """The model and the optimizer, as the code has them now."""
+def build_net() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Build the model and the optimizer from the current code."""
     spec = importlib.util.spec_from_file_location("changed", "model.py")
     assert spec is not None
     module: Any = importlib.util.module_from_spec(spec)
@@ -54,23 +54,23 @@ def change(*pairs: tuple[str, str]) -> None:
     shutil.rmtree("__pycache__", ignore_errors=True)
 
 
-def resumed(path: str) -> dict[str, torch.Tensor]:
-    """The first moments, by the parameter that torch gives them to."""
-    net, optimizer = made()
+def load_moments(path: str) -> dict[str, torch.Tensor]:
+    """Load the checkpoint with torch, and return the first moment of each parameter."""
+    net, optimizer = build_net()
     saved = torch.load(path)
     net.load_state_dict(saved["model"], strict=True)
     optimizer.load_state_dict(saved["optimizer"])
     return {name: optimizer.state[parameter]["exp_avg"] for name, parameter in net.named_parameters()}
 
 
-def follow(run: Run, command: str) -> None:
+def run_command(run: Run, command: str) -> None:
     words = shlex.split(command)
     assert words[0] == "ckpttool"
     assert run(*words[1:]).status in (0, 1)
 
 
-def test_from_red_to_fixed(repository: Path, run: Run) -> None:
-    moments = resumed("CKPT")
+def test_a_rename_is_reported_migrated_and_accepted(repository: Path, run: Run) -> None:
+    moments = load_moments("CKPT")
     assert run("diff", "names.json").status == 0
     change(("self.head", "self.classifier"), ("self.embed", "self.embedding"))
     done = run("diff", "names.json", "--format", "json")
@@ -80,12 +80,12 @@ def test_from_red_to_fixed(repository: Path, run: Run) -> None:
     assert run("diff", "names.json", "--suggest", "migrate.toml").status == 1
     assert run("remap", "CKPT", "--rules", "migrate.toml", "-o", "new.pt").status == 0
     renamed = {name.replace("head", "classifier").replace("embed", "embedding"): m for name, m in moments.items()}
-    found = resumed("new.pt")
+    found = load_moments("new.pt")
     assert found.keys() == renamed.keys()
     assert all(torch.equal(found[name], renamed[name]) for name in renamed)
     for command in fixes_in(done.data):
-        follow(run, command)
-    assert resumed("CKPT.renamed.pt").keys() == renamed.keys()
+        run_command(run, command)
+    assert load_moments("CKPT.renamed.pt").keys() == renamed.keys()
     updated = run("diff", "names.json", "--update")
     assert (updated.status, "\nunexpected: 4 keys, not in right\n" in updated.out) == (0, True)
     assert "names.json has the names of model.py:build now" in updated.said[1]
@@ -95,9 +95,9 @@ def test_from_red_to_fixed(repository: Path, run: Run) -> None:
     assert Path("names.json").stat().st_mtime_ns == before
 
 
-def test_another_order_of_definition_is_an_order_of_ids(repository: Path, run: Run) -> None:
-    """Keys, shapes and dtypes are as they were, a strict load succeeds, and every moment would go astray."""
-    moments = resumed("CKPT")
+def test_a_changed_definition_order_changes_the_ids(repository: Path, run: Run) -> None:
+    """A strict load succeeds, but torch would assign every moment to the wrong parameter."""
+    moments = load_moments("CKPT")
     change((LINEAR, ""), ("self.embed = ", "self.head = nn.Linear(width, 4)\n        self.embed = "))
     done = run("diff", "names.json", "--format", "json")
     assert done.status == 1
@@ -105,8 +105,8 @@ def test_another_order_of_definition_is_an_order_of_ids(repository: Path, run: R
     assert {entry["detail"] for entry in done.data["entries"] if entry["status"] == "order"} == set(moments)
     assert any("accepts the old keys" in note for note in notes_in(done.data))
     (command,) = fixes_in(done.data)
-    follow(run, command)
-    found = resumed("CKPT.migrated.pt")
+    run_command(run, command)
+    found = load_moments("CKPT.migrated.pt")
     assert all(torch.equal(found[name], moments[name]) for name in moments)
 
 
@@ -124,8 +124,10 @@ def test_another_order_of_definition_is_an_order_of_ids(repository: Path, run: R
         ("'lost'", "'gone'", {"unexpected", "missing"}),
     ],
 )
-def test_what_a_change_breaks(repository: Path, run: Run, old: str, new: str, statuses: set[str]) -> None:
-    if old == "'lost'":  # a parameter that is not saved: the optimizer alone knows of its name
+def test_a_code_change_has_the_expected_statuses(
+    repository: Path, run: Run, old: str, new: str, statuses: set[str]
+) -> None:
+    if old == "'lost'":  # a parameter that is not saved: only the optimizer knows its name
         hook = "\n        self.register_state_dict_post_hook(lambda module, state, *_: state.__delitem__('lost'))"
         lost = "\n        self.register_parameter('lost', nn.Parameter(torch.ones(1)))"
         change((LINEAR, LINEAR + lost + hook), ("__delitem__('lost')", "__delitem__(*module._parameters)"))
@@ -138,7 +140,7 @@ def test_what_a_change_breaks(repository: Path, run: Run, old: str, new: str, st
     assert run("diff", "names.json").status == 0
 
 
-def test_what_hooks_do_is_part_of_the_contract(repository: Path, run: Run) -> None:
+def test_changed_hooks_are_differences(repository: Path, run: Run) -> None:
     hook = "\n        self.register_state_dict_post_hook(rename)"
     rename = (
         "def rename(module, state, prefix, meta):\n    state[prefix + 'out.weight'] = state.pop(prefix + '{}.weight')"
@@ -154,17 +156,17 @@ def test_what_hooks_do_is_part_of_the_contract(repository: Path, run: Run) -> No
     assert ["out.weight"] in [entry["left"] for entry in done.data["entries"] if entry["status"] == "transformed"]
 
 
-def test_what_the_optimizer_is_given_more_is_named(repository: Path, run: Run) -> None:
+def test_parameters_added_to_the_optimizer_are_listed(repository: Path, run: Run) -> None:
     change(("model.parameters()", "model.head.parameters()"))
     assert run("diff", "names.json", "--update", "-q").status == 0
     change(("model.head.parameters()", "model.parameters()"))
     entries = run("diff", "names.json", "--format", "json").data["entries"]
     found = {(entry["status"], entry["detail"]) for entry in entries if entry["status"] != "same"}
-    others = [name for name, _ in made()[0].named_parameters() if not name.startswith("head.")]
+    others = [name for name, _ in build_net()[0].named_parameters() if not name.startswith("head.")]
     assert found == {*(("missing", name) for name in others), ("order", "head.weight"), ("order", "head.bias")}
 
 
-def test_a_names_file_without_an_optimizer_is_no_contract_on_one(repository: Path, run: Run) -> None:
+def test_an_optimizer_missing_from_the_names_file_is_reported(repository: Path, run: Run) -> None:
     names = ("names.json", "--model", "model.py:build", "--no-defaults")
     assert run("trace", "model.py:build", "-o", "names.json", "--no-defaults", "--force").status == 0
     assert run("diff", *names).status == 0
@@ -172,7 +174,7 @@ def test_a_names_file_without_an_optimizer_is_no_contract_on_one(repository: Pat
     assert (done.status, "the optimizer is AdamW; it was not named" in done.out + done.err) == (1, True)
 
 
-def test_values_that_hooks_add_or_compute_are_part_of_the_contract(repository: Path, run: Run) -> None:
+def test_changed_values_added_by_hooks_are_differences(repository: Path, run: Run) -> None:
     hook = "\n        self.register_state_dict_post_hook(add)"
     add = "def add(module, state, *_):\n    state['added'] = torch.ones(2)\n    state['twice'] = 2 * state['head.bias']"
     change((LINEAR, LINEAR + hook), ("class Cl", f"{add}\n\n\nclass Cl"))
@@ -183,24 +185,26 @@ def test_values_that_hooks_add_or_compute_are_part_of_the_contract(repository: P
     assert [entry["left"] for entry in done.data["entries"] if entry["status"] == "shape"] == [["added"]]
 
 
-def test_what_there_is_no_memory_to_try_is_not_said(
+def test_without_memory_to_load_the_old_keys_a_note_says_so(
     repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the new code loads the old keys depends on values here."""
+    """Here the result of loading the old keys depends on values."""
     hook = "\n        self.register_load_state_dict_pre_hook(read)"
     read = "def read(module, state, *_):\n    assert float(state['embed.weight'].sum()) < 1e9"
     change((LINEAR, LINEAR + hook), ("class Cl", f"{read}\n\n\nclass Cl"))
     assert run("diff", "names.json", "--update", "-q").status == 0
     change(("self.head", "self.classifier"))
-    free = 4 * sum(parameter.nbytes for parameter in made()[0].parameters())  # the names take 3 times, to load 5
+    free = 4 * sum(
+        parameter.nbytes for parameter in build_net()[0].parameters()
+    )  # tracing needs 3 times the size of the model, loading 5 times
     monkeypatch.setattr(instances, "memory_available", lambda: free)
     notes = notes_in(run("diff", "names.json", "--format", "json").data)
     assert any(note.startswith("could not check if the new code loads the old keys") for note in notes)
 
 
-def test_what_is_not_asked_rightly_is_no_answer(repository: Path, run: Run) -> None:
+def test_wrong_usage_is_an_error(repository: Path, run: Run) -> None:
     line = ("diff", "names.json", "--model", "model.py:build")
-    done = run(*line)  # the file has ids, and no optimizer is named
+    done = run(*line)  # the file has optimizer ids, but no --optimizer was passed
     assert (done.status, "has the ids of an optimizer (AdamW)" in done.err) == (2, True)
     assert run("diff", "names.json", "--no-defaults").status == 2
     assert run("diff", "names.json", "--values").status == 2
@@ -219,19 +223,19 @@ class Net(nn.Module):
             setattr(self, name, nn.Linear(4, size))
 
 def net(): return Net(("first", 3), ("second", 5))
-def turned(): return Net(("second", 5), ("first", 3))
+def reordered(): return Net(("second", 5), ("first", 3))
 def fused(): return Net(("qkv", 12), ("out", 6))
 def split(): return Net(*((name, 4) for name in ("q_proj", "k_proj", "v_proj")), ("out", 6))
 """
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "commands"), [("net", "turned", ["remap"]), ("fused", "split", ["diff", "remap"])]
+    ("old", "new", "commands"), [("net", "reordered", ["remap"]), ("fused", "split", ["diff", "remap"])]
 )
-def test_what_no_rename_fixes_is_fixed_by_a_file_of_rules_and_another_order_by_the_models(
+def test_a_split_is_fixed_with_rules_and_a_new_order_with_the_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, old: str, new: str, commands: list[str]
 ) -> None:
-    """Without an optimizer too: what a state belongs to is asked of the order of the parameters."""
+    """The fix depends on the parameter order even without an optimizer in the names file."""
     monkeypatch.chdir(tmp_path)
     Path("layers.py").write_text(LAYERS)
     assert run("trace", f"layers.py:{old}", "-o", "names.json").status == 0
@@ -245,11 +249,11 @@ def test_what_no_rename_fixes_is_fixed_by_a_file_of_rules_and_another_order_by_t
     sum(parameter.sum() for parameter in net.parameters()).backward()
     optimizer.step()
     state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(state if new == "turned" else state["model"], "CKPT")
+    torch.save(state if new == "reordered" else state["model"], "CKPT")
     fix = fixes_in(run("diff", "names.json", "--model", f"layers.py:{new}", "--format", "json").data)
     assert [line.split()[1] for line in fix] == commands
     for line in fix:
-        follow(run, line)
+        run_command(run, line)
     migrated = torch.load(fix[-1].split()[-1])
     net = getattr(module, new)()
     net.load_state_dict(migrated.get("model", migrated), strict=True)
@@ -259,7 +263,7 @@ def test_what_no_rename_fixes_is_fixed_by_a_file_of_rules_and_another_order_by_t
         assert all(optimizer.state[parameter]["exp_avg"].shape == parameter.shape for parameter in net.parameters())
 
 
-def test_two_names_files(repository: Path, run: Run) -> None:
+def test_two_names_files_can_be_compared(repository: Path, run: Run) -> None:
     names = json.loads(Path("names.json").read_text())
     names["serialized"][0]["shape"] = [3, 3]
     Path("other.json").write_text(json.dumps(names))
@@ -269,7 +273,7 @@ def test_two_names_files(repository: Path, run: Run) -> None:
 
 @pytest.mark.parametrize("shape", ["()", "(1,)", "(7,)", "(2, 3)"])
 @pytest.mark.parametrize(("old", "new"), [("calls", "counter"), ("scale", "running_total"), ("a.pe", "b.table")])
-def test_the_only_missing_and_the_only_unexpected_buffer_are_suggested(
+def test_a_single_missing_and_a_single_unexpected_buffer_are_a_suggested_rename(
     run: Run, tmp_path: Path, old: str, new: str, shape: str
 ) -> None:
     for name, buffer in (("old", old), ("new", new)):

@@ -1,6 +1,6 @@
-"""What stands beside the models of two files is compared, or said not to be: nothing in a file differs without a word.
+"""Entries next to the models of two files: each difference is reported, or a note says that it was not compared.
 
-The oracle is torch: a file is read, one place in what it holds is changed, and `torch.save` writes the other.
+The oracle is torch: one place in the contents of a file is changed, and `torch.save` writes the second file.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from command import Run
 
 
 class Settings:
-    """An object of a user's own class."""
+    """An object of a user-defined class."""
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
 
 
-def training() -> dict[str, Any]:
-    """A run with what people keep in its file."""
+def training_checkpoint() -> dict[str, Any]:
+    """Return the contents of a typical training checkpoint."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -59,102 +59,106 @@ Change = Callable[[Any], Any]
 
 
 def places(value: Any) -> Iterator[tuple[str, Change]]:
-    """Every place inside `value`, and what makes of the whole one that is other at this place."""
+    """Yield each place in `value`, and a function that returns a copy of `value` changed at that place."""
     if isinstance(value, torch.Tensor):
         if value.numel():
             yield "", lambda old: old.logical_not() if old.dtype == torch.bool else old + 1
     elif isinstance(value, (dict, list, tuple)):
         keys = list(value) if isinstance(value, dict) else range(len(value))
         for key in keys:
-            for way, change in places(value[key]):
-                yield f"{key}.{way}", partial(_with, key, change)
+            for place, change in places(value[key]):
+                yield f"{key}.{place}", partial(_replace_item, key, change)
         if isinstance(value, dict) and value:
-            yield "-", lambda old: _without(old, next(reversed(list(old))))
+            yield "-", lambda old: _remove_item(old, next(reversed(list(old))))
     elif isinstance(value, (argparse.Namespace, Settings)):
         for name in vars(value):
-            for way, change in places(getattr(value, name)):
-                yield f"{name}.{way}", partial(_having, name, change)
+            for place, change in places(getattr(value, name)):
+                yield f"{name}.{place}", partial(_replace_attribute, name, change)
     else:
         yield "", lambda old: "something else"
 
 
-def _with(key: Any, change: Change, old: Any) -> Any:
+def _replace_item(key: Any, change: Change, old: Any) -> Any:
     new = change(old[key])
     if isinstance(old, dict):
-        made = copy(old)
-        made[key] = new
-        return made
+        result = copy(old)
+        result[key] = new
+        return result
     return type(old)(new if at == key else one for at, one in enumerate(old))
 
 
-def _without(old: Any, key: Any) -> Any:
-    made = copy(old)
-    del made[key]
-    return made
+def _remove_item(old: Any, key: Any) -> Any:
+    result = copy(old)
+    del result[key]
+    return result
 
 
-def _having(name: str, change: Change, old: Any) -> Any:
-    made = copy(old)
-    setattr(made, name, change(getattr(old, name)))
-    return made
+def _replace_attribute(name: str, change: Change, old: Any) -> Any:
+    result = copy(old)
+    setattr(result, name, change(getattr(old, name)))
+    return result
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("beside")
-    torch.save(training(), made / "left.pt")
-    return made
+    path = tmp_path_factory.mktemp("other_entries")
+    torch.save(training_checkpoint(), path / "left.pt")
+    return path
 
 
-def between(left: Path, right: Path) -> Diff:
+def diff_values(left: Path, right: Path) -> Diff:
     return ckpttool.diff(str(left), str(right), values=True)
 
 
-WAYS = [way for way, _ in places(training()) if not way.startswith("rng.python.1.") or way == "rng.python.1.0."]
+PLACES = [
+    place
+    for place, _ in places(training_checkpoint())
+    if not place.startswith("rng.python.1.") or place == "rng.python.1.0."
+]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_change_at_any_place_is_told(folder: Path, way: str) -> None:
-    torch.save(dict(places(training()))[way](training()), folder / "right.pt")
-    found = between(folder / "left.pt", folder / "right.pt")
-    where = way.partition(".")[0]
-    if where == "model":
+@pytest.mark.parametrize("place", PLACES)
+def test_a_change_at_any_place_is_reported(folder: Path, place: str) -> None:
+    torch.save(dict(places(training_checkpoint()))[place](training_checkpoint()), folder / "right.pt")
+    found = diff_values(folder / "left.pt", folder / "right.pt")
+    section = place.partition(".")[0]
+    if section == "model":
         assert not found.identical
     else:
-        told = " ".join(
+        reported = " ".join(
             (*found.notes, *(key for entry in found.entries for key in entry.left if found.is_difference(entry)))
         )
-        assert where in told or way == "-"
+        assert section in reported or place == "-"
         assert found.has_other_notes or not found.identical
 
 
-def test_equal_files_have_nothing_beside(folder: Path, tmp_path: Path) -> None:
-    torch.save(training(), tmp_path / "again.pt", _use_new_zipfile_serialization=False)
-    found = between(folder / "left.pt", tmp_path / "again.pt")
+def test_equal_files_have_no_notes(folder: Path, tmp_path: Path) -> None:
+    torch.save(training_checkpoint(), tmp_path / "again.pt", _use_new_zipfile_serialization=False)
+    found = diff_values(folder / "left.pt", tmp_path / "again.pt")
     assert (found.identical, found.has_other_notes, found.notes) == (True, False, ())
 
 
-class Whole(dict[str, Any]):
-    """What holds the whole of a file, with something of its own."""
+class RootDict(dict[str, Any]):
+    """The root object of a file, which may have attributes."""
 
 
-def test_the_object_that_is_the_whole_file_is_told(tmp_path: Path) -> None:
+def test_a_root_object_with_another_attribute_is_reported(tmp_path: Path) -> None:
     files = {"plain.pt": {"model": {"w": torch.ones(2)}}}
     for rate in (1, 2):
-        files[f"{rate}.pt"] = made = Whole(model={"w": torch.ones(2)})
-        made.rate = rate  # type: ignore[attr-defined]
+        files[f"{rate}.pt"] = result = RootDict(model={"w": torch.ones(2)})
+        result.rate = rate  # type: ignore[attr-defined]
     for name, value in files.items():
         torch.save(value, tmp_path / name)
     one, other, plain = (tmp_path / name for name in ("1.pt", "2.pt", "plain.pt"))
-    assert between(one, other).notes == ("non-tensor entries with different values: (root)",)
-    assert between(one, plain).notes == ("non-tensor entries in left only: (root)",)
-    assert between(plain, one).notes == ("non-tensor entries in right only: (root)",)
+    assert diff_values(one, other).notes == ("non-tensor entries with different values: (root)",)
+    assert diff_values(one, plain).notes == ("non-tensor entries in left only: (root)",)
+    assert diff_values(plain, one).notes == ("non-tensor entries in right only: (root)",)
 
 
-def test_a_second_name_beside_the_models_is_one_that_a_strict_load_misses(folder: Path, run: Run) -> None:
+def test_an_alias_outside_the_models_is_a_difference_with_whole(folder: Path, run: Run) -> None:
     model, w = {"w": torch.zeros(1)}, torch.ones(2)
-    for name, beside in ("tied.pt", {"w": w, "v": w}), ("one.pt", {"w": w}):
-        torch.save({"model": model, "ema": beside}, folder / name)
+    for name, ema in ("tied.pt", {"w": w, "v": w}), ("one.pt", {"w": w}):
+        torch.save({"model": model, "ema": ema}, folder / name)
     for pair in ("tied.pt", "one.pt"), ("one.pt", "tied.pt"):
         both = [str(folder / name) for name in pair]
         assert run("diff", *both).status == 0
@@ -164,13 +168,13 @@ def test_a_second_name_beside_the_models_is_one_that_a_strict_load_misses(folder
         assert run(*shlex.split(command)).status == 1
 
 
-def test_the_verdict_speaks_of_the_models_alone_and_the_commands_show_the_rest(tmp_path: Path, run: Run) -> None:
-    left, right = training(), training()
+def test_the_verdict_covers_only_the_models_and_commands_compare_the_rest(tmp_path: Path, run: Run) -> None:
+    left, right = training_checkpoint(), training_checkpoint()
     right["epoch"], right["optimizer"]["state"][0]["exp_avg"] = 4, torch.ones(4, 3)
     right["ema"] = {key: value + 1 for key, value in right["ema"].items()}
     del right["args"]
-    for name, made in (("left.pt", left), ("right.pt", right)):
-        torch.save(made, tmp_path / name)
+    for name, result in (("left.pt", left), ("right.pt", right)):
+        torch.save(result, tmp_path / name)
     done = run("diff", "--values", tmp_path / "left.pt", tmp_path / "right.pt")
     assert (done.status, done.out.splitlines()[1].partition(";")[0]) == (0, "no differences between the models")
     assert "non-tensor entries in left only: args" in done.out
@@ -178,9 +182,9 @@ def test_the_verdict_speaks_of_the_models_alone_and_the_commands_show_the_rest(t
     commands = re.findall(r"^(ema|optimizer): (\d+) differences? \((ckpttool diff .*)\)$", done.out, re.MULTILINE)
     assert [(name, int(count)) for name, count, _ in commands] == [("ema", 9), ("optimizer", 1)]
     for _, count, command in commands:
-        told = run(*shlex.split(command)[1:])
-        assert told.status == 1
-        assert re.fullmatch(rf"{count} of \d+ keys? differs?", told.out.splitlines()[1])
+        section_diff = run(*shlex.split(command)[1:])
+        assert section_diff.status == 1
+        assert re.fullmatch(rf"{count} of \d+ keys? differs?", section_diff.out.splitlines()[1])
     assert (
         run("diff", tmp_path / "left.pt", tmp_path / "right.pt")
         .out.splitlines()[1]
@@ -192,7 +196,7 @@ def test_the_verdict_speaks_of_the_models_alone_and_the_commands_show_the_rest(t
 
 
 @pytest.mark.parametrize("line", ["a.pt --model M", "a.pt", "a.pt a.json", "a.pt a.pt a.pt"])
-def test_whole_is_for_two_checkpoints(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+def test_whole_requires_two_checkpoints(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"w": torch.ones(2)}, "a.pt")
     assert run("inspect", "a.pt", "--manifest", "a.json").status == 0
@@ -202,11 +206,13 @@ def test_whole_is_for_two_checkpoints(tmp_path: Path, run: Run, monkeypatch: pyt
     assert "--whole" in done.err or "diff compares two checkpoints" in done.err
 
 
-def test_beside_two_optimizers(tmp_path: Path) -> None:
+def test_entries_next_to_two_optimizers_are_compared(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1)
     for epoch in (1, 2):
         torch.save({"optimizer": optimizer.state_dict(), "epoch": epoch}, tmp_path / f"{epoch}.pt")
-    assert between(tmp_path / "1.pt", tmp_path / "2.pt").notes[-1] == "non-tensor entries with different values: epoch"
+    assert (
+        diff_values(tmp_path / "1.pt", tmp_path / "2.pt").notes[-1] == "non-tensor entries with different values: epoch"
+    )
 
 
 EMPTY: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -217,7 +223,7 @@ def sections(**parts: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "told"),
+    ("left", "right", "expected"),
     [
         ({"ema": {"w": torch.ones(2)}}, {}, "not compared: ema in left only (for example LEFT::ema)"),
         ({}, {"ema": {"w": torch.ones(2)}}, "not compared: ema in right only (for example RIGHT::ema)"),
@@ -233,13 +239,13 @@ def sections(**parts: Any) -> dict[str, Any]:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_what_is_not_compared_is_said(tmp_path: Path, left: Any, right: Any, told: str) -> None:
+def test_entries_that_are_not_compared_are_noted(tmp_path: Path, left: Any, right: Any, expected: str) -> None:
     for name, parts in (("left.pt", left), ("right.pt", right)):
         torch.save(sections(**parts), tmp_path / name)
-    found = between(tmp_path / "left.pt", tmp_path / "right.pt")
+    found = diff_values(tmp_path / "left.pt", tmp_path / "right.pt")
     names = (("LEFT", tmp_path / "left.pt"), ("RIGHT", tmp_path / "right.pt"))
     assert [reduce(lambda note, name: note.replace(str(name[1]), name[0]), names, note) for note in found.notes] == [
-        told
+        expected
     ]
     assert found.identical
     assert found.has_other_notes
@@ -249,17 +255,17 @@ def test_what_is_not_compared_is_said(tmp_path: Path, left: Any, right: Any, tol
 
 
 def test_versions_of_modules_are_not_compared(tmp_path: Path) -> None:
-    """What a model's loading makes of them is the model's to say."""
+    """Only the model's loading code knows what a version means."""
     for version in (1, 2):
         state = nn.BatchNorm1d(2).state_dict()
         state._metadata[""]["version"] = version  # type: ignore[attr-defined]
         torch.save(state, tmp_path / f"{version}.pt")
-    (note,) = between(tmp_path / "1.pt", tmp_path / "2.pt").notes
+    (note,) = diff_values(tmp_path / "1.pt", tmp_path / "2.pt").notes
     assert note == ("not compared: 1 module with other versions (_metadata): (root)")
-    assert not between(tmp_path / "1.pt", tmp_path / "1.pt").notes
+    assert not diff_values(tmp_path / "1.pt", tmp_path / "1.pt").notes
 
 
-def test_an_accepted_difference_of_the_models_does_not_accept_what_else_differs(tmp_path: Path, run: Run) -> None:
+def test_an_accepted_model_difference_does_not_accept_other_differences(tmp_path: Path, run: Run) -> None:
     left, right = str(tmp_path / "left.pt"), str(tmp_path / "right.pt")
     weights = {"w": torch.ones(3)}
     torch.save({"model": weights, "ema": {"w": torch.ones(3)}}, left)
@@ -272,7 +278,7 @@ def test_an_accepted_difference_of_the_models_does_not_accept_what_else_differs(
 
 
 @pytest.mark.parametrize("other", [torch.full((2,), 2.0), torch.ones(3)], ids=["values", "shape"])
-def test_conversion_of_dtypes_compares_every_rank(tmp_path: Path, run: Run, other: torch.Tensor) -> None:
+def test_ignore_dtype_compares_every_rank(tmp_path: Path, run: Run, other: torch.Tensor) -> None:
     def write(folder: str, second: torch.Tensor, dtype: torch.dtype) -> str:
         (tmp_path / folder).mkdir(exist_ok=True)
         for rank, value in enumerate((torch.ones(2), second)):
@@ -285,7 +291,7 @@ def test_conversion_of_dtypes_compares_every_rank(tmp_path: Path, run: Run, othe
     assert run("diff", left, write("right", other, torch.bfloat16), *options).status == 1
 
 
-def test_another_dtype_in_an_object_does_not_hide_another_shape(tmp_path: Path, run: Run) -> None:
+def test_a_dtype_difference_in_an_object_does_not_hide_a_shape_difference(tmp_path: Path, run: Run) -> None:
     def write(name: str, first: torch.Tensor, second: torch.Tensor) -> str:
         torch.save({"w": torch.ones(2), "m._extra_state": {"a": first, "b": second}}, tmp_path / name)
         return str(tmp_path / name)

@@ -1,4 +1,4 @@
-"""`history` of a run's checkpoints over time, against what `torch.load` gives of each, step by step."""
+"""`history` of the checkpoints of a run, against `torch.load` of each step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def network(width: int = 3) -> nn.Sequential:
 
 
 class Training:
-    """A run that changes its mind: each of `CHANGES` is what a step does before it saves."""
+    """A training run; each method named in `CHANGES` changes it before the next save."""
 
     def __init__(self) -> None:
         self.model: nn.Module = network()
@@ -70,7 +70,7 @@ CHANGES = ("nothing", "nothing", "half", "wider", "deeper", "wrapped", "sgd", "g
 
 
 def signature(value: Any) -> Any:
-    """What a file is without its numbers."""
+    """Return the structure of a file's contents, without values."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape)
     if isinstance(value, dict):
@@ -79,10 +79,10 @@ def signature(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_step_changed_something_exactly_where_torch_loads_something_else(seed: int, tmp_path: Path, run: Run) -> None:
+def test_a_step_has_changes_only_if_torch_loads_something_else(seed: int, tmp_path: Path, run: Run) -> None:
     draw, training = random.Random(seed), Training()
     signatures = []
-    for number in range(7, 14):  # from one digit to two
+    for number in range(7, 14):  # from one-digit to two-digit numbers
         getattr(training, draw.choice(CHANGES))()
         training.saved(tmp_path / f"step-{number}.pt")
         signatures.append(signature(torch.load(tmp_path / f"step-{number}.pt")))
@@ -90,17 +90,17 @@ def test_a_step_changed_something_exactly_where_torch_loads_something_else(seed:
     assert schemas.check(done.data) == "history"
     steps = done.data["steps"]
     assert [step["source"] for step in steps] == [f"step-{number}.pt" for number in range(7, 14)]
-    wanted = [False, *(now != before for before, now in pairwise(signatures))]
-    assert [bool(step["changes"]) for step in steps] == wanted
-    assert done.status == any(wanted)
+    expected = [False, *(now != before for before, now in pairwise(signatures))]
+    assert [bool(step["changes"]) for step in steps] == expected
+    assert done.status == any(expected)
     for step, (before, now) in zip(steps[1:], pairwise(signatures)):
         own = [change for change in step["changes"] if change["section"] == "model"]
-        known = set(before["model"]) & set(now["model"])
-        dtypes = {key for key in known if before["model"][key][0] != now["model"][key][0]}
-        shapes = {key for key in known if before["model"][key][1] != now["model"][key][1]}
+        common = set(before["model"]) & set(now["model"])
+        dtypes = {key for key in common if before["model"][key][0] != now["model"][key][0]}
+        shapes = {key for key in common if before["model"][key][1] != now["model"][key][1]}
         assert {key for c in own if c["status"] in ("dtype", "shape") for key in c["after"]} == dtypes | shapes
-        assert {key for c in own for key in c["after"]} >= set(now["model"]) - known
-        assert {key for c in own for key in c["before"]} >= set(before["model"]) - known
+        assert {key for c in own for key in c["after"]} >= set(now["model"]) - common
+        assert {key for c in own for key in c["before"]} >= set(before["model"]) - common
 
 
 @pytest.fixture
@@ -126,14 +126,14 @@ def test_steps_without_a_change_are_folded(steady: list[str], run: Run) -> None:
     assert ckpttool.history("run").passes
 
 
-def test_steps_of_other_names_keep_the_order_in_which_they_are_named(steady: list[str], run: Run) -> None:
+def test_steps_without_numbers_keep_the_given_order(steady: list[str], run: Run) -> None:
     Path("run/step-9.pt").rename("run/first.pt")
     named = ["run/step-12.pt", "run/first.pt", "run/step-10.pt"]
     data = run("history", *named, "--format", "json").data
     assert [step["source"] for step in data["steps"]] == named
 
 
-def test_what_cannot_be_read_is_said_and_never_the_same(steady: list[str], run: Run) -> None:
+def test_an_unreadable_step_is_reported(steady: list[str], run: Run) -> None:
     Path(steady[2]).write_bytes(Path(steady[2]).read_bytes()[:900])
     done = run("history", "run")
     assert done.status == 1
@@ -147,7 +147,7 @@ def test_what_cannot_be_read_is_said_and_never_the_same(steady: list[str], run: 
     assert (done.status, "fewer than two can be read" in done.err) == (2, True)
 
 
-def test_a_class_of_optimizer_and_a_new_section_are_one_line_each(steady: list[str], run: Run) -> None:
+def test_a_new_optimizer_class_and_a_new_section_are_one_change_each(steady: list[str], run: Run) -> None:
     training = Training()
     training.sgd()
     training.saved(Path("run/step-13.pt"))
@@ -166,19 +166,19 @@ def test_a_class_of_optimizer_and_a_new_section_are_one_line_each(steady: list[s
     assert len(lines) <= 4
 
 
-def test_what_else_a_step_may_hold(steady: list[str], run: Run) -> None:
-    """Another format, loose tensors, a state dict at the root, and optimizers that are not torch's."""
+def test_changes_of_format_sections_and_loose_tensors_are_reported(steady: list[str], run: Run) -> None:
+    """Try another format, loose tensors, a state_dict at the root, and a custom optimizer."""
     content = torch.load(steady[-1])
 
-    def last(value: Any, *words: str, **options: Any) -> list[tuple[str, str, list[str], list[str]]]:
+    def last(value: Any, *arguments: str, **options: Any) -> list[tuple[str, str, list[str], list[str]]]:
         torch.save(value, "run/step-13.pt", **options)
-        changes = run("history", "run", *words, "--format", "json").data["steps"][-1]["changes"]
+        changes = run("history", "run", *arguments, "--format", "json").data["steps"][-1]["changes"]
         return [(c["section"], c["status"], c["before"], c["after"]) for c in changes]
 
     assert last(content, _use_new_zipfile_serialization=False) == [("", "format", ["torch_zip"], ["torch_legacy"])]
     assert last(content["model"])[:1] == [("", "section", [], ["(root)"])]
-    odd = {"state": {0: {"trace": torch.ones(2)}}, "param_groups": [{"params": [0, 1, 2, 3], "lr": 1}]}
-    assert last({**content, "optimizer": odd})[0] == (
+    custom_optimizer = {"state": {0: {"trace": torch.ones(2)}}, "param_groups": [{"params": [0, 1, 2, 3], "lr": 1}]}
+    assert last({**content, "optimizer": custom_optimizer})[0] == (
         "optimizer",
         "class",
         ["Adam or AdamW"],
@@ -193,7 +193,7 @@ def test_what_else_a_step_may_hold(steady: list[str], run: Run) -> None:
     assert last({**content, "best": torch.zeros(3)}) == [("", "shape", ["best"], ["best"])]
 
 
-def test_steps_of_which_there_are_only_manifests(steady: list[str], run: Run) -> None:
+def test_manifests_can_be_steps(steady: list[str], run: Run) -> None:
     for number, path in enumerate(steady[:2]):
         assert run("inspect", path, "--manifest", f"m-{number}.json").status == 0
     named = ["m-0.json", "m-1.json", "m-1.json", steady[1]]
@@ -203,8 +203,8 @@ def test_steps_of_which_there_are_only_manifests(steady: list[str], run: Run) ->
     assert found[3]["changes"][0]["status"] == "format"
 
 
-def test_folders_of_a_trainer(tmp_path: Path, run: Run) -> None:
-    """The weights and the optimizer of each step, in files of their own; the last model stands beside the folders."""
+def test_trainer_folders_are_steps(tmp_path: Path, run: Run) -> None:
+    """Each folder has separate files for weights and optimizer; the last model is next to the folders."""
     model = network()
     for number in (500, 1000):
         folder = tmp_path / f"checkpoint-{number}"
@@ -238,7 +238,7 @@ def test_folders_of_a_trainer(tmp_path: Path, run: Run) -> None:
     assert "not compared (not steps): checkpoint-1000" in notes_in(done.data)
 
 
-def test_folders_of_distributed_checkpoints(tmp_path: Path, run: Run) -> None:
+def test_distributed_checkpoints_are_steps(tmp_path: Path, run: Run) -> None:
     import torch.distributed.checkpoint as dcp
 
     for number in (8, 9, 10):
@@ -252,14 +252,14 @@ def test_folders_of_distributed_checkpoints(tmp_path: Path, run: Run) -> None:
 
 def test_a_new_prefix_is_suggested(steady: list[str], run: Run) -> None:
     content = torch.load(steady[-1])
-    words = {"0": "encoder", "1": "decoder"}
-    content["model"] = {words[key[0]] + key[1:]: value for key, value in content["model"].items()}
+    prefixes = {"0": "encoder", "1": "decoder"}
+    content["model"] = {prefixes[key[0]] + key[1:]: value for key, value in content["model"].items()}
     torch.save(content, "run/step-13.pt")
     done = run("history", "run", "--format", "json")
     last = done.data["steps"][-1]
     assert {change["status"] for change in last["changes"] if change["section"] == "model"} == {"dropped", "added"}
     assert {tuple(pair["before"] + pair["after"]) for pair in last["suggested"]} <= {
-        (f"{old}.{name}", f"{new}.{name}") for old, new in words.items() for name in ("weight", "bias")
+        (f"{old}.{name}", f"{new}.{name}") for old, new in prefixes.items() for name in ("weight", "bias")
     }
     assert last["suggested"]
     assert "renamed?" in run("history", "run").out
@@ -268,12 +268,12 @@ def test_a_new_prefix_is_suggested(steady: list[str], run: Run) -> None:
 @pytest.mark.parametrize(
     "line", [["run", "--suggest", "r.toml"], ["run/step-9.pt"], ["run", "--fail-on", "missing"], ["empty"]]
 )
-def test_what_is_no_question(steady: list[str], run: Run, line: list[str]) -> None:
+def test_wrong_usage_is_an_error(steady: list[str], run: Run, line: list[str]) -> None:
     Path("empty").mkdir()
     assert run("history", *line).status == 2
 
 
-def test_a_section_of_another_kind(tmp_path: Path, run: Run) -> None:
+def test_a_section_that_changes_its_kind_is_reported(tmp_path: Path, run: Run) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for number, more in enumerate((model.state_dict(), optimizer.state_dict())):
@@ -284,7 +284,7 @@ def test_a_section_of_another_kind(tmp_path: Path, run: Run) -> None:
     assert (change["before"], change["after"]) == (["state_dict"], ["optimizer"])
 
 
-def test_a_second_name_outside_of_state_dicts_is_a_change(tmp_path: Path, run: Run) -> None:
+def test_a_lost_alias_outside_state_dicts_is_a_change(tmp_path: Path, run: Run) -> None:
     mean = torch.arange(4.0)
     first, second = str(tmp_path / "step-1.pt"), str(tmp_path / "step-2.pt")
     torch.save({"model": {"w": torch.ones(2)}, "mean": mean, "copy": mean}, first)

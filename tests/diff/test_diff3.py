@@ -1,4 +1,4 @@
-"""`diff3 BASE LEFT RIGHT` against a merge of state dicts done by hand, tensor for tensor."""
+"""`diff3 BASE LEFT RIGHT` against a simple merge of state_dicts, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ BASE = {f"layers.{index}.w": torch.full((2, 3), float(index)) for index in range
 
 
 def edited(draw: random.Random) -> State:
-    """The base with some of its tensors changed in one of few ways, so that both sides do the same now and then."""
+    """Return the base with a few random changes, which are sometimes the same on both sides."""
     state = {key: value.clone() for key, value in BASE.items()}
     for key in draw.sample(list(state), draw.randrange(4)):
         kind = draw.choice(["drop", "value", "dtype", "shape"])
         if kind == "drop":
             del state[key]
         else:
-            made = {"value": state[key] + 1, "dtype": state[key].half(), "shape": state[key].T.contiguous()}
-            state[key] = made[kind]
+            changed = {"value": state[key] + 1, "dtype": state[key].half(), "shape": state[key].T.contiguous()}
+            state[key] = changed[kind]
     for key in draw.sample(["a", "b", "c"], draw.randrange(3)):
         state[key] = torch.full((2,), float(draw.randrange(2)))
     return state
@@ -40,27 +40,29 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_who_changed_what(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_change_is_attributed_to_the_right_side(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     draw = random.Random(seed)
     left, right = edited(draw), edited(draw)
     paths = [str(tmp_path / f"{name}.pt") for name in ("left", "right", "base")]
     for state, path in zip((left, right, BASE), paths):
         torch.save(state, path)
-    wanted = {}
+    expected = {}
     for key in {**BASE, **left, **right}:
         by_left, by_right = (not same(BASE.get(key), side.get(key)) for side in (left, right))
         both = "both" if same(left.get(key), right.get(key)) else "conflict"
         if by_left or by_right:
-            wanted[key] = both if by_left and by_right else "left" if by_left else "right"
+            expected[key] = both if by_left and by_right else "left" if by_left else "right"
     status = main(["diff3", paths[2], *paths[:2], "--values", "--format", "json"])
     found = json.loads(capsys.readouterr().out)
-    own = [
+    keys = [
         (e["base"] or [*(e["left"] or {}).get("keys", []), *(e["right"] or {}).get("keys", [])])[0]
         for e in found["entries"]
     ]
-    assert dict(zip(own, (entry["by"] for entry in found["entries"]))) == wanted
-    assert len(own) == len(wanted)
-    assert found["conflicts"] == ("conflict" in wanted.values()) == bool(status)
+    assert dict(zip(keys, (entry["by"] for entry in found["entries"]))) == expected
+    assert len(keys) == len(expected)
+    assert found["conflicts"] == ("conflict" in expected.values()) == bool(status)
     assert main(["diff3", paths[2], *paths[:2], "--values"]) == status
 
 
@@ -69,7 +71,7 @@ def saved(path: Path, state: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_a_new_name_and_new_values_agree_and_two_tensors_under_one_name_do_not(tmp_path: Path) -> None:
+def test_a_rename_and_new_values_merge_but_two_tensors_with_one_name_conflict(tmp_path: Path) -> None:
     base = saved(tmp_path / "base.pt", BASE)
     wrapped = saved(tmp_path / "ddp.pt", {f"module.{key}": value for key, value in BASE.items()})
     trained = saved(tmp_path / "trained.pt", {key: value + 1 for key, value in BASE.items()})
@@ -83,7 +85,7 @@ def test_a_new_name_and_new_values_agree_and_two_tensors_under_one_name_do_not(t
     ]
 
 
-def test_without_values_it_says_so_and_by_the_model_hooks_are_followed(tmp_path: Path) -> None:
+def test_without_values_the_result_says_that_values_were_not_compared(tmp_path: Path) -> None:
     base = saved(tmp_path / "base.pt", BASE)
     trained = saved(tmp_path / "trained.pt", {key: value + 1 for key, value in BASE.items()})
     found = ckpttool.diff3(base, trained, base)
@@ -91,8 +93,8 @@ def test_without_values_it_says_so_and_by_the_model_hooks_are_followed(tmp_path:
     assert found.compared["values"] is False
 
 
-def test_one_name_and_other_values_under_another_are_a_conflict(tmp_path: Path) -> None:
-    """Whichever side moved it: what the other holds under a third name is no content of the base's."""
+def test_a_rename_and_a_different_rename_with_new_values_conflict(tmp_path: Path) -> None:
+    """It does not matter which side only renamed the tensor."""
     base = saved(tmp_path / "base.pt", BASE)
     ddp = saved(tmp_path / "ddp.pt", {f"module.{key}": value for key, value in BASE.items()})
     both = saved(tmp_path / "both.pt", {f"_orig_mod.{key}": value + 1 for key, value in BASE.items()})
@@ -100,7 +102,7 @@ def test_one_name_and_other_values_under_another_are_a_conflict(tmp_path: Path) 
         assert ckpttool.diff3(base, *sides, values=True).summary == {"conflict": len(BASE)}
 
 
-def test_where_dtypes_are_ignored_they_are_no_change(tmp_path: Path) -> None:
+def test_ignored_dtypes_are_not_changes(tmp_path: Path) -> None:
     base = saved(tmp_path / "base.pt", BASE)
     half = saved(tmp_path / "half.pt", {key: value.double() for key, value in BASE.items()})
     assert ckpttool.diff3(base, half, base, values=True).summary == {"left": len(BASE)}
@@ -108,7 +110,9 @@ def test_where_dtypes_are_ignored_they_are_no_change(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("manifest", range(3))
-def test_a_manifest_is_none_of_the_three(manifest: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_manifest_is_refused_at_each_position(
+    manifest: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     three = [saved(tmp_path / "base.pt", BASE)] * 3
     assert main(["inspect", three[0], "--manifest", str(tmp_path / "m.json")]) == 0
     three[manifest] = str(tmp_path / "m.json")
@@ -116,10 +120,10 @@ def test_a_manifest_is_none_of_the_three(manifest: int, tmp_path: Path, capsys: 
     assert "a manifest has no values to compare with a base" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--suggest", "r.toml"], ["--optimizer", "torch.optim:SGD", "--model", "m:f"]])
-def test_bad_usage(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("options", [["--suggest", "r.toml"], ["--optimizer", "torch.optim:SGD", "--model", "m:f"]])
+def test_wrong_usage_is_an_error(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = saved(tmp_path / "base.pt", BASE)
-    assert main(["diff3", base, base, base, *words]) == 2
+    assert main(["diff3", base, base, base, *options]) == 2
     assert main(["diff3", base, base]) == 2
     assert "usage: ckpttool diff3 [OPTIONS]" in capsys.readouterr().err
     with pytest.raises(CkptError):

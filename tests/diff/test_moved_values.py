@@ -1,4 +1,4 @@
-"""Values that are there under another name or in another order; tensors that only their names tell apart."""
+"""Values found under another name or in another order, and tensors that only their names distinguish."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ State = dict[str, torch.Tensor]
 
 
 def reasons(left: State, right: State) -> dict[str, str]:
-    """Key -> why its values are others, as `--values` compares them."""
+    """Return key -> the reason of a value difference, as `--values` reports it."""
     sections = section_of(left), section_of(right)
 
     def differ(one: TensorEntry, other: TensorEntry) -> Difference | None:
@@ -39,7 +39,7 @@ def reasons(left: State, right: State) -> dict[str, str]:
     return {entry.left[0]: entry.reason for entry in found if entry.status == "value"}
 
 
-def test_layers_that_changed_places() -> None:
+def test_swapped_layers_are_reported() -> None:
     layers = [{"w": torch.rand(3, 4), "b": torch.rand(3)} for _ in range(3)]
     left, right = (
         {f"layers.{at}.{name}": layers[n][name] for at, n in enumerate(order) for name in ("w", "b")}
@@ -51,7 +51,7 @@ def test_layers_that_changed_places() -> None:
     }
 
 
-def test_a_name_of_one_segment_is_told_whole() -> None:
+def test_names_of_one_segment_are_reported_in_full() -> None:
     a, b = torch.rand(3), torch.rand(3)
     assert reasons({"x.w": a, "w": b}, {"x.w": b, "w": a}) == {
         "x.w": "different values; left `x.w` is right `w`",
@@ -59,7 +59,7 @@ def test_a_name_of_one_segment_is_told_whole() -> None:
     }
 
 
-def test_sparse_tensors_of_the_same_shape_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sparse_tensors_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = {"a": torch.ones(2), "s": torch.ones(2).to_sparse()}
     torch.save(one, tmp_path / "a.pt")
     torch.save({"a": torch.zeros(2), "s": torch.zeros(2).to_sparse()}, tmp_path / "b.pt")
@@ -71,28 +71,30 @@ def test_sparse_tensors_of_the_same_shape_are_passed_over(tmp_path: Path, capsys
     ]
 
 
-def test_only_matrices_of_one_shape_have_rows_in_another_order() -> None:
+def test_only_matrices_of_one_shape_are_checked_for_rotary_order() -> None:
     w = torch.rand(6, 3)
-    have = section_of({"w": w, "more": torch.cat([w, w]), "none": torch.empty(6, 0), "half": w.half(), "one": w[0, 0]})
+    section = section_of(
+        {"w": w, "more": torch.cat([w, w]), "none": torch.empty(6, 0), "half": w.half(), "one": w[0, 0]}
+    )
     sparse = TensorEntry("sparse", "float32", (6, 3), (3, 1), 0, None, "sparse_coo")
-    entries = {**have.by_key(), "object": ExtraEntry("object"), "sparse": sparse}
-    turned = section_of({"w": permute(w, 1)}).by_key()["w"]
-    assert rotary(entries["w"], turned) == Rotary(6, True)
-    assert rotary(turned, entries["w"]) == Rotary(6, False)
-    found = [rotary(one, other) for one in entries.values() for other in (turned, *entries.values())]
+    entries = {**section.by_key(), "object": ExtraEntry("object"), "sparse": sparse}
+    permuted = section_of({"w": permute(w, 1)}).by_key()["w"]
+    assert rotary(entries["w"], permuted) == Rotary(6, True)
+    assert rotary(permuted, entries["w"]) == Rotary(6, False)
+    found = [rotary(one, other) for one in entries.values() for other in (permuted, *entries.values())]
     assert [order for order in found if order is not None] == [Rotary(6, True)]
 
 
-def test_what_stayed_where_it_was_came_from_no_other_name() -> None:
-    """Norms hold ones: one that was trained since is none that was not."""
+def test_an_unchanged_tensor_is_not_a_source_of_moved_values() -> None:
+    """All norms begin as ones: a trained norm was not moved from an untrained one."""
     left = {"a.w": torch.ones(3), "b.w": torch.ones(3), "c.w": torch.ones(3) * 2}
     assert reasons(left, {**left, "a.w": torch.rand(3)}) == {"a.w": "different values"}
     moved = {**left, "a.w": torch.rand(3), "c.w": torch.ones(3)}
     assert reasons(left, moved) == {"a.w": "different values; left `a` is right `c`", "c.w": "different values"}
 
 
-def test_norms_that_changed_places_in_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """torchtitan#1441: every name and shape fits, and the model speaks nonsense."""
+def test_the_command_reports_swapped_norms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """torchtitan#1441: all names and shapes match, but the model generates nonsense."""
     left = {"layers.0.attention_norm.weight": torch.rand(8), "layers.0.ffn_norm.weight": torch.rand(8)}
     torch.save(left, tmp_path / "a.pt")
     torch.save(dict(zip(left, reversed(left.values()))), tmp_path / "b.pt")
@@ -106,14 +108,14 @@ def test_norms_that_changed_places_in_the_command(tmp_path: Path, capsys: pytest
 
 
 def permute(w: torch.Tensor, heads: int) -> torch.Tensor:
-    """What the conversion scripts of transformers do to Llama's queries and keys."""
+    """Permute rows as the conversion scripts of transformers do for Llama's queries and keys."""
     rows, width = w.shape
     return w.view(heads, rows // heads // 2, 2, width).transpose(1, 2).reshape(rows, width)
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 4), st.sampled_from([6, 8, 16]), st.booleans())
-def test_rotary_rows_are_recognised_with_the_size_of_their_heads(heads: int, size: int, back: bool) -> None:
+def test_permuted_rotary_rows_are_recognised_with_their_head_size(heads: int, size: int, back: bool) -> None:
     w = torch.rand(heads * size, 5)
     sides = {"q": w}, {"q": permute(w, heads)}
     (reason,) = reasons(*(sides[::-1] if back else sides)).values()
@@ -122,12 +124,12 @@ def test_rotary_rows_are_recognised_with_the_size_of_their_heads(heads: int, siz
     assert reason.endswith(f"adjacent pairs in {names[0]}, halves in {names[1]}")
 
 
-def test_other_orders_other_values_and_a_transposed_matrix() -> None:
+def test_reordered_rows_and_a_transposed_matrix_are_recognised() -> None:
     w = torch.rand(6, 6)
     assert reasons({"w": w}, {"w": w.flip(0)}) == {"w": "different values; same rows in a different order"}
     assert reasons({"w": w}, {"w": w.t().contiguous()}) == {"w": "different values; each is the transpose of the other"}
     assert reasons({"w": w}, {"w": w + 1}) == {"w": "different values"}
-    two = {"a": w, "b": w.clone(), "c": w + 1}  # which of them it is cannot be said
+    two = {"a": w, "b": w.clone(), "c": w + 1}  # two candidates
     assert reasons({"a": w + 1, "b": w + 2, "c": w}, two) == {
         "a": "different values; left `a` is right `c`",
         "b": "different values",
@@ -135,7 +137,7 @@ def test_other_orders_other_values_and_a_transposed_matrix() -> None:
     }
 
 
-def test_what_loading_would_not_notice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_tensors_whose_swap_would_not_be_noticed_are_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     torch.save(real_models.llama().state_dict(), tmp_path / "llama.pt")
     model = f"{SUPPORT / 'real_models.py'}:llama"
     assert main(["diff", "--model", model, str(tmp_path / "llama.pt"), "--format", "json"]) == 0
@@ -146,22 +148,22 @@ def test_what_loading_would_not_notice(capsys: pytest.CaptureFixture[str], tmp_p
     assert {layer + "input_layernorm.weight", layer + "post_attention_layernorm.weight"} in alike
     assert {"model.embed_tokens.weight", "lm_head.weight"} in alike
     assert main(["diff", "--model", model, str(tmp_path / "llama.pt")]) == 0
-    assert "would not be noticed" not in "".join(capsys.readouterr())  # nothing was
+    assert "would not be noticed" not in "".join(capsys.readouterr())  # nothing was renamed
     state = {key.replace("input_layer", "in_layer"): value for key, value in real_models.llama().state_dict().items()}
     torch.save(state, tmp_path / "llama.pt")
     assert main(["diff", "--model", model, str(tmp_path / "llama.pt")]) == 1
     assert "the same shape as a neighbor, so a swap would not be noticed" in capsys.readouterr().out
 
 
-def test_a_tied_head_is_no_other_tensor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_tied_head_is_not_exchangeable(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     torch.save(real_models.tied_llama().state_dict(), tmp_path / "llama.pt")
     model = f"{SUPPORT / 'real_models.py'}:tied_llama"
     assert main(["diff", "--model", model, str(tmp_path / "llama.pt"), "--format", "json"]) == 0
     assert not any("lm_head.weight" in keys for keys in json.loads(capsys.readouterr().out)["exchangeable"])
 
 
-def test_exchanging_them_loads_and_exchanging_others_does_not() -> None:
-    """The oracle is a strict load."""
+def test_a_model_loads_with_exchangeable_tensors_swapped() -> None:
+    """A strict load is the oracle."""
     model = real_models.llama()
     state = model.state_dict()
     alike = exchangeable(Tensor(key, "float32", tuple(value.shape)) for key, value in state.items())

@@ -1,4 +1,4 @@
-"""Tied weights: one tensor under several names, in models and in files, which hold all of them or one."""
+"""Tied weights: one tensor with several names, in models and in files that have all of the names or only one."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ TIED = ["tied_llama", "t5", "bert"]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any]:
-    """One command, as JSON."""
+    """Run a command with --format json; return its exit status and the JSON object."""
     capsys.readouterr()
     status = main([*map(str, arguments), "--format", "json"])
     return status, json.loads(capsys.readouterr().out)
 
 
 def paste(command: str) -> None:
-    """A printed command, run literally."""
-    words = command.replace("ckpttool", f"{sys.executable} -m ckpttool", 1)
-    done = subprocess.run(words, shell=True, capture_output=True, text=True, cwd=ROOT)
+    """Run a printed command literally."""
+    arguments = command.replace("ckpttool", f"{sys.executable} -m ckpttool", 1)
+    done = subprocess.run(arguments, shell=True, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_second_name_on_one_side_only_is_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What loads one of the files strictly refuses the other, whichever has more names."""
+def test_a_tied_name_on_one_side_only_is_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that strictly loads one of the files refuses the other."""
     state = hook_zoo.tied().state_dict()
     torch.save(state, tmp_path / "all.pt")
     torch.save({"embed.weight": state["embed.weight"]}, tmp_path / "one.pt")
@@ -53,10 +53,10 @@ def test_a_second_name_on_one_side_only_is_a_difference(tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize("ending", [".pt", ".safetensors"])
 @pytest.mark.parametrize("name", TIED)
-def test_a_model_saved_without_its_tied_names(
+def test_missing_tied_names_are_explained_and_restored(
     name: str, ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`save_pretrained` keeps one name: the diff says why the others are missing, and its command brings them back."""
+    """`save_pretrained` keeps one name; the diff explains the missing names, and its command restores them."""
     model, operand = real_models.build(name, seed=1), f"{SUPPORT}/real_models.py:{name}"
     model.save_pretrained(tmp_path / "saved")
     state = load_file(tmp_path / "saved" / "model.safetensors")
@@ -73,39 +73,41 @@ def test_a_model_saved_without_its_tied_names(
     target = real_models.build(name, seed=2)
     target.load_state_dict(torch.load(fixed), strict=True)
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in target.state_dict().items())
-    assert fixed.stat().st_size < 1.3 * path.stat().st_size + 20_000  # a name more, not a tensor more
+    assert fixed.stat().st_size < 1.3 * path.stat().st_size + 20_000  # one more name, not one more tensor
 
 
-def test_tied_names_do_not_fit_into_safetensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The format cannot hold them: it is refused with the two ways out, and both work."""
+def test_safetensors_refuses_tied_names_and_names_two_alternatives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The format cannot store them; both alternatives in the message work."""
     operand = f"{SUPPORT}/hook_zoo.py:tied"
     save_file({"embed.weight": torch.ones(5, 3)}, tmp_path / "one.safetensors")
-    words = ["remap", str(tmp_path / "one.safetensors"), "--model", operand, "--to", "serialized", "-o"]
-    assert main([*words, str(tmp_path / "out.safetensors")]) == 1
+    arguments = ["remap", str(tmp_path / "one.safetensors"), "--model", operand, "--to", "serialized", "-o"]
+    assert main([*arguments, str(tmp_path / "out.safetensors")]) == 1
     assert "--keep-aliases" in capsys.readouterr().err
-    assert main([*words, str(tmp_path / "kept.safetensors"), "--keep-aliases"]) == 0
-    assert main([*words, str(tmp_path / "out.pt")]) == 0
+    assert main([*arguments, str(tmp_path / "kept.safetensors"), "--keep-aliases"]) == 0
+    assert main([*arguments, str(tmp_path / "out.pt")]) == 0
     hook_zoo.tied().load_state_dict(torch.load(tmp_path / "out.pt"), strict=True)
 
 
-def test_a_file_with_different_values_under_tied_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """torch loads it, and what one of the names held is lost: that is said, and never status 0."""
+def test_different_values_under_tied_names_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """torch loads the file and loses the values of one name, so the status is 1."""
     torch.save({"embed.weight": torch.ones(5, 3), "head.weight": torch.zeros(5, 3)}, tmp_path / "two.pt")
     status, diff = run(capsys, "diff", "--model", f"{SUPPORT}/hook_zoo.py:tied", tmp_path / "two.pt")
     assert (status, diff["identical"]) == (1, False)
     (lost,) = [entry for entry in diff["entries"] if entry["status"] == "value"]
     assert "tied" in lost["reason"]
-    assert lost["left"] == ["embed.weight"]  # what is copied last stays
+    assert lost["left"] == ["embed.weight"]  # the tensor that is copied last is kept
     model = hook_zoo.tied()
     model.load_state_dict(torch.load(tmp_path / "two.pt"), strict=True)
     assert torch.equal(model["embed"].weight, torch.zeros(5, 3))
 
 
 @pytest.mark.parametrize("other", ["embed.weight", "head.weight"])
-def test_of_a_tied_name_with_another_shape_the_shape_is_said(
+def test_a_tied_name_with_another_shape_is_a_shape_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], other: str
 ) -> None:
-    """Which of the two is lost does not matter: torch loads none of them."""
+    """Lost values are not reported, because torch refuses the file."""
     state = {**hook_zoo.tied().state_dict(), other: torch.ones(4, 3)}
     with pytest.raises(RuntimeError, match=f"size mismatch for {other}"):
         hook_zoo.tied().load_state_dict(state)
@@ -135,16 +137,16 @@ def other():
 
 
 @pytest.mark.parametrize("model", ["both", "other"])
-def test_a_module_that_is_named_as_a_second_call_would_be_is_one_of_its_own(
+def test_a_module_named_like_a_call_variant_is_not_an_alias(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str
 ) -> None:
-    """What torch does not load is missing, whatever it is called."""
+    """A key that torch does not load is missing, even if it looks like a call variant."""
     (tmp_path / "net.py").write_text(VARIANT)
     state = torch.nn.ModuleDict({"enc": torch.nn.Linear(2, 2)}).state_dict()
     torch.save(state, tmp_path / "w.pt")
     assert main(["trace", f"{tmp_path}/net.py:{model}", "-o", f"{tmp_path}/names.json"]) == 0
-    for asked in (f"{tmp_path}/net.py:{model}", tmp_path / "names.json"):
-        status, told = run(capsys, "diff", tmp_path / "w.pt", "--model", asked)
-        found = {key: entry["status"] for entry in told["entries"] for key in entry["right"]}
+    for operand in (f"{tmp_path}/net.py:{model}", tmp_path / "names.json"):
+        status, diff = run(capsys, "diff", tmp_path / "w.pt", "--model", operand)
+        found = {key: entry["status"] for entry in diff["entries"] for key in entry["right"]}
         assert status == 1
-        assert {found["enc@1.weight"], found["enc@1.bias"]} == {"missing"}, asked
+        assert {found["enc@1.weight"], found["enc@1.bias"]} == {"missing"}, operand
