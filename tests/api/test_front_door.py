@@ -1,4 +1,4 @@
-"""The verbs as functions: what they are given is a text or in memory, and nothing that is asked is left undone."""
+"""The commands as functions: operands are paths or objects, and no argument is silently ignored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATE = {"weight": torch.ones(1, 1)}
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
         (lambda path: ckpttool.inspect(cast(Any, 3)), "an int is not a checkpoint"),
         (lambda path: ckpttool.remap(cast(Any, {1, 2})), "a set is not a checkpoint"),
@@ -33,15 +33,15 @@ STATE = {"weight": torch.ones(1, 1)}
         ),
     ],
 )
-def test_what_cannot_be_done_is_said(call: Callable[[Any], object], says: str) -> None:
+def test_wrong_arguments_are_refused(call: Callable[[Any], object], message: str) -> None:
     with pytest.raises(CkptError) as raised:
         call(Path("out.pt"))
-    assert raised.value.message == says
+    assert raised.value.message == message
     assert not Path("out.pt").exists()
 
 
 def test_a_path_may_be_a_pathlib_path(tmp_path: Path) -> None:
-    """In every function, for every operand and option that is a path."""
+    """This holds for every operand and option that is a path, in every function."""
     left, right, rules = (tmp_path / name for name in ("left.pt", "right.pt", "rules.toml"))
     out, names, plan = (tmp_path / name for name in ("out.pt", "names.json", "plan.json"))
     torch.save({"a.weight": torch.ones(1, 1)}, left)
@@ -68,18 +68,18 @@ def test_a_path_may_be_a_pathlib_path(tmp_path: Path) -> None:
         assert call(), number
 
 
-def test_a_call_writes_over_what_earlier_calls_have_read_and_over_nothing_that_it_reads(
+def test_a_call_may_overwrite_a_file_of_an_earlier_call_but_not_its_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process of the library lives on: what it looked at once is no source of all that follows."""
+    """Files that earlier calls of the process have read are not sources of this call."""
     monkeypatch.chdir(tmp_path)
     for name, value in (("a.pt", 1.0), ("b.pt", 2.0)):
         torch.save({"weight": torch.full((1, 1), value)}, name)
     ckpttool.inspect("a.pt", stats=True)
-    held = ckpttool.open_checkpoint("a.pt")
+    opened = ckpttool.open_checkpoint("a.pt")
     cases: tuple[tuple[Any, str, dict[str, Any]], ...] = (
         ("a.pt", "a.pt", {}),
-        (held, "a.pt", {}),
+        (opened, "a.pt", {}),
         ("b.pt", "a.pt", {"like": "a.pt"}),
     )
     for ckpt, out, options in cases:
@@ -90,71 +90,71 @@ def test_a_call_writes_over_what_earlier_calls_have_read_and_over_nothing_that_i
     ckpttool.remap("b.pt", "a.pt", to="serialized", force=True)
     assert torch.load("a.pt")["weight"].item() == 2
     with pytest.raises(CkptError, match="no longer the file that was opened"):
-        ckpttool.write(held, "c.pt")
+        ckpttool.write(opened, "c.pt")
     assert not Path("c.pt").exists()
 
 
-@pytest.mark.parametrize("place", ["{tmp}/w.safetensors", "memory://api/w.safetensors"])
-def test_an_index_is_not_read_on_in_another_file(tmp_path: Path, place: str) -> None:
-    """The other one has the same size, is opened too, and would give the bytes of other tensors."""
-    url, out = place.format(tmp=tmp_path), str(tmp_path / "out.pt")
-    ckpttool.remap({"a": torch.zeros(4), "b": torch.ones(4)}, url)
-    held = ckpttool.open_checkpoint(url)
-    made = ckpttool.remap(held, rule=["a => c"]).result
-    ckpttool.write(held, out)
-    ckpttool.remap({"b": torch.zeros(4), "c": torch.ones(4)}, url, force=True)
-    ckpttool.inspect(url, stats=True)
-    for old in (held, made):
+@pytest.mark.parametrize("url", ["{tmp}/w.safetensors", "memory://api/w.safetensors"])
+def test_an_index_of_a_replaced_file_is_not_read(tmp_path: Path, url: str) -> None:
+    """The new file has the same size and is opened too, so reading it would return wrong bytes."""
+    path, out = url.format(tmp=tmp_path), str(tmp_path / "out.pt")
+    ckpttool.remap({"a": torch.zeros(4), "b": torch.ones(4)}, path)
+    opened = ckpttool.open_checkpoint(path)
+    remapped = ckpttool.remap(opened, rule=["a => c"]).result
+    ckpttool.write(opened, out)
+    ckpttool.remap({"b": torch.zeros(4), "c": torch.ones(4)}, path, force=True)
+    ckpttool.inspect(path, stats=True)
+    for old in (opened, remapped):
         with pytest.raises(CkptError, match="no longer the file that was opened"):
             ckpttool.write(old, out, force=True)
         with pytest.raises(CkptError, match="no longer the file that was opened"):
             ckpttool.diff(old, out, values=True)
     assert torch.load(out)["b"].tolist() == [1] * 4
-    assert ckpttool.diff(ckpttool.open_checkpoint(url), url, values=True).identical
+    assert ckpttool.diff(ckpttool.open_checkpoint(path), path, values=True).identical
 
 
-def test_a_string_is_one_value_of_an_option_that_may_be_repeated(tmp_path: Path) -> None:
+def test_a_repeatable_option_accepts_a_single_string(tmp_path: Path) -> None:
     state: dict[str, Any] = {"model": {"a.w": torch.ones(2), "b": torch.ones(1)}, "epoch": 3}
     torch.save(state, tmp_path / "a.pt")
     (tmp_path / "size.toml").write_text('[[rule]]\nreshape = "b"\nshape = ["{n}"]\nfrom_shape = [1]\n')
-    given = str(tmp_path / "a.pt")
+    path = str(tmp_path / "a.pt")
     for option, value in (("rule", "a.w => c"), ("drop", "epoch")):
-        asked: list[dict[str, Any]] = [{option: value}, {option: [value]}]
-        one, many = (ckpttool.remap(given, **options) for options in asked)
-        assert one.plan == many.plan
-        assert one.counts["renamed"] or one.dropped == ["epoch"]
-    sized = ckpttool.remap({"b": torch.ones(1)}, rules=f"{tmp_path}/size.toml(n=1)")
-    assert sized.result.sections[0].tensors[0].shape == (1,)
-    other = {"a.w": torch.ones(2), "b": torch.ones(2)}
-    found = ckpttool.diff(state["model"], other, ignore="shape b # two of them are expected")
-    assert found.accepted
-    assert [file.path for file in ckpttool.check(given, allow="os.*").files] == [given]
+        option_forms: list[dict[str, Any]] = [{option: value}, {option: [value]}]
+        single, listed = (ckpttool.remap(path, **options) for options in option_forms)
+        assert single.plan == listed.plan
+        assert single.counts["renamed"] or single.dropped == ["epoch"]
+    resized = ckpttool.remap({"b": torch.ones(1)}, rules=f"{tmp_path}/size.toml(n=1)")
+    assert resized.result.sections[0].tensors[0].shape == (1,)
+    reshaped = {"a.w": torch.ones(2), "b": torch.ones(2)}
+    result = ckpttool.diff(state["model"], reshaped, ignore="shape b # two elements are expected")
+    assert result.accepted
+    assert [file.path for file in ckpttool.check(path, allow="os.*").files] == [path]
 
 
-def test_a_swap_in_memory_needs_no_out() -> None:
+def test_a_swap_in_memory_works_without_out() -> None:
     model = nn.Linear(1, 1, bias=False)
     ckpttool.swap_weights(model, STATE)
     assert torch.equal(model.weight, STATE["weight"])
 
 
-def test_what_differs_in_a_whole_has_its_fix(tmp_path: Path) -> None:
-    """`whole` asks for what stands beside the models too, and fixes are of the models."""
+def test_whole_does_not_remove_the_fix(tmp_path: Path) -> None:
+    """`whole` also compares other entries, while a fix changes only the models."""
     torch.save({"old.weight": torch.ones(2, 3)}, tmp_path / "old.pt")
     torch.save({"new.weight": torch.ones(2, 3)}, tmp_path / "new.pt")
     for whole in (False, True):
         assert ckpttool.diff(str(tmp_path / "old.pt"), str(tmp_path / "new.pt"), whole=whole).fix, whole
 
 
-def test_files_that_nobody_installed_have_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(name: str) -> str:
+def test_an_uninstalled_copy_has_an_unknown_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_installed(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(importlib.metadata, "version", none)
+    monkeypatch.setattr(importlib.metadata, "version", not_installed)
     monkeypatch.setattr(ckpttool, "__file__", str(Path("nowhere/__init__.py")))
     assert ckpttool.__getattr__("__version__") == "0+unknown"
 
 
-def test_what_no_table_has() -> None:
+def test_unknown_dtypes_and_problems_without_a_key() -> None:
     with pytest.raises(CkptError, match="unknown dtype 'float3'") as raised:
         itemsize("float3")
     assert "pip install -U ckpttool" in raised.value.hint

@@ -1,4 +1,4 @@
-"""An object in memory gets the same answer as the file that `torch.save` makes of it, from every function."""
+"""Every function returns the same answer for an object in memory and its file from `torch.save`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CONTAINERS: dict[str, Any] = {
     },
     "list": [dict(STATE), {"a": T}],
     "tuple": (dict(STATE), 3),
-    "lists inside": {"layers": [{"w": T}, {"w": T + 1}]},
+    "nested lists": {"layers": [{"w": T}, {"w": T + 1}]},
     "two models": {"model": STATE, "ema": {key: value + 1 for key, value in STATE.items()}, "other": {"a": T}},
     "tied": {"a": T, "b": T, "c": T[1:], "d": T.view(2, 2).t()},
     "sparse": {"coo": torch.eye(3).to_sparse(), "csr": torch.eye(3).to_sparse_csr(), "w": T},
@@ -62,9 +62,9 @@ CONTAINERS: dict[str, Any] = {
     "extra state": {"w": T, "_extra_state": {"scale": T + 1, "n": 3}, "config": {"a": [1, "b"]}},
     "module": {"net": nn.Linear(1, 1), "step": 1},
     "storage": {"w": T, "raw": T.clone().untyped_storage()},
-    "no tensor": {"epoch": 3},
+    "no tensors": {"epoch": 3},
     "empty": {},
-    "numbers for keys": {0: T, 1: T + 1},
+    "numeric keys": {0: T, 1: T + 1},
 }
 
 VERBS: dict[str, Callable[[Any], Any]] = {
@@ -80,37 +80,37 @@ VERBS: dict[str, Callable[[Any], Any]] = {
     "diff3": lambda ckpt: ckpttool.diff3(ckpt, {"w": T, "a": T}, {"0.bias": T}, values=True).to_json(),
     "history": lambda ckpt: ckpttool.history([ckpt, ckpt], values=True).identical,
 }
-# What names the operand, or the size of its file.
-ITS_OWN = {"source", "left", "base", "format", "nbytes", "bytes", "file_bytes", "fix", "cost", "rest"}
+# Fields with the name of the operand or the size of its file.
+FIELDS_OF_THE_SOURCE = {"source", "left", "base", "format", "nbytes", "bytes", "file_bytes", "fix", "cost", "rest"}
 
 
 def answer(verb: Callable[[Any], Any], ckpt: Any, path: str) -> Any:
     try:
-        found = verb(ckpt)
+        result = verb(ckpt)
     except CkptError as error:
-        found = [type(error).__name__, error.message, [str(problem) for problem in error.problems]]
-    return _without_names(json.loads(json.dumps(found).replace(json.dumps(path)[1:-1], IN_MEMORY)))
+        result = [type(error).__name__, error.message, [str(problem) for problem in error.problems]]
+    return _without_names(json.loads(json.dumps(result).replace(json.dumps(path)[1:-1], IN_MEMORY)))
 
 
 def _without_names(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_names(one) for key, one in value.items() if key not in ITS_OWN}
-    if isinstance(value, list):  # what a note says of a placeholder
-        return [_without_names(one) for one in value if not str(one).startswith("not tried")]
-    if isinstance(value, str):  # what follows is a command, or a Python call
+        return {key: _without_names(item) for key, item in value.items() if key not in FIELDS_OF_THE_SOURCE}
+    if isinstance(value, list):  # notes about placeholders
+        return [_without_names(item) for item in value if not str(item).startswith("not tried")]
+    if isinstance(value, str):  # the rest is a command or a Python call
         return value.partition("was not compared: ")[0]
     return value
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_an_object_and_its_file_get_one_answer(name: str, tmp_path: Path) -> None:
-    path, obj = str(tmp_path / "the file.pt"), CONTAINERS[name]  # quoted in commands, as the title is
+def test_an_object_and_its_file_get_the_same_answer(name: str, tmp_path: Path) -> None:
+    path, obj = str(tmp_path / "the file.pt"), CONTAINERS[name]  # commands and the title quote it
     torch.save(obj, path)
-    for called, verb in VERBS.items():
-        assert answer(verb, obj, path) == answer(verb, path, path), called
-    ways: list[dict[str, Any]] = [{"rule": ["0.* => first.*"]}, {"to": "serialized"}]
-    for options in ways:  # some have nothing to rename, or too much
+    for name_of_verb, verb in VERBS.items():
+        assert answer(verb, obj, path) == answer(verb, path, path), name_of_verb
+    option_sets: list[dict[str, Any]] = [{"rule": ["0.* => first.*"]}, {"to": "serialized"}]
+    for options in option_sets:  # some are refused
         try:
             ckpttool.remap(path, str(tmp_path / "of_file.pt"), force=True, **options)
         except CkptError as error:
@@ -118,17 +118,17 @@ def test_an_object_and_its_file_get_one_answer(name: str, tmp_path: Path) -> Non
                 ckpttool.remap(obj, str(tmp_path / "of_object.pt"), force=True, **options)
             continue
         ckpttool.remap(obj, str(tmp_path / "of_object.pt"), force=True, **options)
-        loaded = [torch.load(tmp_path / f"of_{one}.pt", weights_only=False) for one in ("object", "file")]
+        loaded = [torch.load(tmp_path / f"of_{kind}.pt", weights_only=False) for kind in ("object", "file")]
         assert repr(loaded[0]) == repr(loaded[1])
 
 
 def test_nested_models_of_other_shapes_differ() -> None:
-    one, other = ({"model": {"w": torch.ones(size)}, "epoch": 1} for size in (2, 3))
-    assert not ckpttool.diff(one, other).identical
-    assert ckpttool.diff(one, {**one}, values=True, whole=True).identical
+    left, right = ({"model": {"w": torch.ones(size)}, "epoch": 1} for size in (2, 3))
+    assert not ckpttool.diff(left, right).identical
+    assert ckpttool.diff(left, {**left}, values=True, whole=True).identical
 
 
-def test_a_swap_in_memory_takes_the_model_of_a_nested_dict() -> None:
+def test_a_swap_in_memory_finds_the_model_in_a_nested_dict() -> None:
     module = model()
     with torch.no_grad():
         module[0].weight.zero_()
@@ -138,32 +138,32 @@ def test_a_swap_in_memory_takes_the_model_of_a_nested_dict() -> None:
         ckpttool.swap_weights(module, {"a": STATE, "b": dict(STATE)})
 
 
-def test_a_manifest_of_memory_is_that_of_the_file(tmp_path: Path) -> None:
+def test_a_manifest_of_an_object_matches_its_file(tmp_path: Path) -> None:
     obj, path = CONTAINERS["with an optimizer"], tmp_path / "x.pt"
     torch.save(obj, path)
-    for source, other in ((obj, str(path)), (str(path), obj)):
-        made = tmp_path / "manifest.json"
-        made.write_text(json.dumps(ckpttool.manifest(source)))
-        assert ckpttool.diff(other, str(made), values=True).identical
-        assert not ckpttool.diff({**obj, "model": {**STATE, "0.bias": T[:3]}}, str(made), values=True).identical
+    for source, target in ((obj, str(path)), (str(path), obj)):
+        manifest = tmp_path / "manifest.json"
+        manifest.write_text(json.dumps(ckpttool.manifest(source)))
+        assert ckpttool.diff(target, str(manifest), values=True).identical
+        assert not ckpttool.diff({**obj, "model": {**STATE, "0.bias": T[:3]}}, str(manifest), values=True).identical
 
 
-def test_what_torch_cannot_save_is_an_error() -> None:
+def test_an_object_that_torch_cannot_save_is_an_error() -> None:
     for obj in ({"w": T, "f": lambda: 0}, {"a": T, "b": T.view(torch.int32)}):
         with pytest.raises(CkptError, match=r"torch.save cannot save this object"):
             ckpttool.inspect(obj)
 
 
 def test_the_index_reads_the_live_tensors() -> None:
-    """As before: nothing is copied when the object is opened."""
-    held = torch.zeros(2)
-    checkpoint = ckpttool.open_checkpoint({"model": {"w": held}})
-    held += 1
+    """Nothing is copied when the object is opened."""
+    tensor = torch.zeros(2)
+    checkpoint = ckpttool.open_checkpoint({"model": {"w": tensor}})
+    tensor += 1
     assert ckpttool.diff(checkpoint, {"model": {"w": torch.ones(2)}}, values=True).identical
 
 
 def test_hints_on_an_object_in_memory_are_python_calls() -> None:
-    """A command line cannot name it; what the backquotes hold works as pasted."""
+    """A command line cannot name the object; the code in backquotes can be pasted."""
     ckpt = {name: {"a.weight": torch.ones(2)} for name in ("model", "ema")}
     cases: tuple[tuple[Callable[[], object], str], ...] = (
         (lambda: ckpttool.remap(ckpt, drop="none"), "`ckpttool.inspect(ckpt)`"),

@@ -1,4 +1,4 @@
-"""Options in Python: their types, what type checkers say of wrong calls, and what a misspelled one raises."""
+"""Options in Python: their types, errors of type checkers for wrong calls, and errors for misspelled options."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from typing import Any, TypedDict
 '''
 
 
-WORDS = {
+DOCSTRINGS = {
     "ModelKeywords": "How the model is built.",
     "OptimizerKeywords": "How the model and its optimizer are built: options of `trace` and `explain`.",
     "CheckKeywords": "Options of `check`.",
@@ -51,11 +51,11 @@ WORDS = {
 }
 
 
-def rows(options: type, *without: str) -> dict[str, str]:
-    """The fields that the class adds, with their types as text."""
+def rows(options: type, *excluded: str) -> dict[str, str]:
+    """Return the fields that the class adds, with their types as text."""
     hints = typing.get_type_hints(options)
-    mine = [field.name for field in dataclasses.fields(options) if field.name in options.__annotations__]
-    return {name: text(hints[name]) for name in mine if name not in without}
+    names = [field.name for field in dataclasses.fields(options) if field.name in options.__annotations__]
+    return {name: text(hints[name]) for name in names if name not in excluded}
 
 
 def text(hint: object) -> str:
@@ -63,7 +63,7 @@ def text(hint: object) -> str:
     return re.sub(r"(typing|collections\.abc)\.", "", plain).replace("Sequence[str]", "str | Sequence[str]")
 
 
-def generated() -> str:
+def generate() -> str:
     model = {"model": "Any"}
     output = {**rows(OutputOptions), **rows(ConvertOptions)}
     classes: tuple[tuple[str, str, dict[str, str]], ...] = (
@@ -80,18 +80,18 @@ def generated() -> str:
         ("SwapKeywords", "ModelKeywords, OutputKeywords", rows(SwapOptions)),
         ("WriteKeywords", "TypedDict", {name: output[name] for name in WRITTEN}),
     )
-    made = HEAD
+    source = HEAD
     for name, base, fields in classes:
-        made += f"\n\nclass {name}({base}, total=False):\n"
-        made += f'    """{WORDS[name]}"""\n' + "\n" * bool(fields)
-        made += "".join(f"    {field}: {hint}\n" for field, hint in fields.items())
-    return made
+        source += f"\n\nclass {name}({base}, total=False):\n"
+        source += f'    """{DOCSTRINGS[name]}"""\n' + "\n" * bool(fields)
+        source += "".join(f"    {field}: {hint}\n" for field, hint in fields.items())
+    return source
 
 
-def test_types_of_keywords_are_those_of_the_options() -> None:
+def test_keyword_types_match_the_options() -> None:
     if os.environ.get("UPDATE_KEYWORDS"):
-        FILE.write_text(generated())
-    assert FILE.read_text() == generated(), "run it with UPDATE_KEYWORDS=1"
+        FILE.write_text(generate())
+    assert FILE.read_text() == generate(), "run this test with UPDATE_KEYWORDS=1"
 
 
 RIGHT = """
@@ -135,7 +135,7 @@ ckpttool.no_such_function()
 """
 
 
-# Of torch and numpy nothing is asked, and reading them takes a minute.
+# mypy skips torch and numpy, because reading them takes a minute.
 CONFIG = """
 [mypy]
 follow_imports = silent
@@ -145,7 +145,7 @@ ignore_missing_imports = true
 """
 
 
-def test_type_checkers_find_wrong_calls_and_no_other(tmp_path: Path) -> None:
+def test_type_checkers_report_only_wrong_calls(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     (tmp_path / "right.py").write_text(RIGHT)
     (tmp_path / "wrong.py").write_text(WRONG)
@@ -154,14 +154,14 @@ def test_type_checkers_find_wrong_calls_and_no_other(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", cache, "right.py", "wrong.py"]
     env = {**os.environ, "MYPYPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
-    found = {int(line) for line in re.findall(r"^wrong\.py:(\d+): error", done.stdout, re.MULTILINE)}
-    wanted = {at for at, line in enumerate(WRONG.splitlines(), 1) if line.startswith("ckpttool.")}
-    assert found == wanted, done.stdout + done.stderr
+    error_lines = {int(line) for line in re.findall(r"^wrong\.py:(\d+): error", done.stdout, re.MULTILINE)}
+    expected = {at for at, line in enumerate(WRONG.splitlines(), 1) if line.startswith("ckpttool.")}
+    assert error_lines == expected, done.stdout + done.stderr
     assert "right.py" not in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
         ("remap('a.pt', modle=None)", "remap() got an unexpected keyword argument 'modle'; did you mean 'model'?"),
         ("diff('a.pt', valeus=1)", "diff() got an unexpected keyword argument 'valeus'; did you mean 'values'?"),
@@ -175,10 +175,10 @@ def test_type_checkers_find_wrong_calls_and_no_other(tmp_path: Path) -> None:
         ("explain('a', None, zzz=1)", "explain() got an unexpected keyword argument 'zzz'"),
     ],
 )
-def test_a_misspelled_option_says_which_was_meant(call: str, says: str) -> None:
+def test_a_misspelled_option_gets_a_suggestion(call: str, message: str) -> None:
     with pytest.raises(TypeError) as raised:
         eval(f"ckpttool.{call}", {"ckpttool": ckpttool})
-    assert str(raised.value) == says
+    assert str(raised.value) == message
 
 
 def test_help_lists_every_option() -> None:
@@ -187,7 +187,7 @@ def test_help_lists_every_option() -> None:
         assert {field.name for field in dataclasses.fields(options)} <= known
 
 
-def test_dir_shows_the_public_names_only() -> None:
+def test_dir_lists_only_public_names() -> None:
     assert [name for name in dir(ckpttool) if not name.startswith("_")] == sorted(ckpttool.__all__)
     assert all(getattr(ckpttool, name) is not None for name in dir(ckpttool))
 
@@ -204,7 +204,7 @@ def results() -> list[object]:
     ]
 
 
-def test_results_show_one_short_line_and_a_table_in_notebooks() -> None:
+def test_results_have_a_short_repr_and_a_table_in_notebooks() -> None:
     for result in results():
         shown = repr(result)
         assert len(shown) <= 200, shown
@@ -215,10 +215,9 @@ def test_results_show_one_short_line_and_a_table_in_notebooks() -> None:
         assert html is None or html.startswith("<div>")
 
 
-def test_reprs_do_not_look_inside() -> None:
-    """The time of a repr does not grow with the checkpoint: an optimizer's tensors were shown hundreds of times."""
+def test_a_repr_does_not_depend_on_the_size_of_the_checkpoint() -> None:
     state = {f"layer.{at}": torch.ones(1) for at in range(2000)}
-    done = ckpttool.remap({"model": state, "other": [state] * 3}, rule="layer.0 => zero")
+    done = ckpttool.remap({"model": state, "changed": [state] * 3}, rule="layer.0 => zero")
     lines = 0
 
     def count(frame: object, event: str, arg: object) -> None:
@@ -233,14 +232,14 @@ def test_reprs_do_not_look_inside() -> None:
     assert lines < 500
 
 
-def test_a_changed_copy_of_an_entry_is_another_value() -> None:
-    """What the page on the Python API says of the values that exist once per tensor."""
+def test_a_changed_copy_of_an_entry_is_not_equal() -> None:
+    """The page on the Python API documents this for values that exist once per tensor."""
     checkpoint = ckpttool.open_checkpoint({"a": torch.ones(1)})
     (entry,) = checkpoint.sections[0].tensors
-    before, other = hash(entry), dataclasses.replace(entry, key="b")
-    assert (entry.key, other.key) == ("a", "b")
-    assert other != entry
-    assert hash(entry) == before != hash(other)
+    before, changed = hash(entry), dataclasses.replace(entry, key="b")
+    assert (entry.key, changed.key) == ("a", "b")
+    assert changed != entry
+    assert hash(entry) == before != hash(changed)
 
 
 def test_results_are_frozen() -> None:

@@ -1,4 +1,4 @@
-"""`load`: the oracle is a run of torch that was never interrupted."""
+"""`load`, with an uninterrupted run of torch as the oracle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torch_version import needs_torch
 
 
 class Net(nn.Module):
-    """A tied weight, a buffer, a hook that renames keys, and extra state."""
+    """A model with a tied weight, a buffer, a hook that renames keys, and extra state."""
 
     def __init__(self, seed: int = 1) -> None:
         super().__init__()
@@ -38,8 +38,8 @@ class Net(nn.Module):
         self.head = nn.Linear(4, 3, bias=False)
         self.head.weight = self.emb.weight
         self.steps = 0
-        self.register_state_dict_post_hook(_renames)
-        self.register_load_state_dict_pre_hook(_renames_back)
+        self.register_state_dict_post_hook(_rename)
+        self.register_load_state_dict_pre_hook(_rename_back)
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.head(self.norm(self.body(self.emb(x))))
@@ -51,12 +51,12 @@ class Net(nn.Module):
         self.steps = state["steps"]
 
 
-def _renames(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+def _rename(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
     for key in [key for key in state if key.startswith(f"{prefix}body.")]:
         state[key.replace("body.", "trunk.")] = state.pop(key)
 
 
-def _renames_back(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _rename_back(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     for key in [key for key in state if key.startswith(f"{prefix}trunk.")]:
         state[key.replace("trunk.", "body.")] = state.pop(key)
 
@@ -69,23 +69,25 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count:
         optimizer.step()
 
 
-def grouped(model: nn.Module, order: Callable[[list[Any]], list[Any]] = list, groups: int = 1) -> torch.optim.AdamW:
+def adamw_in_groups(
+    model: nn.Module, order: Callable[[list[Any]], list[Any]] = list, groups: int = 1
+) -> torch.optim.AdamW:
     parameters = order(list(model.parameters()))
     return torch.optim.AdamW([{"params": parameters[at::groups], "lr": 0.1 / (at + 1)} for at in range(groups)])
 
 
-def prefixed(state: dict[str, Any], prefix: str) -> dict[str, Any]:
+def with_prefix(state: dict[str, Any], prefix: str) -> dict[str, Any]:
     return OrderedDict((f"{prefix}{key}", value) for key, value in state.items())
 
 
-def as_file(layout: str, model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> str:
+def save_as(layout: str, model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> str:
     weights, state = model.state_dict(), optimizer.state_dict()
     if layout == "plain":
         torch.save({"model": weights, "optimizer": state, "epoch": 3}, path / "run.pt")
     elif layout == "wrapped":
-        torch.save({"model": prefixed(weights, "module._orig_mod."), "optimizer": state}, path / "run.pt")
+        torch.save({"model": with_prefix(weights, "module._orig_mod."), "optimizer": state}, path / "run.pt")
     elif layout == "lightning":
-        state = {"state_dict": prefixed(weights, "net."), "optimizer_states": [state], "lr_schedulers": []}
+        state = {"state_dict": with_prefix(weights, "net."), "optimizer_states": [state], "lr_schedulers": []}
         torch.save({**state, "pytorch-lightning_version": "2.5.0", "loops": {}}, path / "run.pt")
     elif layout == "named":
         state = get_optimizer_state_dict(model, optimizer)
@@ -113,16 +115,16 @@ WRAPPED: dict[str, Callable[[Any], Any]] = {
         *((layout, "both") for layout in ("named", "dcp")),
     ],
 )
-def test_a_run_goes_on_as_if_nothing_had_happened(layout: str, wrapped: str, tmp_path: Path) -> None:
+def test_a_resumed_run_matches_an_uninterrupted_run(layout: str, wrapped: str, tmp_path: Path) -> None:
     old = Net(0)
-    optimizer = grouped(old, groups=2)
+    optimizer = adamw_in_groups(old, groups=2)
     steps(old, optimizer, 0, 3)
     old.steps = 3
-    path = as_file(layout, old, optimizer, tmp_path)
+    path = save_as(layout, old, optimizer, tmp_path)
     steps(old, optimizer, 3, 2)
 
     new = Net()
-    live, resumed = WRAPPED[wrapped](new), grouped(new, groups=2)
+    live, resumed = WRAPPED[wrapped](new), adamw_in_groups(new, groups=2)
     loaded = ckpttool.load(path, live, resumed)
     assert loaded.optimizer is not None
     assert loaded.tensors == 9
@@ -137,11 +139,11 @@ def test_a_run_goes_on_as_if_nothing_had_happened(layout: str, wrapped: str, tmp
 
 def test_an_optimizer_with_names_may_have_another_order(tmp_path: Path) -> None:
     old = Net(0)
-    optimizer = grouped(old)
+    optimizer = adamw_in_groups(old)
     steps(old, optimizer, 0, 2)
-    path = as_file("named", old, optimizer, tmp_path)
+    path = save_as("named", old, optimizer, tmp_path)
     new = Net()
-    resumed = grouped(new, order=lambda own: own[::-1])
+    resumed = adamw_in_groups(new, order=lambda params: params[::-1])
     ckpttool.load(path, new, resumed)
     for before, after in zip(old.parameters(), new.parameters()):
         for key, value in optimizer.state[before].items():
@@ -149,9 +151,9 @@ def test_an_optimizer_with_names_may_have_another_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_formats_with_weights_alone(tmp_path: Path) -> None:
+def test_formats_without_an_optimizer_are_loaded(tmp_path: Path) -> None:
     old = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    save_file(prefixed(old.state_dict(), "module."), tmp_path / "one.safetensors")
+    save_file(with_prefix(old.state_dict(), "module."), tmp_path / "one.safetensors")
     ckpttool.remap(dict(old.state_dict()), f"{tmp_path}/shards/", rule="{x*} => _orig_mod.{x*}")
     torch.jit.script(old).save(tmp_path / "script.pt")
     program = torch.export.export(old.eval(), (torch.ones(2, 3),))
@@ -162,7 +164,7 @@ def test_formats_with_weights_alone(tmp_path: Path) -> None:
         assert all(torch.equal(new.state_dict()[key], value) for key, value in old.state_dict().items()), name
 
 
-def test_an_average_is_a_model_with_a_counter(tmp_path: Path) -> None:
+def test_an_averaged_model_is_loaded_with_its_counter(tmp_path: Path) -> None:
     old: Any = AveragedModel(nn.Linear(2, 2))
     new: Any = AveragedModel(nn.Linear(2, 2))
     old.update_parameters(nn.Linear(2, 2))
@@ -174,7 +176,7 @@ def test_an_average_is_a_model_with_a_counter(tmp_path: Path) -> None:
     assert [problem.key for problem in refused.value.problems] == ["n_averaged"]
 
 
-def test_segments_of_checkpointing_inside_of_the_model(tmp_path: Path) -> None:
+def test_activation_checkpoint_segments_in_the_model_are_ignored(tmp_path: Path) -> None:
     old = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     torch.save(old.state_dict(), tmp_path / "plain.pt")
     new = nn.Sequential(checkpoint_wrapper(nn.Linear(3, 3)), nn.Linear(3, 3))
@@ -182,10 +184,10 @@ def test_segments_of_checkpointing_inside_of_the_model(tmp_path: Path) -> None:
     assert all(map(torch.equal, new.parameters(), old.parameters()))
 
 
-def wrong(name: str) -> tuple[dict[str, Any], str]:
-    """A file that does not fit, and the key with the problem."""
+def invalid_file(name: str) -> tuple[dict[str, Any], str]:
+    """Return a checkpoint that does not load, and the key with the problem."""
     model = Net(0)
-    optimizer = grouped(model)
+    optimizer = adamw_in_groups(model)
     steps(model, optimizer, 0, 1)
     file = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     weights, state = file["model"], file["optimizer"]
@@ -218,18 +220,18 @@ def wrong(name: str) -> tuple[dict[str, Any], str]:
 @pytest.mark.parametrize(
     "name", ["shape", "missing", "unexpected", "dtype", "tied", "groups", "moments", "object", "disk"]
 )
-def test_an_error_leaves_model_and_optimizer_as_they_were(
+def test_an_error_does_not_change_model_or_optimizer(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, key = wrong(name)
+    file, key = invalid_file(name)
     torch.save(file, tmp_path / "run.pt")
     new = Net()
-    optimizer = grouped(new)
+    optimizer = adamw_in_groups(new)
     steps(new, optimizer, 0, 1)
     if name == "disk":
 
         def fail(*_: object, **__: object) -> None:
-            raise RuntimeError("the disk is gone")
+            raise RuntimeError("the disk failed")
 
         monkeypatch.setattr("ckpttool.live.load.swap_weights", fail)
     before = copy.deepcopy((new.state_dict(), optimizer.state_dict()))
@@ -241,7 +243,7 @@ def test_an_error_leaves_model_and_optimizer_as_they_were(
     assert repr(before) == repr((new.state_dict(), optimizer.state_dict()))
 
 
-def test_other_dtypes_are_loaded_only_if_asked(tmp_path: Path) -> None:
+def test_other_dtypes_are_loaded_only_with_cast(tmp_path: Path) -> None:
     old, new = nn.Linear(3, 2).to(torch.bfloat16), nn.Linear(3, 2)
     torch.save(old.state_dict(), tmp_path / "half.pt")
     with pytest.raises(ckpttool.Refused):
@@ -250,7 +252,7 @@ def test_other_dtypes_are_loaded_only_if_asked(tmp_path: Path) -> None:
     assert torch.equal(new.weight, old.weight.float())
 
 
-def test_what_fits_only_by_a_guess_is_refused_with_the_command(tmp_path: Path) -> None:
+def test_a_fix_that_is_only_a_guess_is_refused_with_the_command(tmp_path: Path) -> None:
     torch.save({"a.weight": torch.ones(3, 2), "a.bias": torch.ones(3)}, tmp_path / "other.pt")
     with pytest.raises(ckpttool.Refused) as refused:
         ckpttool.load(tmp_path / "other.pt", nn.Sequential(OrderedDict(b=nn.Linear(2, 3))))
@@ -258,8 +260,8 @@ def test_what_fits_only_by_a_guess_is_refused_with_the_command(tmp_path: Path) -
     assert "ckpttool remap" in refused.value.hint
 
 
-def test_an_optimizer_alone(tmp_path: Path) -> None:
-    """As the Trainer and accelerate save it: optimizer.pt next to the weights."""
+def test_an_optimizer_file_is_loaded_without_weights(tmp_path: Path) -> None:
+    """The Trainer and accelerate save optimizer.pt next to the weights."""
     old, new = nn.Linear(4, 3), nn.Linear(4, 3)
     first, second = torch.optim.AdamW(old.parameters(), lr=0.3), torch.optim.AdamW(new.parameters())
     steps(old, first, 0, 2)
@@ -270,8 +272,8 @@ def test_an_optimizer_alone(tmp_path: Path) -> None:
     assert torch.equal(second.state[new.weight]["exp_avg"], first.state[old.weight]["exp_avg"])
 
 
-class Sums(torch.optim.Optimizer):
-    """Its constructor creates the state, as the constructor of Adagrad did until torch 2.6."""
+class StateInConstructor(torch.optim.Optimizer):
+    """Creates its state in the constructor, as Adagrad did until torch 2.6."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -291,11 +293,13 @@ class Sums(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("layout", ["plain", "named", "wrapped"])
 @pytest.mark.parametrize("stepped", [False, True])
-def test_an_optimizer_whose_constructor_creates_its_state(layout: str, stepped: bool, tmp_path: Path) -> None:
+def test_an_optimizer_that_creates_its_state_in_the_constructor_is_loaded(
+    layout: str, stepped: bool, tmp_path: Path
+) -> None:
     old, new = Net(0), Net()
-    first, second = Sums(old.parameters()), Sums(new.parameters())
+    first, second = StateInConstructor(old.parameters()), StateInConstructor(new.parameters())
     steps(old, first, 0, 2)
-    path = as_file(layout, old, first, tmp_path)
+    path = save_as(layout, old, first, tmp_path)
     steps(old, first, 2, 2)
     if stepped:
         steps(new, second, 5, 1)
@@ -305,54 +309,54 @@ def test_an_optimizer_whose_constructor_creates_its_state(layout: str, stepped: 
     assert str(second.state_dict()) == str(before)
     ckpttool.load(path, new, second)
     steps(new, second, 2, 2)
-    for (name, value), other in zip(old.named_parameters(), new.parameters()):
-        assert torch.equal(value, other), name
+    for (name, value), actual in zip(old.named_parameters(), new.parameters()):
+        assert torch.equal(value, actual), name
 
 
-def test_a_schedule_and_hooks_of_the_real_optimizer_are_not_run(tmp_path: Path) -> None:
+def test_loading_does_not_run_the_schedule_or_hooks_of_the_optimizer(tmp_path: Path) -> None:
     old, new = nn.Linear(4, 3), nn.Linear(4, 3)
     first, second = torch.optim.SGD(old.parameters(), lr=0.3, momentum=0.9), torch.optim.SGD(new.parameters(), lr=0.1)
     steps(old, first, 0, 2)
     torch.save({"model": old.state_dict(), "optimizer": first.state_dict()}, tmp_path / "run.pt")
-    called: list[int] = []
-    second.register_step_post_hook(lambda *_: called.append(1))
+    calls: list[int] = []
+    second.register_step_post_hook(lambda *_: calls.append(1))
     schedule = torch.optim.lr_scheduler.StepLR(second, 1)
     ckpttool.load(tmp_path / "run.pt", new, second)
-    assert not called
+    assert not calls
     assert schedule.last_epoch == 0
     assert second.param_groups[0]["momentum"] == 0.9
 
 
-class Allocated(TorchDispatchMode):
-    """The bytes of dense tensors that operators make."""
+class CountAllocations(TorchDispatchMode):
+    """Count the bytes of dense tensors that operators create."""
 
     def __init__(self) -> None:
         super().__init__()
         self.nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and made.device.type == "cpu" and not func.is_view:
-            self.nbytes += made.numel() * made.element_size()
-        return made
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.device.type == "cpu" and not func.is_view:
+            self.nbytes += result.numel() * result.element_size()
+        return result
 
 
-def test_weights_of_a_local_file_are_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_a_local_file_are_not_copied_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = nn.Linear(1000, 1000), nn.Linear(1000, 1000)
     save_file(old.state_dict(), tmp_path / "big.safetensors")
-    allocated, put = Allocated(), live_load.put
+    allocated, put = CountAllocations(), live_load.put
 
-    def counted(*args: Any) -> int:
+    def count_put(*args: Any) -> int:
         with allocated:
             return put(*args)
 
-    monkeypatch.setattr(live_load, "put", counted)
+    monkeypatch.setattr(live_load, "put", count_put)
     ckpttool.load(tmp_path / "big.safetensors", new)
     assert torch.equal(new.weight, old.weight)
-    assert allocated.nbytes < 1_000_000  # the weight has 4,000,000
+    assert allocated.nbytes < 1_000_000  # the weight is 4,000,000 bytes
 
 
-def test_names_in_a_unit_test(tmp_path: Path) -> None:
+def test_check_names_can_be_used_in_a_unit_test(tmp_path: Path) -> None:
     path = str(tmp_path / "names.json")
     with pytest.raises(ckpttool.CkptError, match="does not exist") as missing:
         ckpttool.check_names(Net(), path)
@@ -367,7 +371,7 @@ def test_names_in_a_unit_test(tmp_path: Path) -> None:
     ckpttool.check_names(changed, path)
 
 
-def test_a_names_file_is_what_trace_writes(tmp_path: Path) -> None:
+def test_save_names_writes_the_same_file_as_trace(tmp_path: Path) -> None:
     (tmp_path / "accents.py").write_text(
         "from torch import nn\n\ndef build():\n    return nn.ModuleDict({'größe': nn.Linear(2, 3)})\n"
     )
@@ -376,7 +380,7 @@ def test_a_names_file_is_what_trace_writes(tmp_path: Path) -> None:
     assert (tmp_path / "python.json").read_bytes() == (tmp_path / "command.json").read_bytes()
 
 
-def test_sharded_models_on_two_ranks(tmp_path: Path) -> None:
+def test_sharded_models_are_loaded_on_two_ranks(tmp_path: Path) -> None:
     needs_torch("2.7", "fully_shard without a GPU")
     command = [sys.executable, "-W", "ignore", str(SUPPORT / "load_ranks.py"), str(tmp_path)]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Weights that only the model's own loading computes, swapped in memory; oracle ``load_state_dict``."""
+"""Swap weights that only the model's loading code can compute; ``load_state_dict`` is the oracle."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ def loaded(build: Any, state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return runtime_values(model)
 
 
-def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("name", ZOO)
-def test_a_module_gets_the_values_of_its_own_loading(name: str, in_place: bool) -> None:
+def test_a_module_gets_the_values_that_its_loading_computes(name: str, in_place: bool) -> None:
     state = filled(of_object(ZOO[name]), 77).state_dict()
     module = ZOO[name]()
     objects = {fqn: id(tensor) for fqn, tensor in module.named_parameters()}
-    done = swap_weights(module, state, model=module, in_place=in_place)
+    result = swap_weights(module, state, model=module, in_place=in_place)
     assert_equal(runtime_values(module), loaded(ZOO[name], state))
-    assert set(done.by_code) <= set(runtime_values(module))
+    assert set(result.by_code) <= set(runtime_values(module))
     same = {fqn: id(tensor) for fqn, tensor in module.named_parameters()} == objects
     assert same or not in_place
 
 
 class Layer(nn.Module):
-    """The exported module: a layer whose file is read by numpy."""
+    """A module for export, with a layer that loads through numpy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,17 +50,17 @@ class Layer(nn.Module):
         return x @ self.inner.weight.t() + self.inner.bias
 
 
-def test_a_program_gets_the_values_of_its_models_loading() -> None:
+def test_a_program_gets_the_values_that_the_models_loading_computes() -> None:
     program = torch.export.export(Layer(), (torch.ones(4, 4),))
     new = Layer()
-    done = swap_weights(program, new.state_dict(), model=Layer)
-    wanted = Layer()
-    wanted.load_state_dict(new.state_dict())
-    assert torch.equal(program.module()(torch.eye(4)), wanted(torch.eye(4)))
-    assert done.by_code == ("inner.weight",)
+    result = swap_weights(program, new.state_dict(), model=Layer)
+    expected = Layer()
+    expected.load_state_dict(new.state_dict())
+    assert torch.equal(program.module()(torch.eye(4)), expected(torch.eye(4)))
+    assert result.by_code == ("inner.weight",)
 
 
-def test_random_loading_changes_nothing() -> None:
+def test_random_loading_is_refused_without_changes() -> None:
     module = noisy()
     before = {fqn: value.clone() for fqn, value in runtime_values(module).items()}
     with pytest.raises(Refused, match="same twice"):
@@ -68,8 +68,8 @@ def test_random_loading_changes_nothing() -> None:
     assert_equal(runtime_values(module), before)
 
 
-class Doubled(nn.Module):
-    """Computes with a buffer that loading computes, and no state dict holds."""
+class DoublesAtLoad(nn.Module):
+    """Has a non-persistent buffer that loading computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Doubled(nn.Module):
         self.register_load_state_dict_post_hook(self._double)
 
     @staticmethod
-    def _double(module: Doubled, _: object) -> None:
+    def _double(module: DoublesAtLoad, _: object) -> None:
         with torch.no_grad():
             module.doubled.copy_(module.w * 2)
 
@@ -86,14 +86,14 @@ class Doubled(nn.Module):
         return x @ self.doubled
 
 
-def test_a_buffer_that_loading_computes_follows() -> None:
-    module, new = Doubled(), Doubled()
-    done = swap_weights(module, new.state_dict(), model=module)
+def test_a_buffer_that_loading_computes_is_updated() -> None:
+    module, new = DoublesAtLoad(), DoublesAtLoad()
+    result = swap_weights(module, new.state_dict(), model=module)
     assert_equal(runtime_values(module), runtime_values(new))
-    assert done.constants == ()
-    program = torch.export.export(Doubled(), (torch.ones(4, 4),))
+    assert result.constants == ()
+    program = torch.export.export(DoublesAtLoad(), (torch.ones(4, 4),))
     with pytest.raises(Refused) as refused:
-        swap_weights(program, new.state_dict(), model=Doubled)
+        swap_weights(program, new.state_dict(), model=DoublesAtLoad)
     assert [problem.key for problem in refused.value.problems] == ["doubled"]
     assert "constants=True" in refused.value.hint
 
@@ -105,5 +105,5 @@ def test_names_without_code_are_refused() -> None:
     with pytest.raises(Refused) as refused:
         swap_weights(module, module.state_dict(), model=trace(of_object(ZOO["quantized"])))
     assert "model=module" in refused.value.hint
-    done = swap_weights(module, module.state_dict(), model=module)
-    assert done.by_code
+    result = swap_weights(module, module.state_dict(), model=module)
+    assert result.by_code

@@ -1,4 +1,4 @@
-"""Call variants (``foo@1``) of unflattened programs: in live modules, in files, and in names; torch unflattens."""
+"""Call variants (``foo@1``) of programs unflattened by torch: in live modules, in files, and in names."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from command import Run
 from places import SUPPORT
 from unflattened import Called, Gate, Nested, Shared, Twice, example, exported, made, program
 
-# Names alone
+# Names
 
 
-def test_a_segment_and_the_number_of_its_call() -> None:
+def test_split_call_returns_the_segment_and_the_call_number() -> None:
     assert split_call("foo@12") == ("foo", 12)
     assert [split_call(name) for name in ("foo", "foo@", "foo@x", "@1", "foo@0", "foo@01")] == [
         (name, 0) for name in ("foo", "foo@", "foo@x", "@1", "foo@0", "foo@01")
     ]
 
 
-def test_base_names_are_tried_from_the_shortest_and_need_to_be_known() -> None:
+def test_base_names_are_tried_from_the_shortest_and_must_exist() -> None:
     assert list(base_names("a@1.b@2.w")) == ["a.b.w", "a.b@2.w", "a@1.b.w"]
     assert list(base_names("a.w@1")) == []
     assert base_name("a@1.b@2.w", {"a@1.b.w"}) == "a@1.b.w"
@@ -40,22 +40,22 @@ GATES = {
     Twice: ("gate", ("gate", "gate@1")),
     Nested: ("block.gate", ("block.gate", "block.gate@1", "block@1.gate", "block@1.gate@1")),
     Shared: ("one", ("one", "one@1", "two", "two@1")),
-    Called: ("gate", ("gate",)),  # the others are behind a dispatcher, and have no FQN
+    Called: ("gate", ("gate",)),  # the others are behind a dispatcher and have no FQN
 }
 
 
 @pytest.mark.parametrize("kind", list(GATES))
-def test_every_spelling_gives_all_variants(kind: type[nn.Module]) -> None:
-    module, (fqn, every) = program(kind), GATES[kind]
-    assert sorted(variants(module, fqn)) == sorted(every)
-    for spelling in every:
-        assert sorted(variants(module, spelling)) == sorted(every)
-    assert sorted(variants(module, f"{fqn}.proj")) == sorted(f"{one}.proj" for one in every)
-    for found in variants(module, fqn):
-        assert module.get_submodule(found) is not None
+def test_all_variants_are_found_from_each_of_them(kind: type[nn.Module]) -> None:
+    module, (fqn, all_names) = program(kind), GATES[kind]
+    assert sorted(variants(module, fqn)) == sorted(all_names)
+    for spelling in all_names:
+        assert sorted(variants(module, spelling)) == sorted(all_names)
+    assert sorted(variants(module, f"{fqn}.proj")) == sorted(f"{name}.proj" for name in all_names)
+    for result in variants(module, fqn):
+        assert module.get_submodule(result) is not None
 
 
-def test_one_path_of_a_shared_submodule() -> None:
+def test_shared_false_returns_one_path_of_a_shared_submodule() -> None:
     module = program(Shared)
     assert variants(module, "two", shared=False) == ("two", "two@1")
     assert variants(program(Twice), "head") == ("head",)
@@ -71,34 +71,34 @@ class Plain(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Twice, Nested, Shared])
-def test_a_new_module_takes_every_call(kind: type[nn.Module]) -> None:
-    module, model, (fqn, every) = program(kind), made(kind), GATES[kind]
-    changed = swap_module(module, every[-1], Plain(3.0))
-    assert sorted(changed) == sorted(every)
+def test_a_new_module_replaces_every_call(kind: type[nn.Module]) -> None:
+    module, model, (fqn, all_names) = program(kind), made(kind), GATES[kind]
+    changed = swap_module(module, all_names[-1], Plain(3.0))
+    assert sorted(changed) == sorted(all_names)
 
     def forward(x: torch.Tensor, double: bool = False) -> torch.Tensor:
         return x * 3.0
 
     model.get_submodule(fqn).forward = forward
     assert torch.equal(module(example()), model(example()))
-    assert sorted(variants(module, fqn)) == sorted(every)
+    assert sorted(variants(module, fqn)) == sorted(all_names)
     assert not [key for key in module.state_dict() if "proj" in key]
 
 
 def test_a_new_module_behind_a_preserved_signature_is_called_as_in_the_model() -> None:
     module, model = program(Called), made(Called)
-    other = made(Gate)
+    new = made(Gate)
     with torch.no_grad():
-        other.proj.weight.fill_(0.25)
-    assert swap_module(module, "gate", other) == ("gate",)
-    model.gate = other
+        new.proj.weight.fill_(0.25)
+    assert swap_module(module, "gate", new) == ("gate",)
+    model.gate = new
     assert torch.equal(module(example()), model(example()))
 
 
-def test_variants_behind_a_dispatcher_are_changed_too() -> None:
-    module, model, other = program(Called), made(Called), nn.Linear(4, 4)
-    assert swap_module(module, "gate.proj", other) == ("gate.proj",)
-    model.get_submodule("gate").proj = other
+def test_variants_behind_a_dispatcher_are_also_changed() -> None:
+    module, model, new = program(Called), made(Called), nn.Linear(4, 4)
+    assert swap_module(module, "gate.proj", new) == ("gate.proj",)
+    model.get_submodule("gate").proj = new
     assert torch.equal(module(example()), model(example()))
     with pytest.raises(Refused) as refused:
         swap_module(module, "gate.proj", Pair())
@@ -110,12 +110,12 @@ class Pair(nn.Module):
         return x + y
 
 
-def test_a_module_that_cannot_take_the_calls_changes_nothing() -> None:
+def test_a_module_with_the_wrong_signature_is_refused() -> None:
     module, model = program(Nested), made(Nested)
     with pytest.raises(Refused) as refused:
         swap_module(module, "block.gate", Pair())
-    called = {"block.gate", "block.gate@1", "block@1.gate@1"}  # no graph calls block@1.gate
-    assert {problem.key for problem in refused.value.problems} == called
+    problem_keys = {"block.gate", "block.gate@1", "block@1.gate@1"}  # no graph calls block@1.gate
+    assert {problem.key for problem in refused.value.problems} == problem_keys
     assert all("missing a required argument: 'y'" in problem.problem for problem in refused.value.problems)
     assert torch.equal(module(example()), model(example()))
 
@@ -123,16 +123,16 @@ def test_a_module_that_cannot_take_the_calls_changes_nothing() -> None:
 @pytest.mark.parametrize("kind", list(GATES))
 @pytest.mark.parametrize("name", ["proj.weight", "shift", "scale"])
 def test_an_attribute_changes_in_every_variant(kind: type[nn.Module], name: str) -> None:
-    module, model, (fqn, every) = program(kind), made(kind), GATES[kind]
-    changed = swap_attribute(module, f"{every[-1]}.{name}", lambda old: old * 0.5 + 1)
-    assert sorted(changed) == sorted(f"{one}.{name}" for one in every)
+    module, model, (fqn, all_names) = program(kind), made(kind), GATES[kind]
+    changed = swap_attribute(module, f"{all_names[-1]}.{name}", lambda old: old * 0.5 + 1)
+    assert sorted(changed) == sorted(f"{variant}.{name}" for variant in all_names)
     with torch.no_grad():
         tensor = (
             model.get_submodule(fqn).get_parameter(name) if "." in name else model.get_submodule(fqn).get_buffer(name)
         )
         tensor.mul_(0.5).add_(1)
     assert torch.equal(module(example()), model(example()))
-    assert torch.equal(module(example()), model(example()))  # a dispatcher is again at its first call
+    assert torch.equal(module(example()), model(example()))  # the dispatcher starts again at its first call
 
 
 def test_an_attribute_keeps_its_kind() -> None:
@@ -147,7 +147,7 @@ def test_an_attribute_keeps_its_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
         (lambda m: variants(m, "nothing"), "no submodule 'nothing'"),
         (lambda m: variants(m, "gate@7"), "no submodule 'gate@7'"),
@@ -167,25 +167,25 @@ def test_an_attribute_keeps_its_kind() -> None:
         ),
     ],
 )
-def test_a_value_that_does_not_fit_is_refused(call: Any, says: str) -> None:
+def test_a_value_that_does_not_fit_is_refused(call: Any, message: str) -> None:
     module, model = program(Twice), made(Twice)
     with pytest.raises(CkptError) as raised:
         call(module)
-    assert raised.value.message == says
+    assert raised.value.message == message
     assert torch.equal(module(example()), model(example()))
 
 
-def test_attributes_of_any_kind_are_set() -> None:
+def test_attributes_of_any_kind_can_be_set() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert swap_attribute(module, "training", False) == ("training",)
     assert not module.training
     assert module[0].training
     assert swap_attribute(module, "0.bias", None) == ("0.bias",)
     assert module[0].bias is None
-    for wrong, called in ((torch.ones(2), "a Tensor"), (1, "an int")):
+    for value, problem_keys in ((torch.ones(2), "a Tensor"), (1, "an int")):
         with pytest.raises(Refused) as refused:
-            swap_attribute(module, "0.bias", wrong)
-        assert refused.value.message == f"0.bias is a Parameter or None, the new value {called}"
+            swap_attribute(module, "0.bias", value)
+        assert refused.value.message == f"0.bias is a Parameter or None, the new value {problem_keys}"
     assert module[0].bias is None
     assert swap_attribute(module, "0.bias", nn.Parameter(torch.ones(2))) == ("0.bias",)
     assert torch.equal(module(torch.zeros(2)), module[1](torch.ones(2)))
@@ -194,7 +194,7 @@ def test_attributes_of_any_kind_are_set() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "same"),
+    ("first", "second", "are_variants"),
     [
         (torch.ones(4), torch.ones(4), True),
         (torch.ones(4), torch.zeros(4), False),
@@ -206,12 +206,12 @@ def test_attributes_of_any_kind_are_set() -> None:
     ],
 )
 def test_variants_that_differ_are_not_set_together(
-    one: torch.Tensor | None, other: torch.Tensor | None, same: bool
+    first: torch.Tensor | None, second: torch.Tensor | None, are_variants: bool
 ) -> None:
     module = program(Twice)
-    for name, value in (("gate", one), ("gate@1", other)):
+    for name, value in (("gate", first), ("gate@1", second)):
         module.get_submodule(name)._buffers["scale"] = value
-    if same:
+    if are_variants:
         assert swap_attribute(module, "gate.scale", torch.zeros(4)) == ("gate.scale", "gate@1.scale")
         return
     with pytest.raises(Refused) as refused:
@@ -221,16 +221,16 @@ def test_variants_that_differ_are_not_set_together(
 
 def test_plain_attributes_that_differ_are_not_set_together() -> None:
     module = program(Twice)
-    for one, other in (([1], [2]), (1, True)):
-        vars(module.gate)["kind"], vars(module.get_submodule("gate@1"))["kind"] = one, other
+    for first, second in (([1], [2]), (1, True)):
+        vars(module.gate)["kind"], vars(module.get_submodule("gate@1"))["kind"] = first, second
         with pytest.raises(Refused) as refused:
-            swap_attribute(module, "gate.kind", one)
+            swap_attribute(module, "gate.kind", first)
         assert [problem.key for problem in refused.value.problems] == ["gate@1.kind"]
     vars(module.gate)["kind"], vars(module.get_submodule("gate@1"))["kind"] = [1], [1]
     assert swap_attribute(module, "gate.kind", [2]) == ("gate.kind", "gate@1.kind")
 
 
-def test_a_class_is_a_value() -> None:
+def test_an_attribute_may_be_a_class() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     vars(module[0])["kind"] = nn.ReLU
     assert swap_attribute(module, "0.kind", nn.GELU) == ("0.kind",)
@@ -238,7 +238,7 @@ def test_a_class_is_a_value() -> None:
 
 
 class Stateful(nn.Linear):
-    """A module with the class name of an unflattened program, and with state that is not a tensor."""
+    """A module with the class name that an unflattened program records, and with extra state."""
 
     def __init__(self, kind: str | None, weight: nn.Parameter | None) -> None:
         super().__init__(2, 2, bias=False)
@@ -254,7 +254,7 @@ WEIGHT = nn.Parameter(torch.ones(2, 2))
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "same"),
+    ("first", "second", "are_variants"),
     [
         (("A", WEIGHT), ("A", WEIGHT), True),
         (("A", WEIGHT), ("B", WEIGHT), False),
@@ -267,25 +267,25 @@ WEIGHT = nn.Parameter(torch.ones(2, 2))
         ((None, None), (None, None), False),
     ],
 )
-def test_variants_have_one_class_and_the_same_tensors(one: Any, other: Any, same: bool) -> None:
+def test_variants_have_one_class_and_the_same_tensors(first: Any, second: Any, are_variants: bool) -> None:
     module = nn.Module()
-    module.add_module("gate", Stateful(*one))
-    module.add_module("gate@1", Stateful(*other))
-    assert variants(module, "gate") == (("gate", "gate@1") if same else ("gate",))
+    module.add_module("gate", Stateful(*first))
+    module.add_module("gate@1", Stateful(*second))
+    assert variants(module, "gate") == (("gate", "gate@1") if are_variants else ("gate",))
 
 
-def test_names_like_variants_without_a_base() -> None:
+def test_a_name_like_a_variant_without_a_base_is_not_a_variant() -> None:
     module = nn.Module()
     module.add_module("gate@1", nn.Linear(2, 2))
     module.add_module("gate", None)
     assert variants(module, "gate@1") == ("gate@1",)
-    vars(module)["_call_modules"] = ["a word"]
+    vars(module)["_call_modules"] = ["not a module"]
     assert variants(module, "gate@1") == ("gate@1",)
     with pytest.raises(CkptError, match="no submodule 'gate'"):
         variants(module, "gate")
 
 
-def test_modules_with_names_like_variants() -> None:
+def test_different_modules_with_names_like_variants_are_not_variants() -> None:
     module = nn.Module()
     module.add_module("gate", nn.Linear(2, 2))
     module.add_module("gate@1", nn.Linear(2, 2))
@@ -301,7 +301,7 @@ def test_modules_with_names_like_variants() -> None:
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    """One program's weights as an exported and as an unflattened program save them."""
+    """Save the weights of one program from its exported and its unflattened form."""
     torch.export.save(exported(Nested), tmp_path / "program.pt2")
     torch.save(exported(Nested).state_dict, tmp_path / "exported.pt")
     state = program(Nested).state_dict()
@@ -322,57 +322,57 @@ BASES = {"block.gate.shift", "block.gate.proj.weight", "block.gate.proj.bias"}
 
 
 @pytest.mark.parametrize("name", ["unflattened.pt", "unflattened.safetensors"])
-def test_inspect_names_the_base_of_every_variant(run: Run, name: str, files: Path) -> None:
-    found = run("inspect", files / name, "--format", "json").data
-    aliases = {tensor["key"]: tensor["alias_of"] for tensor in found["tensors"]}
+def test_inspect_shows_the_base_of_every_variant(run: Run, name: str, files: Path) -> None:
+    result = run("inspect", files / name, "--format", "json").data
+    aliases = {tensor["key"]: tensor["alias_of"] for tensor in result["tensors"]}
     assert {key for key, base in aliases.items() if base is None} == BASES
     assert all(base is None or base_name(key, BASES) == base for key, base in aliases.items())
 
 
 @pytest.mark.parametrize("name", ["unflattened.pt", "unflattened.safetensors"])
-def test_diff_takes_variants_for_aliases_that_a_strict_load_refuses(run: Run, name: str, files: Path) -> None:
+def test_diff_treats_variants_as_aliases_that_a_strict_load_refuses(run: Run, name: str, files: Path) -> None:
     for pair in ((files / name, files / "exported.pt"), (files / "program.pt2", files / name)):
         done = run("diff", *pair, "--format", "json")
-        status, found = done.status, done.data
-        assert (status, found["summary"]) == (1, {"same": 3, "alias": 9})
+        status, result = done.status, done.data
+        assert (status, result["summary"]) == (1, {"same": 3, "alias": 9})
 
 
-def test_diff_against_a_model_takes_variants_for_aliases(run: Run, files: Path) -> None:
+def test_diff_with_a_model_treats_variants_as_aliases(run: Run, files: Path) -> None:
     plain, flat = f"{files / 'model.py'}:plain", f"{files / 'model.py'}:flat"
     for model, name, status in (
-        (plain, "unflattened.pt", 1),  # torch itself calls them unexpected
-        (flat, "exported.pt", 1),  # and missing
+        (plain, "unflattened.pt", 1),  # torch calls them unexpected
+        (flat, "exported.pt", 1),  # torch calls them missing
         (flat, "unflattened.safetensors", 0),
     ):
         done = run("diff", "--model", model, files / name, "--format", "json")
-        code, found = done.status, done.data
+        code, result = done.status, done.data
         assert code == status
-        assert not {"missing", "unexpected"} & found["summary"].keys()
+        assert not {"missing", "unexpected"} & result["summary"].keys()
 
 
 def test_trace_groups_variants_as_aliases(run: Run, files: Path) -> None:
-    found = run("trace", f"{files / 'model.py'}:flat", "--format", "json").data
-    runtime = {tensor["fqn"]: tensor["alias_of"] for tensor in found["runtime"]}
+    result = run("trace", f"{files / 'model.py'}:flat", "--format", "json").data
+    runtime = {tensor["fqn"]: tensor["alias_of"] for tensor in result["runtime"]}
     assert {fqn for fqn, first in runtime.items() if first is None} == BASES | {"block.gate.scale"}
     assert runtime["block@1.gate@1.proj.weight"] == "block.gate.proj.weight"
-    found = run("trace", files / "program.pt2", "--format", "json").data
-    assert {tensor["fqn"] for tensor in found["runtime"]} == BASES | {"block.gate.scale"}
+    result = run("trace", files / "program.pt2", "--format", "json").data
+    assert {tensor["fqn"] for tensor in result["runtime"]} == BASES | {"block.gate.scale"}
 
 
-def test_remap_collapses_and_expands(run: Run, files: Path) -> None:
+def test_remap_collapses_and_expands_variants(run: Run, files: Path) -> None:
     plain, flat = f"{files / 'model.py'}:plain", f"{files / 'model.py'}:flat"
-    want = torch.load(files / "unflattened.pt")
+    expected = torch.load(files / "unflattened.pt")
     for model in (plain, flat, files / "program.pt2"):
         out = files / "collapsed.pt"
-        chosen = ("--model", model, "--to", "exported", "-o", out, "--force")
-        assert run("remap", files / "unflattened.safetensors", *chosen).status == 0
+        to_exported = ("--model", model, "--to", "exported", "-o", out, "--force")
+        assert run("remap", files / "unflattened.safetensors", *to_exported).status == 0
         made(Nested).load_state_dict(torch.load(out), strict=True)
-    back = ("--model", flat, "--to", "unflattened", "-o", files / "out.pt")
-    assert run("remap", files / "exported.pt", *back).status == 0
-    got = torch.load(files / "out.pt")
-    assert got.keys() == want.keys()
-    assert all(torch.equal(got[key], want[key]) for key in want)
-    program(Nested).load_state_dict(got, strict=True)
+    to_unflattened = ("--model", flat, "--to", "unflattened", "-o", files / "out.pt")
+    assert run("remap", files / "exported.pt", *to_unflattened).status == 0
+    actual = torch.load(files / "out.pt")
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
+    program(Nested).load_state_dict(actual, strict=True)
 
 
 def test_remap_refuses_variants_with_different_values(run: Run, files: Path) -> None:
@@ -388,7 +388,7 @@ def test_remap_refuses_variants_with_different_values(run: Run, files: Path) -> 
         assert not out.exists()
 
 
-def test_a_user_s_own_module_may_be_called_like_a_variant(run: Run, tmp_path: Path) -> None:
+def test_a_users_module_may_be_named_like_a_variant(run: Run, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from torch import nn\n"
         "def build():\n"
@@ -401,8 +401,8 @@ def test_a_user_s_own_module_may_be_called_like_a_variant(run: Run, tmp_path: Pa
     model.add_module("gate", nn.Linear(2, 2))
     model.add_module("gate@1", nn.Linear(2, 2))
     torch.save(model.state_dict(), tmp_path / "own.pt")
-    found = run("inspect", tmp_path / "own.pt", "--format", "json").data
-    assert {tensor["alias_of"] for tensor in found["tensors"]} == {None}
+    result = run("inspect", tmp_path / "own.pt", "--format", "json").data
+    assert {tensor["alias_of"] for tensor in result["tensors"]} == {None}
     operand, out = f"{tmp_path / 'own.py'}:build", tmp_path / "out.pt"
     assert run("remap", tmp_path / "own.pt", "--model", operand, "--to", "exported", "-o", out).status == 0
     assert torch.load(out).keys() == model.state_dict().keys()

@@ -1,4 +1,4 @@
-"""`swap_weights` on modules that FSDP, DDP or tensor parallelism hold: the new weights are what is computed with."""
+"""`swap_weights` on modules in FSDP, DDP or tensor parallelism: they compute with the new weights."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from ckpttool.live.model import local_part
 from torch_version import needs_torch
 
 
-def test_sharded_modules_compute_with_the_new_weights_whatever_they_did_last(tmp_path: Path) -> None:
-    """Every kind of module on one rank and on two, after a pass, a step, or while a gathering is under way."""
+def test_sharded_modules_compute_with_the_new_weights_in_any_state(tmp_path: Path) -> None:
+    """Run every kind of module on one and two ranks: after a forward pass, after a step, or during an unshard."""
     needs_torch("2.7", "fully_shard without a GPU")
     command = [sys.executable, "-W", "ignore", sharded_live.__file__, str(tmp_path)]
     subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     results = [json.loads(path.read_text()) for path in tmp_path.glob("found-*.json")]
-    assert [len(found) for found in results] == [52 if "CKPTTOOL_SEEDS" not in os.environ else 91] * 3
-    assert [{what: text for what, text in found.items() if text} for found in results] == [{}] * 3
+    assert [len(result) for result in results] == [52 if "CKPTTOOL_SEEDS" not in os.environ else 91] * 3
+    assert [{case: text for case, text in result.items() if text} for result in results] == [{}] * 3
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
 def test_a_value_may_be_in_the_shard_of_another_weight(order: str) -> None:
-    """Both get what the state dict had, whichever is written first."""
+    """Both get the values of the state_dict in either order of writing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         shard = DTensor.from_local(torch.zeros(4), init_device_mesh("cpu", (1,)), [Shard(0)])
@@ -53,7 +53,7 @@ def test_a_value_may_be_in_the_shard_of_another_weight(order: str) -> None:
         dist.destroy_process_group()
 
 
-def test_the_part_of_a_rank_is_memory_only_if_dense() -> None:
+def test_the_local_part_is_memory_only_if_it_is_dense() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
@@ -67,10 +67,10 @@ def test_the_part_of_a_rank_is_memory_only_if_dense() -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("made", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 2))])
-def test_torchscript_takes_weights_in_place_only(made: Any) -> None:
+@pytest.mark.parametrize("compile_module", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 2))])
+def test_torchscript_accepts_weights_only_in_place(compile_module: Any) -> None:
     module, other = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    scripted = made(module)
+    scripted = compile_module(module)
     with pytest.raises(Refused) as refused:
         swap_weights(
             nn.Sequential(scripted), {f"0.{key}": value for key, value in other.state_dict().items()}, in_place=False
@@ -81,7 +81,7 @@ def test_torchscript_takes_weights_in_place_only(made: Any) -> None:
     assert torch.equal(scripted(torch.ones(1, 2)), other(torch.ones(1, 2)))
 
 
-class Made(TorchDispatchMode):
+class CountAllocations(TorchDispatchMode):
     """Count the bytes of the dense tensors that operators allocate."""
 
     def __init__(self) -> None:
@@ -89,16 +89,15 @@ class Made(TorchDispatchMode):
         self.nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operator."""
         result = func(*args, **(kwargs or {}))
-        makes = str(func).startswith(("aten._to_copy", "aten.empty", "aten.clone"))
-        self.nbytes += result.untyped_storage().nbytes() if makes and result.device.type == "cpu" else 0
+        allocates = str(func).startswith(("aten._to_copy", "aten.empty", "aten.clone"))
+        self.nbytes += result.untyped_storage().nbytes() if allocates and result.device.type == "cpu" else 0
         return result
 
 
 def test_new_tensors_of_another_dtype_are_created_once() -> None:
     live, other = nn.Linear(50, 40), nn.Linear(50, 40).double()
-    with Made() as made:
+    with CountAllocations() as allocations:
         swap_weights(live, other.state_dict(), cast=True, in_place=False)
     assert torch.equal(live.weight, other.weight.float())
-    assert made.nbytes == live.weight.nbytes + live.bias.nbytes
+    assert allocations.nbytes == live.weight.nbytes + live.bias.nbytes

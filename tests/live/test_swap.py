@@ -1,4 +1,4 @@
-"""`swap_weights` on real modules, programs and packages; torch's own loading and export are the oracle."""
+"""`swap_weights` on real modules, programs and packages; loading and export by torch are the oracle."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def seeded(kind: Any, seed: int, *args: Any) -> Any:
 
 
 def snapshot(module: nn.Module) -> dict[str, Any]:
-    """What must be as before after a failed swap: objects, memory, values, gradients, flags."""
+    """Return everything that a failed swap must not change: objects, memory, values, gradients, flags."""
     tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
     return {
         name: (id(t), type(t), t.data_ptr(), t.detach().clone(), t.requires_grad, t.grad, t._version)
@@ -90,7 +90,7 @@ def problems(refused: pytest.ExceptionInfo[Refused]) -> set[str]:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_the_new_weights_are_what_torch_loads(in_place: bool) -> None:
+def test_the_new_weights_match_a_load_by_torch(in_place: bool) -> None:
     live, other, oracle = seeded(Tied, 0), seeded(Tied, 1), seeded(Tied, 0)
     oracle.load_state_dict(other.state_dict())
     done = swap_weights(live, other.state_dict(), in_place=in_place)
@@ -104,7 +104,7 @@ def test_the_new_weights_are_what_torch_loads(in_place: bool) -> None:
     assert live.embed.weight.data_ptr() != other.embed.weight.data_ptr()
 
 
-def test_in_place_every_reference_stays_valid_and_the_optimizer_steps_the_new_weights() -> None:
+def test_in_place_references_and_optimizers_stay_valid() -> None:
     live, other, oracle = (seeded(nn.Linear, seed, 4, 2) for seed in (0, 1, 1))
     keeper, view = nn.ModuleList([live]), live.weight.detach()[0]
     optimizer = torch.optim.SGD(live.parameters(), lr=0.5)
@@ -146,7 +146,7 @@ def test_a_state_dict_of_the_module_itself_may_be_permuted(in_place: bool) -> No
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_weights_that_share_memory_still_do(in_place: bool) -> None:
+def test_weights_that_share_memory_still_share_it(in_place: bool) -> None:
     def flat() -> Any:
         module = nn.Module()
         memory = torch.rand(8)
@@ -160,7 +160,7 @@ def test_weights_that_share_memory_still_do(in_place: bool) -> None:
     assert live.left.untyped_storage()._cdata == live.right.untyped_storage()._cdata
 
 
-def test_overlapping_weights_that_get_two_values_are_refused() -> None:
+def test_overlapping_weights_with_different_values_are_refused() -> None:
     live = nn.Module()
     memory = torch.zeros(6)
     live.left, live.right = nn.Parameter(memory[:4]), nn.Parameter(memory[2:])
@@ -173,40 +173,40 @@ def test_overlapping_weights_that_get_two_values_are_refused() -> None:
     assert memory.tolist() == [1, 2, 3, 4, 5, 6]
 
 
-def lain(chance: random.Random, flat: npt.NDArray[Any]) -> torch.Tensor:
-    """Two by two elements of the buffer, or of a copy, in any view: of a separate storage or the shared one."""
-    start, stride = chance.randrange(4), chance.choice([(2, 1), (1, 2), (1, 2), (2, 1), (1, 1), (0, 1), (3, 1)])
-    flat = flat if chance.random() < 0.8 else flat + 100
-    found = torch.from_numpy(flat[start:]) if chance.random() < 0.5 else torch.from_numpy(flat)[start:]
-    found = found.as_strided((2, 2), stride)
-    found = torch._neg_view(found) if chance.random() < 0.2 else found
-    return found.conj() if chance.random() < 0.2 else found
+def random_view(rng: random.Random, flat: npt.NDArray[Any]) -> torch.Tensor:
+    """Return a random 2x2 view of the buffer or a copy, with a separate or a shared storage."""
+    start, stride = rng.randrange(4), rng.choice([(2, 1), (1, 2), (1, 2), (2, 1), (1, 1), (0, 1), (3, 1)])
+    flat = flat if rng.random() < 0.8 else flat + 100
+    result = torch.from_numpy(flat[start:]) if rng.random() < 0.5 else torch.from_numpy(flat)[start:]
+    result = result.as_strided((2, 2), stride)
+    result = torch._neg_view(result) if rng.random() < 0.2 else result
+    return result.conj() if rng.random() < 0.2 else result
 
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_the_state_dict_may_share_memory_with_the_module(in_place: bool) -> None:
-    """Weights and new values in one buffer, as numpy gives it out; or all is as it was."""
+    """Weights and new values share one numpy buffer; a refused swap changes nothing."""
     done = 0
     for seed in range(SEEDS):
-        chance, live = random.Random(seed), nn.Module()
-        flat = (np.arange(21) + 1j * chance.randrange(2)).astype(np.complex64)[9:]  # its address is nothing round
-        for name in "abc"[: chance.randint(1, 3)]:
-            live.register_buffer(name, lain(chance, flat))
-        old, kinds = {name: tensor.clone() for name, tensor in live.named_buffers()}, chance.choice([2, 4])
-        sources = [lain(chance, flat) for _ in range(kinds)]
-        state = {name: chance.choice([old[name], *sources]) for name in old}
-        wanted = {name: tensor.clone() for name, tensor in state.items()}
+        rng, live = random.Random(seed), nn.Module()
+        flat = (np.arange(21) + 1j * rng.randrange(2)).astype(np.complex64)[9:]  # its address is not aligned
+        for name in "abc"[: rng.randint(1, 3)]:
+            live.register_buffer(name, random_view(rng, flat))
+        old, source_count = {name: tensor.clone() for name, tensor in live.named_buffers()}, rng.choice([2, 4])
+        sources = [random_view(rng, flat) for _ in range(source_count)]
+        state = {name: rng.choice([old[name], *sources]) for name in old}
+        expected = {name: tensor.clone() for name, tensor in state.items()}
         try:
             swap_weights(live, state, in_place=in_place)
         except Refused:
-            wanted = old
+            expected = old
         else:
             done += 1
-        assert all(same_bits(tensor, wanted[name]) for name, tensor in live.named_buffers()), seed
+        assert all(same_bits(tensor, expected[name]) for name, tensor in live.named_buffers()), seed
     assert 0.2 * SEEDS < done < 0.95 * SEEDS, done
 
 
-def test_interleaved_views_of_a_buffer() -> None:
+def test_interleaved_views_of_a_buffer_are_written_correctly() -> None:
     flat, live = np.zeros(8, np.float32), nn.Module()
     live.register_buffer("left", torch.from_numpy(flat[:4]))
     live.register_buffer("right", torch.from_numpy(flat)[4:].view(2, 2).t())
@@ -216,8 +216,10 @@ def test_interleaved_views_of_a_buffer() -> None:
 
 @pytest.mark.parametrize("within", [range(1, 2), range(1, 3), range(1, 6)])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_value_in_the_memory_of_another_weight(in_place: bool, within: range) -> None:
-    """In any order of writing: the memory of the large one continues behind the others; there are two such tensors."""
+def test_a_value_in_the_memory_of_another_weight_is_read_before_it_is_overwritten(
+    in_place: bool, within: range
+) -> None:
+    """Two large weights contain the smaller weights and the new values of other weights."""
     live, memories = nn.Module(), torch.arange(16.0).split(8)
     for number, memory in enumerate(memories):
         live.register_buffer(f"large{number}", memory)
@@ -260,8 +262,8 @@ def test_tensors_without_elements_keep_their_shapes(in_place: bool) -> None:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_wrapper_that_has_a_tensor_of_its_own_name_keeps_both(in_place: bool) -> None:
-    """Without the wrapper's segment the two would have one name."""
+def test_a_wrapper_with_a_tensor_of_the_same_name_keeps_both(in_place: bool) -> None:
+    """Without the segment of the wrapper, both tensors have the same name."""
     live, other = (nn.DataParallel(seeded(nn.Linear, seed, 2, 2)) for seed in (0, 1))
     for seed, module in enumerate((live, other)):
         module.register_buffer("weight", torch.full((3,), float(seed)))
@@ -270,10 +272,10 @@ def test_a_wrapper_that_has_a_tensor_of_its_own_name_keeps_both(in_place: bool) 
     assert live.weight.tolist() == [1, 1, 1]
 
 
-# The same refusals as the command
+# Refusals
 
 
-def test_all_problems_are_reported_at_once_and_nothing_is_changed() -> None:
+def test_all_problems_are_reported_and_nothing_is_changed() -> None:
     live, state = seeded(Tied, 0), seeded(Tied, 1).state_dict()
     state["head.weight"] = state["head.weight"] + 1
     state["norm.weight"] = torch.ones(5)
@@ -293,7 +295,7 @@ def test_all_problems_are_reported_at_once_and_nothing_is_changed() -> None:
     assert unchanged(before, live)
 
 
-def test_another_dtype_needs_cast() -> None:
+def test_another_dtype_requires_cast() -> None:
     live, other = seeded(nn.Linear, 0, 4, 2), seeded(nn.Linear, 1, 4, 2).double()
     with pytest.raises(Refused) as refused:
         swap_weights(live, other.state_dict())
@@ -302,7 +304,7 @@ def test_another_dtype_needs_cast() -> None:
     assert torch.equal(live.weight, other.weight.float())
 
 
-def test_the_model_tells_how_hooks_rename() -> None:
+def test_model_resolves_keys_that_hooks_rename() -> None:
     operand = f"{ROOT / 'examples' / 'fusion_decoder.py'}:build"
     definition = load(operand)
     live, other = definition.build(True), definition.build(True)
@@ -322,7 +324,7 @@ def test_the_model_tells_how_hooks_rename() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "state", "says"),
+    ("target", "state", "expected"),
     [
         (object(), {}, "an object holds no weights that can be swapped"),
         (nn.Linear(1, 1), [1], "a list is not a state_dict"),
@@ -330,20 +332,19 @@ def test_the_model_tells_how_hooks_rename() -> None:
         (nn.LazyLinear(1), {}, "the module is not initialised yet: it has 2 lazy parameters"),
     ],
 )
-def test_targets_and_states_that_cannot_be_swapped(target: Any, state: Any, says: str) -> None:
+def test_invalid_targets_and_states_are_refused(target: Any, state: Any, expected: str) -> None:
     with pytest.raises(CkptError) as raised:
         swap_weights(target, state)
-    assert raised.value.message == says
+    assert raised.value.message == expected
 
 
-# Failures on the way
+# Failures
 
 
 class Closed(dict[str, Any]):
-    """A state dict whose file was deleted."""
+    """A state_dict that can no longer be read."""
 
     def items(self) -> Any:
-        """A missing file."""
         raise RuntimeError("the file is closed")
 
 
@@ -352,13 +353,13 @@ def test_an_error_of_the_state_dict_is_not_blamed_on_the_module() -> None:
         swap_weights(nn.Linear(2, 2), Closed(nn.Linear(2, 2).state_dict()))
 
 
-def test_tensors_that_cannot_take_a_value_are_refused_before_anything_is_written() -> None:
+def test_tensors_that_cannot_be_written_are_refused_before_any_write() -> None:
     with torch.inference_mode():
         inference = nn.Linear(2, 2)
     expanded = nn.Linear(2, 2)
     expanded.weight = nn.Parameter(torch.zeros(1, 2).expand(2, 2))
     meta = nn.Linear(2, 2, device="meta")
-    for live, says in (
+    for live, expected in (
         (inference, {"an inference tensor @ weight", "an inference tensor @ bias"}),
         (expanded, {"several of its elements are one in memory @ weight"}),
         (meta, {f"it is on the meta device and has no data @ {name}" for name in ("weight", "bias")}),
@@ -366,7 +367,7 @@ def test_tensors_that_cannot_take_a_value_are_refused_before_anything_is_written
         before = snapshot(live) if live is not inference and live is not meta else None
         with pytest.raises(Refused) as refused:
             swap_weights(live, nn.Linear(2, 2).state_dict())
-        assert problems(refused) == says
+        assert problems(refused) == expected
         assert before is None or unchanged(before, live)
     for live in (inference, expanded):
         other = nn.Linear(2, 2)
@@ -390,19 +391,19 @@ def test_values_without_data_are_refused() -> None:
 
 
 @pytest.mark.parametrize("into_sparse", [True, False])
-def test_dense_and_sparse_do_not_mix(into_sparse: bool) -> None:
+def test_swaps_between_dense_and_sparse_are_refused(into_sparse: bool) -> None:
     dense, sparse = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     sparse.weight = nn.Parameter(torch.eye(2).to_sparse())
     live, state = (sparse, dense.state_dict()) if into_sparse else (dense, sparse.state_dict())
-    kept = live.weight.detach().to_dense().clone()
+    before = live.weight.detach().to_dense().clone()
     with pytest.raises(Refused) as refused:
         swap_weights(live, state)
     assert "between dense and sparse" in " ".join(problems(refused))
-    assert torch.equal(live.weight.detach().to_dense(), kept)
+    assert torch.equal(live.weight.detach().to_dense(), before)
 
 
 class Weight8(torch.Tensor):
-    """An int8 weight with a scale, as quantization libraries make them: a wrapper subclass with its own module_load."""
+    """An int8 weight with a scale, as in quantization libraries: a wrapper subclass with a custom module_load."""
 
     data8: torch.Tensor
     factor: torch.Tensor
@@ -442,16 +443,16 @@ class Weight8(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten.alias.default):
-            own = args[0]
-            factor = own.factor if isinstance(own.factor, float) else func(own.factor, **kwargs)
-            found = type(own)(func(own.data8, **kwargs), factor)
-            return return_and_correct_aliasing(func, args, kwargs, found)
+            source = args[0]
+            factor = source.factor if isinstance(source.factor, float) else func(source.factor, **kwargs)
+            result = type(source)(func(source.data8, **kwargs), factor)
+            return return_and_correct_aliasing(func, args, kwargs, result)
         dense = [arg.dense() if isinstance(arg, Weight8) else arg for arg in args]
         return func(*dense, **kwargs)
 
 
 class Scaled(Weight8):
-    """As above, but the scale is a number that the class keeps next to its tensors."""
+    """Like Weight8, but the scale is a Python number."""
 
     @staticmethod
     def __new__(cls, data8: torch.Tensor, factor: Any) -> Scaled:
@@ -476,7 +477,7 @@ def quantized(seed: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_subclasses_are_loaded_by_their_own_module_load(in_place: bool) -> None:
+def test_subclasses_are_loaded_by_their_module_load(in_place: bool) -> None:
     live, other, oracle = quantized(0), quantized(5), quantized(0)
     live["c"].weight = live["a"].weight
     other["c"].weight = other["a"].weight
@@ -491,12 +492,12 @@ def test_subclasses_are_loaded_by_their_own_module_load(in_place: bool) -> None:
         torch.__future__.set_swap_module_params_on_conversion(False)
     swap_weights(live, state, in_place=in_place)
     for name in "ab":
-        mine, theirs = live[name].weight, oracle[name].weight
-        assert type(mine) is Weight8
-        assert isinstance(mine, nn.Parameter)
-        assert not mine.requires_grad
-        assert torch.equal(mine.data8, theirs.data8)
-        assert torch.equal(mine.factor, theirs.factor)
+        actual, expected = live[name].weight, oracle[name].weight
+        assert type(actual) is Weight8
+        assert isinstance(actual, nn.Parameter)
+        assert not actual.requires_grad
+        assert torch.equal(actual.data8, expected.data8)
+        assert torch.equal(actual.factor, expected.factor)
     assert live["c"].weight is live["a"].weight
     assert (live["a"].weight is weight) == in_place
     assert live["a"].weight.tag == "kept"
@@ -514,7 +515,7 @@ def test_a_subclass_keeps_its_gradient_in_place() -> None:
     assert torch.equal(vars(live.weight)["b"].detach(), torch.eye(2))
 
 
-def test_a_subclass_goes_into_a_dense_weight_by_its_own_module_load() -> None:
+def test_a_subclass_is_loaded_into_a_dense_weight_by_its_module_load() -> None:
     live, other = nn.Linear(4, 4, False), seeded(nn.Linear, 1, 4, 4, False)
     value = Weight8.of(other.weight)
     swap_weights(live, {"weight": value})
@@ -522,7 +523,7 @@ def test_a_subclass_goes_into_a_dense_weight_by_its_own_module_load() -> None:
     assert torch.equal(live.weight.data.data8, value.data8)
 
 
-def test_tied_subclasses_that_get_two_values_are_refused() -> None:
+def test_tied_subclasses_with_different_values_are_refused() -> None:
     live, other = quantized(0), quantized(5)
     live["c"].weight = live["a"].weight
     with pytest.raises(Refused) as refused:
@@ -533,15 +534,15 @@ def test_tied_subclasses_that_get_two_values_are_refused() -> None:
 def test_the_context_of_a_subclass_is_part_of_its_value() -> None:
     data = torch.ones(2, 2, dtype=torch.int8)
     state = {"a.weight": Scaled(data, 0.5), "b.weight": Scaled(data, 0.25)}
-    ties = nn.ModuleDict({"a": nn.Linear(2, 2, False), "b": nn.Linear(2, 2, False)})
-    ties["b"].weight = ties["a"].weight = nn.Parameter(Scaled(data, 1.0), requires_grad=False)
+    tied = nn.ModuleDict({"a": nn.Linear(2, 2, False), "b": nn.Linear(2, 2, False)})
+    tied["b"].weight = tied["a"].weight = nn.Parameter(Scaled(data, 1.0), requires_grad=False)
     with pytest.raises(Refused) as refused:
-        swap_weights(ties, state)
+        swap_weights(tied, state)
     assert problems(refused) == {"tied to a.weight, and its new value is another one @ b.weight"}
     assert ckpttool.diff(state, dict(state), values=True).identical
     assert not ckpttool.diff(state, {**state, "b.weight": state["a.weight"]}, values=True).identical
-    swap_weights(ties, {**state, "b.weight": Scaled(data.clone(), 0.5)})
-    assert vars(ties["b"].weight)["factor"] == 0.5
+    swap_weights(tied, {**state, "b.weight": Scaled(data.clone(), 0.5)})
+    assert vars(tied["b"].weight)["factor"] == 0.5
 
 
 def test_a_failing_module_load_changes_nothing() -> None:
@@ -555,55 +556,55 @@ def test_a_failing_module_load_changes_nothing() -> None:
         swap_weights(live, state)
     assert problems(refused) == {"cannot quantize NaN @ c.weight"}
     for name, tensor in live.state_dict(keep_vars=True).items():
-        ident, value = before[name]
-        assert id(tensor) == ident
+        identity, value = before[name]
+        assert id(tensor) == identity
         assert tensor.data8 is value if isinstance(tensor, Weight8) else torch.equal(tensor, value)
 
 
-class Own(Weight8):
-    """Its `module_load` gives whatever the test says."""
+class CustomLoad(Weight8):
+    """A subclass whose `module_load` the test defines."""
 
-    given: Any = None
+    load_function: Any = None
     locked: frozenset[int] = frozenset()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.module_load:
-            return cls.given(*args)
+            return cls.load_function(*args)
         if func is torch.Tensor.requires_grad_ and id(args[0]) in cls.locked:
             raise ValueError("not now")
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def owning(value: float) -> nn.Module:
+def with_custom_load(value: float) -> nn.Module:
     layer = nn.Linear(2, 2, bias=False)
-    layer.weight = nn.Parameter(Own.of(torch.full((2, 2), value)), requires_grad=False)
+    layer.weight = nn.Parameter(CustomLoad.of(torch.full((2, 2), value)), requires_grad=False)
     return layer
 
 
-GIVEN: list[tuple[Any, str | None]] = [
-    (lambda own, other: other, None),
-    (lambda own, other: other.clone(), None),
-    (lambda own, other: nn.Parameter(other.clone(), requires_grad=True), None),
+RESULTS: list[tuple[Any, str | None]] = [
+    (lambda target, other: other, None),
+    (lambda target, other: other.clone(), None),
+    (lambda target, other: nn.Parameter(other.clone(), requires_grad=True), None),
     (
-        lambda own, other: Own(other.data8.clone(), other.factor.double()),
+        lambda target, other: CustomLoad(other.data8.clone(), other.factor.double()),
         "its module_load gives the dtype torch.float64",
     ),
     (
-        lambda own, other: Own(other.data8[:1].clone(), other.factor),
+        lambda target, other: CustomLoad(other.data8[:1].clone(), other.factor),
         "its module_load gives the shape torch.Size([1, 2])",
     ),
 ]
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize(("given", "refused"), GIVEN)
+@pytest.mark.parametrize(("module_load", "refused"), RESULTS)
 def test_the_result_of_module_load_belongs_to_the_module(
-    monkeypatch: pytest.MonkeyPatch, given: Any, refused: str | None, in_place: bool
+    monkeypatch: pytest.MonkeyPatch, module_load: Any, refused: str | None, in_place: bool
 ) -> None:
-    """Also where it is the very tensor of the state dict: what is trained on later is not the state dict."""
-    monkeypatch.setattr(Own, "given", staticmethod(given))
-    live, new = owning(1.0), Own.of(torch.full((2, 2), 3.0))
+    """It is copied even if it is a tensor of the state_dict, so that later training does not change the state_dict."""
+    monkeypatch.setattr(CustomLoad, "load_function", staticmethod(module_load))
+    live, new = with_custom_load(1.0), CustomLoad.of(torch.full((2, 2), 3.0))
     if refused is not None:
         with pytest.raises(Refused) as caught:
             swap_weights(live, {"weight": new}, in_place=in_place)
@@ -616,47 +617,46 @@ def test_the_result_of_module_load_belongs_to_the_module(
     assert (isinstance(weight, nn.Parameter), weight.requires_grad) == (True, False)
 
 
-def test_a_swap_that_a_class_fails_halfway_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it raises."""
-    live = nn.ModuleList([owning(1.0), owning(2.0)])
-    monkeypatch.setattr(Own, "given", staticmethod(lambda own, other: other.clone()))
-    monkeypatch.setattr(Own, "locked", frozenset([id(live[1].weight)]))
+def test_a_swap_is_undone_if_a_class_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = nn.ModuleList([with_custom_load(1.0), with_custom_load(2.0)])
+    monkeypatch.setattr(CustomLoad, "load_function", staticmethod(lambda target, other: other.clone()))
+    monkeypatch.setattr(CustomLoad, "locked", frozenset([id(live[1].weight)]))
     before = [(id(layer.weight), layer.weight.factor) for layer in live]
     with pytest.raises(ValueError, match="not now"):
-        swap_weights(live, {f"{at}.weight": Own.of(torch.full((2, 2), 5.0)) for at in (0, 1)})
+        swap_weights(live, {f"{at}.weight": CustomLoad.of(torch.full((2, 2), 5.0)) for at in (0, 1)})
     assert [(id(layer.weight), layer.weight.factor) for layer in live] == before
 
 
 class Locked(list[torch.Tensor]):
-    """A list of weights in which nothing can be replaced."""
+    """A list of weights that cannot be replaced."""
 
     def __setitem__(self, at: Any, value: Any) -> None:
         raise TypeError("locked")
 
 
-def test_new_tensors_that_cannot_be_put_into_the_module_are_undone() -> None:
+def test_a_swap_is_undone_if_a_tensor_cannot_be_replaced() -> None:
     live = seeded(nn.Linear, 0, 2, 2)
-    live.held = Locked([live.bias])
+    live.weights = Locked([live.bias])
     before = snapshot(live)
     with pytest.raises(TypeError, match="locked"):
         swap_weights(live, seeded(nn.Linear, 1, 2, 2).state_dict(), in_place=False)
     assert unchanged(before, live)
 
 
-def test_a_swap_that_torch_refuses_halfway_is_undone() -> None:
-    """The last of three tensor objects is in use by autograd: torch notices that only when it swaps it."""
+def test_a_swap_is_undone_if_torch_refuses_to_swap_a_tensor() -> None:
+    """Autograd uses the last of three tensors, which torch only notices when it swaps this tensor."""
     live, other = quantized(0), quantized(5)
     live["c"].weight = nn.Parameter(live["c"].weight.detach(), requires_grad=True)
     live["a"].bias.grad = torch.ones(4)
-    held = live["c"].weight.expand_as(live["c"].weight)  # the graph holds on to the parameter
+    view = live["c"].weight.expand_as(live["c"].weight)  # the graph refers to the parameter
     before = {name: (id(t), getattr(t, "data8", None), t.detach().clone()) for name, t in live.named_parameters()}
-    assert held.grad_fn is not None
+    assert view.grad_fn is not None
     with pytest.raises(Refused) as refused:
         swap_weights(live, other.state_dict())
     assert "a tensor cannot be swapped" in refused.value.message
     for name, tensor in live.named_parameters():
-        ident, data8, value = before[name]
-        assert id(tensor) == ident
+        identity, data8, value = before[name]
+        assert id(tensor) == identity
         assert getattr(tensor, "data8", None) is data8
         assert isinstance(tensor, Weight8) or torch.equal(tensor, value)
     assert live["a"].bias.grad is not None
@@ -664,20 +664,20 @@ def test_a_swap_that_torch_refuses_halfway_is_undone() -> None:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Has Python listen to SIGINT, which is ignored in what a script's shell runs in the background."""
+    """Install Python's SIGINT handler: a shell ignores SIGINT for processes that a script runs in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_waits_until_all_is_written() -> None:
+def test_ctrl_c_waits_until_all_weights_are_written() -> None:
     class Interrupted(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found = func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
             if func is torch.ops.aten._foreach_copy_.default:
                 signal.raise_signal(signal.SIGINT)
-            return found
+            return result
 
     live, other = quantized(0), quantized(5)
     with pytest.raises(KeyboardInterrupt), Interrupted():
@@ -687,7 +687,7 @@ def test_ctrl_c_waits_until_all_is_written() -> None:
         assert torch.equal(live[name].weight.data8, other[name].weight.data8)
 
 
-def test_a_weak_reference_to_a_subclass_weight_is_found_before() -> None:
+def test_a_weak_reference_to_a_subclass_weight_is_refused() -> None:
     live = quantized(0)
     ref = weakref.ref(live["b"].weight)
     with pytest.raises(Refused) as refused:
@@ -697,13 +697,13 @@ def test_a_weak_reference_to_a_subclass_weight_is_found_before() -> None:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_quantized_tensors_take_data_and_scale(in_place: bool) -> None:
-    def holder(scale: float) -> nn.Module:
+def test_quantized_tensors_get_the_new_data_and_scale(in_place: bool) -> None:
+    def with_quantized_buffer(scale: float) -> nn.Module:
         module = nn.Module()
         module.register_buffer("weight", torch.quantize_per_tensor(torch.linspace(-1, 1, 6), scale, 0, torch.qint8))
         return module
 
-    live, other = holder(0.1), holder(0.02)
+    live, other = with_quantized_buffer(0.1), with_quantized_buffer(0.02)
     old = live.weight
     swap_weights(live, other.state_dict(), in_place=in_place)
     assert live.weight.q_scale() == 0.02
@@ -722,7 +722,7 @@ def test_quantized_tensors_take_data_and_scale(in_place: bool) -> None:
         lambda dense: torch.quantize_per_channel(dense, torch.tensor([0.5, 1]), torch.zeros(2).long(), 0, torch.qint8),
     ],
 )
-def test_two_names_of_a_tensor_that_is_not_dense_get_one_value(made: Any, in_place: bool) -> None:
+def test_tied_tensors_that_are_not_dense_stay_tied(made: Any, in_place: bool) -> None:
     live, new = nn.Module(), made(torch.tensor([[1.0, 0], [0, 3]]))
     old = made(torch.eye(2))
     live.register_buffer("a", old)
@@ -740,7 +740,7 @@ def test_two_names_of_a_tensor_that_is_not_dense_get_one_value(made: Any, in_pla
 # Compiled modules, programs, unflattened programs, wrappers
 
 
-def test_a_compiled_module_computes_with_the_new_weights_without_a_new_compilation() -> None:
+def test_a_compiled_module_uses_the_new_weights_without_recompilation() -> None:
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -760,7 +760,7 @@ def test_a_compiled_module_computes_with_the_new_weights_without_a_new_compilati
     assert len(graphs) == 1
 
 
-def test_wrappers_add_segments_and_nothing_else() -> None:
+def test_wrapper_segments_are_ignored() -> None:
     live, other = nn.DataParallel(seeded(nn.Linear, 0, 4, 2)), seeded(nn.Linear, 1, 4, 2)
     averaged = torch.optim.swa_utils.AveragedModel(seeded(nn.Linear, 2, 4, 2))
     swap_weights(live, other.state_dict())
@@ -784,7 +784,7 @@ def test_a_program_gives_new_outputs_and_keeps_its_constants(in_place: bool | No
     assert program.constants.keys() == constants.keys() == set(done.constants)
     assert all(program.constants[key] is value for key, value in constants.items())
     assert program.state_dict["head.weight"] is program.state_dict["embed.weight"]
-    assert torch.equal(live(x), old if in_place is None else other(x))  # it still has the memory of its model
+    assert torch.equal(live(x), old if in_place is None else other(x))  # in place, both share memory
 
 
 def test_a_refused_program_is_unchanged() -> None:
@@ -797,7 +797,7 @@ def test_a_refused_program_is_unchanged() -> None:
 
 @pytest.mark.parametrize("kind", [Nested, Shared])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_an_unflattened_program_takes_weights_of_its_model_and_of_its_own_kind(kind: Any, in_place: bool) -> None:
+def test_an_unflattened_program_accepts_weights_of_its_model_or_of_a_program(kind: Any, in_place: bool) -> None:
     other = made(kind)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -820,18 +820,18 @@ def test_variants_with_different_values_are_refused() -> None:
         assert {problem.key for problem in refused.value.problems} == {"block@1.gate.shift"}
 
 
-# Under traffic
+# Concurrency
 
 
-def test_new_tensors_are_read_entirely_old_or_entirely_new() -> None:
+def test_concurrent_readers_see_either_old_or_new_tensors() -> None:
     live = nn.Module()
     live.weight = nn.Parameter(torch.zeros(1 << 16))
-    stop, mixed, seen = threading.Event(), [], set()
+    stop, mixed, values = threading.Event(), [], set()
 
     def read() -> None:
         while not stop.is_set():
             low, high = (float(x) for x in torch.aminmax(live.weight.detach()))
-            seen.add(low)
+            values.add(low)
             if low != high:
                 mixed.append((low, high))
 
@@ -850,14 +850,14 @@ def test_new_tensors_are_read_entirely_old_or_entirely_new() -> None:
         sys.setswitchinterval(interval)
     assert mixed == []
     assert float(live.weight.detach()[0]) == 200
-    assert seen <= set(map(float, range(201)))
+    assert values <= set(map(float, range(201)))
 
 
 # AOTInductor
 
 
-class Small(nn.Module):
-    """Weights that a package keeps as constants (8 elements and fewer in a row are compiled into its code)."""
+class TwoLayers(nn.Module):
+    """Weights large enough to be constants of a package (tensors of 8 or fewer elements are compiled into its code)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -874,43 +874,43 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, nn.Module, t
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("AOTInductor needs a C++ compiler, and this machine has none")
     needs_torch("2.7", "weights swapped in a package")
-    model = seeded(Small, 0)
+    model = seeded(TwoLayers, 0)
     program = torch.export.export(model, (torch.ones(2, 4),))
     path = tmp_path_factory.mktemp("package") / "small.pt2"
     torch._inductor.aoti_compile_and_package(program, package_path=str(path))
     return torch._inductor.aoti_load_package(str(path)), model, program
 
 
-def test_a_loaded_package_takes_checked_weights(package: Any, tmp_path: Path) -> None:
+def test_a_loaded_package_accepts_only_valid_weights(package: Any, tmp_path: Path) -> None:
     compiled, model, program = package
     x = torch.linspace(-1, 1, 8).reshape(2, 4)
-    good, start = seeded(Small, 1), compiled(x)
+    good, start = seeded(TwoLayers, 1), compiled(x)
     assert torch.allclose(start, model(x))
-    for broken, says in (
+    for broken, expected in (
         ({"inner.bias": torch.ones(17)}, "shape [17], the program has [16] (from inner.bias) @ inner.bias"),
         ({"inner.bias": torch.ones(16).int()}, "dtype int32, the program has float32 (from inner.bias) @ inner.bias"),
         ({"spare": torch.ones(1)}, "left over: the program has no such weight @ spare"),
     ):
         with pytest.raises(Refused) as refused:
             swap_weights(compiled, {**good.state_dict(), **broken}, model)
-        assert problems(refused) == {says}
+        assert problems(refused) == {expected}
         assert torch.equal(compiled(x), start)
     with pytest.raises(Refused) as other:
         swap_weights(compiled, nn.Linear(2, 2).state_dict(), nn.Linear(2, 2))
     assert other.value.message == "no constant of the package is a weight of the model"
     assert "no such weight in the model @ inner.bias" in problems(other)
     with pytest.raises(Refused, match="no constant of the package"):
-        swap_weights(compiled, good.state_dict(), lambda: nn.LazyLinear(2))  # whose tensors have no shapes yet
+        swap_weights(compiled, good.state_dict(), lambda: nn.LazyLinear(2))  # its tensors have no shapes yet
     with pytest.raises(CkptError) as unknown:
         swap_weights(compiled, good.state_dict())
     assert "does not say what shapes and dtypes" in unknown.value.message
-    for at, kind in enumerate((model, program, trace(LoadedModel("Small", lambda real: Small())))):
-        new = seeded(Small, at + 2)
+    for at, kind in enumerate((model, program, trace(LoadedModel("TwoLayers", lambda real: TwoLayers())))):
+        new = seeded(TwoLayers, at + 2)
         state = new.state_dict()
-        state["outer.weight"] = state["outer.weight"].t().contiguous().t()  # torch would copy its bytes as they lie
+        state["outer.weight"] = state["outer.weight"].t().contiguous().t()  # torch would ignore its strides
         done = swap_weights(compiled, state, kind)
         assert torch.allclose(compiled(x), new(x))
         assert done.constants == ("mask",)
         for tensor in state.values():
             tensor.zero_()
-        assert torch.allclose(compiled(x), seeded(Small, at + 2)(x))
+        assert torch.allclose(compiled(x), seeded(TwoLayers, at + 2)(x))

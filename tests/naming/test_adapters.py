@@ -1,4 +1,4 @@
-"""Adapters by their keys, as PEFT writes them and as others do; what `inspect` and `diff` say of them."""
+"""Adapters recognised by keys of PEFT and other tools, and their notes in `inspect` and `diff`."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from places import SUPPORT
 TARGETS = [f"model.layers.{n}.self_attn.{name}" for n in range(2) for name in ("q_proj", "v_proj")]
 
 
-def test_what_peft_saves() -> None:
-    """Its own file, and a whole state dict; PEFT says which modules it has adapted."""
+def test_adapters_saved_by_peft_are_recognised() -> None:
+    """An adapter file and a complete state_dict; PEFT lists the adapted modules."""
     model = get_peft_model(real_models.llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=True))
     base = real_models.llama().state_dict()
-    alone, beside = adapter_of(get_peft_model_state_dict(model)), adapter_of(model.state_dict())
+    alone, in_model = adapter_of(get_peft_model_state_dict(model)), adapter_of(model.state_dict())
     assert alone is not None
-    assert beside is not None
-    assert [*alone.modules] == [*beside.modules] == model.targeted_module_names == TARGETS
-    assert (alone.title, alone.alone, beside.alone) == ("a LoRA adapter", True, False)
-    assert len(beside.rest) == len(base)
-    assert missing_modules(alone, base) == missing_modules(beside, base) == ()
+    assert in_model is not None
+    assert [*alone.modules] == [*in_model.modules] == model.targeted_module_names == TARGETS
+    assert (alone.title, alone.alone, in_model.alone) == ("a LoRA adapter", True, False)
+    assert len(in_model.rest) == len(base)
+    assert missing_modules(alone, base) == missing_modules(in_model, base) == ()
     assert missing_modules(alone, real_models.bert().state_dict()) == tuple(TARGETS)
 
 
-def test_another_tuner() -> None:
+def test_an_ia3_adapter_is_recognised() -> None:
     config = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
-    found = adapter_of(get_peft_model_state_dict(get_peft_model(real_models.llama(), config)))
-    assert found is not None
-    assert found.kinds == ("IA3",)
-    assert [*found.modules] == [f"model.layers.{n}.self_attn.k_proj" for n in range(2)]
+    adapter = adapter_of(get_peft_model_state_dict(get_peft_model(real_models.llama(), config)))
+    assert adapter is not None
+    assert adapter.kinds == ("IA3",)
+    assert [*adapter.modules] == [f"model.layers.{n}.self_attn.k_proj" for n in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -61,31 +61,33 @@ def test_another_tuner() -> None:
         (["a.b.lora_embedding_A", "a.b.lora_embedding_B"], "a.b", "a.b"),
     ],
 )
-def test_adapters_of_other_tools(keys: list[str], module: str, base: str) -> None:
-    found = adapter_of(keys)
-    assert found is not None
-    assert (dict(found.modules), found.alone) == ({module: tuple(keys)}, True)
-    assert missing_modules(found, [f"{base}.weight"]) == ()
-    assert missing_modules(found, ["other.weight"]) == (module,)
+def test_adapters_of_other_tools_are_recognised(keys: list[str], module: str, base: str) -> None:
+    adapter = adapter_of(keys)
+    assert adapter is not None
+    assert (dict(adapter.modules), adapter.alone) == ({module: tuple(keys)}, True)
+    assert missing_modules(adapter, [f"{base}.weight"]) == ()
+    assert missing_modules(adapter, ["other.weight"]) == (module,)
 
 
 @pytest.mark.parametrize("build", [name for name in real_models.ALL if name != "lora"])
-def test_no_adapter(build: str) -> None:
+def test_a_model_is_not_an_adapter(build: str) -> None:
     assert adapter_of(getattr(real_models, build)().state_dict()) is None
     assert adapter_of(["lora_weights.weight", "colora.weight", "alpha"]) is None
 
 
-def test_kokoro_368_an_adapter_that_matches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``load_state_dict(strict=False)`` says nothing and loads nothing."""
+def test_kokoro_368_an_adapter_without_matching_keys_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``load_state_dict(strict=False)`` loads nothing and does not report it."""
     adapter = str(tmp_path / "adapter_model.safetensors")
     save_file(get_peft_model_state_dict(real_models.lora()), adapter)
     for name in ("llama", "bert"):
         torch.save(getattr(real_models, name)().state_dict(), tmp_path / f"{name}.pt")
 
-    def notes(*words: str) -> list[str]:
-        assert main(["diff", *words, "--format", "json"]) == 1
-        found: list[str] = notes_in(json.loads(capsys.readouterr().out))
-        return found
+    def notes(*arguments: str) -> list[str]:
+        assert main(["diff", *arguments, "--format", "json"]) == 1
+        result: list[str] = notes_in(json.loads(capsys.readouterr().out))
+        return result
 
     assert any(
         note.startswith(
@@ -93,14 +95,20 @@ def test_kokoro_368_an_adapter_that_matches_nothing(tmp_path: Path, capsys: pyte
         )
         for note in notes(adapter, str(tmp_path / "llama.pt"))
     )
-    back = notes(str(tmp_path / "llama.pt"), adapter)
-    assert any(note.startswith("right is a LoRA adapter for 4 modules, all of them are in left") for note in back)
-    others = notes(adapter, str(tmp_path / "bert.pt"))
-    assert any(note.startswith("left is a LoRA adapter for 4 modules, 0 of them are in right") for note in others)
-    assert any(note.startswith("4 adapted modules not in right: model.layers.0.self_attn.q_proj, ") for note in others)
-    loaded = notes("--model", f"{SUPPORT / 'real_models.py'}:llama", adapter)
-    assert any(note.startswith("the checkpoint is a LoRA adapter for 4 modules, all of them are in") for note in loaded)
-    assert loaded[0].startswith("0 of 8 tensors matched")
+    reversed_notes = notes(str(tmp_path / "llama.pt"), adapter)
+    assert any(
+        note.startswith("right is a LoRA adapter for 4 modules, all of them are in left") for note in reversed_notes
+    )
+    other_notes = notes(adapter, str(tmp_path / "bert.pt"))
+    assert any(note.startswith("left is a LoRA adapter for 4 modules, 0 of them are in right") for note in other_notes)
+    assert any(
+        note.startswith("4 adapted modules not in right: model.layers.0.self_attn.q_proj, ") for note in other_notes
+    )
+    model_notes = notes("--model", f"{SUPPORT / 'real_models.py'}:llama", adapter)
+    assert any(
+        note.startswith("the checkpoint is a LoRA adapter for 4 modules, all of them are in") for note in model_notes
+    )
+    assert model_notes[0].startswith("0 of 8 tensors matched")
 
 
 def test_an_adapter_in_a_complete_model_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,13 +120,13 @@ def test_an_adapter_in_a_complete_model_is_reported(tmp_path: Path, capsys: pyte
         assert row[0] == section
 
 
-def test_inspect_calls_it_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_lists_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "adapter_model.safetensors")
     save_file(get_peft_model_state_dict(real_models.lora()), path)
     assert main(["inspect", path, "--format", "json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["adapters"]
-    assert found == {"section": "", "kinds": ["LoRA"], "modules": TARGETS, "tensors": 8, "alone": True}
+    (adapter,) = json.loads(capsys.readouterr().out)["adapters"]
+    assert adapter == {"section": "", "kinds": ["LoRA"], "modules": TARGETS, "tensors": 8, "alone": True}
     assert main(["inspect", path]) == 0
-    shown = capsys.readouterr().out
-    assert "LoRA, without its base model" in shown
-    assert "model.layers.{0-1}.self_attn.q_proj" in shown
+    output = capsys.readouterr().out
+    assert "LoRA, without its base model" in output
+    assert "model.layers.{0-1}.self_attn.q_proj" in output

@@ -1,4 +1,4 @@
-"""Two checkpoints of one model that differ by wrappers: the matching keys, and the command that fixes it."""
+"""Two checkpoints of one model with different wrappers: matching keys, and the command that renames them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def save(form: str, path: Path) -> str:
     return str(path)
 
 
-def test_equal_keys_and_wrapped_keys() -> None:
+def test_equal_and_wrapped_keys_are_aligned() -> None:
     left, right = ["module.a.w", "module.b._orig_mod.w"], ["a._checkpoint_wrapped_module.w", "b.w"]
     assert align(left, right) == dict(zip(left, right))
     assert align(left, left) == dict(zip(left, left))
@@ -33,9 +33,9 @@ def test_equal_keys_and_wrapped_keys() -> None:
 @pytest.mark.parametrize(
     ("left", "right"),
     [
-        (["module.a.w", "_orig_mod.a.w"], ["a.w"]),  # two of them would be one
+        (["module.a.w", "_orig_mod.a.w"], ["a.w"]),  # both would be `a.w`
         (["module.w", "head.w"], ["v", "head.w"]),
-        (["a.layer.w"], ["a.w"]),  # no wrapper's segment
+        (["a.layer.w"], ["a.w"]),  # not a wrapper segment
     ],
 )
 def test_ambiguous_keys_are_not_paired(left: list[str], right: list[str]) -> None:
@@ -49,24 +49,24 @@ def test_a_common_prefix_is_removed() -> None:
 
 @pytest.mark.parametrize("right", FORMS)
 @pytest.mark.parametrize("left", FORMS)
-def test_the_command_that_diff_proposes_can_be_pasted(
+def test_the_command_that_diff_suggests_can_be_pasted(
     left: str, right: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = save(left, tmp_path / "left.pt"), save(right, tmp_path / "right.pt")
     status = main(["diff", *paths, "--format", "json"])
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     if left == right:
-        assert (status, fixes_in(found)) == (0, [])
+        assert (status, fixes_in(result)) == (0, [])
         return
-    assert (status, found["summary"].keys() - {"same"}) == (1, {"renamed"})
-    (command,) = fixes_in(found)
+    assert (status, result["summary"].keys() - {"same"}) == (1, {"renamed"})
+    (command,) = fixes_in(result)
     assert "MODEL" not in command
     assert main(shlex.split(command)[1:]) == 0
     wrap(right, net(1)).load_state_dict(torch.load(tmp_path / "left.renamed.pt"))
 
 
 @pytest.mark.parametrize("form", ["compile", "dp", "block: compile"])
-def test_pytorch_101107_113422_a_checkpoint_of_a_compiled_model(
+def test_pytorch_101107_113422_a_checkpoint_of_a_compiled_model_is_explained(
     form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torch: Missing key(s) in state_dict: "embed.weight" ... Unexpected key(s): "_orig_mod.embed.weight"."""
@@ -74,9 +74,9 @@ def test_pytorch_101107_113422_a_checkpoint_of_a_compiled_model(
     with pytest.raises(RuntimeError, match="Unexpected key"):
         Net().load_state_dict(torch.load(ckpt))
     assert main(["diff", ckpt, save("plain", tmp_path / "plain.pt")]) == 1
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     title = "DistributedDataParallel or DataParallel" if form == "dp" else "torch.compile (`_orig_mod`)"
-    assert f"left is wrapped in {title}" in said
+    assert f"left is wrapped in {title}" in output
     assert main(["remap", ckpt, "--to", "serialized", "-o", str(out)]) == 0
     Net().load_state_dict(torch.load(out))
 
@@ -84,13 +84,13 @@ def test_pytorch_101107_113422_a_checkpoint_of_a_compiled_model(
 def test_like_reports_keys_without_a_counterpart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     averaged, plain = save("averaged", tmp_path / "ema.pt"), save("compile", tmp_path / "plain.pt")
     assert main(["remap", averaged, "--like", plain, "-o", str(tmp_path / "out.pt"), "--format", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["from"] == "averaged"
-    assert notes_in(found) == ["the other checkpoint has no name for 1 key: n_averaged"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["from"] == "averaged"
+    assert notes_in(result) == ["the other checkpoint has no name for 1 key: n_averaged"]
     assert list(torch.load(tmp_path / "out.pt")) == ["n_averaged", *(f"_orig_mod.{key}" for key in PLAIN)]
 
 
-def test_peft_explains_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_peft_wrapper_is_given_as_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from peft import LoraConfig, get_peft_model
 
     torch.save(

@@ -1,4 +1,4 @@
-"""Which form a section's names are of, and what becomes of keys that are only saved."""
+"""The form of a section's names, and keys that are saved but not loaded."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.instances import filled
 
 
-class Summed(nn.Module):
-    """``a``, ``b`` and ``c``; a hook saves ``a + b`` as well, which loading passes over."""
+class SavesSum(nn.Module):
+    """Has ``a``, ``b`` and ``c``, and also saves ``a + b``, which loading ignores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,8 +37,8 @@ class Summed(nn.Module):
         super()._load_from_state_dict(state, prefix, *more)
 
 
-class Doubled(nn.Linear):
-    """Saved twice as large, under the same names."""
+class SavesDoubled(nn.Linear):
+    """Saves its weight multiplied by 2 under the same name."""
 
     def _save_to_state_dict(self, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(state, prefix, keep_vars)
@@ -62,7 +62,7 @@ def tables(build: Any) -> NameTables:
 
 @pytest.mark.parametrize("form", [RUNTIME, SERIALIZED])
 def test_a_recorded_or_given_form_is_used(form: str) -> None:
-    names = tables(lambda: Doubled(2, 2))
+    names = tables(lambda: SavesDoubled(2, 2))
     assert read(names, section("weight", "bias")).ambiguous
     assert read(names, section("weight", "bias", form=form)).form == form
     assert not read(names, section("weight", "bias"), form).ambiguous
@@ -71,30 +71,30 @@ def test_a_recorded_or_given_form_is_used(form: str) -> None:
 
 
 def test_a_key_that_is_only_saved_is_dropped_if_it_can_be_restored() -> None:
-    names = tables(Summed)
-    part = section("a", "c", "sum")
-    for kept in ("abc", "ab"):
-        enough = section(*kept, "sum")
-        done = move(names, enough, read(names, enough), RUNTIME)
-        assert [(output.key, output.source) for output in done.plan.outputs] == [(key, Ref(key)) for key in kept]
+    names = tables(SavesSum)
+    incomplete = section("a", "c", "sum")
+    for saved in ("abc", "ab"):
+        restorable = section(*saved, "sum")
+        done = move(names, restorable, read(names, restorable), RUNTIME)
+        assert [(output.key, output.source) for output in done.plan.outputs] == [(name, Ref(name)) for name in saved]
         assert [dropped.key for dropped in done.plan.dropped] == ["sum"]
         assert not done.problems
-    lost = move(names, part, read(names, part), RUNTIME)
+    lost = move(names, incomplete, read(names, incomplete), RUNTIME)
     assert [(problem.problem, problem.key) for problem in lost.problems] == [
         ("the model writes this key and does not read it back", "sum")
     ]
 
 
-def test_a_dropped_second_name_is_reported_as_a_copy() -> None:
-    """A different value would be lost; whoever applies the plan compares the two."""
+def test_a_dropped_alias_is_listed_as_a_copy() -> None:
+    """The values are compared when the plan is applied, because a different value would be lost."""
     runtime = (
         RuntimeTensor(fqn, fqn, "parameter", True, True, "float32", (2,), "v" if fqn == "v2" else None)
         for fqn in ("w", "v", "v2", "unsaved")
     )
     keys = (SerializedKey(key, "float32", (2,), Ref(key), None) for key in ("w", "v"))
     names = NameTables(Names("n", "2", tuple(runtime), tuple(keys), (), ("unsaved",)))
-    whole = section("w", "v", "v2", "unsaved", form=RUNTIME)
-    done = move(names, whole, read(names, whole), SERIALIZED)
+    complete = section("w", "v", "v2", "unsaved", form=RUNTIME)
+    done = move(names, complete, read(names, complete), SERIALIZED)
     assert [(one.key, one.source) for one in done.plan.outputs] == [("w", Ref("w")), ("v", Ref("v"))]
     assert ([drop.key for drop in done.plan.dropped], done.copies) == (["v2", "unsaved"], (("v2", "v"),))
     second = section("w", "v2", form=RUNTIME)
@@ -103,8 +103,8 @@ def test_a_dropped_second_name_is_reported_as_a_copy() -> None:
     assert (done.plan.dropped, done.copies, done.problems) == ((), (), ())
 
 
-class Shifted(nn.Module):
-    """Saved with a constant that loading takes off again."""
+class SavesShifted(nn.Module):
+    """Adds a constant when it saves, and subtracts it at load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,8 +120,8 @@ class Shifted(nn.Module):
         super()._load_from_state_dict(state, prefix, *more)
 
 
-class Growing(nn.Module):
-    """Gets a buffer when it is loaded."""
+class AddsBufferAtLoad(nn.Module):
+    """Registers a buffer at load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,8 +134,8 @@ class Growing(nn.Module):
         super()._load_from_state_dict(state, prefix, *more)
 
 
-@pytest.mark.parametrize("build", [Shifted, Growing])
-def test_other_entries_are_kept_both_ways(build: type[nn.Module], tmp_path: Path) -> None:
+@pytest.mark.parametrize("build", [SavesShifted, AddsBufferAtLoad])
+def test_a_round_trip_through_runtime_names_keeps_all_entries(build: type[nn.Module], tmp_path: Path) -> None:
     state = filled(of_object(build), 5).state_dict()
     torch.save(dict(state), tmp_path / "a.pt")
     ckpttool.remap(str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), model=build, from_=SERIALIZED, to=RUNTIME)
@@ -143,6 +143,6 @@ def test_other_entries_are_kept_both_ways(build: type[nn.Module], tmp_path: Path
     loaded.load_state_dict(state, strict=True)
     assert torch.equal(torch.load(tmp_path / "b.pt")["w"], loaded.get_parameter("w"))
     ckpttool.remap(str(tmp_path / "b.pt"), str(tmp_path / "c.pt"), model=build, from_=RUNTIME, to=SERIALIZED)
-    back = torch.load(tmp_path / "c.pt")
-    build().load_state_dict(back, strict=True)
-    assert {key: value.tolist() for key, value in back.items()} == {key: v.tolist() for key, v in state.items()}
+    restored = torch.load(tmp_path / "c.pt")
+    build().load_state_dict(restored, strict=True)
+    assert {key: value.tolist() for key, value in restored.items()} == {key: v.tolist() for key, v in state.items()}

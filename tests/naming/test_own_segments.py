@@ -1,4 +1,4 @@
-"""Models with modules named as wrappers name theirs, saved inside of wrappers: each value under its own name."""
+"""Models with modules named like wrapper segments, saved inside wrappers: each value keeps its name."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def loaded(make: Callable[[], nn.Module], path: str) -> dict[str, torch.Tensor]:
-    """The values of an instance that loaded the file strictly."""
+    """Load the file strictly into a new instance, and return its values."""
     model = randomized(make(), 2)
     model.load_state_dict(torch.load(path))
     return runtime_values(model)
 
 
-def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == wanted.keys() and all(torch.equal(found[fqn], wanted[fqn]) for fqn in wanted)
+def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(torch.equal(actual[fqn], expected[fqn]) for fqn in expected)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -48,17 +48,17 @@ def test_loaded_values_are_the_saved_values(
     operand, path, out = f"segment_models:tree_{seed}", str(tmp_path / "in.pt"), str(tmp_path / "out.pt")
     make = getattr(segment_models, f"tree_{seed}")
     model = randomized(make(), 1)
-    wanted = runtime_values(model)
+    expected = runtime_values(model)
     torch.save(WRAPPERS[wrapper](model).state_dict(), path)
     if main(["remap", path, "--model", operand, "--to", "serialized", "-o", out]) == 0:
-        assert same(loaded(make, out), wanted)
+        assert same(loaded(make, out), expected)
     capsys.readouterr()
     status = main(["diff", "--model", operand, path, "--format", "json"])
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     assert (status == 0) == (wrapper == "none")
-    for command in fixes_in(found):
-        words = shlex.split(command)[1:]
-        assert main(words) == 0, command
-        made = words[words.index("-o") + 1]
-        if main(["diff", "--model", operand, made]) == 0 and INFERRED not in notes_in(found):
-            assert same(loaded(make, made), wanted), command
+    for command in fixes_in(result):
+        arguments = shlex.split(command)[1:]
+        assert main(arguments) == 0, command
+        fixed = arguments[arguments.index("-o") + 1]
+        if main(["diff", "--model", operand, fixed]) == 0 and INFERRED not in notes_in(result):
+            assert same(loaded(make, fixed), expected), command

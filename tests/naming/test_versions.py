@@ -1,4 +1,4 @@
-"""Which modules two files have in other versions."""
+"""Modules that have different versions in two files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from ckpttool.naming.convert import otherwise
 
 
 def test_versions_of_shared_modules_are_compared() -> None:
-    one = Section("", "state_dict", (), modules={"": {"version": 2}, "a": {"version": 1}, "b": {}, "c": {"version": 1}})
-    other = Section("", "state_dict", (), modules={"": {"version": 1}, "a": {"version": 1}, "b": {"version": 1}})
-    assert otherwise(one, other) == ["(root)", "b"]
-    assert otherwise(other, one) == ["(root)", "b"]
-    assert otherwise(one, Section("", "state_dict", ())) == otherwise(Section("", "state_dict", ()), one) == []
+    left = Section(
+        "", "state_dict", (), modules={"": {"version": 2}, "a": {"version": 1}, "b": {}, "c": {"version": 1}}
+    )
+    right = Section("", "state_dict", (), modules={"": {"version": 1}, "a": {"version": 1}, "b": {"version": 1}})
+    assert otherwise(left, right) == ["(root)", "b"]
+    assert otherwise(right, left) == ["(root)", "b"]
+    assert otherwise(left, Section("", "state_dict", ())) == otherwise(Section("", "state_dict", ()), left) == []

@@ -1,4 +1,4 @@
-"""The table of classes, checked against the classes: the names and shapes of their state."""
+"""The table of optimizer classes, with names and shapes of state, against the real classes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MAKERS: dict[str, Make] = {
 }
 
 
-def stepped(make: Make, shapes: Sequence[Shape], count: int = 1) -> torch.optim.Optimizer:
-    """An optimizer of parameters of these shapes, after so many steps."""
+def after_steps(make: Make, shapes: Sequence[Shape], count: int = 1) -> torch.optim.Optimizer:
+    """Return an optimizer of parameters with these shapes, after `count` steps."""
     optimizer = make([torch.ones(shape, requires_grad=True) for shape in shapes])
     for _ in range(count):
         step(optimizer)
@@ -50,14 +50,14 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_state_fits_the_parameters_to_which_the_class_gives_such_a_one(name: str) -> None:
-    optimizer = stepped(MAKERS[name], SHAPES)
-    own = dict(zip(SHAPES, optimizer.state.values()))
-    for entries in own.values():
+def test_fits_accepts_exactly_the_parameter_shapes_that_produce_the_state(name: str) -> None:
+    optimizer = after_steps(MAKERS[name], SHAPES)
+    states = dict(zip(SHAPES, optimizer.state.values()))
+    for entries in states.values():
         for entry, value in entries.items():
             if isinstance(value, torch.Tensor):
-                alike = [p for p in SHAPES if entry in own[p] and own[p][entry].shape == value.shape]
-                assert [p for p in SHAPES if fits(entry, tuple(value.shape), p)] == alike, entry
+                expected = [p for p in SHAPES if entry in states[p] and states[p][entry].shape == value.shape]
+                assert [p for p in SHAPES if fits(entry, tuple(value.shape), p)] == expected, entry
 
 
 def saved(groups: Sequence[Mapping[str, Any]], state: Mapping[Param, Mapping[str, Any]]) -> OptimizerState:
@@ -74,42 +74,42 @@ BY_STATE = {
 
 
 @pytest.mark.parametrize(("title", "name"), [(title, name) for title, names in BY_STATE.items() for name in names])
-def test_a_class_is_known_by_its_state_where_the_groups_say_nothing(title: str, name: str) -> None:
-    """As far as no other class has a state of the same names."""
+def test_a_class_is_recognised_by_its_state_if_groups_are_empty(title: str, name: str) -> None:
+    """Classes with the same state names share a title."""
     if name == "Muon":
         needs_torch("2.9", "Muon")
     make = MAKERS.get(name) or getattr(torch.optim, name)
-    (own,) = stepped(make, [(4, 3)], 2).state.values()
-    assert class_of(saved([{}], {0: own})) == title
+    (state,) = after_steps(make, [(4, 3)], 2).state.values()
+    assert class_of(saved([{}], {0: state})) == title
 
 
-def test_what_has_taken_no_step_lacks_no_state() -> None:
+def test_a_parameter_without_steps_does_not_lack_state() -> None:
     groups = [{"lr": 1.0, "betas": (0.9, 0.99), "amsgrad": False}]
     steps: dict[Param, Sequence[str]] = {0: ("step", "exp_avg")}
     assert lacking(saved(groups, {0: {}}), groups, steps) == []
     assert lacking(saved(groups, {0: {"step": 1}}), groups, steps) == ["state.0.exp_avg"]
 
 
-def test_what_no_row_has_is_no_class() -> None:
+def test_unknown_options_and_state_have_no_class() -> None:
     assert class_of(saved([{"lr": 1.0}], {})) is None
     assert class_of(saved([{"lr": 1.0}], {0: {"step": 1, "trace": 2.0}})) is None
 
 
-@pytest.mark.parametrize("wanted", MAKERS)
+@pytest.mark.parametrize("target", MAKERS)
 @pytest.mark.parametrize("name", MAKERS)
-def test_what_a_class_lacks_is_what_its_step_fails_of(name: str, wanted: str) -> None:
-    """By the names of the state that its own first step gives, and without them."""
-    optimizer, other = stepped(MAKERS[name], [(4, 3)]), stepped(MAKERS[wanted], [(4, 3)])
+def test_state_is_lacking_exactly_if_the_step_fails(name: str, target: str) -> None:
+    """This holds with and without the state names of the first step of the target."""
+    optimizer, other = after_steps(MAKERS[name], [(4, 3)]), after_steps(MAKERS[target], [(4, 3)])
     state = optimizer.state_dict()
     fresh = other.state_dict()
     groups = [{key: value for key, value in group.items() if key != "params"} for group in fresh["param_groups"]]
-    mine = saved([{k: v for k, v in g.items() if k != "params"} for g in state["param_groups"]], state["state"])
+    saved_state = saved([{k: v for k, v in g.items() if k != "params"} for g in state["param_groups"]], state["state"])
     try:
         other.load_state_dict(state)
         step(other)
         fails = False
     except (KeyError, RuntimeError, TypeError, AttributeError):
         fails = True
-    known: list[Mapping[Param, Sequence[str]]] = [{0: tuple(fresh["state"][0])}, {}]
-    for steps in known:
-        assert bool(lacking(mine, groups, steps)) == fails, lacking(mine, groups, steps)
+    known_state_names: list[Mapping[Param, Sequence[str]]] = [{0: tuple(fresh["state"][0])}, {}]
+    for steps in known_state_names:
+        assert bool(lacking(saved_state, groups, steps)) == fails, lacking(saved_state, groups, steps)

@@ -1,4 +1,4 @@
-"""A trace knows the value that a hook fills into a part of a tensor, by each of torch's functions."""
+"""A trace knows the value with which a hook fills part of a tensor, for each function of torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "full_like": lambda x: torch.full_like(x, 2.5),
     "new_full": lambda x: x.new_full((3,), fill_value=-0.0),
     "fill_": lambda x: x.clone().fill_(3),
-    "fill_ by a tensor": lambda x: x.clone().fill_(torch.tensor(4)),
+    "fill_ with a tensor": lambda x: x.clone().fill_(torch.tensor(4)),
     "eye": lambda x: torch.eye(3),
     "arange": lambda x: torch.arange(2, 9, 2) + x.numel(),
 }
@@ -38,17 +38,17 @@ def test_fill_values_are_traced(name: str) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.tensor([1.5, -2.0]))
-            self.register_state_dict_post_hook(made)
+            self.register_state_dict_post_hook(save)
 
-    def made(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
+    def save(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
         weight = state[f"{prefix}weight"].detach()
-        state[f"{prefix}made"] = torch.cat([weight.double(), FILLS[name](weight).reshape(-1)])
+        state[f"{prefix}filled"] = torch.cat([weight.double(), FILLS[name](weight).reshape(-1)])
 
     names, model = trace(of_object(Model)), Model()
-    source = next(key.source for key in names.serialized if key.key == "made")
+    source = next(key.source for key in names.serialized if key.key == "filled")
     assert source is not None
     assert not is_opaque(source)
-    found, wanted = evaluate(source, runtime_values(model).__getitem__), model.state_dict()["made"]
-    assert found.dtype == wanted.dtype
-    assert torch.equal(found, wanted)
-    assert torch.equal(found.signbit(), wanted.signbit())
+    actual, expected = evaluate(source, runtime_values(model).__getitem__), model.state_dict()["filled"]
+    assert actual.dtype == expected.dtype
+    assert torch.equal(actual, expected)
+    assert torch.equal(actual.signbit(), expected.signbit())

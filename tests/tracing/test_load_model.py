@@ -1,4 +1,4 @@
-"""MODEL operands: what each form gives, and that every way to fail is one error that says where and what to do."""
+"""MODEL operands: each form is loaded, and each failure is one error with a location and a hint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loading_zoo import ZOO
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Writes a module into the working directory; gives its path."""
+    """Return a function that writes a module to the working directory and returns its path."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(sys.path))
     numbers = iter(range(1000))
@@ -33,7 +33,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return write
 
 
-def fails(operand: str, **kwargs) -> CkptError:
+def load_error(operand: str, **kwargs) -> CkptError:
     with pytest.raises(CkptError) as caught:
         load(operand, **kwargs).build()
     assert "\n" not in caught.value.message
@@ -64,7 +64,7 @@ FACTORY = """
 """
 
 
-def test_function_class_instance_and_dotted_attribute(source) -> None:
+def test_each_form_of_operand_is_loaded(source) -> None:
     path = source(FACTORY)
     for attr, width in (("build", 2), ("Net", 3), ("instance", 3), ("Net.small", 1), ("Space.model", 3)):
         for operand in (f"{path}:{attr}", f"{path.stem}:{attr}"):
@@ -73,11 +73,11 @@ def test_function_class_instance_and_dotted_attribute(source) -> None:
             assert model.layer.weight.device.type == "meta"
 
 
-def test_kwargs(source) -> None:
+def test_kwargs_are_passed_to_the_factory(source) -> None:
     assert load(f"{source(FACTORY)}:build", {"width": 7}).build().layer.weight.shape == (7, 7)
 
 
-def test_materialize_gives_the_same_real_weights_each_time(source) -> None:
+def test_materialize_builds_the_same_weights_each_time(source) -> None:
     model = load(f"{source(FACTORY)}:build", materialize=True)
     one, two = model.build(), model.build()
     assert one is not two
@@ -86,13 +86,13 @@ def test_materialize_gives_the_same_real_weights_each_time(source) -> None:
     assert torch.equal(*weights)
 
 
-def test_building_leaves_the_random_state_alone(source) -> None:
+def test_building_does_not_change_the_random_state(source) -> None:
     model = load(f"{source(FACTORY)}:build", materialize=True)
     torch.manual_seed(5)
-    wanted = torch.rand(1)
+    expected = torch.rand(1)
     torch.manual_seed(5)
     model.build()
-    assert torch.equal(torch.rand(1), wanted)
+    assert torch.equal(torch.rand(1), expected)
 
 
 @pytest.mark.parametrize("real", [False, True])
@@ -122,14 +122,14 @@ def test_the_cached_module_of_a_factory_is_copied(source) -> None:
     assert model.build() is not one
 
 
-def test_a_factory_of_no_module_and_its_arguments() -> None:
+def test_objects_without_a_source_file_can_be_factories() -> None:
     assert of_object(eval("lambda: nn.Linear(1, 2)", {"nn": nn})).build().weight.shape == (2, 1)
     assert of_object(nn.Linear, {"in_features": 2, "out_features": 3}).build().weight.shape == (3, 2)
-    assert "not an nn.Module" in fails("builtins:dict").message
+    assert "not an nn.Module" in load_error("builtins:dict").message
 
 
 def test_a_file_does_not_replace_a_loaded_module(source) -> None:
-    """Nor is a name wanted that an import could have."""
+    """A file name that is not a valid module name works too."""
     import random
 
     path = source("def build():\n    return nn.Linear(1, 1)", "random.py")
@@ -138,16 +138,18 @@ def test_a_file_does_not_replace_a_loaded_module(source) -> None:
     assert load(f"{source(path.read_text(), 'my-model.py')}:build").build().weight.shape == (1, 1)
 
 
-def test_a_class_of_a_file_has_the_name_that_its_pickles_have(source) -> None:
-    """As where the file is imported by those who saved with it."""
+def test_a_class_of_a_file_has_the_module_name_of_its_pickles(source) -> None:
+    """It is the name under which users import the file."""
     path = source(FACTORY)
     assert type(load(f"{path}:Net").build()).__module__ == path.stem
-    odd = source(FACTORY, "my-net.py")
-    assert type(load(f"{odd}:Net").build()).__module__ == "_ckpttool_my-net"
+    unusual_path = source(FACTORY, "my-net.py")
+    assert type(load(f"{unusual_path}:Net").build()).__module__ == "_ckpttool_my-net"
 
 
 def test_an_import_error_does_not_mention_meta(source) -> None:
-    assert fails(f"{source('raise RuntimeError(1)')}:build").hint == "fix it there: the same happens in plain Python"
+    assert (
+        load_error(f"{source('raise RuntimeError(1)')}:build").hint == "fix it there: the same happens in plain Python"
+    )
 
 
 def test_prints_go_to_stderr(source, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +169,7 @@ def test_files_next_to_a_file_can_be_imported_later(source, tmp_path: Path) -> N
     assert load(f"{path}:build").build().weight.shape == (1, 5)
 
 
-def test_dataclasses_in_a_file(source) -> None:
+def test_a_file_may_define_dataclasses(source) -> None:
     path = source(
         """
         import dataclasses
@@ -186,37 +188,37 @@ def test_dataclasses_in_a_file(source) -> None:
 @pytest.mark.parametrize(
     "operand", ["", "model", "model:", ":attr", "model.pt:x:", "a b:c", "1model:x", "..:x", "random:a/b", "a/b:x"]
 )
-def test_malformed_operands(source, operand: str) -> None:
-    assert "package.module:attr" in fails(operand).hint
+def test_a_malformed_operand_is_an_error(source, operand: str) -> None:
+    assert "package.module:attr" in load_error(operand).hint
 
 
-def test_missing_file_directory_and_module(source, tmp_path: Path) -> None:
-    assert "no such file" in fails("nowhere/model.py:build").message
+def test_a_missing_file_or_module_is_an_error(source, tmp_path: Path) -> None:
+    assert "no such file" in load_error("nowhere/model.py:build").message
     (tmp_path / "folder.py").mkdir()
-    assert "a directory" in fails("folder.py:build").message
-    error = fails("no_such_package_at_all.model:build")
+    assert "a directory" in load_error("folder.py:build").message
+    error = load_error("no_such_package_at_all.model:build")
     assert error.message == "no module named 'no_such_package_at_all' (no_such_package_at_all.model)"
     assert "import no_such_package_at_all.model" in error.hint
-    assert fails("no_such_package_at_all:build").message.startswith("no module named")
+    assert load_error("no_such_package_at_all:build").message.startswith("no module named")
 
 
 @pytest.mark.parametrize("name", ["'a_library'", "None"])
-def test_a_module_that_raises_module_not_found(source, name: str) -> None:
+def test_a_module_not_found_error_of_the_users_code_is_reported(source, name: str) -> None:
     path = source(f"raise ModuleNotFoundError('install it', name={name})")
-    assert fails(f"{path.stem}:build").message.startswith(f"{path.stem} cannot be imported: ModuleNotFoundError")
+    assert load_error(f"{path.stem}:build").message.startswith(f"{path.stem} cannot be imported: ModuleNotFoundError")
 
 
-def test_missing_attribute_names_close_ones(source) -> None:
+def test_a_missing_attribute_suggests_close_names(source) -> None:
     path = source(FACTORY)
-    error = fails(f"{path}:bild")
+    error = load_error(f"{path}:bild")
     assert "has no attribute 'bild'" in error.message
     assert f"{path}:build" in error.hint
-    assert "build" in fails(f"{path}:zzz").hint
-    assert "has no attribute 'Net.tiny'" in fails(f"{path}:Net.tiny").message
-    assert fails(f"{source('')}:zzz").hint == "a model is package.module:attr or path/to/file.py:attr"
+    assert "build" in load_error(f"{path}:zzz").hint
+    assert "has no attribute 'Net.tiny'" in load_error(f"{path}:Net.tiny").message
+    assert load_error(f"{source('')}:zzz").hint == "a model is package.module:attr or path/to/file.py:attr"
     several = source("five = 5\nnet = nn.Linear(1, 1)\n_own = nn.Linear(1, 1)\nadd = torch.add")
-    assert "has no attribute 'five.zzz'" in fails(f"{several}:five.zzz").message
-    assert fails(f"{several}:zzz").hint.endswith(f"; did you mean {several}:net?")
+    assert "has no attribute 'five.zzz'" in load_error(f"{several}:five.zzz").message
+    assert load_error(f"{several}:zzz").hint.endswith(f"; did you mean {several}:net?")
 
 
 def test_a_file_of_a_package_gets_a_hint_with_its_module_name(
@@ -228,51 +230,51 @@ def test_a_file_of_a_package_gets_a_hint_with_its_module_name(
     path = source("from . import other\ndef build():\n    return nn.Linear(1, 1)", f"{name}/deep/model.py")
     source("", f"{name}/deep/other.py")
     hint = f"the file is part of a package: name it {name}.deep.model:build"
-    assert fails(f"{path}:build").hint == hint
+    assert load_error(f"{path}:build").hint == hint
     assert load(f"{name}.deep.model:build").build().weight.shape == (1, 1)
     monkeypatch.chdir(path.parent)
-    assert fails("model.py:build").hint == f"{hint}, in the folder {tmp_path}"
+    assert load_error("model.py:build").hint == f"{hint}, in the folder {tmp_path}"
 
 
-def test_a_missing_import_of_the_user(source) -> None:
+def test_a_missing_import_of_the_users_code_is_reported(source) -> None:
     path = source("import a_library_that_is_not_installed")
-    error = fails(f"{path}:build")
+    error = load_error(f"{path}:build")
     assert "No module named 'a_library_that_is_not_installed'" in error.message
     assert f"{path.name}:3" in error.message
     assert "needs a_library_that_is_not_installed" in error.hint
-    assert "needs a_library_that_is_not_installed" in fails(f"{path.stem}:build").hint
+    assert "needs a_library_that_is_not_installed" in load_error(f"{path.stem}:build").hint
 
 
-def test_syntax_error(source) -> None:
+def test_a_syntax_error_is_reported_with_its_line(source) -> None:
     path = source("def build(:\n    pass")
-    message = fails(f"{path}:build").message
+    message = load_error(f"{path}:build").message
     assert "SyntaxError" in message
     assert message.endswith(f"({path.name}:3)")
-    by_hand = source("raise SyntaxError('odd')")
-    assert fails(f"{by_hand}:build").message.endswith(f"SyntaxError: odd ({by_hand.name}:3)")
+    raised = source("raise SyntaxError('odd')")
+    assert load_error(f"{raised}:build").message.endswith(f"SyntaxError: odd ({raised.name}:3)")
 
 
-def test_an_error_without_a_message(source) -> None:
+def test_an_error_without_a_message_is_reported_by_class(source) -> None:
     path = source("raise ValueError")
-    assert fails(f"{path}:build").message.endswith(f"cannot be imported: ValueError ({path.name}:3)")
+    assert load_error(f"{path}:build").message.endswith(f"cannot be imported: ValueError ({path.name}:3)")
 
 
-def test_exit_at_import(source) -> None:
-    error = fails(f"{source('import sys' + chr(10) + 'sys.exit(3)')}:build")
+def test_an_exit_at_import_is_reported(source) -> None:
+    error = load_error(f"{source('import sys' + chr(10) + 'sys.exit(3)')}:build")
     assert "SystemExit: 3" in error.message
     assert "__main__" in error.hint
 
 
-def test_error_in_the_constructor_says_where(source) -> None:
+def test_an_error_in_the_constructor_has_its_line(source) -> None:
     path = source("def helper():\n    raise KeyError('depth')\ndef build():\n    return helper()")
-    error = fails(f"{path}:build")
+    error = load_error(f"{path}:build")
     assert "KeyError: 'depth'" in error.message
     assert f"{path.name}:4" in error.message
 
 
-def test_error_inside_torch_says_the_users_line(source) -> None:
+def test_an_error_inside_torch_has_the_users_line(source) -> None:
     path = source("def build():\n    return nn.Linear('three', 1)")
-    error = fails(f"{path}:build")
+    error = load_error(f"{path}:build")
     assert "TypeError" in error.message
     assert f"{path.name}:4" in error.message
 
@@ -291,9 +293,9 @@ def test_error_inside_torch_says_the_users_line(source) -> None:
         "if torch.ones(1).is_meta: raise LookupError('width') from NotImplementedError('no meta kernel')",
     ],
 )
-def test_constructor_that_needs_values_is_told_to_materialize(source, line: str) -> None:
+def test_a_constructor_that_needs_values_gets_the_materialize_hint(source, line: str) -> None:
     path = source(f"def build():\n    {line}\n    return nn.Linear(1, 1)")
-    error = fails(f"{path}:build")
+    error = load_error(f"{path}:build")
     assert "--materialize" in error.hint
     assert f"{path.name}:4" in error.message
     assert load(f"{path}:build", materialize=True).build().weight.shape == (1, 1)
@@ -301,44 +303,44 @@ def test_constructor_that_needs_values_is_told_to_materialize(source, line: str)
 
 def test_an_ordinary_failure_is_not_blamed_on_meta(source) -> None:
     path = source("def build():\n    raise ValueError('bad depth')")
-    assert not fails(f"{path}:build").hint.startswith("this constructor needs real tensors")
-    assert "--materialize" not in fails(f"{path}:build", materialize=True).hint
+    assert not load_error(f"{path}:build").hint.startswith("this constructor needs real tensors")
+    assert "--materialize" not in load_error(f"{path}:build", materialize=True).hint
 
 
 @pytest.mark.parametrize("value", ["3", "'text'", "[]", "{'a': 1}", "None", "torch.ones(2)"])
-def test_not_a_module(source, value: str) -> None:
-    path = source(f"thing = {value}\ndef build():\n    return thing")
-    assert "is not a model" in fails(f"{path}:thing").message
-    assert "not an nn.Module" in fails(f"{path}:build").message
+def test_other_objects_are_refused(source, value: str) -> None:
+    path = source(f"value = {value}\ndef build():\n    return value")
+    assert "is not a model" in load_error(f"{path}:value").message
+    assert "not an nn.Module" in load_error(f"{path}:build").message
 
 
-def test_wrong_kwargs(source) -> None:
+def test_wrong_kwargs_are_an_error(source) -> None:
     path = source("def build(width, *, depth=2):\n    return nn.Linear(width, depth)\nmodel = nn.Linear(1, 1)")
-    error = fails(f"{path}:build")
+    error = load_error(f"{path}:build")
     assert "missing a required argument: 'width'" in error.message
     assert "width" in error.hint
     assert "build(name=1)" in error.hint
-    error = fails(f"{path}:build", kwargs={"width": 1, "heigth": 2})
+    error = load_error(f"{path}:build", kwargs={"width": 1, "heigth": 2})
     assert "heigth" in error.message
-    assert "takes no arguments" in fails(f"{path}:model", kwargs={"width": 1}).message
+    assert "takes no arguments" in load_error(f"{path}:model", kwargs={"width": 1}).message
 
 
-def test_a_class_that_is_not_a_module(source) -> None:
-    assert "not an nn.Module" in fails(f"{source('class Config:' + chr(10) + '    pass')}:Config").message
+def test_a_class_that_is_not_a_module_is_refused(source) -> None:
+    assert "not an nn.Module" in load_error(f"{source('class Config:' + chr(10) + '    pass')}:Config").message
 
 
-def test_a_file_that_is_not_python(source, tmp_path: Path) -> None:
+def test_a_file_that_is_not_python_is_an_error(source, tmp_path: Path) -> None:
     path = tmp_path / "weights.py"
     path.write_bytes(b"\x80\x02}q\x00(\xff\xfe")
-    assert "weights.py" in fails(f"{path}:build").message
+    assert "weights.py" in load_error(f"{path}:build").message
 
 
-def test_attribute_that_raises_when_read(source) -> None:
+def test_an_attribute_that_raises_is_an_error(source) -> None:
     path = source("def __getattr__(name):\n    raise RuntimeError(f'no {name} here')")
-    assert "RuntimeError: no build here" in fails(f"{path}:build").message
+    assert "RuntimeError: no build here" in load_error(f"{path}:build").message
 
 
-def test_meta_copy_of_an_instance_keeps_overlaps(source) -> None:
+def test_a_meta_copy_of_an_instance_keeps_overlaps(source) -> None:
     path = source(
         """
         model = nn.Module()
@@ -356,7 +358,7 @@ def test_meta_copy_of_an_instance_keeps_overlaps(source) -> None:
 
 
 @pytest.mark.parametrize("name", ["sparse_buffer", "quantized_buffer", "packed_weight", "lazy"])
-def test_tensors_without_a_meta_twin_are_copied(name: str) -> None:
+def test_tensors_that_meta_does_not_support_are_copied(name: str) -> None:
     instance = nn.LazyLinear(2) if name == "lazy" else {**hook_zoo.ZOO, **ZOO}[name]()
     built = of_object(instance).build()
     assert built.state_dict().keys() == instance.state_dict().keys()

@@ -17,8 +17,8 @@ from optimizer_models import Net, decayed
 HUGE = 1 << 22  # squared, in float32: 64 TiB
 
 
-class Frozen(Net):
-    """Two names for one weight, and a layer that is not trained."""
+class TiedAndFrozen(Net):
+    """A model with tied weights and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,8 +26,8 @@ class Frozen(Net):
         self.embed.requires_grad_(False)
 
 
-def by_values(model: nn.Module) -> torch.optim.Optimizer:
-    """Its code reads values, which meta tensors have not."""
+def reads_values(model: nn.Module) -> torch.optim.Optimizer:
+    """Read values, which meta tensors do not have."""
     return torch.optim.SGD([p for p in model.parameters() if not p.isnan().any()], 0.5, momentum=0.5)
 
 
@@ -39,10 +39,10 @@ def with_options(model: nn.Module) -> torch.optim.Optimizer:
 MAKERS: dict[str, Callable[..., Any]] = {
     "two groups": decayed,
     "the class": torch.optim.AdamW,
-    "what Lightning takes": lambda model: {"optimizer": torch.optim.RMSprop(model.parameters()), "lr_scheduler": None},
+    "a Lightning dict": lambda model: {"optimizer": torch.optim.RMSprop(model.parameters()), "lr_scheduler": None},
     "a list of one": lambda model: [torch.optim.Adagrad(model.parameters())],
     "no state": lambda model: torch.optim.SGD(model.parameters(), 0.1),
-    "values": by_values,
+    "reads values": reads_values,
     "a closure": torch.optim.LBFGS,
     "options of all kinds": with_options,
 }
@@ -52,34 +52,34 @@ def names_of(model: Callable[[], nn.Module], make: Any, **options: Any) -> Names
     return ModelOperand(model, optimizer=make, **options).names()
 
 
-def unpacked(made: Any) -> torch.optim.Optimizer:
-    made = made["optimizer"] if isinstance(made, dict) else made
-    return made[0] if isinstance(made, list) else made
+def unpacked(result: Any) -> torch.optim.Optimizer:
+    result = result["optimizer"] if isinstance(result, dict) else result
+    return result[0] if isinstance(result, list) else result
 
 
 @pytest.mark.parametrize("materialize", [False, True])
 @pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("model", [Net, Frozen])
-def test_ids_groups_and_the_first_step_are_the_real_ones(
+@pytest.mark.parametrize("model", [Net, TiedAndFrozen])
+def test_ids_groups_and_state_match_the_real_optimizer(
     model: Callable[[], nn.Module], kind: str, materialize: bool
 ) -> None:
     names, real = names_of(model, MAKERS[kind], materialize=materialize), model()
     make = MAKERS[kind]
     optimizer = unpacked(make(real.parameters() if isinstance(make, type) else real))
-    called = {id(parameter): name for name, parameter in real.named_parameters()}
-    pairs = [(called[id(p)], at) for at, group in enumerate(optimizer.param_groups) for p in group["params"]]
+    name_of = {id(parameter): name for name, parameter in real.named_parameters()}
+    pairs = [(name_of[id(p)], at) for at, group in enumerate(optimizer.param_groups) for p in group["params"]]
     assert [(one.id, one.fqn, one.group) for one in names.optimizer] == [(at, *one) for at, one in enumerate(pairs)]
     assert names.optimizer_class == type(optimizer).__name__
     for parameter in real.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     if kind != "a closure":
         optimizer.step()
-    own = {called[id(parameter)]: tuple(state) for parameter, state in optimizer.state.items() if state}
-    assert {one.fqn: one.state for one in names.optimizer if one.state} == own
-    for told, group in zip(names.optimizer_groups, optimizer.param_groups, strict=True):
+    state = {name_of[id(parameter)]: tuple(values) for parameter, values in optimizer.state.items() if values}
+    assert {one.fqn: one.state for one in names.optimizer if one.state} == state
+    for options, group in zip(names.optimizer_groups, optimizer.param_groups, strict=True):
         plain = {name: value for name, value in group.items() if isinstance(value, (int, float, str, type(None)))}
-        assert {name: value for name, value in told.items() if not isinstance(value, list)} == plain
-        lists = {name: value for name, value in told.items() if isinstance(value, list)}
+        assert {name: value for name, value in options.items() if not isinstance(value, list)} == plain
+        lists = {name: value for name, value in options.items() if isinstance(value, list)}
         if kind == "options of all kinds":
             assert lists == {"betas": [0.5, 0.25], "note": ["a", [1, None]]}
         else:
@@ -87,7 +87,7 @@ def test_ids_groups_and_the_first_step_are_the_real_ones(
 
 
 def test_a_huge_model_costs_no_memory() -> None:
-    """If the code reads values and there is not enough memory, the error is the code's."""
+    """If code reads values and memory is too small, the error is the error of the code."""
 
     def build() -> nn.Module:
         return nn.Linear(HUGE, HUGE)
@@ -95,12 +95,12 @@ def test_a_huge_model_costs_no_memory() -> None:
     assert [one.state for one in names_of(build, torch.optim.AdamW).optimizer] == [
         ("step", "exp_avg", "exp_avg_sq")
     ] * 2
-    with pytest.raises(CkptError, match=r"by_values cannot be called with the model: .*meta"):
-        names_of(build, by_values)
+    with pytest.raises(CkptError, match=r"reads_values cannot be called with the model: .*meta"):
+        names_of(build, reads_values)
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (3, "3 is not a function but an int"),
         (lambda model: None, "gives a NoneType, not an optimizer"),
@@ -110,11 +110,11 @@ def test_a_huge_model_costs_no_memory() -> None:
         (lambda model: torch.optim.SGD(Net().parameters()), "has 9 parameters that the model has not"),
     ],
 )
-def test_an_optimizer_of_another_model_is_an_error(make: Any, said: str) -> None:
+def test_an_invalid_optimizer_is_an_error(make: Any, message: str) -> None:
     with pytest.raises(CkptError) as raised:
         names_of(Net, make)
-    assert said in raised.value.message
-    if "9" in said:
+    assert message in raised.value.message
+    if "9" in message:
         assert [(one.problem, one.key) for one in raised.value.problems][:2] == [
             ("a parameter of shape [4, 3]", "param_groups.0"),
             ("a parameter of shape [4]", "param_groups.0"),

@@ -1,4 +1,4 @@
-"""The verdict on a checkpoint against torch itself: each damaged checkpoint is really loaded, strictly."""
+"""The verdict on damaged checkpoints against a real strict load by torch."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from hook_zoo import ZOO
 from zoo import randomized, runtime_values, zoo_model
 
 torch.set_num_threads(1)
-NO_CHECKPOINT = {"lazy", "nested_dict"}  # uninitialised tensors; tensors in a dict below a key: two state dicts
+NO_CHECKPOINT = {"lazy", "nested_dict"}  # uninitialised tensors; tensors in a dict below a key
 
 
 _FOLDER = tempfile.TemporaryDirectory()
 Copies = OrderedDict[str, Any]
 
 
-def copied(state: Mapping[str, Any]) -> Copies:
+def clone_state(state: Mapping[str, Any]) -> Copies:
     copies: Copies = OrderedDict((k, v.clone() if isinstance(v, torch.Tensor) else v) for k, v in state.items())
     if hasattr(state, "_metadata"):
         copies._metadata = state._metadata  # type: ignore[attr-defined]
@@ -43,14 +43,14 @@ def copied(state: Mapping[str, Any]) -> Copies:
 
 
 def section_of(state: Mapping[str, Any]) -> Section:
-    """The state dict as it is read from the file that `torch.save` makes of it; valid until the next call."""
+    """Save the state dict, and return its section in the file; valid until the next call."""
     path = f"{_FOLDER.name}/state.pt"
-    torch.save(copied(state), path)  # torch refuses to save views of one tensor in several dtypes
+    torch.save(clone_state(state), path)  # torch refuses to save views of one tensor in several dtypes
     sections = open_operand(path).sections
     return sections[0] if sections else Section("", "state_dict", ())
 
 
-def damaged(state: Any, damages: list[tuple[str, int]]) -> Any:
+def apply_damages(state: Any, damages: list[tuple[str, int]]) -> Any:
     found: Any = OrderedDict(state)
     if hasattr(state, "_metadata"):
         found._metadata = state._metadata
@@ -83,7 +83,7 @@ def damaged(state: Any, damages: list[tuple[str, int]]) -> Any:
     return found
 
 
-def torchs_answer(model: nn.Module, state: dict[str, Any]) -> tuple[bool, set[str], set[str]]:
+def load_with_torch(model: nn.Module, state: dict[str, Any]) -> tuple[bool, set[str], set[str]]:
     try:
         model.load_state_dict(state, strict=True)
     except Exception as error:
@@ -116,20 +116,20 @@ _states: dict[str, dict[str, Any]] = {}
 def check(name: str, damages: list[tuple[str, int]]) -> Verdict:
     if name not in _states:
         _states[name] = randomized(zoo_model(name).build(True), 3).state_dict()
-    state = damaged(_states[name], damages)
+    state = apply_damages(_states[name], damages)
     if damages and not hasattr(state, "_metadata"):
         state = dict(state)
     verdict = load_verdict(zoo_model(name), section_of(state))
     model = randomized(zoo_model(name).build(True), 6)
     before = runtime_values(model)
-    ok, missing, unexpected = torchs_answer(model, copied(state))
+    ok, missing, unexpected = load_with_torch(model, clone_state(state))
     assert verdict.ok == ok, verdict
     if not ok:
         assert (set(verdict.missing), set(verdict.unexpected)) == (missing, unexpected)
         return verdict
     for fqn, value in runtime_values(model).items():
         source = verdict.reads[fqn]
-        if source is None:  # no tensor of the file reaches it (a number may)
+        if source is None:  # it comes from no tensor of the file (but may come from a number)
             assert torch.equal(value, before[fqn]) or any(kind == "not a tensor" for kind, _ in damages)
         elif not ex.is_opaque(source):
             assert torch.equal(evaluate(source, state.__getitem__), value), fqn
@@ -137,35 +137,35 @@ def check(name: str, damages: list[tuple[str, int]]) -> Verdict:
 
 
 @pytest.mark.parametrize("name", sorted(set(ZOO) - NO_CHECKPOINT))
-def test_own_state_dict(name: str) -> None:
+def test_the_models_own_state_dict_loads(name: str) -> None:
     check(name, [])
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(name=st.sampled_from(sorted(set(ZOO) - NO_CHECKPOINT)), damages=DAMAGES)
-def test_damaged_checkpoints(name: str, damages: list[tuple[str, int]]) -> None:
+def test_damaged_checkpoints_have_the_verdict_of_torch(name: str, damages: list[tuple[str, int]]) -> None:
     check(name, damages)
 
 
 @pytest.mark.parametrize("name", ["plain", "batch_norm", "tied", "buffers", "weight_norm", "extra_state"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_dtype_changes_are_those_of_the_file(name: str, dtype: torch.dtype) -> None:
+def test_dtype_changes_match_the_file(name: str, dtype: torch.dtype) -> None:
     state = zoo_model(name).build(True).state_dict()
     for key, value in list(state.items())[::2]:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             state[key] = value.to(dtype)
     verdict = load_verdict(zoo_model(name), section_of(state))
     runtime = runtime_values(zoo_model(name).build(True))
-    wanted = {
+    expected = {
         (fqn, fqn, str(state[fqn].dtype).removeprefix("torch."), str(value.dtype).removeprefix("torch."))
         for fqn, value in runtime.items()
         if fqn in state and state[fqn].dtype != value.dtype
     }
     assert verdict.ok
-    assert set(verdict.dtype_changes) == wanted
+    assert set(verdict.dtype_changes) == expected
 
 
-def test_an_unknown_extra_state_has_no_verdict() -> None:
+def test_an_unknown_extra_state_is_an_error() -> None:
     state = zoo_model("extra_state").build(True).state_dict()
     section = section_of(state)
     unknown = Section("", "state_dict", section.tensors, (ExtraEntry("0._extra_state", "a record"),), section.modules)
@@ -186,7 +186,7 @@ def test_the_error_of_a_load_hook_is_the_verdict() -> None:
     assert verdict.errors[0].startswith("KeyError: '0.gamma' (")
 
 
-def test_a_wrong_shape_has_torchs_message() -> None:
+def test_a_wrong_shape_has_the_message_of_torch() -> None:
     state = zoo_model("plain").build(True).state_dict()
     state["0.weight"] = torch.ones(7, 7)
     verdict = load_verdict(zoo_model("plain"), section_of(state))
@@ -196,7 +196,7 @@ def test_a_wrong_shape_has_torchs_message() -> None:
     )
 
 
-def test_a_lazy_model_takes_the_shapes_of_the_file() -> None:
+def test_a_lazy_model_gets_the_shapes_of_the_file() -> None:
     state = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).state_dict()
     verdict = load_verdict(zoo_model("lazy"), section_of(state))
     assert verdict.ok
@@ -204,25 +204,25 @@ def test_a_lazy_model_takes_the_shapes_of_the_file() -> None:
     assert not load_verdict(zoo_model("lazy"), section_of({**state, "0.more": torch.ones(1)})).ok
 
 
-class Own(nn.Linear):
-    """Loads by its own code; the file's weight is called otherwise."""
+class CustomLoad(nn.Linear):
+    """Converts the weight before it is loaded."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
 
-    def take(self, weight: torch.Tensor) -> torch.Tensor:
+    def convert(self, weight: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
         if f"{prefix}weight" in state_dict:
-            state_dict[f"{prefix}weight"] = self.take(state_dict[f"{prefix}weight"])
+            state_dict[f"{prefix}weight"] = self.convert(state_dict[f"{prefix}weight"])
         super()._load_from_state_dict(state_dict, prefix, *more)
 
 
-class Tries(Own):
-    """Asks for a value, and does without where it gets none."""
+class ScalesIfPossible(CustomLoad):
+    """Scales the weight only if its values can be read."""
 
-    def take(self, weight: torch.Tensor) -> torch.Tensor:
+    def convert(self, weight: torch.Tensor) -> torch.Tensor:
         try:
             scale = float(weight.sum())
         except RuntimeError:
@@ -230,31 +230,31 @@ class Tries(Own):
         return weight * scale
 
 
-class Converts(Own):
-    """Converts into a new tensor before it is loaded."""
+class ConvertsFirst(CustomLoad):
+    """Copies the weight into a new tensor, which converts its dtype."""
 
-    def take(self, weight: torch.Tensor) -> torch.Tensor:
+    def convert(self, weight: torch.Tensor) -> torch.Tensor:
         return torch.empty(2, 2, device=weight.device).copy_(weight)
 
 
-class ByRows(Own):
-    """Copies one part separately."""
+class ByRows(CustomLoad):
+    """Copies the first row separately."""
 
-    def take(self, weight: torch.Tensor) -> torch.Tensor:
+    def convert(self, weight: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             self.weight[:1].copy_(weight[:1])
         return self.weight.detach().clone()
 
 
-class Ends(Own):
-    """Ends the process."""
+class Exits(CustomLoad):
+    """Exits the process."""
 
-    def take(self, weight: torch.Tensor) -> torch.Tensor:
-        sys.exit("not with me")
+    def convert(self, weight: torch.Tensor) -> torch.Tensor:
+        sys.exit("no loading")
 
 
 class ByKeywords(nn.Linear):
-    """Calls torch's method with the names of its parameters."""
+    """Calls torch's method with keyword arguments."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -267,19 +267,19 @@ class ByKeywords(nn.Linear):
 
 
 @pytest.mark.parametrize(("build", "changes"), [
-    (Tries, [("weight", None), ("bias", "bias")]),
-    (Converts, [("bias", "bias")]),
+    (ScalesIfPossible, [("weight", None), ("bias", "bias")]),
+    (ConvertsFirst, [("bias", "bias")]),
     (ByRows, [("weight", None), ("bias", "bias")]),
     (ByKeywords, [("weight", "weight"), ("bias", "bias")]),
 ])  # fmt: skip
 @pytest.mark.parametrize("cheap", [True, False])
-def test_custom_loading_code(
+def test_the_verdict_on_custom_loading_code_matches_torch(
     build: Callable[[], nn.Module], changes: list[tuple[str, str | None]], cheap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not cheap:
         monkeypatch.setattr(instances, "_CHEAP", -1)
     state, model = build().half().state_dict(), build()
-    model.load_state_dict(copied(state), strict=True)
+    model.load_state_dict(clone_state(state), strict=True)
     verdict = load_verdict(of_object(build), section_of(state))
     assert verdict.ok
     assert [(change.fqn, change.key) for change in verdict.dtype_changes] == changes
@@ -289,12 +289,12 @@ def test_custom_loading_code(
             assert torch.equal(evaluate(source, state.__getitem__).float(), model.get_parameter(fqn)), fqn
 
 
-def test_a_load_that_exits_fails() -> None:
-    verdict = load_verdict(of_object(Ends), section_of(nn.Linear(2, 2).state_dict()))
-    assert (verdict.ok, verdict.errors[0].partition(" (")[0]) == (False, "RuntimeError: exits: not with me")
+def test_a_load_that_exits_is_an_error() -> None:
+    verdict = load_verdict(of_object(Exits), section_of(nn.Linear(2, 2).state_dict()))
+    assert (verdict.ok, verdict.errors[0].partition(" (")[0]) == (False, "RuntimeError: exits: no loading")
 
 
-def test_load_state_dict_without_strict() -> None:
+def test_a_load_state_dict_without_strict_is_supported() -> None:
     state = loading_zoo.bare_signatures().state_dict()
     assert load_verdict(of_object(loading_zoo.bare_signatures), section_of(state)).ok
     state["bias"] = torch.ones(7)

@@ -18,9 +18,7 @@ from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.build_optimizer import OptimizerVerdict, load_optimizer, optimizer_verdict
 
 
-class Terse(torch.optim.SGD):
-    """Says nothing of what it does not take."""
-
+class RaisesWithoutMessage(torch.optim.SGD):
     def load_state_dict(self, state_dict: Any) -> None:
         raise AssertionError
 
@@ -29,8 +27,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
 
-def terse(model: nn.Module) -> torch.optim.Optimizer:
-    return Terse(model.parameters(), 0.1, momentum=0.9)
+def raises_without_message(model: nn.Module) -> torch.optim.Optimizer:
+    return RaisesWithoutMessage(model.parameters(), 0.1, momentum=0.9)
 
 
 def build() -> nn.Module:
@@ -45,11 +43,11 @@ def saved() -> dict[str, Any]:
     return copy.deepcopy(optimizer.state_dict())
 
 
-def with_state(**more: Any) -> dict[str, Any]:
-    """The state of the first parameter, with `more` in it or next to all states."""
+def with_state(**extra: Any) -> dict[str, Any]:
+    """Return a saved state with extra entries for the first parameter; `loose` is next to the states."""
     state = saved()
-    state["state"][0].update({name: value for name, value in more.items() if name != "loose"})
-    state["state"].update({name: value for name, value in more.items() if name == "loose"})
+    state["state"][0].update({name: value for name, value in extra.items() if name != "loose"})
+    state["state"].update({name: value for name, value in extra.items() if name == "loose"})
     return state
 
 
@@ -60,7 +58,7 @@ def verdict(state: dict[str, Any], make: Callable[..., Any], path: Path, real: b
 
 
 STATES: dict[str, dict[str, Any]] = {
-    "as it is": saved(),
+    "unchanged": saved(),
     "a number next to the states": with_state(loose=3),
     "a dict next to the states": with_state(loose={"a": torch.ones(2)}),
     "an object": with_state(kind=torch.float16),
@@ -70,36 +68,40 @@ STATES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_the_verdict_is_torchs(name: str, tmp_path: Path) -> None:
+def test_the_verdict_matches_torch(name: str, tmp_path: Path) -> None:
     model = build()
     optimizer = sgd(model)
     try:
         optimizer.load_state_dict(copy.deepcopy(STATES[name]))
         model(torch.ones(2)).sum().backward()
         optimizer.step()
-        works = True
+        torch_works = True
     except RuntimeError:
-        works = False
-    found = verdict(STATES[name], sgd, tmp_path / "a.pt")
-    assert found is not None
-    assert (found.error is None, found.stepped) == (works, True)
-    assert found.landed == {"weight": 0, "bias": 1}
+        torch_works = False
+    result = verdict(STATES[name], sgd, tmp_path / "a.pt")
+    assert result is not None
+    assert (result.error is None, result.stepped) == (torch_works, True)
+    assert result.landed == {"weight": 0, "bias": 1}
 
 
-def test_an_error_without_a_message(tmp_path: Path) -> None:
-    found = verdict(saved(), terse, tmp_path / "a.pt")
-    assert found == OptimizerVerdict({}, "AssertionError", False)
+def test_an_error_without_a_message_is_reported_by_class(tmp_path: Path) -> None:
+    result = verdict(saved(), raises_without_message, tmp_path / "a.pt")
+    assert result == OptimizerVerdict({}, "AssertionError", False)
 
 
-def test_a_large_model_is_tried_without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_model_is_tried_on_meta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(instances, "_CHEAP", 0)
     for state in STATES.values():
         # Real tensors were requested, and there are too many.
         assert verdict(state, sgd, tmp_path / "a.pt", real=True) is None
         large = verdict(state, sgd, tmp_path / "a.pt")
         monkeypatch.undo()
-        found = verdict(state, sgd, tmp_path / "a.pt")
+        result = verdict(state, sgd, tmp_path / "a.pt")
         monkeypatch.setattr(instances, "_CHEAP", 0)
         assert large is not None
-        assert found is not None
-        assert (large.landed, large.stepped, large.error is None) == (found.landed, found.stepped, found.error is None)
+        assert result is not None
+        assert (large.landed, large.stepped, large.error is None) == (
+            result.landed,
+            result.stepped,
+            result.error is None,
+        )

@@ -1,4 +1,4 @@
-"""Expressions of code that computes outside of torch hold for any values: checked with other values."""
+"""Expressions for code that computes outside of torch, checked with other values."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ from zoo import runtime_values
 torch.set_num_threads(1)
 
 
-def wrong(sources: Mapping[str, Expression | None], have: Mapping[str, torch.Tensor], want: Mapping) -> list[str]:
-    """Return the names whose expression is not opaque, and gives another value than `want`."""
-    told = {name: source for name, source in sources.items() if source is not None and not is_opaque(source)}
-    return [name for name, source in told.items() if not torch.equal(evaluate(source, have.__getitem__), want[name])]
+def names_with_wrong_values(
+    sources: Mapping[str, Expression | None], values: Mapping[str, torch.Tensor], expected: Mapping
+) -> list[str]:
+    """Return the names with an expression that is not opaque and does not evaluate to `expected`."""
+    known = {name: source for name, source in sources.items() if source is not None and not is_opaque(source)}
+    return [
+        name for name, source in known.items() if not torch.equal(evaluate(source, values.__getitem__), expected[name])
+    ]
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -32,11 +36,11 @@ def test_expressions_hold_for_other_values(name: str) -> None:
     model = of_object(ZOO[name])
     names = trace(model)
     source, target = filled(model, 99), model.build(True)
-    have = {fqn: tensor.detach().clone() for fqn, tensor in runtime_values(source).items()}
+    values = {fqn: tensor.detach().clone() for fqn, tensor in runtime_values(source).items()}
     state = source.state_dict()
-    assert not wrong({s.key: s.source for s in names.serialized}, have, state)
+    assert not names_with_wrong_values({s.key: s.source for s in names.serialized}, values, state)
     target.load_state_dict(state, strict=True)
-    assert not wrong({r.fqn: r.source for r in names.load}, state, runtime_values(target))
+    assert not names_with_wrong_values({r.fqn: r.source for r in names.load}, state, runtime_values(target))
 
 
 @pytest.mark.parametrize(("name", "fqn", "keys"), [
@@ -47,7 +51,7 @@ def test_expressions_hold_for_other_values(name: str) -> None:
     ("transposed", "fc.weight", {"fc.weight"}),
     ("cached", "cache", {"q", "scale"}),
 ])  # fmt: skip
-def test_feeders_of_a_tensor_are_known(name: str, fqn: str, keys: set[str]) -> None:
+def test_source_keys_of_an_opaque_tensor_are_known(name: str, fqn: str, keys: set[str]) -> None:
     names = trace(of_object(ZOO[name]))
     source = next(loaded.source for loaded in names.load if loaded.fqn == fqn)
     assert is_opaque(source)
@@ -62,9 +66,9 @@ def test_a_random_load_is_opaque(build: Callable[[], nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("flag", [False, True])
-def test_a_boolean_is_tried_both_ways(flag: bool) -> None:
-    class Flagged(nn.Linear):
-        """Saved twice as large if its flag is set."""
+def test_both_values_of_a_boolean_are_tried(flag: bool) -> None:
+    class DoublesIfFlagged(nn.Linear):
+        """Saves its weight multiplied by 2 if the flag is set."""
 
         def __init__(self) -> None:
             super().__init__(2, 2)
@@ -75,16 +79,16 @@ def test_a_boolean_is_tried_both_ways(flag: bool) -> None:
             if self.flag.item():
                 state[f"{prefix}weight"] = state[f"{prefix}weight"].detach() * 2
 
-    sources = {key.key: key.source for key in trace(of_object(Flagged)).serialized}
+    sources = {key.key: key.source for key in trace(of_object(DoublesIfFlagged)).serialized}
     assert sources["weight"] is not None
     assert is_opaque(sources["weight"])
     assert "weight" in refs(sources["weight"])
     assert sources["bias"] == Ref("bias")
 
 
-def test_versions_are_loaded_as_they_were_saved() -> None:
+def test_loading_gets_the_saved_versions() -> None:
     class Versioned(nn.Linear):
-        """What older versions saved is transposed when it is loaded."""
+        """Transposes weights of older versions at load."""
 
         _version = 2
 
@@ -101,8 +105,8 @@ def test_versions_are_loaded_as_they_were_saved() -> None:
     assert {one.fqn: one.source for one in names.load} == {"weight": Ref("weight"), "bias": Ref("bias")}
 
 
-class Checking(nn.Linear):
-    """Saved twice as large, once its weight was looked at."""
+class ChecksItsValues(nn.Linear):
+    """Saves its weight multiplied by 2 after a check of its values."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -118,34 +122,34 @@ class Checking(nn.Linear):
         state[f"{prefix}weight"] = state[f"{prefix}weight"].detach() * 2
 
 
-class Doubling(Checking):
-    """Which looks at nothing."""
+class Doubles(ChecksItsValues):
+    """Does not check its values."""
 
     def is_fine(self) -> bool:
         return True
 
 
-class Sealed(Checking):
-    """It takes no other weight than its own."""
+class AcceptsOnlyOnes(ChecksItsValues):
+    """Accepts only its initial weight."""
 
     def is_fine(self) -> bool:
         return bool((self.weight == 1).all())
 
 
-@pytest.mark.parametrize(("build", "told"), [(Checking, True), (Sealed, False)])
-def test_a_check_of_values_does_not_make_them_opaque(build: type[nn.Module], told: bool) -> None:
-    """If other values pass it; if none do, the result for them is unknown."""
-    names = trace(of_object(lambda: nn.ModuleList([build(), Doubling()])))
+@pytest.mark.parametrize(("build", "is_known"), [(ChecksItsValues, True), (AcceptsOnlyOnes, False)])
+def test_a_check_of_values_does_not_make_a_tensor_opaque(build: type[nn.Module], is_known: bool) -> None:
+    """If no other values pass the check, the tensor is opaque."""
+    names = trace(of_object(lambda: nn.ModuleList([build(), Doubles()])))
     source, plain = (key.source for key in names.serialized if key.key.endswith("weight"))
     assert source is not None
     assert plain is not None
-    assert (is_opaque(source), is_opaque(plain)) == (not told, False)
+    assert (is_opaque(source), is_opaque(plain)) == (not is_known, False)
     weight = torch.randn(2, 2)
-    assert not told or torch.equal(evaluate(source, {"0.weight": weight}.__getitem__), weight * 2)
+    assert not is_known or torch.equal(evaluate(source, {"0.weight": weight}.__getitem__), weight * 2)
 
 
-class Certified(nn.Module):
-    """Loads what numpy makes of its file, which it takes only with its seal; a table is its own."""
+class ChecksItsSeal(nn.Module):
+    """Saves and loads only with its seal, and computes the loaded weight in numpy."""
 
     saves_others = loads_others = False
 
@@ -159,7 +163,7 @@ class Certified(nn.Module):
         self.register_load_state_dict_pre_hook(self._load)
 
     @staticmethod
-    def _saved(module: Certified, state: dict[str, Any], *_: Any) -> None:
+    def _saved(module: ChecksItsSeal, state: dict[str, Any], *_: Any) -> None:
         if not module.saves_others and module.seal.tolist() != [4, 2]:
             raise ValueError("another seal")
 
@@ -170,18 +174,18 @@ class Certified(nn.Module):
         self.count.fill_(float(state["weight"].numpy().sum()))
 
 
-class SavesAll(Certified):
+class SavesAnyValues(ChecksItsSeal):
     saves_others = True
 
 
-class TakesAll(SavesAll):
+class LoadsAnyValues(SavesAnyValues):
     loads_others = True
 
 
 @pytest.mark.parametrize(("build", "keys"), [
-    (Certified, {"weight", "bias", "seal"}),  # no other values could be tried: all may be in it
-    (SavesAll, {"weight", "bias", "seal"}),
-    (TakesAll, {"weight"}),
+    (ChecksItsSeal, {"weight", "bias", "seal"}),  # no other values can be tried, so any key may be a source
+    (SavesAnyValues, {"weight", "bias", "seal"}),
+    (LoadsAnyValues, {"weight"}),
 ])  # fmt: skip
 @pytest.mark.parametrize("cheap", [True, False])
 def test_expressions_without_other_values_are_opaque(
@@ -197,9 +201,9 @@ def test_expressions_without_other_values_are_opaque(
     assert sources == {"bias": Ref("bias"), "seal": Ref("seal"), "table": None}
 
 
-@pytest.mark.parametrize("most", [256, 0])
-def test_feeders_of_values_computed_outside_torch(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a hook that nothing watches: each tensor is changed alone; very many tensors all count as feeders."""
+@pytest.mark.parametrize("limit", [256, 0])
+def test_source_tensors_of_values_computed_outside_torch(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor is changed separately; if there are too many tensors, all of them count as sources."""
 
     class Hashed(nn.Module):
         def __init__(self) -> None:
@@ -217,27 +221,27 @@ def test_feeders_of_values_computed_outside_torch(most: int, monkeypatch: pytest
                 raise ValueError("another limit alone")
             state[prefix + "bytes"] = torch.tensor(list(a))
 
-    monkeypatch.setattr("ckpttool.tracing.instances.MOST_TRIED", most)
+    monkeypatch.setattr("ckpttool.tracing.instances.MOST_TRIED", limit)
     found = {key.key: key.source for key in trace(of_object(Hashed, materialize=True)).serialized}
     assert is_opaque(found["bytes"])
-    assert set(refs(found["bytes"])) == ({"a", "limit"} if most else {"a", "b", "limit"})
+    assert set(refs(found["bytes"])) == ({"a", "limit"} if limit else {"a", "b", "limit"})
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "complex64", "qint8"])
-def test_unsigned_integers(dtype: str) -> None:
-    """They are next to values that are computed outside of torch, and other values are tried anyway."""
+def test_tensors_of_unusual_dtypes_are_traced(dtype: str) -> None:
+    """Other values are tried, because the model also computes outside of torch."""
 
     def build() -> nn.Module:
         model = nn.ModuleDict({"coded": ZOO["by_number"]()})
         value = torch.ones(3)
-        made = (
+        tensor = (
             torch.quantize_per_tensor(value, 0.5, 0, torch.qint8)
             if dtype == "qint8"
             else value.to(getattr(torch, dtype))
         )
-        model.register_buffer("odd", made)
+        model.register_buffer("unusual", tensor)
         return model
 
     names = trace(of_object(build, materialize=True))
-    assert {one.fqn: one.source for one in names.load}["odd"] == Ref("odd")
+    assert {one.fqn: one.source for one in names.load}["unusual"] == Ref("unusual")
     assert names.roundtrips

@@ -25,45 +25,45 @@ pytestmark = pytest.mark.skipif(
 CONFIG = {"model_type": "llama", **TEXT}
 
 
-def folder(path: Path, **more: Any) -> str:
-    (path / "config.json").write_text(json.dumps({**CONFIG, **more}))
+def write_config(path: Path, **extra: Any) -> str:
+    (path / "config.json").write_text(json.dumps({**CONFIG, **extra}))
     return f"hf:{path}"
 
 
 def test_a_model_is_built_from_its_config(tmp_path: Path) -> None:
-    """Of the class that it names, or the one without a head, in its dtype; others are made in the default one again."""
-    made = of_folder(folder(tmp_path, architectures=["LlamaForCausalLM"], dtype="bfloat16"), {}, False).build()
-    assert {one.dtype for one in made.parameters()} == {torch.bfloat16}
-    assert type(made).__name__ == "LlamaForCausalLM"
-    assert {one.device.type for one in made.parameters()} == {"meta"}
-    bare = of_folder(folder(tmp_path), {}, True).build()
-    assert type(bare).__name__ == "LlamaModel"
-    assert {(one.dtype, one.device.type) for one in bare.parameters()} == {(torch.float32, "cpu")}
+    """It has the class and dtype of the config (or the headless class); the default dtype is restored."""
+    model = of_folder(write_config(tmp_path, architectures=["LlamaForCausalLM"], dtype="bfloat16"), {}, False).build()
+    assert {one.dtype for one in model.parameters()} == {torch.bfloat16}
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert {one.device.type for one in model.parameters()} == {"meta"}
+    headless = of_folder(write_config(tmp_path), {}, True).build()
+    assert type(headless).__name__ == "LlamaModel"
+    assert {(one.dtype, one.device.type) for one in headless.parameters()} == {(torch.float32, "cpu")}
     assert torch.get_default_dtype() == torch.float32
 
 
-@pytest.mark.parametrize(("more", "arguments", "said"), [
+@pytest.mark.parametrize(("extra", "arguments", "message"), [
     ({}, {"width": 2}, "is described by its config.json"),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, {}, "holds quantized weights"),
     ({"architectures": ["LlamaForNothing"]}, {}, "has no LlamaForNothing"),
     ({"model_type": "no_such_kind"}, {}, "config.json describes no model that transformers builds"),
 ])  # fmt: skip
-def test_a_config_without_a_model_is_an_error(more: Any, arguments: Any, said: str, tmp_path: Path) -> None:
+def test_a_config_without_a_model_is_an_error(extra: Any, arguments: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(CkptError) as raised:
-        of_folder(folder(tmp_path, **more), arguments, False)
-    assert said in raised.value.message
+        of_folder(write_config(tmp_path, **extra), arguments, False)
+    assert message in raised.value.message
 
 
-def test_a_missing_folder_and_missing_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_folder_or_missing_transformers_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CkptError, match=r"^hf: holds no config.json"):
         of_folder("hf:", {}, False)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(CkptError, match="needs transformers"):
-        of_folder(folder(tmp_path), {}, False)
+        of_folder(write_config(tmp_path), {}, False)
 
 
-def test_a_version_of_transformers_without_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_version_of_transformers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import modeling_utils
 
     monkeypatch.delattr(modeling_utils, "remove_tied_weights_from_state_dict")
@@ -71,18 +71,18 @@ def test_a_version_of_transformers_without_conversions(monkeypatch: pytest.Monke
         as_pretrained(of_object(FEW["tied"]))
 
 
-def test_pretrained_loading_has_the_errors_of_torch() -> None:
-    """As a part of another it has its own names; not strictly it takes what there is; what is not saved is left out."""
+def test_pretrained_loading_follows_strict_and_the_keys_to_ignore() -> None:
+    """Inside another model it keeps its own names; strict=False accepts missing keys; ignored keys are not saved."""
     model: Any = as_pretrained(of_object(FEW["experts"])).build(True)
-    own = FEW["experts"]().state_dict()
-    assert nn.ModuleDict({"part": model}).state_dict().keys() == {f"part.{key}" for key in own}
+    original = FEW["experts"]().state_dict()
+    assert nn.ModuleDict({"part": model}).state_dict().keys() == {f"part.{key}" for key in original}
     state = model.state_dict()
-    assert state.keys() != own.keys()
+    assert state.keys() != original.keys()
     first = next(iter(state))
-    lacking = {key: torch.zeros_like(value) for key, value in state.items() if key != first}
+    incomplete = {key: torch.zeros_like(value) for key, value in state.items() if key != first}
     with pytest.raises(RuntimeError, match=f'Missing key.*"{first}"'):
-        model.load_state_dict(lacking)
-    model.load_state_dict(lacking, strict=False)
+        model.load_state_dict(incomplete)
+    model.load_state_dict(incomplete, strict=False)
     assert not any(value.any() for key, value in model.state_dict().items() if key != first)
     model._keys_to_ignore_on_save = {"lm_head.weight"}
     assert state.keys() - model.state_dict().keys() == {"lm_head.weight"}

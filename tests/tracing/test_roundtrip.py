@@ -1,4 +1,4 @@
-"""Round trips and meta twins against the truth: instances built for real, saved and loaded."""
+"""Round trips and meta models, against instances that are really built, saved and loaded."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ckpttool.tracing.trace import trace
 torch.set_num_threads(1)
 
 
-class Dequantises(nn.Linear):
-    """Saves bytes that numpy makes, and reads them back: no symbol can follow, and nothing is lost."""
+class SavesAsInt32(nn.Linear):
+    """Saves the bits as int32 in numpy, which a trace cannot follow, and restores them."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
-        self._register_state_dict_hook(Dequantises._save)
+        self._register_state_dict_hook(SavesAsInt32._save)
         self._register_load_state_dict_pre_hook(self._load)
 
     def _save(self, sd: dict, prefix: str, *args: object) -> None:
@@ -37,16 +37,16 @@ class Dequantises(nn.Linear):
         sd[prefix + "weight"] = torch.from_numpy(sd[prefix + "weight"].numpy().view("float32").copy())
 
 
-class Halves(Dequantises):
-    """The same, and it forgets half of what it had."""
+class LosesOneRow(SavesAsInt32):
+    """Like SavesAsInt32, but loses one row."""
 
     def _load(self, sd: dict, prefix: str, *args: object) -> None:
         super()._load(sd, prefix)
         sd[prefix + "weight"] = torch.from_numpy(sd[prefix + "weight"].numpy() * [[1.0], [0.0]]).float()
 
 
-class AddsNothing(nn.Linear):
-    """Loads the sum of two keys, one of which is a constant that it saved."""
+class AddsSavedZeros(nn.Linear):
+    """Loads the sum of two keys; one of them is a saved constant."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -57,8 +57,8 @@ class AddsNothing(nn.Linear):
         sd[prefix + "weight"] = sd[prefix + "weight"] + sd.pop(prefix + "shift")
 
 
-class TurnsQuantized(nn.Linear):
-    """Saves a quantized table turned around: no values of such a tensor can be made up to try the way back with."""
+class TransposesQuantized(nn.Linear):
+    """Saves a quantized table transposed; a trace cannot generate quantized test values."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -71,34 +71,34 @@ class TurnsQuantized(nn.Linear):
         sd[prefix + "table"] = sd[prefix + "table"].t()
 
 
-class SavesSize(nn.Module):
-    """Saves one number without its sign: half of all random numbers come back."""
+class SavesAbs(nn.Module):
+    """Saves a number without its sign, which restores half of all random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.ones(1))
-        self._register_state_dict_hook(lambda m, sd, p, meta: sd.update({p + "gain": self.size(sd[p + "gain"])}))
+        self._register_state_dict_hook(lambda m, sd, p, meta: sd.update({p + "gain": self.change(sd[p + "gain"])}))
 
-    def size(self, gain: torch.Tensor) -> torch.Tensor:
+    def change(self, gain: torch.Tensor) -> torch.Tensor:
         return gain.abs()
 
 
-class SavesSizeByNumpy(SavesSize):
-    """The same, computed outside of torch."""
+class SavesAbsByNumpy(SavesAbs):
+    """Like SavesAbs, but computes outside of torch."""
 
-    def size(self, gain: torch.Tensor) -> torch.Tensor:
+    def change(self, gain: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(abs(gain.detach().numpy()).copy())
 
 
-class CutsOff(SavesSize):
-    """Numbers far from 0 do not come back."""
+class Clamps(SavesAbs):
+    """Restores only numbers near 0."""
 
-    def size(self, gain: torch.Tensor) -> torch.Tensor:
+    def change(self, gain: torch.Tensor) -> torch.Tensor:
         return gain.clamp(-50, 50)
 
 
-class Overlaps(nn.Module):
-    """Two buffers on one memory."""
+class OverlappingBuffers(nn.Module):
+    """Two buffers in the same memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,8 +115,8 @@ def model(cls: Callable[[], nn.Module]) -> LoadedModel:
     return LoadedModel(cls.__name__, make)
 
 
-@pytest.mark.parametrize("cls", [SavesSize, SavesSizeByNumpy, CutsOff])
-def test_no_single_number_comes_back_by_chance(cls: type[SavesSize]) -> None:
+@pytest.mark.parametrize("cls", [SavesAbs, SavesAbsByNumpy, Clamps])
+def test_a_single_number_is_not_restored_by_chance(cls: type[SavesAbs]) -> None:
     source, target = cls(), cls()
     source.gain.data.fill_(-100.0)
     target.load_state_dict(source.state_dict(), strict=True)
@@ -124,26 +124,26 @@ def test_no_single_number_comes_back_by_chance(cls: type[SavesSize]) -> None:
     assert not trace(model(cls)).roundtrips
 
 
-BACK = (Dequantises, AddsNothing, TurnsQuantized, Overlaps)
+RESTORED = (SavesAsInt32, AddsSavedZeros, TransposesQuantized, OverlappingBuffers)
 
 
-@pytest.mark.parametrize(("cls", "comes_back"), [(Halves, False), *((cls, True) for cls in BACK)])
-def test_opaque_round_trips_are_tried(cls: type[nn.Module], comes_back: bool) -> None:
+@pytest.mark.parametrize(("cls", "is_restored"), [(LosesOneRow, False), *((cls, True) for cls in RESTORED)])
+def test_opaque_round_trips_are_tried(cls: type[nn.Module], is_restored: bool) -> None:
     torch.manual_seed(0)
     source, target = cls(), cls()
     target.load_state_dict(source.state_dict(), strict=True)
     same = all(torch.equal(a, b) for a, b in zip(source.state_dict().values(), target.state_dict().values()))
-    assert same == comes_back
+    assert same == is_restored
     names = trace(model(cls))
-    assert (names.roundtrips, names.notes) == (comes_back, ())
+    assert (names.roundtrips, names.notes) == (is_restored, ())
 
 
 def test_a_round_trip_that_cannot_be_tried_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(*args: object) -> None:
-        raise CkptError("no memory", hint="buy some")
+        raise CkptError("no memory", hint="add memory")
 
     monkeypatch.setattr("ckpttool.tracing.trace.check_memory", no_memory)
-    names = trace(model(AddsNothing))
+    names = trace(model(AddsSavedZeros))
     assert names.roundtrips
     assert names.notes == (
         "cannot be told whether it is given back: loaded from shift, which no tensor of the model is saved to @ weight",
@@ -170,8 +170,8 @@ def has_values(theta: torch.Tensor) -> bool:
     return True
 
 
-class AsksForMeta(nn.Module):
-    """As rotary embeddings that make their caches only where there is memory for them."""
+class CacheIfReal(nn.Module):
+    """Creates its cache only if it is not on meta, as some rotary embeddings do."""
 
     def __init__(self, is_real: Callable[[torch.Tensor], bool] = has_device) -> None:
         super().__init__()
@@ -182,21 +182,21 @@ class AsksForMeta(nn.Module):
 
 @pytest.mark.parametrize("cheap", [True, False])
 @pytest.mark.parametrize("is_real", [has_device, has_default_device, has_class_of_cpu, has_values])
-def test_a_constructor_that_makes_other_tensors_on_meta(
+def test_a_constructor_that_creates_other_tensors_on_meta_is_traced(
     is_real: Callable[[torch.Tensor], bool], cheap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not cheap:  # then it is built with tensors that pass for real
+    if not cheap:  # it is built with tensors that look real
         monkeypatch.setattr(instances, "_CHEAP", -1)
-    names = trace(model(lambda: AsksForMeta(is_real)))
+    names = trace(model(lambda: CacheIfReal(is_real)))
     assert [tensor.fqn for tensor in names.runtime] == ["theta", "cache"]
     assert names.not_serialized == ("cache",)
     assert names.notes == ()
 
 
 def test_a_large_constructor_may_copy_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the layers of torch's Transformer: the copies are of tensors alone, not of the mode that makes them."""
+    """torch's Transformer copies its layers; only tensors are copied, not the mode that creates them."""
 
-    class Copies(AsksForMeta):
+    class Copies(CacheIfReal):
         def __init__(self) -> None:
             super().__init__()
             first = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -221,14 +221,14 @@ def test_a_constructor_that_reads_values_is_noted(monkeypatch: pytest.MonkeyPatc
     )
 
 
-def test_a_buffer_whose_name_ends_with_extra_state() -> None:
+def test_a_buffer_whose_name_ends_in_extra_state_is_a_tensor() -> None:
     names = trace(model(loading_zoo.buffer_with_such_an_ending))
     assert [s.key for s in names.serialized] == ["weight", "bias", "my_extra_state"]
     assert (names.extra_state, names.not_serialized, names.roundtrips) == ((), (), True)
 
 
-class Forgets(Dequantises):
-    """Loading takes a buffer away."""
+class Forgets(SavesAsInt32):
+    """Removes a buffer at load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,16 +240,16 @@ class Forgets(Dequantises):
         del self._buffers["table"]
 
 
-class Expands(Dequantises):
-    """One integer is all of a buffer that is not saved."""
+class Expands(SavesAsInt32):
+    """Has a non-persistent buffer that is one expanded integer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("zeros", torch.zeros(1, dtype=torch.int64).expand(4), persistent=False)
 
 
-class InTwoDtypes(Dequantises):
-    """Saves one memory in two dtypes, which no file can hold, and an object; by the version it knows its own."""
+class InTwoDtypes(SavesAsInt32):
+    """Saves one memory in two dtypes, which no file can store, and an object; checks the version at load."""
 
     _version = 3
 
@@ -273,12 +273,12 @@ class InTwoDtypes(Dequantises):
         assert state == {"level": 1}
 
 
-@pytest.mark.parametrize(("cls", "comes_back"), [(Forgets, False), (Expands, True), (InTwoDtypes, True)])
-def test_round_trips_of_buffers_and_extra_state(cls: type[nn.Module], comes_back: bool) -> None:
-    assert trace(model(cls)).roundtrips == comes_back
+@pytest.mark.parametrize(("cls", "is_restored"), [(Forgets, False), (Expands, True), (InTwoDtypes, True)])
+def test_round_trips_with_buffers_and_extra_state_are_tried(cls: type[nn.Module], is_restored: bool) -> None:
+    assert trace(model(cls)).roundtrips == is_restored
 
 
-def test_tensors_with_the_same_parts_are_the_same() -> None:
+def test_same_compares_the_parts_of_tensors() -> None:
     sparse = torch.eye(2).to_sparse()
     assert same(sparse, torch.eye(2).to_sparse())
     assert not same(sparse, (torch.eye(2) * 2).to_sparse())
@@ -292,8 +292,8 @@ def test_tensors_with_the_same_parts_are_the_same() -> None:
     assert not same(quantized[0], quantized[2])
 
 
-class Picky(small_models.Pickled):
-    """Takes no other than its own extra state: nobody knows what would come back."""
+class AcceptsOneExtraState(small_models.Pickled):
+    """Accepts only its initial extra state, so other values cannot be tried."""
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         if not bool((pickle.loads(state.numpy().tobytes())["amax"] == 1).all()):
@@ -301,20 +301,20 @@ class Picky(small_models.Pickled):
         super().set_extra_state(state)
 
 
-def test_extra_state_that_fails_to_load() -> None:
+def test_a_tensor_in_extra_state_that_fails_to_load_is_not_saved() -> None:
     assert trace(model(small_models.Pickled)).not_serialized == ()
-    assert trace(model(Picky)).not_serialized == ("amax",)
+    assert trace(model(AcceptsOneExtraState)).not_serialized == ("amax",)
 
 
-def test_no_memory_to_build_a_model_that_differs_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_differs_on_meta_and_does_not_fit_in_memory_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(instances, "_CHEAP", -1)
     monkeypatch.setattr(instances, "memory_available", lambda: -1)
-    (note,) = trace(model(AsksForMeta)).notes
+    (note,) = trace(model(CacheIfReal)).notes
     assert note.startswith("on the meta device the constructor creates other tensors")
 
 
-class Changes(nn.Module):
-    """Changes the state dict when it saves, and when it loads."""
+class ChangesState(nn.Module):
+    """Calls `save` and `load` to change the state_dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,30 +328,30 @@ class Changes(nn.Module):
     def load(self, sd: dict) -> None: ...
 
 
-class Swaps(Changes):
+class SwapsTwo(ChangesState):
     def load(self, sd: dict) -> None:
         sd["a"], sd["b"] = sd["b"], sd["a"]
 
 
-class Shortens(Changes):
+class Shortens(ChangesState):
     def load(self, sd: dict) -> None:
         self.table = sd["table"] = sd["table"][:2] + 0
 
 
-class Rounds(Changes):
+class Rounds(ChangesState):
     def load(self, sd: dict) -> None:
         self.table = sd["table"] = (sd["table"] + 0).double()
 
 
-class Solves(Changes):
-    """By an operator that is not evaluated here."""
+class AppliesFft(ChangesState):
+    """Uses an operator that cannot be evaluated."""
 
     def save(self, sd: dict) -> None:
         sd["a"] = torch.fft.fft(sd["a"].detach()).real
 
 
-class Turns(Changes):
-    """And back again, element for element."""
+class FlipsTwice(ChangesState):
+    """Flips the elements at save and at load."""
 
     def save(self, sd: dict) -> None:
         sd["a"] = torch.special.bessel_j0(sd["a"].detach()) * 0 + sd["a"].detach().flip(0)
@@ -360,21 +360,21 @@ class Turns(Changes):
         sd["a"] = sd["a"].flip(0)
 
 
-SAID: dict[type[Changes], list[str]] = {
-    Swaps: ["loading gives it the value of b @ a", "loading gives it the value of a @ b"],
+PROBLEMS: dict[type[ChangesState], list[str]] = {
+    SwapsTwo: ["loading gives it the value of b @ a", "loading gives it the value of a @ b"],
     Shortens: ["loading gives it another shape or dtype @ table"],
     Rounds: ["loading gives it another shape or dtype @ table"],
-    Solves: ["loading does not give the saved value back exactly @ a"],
-    Turns: [],
+    AppliesFft: ["loading does not give the saved value back exactly @ a"],
+    FlipsTwice: [],
 }
 
 
 @pytest.mark.parametrize("limit", [50_000_000, 7])
-@pytest.mark.parametrize("build", SAID)
-def test_tensors_that_do_not_come_back_are_reported(
-    build: type[Changes], limit: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("build", PROBLEMS)
+def test_tensors_that_are_not_restored_are_reported(
+    build: type[ChangesState], limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it is too large for random values, and only a real round trip tells."""
+    """A model too large for random values is checked by a real round trip."""
     monkeypatch.setattr("ckpttool.tracing.trace._PROBE_LIMIT", limit)
     names = trace(model(build))
-    assert list(map(str, names.roundtrip_problems)) == SAID[build]
+    assert list(map(str, names.roundtrip_problems)) == PROBLEMS[build]

@@ -1,4 +1,4 @@
-"""The objects of a file against torch's own safe loader: the same object, or an unknown one."""
+"""Objects in a file, against torch's safe loader: the same object is created, or it is unknown."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from command import Run
 from loading_zoo import Opaque, Packed, Undeclared, packed
 
 
-class Made:
-    """Two of them with the same attributes are equal."""
+class Comparable:
+    """Equal if all attributes are equal."""
 
     __slots__ = ("__dict__", "level")
     level: int
@@ -34,16 +34,16 @@ class Made:
         return 0
 
 
-class Slotted(Made):
-    """Whose state is two dicts."""
+class SlotsAndDict(Comparable):
+    """Has slots and a dict, so its pickled state is two dicts."""
 
     def __init__(self, **attributes: int) -> None:
         self.level = 3
         vars(self).update(attributes)
 
 
-class Bare:
-    """Has slots and no other attributes."""
+class SlotsOnly:
+    """Has slots and no dict."""
 
     __slots__ = ("level",)
 
@@ -51,14 +51,14 @@ class Bare:
         self.level = 3
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is Bare and other.level == self.level
+        return type(other) is SlotsOnly and other.level == self.level
 
     def __hash__(self) -> int:
         return 0
 
 
-class Careful:
-    """Which looks at its state."""
+class RefusesState:
+    """Raises when its state is set."""
 
     def __getstate__(self) -> dict[str, int]:
         return {"level": 1}
@@ -67,42 +67,49 @@ class Careful:
         raise KeyError("depth")
 
 
-class Named:
-    """Which is made with arguments that have names."""
+class KeywordArguments:
+    """Is created with keyword arguments."""
 
-    def __new__(cls, *, level: int) -> Named:
-        made = super().__new__(cls)
-        vars(made)["level"] = level
-        return made
+    def __new__(cls, *, level: int) -> KeywordArguments:
+        instance = super().__new__(cls)
+        vars(instance)["level"] = level
+        return instance
 
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, int]]:
         return (), {"level": 2}
 
 
-class Longer(list):
-    """A list of a user's class."""
+class CustomList(list):
+    """A user-defined list class."""
 
 
-class By:
-    """An object whose pickle calls what it is given."""
+class PicklesAs:
+    """Pickles as the given call."""
 
-    def __init__(self, *how: Any) -> None:
-        self.how = how
+    def __init__(self, *reduced: Any) -> None:
+        self.reduced = reduced
 
     def __reduce__(self) -> Any:
-        return self.how
+        return self.reduced
 
 
-def put(made: OrderedDict[str, int], state: dict[str, int]) -> None:
-    """How a pickle sets the state."""
-    made.update(state)
+def set_state(target: OrderedDict[str, int], state: dict[str, int]) -> None:
+    """Set the state, as a pickle can do."""
+    target.update(state)
 
 
-class Other(Slotted):
-    """Under whose name another class is declared safe."""
+class SafeName(SlotsAndDict):
+    """Another class is declared safe under this name."""
 
 
-SAFE: list[Any] = [(Slotted, f"{__name__}.Other"), Slotted, Bare, Careful, Named, Longer]
+SAFE: list[Any] = [
+    (SlotsAndDict, f"{__name__}.SafeName"),
+    SlotsAndDict,
+    SlotsOnly,
+    RefusesState,
+    KeywordArguments,
+    CustomList,
+]
 
 
 def bytes_of(number: int) -> torch.UntypedStorage:
@@ -110,66 +117,66 @@ def bytes_of(number: int) -> torch.UntypedStorage:
 
 
 def nested(depth: int) -> list[Any]:
-    made: list[Any] = []
+    result: list[Any] = []
     for _ in range(depth):
-        made = [made]
-    return made
+        result = [result]
+    return result
 
 
-# An object, and the pickle's protocol.
+# An object and its pickle protocol.
 VALUES: dict[str, tuple[Any, int]] = {
-    "ordered": (OrderedDict(a=torch.ones(2), b=[1]), 2),
-    "counted": (Counter("aab"), 2),
-    "frozen": (frozenset({1, 2}), 2),
+    "an OrderedDict": (OrderedDict(a=torch.ones(2), b=[1]), 2),
+    "a Counter": (Counter("aab"), 2),
+    "an old frozen set": (frozenset({1, 2}), 2),
     "a set": ({1, 2}, 4),
     "a frozen set": (frozenset({1, 2}), 4),
     "a dtype": (torch.bfloat16, 2),
     "a scheme": (torch.per_tensor_affine, 2),
     "a layout": (torch.strided, 2),
-    "shallow": (nested(200), 2),
-    "deep": (nested(202), 2),
+    "at the depth limit": (nested(200), 2),
+    "too deep": (nested(202), 2),
     "a class": (nn.Linear, 2),
-    "a class of Python": (int, 2),
+    "a built-in class": (int, 2),
     "a function": (len, 2),
-    "a class of tensors": (nn.Parameter, 2),
-    "slots": (Slotted(), 2),
-    "slots and attributes": (Slotted(depth=2), 2),
-    "slots alone": (Bare(), 2),
-    "declared under a name": (Other(), 2),
-    "a state that is refused": (Careful(), 2),
-    "names": (Named(level=2), 4),
-    "a list of its own": (Longer([1]), 2),
-    "wrong arguments": (By(OrderedDict, (5,)), 2),
-    "a setter": (By(OrderedDict, (), {"a": 1}, None, None, put), 4),
+    "a tensor class": (nn.Parameter, 2),
+    "slots": (SlotsAndDict(), 2),
+    "slots and attributes": (SlotsAndDict(depth=2), 2),
+    "slots only": (SlotsOnly(), 2),
+    "declared under another name": (SafeName(), 2),
+    "a state that is refused": (RefusesState(), 2),
+    "keyword arguments": (KeywordArguments(level=2), 4),
+    "a list class": (CustomList([1]), 2),
+    "wrong arguments": (PicklesAs(OrderedDict, (5,)), 2),
+    "a setter": (PicklesAs(OrderedDict, (), {"a": 1}, None, None, set_state), 4),
     "a subclass": (packed(), 2),
     "a subclass with code": (packed(Undeclared), 2),
     "a storage": (torch.storage.TypedStorage(wrap_storage=bytes_of(7), dtype=torch.uint8, _internal=True), 2),
-    "an unhashable item": (By(set, ([By(list, ())],)), 2),
+    "an unhashable item": (PicklesAs(set, ([PicklesAs(list, ())],)), 2),
 }
-ALSO = (
-    "frozen",
+ONLY_HERE = (
+    "an old frozen set",
     "a set",
     "a frozen set",
-    "a class of tensors",
+    "a tensor class",
     "a subclass",
-)  # made here, and not by every torch's safe loader
-NOT = ("deep",)  # the other way round
+)  # the safe loaders of some torch versions refuse them
+ONLY_IN_TORCH = ("too deep",)  # created by torch but not here
 
 
-def made(path: Path) -> Stored:
+def load_stored(path: Path) -> Stored:
     (section,) = open_operand(str(path)).sections
     return stored(section, True)
 
 
-def safely(path: Path) -> Any:
-    """What torch's safe loader gives; None where it refuses."""
+def torch_safe_load(path: Path) -> Any:
+    """Load with torch's safe loader; return None if it refuses the file."""
     try:
         return torch.load(path, weights_only=True)
     except Exception:
         return None
 
 
-def alike(one: Any, other: Any) -> bool:
+def equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.storage.TypedStorage):
         return one.dtype == other.dtype and one._untyped_storage.tolist() == other._untyped_storage.tolist()
     if isinstance(one, Packed):
@@ -177,50 +184,50 @@ def alike(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one, other)
     if isinstance(one, dict):
-        return type(one) is type(other) and one.keys() == other.keys() and all(alike(one[k], other[k]) for k in one)
+        return type(one) is type(other) and one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
     return bool(type(one) is type(other) and one == other)
 
 
 @pytest.mark.parametrize("name", VALUES)
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_objects_are_created_if_torchs_safe_loader_creates_them(name: str, tmp_path: Path) -> None:
+def test_objects_are_created_if_the_safe_loader_of_torch_creates_them(name: str, tmp_path: Path) -> None:
     value, protocol = VALUES[name]
     path = tmp_path / "a.pt"
     torch.save({"w": torch.ones(2), "_extra_state": value}, path, pickle_protocol=protocol)
     with torch.serialization.safe_globals(SAFE):
-        safe, found = safely(path), made(path)
-    is_made = name in ALSO or (safe is not None and name not in NOT)
-    assert [problem.key for problem in found.unknown] == ([] if is_made else ["_extra_state"])
+        safe, result = torch_safe_load(path), load_stored(path)
+    is_made = name in ONLY_HERE or (safe is not None and name not in ONLY_IN_TORCH)
+    assert [problem.key for problem in result.unknown] == ([] if is_made else ["_extra_state"])
     if is_made:
-        wanted = safe or torch.load(path, weights_only=False)
-        assert alike(found.state["_extra_state"], wanted["_extra_state"])
+        expected = safe or torch.load(path, weights_only=False)
+        assert equal(result.state["_extra_state"], expected["_extra_state"])
 
 
-def test_a_string_of_python_2_is_unknown(tmp_path: Path) -> None:
+def test_a_python_2_string_is_unknown(tmp_path: Path) -> None:
     state = OrderedDict({"w": torch.ones(2), "_extra_state": "caf\xe9"})
-    (problem,) = made(Path(python2.save(state, tmp_path / "a.pt"))).unknown
+    (problem,) = load_stored(Path(python2.save(state, tmp_path / "a.pt"))).unknown
     assert (problem.key, problem.problem) == ("_extra_state", "a string of Python 2")
 
 
 def test_a_tensor_has_the_geometry_of_its_entry(tmp_path: Path) -> None:
-    """Also where it was read of a file as another one; what has no block of values, or a dtype of no torch, is not."""
+    """The entry decides, not the pickled tensor; sparse entries are unknown, and unknown dtypes are an error."""
     path = tmp_path / "a.pt"
     torch.save({"w": torch.arange(4.0)}, path)
     (section,) = open_operand(str(path)).sections
     (entry,) = section.tensors
-    turned = replace(entry, shape=(2, 2), stride=(1, 2))
-    found = stored(Section("", "state_dict", (turned,)), True)
-    assert torch.equal(found.state["w"], torch.arange(4.0).reshape(2, 2).t())
+    transposed = replace(entry, shape=(2, 2), stride=(1, 2))
+    result = stored(Section("", "state_dict", (transposed,)), True)
+    assert torch.equal(result.state["w"], torch.arange(4.0).reshape(2, 2).t())
     sparse = TensorEntry("w", "float32", (2,), (1,), 0, None, "sparse_coo")
-    of_sparse = Section("", "state_dict", (entry, sparse))
-    assert (needs_values(section), needs_values(of_sparse)) == (False, True)
-    (problem,) = stored(of_sparse, True).unknown
+    with_sparse = Section("", "state_dict", (entry, sparse))
+    assert (needs_values(section), needs_values(with_sparse)) == (False, True)
+    (problem,) = stored(with_sparse, True).unknown
     assert "sparse_coo" in problem.problem
     with pytest.raises(CkptError, match="no dtype 'float3'"):
         stored(Section("", "state_dict", (replace(entry, dtype="float3", payload=None),)), True)
 
 
-def test_extra_state_has_values_on_meta_too(tmp_path: Path) -> None:
+def test_extra_state_has_values_even_if_tensors_are_on_meta(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     torch.save({"w": torch.ones(2), "a._extra_state": torch.ones(2), "b": [torch.ones(2)]}, path)
     (section,) = open_operand(str(path)).sections
@@ -230,13 +237,13 @@ def test_extra_state_has_values_on_meta_too(tmp_path: Path) -> None:
 
 
 def test_objects_in_memory_are_passed_on() -> None:
-    given = {"a._extra_state": 3, "b._extra_state": Opaque(), "w": torch.ones(2)}
-    found = stored(section_of(given), True)
-    assert found.unknown == ()
-    assert (found.state["a._extra_state"], found.state["b._extra_state"]) == (3, given["b._extra_state"])
+    state = {"a._extra_state": 3, "b._extra_state": Opaque(), "w": torch.ones(2)}
+    result = stored(section_of(state), True)
+    assert result.unknown == ()
+    assert (result.state["a._extra_state"], result.state["b._extra_state"]) == (3, state["b._extra_state"])
 
 
-def normed() -> nn.Module:
+def with_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
 
@@ -244,24 +251,26 @@ METADATA = {
     "none": None,
     "a list": [1],
     "a number": OrderedDict({"": 5, "1": 5}),
-    "a none": OrderedDict({"1": None}),
-    "a text": OrderedDict({"1": {"version": "x"}}),
-    "an ordered one": OrderedDict({"1": OrderedDict(version=1)}),
-    "a plain one": OrderedDict({"1": {"version": 1}}),
-    "a new one": OrderedDict({"1": OrderedDict(version=2)}),
+    "a none for a module": OrderedDict({"1": None}),
+    "a string": OrderedDict({"1": {"version": "x"}}),
+    "an OrderedDict": OrderedDict({"1": OrderedDict(version=1)}),
+    "a dict": OrderedDict({"1": {"version": 1}}),
+    "the current version": OrderedDict({"1": OrderedDict(version=2)}),
 }
 
 
 @pytest.mark.parametrize("name", METADATA)
-@pytest.mark.parametrize("without", [(), ("1.num_batches_tracked",)])
-def test_versions_are_passed_on(name: str, without: tuple[str, ...], run: Run, tmp_path: Path) -> None:
-    """Batch norm asks for its version, and fails if that is not a number in a dict; version 1 had no counter."""
-    state: Any = OrderedDict((key, value) for key, value in normed().state_dict().items() if key not in without)
+@pytest.mark.parametrize("removed", [(), ("1.num_batches_tracked",)])
+def test_module_versions_are_passed_on(name: str, removed: tuple[str, ...], run: Run, tmp_path: Path) -> None:
+    """Batch norm needs a version that is a number in a dict; version 1 had no counter."""
+    state: Any = OrderedDict(
+        (key, value) for key, value in with_batch_norm().state_dict().items() if key not in removed
+    )
     state._metadata = METADATA[name]
     torch.save(state, tmp_path / "a.pt")
     try:
-        normed().load_state_dict(torch.load(tmp_path / "a.pt"), strict=True)
+        with_batch_norm().load_state_dict(torch.load(tmp_path / "a.pt"), strict=True)
         loads = True
     except (RuntimeError, AttributeError, TypeError):
         loads = False
-    assert (run("diff", "--model", f"{__file__}:normed", tmp_path / "a.pt").status == 0) == loads
+    assert (run("diff", "--model", f"{__file__}:with_batch_norm", tmp_path / "a.pt").status == 0) == loads

@@ -32,11 +32,11 @@ from drawn_models import MODELS, build, is_safe
 torch.set_num_threads(1)
 PAIRS = int(os.environ.get("CKPTTOOL_PAIRS", "150"))
 FIRST = int(os.environ.get("CKPTTOOL_FIRST_PAIR", "0"))
-ON_CPU = ["--materialize"]  # what cannot be built on meta
+ON_CPU = ["--materialize"]  # for models that cannot be built on meta
 State = OrderedDict[str, Any]
 
 
-# Damages: each changes one entry of a state dict, or the whole.
+# Damages: each changes one entry of a state_dict, or all of it.
 
 
 def _dtypes() -> list[torch.dtype]:
@@ -45,31 +45,31 @@ def _dtypes() -> list[torch.dtype]:
 
 
 def _dtensor(value: torch.Tensor, random: random.Random) -> torch.Tensor:
-    """The part of the first of one or two ranks, or a copy of all."""
+    """Return a DTensor on rank 0 of one or two ranks, sharded or replicated."""
     world = random.choice((1, 2))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         mesh = init_device_mesh("cpu", (world,))
-        cut = random.choice([Replicate(), *([Shard(0)] if value.dim() else [])])
-        return distribute_tensor(value, mesh, [cut])
+        placement = random.choice([Replicate(), *([Shard(0)] if value.dim() else [])])
+        return distribute_tensor(value, mesh, [placement])
     finally:
         dist.destroy_process_group()
 
 
 VALUES: dict[str, Callable[[torch.Tensor, random.Random], Any]] = {
     "another dtype": lambda v, r: v.to(r.choice(_dtypes())),
-    "a dimension more": lambda v, r: v.unsqueeze(0),
-    "an element more": lambda v, r: torch.cat([v.reshape(-1), v.reshape(-1)[:1]]),
+    "a tensor with an extra dimension": lambda v, r: v.unsqueeze(0),
+    "a tensor with an extra element": lambda v, r: torch.cat([v.reshape(-1), v.reshape(-1)[:1]]),
     "a number": lambda v, r: v.reshape(-1)[0].clone() if v.numel() else v,
     "transposed": lambda v, r: v.t() if v.dim() == 2 else v,
     "transposed in memory": lambda v, r: v.t().contiguous().t() if v.dim() == 2 else v,
     "expanded": lambda v, r: v.reshape(-1)[:1].expand(v.numel()).reshape(v.shape) if v.numel() else v,
-    "a part": lambda v, r: torch.stack([v, v])[r.randrange(2)],
+    "a view": lambda v, r: torch.stack([v, v])[r.randrange(2)],
     "a Parameter": lambda v, r: nn.Parameter(v, requires_grad=v.is_floating_point() and r.random() < 0.5),
     "sparse": lambda v, r: v.to_sparse(),
     "sparse rows": lambda v, r: v.to_sparse_csr() if v.dim() == 2 else v.to_sparse(),
     "quantized": lambda v, r: torch.quantize_per_tensor(v.float(), 0.1, 0, torch.quint8),
-    "two tensors in one": lambda v, r: TwoTensor(v, v),
+    "a TwoTensor": lambda v, r: TwoTensor(v, v),
     "packed": lambda v, r: loading_zoo.packed(),
     "packed and undeclared": lambda v, r: loading_zoo.packed(loading_zoo.Undeclared),
     "a DTensor": lambda v, r: _dtensor(v, r),
@@ -86,7 +86,7 @@ VALUES: dict[str, Callable[[torch.Tensor, random.Random], Any]] = {
 }
 
 
-def _change(state: State, random: random.Random) -> str:
+def _change_value(state: State, random: random.Random) -> str:
     kind = random.choice(list(VALUES))
     key = random.choice([k for k, v in state.items() if isinstance(v, torch.Tensor)])
     state[key] = VALUES[kind](state[key].detach(), random)
@@ -109,22 +109,22 @@ def _rename(state: State, random: random.Random) -> str:
     key = random.choice(list(state))
     new = random.choice([f"module.{key}", f"{key}_old", key.rpartition(".")[2]])
     state[new] = state.pop(key)
-    return f"{key} is called {new}"
+    return f"{key} is renamed to {new}"
 
 
 def _prefix(state: State, random: random.Random) -> str:
     for key in list(state):
         state[f"module.{key}"] = state.pop(key)
-    return "all are prefixed"
+    return "all keys have a prefix"
 
 
-def _tie(state: State, random: random.Random) -> str:
+def _copy_value(state: State, random: random.Random) -> str:
     key, other = random.choice(list(state)), random.choice(list(state))
     state[key] = state[other]
-    return f"{key} is {other}"
+    return f"{key} has the value of {other}"
 
 
-def _versions(state: State, random: random.Random) -> str:
+def _change_versions(state: State, random: random.Random) -> str:
     if random.random() < 0.5 or not hasattr(state, "_metadata"):
         state.__dict__.pop("_metadata", None)
         return "no versions"
@@ -132,31 +132,42 @@ def _versions(state: State, random: random.Random) -> str:
     return "version 0"
 
 
-DAMAGES = [_change, _change, _change, _change, _drop, _add, _rename, _prefix, _tie, _versions]
+DAMAGES = [
+    _change_value,
+    _change_value,
+    _change_value,
+    _change_value,
+    _drop,
+    _add,
+    _rename,
+    _prefix,
+    _copy_value,
+    _change_versions,
+]
 
 
-def _truncated(path: Path, random: random.Random) -> str:
-    """The file with one storage cut off by a few bytes."""
+def _truncate(path: Path, random: random.Random) -> str:
+    """Truncate one storage in the file."""
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     storages = [name for name, data in records.items() if "/data/" in name and len(data) > 1]
     if not storages:
-        return "not cut"
+        return "not truncated"
     name = random.choice(storages)
     records[name] = records[name][: random.randrange(len(records[name]))]
     with zipfile.ZipFile(path, "w") as archive:
         for record, data in records.items():
             archive.writestr(record, data)
-    return f"{name} is cut"
+    return f"{name} is truncated"
 
 
-PLACES: dict[str, Callable[[State], dict[str, Any]]] = {
+LAYOUTS: dict[str, Callable[[State], dict[str, Any]]] = {
     "a plain dict": dict,
     "a plain dict under a key": lambda state: {"model": dict(state), "epoch": 3},
 }
 
 
-# The pair, and both answers
+# The pair and the answer of torch
 
 
 def draw(random: random.Random, path: Path) -> tuple[str, str]:
@@ -167,27 +178,27 @@ def draw(random: random.Random, path: Path) -> tuple[str, str]:
     state: State = OrderedDict(given)
     if hasattr(given, "_metadata"):
         state._metadata = given._metadata  # type: ignore[attr-defined]
-    told = [source] if source != operand else []
+    damages = [source] if source != operand else []
     for _ in range(random.choice([0, 1, 1, 1, 2])):
         if any(isinstance(value, torch.Tensor) for value in state.values()):
-            told.append(random.choice(DAMAGES)(state, random))
-    told.append(random.choice(["as it is", "as it is", *PLACES]))
-    torch.save(PLACES.get(told[-1], lambda state: state)(state), path)
+            damages.append(random.choice(DAMAGES)(state, random))
+    damages.append(random.choice(["unchanged", "unchanged", *LAYOUTS]))
+    torch.save(LAYOUTS.get(damages[-1], lambda state: state)(state), path)
     if random.random() < 0.04:
-        told.append(_truncated(path, random))
-    return operand, "; ".join(told)
+        damages.append(_truncate(path, random))
+    return operand, "; ".join(damages)
 
 
-def stored(path: Path) -> Any:
-    """The state dict in the file."""
-    found = torch.load(path, weights_only=False)
-    return found["model"] if list(found) == ["model", "epoch"] else found
+def load_state(path: Path) -> Any:
+    """Load the state_dict in the file."""
+    content = torch.load(path, weights_only=False)
+    return content["model"] if list(content) == ["model", "epoch"] else content
 
 
-def torchs_answer(operand: str, path: Path) -> str:
-    """Empty where the model loads the file strictly, else what torch raises."""
+def torch_error(operand: str, path: Path) -> str:
+    """Return the error of a strict load by torch, or an empty string if it succeeds."""
     try:
-        state = stored(path)
+        state = load_state(path)
         model = build(operand, 7)
         arguments = {} if operand.endswith("bare_signatures") else {"strict": True}
         model.load_state_dict(state, **arguments)
@@ -196,42 +207,42 @@ def torchs_answer(operand: str, path: Path) -> str:
     return ""
 
 
-class Conversions(TorchDispatchMode):
-    """Whether anything is copied into one of the model's tensors that has another dtype."""
+class ConversionMode(TorchDispatchMode):
+    """Record if a copy into a tensor of the model converts its dtype."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        own = [*model.parameters(), *model.buffers()]
-        self.storages = {t.untyped_storage()._cdata for t in own if t.layout == torch.strided and t.numel()}
-        self.found = False
+        tensors = [*model.parameters(), *model.buffers()]
+        self.storages = {t.untyped_storage()._cdata for t in tensors if t.layout == torch.strided and t.numel()}
+        self.converted = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         of_tensor = func is torch.ops.aten.copy_.default and isinstance(args[1], torch.Tensor)
         if of_tensor and args[0].layout == torch.strided:
-            into = args[0].untyped_storage()._cdata in self.storages
-            self.found |= into and args[0].dtype != args[1].dtype
+            is_own = args[0].untyped_storage()._cdata in self.storages
+            self.converted |= is_own and args[0].dtype != args[1].dtype
         return func(*args, **(kwargs or {}))
 
 
 def converts(operand: str, path: Path) -> bool:
-    """Whether torch, which loads the file, changes the dtype of one of its tensors."""
-    state, model = stored(path), build(operand, 7)
-    with Conversions(model) as seen:
+    """Return True if torch converts the dtype of a tensor in the file."""
+    state, model = load_state(path), build(operand, 7)
+    with ConversionMode(model) as conversions:
         model.load_state_dict(state)
-    return seen.found
+    return conversions.converted
 
 
-def loses(operand: str, path: Path) -> bool:
-    """Whether the file has different values for tied names: it loads, and loses one of them.
+def loses_a_tied_value(operand: str, path: Path) -> bool:
+    """Return True if the file has different values for tied names: torch loads it, and loses one of them.
 
-    Tensors of two kinds are taken for other ones: they are not compared.
+    Tensors of different kinds count as different.
     """
-    state, saved = stored(path), build(operand, 7).state_dict()
-    first: dict[tuple[object, ...], Any] = {}
+    state, saved = load_state(path), build(operand, 7).state_dict()
+    first_values: dict[tuple[object, ...], Any] = {}
     for key, value in saved.items():
         if isinstance(value, torch.Tensor) and key in state and value.layout == torch.strided and value.numel():
-            kept = first.setdefault((value.data_ptr(), value.shape, value.stride()), state[key])
-            if _kind(kept) != _kind(state[key]) or not torch.equal(_dense(kept), _dense(state[key])):
+            first_value = first_values.setdefault((value.data_ptr(), value.shape, value.stride()), state[key])
+            if _kind(first_value) != _kind(state[key]) or not torch.equal(_dense(first_value), _dense(state[key])):
                 return True
     return False
 
@@ -241,36 +252,36 @@ def _kind(value: Any) -> tuple[object, ...]:
 
 
 def _dense(value: torch.Tensor) -> torch.Tensor:
-    """What torch compares: it has no `equal` for compressed rows."""
+    """Return a tensor that torch can compare: it has no `equal` for CSR tensors."""
     return value.to_dense() if value.layout == torch.sparse_csr else value
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + PAIRS))
-def test_status_0_exactly_where_torch_loads_strictly(
+def test_status_is_0_if_and_only_if_torch_loads_strictly(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if seed % 2:  # as if the model were large, and not to be built for real without need
+    if seed % 2:  # treat the model as too large to be built with values
         monkeypatch.setattr(instances, "_CHEAP", -1)
     path = tmp_path / "state.pt"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         while True:
             try:
-                operand, told = draw(random.Random(seed), path)
+                operand, damages = draw(random.Random(seed), path)
                 break
-            except (RuntimeError, NotImplementedError, TypeError):  # torch has no such tensor, or does not save it
+            except (RuntimeError, NotImplementedError, TypeError):  # torch cannot create or save this tensor
                 seed += 1_000_000
-        refused = torchs_answer(operand, path)
+        error = torch_error(operand, path)
         quantized = operand.endswith("quantized_linear")
         lenient = seed % 3 > 0
-        words = [*(["--ignore-dtype"] if lenient else []), *(ON_CPU if quantized else [])]
-        status = main(["diff", "--model", operand, str(path), *words])
-        converted = not lenient and not refused and converts(operand, path)
-    said = f"{operand}: {told}\ntorch: {refused or 'loads'}\n{capsys.readouterr()}"
+        options = [*(["--ignore-dtype"] if lenient else []), *(ON_CPU if quantized else [])]
+        status = main(["diff", "--model", operand, str(path), *options])
+        converted = not lenient and not error and converts(operand, path)
+    report = f"{operand}: {damages}\ntorch: {error or 'loads'}\n{capsys.readouterr()}"
     if status == 0:
-        assert not refused, said
-        assert not converted, said
+        assert not error, report
+        assert not converted, report
     elif status == 1:
-        assert refused or converted or loses(operand, path), said
+        assert error or converted or loses_a_tied_value(operand, path), report
     else:
-        assert refused or not is_safe(path), said
+        assert error or not is_safe(path), report

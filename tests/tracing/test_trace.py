@@ -1,4 +1,4 @@
-"""The traced names against torch itself: every pattern of the zoo is built for real, saved and loaded."""
+"""Traced names against torch itself: every model of the zoo is really built, saved and loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 
 @pytest.mark.parametrize("materialize", [False, True])
 @pytest.mark.parametrize("name", sorted(ZOO))
-def test_saved_values(name: str, materialize: bool) -> None:
+def test_expressions_give_the_saved_values(name: str, materialize: bool) -> None:
     names, model = traced(name, materialize), randomized(zoo_model(name).build(True), 1)
     runtime = runtime_values(model)
     state = model.state_dict()
@@ -44,7 +44,7 @@ def test_saved_values(name: str, materialize: bool) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ZOO))
-def test_loaded_values(name: str) -> None:
+def test_expressions_give_the_loaded_values(name: str) -> None:
     names, model = traced(name), randomized(zoo_model(name).build(True), 2)
     state = randomized(zoo_model(name).build(True), 3).state_dict()
     if any(isinstance(v, torch.Tensor) and nn.parameter.is_lazy(v) for v in state.values()):
@@ -67,9 +67,9 @@ def test_loaded_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ZOO))
-def test_roundtrips_tells_whether_a_saved_model_comes_back(name: str) -> None:
+def test_roundtrips_is_true_if_a_saved_model_is_restored(name: str) -> None:
     names, source = traced(name), randomized(zoo_model(name).build(True), 4)
-    wanted = runtime_values(source)
+    expected = runtime_values(source)
     state, target = source.state_dict(), randomized(zoo_model(name).build(True), 5)
     try:
         target.load_state_dict(state, strict=True)
@@ -77,9 +77,9 @@ def test_roundtrips_tells_whether_a_saved_model_comes_back(name: str) -> None:
     except (RuntimeError, KeyError):
         loaded = False
     skipped = set(names.not_serialized)
-    found = runtime_values(target)
+    result = runtime_values(target)
     same = loaded and all(
-        nn.parameter.is_lazy(found[k]) or torch.equal(found[k], v) for k, v in wanted.items() if k not in skipped
+        nn.parameter.is_lazy(result[k]) or torch.equal(result[k], v) for k, v in expected.items() if k not in skipped
     )
     assert names.roundtrips == same, names.roundtrip_problems
     assert names.roundtrips == (not names.roundtrip_problems)
@@ -94,7 +94,7 @@ def test_meta_and_real_runs_agree(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ZOO))
-def test_a_names_file_holds_everything(name: str) -> None:
+def test_a_names_file_preserves_the_names(name: str) -> None:
     assert Names.from_json(json.loads(json.dumps(traced(name).to_json())), "names.json") == traced(name)
 
 
@@ -112,7 +112,7 @@ def test_a_rename_is_a_ref() -> None:
     assert source_of("zero_elements", "empty") == ex.Ref("empty")
 
 
-def test_aliases_go_by_the_first_name() -> None:
+def test_aliases_refer_to_the_first_name() -> None:
     names = traced("tied")
     assert [(r.fqn, r.alias_of) for r in names.runtime] == [("embed.weight", None), ("head.weight", "embed.weight")]
     assert source_of("tied", "head.weight") == ex.Ref("embed.weight")
@@ -122,14 +122,14 @@ def test_aliases_go_by_the_first_name() -> None:
     ]
 
 
-def test_constants_are_fed_by_nothing() -> None:
+def test_constants_have_no_source() -> None:
     assert source_of("adds_a_constant", "version") is None
     assert source_of("adds_random_numbers", "seed") is None
     assert ex.is_opaque(source_of("adds_random_numbers", "noisy"))
     assert list(ex.refs(source_of("drops_out", "weight"))) == ["weight"]
 
 
-def test_opaque_code_has_no_invented_expression() -> None:
+def test_code_that_cannot_be_traced_is_opaque() -> None:
     for name in ("divides_by_item", "goes_through_numpy", "goes_through_bytes"):
         assert source_of(name, "weight") == ex.Op("opaque", (ex.Ref("weight"),))
         assert source_of(name, "bias") == ex.Ref("bias")
@@ -137,7 +137,7 @@ def test_opaque_code_has_no_invented_expression() -> None:
     assert source_of("asserts_on_values", "kernel") == ex.Ref("weight")
 
 
-def test_persistence_and_tensors_that_are_not_saved() -> None:
+def test_tensors_that_are_not_saved_are_listed() -> None:
     names = traced("buffers")
     assert {r.fqn for r in names.runtime if not r.persistent} == {"0.mask", "1.mask"}
     assert names.not_serialized == ("0.mask", "1.mask")
@@ -146,7 +146,7 @@ def test_persistence_and_tensors_that_are_not_saved() -> None:
     assert traced("nested_dict").not_serialized == ()
 
 
-def test_extra_state_and_modules() -> None:
+def test_extra_state_and_modules_are_listed() -> None:
     assert traced("extra_state").extra_state == ("0._extra_state",)
     assert traced("extra_state_tensor").extra_state == ("0._extra_state",)
     assert traced("adds_a_number").extra_state == ("version",)
@@ -158,22 +158,22 @@ def test_lazy_parameters_have_no_shape() -> None:
     assert {r.shape for r in traced("lazy").runtime if r.fqn.startswith("0.")} == {None}
 
 
-def test_split_tensors_are_joined() -> None:
+def test_loads_from_slices_are_joined() -> None:
     loaded = {r.fqn: r.source for r in traced("loads_by_slices").load}
     assert loaded["1.deep.weight"] == ex.Op("aten.cat.default", ((ex.Ref("1.deep.a"), ex.Ref("1.deep.b")), 0))
     assert loaded["1.deep.columns"] == ex.Op("aten.cat.default", ((ex.Ref("1.deep.left"), ex.Ref("1.deep.right")), 1))
 
 
-def test_a_non_persistent_buffer_of_a_shared_module() -> None:
+def test_a_non_persistent_buffer_of_a_shared_module_has_all_its_names() -> None:
     inner = nn.BatchNorm1d(2)
     inner.register_buffer("mask", torch.ones(2), persistent=False)
     model = nn.Sequential(inner, nn.Sequential(inner))
-    found = trace(of_object(model)).runtime
-    assert {one.fqn for one in found if one.persistent} == set(model.state_dict())
-    assert {one.fqn for one in found if not one.persistent} == {"0.mask", "1.0.mask"}
+    result = trace(of_object(model)).runtime
+    assert {one.fqn for one in result if one.persistent} == set(model.state_dict())
+    assert {one.fqn for one in result if not one.persistent} == {"0.mask", "1.0.mask"}
 
 
-def test_two_tensors_sent_to_one_key() -> None:
+def test_two_tensors_saved_to_one_key_are_reported() -> None:
     problems = [str(problem) for problem in traced("two_to_one_key").roundtrip_problems]
     assert problems[0].startswith("lost in saving: it and b.weight are sent to one key, x.weight, by save (")
     assert problems[0].endswith(" on module (root) @ a.weight")
@@ -183,7 +183,7 @@ def test_a_dropped_tensor_is_not_a_collision() -> None:
     assert not any("sent to one key" in str(problem) for problem in traced("drops_a_key").roundtrip_problems)
 
 
-def test_a_definition_of_70_billion_parameters_takes_little_memory(tmp_path: Path) -> None:
+def test_tracing_70_billion_parameters_takes_little_memory(tmp_path: Path) -> None:
     (tmp_path / "large.py").write_text(
         """
 from torch import nn, bfloat16
@@ -214,7 +214,7 @@ def small():
 """
     )
 
-    def traced_alone(name: str) -> tuple[int, int]:
+    def trace_in_subprocess(name: str) -> tuple[int, int]:
         code = (
             "from ckpttool.tracing.build_model import load; from ckpttool.tracing.trace import trace;"
             f"names = trace(load('large.py:{name}')); assert names.roundtrips, names.roundtrip_problems[:3];"
@@ -223,19 +223,19 @@ def small():
         printed, peak = run_measured([sys.executable, "-c", code], tmp_path)
         return int(printed), peak
 
-    (_, torch_alone), (keys, peak) = traced_alone("small"), traced_alone("build")
+    (_, small_peak), (keys, peak) = trace_in_subprocess("small"), trace_in_subprocess("build")
     assert keys == 80 * 7 + 1
-    assert peak < torch_alone + (200 << 20)
+    assert peak < small_peak + (200 << 20)
 
 
-def test_a_model_that_builds_on_meta_alone_with_an_extra_state() -> None:
-    """Whether that holds what is saved nowhere else cannot be tried."""
+def test_a_meta_only_model_with_extra_state_is_traced() -> None:
+    """Without real values, the trace cannot find out what the extra state contains."""
 
     class Large(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             if torch.empty(0).device.type != "meta":
-                raise RuntimeError("no room for it")
+                raise RuntimeError("no memory")
             self.weight, self.hidden = nn.Parameter(torch.empty(2)), nn.Parameter(torch.empty(2))
             self.register_state_dict_post_hook(hide)
 
@@ -243,7 +243,7 @@ def test_a_model_that_builds_on_meta_alone_with_an_extra_state() -> None:
             return b""
 
         def set_extra_state(self, state: bytes) -> None:
-            """Nothing to set."""
+            """Do nothing."""
 
     def hide(module: nn.Module, state: dict[str, object], prefix: str, metadata: object) -> None:
         del state[f"{prefix}hidden"]
@@ -252,8 +252,8 @@ def test_a_model_that_builds_on_meta_alone_with_an_extra_state() -> None:
     assert ([key.key for key in names.serialized], names.not_serialized) == (["weight"], ("hidden",))
 
 
-class Filtered(nn.Linear):
-    """Lists its parameters otherwise than its modules hold them."""
+class ListsReversed(nn.Linear):
+    """Lists its parameters in another order than its modules."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -262,18 +262,18 @@ class Filtered(nn.Linear):
         return reversed(list(super().named_parameters(*args, **kwargs)))
 
 
-class Fewer(Filtered):
+class ListsOne(ListsReversed):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         return list(super().named_parameters(*args, **kwargs))[:1]
 
 
-@pytest.mark.parametrize("build", [Filtered, Fewer])
-def test_parameters_are_listed_by_the_model(build: type[nn.Module]) -> None:
-    found = [tensor.fqn for tensor in trace(of_object(build)).runtime]
-    assert found == [name for name, _ in build().named_parameters()]
+@pytest.mark.parametrize("build", [ListsReversed, ListsOne])
+def test_parameters_are_in_the_order_of_named_parameters(build: type[nn.Module]) -> None:
+    result = [tensor.fqn for tensor in trace(of_object(build)).runtime]
+    assert result == [name for name, _ in build().named_parameters()]
 
 
-def test_a_wrapped_module_that_is_not_saved() -> None:
+def test_a_shared_non_persistent_buffer_is_listed_under_both_names() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -281,12 +281,12 @@ def test_a_wrapped_module_that_is_not_saved() -> None:
             self.one.register_buffer("cache", torch.ones(2), persistent=False)
             self.other = self.one
 
-    found = {tensor.fqn: tensor.persistent for tensor in trace(of_object(Shared)).runtime}
-    assert found == {"one.cache": False, "other.cache": False}
+    result = {tensor.fqn: tensor.persistent for tensor in trace(of_object(Shared)).runtime}
+    assert result == {"one.cache": False, "other.cache": False}
 
 
-def test_a_save_that_catches_missing_values() -> None:
-    """What is true of values that are there is told, not what is done where there are none."""
+def test_a_save_that_works_without_values_is_opaque() -> None:
+    """The trace describes the save with values, not the fallback for missing values."""
 
     def save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         try:
@@ -305,8 +305,8 @@ def test_a_save_that_catches_missing_values() -> None:
     assert set(ex.refs(source)) == {"weight"}
 
 
-def test_keys_that_depend_on_values() -> None:
-    """Whatever the second of two other runs gives: the first gave others."""
+def test_keys_that_depend_on_values_are_noted() -> None:
+    """One of several runs with different keys is enough."""
 
     def build() -> nn.Module:
         model = nn.Linear(2, 2)
@@ -322,16 +322,16 @@ def test_keys_that_depend_on_values() -> None:
     assert not names.roundtrips  # a strict load refuses the key
 
 
-def test_a_lost_tensor_whose_key_no_other_took() -> None:
+def test_a_dropped_tensor_next_to_a_renamed_one_is_not_a_collision() -> None:
     def build() -> nn.Module:
         model = nn.Module()
         for name in ("a", "b"):
             model.register_buffer(name, torch.ones(2))
 
         def save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-            own = list(state)
-            state[f"{prefix}last_of_{len(own)}"] = state[own[-1]]
-            for key in own:
+            keys = list(state)
+            state[f"{prefix}last_of_{len(keys)}"] = state[keys[-1]]
+            for key in keys:
                 del state[key]
 
         model._register_state_dict_hook(save)
@@ -342,8 +342,8 @@ def test_a_lost_tensor_whose_key_no_other_took() -> None:
     assert not any("lost in saving" in str(problem) for problem in names.roundtrip_problems)
 
 
-def test_a_lost_tensor_whose_key_another_has_by_itself() -> None:
-    """Nobody is named who did it: a module writes its own key over what a hook put there."""
+def test_a_tensor_overwritten_by_another_module_is_reported() -> None:
+    """No hook is named, because a module overwrites the key that a hook added."""
 
     def build() -> nn.Module:
         model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
@@ -354,7 +354,7 @@ def test_a_lost_tensor_whose_key_another_has_by_itself() -> None:
     assert "lost in saving: it and 1.weight are sent to one key, 1.weight @ 0.weight" in map(str, problems)
 
 
-def test_a_lost_tensor_whose_key_a_constant_has() -> None:
+def test_a_tensor_replaced_by_a_constant_is_not_saved() -> None:
     def build() -> nn.Module:
         model = nn.Linear(2, 2)
         model._register_state_dict_hook(lambda m, sd, p, meta: sd.update({p + "weight": torch.zeros(2, 2)}))
@@ -363,13 +363,13 @@ def test_a_lost_tensor_whose_key_a_constant_has() -> None:
     assert trace(of_object(build)).not_serialized == ("weight",)
 
 
-def test_a_key_that_changes_if_the_model_is_nested() -> None:
-    class Odd(nn.Linear):
+def test_keys_that_change_in_a_nested_model_are_noted() -> None:
+    class AddsKeyIfNested(nn.Linear):
         def __init__(self) -> None:
             super().__init__(2, 2)
             self._register_state_dict_hook(
                 lambda m, sd, p, meta: sd.update({5: torch.ones(1)} if p else {p + "x": sd[p + "bias"]})
             )
 
-    (note,) = (note for note in trace(of_object(Odd)).notes if "as a part" in note)
+    (note,) = (note for note in trace(of_object(AddsKeyIfNested)).notes if "as a part" in note)
     assert "5 is there instead" in note

@@ -1,4 +1,4 @@
-"""Who renamed it: function, file, line and module of the code behind every renamed or computed key."""
+"""The hook of each renamed or computed key: its function, file, line and module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def hooks(name: str) -> dict[str, Hook]:
     return {s.key: s.hook for s in traced(name).serialized if s.hook is not None}
 
 
-def loaded(build: Callable[[], nn.Module]) -> LoadedModel:
+def as_loaded_model(build: Callable[[], nn.Module]) -> LoadedModel:
     def make(real: bool) -> nn.Module:
         with torch.device("cpu" if real else "meta"):
             return build()
@@ -48,7 +48,7 @@ def loaded(build: Callable[[], nn.Module]) -> LoadedModel:
         ("pre_hook_swaps_parameter", "0.a", "0", hook_zoo.PreHookFuses._fuse),
     ],
 )
-def test_the_code_behind_a_key(pattern: str, key: str, module: str, code: Any) -> None:
+def test_the_hook_of_a_key_has_its_function_file_and_line(pattern: str, key: str, module: str, code: Any) -> None:
     hook = hooks(pattern)[key]
     assert (hook.function, hook.module) == (code.__qualname__, module)
     assert (Path(hook.file).name, hook.line) == ("hook_zoo.py", code.__code__.co_firstlineno)
@@ -67,7 +67,7 @@ def test_the_code_behind_a_key(pattern: str, key: str, module: str, code: Any) -
         ("patched_instance_renames", "n.layer.weight", "patched_instance_renames.<locals>.<lambda>", ""),
     ],
 )
-def test_the_local_code_behind_a_key(pattern: str, key: str, function: str, module: str) -> None:
+def test_the_hook_of_a_key_may_be_a_local_function(pattern: str, key: str, function: str, module: str) -> None:
     assert (hooks(pattern)[key].function, hooks(pattern)[key].module) == (function, module)
 
 
@@ -80,7 +80,7 @@ def test_untouched_keys_have_no_hook() -> None:
     assert set(hooks("overrides_save_to_state_dict")) == {"0.packed"}
 
 
-def test_only_the_last_change_counts() -> None:
+def test_the_hook_of_a_key_is_the_last_that_changed_it() -> None:
     class Casts(nn.Linear):
         def __init__(self) -> None:
             super().__init__(2, 2)
@@ -94,14 +94,14 @@ def test_only_the_last_change_counts() -> None:
             for key in list(sd):
                 sd[key] = sd[key].detach()
 
-    names = trace(loaded(lambda: nn.Sequential(Casts(), Casts())))
+    names = trace(as_loaded_model(lambda: nn.Sequential(Casts(), Casts())))
     functions = {
         s.key: (s.hook.function.rpartition(".")[2], s.hook.module) if s.hook else None for s in names.serialized
     }
     assert functions == {"0.weight": ("to_half", "0"), "0.bias": None, "1.weight": ("to_half", "1"), "1.bias": None}
 
 
-def test_a_sparse_tensor_that_is_changed_in_place() -> None:
+def test_a_sparse_tensor_changed_in_place_has_a_hook() -> None:
     def build() -> nn.Module:
         model = nn.Module()
         model.register_buffer("table", torch.eye(2, device="cpu").to_sparse())
@@ -109,10 +109,10 @@ def test_a_sparse_tensor_that_is_changed_in_place() -> None:
         model._register_state_dict_hook(lambda m, sd, prefix, meta: [sd[prefix + "table"].mul_(2), None][1])
         return model
 
-    assert [s.key for s in trace(loaded(build)).serialized if s.hook is not None] == ["table"]
+    assert [s.key for s in trace(as_loaded_model(build)).serialized if s.hook is not None] == ["table"]
 
 
-def test_the_outer_hook_counts_if_it_changes_a_key_again() -> None:
+def test_a_second_change_by_an_outer_function_is_reported() -> None:
     class Outer(nn.Linear):
         def __init__(self) -> None:
             super().__init__(2, 2)
@@ -127,81 +127,80 @@ def test_the_outer_hook_counts_if_it_changes_a_key_again() -> None:
             state["weight"] = state["weight"] + 1
             return state
 
-    found = {s.key: s.hook.function.rpartition(".")[2] for s in trace(loaded(Outer)).serialized if s.hook}
-    assert found == {"weight": "state_dict", "bias": "inner"}
+    by_key = {s.key: s.hook.function.rpartition(".")[2] for s in trace(as_loaded_model(Outer)).serialized if s.hook}
+    assert by_key == {"weight": "state_dict", "bias": "inner"}
 
 
-def test_a_shared_module_is_named_by_the_path_it_is_saved_under() -> None:
+def test_a_shared_module_has_the_path_of_the_key() -> None:
     inner = hook_zoo.StripLayer()
-    names = trace(loaded(lambda: nn.ModuleDict({"a": inner, "b": inner})))
-    found = {s.key: s.hook.module for s in names.serialized if s.hook}
-    assert found == {"a.weight": "a", "a.bias": "a", "b.weight": "b", "b.bias": "b"}
+    names = trace(as_loaded_model(lambda: nn.ModuleDict({"a": inner, "b": inner})))
+    by_key = {s.key: s.hook.module for s in names.serialized if s.hook}
+    assert by_key == {"a.weight": "a", "a.bias": "a", "b.weight": "b", "b.bias": "b"}
 
 
 @pytest.mark.parametrize("name", sorted(ZOO))
-def test_watching_changes_nothing(name: str) -> None:
-    """The keys, in order, are those of an unwatched run."""
+def test_tracing_does_not_change_the_keys(name: str) -> None:
     state = zoo_model(name).build(True).state_dict()
     extra = set(traced(name).extra_state)
     assert [s.key for s in traced(name).serialized] == [key for key in state if key not in extra]
 
 
-def failing(where: str) -> nn.Module:
+def model_with_failing_hook(kind: str) -> nn.Module:
     model = hook_zoo.Block()
 
     def hook(*args: Any) -> None:
         raise KeyError("no such part")
 
-    if where == "built-in":
+    if kind == "built-in":
         model.norm._register_state_dict_hook(operator.add)
-    elif where == "nested":
+    elif kind == "nested":
         model.norm._register_state_dict_hook(hook)
         vars(model)["state_dict"] = partial(nn.Module.state_dict, model)
-    elif where == "post":
+    elif kind == "post":
         model.norm._register_state_dict_hook(hook)
-    elif where == "pre":
+    elif kind == "pre":
         model.norm.register_state_dict_pre_hook(hook)
-    elif where == "returns":
+    elif kind == "returns":
         model.register_state_dict_post_hook(lambda m, sd, prefix, meta: dict(sd))
     return model
 
 
-@pytest.mark.parametrize("where", ["post", "pre", "nested"])
-def test_a_failing_hook_is_named(where: str) -> None:
+@pytest.mark.parametrize("kind", ["post", "pre", "nested"])
+def test_a_failing_hook_is_reported_with_its_module_and_file(kind: str) -> None:
     with pytest.raises(CkptError) as caught:
-        trace(loaded(lambda: failing(where)))
+        trace(as_loaded_model(lambda: model_with_failing_hook(kind)))
     message = caught.value.message
     assert message.startswith("state_dict() fails in hook (")
     assert "on module norm: KeyError: 'no such part'" in message
     assert "test_trace_hooks.py:" in message
 
 
-def test_a_failing_hook_that_is_built_in_has_no_line() -> None:
+def test_a_failing_built_in_hook_has_no_line() -> None:
     with pytest.raises(CkptError, match=r"fails in add \(<built-in>:0\) on module norm: TypeError"):
-        trace(loaded(lambda: failing("built-in")))
+        trace(as_loaded_model(lambda: model_with_failing_hook("built-in")))
 
 
-def test_a_public_hook_that_returns_something_fails_as_in_torch() -> None:
+def test_a_post_hook_that_returns_a_value_fails_as_in_torch() -> None:
     with pytest.raises(CkptError, match="state_dict post-hook must return None"):
-        trace(loaded(lambda: failing("returns")))
+        trace(as_loaded_model(lambda: model_with_failing_hook("returns")))
 
 
-def test_a_model_too_large_to_be_run_for_real_is_refused_by_the_name_of_the_hook() -> None:
+def test_the_error_for_a_model_too_large_for_real_values_names_the_hook() -> None:
     def build() -> nn.Module:
         model = nn.Linear(1 << 20, 1 << 20)
         model._register_state_dict_hook(lambda m, sd, p, meta: print(sd[p + "weight"].sum().item()))
         return model
 
     with pytest.raises(CkptError) as caught:
-        trace(loaded(build))
+        trace(as_loaded_model(build))
     assert "<lambda>" in caught.value.message
     assert "MiB" in caught.value.message
     assert "more memory" in caught.value.hint
 
 
 @pytest.mark.parametrize("value", ["None", "[1]", "{1: 2}"])
-def test_a_state_dict_that_is_none(value: str) -> None:
+def test_a_state_dict_that_is_not_a_mapping_is_an_error(value: str) -> None:
     model = nn.Linear(1, 1)
     vars(model)["state_dict"] = lambda *a, **k: eval(value)
     with pytest.raises(CkptError, match="not a mapping from names"):
-        trace(loaded(lambda: model))
+        trace(as_loaded_model(lambda: model))

@@ -1,4 +1,4 @@
-"""Random programs as hooks: views, copies and in-place writes in any order must be followed exactly."""
+"""Hooks that run random programs of views, copies and in-place writes, which must be traced exactly."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ torch.set_num_threads(1)
 Step = tuple[str, int, int, int]
 
 
-def cut(t: torch.Tensor, dim: int, at: int) -> torch.Tensor:
-    """A slice along one dimension that is never empty."""
+def part_of(t: torch.Tensor, dim: int, at: int) -> torch.Tensor:
+    """Return a non-empty slice along one dimension."""
     dim %= t.dim()
     start = at % t.shape[dim]
     return t.narrow(dim, start, max(1, (t.shape[dim] - start + 1) // 2))
@@ -31,8 +31,8 @@ def assign(t: torch.Tensor, other: torch.Tensor) -> None:
     t.copy_(other.reshape(-1)[:1].to(t.dtype).expand(t.numel()).reshape(t.shape).contiguous())
 
 
-NEW: dict[str, Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]] = {
-    "slice": lambda t, o, a, b: cut(t, a, b),
+CREATE: dict[str, Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]] = {
+    "slice": lambda t, o, a, b: part_of(t, a, b),
     "strided": lambda t, o, a, b: t[:: 1 + a % 3],
     "select": lambda t, o, a, b: t.select(a % t.dim(), b % t.shape[a % t.dim()]) if t.dim() > 1 else t,
     "transpose": lambda t, o, a, b: t.transpose(a % t.dim(), b % t.dim()),
@@ -63,7 +63,7 @@ CHANGE: dict[str, Callable[[torch.Tensor, torch.Tensor, int, int], object]] = {
     "copy_ a number": lambda t, o, a, b: t.copy_(a),  # type: ignore[arg-type]
     "assign": lambda t, o, a, b: assign(t, o),
     "set row": lambda t, o, a, b: t.__setitem__(a % t.shape[0], b),
-    "set slice": lambda t, o, a, b: cut(t, a, b).mul_(3).add_(1),
+    "set slice": lambda t, o, a, b: part_of(t, a, b).mul_(3).add_(1),
     "masked": lambda t, o, a, b: t.masked_fill_(t > 0, a),
     "clamp_": lambda t, o, a, b: t.clamp_(max=a),
     "neg_": lambda t, o, a, b: t.neg_(),
@@ -76,8 +76,8 @@ def run(steps: list[Step], tensors: list[torch.Tensor]) -> None:
         t, other = tensors[which % len(tensors)], tensors[a % len(tensors)]
         if not t.dim() or not t.numel():
             continue
-        if name in NEW:
-            tensors.append(NEW[name](t, other, a, b))
+        if name in CREATE:
+            tensors.append(CREATE[name](t, other, a, b))
         elif not any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride())):
             CHANGE[name](t, other, a, b)
 
@@ -100,14 +100,14 @@ def model(steps: list[Step]) -> nn.Module:
 
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from([*NEW, *CHANGE, *CHANGE]), st.integers(0, 12), st.integers(0, 5), st.integers(0, 5)),
+    st.tuples(st.sampled_from([*CREATE, *CHANGE, *CHANGE]), st.integers(0, 12), st.integers(0, 5), st.integers(0, 5)),
     max_size=10,
 )
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(steps=STEPS)
-def test_any_program_is_followed(steps: list[Step]) -> None:
+def test_the_trace_of_a_random_program_is_exact(steps: list[Step]) -> None:
     check(steps)
 
 

@@ -1,4 +1,4 @@
-"""What the user's code prints and what torch logs, said once."""
+"""Prints of the user's code and logs of torch are shown once."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def test_a_line_is_printed_once_even_without_a_newline(capsys: pytest.CaptureFix
 
 
 def test_logged_warnings_become_warnings_and_info_does_not() -> None:
-    log, said = logging.getLogger("torch.of_a_test"), io.StringIO()
-    handler = logging.StreamHandler(said)
+    log, stream = logging.getLogger("torch.of_a_test"), io.StringIO()
+    handler = logging.StreamHandler(stream)
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
     try:
-        with warnings.catch_warnings(record=True) as warned, logs_as_warnings():
+        with warnings.catch_warnings(record=True) as caught, logs_as_warnings():
             warnings.simplefilter("always")
-            log.info("told")
-            log.warning("odd")
+            log.info("information")
+            log.warning("warning")
         log.warning("later")
     finally:
         log.removeHandler(handler)
-    assert [str(one.message) for one in warned] == ["odd"]
-    assert said.getvalue() == "told\nlater\n"
+    assert [str(one.message) for one in caught] == ["warning"]
+    assert stream.getvalue() == "information\nlater\n"

@@ -1,6 +1,4 @@
-"""Loading that asks for the versions of modules: whatever a file says of them, nothing is carried over otherwise than
-torch loads it.
-"""
+"""Models that load by module version: for any version in the file, the result has the values that torch loads."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ from versioned_zoo import ZOO
 from zoo import randomized, runtime_values
 
 FILES: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "as saved": lambda own: own,
-    "no versions": lambda own: {},
+    "as saved": lambda versions: versions,
+    "no versions": lambda versions: {},
     **{
-        f"version {version}": lambda own, version=version: {path: {"version": version} for path in own}  # type: ignore[misc]
+        f"version {version}": lambda versions, version=version: {path: {"version": version} for path in versions}  # type: ignore[misc]
         for version in range(4)
     },
 }
@@ -33,7 +31,7 @@ OUTPUTS = [(to, ending) for to in ("serialized", "runtime") for ending in ("pt",
 
 
 def saved(name: str, file: str, folder: Path) -> str:
-    """A checkpoint of the model, under other versions."""
+    """Save a checkpoint of the model with other versions."""
     state: Any = randomized(ZOO[name](), 1).state_dict()
     state._metadata = OrderedDict(FILES[file](state._metadata))
     if file == "no versions":
@@ -43,7 +41,7 @@ def saved(name: str, file: str, folder: Path) -> str:
 
 
 def loaded(name: str, path: str) -> dict[str, torch.Tensor] | None:
-    """What an instance holds that torch has loaded the file into; None where it does not."""
+    """Load the file with torch; return the runtime values, or None if torch refuses it."""
     model = randomized(ZOO[name](), 2)
     state = load_file(path) if path.endswith(".safetensors") else torch.load(path)
     try:
@@ -54,57 +52,57 @@ def loaded(name: str, path: str) -> dict[str, torch.Tensor] | None:
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_two_files_are_the_same_only_where_torch_loads_the_same(name: str, tmp_path: Path) -> None:
-    """Whichever versions they are of, and whether they have the model's keys or its runtime names."""
+def test_two_files_are_the_same_only_if_torch_loads_the_same_values(name: str, tmp_path: Path) -> None:
+    """This holds for any pair of versions, and for state_dict keys and runtime names."""
     model = ModelOperand(ZOO[name])
-    made: dict[str, dict[str, torch.Tensor] | None] = {}
+    values: dict[str, dict[str, torch.Tensor] | None] = {}
     for number, file in enumerate(FILES):
         (tmp_path / str(number)).mkdir()
         path = saved(name, file, tmp_path / str(number))
-        made[path] = loaded(name, path)
-    own = randomized(ZOO[name](), 1)
-    if runtime_values(own).keys() != own.state_dict().keys():
-        torch.save(runtime_values(own), tmp_path / "runtime.pt")
-        made[str(tmp_path / "runtime.pt")] = runtime_values(own)
-    answers = 0
-    for (one, mine), (other, theirs) in product(made.items(), made.items()):
+        values[path] = loaded(name, path)
+    original = randomized(ZOO[name](), 1)
+    if runtime_values(original).keys() != original.state_dict().keys():
+        torch.save(runtime_values(original), tmp_path / "runtime.pt")
+        values[str(tmp_path / "runtime.pt")] = runtime_values(original)
+    count = 0
+    for (left, left_values), (right, right_values) in product(values.items(), values.items()):
         try:
-            same = ckpttool.diff(one, other, model=model, values=True).identical
+            same = ckpttool.diff(left, right, model=model, values=True).identical
         except CkptError:
             continue
-        answers += 1
-        if same and mine is not None:
-            assert theirs is not None, (one, other)
-            assert alike(mine, theirs), (one, other)
-        assert same or one != other
-    assert answers >= len(made)
+        count += 1
+        if same and left_values is not None:
+            assert right_values is not None, (left, right)
+            assert equal(left_values, right_values), (left, right)
+        assert same or left != right
+    assert count >= len(values)
 
 
-def alike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == wanted.keys() and all(torch.equal(found[fqn], wanted[fqn]) for fqn in wanted)
+def equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(torch.equal(actual[fqn], expected[fqn]) for fqn in expected)
 
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("name", ZOO)
-def test_what_is_written_is_what_torch_loads(name: str, file: str, tmp_path: Path) -> None:
+def test_written_files_have_the_values_that_torch_loads(name: str, file: str, tmp_path: Path) -> None:
     path, operand = saved(name, file, tmp_path), f"versioned_zoo:{name}"
-    wanted = loaded(name, path)
+    expected = loaded(name, path)
     names, program = str(tmp_path / "names.json"), str(tmp_path / "program.pt2")
     assert main(["trace", operand, "-o", names]) == 0
-    assert main(["diff", "--model", operand, path]) == (wanted is None)
-    assert main(["diff", "--model", names, path]) != 0 or wanted is not None
+    assert main(["diff", "--model", operand, path]) == (expected is None)
+    assert main(["diff", "--model", names, path]) != 0 or expected is not None
     for to, ending in OUTPUTS:
         out = str(tmp_path / f"{to}.{ending}")
         status = main(["remap", path, "--model", operand, "--to", to, "-o", out])
         assert status == 0 or (file, out[-3:]) != ("as saved", ".pt")
         if status == 0 and to == "serialized":
             after = loaded(name, out)
-            assert (after is None) == (wanted is None)
-            assert after is None or wanted is None or alike(after, wanted)
+            assert (after is None) == (expected is None)
+            assert after is None or expected is None or equal(after, expected)
         elif status == 0:
-            found = load_file(out) if ending == "safetensors" else torch.load(out)
-            assert wanted is not None
-            assert alike(found, wanted)
+            actual = load_file(out) if ending == "safetensors" else torch.load(out)
+            assert expected is not None
+            assert equal(actual, expected)
     example = torch.ones(2, 4)
     torch.export.save(torch.export.export(randomized(ZOO[name](), 3), (example,)), program)
     status = main(["swap-weights", program, path, "--model", operand, "-o", str(tmp_path / "swapped.pt2")])

@@ -1,4 +1,4 @@
-"""Checkpoints of one network under two projects' names: what `diff` suggests, applied and loaded by torch."""
+"""Checkpoints of one network with the names of two projects: fixes suggested by `diff` are applied and loaded."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ State = dict[str, torch.Tensor]
 
 
 def network(layers: int) -> State:
-    """Role -> a tensor of values that no other role has."""
+    """Return role -> a tensor with unique values."""
     shapes: dict[str, tuple[int, ...]] = {
         f"{name} {layer}": (WIDTH, WIDTH) for layer in range(layers) for name in ("query", "key", "value", "out")
     }
@@ -65,15 +65,15 @@ def network(layers: int) -> State:
     return {role: torch.full(shape, float(place)) for place, (role, shape) in enumerate(shapes.items())}
 
 
-def spelled(own: State, style: dict[str, str], layers: list[int]) -> tuple[State, dict[str, set[str]]]:
-    """Return the network with these layers under the names of a style, and the roles of each key."""
+def in_style(weights: State, style: dict[str, str], layers: list[int]) -> tuple[State, dict[str, set[str]]]:
+    """Return the network with these layers in this style, and the roles of each key."""
     state: State = {}
     roles: dict[str, set[str]] = {}
     for parts, name in style.items():
         for layer in layers if "{}" in name else [-1]:
             key = f"{name.format(layer)}.weight"
-            named = [part if layer < 0 else f"{part} {layer}" for part in parts.split("+")]
-            state[key], roles[key] = torch.cat([own[one] for one in named]), set(named)
+            parts_of_key = [part if layer < 0 else f"{part} {layer}" for part in parts.split("+")]
+            state[key], roles[key] = torch.cat([weights[one] for one in parts_of_key]), set(parts_of_key)
     return state, roles
 
 
@@ -91,45 +91,48 @@ def loader(state: State) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("seed", [*range(24), 92, 122])  # in the last two a layer could be another
+@pytest.mark.parametrize("seed", [*range(24), 92, 122])  # the last two are ambiguous
 def test_a_suggested_fix_loads_strictly_and_no_pair_is_wrong(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Some checkpoints lack layers of the other side: numbers alone do not tell which layer is which."""
-    chance = random.Random(seed)
-    layers, styles = chance.randint(1, 4), chance.sample(STYLES, 2)
-    own = network(layers)
-    some = range(layers) if seed % 2 else sorted(chance.sample(range(layers), chance.randint(1, layers)))
-    left, left_roles = spelled(own, styles[0], list(some))
-    right, right_roles = spelled(own, styles[1], list(range(layers)))
+    """Some checkpoints lack layers of the other side, so layer numbers are not enough."""
+    rng = random.Random(seed)
+    layers, styles = rng.randint(1, 4), rng.sample(STYLES, 2)
+    weights = network(layers)
+    kept_layers = range(layers) if seed % 2 else sorted(rng.sample(range(layers), rng.randint(1, layers)))
+    left, left_roles = in_style(weights, styles[0], list(kept_layers))
+    right, right_roles = in_style(weights, styles[1], list(range(layers)))
     paths = [str(tmp_path / f"{side}.safetensors") for side in ("left", "right")]
     for path, state in zip(paths, (left, right)):
         save_file(state, path)
-    if chance.random() < 0.5:
+    if rng.random() < 0.5:
         paths.reverse()
         (left, left_roles), (right, right_roles) = (right, right_roles), (left, left_roles)
 
     assert main(["diff", *paths, "--format", "json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    for pair in found["suggested"]:
+    result = json.loads(capsys.readouterr().out)
+    for pair in result["suggested"]:
         roles = [
-            set().union(*(of[key] for key in pair[side])) for side, of in (("left", left_roles), ("right", right_roles))
+            set().union(*(roles_of[key] for key in pair[side]))
+            for side, roles_of in (("left", left_roles), ("right", right_roles))
         ]
         assert roles[0] == roles[1], pair
-    if len(some) < layers:
+    if len(kept_layers) < layers:
         return
-    for fix in found["fix"]:
-        words = shlex.split(fix["command"])
-        assert main(words[1:]) == (1 if words[1] == "diff" else 0)  # diff --suggest
-    out = words[words.index("-o") + 1]
+    for fix in result["fix"]:
+        arguments = shlex.split(fix["command"])
+        assert main(arguments[1:]) == (1 if arguments[1] == "diff" else 0)  # diff --suggest
+    out = arguments[arguments.index("-o") + 1]
     model = loader(right)
 
     model.load_state_dict(load_file(out), strict=True)
     assert all(torch.equal(model.get_parameter(key), tensor) for key, tensor in right.items())
 
 
-def test_a_tensor_that_the_parts_of_two_layers_could_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also if the other side has another tensor with its name."""
+def test_a_tensor_that_could_be_fused_from_two_layers_is_not_paired(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other side may also have a different tensor with the same name."""
     parts = {f"h.{layer}.attn.{part}.weight": torch.ones(2, 2) for layer in range(2) for part in ("q", "k", "v")}
     paths = [str(tmp_path / f"{side}.safetensors") for side in ("left", "right")]
     save_file({"weight": torch.ones(6, 2)}, paths[0])

@@ -1,4 +1,4 @@
-"""One network under the names of two projects, drawn at random: every pair is the right one, from either side."""
+"""One random network with the names of two projects: all inferred pairs are right in both directions."""
 
 from __future__ import annotations
 
@@ -20,46 +20,48 @@ NORMS = ("attention's norm", "feed-forward's norm")
 
 
 @dataclass(frozen=True)
-class Spelled:
-    """A project's names: the role of a tensor in its layer -> key, and key -> shape, in the order of definition."""
+class Project:
+    """The names of a project: role -> key, and key -> shape, in the order of definition."""
 
     keys: Mapping[str, str]
     shapes: Mapping[str, Shape]
 
-    def turned(self) -> Spelled:
-        """With its linear layers as (in, out), as GPT-2's `Conv1D` keeps them."""
+    def transposed(self) -> Project:
+        """Return the project with linear weights of shape (in, out), like GPT-2's `Conv1D`."""
         linear = {key.removesuffix("bias") + "weight" for key in self.shapes if key.endswith(".bias")}
-        return Spelled(self.keys, {key: one[::-1] if key in linear else one for key, one in self.shapes.items()})
+        return Project(self.keys, {key: one[::-1] if key in linear else one for key, one in self.shapes.items()})
 
-    def side(self, chance: random.Random | None = None) -> Side:
-        """With `chance` in an order of no meaning, as safetensors has them."""
+    def side(self, rng: random.Random | None = None) -> Side:
+        """Return the tensors, shuffled if `rng` is given (safetensors does not keep the order)."""
         tensors = [Tensor(key, "float32", shape) for key, shape in self.shapes.items()]
-        if chance is not None:
-            chance.shuffle(tensors)
-        return Side(tuple(tensors), ordered=chance is None)
+        if rng is not None:
+            rng.shuffle(tensors)
+        return Side(tuple(tensors), ordered=rng is None)
 
 
 CROSS = ("cross_attn", "encoder_attn", "multihead_attn", "attn2")
 
 
-def spelled(chance: random.Random, layers: int, biased: bool, decodes: bool = False) -> Spelled:
-    """Layers of attention and feed-forward; with `decodes` two stacks of them, the second with a cross-attention."""
-    names = {part: chance.choice(own) for part, own in {**evidence.CERTAIN, **evidence.RELATIVE}.items()}
-    root = chance.choice(["", "model.", "net.decoder."])
-    scale = chance.choice(["weight", "scale", "gamma"])
-    fused = [] if decodes else [parts for parts in (("query", "key", "value"), ("gate", "up")) if chance.random() < 0.3]
+def random_project(rng: random.Random, layers: int, biased: bool, has_decoder: bool = False) -> Project:
+    """Return layers of attention and feed-forward; with a decoder, a second stack has cross-attention."""
+    names = {part: rng.choice(words) for part, words in {**evidence.CERTAIN, **evidence.RELATIVE}.items()}
+    root = rng.choice(["", "model.", "net.decoder."])
+    scale = rng.choice(["weight", "scale", "gamma"])
+    fused = (
+        [] if has_decoder else [parts for parts in (("query", "key", "value"), ("gate", "up")) if rng.random() < 0.3]
+    )
     joined = {part for parts in fused for part in parts}
-    modules = {chance.choice(("attn", "self_attn", "mixer")): ATTENTION, chance.choice(("mlp", "ff")): FEED_FORWARD}
-    stacks = {chance.choice(("layers", "h", "blocks")): modules}
-    if decodes:
-        stacks = {f"{chance.choice(('encoder', 'enc'))}.layers": modules}
-        stacks[f"{chance.choice(('decoder', 'dec'))}.h"] = {**modules, chance.choice(CROSS): ATTENTION}
+    modules = {rng.choice(("attn", "self_attn", "mixer")): ATTENTION, rng.choice(("mlp", "ff")): FEED_FORWARD}
+    stacks = {rng.choice(("layers", "h", "blocks")): modules}
+    if has_decoder:
+        stacks = {f"{rng.choice(('encoder', 'enc'))}.layers": modules}
+        stacks[f"{rng.choice(('decoder', 'dec'))}.h"] = {**modules, rng.choice(CROSS): ATTENTION}
     keys, shapes = {"embedding": f"{root}{names['token embedding']}.weight"}, dict[str, Shape]()
     shapes[keys["embedding"]] = (VOCAB, WIDTH)
-    for place, (stack, own) in enumerate(stacks.items()):
+    for place, (stack, stack_modules) in enumerate(stacks.items()):
         for layer in range(layers):
             at = f"{root}{stack}.{layer}"
-            for number, (module, parts) in enumerate(own.items()):
+            for number, (module, parts) in enumerate(stack_modules.items()):
                 for part, shape in parts.items():
                     name = names[part] if part not in joined else "qkv_proj" if part in ATTENTION else "gate_up_proj"
                     for kind, one in {"weight": shape, **({"bias": shape[:1]} if biased else {})}.items():
@@ -68,110 +70,112 @@ def spelled(chance: random.Random, layers: int, biased: bool, decodes: bool = Fa
             for part in NORMS:
                 shapes[keys.setdefault(f"{place} {layer} {part}", f"{at}.{names[part]}.{scale}")] = (WIDTH,)
     keys["norm"], keys["head"] = (
-        f"{root}{chance.choice(['norm', 'ln_f'])}.{scale}",
-        chance.choice(["lm_head", "output"]),
+        f"{root}{rng.choice(['norm', 'ln_f'])}.{scale}",
+        rng.choice(["lm_head", "output"]),
     )
     keys["head"] += ".weight"
     shapes[keys["norm"]], shapes[keys["head"]] = (WIDTH,), (VOCAB, WIDTH)
-    return Spelled(keys, shapes)
+    return Project(keys, shapes)
 
 
 Pairs = set[tuple[tuple[str, ...], tuple[str, ...]]]
 
 
-def right_ones(left: Spelled, right: Spelled) -> Pairs:
-    """Keys of one role, parts of a fused tensor together; a key with one name on both sides is not a pair."""
-    wholes: dict[str, tuple[list[str], list[str]]] = {}
-    for role, mine in left.keys.items():
-        theirs = right.keys[role]
-        shared = mine if list(left.keys.values()).count(mine) > 1 else theirs
-        own, other = wholes.setdefault(shared, ([], []))
-        own += [mine] if mine not in own else []
-        other += [theirs] if theirs not in other else []
-    return {(tuple(own), tuple(other)) for own, other in wholes.values() if own != other}
+def true_pairs(left: Project, right: Project) -> Pairs:
+    """Return pairs of keys with the same role, with the parts of a fused tensor together, without equal keys."""
+    fused: dict[str, tuple[list[str], list[str]]] = {}
+    for role, left_key in left.keys.items():
+        right_key = right.keys[role]
+        shared = left_key if list(left.keys.values()).count(left_key) > 1 else right_key
+        left_parts, right_parts = fused.setdefault(shared, ([], []))
+        left_parts += [left_key] if left_key not in left_parts else []
+        right_parts += [right_key] if right_key not in right_parts else []
+    return {(tuple(one), tuple(other)) for one, other in fused.values() if one != other}
 
 
-def inferred(left: Side, right: Side) -> Inference:
+def infer_from(left: Side, right: Side) -> Inference:
     shapes = {tensor.key: tensor.shape for tensor in right.tensors}
     return infer(left, right, {one.key: one.key for one in left.tensors if shapes.get(one.key) == one.shape})
 
 
-def test_one_network_under_two_projects_names() -> None:
+def test_names_of_two_projects_are_paired_correctly() -> None:
     for seed in range(60):
-        chance = random.Random(seed)
-        layers, biased, decodes = chance.randint(1, 3), chance.random() < 0.5, chance.random() < 0.4
-        left, right = (spelled(chance, layers, biased, decodes) for _ in range(2))
-        wanted = right_ones(left, right)
-        for shuffled in (None, chance):
-            mine, theirs = left.side(shuffled), right.side(shuffled)
-            found, back = inferred(mine, theirs), inferred(theirs, mine)
-            assert {(pair.left, pair.right) for pair in found.pairs} == wanted, seed
-            assert {(pair.right, pair.left) for pair in back.pairs} == wanted, seed
-            assert not any(pair.transposed for pair in (*found.pairs, *back.pairs))
-            assert not found.ambiguous
+        rng = random.Random(seed)
+        layers, biased, has_decoder = rng.randint(1, 3), rng.random() < 0.5, rng.random() < 0.4
+        left, right = (random_project(rng, layers, biased, has_decoder) for _ in range(2))
+        expected = true_pairs(left, right)
+        for shuffled in (None, rng):
+            sides = left.side(shuffled), right.side(shuffled)
+            result, reverse = infer_from(*sides), infer_from(*reversed(sides))
+            assert {(pair.left, pair.right) for pair in result.pairs} == expected, seed
+            assert {(pair.right, pair.left) for pair in reverse.pairs} == expected, seed
+            assert not any(pair.transposed for pair in (*result.pairs, *reverse.pairs))
+            assert not result.ambiguous
 
 
-def test_linear_layers_that_one_project_keeps_transposed() -> None:
-    """Their biases show it of those that are not square; what is one tensor on the other side is turned as a whole."""
+def test_transposed_linear_layers_are_recognised() -> None:
+    """The bias shows it if a weight is not square; a fused tensor is transposed completely."""
     for seed in range(40):
-        chance = random.Random(seed)
-        left, right = (spelled(chance, 2, True) for _ in range(2))
-        sides = left.turned().side(), right.side()
-        found, back = inferred(*sides), inferred(*reversed(sides))
-        oblong = {key for key, shape in left.turned().shapes.items() if left.shapes[key] != shape}
-        pairs = {(pair.left, pair.right): pair.transposed for pair in found.pairs}
-        assert pairs.keys() >= right_ones(left, right), seed
-        assert {keys for keys, way in pairs.items() if not oblong.isdisjoint(keys[0])} <= {
-            keys for keys, way in pairs.items() if way == "left"
+        rng = random.Random(seed)
+        left, right = (random_project(rng, 2, True) for _ in range(2))
+        sides = left.transposed().side(), right.side()
+        result, reverse = infer_from(*sides), infer_from(*reversed(sides))
+        not_square = {key for key, shape in left.transposed().shapes.items() if left.shapes[key] != shape}
+        pairs = {(pair.left, pair.right): pair.transposed for pair in result.pairs}
+        assert pairs.keys() >= true_pairs(left, right), seed
+        assert {keys for keys in pairs if not not_square.isdisjoint(keys[0])} <= {
+            keys for keys, side in pairs.items() if side == "left"
         }, seed
-        assert {(pair.right, pair.left): {"right": "left"}.get(pair.transposed, "") for pair in back.pairs} == pairs
+        assert {(pair.right, pair.left): {"right": "left"}.get(pair.transposed, "") for pair in reverse.pairs} == pairs
 
 
-def words_that_say_nothing(chance: random.Random, side: str, count: int) -> list[str]:
-    """Paths of modules; some of them numbers that grow, as those of a `Sequential`."""
-    if chance.random() < 0.3:
-        return [f"{side}.{at}" for at in sorted(chance.sample(range(20), count))]
-    return [f"{side}{word}" for word in chance.sample(["abel", "bran", "cleo", "dora", "ezra", "finn", "gwen"], count)]
+def meaningless_names(rng: random.Random, side: str, count: int) -> list[str]:
+    """Return module paths; some of them end in growing numbers, as in a `Sequential`."""
+    if rng.random() < 0.3:
+        return [f"{side}.{at}" for at in sorted(rng.sample(range(20), count))]
+    return [f"{side}{word}" for word in rng.sample(["abel", "bran", "cleo", "dora", "ezra", "finn", "gwen"], count)]
 
 
 def test_meaningless_names_are_paired_by_shape_and_order() -> None:
     """Without an order only unique shapes are paired; a bias follows its weight."""
     for seed in range(200):
-        chance = random.Random(seed)
-        count = chance.randint(2, 7)
-        shapes = [(chance.choice([3, 4, 5]), chance.choice([2, 3, 6])) for _ in range(count)]
+        rng = random.Random(seed)
+        count = rng.randint(2, 7)
+        shapes = [(rng.choice([3, 4, 5]), rng.choice([2, 3, 6])) for _ in range(count)]
         sides = []
-        for names in (words_that_say_nothing(chance, side, count) for side in "yz"):
+        for names in (meaningless_names(rng, side, count) for side in "yz"):
             sides.append(
                 {f"{n}.{k}": s for n, one in zip(names, shapes) for k, s in (("weight", one), ("bias", one[:1]))}
             )
         truth = {((a,), (b,)) for a, b in zip(*sides) if a != b}
-        mine, theirs = (Spelled({}, one) for one in sides)
-        ordered = inferred(mine.side(), theirs.side())
+        left, right = (Project({}, one) for one in sides)
+        ordered = infer_from(left.side(), right.side())
         assert {(pair.left, pair.right) for pair in ordered.pairs} == truth, seed
-        found = inferred(mine.side(chance), theirs.side(chance))
-        pairs = {(pair.left, pair.right) for pair in found.pairs}
+        result = infer_from(left.side(rng), right.side(rng))
+        pairs = {(pair.left, pair.right) for pair in result.pairs}
         assert pairs <= truth, seed
-        told = {key for pair in found.pairs for key in pair.left} | {key for one in found.ambiguous for key in one.left}
-        assert told >= {a for (a,), _ in truth}, seed
-        alone = {at for at, one in enumerate(shapes) if shapes.count(one) == 1}
+        reported = {key for pair in result.pairs for key in pair.left} | {
+            key for one in result.ambiguous for key in one.left
+        }
+        assert reported >= {a for (a,), _ in truth}, seed
+        unique = {at for at, one in enumerate(shapes) if shapes.count(one) == 1}
         keys = list(sides[0])
         if len(pairs) > len(truth) - len(pairs):
-            assert pairs >= {pair for pair in truth if keys.index(pair[0][0]) // 2 in alone}, seed
+            assert pairs >= {pair for pair in truth if keys.index(pair[0][0]) // 2 in unique}, seed
 
 
-def test_a_segment_that_only_some_layers_have() -> None:
-    """Others of their modules have one name on both sides, which says nothing against it."""
+def test_a_segment_in_only_some_layers_is_recognised() -> None:
+    """Modules with equal names on both sides do not contradict it."""
     for seed in range(40):
-        chance = random.Random(seed)
-        modules, layers = chance.sample(["attn", "mlp", "norm", "conv"], chance.randint(1, 3)), chance.randint(1, 3)
+        rng = random.Random(seed)
+        modules, layers = rng.sample(["attn", "mlp", "norm", "conv"], rng.randint(1, 3)), rng.randint(1, 3)
         tails = [f"{module}.{number}.weight" for module in modules for number in range(2)]
-        mine = [f"h.{layer}.{tail}" for layer in range(layers) for tail in tails]
-        theirs = [key.replace(".", ".inner.", chance.randint(0, 1)) for key in mine]
-        left, right = (Spelled({}, dict.fromkeys(keys, (4, 4))).side() for keys in (mine, theirs))
-        found = inferred(left, right)
-        assert {(pair.left, pair.right) for pair in found.pairs} == {
-            ((a,), (b,)) for a, b in zip(mine, theirs) if a != b
+        left_keys = [f"h.{layer}.{tail}" for layer in range(layers) for tail in tails]
+        right_keys = [key.replace(".", ".inner.", rng.randint(0, 1)) for key in left_keys]
+        left, right = (Project({}, dict.fromkeys(keys, (4, 4))).side() for keys in (left_keys, right_keys))
+        result = infer_from(left, right)
+        assert {(pair.left, pair.right) for pair in result.pairs} == {
+            ((a,), (b,)) for a, b in zip(left_keys, right_keys) if a != b
         }
 
 
@@ -189,8 +193,8 @@ def test_a_segment_that_only_some_layers_have() -> None:
 def test_parts_of_a_tensor_have_its_dtype_and_columns(value: tuple[str, Shape]) -> None:
     query, key, whole = (Tensor(f"{name}_proj.weight", "float32", (n, 8)) for name, n in zip("qkw", (8, 4, 16)))
     parts = (query, key, Tensor("v_proj.weight", *value))
-    found = infer(Side(parts, ordered=True), Side((replace(whole, key="qkv_proj.weight"),), ordered=True), {})
-    assert [pair.left for pair in found.pairs] == [tuple(p.key for p in parts)] * (value == ("float32", (4, 8)))
+    result = infer(Side(parts, ordered=True), Side((replace(whole, key="qkv_proj.weight"),), ordered=True), {})
+    assert [pair.left for pair in result.pairs] == [tuple(p.key for p in parts)] * (value == ("float32", (4, 8)))
 
 
 def tensors(**shapes: Shape) -> Side:
@@ -202,7 +206,7 @@ def paired(left: Side, right: Side, known: Mapping[str, str] | None = None) -> P
 
 
 def test_known_keys_that_are_not_tensors_stay_open() -> None:
-    """Of ``b`` the right has something else than tensors, and ``c`` is not it."""
+    """The known right ``b`` is not a tensor, so ``c`` is not paired with left ``b``."""
     left, right = tensors(a_w=(2, 3), b_w=(4, 5)), tensors(a_w=(2, 3), c_w=(4, 5))
     assert infer(left, right, {"a.w": "a.w", "b.w": "b.w"}) == Inference()
     assert infer(right, left, {"a.w": "a.w", "b.w": "b.w"}) == Inference()
@@ -214,12 +218,12 @@ def test_a_known_key_with_another_shape_stays_open() -> None:
 
 
 def test_parts_of_other_layers_or_shapes_are_not_fused() -> None:
-    """And of two tensors that the parts could make up neither is taken, but for one that says so by its name."""
+    """If the parts fit two tensors, neither is paired, unless the name of one decides."""
     whole = {"h_0_x_weight": (12, 3)}
     parts = {f"m_0_{name}_weight": (4, 3) for name in ("q", "k", "v")}
-    made = {(("h.0.x.weight",), ("m.0.q.weight", "m.0.k.weight", "m.0.v.weight"))}
-    assert paired(tensors(**whole), tensors(**parts)) == made
-    assert paired(tensors(**whole), tensors(**{**parts, "m_1_q_weight": (4, 3)})) == made
+    fused_pair = {(("h.0.x.weight",), ("m.0.q.weight", "m.0.k.weight", "m.0.v.weight"))}
+    assert paired(tensors(**whole), tensors(**parts)) == fused_pair
+    assert paired(tensors(**whole), tensors(**{**parts, "m_1_q_weight": (4, 3)})) == fused_pair
     assert not paired(tensors(**whole), tensors(**{**parts, "m_0_k_weight": (4, 2)}))
     assert not paired(tensors(**whole), tensors(**{**parts, "m_0_k_weight": ()}))
     two = {**whole, "h_0_y_weight": (12, 3)}
@@ -229,7 +233,7 @@ def test_parts_of_other_layers_or_shapes_are_not_fused() -> None:
 
 
 def test_a_deep_model_is_paired_completely() -> None:
-    """Thousands of tensors have one shape; only tensors whose names can be linked are compared."""
+    """Thousands of tensors have the same shape; only tensors with related names are compared."""
     names = {"attn.q_proj": "attention.wq", "attn.o_proj": "attention.wo", "mlp.up_proj": "ff.w3", "norm2": "ffn_norm"}
     shapes = {"attn.q_proj": (8, 8), "attn.o_proj": (8, 8), "mlp.up_proj": (24, 8), "norm2": (8,)}
     keys = {

@@ -1,4 +1,4 @@
-"""The same tree of names below other modules, with transposed matrices in it, and what two prefixes explain alike."""
+"""The same tree of names below different modules, with transposed matrices, and with two possible prefixes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "segment"),
+    ("left", "right", "segment"),
     [
         ("a.w", "a.b.w", "b"),
         ("a.w", "b.a.w", "b"),
@@ -22,48 +22,48 @@ Shapes = dict[str, tuple[int, ...]]
         ("a.w", "b.c.w", ""),
     ],
 )
-def test_the_inserted_segment(one: str, other: str, segment: str) -> None:
-    left, right = tuple(one.split(".")), tuple(other.split("."))
-    assert inserted(left, right) == inserted(right, left) == segment
+def test_an_inserted_segment_is_found(left: str, right: str, segment: str) -> None:
+    first, second = tuple(left.split(".")), tuple(right.split("."))
+    assert inserted(first, second) == inserted(second, first) == segment
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "fits"),
+    ("left", "right", "expected"),
     [
         ((2, 3), (2, 3), True),
         ((2, 3), (3, 2), True),
         ((2, 3), (3, 3), False),
         ((2, 3, 4), (2, 3, 4), True),
-        ((2, 3, 4), (4, 3, 2), False),  # only matrices are kept transposed
+        ((2, 3, 4), (4, 3, 2), False),  # only matrices may be transposed
         ((2,), (3,), False),
         ((), (), True),
     ],
 )
-def test_shapes_that_fit(left: tuple[int, ...], right: tuple[int, ...], fits: bool) -> None:
-    assert fit(*(Tensor("w", "float32", shape) for shape in (left, right))) == fits
+def test_shapes_fit_if_equal_or_transposed(left: tuple[int, ...], right: tuple[int, ...], expected: bool) -> None:
+    assert fit(*(Tensor("w", "float32", shape) for shape in (left, right))) == expected
 
 
 def side(shapes: Shapes) -> Side:
     return Side(tuple(Tensor(key, "float32", shape) for key, shape in shapes.items()))
 
 
-def test_a_tree_below_another_module_with_one_matrix_turned() -> None:
-    """No bias shows it; the names do."""
+def test_a_tree_below_another_module_is_paired_with_a_transposed_matrix() -> None:
+    """Without a bias, only the names show it."""
     left: Shapes = {"enc.a.weight": (3, 4), "enc.b.weight": (5, 6), "enc.c.weight": (2, 2), "head.weight": (9, 9)}
     right: Shapes = {"net.body.a.weight": (3, 4), "net.body.b.weight": (6, 5), "net.body.c.weight": (2, 2)}
-    found = infer(side(left), side(right))
-    assert {(pair.left[0], pair.right[0], pair.transposed) for pair in found.pairs} == {
+    result = infer(side(left), side(right))
+    assert {(pair.left[0], pair.right[0], pair.transposed) for pair in result.pairs} == {
         (f"enc.{name}.weight", f"net.body.{name}.weight", "left" if name == "b" else "") for name in "abc"
     }
-    assert {pair.evidence for pair in found.pairs} == {"the same name below `enc` and `net.body`"}
+    assert {pair.evidence for pair in result.pairs} == {"the same name below `enc` and `net.body`"}
 
 
 def test_two_equally_good_trees_are_not_paired() -> None:
-    """Either of two encoders could be the one; what only one of them has tells them apart."""
-    one: Shapes = {f"{name}.{part}.weight": (3, 4) for name in ("left", "right") for part in ("a", "b")}
-    other: Shapes = {f"net.{part}.weight": (3, 4) for part in ("a", "b")}
-    assert infer(side(one), side(other)).pairs == ()
-    more = infer(side({**one, "right.c.weight": (7, 7)}), side({**other, "net.c.weight": (7, 7)}))
-    assert {(pair.left[0], pair.right[0]) for pair in more.pairs} == {
+    """Two encoders match equally well, until a tensor of only one of them decides."""
+    left: Shapes = {f"{name}.{part}.weight": (3, 4) for name in ("left", "right") for part in ("a", "b")}
+    right: Shapes = {f"net.{part}.weight": (3, 4) for part in ("a", "b")}
+    assert infer(side(left), side(right)).pairs == ()
+    extended = infer(side({**left, "right.c.weight": (7, 7)}), side({**right, "net.c.weight": (7, 7)}))
+    assert {(pair.left[0], pair.right[0]) for pair in extended.pairs} == {
         (f"right.{part}.weight", f"net.{part}.weight") for part in "abc"
     }

@@ -1,4 +1,4 @@
-"""Wrapper chains: recognised from real wrappers' keys alone, and written so that real wrappers load them."""
+"""Wrapper chains: recognised from the keys of real wrappers, and written so that real wrappers load them."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ WRAPPED = {
 
 
 def parameters(model: nn.Module) -> list[str]:
-    """Names by module path: the activation checkpoint wrapper's own `named_parameters` hides its segment."""
+    """Return names by module path; `named_parameters` of the checkpoint wrapper hides its segment."""
     return [name for name, _ in nn.Module.named_parameters(model)]
 
 
 @pytest.mark.parametrize("form", WRAPPED)
-def test_a_wrapped_models_names_are_recognised_as_the_plain_models(form: str) -> None:
+def test_names_of_a_wrapped_model_match_the_plain_model(form: str) -> None:
     names = parameters(WRAPPED[form]())
     assert names != parameters(plain())
     assert list(canonical_keys(names).values()) == parameters(plain())
@@ -93,7 +93,7 @@ def test_the_counter_of_an_averaged_model_does_not_hide_its_wrapper() -> None:
 
 
 @pytest.mark.parametrize("form", ["compile", "dp", "dp(compile)", "compile(dp)"])
-def test_the_prefix_of_a_chain_is_what_the_real_wrappers_write(form: str) -> None:
+def test_the_prefix_of_a_chain_matches_real_wrappers(form: str) -> None:
     expected = [parse(form).prefix + key for key in plain().state_dict()]
     assert list(WRAPPED[form]().state_dict()) == expected
 
@@ -108,14 +108,14 @@ def test_wrappers_around_single_blocks_are_recognised(build: Callable[[], nn.Mod
 @pytest.mark.parametrize(
     "keys",
     [
-        ["module.weight", "head.weight"],  # a user's own `module`, beside another
-        ["encoder.module.weight"],  # alone, but not at the root
-        ["block._orig_mod.weight", "block.bias"],  # a wrapper has no tensors of its own
+        ["module.weight", "head.weight"],  # a user's `module` next to another module
+        ["encoder.module.weight"],  # the only module, but not at the root
+        ["block._orig_mod.weight", "block.bias"],  # wrappers do not have tensors
         ["layer.weight"],
-        ["model.layers.0.weight", "model.embed.weight"],  # a causal LM whose head is tied
+        ["model.layers.0.weight", "model.embed.weight"],  # a causal LM with a tied head
         ["base_model.weight", "head.weight"],
         ["base_model.model.weight", "base_model.value"],
-        ["a.base_layer.weight", "a.scale"],  # no adapter of PEFT
+        ["a.base_layer.weight", "a.scale"],  # not a PEFT adapter
         ["n_averaged", "module.weight", "head.weight"],
     ],
 )
@@ -123,14 +123,14 @@ def test_a_users_own_module_is_not_a_wrapper(keys: list[str]) -> None:
     assert recognise(keys) == frozenset()
 
 
-def test_segments_are_named_from_the_outside_in() -> None:
+def test_segments_are_listed_from_the_outside_in() -> None:
     assert segments(recognise(["module._orig_mod.a.weight", "module._orig_mod.b.weight"])) == ["module", "_orig_mod"]
 
 
-def test_pairs_give_a_block_the_wrappers_that_the_other_checkpoint_has_there() -> None:
-    theirs, mine = parameters(one_block()), parameters(plain())
-    assert list(align(mine, theirs).values()) == theirs
-    assert list(align(theirs, mine).values()) == mine
+def test_blocks_wrapped_on_one_side_only_are_aligned() -> None:
+    wrapped_names, plain_names = parameters(one_block()), parameters(plain())
+    assert list(align(plain_names, wrapped_names).values()) == wrapped_names
+    assert list(align(wrapped_names, plain_names).values()) == plain_names
 
 
 @pytest.mark.parametrize("form", ["", "ddp(", "ddp(compile", "nonsense", "ddp(nonsense)", "compile)"])
@@ -153,24 +153,24 @@ def test_an_unknown_form_is_an_error(form: str) -> None:
         (["model.a.w", "model.b.w"], None),
     ],
 )
-def test_the_form_is_named(keys: list[str], form: str | None) -> None:
+def test_the_form_is_inferred(keys: list[str], form: str | None) -> None:
     assert infer(keys).form == form
 
 
-def test_declared_wrappers() -> None:
-    keys = ["module.a.w", "module.b._orig_mod.w"]  # whether `module` is a wrapper, or the user's only attribute
+def test_declared_wrappers_are_removed() -> None:
+    keys = ["module.a.w", "module.b._orig_mod.w"]  # `module` is a wrapper, or the only attribute of the user's model
     assert declared(parse("ddp"), keys).paths == {"module", "module.b._orig_mod"}
     assert infer(["module.a.w", "module.b.w"]).paths == {"module"}
     with pytest.raises(Refused, match="1 of 3 keys do not begin with module"):
         declared(parse("ddp"), [*keys, "head.w"])
 
 
-@pytest.mark.parametrize(("was", "wanted"), [("serialized", "_orig_mod.module.w"), ("ddp", "_orig_mod.w")])
-def test_from_declares_the_wrappers_of_a_remap(was: str, wanted: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("source_form", "key"), [("serialized", "_orig_mod.module.w"), ("ddp", "_orig_mod.w")])
+def test_from_declares_the_wrappers_of_a_remap(source_form: str, key: str, tmp_path: Path) -> None:
     torch.save({"module.w": torch.ones(1)}, tmp_path / "model.pt")
-    options = ["--from", was, "--to", "compile", "-o", str(tmp_path / "out.pt")]
+    options = ["--from", source_form, "--to", "compile", "-o", str(tmp_path / "out.pt")]
     assert main(["remap", str(tmp_path / "model.pt"), *options]) == 0
-    assert list(torch.load(tmp_path / "out.pt")) == [wanted]
+    assert list(torch.load(tmp_path / "out.pt")) == [key]
 
 
 NAMES = st.lists(st.sampled_from(["a", "0", "layer", "module", "_orig_mod", "model", "base_layer"]), max_size=4)
@@ -178,17 +178,17 @@ CHAINS = st.lists(st.sampled_from(["ddp", "compile", "ac", "fsdp", "fully_shard"
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(NAMES, min_size=1, max_size=6), CHAINS.filter(lambda words: words.count("averaged") < 2))
-def test_a_chain_is_removed_again(names: list[list[str]], words: list[str]) -> None:
+@given(st.lists(NAMES, min_size=1, max_size=6), CHAINS.filter(lambda wrappers: wrappers.count("averaged") < 2))
+def test_an_added_chain_can_be_removed(names: list[list[str]], wrappers: list[str]) -> None:
     keys = list(dict.fromkeys(".".join([*name, "w"]) for name in names))
-    assume(not infer(keys).paths)  # a name that looks wrapped by itself is the one case that keys cannot decide
-    chain = Chain(tuple(words))
+    assume(not infer(keys).paths)  # keys cannot show if a name that looks wrapped is wrapped
+    chain = Chain(tuple(wrappers))
     wrapped, _ = rewrap({key: key for key in keys}, chain)
-    made = [*new_counter(chain, ()), *wrapped.values()]
-    assert [name for name in canonical_keys(made).values() if name != "n_averaged"] == keys
-    assert rewrap(canonical_keys(made), Chain(()), counters(made)) == (
+    keys_in_chain = [*new_counter(chain, ()), *wrapped.values()]
+    assert [name for name in canonical_keys(keys_in_chain).values() if name != "n_averaged"] == keys
+    assert rewrap(canonical_keys(keys_in_chain), Chain(()), counters(keys_in_chain)) == (
         dict(zip(wrapped.values(), keys)),
-        counters(made),
+        counters(keys_in_chain),
     )
 
 
@@ -197,17 +197,17 @@ def test_a_chain_is_removed_again(names: list[list[str]], words: list[str]) -> N
 
 @pytest.mark.parametrize(("to", "key"), [("averaged", "n_averaged"), ("ddp(averaged)", "module.n_averaged")])
 @pytest.mark.parametrize("options", [(), ("--model", "wrapped_ranks:Net")])
-def test_the_counter_follows(options: tuple[str, ...], to: str, key: str, tmp_path: Path) -> None:
+def test_the_counter_of_an_averaged_model_is_kept(options: tuple[str, ...], to: str, key: str, tmp_path: Path) -> None:
     averaged = AveragedModel(net(0))
     averaged.update_parameters(net(1))
     averaged.update_parameters(net(2))
     torch.save(averaged.state_dict(), tmp_path / "ema.pt")
     assert main(["remap", str(tmp_path / "ema.pt"), *options, "--to", to, "-o", str(tmp_path / "out.pt")]) == 0
-    found = torch.load(tmp_path / "out.pt")
-    assert found[key] == 2
-    assert sorted(found) == sorted([key, *(parse(to).prefix + name for name in Net().state_dict())])
-    back = ["remap", str(tmp_path / "out.pt"), *options, "--to", "serialized", "-o", str(tmp_path / "back.pt")]
-    assert main(back) == 0
+    result = torch.load(tmp_path / "out.pt")
+    assert result[key] == 2
+    assert sorted(result) == sorted([key, *(parse(to).prefix + name for name in Net().state_dict())])
+    restored = ["remap", str(tmp_path / "out.pt"), *options, "--to", "serialized", "-o", str(tmp_path / "back.pt")]
+    assert main(restored) == 0
     Net().load_state_dict(torch.load(tmp_path / "back.pt"))
 
 
@@ -225,17 +225,17 @@ ADAPTED = ["1.0.lora_A.default.weight", "1.0.lora_B.default.weight", "2.modules_
 
 
 @pytest.mark.parametrize("wrapper", [lambda m: m, compiled, nn.DataParallel], ids=["plain", "compile", "dp"])
-def test_the_names_below_a_peft_model_are_the_base_models(wrapper: Callable[[nn.Module], nn.Module]) -> None:
+def test_names_in_a_peft_model_match_the_base_model(wrapper: Callable[[nn.Module], nn.Module]) -> None:
     base = [f"{name}.{leaf}" for name in ("0", "1.0", "1.1", "2") for leaf in ("weight", "bias")]
     model = wrapper(adapted())
-    found = canonical_keys(model.state_dict())
+    result = canonical_keys(model.state_dict())
     live = {tensor.canonical for tensor in runtime_tensors(model, listed(model))}
-    assert set(found.values()) == live
+    assert set(result.values()) == live
     assert live >= {*base, *ADAPTED}
     assert all("modules_to_save" in name or "lora_" in name for name in live - set(base))
 
 
-def test_a_layer_that_peft_changed_in_place() -> None:
+def test_a_layer_that_peft_changed_in_place_is_recognised() -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     model = inject_adapter_in_model(LoraConfig(target_modules=["0"]), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
@@ -243,7 +243,7 @@ def test_a_layer_that_peft_changed_in_place() -> None:
     assert set(names) >= {"0.weight", "0.bias", "0.lora_A.default.weight", "1.weight"}
 
 
-def test_to_peft_and_back(tmp_path: Path) -> None:
+def test_peft_wrappers_can_be_removed_and_restored(tmp_path: Path) -> None:
     model = adapted()
     torch.save(model.state_dict(), tmp_path / "peft.pt")
     assert main(["remap", str(tmp_path / "peft.pt"), "--to", "serialized", "-o", str(tmp_path / "plain.pt")]) == 0
@@ -266,33 +266,33 @@ def test_to_peft_is_refused_without_adapters() -> None:
     assert "--like" in refused.value.hint
 
 
-# Lightning: made with pytorch_lightning 2.6.6, a module whose attribute `net` holds `wrapped_ranks.Net`, one step
+# Lightning: saved by pytorch_lightning 2.6.6 after one step; attribute `net` of the module is `wrapped_ranks.Net`
 
 LIGHTNING = str(DATA / "lightning-2.6.6.ckpt")
 
 
 @pytest.mark.parametrize("options", [(), ("--model", "wrapped_ranks:Net")])
-def test_a_lightning_checkpoint_loses_its_attributes_prefix(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_prefix_of_a_lightning_checkpoint_is_removed(options: tuple[str, ...], tmp_path: Path) -> None:
     assert main(["remap", LIGHTNING, *options, "--to", "serialized", "-o", str(tmp_path / "out.ckpt")]) == 0
-    found, source = torch.load(tmp_path / "out.ckpt"), torch.load(LIGHTNING)
-    Net().load_state_dict(found["state_dict"])
-    assert found["pytorch-lightning_version"] == source["pytorch-lightning_version"]
+    result, source = torch.load(tmp_path / "out.ckpt"), torch.load(LIGHTNING)
+    Net().load_state_dict(result["state_dict"])
+    assert result["pytorch-lightning_version"] == source["pytorch-lightning_version"]
 
 
-def test_to_lightning_is_the_attribute_model(tmp_path: Path) -> None:
+def test_to_lightning_adds_the_prefix_model(tmp_path: Path) -> None:
     assert main(["remap", LIGHTNING, "--to", "lightning(compile)", "-o", str(tmp_path / "out.ckpt")]) == 0
     holder = nn.Module()
     holder.model = compiled(Net())
     holder.load_state_dict(torch.load(tmp_path / "out.ckpt")["state_dict"])
 
 
-def test_a_common_prefix_is_a_wrapper_in_lightning_checkpoints_only() -> None:
+def test_a_common_prefix_is_a_wrapper_only_in_lightning_checkpoints() -> None:
     keys = list(torch.load(LIGHTNING)["state_dict"])
     assert infer(keys).form is None
     assert infer(keys, lightning=True).form == "lightning"
 
 
-# Models that are wrapped themselves
+# Wrapped model definitions
 
 
 @pytest.mark.parametrize("option", ["--model", "--to-model"])
@@ -303,9 +303,11 @@ def test_a_common_prefix_is_a_wrapper_in_lightning_checkpoints_only() -> None:
         *itertools.product(["hooked", "hooked_and_wrapped"], repeat=2),
     ],
 )
-def test_from_any_definition_of_a_model_to_any_other(saved: str, loads: str, option: str, tmp_path: Path) -> None:
-    own, other = (f"wrapped_definitions:{name}" for name in (saved, loads))
-    models = ("--model", other) if option == "--model" else ("--model", own, "--to-model", other)
+def test_a_checkpoint_can_be_remapped_to_any_other_definition_of_the_model(
+    saved: str, loads: str, option: str, tmp_path: Path
+) -> None:
+    source, target_model = (f"wrapped_definitions:{name}" for name in (saved, loads))
+    models = ("--model", target_model) if option == "--model" else ("--model", source, "--to-model", target_model)
     model = getattr(wrapped_definitions, saved)()
     torch.save(model.state_dict(), tmp_path / "model.pt")
     options = [*models, "--to", "serialized", "-o", str(tmp_path / "out.pt")]
@@ -316,7 +318,7 @@ def test_from_any_definition_of_a_model_to_any_other(saved: str, loads: str, opt
 
 
 @pytest.mark.parametrize("saved", ["plain", "compiled", "data_parallel", "checkpointed", "blocks"])
-def test_a_chain_around_a_model_that_is_wrapped_replaces_its_wrappers(saved: str, tmp_path: Path) -> None:
+def test_a_chain_replaces_the_wrappers_of_a_wrapped_model(saved: str, tmp_path: Path) -> None:
     torch.save(getattr(wrapped_definitions, saved)().state_dict(), tmp_path / "model.pt")
     options = ["--model", f"wrapped_definitions:{saved}", "--to", "dp(compile)", "-o", str(tmp_path / "out.pt")]
     assert main(["remap", str(tmp_path / "model.pt"), *options]) == 0
@@ -327,16 +329,16 @@ def test_a_key_that_is_only_a_wrapper_segment_keeps_its_name() -> None:
     assert canonical_keys(["module"]) == {"module": "module"}
 
 
-def test_the_counter_is_outside_of_the_named_chain() -> None:
+def test_the_counter_of_a_declared_chain_has_no_prefix() -> None:
     assert declared(parse("averaged"), ["n_averaged", "module.a"]).root == ("module",)
     with pytest.raises(Refused) as refused:
         declared(parse("averaged"), ["n_averaged", "module.a", "b"])
     assert [problem.key for problem in refused.value.problems] == ["b"]
 
 
-def test_an_adapters_tensors_are_next_to_the_layer() -> None:
-    own = {key: key for key in ("emb.weight", "emb.lora_embedding_A", "fc.weight")}
-    names, _ = rewrap(own, parse("peft"))
+def test_tensors_of_an_adapter_are_next_to_the_layer() -> None:
+    source = {key: key for key in ("emb.weight", "emb.lora_embedding_A", "fc.weight")}
+    names, _ = rewrap(source, parse("peft"))
     prefix = "base_model.model."
     assert list(names.values()) == [
         f"{prefix}emb.base_layer.weight",

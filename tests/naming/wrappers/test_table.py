@@ -1,4 +1,4 @@
-"""Canonical names: a wrapper's segment goes, in whatever order they nest; a user's own module of that name stays."""
+"""Canonical names: segments of nested wrappers are removed, modules of the user with such names are kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckpttool.tracing.instances import listed, runtime_tensors
 from ckpttool.tracing.trace import trace
 from torch_version import needs_torch
 
-WRAPS: dict[str, Callable[[nn.Module], Any]] = {
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
     "compile": torch.compile,
     "dp": nn.DataParallel,
     "ac": checkpoint_wrapper,
@@ -27,8 +27,8 @@ WRAPS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-class Own(nn.Module):
-    """A user's module whose children are called like wrappers' segments."""
+class NamedLikeWrappers(nn.Module):
+    """A module whose children are named like wrapper segments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,29 +37,29 @@ class Own(nn.Module):
         self.layer = nn.ModuleDict({"module": nn.BatchNorm1d(2)})
 
 
-@pytest.mark.parametrize("chain", [c for n in range(4) for c in itertools.permutations(WRAPS, n)])
+@pytest.mark.parametrize("chain", [c for n in range(4) for c in itertools.permutations(WRAPPERS, n)])
 def test_any_chain_has_the_same_canonical_names(chain: tuple[str, ...]) -> None:
-    model: nn.Module = Own()
-    wanted = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    model: nn.Module = NamedLikeWrappers()
+    expected = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     for name in chain:
-        model = WRAPS[name](model)
-    assert {r.canonical for r in runtime_tensors(model, listed(model))} - {"n_averaged"} == wanted
+        model = WRAPPERS[name](model)
+    assert {r.canonical for r in runtime_tensors(model, listed(model))} - {"n_averaged"} == expected
 
 
-def test_wrappers_inside() -> None:
+def test_wrappers_inside_a_model_are_removed() -> None:
     def make(real: bool) -> nn.Module:
         with torch.device("cpu" if real else "meta"):
             compiled: Any = torch.compile(nn.Linear(2, 2))
-            return nn.Sequential(checkpoint_wrapper(nn.Sequential(compiled)), Own())
+            return nn.Sequential(checkpoint_wrapper(nn.Sequential(compiled)), NamedLikeWrappers())
 
     names = trace(LoadedModel("model", make))
-    found = {r.fqn: r.canonical for r in names.runtime}
-    assert found["0._checkpoint_wrapped_module.0._orig_mod.weight"] == "0.0.weight"
-    assert found["1.module.weight"] == "1.module.weight"
-    assert found["1._orig_mod.0.weight"] == "1._orig_mod.0.weight"
+    canonical = {r.fqn: r.canonical for r in names.runtime}
+    assert canonical["0._checkpoint_wrapped_module.0._orig_mod.weight"] == "0.0.weight"
+    assert canonical["1.module.weight"] == "1.module.weight"
+    assert canonical["1._orig_mod.0.weight"] == "1._orig_mod.0.weight"
 
 
-def test_strip_by_paths() -> None:
+def test_strip_removes_only_segments_at_the_paths() -> None:
     paths = {"module", "module.a._orig_mod"}
     assert strip("module.a._orig_mod.weight", paths) == "a.weight"
     assert strip("module.b._orig_mod.weight", paths) == "b._orig_mod.weight"
@@ -67,8 +67,8 @@ def test_strip_by_paths() -> None:
     assert strip("a.module", ()) == "a.module"
 
 
-class Hidden(nn.Module):
-    """Its hooks hide the segment `layer`; `modifiers` says so to torch's get_model_state_dict, and to nobody else."""
+class HidesSegment(nn.Module):
+    """Its hooks hide the segment `layer`; only torch's get_model_state_dict needs `modifiers` for that."""
 
     def __init__(self, modifiers: bool) -> None:
         super().__init__()
@@ -91,14 +91,14 @@ def _show(module: nn.Module, state: dict, prefix: str, *rest: object) -> None:
 
 
 @pytest.mark.parametrize("modifiers", [False, True])
-@pytest.mark.parametrize("wrapper", WRAPS)
-def test_hooks_that_rename_need_no_fqn_modifiers(wrapper: str, modifiers: bool) -> None:
-    """torch's helper looks segments up as attributes: it fails where no `_fqn_modifiers` says what is hidden."""
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_renaming_hooks_work_without_fqn_modifiers(wrapper: str, modifiers: bool) -> None:
+    """torch's helper looks up segments as attributes, and fails for a hidden segment without `_fqn_modifiers`."""
     needs_torch("2.7", "names from `_fqn_modifiers` alone")
 
     def make(real: bool) -> nn.Module:
         with torch.device("cpu" if real else "meta"):
-            return WRAPS[wrapper](nn.Sequential(Hidden(modifiers)))
+            return WRAPPERS[wrapper](nn.Sequential(HidesSegment(modifiers)))
 
     names = trace(LoadedModel("model", make))
     canonical = {tensor.fqn: tensor.canonical for tensor in names.runtime}
@@ -108,15 +108,15 @@ def test_hooks_that_rename_need_no_fqn_modifiers(wrapper: str, modifiers: bool) 
     if modifiers:
         assert any(key.endswith("0.weight") for key in get_model_state_dict(make(True)))
     else:
-        with pytest.raises(AttributeError, match="'Hidden' object has no attribute 'weight'"):
+        with pytest.raises(AttributeError, match="'HidesSegment' object has no attribute 'weight'"):
             get_model_state_dict(make(True))
 
 
-def test_stripped_paths() -> None:
-    """A wrapper stands outside: of two segments of one name, the first is the wrapper's."""
+def test_stripped_paths_are_inferred_from_pairs() -> None:
+    """Of two equal segments, the first belongs to the wrapper."""
     pairs = [("module.module.w", "module.w"), ("module._fsdp_wrapped_module.a._orig_mod.w", "a.w"), ("b", "b")]
     paths = stripped_paths(pairs)
     assert [strip(fqn, paths) for fqn, _ in pairs] == [canonical for _, canonical in pairs]
-    assert strip("module.a._orig_mod.w", paths) == "a.w"  # as in the keys, where FSDP1 hides its segment
+    assert strip("module.a._orig_mod.w", paths) == "a.w"  # FSDP1 hides its segment in keys
     assert strip("module.module.w", paths) == "module.w"
     assert strip("c._orig_mod.w", paths) == "c._orig_mod.w"

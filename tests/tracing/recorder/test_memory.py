@@ -1,4 +1,4 @@
-"""The geometry of tensors in a storage: the same elements have one geometry, whatever torch calls them."""
+"""The geometry of tensors in a storage: the same elements have the same geometry for any strides."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def test_the_stride_of_a_dimension_of_one_element_does_not_matter(stride: tuple[
     ("shape", "stride"), [((3, 2), (2, 1)), ((3, 2), (0, 1)), ((2, 3), (1, 1)), ((2, 3), (1, 2)), ((1, 3), (0, 1)),
                         ((2, 2), (3, 0)), ((2, 2), (3, 1)), ((2, 2), (1, 1)), ((2, 3), (3, 1)), ((0, 3), (3, 1))]
 )  # fmt: skip
-def test_overlapping_elements(shape: tuple[int, int], stride: tuple[int, int]) -> None:
+def test_overlapping_elements_are_detected(shape: tuple[int, int], stride: tuple[int, int]) -> None:
     x = torch.arange(20).as_strided(shape, stride, 5)
     assert geometry(x).overlaps_itself == (x.unique().numel() < x.numel())
-    reach = int(x.max() - x.min()) + 1 if x.numel() else 0
-    assert geometry(x).is_dense == (reach == x.numel() == x.unique().numel())
+    extent = int(x.max() - x.min()) + 1 if x.numel() else 0
+    assert geometry(x).is_dense == (extent == x.numel() == x.unique().numel())

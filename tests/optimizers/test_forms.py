@@ -24,8 +24,8 @@ from torch_version import needs_torch
 
 def section(path: Path, state: Any) -> Section:
     torch.save({"optimizer": state, "epoch": 1}, path)
-    (found,) = open_checkpoint(str(path)).sections
-    return found
+    (result,) = open_checkpoint(str(path)).sections
+    return result
 
 
 CLASSES = {
@@ -36,28 +36,28 @@ CLASSES = {
 
 
 @pytest.mark.parametrize(("title", "name"), [(title, name) for title, names in CLASSES.items() for name in names])
-def test_every_class_of_torch_is_known_by_its_groups(title: str, name: str, tmp_path: Path) -> None:
+def test_every_class_of_torch_is_recognised_by_its_groups(title: str, name: str, tmp_path: Path) -> None:
     if name == "Muon":
         needs_torch("2.9", "Muon")
     optimizer = getattr(torch.optim, name)(models.Matrices().parameters(), lr=0.1)
     torch.save({"optimizer": optimizer.state_dict(), "model": {"weight": torch.ones(1)}}, tmp_path / "o.pt")
-    found = read(open_checkpoint(str(tmp_path / "o.pt")).section("optimizer"))
-    assert class_of(found) == title
+    result = read(open_checkpoint(str(tmp_path / "o.pt")).section("optimizer"))
+    assert class_of(result) == title
 
 
-def test_an_optimizer_is_read_and_written_as_it_was(tmp_path: Path) -> None:
+def test_reading_and_writing_preserves_an_optimizer(tmp_path: Path) -> None:
     _, optimizer = train(models.Net, models.decayed)
     state = optimizer.state_dict()
     path = tmp_path / "o.pt"
-    found = section(path, state)
+    result = section(path, state)
     source = open_checkpoint(str(path))
-    again = write(read(found), found)
-    assert [e.key for e in again.tensors] == [e.key for e in found.tensors]
+    again = write(read(result), result)
+    assert [e.key for e in again.tensors] == [e.key for e in result.tensors]
     write_pieces(format_for("o.pt").layout(replace(source, sections=(again,))), tmp_path / "again.pt")
     assert same(torch.load(tmp_path / "again.pt"), {"optimizer": state, "epoch": 1})
 
 
-def test_names_and_numbers_are_each_others_reverse(tmp_path: Path) -> None:
+def test_numbered_is_the_inverse_of_renamed(tmp_path: Path) -> None:
     _, optimizer = train(models.Net, models.decayed)
     state = read(section(tmp_path / "o.pt", optimizer.state_dict()))
     names = {param: f"layer.{param}" for param in state.params}
@@ -69,8 +69,8 @@ def test_nested_state_is_flattened_as_torch_does(tmp_path: Path) -> None:
         "state": {"a.b": {"step": 1, "shampoo": {"0": torch.ones(2)}}},
         "param_groups": [{"lr": 1, "params": ["a.b"]}],
     }
-    found = section(tmp_path / "o.pt", state)
-    flat = write(replace(read(found), form=FLAT), found)
+    result = section(tmp_path / "o.pt", state)
+    flat = write(replace(read(result), form=FLAT), result)
     assert list(flat.mapping or ()) == ["state.a.b.step", "state.a.b.shampoo.0", "param_groups.a.b.lr"]
     assert form_of(flat) == "flat"
     assert read(flat).state["a.b"].keys() == {"step", "shampoo"}
@@ -99,7 +99,7 @@ def test_nested_state_is_flattened_as_torch_does(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_optimizer_state_is_said(state: Any, problem: str, tmp_path: Path) -> None:
+def test_an_invalid_optimizer_state_is_an_error(state: Any, problem: str, tmp_path: Path) -> None:
     torch.save({"optimizer": state, "model": {"weight": torch.ones(1)}}, tmp_path / "o.pt")
     with pytest.raises(CkptError) as raised:
         read(open_checkpoint(str(tmp_path / "o.pt")).section("optimizer"))
@@ -107,19 +107,19 @@ def test_what_is_no_optimizer_state_is_said(state: Any, problem: str, tmp_path: 
     assert problem in map(str, raised.value.problems)
 
 
-def test_what_holds_no_dict_and_no_list_is_no_optimizer_state() -> None:
+def test_state_and_groups_of_the_wrong_type_are_an_error() -> None:
     with pytest.raises(CkptError) as raised:
         read(Section("o", "optimizer", (), mapping={"state": 3, "param_groups": 5}))
     assert [problem.key for problem in raised.value.problems] == ["state", "param_groups"]
 
 
-def test_an_optimizer_that_is_the_whole_file_is_called_the_root() -> None:
+def test_an_optimizer_at_the_root_is_named_root() -> None:
     with pytest.raises(CkptError) as raised:
         read(Section("", "optimizer", (), mapping={"state": {}, "param_groups": [{}]}))
     assert raised.value.message == "(root) is not an optimizer's state dict as torch writes it"
 
 
-def test_an_optimizer_of_no_parameters_has_ids(tmp_path: Path) -> None:
+def test_an_optimizer_without_parameters_has_ids(tmp_path: Path) -> None:
     assert form_of(section(tmp_path / "o.pt", {"state": {}, "param_groups": [{"params": [], "lr": 1.0}]})) == "id"
 
 
@@ -145,7 +145,7 @@ OPTIONS: dict[str, Any] = {
     "equal object": Namespace(x=1),
     "other object": Namespace(x=2),
 }
-ALIKE = (
+EQUAL_OPTIONS = (
     {"1", "1.0"},
     {"list", "tuple"},
     {"nested", "nested too"},
@@ -155,52 +155,57 @@ ALIKE = (
 )
 
 
-def test_options_are_the_same_by_their_values(tmp_path: Path) -> None:
-    """True is not 1. A flat state has one group for equal options."""
+def test_options_are_compared_by_value(tmp_path: Path) -> None:
+    """Equal options are in one group of a flat state; True is not equal to 1."""
     mapping = {f"param_groups.{n.replace('.', '_')}.lr": v for n, v in OPTIONS.items()}
     torch.save({"optimizer": mapping}, tmp_path / "o.pt")
-    (found,) = open_checkpoint(str(tmp_path / "o.pt")).sections
-    groups = {frozenset(map(str, group.params)) for group in read(found).groups}
-    together = set().union(*ALIKE)
-    alone = [{name} for name in OPTIONS if name not in together]
-    assert groups == {frozenset(name.replace(".", "_") for name in names) for names in (*ALIKE, *alone)}
+    (result,) = open_checkpoint(str(tmp_path / "o.pt")).sections
+    groups = {frozenset(map(str, group.params)) for group in read(result).groups}
+    grouped = set().union(*EQUAL_OPTIONS)
+    singles = [{name} for name in OPTIONS if name not in grouped]
+    assert groups == {frozenset(name.replace(".", "_") for name in names) for names in (*EQUAL_OPTIONS, *singles)}
 
 
-def test_options_are_the_same_where_they_have_the_same_names() -> None:
-    both, one = {"lr": 1, "eps": 2}, {"lr": 1}
-    assert same_options(both, dict(both))
-    assert not any(same_options(*pair) for pair in ((both, one), (one, both), (both, {**both, "eps": 3})))
+def test_options_with_different_names_are_not_the_same() -> None:
+    two_options, one_option = {"lr": 1, "eps": 2}, {"lr": 1}
+    assert same_options(two_options, dict(two_options))
+    assert not any(
+        same_options(*pair)
+        for pair in ((two_options, one_option), (one_option, two_options), (two_options, {**two_options, "eps": 3}))
+    )
 
 
-def test_what_a_parameter_has_not_is_flattened_to_nothing(tmp_path: Path) -> None:
-    found = section(tmp_path / "o.pt", {"state": {"a": {}}, "param_groups": [{"params": ["a"], "lr": torch.ones(1)}]})
-    assert list(write(replace(read(found), form=FLAT), found).mapping or ()) == ["param_groups.a.lr"]
+def test_a_parameter_without_state_has_no_flat_state_keys(tmp_path: Path) -> None:
+    result = section(tmp_path / "o.pt", {"state": {"a": {}}, "param_groups": [{"params": ["a"], "lr": torch.ones(1)}]})
+    assert list(write(replace(read(result), form=FLAT), result).mapping or ()) == ["param_groups.a.lr"]
 
 
 def test_a_group_without_parameters_cannot_be_flattened(tmp_path: Path) -> None:
     groups = [{"params": ["a"], "lr": torch.ones(1)}, {"params": [], "lr": 2}]
-    found = section(tmp_path / "o.pt", {"state": {}, "param_groups": groups})
+    result = section(tmp_path / "o.pt", {"state": {}, "param_groups": groups})
     with pytest.raises(Refused) as refused:
-        write(replace(read(found), form=FLAT), found)
+        write(replace(read(result), form=FLAT), result)
     assert list(map(str, refused.value.problems)) == ["a param group without parameters @ param_groups"]
 
 
-def test_objects_in_the_state_are_carried(tmp_path: Path) -> None:
-    found = section(tmp_path / "o.pt", {"state": {0: {"dtype": torch.float16}}, "param_groups": [{"params": [0]}]})
-    again = write(read(found), replace(found, tensors=()))
+def test_objects_in_the_state_are_preserved(tmp_path: Path) -> None:
+    result = section(tmp_path / "o.pt", {"state": {0: {"dtype": torch.float16}}, "param_groups": [{"params": [0]}]})
+    again = write(read(result), replace(result, tensors=()))
     assert again.tensors == ()
     assert again.mapping is not None
     assert isinstance(again.mapping["state"][0]["dtype"], ExtraEntry)
 
 
 @pytest.mark.parametrize(
-    ("own", "problem"),
+    ("state", "problem"),
     [({"dirs": [torch.ones(1)]}, "a list in the state"), ({"empty": {}}, "an empty dict in the state")],
 )
-def test_what_cannot_be_flattened_is_refused(own: Any, problem: str, tmp_path: Path) -> None:
-    found = section(tmp_path / "o.pt", {"state": {"a": own}, "param_groups": [{"params": ["a"], "lr": torch.ones(1)}]})
+def test_lists_and_empty_dicts_cannot_be_flattened(state: Any, problem: str, tmp_path: Path) -> None:
+    result = section(
+        tmp_path / "o.pt", {"state": {"a": state}, "param_groups": [{"params": ["a"], "lr": torch.ones(1)}]}
+    )
     with pytest.raises(Refused) as refused:
-        write(replace(read(found), form=FLAT), found)
+        write(replace(read(result), form=FLAT), result)
     assert problem in str(refused.value.problems[0])
 
 
@@ -212,39 +217,37 @@ def test_what_cannot_be_flattened_is_refused(own: Any, problem: str, tmp_path: P
         ("m", "b.lr", "param_groups.a.b.lr"),
     ],
 )
-def test_what_would_be_another_parameters_when_flattened_is_refused(
-    name: str, option: str, key: str, tmp_path: Path
-) -> None:
+def test_ambiguous_flat_keys_are_refused(name: str, option: str, key: str, tmp_path: Path) -> None:
     state = {"a": {name: torch.ones(1)}, "a.b": {"c": torch.zeros(1)}}
     groups = [{"params": ["a"], option: 1}, {"params": ["a.b"], "lr": 2}]
-    found = section(tmp_path / "o.pt", {"state": state, "param_groups": groups})
+    result = section(tmp_path / "o.pt", {"state": state, "param_groups": groups})
     with pytest.raises(Refused) as refused:
-        write(replace(read(found), form=FLAT), found)
+        write(replace(read(result), form=FLAT), result)
     assert key in [problem.key for problem in refused.value.problems]
 
 
-def test_an_optimizer_in_an_ordered_dict(tmp_path: Path) -> None:
+def test_an_optimizer_in_an_ordered_dict_is_read(tmp_path: Path) -> None:
     _, optimizer = train(models.Net, models.adamw)
-    found = section(tmp_path / "o.pt", OrderedDict(optimizer.state_dict()))
-    assert len(read(found).params) == 9
+    result = section(tmp_path / "o.pt", OrderedDict(optimizer.state_dict()))
+    assert len(read(result).params) == 9
 
 
-def test_state_in_a_defaultdict(tmp_path: Path) -> None:
+def test_state_in_a_defaultdict_is_read(tmp_path: Path) -> None:
     state = defaultdict(dict, {0: {"step": torch.ones(())}})
-    found = section(tmp_path / "o.pt", {"state": state, "param_groups": [{"params": [0]}]})
-    assert read(found).state.keys() == {0}
+    result = section(tmp_path / "o.pt", {"state": state, "param_groups": [{"params": [0]}]})
+    assert read(result).state.keys() == {0}
 
 
-def test_state_in_an_object_with_attributes_is_not_taken_apart(tmp_path: Path) -> None:
+def test_state_in_a_dict_with_attributes_is_refused(tmp_path: Path) -> None:
     state: Any = OrderedDict({0: {"step": torch.ones(())}})
     state.note = 1
-    found = section(tmp_path / "o.pt", {"state": state, "param_groups": [{"params": [0]}]})
+    result = section(tmp_path / "o.pt", {"state": state, "param_groups": [{"params": [0]}]})
     with pytest.raises(CkptError) as raised:
-        read(found)
+        read(result)
     assert "is not a dict @ state" in map(str, raised.value.problems)
 
 
-def test_what_is_dropped_is_not_written_to_a_file_of_its_own(tmp_path: Path) -> None:
+def test_dropped_state_is_not_in_the_file_of_an_extracted_optimizer(tmp_path: Path) -> None:
     from ckpttool.cli.app import main
 
     _, optimizer = train(models.Net, models.adamw)
@@ -255,12 +258,12 @@ def test_what_is_dropped_is_not_written_to_a_file_of_its_own(tmp_path: Path) -> 
     assert open_operand(str(out)).sections[0].kind == "optimizer"
 
 
-def test_a_pickle_that_shares_itself_without_end_is_not_followed(tmp_path: Path) -> None:
+def test_an_exponentially_shared_pickle_is_refused(tmp_path: Path) -> None:
     node: Any = [1]
     for _ in range(60):
         node = [node, node]
     state = {"state": {0: {"bomb": node, "step": torch.ones(())}}, "param_groups": [{"params": [0]}]}
-    found = section(tmp_path / "o.pt", state)
-    assert found.mapping is None
+    result = section(tmp_path / "o.pt", state)
+    assert result.mapping is None
     with pytest.raises(CkptError, match="no access"):
-        read(found)
+        read(result)

@@ -1,4 +1,4 @@
-"""Which of the old parameters a new one is, and in which group."""
+"""The sources of new parameters in the old optimizer, their groups, and their state."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def names(*modules: str) -> Names:
     return ModelOperand(lambda: nn.ModuleDict({name: nn.PReLU() for name in modules})).names()
 
 
-def test_what_a_rule_says_goes_before_what_the_names_say() -> None:
-    """``b`` becomes the new ``a``, and the old ``a``, which has its name, another one."""
-    found = between(names("a", "b"), names("a"), {"b.weight": "a.weight", "a.weight": "c.weight"})
-    assert found == {"a.weight": Ref("b.weight")}
+def test_a_rule_overrides_equal_names() -> None:
+    """The rules rename ``b`` to ``a``, and the old ``a`` to ``c``."""
+    result = between(names("a", "b"), names("a"), {"b.weight": "a.weight", "a.weight": "c.weight"})
+    assert result == {"a.weight": Ref("b.weight")}
 
 
-def test_a_buffer_of_a_parameters_name_is_no_parameter() -> None:
+def test_a_buffer_with_the_name_of_a_parameter_is_ignored() -> None:
     model = nn.ModuleDict({"a": nn.PReLU()})
     buffered = nn.ModuleDict({"a": nn.Module()})
     buffered["a"].register_buffer("weight", model["a"].weight.detach().clone())
@@ -48,10 +48,10 @@ def test_a_buffer_of_a_parameters_name_is_no_parameter() -> None:
     assert between(names("a"), new, {"a.weight": "a.weight"}) == {}
 
 
-RENAMED = (("old", "new"), ("count", "seen"))
+SAVED_NAMES = (("old", "new"), ("count", "seen"))
 
 
-class Renaming(nn.Module):
+class RenamesBoth(nn.Module):
     """Its parameter ``new`` is saved as ``old``, its buffer ``seen`` as ``count``."""
 
     def __init__(self) -> None:
@@ -61,16 +61,16 @@ class Renaming(nn.Module):
 
     def _save_to_state_dict(self, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(state, prefix, keep_vars)
-        for old, new in RENAMED:
+        for old, new in SAVED_NAMES:
             state[prefix + old] = state.pop(prefix + new)
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *more: Any) -> None:
-        for old, new in RENAMED:
+        for old, new in SAVED_NAMES:
             state[prefix + new] = state.pop(prefix + old)
         super()._load_from_state_dict(state, prefix, *more)
 
 
-class Renamed(nn.Module):
+class SavedModel(nn.Module):
     """The saved state: a parameter, and a buffer or another parameter."""
 
     def __init__(self, count: str) -> None:
@@ -80,66 +80,71 @@ class Renamed(nn.Module):
 
 
 @pytest.mark.parametrize("count", ["buffer", "parameter"])
-def test_a_parameter_is_what_loading_makes_it_of(count: str) -> None:
-    old, new = ModelOperand(lambda: Renamed(count)).names(), ModelOperand(Renaming).names()
+def test_a_new_parameter_comes_from_the_key_that_it_loads(count: str) -> None:
+    old, new = ModelOperand(lambda: SavedModel(count)).names(), ModelOperand(RenamesBoth).names()
     assert between(old, new, {"old": "old", "count": "count"}) == {"new": Ref("old")}
-    assert between(old, new, {"count": "count"}) == {}  # the optimizer has none of it
+    assert between(old, new, {"count": "count"}) == {}  # the optimizer does not have its source
     assert between(old, new, {"old": "seen", "count": "count"}) == {"new": Ref("old")}
 
 
-def test_a_parameter_that_a_rule_gives_away_is_not_given_twice() -> None:
-    class Two(Renaming):
+def test_a_parameter_that_a_rule_renames_is_used_once() -> None:
+    class Two(RenamesBoth):
         def __init__(self) -> None:
             super().__init__()
             self.other = nn.Parameter(torch.ones(2))
 
-    old, new = ModelOperand(lambda: Renamed("buffer")).names(), ModelOperand(Two).names()
+    old, new = ModelOperand(lambda: SavedModel("buffer")).names(), ModelOperand(Two).names()
     assert between(old, new, {"old": "other"}) == {"other": Ref("old")}
 
 
 # Groups
 
 
-def in_groups(*groups: tuple[str, float]) -> OptimizerState:
-    """Parameters of one letter, in groups with these learning rates."""
+def grouped_params(*groups: tuple[str, float]) -> OptimizerState:
+    """Return one-letter parameters in groups with these learning rates."""
     return OptimizerState(FQN, tuple(ParamGroup(tuple(params), {"lr": rate}) for params, rate in groups), {})
 
 
-def listed(groups: Sequence[ParamGroup]) -> list[tuple[str, object]]:
+def params_and_rates(groups: Sequence[ParamGroup]) -> list[tuple[str, object]]:
     return [("".join(map(str, group.params)), group.options.get("lr")) for group in groups]
 
 
-def joined(*names: str) -> Op:
+def concat(*names: str) -> Op:
     return Op("aten.cat.default", (tuple(map(Ref, names)),))
 
 
-def test_new_parameters_stand_where_the_old_ones_stood() -> None:
-    state = in_groups(("ab", 1.0), ("", 3.0), ("cd", 1.0), ("e", 2.0))
-    sources: dict[str, Expression] = {"z": Ref("e"), "y": joined("d", "b"), "x": Ref("a"), "w": Ref("c")}
-    assert listed(placed(state, sources)) == [("xy", 1.0), ("", 3.0), ("w", 1.0), ("z", 2.0)]
-    assert listed(placed(state, {"x": Ref("a"), "w": Ref("c")})) == [("x", 1.0), ("", 3.0), ("w", 1.0)]
+def test_new_parameters_keep_the_position_of_the_old_ones() -> None:
+    state = grouped_params(("ab", 1.0), ("", 3.0), ("cd", 1.0), ("e", 2.0))
+    sources: dict[str, Expression] = {"z": Ref("e"), "y": concat("d", "b"), "x": Ref("a"), "w": Ref("c")}
+    assert params_and_rates(placed(state, sources)) == [("xy", 1.0), ("", 3.0), ("w", 1.0), ("z", 2.0)]
+    assert params_and_rates(placed(state, {"x": Ref("a"), "w": Ref("c")})) == [("x", 1.0), ("", 3.0), ("w", 1.0)]
 
 
-def test_parameters_of_groups_that_differ_are_not_joined() -> None:
+def test_parameters_of_different_groups_are_not_concatenated() -> None:
     with pytest.raises(Refused, match="x is made of parameters of different param groups") as refused:
-        placed(in_groups(("ab", 1.0), ("c", 2.0)), {"x": joined("b", "c", "a")})
+        placed(grouped_params(("ab", 1.0), ("c", 2.0)), {"x": concat("b", "c", "a")})
     assert list(map(str, refused.value.problems)) == ["param group 0 @ b", "param group 1 @ c", "param group 0 @ a"]
 
 
 def test_a_group_of_new_parameters_has_the_new_optimizers_options() -> None:
-    state, own = in_groups(("ab", 1.0), ("c", 2.0)), {name: Ref(name) for name in "abc"}
+    state, sources = grouped_params(("ab", 1.0), ("c", 2.0)), {name: Ref(name) for name in "abc"}
     defaults = [{"lr": 7.0}, {"lr": 8.0}, {}]
     layout = ["cx", "yz", "", "ab"]
-    assert listed(arranged(state, own, layout, defaults)) == [("cx", 2.0), ("yz", 8.0), ("", 1.0), ("ab", 1.0)]
-    bare = OptimizerState(FQN, (), {})
-    assert listed(arranged(bare, {}, ["x", "y"], [{"lr": 7.0}])) == [("x", 7.0), ("y", None)]
+    assert params_and_rates(arranged(state, sources, layout, defaults)) == [
+        ("cx", 2.0),
+        ("yz", 8.0),
+        ("", 1.0),
+        ("ab", 1.0),
+    ]
+    empty = OptimizerState(FQN, (), {})
+    assert params_and_rates(arranged(empty, {}, ["x", "y"], [{"lr": 7.0}])) == [("x", 7.0), ("y", None)]
 
 
-def test_every_hyperparameter_that_does_not_go_together_is_named() -> None:
-    state = in_groups(("a", 1.0), ("b", 2.0), ("c", 1.0), ("d", 3.0))
-    own = {name: Ref(name) for name in "abcd"}
+def test_conflicting_hyperparameters_are_reported() -> None:
+    state = grouped_params(("a", 1.0), ("b", 2.0), ("c", 1.0), ("d", 3.0))
+    sources = {name: Ref(name) for name in "abcd"}
     with pytest.raises(Refused, match="different hyperparameters") as refused:
-        arranged(state, own, ["ca", "bad"], [])
+        arranged(state, sources, ["ca", "bad"], [])
     assert list(map(str, refused.value.problems)) == [
         "lr is 1.0 in param group 0 and 2.0 in 1 @ param_groups.1",
         "lr is 1.0 in param group 0 and 3.0 in 3 @ param_groups.1",
@@ -153,101 +158,103 @@ def moment(*shape: int, dtype: str = "float32", key: str = "") -> TensorEntry:
     return TensorEntry(key, dtype, shape, (1,) * len(shape), 0, Storage(Lazy(4, lambda: [bytes(4)])))
 
 
-def carried(sources: dict[str, Expression], **state_of: Any) -> dict[Any, Any]:
-    own: dict[Any, Any] = {**state_of}
-    state = OptimizerState(FQN, (ParamGroup(("a", "b"), {}),), own)
+def carry_state(sources: dict[str, Expression], **state_of: Any) -> dict[Any, Any]:
+    states: dict[Any, Any] = {**state_of}
+    state = OptimizerState(FQN, (ParamGroup(("a", "b"), {}),), states)
     return carry(state, sources, {"a": (2,), "b": (2,)}, "optimizer")
 
 
-def test_parameters_that_are_joined_have_taken_the_same_steps() -> None:
-    both: dict[str, Expression] = {"x": joined("a", "b")}
+def test_concatenated_parameters_must_have_taken_the_same_steps() -> None:
+    concatenated: dict[str, Expression] = {"x": concat("a", "b")}
     one = {"exp_avg": moment(2), "step": 3}
-    made = carried(both, a=one, b=one)["x"]
-    assert (made["exp_avg"].shape, made["step"]) == ((4,), 3)
-    assert carried(both) == {}  # no steps at all
-    for other, words in (
+    new_state = carry_state(concatenated, a=one, b=one)["x"]
+    assert (new_state["exp_avg"].shape, new_state["step"]) == ((4,), 3)
+    assert carry_state(concatenated) == {}  # without steps
+    for other, message in (
         ({}, "a and b have not taken the same steps"),
         ({"exp_avg": moment(2)}, "a and b have not taken the same steps"),
         ({"exp_avg": moment(2), "step": 4}, "step: not the same in a, b"),
         ({"exp_avg": moment(3), "step": 3}, "exp_avg: it does not have the shape of its parameter"),
     ):
         with pytest.raises(Refused, match="the state of 1 parameters cannot follow them") as refused:
-            carried(both, a=one, b=other)
-        assert [str(problem) for problem in refused.value.problems] == [f"{words} @ x"]
+            carry_state(concatenated, a=one, b=other)
+        assert [str(problem) for problem in refused.value.problems] == [f"{message} @ x"]
 
 
-def test_moments_do_not_follow_what_changes_values() -> None:
+def test_moments_do_not_follow_operators_that_change_values() -> None:
     scaled = Op("aten.mul.Scalar", (Ref("a"), 2))
     with pytest.raises(Refused) as refused:
-        carried({"x": scaled, "y": Ref("b")}, a={"exp_avg": moment(2)}, b={"exp_avg": moment(2)})
+        carry_state({"x": scaled, "y": Ref("b")}, a={"exp_avg": moment(2)}, b={"exp_avg": moment(2)})
     assert [str(problem) for problem in refused.value.problems] == [
         "computed by aten.mul, which changes values: moments do not follow it @ x"
     ]
     part = Op("getitem", (Op("aten.split.Tensor", (Ref("a"), 1)), 1))
-    assert carried({"x": part}, a={"exp_avg": moment(2)})["x"]["exp_avg"].shape == (1,)
-    assert carried({"x": scaled}, b={"exp_avg": moment(2)}) == {}  # there are none
+    assert carry_state({"x": part}, a={"exp_avg": moment(2)})["x"]["exp_avg"].shape == (1,)
+    assert carry_state({"x": scaled}, b={"exp_avg": moment(2)}) == {}  # without moments
 
 
-def test_what_belongs_to_all_parameters_stays_in_their_order() -> None:
+def test_state_of_all_parameters_requires_the_same_order() -> None:
     history = {"old_dirs": [moment(4)], "d": moment(4)}
-    assert carried({"x": Ref("a"), "y": Ref("b")}, a=history) == {"x": history}
-    for sources in ({"y": Ref("b"), "x": Ref("a")}, {"x": Ref("a")}, {"x": joined("b", "a")}):
+    assert carry_state({"x": Ref("a"), "y": Ref("b")}, a=history) == {"x": history}
+    for sources in ({"y": Ref("b"), "x": Ref("a")}, {"x": Ref("a")}, {"x": concat("b", "a")}):
         with pytest.raises(Refused) as refused:
-            carried(dict(sources), a=history, b=history)
+            carry_state(dict(sources), a=history, b=history)
         assert "belongs to all parameters together, in their order @ d, old_dirs" in map(str, refused.value.problems)
 
 
-def test_state_that_has_not_the_shape_of_its_parameter() -> None:
-    """An object, or a tensor of another shape, is refused; an equal number is copied to its own memory."""
+def test_only_equal_scalars_are_concatenated_without_the_parameters_shape() -> None:
+    """The scalar is copied to separate memory; objects and other shapes are refused."""
     step = moment(1)
-    found = carried({"x": joined("a", "b")}, a={"step": step}, b={"step": moment(1)})["x"]["step"]
-    assert (found.shape, found.storage is step.storage) == ((1,), False)
-    for odd in (moment(3), ExtraEntry("hook")):
+    result = carry_state({"x": concat("a", "b")}, a={"step": step}, b={"step": moment(1)})["x"]["step"]
+    assert (result.shape, result.storage is step.storage) == ((1,), False)
+    for invalid in (moment(3), ExtraEntry("hook")):
         with pytest.raises(Refused) as refused:
-            carried({"x": joined("a", "b")}, a={"odd": odd}, b={"odd": odd})
-        assert list(map(str, refused.value.problems)) == ["odd: it does not have the shape of its parameter @ x"]
+            carry_state({"x": concat("a", "b")}, a={"m": invalid}, b={"m": invalid})
+        assert list(map(str, refused.value.problems)) == ["m: it does not have the shape of its parameter @ x"]
 
 
-def test_hyperparameters_that_are_no_numbers_are_told_by_their_kind() -> None:
+def test_hyperparameters_that_are_not_numbers_are_shown_by_kind() -> None:
     left = {"lr": moment(1), "hook": ExtraEntry("hook", payload=1), "eps": 1}
     assert different(left, {"lr": 2, "hook": 3}) == {
         "lr": ("a tensor", "2"), "hook": ("an object", "3"), "eps": ("1", "absent"),
     }  # fmt: skip
 
 
-def test_a_group_of_a_plan_is_like_one_of_the_files_or_says_its_options() -> None:
-    state = in_groups(("ab", 1.0))
+def test_a_group_of_a_plan_refers_to_a_group_of_the_file_or_lists_its_options() -> None:
+    state = grouped_params(("ab", 1.0))
     groups = (ParamGroup(("a",), {"lr": 1.0}), ParamGroup(("b",), {"lr": 7.0}))
     section = Section("o", "optimizer", (), mapping={})
     move = move_of(section, state, FQN, groups, {name: Ref(name) for name in "ab"}, {"a": (2,)})
     assert [(group.like, group.options) for group in move.groups] == [(0, {}), (None, {"lr": 7.0})]
-    assert listed(moved_by(move, state, "o").groups) == [("a", 1.0), ("b", 7.0)]
+    assert params_and_rates(moved_by(move, state, "o").groups) == [("a", 1.0), ("b", 7.0)]
     named = replace(groups[0], options={"lr": 1.0, "param_names": ["a"]})
     assert [g.like for g in move_of(section, state, FQN, (named,), {}, {}).groups] == [None]
-    far = replace(move, groups=(replace(move.groups[0], like=1), move.groups[1]))
+    out_of_range = replace(move, groups=(replace(move.groups[0], like=1), move.groups[1]))
     with pytest.raises(Refused) as refused:
-        moved_by(far, state, "o")
+        moved_by(out_of_range, state, "o")
     assert "param group 1, and there are 1" in str(refused.value.problems[0])
 
 
 @pytest.mark.parametrize("op", ["aten.roll.default", "aten.flip.default"])
-def test_moments_that_only_torch_moves(op: str) -> None:
+def test_moments_follow_operators_that_torch_evaluates(op: str) -> None:
     values = torch.arange(2.0)
     data = Storage(Lazy(8, lambda: [values.numpy().tobytes()]))
-    own = TensorEntry("", "float32", (2,), (1,), 0, data)
-    found = carried({"x": Op(op, (Ref("a"), (1,) if "roll" in op else (0,)))}, a={"exp_avg": own})["x"]["exp_avg"]
-    assert bytes(read_all(found.storage.data)) == values.flip(0).numpy().tobytes()
+    exp_avg = TensorEntry("", "float32", (2,), (1,), 0, data)
+    result = carry_state({"x": Op(op, (Ref("a"), (1,) if "roll" in op else (0,)))}, a={"exp_avg": exp_avg})["x"][
+        "exp_avg"
+    ]
+    assert bytes(read_all(result.storage.data)) == values.flip(0).numpy().tobytes()
 
 
-def test_which_parameters_are_of_serialized_keys() -> None:
-    class Halved(nn.Module):
-        """Its weight is saved in two parts, with a constant."""
+def test_parameters_and_serialized_keys_are_converted() -> None:
+    class SavesInTwoParts(nn.Module):
+        """Saves its weight in two parts, and a constant."""
 
         def __init__(self) -> None:
             super().__init__()
             self.w, self.v = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(1))
             self.register_buffer("b", torch.ones(2))
-            self._register_state_dict_hook(Halved._save)
+            self._register_state_dict_hook(SavesInTwoParts._save)
             self.register_load_state_dict_pre_hook(self._load)
 
         def _save(self, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -258,13 +265,13 @@ def test_which_parameters_are_of_serialized_keys() -> None:
             state.pop(f"{prefix}of")
             state[f"{prefix}w"] = torch.cat([state.pop(f"{prefix}{part}") for part in ("top", "bottom")])
 
-    own = ModelOperand(Halved).names()
-    found = from_serialized(own, ["top", "bottom", "v"])
-    assert found is not None
-    assert set(found) == {"w", "v"}
-    assert from_serialized(own, ["w", "v"]) is None
-    assert from_serialized(own, ["top", "bottom", "of"]) is None
-    assert from_serialized(own, ["v"]) is None
-    assert set(to_serialized(own, ["w", "v"])) == {"top", "bottom", "v"}
-    assert set(to_serialized(own, ["v"])) == {"v"}
-    assert between(own, own, {"w": "w", "v": "v"}) == {"w": Ref("w"), "v": Ref("v")}
+    model_names = ModelOperand(SavesInTwoParts).names()
+    result = from_serialized(model_names, ["top", "bottom", "v"])
+    assert result is not None
+    assert set(result) == {"w", "v"}
+    assert from_serialized(model_names, ["w", "v"]) is None
+    assert from_serialized(model_names, ["top", "bottom", "of"]) is None
+    assert from_serialized(model_names, ["v"]) is None
+    assert set(to_serialized(model_names, ["w", "v"])) == {"top", "bottom", "v"}
+    assert set(to_serialized(model_names, ["v"])) == {"v"}
+    assert between(model_names, model_names, {"w": "w", "v": "v"}) == {"w": Ref("w"), "v": Ref("v")}
