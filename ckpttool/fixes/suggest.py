@@ -350,13 +350,13 @@ def _model_fixes(question: Question) -> Fixes:
     names = question.model.names()
     options = RemapOptions(model=names, to="exported", partial=True)
     try:
-        result = remap.run(saved_by(names), options, may_copy=True).result
+        done = remap.run(saved_by(names), options, may_copy=True)
     except CkptError as error:
         problems = "; ".join(map(str, error.problems[:_FEW]))
         reason = f"{error.message} ({problems})"
         text = f"no command brings this model's checkpoints to its runtime names: {reason}"
         return Fixes(notes=(Note(text, "no-fix"),))
-    keys = result.section("").by_key()
+    keys = done.result.section("").by_key()
     lost = [t.fqn for t in names.runtime if t.persistent and t.alias_of is None and t.fqn not in keys]
     notes = []
     if lost:
@@ -369,7 +369,7 @@ def _model_fixes(question: Question) -> Fixes:
     if not any(entry.status in ("renamed", "transformed") for entry in question.diff.entries):
         return Fixes(notes=tuple(notes))
     model = question.model_options
-    renamed = command("remap", (CKPT,), RemapOptions(**model, to="exported", out="OUT.pt"))
+    renamed = command("remap", (CKPT,), RemapOptions(**model, to="exported", partial=bool(done.missing), out="OUT.pt"))
     swap = command("swap-weights", ("PROGRAM.pt2", CKPT), SwapOptions(**model, out="OUT.pt2"))
     return Fixes((renamed,) if lost else (swap, renamed), tuple(notes))
 

@@ -260,7 +260,7 @@ def _unwrapped(key: str, prefix: str, known: Mapping[str, str]) -> list[tuple[st
 def common_prefix(keys: Sequence[str], known: Iterable[str]) -> str:
     """Return a first segment that every key has and no name begins with: an attribute that holds the whole model."""
     heads = {key.partition(".")[0] for key in keys}
-    if len(heads) != 1 or any(name.partition(".")[0] in heads for name in known):
+    if len(heads) != 1 or not heads.isdisjoint(keys) or any(name.partition(".")[0] in heads for name in known):
         return ""
     return heads.pop()
 

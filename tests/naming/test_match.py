@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpttool.naming.match import match
+from ckpttool.naming.match import match, unlike
 
 CASES: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
     # keys, names, what matches
@@ -71,6 +71,11 @@ def test_canonical_names_match_too() -> None:
     found = match(["a.w"], {"a._orig_mod.w": "a.w"})
     assert found.names == {"a.w": "a._orig_mod.w"}
     assert found.complete
+
+
+def test_a_name_is_not_below_itself() -> None:
+    assert unlike([""], ["b"], [""], ["b"]) == {}
+    assert unlike(["b", "c"], ["a.b", "a.c"], ["b", "c"], ["a.b", "a.c"]) == {"b": "a.b", "c": "a.c"}
 
 
 def test_names_that_may_be_absent() -> None:
