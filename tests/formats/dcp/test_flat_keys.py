@@ -1,4 +1,4 @@
-"""Flat keys and their paths: torch's own flattening of random state dicts is the oracle, and its way back."""
+"""Flat keys and their paths, with torch's flattening and unflattening of random state dicts as the oracle."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TREES = st.recursive(
 
 
 def pickled(value: Any) -> Any:
-    """The tree of the pickle that torch.save makes of the value."""
+    """Return the tree of the pickle that torch.save writes."""
     torch.save(value, out := io.BytesIO())
     with zipfile.ZipFile(out) as archive:
         return loads(archive.read("archive/data.pkl")).root
@@ -34,7 +34,7 @@ def pickled(value: Any) -> Any:
 
 @settings(max_examples=150, deadline=None)
 @given(state=st.dictionaries(KEYS, TREES, max_size=4))
-def test_state_dicts_are_flattened_as_torch_does(state: dict[Any, Any]) -> None:
+def test_flattening_matches_torch(state: dict[Any, Any]) -> None:
     try:
         flat, paths = flatten_state_dict(state)
     except ValueError:
@@ -54,12 +54,12 @@ def test_state_dicts_are_flattened_as_torch_does(state: dict[Any, Any]) -> None:
 def test_objects_without_flat_keys_are_refused(root: Any) -> None:
     with pytest.raises(Refused, match="cannot hold this") as caught:
         flattened(pickled(root))
-    said = (
+    message = (
         "a dict key that is neither text nor a number @ "
         if isinstance(root, dict)
         else "the file does not hold a dict @ (root)"
     )
-    assert said in list(map(str, caught.value.problems))
+    assert message in list(map(str, caught.value.problems))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_objects_without_flat_keys_are_refused(root: Any) -> None:
         ),
     ],
 )
-def test_the_state_dict_that_flat_keys_make(flat: Any, state: Any) -> None:
+def test_flat_keys_are_nested_again(flat: Any, state: Any) -> None:
     assert nested(flat) == state
 
 
@@ -83,7 +83,7 @@ def inside(depth: int, container: Any) -> Any:
     return reduce(lambda inner, _: container(inner), range(depth), 1)
 
 
-def test_the_limit_of_nesting() -> None:
+def test_deep_nesting_is_refused_at_the_limit() -> None:
     assert list(flattened(inside(200, lambda inner: {"a": inner}))) == [".".join("a" * 200)]
     with pytest.raises(Refused) as caught:
         flattened(inside(201, lambda inner: {"a": inner}))

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint: read, renamed by ``.metadata`` alone, converted. torch is the oracle."""
+"""Folders of torch.distributed.checkpoint: reading, renaming in ``.metadata``, conversion; torch is the oracle."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def save(state: dict[str, Any], folder: Path) -> Path:
 
 
 def loaded(folder: Path) -> Any:
-    """What torch makes of the folder."""
+    """Load the folder with torch."""
     out = folder.parent / f"{folder.name}.loaded.pt"
     dcp_to_torch_save(folder, out)
     return torch.load(out, weights_only=False)
@@ -77,23 +77,23 @@ def trained(seed: int = 0, kind: Any = torch.optim.AdamW, **options: Any) -> tup
     return model, optimizer
 
 
-def state_of(*made: Any, **options: Any) -> dict[str, Any]:
-    weights, optimizer = get_state_dict(*made, options=StateDictOptions(**options))
+def state_of(*arguments: Any, **options: Any) -> dict[str, Any]:
+    weights, optimizer = get_state_dict(*arguments, options=StateDictOptions(**options))
     return {"model": weights, "optimizer": optimizer}
 
 
 @pytest.fixture
 def one(tmp_path: Path) -> Path:
-    """A checkpoint of one rank with everything in it that DCP knows."""
+    """A checkpoint of one rank with every kind of entry that DCP supports."""
     transposed = torch.arange(12.0).reshape(3, 4).t()
     rest = {"epoch": 3, "list": [1, {"a": torch.ones(2)}], "pair": (torch.ones(1), 2), "scale": torch.tensor(2.5)}
     return save({**state_of(*trained()), **rest, "transposed": transposed, "text": "é"}, tmp_path / "one")
 
 
-# Reading, and to files of torch.save and back
+# Reading, and conversion to files of torch.save and back
 
 
-def test_sections(one: Path) -> None:
+def test_sections_are_listed(one: Path) -> None:
     checkpoint = open_checkpoint(str(one))
     assert [(section.path, section.kind) for section in checkpoint.sections][:2] == [
         ("model", "state_dict"),
@@ -106,16 +106,16 @@ def test_sections(one: Path) -> None:
     assert open_checkpoint(str(one / ".metadata")).sections[0].by_key().keys() == checkpoint.sections[0].by_key().keys()
 
 
-def test_to_torch_save_as_torch_does_it_and_back(one: Path, tmp_path: Path) -> None:
-    want = loaded(one)
+def test_conversion_to_torch_save_matches_torch(one: Path, tmp_path: Path) -> None:
+    expected = loaded(one)
     remap(one, "-o", tmp_path / "out.pt", "--verify")
-    assert same(torch.load(tmp_path / "out.pt", weights_only=True, mmap=True), want)
+    assert same(torch.load(tmp_path / "out.pt", weights_only=True, mmap=True), expected)
     remap(tmp_path / "out.pt", "-o", tmp_path / "back.dcp", "--verify")
-    assert same(loaded(tmp_path / "back.dcp"), want)
+    assert same(loaded(tmp_path / "back.dcp"), expected)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_ids_and_empty_states_survive(tmp_path: Path, kind: Any) -> None:
+def test_optimizer_ids_and_empty_states_are_kept(tmp_path: Path, kind: Any) -> None:
     model, optimizer = trained(kind=kind)
     state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
     torch.save(state, tmp_path / "in.pt")
@@ -127,30 +127,30 @@ def test_ids_and_empty_states_survive(tmp_path: Path, kind: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["tensors", "files", "threads", "async"])
-def test_chunks_of_two_ranks(ranks: Path, tmp_path: Path, name: str) -> None:
-    want = dcp_ranks.tensors()
+def test_chunks_of_two_ranks_are_assembled(ranks: Path, tmp_path: Path, name: str) -> None:
+    expected = dcp_ranks.tensors()
     if name != "async":
-        want["old"] = torch.arange(24.0).reshape(4, 6)
+        expected["old"] = torch.arange(24.0).reshape(4, 6)
     remap(ranks / name, "-o", tmp_path / "out.pt", "--verify")
-    got = torch.load(tmp_path / "out.pt")
-    assert got["model"].keys() == want.keys()
-    assert all(same(got["model"][key], want[key]) for key in want)
-    assert (got["step"], got["names"], got["plain"].tolist()) == (7, ["a", "b"], [1, 1, 1])
+    found = torch.load(tmp_path / "out.pt")
+    assert found["model"].keys() == expected.keys()
+    assert all(same(found["model"][key], expected[key]) for key in expected)
+    assert (found["step"], found["names"], found["plain"].tolist()) == (7, ["a", "b"], [1, 1, 1])
     remap(f"{ranks / name}::model", "-o", tmp_path / "out.safetensors", "--verify")
-    assert all(same(value, want[key]) for key, value in load_file(tmp_path / "out.safetensors").items())
+    assert all(same(value, expected[key]) for key, value in load_file(tmp_path / "out.safetensors").items())
 
 
 @pytest.mark.parametrize("name", ["distcp", "shards", "consolidated"])
-def test_safetensors_of_two_ranks(ranks: Path, tmp_path: Path, name: str) -> None:
+def test_safetensors_of_two_ranks_are_assembled(ranks: Path, tmp_path: Path, name: str) -> None:
     needs_torch("2.8", "files of safetensors in a folder of torch.distributed.checkpoint")
-    want = dcp_ranks.tensors()
-    del want["empty"]
+    expected = dcp_ranks.tensors()
+    del expected["empty"]
     remap(ranks / name, "-o", tmp_path / "out.safetensors", "--verify")
-    got = load_file(tmp_path / "out.safetensors")
-    assert got.keys() == want.keys()
-    assert all(same(value, want[key]) for key, value in got.items())
+    found = load_file(tmp_path / "out.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(same(value, expected[key]) for key, value in found.items())
     remap(ranks / name, "-o", tmp_path / "out.dcp", "--rule", "rows => lines", "--verify")
-    assert same(loaded(tmp_path / "out.dcp")["lines"], want["rows"])
+    assert same(loaded(tmp_path / "out.dcp")["lines"], expected["rows"])
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_shards_without_offsets_are_refused(tmp_path: Path, text: str) -> None:
         open_checkpoint(str(tmp_path))
 
 
-def test_from_safetensors_and_to_shards(tmp_path: Path) -> None:
+def test_safetensors_are_converted_to_dcp_and_to_shards(tmp_path: Path) -> None:
     model, _ = trained()
     torch.save(model.state_dict(), tmp_path / "in.pt")
     remap(tmp_path / "in.pt", "-o", tmp_path / "in.safetensors")
@@ -213,17 +213,17 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
         torch.ones(1).expand(4, 5),
     ],
 )
-def test_every_kind_of_tensor(tmp_path: Path, value: torch.Tensor) -> None:
+def test_tensors_of_every_kind_are_converted(tmp_path: Path, value: torch.Tensor) -> None:
     torch.save({"w": value, "é @ .x": value.clone()}, tmp_path / "in.pt")
     remap(tmp_path / "in.pt", "-o", tmp_path / "mid.dcp", "--verify")
-    got = loaded(tmp_path / "mid.dcp")
-    assert got["w"].dtype == value.dtype
-    assert bits(got["w"]) == bits(got["é @ .x"]) == bits(value)
+    found = loaded(tmp_path / "mid.dcp")
+    assert found["w"].dtype == value.dtype
+    assert bits(found["w"]) == bits(found["é @ .x"]) == bits(value)
     remap(tmp_path / "mid.dcp", "-o", tmp_path / "out.pt", "--verify")
     assert bits(torch.load(tmp_path / "out.pt")["w"]) == bits(value)
 
 
-def test_what_dcp_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+def test_entries_that_dcp_cannot_hold_are_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "s": torch.eye(3).to_sparse()}, tmp_path / "in.pt")
     remap(tmp_path / "in.pt", "-o", tmp_path / "out.dcp", status=1)
     torch.save({"a": {"b": torch.ones(2)}, "a.b": torch.ones(2)}, tmp_path / "in.pt")
@@ -231,7 +231,7 @@ def test_what_dcp_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "out.dcp").exists()
 
 
-def test_storages_that_no_tensor_looks_at(tmp_path: Path) -> None:
+def test_storages_without_a_tensor_are_copied(tmp_path: Path) -> None:
     save({"w": torch.ones(2), "bare": (torch.arange(3.0).untyped_storage(), 1)}, tmp_path / "in")
     remap(tmp_path / "in", "-o", tmp_path / "out.pt")
     assert torch.load(tmp_path / "out.pt", weights_only=False)["bare"][0].nbytes() == 12
@@ -255,16 +255,16 @@ def test_two_ranks_load_a_renamed_model_and_its_optimizer(ranks: Path, tmp_path:
     for name in ("__0_0.distcp", "__1_0.distcp"):
         assert (tmp_path / "renamed" / name).read_bytes() == (ranks / "fsdp" / name).read_bytes()
     state = loaded(ranks / "fsdp")
-    want = {
+    expected = {
         "model": {f"net.{key}": value.tolist() for key, value in state["model"].items()},
         "exp_avg": {f"net.{key}": own["exp_avg"].tolist() for key, own in state["optimizer"]["state"].items()},
     }
-    (tmp_path / "want.json").write_text(json.dumps(want))
+    (tmp_path / "want.json").write_text(json.dumps(expected))
     dcp_ranks.run("load", tmp_path)
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-def test_an_optimizer_goes_along(tmp_path: Path, flatten: bool) -> None:
+def test_optimizer_keys_are_renamed_with_the_model(tmp_path: Path, flatten: bool) -> None:
     save(state_of(*trained(), flatten_optimizer_state_dict=flatten), tmp_path / "in")
     remap(tmp_path / "in", "-o", tmp_path / "out", "--rule", "{x*} => net.{x*}", "--verify")
     model, optimizer = trained(seed=1)
@@ -275,14 +275,14 @@ def test_an_optimizer_goes_along(tmp_path: Path, flatten: bool) -> None:
     set_state_dict(
         whole, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
     )
-    want_model, want_optimizer = trained()
-    assert same(dict(model.state_dict()), dict(want_model.state_dict()))
-    got, want = optimizer.state_dict(), want_optimizer.state_dict()
-    assert same(got["state"], want["state"])
-    assert [group["lr"] for group in got["param_groups"]] == [group["lr"] for group in want["param_groups"]]
+    expected_model, expected_optimizer = trained()
+    assert same(dict(model.state_dict()), dict(expected_model.state_dict()))
+    found, expected = optimizer.state_dict(), expected_optimizer.state_dict()
+    assert same(found["state"], expected["state"])
+    assert [group["lr"] for group in found["param_groups"]] == [group["lr"] for group in expected["param_groups"]]
 
 
-def test_a_rename_and_its_inverse_hold_the_same(one: Path, tmp_path: Path) -> None:
+def test_a_rename_and_its_inverse_restore_the_folder(one: Path, tmp_path: Path) -> None:
     remap(one, "-o", tmp_path / "out", "--rule", "{x*} => net.{x*}", "--verify")
     remap(tmp_path / "out", "-o", tmp_path / "back", "--rule", "{x*} => net.{x*}", "--reverse", "--verify")
     assert same(loaded(tmp_path / "back"), loaded(one))
@@ -293,18 +293,18 @@ def test_a_rename_and_its_inverse_hold_the_same(one: Path, tmp_path: Path) -> No
         assert info == before.storage_data[index] or index.fqn.endswith(".params")
 
 
-def test_in_place_the_data_files_stay(one: Path) -> None:
+def test_in_place_keeps_the_data_files(one: Path) -> None:
     before = (one / "__0_0.distcp").stat().st_ino
-    want = loaded(one)
+    expected = loaded(one)
     remap(one, "--in-place", "--rule", "{x*} => net.{x*}")
     assert (one / "__0_0.distcp").stat().st_ino == before
-    assert list(loaded(one)["model"]) == [f"net.{key}" for key in want["model"]]
+    assert list(loaded(one)["model"]) == [f"net.{key}" for key in expected["model"]]
     remap(one, "--in-place", "--rule", "{x*} => net.{x*}", "--reverse")
-    assert same(loaded(one), want)
+    assert same(loaded(one), expected)
 
 
-def test_a_rename_reads_no_tensor(tmp_path: Path) -> None:
-    """A tebibyte of data that nobody could copy here."""
+def test_a_rename_does_not_read_tensors(tmp_path: Path) -> None:
+    """The data is a sparse file of a tebibyte, which cannot be copied."""
     save({"w": torch.ones(4)}, tmp_path / "in")
     change(tmp_path / "in", lambda metadata: far_away(metadata, 1 << 40))
     os.truncate(tmp_path / "in" / "__0_0.distcp", 1 << 40)
@@ -312,7 +312,7 @@ def test_a_rename_reads_no_tensor(tmp_path: Path) -> None:
     assert [entry.key for entry in open_checkpoint(str(tmp_path / "in")).sections[0].tensors] == ["v"]
 
 
-def test_torch_is_not_needed(one: Path, tmp_path: Path) -> None:
+def test_a_rename_does_not_import_torch(one: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from ckpttool.cli.app import main; "
         f"assert not main(['inspect', {str(one)!r}]); "
@@ -346,54 +346,54 @@ class Bomb:
 
 
 class Properties:
-    """Is pickled as torch's `TensorProperties` of the dtype, perhaps with more than the five of torch 2.13."""
+    """Pickled as torch's `TensorProperties` of the dtype, possibly with more than the five of torch 2.13."""
 
     def __init__(self, dtype: Any, *more: Any) -> None:
         self.state: Any = (*TensorProperties(dtype).__getstate__()[:5], *more)
 
     @classmethod
     def bare(cls) -> Properties:
-        made = cls(torch.float32)
-        made.state = {"dtype": 1}
-        return made
+        properties = cls(torch.float32)
+        properties.state = {"dtype": 1}
+        return properties
 
     def __reduce__(self) -> Any:
         return TensorProperties, (), self.state
 
 
-def first_place(**said: Any) -> Callable[[Any], None]:
-    def lies(metadata: Any) -> None:
-        vars(metadata.storage_data[MetadataIndex("n")]).update(said)
+def first_place(**changes: Any) -> Callable[[Any], None]:
+    def change_metadata(metadata: Any) -> None:
+        vars(metadata.storage_data[MetadataIndex("n")]).update(changes)
 
-    return lies
+    return change_metadata
 
 
-def of_w(**said: Any) -> Callable[[Any], None]:
-    return lambda metadata: vars(metadata.state_dict_metadata["w"]).update(said)
+def of_w(**changes: Any) -> Callable[[Any], None]:
+    return lambda metadata: vars(metadata.state_dict_metadata["w"]).update(changes)
 
 
 def chunks(*boxes: tuple[list[int], list[int]]) -> Callable[[Any], None]:
-    """The tensor `w` in these boxes, each in another place in the file."""
+    """Store the tensor `w` in these boxes, each at another offset of the file."""
 
-    def lies(metadata: Any) -> None:
+    def change_metadata(metadata: Any) -> None:
         own = [ChunkStorageMetadata(torch.Size(at), torch.Size(size)) for at, size in boxes]
         metadata.state_dict_metadata["w"].chunks = own
         for number, chunk in enumerate(own):
             place = _StorageInfo("__0_0.distcp", 10 * number, 10)
             metadata.storage_data[MetadataIndex("w", chunk.offsets)] = place
 
-    return lies
+    return change_metadata
 
 
-def paths(**said: Any) -> Callable[[Any], None]:
-    return lambda metadata: metadata.planner_data.update(said)
+def paths(**changes: Any) -> Callable[[Any], None]:
+    return lambda metadata: metadata.planner_data.update(changes)
 
 
-def no_place(metadata: Any) -> None:
+def without_offsets(metadata: Any) -> None:
     metadata.storage_data.clear()
 
 
-def no_metadata(metadata: Any) -> Any:
+def without_metadata(metadata: Any) -> Any:
     return {"state_dict_metadata": {}}
 
 
@@ -402,30 +402,30 @@ def odd_key(metadata: Any) -> None:
 
 
 NO_PATH = "is not the flat key of its path @ Metadata"
-# The change, and every reported problem; None if it depends on how far Python got
-LIES: dict[str, tuple[Callable[[Any], Any], list[str] | None]] = {
+# The change, and every reported problem; None if it depends on the Python version
+WRONG: dict[str, tuple[Callable[[Any], Any], list[str] | None]] = {
     "outside": (first_place(relative_path="../secret"), ["leads out of the folder @ ../secret"]),
     "itself": (
         first_place(relative_path=".metadata", offset=0, length=9),
         ["describes the folder, and holds no data @ .metadata"],
     ),
-    "no file": (first_place(relative_path="gone"), ["the data file is missing @ gone"]),
+    "a missing file": (first_place(relative_path="gone"), ["the data file is missing @ gone"]),
     "no bytes": (first_place(length=0), ["it has no bytes: torch.save writes some for every item @ n"]),
     "transformed": (first_place(transform_descriptors=["zstd"]), ["an extension encoded it: zstd @ n"]),
-    "behind the end": (first_place(offset=1 << 50), ["__0_0.distcp ends at byte SIZE, before its data @ n"]),
+    "past the end": (first_place(offset=1 << 50), ["__0_0.distcp ends at byte SIZE, before its data @ n"]),
     "before the start": (
         first_place(offset=-1),
         ["not as torch writes it: '__0_0.distcp', byte -1, LENGTH bytes @ Metadata"],
     ),
-    "of less than nothing": (
+    "a negative length": (
         first_place(length=-1),
         ["not as torch writes it: '__0_0.distcp', byte OFFSET, -1 bytes @ Metadata"],
     ),
-    "a place that is text": (
+    "an offset that is text": (
         first_place(offset="0"),
         ["not as torch writes it: '__0_0.distcp', byte '0', LENGTH bytes @ Metadata"],
     ),
-    "a length that is true": (
+    "a length that is a bool": (
         first_place(length=True),
         ["not as torch writes it: '__0_0.distcp', byte OFFSET, True bytes @ Metadata"],
     ),
@@ -433,79 +433,85 @@ LIES: dict[str, tuple[Callable[[Any], Any], list[str] | None]] = {
         first_place(relative_path=5),
         ["not as torch writes it: 5, byte OFFSET, LENGTH bytes @ Metadata"],
     ),
-    "no places": (no_place, ["storage_data has no place for it @ n", "storage_data has no place for it @ w"]),
+    "missing offsets": (
+        without_offsets,
+        ["storage_data has no place for it @ n", "storage_data has no place for it @ w"],
+    ),
     "a huge shape": (
         of_w(size=torch.Size([1 << 40, 1 << 40])),
         ["its shape [1099511627776, 1099511627776] is too large @ w"],
     ),
-    "a shape at the bound": (
+    "a shape at the limit": (
         of_w(size=torch.Size([1 << 60])),
         [f"its chunks hold 4 elements, it has {1 << 60:,} @ w"],
     ),
-    "a shape beyond it": (of_w(size=torch.Size([(1 << 60) + 1])), [f"its shape [{(1 << 60) + 1}] is too large @ w"]),
-    "as many dimensions as there may be": (
+    "a shape beyond the limit": (
+        of_w(size=torch.Size([(1 << 60) + 1])),
+        [f"its shape [{(1 << 60) + 1}] is too large @ w"],
+    ),
+    "the maximum number of dimensions": (
         of_w(size=torch.Size([1] * 64)),
         [f"a chunk at [0] of [4] elements is not inside {[1] * 64} @ w"],
     ),
     "a dtype of another module": (of_w(properties=Properties(np.float32)), ["unknown dtype numpy.float32 @ w"]),
-    "a dtype that is none": (of_w(properties=Properties(torch.Tensor)), ["unknown dtype torch.Tensor @ w"]),
+    "a class that is not a dtype": (of_w(properties=Properties(torch.Tensor)), ["unknown dtype torch.Tensor @ w"]),
     "a dtype that is text": (of_w(properties=Properties("float32")), ["unknown dtype float32 @ w"]),
     "properties of a newer torch": (
         of_w(properties=Properties(torch.float32, None, None)),
         ["a newer torch wrote its properties: pip install -U ckpttool @ w"],
     ),
     "an object for a size": (of_w(size=Path("4")), ["its sizes are not a tuple @ w"]),
-    "a state that is none": (of_w(size=torch.Size([4]), properties=Properties.bare()), None),
+    "an invalid state": (of_w(size=torch.Size([4]), properties=Properties.bare()), None),
     "a list for a dict": (lambda metadata: vars(metadata).update(state_dict_metadata=[]), None),
-    "a set for places": (lambda metadata: vars(metadata).update(storage_data={1}), None),
-    "a way to a number": (lambda metadata: metadata.planner_data.update({5: ("w",)}), None),
+    "a set for storage_data": (lambda metadata: vars(metadata).update(storage_data={1}), None),
+    "a path of a number": (lambda metadata: metadata.planner_data.update({5: ("w",)}), None),
     "a huge rank": (of_w(size=torch.Size([1] * 100_000)), ["its sizes are not a tuple @ w"]),
-    "a rank too many": (of_w(size=torch.Size([1] * 65)), ["its sizes are not a tuple @ w"]),
+    "one dimension too many": (of_w(size=torch.Size([1] * 65)), ["its sizes are not a tuple @ w"]),
     "sizes of text": (of_w(size="4"), ["its sizes are not a tuple @ w"]),
     "a size of text": (of_w(size=("4",)), ["sizes ['4'] @ w"]),
-    "a size below nothing": (of_w(size=(-4,)), ["sizes [-4] @ w"]),
+    "a negative size": (of_w(size=(-4,)), ["sizes [-4] @ w"]),
     "a gap": (of_w(size=torch.Size([5])), ["its chunks hold 4 elements, it has 5 @ w"]),
     "no chunks": (of_w(chunks=7), ["int instead of a list @ w"]),
     "no properties": (of_w(properties=7), ["int instead of a TensorProperties @ w"]),
     "an overlap": (chunks(([0], [2]), ([1], [2])), ["two of its chunks overlap @ w"]),
     "a chunk outside": (chunks(([0], [2]), ([3], [2])), ["a chunk at [3] of [2] elements is not inside [4] @ w"]),
-    "a chunk of another rank": (
+    "a chunk with other dimensions": (
         chunks(([0, 0], [2, 2])),
         ["a chunk at [0, 0] of [2, 2] elements is not inside [4] @ w"],
     ),
-    "a path of something else": (paths(w=("w", 1 << 40)), [NO_PATH]),
-    "paths of each other": (paths(w=("n",), n=("n", "x")), [NO_PATH]),
+    "a path of another key": (paths(w=("w", 1 << 40)), [NO_PATH]),
+    "swapped paths": (paths(w=("n",), n=("n", "x")), [NO_PATH]),
     "a deep path": (paths(w=("x",) * 100_000), [NO_PATH]),
-    "a path of true": (paths(w=("w", True)), [NO_PATH]),
+    "a path with a bool": (paths(w=("w", True)), [NO_PATH]),
     "a list for a path": (paths(w=["w"]), [NO_PATH]),
-    "no metadata": (no_metadata, ["not as torch writes it: dict instead of a Metadata @ Metadata"]),
+    "no metadata": (without_metadata, ["not as torch writes it: dict instead of a Metadata @ Metadata"]),
     "a key that is a number": (odd_key, ["its key is not a string @ 3"]),
 }
 
 
-@pytest.mark.parametrize("name", LIES)
+@pytest.mark.parametrize("name", WRONG)
 def test_wrong_metadata_is_refused(tmp_path: Path, name: str) -> None:
     folder = save({"w": torch.ones(4), "n": 3}, tmp_path / "m")
     (tmp_path / "secret").write_text("x")
     place = pickle.loads((folder / ".metadata").read_bytes()).storage_data[MetadataIndex("n")]
-    how, said = LIES[name]
+    how, expected = WRONG[name]
     change(folder, how)
     with pytest.raises(CkptError) as caught:
         open_checkpoint(str(folder))
-    words = {"OFFSET": place.offset, "LENGTH": place.length, "SIZE": f"{(folder / '__0_0.distcp').stat().st_size:,}"}
+    values = {"OFFSET": place.offset, "LENGTH": place.length, "SIZE": f"{(folder / '__0_0.distcp').stat().st_size:,}"}
     assert main(["inspect", str(folder)]) == 2
-    if said is None:
+    if expected is None:
         assert len(caught.value.problems) == 1
         return
-    for word, value in words.items():
-        said = [text.replace(word, str(value)) for text in said]
+    for word, value in values.items():
+        expected = [text.replace(word, str(value)) for text in expected]
     found = sorted(map(str, caught.value.problems))
-    assert len(found) == len(said)
-    assert all(text.endswith(words) for text, words in zip(found, said)), found
+    assert len(found) == len(expected)
+    assert all(text.endswith(end) for text, end in zip(found, expected)), found
 
 
 @pytest.mark.parametrize(
-    ("ways", "said"),
+    ("by_key", "problem"),
     [
         ({"a": ("a",), "a.b": ("a", "b")}, "its path leads through another entry @ a.b"),
         ({"a.b": ("a", "b"), "a": ("a",)}, "its path leads through another entry @ a"),
@@ -517,12 +523,14 @@ def test_wrong_metadata_is_refused(tmp_path: Path, name: str) -> None:
         ({".".join("x" * 300): tuple("x" * 300)}, "nested too deep @ x.x.x.x.x.x.x.x.x.x"),
     ],
 )
-def test_keys_that_do_not_form_a_state_dict(tmp_path: Path, ways: dict[str, Any], said: str | None) -> None:
-    folder = save(dict.fromkeys(ways, torch.ones(2)), tmp_path / "m")
-    change(folder, paths(**ways))
+def test_keys_that_do_not_form_a_state_dict_are_refused(
+    tmp_path: Path, by_key: dict[str, Any], problem: str | None
+) -> None:
+    folder = save(dict.fromkeys(by_key, torch.ones(2)), tmp_path / "m")
+    change(folder, paths(**by_key))
     with pytest.raises(CkptError, match="do not form a nested state dict") as caught:
         open_checkpoint(str(folder))
-    assert list(map(str, caught.value.problems)) == ([said] if said else [])
+    assert list(map(str, caught.value.problems)) == ([problem] if problem else [])
 
 
 def test_lists_keep_their_positions_if_an_item_is_missing(tmp_path: Path) -> None:
@@ -533,7 +541,7 @@ def test_lists_keep_their_positions_if_an_item_is_missing(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("more", [(None,), (torch.Size([1]),)])
-def test_a_property_that_torch_added_later_is_kept(tmp_path: Path, more: Any) -> None:
+def test_a_property_of_a_newer_torch_is_kept(tmp_path: Path, more: Any) -> None:
     folder = save({"w": torch.ones(4)}, tmp_path / "m")
     change(folder, of_w(properties=Properties(torch.float32, *more)))
     remap(folder, "-o", tmp_path / "out", "--rule", "w => v")
@@ -541,8 +549,8 @@ def test_a_property_that_torch_added_later_is_kept(tmp_path: Path, more: Any) ->
     assert [getattr(own, "more", None) for own in item.items.values()] == [tuple(s and tuple(s) for s in more)]
 
 
-def test_limits_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks that a pickle names once and refers to often, and the pickle itself."""
+def test_metadata_beyond_a_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size of the pickle is limited, and the number of chunks, which a pickle can repeat cheaply."""
     folder = save({"w": torch.ones(4), "x": torch.ones(4)}, tmp_path / "m")
     nbytes = (folder / ".metadata").stat().st_size
     with limited(Limits(pickle_bytes=nbytes)):
@@ -557,17 +565,17 @@ def test_limits_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert list(map(str, caught.value.problems)) == ["more than 1 chunks @ x"]
 
 
-def test_shards_beside_a_metadata_are_not_looked_at(tmp_path: Path) -> None:
+def test_shards_next_to_a_metadata_file_are_ignored(tmp_path: Path) -> None:
     folder = save({"w": torch.ones(4)}, tmp_path / "m")
     save_file({"v": torch.ones(2)}, folder / "shard-00001-model-00001-of-00001.safetensors")
     assert [entry.key for entry in open_checkpoint(str(folder)).sections[0].tensors] == ["w"]
 
 
 def test_elements_smaller_than_a_byte_are_refused(tmp_path: Path) -> None:
-    """In shards, and in a file that .metadata names: offsets are counted in elements."""
+    """Both in shards and in a file that .metadata names, because offsets are counted in elements."""
     described = {"w": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}
-    noted = {"__metadata__": {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [0]}}'}}
-    raw = json.dumps({**noted, **described}).encode()
+    metadata = {"__metadata__": {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [0]}}'}}
+    raw = json.dumps({**metadata, **described}).encode()
     data = len(raw).to_bytes(8, "little") + raw + bytes(3)
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / "shard-00001-model-00001-of-00001.safetensors").write_bytes(data)
@@ -577,16 +585,16 @@ def test_elements_smaller_than_a_byte_are_refused(tmp_path: Path) -> None:
     folder = save({"w": torch.ones(4)}, tmp_path / "m")
     (folder / "__0_0.distcp").write_bytes(data)
 
-    def at_its_begin(metadata: Any) -> None:
+    def start_at_zero(metadata: Any) -> None:
         for info in metadata.storage_data.values():
             info.offset, info.length = 0, len(data)
 
-    change(folder, at_its_begin)
+    change(folder, start_at_zero)
     with pytest.raises(CkptError, match=r"has no chunk of w as \.metadata describes it"):
         open_checkpoint(str(folder))
 
 
-def test_chunks_in_files_of_both_kinds(tmp_path: Path) -> None:
+def test_chunks_in_files_of_both_kinds_are_assembled(tmp_path: Path) -> None:
     folder = save({"w": torch.arange(4.0)}, tmp_path / "m")
     torch.save(torch.tensor([0.0, 1.0]), folder / "first.distcp")
     save_file({"w": torch.tensor([2.0, 3.0])}, folder / "second.distcp")
@@ -602,21 +610,21 @@ def test_chunks_in_files_of_both_kinds(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "out.pt")["w"].tolist() == [0, 1, 2, 3]
 
 
-def test_an_object_is_read_up_to_a_size(tmp_path: Path) -> None:
-    """An object that is not a tensor is read completely; if it is too long, only its place is reported."""
+def test_an_object_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    """An object that is not a tensor is read completely; if it is too long, only its size is reported."""
     folder = save({"n": 3}, tmp_path / "m")
     os.truncate(folder / "__0_0.distcp", 1 << 25)
-    for length, said in (
+    for length, message in (
         ((1 << 24) + 1, "n is 16,777,217 bytes and not a tensor"),
         (1 << 24, "n is not as torch.save"),
     ):
         change(folder, first_place(offset=0, length=length))
-        with pytest.raises(CkptError, match=said):
+        with pytest.raises(CkptError, match=message):
             open_checkpoint(str(folder))
 
 
 def test_items_that_share_bytes_are_refused(tmp_path: Path) -> None:
-    """Also where the file is long enough for all of them, since something else in it is nobody's."""
+    """Also if the file is long enough for both, because it has unused bytes."""
 
     def shift(metadata: Any) -> None:
         first, second = sorted(metadata.storage_data.values(), key=lambda info: int(info.offset))[:2]
@@ -634,7 +642,7 @@ def test_items_that_share_bytes_are_refused(tmp_path: Path) -> None:
     ]
 
 
-def test_a_pickle_that_runs_something_is_never_run(tmp_path: Path) -> None:
+def test_pickled_code_is_never_executed(tmp_path: Path) -> None:
     folder = save({"w": torch.ones(4)}, tmp_path / "m")
 
     def hide(metadata: Any) -> None:
@@ -654,14 +662,14 @@ def test_a_pickle_that_runs_something_is_never_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 1, 10, 200, 900])
-def test_a_cut_off_metadata(tmp_path: Path, keep: int) -> None:
+def test_a_truncated_metadata_file_is_an_error(tmp_path: Path, keep: int) -> None:
     folder = save({"w": torch.ones(4), "n": 3}, tmp_path / "m")
     (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:keep])
     with pytest.raises(CkptError):
         open_checkpoint(str(folder))
 
 
-def test_missing_and_cut_off_data(one: Path, tmp_path: Path) -> None:
+def test_missing_and_truncated_data_is_an_error(one: Path, tmp_path: Path) -> None:
     shutil.copytree(one, tmp_path / "cut")
     os.truncate(tmp_path / "cut" / "__0_0.distcp", 5000)
     with pytest.raises(CkptError, match="do not fit") as caught:

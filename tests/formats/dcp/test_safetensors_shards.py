@@ -1,4 +1,4 @@
-"""Shards of safetensors that say their own offsets: put together as torch cut them, or every contradiction said."""
+"""Safetensors shards with their own offsets: assembled as torch cut them, or every contradiction is reported."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ WHOLE = torch.arange(12.0).reshape(4, 3)
 
 
 def shard(folder: Path, number: int, tensors: dict[str, torch.Tensor], info: Any) -> None:
-    """The shard of a rank, as `HuggingFaceStorageWriter` writes it; `info` are the offsets that it notes."""
-    said = {key: {"saved_offsets": at} for key, at in info.items()}
+    """Write the shard of a rank like `HuggingFaceStorageWriter`, with the offsets in `info`."""
+    offsets = {key: {"saved_offsets": at} for key, at in info.items()}
     path = folder / f"shard-{number:05}-model-00001-of-00001.safetensors"
-    save_file(tensors, path, {"DCP_SHARDING_INFO": json.dumps(said)})
+    save_file(tensors, path, {"DCP_SHARDING_INFO": json.dumps(offsets)})
 
 
-def test_the_shards_of_two_ranks_are_one_tensor(tmp_path: Path) -> None:
+def test_shards_of_two_ranks_are_assembled(tmp_path: Path) -> None:
     shard(tmp_path, 1, {"rows": WHOLE[:1].clone(), "b": torch.ones(2)}, {"rows": [0, 0], "b": [0]})
     shard(tmp_path, 2, {"rows": WHOLE[1:].clone()}, {"rows": [1, 0]})
-    shard(tmp_path, 3, {"rows": WHOLE[1:].clone()}, {"rows": [1, 0]})  # as another rank has it
+    shard(tmp_path, 3, {"rows": WHOLE[1:].clone()}, {"rows": [1, 0]})  # another rank has the same part
     assert main(["remap", str(tmp_path), "-o", str(tmp_path / "out.pt"), "--verify"]) == 0
     found = torch.load(tmp_path / "out.pt")
     assert found.keys() == {"rows", "b"}
@@ -39,23 +39,23 @@ def test_the_shards_of_two_ranks_are_one_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "said"),
+    ("ranks", "text"),
     [
         ((1, 2), "2: no"),
         ((1, 2, 4, 7), "7, without 3, 5, 6: no"),
         ((2,), "2, without 1: no"),
     ],
 )
-def test_a_note_says_that_the_number_of_ranks_is_unknown(tmp_path: Path, ranks: tuple[int, ...], said: str) -> None:
-    """A tensor may be in one rank's shard alone, and the last rows of another tensor in the last rank's shard."""
+def test_a_note_says_that_the_number_of_ranks_is_unknown(tmp_path: Path, ranks: tuple[int, ...], text: str) -> None:
+    """A tensor may be in the shard of only one rank, and its last rows in the shard of the last rank."""
     for rank in ranks:
         shard(tmp_path, rank, {f"w{rank}": torch.ones(2)}, {f"w{rank}": [0]})
     (note,) = open_checkpoint(str(tmp_path)).notes
-    assert note == f"assembled from the shards up to rank {said} file says how many ranks there were"
+    assert note == f"assembled from the shards up to rank {text} file says how many ranks there were"
 
 
 @pytest.mark.parametrize(
-    ("second", "offsets", "said"),
+    ("second", "offsets", "problem"),
     [
         (WHOLE[1:].int(), [1, 0], "chunks of float32 and int32 @ rows"),
         (WHOLE[1:], [2, 0], "its chunks hold 12 elements, it has 15 @ rows"),
@@ -71,21 +71,21 @@ def test_a_note_says_that_the_number_of_ranks_is_unknown(tmp_path: Path, ranks: 
     ],
 )
 def test_shards_that_do_not_cover_a_tensor_are_refused(
-    tmp_path: Path, second: torch.Tensor, offsets: Any, said: str
+    tmp_path: Path, second: torch.Tensor, offsets: Any, problem: str
 ) -> None:
     shard(tmp_path, 1, {"rows": WHOLE[:1].clone()}, {"rows": [0, 0]})
     shard(tmp_path, 2, {"rows": second.clone()}, {"rows": offsets})
     with pytest.raises(CkptError, match="its shards do not cover the tensors") as caught:
         open_checkpoint(str(tmp_path))
-    assert said.replace("SHARD", "shard-00002-model-00001-of-00001.safetensors") in map(str, caught.value.problems)
+    assert problem.replace("SHARD", "shard-00002-model-00001-of-00001.safetensors") in map(str, caught.value.problems)
 
 
 def test_a_tensor_without_elements_shares_no_bytes(tmp_path: Path) -> None:
-    """Wherever in the header it stands: it begins where another one does."""
+    """Its offset equals another tensor's, at any position in the header."""
     info = {"b": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
     info |= {"a": {"dtype": "F32", "shape": [0, 4], "data_offsets": [0, 0]}}
-    said = {"b": {"saved_offsets": [0]}, "a": {"saved_offsets": [0, 0]}}
-    text = json.dumps({"__metadata__": {"DCP_SHARDING_INFO": json.dumps(said)}, **info}).encode()
+    offsets = {"b": {"saved_offsets": [0]}, "a": {"saved_offsets": [0, 0]}}
+    text = json.dumps({"__metadata__": {"DCP_SHARDING_INFO": json.dumps(offsets)}, **info}).encode()
     path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
     (section,) = open_checkpoint(str(tmp_path)).sections
@@ -100,7 +100,7 @@ def test_a_tensor_without_elements_shares_no_bytes(tmp_path: Path) -> None:
         {"lines": WHOLE, "more": torch.ones(9)},
     ],
 )
-def test_files_of_another_checkpoint_beside_the_metadata(tmp_path: Path, other: dict[str, torch.Tensor]) -> None:
+def test_data_files_of_another_checkpoint_are_refused(tmp_path: Path, other: dict[str, torch.Tensor]) -> None:
     needs_torch("2.8", "files of safetensors in a folder of torch.distributed.checkpoint")
     from torch.distributed.checkpoint.filesystem import SerializationFormat
 

@@ -1,4 +1,4 @@
-"""ZeRO folders that DeepSpeed wrote are gathered bit for bit as its own programs gather them."""
+"""ZeRO folders of DeepSpeed are gathered with the same bits as by DeepSpeed's own tools."""
 
 from __future__ import annotations
 
@@ -29,60 +29,60 @@ UNIVERSAL = sorted((DATA / "deepspeed-0.19.8").glob("*-universal"))
 
 
 @pytest.fixture(params=FOLDERS, ids=lambda folder: folder.name)
-def saved(request: pytest.FixtureRequest) -> Path:
+def zero_folder(request: pytest.FixtureRequest) -> Path:
     folder: Path = request.param
     return folder
 
 
-def test_weights_and_moments_equal_what_deepspeed_gathers(saved: Path, run: Run, tmp_path: Path) -> None:
-    """`zero_to_fp32` gives buffers in fp32; here buffers and frozen parameters keep their saved dtype."""
-    done = run("remap", saved, "-o", tmp_path / "whole.pt", "--verify")
+def test_weights_and_moments_match_deepspeed(zero_folder: Path, run: Run, tmp_path: Path) -> None:
+    """`zero_to_fp32` converts buffers to fp32; ckpttool keeps the saved dtype of buffers and frozen parameters."""
+    done = run("remap", zero_folder, "-o", tmp_path / "whole.pt", "--verify")
     assert done.status == 0, done.err
     assert "not copied: skipped_steps, global_steps, global_samples, epoch of" in done.err
-    want, have = torch.load(saved / "whole.pt"), torch.load(tmp_path / "whole.pt")
-    model = have["model"]
-    assert want["model"].keys() <= model.keys() <= {*want["model"], "frozen.weight"}
-    assert all(torch.equal(model[key].to(value.dtype), value) for key, value in want["model"].items())
+    expected, found = torch.load(zero_folder / "whole.pt"), torch.load(tmp_path / "whole.pt")
+    model = found["model"]
+    assert expected["model"].keys() <= model.keys() <= {*expected["model"], "frozen.weight"}
+    assert all(torch.equal(model[key].to(value.dtype), value) for key, value in expected["model"].items())
     assert model["head.weight"].data_ptr() == model["emb.weight"].data_ptr()
-    state = have["optimizer"]["state"]
-    assert state.keys() == want["optimizer"].keys()
+    state = found["optimizer"]["state"]
+    assert state.keys() == expected["optimizer"].keys()
     assert [own["step"].item() for own in state.values()] == [2.0] * 7
-    for name, moments in want["optimizer"].items():
+    for name, moments in expected["optimizer"].items():
         assert all(torch.equal(state[name][key].flatten(), value.flatten()) for key, value in moments.items())
         assert {key: value.shape for key, value in state[name].items() if key != "step"} == dict.fromkeys(
             moments, model[name].shape
         )
 
 
-def test_the_gathered_optimizer_steps_the_model(saved: Path, run: Run, tmp_path: Path) -> None:
-    """With ids of the model's own order, as `Optimizer.load_state_dict` wants them."""
+def test_the_gathered_optimizer_is_loaded_by_torch(zero_folder: Path, run: Run, tmp_path: Path) -> None:
+    """With ids in the order of the model, as `Optimizer.load_state_dict` expects."""
     definition = f"{deepspeed_run.__file__}:Net"
     out = ("--optimizer-keys", "id", "-o", tmp_path / "ids.pt")
-    done = run("remap", saved, "--model", definition, "--to", "serialized", *out)
+    done = run("remap", zero_folder, "--model", definition, "--to", "serialized", *out)
     assert done.status == 0, done.err
-    have, model = torch.load(tmp_path / "ids.pt"), deepspeed_run.Net()
-    model.load_state_dict(have["model"])
-    groups = deepspeed_run.groups_of(model, len(have["optimizer"]["param_groups"]))
+    found, model = torch.load(tmp_path / "ids.pt"), deepspeed_run.Net()
+    model.load_state_dict(found["model"])
+    groups = deepspeed_run.groups_of(model, len(found["optimizer"]["param_groups"]))
     optimizer = torch.optim.AdamW(groups, lr=0.5)
-    optimizer.load_state_dict(have["optimizer"])
+    optimizer.load_state_dict(found["optimizer"])
     named = dict(model.named_parameters())
-    moments = torch.load(saved / "whole.pt")["optimizer"]
+    moments = torch.load(zero_folder / "whole.pt")["optimizer"]
     loaded = {name: optimizer.state[parameter]["exp_avg"] for name, parameter in named.items() if name in moments}
     assert all(torch.equal(value.flatten(), moments[name]["exp_avg"].flatten()) for name, value in loaded.items())
     assert optimizer.param_groups[0]["lr"] == 0.01
 
 
-def test_it_is_named_and_listed(saved: Path, run: Run) -> None:
-    listed = run("inspect", saved, "--format", "json").data
+def test_inspect_lists_the_sections_of_a_folder(zero_folder: Path, run: Run) -> None:
+    listed = run("inspect", zero_folder, "--format", "json").data
     assert listed["format"] == "deepspeed"
     assert [section["kind"] for section in listed["sections"]] == ["state_dict", "optimizer"]
     assert "deepspeed.runtime.zero.config.ZeroStageEnum" in " ".join(listed["globals"])
-    step = run("inspect", saved / "global_step2", "--format", "json").data
+    step = run("inspect", zero_folder / "global_step2", "--format", "json").data
     assert step["tensors"] == listed["tensors"]
 
 
-def test_it_is_read_and_not_written(saved: Path, run: Run, tmp_path: Path) -> None:
-    shutil.copytree(saved, tmp_path / "run")
+def test_in_place_edits_are_refused(zero_folder: Path, run: Run, tmp_path: Path) -> None:
+    shutil.copytree(zero_folder, tmp_path / "run")
     done = run("remap", tmp_path / "run", "--rule", "emb.{x*} => e.{x*}", "--in-place")
     assert (
         done.status,
@@ -115,7 +115,7 @@ def _of_another_step(step: Path) -> None:
     rewritten(path, lambda data: struct.pack("<f", 3.0) if data == struct.pack("<f", 2.0) else data)
 
 
-def _with_a_stranger(step: Path) -> None:
+def _with_an_extra_rank(step: Path) -> None:
     path = next(step.glob("*zero_pp_rank_1_mp_rank_00_optim_states.pt"))
     shutil.copy(path, path.with_name(path.name.replace("rank_1", "rank_7")))
 
@@ -125,7 +125,7 @@ def _of_another_kind(content: object) -> Callable[[Path], None]:
 
 
 def _all(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    """A change of what the optimizer's file of every rank says."""
+    """Change the optimizer file of every rank."""
 
     def damage(step: Path) -> None:
         for path in _ranks(step):
@@ -148,13 +148,13 @@ def _experts(step: Path) -> None:
         shutil.copy(path, step / name)
 
 
-def _of_one_model_part_more(step: Path) -> None:
+def _with_an_extra_model_part(step: Path) -> None:
     path = next(step.glob("*model_states.pt"))
     shutil.copy(path, path.with_name(path.name.replace("mp_rank_00", "mp_rank_01")))
 
 
 def _rank(rank: int, change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    """A change of what the optimizer's file of a rank says."""
+    """Change the optimizer file of one rank."""
     return lambda step: edited(
         next(step.glob(f"*zero_pp_rank_{rank}_*optim*")), lambda content: change(content["optimizer_state_dict"])
     )
@@ -194,7 +194,7 @@ def _longer(own: dict[str, Any]) -> None:
     flats[0] = torch.cat([flats[0], torch.zeros(9)])
 
 
-def _one_group_less(own: dict[str, Any]) -> None:
+def _with_one_group_less(own: dict[str, Any]) -> None:
     own[_flat(own)].pop()
 
 
@@ -203,12 +203,12 @@ def _flat(own: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("damage", "message"),
     [
         (_without_rank, "no file of this rank's optimizer states @ rank 1"),
         (_without_model, "without the model's own file"),
         (_of_another_step, "has neither the shape of the partitions nor one value on all ranks @ step"),
-        (_with_a_stranger, " ranks @ rank 7"),
+        (_with_an_extra_rank, " ranks @ rank 7"),
         (_experts, "belongs to another model part @ layer_00-model_states.pt"),
         (_experts, "belongs to another model part @ expp_rank_0_mp_rank_00_optim_states.pt"),
         (_of_another_format, "was not written by torch.save"),
@@ -222,7 +222,7 @@ def _flat(own: dict[str, Any]) -> str:
         (_all(lambda own: _set(_base(own)["state"][0], more=torch.ones(3))), "one value on all ranks @ more"),
         (_all(lambda own: _set(_base(own)["state"][0], more="x")), "one value on all ranks @ more"),
         (_rank(0, lambda own: _set(own, param_alignment_paddings=[[None] * 7])), "each parameter @ param_alignment_"),
-        (_of_one_model_part_more, "belongs to another model part @"),
+        (_with_an_extra_model_part, "belongs to another model part @"),
         (_rank(0, lambda own: _base(own)["state"][0].pop("exp_avg")), "one value on all ranks @ exp_avg"),
         (_rank(1, lambda own: _base(own)["state"][0].pop("exp_avg")), "one value on all ranks @ exp_avg"),
         (_rank(1, lambda own: _set(_base(own)["state"][0], more=1)), "one value on all ranks @ more"),
@@ -241,22 +241,22 @@ def _flat(own: dict[str, Any]) -> str:
         (_rank(1, _of_another_dtype), "the ranks' partitions have several dtypes: float32, int32"),
         (_rank(1, _strided), "is not a flat tensor"),
         (_rank(1, _longer), "rank_0_mp_rank_00_optim_states.pt: the partitions do not fit the parameters of"),
-        (_rank(1, _one_group_less), "the partitions do not fit the parameters"),
+        (_rank(1, _with_one_group_less), "the partitions do not fit the parameters"),
         (_rank(1, lambda own: _set(own, ds_version="0.1")), "ds_version is '0.1', in "),
         (_second_model, "rank 0"),
     ],
 )
-def test_missing_or_contradicting_ranks_are_refused(
-    saved: Path, run: Run, tmp_path: Path, damage: Callable[[Path], None], says: str
+def test_missing_or_contradictory_ranks_are_refused(
+    zero_folder: Path, run: Run, tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
-    shutil.copytree(saved, tmp_path / "run")
+    shutil.copytree(zero_folder, tmp_path / "run")
     damage(tmp_path / "run" / "global_step2")
     done = run("inspect", tmp_path / "run")
-    assert (done.status, says in done.err) == (2, True), done.err
+    assert (done.status, message in done.err) == (2, True), done.err
 
 
 @pytest.mark.parametrize(
-    ("rank", "change", "says"),
+    ("rank", "change", "message"),
     [
         (0, lambda own: own["shared_params"].clear(), "neither a parameter, a buffer nor shared @ head.weight"),
         (0, lambda own: own["shared_params"].update({"head.weight": "gone"}), "a buffer nor shared @ head.weight"),
@@ -278,15 +278,15 @@ def test_missing_or_contradicting_ranks_are_refused(
     ],
 )
 def test_wrong_model_files_of_stage_3_are_refused(
-    run: Run, tmp_path: Path, rank: int, change: Callable[[dict[str, Any]], None], says: str
+    run: Run, tmp_path: Path, rank: int, change: Callable[[dict[str, Any]], None], message: str
 ) -> None:
     step = shutil.copytree(DATA / "deepspeed-0.19.8" / "zero-3", tmp_path / "run") / "global_step2"
     edited(step / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", change)
     done = run("inspect", tmp_path / "run")
-    assert (done.status, says in done.err) == (2, True), done.err
+    assert (done.status, message in done.err) == (2, True), done.err
 
 
-def test_a_model_file_of_each_rank_has_to_be_there(run: Run, tmp_path: Path) -> None:
+def test_missing_model_files_of_ranks_are_reported(run: Run, tmp_path: Path) -> None:
     step = shutil.copytree(DATA / "deepspeed-0.19.8" / "zero-3", tmp_path / "run") / "global_step2"
     for rank in (1, 2):
         (step / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").unlink()
@@ -299,7 +299,7 @@ def test_a_model_file_of_each_rank_has_to_be_there(run: Run, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["zero-1", "zero-2"])
 @pytest.mark.parametrize(
-    ("model", "optimizer", "says"),
+    ("model", "optimizer", "message"),
     [
         (lambda own: own.update(shared_params={"head.weight": "gone"}), None, "a buffer nor shared @ head.weight"),
         (
@@ -318,11 +318,11 @@ def test_a_model_file_of_each_rank_has_to_be_there(run: Run, tmp_path: Path) -> 
             {"param_slice_mappings": [{"up.weight": SimpleNamespace(numel=0, start=None)}]},
             "gives another place for its part @ up.weight",
         ),
-        (None, _one_group_less, "param groups, the ranks have"),
+        (None, _with_one_group_less, "param groups, the ranks have"),
     ],
 )
-def test_files_of_stage_1_and_2_that_lie_are_refused(
-    run: Run, tmp_path: Path, name: str, model: Any, optimizer: Any, says: str
+def test_wrong_files_of_stages_1_and_2_are_refused(
+    run: Run, tmp_path: Path, name: str, model: Any, optimizer: Any, message: str
 ) -> None:
     step = shutil.copytree(DATA / "deepspeed-0.19.8" / name, tmp_path / "run") / "global_step2"
     if model is not None:
@@ -330,22 +330,22 @@ def test_files_of_stage_1_and_2_that_lie_are_refused(
     if optimizer is not None:
         _all(optimizer if callable(optimizer) else lambda own: own.update(optimizer))(step)
     done = run("inspect", tmp_path / "run")
-    assert (done.status, says in done.err) == (2, True), done.err
+    assert (done.status, message in done.err) == (2, True), done.err
 
 
 @pytest.mark.parametrize("name", ["zero-1", "zero-2"])
 @pytest.mark.parametrize("left", [0, 1])
-def test_a_release_that_does_not_say_where_parts_lie(run: Run, tmp_path: Path, name: str, left: int) -> None:
-    saved = DATA / "deepspeed-0.19.8" / name
-    step = shutil.copytree(saved, tmp_path / "run") / "global_step2"
+def test_files_without_positions_of_parts_are_read(run: Run, tmp_path: Path, name: str, left: int) -> None:
+    zero_folder = DATA / "deepspeed-0.19.8" / name
+    step = shutil.copytree(zero_folder, tmp_path / "run") / "global_step2"
     _all(lambda own: own.update(param_slice_mappings=own["param_slice_mappings"][:left]))(step)
-    done = run("diff", tmp_path / "run", saved, "--values", "--whole")
+    done = run("diff", tmp_path / "run", zero_folder, "--values", "--whole")
     assert (done.status, done.err) == (0, "")
 
 
 @pytest.mark.parametrize("listed", [["scale", "count"], [], ["gone", [1]]])
-def test_buffers_that_differ_are_rank_0s_and_it_is_said(run: Run, tmp_path: Path, listed: list[str]) -> None:
-    """Also if the file does not list them: entries other than placeholders are the module's."""
+def test_a_note_reports_that_buffers_of_rank_0_are_used(run: Run, tmp_path: Path, listed: list[str]) -> None:
+    """Also if the file does not list them: all entries but placeholders belong to the module."""
     step = shutil.copytree(DATA / "deepspeed-0.19.8" / "zero-3", tmp_path / "run") / "global_step2"
     edited(step / "zero_pp_rank_0_mp_rank_00_model_states.pt", lambda own: own.update(buffer_names=listed))
     edited(step / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda own: own["module"]["scale"].add_(1))
@@ -358,16 +358,16 @@ def test_buffers_that_differ_are_rank_0s_and_it_is_said(run: Run, tmp_path: Path
     assert torch.load(tmp_path / "whole.pt")["model"]["scale"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_other_objects_of_the_module_are_copied(saved: Path, run: Run, tmp_path: Path) -> None:
-    step = shutil.copytree(saved, tmp_path / "run") / "global_step2"
+def test_other_objects_of_the_module_are_copied(zero_folder: Path, run: Run, tmp_path: Path) -> None:
+    step = shutil.copytree(zero_folder, tmp_path / "run") / "global_step2"
     for number, path in enumerate(sorted(step.glob("*model_states.pt"))):
         objects = {"up._extra_state": {"amax": number}, "n": [1, 2]}
         edited(path, partial(lambda objects, content: content["module"].update(objects), objects))
     done = run("remap", tmp_path / "run", "-o", tmp_path / "whole.pt", "--verify")
     assert done.status == 0, done.err
-    have = torch.load(tmp_path / "whole.pt")["model"]
-    assert (have["up._extra_state"], have["n"]) == ({"amax": 0}, [1, 2])
-    assert ("up._extra_state differs between the ranks: rank 0's is used" in done.err) == saved.name.startswith(
+    found = torch.load(tmp_path / "whole.pt")["model"]
+    assert (found["up._extra_state"], found["n"]) == ({"amax": 0}, [1, 2])
+    assert ("up._extra_state differs between the ranks: rank 0's is used" in done.err) == zero_folder.name.startswith(
         "zero-3"
     )
     assert "n differs" not in done.err
@@ -377,22 +377,22 @@ def nested_lists(depth: int) -> list[Any]:
     return reduce(lambda inner, _: [inner], range(depth), list[Any]())
 
 
-def test_a_note_lists_options_that_are_not_copied(saved: Path, run: Run, tmp_path: Path) -> None:
-    step = shutil.copytree(saved, tmp_path / "run") / "global_step2"
-    lost = {"lr": torch.tensor(0.1), "betas": (torch.tensor(0.9), 0.99), "foreach": {}, "fused": torch.device("cpu")}
-    lost |= {"capturable": OrderedDict(), "maximize": [torch.Size([1])], "amsgrad": nested_lists(400)}
-    options = lost | {"own": None, "pair": [1, [2.0]]}
+def test_a_note_lists_options_that_are_not_copied(zero_folder: Path, run: Run, tmp_path: Path) -> None:
+    step = shutil.copytree(zero_folder, tmp_path / "run") / "global_step2"
+    dropped = {"lr": torch.tensor(0.1), "betas": (torch.tensor(0.9), 0.99), "foreach": {}, "fused": torch.device("cpu")}
+    dropped |= {"capturable": OrderedDict(), "maximize": [torch.Size([1])], "amsgrad": nested_lists(400)}
+    options = dropped | {"own": None, "pair": [1, [2.0]]}
     for rank, _ in enumerate(step.glob("*optim_states.pt")):
         _rank(rank, lambda own: _base(own)["param_groups"][0].update(options))(step)
     done = run("remap", tmp_path / "run", "-o", tmp_path / "whole.pt")
-    assert all(f"not copied: {name} of param group 0" in done.err for name in lost)
+    assert all(f"not copied: {name} of param group 0" in done.err for name in dropped)
     group = torch.load(tmp_path / "whole.pt")["optimizer"]["param_groups"][0]
-    assert group.keys().isdisjoint(lost)
+    assert group.keys().isdisjoint(dropped)
     assert (group["own"], group["pair"]) == (None, [1, [2.0]])
 
 
-def test_a_state_that_is_a_number_is_each_parameters(saved: Path, run: Run, tmp_path: Path) -> None:
-    step = shutil.copytree(saved, tmp_path / "run") / "global_step2"
+def test_a_state_that_is_a_number_applies_to_each_parameter(zero_folder: Path, run: Run, tmp_path: Path) -> None:
+    step = shutil.copytree(zero_folder, tmp_path / "run") / "global_step2"
     _all(
         lambda own: _base(own)["state"].update({at: {**state, "step": 2} for at, state in _base(own)["state"].items()})
     )(step)
@@ -401,8 +401,8 @@ def test_a_state_that_is_a_number_is_each_parameters(saved: Path, run: Run, tmp_
     assert [(type(own["step"]), own["step"]) for own in state.values()] == [(int, 2)] * 7
 
 
-def test_no_note_if_everything_is_copied(saved: Path, run: Run, tmp_path: Path) -> None:
-    step = shutil.copytree(saved, tmp_path / "run") / "global_step2"
+def test_no_note_if_everything_is_copied(zero_folder: Path, run: Run, tmp_path: Path) -> None:
+    step = shutil.copytree(zero_folder, tmp_path / "run") / "global_step2"
     for path in step.glob("*model_states.pt"):
         edited(path, lambda own: own.update(skipped_steps=None, global_steps=None, global_samples=None, epoch=None))
     assert "not copied" not in run("inspect", tmp_path / "run").err
@@ -421,9 +421,9 @@ def test_no_note_if_everything_is_copied(saved: Path, run: Run, tmp_path: Path) 
     ],
 )
 def test_an_optimizer_with_another_layout_is_not_read(
-    saved: Path, run: Run, tmp_path: Path, change: Callable[[dict[str, Any]], None]
+    zero_folder: Path, run: Run, tmp_path: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:
-    step = shutil.copytree(saved, tmp_path / "run") / "global_step2"
+    step = shutil.copytree(zero_folder, tmp_path / "run") / "global_step2"
     _all(lambda own: change(_base(own)))(step)
     done = run("inspect", tmp_path / "run", "--format", "json")
     assert [section["path"] for section in done.data["sections"]] == ["model"]
@@ -442,7 +442,7 @@ def test_files_with_swapped_ranks_are_refused(run: Run, tmp_path: Path, name: st
     assert (done.status, "gives another place for its part @" in done.err) == (2, True), done.err
 
 
-def test_a_step_that_latest_does_not_have(run: Run, tmp_path: Path) -> None:
+def test_a_missing_step_in_latest_is_an_error(run: Run, tmp_path: Path) -> None:
     shutil.copytree(FOLDERS[0], tmp_path / "run")
     (tmp_path / "run" / "latest").write_text("global_step9")
     done = run("inspect", tmp_path / "run")
@@ -452,7 +452,7 @@ def test_a_step_that_latest_does_not_have(run: Run, tmp_path: Path) -> None:
 
 
 def test_an_old_layout_is_read_without_its_optimizer(run: Run, tmp_path: Path) -> None:
-    """Older releases wrote a list of states; the weights are read all the same."""
+    """Older releases wrote a list of states; the weights are still read."""
     shutil.copytree(FOLDERS[0], tmp_path / "run")
     for path in (tmp_path / "run").rglob("*optim_states.pt"):
         rewritten(path, lambda data: data.replace(b"base_optimizer_state", b"base_optimizer_stata"))
@@ -477,20 +477,20 @@ def gathered(folder: Path, run: Run, out: Path) -> Any:
 
 
 def test_a_universal_checkpoint_equals_its_source(universal: Path, run: Run, tmp_path: Path) -> None:
-    """All that `ds_to_universal` keeps: weights, buffers, moments, steps and hyperparameters."""
+    """Compare everything that `ds_to_universal` keeps: weights, buffers, moments, steps and hyperparameters."""
     source = universal.with_name(universal.name.removesuffix("-universal"))
-    have = gathered(universal, run, tmp_path / "universal.pt")
-    want = gathered(source, run, tmp_path / "parts.pt")
-    assert list(have["model"]) == list(want["model"])
-    assert all(torch.equal(have["model"][key], value) for key, value in want["model"].items())
-    assert have["optimizer"]["param_groups"] == want["optimizer"]["param_groups"]
-    assert have["optimizer"]["state"].keys() == want["optimizer"]["state"].keys()
-    for name, own in want["optimizer"]["state"].items():
-        mine = have["optimizer"]["state"][name]
+    found = gathered(universal, run, tmp_path / "universal.pt")
+    expected = gathered(source, run, tmp_path / "parts.pt")
+    assert list(found["model"]) == list(expected["model"])
+    assert all(torch.equal(found["model"][key], value) for key, value in expected["model"].items())
+    assert found["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+    assert found["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
+    for name, own in expected["optimizer"]["state"].items():
+        mine = found["optimizer"]["state"][name]
         assert mine.keys() == own.keys()
         assert all(torch.equal(mine[key], value) and mine[key].shape == value.shape for key, value in own.items())
     own = torch.load(source / "whole.pt")
-    assert all(torch.equal(have["model"][key].to(v.dtype), v) for key, v in own["model"].items())
+    assert all(torch.equal(found["model"][key].to(v.dtype), v) for key, v in own["model"].items())
 
 
 def _without(name: str) -> Callable[[Path], None]:
@@ -522,7 +522,7 @@ def _no_step(zero: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("damage", "message"),
     [
         (_without("fp32.pt"), "no file fp32.pt of it @ up.weight"),
         (_of_another_shape, "exp_avg.pt has the shape [5], the parameter [5, 3] @ up.weight"),
@@ -537,16 +537,16 @@ def _no_step(zero: Path) -> None:
     ],
 )
 def test_an_incomplete_universal_checkpoint_is_refused(
-    universal: Path, run: Run, tmp_path: Path, damage: Callable[[Path], None], says: str
+    universal: Path, run: Run, tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     shutil.copytree(universal, tmp_path / "run")
     damage(tmp_path / "run" / "global_step2_universal" / "zero")
     done = run("inspect", tmp_path / "run")
-    assert (done.status, says in done.err) == (2, True), done.err
+    assert (done.status, message in done.err) == (2, True), done.err
 
 
 def test_the_hint_for_a_split_model_extracts_the_weights(universal: Path, run: Run, tmp_path: Path) -> None:
-    """Its universal checkpoint has a model file for each part, and the parameters whole."""
+    """Its universal checkpoint has a model file for each part, and complete parameters."""
     step = shutil.copytree(universal / "global_step2_universal", tmp_path / "step")
     first = next(step.glob("*model_states.pt"))
     shutil.copy(first, step / first.name.replace("mp_rank_00", "mp_rank_01"))
@@ -555,17 +555,17 @@ def test_the_hint_for_a_split_model_extracts_the_weights(universal: Path, run: R
     assert "split by layers, by experts or within tensors" in done.err
     words = shlex.split(done.err.rpartition("precision: ")[2])
     subprocess.run([sys.executable, *words[1:-1], str(tmp_path / "OUT.pt")], check=True)
-    made = torch.load(tmp_path / "OUT.pt")
+    found = torch.load(tmp_path / "OUT.pt")
     whole = gathered(universal, run, tmp_path / "whole.pt")["model"]
-    assert made
-    for name, value in made.items():  # of ZeRO-3 flat
-        trained = (step / "zero" / name / "exp_avg.pt").exists()  # a second name of one has the model's precision
-        want = whole[name].flatten().float()
-        assert torch.equal(value.flatten(), want if trained else want.to(torch.bfloat16).float()), name
+    assert found
+    for name, value in found.items():  # ZeRO-3 parameters are flat
+        trained = (step / "zero" / name / "exp_avg.pt").exists()  # a tied weight has the precision of the model
+        expected = whole[name].flatten().float()
+        assert torch.equal(value.flatten(), expected if trained else expected.to(torch.bfloat16).float()), name
 
 
-def test_the_hint_for_a_split_model_is_deepspeeds_own_program(saved: Path, run: Run, tmp_path: Path) -> None:
-    step = next(shutil.copytree(saved, tmp_path / "run").glob("global_step*"))
+def test_the_hint_for_a_split_model_names_ds_to_universal(zero_folder: Path, run: Run, tmp_path: Path) -> None:
+    step = next(shutil.copytree(zero_folder, tmp_path / "run").glob("global_step*"))
     first = next(step.glob("*model_states.pt"))
     shutil.copy(first, step / first.name.replace("mp_rank_00", "mp_rank_01"))
     done = run("inspect", step)
@@ -581,7 +581,7 @@ def test_the_hint_for_a_split_model_is_deepspeeds_own_program(saved: Path, run: 
         lambda rest: _set(rest, param_groups=[5, *rest["param_groups"][1:]]),
     ],
 )
-def test_a_universal_checkpoint_with_other_param_groups(
+def test_a_universal_checkpoint_with_invalid_groups_has_no_optimizer(
     universal: Path, run: Run, tmp_path: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:
     shutil.copytree(universal, tmp_path / "run")
@@ -591,8 +591,8 @@ def test_a_universal_checkpoint_with_other_param_groups(
     assert any(note.startswith("the optimizer is not read: ") for note in notes_in(done.data))
 
 
-def test_state_of_rank_0_in_a_universal_checkpoint(universal: Path, run: Run, tmp_path: Path) -> None:
-    """One value applies to every parameter. More values are left out with a note, unless each parameter has its own."""
+def test_state_of_rank_0_applies_to_all_parameters_or_is_omitted(universal: Path, run: Run, tmp_path: Path) -> None:
+    """One value applies to every parameter. Tensors of other sizes are left out with a note."""
     shutil.copytree(universal, tmp_path / "run")
     own = {"step": 7, "beta": 0.5, "exp_avg": torch.ones(4), "alone": torch.ones(3), "none": torch.ones(0)}
     edited(
@@ -607,9 +607,9 @@ def test_state_of_rank_0_in_a_universal_checkpoint(universal: Path, run: Run, tm
     assert all("beta" not in found["state"][name] for name in second)
 
 
-def test_a_parameter_of_one_element_has_its_shape(universal: Path, run: Run, tmp_path: Path) -> None:
+def test_a_parameter_of_one_element_keeps_its_shape(universal: Path, run: Run, tmp_path: Path) -> None:
     step = shutil.copytree(universal, tmp_path / "run") / "global_step2_universal"
-    for name, shape, held in (
+    for name, shape, value in (
         ("one", [1], torch.ones(1)),
         ("none", [], torch.ones(1)),
         ("cube", [1, 1], torch.ones(1)),
@@ -617,11 +617,11 @@ def test_a_parameter_of_one_element_has_its_shape(universal: Path, run: Run, tmp
         for path in step.glob("*model_states.pt"):
             edited(path, partial(lambda name, shape, own: own["param_shapes"][0].update({name: shape}), name, shape))
         (step / "zero" / name).mkdir()
-        torch.save({"param": held}, step / "zero" / name / "fp32.pt")
+        torch.save({"param": value}, step / "zero" / name / "fp32.pt")
         torch.save({"param": torch.tensor(4.0)}, step / "zero" / name / "step.pt")
-    have = gathered(tmp_path / "run", run, tmp_path / "o.pt")
-    assert [have["model"][name].shape for name in ("one", "none", "cube")] == [(1,), (), (1, 1)]
-    assert [have["optimizer"]["state"][name]["step"].shape for name in ("one", "none", "cube")] == [()] * 3
+    found = gathered(tmp_path / "run", run, tmp_path / "o.pt")
+    assert [found["model"][name].shape for name in ("one", "none", "cube")] == [(1,), (), (1, 1)]
+    assert [found["optimizer"]["state"][name]["step"].shape for name in ("one", "none", "cube")] == [()] * 3
 
 
 def test_a_note_lists_unknown_folders_of_a_universal_checkpoint(universal: Path, run: Run, tmp_path: Path) -> None:
@@ -631,11 +631,11 @@ def test_a_note_lists_unknown_folders_of_a_universal_checkpoint(universal: Path,
     assert "stranger belongs to no parameter" in run("inspect", tmp_path / "run").err
 
 
-# Files of other bytes
+# Damaged files
 
 
 @pytest.mark.parametrize("folder", [FOLDERS[0], FOLDERS[-1], UNIVERSAL[0]], ids=lambda folder: folder.name)
-def test_flipped_bytes_are_an_error_or_other_values(folder: Path, run: Run, tmp_path: Path) -> None:
+def test_flipped_bytes_are_an_error_or_change_values(folder: Path, run: Run, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "run")
     files = sorted(path for path in (tmp_path / "run").rglob("*.pt") if path.name != "whole.pt")
     check_flips(run, tmp_path / "run", files, folder.name)

@@ -1,4 +1,4 @@
-"""The files next to the weights of a Hugging Face folder, oracle transformers: OUT loads, or has no config.json."""
+"""The files next to the weights of a Hugging Face folder: transformers loads OUT, or it has no config.json."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
     return folder, {key: value.clone() for key, value in model.state_dict().items()}
 
 
-def loads(folder: Path, want: dict[str, torch.Tensor]) -> bool:
-    """Whether from_pretrained makes the model that was saved, of all keys and only these."""
+def loads(folder: Path, expected: dict[str, torch.Tensor]) -> bool:
+    """Return True if from_pretrained restores the saved model, with exactly the saved keys."""
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     except (OSError, ValueError):
         return False
     assert not any(info.values()), info
-    have = model.state_dict()
-    return have.keys() == want.keys() and all(torch.equal(have[key], want[key]) for key in want)
+    found = model.state_dict()
+    return found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize(
@@ -49,17 +49,17 @@ def loads(folder: Path, want: dict[str, torch.Tensor]) -> bool:
         (("--rule", "{x*}.q_proj.{y*} => {x*}.query.{y*}"), False),
     ],
 )
-def test_config_json_is_there_only_if_the_output_loads_by_it(
+def test_config_json_is_copied_only_if_the_output_loads_with_it(
     options: tuple[str, ...], described: bool, llama: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, run: Run
 ) -> None:
     if "HF" in str(options):
         pytest.importorskip("transformers", "5.0", reason="transformers 5 is not installed")
-    folder, want = llama
+    folder, expected = llama
     words = [word.replace("HF", str(folder)) for word in options]
     command = "convert" if "--max-shard-size" in options else "remap"
     done = run(command, folder, "-o", tmp_path / "out", *words, "--format", "json")
     assert done.status == 0, done.err
-    assert loads(tmp_path / "out", want) is described
+    assert loads(tmp_path / "out", expected) is described
     assert (tmp_path / "out/config.json").exists() is described
     assert (tmp_path / "out/tokenizer.json").exists()
     found = done.data["companions"]
@@ -69,10 +69,10 @@ def test_config_json_is_there_only_if_the_output_loads_by_it(
     assert {*found["copied"], *left} >= {"config.json", "generation_config.json", "tokenizer.json"}
 
 
-def test_there_and_back_loads_after_the_printed_commands(
+def test_a_rename_and_its_inverse_load_after_the_printed_commands(
     llama: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
-    folder, want = llama
+    folder, expected = llama
     there, back = str(tmp_path / "there"), str(tmp_path / "back")
     for done in (
         lambda: ckpttool.remap(str(folder), there, rule=[RULE]),
@@ -80,10 +80,10 @@ def test_there_and_back_loads_after_the_printed_commands(
     ):
         (note,) = (note for note in done().notes if "config.json" in note)
         subprocess.run(shlex.split(note.split("`")[1]), check=True)
-    assert loads(tmp_path / "back", want)
+    assert loads(tmp_path / "back", expected)
 
 
-def test_in_place_says_that_config_json_describes_other_keys(
+def test_in_place_warns_that_config_json_describes_other_keys(
     llama: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     folder, _ = llama

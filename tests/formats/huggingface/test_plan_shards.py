@@ -1,4 +1,4 @@
-"""Planning of shards: over plain lists, with huggingface_hub as the reference."""
+"""Planning of shards, with huggingface_hub as the reference."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def test_shards_are_filled_in_order() -> None:
     assert plan_shards([], 1) == [[]]
 
 
-def test_what_shares_bytes_stays_together_and_counts_once() -> None:
+def test_tied_tensors_stay_together_and_count_once() -> None:
     tied = [Item("a", 6, "A"), Item("b", 6, "B"), Item("a2", 6, "A"), Item("c", 4, "C")]
     assert plan_shards(tied, 10) == [["a", "a2"], ["b", "c"]]
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), max_size=12), st.integers(1, 40))
-def test_it_is_the_plan_of_huggingface_hub(drawn: list[tuple[int, int]], limit: int) -> None:
+def test_the_plan_matches_huggingface_hub(drawn: list[tuple[int, int]], limit: int) -> None:
     first: dict[int, int] = {}
     tensors = {f"t{i}": (first.setdefault(group, size), group) for i, (size, group) in enumerate(drawn)}
     reference = split_state_dict_into_shards_factory(
@@ -40,9 +40,9 @@ def test_it_is_the_plan_of_huggingface_hub(drawn: list[tuple[int, int]], limit: 
         max_shard_size=limit,
     )
     planned = plan_shards([Item(key, size, group) for key, (size, group) in tensors.items()], limit)
-    want = [sorted(keys) for keys in reference.filename_to_tensors.values() if keys]
-    assert [sorted(keys) for keys in planned if keys] == want
-    if len(want) > 1 and len(want) == len(planned):
+    expected = [sorted(keys) for keys in reference.filename_to_tensors.values() if keys]
+    assert [sorted(keys) for keys in planned if keys] == expected
+    if len(expected) > 1 and len(expected) == len(planned):
         assert shard_names("model", ".safetensors", len(planned)) == list(reference.filename_to_tensors)
 
 
@@ -50,7 +50,7 @@ def test_it_is_the_plan_of_huggingface_hub(drawn: list[tuple[int, int]], limit: 
     ("text", "nbytes"),
     [("5GB", 5 * 10**9), ("512MiB", 2**29), ("1.5kb", 1500), ("1000", 1000), ("7 B", 7), ("2g", None), ("2tib", 2**41)],
 )
-def test_sizes(text: str, nbytes: int | None) -> None:
+def test_sizes_are_parsed_or_refused(text: str, nbytes: int | None) -> None:
     if nbytes is not None:
         assert parse_size(text) == nbytes
     else:
@@ -59,6 +59,6 @@ def test_sizes(text: str, nbytes: int | None) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "0GB", "-1", "GB", "1e9", "5 apples", "9" * 400 + "TB"])
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(CkptError, match="not a size"):
         parse_size(text)

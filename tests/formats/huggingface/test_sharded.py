@@ -1,4 +1,4 @@
-"""Sharded checkpoints: read, renamed in their shards, sharded afresh; transformers and safetensors are the oracle."""
+"""Sharded checkpoints: reading, renaming, resharding; transformers and safetensors are the oracles."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def remap(*words: object, status: int = 0) -> None:
 
 
 def write(folder: Path, shards: dict[str, dict[str, torch.Tensor]], **index: Any) -> Path:
-    """A sharded checkpoint, its index right but for what `index` says."""
+    """Write a sharded checkpoint; `index` replaces items of its index."""
     folder.mkdir(exist_ok=True)
     for name, tensors in shards.items():
         save_file(tensors, folder / name) if name.endswith("s") else torch.save(tensors, folder / name)
@@ -66,8 +66,8 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def test_the_index_has_what_transformers_saved(llama: Path) -> None:
-    want = real_models.build("llama", 0).state_dict()
+def test_the_index_matches_transformers(llama: Path) -> None:
+    expected = real_models.build("llama", 0).state_dict()
     for operand in (llama, llama / INDEX):
         checkpoint = open_checkpoint(str(operand))
         assert checkpoint.format == "sharded"
@@ -75,29 +75,29 @@ def test_the_index_has_what_transformers_saved(llama: Path) -> None:
         assert checkpoint.metadata == {"format": "pt"}
         assert checkpoint.notes == ()
         assert {e.key: (e.shape, e.dtype) for e in checkpoint.sections[0].tensors} == {
-            key: (tuple(value.shape), "float32") for key, value in want.items()
+            key: (tuple(value.shape), "float32") for key, value in expected.items()
         }
         for entry in checkpoint.sections[0].tensors:
             span = entry.span
             assert span is not None
             data = Path(span.path).read_bytes()[span.offset : span.offset + span.length]
-            assert data == want[entry.key].numpy().tobytes()
+            assert data == expected[entry.key].numpy().tobytes()
 
 
-def test_a_rename_stays_in_the_shards_and_its_inverse_gives_the_same_bytes(llama: Path, tmp_path: Path) -> None:
+def test_a_rename_keeps_the_shards_and_its_inverse_restores_the_bytes(llama: Path, tmp_path: Path) -> None:
     remap(llama, "-o", tmp_path / "renamed", "--rule", RULE, "--verify")
     before, after = (json.loads((folder / INDEX).read_text()) for folder in (llama, tmp_path / "renamed"))
     assert {key.replace("model.", "trunk."): shard for key, shard in before["weight_map"].items()} == after[
         "weight_map"
     ]
     assert before["metadata"] == after["metadata"]
-    assert not (tmp_path / "renamed" / "config.json").exists()  # it describes the keys that were there
+    assert not (tmp_path / "renamed" / "config.json").exists()  # it describes the old keys
     remap(tmp_path / "renamed", "-o", f"{tmp_path}/back/", "--rule", RULE, "--reverse", "--verify")
     shutil.copy(llama / "config.json", tmp_path / "back")
     assert same(llama, tmp_path / "back")
 
 
-def test_in_place(llama: Path, tmp_path: Path) -> None:
+def test_a_rename_in_place_and_its_inverse_restore_the_bytes(llama: Path, tmp_path: Path) -> None:
     shutil.copytree(llama, tmp_path / "m")
     remap(tmp_path / "m", "--in-place", "--rule", RULE, "--verify", "--no-undo")
     remap(tmp_path / "m" / INDEX, "--in-place", "--rule", RULE, "--reverse", "--verify", "--no-undo")
@@ -107,32 +107,32 @@ def test_in_place(llama: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "out", ["model.safetensors", "model.pt", "other/", f"other/{INDEX}", "o/pytorch_model.bin.index.json"]
 )
-def test_there_and_back_through_other_layouts(llama: Path, tmp_path: Path, out: str) -> None:
+def test_a_conversion_and_its_inverse_restore_the_values(llama: Path, tmp_path: Path, out: str) -> None:
     (tmp_path / "o").mkdir()
     (tmp_path / "other").mkdir()
     remap(llama, "-o", f"{tmp_path}/{out}", "--max-shard-size", "20KB", "--verify")
     remap(tmp_path / out.rstrip("/"), "-o", f"{tmp_path}/back/", "--max-shard-size", "10KB", "--verify")
     shutil.copy(llama / "config.json", tmp_path / "back")
-    want = real_models.build("llama", 0).state_dict()
-    have = loaded(tmp_path / "back")
-    assert have.keys() == want.keys()
-    assert all(torch.equal(have[key], want[key]) for key in want)
+    expected = real_models.build("llama", 0).state_dict()
+    found = loaded(tmp_path / "back")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def test_sharding_afresh_is_as_transformers_does_it(llama: Path, tmp_path: Path) -> None:
+def test_resharding_matches_transformers(llama: Path, tmp_path: Path) -> None:
     model = real_models.build("llama", 0)
     torch.save(model.state_dict(), tmp_path / "model.pt")
     remap(tmp_path / "model.pt", "-o", f"{tmp_path}/out/", "--max-shard-size", "10KB", "--verify")
-    want, have = (json.loads((folder / INDEX).read_text()) for folder in (llama, tmp_path / "out"))
-    assert have["metadata"]["total_size"] == want["metadata"]["total_size"]
-    assert set(have["weight_map"].values()) == set(want["weight_map"].values())
+    expected, found = (json.loads((folder / INDEX).read_text()) for folder in (llama, tmp_path / "out"))
+    assert found["metadata"]["total_size"] == expected["metadata"]["total_size"]
+    assert set(found["weight_map"].values()) == set(expected["weight_map"].values())
     shutil.copy(llama / "config.json", tmp_path / "out")
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded(tmp_path / "out").items())
     with safe_open(tmp_path / "out" / "model-00001-of-00012.safetensors", "pt") as shard:
         assert shard.metadata() == {"format": "pt"}
 
 
-def test_shards_never_pass_the_limit(llama: Path, tmp_path: Path) -> None:
+def test_shards_do_not_exceed_the_limit(llama: Path, tmp_path: Path) -> None:
     remap(llama, "-o", f"{tmp_path}/out/", "--max-shard-size", "30KB")
     container = open_checkpoint(f"{tmp_path}/out").container
     assert isinstance(container, Shards)
@@ -140,19 +140,19 @@ def test_shards_never_pass_the_limit(llama: Path, tmp_path: Path) -> None:
     assert list(container.shards) == [f"model-0000{n}-of-0000{len(container.shards)}.safetensors" for n in (1, 2, 3)]
 
 
-def test_what_fits_into_one_file_needs_no_index(llama: Path, tmp_path: Path) -> None:
+def test_a_single_file_has_no_index(llama: Path, tmp_path: Path) -> None:
     remap(llama, "-o", f"{tmp_path}/out/", "--max-shard-size", "1GB", "--verify")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "config.json", "generation_config.json", "model.safetensors"
     ]  # fmt: skip
-    want = real_models.build("llama", 0).state_dict()
-    assert all(torch.equal(value, want[key]) for key, value in loaded(tmp_path / "out").items())
+    expected = real_models.build("llama", 0).state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in loaded(tmp_path / "out").items())
     remap(f"{tmp_path}/out", "-o", f"{tmp_path}/again", "--rule", RULE, "--verify")
     assert (tmp_path / "again" / "model.safetensors").is_file()
     remap(f"{tmp_path}/out", "--in-place", "--max-shard-size", "30KB", status=1)
     remap(f"{tmp_path}/out", "-o", f"{tmp_path}/again", "--max-shard-size", "30KB", "--force", "--verify")
     assert not (tmp_path / "again" / "model.safetensors").exists()
-    assert all(torch.equal(value, want[key]) for key, value in loaded(tmp_path / "again").items())
+    assert all(torch.equal(value, expected[key]) for key, value in loaded(tmp_path / "again").items())
 
 
 def test_tied_weights_are_saved_once_or_under_both_names(tmp_path: Path) -> None:
@@ -161,17 +161,17 @@ def test_tied_weights_are_saved_once_or_under_both_names(tmp_path: Path) -> None
     remap(tmp_path / "tied.pt", "-o", f"{tmp_path}/out/", status=1)
     remap(tmp_path / "tied.pt", "-o", f"{tmp_path}/out/", "--keep-aliases", "--max-shard-size", "10KB")
     model.config.save_pretrained(tmp_path / "out")
-    want = model.state_dict()
-    assert all(torch.equal(value, want[key]) for key, value in loaded(tmp_path / "out").items())
+    expected = model.state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in loaded(tmp_path / "out").items())
     (tmp_path / "bin").mkdir()
     index = tmp_path / "bin" / "pytorch_model.bin.index.json"
     remap(tmp_path / "tied.pt", "-o", index, "--max-shard-size", "10KB", "--verify")
     written = json.loads(index.read_text())
     assert written["weight_map"]["lm_head.weight"] == written["weight_map"]["model.embed_tokens.weight"]
-    assert written["metadata"]["total_size"] == sum({v.data_ptr(): v.nbytes for v in want.values()}.values())
+    assert written["metadata"]["total_size"] == sum({v.data_ptr(): v.nbytes for v in expected.values()}.values())
     assert len(open_checkpoint(str(index)).sections[0].aliases()) == 1
     model.config.save_pretrained(tmp_path / "bin")
-    assert all(torch.equal(value, want[key]) for key, value in loaded(tmp_path / "bin").items())
+    assert all(torch.equal(value, expected[key]) for key, value in loaded(tmp_path / "bin").items())
 
 
 def test_each_shard_keeps_its_metadata(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_each_shard_keeps_its_metadata(tmp_path: Path) -> None:
             assert shard.metadata() == {"format": "pt", "part": part}
 
 
-def test_what_is_dropped_leaves_the_index_and_an_empty_shard_the_folder(tmp_path: Path) -> None:
+def test_a_dropped_tensor_and_an_empty_shard_are_removed(tmp_path: Path) -> None:
     path = write(tmp_path / "m", {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.ones(3)}})
     remap(path, "-o", f"{tmp_path}/out/", "--drop", "y", "--verify")
     assert json.loads((tmp_path / "out" / INDEX).read_text()) == {
@@ -195,7 +195,7 @@ def test_what_is_dropped_leaves_the_index_and_an_empty_shard_the_folder(tmp_path
     assert not (tmp_path / "out" / "b.safetensors").exists()
 
 
-def test_every_disagreement_at_once(tmp_path: Path) -> None:
+def test_all_contradictions_are_reported(tmp_path: Path) -> None:
     shards = {name: {name[0]: torch.ones(2)} for name in ("a.safetensors", "b.safetensors", "c.safetensors")}
     path = write(
         tmp_path / "m",
@@ -236,10 +236,10 @@ def test_a_wrong_total_size_is_reported_and_fixed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ascii_only", [True, False])
 @pytest.mark.parametrize("indent", [None, 2, 4])
 @pytest.mark.parametrize("keys", ["ab", "ba"])
-def test_the_index_keeps_its_spelling_and_its_order(
+def test_the_index_keeps_its_formatting_and_order(
     tmp_path: Path, keys: str, indent: int | None, ascii_only: bool, end: str
 ) -> None:
-    """In any order or sorted, with all other items; its inverse gives the same text."""
+    """In any order or sorted, with all other items; the inverse rename restores the text."""
     shards = {f"{key}.safetensors": {f"é.{key}": torch.ones(2)} for key in "ab"}
     path = write(tmp_path / "m", shards)
     value: dict[str, Any] = {
@@ -254,13 +254,13 @@ def test_the_index_keeps_its_spelling_and_its_order(
     value["weight_map"] = {renamed[key]: own for key, own in value["weight_map"].items()}
     if keys == "ab":
         value["weight_map"] = dict(sorted(value["weight_map"].items()))
-    wanted = json.dumps(value, indent=indent, ensure_ascii=ascii_only) + end
-    assert (tmp_path / "out" / INDEX).read_text("utf-8") == wanted
+    expected = json.dumps(value, indent=indent, ensure_ascii=ascii_only) + end
+    assert (tmp_path / "out" / INDEX).read_text("utf-8") == expected
     remap(tmp_path / "out", "-o", f"{tmp_path}/back/", "--rule", f"{new} => é.a")
     assert same(tmp_path / "m", tmp_path / "back")
 
 
-def test_an_index_without_sizes_gets_them_first(tmp_path: Path) -> None:
+def test_a_total_size_is_added_to_the_index(tmp_path: Path) -> None:
     path = write(tmp_path / "m", {"a.safetensors": {"a": torch.ones(2)}})
     path.write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
     assert open_checkpoint(str(path)).notes == ()
@@ -270,15 +270,17 @@ def test_an_index_without_sizes_gets_them_first(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("said", "is_noted"), [(40, False), (64, False), (63, True), ("40", True), (None, False)])
-def test_tied_tensors_may_be_counted_once_or_each(tmp_path: Path, said: object, is_noted: bool) -> None:
+@pytest.mark.parametrize(
+    ("total_size", "is_noted"), [(40, False), (64, False), (63, True), ("40", True), (None, False)]
+)
+def test_tied_tensors_may_count_once_or_each(tmp_path: Path, total_size: object, is_noted: bool) -> None:
     weight = torch.ones(6)
     path = write(tmp_path / "m", {"a.bin": {"w": weight, "tied": weight}, "b.bin": {"b": torch.ones(4)}})
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"metadata": {"total_size": said}}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"metadata": {"total_size": total_size}}))
     assert bool(open_checkpoint(str(path)).notes) == is_noted
 
 
-def test_shards_are_called_after_their_index(tmp_path: Path) -> None:
+def test_shards_are_named_after_their_index(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "in.pt")
     for index, name in (("own.safetensors.index.json", "own"), ("own.bin.index.json", "own")):
         (tmp_path / index).mkdir()
@@ -306,7 +308,7 @@ def test_shards_are_called_after_their_index(tmp_path: Path) -> None:
         b'{"weight_map": {"a": "x.index.json"}}',
     ],
 )
-def test_damaged_indexes(tmp_path: Path, text: bytes) -> None:
+def test_damaged_indexes_are_refused(tmp_path: Path, text: bytes) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "x.index.json").write_bytes(text)
     with pytest.raises(CkptError) as caught:
@@ -314,7 +316,7 @@ def test_damaged_indexes(tmp_path: Path, text: bytes) -> None:
     assert caught.value.exit_status == 2
 
 
-def test_a_shard_that_is_more_than_a_state_dict(tmp_path: Path) -> None:
+def test_a_shard_with_more_than_a_state_dict_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "m", {"a.bin": {"x": torch.ones(2)}})
     torch.save({"x": torch.ones(2), "more": {"y": torch.ones(2)}}, tmp_path / "m" / "a.bin")
     with pytest.raises(CkptError, match="disagree") as caught:
@@ -322,14 +324,14 @@ def test_a_shard_that_is_more_than_a_state_dict(tmp_path: Path) -> None:
     assert "one state dict" in caught.value.problems[0].problem
 
 
-def test_shards_of_two_formats(tmp_path: Path) -> None:
+def test_shards_of_two_formats_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "m", {"a.bin": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.ones(2)}})
     with pytest.raises(CkptError, match="disagree") as caught:
         open_checkpoint(str(path))
     assert {problem.key for problem in caught.value.problems} == {"a.bin", "b.safetensors"}
 
 
-def test_nothing_is_overwritten_unasked(llama: Path, tmp_path: Path) -> None:
+def test_files_are_only_overwritten_with_force(llama: Path, tmp_path: Path) -> None:
     shutil.copytree(llama, tmp_path / "m")
     (tmp_path / "m" / "README.md").write_text("mine")
     remap(tmp_path / "m", "-o", tmp_path / "m", "--rule", RULE, status=2)
@@ -343,7 +345,7 @@ def test_nothing_is_overwritten_unasked(llama: Path, tmp_path: Path) -> None:
 
 
 class Doubled(nn.Linear):
-    """Saves its weight as twice of what it is, under the same key."""
+    """Saves twice its weight under the same key."""
 
     def __init__(self) -> None:
         super().__init__(3, 3)
@@ -359,10 +361,10 @@ class Doubled(nn.Linear):
         state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
 
 
-@pytest.mark.parametrize("way", ["kept", "afresh", "in place"])
+@pytest.mark.parametrize("way", ["kept", "resharded", "in place"])
 @pytest.mark.parametrize("ending", ["safetensors", "bin"])
-def test_shards_say_the_form_that_they_are_in(tmp_path: Path, ending: str, way: str) -> None:
-    """Keys, shapes and dtypes fit both: only what the shards say tells them apart, after any number of remaps."""
+def test_shards_are_marked_with_their_form(tmp_path: Path, ending: str, way: str) -> None:
+    """Keys, shapes and dtypes are the same for both forms, so only the mark in the shards distinguishes them."""
     torch.manual_seed(0)
     model = Doubled()
     state, runtime = dict(model.state_dict()), dict(model.named_parameters())
@@ -378,16 +380,16 @@ def test_shards_say_the_form_that_they_are_in(tmp_path: Path, ending: str, way: 
         else:
             remap(at, *words, "-o", tmp_path / str(number) / name, status=status)
             at = at if status else tmp_path / str(number)
-            if way == "afresh":
+            if way == "resharded":
                 remap(at, "-o", tmp_path / f"{number} again" / name, "--max-shard-size", "36" if number % 2 else "72")
                 at = tmp_path / f"{number} again"
         remap(at, "-o", tmp_path / f"{number}.safetensors")
-        have = load_file(tmp_path / f"{number}.safetensors")
-        want = runtime if form == "runtime" else state
-        assert all(torch.equal(have[key], value) for key, value in want.items()), (number, form)
+        found = load_file(tmp_path / f"{number}.safetensors")
+        expected = runtime if form == "runtime" else state
+        assert all(torch.equal(found[key], value) for key, value in expected.items()), (number, form)
 
 
-def test_what_cannot_say_its_form_is_said_with_the_option_that_reads_it(tmp_path: Path, run: Run) -> None:
+def test_a_note_names_the_option_that_reads_an_unmarked_form(tmp_path: Path, run: Run) -> None:
     torch.manual_seed(0)
     state = dict(Doubled().state_dict())
     save_file(state, tmp_path / "in.safetensors")
@@ -399,7 +401,7 @@ def test_what_cannot_say_its_form_is_said_with_the_option_that_reads_it(tmp_path
     assert torch.equal(load_file(tmp_path / "back.safetensors")["weight"], state["weight"])
 
 
-def test_objects_are_copied_too(tmp_path: Path) -> None:
+def test_objects_are_copied(tmp_path: Path) -> None:
     shards: dict[str, dict[str, Any]] = {
         "a.bin": {"x": torch.ones(2), "x._extra_state": {"n": 1}},
         "b.bin": {"y": torch.zeros(2)},
@@ -413,12 +415,12 @@ def test_objects_are_copied_too(tmp_path: Path) -> None:
     assert [extra.key for extra in open_checkpoint(str(path)).sections[0].extras] == ["x._extra_state"]
     remap(path, "-o", tmp_path / "other" / path.name, status=1)
     remap(path, "-o", tmp_path / "out.pt")
-    made = torch.load(tmp_path / "out.pt")
-    assert (made["x"].tolist(), made["x._extra_state"], made["y"].tolist()) == ([1, 1], {"n": 1}, [0, 0])
+    found = torch.load(tmp_path / "out.pt")
+    assert (found["x"].tolist(), found["x._extra_state"], found["y"].tolist()) == ([1, 1], {"n": 1}, [0, 0])
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "problems"),
     [
         (
             lambda folder: (
@@ -455,15 +457,15 @@ def test_objects_are_copied_too(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_shards_that_the_index_contradicts_are_refused(tmp_path: Path, change: Any, said: list[str]) -> None:
+def test_shards_that_the_index_contradicts_are_refused(tmp_path: Path, change: Any, problems: list[str]) -> None:
     path = write(tmp_path / "m", {"a.safetensors": {"a": torch.ones(2)}, "b.safetensors": {"b": torch.ones(2)}})
     change(tmp_path / "m")
     with pytest.raises(CkptError, match="disagree") as caught:
         open_checkpoint(str(path))
-    assert list(map(str, caught.value.problems)) == said
+    assert list(map(str, caught.value.problems)) == problems
 
 
-def test_an_index_is_read_up_to_a_size(tmp_path: Path) -> None:
+def test_an_index_beyond_the_limit_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "m", {"a.safetensors": {"a": torch.ones(2)}})
     nbytes = path.stat().st_size
     with limited(Limits(json_bytes=nbytes)):
@@ -473,7 +475,7 @@ def test_an_index_is_read_up_to_a_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("drop", "left"), [("y", ["x", "z"]), ("x", ["y", "z"])])
-def test_in_place_a_dropped_tensor_leaves_its_shard(tmp_path: Path, drop: str, left: list[str]) -> None:
+def test_in_place_removes_a_dropped_tensor_from_its_shard(tmp_path: Path, drop: str, left: list[str]) -> None:
     shards = {"a.safetensors": {"x": torch.ones(2), "z": torch.ones(1)}, "b.safetensors": {"y": torch.ones(3)}}
     path = write(tmp_path / "m", shards)
     remap(path, "--in-place", "--drop", drop)
@@ -482,7 +484,7 @@ def test_in_place_a_dropped_tensor_leaves_its_shard(tmp_path: Path, drop: str, l
 
 
 def test_each_shard_gets_new_metadata(tmp_path: Path) -> None:
-    """An item of one shard stays there, with its new value; a removed item is removed from all shards."""
+    """A changed item of one shard stays in that shard; a removed item is removed from all shards."""
     path = write(tmp_path / "m", {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.ones(2)}})
     for key, own in (("x", {"one": "1"}), ("y", {})):
         name = "a.safetensors" if key == "x" else "b.safetensors"
@@ -491,11 +493,11 @@ def test_each_shard_gets_new_metadata(tmp_path: Path) -> None:
     assert checkpoint.metadata == {"format": "pt", "old": "o", "one": "1"}
     changed = replace(checkpoint, metadata={"format": "tf", "one": "2", "new": "n"})
     files: Any = layout_files(changed, "sharded")
-    said = {}
+    found = {}
     for name in ("a.safetensors", "b.safetensors"):
         with safe_open(write_pieces(files[name], tmp_path / name), "pt") as shard:
-            said[name] = shard.metadata()
-    assert said == {
+            found[name] = shard.metadata()
+    assert found == {
         "a.safetensors": {"format": "tf", "part": "x", "one": "2", "new": "n"},
         "b.safetensors": {"format": "tf", "part": "y", "new": "n"},
     }

@@ -1,4 +1,4 @@
-"""Files of ranks as one checkpoint: tensors cut over any mesh are whole, what differs between ranks is told."""
+"""Rank files as one checkpoint: tensors sharded over any mesh are assembled, differences between ranks are reported."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def saved(folder: Path, *states: Any, name: str = "rank_{}.pt") -> str:
 
 
 @contextmanager
-def of_rank(rank: int, ranks: int) -> Iterator[None]:
-    """A process group of which this process is that rank; nothing is sent."""
+def as_rank(rank: int, ranks: int) -> Iterator[None]:
+    """Initialize a fake process group in which this process has that rank."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         yield
@@ -57,8 +57,8 @@ def of_rank(rank: int, ranks: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_tensors_cut_over_any_mesh_are_whole(run: Run, tmp_path: Path, seed: int) -> None:
-    """Ranks in any order; up to three dimensions of the mesh, which may cut the same one of the tensor; no elements."""
+def test_tensors_sharded_over_any_mesh_are_assembled(run: Run, tmp_path: Path, seed: int) -> None:
+    """Ranks in any order, up to three mesh dimensions, which may shard the same dimension, and empty tensors."""
     needs_torch("2.7", "cutting a tensor that every rank has")
     draw = random.Random(seed)
     sizes = draw.choice(((1,), (2,), (3,), (5,), (2, 2), (3, 2), (1, 3), (2, 2, 2)))
@@ -68,10 +68,10 @@ def test_tensors_cut_over_any_mesh_are_whole(run: Run, tmp_path: Path, seed: int
     for number in range(6):
         shape = [draw.choice((0, 1, 2, 3, 5, 7)) for _ in range(draw.randint(1, 3))]
         wholes[f"t{number}"] = torch.arange(math.prod(shape)).reshape(shape)
-        ways = [Replicate(), *map(Shard, range(len(shape)))]
-        cuts[f"t{number}"] = [draw.choice(ways) for _ in sizes]
+        placements = [Replicate(), *map(Shard, range(len(shape)))]
+        cuts[f"t{number}"] = [draw.choice(placements) for _ in sizes]
     for rank in range(ranks):
-        with of_rank(rank, ranks):
+        with as_rank(rank, ranks):
             mesh = DeviceMesh("cpu", order)
             parts = {key: distribute_tensor(w, mesh, cuts[key], src_data_rank=None) for key, w in wholes.items()}
             torch.save(parts, tmp_path / f"rank_{rank}.pt")
@@ -82,7 +82,7 @@ def test_tensors_cut_over_any_mesh_are_whole(run: Run, tmp_path: Path, seed: int
 
 
 @pytest.mark.parametrize("version", ["2.6.0", "2.15.0"])
-def test_dtensors_that_other_releases_of_torch_wrote(run: Run, tmp_path: Path, version: str) -> None:
+def test_dtensors_of_other_releases_of_torch_are_assembled(run: Run, tmp_path: Path, version: str) -> None:
     done = run("remap", DATA / f"dtensors-torch-{version}" / "rank_*.pt", "-o", tmp_path / "out.pt", "--verify")
     assert done.status == 0, done.err
     made, whole = torch.load(tmp_path / "out.pt"), torch.arange(42.0).reshape(7, 6)
@@ -91,20 +91,20 @@ def test_dtensors_that_other_releases_of_torch_wrote(run: Run, tmp_path: Path, v
     )
 
 
-def test_parts_that_are_not_what_the_placements_give_are_refused(run: Run, tmp_path: Path) -> None:
-    """Together they are as many elements as the tensor has; whose place is which nothing says."""
+def test_parts_that_do_not_match_their_placements_are_refused(run: Run, tmp_path: Path) -> None:
+    """The parts have the right number of elements, but their positions are unknown."""
     for rank, numel in enumerate((0, 1, 1, 0)):  # two elements over four ranks: the first two have one each
-        with of_rank(rank, 4):
+        with as_rank(rank, 4):
             mesh, shape = init_device_mesh("cpu", (4,)), torch.Size([2])
             part = DTensor.from_local(torch.ones(numel), mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
             torch.save({"w": part}, tmp_path / f"rank_{rank}.pt")
     done = run("inspect", tmp_path / "rank_*.pt")
-    said = "its part has the shape [0], but its placements give [1] @ w"
-    assert (done.status, said in done.err) == (2, True), done.err
+    problem = "its part has the shape [0], but its placements give [1] @ w"
+    assert (done.status, problem in done.err) == (2, True), done.err
 
 
 @pytest.mark.parametrize(
-    ("attribute", "value", "says"),
+    ("attribute", "value", "message"),
     [
         ("_coordinate_on_dim", (0,), None),
         ("_coordinate_on_dim", (0,), "its chunks hold 2 elements, it has 4 @ w"),
@@ -113,7 +113,7 @@ def test_parts_that_are_not_what_the_placements_give_are_refused(run: Run, tmp_p
         ("_coordinate_on_dim", (0.0,), "not counts"),
         ("_coordinate_on_dim", ("0",), "not counts"),
         ("_flatten_rank_map", (0, 1 << 63), "not counts"),
-        ("_layout", SimpleNamespace(shape=(2,), stride=(1,)), None),  # as torch had it before
+        ("_layout", SimpleNamespace(shape=(2,), stride=(1,)), None),  # as in older torch
         ("_layout", SimpleNamespace(shape=((1, 2),), stride=((2, 1),)), None),
         ("_layout", 5, "the DTensor w"),
         ("_coordinate_on_dim", (2,), "its coordinate is not in the mesh"),
@@ -123,21 +123,21 @@ def test_parts_that_are_not_what_the_placements_give_are_refused(run: Run, tmp_p
         ("_rank", 0, "is rank 0, as another file is"),
     ],
 )
-def test_a_mesh_that_lies_is_refused(run: Run, tmp_path: Path, attribute: str, value: object, says: str | None) -> None:
+def test_a_wrong_mesh_is_refused(run: Run, tmp_path: Path, attribute: str, value: object, message: str | None) -> None:
     needs_torch("2.13", "meshes with these attributes")
     for rank in (0, 1):
-        with of_rank(rank, 2):
+        with as_rank(rank, 2):
             mesh = init_device_mesh("cpu", (2,))
-            part = DTensor.from_local(ONES, mesh, [Shard(0) if says else Replicate()], run_check=False)
+            part = DTensor.from_local(ONES, mesh, [Shard(0) if message else Replicate()], run_check=False)
             if rank:
                 setattr(mesh, attribute, value)
             torch.save({"w": part}, tmp_path / f"rank_{rank}.pt")
     done = run("inspect", tmp_path / "rank_*.pt")
-    assert (done.status, (says or "") in done.err) == (2 if says else 0, True), done.err
+    assert (done.status, (message or "") in done.err) == (2 if message else 0, True), done.err
 
 
-class Made:
-    """Pickled as a call, and a state."""
+class PickledCall:
+    """Pickled as a call and a state."""
 
     def __init__(self, function: Any, args: Any, state: Any = None) -> None:
         self.made = (function, args) if state is None else (function, args, state)
@@ -147,14 +147,14 @@ class Made:
 
 
 @pytest.mark.parametrize("kind", [5, AssertionError, ValueError])
-def test_a_tensor_of_another_class_is_no_dtensor(run: Run, tmp_path: Path, kind: Any) -> None:
-    odd = Made(torch._tensor._rebuild_from_type_v2, (print, kind, (), {"_spec": None}))
+def test_a_tensor_of_another_class_is_not_a_dtensor(run: Run, tmp_path: Path, kind: Any) -> None:
+    odd = PickledCall(torch._tensor._rebuild_from_type_v2, (print, kind, (), {"_spec": None}))
     assert run("inspect", saved(tmp_path, *[{"w": odd, "a": ONES}] * 2)).status == 0
 
 
 @pytest.mark.parametrize("node", [Call(Call(Global("a", "B"), ()), ()), Call(Global("a", "B"), (), "NEWOBJ")])
-def test_an_object_of_any_call_is_no_part(run: Run, tmp_path: Path, node: Call) -> None:
-    """Also of one that Python cannot make."""
+def test_an_object_of_any_call_is_not_a_part(run: Run, tmp_path: Path, node: Call) -> None:
+    """Not even a call that Python cannot produce."""
     pattern = saved(tmp_path, *[{"a": ONES, "x": 1}] * 2)
     for path in tmp_path.iterdir():
         with zipfile.ZipFile(path) as source:
@@ -171,12 +171,12 @@ def test_an_object_of_any_call_is_no_part(run: Run, tmp_path: Path, node: Call) 
 
 
 def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: Any, local: torch.Tensor) -> DTensor:
-    """What `local` is of `whole`, as its mesh and placements say."""
+    """Return a DTensor with the part `local` of `whole`."""
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 @pytest.mark.parametrize(
-    ("placements", "said"),
+    ("placements", "message"),
     [
         ([_StridedShard(0, split_factor=2), Shard(0), Shard(1)], None),
         ([_StridedShard(0, split_factor=2), Replicate(), Shard(0)], None),
@@ -192,11 +192,13 @@ def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: Any, local: torch.Ten
         ([Shard(0), Replicate(), Partial()], "is Partial: a part of a sum over ranks"),
     ],
 )
-def test_strided_cuts(run: Run, tmp_path: Path, placements: Any, said: str | None) -> None:
-    """A strided shard cuts after the cuts that stand behind it."""
+def test_strided_shards_are_assembled_or_refused(
+    run: Run, tmp_path: Path, placements: Any, message: str | None
+) -> None:
+    """A strided shard is cut after the placements that follow it."""
     whole = torch.arange(32.0).reshape(8, 4)
     for rank in range(8):
-        with of_rank(rank, 8):
+        with as_rank(rank, 8):
             mesh = init_device_mesh("cpu", (2, 2, 2))
             local = whole
             for dim in (1, 2, 0):
@@ -204,51 +206,51 @@ def test_strided_cuts(run: Run, tmp_path: Path, placements: Any, said: str | Non
                     local = local.chunk(2, placements[dim].dim)[mesh.get_coordinate()[dim]]
             torch.save({"w": cut(whole, mesh, placements, local.clone())}, tmp_path / f"rank_{rank}.pt")
     done = run("remap", tmp_path / "rank_*.pt", "-o", tmp_path / "out.pt")
-    assert (done.status, (said or "") in done.err) == (2 if said else 0, True), done.err
-    assert said or torch.equal(torch.load(tmp_path / "out.pt")["w"], whole)
+    assert (done.status, (message or "") in done.err) == (2 if message else 0, True), done.err
+    assert message or torch.equal(torch.load(tmp_path / "out.pt")["w"], whole)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda part: setattr(part, "_local_tensor", 5), "no local tensor"),
         (lambda part: setattr(part, "_local_tensor", ONES.to_sparse()), "its part is a sparse_coo tensor @ w"),
         (lambda part: setattr(part, "_local_tensor", torch.ones(3)), "its part has the shape [3], but its placem"),
         (lambda part: setattr(part._spec, "placements", (5,)), "the DTensor w"),
-        (lambda part: setattr(part._spec, "placements", (Made(Shard, (0,)),)), None),
-        (lambda part: setattr(part._spec, "placements", (Made(_StridedShard, (0, 1)),)), None),
+        (lambda part: setattr(part._spec, "placements", (PickledCall(Shard, (0,)),)), None),
+        (lambda part: setattr(part._spec, "placements", (PickledCall(_StridedShard, (0, 1)),)), None),
         (
-            lambda part: setattr(part._spec, "placements", (Made(_StridedShard, (0, 2)),)),
+            lambda part: setattr(part._spec, "placements", (PickledCall(_StridedShard, (0, 2)),)),
             "is cut in strides (2 pieces)",
         ),
-        (lambda part: setattr(part._spec, "placements", (Made(_StridedShard, (0, 0)),)), "0 pieces"),
-        (lambda part: setattr(part._spec, "placements", (Made(Shard, (1,)),)), "cut along dimension 1 of 1"),
-        (lambda part: setattr(part._spec, "placements", (Made(Shard, (-1,)),)), "cut along dimension -1 of 1"),
-        (lambda part: setattr(part._spec, "placements", (Made(Shard, ("0",)),)), "the DTensor w"),
+        (lambda part: setattr(part._spec, "placements", (PickledCall(_StridedShard, (0, 0)),)), "0 pieces"),
+        (lambda part: setattr(part._spec, "placements", (PickledCall(Shard, (1,)),)), "cut along dimension 1 of 1"),
+        (lambda part: setattr(part._spec, "placements", (PickledCall(Shard, (-1,)),)), "cut along dimension -1 of 1"),
+        (lambda part: setattr(part._spec, "placements", (PickledCall(Shard, ("0",)),)), "the DTensor w"),
         (
             lambda part: vars(part._spec).update(shard_order=((0, (1,)),)),
             "an order of shards that does not match the",
         ),
     ],
 )
-def test_a_dtensor_that_lies_is_refused(
-    run: Run, tmp_path: Path, change: Callable[[Any], None], said: str | None
+def test_a_wrong_dtensor_is_refused(
+    run: Run, tmp_path: Path, change: Callable[[Any], None], message: str | None
 ) -> None:
     needs_torch("2.13", "DTensors with these attributes")
     for rank in (0, 1):
-        with of_rank(rank, 2):
+        with as_rank(rank, 2):
             part = DTensor.from_local(ONES, init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
             change(part)
             torch.save({"w": part}, tmp_path / f"rank_{rank}.pt")
     done = run("inspect", tmp_path / "rank_*.pt")
-    assert (done.status, (said or "") in done.err) == (2 if said else 0, True), done.err
+    assert (done.status, (message or "") in done.err) == (2 if message else 0, True), done.err
 
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)])
-def test_parts_that_are_views_of_others(run: Run, tmp_path: Path, placement: Any) -> None:
+def test_parts_that_are_views_are_assembled(run: Run, tmp_path: Path, placement: Any) -> None:
     whole = torch.arange(12.0).reshape(4, 3).t()
     for rank in (0, 1):
-        with of_rank(rank, 2):
+        with as_rank(rank, 2):
             mesh = init_device_mesh("cpu", (2,))
             local = whole if isinstance(placement, Replicate) else whole.chunk(2, placement.dim)[rank]
             part = cut(whole, mesh, [placement], local.clone())
@@ -260,10 +262,10 @@ def test_parts_that_are_views_of_others(run: Run, tmp_path: Path, placement: Any
     assert torch.equal(made["s"].to_dense(), torch.eye(2))
 
 
-def test_a_rank_without_elements_may_have_any_shape_of_none(run: Run, tmp_path: Path) -> None:
+def test_an_empty_part_may_have_any_empty_shape(run: Run, tmp_path: Path) -> None:
     whole = torch.arange(3.0).reshape(1, 3)
     for rank, local in enumerate((whole, torch.empty(0))):
-        with of_rank(rank, 2):
+        with as_rank(rank, 2):
             part = cut(whole, init_device_mesh("cpu", (2,)), [Shard(0)], whole)
             part._local_tensor = local
             torch.save({"w": part}, tmp_path / f"rank_{rank}.pt")
@@ -274,16 +276,16 @@ def test_a_rank_without_elements_may_have_any_shape_of_none(run: Run, tmp_path: 
 @pytest.mark.parametrize("other", [{}, {"w": ONES}])
 def test_a_dtensor_on_some_ranks_is_refused(run: Run, tmp_path: Path, other: Any) -> None:
     for rank in (0, 1):
-        with of_rank(rank, 2):
+        with as_rank(rank, 2):
             part = DTensor.from_local(ONES, init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
             torch.save({"v": part, **(other if rank else {"w": part})}, tmp_path / f"rank_{rank}.pt")
     done = run("inspect", tmp_path / "rank_*.pt")
     assert (done.status, "a DTensor on some ranks, and not on all @ w" in done.err) == (2, True), done.err
 
 
-def test_files_of_runs_of_other_sizes_and_of_no_ranks(run: Run, tmp_path: Path) -> None:
+def test_files_of_different_runs_are_refused(run: Run, tmp_path: Path) -> None:
     for rank in (0, 1):
-        with of_rank(rank, rank + 2):
+        with as_rank(rank, rank + 2):
             part = DTensor.from_local(ONES, init_device_mesh("cpu", (rank + 2,)), [Shard(0)], run_check=False)
             torch.save({"w": part}, tmp_path / f"rank_{rank}.pt")
     torch.save({"w": ONES}, tmp_path / "rank_2.pt")
@@ -296,14 +298,14 @@ def test_files_of_runs_of_other_sizes_and_of_no_ranks(run: Run, tmp_path: Path) 
     ]
 
 
-def test_files_of_another_format_are_no_ranks(run: Run, tmp_path: Path) -> None:
+def test_rank_files_of_another_format_are_refused(run: Run, tmp_path: Path) -> None:
     for rank in (0, 1):
         save_file({"w": ONES}, tmp_path / f"rank_{rank}.safetensors")
     done = run("inspect", tmp_path / "rank_*.safetensors")
     assert (done.status, "rank_0.safetensors was not written by torch.save, but a glob names" in done.err) == (2, True)
 
 
-# What ranks hold otherwise than others
+# Differences between ranks
 
 
 LONG = 1 << 20_000  # more digits than Python writes
@@ -314,7 +316,7 @@ def optimizer(**own: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("zero", "one", "says"),
+    ("zero", "one", "message"),
     [
         (optimizer(m=None), optimizer(m=ONES), "is None on rank 0, and a tensor on rank 1 @ optimizer.state.0.m"),
         (optimizer(m=ONES), optimizer(m={"a": ONES}), "is a tensor on rank 0, and a dict on rank 1"),
@@ -342,20 +344,20 @@ def optimizer(**own: Any) -> dict[str, Any]:
         ({"m": {"a": ONES}}, {"m": optimizer(a=ONES)["optimizer"]}, "'state_dict' on rank 0, and 'optimizer' on"),
     ],
 )
-def test_what_is_not_the_same_thing_on_all_ranks_is_refused(
-    run: Run, tmp_path: Path, zero: Any, one: Any, says: str | None
+def test_entries_that_differ_between_ranks_are_refused(
+    run: Run, tmp_path: Path, zero: Any, one: Any, message: str | None
 ) -> None:
     done = run("inspect", saved(tmp_path, zero, one))
-    assert (done.status, (says or "") in done.err) == (2 if says else 0, True), done.err
+    assert (done.status, (message or "") in done.err) == (2 if message else 0, True), done.err
 
 
-def test_of_three_ranks_those_are_named_that_differ(run: Run, tmp_path: Path) -> None:
+def test_the_ranks_that_differ_are_named(run: Run, tmp_path: Path) -> None:
     states = [{"m": {"a": ONES}}, *({"m": {"a": ONES}, "epoch": epoch} for epoch in (4, 5))]
     done = run("inspect", saved(tmp_path, *states))
     assert (done.status, "is 4 on rank 1, and 5 on rank 2 @ epoch" in done.err) == (2, True), done.err
 
 
-def test_objects_that_differ_are_rank_0s_and_it_is_said(run: Run, tmp_path: Path) -> None:
+def test_a_note_reports_that_objects_of_rank_0_are_used(run: Run, tmp_path: Path) -> None:
     states = [{"a": ONES, "b": ONES, "x._extra_state": {"amax": amax}} for amax in (1, 2)]
     notes = notes_in(run("inspect", saved(tmp_path, *states), "--format", "json").data)
     assert "x._extra_state differs between the ranks: rank 0's is used" in notes
@@ -363,12 +365,12 @@ def test_objects_that_differ_are_rank_0s_and_it_is_said(run: Run, tmp_path: Path
     assert not any("differs" in note for note in notes)
 
 
-def test_what_rank_0_has_not_is_said(run: Run, tmp_path: Path) -> None:
+def test_a_note_reports_entries_that_rank_0_lacks(run: Run, tmp_path: Path) -> None:
     done = run("inspect", saved(tmp_path, {"m": {"a": ONES}}, {"m": {"a": ONES}, "args": [1]}), "--format", "json")
     assert "not copied: args, which rank 0 does not have" in notes_in(done.data)
 
 
-# Which file is of which rank
+# The rank of a file
 
 
 @pytest.mark.parametrize(
@@ -387,11 +389,11 @@ def test_what_rank_0_has_not_is_said(run: Run, tmp_path: Path) -> None:
         (["rank_0.pt"], None),
     ],
 )
-def test_the_number_in_a_name_that_says_the_rank(names: list[str], numbers: list[int] | None) -> None:
+def test_the_rank_is_found_in_file_names(names: list[str], numbers: list[int] | None) -> None:
     assert _numbers(names) == ({} if numbers is None else dict(zip(names, numbers)))
 
 
-def test_files_that_do_not_say_their_rank_are_not_put_in_an_order(run: Run, tmp_path: Path) -> None:
+def test_files_without_a_rank_are_refused(run: Run, tmp_path: Path) -> None:
     for name in ("one", "two"):
         torch.save({"flat_param": ONES, "b": ONES}, tmp_path / f"{name}.pt")
     done = run("inspect", tmp_path / "*.pt")
@@ -402,7 +404,7 @@ def test_files_that_do_not_say_their_rank_are_not_put_in_an_order(run: Run, tmp_
     ]
 
 
-# Compared
+# Comparison
 
 
 @pytest.mark.parametrize(
@@ -420,19 +422,19 @@ def test_files_that_do_not_say_their_rank_are_not_put_in_an_order(run: Run, tmp_
         ([None, ONES], [ONES, None], 1),
     ],
 )
-def test_what_other_ranks_hold_is_compared_too(
+def test_diff_compares_entries_of_other_ranks(
     run: Run, tmp_path: Path, left: list[Any], right: list[Any], status: int
 ) -> None:
     sides = [
-        saved(tmp_path, *({"b": ONES} if t is None else {"a": t, "b": ONES} for t in own), name=f"{side}_{{}}.pt")
-        for side, own in (("l", left), ("r", right))
+        saved(tmp_path, *({"b": ONES} if t is None else {"a": t, "b": ONES} for t in tensors), name=f"{side}_{{}}.pt")
+        for side, tensors in (("l", left), ("r", right))
     ]
     assert run("diff", *sides, "--values").status == status
     assert run("diff", *sides).status == (status if None in left else 0)
 
 
 @pytest.mark.parametrize("values", [[], ["--values"]])
-def test_slices_of_other_lengths_on_other_ranks_are_not_the_same(run: Run, tmp_path: Path, values: list[str]) -> None:
+def test_diff_compares_shapes_on_other_ranks(run: Run, tmp_path: Path, values: list[str]) -> None:
     left = saved(tmp_path, {"a": torch.ones(3)}, {"a": torch.ones(3)}, name="l_{}.pt")
     right = saved(tmp_path, {"a": torch.ones(3)}, {"a": torch.ones(2)}, name="r_{}.pt")
     done = run("diff", left, right, *values)
@@ -445,37 +447,37 @@ def test_slices_of_other_lengths_on_other_ranks_are_not_the_same(run: Run, tmp_p
 # Sharded tensors
 
 
-def again(sharded: Any, shard: Any) -> None:
+def append_shard(sharded: Any, shard: Any) -> None:
     sharded._local_shards.append(shard)
 
 
-def at(*offsets: int) -> Callable[[Any, Any], None]:
+def with_offsets(*offsets: int) -> Callable[[Any, Any], None]:
     return lambda sharded, shard: setattr(shard.metadata, "shard_offsets", list(offsets))
 
 
-def holding(tensor: torch.Tensor) -> Callable[[Any, Any], None]:
+def with_tensor(tensor: torch.Tensor) -> Callable[[Any, Any], None]:
     return lambda sharded, shard: setattr(shard, "tensor", tensor)
 
 
 @pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda sharded, shard: None, None),
-        (again, "a rank holds 2 shards of w: only one for each rank is supported"),
-        (at(0, 0), "its chunks hold 6 elements, it has 12 @ w"),
-        (at(2, 1), "a chunk at [2, 1] of [2, 3] elements is not inside [4, 3] @ w"),
-        (at(2), "a chunk at [2] of [2, 3] elements is not inside [4, 3] @ w"),
-        (at(3, 0), "a chunk at [3, 0] of [2, 3] elements is not inside [4, 3] @ w"),
-        (at(1, 0), "two of its chunks overlap @ w"),
-        (holding(torch.ones(2, 3).double()), "its part is float64, the tensor float32 @ w"),
-        (holding(torch.ones(2, 3).to_sparse()), "its part is a sparse_coo tensor @ w"),
-        (holding(torch.ones(3, 3)), "a chunk at [2, 0] of [3, 3] elements is not inside [4, 3] @ w"),
-        (holding(torch.ones(2, 2)), "its chunks hold 10 elements, it has 12 @ w"),
-        (holding(torch.ones(0, 3)), "its chunks hold 6 elements, it has 12 @ w"),
+        (append_shard, "a rank holds 2 shards of w: only one for each rank is supported"),
+        (with_offsets(0, 0), "its chunks hold 6 elements, it has 12 @ w"),
+        (with_offsets(2, 1), "a chunk at [2, 1] of [2, 3] elements is not inside [4, 3] @ w"),
+        (with_offsets(2), "a chunk at [2] of [2, 3] elements is not inside [4, 3] @ w"),
+        (with_offsets(3, 0), "a chunk at [3, 0] of [2, 3] elements is not inside [4, 3] @ w"),
+        (with_offsets(1, 0), "two of its chunks overlap @ w"),
+        (with_tensor(torch.ones(2, 3).double()), "its part is float64, the tensor float32 @ w"),
+        (with_tensor(torch.ones(2, 3).to_sparse()), "its part is a sparse_coo tensor @ w"),
+        (with_tensor(torch.ones(3, 3)), "a chunk at [2, 0] of [3, 3] elements is not inside [4, 3] @ w"),
+        (with_tensor(torch.ones(2, 2)), "its chunks hold 10 elements, it has 12 @ w"),
+        (with_tensor(torch.ones(0, 3)), "its chunks hold 6 elements, it has 12 @ w"),
         (lambda sharded, shard: setattr(sharded._metadata.tensor_properties, "dtype", print), "ValueError('no dtype')"),
-        (holding(torch.ones(1, 3)), "its chunks hold 9 elements, it has 12 @ w"),
-        (holding(torch.ones(3, 2).t()), None),
+        (with_tensor(torch.ones(1, 3)), "its chunks hold 9 elements, it has 12 @ w"),
+        (with_tensor(torch.ones(3, 2).t()), None),
         (lambda sharded, shard: sharded._local_shards.clear(), "its chunks hold 6 elements, it has 12 @ w"),
         (
             lambda sharded, shard: setattr(sharded._metadata, "size", torch.Size([5, 3])),
@@ -488,91 +490,91 @@ def holding(tensor: torch.Tensor) -> Callable[[Any, Any], None]:
     ],
 )
 def test_shards_that_do_not_cover_their_tensor_are_refused(
-    run: Run, tmp_path: Path, change: Callable[[Any, Any], None], said: str | None
+    run: Run, tmp_path: Path, change: Callable[[Any, Any], None], message: str | None
 ) -> None:
-    """As one rank's object would be, of which the other says something else."""
+    """One rank's tensor is changed, so the ranks contradict each other."""
     torch.save({"w": torch.arange(12.0).reshape(4, 3)}, tmp_path / "in.pt")
-    asked = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Rows", "-o", tmp_path / "rank_{rank}.pt"]
-    assert run(*asked, "--to", "fsdp-sharded(world_size=2)").status == 0
-    with of_rank(1, 2):
+    command = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Rows", "-o", tmp_path / "rank_{rank}.pt"]
+    assert run(*command, "--to", "fsdp-sharded(world_size=2)").status == 0
+    with as_rank(1, 2):
         state = torch.load(tmp_path / "rank_1.pt", weights_only=False)
         change(state["w"], state["w"].local_shards()[0])
         torch.save(state, tmp_path / "rank_1.pt")
     done = run("inspect", tmp_path / "rank_*.pt")
-    assert done.status == (0 if said is None else 2), done.err
-    assert (said or "") in done.err
+    assert done.status == (0 if message is None else 2), done.err
+    assert (message or "") in done.err
 
 
 @pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
 @pytest.mark.parametrize(
-    ("chunks", "said"),
+    ("chunks", "message"),
     [
         ([([0, 0], [4, 2]), ([0, 2], [4, 1])], None),
         ([([2, 0], [2, 3]), ([0, 0], [2, 3])], "its chunks are not in the order of the ranks @ w"),
     ],
 )
-def test_a_sharded_tensor_with_other_chunks(
-    run: Run, tmp_path: Path, chunks: list[tuple[list[int], list[int]]], said: str | None
+def test_a_sharded_tensor_with_other_chunks_is_assembled_or_refused(
+    run: Run, tmp_path: Path, chunks: list[tuple[list[int], list[int]]], message: str | None
 ) -> None:
     tensor = torch.arange(12.0).reshape(4, 3)
-    shards = [ShardMetadata(at, sizes, f"rank:{rank}/cpu") for rank, (at, sizes) in enumerate(chunks)]
+    shards = [ShardMetadata(offsets, sizes, f"rank:{rank}/cpu") for rank, (offsets, sizes) in enumerate(chunks)]
     metadata = ShardedTensorMetadata(shards, tensor.size(), TensorProperties(dtype=torch.float32))
     for rank, ((top, left), (height, width)) in enumerate(chunks):
-        with of_rank(rank, 2):
+        with as_rank(rank, 2):
             local = LocalShard(tensor[top : top + height, left : left + width].clone(), shards[rank])
             sharded = ShardedTensor._init_from_local_shards_and_global_metadata([local], metadata)
             torch.save({"w": sharded}, tmp_path / f"rank_{rank}.pt")
     done = run("remap", tmp_path / "rank_*.pt", "--model", f"{__file__}:Rows", "-o", tmp_path / "out.pt", "--verify")
-    assert (done.status, (said or "") in done.err) == (2 if said else 0, True), done.err
-    assert said or torch.equal(torch.load(tmp_path / "out.pt")["w"], tensor)
+    assert (done.status, (message or "") in done.err) == (2 if message else 0, True), done.err
+    assert message or torch.equal(torch.load(tmp_path / "out.pt")["w"], tensor)
 
 
-def plain(state: Any) -> None:
-    """As torch before 2.0 wrote it."""
-    state["w"] = Made(ShardedTensor, (), state["w"].__getstate__())
+def like_torch_1(state: Any) -> None:
+    """Pickle it like torch before 2.0."""
+    state["w"] = PickledCall(ShardedTensor, (), state["w"].__getstate__())
 
 
-def of_rank_2(state: Any) -> None:
+def with_rank_2(state: Any) -> None:
     shards, metadata, group, *rest = state["w"].__getstate__()
     group.local_rank = 2
-    state["w"] = Made(ShardedTensor, (), (shards, metadata, group, *rest))
+    state["w"] = PickledCall(ShardedTensor, (), (shards, metadata, group, *rest))
 
 
 @pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
-        (plain, None),
-        (of_rank_2, "its rank is not in the process group"),
-        (lambda state: state.update(w=Made(ShardedTensor, ())), "the sharded tensor w"),
+        (like_torch_1, None),
+        (with_rank_2, "its rank is not in the process group"),
+        (lambda state: state.update(w=PickledCall(ShardedTensor, ())), "the sharded tensor w"),
         (lambda state: state.update(v=ONES), "a sharded tensor on some ranks, and not on all @ v"),
         (lambda state: state.pop("v"), "a sharded tensor on some ranks, and not on all @ v"),
     ],
 )
-def test_sharded_tensors_of_other_torch_and_on_some_ranks(
-    run: Run, tmp_path: Path, change: Callable[[Any], None], said: str | None
+def test_changed_sharded_tensors_are_read_or_refused(
+    run: Run, tmp_path: Path, change: Callable[[Any], None], message: str | None
 ) -> None:
     torch.save({"w": torch.arange(12.0).reshape(4, 3), "v": torch.ones(4)}, tmp_path / "in.pt")
-    asked = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Two", "-o", tmp_path / "rank_{rank}.pt"]
-    assert run(*asked, "--to", "fsdp-sharded(world_size=2)").status == 0
-    with of_rank(1, 2):
+    command = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Two", "-o", tmp_path / "rank_{rank}.pt"]
+    assert run(*command, "--to", "fsdp-sharded(world_size=2)").status == 0
+    with as_rank(1, 2):
         state = torch.load(tmp_path / "rank_1.pt", weights_only=False)
         change(state)
         torch.save(state, tmp_path / "rank_1.pt")
     done = run("inspect", tmp_path / "rank_*.pt")
-    assert (done.status, (said or "") in done.err) == (2 if said else 0, True), done.err
+    assert (done.status, (message or "") in done.err) == (2 if message else 0, True), done.err
 
 
 @pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
-def test_dtypes_that_storages_have_no_class_for(run: Run, tmp_path: Path) -> None:
+def test_a_dtype_without_a_storage_class_is_sharded_and_assembled(run: Run, tmp_path: Path) -> None:
     whole = torch.arange(12.0).reshape(4, 3).to(torch.float8_e4m3fn)
     torch.save({"w": whole}, tmp_path / "in.pt")
-    asked = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Small", "-o", tmp_path / "rank_{rank}.pt"]
-    assert run(*asked, "--to", "fsdp-sharded(world_size=2)").status == 0
-    with of_rank(1, 2):
+    command = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Small", "-o", tmp_path / "rank_{rank}.pt"]
+    assert run(*command, "--to", "fsdp-sharded(world_size=2)").status == 0
+    with as_rank(1, 2):
         (shard,) = torch.load(tmp_path / "rank_1.pt", weights_only=False)["w"].local_shards()
         assert torch.equal(shard.tensor.float(), whole[2:].float())
-    assert run("remap", tmp_path / "rank_*.pt", *asked[2:4], "-o", tmp_path / "out.pt").status == 0
+    assert run("remap", tmp_path / "rank_*.pt", *command[2:4], "-o", tmp_path / "out.pt").status == 0
     back = torch.load(tmp_path / "out.pt")["w"]
     assert back.dtype == whole.dtype
     assert torch.equal(back.float(), whole.float())
@@ -580,8 +582,8 @@ def test_dtypes_that_storages_have_no_class_for(run: Run, tmp_path: Path) -> Non
 
 def test_a_sharded_tensor_on_some_ranks_is_refused(run: Run, tmp_path: Path) -> None:
     torch.save({"w": torch.arange(12.0).reshape(4, 3)}, tmp_path / "in.pt")
-    asked = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Rows", "-o", tmp_path / "rank_{rank}.pt"]
-    assert run(*asked, "--to", "fsdp-sharded(world_size=2)").status == 0
+    command = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Rows", "-o", tmp_path / "rank_{rank}.pt"]
+    assert run(*command, "--to", "fsdp-sharded(world_size=2)").status == 0
     torch.save({"w": torch.ones(2, 3)}, tmp_path / "rank_1.pt")
     done = run("inspect", tmp_path / "rank_*.pt")
     assert done.status == 2
@@ -606,7 +608,7 @@ class Small(torch.nn.Module):
         self.w = torch.nn.Parameter(torch.ones(4, 3).to(torch.float8_e4m3fn), requires_grad=False)
 
 
-def test_files_in_the_format_before_torch_1_6_are_called_so(run: Run, tmp_path: Path) -> None:
+def test_the_error_for_files_before_torch_1_6_suggests_a_conversion(run: Run, tmp_path: Path) -> None:
     for rank in range(2):
         torch.save({"w": torch.ones(2)}, tmp_path / f"r_{rank}.pt", _use_new_zipfile_serialization=False)
     done = run("inspect", tmp_path / "r_*.pt")

@@ -1,4 +1,4 @@
-"""The quick way through a header gives what the strict one gives, or leaves it to that one."""
+"""The fast header parser matches the strict one, or falls back to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = st.lists(st.integers(0, 3), max_size=3)
 
 @st.composite
 def headers(draw):
-    """Headers that are right, with names and blanks of all kinds, and at times something wrong in the text."""
+    """Draw valid headers with all kinds of names and whitespace, and sometimes an error."""
     infos, end = {}, 0
     if draw(st.booleans()):
         infos["__metadata__"] = draw(st.dictionaries(NAMES, NAMES, max_size=2) | st.none())
@@ -45,18 +45,18 @@ def headers(draw):
 
 
 @given(headers())
-def test_the_quick_way_is_the_strict_way(tmp_path_factory, header):
+def test_the_fast_parser_matches_the_strict_one(tmp_path_factory, header):
     text, data = header
     path = tmp_path_factory.getbasetemp() / "header.safetensors"
     raw = text.encode("utf-8", "surrogatepass")
     path.write_bytes(struct.pack("<Q", len(raw)) + raw + data)
-    assert outcome(path, quick=True) == outcome(path, quick=False)
+    assert outcome(path, fast=True) == outcome(path, fast=False)
 
 
-def outcome(path: Path, quick: bool):
-    """Keys, geometries, places and metadata, or the error and its problems."""
+def outcome(path: Path, fast: bool):
+    """Return keys, shapes, offsets and metadata, or the error and its problems."""
     kept = safetensors._as_usual
-    if not quick:
+    if not fast:
         safetensors._as_usual = lambda text, data: None
     look_anew(str(path))
     try:
@@ -73,7 +73,7 @@ def outcome(path: Path, quick: bool):
     return tensors, read.metadata
 
 
-def test_what_writers_write_is_read_quickly(tmp_path, monkeypatch):
+def test_headers_of_common_writers_take_the_fast_path(tmp_path, monkeypatch):
     import torch
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""Tensors that share bytes, against the plain comparison of every pair."""
+"""Tensors that share bytes, checked against a comparison of every pair."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def entry(key: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
     return TensorEntry(key, "float32", shape, stride, offset, STORAGES[storage])
 
 
-def test_neighbours_and_other_storages_share_nothing():
+def test_adjacent_tensors_and_other_storages_do_not_overlap():
     assert overlapping([entry("a", (4,), (1,), 0), entry("b", (4,), (1,), 4), entry("c", (4,), (1,), 0, 1)]) == {}
     assert overlapping([entry("empty", (0,), (1,), 2), entry("a", (8,), (1,), 0), entry("0-dim", (), (), 8)]) == {}
     assert overlapping([TensorEntry("coo", "float32", (2,), (), 0, None, "sparse_coo", 8)] * 2) == {}
 
 
-def test_the_later_key_is_named_with_the_earlier():
+def test_the_later_key_is_reported_with_the_earlier_one():
     assert overlapping([entry("tail", (4,), (1,), 6), entry("a", (8,), (1,), 0)]) == {"a": "tail"}
     assert overlapping([entry("column", (4,), (4,), 0), entry("row", (4,), (1,), 12)]) == {"row": "column"}
     wide = [entry("all", (99,), (1,), 0), entry("a", (2,), (1,), 0), entry("b", (2,), (1,), 50)]
@@ -29,7 +29,7 @@ def test_the_later_key_is_named_with_the_earlier():
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6), st.integers(0, 1)), max_size=7))
-def test_against_every_pair(ranges):
+def test_overlaps_match_a_comparison_of_every_pair(ranges):
     tensors = [entry(str(n), (size,), (1,), offset, storage) for n, (offset, size, storage) in enumerate(ranges)]
     pairs = {
         (str(j), str(i))

@@ -58,13 +58,13 @@ def we_accept(path: str) -> bool:
     return True
 
 
-def keys_changed(checkpoint: Checkpoint, rename) -> Checkpoint:
+def with_keys(checkpoint: Checkpoint, rename) -> Checkpoint:
     section = checkpoint.sections[0]
     tensors = tuple(replace(entry, key=rename(entry.key)) for entry in section.tensors)
     return replace(checkpoint, sections=(replace(section, tensors=tensors),))
 
 
-def of(*tensors: TensorEntry, **changes) -> Checkpoint:
+def checkpoint_of(*tensors: TensorEntry, **changes) -> Checkpoint:
     return replace(Checkpoint("x", "torch_zip", 0, (Section("", "state_dict", tensors),)), **changes)
 
 
@@ -84,7 +84,7 @@ def all_dtypes() -> dict[str, torch.Tensor]:
 # Reading
 
 
-def test_every_dtype_reads_as_the_reference_reads_it(tmp_path):
+def test_every_dtype_matches_the_reference(tmp_path):
     path = put(tmp_path / "a.safetensors", save(all_dtypes(), {"format": "pt"}))
     checkpoint = read(path)
     assert (checkpoint.format, checkpoint.metadata) == ("safetensors", {"format": "pt"})
@@ -139,7 +139,7 @@ def test_keys_keep_the_order_of_the_header(tmp_path):
         (packed(f'{{"a":{F32}}}', bytes(5)), "1 bytes after the last tensor belong to none"),
     ],
 )
-def test_broken_file(tmp_path, data, message):
+def test_a_broken_file_is_an_error(tmp_path, data, message):
     path = put(tmp_path / "a.safetensors", data)
     with pytest.raises(CkptError) as caught:
         read(path)
@@ -169,13 +169,13 @@ def test_broken_file(tmp_path, data, message):
         (info('"F32"', "[1]", '[0,4],"x":[]'), "it has fields that the format does not know @ a"),
     ],
 )
-def test_wrong_entries_are_all_named(tmp_path, entries, problem):
+def test_all_wrong_entries_are_reported(tmp_path, entries, problem):
     with pytest.raises(CkptError) as caught:
         read(put(tmp_path / "a.safetensors", packed("{" + entries + "}")))
     assert [str(found) for found in caught.value.problems] == [problem]
 
 
-def test_sub_byte_tensors_are_carried(tmp_path):
+def test_sub_byte_tensors_are_copied(tmp_path):
     info = {
         "six": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]},
         "odd": {"dtype": "F4", "shape": [2, 1], "data_offsets": [3, 4]},
@@ -186,17 +186,17 @@ def test_sub_byte_tensors_are_carried(tmp_path):
         ("six", "float6_e2m3", "packed", 3),
         ("odd", "float4_e2m1fn", "packed", 1),
     ]
-    out = write_pieces(layout(keys_changed(checkpoint, "my.{}".format)), tmp_path / "b.safetensors")
-    back = layout(keys_changed(read(out), lambda key: key[3:]))
+    out = write_pieces(layout(with_keys(checkpoint, "my.{}".format)), tmp_path / "b.safetensors")
+    back = layout(with_keys(read(out), lambda key: key[3:]))
     assert read(out).sections[0].tensors[0].key == "my.six"
     assert write_pieces(back, tmp_path / "c.safetensors")
-    afresh = write_pieces(layout(replace(checkpoint, container=None)), tmp_path / "d.safetensors")
+    rewritten = write_pieces(layout(replace(checkpoint, container=None)), tmp_path / "d.safetensors")
     assert reference_accepts(out)
-    assert reference_accepts(afresh)
+    assert reference_accepts(rewritten)
     assert (tmp_path / "d.safetensors").read_bytes()[-4:] == b"\1\2\3\4"
 
 
-def test_a_packed_tensor_that_torchao_lists_is_carried(tmp_path):
+def test_a_packed_tensor_that_torchao_lists_is_copied(tmp_path):
     text = json.dumps(
         {
             "__metadata__": {"tensor_names": '["w"]', "w": '{"_type": "Tensor"}'},
@@ -208,7 +208,7 @@ def test_a_packed_tensor_that_torchao_lists_is_carried(tmp_path):
     assert [(e.key, e.layout) for e in read(out).sections[0].tensors] == [("w", "packed")]
 
 
-def test_missing_file_and_directory(tmp_path):
+def test_a_missing_file_or_a_directory_is_an_error(tmp_path):
     for path in (tmp_path / "none", tmp_path, "nu\0ll"):
         with pytest.raises(CkptError, match="cannot read"):
             read(str(path))
@@ -242,18 +242,18 @@ def mutated_headers(draw) -> bytes:
 
 
 def stricter(header: bytes) -> bool:
-    """True where the header breaks one of the rules that the reference reader does not hold, see the module."""
-    doubled: list[str] = []
+    """Return True if the header breaks a rule that only our reader enforces (see the module)."""
+    duplicates: list[str] = []
 
     def unique(pairs):
         names = [name for name, _ in pairs]
-        doubled.extend(name for name in names if names.count(name) > 1)
+        duplicates.extend(name for name in names if names.count(name) > 1)
         return dict(pairs)
 
     value = json.loads(header, object_pairs_hook=unique)
     infos = [info for name, info in value.items() if name != "__metadata__"]
     return (
-        bool(doubled)
+        bool(duplicates)
         or any(not isinstance(info, dict) or not isinstance(info["dtype"], str) for info in infos)
         or any(
             isinstance(v, (dict, list)) for info in infos for k, v in info.items() if k not in ("shape", "data_offsets")
@@ -271,16 +271,16 @@ def stricter(header: bytes) -> bool:
 @example(header=VALID.replace(":1.5", ":[[1.5]]").encode(), data=16, shift=0)
 @example(header=VALID.replace("[0,7]", "[0,4294967296,4294967296]").encode(), data=16, shift=0)
 @example(header=VALID.replace("[0,7]", "[4294967296,4294967296,0]").encode(), data=16, shift=0)
-def test_accepts_what_the_reference_accepts(tmp_path, header, data, shift):
+def test_mutated_headers_are_accepted_like_in_the_reference(tmp_path, header, data, shift):
     path = put(tmp_path / "a.safetensors", packed(header, bytes(data), len(header) + shift))
-    ours, theirs = we_accept(path), reference_accepts(path)
-    assert ours == theirs or (theirs and stricter((header + bytes(data))[: len(header) + shift]))
+    accepted, expected = we_accept(path), reference_accepts(path)
+    assert accepted == expected or (expected and stricter((header + bytes(data))[: len(header) + shift]))
 
 
 # Writing
 
 
-def test_fresh_layout_is_the_reference_writer_s(tmp_path):
+def test_a_new_layout_matches_the_reference_writer(tmp_path):
     tensors = all_dtypes()
     path = put(tmp_path / "a.safetensors", save(tensors, {"format": "pt"}))
     checkpoint = replace(read(path), container=None)
@@ -291,14 +291,14 @@ def test_fresh_layout_is_the_reference_writer_s(tmp_path):
         assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
 
 
-def test_without_metadata_and_without_tensors(tmp_path):
-    write_pieces(layout(of()), tmp_path / "a.safetensors")
+def test_files_without_metadata_or_tensors_match_the_reference(tmp_path):
+    write_pieces(layout(checkpoint_of()), tmp_path / "a.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == save({})
-    write_pieces(layout(of(computed("x", "uint8", 3, data=b"abc"))), tmp_path / "a.safetensors")
+    write_pieces(layout(checkpoint_of(computed("x", "uint8", 3, data=b"abc"))), tmp_path / "a.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == save({"x": torch.tensor(list(b"abc"), dtype=torch.uint8)})
 
 
-def test_unchanged_checkpoint_is_the_same_file(tmp_path):
+def test_an_unchanged_checkpoint_gives_the_same_file(tmp_path):
     raw = packed(f'{{ "b" : {F32},\n "\\u0061": {{"data_offsets":[4,4],"shape":[0],"dtype":"F32","x":1}} }}'.ljust(160))
     path = put(tmp_path / "a.safetensors", raw)
     write_pieces(layout(read(path)), tmp_path / "b.safetensors")
@@ -307,8 +307,8 @@ def test_unchanged_checkpoint_is_the_same_file(tmp_path):
 
 @pytest.mark.parametrize("spare", [0, 8, 4096])
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
-def test_rename_and_its_inverse_give_the_same_bytes(tmp_path, spare, separators):
-    """Also for files that order their header and data in their own way and leave room in the header."""
+def test_a_rename_and_its_inverse_restore_the_bytes(tmp_path, spare, separators):
+    """Also for files with another order of header and data, and with padding in the header."""
     info = {
         "z": {"dtype": "F32", "shape": [2], "data_offsets": [5, 13]},
         "__metadata__": {"b": "1", "a": "é"},
@@ -321,7 +321,7 @@ def test_rename_and_its_inverse_give_the_same_bytes(tmp_path, spare, separators)
     text = json.dumps(info, ensure_ascii=False, separators=separators).encode()
     raw = packed(text.ljust(-(-len(text) // 8) * 8 + spare), bytes(range(16)))
     path = put(tmp_path / "a.safetensors", raw)
-    pieces = layout(keys_changed(read(path), 'wrapped."{}"'.format))
+    pieces = layout(with_keys(read(path), 'wrapped."{}"'.format))
     assert [type(piece.data) for piece in pieces] == [bytes, Span]
     out = write_pieces(pieces, tmp_path / "b.safetensors")
     assert reference_accepts(out)
@@ -329,14 +329,14 @@ def test_rename_and_its_inverse_give_the_same_bytes(tmp_path, spare, separators)
         f'wrapped."{key}"' for key in info if key != "__metadata__"
     ]
     assert read(out).metadata == info["__metadata__"]
-    write_pieces(layout(keys_changed(read(out), lambda key: key[9:-1])), tmp_path / "c.safetensors")
+    write_pieces(layout(with_keys(read(out), lambda key: key[9:-1])), tmp_path / "c.safetensors")
     assert (tmp_path / "c.safetensors").read_bytes() == raw
 
 
-def test_names_exchanged_take_their_tensors_along(tmp_path):
+def test_swapped_names_move_with_their_tensors(tmp_path):
     save_file({"a": torch.zeros(2), "b": torch.ones(2)}, tmp_path / "a.safetensors")
     checkpoint = read(str(tmp_path / "a.safetensors"))
-    exchanged = keys_changed(checkpoint, {"a": "b", "b": "a"}.get)
+    exchanged = with_keys(checkpoint, {"a": "b", "b": "a"}.get)
     section = exchanged.sections[0]
     reordered = replace(exchanged, sections=(replace(section, tensors=section.tensors[::-1]),))
     for written in (exchanged, reordered):
@@ -346,14 +346,14 @@ def test_names_exchanged_take_their_tensors_along(tmp_path):
             assert file.get_tensor("b").tolist() == [0, 0]
 
 
-def test_unaligned_header_becomes_aligned(tmp_path):
+def test_an_unaligned_header_becomes_aligned(tmp_path):
     path = put(tmp_path / "a.safetensors", packed(f'{{"ab":{F32}}}'))
-    out = write_pieces(layout(keys_changed(read(path), str.upper)), tmp_path / "b.safetensors")
+    out = write_pieces(layout(with_keys(read(path), str.upper)), tmp_path / "b.safetensors")
     assert reference_accepts(out)
     assert read(out).sections[0].tensors[0].span.offset % 8 == 0
 
 
-def test_changes_beyond_names_are_laid_out_afresh(tmp_path):
+def test_changes_other_than_names_give_a_new_layout(tmp_path):
     tensors = {"a": torch.arange(3.0), "b": torch.arange(4, dtype=torch.int64), "c": torch.tensor([True])}
     path = put(tmp_path / "a.safetensors", save(tensors, {"k": "v"}))
     checkpoint = read(path)
@@ -373,7 +373,7 @@ def test_changes_beyond_names_are_laid_out_afresh(tmp_path):
     assert written(half, b, c) == save(tensors | {"a": torch.tensor([2.0])}, {"k": "v"})
 
 
-def test_everything_that_does_not_fit_is_named(tmp_path):
+def test_all_unsupported_entries_are_reported(tmp_path):
     storage = Storage(Span("nowhere", 0, 64))
     tensors = (
         TensorEntry("coo", "float32", (2,), (), 0, None, "sparse_coo", 24),
@@ -387,7 +387,7 @@ def test_everything_that_does_not_fit_is_named(tmp_path):
         TensorEntry("twice", "uint8", (1,), (1,), 0, Storage(Span("nowhere", 0, 1))),
         TensorEntry("twice", "uint8", (1,), (1,), 0, Storage(Span("nowhere", 0, 1))),
     )
-    checkpoint = of(sections=(Section("", "state_dict", tensors, (ExtraEntry("_extra_state"),)),))
+    checkpoint = checkpoint_of(sections=(Section("", "state_dict", tensors, (ExtraEntry("_extra_state"),)),))
     with pytest.raises(Refused) as caught:
         layout(checkpoint)
     assert [str(problem) for problem in caught.value.problems] == [
@@ -409,47 +409,51 @@ def test_everything_that_does_not_fit_is_named(tmp_path):
         (Section("", "state_dict", ()), Section("o", "other", ())),
     ):
         with pytest.raises(Refused) as caught:
-            layout(of(sections=sections))
+            layout(checkpoint_of(sections=sections))
         assert caught.value.problems
 
 
 @pytest.mark.parametrize(
-    ("names", "says"), [(("torchao.x.Y",), True), (("x.torchao.Y", "torchaos.Y"), False), ((), False)]
+    ("names", "is_torchao"), [(("torchao.x.Y",), True), (("x.torchao.Y", "torchaos.Y"), False), ((), False)]
 )
-def test_of_torchaos_tensors_the_hint_is_its_own_way(names, says):
+def test_the_hint_for_tensors_of_torchao_uses_torchao(names, is_torchao):
     with pytest.raises(Refused) as caught:
-        layout(of(computed("c", "complex128", 1), imports=tuple(Import(name, "unknown", "", "", 0) for name in names)))
-    assert ("with torchao: python -c" in caught.value.hint) == says
+        layout(
+            checkpoint_of(
+                computed("c", "complex128", 1), imports=tuple(Import(name, "unknown", "", "", 0) for name in names)
+            )
+        )
+    assert ("with torchao: python -c" in caught.value.hint) == is_torchao
 
 
-def test_the_name_of_the_metadata_in_another_spelling_stays(tmp_path):
+def test_an_escaped_metadata_key_is_recognized(tmp_path):
     text = f'{{"\\u005f_metadata__":{{"k":"v"}},"\\u0061":{F32}}}'
     checkpoint = read(put(tmp_path / "a.safetensors", packed(text)))
     assert checkpoint.metadata == {"k": "v"}
-    out = write_pieces(layout(keys_changed(checkpoint, str.upper)), tmp_path / "b.safetensors")
+    out = write_pieces(layout(with_keys(checkpoint, str.upper)), tmp_path / "b.safetensors")
     assert (read(out).metadata, [e.key for e in read(out).sections[0].tensors]) == ({"k": "v"}, ["A"])
     assert reference_accepts(out)
 
 
-def test_in_place_only_what_names_and_metadata_change(tmp_path):
+def test_in_place_layout_allows_only_renames(tmp_path):
     checkpoint = read(put(tmp_path / "a.safetensors", save({"a": torch.ones(1), "b": torch.zeros(1)}, {"k": "v"})))
     section = checkpoint.sections[0]
-    assert layout_in_place(keys_changed(checkpoint, str.upper)) is not None
+    assert layout_in_place(with_keys(checkpoint, str.upper)) is not None
     assert layout_in_place(replace(checkpoint, container=None)) is None
-    assert layout_in_place(keys_changed(checkpoint, {"a": "a", "b": "__metadata__"}.get)) is None
+    assert layout_in_place(with_keys(checkpoint, {"a": "a", "b": "__metadata__"}.get)) is None
     assert layout_in_place(replace(checkpoint, sections=(replace(section, tensors=section.tensors[:1]),))) is None
 
 
-def test_a_name_that_is_no_text_is_refused():
+def test_a_key_that_is_not_valid_text_is_refused():
     with pytest.raises(Refused, match="not text"):
-        layout(of(computed("\ud800", "uint8", 1, data=b"x")))
+        layout(checkpoint_of(computed("\ud800", "uint8", 1, data=b"x")))
 
 
-def test_ten_thousand_tensors(tmp_path):
+def test_ten_thousand_tensors_are_renamed_in_two_pieces(tmp_path):
     path = put(tmp_path / "a.safetensors", save({f"layers.{n}.weight": torch.ones(1) for n in range(10_000)}))
     checkpoint = read(path)
     assert len(checkpoint.sections[0].tensors) == 10_000
-    pieces = layout(keys_changed(checkpoint, "module.{}".format))
+    pieces = layout(with_keys(checkpoint, "module.{}".format))
     assert len(pieces) == 2
 
 
@@ -459,7 +463,7 @@ def write_header(checkpoint: Checkpoint) -> bytes:
     return data
 
 
-def test_header_limit(tmp_path, monkeypatch):
+def test_a_header_beyond_the_limit_is_refused(tmp_path, monkeypatch):
     path = put(tmp_path / "a.safetensors", save({"a": torch.ones(1)}))
     checkpoint = read(path)
     length = len(write_header(checkpoint)) - 8
@@ -472,4 +476,4 @@ def test_header_limit(tmp_path, monkeypatch):
             write_header(checkpoint)
     monkeypatch.setattr(st_format, "MAX_HEADER", 4096)
     with pytest.raises(Refused, match="allows 4096"):
-        layout(keys_changed(checkpoint, lambda key: key * 5000))
+        layout(with_keys(checkpoint, lambda key: key * 5000))

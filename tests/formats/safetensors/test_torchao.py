@@ -1,4 +1,4 @@
-"""Tensors that torchao saves in parts: what says which belong together follows a rename, or the rename is refused."""
+"""Tensors that torchao saves in parts: a rename also updates their metadata, or is refused."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ PARTS = ["0._weight_qdata", "0._weight_scale"]
 
 def content(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     with safe_open(path, "pt") as file:
-        return {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118 - no mapping
+        return {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118 - not a mapping
 
 
 def saved(path: Path, change: dict[str, str]) -> Path:
-    """The golden file with other words in its metadata."""
+    """Write the golden file with changed metadata."""
     tensors, metadata = content(GOLDEN)
     save_file(tensors, path, {**metadata, **change})
     return path
 
 
 def written(way: str, run: Run, folder: Path) -> Path:
-    """The golden file renamed: to a copy, in place, or over shards that part what is one."""
+    """Rename the golden file: to a copy, in place, or with shards that separate the parts of a tensor."""
     out = folder / "out.safetensors"
     if way == "in place":
         out.write_bytes(GOLDEN.read_bytes())
@@ -52,36 +52,36 @@ WAYS = ["a copy", "in place", "over shards", "from shards", "to a folder"]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_says_what_belongs_together_follows(run: Run, tmp_path: Path, way: str) -> None:
-    (tensors, metadata), (before, said) = content(written(way, run, tmp_path)), content(GOLDEN)
-    names = json.loads(said["tensor_names"])
+def test_the_metadata_of_the_parts_is_renamed(run: Run, tmp_path: Path, way: str) -> None:
+    (tensors, metadata), (before, old) = content(written(way, run, tmp_path)), content(GOLDEN)
+    names = json.loads(old["tensor_names"])
     assert json.loads(metadata["tensor_names"]) == [f"net.{name}" for name in names]
-    assert {f"net.{name}": said[name] for name in names}.items() <= metadata.items()
+    assert {f"net.{name}": old[name] for name in names}.items() <= metadata.items()
     assert not metadata.keys() & set(names)
     assert tensors.keys() == {f"net.{key}" for key in before}
 
 
-def test_a_rename_and_its_inverse_give_the_same_bytes(run: Run, tmp_path: Path) -> None:
-    there = written("a copy", run, tmp_path)
-    assert run("remap", there, *RULE, "--reverse", "-o", tmp_path / "back.safetensors").status == 0
+def test_a_rename_and_its_inverse_restore_the_bytes(run: Run, tmp_path: Path) -> None:
+    renamed = written("a copy", run, tmp_path)
+    assert run("remap", renamed, *RULE, "--reverse", "-o", tmp_path / "back.safetensors").status == 0
     assert (tmp_path / "back.safetensors").read_bytes() == GOLDEN.read_bytes()
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_torchao_makes_the_same_tensors_of_it(run: Run, tmp_path: Path, way: str) -> None:
+def test_torchao_loads_the_same_tensors(run: Run, tmp_path: Path, way: str) -> None:
     support: Any = pytest.importorskip("torchao.prototype.safetensors.safetensors_support", reason="no torchao")
-    made, rest = support.unflatten_tensor_state_dict(*content(written(way, run, tmp_path)))
-    want, _ = support.unflatten_tensor_state_dict(*content(GOLDEN))
-    assert (list(made), rest) == ([f"net.{name}" for name in want], {})
-    for name, tensor in want.items():
-        own = made[f"net.{name}"]
+    found, rest = support.unflatten_tensor_state_dict(*content(written(way, run, tmp_path)))
+    expected, _ = support.unflatten_tensor_state_dict(*content(GOLDEN))
+    assert (list(found), rest) == ([f"net.{name}" for name in expected], {})
+    for name, tensor in expected.items():
+        own = found[f"net.{name}"]
         assert type(own) is type(tensor)
         plain = (lambda t: t) if type(tensor) is torch.Tensor else (lambda t: t.dequantize())
         assert torch.equal(plain(own), plain(tensor))
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (["--rule", "0._weight_scale => 0._other_scale"], "torchao would not find its parts together"),
         (["--rule", "0._weight_scale => 0.scale"], "torchao would not find its parts together"),
@@ -91,15 +91,15 @@ def test_torchao_makes_the_same_tensors_of_it(run: Run, tmp_path: Path, way: str
         (["--drop", "0._weight_scale"], "not all of its parts are there as they were: 0._weight_qdata"),
     ],
 )
-def test_parts_are_not_taken_apart(run: Run, tmp_path: Path, options: list[str], says: str) -> None:
+def test_a_rename_that_separates_parts_is_refused(run: Run, tmp_path: Path, options: list[str], message: str) -> None:
     for out in ("out.safetensors", "out/"):
         done = run("remap", GOLDEN, *options, "-o", f"{tmp_path}/{out}")
         assert (done.status, list(tmp_path.iterdir())) == (1, [])
-        assert f"{says}" in done.err
+        assert f"{message}" in done.err
         assert "@ 0.weight" in done.err
 
 
-def test_a_tensor_is_left_out_with_all_its_parts(run: Run, tmp_path: Path) -> None:
+def test_a_tensor_is_dropped_with_all_its_parts(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     assert run("remap", GOLDEN, "--drop", "0._weight_*", "-o", out).status == 0
     tensors, metadata = content(out)
@@ -108,14 +108,14 @@ def test_a_tensor_is_left_out_with_all_its_parts(run: Run, tmp_path: Path) -> No
     assert "0.weight" not in metadata
 
 
-def test_other_formats_have_no_place_for_it(run: Run, tmp_path: Path) -> None:
+def test_other_formats_are_refused(run: Run, tmp_path: Path) -> None:
     done = run("remap", GOLDEN, "-o", tmp_path / "out.pt")
     assert (done.status, list(tmp_path.iterdir())) == (1, [])
     assert "a Float8Tensor in 2 parts @ 0.weight" in done.err
     assert "unflatten_tensor_state_dict" in done.err
 
 
-def test_what_is_written_of_a_tensor_is_a_part_of_its_value(run: Run, tmp_path: Path) -> None:
+def test_diff_values_compares_the_metadata_of_parts(run: Run, tmp_path: Path) -> None:
     other = saved(
         tmp_path / "other.safetensors", {"0.weight": content(GOLDEN)[1]["0.weight"].replace("bfloat16", "float32")}
     )
@@ -125,16 +125,16 @@ def test_what_is_written_of_a_tensor_is_a_part_of_its_value(run: Run, tmp_path: 
 
 
 @pytest.mark.parametrize("parts", ["qdata", ["qdata", 1], [["qdata"]], {"qdata": 1}], ids=str)
-def test_parts_that_are_no_names_are_none(run: Run, tmp_path: Path, parts: Any) -> None:
+def test_parts_that_are_not_names_are_ignored(run: Run, tmp_path: Path, parts: Any) -> None:
     described = json.loads(content(GOLDEN)[1]["0.weight"])
     (listed,) = (name for name, value in described.items() if isinstance(value, list))
     other = saved(tmp_path / "other.safetensors", {"0.weight": json.dumps({**described, listed: parts})})
-    assert all("torchao" not in str(one) for one in run("inspect", other, "--format", "json").data["tensors"])
+    assert all("torchao" not in str(tensor) for tensor in run("inspect", other, "--format", "json").data["tensors"])
     assert run("remap", other, *RULE, "-o", tmp_path / "out.safetensors").status == 0
 
 
 @pytest.mark.parametrize("names", ["", "{", "[1]", '["no.such"]', '"text"'])
-def test_metadata_that_only_looks_like_it(run: Run, tmp_path: Path, names: str) -> None:
+def test_invalid_tensor_names_are_ignored(run: Run, tmp_path: Path, names: str) -> None:
     other = saved(tmp_path / "other.safetensors", {"tensor_names": names})
     assert run("remap", other, *RULE, "-o", tmp_path / "out.safetensors").status == 0
     assert content(tmp_path / "out.safetensors")[1]["tensor_names"] == names
