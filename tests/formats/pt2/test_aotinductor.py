@@ -1,4 +1,4 @@
-"""AOTInductor packages: weights beside the compiled code are read and swapped, weights inside it are refused."""
+"""AOTInductor packages: weights next to the compiled code are read and swapped, weights inside it are refused."""
 
 from __future__ import annotations
 
@@ -43,10 +43,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 class Model(nn.Module):
-    """A tied weight, two weights in one storage, a transposed one, and a bias so small that it becomes code.
-
-    A buffer that is not saved, and a constant.
-    """
+    """Tied, shared and transposed weights, a small bias that is inlined, a non-persistent buffer, and a constant."""
 
     def __init__(self, seed: int):
         super().__init__()
@@ -76,18 +73,18 @@ def compiled(path: Path, config: dict[str, object]) -> str:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory) -> str:
-    needs_torch("2.9", "weights beside the code of a package")
+    needs_torch("2.9", "weights next to the code of a package")
     return compiled(tmp_path_factory.mktemp("aoti") / "outside.pt2", OUTSIDE)
 
 
-def run(path: str, x: torch.Tensor) -> torch.Tensor:
+def outputs_of(path: str, x: torch.Tensor) -> torch.Tensor:
     from torch.export.pt2_archive._package import load_pt2
 
     return load_pt2(path, load_weights_from_disk=True).aoti_runners["model"](x)
 
 
 @needs_compiler
-def test_weights_beside_the_code_are_read(package):
+def test_weights_next_to_the_code_are_read(package):
     assert sniff(package) == "pt2"
     checkpoint = read(package)
     state = Model(0).state_dict()
@@ -111,15 +108,15 @@ def test_weights_beside_the_code_are_read(package):
 
 @needs_compiler
 def test_source_that_is_too_long_is_not_read(package):
-    """What stood in the code is a weight then, by all that the package says."""
+    """Without the source, constants cannot be distinguished from weights."""
     with limited(Limits(json_bytes=20_000)):
         section, *constants = read(package).sections
-    names = {entry.key for one in read(package).sections for entry in one.tensors}
+    names = {entry.key for section in read(package).sections for entry in section.tensors}
     assert ({entry.key for entry in section.tensors}, constants) == (names, [])
 
 
 @needs_compiler
-def test_new_weights_give_the_new_models_outputs(package, tmp_path):
+def test_swapped_weights_give_the_outputs_of_the_new_model(package, tmp_path):
     old, new = Model(0).eval(), Model(1).eval()
     torch.save({key: value for key, value in new.state_dict().items() if key != "b.bias"}, tmp_path / "new.pt")
     done = subprocess.run(
@@ -128,21 +125,21 @@ def test_new_weights_give_the_new_models_outputs(package, tmp_path):
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    assert (answer["kept"], len(answer["constants"])) == (["fixed"], 1)
+    report = json.loads(done.stdout)
+    assert (report["kept"], len(report["constants"])) == (["fixed"], 1)
     for x in (torch.ones(2, 4), torch.randn(2, 4)):
-        assert torch.allclose(run(package, x), old(x), atol=1e-5)
-        assert torch.allclose(run(str(tmp_path / "out.pt2"), x), new(x), atol=1e-5)
+        assert torch.allclose(outputs_of(package, x), old(x), atol=1e-5)
+        assert torch.allclose(outputs_of(str(tmp_path / "out.pt2"), x), new(x), atol=1e-5)
 
 
 @needs_compiler
-def test_a_weight_that_became_code_is_refused(package, tmp_path):
+def test_an_inlined_weight_is_refused(package, tmp_path):
     torch.save(Model(1).state_dict(), tmp_path / "new.pt")
     with pytest.raises(Refused) as caught:
         swap(read(package), model_section(open_checkpoint(str(tmp_path / "new.pt"))))
-    said = {problem.key: problem.problem for problem in caught.value.problems}
-    assert said.pop("b.bias") == "4 elements: written into the compiled code, and cannot be swapped"
-    assert said == {"fixed": "no weight for it"}  # whether it is ever saved, only the model tells
+    problems = {problem.key: problem.problem for problem in caught.value.problems}
+    assert problems.pop("b.bias") == "4 elements: written into the compiled code, and cannot be swapped"
+    assert problems == {"fixed": "no weight for it"}  # only the model knows that it is not saved
     assert "in the compiled code itself" in caught.value.hint
     state = {**Model(1).state_dict(), "spare": torch.ones(3, 3)}
     torch.save({key: value for key, value in state.items() if key != "b.bias"}, tmp_path / "spare.pt")
@@ -162,8 +159,8 @@ def test_a_weight_that_became_code_is_refused(package, tmp_path):
         {"aot_inductor.package_constants_in_so": False, "aot_inductor.package_constants_on_disk_format": "binary_blob"},
     ],
 )
-def test_weights_inside_are_refused_with_the_option_that_helps(tmp_path, config):
-    needs_torch("2.9", "weights beside the code of a package")
+def test_weights_inside_the_code_are_refused_with_a_hint(tmp_path, config):
+    needs_torch("2.9", "weights next to the code of a package")
     path = compiled(tmp_path / "inside.pt2", config)
     checkpoint = open_checkpoint(path)
     assert checkpoint.sections == ()
@@ -178,7 +175,7 @@ def test_weights_inside_are_refused_with_the_option_that_helps(tmp_path, config)
     assert not (tmp_path / "out.pt2").exists()
 
 
-# Packages built by hand, so that no compiler is needed
+# Packages built by hand, without a compiler
 
 
 def archive(path: Path, configs: dict[str, object], weights: dict[str, object], *more: str) -> str:
@@ -204,7 +201,7 @@ def with_ones(checkpoint, tmp_path):
 
 
 class Twice(nn.Module):
-    """A weight of two names, of which compiled code has one, and a buffer that is in no state dict."""
+    """A weight with two names, of which compiled code has one, and a non-persistent buffer."""
 
     def __init__(self):
         super().__init__()
@@ -213,7 +210,7 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "problems"),
     [
         ({}, []),
         ({"again": torch.full((2, 2), 7.0)}, []),
@@ -222,17 +219,17 @@ class Twice(nn.Module):
         ({"note": "a word"}, ["left over: the program has no such weight @ note"]),
     ],
 )
-def test_runtime_names_of_which_the_code_has_not_all(tmp_path, state, said):
+def test_swap_accepts_names_that_compiled_code_lacks(tmp_path, state, problems):
     two: dict[str, object] = {name: [f"weight_{at}", [2, 2], [2, 1], 0] for at, name in enumerate(("w", "fixed"))}
     values: dict[str, object] = {f"weight_{at}": torch.ones(2, 2) for at in (0, 1)}
     path = archive(tmp_path / "p.pt2", {"model": two}, values)
     torch.save({"w": torch.full((2, 2), 7.0), **state}, tmp_path / "new.pt")
     new = model_section(open_checkpoint(str(tmp_path / "new.pt")))
     names = ModelOperand(trace(of_object(Twice)))
-    if said:
+    if problems:
         with pytest.raises(Refused) as caught:
             swap(read(path), new, names, SwapOptions(from_="runtime"))
-        assert [str(problem) for problem in caught.value.problems] == said
+        assert [str(problem) for problem in caught.value.problems] == problems
         return
     done = swap(read(path), new, names, SwapOptions(from_="runtime"))
     assert (set(done.sources), done.kept) == ({"w", "fixed"} & {"w", *state}, () if "fixed" in state else ("fixed",))
@@ -242,7 +239,7 @@ def test_runtime_names_of_which_the_code_has_not_all(tmp_path, state, said):
         assert torch.equal(torch.load(written.open("p/data/weights/weight_1")), state.get("fixed", torch.ones(2, 2)))
 
 
-def test_weights_that_another_model_uses_too_are_not_changed_under_its_feet(tmp_path):
+def test_weights_shared_with_another_model_are_refused(tmp_path):
     path = archive(tmp_path / "p.pt2", {"cpu": ONE, "cuda": ONE, "own": {"w": ["weight_1", [2, 2], [2, 1], 0]}},
                    {"weight_0": torch.ones(2, 2), "weight_1": torch.ones(2, 2)})  # fmt: skip
     assert [section.path for section in read(path).sections] == ["cpu", "cuda", "own"]
@@ -255,14 +252,14 @@ def test_weights_that_another_model_uses_too_are_not_changed_under_its_feet(tmp_
         assert torch.load(written.open("p/data/weights/weight_0"))[1, 1] == 1
 
 
-def test_a_model_with_its_weights_inside_and_an_entry_of_a_folder_beside_it(tmp_path):
+def test_a_model_without_weights_does_not_prevent_a_swap(tmp_path):
     more = ("data/aotinductor/", "data/aotinductor/inside/m.wrapper.so")
     path = archive(tmp_path / "p.pt2", {"cpu": ONE}, {"weight_0": torch.ones(2, 2)}, *more)
     assert "2 programs: cpu, inside" in read(path).notes
     assert len(layout(with_ones(read_program(path, "cpu"), tmp_path))) > 1
 
 
-def test_compiled_weights_keep_their_names(tmp_path):
+def test_a_rename_of_compiled_weights_is_refused(tmp_path):
     old = read(archive(tmp_path / "p.pt2", {"model": ONE}, {"weight_0": torch.ones(2, 2)}))
     (section,) = old.sections
     with pytest.raises(Refused) as caught:
@@ -272,7 +269,7 @@ def test_compiled_weights_keep_their_names(tmp_path):
     ]
 
 
-def test_the_source_beside_the_code_says_which_weights_are_constants(tmp_path):
+def test_the_source_identifies_constants(tmp_path):
     path = archive(tmp_path / "p.pt2", {"model": {**ONE, "c": ONE["w"]}}, {"weight_0": torch.ones(2, 2)})
     source = (
         "constants_info_[0].type = static_cast<int32_t>(torch::aot_inductor::ConstantType::Parameter);\n"
@@ -288,7 +285,7 @@ def test_the_source_beside_the_code_says_which_weights_are_constants(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (8,), (9,), (1, 1), (2, 4)])
-def test_what_the_compiler_writes_into_the_code(shape):
+def test_inlined_constants_match_torch(shape):
     from torch._inductor.graph import GraphLowering
 
     tensor = torch.zeros(shape)
@@ -297,7 +294,7 @@ def test_what_the_compiler_writes_into_the_code(shape):
     )
 
 
-def test_an_exported_program_beside_the_code(tmp_path):
+def test_an_exported_program_next_to_the_code_is_refused(tmp_path):
     path = archive(tmp_path / "p.pt2", {"cpu": ONE}, {"weight_0": torch.ones(2, 2)}, "models/model.json",
                    "data/weights/model_weights_config.json", "data/constants/model_constants_config.json")  # fmt: skip
     with pytest.raises(CkptError, match="not as torch"):
@@ -318,7 +315,7 @@ def test_an_exported_program_beside_the_code(tmp_path):
         {"w": [["weight_0"], [2], [1], 0]},
     ],
 )  # fmt: skip
-def test_a_config_that_lies(tmp_path, config):
+def test_a_wrong_config_is_refused(tmp_path, config):
     weights = {"weight_0": torch.ones(2, 2), "text": {"a": 1}, "sparse": torch.eye(2).to_sparse()}
     path = archive(tmp_path / "p.pt2", {"model": config}, weights)
     with pytest.raises(CkptError) as caught:

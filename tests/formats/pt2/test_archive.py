@@ -1,4 +1,4 @@
-"""Exported programs: read without their graph, new weights in the old records, torch.export.load as the oracle."""
+"""Exported programs: read without the graph, and written with new weights; torch.export.load is the oracle."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ckpttool.operands.checkpoint import open_operand
 from files import write_pieces
 from places import DATA
 
-pytestmark = pytest.mark.skipif(torch.__version__ < "2.9", reason="torch 2.9 laid programs out anew")
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.9", reason="torch 2.9 has a new layout of programs")
 
 
 @torch.library.custom_op("ckpttool_tests::halve", mutates_args=())
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Everything(nn.Module):
-    """One of each: tied, shared, frozen, unused, transposed and sliced weights, buffers of every kind, constants."""
+    """Tied, shared, frozen, unused, transposed and sliced weights, buffers of every kind, and constants."""
 
     def __init__(self, seed: int):
         super().__init__()
@@ -96,7 +96,7 @@ def exported(model: nn.Module, path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """``old.pt2`` and ``new.pt2``: one model, two seeds."""
+    """``old.pt2`` and ``new.pt2``: one model with two seeds."""
     path = tmp_path_factory.mktemp("programs")
     exported(Everything(0), path / "old.pt2")
     exported(Everything(1), path / "new.pt2")
@@ -109,13 +109,13 @@ def with_tensors(checkpoint: Checkpoint, *tensors: TensorEntry, section: int = 0
     return replace(checkpoint, sections=tuple(sections))
 
 
-def put_into(program: Checkpoint, weights: Checkpoint, lazily: bool = False) -> Checkpoint:
-    """The program's entries on the storages that the other program has under the same names."""
+def with_weights_of(program: Checkpoint, weights: Checkpoint, lazily: bool = False) -> Checkpoint:
+    """Replace the storages of the program with the ones from `weights` under the same names."""
     fresh: dict[Storage, Storage] = {}
-    have = weights.section("").by_key()
+    by_key = weights.section("").by_key()
 
     def storage(entry: TensorEntry) -> Storage:
-        old: Any = have[entry.key].storage
+        old: Any = by_key[entry.key].storage
         return fresh.setdefault(old, Storage(Lazy(old.nbytes, lambda: [bytes_of(old.data)]))) if lazily else old
 
     return with_tensors(program, *(replace(e, storage=storage(e)) for e in program.section("").tensors))
@@ -139,18 +139,18 @@ def records(path: str | Path) -> dict[str, bytes]:
 
 
 def with_record(path: str, name: str, data: bytes, out: Path) -> str:
-    """The archive at `path` with one record replaced or, where there is none of the name, added at the end."""
+    """Replace one record of the archive at `path`, or append it."""
     archive = read_archive(path)
     root = archive.records[0].name.partition("/")[0]
     new = NewRecord(f"{root}/{name}", data)
-    kept = [new if record.name == new.name else record for record in archive.records]
-    return write_pieces(layout_archive(archive, kept if new.name in archive.by_name else [*kept, new]), out)
+    records = [new if record.name == new.name else record for record in archive.records]
+    return write_pieces(layout_archive(archive, records if new.name in archive.by_name else [*records, new]), out)
 
 
 # Reading
 
 
-def test_state_dict_and_constants_are_torchs(folder):
+def test_state_dict_and_constants_match_torch(folder):
     program = torch.export.load(folder / "old.pt2")
     checkpoint = read(str(folder / "old.pt2"))
     weights, constants = checkpoint.sections
@@ -177,7 +177,7 @@ def test_state_dict_and_constants_are_torchs(folder):
     assert storages["empty"] is not storages["empty2"]
 
 
-def test_names_are_the_models_own(folder):
+def test_names_match_the_model(folder):
     model = Everything(0)
     found = names(str(folder / "old.pt2"))
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -208,7 +208,7 @@ def same_tensor(model: nn.Module, key: str) -> set[str]:
     return {fqn for fqn, tensor in tensors.items() if tensor is tensors[key]}
 
 
-def test_names_of_what_torch_2_9_wrote():
+def test_names_of_a_program_of_torch_2_9_are_read():
     found = names(str(DATA / "tagger-torch-2.9.1.pt2"))
     assert found.torch.startswith("2.9.1")
     assert found.not_serialized == ("table",)
@@ -216,8 +216,8 @@ def test_names_of_what_torch_2_9_wrote():
     assert [r.fqn for r in found.runtime if r.kind == "parameter" and not r.trainable] == ["scale"]
 
 
-def test_reading_needs_neither_torch_nor_the_operators(folder):
-    """The program calls an operator that the other process has never heard of."""
+def test_reading_does_not_import_torch(folder):
+    """The program calls an operator that is not registered in the other process."""
     code = (
         "import sys; from ckpttool.formats.pt2 import read, layout\n"
         "from ckpttool.formats.pt2 import names\n"
@@ -227,7 +227,7 @@ def test_reading_needs_neither_torch_nor_the_operators(folder):
 
 
 class Small(nn.Module):
-    """A parameter, a trained bias, and a buffer that a state dict leaves out."""
+    """A parameter, a trained bias, and a non-persistent buffer."""
 
     def __init__(self):
         super().__init__()
@@ -248,7 +248,7 @@ class Wrapped(nn.Module):
         return x * self.bias + self.pair.sum()
 
 
-def test_tensor_subclasses_are_carried(tmp_path):
+def test_tensor_subclasses_are_copied(tmp_path):
     torch.export.save(torch.export.export(Wrapped(), (EXAMPLE,)), tmp_path / "old.pt2")
     checkpoint = read(str(tmp_path / "old.pt2"))
     pair, bias = checkpoint.section("").tensors
@@ -266,8 +266,8 @@ def test_tensor_subclasses_are_carried(tmp_path):
     ]
 
 
-def test_programs_without_values(tmp_path):
-    """Exported on fake tensors: torch saves one empty record for all weights of a dtype."""
+def test_programs_without_values_are_read(tmp_path):
+    """If a program is exported with fake tensors, torch saves one empty record for all weights of a dtype."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model, example = nn.Linear(3, 2), torch.ones(1, 3)
     torch.export.save(torch.export.export(model, (example,)), tmp_path / "fake.pt2")
@@ -279,7 +279,7 @@ def test_programs_without_values(tmp_path):
     assert len(layout(checkpoint)) == 1
 
 
-def test_several_programs(tmp_path):
+def test_several_programs_are_read_and_written_separately(tmp_path):
     from torch.export.pt2_archive._package import package_pt2
 
     program = torch.export.export(Small(), (EXAMPLE,))
@@ -309,18 +309,22 @@ def test_several_programs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "kinds"),
+    ("name", "spec", "kinds"),
     [
-        ("upper", {"tensor_constant": {"tensor_constant_name": "upper"}}, ["parameter"]),  # it is saved, so it is none
+        (
+            "upper",
+            {"tensor_constant": {"tensor_constant_name": "upper"}},
+            ["parameter"],
+        ),  # not a constant, because it is saved
         ("small", None, ["buffer"]),
         ("block.mask", None, []),
     ],
 )
-def test_a_signature_that_leaves_a_tensor_out(folder, tmp_path, name, said, kinds):
+def test_tensors_missing_from_the_signature_are_read(folder, tmp_path, name, spec, kinds):
     model = json.loads(records(folder / "old.pt2")["models/model.json"])
     specs = model["graph_module"]["signature"]["input_specs"]
-    (at,) = (n for n, spec in enumerate(specs) for kind in spec.values() if name in kind.values())
-    specs[at : at + 1] = [said] if said else []
+    (at,) = (n for n, old in enumerate(specs) for kind in old.values() if name in kind.values())
+    specs[at : at + 1] = [spec] if spec else []
     path = with_record(str(folder / "old.pt2"), "models/model.json", json.dumps(model).encode(), tmp_path / "p.pt2")
     found = names(path)
     assert [r.kind for r in found.runtime if r.fqn == name] == kinds
@@ -328,7 +332,7 @@ def test_a_signature_that_leaves_a_tensor_out(folder, tmp_path, name, said, kind
 
 
 def with_objects(path: str, value: object, out: Path) -> str:
-    """The program with constants that are no tensors, in both pickles that torch has for them."""
+    """Add constants that are not tensors to the program, in both pickle formats of torch."""
     folder, config = "data/constants", {}
     for name, data in {"opaque_obj_0": pickle.dumps(value), "custom_obj_0": torch._C._pickle_save(value)}.items():
         path = with_record(path, f"{folder}/{name}", data, out.with_name(f"{name}.pt2"))
@@ -336,7 +340,7 @@ def with_objects(path: str, value: object, out: Path) -> str:
     return with_record(path, f"{folder}/model_constants_config.json", json.dumps({"config": config}).encode(), out)
 
 
-def test_constants_that_are_no_tensors_are_compared(tmp_path, run):
+def test_constants_that_are_not_tensors_are_compared(tmp_path, run):
     torch.export.save(torch.export.export(nn.Linear(3, 2), (EXAMPLE,)), tmp_path / "plain.pt2")
     old, new, same = (
         with_objects(str(tmp_path / "plain.pt2"), value, tmp_path / f"{n}.pt2")
@@ -347,15 +351,15 @@ def test_constants_that_are_no_tensors_are_compared(tmp_path, run):
     assert run("diff", old, same, "--values")[0] == 0
     status, out, _ = run("diff", old, new, "--values", "--format", "json")
     assert (status, json.loads(out)["summary"]["value"]) == (1, 2)
-    status, out, said = run("diff", old, tmp_path / "plain.pt2")
-    assert (status, "not compared: 2 entries outside of state dicts in left only: o, c" in out + said) == (
+    status, out, err = run("diff", old, tmp_path / "plain.pt2")
+    assert (status, "not compared: 2 entries outside of state dicts in left only: o, c" in out + err) == (
         0,
         True,
     )
     assert run("diff", old, tmp_path / "plain.pt2", "--whole")[0] == 1
 
 
-def test_records_that_no_entry_is_of_are_named(tmp_path):
+def test_records_without_an_entry_are_reported(tmp_path):
     path = with_record(linear(tmp_path), "data/weights/weight_8", b"", tmp_path / "empty.pt2")
     path = with_record(path, "data/weights/weight_9", b"left", tmp_path / "left.pt2")
     assert [(u.path, u.storage.nbytes, u.is_referred) for u in read(path).unreached] == [
@@ -363,7 +367,7 @@ def test_records_that_no_entry_is_of_are_named(tmp_path):
     ]
 
 
-def test_subclasses_are_compared_by_what_they_hold(tmp_path, run):
+def test_tensor_subclasses_are_compared_by_content(tmp_path, run):
     for name, value in (("old", 2), ("new", 3), ("same", 2)):
         model = Wrapped()
         model.pair = nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3) * value))
@@ -376,16 +380,16 @@ def test_subclasses_are_compared_by_what_they_hold(tmp_path, run):
 # Writing
 
 
-def test_unchanged_program_is_the_same_file(folder, tmp_path):
+def test_an_unchanged_program_gives_the_same_file(folder, tmp_path):
     for path in (folder / "old.pt2", DATA / "tagger-torch-2.9.1.pt2"):
         out = write_pieces(layout(read(str(path))), tmp_path / "out.pt2")
         assert Path(out).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("lazily", [False, True])
-def test_new_weights_give_the_new_models_outputs(folder, tmp_path, lazily):
+def test_new_weights_give_the_outputs_of_the_new_model(folder, tmp_path, lazily):
     old, new = read(str(folder / "old.pt2")), read(str(folder / "new.pt2"))
-    out = write_pieces(layout(put_into(old, new, lazily)), tmp_path / "out.pt2")
+    out = write_pieces(layout(with_weights_of(old, new, lazily)), tmp_path / "out.pt2")
     model = Everything(1)
     model.block.get_buffer("mask").copy_(
         Everything(0).block.get_buffer("mask")
@@ -401,11 +405,11 @@ def test_new_weights_give_the_new_models_outputs(folder, tmp_path, lazily):
     assert all(name.startswith("data/weights/weight_") for name in changed)
     assert zipfile.ZipFile(out).testzip() is None
     assert (tmp_path / "out.pt2").stat().st_size == (folder / "old.pt2").stat().st_size
-    back = write_pieces(layout(put_into(read(out), old)), tmp_path / "back.pt2")
+    back = write_pieces(layout(with_weights_of(read(out), old)), tmp_path / "back.pt2")
     assert torch.equal(torch.export.load(back).module()(EXAMPLE), Everything(0)(EXAMPLE))
 
 
-def test_a_program_of_torch_2_9_after_the_swap(tmp_path):
+def test_a_swapped_program_of_torch_2_9_is_loaded(tmp_path):
     program = read(str(DATA / "tagger-torch-2.9.1.pt2"))
     (norm,) = (entry for entry in program.section("").tensors if entry.key == "norm.weight")
     ones = Storage(Lazy(norm.nbytes, lambda: [b"\1" * norm.nbytes]))
@@ -416,7 +420,7 @@ def test_a_program_of_torch_2_9_after_the_swap(tmp_path):
     assert after["embed.weight"].data_ptr() == after["out.weight"].data_ptr()
 
 
-def test_only_the_changed_weight_is_not_copied_whole(folder):
+def test_unchanged_weights_are_copied_as_spans(folder):
     old = read(str(folder / "old.pt2"))
     pieces = layout(replace_storage(old, "frozen", Storage(Span(str(folder / "new.pt2"), 0, 12))))
     assert sum(isinstance(piece.data, Span) for piece in pieces) == 3  # before, the weight, after
@@ -434,7 +438,7 @@ def problems(checkpoint: Checkpoint) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
-def test_what_does_not_fit_is_refused(folder):
+def test_weights_that_do_not_fit_are_refused(folder):
     old = read(str(folder / "old.pt2"))
     tensors = old.section("").tensors
     by_key = old.section("").by_key()
@@ -472,11 +476,11 @@ def test_what_does_not_fit_is_refused(folder):
     assert problems(replace(old, container=None)) == []
 
 
-def test_compiled_code_beside_the_program(folder, tmp_path):
+def test_compiled_code_next_to_the_program_is_refused(folder, tmp_path):
     path = with_record(str(folder / "old.pt2"), "data/aotinductor/model/code.so", b"\x7fELF", tmp_path / "both.pt2")
     checkpoint = read(path)
     assert len(layout(checkpoint)) == 1
-    assert problems(put_into(checkpoint, read(str(folder / "new.pt2")))) == [
+    assert problems(with_weights_of(checkpoint, read(str(folder / "new.pt2")))) == [
         "compiled code in the file (AOTInductor) holds the old weights too @ data/aotinductor"
     ]
 
@@ -512,7 +516,7 @@ def linear(tmp_path: Path) -> str:
         ((), 7, "not as torch.export.save writes it"),
     ],
 )
-def test_a_config_that_lies(tmp_path, where, value, message):
+def test_a_wrong_config_is_an_error(tmp_path, where, value, message):
     path = linear(tmp_path)
     config = json.loads(records(path)[CONFIG])
     place = config["config"]
@@ -530,7 +534,7 @@ def test_a_config_that_lies(tmp_path, where, value, message):
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"config":[]}', b'{"config":{"a":1}}', b"\xff", b"[" * 99_999])
 @pytest.mark.parametrize("name", [CONFIG, "data/constants/model_constants_config.json"])
-def test_a_config_that_is_none(tmp_path, name, data):
+def test_an_invalid_config_is_an_error(tmp_path, name, data):
     with pytest.raises(CkptError, match="is not"):
         read(with_record(linear(tmp_path), name, data, tmp_path / "broken.pt2"))
 
@@ -544,7 +548,7 @@ def test_a_config_that_is_none(tmp_path, name, data):
         {"torch_version": "2.9", "graph_module": {"signature": {"input_specs": [{"buffer": {"buffer_name": []}}]}}},
     ],
 )
-def test_a_signature_that_is_none(tmp_path, model):
+def test_an_invalid_signature_is_an_error(tmp_path, model):
     path = with_record(linear(tmp_path), "models/model.json", json.dumps(model).encode(), tmp_path / "broken.pt2")
     assert len(read(path).section("").tensors) == 2
     with pytest.raises(CkptError, match="not as torch"):
@@ -562,7 +566,7 @@ def places(value, path=()):
 
 
 @pytest.mark.parametrize("name", [CONFIG, MODEL])
-def test_junk_anywhere_is_an_error_or_harmless(tmp_path, name):
+def test_random_damage_is_an_error_or_harmless(tmp_path, name):
     path, chance = linear(tmp_path), random.Random(0)
     text = records(path)[name]
     signature = ("graph_module", "signature")
@@ -577,12 +581,12 @@ def test_junk_anywhere_is_an_error_or_harmless(tmp_path, name):
             names(broken)
 
 
-def test_a_big_endian_program(tmp_path):
+def test_a_big_endian_program_is_refused(tmp_path):
     with pytest.raises(CkptError, match="big-endian"):
         read(with_record(linear(tmp_path), "byteorder", b"big", tmp_path / "big.pt2"))
 
 
-def test_other_archives(tmp_path):
+def test_other_archives_are_refused(tmp_path):
     torch.save({"a": torch.ones(1)}, tmp_path / "weights.pt")
     with pytest.raises(CkptError, match="holds no exported program"):
         read(str(tmp_path / "weights.pt"))

@@ -1,4 +1,4 @@
-"""Programs that older torch versions wrote, with torch.export.load as the oracle where this torch reads them."""
+"""Programs of older torch versions, with torch.export.load as the oracle if this torch can read them."""
 
 from __future__ import annotations
 
@@ -67,23 +67,23 @@ def loaded(data: bytes):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_layout_reads_to_the_same_index(version):
+def test_every_layout_gives_the_same_index(version):
     found, newest = program(version), program("2.9.1")
-    for mine, theirs in zip(found.sections, newest.sections, strict=True):
-        assert (mine.path, mine.kind) == (theirs.path, theirs.kind)
-        geometry = {e.key: (e.dtype, e.shape, e.stride, e.offset) for e in theirs.tensors}
-        assert {e.key: (e.dtype, e.shape, e.stride, e.offset) for e in mine.tensors} == geometry
-        assert len(set(mine.aliases()) | set(mine.aliases().values())) == (2 if mine.path == "" else 0)
+    for section, expected in zip(found.sections, newest.sections, strict=True):
+        assert (section.path, section.kind) == (expected.path, expected.kind)
+        geometry = {e.key: (e.dtype, e.shape, e.stride, e.offset) for e in expected.tensors}
+        assert {e.key: (e.dtype, e.shape, e.stride, e.offset) for e in section.tensors} == geometry
+        assert len(set(section.aliases()) | set(section.aliases().values())) == (2 if section.path == "" else 0)
     container: Any = found.container
     assert container.layout == LAYOUTS[version]
-    told = names(found.source)
-    assert told.torch.startswith(version)
-    assert told.not_serialized == ("table",)
-    assert [r.fqn for r in told.runtime if r.kind == "parameter" and not r.trainable] == ["scale"]
+    program_names = names(found.source)
+    assert program_names.torch.startswith(version)
+    assert program_names.not_serialized == ("table",)
+    assert [r.fqn for r in program_names.runtime if r.kind == "parameter" and not r.trainable] == ["scale"]
 
 
 @pytest.mark.parametrize("version", STATE)
-def test_values_are_torchs(version):
+def test_values_match_torch(version):
     path = DATA / f"tagger-torch-{version}.pt2"
     for section, record in zip(program(version).sections, (STATE[version], CONSTANTS[version])):
         expected = loaded(records(path)[record])
@@ -97,13 +97,13 @@ def test_values_are_torchs(version):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_an_unchanged_program_is_the_same_file(version, tmp_path):
+def test_an_unchanged_program_gives_the_same_file(version, tmp_path):
     out = write_pieces(layout(program(version)), tmp_path / "out.pt2")
     assert Path(out).read_bytes() == Path(program(version).source).read_bytes()
 
 
 @pytest.mark.parametrize("version", ["2.7.1", "2.8.0", "2.9.1"])
-def test_outputs_after_the_swap_are_those_of_the_trained_model(version, tmp_path):
+def test_outputs_after_a_swap_match_the_trained_model(version, tmp_path):
     needs_torch(version, "loading its programs")
     model = torch.export.load(swapped(version, tmp_path / "tagger.pt2")).module()
     expected = torch.load(DATA / f"outputs-torch-{version}.pt", weights_only=True)
@@ -112,7 +112,7 @@ def test_outputs_after_the_swap_are_those_of_the_trained_model(version, tmp_path
 
 
 @pytest.mark.parametrize("version", STATE)
-def test_only_the_state_dict_changes_and_only_in_its_values(version, tmp_path):
+def test_a_swap_changes_only_values_of_the_state_dict(version, tmp_path):
     before, after = records(program(version).source), records(swapped(version, tmp_path / "out.pt2"))
     assert list(before) == list(after)
     assert [name for name in before if before[name] != after[name]] == [STATE[version]]
@@ -128,10 +128,10 @@ def test_only_the_state_dict_changes_and_only_in_its_values(version, tmp_path):
         assert torch.equal(tensor, trained[key])
     assert new["embed.weight"] is not old["embed.weight"]
     assert new["embed.weight"].data_ptr() == new["out.weight"].data_ptr()
-    (was,), (now,) = (
+    (old_pickle,), (new_pickle,) = (
         [zipfile.ZipFile(io.BytesIO(r[STATE[version]])).read("archive/data.pkl")] for r in (before, after)
     )
-    assert was == now
+    assert old_pickle == new_pickle
     inner = read_archive(str(tmp_path / "out.pt2"))
     record = inner.by_name[STATE[version]]
     weights = read_archive(inner.path, record.data, record.nbytes)
@@ -159,7 +159,7 @@ def test_constants_are_swapped_on_request(version, tmp_path):
     assert swap(program(version), new_weights(version), options=SwapOptions(constants=True)).constants == ("table",)
 
 
-def test_the_command_names_the_layout(tmp_path):
+def test_swap_weights_reports_the_layout(tmp_path):
     for version in VERSIONS:
         command = [CKPTTOOL, "swap-weights", program(version).source, str(DATA / f"weights-torch-{version}.pt")]
         done = subprocess.run(
@@ -169,7 +169,7 @@ def test_the_command_names_the_layout(tmp_path):
         assert json.loads(done.stdout)["layout"] == LAYOUTS[version]
 
 
-def test_one_of_several_programs_by_name(tmp_path):
+def test_one_of_several_programs_is_swapped_by_name(tmp_path):
     needs_torch("2.8", "a package of several programs")
     from torch.export.pt2_archive._package import load_pt2, package_pt2
 
@@ -181,9 +181,9 @@ def test_one_of_several_programs_by_name(tmp_path):
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([CKPTTOOL, *words], capture_output=True, text=True, check=False)
 
-    asked = run("swap-weights", path, str(tmp_path / "w.pt"), "-o", out)
-    assert asked.returncode == 2
-    assert "--program first" in asked.stderr
+    done = run("swap-weights", path, str(tmp_path / "w.pt"), "-o", out)
+    assert done.returncode == 2
+    assert "--program first" in done.stderr
     for words in (["--program", "second", path], [f"{path}::second"]):
         done = run("swap-weights", *words, str(tmp_path / "w.pt"), "-o", out, "--verify", "--force")
         assert done.returncode == 0, done.stderr
@@ -205,7 +205,7 @@ class Paired(nn.Module):
         return x * self.bias + self.pair.sum()
 
 
-def test_subclass_weights_are_swapped_for_the_same_kind_only(tmp_path):
+def test_subclass_weights_are_swapped_only_for_the_same_subclass(tmp_path):
     needs_torch("2.9", "a program of tensor subclasses that a test defines")
     torch.export.save(torch.export.export(Paired(1.0), (torch.ones(3),)), tmp_path / "old.pt2")
     old = read(str(tmp_path / "old.pt2"))
@@ -230,7 +230,7 @@ def test_subclass_weights_are_swapped_for_the_same_kind_only(tmp_path):
 
 
 class Scaled(Paired):
-    """Saves half of its weight."""
+    """Saves half its weight."""
 
     def __init__(self):
         super().__init__(1.0)
@@ -243,7 +243,7 @@ class Scaled(Paired):
 
 
 @pytest.mark.parametrize("pair", [None, "a word"])
-def test_subclass_weights_that_are_computed_are_refused(tmp_path, pair):
+def test_computed_subclass_weights_are_refused(tmp_path, pair):
     needs_torch("2.9", "a program of tensor subclasses that a test defines")
     torch.export.save(torch.export.export(Paired(1.0), (torch.ones(3),)), tmp_path / "old.pt2")
     state = Scaled().state_dict()
@@ -255,7 +255,7 @@ def test_subclass_weights_that_are_computed_are_refused(tmp_path, pair):
 
 
 @pytest.mark.parametrize("version", STATE)
-def test_constants_that_are_no_tensors_stay(version, tmp_path):
+def test_constants_that_are_not_tensors_are_kept(version, tmp_path):
     constants = {"table": torch.eye(6), "words": {"a": [1, 2]}, "more": torch.Size([3])}
     old = rewritten(version, tmp_path / "old.pt2", CONSTANTS[version], saved(constants))
     found = read(old)
@@ -271,7 +271,7 @@ def test_constants_that_are_no_tensors_stay(version, tmp_path):
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict])
 @pytest.mark.parametrize("version", STATE)
-def test_a_state_dict_keeps_its_type_under_other_names(version, kind, tmp_path):
+def test_a_renamed_state_dict_keeps_its_type(version, kind, tmp_path):
     state = loaded(records(program(version).source)[STATE[version]])
     old = read(rewritten(version, tmp_path / "old.pt2", STATE[version], saved(kind(state))))
     new = {key: key.replace("norm.", "other.") for key in state}
@@ -285,7 +285,7 @@ def test_a_state_dict_keeps_its_type_under_other_names(version, kind, tmp_path):
 # Hostile and damaged files
 
 
-def test_what_does_not_fit_an_old_program_is_refused():
+def test_weights_that_do_not_fit_an_old_program_are_refused():
     old = program("2.7.1")
     state, constants = old.sections
     scale = next(entry for entry in state.tensors if entry.key == "scale")
@@ -297,7 +297,7 @@ def test_what_does_not_fit_an_old_program_is_refused():
 
 
 def rewritten(version: str, out: Path, name: str, data: bytes | None) -> str:
-    """The program with one record replaced, or without it."""
+    """Replace or remove one record of the program."""
     with zipfile.ZipFile(out, "w") as archive:
         for record, content in records(program(version).source).items():
             if record != name:
@@ -318,14 +318,14 @@ def saved(value: object) -> bytes:
     "data",
     [b"", b"PK\5\6", b"x" * 200, saved([torch.ones(2)]), saved({1: torch.ones(2)}), saved(torch.ones(2)), None],
 )  # fmt: skip
-def test_a_state_dict_that_is_none(version, data, tmp_path):
+def test_an_invalid_state_dict_is_an_error(version, data, tmp_path):
     with pytest.raises(CkptError) as caught:
         read(rewritten(version, tmp_path / "broken.pt2", STATE[version], data))
     assert caught.value.exit_status == 2
 
 
-def test_the_first_names_of_the_records(tmp_path):
-    """Torch 2.1 called the same torch zips ``.json``."""
+def test_old_names_of_the_records_are_read(tmp_path):
+    """Torch 2.1 named the same records ``.json``."""
     with zipfile.ZipFile(tmp_path / "first.pt2", "w") as archive:
         for name, data in records(program("2.5.1").source).items():
             archive.writestr(name.replace(".pt", ".json"), data)
@@ -336,11 +336,11 @@ def test_the_first_names_of_the_records(tmp_path):
     assert torch.equal(loaded(out["serialized_state_dict.json"])["scale"], trained["scale"])
 
 
-def test_a_program_of_torch_without_constants(tmp_path):
+def test_a_program_without_constants_is_read(tmp_path):
     assert len(read(rewritten("2.5.1", tmp_path / "old.pt2", CONSTANTS["2.5.1"], None)).sections) == 1
 
 
-def test_a_compressed_state_dict(tmp_path):
+def test_a_compressed_state_dict_is_refused(tmp_path):
     old = records(program("2.7.1").source)
     with zipfile.ZipFile(tmp_path / "small.pt2", "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in old.items():

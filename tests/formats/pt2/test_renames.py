@@ -1,4 +1,4 @@
-"""Programs under other names: torch loads, calls, unflattens and fills them, or the names are refused."""
+"""Renamed programs: torch loads, calls and unflattens them, or the names are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from files import write_pieces
 from places import DATA
 from torch_version import needs_torch
 
-pytestmark = pytest.mark.skipif(torch.__version__ < "2.9", reason="torch 2.9 laid programs out anew")
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.9", reason="torch 2.9 has a new layout of programs")
 SEEDS = range(int(os.environ.get("CKPTTOOL_SEEDS", "6")))
 EXAMPLE = torch.linspace(-1, 1, 6).reshape(2, 3)
 
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Tied, shared, unused and mutated tensors, constants, graphs in the graph."""
+    """Tied, shared, unused and mutated tensors, constants, and nested graphs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,13 +61,13 @@ class Model(nn.Module):
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("renames") / "model.pt2"
-    with warnings.catch_warnings():  # what torch says of its own tracing of `torch.cond`
+    with warnings.catch_warnings():  # torch warns when it traces `torch.cond`
         warnings.simplefilter("ignore")
         torch.export.save(torch.export.export(Model(), (EXAMPLE,)), path)
     return path
 
 
-def under(checkpoint: Checkpoint, new: dict[str, str]) -> Checkpoint:
+def renamed_by(checkpoint: Checkpoint, new: dict[str, str]) -> Checkpoint:
     sections = (
         replace(section, tensors=tuple(entry.under(new.get(entry.key, entry.key)) for entry in section.tensors))
         for section in checkpoint.sections
@@ -75,8 +75,8 @@ def under(checkpoint: Checkpoint, new: dict[str, str]) -> Checkpoint:
     return replace(checkpoint, sections=tuple(sections))
 
 
-def drawn(keys: list[str], seed: int) -> dict[str, str]:
-    """New names for some of the keys: far from and near to those that are there, and such as no module can have."""
+def random_names(keys: list[str], seed: int) -> dict[str, str]:
+    """Draw new names for some of the keys: new, similar to existing ones, or invalid for a module."""
     draw = random.Random(seed)
     parts = ["x", "lin", "weight", "b", "0", "a", "w", "é y"]
     if seed % 2:
@@ -88,7 +88,7 @@ def drawn(keys: list[str], seed: int) -> dict[str, str]:
 
 
 def check(path: str, old: Path, new: dict[str, str]) -> None:
-    """That torch makes the same of the program as of the old one, under the new names."""
+    """Check with torch that the program equals the old one under the new names."""
     before, after = torch.export.load(old), torch.export.load(path)
     assert list(after.state_dict) == [new.get(key, key) for key in before.state_dict]
     assert {*after.constants} == {new.get(key, key) for key in before.constants}
@@ -97,29 +97,29 @@ def check(path: str, old: Path, new: dict[str, str]) -> None:
     module.load_state_dict({new.get(key, key): value for key, value in before.state_dict.items()})
     assert torch.equal(module(EXAMPLE), expected)
     assert torch.equal(torch.export.unflatten(after)(EXAMPLE), expected)
-    own = names(path)
-    assert {t.fqn for t in own.runtime} == {new.get(t.fqn, t.fqn) for t in names(str(old)).runtime}
+    new_names = names(path)
+    assert {t.fqn for t in new_names.runtime} == {new.get(t.fqn, t.fqn) for t in names(str(old)).runtime}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_torch_makes_the_same_of_it_or_it_is_refused(program: Path, seed: int, tmp_path: Path) -> None:
+def test_random_renames_match_torch_or_are_refused(program: Path, seed: int, tmp_path: Path) -> None:
     source = read(str(program))
-    new = drawn([key for section in source.sections for key in section.by_key()], seed)
-    refused = None
+    new = random_names([key for section in source.sections for key in section.by_key()], seed)
+    refusal = None
     try:
-        pieces = layout(under(source, new))
+        pieces = layout(renamed_by(source, new))
     except Refused as error:
-        refused = error
-    if refused is not None:
-        assert "cannot have these names" in refused.message
-        assert {problem.key for problem in refused.problems} <= {*new.values()}
+        refusal = error
+    if refusal is not None:
+        assert "cannot have these names" in refusal.message
+        assert {problem.key for problem in refusal.problems} <= {*new.values()}
         return
-    edited = layout_in_place(under(source, new))
+    edited = layout_in_place(renamed_by(source, new))
     assert edited is not None
     path = write_pieces(edited.pieces, tmp_path / "edited.pt2")
     check(path, program, new)
-    assert records(path) == records(write_pieces(pieces, tmp_path / "anew.pt2"))
-    back = layout_in_place(under(read(path), {name: key for key, name in new.items()}))
+    assert records(path) == records(write_pieces(pieces, tmp_path / "rewritten.pt2"))
+    back = layout_in_place(renamed_by(read(path), {name: key for key, name in new.items()}))
     assert back is not None
     assert (back.before, back.index) == (edited.index, edited.before)
 
@@ -130,27 +130,29 @@ def records(path: str) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def is_torchs(name: str) -> bool:
-    """Other packages give `nn.Module` attributes of their own, as transformers does."""
+def is_from_torch(name: str) -> bool:
+    """Return False for attributes that other packages, such as transformers, add to `nn.Module`."""
     return getattr(getattr(nn.Module, name, None), "__module__", "torch").startswith("torch")
 
 
-def test_no_name_is_an_attribute_of_what_torch_makes(program: Path) -> None:
+def test_all_attributes_of_torch_modules_are_known(program: Path) -> None:
     loaded = torch.export.load(program)
-    made = (loaded.module(), torch.export.unflatten(loaded), torch.fx.symbolic_trace(nn.ReLU()))
+    modules = (loaded.module(), torch.export.unflatten(loaded), torch.fx.symbolic_trace(nn.ReLU()))
     known = {name for name in loaded.state_dict for name in name.split(".")} | {"again", "plain"}
-    taken = {name for module in made for name in dir(module) if not name.startswith("__") and is_torchs(name)}
+    taken = {name for module in modules for name in dir(module) if not name.startswith("__") and is_from_torch(name)}
     assert {name for name in taken - known if not re.match("(true|false)_graph_", name)} <= ATTRIBUTES
 
 
 @pytest.mark.parametrize(("version", "way"), [("2.9.1", "edited"), ("2.8.0", "copied"), ("2.7.1", "copied")])
-def test_a_program_is_renamed_in_place_and_back(version: str, way: str, tmp_path: Path, run: Run) -> None:
+def test_a_rename_in_place_and_its_inverse_restore_the_program(
+    version: str, way: str, tmp_path: Path, run: Run
+) -> None:
     needs_torch(version, "loading its programs")
     path, x = tmp_path / "tagger.pt2", torch.arange(5)
     path.write_bytes((DATA / f"tagger-torch-{version}.pt2").read_bytes())
     old, expected = path.read_bytes(), torch.export.load(path).module()(x)
-    status, out, said = run("remap", path, "--rule", "mix.{i}.{x} => z.{i}.{x}", "--in-place", "--format", "json")
-    assert status == 0, said
+    status, out, err = run("remap", path, "--rule", "mix.{i}.{x} => z.{i}.{x}", "--in-place", "--format", "json")
+    assert status == 0, err
     assert json.loads(out)["written"]["way"] == way
     assert way == "copied" or path.read_bytes().startswith(old)
     program = torch.export.load(path)
@@ -170,11 +172,11 @@ def test_a_program_is_renamed_in_place_and_back(version: str, way: str, tmp_path
 def test_names_that_no_module_can_have_are_refused(tmp_path: Path, run: Run) -> None:
     path = DATA / "tagger-torch-2.9.1.pt2"
     rules = ("scale => mix.0", "shift => training", "norm.bias => embed.weight.bias")
-    status, _, said = run(
+    status, _, err = run(
         "remap", path, *(word for rule in rules for word in ("--rule", rule)), "-o", tmp_path / "o.pt2"
     )
     assert status == 1
-    assert re.findall(r"  (.*) @ (.*)", said) == [
+    assert re.findall(r"  (.*) @ (.*)", err) == [
         ("the program has a tensor or a module of that name", "mix.0"),
         ("embed.weight is a tensor, and has nothing below it", "embed.weight.bias"),
         ("not a name that a module of torch can have: training", "training"),
@@ -202,8 +204,8 @@ def test_names_that_no_module_can_have_are_refused(tmp_path: Path, run: Run) -> 
         ("forward_", None),
     ],
 )
-def test_a_name_is_refused_for_what_is_there(program: Path, tmp_path: Path, new: str, problem: str | None) -> None:
-    renamed = under(read(str(program)), {"w": new})
+def test_a_name_that_conflicts_is_refused(program: Path, tmp_path: Path, new: str, problem: str | None) -> None:
+    renamed = renamed_by(read(str(program)), {"w": new})
     if problem is None:
         check(write_pieces(layout(renamed), tmp_path / "out.pt2"), program, {"w": new})
         return
@@ -212,8 +214,8 @@ def test_a_name_is_refused_for_what_is_there(program: Path, tmp_path: Path, new:
     assert [str(found) for found in caught.value.problems] == [f"{problem} @ {new}"]
 
 
-def test_a_signature_of_a_kind_that_is_not_known_may_name_tensors(program: Path, tmp_path: Path) -> None:
-    """It keeps its names; new values do not need to know."""
+def test_an_unknown_kind_in_the_signature_prevents_renames(program: Path, tmp_path: Path) -> None:
+    """Its names cannot be changed, but its values can."""
     with zipfile.ZipFile(program) as old, zipfile.ZipFile(tmp_path / "new.pt2", "w") as new:
         for name in old.namelist():
             data = old.read(name)
@@ -222,11 +224,11 @@ def test_a_signature_of_a_kind_that_is_not_known_may_name_tensors(program: Path,
     source = read(str(tmp_path / "new.pt2"))
     assert len(layout(source)) == 1
     with pytest.raises(Refused) as caught:
-        layout(under(source, {"w": "v"}))
+        layout(renamed_by(source, {"w": "v"}))
     assert [problem.key for problem in caught.value.problems] == ["another_constant"]
 
 
-def test_two_tensors_that_change_names_do_not_change_places(program: Path, tmp_path: Path, run: Run) -> None:
+def test_swapped_names_keep_the_outputs(program: Path, tmp_path: Path, run: Run) -> None:
     rules = ("--rule", "a.{x*} => b.0.{x*}", "--rule", "b.0.{x*} => a.{x*}")
     out = tmp_path / "out.pt2"
     assert run("remap", program, *rules, "-o", out)[0] == 0
@@ -236,7 +238,7 @@ def test_two_tensors_that_change_names_do_not_change_places(program: Path, tmp_p
 
 
 class Hooked(nn.Linear):
-    """Saves its weight under another name, and as twice of what it is."""
+    """Saves twice its weight, and its bias under another name."""
 
     def __init__(self) -> None:
         super().__init__(3, 3)
@@ -255,7 +257,7 @@ class Hooked(nn.Linear):
 
 
 class Named(Hooked):
-    """Saves its bias under another name, and nothing else."""
+    """Only saves its bias under another name."""
 
     @staticmethod
     def _out(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
@@ -266,7 +268,7 @@ class Named(Hooked):
         state[f"{prefix}bias"] = state.pop(f"{prefix}offset")
 
 
-def test_a_program_takes_the_names_that_its_model_saves(tmp_path: Path, run: Run) -> None:
+def test_a_program_is_renamed_to_serialized_keys(tmp_path: Path, run: Run) -> None:
     program, weights, out = tmp_path / "p.pt2", tmp_path / "w.pt", tmp_path / "o.pt2"
     torch.export.save(torch.export.export(Named(), (EXAMPLE,)), program)
     new = Named()
@@ -276,26 +278,26 @@ def test_a_program_takes_the_names_that_its_model_saves(tmp_path: Path, run: Run
     module = torch.export.load(program).module()
     module.load_state_dict(torch.load(weights))
     assert torch.equal(module(EXAMPLE), new(EXAMPLE))
-    status, _, said = run("swap-weights", program, weights, *model, "-o", out)
-    assert (status, "leave --model out" in said) == (1, True)
+    status, _, err = run("swap-weights", program, weights, *model, "-o", out)
+    assert (status, "leave --model out" in err) == (1, True)
     assert run("swap-weights", program, weights, "-o", out)[0] == 0
     assert torch.equal(torch.export.load(out).module()(EXAMPLE), new(EXAMPLE))
 
 
-def test_a_remap_gives_a_program_no_other_values(tmp_path: Path, run: Run) -> None:
+def test_a_remap_that_computes_values_is_refused(tmp_path: Path, run: Run) -> None:
     torch.export.save(torch.export.export(Hooked(), (EXAMPLE,)), tmp_path / "p.pt2")
     words = ("--model", f"{__file__}:Hooked", "--from", "runtime", "--to", "serialized")
-    status, _, said = run("remap", tmp_path / "p.pt2", *words, "-o", tmp_path / "o.pt2")
+    status, _, err = run("remap", tmp_path / "p.pt2", *words, "-o", tmp_path / "o.pt2")
     assert status == 1
     assert (
-        "computed by a remap, which gives a program other names and no other values: swap-weights does @ weight" in said
+        "computed by a remap, which gives a program other names and no other values: swap-weights does @ weight" in err
     )
 
 
-def test_several_programs_of_a_file_keep_their_names(tmp_path: Path, run: Run) -> None:
+def test_a_rename_of_several_programs_is_refused(tmp_path: Path, run: Run) -> None:
     from torch.export.pt2_archive._package import package_pt2
 
     program = torch.export.export(nn.Linear(3, 3), (EXAMPLE,))
     package_pt2(str(tmp_path / "two.pt2"), exported_programs={"first": program, "second": program})
-    status, _, said = run("remap", tmp_path / "two.pt2", "--rule", "weight => w", "--in-place")
-    assert (status, "of several programs, which keep their names" in said) == (1, True)
+    status, _, err = run("remap", tmp_path / "two.pt2", "--rule", "weight => w", "--in-place")
+    assert (status, "of several programs, which keep their names" in err) == (1, True)
