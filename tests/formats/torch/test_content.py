@@ -1,4 +1,4 @@
-"""The digest of an object: equal where torch loads equal objects, however the file was written, and nowhere else."""
+"""Digests of objects are equal if and only if torch loads equal objects, regardless of how the file was written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Own:
 
 
 class Other(Own):
-    """Of the same attributes."""
+    """Another class with the same attributes."""
 
 
 class Slotted:
@@ -34,17 +34,17 @@ class Slotted:
 
 
 class Items(list[Any]):
-    """A list of one's own: it is made empty, then filled."""
+    """A subclass of list: pickled empty, and then filled."""
 
 
 class Pairs(dict[Any, Any]):
-    """A dict of one's own."""
+    """A subclass of dict."""
 
 
 def filled(kind: Any, *parts: Any, **attributes: Any) -> Any:
-    made = kind(*parts)
-    made.__dict__.update(attributes)
-    return made
+    instance = kind(*parts)
+    instance.__dict__.update(attributes)
+    return instance
 
 
 NUMBERS = torch.arange(4.0)
@@ -54,40 +54,40 @@ VALUES: dict[str, Any] = {
     **{f"a set {value!r}": value for value in ({1, 2}, {1, 3}, frozenset((1, 2)), frozenset((1, 3)), {"a"})},
     **{f"a dict {value!r}": value for value in ({"a": 1}, {"b": 1}, {"a": 2}, {"a": 1, "b": 1}, {1: "a"}, {})},
     "an ordered dict": OrderedDict(a=1),
-    "an ordered dict of attributes": filled(OrderedDict, {"a": 1}, note=1),
-    "of others": filled(OrderedDict, {"a": 1}, note=2),
+    "an ordered dict with attributes": filled(OrderedDict, {"a": 1}, note=1),
+    "an ordered dict with other attributes": filled(OrderedDict, {"a": 1}, note=2),
     "a default dict": defaultdict(list, a=1),
-    "of another default": defaultdict(set, a=1),
+    "a default dict with another default": defaultdict(set, a=1),
     "a counter": Counter(a=1),
     "a queue": deque([1, 2]),
     "an object": Own(a=1),
-    "of another class": Other(a=1),
-    "of another value": Own(a=2),
-    "of another name": Own(b=1),
-    "of nothing": Own(),
-    "of slots": Slotted(1),
-    "of other slots": Slotted(2),
-    "own items": Items([1, 2]),
-    "own items otherwise": Items([2, 1]),
-    "no items": Items([]),
-    "own items and a name": filled(Items, [1, 2], name="x"),
-    "own pairs": Pairs(a=1),
-    "other pairs": Pairs(a=2),
-    "other keys": Pairs(b=1),
-    "no pairs": Pairs(),
+    "an object of another class": Other(a=1),
+    "an object with another value": Own(a=2),
+    "an object with another attribute": Own(b=1),
+    "an empty object": Own(),
+    "an object with slots": Slotted(1),
+    "an object with other slots": Slotted(2),
+    "a list subclass": Items([1, 2]),
+    "a list subclass in another order": Items([2, 1]),
+    "an empty list subclass": Items([]),
+    "a list subclass with a name": filled(Items, [1, 2], name="x"),
+    "a dict subclass": Pairs(a=1),
+    "a dict subclass with other values": Pairs(a=2),
+    "a dict subclass with other keys": Pairs(b=1),
+    "an empty dict subclass": Pairs(),
     "a tensor": [NUMBERS],
     "other numbers": [NUMBERS + 1],
     "other shape": [NUMBERS.reshape(2, 2)],
     "other dtype": [NUMBERS.view(torch.int32).clone()],
-    "half of it": [NUMBERS[:2]],
+    "half of a tensor": [NUMBERS[:2]],
     "a storage": [NUMBERS.clone().untyped_storage()],
     "another storage": [(NUMBERS + 1).untyped_storage()],
     "a quantized tensor": [torch.quantize_per_tensor(NUMBERS, 0.5, 0, torch.qint8)],
-    "of another scale": [torch.quantize_per_tensor(2 * NUMBERS, 1.0, 0, torch.qint8)],
+    "a quantized tensor with another scale": [torch.quantize_per_tensor(2 * NUMBERS, 1.0, 0, torch.qint8)],
     "a sparse tensor": [NUMBERS.to_sparse()],
-    "sparse elsewhere": [NUMBERS.roll(1).to_sparse()],
+    "a sparse tensor with other indices": [NUMBERS.roll(1).to_sparse()],
     "a dtype": [torch.float32],
-    "another": [torch.float16],
+    "another dtype": [torch.float16],
     "a class": [Own],
     "another class": [Other],
 }
@@ -95,7 +95,7 @@ VALUES: dict[str, Any] = {
 
 ENCODE = Global("_codecs", "encode")
 SET, BYTES = (Global("__builtin__", kind) for kind in ("set", "bytes"))
-# What protocol 2 would have made a set or bytes of, but for a word
+# Protocol 2 writes calls for a set or bytes; these calls differ from them in one detail
 ODD = [
     Call(SET, ()),
     Call(SET, ((1, 2),)),
@@ -111,7 +111,7 @@ ODD = [
 ]
 
 
-def test_calls_that_are_almost_those_of_a_set_or_of_bytes() -> None:
+def test_calls_that_only_resemble_a_set_or_bytes_have_other_digests() -> None:
     nodes = [*ODD, PickledSet([1, 2]), b"a", b""]
     digests = [content_of(node, lambda node: None) for node in nodes]
     assert None not in digests
@@ -124,7 +124,7 @@ def test_calls_that_are_almost_those_of_a_set_or_of_bytes() -> None:
 
 @pytest.fixture(scope="module")
 def contents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[bytes]]:
-    """The digests of every value: from files of other order, protocols and formats, all but the first with copies."""
+    """The digests of every value, from files with different orders, protocols and formats."""
     found: dict[str, list[bytes]] = {name: [] for name in VALUES}
     folder = tmp_path_factory.mktemp("contents")
     again = {name: copy.deepcopy(VALUES[name]) for name in reversed(VALUES)}
@@ -144,12 +144,12 @@ def test_equal_objects_have_one_digest(contents: dict[str, list[bytes]]) -> None
     assert [name for name, found in contents.items() if len(found) != 4 or len(set(found)) > 1] == []
 
 
-def test_other_objects_have_others(contents: dict[str, list[bytes]]) -> None:
+def test_different_objects_have_different_digests(contents: dict[str, list[bytes]]) -> None:
     pairs = combinations(contents.items(), 2)
-    assert [(one, other) for (one, mine), (other, yours) in pairs if mine[0] == yours[0]] == []
+    assert [(one, other) for (one, left), (other, right) in pairs if left[0] == right[0]] == []
 
 
-def test_what_is_shared_is_not_told_from_what_is_there_twice(tmp_path: Path) -> None:
+def test_shared_and_repeated_objects_have_the_same_digest(tmp_path: Path) -> None:
     once = [1, NUMBERS]
     torch.save({"w": NUMBERS, "a_extra_state": [once, once], "b_extra_state": [once, [1, NUMBERS.clone()]]},
                tmp_path / "shared.pt")  # fmt: skip
@@ -160,7 +160,7 @@ def test_what_is_shared_is_not_told_from_what_is_there_twice(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("deep", [150, 190, 210, 400])
-def test_of_what_holds_itself_or_is_nested_too_deep_nothing_is_told(tmp_path: Path, deep: int) -> None:
+def test_cyclic_and_deeply_nested_objects_have_no_digest(tmp_path: Path, deep: int) -> None:
     ring: list[Any] = [1]
     ring.append(ring)
     nested: list[Any] = []

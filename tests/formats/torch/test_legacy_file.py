@@ -1,4 +1,4 @@
-"""Files of torch.save before 1.6: torch.load as the oracle, old and hostile ones built pickle by pickle."""
+"""Files of torch.save before 1.6, with torch.load as the oracle; old and malicious files are built by hand."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_the_index_is_what_torch_loads(tmp_path, protocol):
+def test_the_index_matches_torch(tmp_path, protocol):
     path = saved(everything(), tmp_path / "old.pt", pickle_protocol=protocol)
     assert sniff(path) == "torch_legacy"
     checkpoint = read(path)
@@ -90,7 +90,7 @@ def converted(path: str, out: Path) -> str:
     return write_pieces(FORMATS["torch_zip"].layout(fit(checkpoint, FORMATS["torch_zip"])), out)
 
 
-def test_as_a_torch_zip_it_holds_the_same(tmp_path):
+def test_conversion_to_a_zip_file_keeps_the_tensors(tmp_path):
     path = saved(everything(), tmp_path / "old.pt")
     out = converted(path, tmp_path / "new.pt")
     assert sniff(out) == "torch_zip"
@@ -102,7 +102,7 @@ def test_as_a_torch_zip_it_holds_the_same(tmp_path):
     assert losses(read(path), FORMATS["torch_zip"]) == ["written in the format of torch 1.6 and later"]
 
 
-def test_all_that_a_training_holds_comes_along(tmp_path):
+def test_conversion_keeps_all_entries_of_a_training_checkpoint(tmp_path):
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(4, 3)).sum().backward()
@@ -127,11 +127,11 @@ def test_all_that_a_training_holds_comes_along(tmp_path):
     assert found["storage"].tolist() == state["storage"].tolist()
 
 
-def test_a_file_of_torch_2_5_and_the_same_as_zip(tmp_path):
+def test_a_file_of_torch_2_5_equals_its_zip_file(tmp_path):
     old = open_checkpoint(str(DATA / "legacy-torch-2.5.1.pt")).section("")
     new = open_checkpoint(str(DATA / "weights-torch-2.5.1.pt")).section("")
     assert [e.key for e in old.tensors] == [e.key for e in new.tensors]
-    assert all(same_values(mine, theirs) for mine, theirs in zip(old.tensors, new.tensors))
+    assert all(same_values(*pair) for pair in zip(old.tensors, new.tensors))
     assert list(old.modules or ()) == list(new.modules or ())
     assert old.aliases() == new.aliases()
     for out in ("w.safetensors", "w.pt"):
@@ -142,7 +142,7 @@ def test_a_file_of_torch_2_5_and_the_same_as_zip(tmp_path):
     assert "mixed.0.weight" in torch.load(tmp_path / "w.pt", weights_only=True)
 
 
-def test_large_pickles_are_read_to_their_end(tmp_path):
+def test_large_pickles_are_read_completely(tmp_path):
     state = {f"layer.{index}.weight": torch.tensor(float(index)) for index in range(12_000)}
     path = saved(state, tmp_path / "many.pt")
     assert [e.key for e in read(path).section("").tensors] == list(state)
@@ -155,7 +155,7 @@ def test_large_pickles_are_read_to_their_end(tmp_path):
 
 
 class Ref:
-    """Stands in a pickle for an object outside of it."""
+    """Pickled as a reference to an object outside of the pickle."""
 
     def __init__(self, *reference: object) -> None:
         self.reference = reference
@@ -205,8 +205,8 @@ def written(tmp_path: Path, data: bytes) -> str:
     return str(tmp_path / "built.pt")
 
 
-def test_views_of_a_storage_are_tensors_on_it(tmp_path):
-    """As torch wrote them before 0.4: one storage in the file, and parts of it under keys of their own."""
+def test_views_share_their_storage(tmp_path):
+    """Before 0.4 torch wrote one storage, and views of it under separate keys."""
     part = reference(view=("8", 1, 3))
     old = Rebuilt(_rebuild_tensor, part, 1, (2,), (1,))
     state = {"whole": tensor(reference(), 0, 4), "tail": tensor(part, 0, 3), "end": old}
@@ -218,7 +218,7 @@ def test_views_of_a_storage_are_tensors_on_it(tmp_path):
     assert len({t.untyped_storage().data_ptr() for t in found.values()}) == 1
 
 
-def test_classes_of_modules_are_read_without_their_source(tmp_path):
+def test_classes_of_modules_are_read_without_source(tmp_path):
     root = {
         "model": Rebuilt(OrderedDict),
         "kind": Ref("module", nn.Linear, "linear.py", "class Linear: ..."),
@@ -228,7 +228,7 @@ def test_classes_of_modules_are_read_without_their_source(tmp_path):
     assert torch.load(converted(path, tmp_path / "new.pt"), weights_only=False)["kind"] is nn.Linear
 
 
-def test_what_follows_is_noted(tmp_path):
+def test_trailing_bytes_are_reported(tmp_path):
     assert read(written(tmp_path, built({"w": tensor(reference(), 0, 4)}, ["7"], FOUR, b"more"))).notes == (
         "4 bytes follow the last storage: not read",
     )
@@ -283,7 +283,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize(("data", "message"), DAMAGED)
-def test_damaged_and_hostile_files(tmp_path, data, message):
+def test_damaged_and_malicious_files_are_refused(tmp_path, data, message):
     with pytest.raises(CkptError) as caught:
         read(written(tmp_path, data))
     assert message in caught.value.message
@@ -291,8 +291,8 @@ def test_damaged_and_hostile_files(tmp_path, data, message):
 
 
 @pytest.mark.parametrize(("data", "message"), [*DAMAGED, (built(W, ["7"], storage(3, bytes(16))), "not as long as")])
-def test_in_a_store_too(tmp_path, data, message):
-    """There the storages are taken to be as long as the pickle says until their bytes are read."""
+def test_damaged_files_in_a_store_are_refused(tmp_path, data, message):
+    """In a store, the lengths of storages are taken from the pickle until their bytes are read."""
     url = f"memory://{tmp_path.name}/built.pt"
     fsspec.filesystem("memory").pipe(url, data)
 
@@ -312,7 +312,7 @@ def test_every_truncation_is_an_error(tmp_path):
             read(written(tmp_path, whole[:length]))
 
 
-def test_junk_anywhere_is_an_error_or_harmless(tmp_path):
+def test_random_damage_is_an_error_or_harmless(tmp_path):
     whole = bytearray(Path(saved({"a": torch.ones(2)}, tmp_path / "old.pt")).read_bytes())
     for at in range(15, len(whole)):
         for value in (0, 0x28, 0x51, 0xFF):
@@ -323,7 +323,7 @@ def test_junk_anywhere_is_an_error_or_harmless(tmp_path):
                 continue
 
 
-def test_the_tar_format_is_told_by_its_name(tmp_path):
+def test_the_tar_format_is_an_error_with_a_hint(tmp_path):
     with tarfile.open(tmp_path / "ancient.pt", "w") as archive:
         for name in ("sys_info", "pickle", "storages", "tensors"):
             archive.addfile(tarfile.TarInfo(name))

@@ -1,4 +1,4 @@
-"""Which objects of a pickle are mappings, and of what: `torch.load` of the same file says it."""
+"""Pickled mappings and their items, with `torch.load` of the same file as the oracle."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ def with_pairs(node: Call, **pairs: Any) -> Call:
     return node
 
 
-# What the mapping is made of, and how it is made
-MADE: dict[str, tuple[tuple[Any, ...], str]] = {
+# The arguments of the mapping, and the opcode
+CALLS: dict[str, tuple[tuple[Any, ...], str]] = {
     "nothing": ((), "REDUCE"),
     "a list of pairs": ((PAIRS,), "REDUCE"),
     "a tuple of lists": ((tuple(map(list, PAIRS)),), "OBJ"),
     "a dict": ((dict(PAIRS),), "REDUCE"),
     "another mapping": ((nested("OrderedDict"),), "REDUCE"),
-    # What torch fails on, or makes something else of: it is carried as it is.
+    # torch fails, or makes another object: it is copied unchanged
     "a pair of one": (([("a",)],), "REDUCE"),
     "a pair of three": (([("a", A, B)],), "REDUCE"),
     "two lists": ((PAIRS, PAIRS), "REDUCE"),
-    "a list that it is not called with": ((PAIRS,), "NEWOBJ"),
-    "a list that it is not called with, and words": ((PAIRS,), "NEWOBJ_EX"),
+    "a list without a call": ((PAIRS,), "NEWOBJ"),
+    "a list without a call, with keywords": ((PAIRS,), "NEWOBJ_EX"),
 }
 
-KNOWN = list(MADE)[:5]
+KNOWN = list(CALLS)[:5]
 
 
 @pytest.mark.parametrize("more", [{}, {"c": C}, {"a": C}])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", MADE)
-def test_what_torch_makes_of_it(tmp_path: Path, name: str, kind: str, more: dict[str, Any]) -> None:
-    args, how = MADE[name]
+@pytest.mark.parametrize("name", CALLS)
+def test_mappings_are_read_as_in_torch(tmp_path: Path, name: str, kind: str, more: dict[str, Any]) -> None:
+    args, how = CALLS[name]
     args = (None, *args) if kind == "defaultdict" and args else args
     node = with_pairs(Call(KINDS[kind], args, how, {} if how == "NEWOBJ_EX" else None), **more)
-    path = crafted(tmp_path, {"m": node, "beside": {"w": tensor_node()}}, GOOD)
+    path = crafted(tmp_path, {"m": node, "other": {"w": tensor_node()}}, GOOD)
     found = {section.path: [entry.key for entry in section.tensors] for section in read(path).sections}
     is_known = name in KNOWN and not (kind == "Counter" and type(args[0] if args else None) in (list, tuple))
     assert found.get("m", []) == (list(torch.load(path, weights_only=False)["m"]) if is_known else [])
 
 
 @pytest.mark.parametrize(("key", "text"), [("a", "a"), (b"a", "a"), ("ü".encode(), "ü"), (b"\xff", "ÿ"), (3, None)])
-def test_keys_as_text(key: Any, text: str | None) -> None:
+def test_keys_are_converted_to_text(key: Any, text: str | None) -> None:
     assert text_of(key) == text

@@ -1,4 +1,4 @@
-"""Pickled modules: the keys of their `state_dict()`, however Python pickles them, and hostile ones."""
+"""Pickled modules have the keys of their `state_dict()` in every pickle protocol; malicious ones are refused."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Slotted(Whole):
 
 @pytest.mark.parametrize("protocol", [1, 2, 4])
 @pytest.mark.parametrize("kind", [Whole, Slotted])
-def test_the_keys_are_those_of_the_state_dict(tmp_path: Path, kind: Any, protocol: int) -> None:
+def test_keys_match_the_state_dict(tmp_path: Path, kind: Any, protocol: int) -> None:
     if kind is Slotted and protocol < 2:
-        pytest.skip("Python pickles no slots so")
+        pytest.skip("protocol 1 cannot pickle slots")
     model = kind()
     torch.save({"m": model}, tmp_path / "m.pt", pickle_protocol=protocol)
     checkpoint = open_checkpoint(str(tmp_path / "m.pt"))
@@ -50,8 +50,8 @@ def test_the_keys_are_those_of_the_state_dict(tmp_path: Path, kind: Any, protoco
     assert checkpoint.notes == (words,)
 
 
-def test_a_module_from_before_buffers_were_not_saved(tmp_path: Path) -> None:
-    """Torch 1.4 knew no such buffers."""
+def test_a_module_from_before_non_persistent_buffers_is_read(tmp_path: Path) -> None:
+    """Torch 1.4 had no such buffers."""
     model = nn.BatchNorm1d(2)
     del model.__dict__["_non_persistent_buffers_set"]
     torch.save(model, tmp_path / "m.pt")
@@ -61,7 +61,7 @@ def test_a_module_from_before_buffers_were_not_saved(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_the_attributes_alone_are_no_module(tmp_path: Path) -> None:
+def test_a_dict_of_attributes_is_not_a_module(tmp_path: Path) -> None:
     torch.save(dict(vars(nn.Linear(2, 2))), tmp_path / "m.pt")
     checkpoint = open_checkpoint(str(tmp_path / "m.pt"))
     assert [section.path for section in checkpoint.sections] == ["_parameters"]
@@ -72,17 +72,17 @@ KIND = Global("own", "Kind")
 
 
 def module(state: Any = None, *, func: Any = KIND, args: Any = (), **slots: Any) -> Call:
-    """The node of a module with these slots, or this state."""
-    made = Call(func, args, "NEWOBJ")
-    made.state = {"_parameters": {}, "_buffers": {}, "_modules": {}, **slots} if state is None else state
-    return made
+    """Return the node of a module with these slots, or this state."""
+    node = Call(func, args, "NEWOBJ")
+    node.state = {"_parameters": {}, "_buffers": {}, "_modules": {}, **slots} if state is None else state
+    return node
 
 
 def nested(depth: int) -> Call:
-    made = module(_parameters={"w": tensor_node()})
+    node = module(_parameters={"w": tensor_node()})
     for _ in range(depth):
-        made = module(_modules={"m": made})
-    return made
+        node = module(_modules={"m": node})
+    return node
 
 
 @pytest.mark.parametrize(
@@ -97,11 +97,11 @@ def nested(depth: int) -> Call:
         None,
     ],
 )
-def test_what_is_no_module(node: Any) -> None:
+def test_other_nodes_are_not_modules(node: Any) -> None:
     assert not is_module(node)
 
 
-def test_a_state_that_holds_attributes() -> None:
+def test_attributes_inside_another_state_are_found() -> None:
     attributes = module(_parameters={"w": tensor_node()}).state
     assert [slot.steps for slot in slots_of(module(state=(attributes, {"note": 3})), ())] == [
         (("state", None), ("item", 0), ("item", "_parameters"), ("item", "w"))
@@ -124,7 +124,7 @@ def test_a_state_that_holds_attributes() -> None:
         (None, True),
     ],
 )
-def test_buffers_that_are_not_saved(names: Any, saved: bool) -> None:
+def test_non_persistent_buffers_are_recognized(names: Any, saved: bool) -> None:
     node = module(
         _parameters={"p": tensor_node()}, _buffers={"b": tensor_node(), 3: tensor_node(), b"c": tensor_node()}
     )
@@ -133,14 +133,14 @@ def test_buffers_that_are_not_saved(names: Any, saved: bool) -> None:
     assert found == {"p": True, "b": saved, "c": True}
 
 
-def test_the_class_behind_older_protocols() -> None:
+def test_the_class_is_found_in_older_protocols() -> None:
     older = Global("copy_reg", "_reconstructor")
     assert class_of(module()) == "own.Kind"
     assert class_of(module(func=older, args=(KIND, Global("builtins", "object"), None))) == "own.Kind"
     assert class_of(module(func=older)) == "copy_reg._reconstructor"
 
 
-def test_modules_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_nested_modules_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list(slots_of(nested(200), ()))) == 1
     with pytest.raises(CkptError, match="too many others"):
         list(slots_of(nested(201), ()))

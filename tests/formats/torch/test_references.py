@@ -1,4 +1,4 @@
-"""References to storages in the pickle of a torch file: one that is none is refused as such."""
+"""References to storages in the pickle of a torch file; invalid references are refused."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ FLOAT = Global("torch", "FloatStorage")
 
 
 @pytest.mark.parametrize("numel", [0, 4])
-@pytest.mark.parametrize("more", [(), (None,)])  # before torch 1.6 a view of a storage could follow
-def test_the_key(numel: int, more: tuple[None, ...]) -> None:
+@pytest.mark.parametrize("more", [(), (None,)])  # before torch 1.6 a view could follow
+def test_the_storage_key_is_read(numel: int, more: tuple[None, ...]) -> None:
     assert storage_key(Persistent(("storage", FLOAT, "7", "cpu", numel, *more))) == "7"
 
 
@@ -31,7 +31,7 @@ def test_the_key(numel: int, more: tuple[None, ...]) -> None:
         Persistent(("storage", FLOAT, "7", "cpu", 4.0)),
     ],
 )
-def test_what_is_no_reference(node: object) -> None:
+def test_an_invalid_reference_is_refused(node: object) -> None:
     with pytest.raises(CkptError) as error:
         storage_key(node)
     assert error.value.message == "not as torch.save writes it: a storage reference"

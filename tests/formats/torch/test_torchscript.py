@@ -1,4 +1,4 @@
-"""TorchScript archives: torch.jit.load(...).state_dict() as the oracle for the keys and values."""
+"""TorchScript archives, with torch.jit.load(...).state_dict() as the oracle for keys and values."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class Model(nn.Module):
 def scripted(path: Path, traced: bool) -> str:
     torch.manual_seed(0)
     model = Model().eval()
-    made = torch.jit.trace(model, torch.ones(2, 3)) if traced else torch.jit.script(model)
-    torch.jit.save(made, path)
+    module = torch.jit.trace(model, torch.ones(2, 3)) if traced else torch.jit.script(model)
+    torch.jit.save(module, path)
     return str(path)
 
 
 @pytest.mark.parametrize("traced", [True, False])
-def test_keys_and_values_are_those_of_its_state_dict(tmp_path, traced):
+def test_keys_and_values_match_the_state_dict(tmp_path, traced):
     path = scripted(tmp_path / "model.pt", traced)
     assert sniff(path) == "torchscript"
     (section,) = open_checkpoint(path).sections
@@ -77,8 +77,8 @@ def test_keys_and_values_are_those_of_its_state_dict(tmp_path, traced):
     assert "more tensors are plain attributes or constants of its code" in open_checkpoint(path).notes[0]
 
 
-def test_views_in_another_dtype_are_what_torch_makes_of_them(tmp_path):
-    """It writes the storage's first dtype for both."""
+def test_views_of_another_dtype_match_torch(tmp_path):
+    """Torch writes the first dtype of the storage for both views."""
     module = nn.Module()
     module.register_buffer("bits", torch.arange(4, dtype=torch.int32))
     module.register_buffer("floats", module.bits.view(torch.float32))
@@ -89,11 +89,11 @@ def test_views_in_another_dtype_are_what_torch_makes_of_them(tmp_path):
         assert torch.equal(torch_eval.load(entry), expected[entry.key])
 
 
-def test_what_torch_2_5_wrote():
+def test_an_archive_of_torch_2_5_is_read():
     assert [entry.key for entry in read(OLD).section("").tensors] == list(torch.jit.load(OLD).state_dict())
 
 
-def test_its_tensors_can_be_taken_out(tmp_path):
+def test_tensors_are_extracted(tmp_path):
     path = scripted(tmp_path / "model.pt", True)
     expected = torch.jit.load(path).state_dict()
     for out in ("out.pt", "out.safetensors"):
@@ -108,7 +108,7 @@ def test_its_tensors_can_be_taken_out(tmp_path):
     assert compared.returncode == 0
 
 
-def test_it_is_not_rewritten(tmp_path):
+def test_renames_are_refused(tmp_path):
     path = scripted(tmp_path / "model.pt", True)
     with pytest.raises(Refused, match="calls every tensor by its attribute"):
         layout(read(path))
@@ -122,7 +122,7 @@ def test_it_is_not_rewritten(tmp_path):
 
 
 def trained() -> Model:
-    """Another model of the same definition, its buffers too."""
+    """Return another model of the same definition, with other buffers."""
     torch.manual_seed(1)
     model = Model().eval()
     model.norm.running_mean += torch.randn(3)
@@ -130,15 +130,15 @@ def trained() -> Model:
 
 
 @pytest.mark.parametrize("traced", [True, False])
-def test_new_weights_are_put_into_it(tmp_path: Path, run: Run, traced: bool) -> None:
-    """As `load_state_dict` on the archive would: values alone change; code, constants and all else stay to the byte."""
+def test_swap_weights_changes_only_values(tmp_path: Path, run: Run, traced: bool) -> None:
+    """Like `load_state_dict` on the archive; code, constants and other records keep their bytes."""
     path, out, model = scripted(tmp_path / "model.pt", traced), tmp_path / "out.pt", trained()
     torch.save(model.state_dict(), tmp_path / "new.pt")
     done = run("swap-weights", path, tmp_path / "new.pt", "-o", out)
-    assert done.status == 1  # its state dict has the buffers too that the model's has not
+    assert done.status == 1  # the archive also has non-persistent buffers
     assert "no weight for it @ blocks.0.mask" in done.err
-    given = ("--model", f"{__file__}:Model", "--verify")
-    done = run("swap-weights", path, tmp_path / "new.pt", "-o", out, *given, "--format", "json")
+    options = ("--model", f"{__file__}:Model", "--verify")
+    done = run("swap-weights", path, tmp_path / "new.pt", "-o", out, *options, "--format", "json")
     assert done.status == 0, done.err
     assert (done.data["layout"], done.data["kept"]) == ("torchscript", ["blocks.0.mask", "blocks.1.mask", "again.mask"])
     expected, swapped, x = torch.jit.load(path), torch.jit.load(out), torch.randn(4, 3)
@@ -170,7 +170,7 @@ class Quantized(nn.Module):
         return x * self.weight
 
 
-def test_what_is_no_strided_tensor_stays(tmp_path: Path, run: Run) -> None:
+def test_quantized_tensors_are_kept(tmp_path: Path, run: Run) -> None:
     torch.jit.save(torch.jit.script(Quantized()), tmp_path / "p.pt")
     torch.save({"weight": torch.full((3,), 2.0)}, tmp_path / "new.pt")
     done = run("swap-weights", tmp_path / "p.pt", tmp_path / "p.pt", "-o", tmp_path / "o.pt")
@@ -179,7 +179,7 @@ def test_what_is_no_strided_tensor_stays(tmp_path: Path, run: Run) -> None:
     assert "no weight for it @ table" in done.err
 
 
-def test_only_what_fits_is_put_into_it(tmp_path: Path, run: Run) -> None:
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path, run: Run) -> None:
     path, state = (
         scripted(tmp_path / "model.pt", True),
         dict(torch.jit.load(scripted(tmp_path / "m.pt", True)).state_dict()),
@@ -231,7 +231,7 @@ OBJECT = b"c__torch__\nTagger\n)\x81"
         ({"byteorder": b"big"}, "not little-endian"),
     ],
 )  # fmt: skip
-def test_damaged_and_hostile_archives(tmp_path, changes, message):
+def test_damaged_and_malicious_archives_are_refused(tmp_path, changes, message):
     broken = altered(OLD, tmp_path / "broken.pt", changes)
     with pytest.raises(CkptError) as caught:
         read(broken)
@@ -251,18 +251,18 @@ def test_damaged_and_hostile_archives(tmp_path, changes, message):
         b"](" + OBJECT + b"}K\x01" + OBJECT + b"}bsbe.",
     ],
 )
-def test_an_object_that_is_no_module_of_the_code_has_no_tensors(tmp_path, root):
-    """Of another class, of torch's own, without attributes, not alone, of what is no class."""
+def test_an_object_other_than_a_module_of_the_code_has_no_tensors(tmp_path, root):
+    """An object of another class, of a torch class, without attributes, in a list, or of an invalid class."""
     odd = altered(OLD, tmp_path / "odd.pt", {"data.pkl": b"\x80\x02" + root})
     assert read(odd).section("").tensors == ()
 
 
-def test_attributes_that_have_no_name_are_passed_over(tmp_path):
+def test_attributes_without_a_name_are_ignored(tmp_path):
     root = OBJECT + b"}(K\x01" + OBJECT + b"}bX\1\0\0\0aNub."
     assert read(altered(OLD, tmp_path / "odd.pt", {"data.pkl": b"\x80\x02" + root})).section("").tensors == ()
 
 
-def test_one_pickle_is_the_module(tmp_path):
+def test_two_pickles_are_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "two.pt", "w") as archive:
         for name in ("a/data.pkl", "b/data.pkl", "a/constants.pkl"):
             archive.writestr(name, b"N.")
@@ -271,12 +271,12 @@ def test_one_pickle_is_the_module(tmp_path):
 
 
 @pytest.mark.parametrize("code", [b"", b"\xff"])
-def test_a_class_that_is_no_module_has_no_tensors(tmp_path, code):
+def test_a_class_without_code_has_no_tensors(tmp_path, code):
     changed = altered(OLD, tmp_path / "other.pt", {CODE: code})
     assert read(changed).section("").tensors == ()
 
 
-def test_other_archives_are_told_by_name(tmp_path):
+def test_other_archives_are_named_in_the_error(tmp_path):
     with zipfile.ZipFile(tmp_path / "old.pt", "w") as archive:
         for name in ("m/model.json", "m/tensors/0", "m/code/m.py"):
             archive.writestr(name, b"x")

@@ -1,4 +1,4 @@
-"""What is changed in the tree of a pickle, and what cannot be: torch loads what is written."""
+"""Changes in the tree of a pickle: torch loads the result, or the change is refused."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from files import write_pieces
 W, V = torch.ones(2), torch.zeros(3)
 
 
-class Made:
-    """Pickled as what it is made of: arguments, words, and a state of its own."""
+class Pickled:
+    """Pickled with arguments, keywords, and a state."""
 
-    def __new__(cls, *args: Any, **words: Any) -> Made:
-        made = super().__new__(cls)
-        made.__dict__.update(args=args, words=words, own=None)
-        return made
+    def __new__(cls, *args: Any, **words: Any) -> Pickled:
+        instance = super().__new__(cls)
+        instance.__dict__.update(args=args, words=words, own=None)
+        return instance
 
     def __getnewargs_ex__(self) -> tuple[Any, Any]:
         return self.__dict__["args"], self.__dict__["words"]
@@ -38,13 +38,13 @@ class Made:
 
 
 class Items(list[Any]):
-    """A list of one's own: it is made empty, then filled."""
+    """A subclass of list: pickled empty, and then filled."""
 
 
-def made(*args: Any, own: Any = None, **words: Any) -> Any:
-    found: Any = Made(*args, **words)
-    found.__dict__["own"] = own
-    return found
+def pickled(*args: Any, own: Any = None, **words: Any) -> Any:
+    instance: Any = Pickled(*args, **words)
+    instance.__dict__["own"] = own
+    return instance
 
 
 def state() -> Any:
@@ -69,9 +69,9 @@ def written(tmp_path: Path, checkpoint: Checkpoint) -> Any:
     return torch.load(write_pieces(layout(checkpoint), tmp_path / "out.pt"), weights_only=False)
 
 
-def test_state_dicts_wherever_they_stand(tmp_path: Path, run: Run) -> None:
-    around = made(state(), 7, own=state(), word=state(), list=[state()])
-    path = saved(tmp_path, OrderedDict(o=around, items=Items([3, state()]), epoch=3))
+def test_state_dicts_inside_objects_are_renamed(tmp_path: Path, run: Run) -> None:
+    instance = pickled(state(), 7, own=state(), word=state(), list=[state()])
+    path = saved(tmp_path, OrderedDict(o=instance, items=Items([3, state()]), epoch=3))
     names = ["o.0", "o.word", "o.list.0", "o", "items.1"]
     assert [section.path for section in read(str(path)).sections] == names
     for name in names:
@@ -88,10 +88,10 @@ def test_state_dicts_wherever_they_stand(tmp_path: Path, run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["o.0", "o.word", "o", "o.list.0", "items.1"])
-def test_what_an_object_is_made_of_is_not_dropped(tmp_path: Path, run: Run, name: str) -> None:
-    """Without an argument the next one would take its place."""
-    around = made(state(), 7, own=state(), word=state(), list=[state()])
-    path = saved(tmp_path, {"o": around, "items": Items([3, state()]), "m": {"w": W}})
+def test_arguments_and_states_of_objects_are_not_dropped(tmp_path: Path, run: Run, name: str) -> None:
+    """If an argument were removed, the next one would take its position."""
+    instance = pickled(state(), 7, own=state(), word=state(), list=[state()])
+    path = saved(tmp_path, {"o": instance, "items": Items([3, state()]), "m": {"w": W}})
     done = run("remap", path, "--drop", name, "-o", tmp_path / "out.pt")
     if name in ("o.list.0", "items.1"):
         assert done.status == 0, done.err
@@ -108,16 +108,16 @@ def test_what_an_object_is_made_of_is_not_dropped(tmp_path: Path, run: Run, name
     [
         ({"m": {"w": W}, "n": {"v": V}, "l": [W.clone().untyped_storage()]}, ["l.0"], None),
         ({"m": {"w": W}, "n": {"v": V}, "l": [W.clone().untyped_storage()]}, ["l", "l.0"], ["m", "n"]),
-        ({"m": {"w": W}, "o": made(own={"s": W.clone().untyped_storage()})}, ["o.s"], None),
-        ({"m": {"w": W}, "o": made(own={"s": W.clone().untyped_storage()})}, ["o", "o.s"], ["m"]),
+        ({"m": {"w": W}, "o": pickled(own={"s": W.clone().untyped_storage()})}, ["o.s"], None),
+        ({"m": {"w": W}, "o": pickled(own={"s": W.clone().untyped_storage()})}, ["o", "o.s"], ["m"]),
         ({"w": W, "s": V.untyped_storage()}, ["s"], ["w"]),
         ({"m": state() | {"s": V.clone().untyped_storage()}, "n": {"v": V}}, ["m.s"], ["m", "n"]),
-        ({"m": {"w": W}, "o": made(own={"s": V.untyped_storage(), "n": state()})}, ["o.s"], None),
+        ({"m": {"w": W}, "o": pickled(own={"s": V.untyped_storage(), "n": state()})}, ["o.s"], None),
         ([[W], V.untyped_storage(), 3], ["1"], [1, 2]),
         (W.untyped_storage(), ["(root)"], None),
     ],
 )
-def test_a_storage_goes_with_what_holds_it(
+def test_a_storage_is_dropped_only_with_its_container(
     tmp_path: Path, run: Run, value: Any, drops: list[str], kept: list[Any] | None
 ) -> None:
     words = [word for name in drops for word in ("--drop", name)]
@@ -129,11 +129,11 @@ def test_a_storage_goes_with_what_holds_it(
         assert done.status == 0, done.err
         found = torch.load(tmp_path / "out.pt", weights_only=False)
         assert (list(found) if isinstance(found, dict) else [len(found[0]), len(found)]) == kept
-        assert not [one for one in read(str(tmp_path / "out.pt")).unreached if one.path == drops[-1]]
+        assert drops[-1] not in [entry.path for entry in read(str(tmp_path / "out.pt")).unreached]
 
 
-def put(held: Any, made: Any, state: Any) -> None:
-    made.held, made.state = held, state
+def put(held: Any, instance: Any, state: Any) -> None:
+    instance.held, instance.state = held, state
 
 
 class BySetter:
@@ -143,8 +143,8 @@ class BySetter:
         return object.__new__, (BySetter,), {"n": 3}, None, None, partial(put, torch.full((4,), 7.0))
 
 
-def test_what_sets_the_state_of_an_object_is_a_part_of_it(tmp_path: Path, run: Run) -> None:
-    """Its storages go where the others go, to new numbers too."""
+def test_a_state_setter_is_copied_with_its_object(tmp_path: Path, run: Run) -> None:
+    """Its storages are copied and renumbered with the others."""
     path = saved(tmp_path, {"first": {"w": V}, "last": {"w": W, "x._extra_state": BySetter()}})
     (unreached,) = read(str(path)).unreached
     assert unreached.is_referred
@@ -157,7 +157,7 @@ def test_what_sets_the_state_of_an_object_is_a_part_of_it(tmp_path: Path, run: R
     assert torch.equal(found["w"], W)
 
 
-def test_one_state_dict_at_two_places_that_becomes_two(tmp_path: Path) -> None:
+def test_a_shared_state_dict_is_split_if_its_copies_differ(tmp_path: Path) -> None:
     shared = state()
     checkpoint = read(str(saved(tmp_path, {"model": shared, "best": shared})))
     found = written(tmp_path, with_sections(checkpoint, model=prefixed("a."), best=prefixed("b.")))
@@ -174,18 +174,18 @@ def test_one_state_dict_at_two_places_that_becomes_two(tmp_path: Path) -> None:
         weight, bias = prefixed("a.")(section).tensors
         return replace(section, tensors=(replace(weight, key=bias.key), replace(bias, key=weight.key)))
 
-    def turned(section: Section) -> Section:
+    def reordered(section: Section) -> Section:
         weight, bias = prefixed("a.")(section).tensors
         return replace(section, tensors=(replace(bias, key=bias.key), replace(weight, key=weight.key)))
 
-    found = written(tmp_path, with_sections(checkpoint, model=swapped, best=turned))
+    found = written(tmp_path, with_sections(checkpoint, model=swapped, best=reordered))
     assert [[(key, value.dim()) for key, value in found[name].items()] for name in ("model", "best")] == [
         [("a.bias", 2), ("a.weight", 1)],
         [("a.bias", 1), ("a.weight", 2)],
     ]
 
 
-def test_what_holds_two_that_become_others_at_each_of_its_places(tmp_path: Path) -> None:
+def test_a_shared_list_is_split_if_its_state_dicts_differ(tmp_path: Path) -> None:
     held = [{"w": W, "v": V}]
     checkpoint = read(str(saved(tmp_path, {"last": held, "best": held})))
     changed = {"last.0": prefixed("a."), "best.0": prefixed("b.")}
@@ -193,7 +193,7 @@ def test_what_holds_two_that_become_others_at_each_of_its_places(tmp_path: Path)
     assert [list(found[name][0]) for name in ("last", "best")] == [["a.w", "a.v"], ["b.w", "b.v"]]
 
 
-def test_what_a_state_dict_says_of_itself_stays_without_its_versions(tmp_path: Path) -> None:
+def test_attributes_of_a_state_dict_are_kept_without_its_versions(tmp_path: Path) -> None:
     own = state()
     own.note = "own"
     checkpoint = read(str(saved(tmp_path, {"m": own, "n": state()})))

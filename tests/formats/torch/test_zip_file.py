@@ -1,4 +1,4 @@
-"""The torch zip reader and writer: torch.save and torch.load say what is right."""
+"""The reader and writer of torch zip files, with torch.save and torch.load as the oracles."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def load(path: str, **options: Any) -> Any:
 
 
 def with_keys(checkpoint: Checkpoint, path: str, rename: Callable[[str], str]) -> Checkpoint:
-    """The checkpoint with the tensors of one section renamed."""
+    """Rename the tensors of one section."""
     section = checkpoint.section(path)
     renamed = replace(section, tensors=tuple(replace(e, key=rename(e.key)) for e in section.tensors))
     return replace(checkpoint, sections=tuple(renamed if s is section else s for s in checkpoint.sections))
@@ -84,7 +84,7 @@ def fresh(section: Section) -> Checkpoint:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal in value, type, dtype, layout, strides and flags, all the way down."""
+    """Compare values, types, dtypes, layouts, strides and flags recursively."""
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor) and left.is_nested:
@@ -126,7 +126,7 @@ DTYPES = [name for name in DTYPES if hasattr(torch, name)]
 
 
 def of_dtype(name: str, *shape: int) -> torch.Tensor:
-    """A tensor of any dtype, with bytes that are no plain pattern."""
+    """Return a tensor of any dtype, with irregular bytes."""
     dtype = getattr(torch, name)
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     data = torch.arange(nbytes, dtype=torch.uint8) % 2 if name == "bool" else torch.arange(nbytes, dtype=torch.uint8)
@@ -173,7 +173,7 @@ def tensors() -> dict[str, Any]:
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # some kinds are new, others on their way out
+    warnings.simplefilter("ignore")  # some kinds are experimental, others deprecated
     TENSORS = tensors()
 LAYOUTS = {
     "negative": "neg",
@@ -195,9 +195,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("stride", [1, 2, 3])
 @pytest.mark.parametrize("offset", [3, 4, 5])
-def test_a_tensor_of_another_view_is_not_written_as_it_was_read(
-    tmp_path: Path, offset: int, stride: int, size: int
-) -> None:
+def test_a_changed_view_is_written(tmp_path: Path, offset: int, stride: int, size: int) -> None:
     source = read(saved(tmp_path, {"w": BASE[4::2][:3]}))
     section = source.section("")
     entry = replace(section.tensors[0], offset=offset, stride=(stride,), shape=(size,))
@@ -206,8 +204,8 @@ def test_a_tensor_of_another_view_is_not_written_as_it_was_read(
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_every_kind_of_tensor(tmp_path: Path, name: str) -> None:
-    """Its entry is what torch says of it, and a rename, in the file and into a new file, gives the same tensor."""
+def test_tensors_of_every_kind_are_read_and_renamed(tmp_path: Path, name: str) -> None:
+    """Its entry matches torch, and renaming it, in the file or in a new file, keeps the tensor."""
     tensor = TENSORS[name]
     checkpoint = read(saved(tmp_path, {"before": torch.ones(3), "w": tensor, "after": tensor}))
     (section,) = checkpoint.sections
@@ -222,9 +220,9 @@ def test_every_kind_of_tensor(tmp_path: Path, name: str) -> None:
         assert entry.offset == tensor.storage_offset()
         assert entry.nbytes == tensor.numel() * tensor.element_size()
     assert section.aliases() == {"after": "w"}
-    for made in (with_keys(checkpoint, "", "x.".__add__), fresh(section)):
-        loaded = load(rewritten(tmp_path, made))
-        prefix = "x." if made.container else ""
+    for changed in (with_keys(checkpoint, "", "x.".__add__), fresh(section)):
+        loaded = load(rewritten(tmp_path, changed))
+        prefix = "x." if changed.container else ""
         assert list(loaded) == [prefix + key for key in ("before", "w", "after")]
         if name != "subclass":
             assert same(loaded[prefix + "w"], tensor)
@@ -274,7 +272,7 @@ def test_sections_of_a_training_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.globals == ("argparse.Namespace", f"{__name__}.Foreign", f"{__name__}.Stage")
 
 
-def test_lists_of_optimizers(tmp_path: Path) -> None:
+def test_lists_of_optimizers_are_sections(tmp_path: Path) -> None:
     value = {"state_dict": {"w": torch.ones(2)}, "optimizer_states": [training()["optimizer"]], "epoch": 1}
     checkpoint = read(saved(tmp_path, value))
     assert [(s.path, s.kind) for s in checkpoint.sections] == [
@@ -283,7 +281,7 @@ def test_lists_of_optimizers(tmp_path: Path) -> None:
     ]
 
 
-def test_extra_state(tmp_path: Path) -> None:
+def test_extra_state_is_listed(tmp_path: Path) -> None:
     value = {"w": torch.ones(2), "w._extra_state": {"scale": torch.ones(1)}, "version": 3, "names": ["a", {"b": None}]}
     (section,) = read(saved(tmp_path, value)).sections
     assert {extra.key: extra.value for extra in section.extras} == {
@@ -293,12 +291,12 @@ def test_extra_state(tmp_path: Path) -> None:
     }
 
 
-def test_a_state_dict_without_tensors_is_one(tmp_path: Path) -> None:
+def test_a_state_dict_may_have_no_tensors(tmp_path: Path) -> None:
     (section,) = read(saved(tmp_path, torch.nn.ReLU().state_dict())).sections
     assert (section.path, section.kind, section.tensors, list(section.modules or ())) == ("", "state_dict", (), [""])
 
 
-def test_a_pickled_module(tmp_path: Path) -> None:
+def test_a_pickled_module_is_a_state_dict(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     (section,) = read(saved(tmp_path, model)).sections
     assert section.kind == "state_dict"
@@ -306,7 +304,7 @@ def test_a_pickled_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(2), 1], (), {}, 3, {"epoch": 3}, None, {"a": {"b": []}}])
-def test_roots_of_any_kind(tmp_path: Path, value: Any) -> None:
+def test_files_with_any_root_are_restored(tmp_path: Path, value: Any) -> None:
     path = saved(tmp_path, value)
     checkpoint = read(path)
     assert Path(rewritten(tmp_path, checkpoint)).read_bytes() == Path(path).read_bytes()
@@ -315,14 +313,14 @@ def test_roots_of_any_kind(tmp_path: Path, value: Any) -> None:
 
 
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.name)
-def test_real_files_come_back_to_the_byte(tmp_path: Path, path: Path) -> None:
-    """Unchanged, with every section taken apart and put together, and renamed there and back."""
+def test_real_files_are_restored_exactly(tmp_path: Path, path: Path) -> None:
+    """Unchanged, with every section rebuilt, and after a rename and its inverse."""
     checkpoint = read(str(path))
     assert Path(rewritten(tmp_path, checkpoint)).read_bytes() == path.read_bytes()
-    copied = replace(
+    rebuilt = replace(
         checkpoint, sections=tuple(replace(s, tensors=tuple(map(replace, s.tensors))) for s in checkpoint.sections)
     )
-    assert Path(rewritten(tmp_path, copied)).read_bytes() == path.read_bytes()
+    assert Path(rewritten(tmp_path, rebuilt)).read_bytes() == path.read_bytes()
     section = next(s.path for s in checkpoint.sections if s.kind == "state_dict")
     there = write_pieces(layout(with_keys(checkpoint, section, "x.".__add__)), tmp_path / "there.pt")
     back = rewritten(tmp_path, with_keys(read(there), section, lambda key: key.removeprefix("x.")))
@@ -334,26 +332,26 @@ def test_real_files_load_with_new_names(tmp_path: Path, path: Path) -> None:
     checkpoint = read(str(path))
     section = next(s.path for s in checkpoint.sections if s.kind == "state_dict")
     out = rewritten(tmp_path, with_keys(checkpoint, section, "x.".__add__))
-    was, now = load(str(path), mmap=False), load(out, weights_only=True)
+    before, after = load(str(path), mmap=False), load(out, weights_only=True)
     if section:
-        assert same({**was, section: None}, {**now, section: None})
-        was, now = was[section], now[section]
-    assert same({"x." + key: value for key, value in was.items()}, dict(now))
-    assert was._metadata == now._metadata
+        assert same({**before, section: None}, {**after, section: None})
+        before, after = before[section], after[section]
+    assert same({"x." + key: value for key, value in before.items()}, dict(after))
+    assert before._metadata == after._metadata
     with zipfile.ZipFile(out) as archive:
         assert archive.testzip() is None
 
 
-def test_everything_else_is_carried(tmp_path: Path) -> None:
+def test_other_entries_are_copied(tmp_path: Path) -> None:
     value = training()
     out = rewritten(tmp_path, with_keys(read(saved(tmp_path, value)), "model", "module.".__add__))
-    now = load(out)
-    assert same({k: v for k, v in now.items() if k != "model"}, {k: v for k, v in value.items() if k != "model"})
-    assert [key.removeprefix("module.") for key in now["model"]] == list(value["model"])
+    loaded = load(out)
+    assert same({k: v for k, v in loaded.items() if k != "model"}, {k: v for k, v in value.items() if k != "model"})
+    assert [key.removeprefix("module.") for key in loaded["model"]] == list(value["model"])
 
 
 class Known(dict):
-    """A dict that is made of an argument, and then filled."""
+    """A dict that is pickled with an argument, and then filled."""
 
     def __init__(self, of: torch.Tensor) -> None:
         self.of = of
@@ -363,11 +361,11 @@ class Known(dict):
 
 
 @pytest.mark.parametrize("held", [Known(BASE), collections.defaultdict(list), collections.OrderedDict()])
-def test_what_a_mapping_is_made_of_and_what_is_in_it_are_listed_once(tmp_path: Path, held: Any) -> None:
+def test_arguments_and_items_of_a_mapping_are_listed_once(tmp_path: Path, held: Any) -> None:
     held["deep"] = [torch.ones(2), 3]
     found = read(saved(tmp_path, {"held": held}))
-    wanted = [2, 24] if type(held) is Known else [2]
-    assert sorted(entry.numel for section in found.sections for entry in section.tensors) == wanted
+    expected = [2, 24] if type(held) is Known else [2]
+    assert sorted(entry.numel for section in found.sections for entry in section.tensors) == expected
     assert not found.unreached
     assert same(load(rewritten(tmp_path, found)), {"held": held})
 
@@ -376,7 +374,7 @@ def test_foreign_classes_need_not_be_installed(tmp_path: Path) -> None:
     path = saved(tmp_path, training())
     renamed = Path(path).read_bytes().replace(__name__.encode() + b"\nForeign", b"x" * len(__name__) + b"\nForeign")
     Path(path).write_bytes(renamed)
-    with pytest.raises(CkptError):  # what the archive holds is no longer what its checksum says
+    with pytest.raises(CkptError):  # the checksum no longer matches
         read(path)
     archive = read_archive(path)
     name = "saved/data.pkl"
@@ -389,8 +387,8 @@ def test_foreign_classes_need_not_be_installed(tmp_path: Path) -> None:
         load(out)
 
 
-def test_storages_without_torchs_numbers_keep_theirs(tmp_path: Path) -> None:
-    """Torch called them by their addresses once; a new one gets the first number that is free."""
+def test_storages_with_other_numbers_keep_them(tmp_path: Path) -> None:
+    """Old versions of torch named them by address; a new storage gets the first free number."""
     storages = {key: bytes(8) for key in ("5", "1")}
     checkpoint = read(crafted(tmp_path, {key: tensor_node(key=key) for key in storages}, storages))
     out = rewritten(tmp_path, with_keys(checkpoint, "", "w".__add__))
@@ -402,8 +400,8 @@ def test_storages_without_torchs_numbers_keep_theirs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["parameter", "sparse", "dtype float32"])
 @pytest.mark.parametrize("is_param", [True, False])
-def test_one_tensor_alone(tmp_path: Path, name: str, is_param: bool) -> None:
-    """A Parameter is one once; what is none becomes one where it is asked for."""
+def test_a_single_tensor_is_written(tmp_path: Path, name: str, is_param: bool) -> None:
+    """A tensor becomes a Parameter only if requested, and a Parameter is not wrapped twice."""
     payload = read(saved(tmp_path, {"w": TENSORS[name]})).sections[0].tensors[0].payload
     assert isinstance(payload, Carried)
     found = load(write_pieces(of_tensor(payload, is_param, False), tmp_path / "one.pt"))
@@ -416,14 +414,14 @@ def test_one_tensor_alone(tmp_path: Path, name: str, is_param: bool) -> None:
     assert not (is_parameter(node) and is_parameter(node.args[0]))
 
 
-def test_nodes_that_are_no_parameter() -> None:
+def test_other_nodes_are_not_parameters() -> None:
     rows = [[], Call([], ()), Call(Global("torch._utils", "_rebuild_tensor"), ())]
     assert [is_parameter(node) for node in rows] == [False] * 3
     assert is_parameter(Call(Global("torch._utils", "_rebuild_parameter_with_state"), ()))
 
 
-class OfDevice:
-    """Pickled as torch pickles a tensor of a device without storages."""
+class DeviceTensor:
+    """Pickled like a tensor of a device without storages."""
 
     def __init__(self, data: Any, dtype: torch.dtype) -> None:
         self.parts = data, dtype
@@ -435,8 +433,8 @@ class OfDevice:
 
 
 @pytest.mark.parametrize("data", [torch.ones(2, 3), numpy.ones((2, 3), "float32")])
-def test_tensors_of_devices_without_storages(tmp_path: Path, data: Any) -> None:
-    path = saved(tmp_path, {"w": OfDevice(data, torch.float64)})
+def test_tensors_of_devices_without_storages_are_renamed(tmp_path: Path, data: Any) -> None:
+    path = saved(tmp_path, {"w": DeviceTensor(data, torch.float64)})
     loaded = load(path)["w"]
     (entry,) = read(path).sections[0].tensors
     assert (entry.layout, entry.shape, entry.nbytes) == ("device", tuple(loaded.shape), 48)
@@ -445,14 +443,14 @@ def test_tensors_of_devices_without_storages(tmp_path: Path, data: Any) -> None:
     assert torch.equal(load(out)["x.w"], loaded)
 
 
-def test_tensors_of_any_kind_in_a_store(tmp_path: Path, run: Run) -> None:
+def test_tensors_in_a_store_are_compared(tmp_path: Path, run: Run) -> None:
     path = Path(saved(tmp_path, {name: TENSORS[name] for name in ("sparse", "quantized", "meta", "dtype float32")}))
     url = f"memory://{tmp_path.name}/saved.pt"
     fsspec.filesystem("memory").pipe(url, path.read_bytes())
     assert run("diff", url, path, "--values").status == 0
 
 
-def test_a_tensor_of_no_class_that_is_named(tmp_path: Path) -> None:
+def test_a_tensor_of_an_unnamed_class_is_listed(tmp_path: Path) -> None:
     odd = Call(Global("torch._tensor", "_rebuild_from_type_v2"), (3, 4, (tensor_node(),), None))
     (entry,) = read(crafted(tmp_path, {"w": odd}, GOOD)).sections[0].tensors
     assert (entry.layout, kind(entry), entry.nbytes) == ("subclass", "subclass", 8)
@@ -468,13 +466,13 @@ def test_a_tensor_of_no_class_that_is_named(tmp_path: Path) -> None:
         ("jagged", "its class torch.nested._internal.nested_tensor._rebuild_njt, and what each tensor in it is for"),
     ],
 )
-def test_what_would_be_lost_of_a_tensor(tmp_path: Path, run: Run, name: str, words: str) -> None:
+def test_the_error_names_what_would_be_lost(tmp_path: Path, run: Run, name: str, words: str) -> None:
     done = run("remap", saved(tmp_path, {"w": TENSORS[name]}), "-o", tmp_path / "out.safetensors")
     assert done.status == 1
     assert f"{words} would be lost @ w" in done.err
 
 
-def test_a_conjugated_tensor_of_a_dtype_without_a_storage_of_its_own(tmp_path: Path, run: Run) -> None:
+def test_a_conjugated_complex32_tensor_is_read(tmp_path: Path, run: Run) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         path = saved(tmp_path, {"w": torch.ones(2, dtype=torch.complex32).conj()})
@@ -490,17 +488,17 @@ def test_shared_storages_stay_shared(tmp_path: Path) -> None:
     base = torch.arange(12.0)
     value = {"whole": base, "part": base[4:8], "same": base, "other": torch.ones(3)}
     checkpoint = read(saved(tmp_path, value))
-    for made in (with_keys(checkpoint, "", str.upper), fresh(checkpoint.sections[0])):
-        out = rewritten(tmp_path, made)
-        now = {key.lower(): tensor for key, tensor in load(out).items()}
-        pointers = {now[key].untyped_storage().data_ptr() for key in ("whole", "part", "same")}
+    for changed in (with_keys(checkpoint, "", str.upper), fresh(checkpoint.sections[0])):
+        out = rewritten(tmp_path, changed)
+        loaded = {key.lower(): tensor for key, tensor in load(out).items()}
+        pointers = {loaded[key].untyped_storage().data_ptr() for key in ("whole", "part", "same")}
         assert len(pointers) == 1
         with zipfile.ZipFile(out) as archive:
             assert sum("/data/" in name for name in archive.namelist()) == 2
 
 
-def test_a_state_dict_at_two_places_is_a_section_at_each(tmp_path: Path, run: Run) -> None:
-    """It stays one as long as it is the same at both, and there and back gives the same bytes."""
+def test_a_shared_state_dict_is_several_sections(tmp_path: Path, run: Run) -> None:
+    """It stays shared if all copies change alike, and the inverse rename restores the bytes."""
     shared = torch.nn.Linear(2, 3).state_dict()
     path = saved(tmp_path, {"model": shared, "best": shared, "list": [shared, {"w": torch.ones(1)}], "epoch": 3})
     checkpoint = read(path)
@@ -524,7 +522,7 @@ def test_a_state_dict_at_two_places_is_a_section_at_each(tmp_path: Path, run: Ru
     assert list(load(str(there))) == ["model", "list", "epoch"]
 
 
-def test_an_optimizer_and_a_module_at_two_places_are_sections_at_each(tmp_path: Path, run: Run) -> None:
+def test_a_shared_optimizer_or_module_is_several_sections(tmp_path: Path, run: Run) -> None:
     model = torch.nn.Linear(2, 3)
     optimizer = torch.optim.SGD(model.named_parameters(), momentum=0.9)
     model(torch.ones(1, 2)).sum().backward()
@@ -542,8 +540,8 @@ def test_an_optimizer_and_a_module_at_two_places_are_sections_at_each(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", [dict, list, tuple, Foreign])
-def test_what_holds_state_dicts_holds_them_at_each_of_its_places(tmp_path: Path, run: Run, kind: Any) -> None:
-    """As ``best`` and ``last`` of a training that are one dict: it stays one where it is changed alike."""
+def test_a_shared_container_has_sections_at_each_path(tmp_path: Path, run: Run, kind: Any) -> None:
+    """For example ``best`` and ``last`` of a training; the object stays shared if both change alike."""
     parts = {"model": torch.nn.Linear(2, 1).state_dict(), "loose": [torch.ones(3)], "epoch": 3}
     held = kind(**parts) if kind in (dict, Foreign) else kind(parts.values())
     path = saved(tmp_path, {"last": held, "runs": [{"best": held}], "step": 1})
@@ -567,26 +565,26 @@ def test_what_holds_state_dicts_holds_them_at_each_of_its_places(tmp_path: Path,
     assert keys() == [["weight"], ["weight", "bias"]]
 
 
-def test_what_holds_itself_is_changed_where_nothing_is_left_of_it_as_it_was(tmp_path: Path, run: Run) -> None:
-    value: dict[str, Any] = {"model": {"w": torch.ones(2)}, "beside": {"w": torch.ones(3)}, "epoch": 3}
+def test_a_cycle_prevents_a_rename_unless_it_is_dropped(tmp_path: Path, run: Run) -> None:
+    value: dict[str, Any] = {"model": {"w": torch.ones(2)}, "other": {"w": torch.ones(3)}, "epoch": 3}
     value["inner"] = {"ema": {"w": torch.ones(1)}, "around": [value], "self": [1]}
     value["inner"]["self"].append(value["inner"])
     path, out = saved(tmp_path, value), tmp_path / "out.pt"
-    assert [section.path for section in read(path).sections] == ["model", "beside", "inner.ema"]
-    status, said = run("remap", path, "--rule", "{x} => a.{x}", "--sections", "model", "-o", out).said
+    assert [section.path for section in read(path).sections] == ["model", "other", "inner.ema"]
+    status, output = run("remap", path, "--rule", "{x} => a.{x}", "--sections", "model", "-o", out).said
     assert status == 1
-    assert "refers back to a container around it @ inner.around.0" in said
-    assert "inner.self" not in said
-    status, said = run("remap", path, "--rule", "{x} => a.{x}", "--sections", "inner.ema", "-o", out).said
+    assert "refers back to a container around it @ inner.around.0" in output
+    assert "inner.self" not in output
+    status, output = run("remap", path, "--rule", "{x} => a.{x}", "--sections", "inner.ema", "-o", out).said
     assert status == 1
-    assert "@ inner.around.0" in said
-    assert "@ inner.self.1" in said
+    assert "@ inner.around.0" in output
+    assert "@ inner.self.1" in output
     rest = ("--drop", "inner.around", "--drop", "inner.self", "-o", out, "--verify")
     assert run("remap", path, "--rule", "{x} => a.{x}", "--sections", "model", *rest).status == 0
-    assert [list(load(str(out))[name]) for name in ("model", "beside")] == [["a.w"], ["w"]]
+    assert [list(load(str(out))[name]) for name in ("model", "other")] == [["a.w"], ["w"]]
 
 
-def test_so_many_state_dicts_at_several_places_are_looked_at_and_no_more(tmp_path: Path) -> None:
+def test_the_number_of_repeated_sections_is_limited(tmp_path: Path) -> None:
     shared = {f"k{number}": torch.ones(1) for number in range(100)}
     checkpoint = read(saved(tmp_path, {"list": [shared] * 2000}))
     assert [section.path for section in checkpoint.sections] == [f"list.{number}" for number in range(101)]
@@ -594,32 +592,32 @@ def test_so_many_state_dicts_at_several_places_are_looked_at_and_no_more(tmp_pat
     assert checkpoint.notes == ("from list.101 on, sections at several places are looked at in one of them",)
 
 
-def test_metadata_follows(tmp_path: Path) -> None:
+def test_new_module_versions_are_written(tmp_path: Path) -> None:
     checkpoint = read(saved(tmp_path, training()))
     section = checkpoint.section("model")
     for modules in ({"": {"version": 7}, "new": {"version": 2}}, None, {}, {"": None}):
         changed = replace(section, modules=modules)
         sections = tuple(changed if s is section else s for s in checkpoint.sections)
-        now = load(rewritten(tmp_path, replace(checkpoint, sections=sections)))["model"]
+        loaded = load(rewritten(tmp_path, replace(checkpoint, sections=sections)))["model"]
         expected = None if modules is None else {path: payload or {} for path, payload in modules.items()}
-        assert getattr(now, "_metadata", None) == expected
+        assert getattr(loaded, "_metadata", None) == expected
 
 
-def test_what_is_dropped_is_gone_with_its_storages(tmp_path: Path) -> None:
+def test_dropped_tensors_are_removed_with_their_storages(tmp_path: Path) -> None:
     path = saved(tmp_path, training())
     checkpoint = read(path)
     model = checkpoint.section("model")
     smaller = replace(checkpoint, sections=(replace(model, tensors=model.tensors[1:]),), others=("epoch",))
     out = rewritten(tmp_path, smaller)
-    now = load(out)
-    assert list(now) == ["model", "epoch", "rng"]
-    assert now["rng"] == []
-    assert list(now["model"]) == [entry.key for entry in model.tensors[1:]]
+    loaded = load(out)
+    assert list(loaded) == ["model", "epoch", "rng"]
+    assert loaded["rng"] == []
+    assert list(loaded["model"]) == [entry.key for entry in model.tensors[1:]]
     with zipfile.ZipFile(out) as archive:
         assert sum("/data/" in name for name in archive.namelist()) == len(model.tensors) - 1
 
 
-def test_order_is_the_checkpoints(tmp_path: Path) -> None:
+def test_entries_are_written_in_order(tmp_path: Path) -> None:
     value = collections.OrderedDict(a=torch.ones(1), version=3, b=torch.ones(2), c=torch.ones(3))
     checkpoint = read(saved(tmp_path, value))
     (section,) = checkpoint.sections
@@ -632,7 +630,7 @@ def computed(values: torch.Tensor) -> Storage:
     return Storage(Lazy(len(data), lambda: [data[:5], data[5:]]))
 
 
-def test_computed_tensors_take_their_place(tmp_path: Path) -> None:
+def test_computed_tensors_are_written(tmp_path: Path) -> None:
     checkpoint = read(saved(tmp_path, training()))
     model = checkpoint.section("model")
     new = torch.arange(12, dtype=torch.float32).reshape(3, 4)
@@ -641,19 +639,21 @@ def test_computed_tensors_take_their_place(tmp_path: Path) -> None:
     shared = replace(first, key="0.tied", shape=(4, 3), stride=(1, 4))
     changed = replace(model, tensors=(first, half, shared, *model.tensors[1:]))
     out = rewritten(tmp_path, replace(checkpoint, sections=(changed, *checkpoint.sections[1:])))
-    now = load(out)["model"]
-    assert same(now["0.weight"], new)
-    assert same(now["0.tied"], new.t())
-    assert now["0.half"].dtype == torch.float8_e5m2
-    assert same(now["0.bias"], training()["model"]["0.bias"])
+    loaded = load(out)["model"]
+    assert same(loaded["0.weight"], new)
+    assert same(loaded["0.tied"], new.t())
+    assert loaded["0.half"].dtype == torch.float8_e5m2
+    assert same(loaded["0.bias"], training()["model"]["0.bias"])
     with zipfile.ZipFile(out) as archive:
         assert archive.testzip() is None
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "float32", "uint8", "uint16"])
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_views_of_other_dtypes_beside_the_tensor_itself(tmp_path: Path, dtype: str, order: tuple[int, ...]) -> None:
-    """Torch takes all references to a storage for the first one; what is carried keeps the one that it has."""
+def test_views_of_other_dtypes_are_written_next_to_their_tensor(
+    tmp_path: Path, dtype: str, order: tuple[int, ...]
+) -> None:
+    """Torch uses the first reference to a storage for all; copied tensors keep their own reference."""
     data = torch.arange(16, dtype=torch.uint8)
     source = read(saved(tmp_path, {"w": data.view(getattr(torch, dtype)), "b": torch.ones(2)}))
     (section,) = source.sections
@@ -661,15 +661,15 @@ def test_views_of_other_dtypes_beside_the_tensor_itself(tmp_path: Path, dtype: s
     views = [TensorEntry(name, name, (4,), (1,), 0, whole.storage) for name in ("float32", "int32")]
     tensors = [(whole, *views)[at] for at in order]
     section = replace(section, tensors=(*tensors, other))
-    for made in (replace(source, sections=(section,)), fresh(section)):
-        found = load(rewritten(tmp_path, made))
+    for changed in (replace(source, sections=(section,)), fresh(section)):
+        found = load(rewritten(tmp_path, changed))
         assert all(raw(found[entry.key]) == data.tolist() for entry in tensors)
-        again = read(rewritten(tmp_path, made)).sections[0].tensors
+        again = read(rewritten(tmp_path, changed)).sections[0].tensors
         assert [(entry.key, entry.dtype) for entry in again] == [(e.key, e.dtype) for e in section.tensors]
         assert [str(found[entry.key].dtype) for entry in again] == [f"torch.{e.dtype}" for e in section.tensors]
 
 
-def test_views_of_a_new_storage_in_several_dtypes(tmp_path: Path) -> None:
+def test_views_of_a_new_storage_in_several_dtypes_are_written(tmp_path: Path) -> None:
     data = torch.arange(16, dtype=torch.uint8)
     storage = computed(data)
     dtypes = ("float32", "int32", "complex64")
@@ -681,8 +681,8 @@ def test_views_of_a_new_storage_in_several_dtypes(tmp_path: Path) -> None:
     assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 1
 
 
-def test_references_to_a_storage_as_one_of_another_dtype_are_no_file_of_torch(tmp_path: Path) -> None:
-    """Torch makes the first one's dtype of both, or since 2.15 each its own."""
+def test_references_with_different_dtypes_are_refused(tmp_path: Path) -> None:
+    """Torch loads both with the dtype of the first, or since 2.15 each with its own."""
     kinds = {"FloatStorage": torch.float32, "IntStorage": torch.int32}
     for first, second in (kinds, reversed(kinds)):
         path = crafted(tmp_path, {"w": tensor_node(kind=first), "again": tensor_node(kind=second)}, GOOD)
@@ -693,39 +693,39 @@ def test_references_to_a_storage_as_one_of_another_dtype_are_no_file_of_torch(tm
         assert [problem.key for problem in caught.value.problems] == ["again"]
 
 
-def test_a_computed_tensor_in_an_optimizer(tmp_path: Path) -> None:
+def test_a_computed_tensor_in_an_optimizer_is_written(tmp_path: Path) -> None:
     checkpoint = read(saved(tmp_path, training()))
     optimizer = checkpoint.section("optimizer")
     index = next(i for i, entry in enumerate(optimizer.tensors) if entry.key == "state.1.exp_avg")
     entry = replace(optimizer.tensors[index], storage=computed(torch.tensor([7.0, 8.0, 9.0])), payload=None)
     tensors = (*optimizer.tensors[:index], entry, *optimizer.tensors[index + 1 :])
     sections = tuple(replace(s, tensors=tensors) if s is optimizer else s for s in checkpoint.sections)
-    now = load(rewritten(tmp_path, replace(checkpoint, sections=sections)))["optimizer"]
-    assert now["state"][1]["exp_avg"].tolist() == [7, 8, 9]
-    assert now["param_groups"] == training()["optimizer"]["param_groups"]
+    loaded = load(rewritten(tmp_path, replace(checkpoint, sections=sections)))["optimizer"]
+    assert loaded["state"][1]["exp_avg"].tolist() == [7, 8, 9]
+    assert loaded["param_groups"] == training()["optimizer"]["param_groups"]
 
 
-def test_loose_tensors_are_not_renamed(tmp_path: Path) -> None:
+def test_a_rename_of_loose_tensors_is_refused(tmp_path: Path) -> None:
     checkpoint = read(saved(tmp_path, [torch.ones(1)]))
     with pytest.raises(Refused, match="only the keys of state dicts"):
         layout(with_keys(checkpoint, "", "x.".__add__))
 
 
 @pytest.mark.parametrize(("value", "path"), [({"w": torch.ones(1)}, "more"), ({"m": {"w": torch.ones(1)}}, "")])
-def test_sections_are_not_added(tmp_path: Path, value: Any, path: str) -> None:
+def test_a_new_section_is_refused(tmp_path: Path, value: Any, path: str) -> None:
     checkpoint = read(saved(tmp_path, value))
     with pytest.raises(Refused, match="cannot be added") as caught:
         layout(replace(checkpoint, sections=(*checkpoint.sections, Section(path, "state_dict", ()))))
     assert [problem.key for problem in caught.value.problems] == [path or "(root)"]
 
 
-def test_a_file_is_not_written_without_the_one_state_dict_that_it_is(tmp_path: Path) -> None:
+def test_a_file_without_its_only_state_dict_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="nothing would be left"):
         layout(replace(read(saved(tmp_path, {"w": torch.ones(1)})), sections=()))
 
 
 def plain(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[TensorEntry, ...]:
-    """Entries over a raw file, as the reader of another format would make them."""
+    """Return entries over a raw file, like the reader of another format."""
     path.write_bytes(b"".join(bytes(raw(tensor)) for tensor in tensors.values()))
     entries, offset = [], 0
     for key, tensor in tensors.items():
@@ -739,7 +739,7 @@ def plain(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[TensorEntry, ..
     return tuple(entries)
 
 
-def test_a_fresh_file_is_laid_out_as_torch_lays_it_out(tmp_path: Path) -> None:
+def test_the_layout_of_a_new_file_matches_torch(tmp_path: Path) -> None:
     needs_torch("2.7", "the layout that is written")
     tensors = {f"layer.{name}": of_dtype(name, 2, 3) for name in DTYPES}
     entries = plain(tmp_path / "raw", tensors)
@@ -747,26 +747,26 @@ def test_a_fresh_file_is_laid_out_as_torch_lays_it_out(tmp_path: Path) -> None:
     like = collections.OrderedDict(tensors)
     like._metadata = collections.OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
     torch.save(like, tmp_path / "archive.pt")
-    with zipfile.ZipFile(out) as made, zipfile.ZipFile(tmp_path / "archive.pt") as expected:
-        assert made.namelist() == expected.namelist()
-        for name in made.namelist():
+    with zipfile.ZipFile(out) as found, zipfile.ZipFile(tmp_path / "archive.pt") as expected:
+        assert found.namelist() == expected.namelist()
+        for name in found.namelist():
             if "serialization_id" in name:
-                assert len(made.read(name)) == len(expected.read(name))
+                assert len(found.read(name)) == len(expected.read(name))
             elif "data.pkl" not in name:
-                assert made.read(name) == expected.read(name)
+                assert found.read(name) == expected.read(name)
             else:
-                assert same(loads_by_torch(made.read(name)), loads_by_torch(expected.read(name)))
+                assert same(references_in(found.read(name)), references_in(expected.read(name)))
     assert same(dict(load(out, weights_only=True)), tensors)
 
 
-def loads_by_torch(data: bytes) -> list[str]:
-    """What the pickle names and refers to, in order."""
+def references_in(data: bytes) -> list[str]:
+    """Return the persistent references of the pickle, in order."""
     references: list[Persistent] = []
     dumps(loads(data), references)
     return [str(reference.id) for reference in references]
 
 
-def test_a_fresh_file_of_odd_keys(tmp_path: Path) -> None:
+def test_a_new_file_with_unusual_keys_is_loaded(tmp_path: Path) -> None:
     keys = ["", "a b", "ü.日本", "foo@1.w", ".", "a\nb", "\U0001f600", *(f"layers.{i}.weight" for i in range(10_000))]
     storage = Storage(Lazy(4, lambda: [bytes(4)]))
     entries = tuple(TensorEntry(key, "float32", (1,), (1,), 0, storage) for key in keys)
@@ -775,18 +775,18 @@ def test_a_fresh_file_of_odd_keys(tmp_path: Path) -> None:
     assert [entry.key for entry in read(out).sections[0].tensors] == keys
 
 
-def test_a_fresh_file_of_several_sections(tmp_path: Path) -> None:
+def test_a_new_file_with_several_sections_is_loaded(tmp_path: Path) -> None:
     one, two = plain(tmp_path / "raw", {"w": torch.ones(2), "v": torch.zeros(3)})
     extra = ExtraEntry("version", value={"a": [1, "b"]})
     sections = (Section("model", "state_dict", (one,), (extra,)), Section("ema", "state_dict", (two,)))
-    now = load(rewritten(tmp_path, Checkpoint("made up", "torch_zip", 0, sections)), weights_only=True)
+    loaded = load(rewritten(tmp_path, Checkpoint("made up", "torch_zip", 0, sections)), weights_only=True)
     assert same(
-        {key: dict(value) for key, value in now.items()},
+        {key: dict(value) for key, value in loaded.items()},
         {"model": {"w": torch.ones(2), "version": {"a": [1, "b"]}}, "ema": {"v": torch.zeros(3)}},
     )
 
 
-def test_a_fresh_file_of_one_section_that_is_not_the_root(tmp_path: Path) -> None:
+def test_a_new_file_without_a_root_section_is_loaded(tmp_path: Path) -> None:
     one, two = plain(tmp_path / "raw", {"w": torch.ones(2), "v": torch.zeros(3)})
     root, inner = Section("", "state_dict", (one,)), Section("ema", "state_dict", (two,))
     found = load(rewritten(tmp_path, Checkpoint("made up", "torch_zip", 0, (inner,))))
@@ -795,22 +795,22 @@ def test_a_fresh_file_of_one_section_that_is_not_the_root(tmp_path: Path) -> Non
     assert (list(found), list(found["ema"])) == (["w", "ema"], ["v"])
 
 
-def test_the_first_storages_stand_where_torch_puts_them(tmp_path: Path) -> None:
-    """In a file that had none: in front of its version; behind all else where it has no version."""
+def test_the_first_storages_have_the_same_position_as_in_torch(tmp_path: Path) -> None:
+    """In a file without storages: before the version record, or at the end if the file has no version."""
     (new,) = plain(tmp_path / "raw", {"w": torch.ones(2)})
     archive = read_archive(saved(tmp_path, torch.nn.ReLU().state_dict()))
     for without in ((), ("saved/version",)):
         kept = [record for record in archive.records if record.name not in without]
-        source = read(write_pieces(layout_archive(archive, kept), tmp_path / "made.pt"))
+        source = read(write_pieces(layout_archive(archive, kept), tmp_path / "source.pt"))
         section = replace(source.section(""), tensors=(new,))
         out = rewritten(tmp_path, replace(source, sections=(section,)))
         names = [record.name for record in read_archive(out).records]
         behind = names[names.index("saved/data/0") + 1 :]
         assert behind == ([] if without else ["saved/version", "saved/.data/serialization_id"])
-        assert without or torch.equal(load(out)["w"], torch.ones(2))  # torch asks for the version
+        assert without or torch.equal(load(out)["w"], torch.ones(2))  # torch needs the version
 
 
-def test_what_comes_to_a_state_dict_is_behind_what_was_there(tmp_path: Path) -> None:
+def test_new_entries_of_a_state_dict_are_appended(tmp_path: Path) -> None:
     (new,) = plain(tmp_path / "raw", {"new": torch.ones(2)})
     value = {"_extra_state": [1], "w": torch.ones(2), "n": 3, "v": torch.ones(1)}
     source = read(saved(tmp_path, value))
@@ -824,7 +824,7 @@ def test_what_comes_to_a_state_dict_is_behind_what_was_there(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("depth", "fits"), [(150, True), (190, True), (210, False), (400, False)])
-def test_objects_of_any_depth_are_moved_or_refused(tmp_path: Path, depth: int, fits: bool) -> None:
+def test_nested_objects_are_moved_or_refused(tmp_path: Path, depth: int, fits: bool) -> None:
     nested: list[Any] = [torch.ones(1)]
     for _ in range(depth):
         nested = [nested]
@@ -836,20 +836,20 @@ def test_objects_of_any_depth_are_moved_or_refused(tmp_path: Path, depth: int, f
             layout(fresh(section))
 
 
-def test_a_fresh_file_takes_extras_along(tmp_path: Path) -> None:
+def test_a_new_file_contains_extra_state(tmp_path: Path) -> None:
     value = {"w": torch.ones(2), "w._extra_state": {"scale": torch.ones(1), "who": argparse.Namespace(a=1)}}
     (section,) = read(saved(tmp_path, value)).sections
     assert same(dict(load(rewritten(tmp_path, fresh(section)))), value)
 
 
-def test_a_fresh_file_refuses_what_has_no_place(tmp_path: Path) -> None:
+def test_a_new_file_refuses_unsupported_entries(tmp_path: Path) -> None:
     section = Section("", "state_dict", (TensorEntry("w", "float32", (1,), (), 0, None, "sparse_coo"),))
     with pytest.raises(Refused, match="sparse_coo"):
         layout(fresh(section))
     with pytest.raises(Refused, match="not everything fits"):
         layout(replace(fresh(Section("", "state_dict", ())), others=("epoch",)))
     with pytest.raises(Refused, match="not everything fits") as caught:
-        layout(fresh(Section("adam", "optimizer", ())))  # too large to be taken apart
+        layout(fresh(Section("adam", "optimizer", ())))  # too large to be split
     assert [problem.key for problem in caught.value.problems] == ["adam"]
     for extra in (ExtraEntry("x", object(), 3), ExtraEntry("x", None, b"3")):
         with pytest.raises(Refused, match="an object of another format cannot be written @ x"):
@@ -859,7 +859,7 @@ def test_a_fresh_file_refuses_what_has_no_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("order", ["kept", "reversed", "dropped", "grown"])
 def test_torch_finds_storages_without_reading_headers(tmp_path: Path, order: str, monkeypatch: Any) -> None:
-    """Torch may compute storage offsets from the layout; with its debug variable it checks them against the truth."""
+    """Torch may compute storage offsets from the layout; its debug variable makes it verify them."""
     needs_torch("2.7", "offsets of storages from the layout")
     checkpoint = read(saved(tmp_path, {f"w{i}": torch.full((i + 1,), float(i)) for i in range(8)}))
     (section,) = checkpoint.sections
@@ -878,11 +878,11 @@ def test_torch_finds_storages_without_reading_headers(tmp_path: Path, order: str
         assert [len(t) for t in load(out, mmap=False).values()] == [entry.shape[0] for entry in tensors]
     assert [len(t) for t in load(out, map_location="meta").values()] == [entry.shape[0] for entry in tensors]
     with zipfile.ZipFile(out) as archive:
-        assert "saved/.format_version" in archive.namelist()  # storages are numbered again where they would not fit
+        assert "saved/.format_version" in archive.namelist()  # storages are renumbered if necessary
 
 
-def test_what_else_a_state_dict_says_of_itself_stays(tmp_path: Path, run: Run) -> None:
-    """Attributes of the OrderedDict beside torch's ``_metadata``, which is renamed with the modules."""
+def test_attributes_of_a_state_dict_are_kept(tmp_path: Path, run: Run) -> None:
+    """Attributes of the OrderedDict other than torch's ``_metadata``, which is renamed with the modules."""
     state: Any = torch.nn.Sequential(torch.nn.Linear(2, 2)).state_dict()
     state.note = "own"
     path = saved(tmp_path, state)
@@ -895,7 +895,7 @@ def test_what_else_a_state_dict_says_of_itself_stays(tmp_path: Path, run: Run) -
     assert (tmp_path / "back.pt").read_bytes() == Path(path).read_bytes()
 
 
-def test_another_storage_alignment(tmp_path: Path) -> None:
+def test_another_storage_alignment_is_kept(tmp_path: Path) -> None:
     needs_torch("2.7", "another alignment of storages")
     config: Any = import_module("torch.utils.serialization").config
     with config.patch("save.storage_alignment", 4096):
@@ -906,7 +906,7 @@ def test_another_storage_alignment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [b"0", b"-64", b"65537", b"9" * 30])
-def test_an_alignment_that_is_none_is_that_of_torch(tmp_path: Path, text: bytes) -> None:
+def test_an_invalid_alignment_is_replaced_with_the_default(tmp_path: Path, text: bytes) -> None:
     path = saved(tmp_path, {"a": torch.ones(3), "b": torch.ones(2)})
     archive, name = read_archive(path), "saved/.storage_alignment"
     others = [NewRecord(name, text) if record.name == name else record for record in archive.records]
@@ -927,24 +927,24 @@ def wrapped(depth: int) -> Call:
 
 
 FLOAT = Global("torch", "float32")
-# The tensor, the storages, and what is said of it
-LYING: dict[str, tuple[Any, dict[str, bytes], str]] = {
-    "no storage": (tensor_node(key="7"), GOOD, "storage 7 is missing"),
+# The tensor, the storages, and a part of the error
+WRONG: dict[str, tuple[Any, dict[str, bytes], str]] = {
+    "missing storage": (tensor_node(key="7"), GOOD, "storage 7 is missing"),
     "storage too small": (tensor_node(numel=3, size=(3,)), GOOD, "storage 0 is 8 bytes, its tensors say 12"),
     "storage too large": (tensor_node(numel=2), {"0": bytes(100)}, "storage 0 is 100 bytes, its tensors say 8"),
     "storage too large by 16 bytes": (tensor_node(), {"0": bytes(24)}, "storage 0 is 24 bytes, its tensors say 8"),
     "tensor too large": (tensor_node(size=(3,)), GOOD, "reaches element 2 of a storage of 2"),
-    "offset outside": (tensor_node(offset=1), GOOD, "reaches element 2 of a storage of 2"),
-    "stride outside": (tensor_node(stride=(2,)), GOOD, "reaches element 2 of a storage of 2"),
+    "offset out of range": (tensor_node(offset=1), GOOD, "reaches element 2 of a storage of 2"),
+    "stride out of range": (tensor_node(stride=(2,)), GOOD, "reaches element 2 of a storage of 2"),
     "negative size": (tensor_node(size=(-1,)), GOOD, "sizes (-1,)"),
     "negative stride": (tensor_node(offset=1, stride=(-1,)), GOOD, "sizes (-1,)"),
     "negative offset": (tensor_node(offset=-1), GOOD, "offset -1, shape (2,), strides (1,)"),
     "offset of another type": (tensor_node(offset="0"), GOOD, "offset '0', shape (2,), strides (1,)"),
     "offset that is a bool": (tensor_node(offset=False), GOOD, "offset False, shape (2,), strides (1,)"),
     "more strides than sizes": (tensor_node(stride=(1, 1)), GOOD, "offset 0, shape (2,), strides (1, 1)"),
-    "a dimension too many": (tensor_node(size=(1,) * 65, stride=(1,) * 65), GOOD, "tuple where sizes have to be"),
-    "a size beyond torch's": (tensor_node(size=(2**63,), stride=(0,)), GOOD, "sizes that no tensor has"),
-    "sizes made by another call": (tensor_node(size=Call(Global("torch", "Other"), ((2,),))), GOOD, "Call where sizes"),
+    "one dimension too many": (tensor_node(size=(1,) * 65, stride=(1,) * 65), GOOD, "tuple where sizes have to be"),
+    "a size beyond torch's limit": (tensor_node(size=(2**63,), stride=(0,)), GOOD, "sizes that no tensor has"),
+    "sizes of another call": (tensor_node(size=Call(Global("torch", "Other"), ((2,),))), GOOD, "Call where sizes"),
     "negative number of elements": (tensor_node(numel=-2), GOOD, "a storage reference"),
     "sizes and strides differ": (tensor_node(size=(1, 1)), GOOD, "offset 0, shape (1, 1), strides (1,)"),
     "too many dimensions": (tensor_node(size=(1,) * 100, stride=(1,) * 100), GOOD, "tuple where sizes have to be"),
@@ -958,28 +958,28 @@ LYING: dict[str, tuple[Any, dict[str, bytes], str]] = {
         GOOD,
         "the arguments of torch._utils._rebuild_tensor_v2",
     ),
-    "storage is none": (
+    "not a storage": (
         Call(Global("torch._utils", "_rebuild_tensor_v2"), (1, 2, 3, 4, 5, 6)),
         GOOD,
         "a storage reference",
     ),
-    "parameter of nothing": (
+    "parameter of a number": (
         Call(Global("torch._utils", "_rebuild_parameter"), (1, True, None)),
         GOOD,
         "int where a tensor has to be",
     ),
     "parameter of parameter of ...": (wrapped(5000), GOOD, "Call where a tensor has to be"),
-    "sparse of nothing": (
+    "sparse tensor of a number": (
         Call(Global("torch._utils", "_rebuild_sparse_tensor"), (1, (2, 3, 4))),
         GOOD,
         "the arguments of torch._utils._rebuild_sparse_tensor",
     ),
-    "dtype that is none": (
+    "not a dtype": (
         Call(Global("torch._utils", "_rebuild_meta_tensor_no_storage"), (Global("os", "system"), (1,), (1,), False)),
         GOOD,
         "os.system where a dtype has to be",
     ),
-    "dtype that torch has not": (
+    "unknown dtype": (
         Call(Global("torch._utils", "_rebuild_meta_tensor_no_storage"), (Global("torch", "float3"), (1,), (1,), False)),
         GOOD,
         "torch.float3 where a dtype has to be",
@@ -995,9 +995,9 @@ LYING: dict[str, tuple[Any, dict[str, bytes], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", LYING)
-def test_tensors_that_lie(tmp_path: Path, name: str) -> None:
-    node, storages, words = LYING[name]
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_tensors_are_refused(tmp_path: Path, name: str) -> None:
+    node, storages, words = WRONG[name]
     with pytest.raises(CkptError) as caught:
         read(crafted(tmp_path, {"w": node}, storages))
     (problem,) = caught.value.problems
@@ -1006,16 +1006,18 @@ def test_tensors_that_lie(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("reference", [("storage", Global("torch", "FloatStorage"), "9", "cpu", 2), ("else",), "text"])
-def test_storages_that_are_not_there_are_not_written(tmp_path: Path, reference: Any) -> None:
-    """They may be referred to by what is no tensor, and is carried without a look inside."""
+def test_references_to_missing_storages_are_refused(tmp_path: Path, reference: Any) -> None:
+    """Objects that are copied without being read may refer to them."""
     checkpoint = read(crafted(tmp_path, {"w": tensor_node(), "own": [Persistent(reference)]}, GOOD))
-    for made in (with_keys(checkpoint, "", str.upper), fresh(checkpoint.sections[0])):
+    for changed in (with_keys(checkpoint, "", str.upper), fresh(checkpoint.sections[0])):
         with pytest.raises(CkptError):
-            layout(made)
+            layout(changed)
 
 
 @pytest.mark.parametrize(("numels", "fits"), [((2, 1), True), ((1, 2), True), ((2, 3), False), ((1, 3), False)])
-def test_references_that_say_other_lengths(tmp_path: Path, numels: tuple[int, int], fits: bool) -> None:
+def test_references_with_different_lengths_are_read_or_refused(
+    tmp_path: Path, numels: tuple[int, int], fits: bool
+) -> None:
     nodes = {str(at): tensor_node(numel=numel, size=(1,)) for at, numel in enumerate(numels)}
     path = crafted(tmp_path, nodes, GOOD)
     if fits:
@@ -1025,20 +1027,20 @@ def test_references_that_say_other_lengths(tmp_path: Path, numels: tuple[int, in
             read(path)
 
 
-HOSTILE: dict[str, Any] = {
+MALICIOUS: dict[str, Any] = {
     "a list": [[[], 1]],
     "a large tuple": [[tuple(range(101)), 1]],
-    "three of a pair": [["a", 1, 2]],
+    "a pair of three": [["a", 1, 2]],
     "a number": 3,
     "words": ["ab"],
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", MALICIOUS)
 @pytest.mark.parametrize("kind", ["OrderedDict", "defaultdict", "Counter"])
-def test_mappings_that_are_made_of_what_they_cannot_be_made_of(tmp_path: Path, name: str, kind: str) -> None:
-    """They are no state dicts, and are carried."""
-    args = (Global("builtins", "list"), HOSTILE[name]) if kind == "defaultdict" else (HOSTILE[name],)
+def test_mappings_with_invalid_arguments_are_copied(tmp_path: Path, name: str, kind: str) -> None:
+    """They are not state dicts, and are copied."""
+    args = (Global("builtins", "list"), MALICIOUS[name]) if kind == "defaultdict" else (MALICIOUS[name],)
     path = crafted(tmp_path, {"m": Call(Global("collections", kind), args), "s": {"w": tensor_node()}}, GOOD)
     checkpoint = read(path)
     assert ([section.path for section in checkpoint.sections], checkpoint.others) == (["s"], ("m",))
@@ -1048,13 +1050,13 @@ def test_mappings_that_are_made_of_what_they_cannot_be_made_of(tmp_path: Path, n
     assert (node.args, node.pairs) == (args, None)
 
 
-def test_the_honest_tensor(tmp_path: Path) -> None:
+def test_valid_tensors_are_read(tmp_path: Path) -> None:
     path = crafted(tmp_path, {"w": tensor_node(), "p": wrapped(2)}, GOOD)
     assert [entry.nbytes for entry in read(path).sections[0].tensors] == [8, 8]
     assert load(path)["w"].tolist() == [0, 0]
 
 
-def test_archives_that_are_no_checkpoint(tmp_path: Path) -> None:
+def test_archives_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     for records, words in (
         ({"a/other": b""}, "0 records are called NAME/data.pkl, not one"),
         ({"a/data.pkl": b"N.", "b/data.pkl": b"N."}, "2 records are called NAME/data.pkl, not one"),
@@ -1083,8 +1085,8 @@ def test_compressed_storages_are_refused(tmp_path: Path) -> None:
     assert "zip -0" in caught.value.hint
 
 
-def test_structures_without_end(tmp_path: Path) -> None:
-    """Cycles, and lists that hold the one before twice: each object is looked at once."""
+def test_cyclic_and_exponential_structures_are_read_once(tmp_path: Path) -> None:
+    """Cycles, and lists that contain the previous list twice: each object is read once."""
     cycle: dict[str, Any] = {"w": tensor_node()}
     cycle["me"] = {"deep": [cycle]}
     laughs: list[Any] = [tensor_node()]
@@ -1097,7 +1099,7 @@ def test_structures_without_end(tmp_path: Path) -> None:
     assert [len(section.tensors) for section in checkpoint.sections] == [1, 1]
 
 
-def test_many_that_share_much_are_not_looked_at_again_and_again(tmp_path: Path) -> None:
+def test_large_shared_objects_are_read_once(tmp_path: Path) -> None:
     large = dict.fromkeys(range(5000))
     values = {str(number): large for number in range(5000)}
     checkpoint = read(crafted(tmp_path, {"w": tensor_node(), **values}, GOOD))
@@ -1114,7 +1116,7 @@ def test_many_that_share_much_are_not_looked_at_again_and_again(tmp_path: Path) 
         read(crafted(tmp_path, packed, {}))
 
 
-def test_reading_and_renaming_need_no_torch(tmp_path: Path) -> None:
+def test_reading_and_renaming_do_not_import_torch(tmp_path: Path) -> None:
     path = saved(tmp_path, {"w": torch.ones(2)})
     code = (
         "import sys; from ckpttool.formats.torch.zip_file import read, layout; c = read(sys.argv[1]); layout(c);"
@@ -1123,8 +1125,8 @@ def test_reading_and_renaming_need_no_torch(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code, path], check=False).returncode == 0
 
 
-def test_a_dict_of_tensors_under_a_modules_path_is_an_entry_of_the_state_dict(tmp_path: Path) -> None:
-    """Without ``_metadata`` only the keys tell it from a file of several sections."""
+def test_a_dict_of_tensors_under_a_module_path_is_an_entry(tmp_path: Path) -> None:
+    """Without ``_metadata`` only the keys distinguish it from a file with several sections."""
     inner = {"scale": torch.ones(2), "deep": {"shift": torch.zeros(2)}}
     torch.save({"layers.0.params": inner, "layers.1.weight": torch.ones(3)}, tmp_path / "entry.pt")
     (section,) = read(str(tmp_path / "entry.pt")).sections
