@@ -154,11 +154,17 @@ def test_an_uninstalled_copy_has_an_unknown_version(monkeypatch: pytest.MonkeyPa
     assert ckpttool.__getattr__("__version__") == "0+unknown"
 
 
-def test_unknown_dtypes_and_problems_without_a_key() -> None:
+def test_an_unknown_dtype_is_an_error() -> None:
     with pytest.raises(CkptError, match="unknown dtype 'float3'") as raised:
         itemsize("float3")
     assert "pip install -U ckpttool" in raised.value.hint
+
+
+def test_a_problem_is_parsed_from_its_text() -> None:
     assert Problem.parse("text @ key") == Problem("text", "key")
     assert Problem.parse("a @ b @ key") == Problem("a @ b", "key")
     assert Problem.parse("text alone") == Problem("text alone", "")
+
+
+def test_an_entry_without_storage_has_no_span() -> None:
     assert TensorEntry("a", "float32", (2,), (1,), 0, None).span is None

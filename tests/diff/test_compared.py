@@ -163,9 +163,9 @@ def test_a_difference_is_reported_or_marked_as_not_compared(
     same = answer("nothing")
     silent = []
     for name in {"two optimizers": OPTIMIZER_CHANGES, "an optimizer": CHANGES_FOR_CODE}.get(question, CHANGES):
-        aspect, found = CHANGES[name][0], answer(name)
-        compared = found.pop("compared")
-        if found == {key: value for key, value in same.items() if key != "compared"} and compared.get(aspect):
+        aspect, result = CHANGES[name][0], answer(name)
+        compared = result.pop("compared")
+        if result == {key: value for key, value in same.items() if key != "compared"} and compared.get(aspect):
             silent.append(name)
     assert silent == []
     assert same["compared"]["keys"]
@@ -253,10 +253,10 @@ def test_a_program_difference_is_reported_or_marked_as_not_compared(
     for name, (aspect, _) in PROGRAMS.items():
         if name == "a constant" and left == "weights.pt":  # weights have no constants
             continue
-        found = answer(name)
-        covered = found.pop("compared")
-        assert found != same or not covered.get(aspect), name
-        assert aspect not in ("keys", "shapes") or not found["identical"]
+        result = answer(name)
+        covered = result.pop("compared")
+        assert result != same or not covered.get(aspect), name
+        assert aspect not in ("keys", "shapes") or not result["identical"]
     if left == "old.pt2":
         assert compared["code"] is False
 

@@ -70,8 +70,8 @@ MODELS = {
 def test_a_renamed_key_is_not_called_computed() -> None:
     """Left `w` is right `x`; only right `w`, another tensor, is computed from `w_g` and `w_v`."""
     renamed = Entry("renamed", ("w",), ("x",), Cause(Code.HOOK, ("hides `a`",)))
-    found = explain_computed([renamed, only_left("w_g"), only_left("w_v"), only_right("w"), only_right("other")])
-    assert [entry.has(Code.PART, Code.COMPUTED_FROM) for entry in found] == [False, True, True, True, False]
+    result = explain_computed([renamed, only_left("w_g"), only_left("w_v"), only_right("w"), only_right("other")])
+    assert [entry.has(Code.PART, Code.COMPUTED_FROM) for entry in result] == [False, True, True, True, False]
 
 
 def test_part_names_match_torch() -> None:

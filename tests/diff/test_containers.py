@@ -88,10 +88,10 @@ def save_pair(left: Any, draw: random.Random, folder: Path) -> Pair:
 def optimizer(draw: random.Random) -> dict[str, Any]:
     """Return an optimizer state_dict with custom state, under names that may clash."""
     params = draw.choice([(0, 1), ("a", "a.b")])
-    own = {param: {name: container(draw, 2) for name in ("b.c", "c", "m")} for param in params}
+    states = {param: {name: container(draw, 2) for name in ("b.c", "c", "m")} for param in params}
     extra = {draw.choice(("0", "b.c", "x")): container(draw, 2), "scaler": container(draw, 1)}
     (name, state), *rest = extra.items()
-    return {"state": {**own, name: state}, "param_groups": [{"params": [*params], "lr": 0.1}], **dict(rest)}
+    return {"state": {**states, name: state}, "param_groups": [{"params": [*params], "lr": 0.1}], **dict(rest)}
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

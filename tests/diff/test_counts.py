@@ -79,18 +79,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def groups(text: str) -> dict[str, list[tuple[str, int, list[str]]]]:
     """Return title -> (status, number of keys, lines) of each group of keys; the differences have no title."""
-    found: dict[str, list[tuple[str, int, list[str]]]] = {}
+    result: dict[str, list[tuple[str, int, list[str]]]] = {}
     for block in text.split("\n\n")[1:]:
         title = ""
         for line in block.splitlines():
             heading = re.match(r"(?:(\w+): )?([\d,]+) (?:key|pair)s?\b", line)
             if heading:
-                found.setdefault(title, []).append((heading[1], int(heading[2].replace(",", "")), []))
-            elif line.startswith("  ") and title in found:
-                found[title][-1][2].append(line.strip())
+                result.setdefault(title, []).append((heading[1], int(heading[2].replace(",", "")), []))
+            elif line.startswith("  ") and title in result:
+                result[title][-1][2].append(line.strip())
             else:
                 title = line
-    return found
+    return result
 
 
 def number_of_keys(line: str) -> int:
@@ -98,7 +98,9 @@ def number_of_keys(line: str) -> int:
     if line.startswith("... "):
         return int(line.split()[1])
     pattern = re.split(r" -> |: | \+ ", line)[0]
-    return prod(sum(len(_range(part)) for part in own.split(",")) for own in re.findall(r"\{([^}]*)\}", pattern))
+    return prod(
+        sum(len(_range(part)) for part in numbers.split(",")) for numbers in re.findall(r"\{([^}]*)\}", pattern)
+    )
 
 
 def _range(part: str) -> range:
@@ -107,10 +109,10 @@ def _range(part: str) -> range:
 
 
 def counts(rows: list[tuple[str, int, list[str]]]) -> Counter[str]:
-    found: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     for status, count, _ in rows:
-        found[status] += count
-    return found
+        result[status] += count
+    return result
 
 
 def summary_counts(text: str) -> Counter[str]:

@@ -124,11 +124,11 @@ def forms(name: str, folder: Path) -> list[Section]:
 
 @pytest.mark.parametrize("name", UNVERSIONED)
 def test_each_key_of_a_models_checkpoints_is_in_one_entry(tmp_path: Path, name: str) -> None:
-    names, found = traced(name), forms(name, tmp_path)
+    names, result = traced(name), forms(name, tmp_path)
     keys = {**dict.fromkeys(s.key for s in names.serialized), **dict.fromkeys(names.extra_state)}
-    for left in found:
+    for left in result:
         assert_each_key_once(compare_load(names, left, None), left.by_key(), keys)
-        for right in found:
+        for right in result:
             assert_each_key_once(compare_through(names, left, right), left.by_key(), right.by_key())
 
 
@@ -358,9 +358,9 @@ def test_json_has_the_spread_of_value_differences(tmp_path: Path, run: Run) -> N
     spread = {entry["left"][0]: entry.get("spread") for entry in entries}
     expected = Counter(math.frexp(d)[1] - 1 for d in (left - right).abs().tolist() if d and not math.isnan(d))
     assert spread["same"] is None
-    numbers = {own["exponent"]: own["elements"] for own in spread["w"] if own["exponent"] < 1023}
+    numbers = {bucket["exponent"]: bucket["elements"] for bucket in spread["w"] if bucket["exponent"] < 1023}
     assert numbers == dict(expected) == {-2: 2, 1: 2}
-    assert [own["elements"] for own in spread["w"] if own["exponent"] >= 1023] == [1]
+    assert [bucket["elements"] for bucket in spread["w"] if bucket["exponent"] >= 1023] == [1]
 
 
 class SavesHalf(torch.nn.Module):
@@ -379,13 +379,13 @@ def test_a_conversion_at_load_is_noted_if_no_key_shows_it(
 ) -> None:
     torch.save({k: v for k, v in SavesHalf().state_dict().items() if k not in lost}, tmp_path / "a.pt")
     arguments = ("diff", "--model", f"{__file__}:SavesHalf", tmp_path / "a.pt", *more)
-    found = run(*arguments, "--format", "json")
+    result = run(*arguments, "--format", "json")
     note = "loading converts 1 tensor (--ignore-dtype allows it): a (float16 to float32)"
-    assert (found.status, note in notes_in(found.data)) == (1, True)
-    assert [one["status"] for one in found.data["entries"] if one["status"] != "same"] == ["missing"] * len(lost)
+    assert (result.status, note in notes_in(result.data)) == (1, True)
+    assert [one["status"] for one in result.data["entries"] if one["status"] != "same"] == ["missing"] * len(lost)
     assert lost or "loads, and converts" in run(*arguments).out
     allowed = run(*arguments, "--ignore-dtype", "--format", "json")
-    assert (allowed.status, notes_in(allowed.data)) == (int(bool(lost) and not more), notes_in(found.data)[1:])
+    assert (allowed.status, notes_in(allowed.data)) == (int(bool(lost) and not more), notes_in(result.data)[1:])
 
 
 class Fused(torch.nn.Module):
@@ -409,7 +409,7 @@ def _split(state: Any, prefix: str) -> dict[str, torch.Tensor]:
 def test_a_conversion_at_load_is_not_noted_if_a_key_shows_it(run: Run, tmp_path: Path) -> None:
     torch.save({"qk": Fused().state_dict()["qk"].half()}, tmp_path / "a.pt")
     arguments = ("diff", "--model", f"{__file__}:Fused", tmp_path / "a.pt", "--format", "json")
-    found = run(*arguments)
-    assert (found.status, [one["status"] for one in found.data["entries"]]) == (1, ["dtype"])
-    assert not any(note.startswith("loading converts") for note in notes_in(found.data))
+    result = run(*arguments)
+    assert (result.status, [one["status"] for one in result.data["entries"]]) == (1, ["dtype"])
+    assert not any(note.startswith("loading converts") for note in notes_in(result.data))
     assert run(*arguments, "--fail-on", "unexpected").status == 0

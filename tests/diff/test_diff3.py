@@ -55,14 +55,14 @@ def test_each_change_is_attributed_to_the_right_side(
         if by_left or by_right:
             expected[key] = both if by_left and by_right else "left" if by_left else "right"
     status = main(["diff3", paths[2], *paths[:2], "--values", "--format", "json"])
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     keys = [
         (e["base"] or [*(e["left"] or {}).get("keys", []), *(e["right"] or {}).get("keys", [])])[0]
-        for e in found["entries"]
+        for e in result["entries"]
     ]
-    assert dict(zip(keys, (entry["by"] for entry in found["entries"]))) == expected
+    assert dict(zip(keys, (entry["by"] for entry in result["entries"]))) == expected
     assert len(keys) == len(expected)
-    assert found["conflicts"] == ("conflict" in expected.values()) == bool(status)
+    assert result["conflicts"] == ("conflict" in expected.values()) == bool(status)
     assert main(["diff3", paths[2], *paths[:2], "--values"]) == status
 
 
@@ -75,12 +75,12 @@ def test_a_rename_and_new_values_merge_but_two_tensors_with_one_name_conflict(tm
     base = saved(tmp_path / "base.pt", BASE)
     wrapped = saved(tmp_path / "ddp.pt", {f"module.{key}": value for key, value in BASE.items()})
     trained = saved(tmp_path / "trained.pt", {key: value + 1 for key, value in BASE.items()})
-    found = ckpttool.diff3(base, wrapped, trained, values=True)
-    assert found.passes
-    assert found.summary == {"both": 6}
+    result = ckpttool.diff3(base, wrapped, trained, values=True)
+    assert result.passes
+    assert result.summary == {"both": 6}
     other = saved(tmp_path / "other.pt", {**BASE, "module.layers.0.w": torch.ones(1)})
-    found = ckpttool.diff3(base, wrapped, other, values=True)
-    assert [(point.by, point.base) for point in found.points if point.by == "conflict"] == [
+    result = ckpttool.diff3(base, wrapped, other, values=True)
+    assert [(point.by, point.base) for point in result.points if point.by == "conflict"] == [
         ("conflict", ("layers.0.w",))
     ]
 
@@ -88,9 +88,9 @@ def test_a_rename_and_new_values_merge_but_two_tensors_with_one_name_conflict(tm
 def test_without_values_the_result_says_that_values_were_not_compared(tmp_path: Path) -> None:
     base = saved(tmp_path / "base.pt", BASE)
     trained = saved(tmp_path / "trained.pt", {key: value + 1 for key, value in BASE.items()})
-    found = ckpttool.diff3(base, trained, base)
-    assert not found.points
-    assert found.compared["values"] is False
+    result = ckpttool.diff3(base, trained, base)
+    assert not result.points
+    assert result.compared["values"] is False
 
 
 def test_a_rename_and_a_different_rename_with_new_values_conflict(tmp_path: Path) -> None:

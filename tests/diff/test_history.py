@@ -55,7 +55,7 @@ class Training:
 
     def groups(self) -> None:
         ends = [[p for p in self.model.parameters() if (p.ndim > 1) is flat] for flat in (True, False)]
-        self.optimizer = torch.optim.AdamW([{"params": own} for own in ends])
+        self.optimizer = torch.optim.AdamW([{"params": params} for params in ends])
 
     def saved(self, path: Path) -> None:
         dtype = next(self.model.parameters()).dtype
@@ -94,13 +94,13 @@ def test_a_step_has_changes_only_if_torch_loads_something_else(seed: int, tmp_pa
     assert [bool(step["changes"]) for step in steps] == expected
     assert done.status == any(expected)
     for step, (before, now) in zip(steps[1:], pairwise(signatures)):
-        own = [change for change in step["changes"] if change["section"] == "model"]
+        in_model = [change for change in step["changes"] if change["section"] == "model"]
         common = set(before["model"]) & set(now["model"])
         dtypes = {key for key in common if before["model"][key][0] != now["model"][key][0]}
         shapes = {key for key in common if before["model"][key][1] != now["model"][key][1]}
-        assert {key for c in own if c["status"] in ("dtype", "shape") for key in c["after"]} == dtypes | shapes
-        assert {key for c in own for key in c["after"]} >= set(now["model"]) - common
-        assert {key for c in own for key in c["before"]} >= set(before["model"]) - common
+        assert {key for c in in_model if c["status"] in ("dtype", "shape") for key in c["after"]} == dtypes | shapes
+        assert {key for c in in_model for key in c["after"]} >= set(now["model"]) - common
+        assert {key for c in in_model for key in c["before"]} >= set(before["model"]) - common
 
 
 @pytest.fixture
@@ -197,10 +197,10 @@ def test_manifests_can_be_steps(steady: list[str], run: Run) -> None:
     for number, path in enumerate(steady[:2]):
         assert run("inspect", path, "--manifest", f"m-{number}.json").status == 0
     named = ["m-0.json", "m-1.json", "m-1.json", steady[1]]
-    found = run("history", *named, "--values", "--format", "json").data["steps"]
-    assert [len(step["changes"]) > 0 for step in found] == [False, True, False, True]
-    assert {change["section"] for change in found[1]["changes"]} == {"model", "optimizer"}
-    assert found[3]["changes"][0]["status"] == "format"
+    result = run("history", *named, "--values", "--format", "json").data["steps"]
+    assert [len(step["changes"]) > 0 for step in result] == [False, True, False, True]
+    assert {change["section"] for change in result[1]["changes"]} == {"model", "optimizer"}
+    assert result[3]["changes"][0]["status"] == "format"
 
 
 def test_trainer_folders_are_steps(tmp_path: Path, run: Run) -> None:

@@ -103,8 +103,8 @@ def test_storages_without_a_known_tensor_are_compared_by_their_bytes(run: Run, t
     }
     for name, value in files.items():
         torch.save(value, tmp_path / f"{name}.pt")
-        found = manifest(run, str(tmp_path / f"{name}.pt"), tmp_path / f"{name}.json")
-        assert len(found["predicate"]["unreached"]) == (name != "none")
+        result = manifest(run, str(tmp_path / f"{name}.pt"), tmp_path / f"{name}.json")
+        assert len(result["predicate"]["unreached"]) == (name != "none")
     for left, right in product(files, files):
         for pair in (
             (f"{left}.pt", f"{right}.json"),

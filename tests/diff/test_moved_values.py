@@ -32,11 +32,11 @@ def reasons(left: State, right: State) -> dict[str, str]:
         return None if torch.equal(left[one.key], right[other.key]) else Difference("differ")
 
     entries = compare(*sections, Values(differ))
-    found = explain_moved(entries, *sections)
-    assert [(entry.status, entry.left, entry.right) for entry in found] == [
+    result = explain_moved(entries, *sections)
+    assert [(entry.status, entry.left, entry.right) for entry in result] == [
         (entry.status, entry.left, entry.right) for entry in entries
     ]
-    return {entry.left[0]: entry.reason for entry in found if entry.status == "value"}
+    return {entry.left[0]: entry.reason for entry in result if entry.status == "value"}
 
 
 def test_swapped_layers_are_reported() -> None:
@@ -64,8 +64,8 @@ def test_sparse_tensors_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixtur
     torch.save(one, tmp_path / "a.pt")
     torch.save({"a": torch.zeros(2), "s": torch.zeros(2).to_sparse()}, tmp_path / "b.pt")
     assert main(["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--values", "--format", "json"]) == 1
-    found = json.loads(capsys.readouterr().out)["entries"]
-    assert [(entry["status"], entry["left"], entry["reason"]) for entry in found] == [
+    result = json.loads(capsys.readouterr().out)["entries"]
+    assert [(entry["status"], entry["left"], entry["reason"]) for entry in result] == [
         ("value", ["a"], "different values"),
         ("value", ["s"], "different values"),
     ]
@@ -81,8 +81,8 @@ def test_only_matrices_of_one_shape_are_checked_for_rotary_order() -> None:
     permuted = section_of({"w": permute(w, 1)}).by_key()["w"]
     assert rotary(entries["w"], permuted) == Rotary(6, True)
     assert rotary(permuted, entries["w"]) == Rotary(6, False)
-    found = [rotary(one, other) for one in entries.values() for other in (permuted, *entries.values())]
-    assert [order for order in found if order is not None] == [Rotary(6, True)]
+    result = [rotary(one, other) for one in entries.values() for other in (permuted, *entries.values())]
+    assert [order for order in result if order is not None] == [Rotary(6, True)]
 
 
 def test_an_unchanged_tensor_is_not_a_source_of_moved_values() -> None:
@@ -99,12 +99,12 @@ def test_the_command_reports_swapped_norms(tmp_path: Path, capsys: pytest.Captur
     torch.save(left, tmp_path / "a.pt")
     torch.save(dict(zip(left, reversed(left.values()))), tmp_path / "b.pt")
     assert main(["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--values", "--format", "json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert {entry["reason"] for entry in found["entries"]} == {
+    result = json.loads(capsys.readouterr().out)
+    assert {entry["reason"] for entry in result["entries"]} == {
         "different values; left `layers.0.attention_norm` is right `layers.0.ffn_norm`",
         "different values; left `layers.0.ffn_norm` is right `layers.0.attention_norm`",
     }
-    assert all("8 of 8 elements differ" in entry["detail"] for entry in found["entries"])
+    assert all("8 of 8 elements differ" in entry["detail"] for entry in result["entries"])
 
 
 def permute(w: torch.Tensor, heads: int) -> torch.Tensor:
@@ -141,8 +141,8 @@ def test_tensors_whose_swap_would_not_be_noticed_are_listed(capsys: pytest.Captu
     torch.save(real_models.llama().state_dict(), tmp_path / "llama.pt")
     model = f"{SUPPORT / 'real_models.py'}:llama"
     assert main(["diff", "--model", model, str(tmp_path / "llama.pt"), "--format", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    alike = [{key for key in keys if "layers.1" not in key} for keys in found["exchangeable"]]
+    result = json.loads(capsys.readouterr().out)
+    alike = [{key for key in keys if "layers.1" not in key} for keys in result["exchangeable"]]
     layer = "model.layers.0."
     assert {layer + "self_attn.q_proj.weight", layer + "self_attn.o_proj.weight"} in alike
     assert {layer + "input_layernorm.weight", layer + "post_attention_layernorm.weight"} in alike

@@ -61,7 +61,7 @@ def tensor(key: str, *values: int, dtype: str = "uint8") -> TensorEntry:
 
 
 def section(*entries: TensorEntry | ExtraEntry | str) -> Section:
-    """Return a section; a key without an entry gets the model's size and dtype."""
+    """Return a section; a string becomes a tensor with the model's size and dtype."""
     filled = [
         TensorEntry(e, "float32", (4 if e == "qk" else 2,), (1,), 0, None) if isinstance(e, str) else e for e in entries
     ]
@@ -79,9 +79,9 @@ def differences(entries: Iterable[Entry]) -> list[tuple[str, str, str, str]]:
 
 
 def test_differences_of_keys_and_runtime_names() -> None:
-    found = compare_names(NAMES)
-    assert [entry.left for entry in found if entry.status == "same"] == [("w",), ("v",)]
-    assert differences(found) == [
+    result = compare_names(NAMES)
+    assert [entry.left for entry in result if entry.status == "same"] == [("w",), ("v",)]
+    assert differences(result) == [
         ("renamed", "b.w", "b.zin.w", "state_dict hook hides the segment `zin`: hide (net.py:1)"),
         ("transformed", "qk", "q k", "computed: cat: fuse (net.py:2)"),
         ("alias", "twin", "", "second name of a tensor that both sides have: same as w"),
@@ -93,7 +93,7 @@ def test_differences_of_keys_and_runtime_names() -> None:
         ("not_serialized", "", "lost", "state_dict() leaves it out: saved, but not loaded again @ lost"),
         ("not_serialized", "", "lost2", "state_dict() leaves it out"),
     ]
-    assert {key for entry in found for key in entry.right} == {tensor.fqn for tensor in NAMES.runtime}
+    assert {key for entry in result for key in entry.right} == {tensor.fqn for tensor in NAMES.runtime}
 
 
 ALL_KEYS = ("w", "twin", "v", "b.w", "qk", "version", ExtraEntry("_extra_state"))
@@ -169,10 +169,10 @@ CHECKPOINTS: dict[str, tuple[Section, list[tuple[str, str, str, str]]]] = {
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_differences_of_a_checkpoint_and_the_names(name: str) -> None:
     checkpoint, expected = CHECKPOINTS[name]
-    found = compare_load(NAMES, checkpoint, None)
-    assert differences(found) == expected
-    assert loads(found) == (name == "what the model saves")
-    assert sorted(key for entry in found for key in entry.left) == sorted(checkpoint.by_key())
+    result = compare_load(NAMES, checkpoint, None)
+    assert differences(result) == expected
+    assert loads(result) == (name == "what the model saves")
+    assert sorted(key for entry in result for key in entry.left) == sorted(checkpoint.by_key())
 
 
 def test_different_values_under_a_tied_name_are_reported_as_lost() -> None:
@@ -202,8 +202,8 @@ def test_keys_that_load_hooks_accept_are_explained() -> None:
         (),
         {"reads": {"w": Ref("old"), "q": HALVES[0], "k": HALVES[1]}, "ok": True, "unexpected": ("bad",), "altered": ()},
     )
-    found = compare_load(NAMES, section("old", "bad", "removed", *ALL_KEYS[1:]), verdict)
-    assert differences(found) == [
+    result = compare_load(NAMES, section("old", "bad", "removed", *ALL_KEYS[1:]), verdict)
+    assert differences(result) == [
         ("extra_state", "_extra_state", "_extra_state", "extra state"),
         ("renamed", "old", "", "a load hook accepts it under this name: goes to w"),
         ("unexpected", "bad", "", "not in right"),
@@ -244,7 +244,7 @@ def compare_by_names(left: Section, right: Section) -> list[tuple[str, str, str,
     return differences(compare_through(NAMES, left, right, Values(lambda a, b: difference(a, b, 0, 0))))
 
 
-def test_names_without_hooks_and_without_shapes() -> None:
+def test_names_without_hooks_or_shapes_are_compared() -> None:
     names = Names("n", "2", (runtime("a"), runtime("b")), (saved("c", Ref("a")), saved("b", Ref("b"))), ())
     assert differences(compare_names(names)) == [("renamed", "c", "a", "saving turns `a` into `c`")]
     loose = replace(names, serialized=tuple(replace(key, shape=None) for key in names.serialized))

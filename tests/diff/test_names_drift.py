@@ -80,9 +80,9 @@ def test_a_rename_is_reported_migrated_and_accepted(repository: Path, run: Run) 
     assert run("diff", "names.json", "--suggest", "migrate.toml").status == 1
     assert run("remap", "CKPT", "--rules", "migrate.toml", "-o", "new.pt").status == 0
     renamed = {name.replace("head", "classifier").replace("embed", "embedding"): m for name, m in moments.items()}
-    found = load_moments("new.pt")
-    assert found.keys() == renamed.keys()
-    assert all(torch.equal(found[name], renamed[name]) for name in renamed)
+    result = load_moments("new.pt")
+    assert result.keys() == renamed.keys()
+    assert all(torch.equal(result[name], renamed[name]) for name in renamed)
     for command in fixes_in(done.data):
         run_command(run, command)
     assert load_moments("CKPT.renamed.pt").keys() == renamed.keys()
@@ -106,8 +106,8 @@ def test_a_changed_definition_order_changes_the_ids(repository: Path, run: Run) 
     assert any("accepts the old keys" in note for note in notes_in(done.data))
     (command,) = fixes_in(done.data)
     run_command(run, command)
-    found = load_moments("CKPT.migrated.pt")
-    assert all(torch.equal(found[name], moments[name]) for name in moments)
+    result = load_moments("CKPT.migrated.pt")
+    assert all(torch.equal(result[name], moments[name]) for name in moments)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +161,9 @@ def test_parameters_added_to_the_optimizer_are_listed(repository: Path, run: Run
     assert run("diff", "names.json", "--update", "-q").status == 0
     change(("model.head.parameters()", "model.parameters()"))
     entries = run("diff", "names.json", "--format", "json").data["entries"]
-    found = {(entry["status"], entry["detail"]) for entry in entries if entry["status"] != "same"}
+    result = {(entry["status"], entry["detail"]) for entry in entries if entry["status"] != "same"}
     others = [name for name, _ in build_net()[0].named_parameters() if not name.startswith("head.")]
-    assert found == {*(("missing", name) for name in others), ("order", "head.weight"), ("order", "head.bias")}
+    assert result == {*(("missing", name) for name in others), ("order", "head.weight"), ("order", "head.bias")}
 
 
 def test_an_optimizer_missing_from_the_names_file_is_reported(repository: Path, run: Run) -> None:

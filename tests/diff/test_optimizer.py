@@ -52,7 +52,7 @@ def test_pytorch_124546_ids_and_names_of_the_same_state(keys: str, tmp_path: Pat
     entries, notes, *_ = compare_optimizers(
         optimizer_in_file(path), optimizer_in_file(str(tmp_path / "named.pt")), names
     )
-    assert [found[0] for found in differences(entries)] == ["renamed"]
+    assert [status for status, *_ in differences(entries)] == ["renamed"]
     assert differences(entries)[0][2].startswith("left identifies parameters by id")
     assert not notes
 
@@ -61,7 +61,7 @@ def test_equal_names_in_another_order_differ_in_position(tmp_path: Path) -> None
     left = saved(tmp_path / "a.pt", models.Net, models.named)
     right = saved(tmp_path / "b.pt", models.Net, lambda m: torch.optim.AdamW(list(m.named_parameters()), 0.01))
     entries, notes, *_ = compare_optimizers(left, right)
-    assert {found[0] for found in differences(entries)} == {"order"}
+    assert {status for status, *_ in differences(entries)} == {"order"}
     assert len(differences(entries)) == 8  # the fifth of nine has the same position
     assert "number 0 in left, 8 in right" in str(differences(entries)[0])
     assert notes == ("compared by parameter name, only the positions differ",)
@@ -74,7 +74,7 @@ def test_ids_of_models_in_another_order_differ_if_keys_show_the_order(tmp_path: 
     state = torch.load(left)
     torch.save({**torch.load(right), "optimizer": state["optimizer"]}, right)
     entries, *_ = compare_optimizers(optimizer_in_file(left), optimizer_in_file(right))
-    assert {found[0] for found in differences(entries)} == {"order"}
+    assert {status for status, *_ in differences(entries)} == {"order"}
     assert not differences(compare_optimizers(optimizer_alone(left), optimizer_alone(right))[0])
 
 
@@ -89,7 +89,7 @@ def test_another_model_does_not_hide_a_different_order(tmp_path: Path) -> None:
         for one, other in permutations(files, 2):
             entries, *_ = compare_optimizers(files[one], files[other], names_of(model))
             is_other_order = model == "Reordered" or "Reordered" in (one, other)
-            assert {found[0] for found in differences(entries)} == ({"order"} if is_other_order else set())
+            assert {status for status, *_ in differences(entries)} == ({"order"} if is_other_order else set())
         for one in ("Net", "Reordered"):
             assert not differences(compare_optimizers(files[one], files[one], names_of(model)).entries)
 
@@ -103,7 +103,7 @@ def test_values_are_compared_only_if_requested(tmp_path: Path) -> None:
     without = differences(compare_optimizers(left, right)[0])
     assert without == [("value", "param_groups.0.lr param_groups.0.lr", "different `lr`", "0.01 instead of 0.5")]
     entries, *_ = compare_optimizers(left, right, values=Values(lambda a, b: difference(a, b, 0.0, 0.0)))
-    assert ("value", "state.head.weight.step state.head.weight.step") in [found[:2] for found in differences(entries)]
+    assert ("value", "state.head.weight.step state.head.weight.step") in [entry[:2] for entry in differences(entries)]
 
 
 def test_unknown_hyperparameters_are_reported_and_do_not_matter(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_unknown_hyperparameters_are_reported_and_do_not_matter(tmp_path: Path) 
 
     left = saved(tmp_path / "a.pt", models.Net, scheduled)
     fit = compare_with_optimizer(left, names_of("Net", "named"))
-    assert [found[:2] for found in differences(fit.entries)] == [
+    assert [entry[:2] for entry in differences(fit.entries)] == [
         ("value", "param_groups.0.lr param_groups.0.lr"),
         *(("unexpected", f"param_groups.0.{name}") for name in ("warmup", "of.a.plugin")),
     ]
@@ -138,14 +138,14 @@ def test_pytorch_7499_the_state_of_another_optimizer_is_reported(tmp_path: Path)
         names_of("Net"),
     )
     assert classes == ("SGD", "Adam or AdamW")
-    found = differences(entries)
-    assert ("missing", "param_groups.0.betas", "`betas` is not in the param groups of left", None) in found
+    result = differences(entries)
+    assert ("missing", "param_groups.0.betas", "`betas` is not in the param groups of left", None) in result
     assert (
         "unexpected",
         "state.head.weight.momentum_buffer",
         "no `momentum_buffer` in the state of right",
         None,
-    ) in found
+    ) in result
 
 
 def test_an_optimizer_that_is_not_compared_is_noted(tmp_path: Path, run: Run) -> None:
@@ -163,9 +163,9 @@ def test_an_optimizer_that_is_not_compared_is_noted(tmp_path: Path, run: Run) ->
 def test_parameters_in_another_group_are_reported(tmp_path: Path) -> None:
     names = names_of("Net", "by_layer")
     left = saved(tmp_path / "a.pt", models.Net, models.named)
-    found = differences(compare_with_optimizer(left, names).entries)
-    assert ("missing", "param_groups.0", "left does not have this param group", None) in found
-    moved = [key for status, key, *_ in found if status == "renamed"]
+    result = differences(compare_with_optimizer(left, names).entries)
+    assert ("missing", "param_groups.0", "left does not have this param group", None) in result
+    moved = [key for status, key, *_ in result if status == "renamed"]
     assert moved == [f"param_groups.0.params.second.{n} param_groups.0.params.second.{n}" for n in ("bias", "weight")]
 
 
@@ -184,7 +184,7 @@ def test_missing_parameters_are_reported_with_their_group(tmp_path: Path) -> Non
 def test_ids_without_names_are_compared_with_the_model(tmp_path: Path) -> None:
     left = saved(tmp_path / "a.pt", models.Shrunk, models.adamw)
     fit = compare_with_optimizer(left, names_of("Net", "adamw"))
-    assert [found[:2] for found in differences(fit.entries)] == [
+    assert [entry[:2] for entry in differences(fit.entries)] == [
         ("missing", "param_groups.0.params.7"),
         ("missing", "param_groups.0.params.8"),
     ]

@@ -123,8 +123,8 @@ def test_state_is_compared_by_name() -> None:
         "b": {},
         "c": {"step": 1},
     }
-    found = state_entries(optimizer("abc", state=left), optimizer("abc", state=right), None)
-    assert differences(found) == [
+    result = state_entries(optimizer("abc", state=left), optimizer("abc", state=right), None)
+    assert differences(result) == [
         ("value", "state.a.step state.a.step", "different value"),
         ("dtype", "state.a.m state.a.m", "a tensor on one side, a Python value on the other"),
         ("dtype", "state.a.v state.a.v", "float32 instead of float16"),
@@ -148,8 +148,8 @@ def test_nested_and_shared_state_is_compared() -> None:
     groups = (ParamGroup(("a", "a.b"), {}),)
     left = OptimizerState(FQN, groups, left_state, {"x": {"y": 1}}, {"scaler": {"scale": moment(1)}, "same": 1})
     right = OptimizerState(FQN, groups, right_state, {}, {"scaler": {"scale": moment(1), "step": 1}, "same": 1})
-    found = state_entries(left, right, None)
-    assert differences(found) == [
+    result = state_entries(left, right, None)
+    assert differences(result) == [
         ("shape", "state.a.d.m state.a.d.m", "different shape: [2] instead of [3]"),
         ("value", "state.a.p state.a.p", "different value"),
         ("value", "state.a.b.c@1 state.a.b.c@1", "different value"),
@@ -158,7 +158,7 @@ def test_nested_and_shared_state_is_compared() -> None:
         ("missing", "state.a.l.1", "no `l.1` in the state of left"),
         ("missing", "scaler.step", "missing from left"),
     ]
-    assert [one.left[0] for one in found if one.status == "same"] == [
+    assert [one.left[0] for one in result if one.status == "same"] == [
         *("state.a.l.0", "state.a.e", "state.a.b.c", "scaler.scale", "same")
     ]
     assert list(tensors_of(right)) == ["state.a.d.m", "state.a.l.0", "scaler.scale"]
@@ -197,10 +197,10 @@ def compare_saved(left: OptimizerState, right: OptimizerState) -> OptimizerDiff:
 def test_equal_names_at_other_positions_differ_if_they_have_state() -> None:
     """torch assigns state by position and ignores the names."""
     one: State = {1: {"exp_avg": moment(2)}}
-    found = compare_saved(
+    result = compare_saved(
         ids([0, 1, 2], names="abc", state=one), ids([0, 1, 2], names="acb", state={2: {"exp_avg": moment(2)}})
     )
-    assert [(status, why.rpartition(": ")[2]) for status, _, why in differences(found.entries)] == [
+    assert [(status, why.rpartition(": ")[2]) for status, _, why in differences(result.entries)] == [
         ("order", "number 1 in left, 2 in right"),
         ("order", "number 2 in left, 1 in right"),
     ]
@@ -233,9 +233,9 @@ def test_names_and_ids_that_contradict_the_model_are_noted() -> None:
 
 
 def test_names_on_one_side_only_are_compared_by_position() -> None:
-    found = compare_saved(optimizer("ab"), ids([0, 1]))
-    assert "parameters are compared by position in the param groups" in found.notes
-    assert differences(found.entries) == [
+    result = compare_saved(optimizer("ab"), ids([0, 1]))
+    assert "parameters are compared by position in the param groups" in result.notes
+    assert differences(result.entries) == [
         ("renamed", "state state", "left identifies parameters by name, right by id, as torch.optim does")
     ]
     back = compare_saved(ids([0, 1]), optimizer("ab"))
@@ -243,9 +243,9 @@ def test_names_on_one_side_only_are_compared_by_position() -> None:
 
 
 def test_ids_are_compared_if_one_side_has_no_names() -> None:
-    found = compare_saved(ids([0, 1], names="ab"), ids([1, 0]))
-    assert (found.notes, found.by_id) == ((), True)
-    assert not differences(found.entries)
+    result = compare_saved(ids([0, 1], names="ab"), ids([1, 0]))
+    assert (result.notes, result.by_id) == ((), True)
+    assert not differences(result.entries)
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def torch_verdict(error: str | None = None, stepped: bool = True, **landed: int)
 
 
 def test_the_verdict_of_torch_overrides_positions() -> None:
-    """Its own hooks may load by name, reject a state, or make an unknown state work."""
+    """torch may load by name in a hook, reject a state, or take a step with an unknown state."""
     swapped = saved(ID, "ba", names=True)
     assert not compare_saved(swapped, model("ab")).fits
     assert compare_saved(swapped, model("ab"), verdict=torch_verdict(a=1, b=0)).fits
@@ -225,9 +225,9 @@ def test_groups_in_model_order_name_all_or_all_trained_parameters() -> None:
         return write(saved(ID, *groups), Section("optimizer", "optimizer", ()))
 
     for letters in ("abcz", "abc"):  # all parameters, or only the trained ones
-        found = in_model_order(names, section("wxyv"[: len(letters)]))
-        assert [one.fqn for one in found.optimizer] == list(letters)
-        assert found.optimizer_groups == ({**OPTIONS, "weight_decay": 0},)
+        result = in_model_order(names, section("wxyv"[: len(letters)]))
+        assert [one.fqn for one in result.optimizer] == list(letters)
+        assert result.optimizer_groups == ({**OPTIONS, "weight_decay": 0},)
     for groups, description in (
         (("ab",), "2 parameters in 1 param group"),
         (("ab", "c"), "3 parameters in 2 param groups"),

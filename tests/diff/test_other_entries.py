@@ -120,22 +120,22 @@ PLACES = [
 @pytest.mark.parametrize("place", PLACES)
 def test_a_change_at_any_place_is_reported(folder: Path, place: str) -> None:
     torch.save(dict(places(training_checkpoint()))[place](training_checkpoint()), folder / "right.pt")
-    found = diff_values(folder / "left.pt", folder / "right.pt")
+    result = diff_values(folder / "left.pt", folder / "right.pt")
     section = place.partition(".")[0]
     if section == "model":
-        assert not found.identical
+        assert not result.identical
     else:
         reported = " ".join(
-            (*found.notes, *(key for entry in found.entries for key in entry.left if found.is_difference(entry)))
+            (*result.notes, *(key for entry in result.entries for key in entry.left if result.is_difference(entry)))
         )
         assert section in reported or place == "-"
-        assert found.has_other_notes or not found.identical
+        assert result.has_other_notes or not result.identical
 
 
 def test_equal_files_have_no_notes(folder: Path, tmp_path: Path) -> None:
     torch.save(training_checkpoint(), tmp_path / "again.pt", _use_new_zipfile_serialization=False)
-    found = diff_values(folder / "left.pt", tmp_path / "again.pt")
-    assert (found.identical, found.has_other_notes, found.notes) == (True, False, ())
+    result = diff_values(folder / "left.pt", tmp_path / "again.pt")
+    assert (result.identical, result.has_other_notes, result.notes) == (True, False, ())
 
 
 class RootDict(dict[str, Any]):
@@ -242,16 +242,16 @@ def sections(**parts: Any) -> dict[str, Any]:
 def test_entries_that_are_not_compared_are_noted(tmp_path: Path, left: Any, right: Any, expected: str) -> None:
     for name, parts in (("left.pt", left), ("right.pt", right)):
         torch.save(sections(**parts), tmp_path / name)
-    found = diff_values(tmp_path / "left.pt", tmp_path / "right.pt")
+    result = diff_values(tmp_path / "left.pt", tmp_path / "right.pt")
     names = (("LEFT", tmp_path / "left.pt"), ("RIGHT", tmp_path / "right.pt"))
-    assert [reduce(lambda note, name: note.replace(str(name[1]), name[0]), names, note) for note in found.notes] == [
+    assert [reduce(lambda note, name: note.replace(str(name[1]), name[0]), names, note) for note in result.notes] == [
         expected
     ]
-    assert found.identical
-    assert found.has_other_notes
+    assert result.identical
+    assert result.has_other_notes
     whole = ckpttool.diff(str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), values=True, whole=True)
     assert (whole.identical, whole.other_failure, whole.fix) == (False, OTHERS_DIFFER, ())
-    assert whole.notes == found.notes
+    assert whole.notes == result.notes
 
 
 def test_versions_of_modules_are_not_compared(tmp_path: Path) -> None:

@@ -147,6 +147,6 @@ def test_a_module_named_like_a_call_variant_is_not_an_alias(
     assert main(["trace", f"{tmp_path}/net.py:{model}", "-o", f"{tmp_path}/names.json"]) == 0
     for operand in (f"{tmp_path}/net.py:{model}", tmp_path / "names.json"):
         status, diff = run(capsys, "diff", tmp_path / "w.pt", "--model", operand)
-        found = {key: entry["status"] for entry in diff["entries"] for key in entry["right"]}
+        result = {key: entry["status"] for entry in diff["entries"] for key in entry["right"]}
         assert status == 1
-        assert {found["enc@1.weight"], found["enc@1.bias"]} == {"missing"}, operand
+        assert {result["enc@1.weight"], result["enc@1.bias"]} == {"missing"}, operand

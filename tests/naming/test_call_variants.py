@@ -39,7 +39,7 @@ def test_split_call(segment: str, parts: tuple[str, int]) -> None:
 
 def test_base_names_are_ordered_and_bounded() -> None:
     assert list(base_names("a@1.b@2.w")) == ["a.b.w", "a.b@2.w", "a@1.b.w"]
-    assert list(base_names("a.w@1")) == []  # a tensor name is not a segment of a call
+    assert list(base_names("a.w@1")) == []  # the last segment is the tensor
     assert len(list(base_names(".".join(["f@1"] * 20 + ["w"])))) == 2**8 - 1
 
 

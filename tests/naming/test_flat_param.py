@@ -22,6 +22,6 @@ SLOTS = (Slot(("a",), (4,), 0), Slot(("b", "tied"), (2, 2), 4))
 def test_misfit_names_the_first_parameter_that_does_not_fit(
     slots: tuple[Slot, ...], numel: int, padded: bool, message: str | None
 ) -> None:
-    """Pad to a multiple of three ranks."""
+    """The flat parameter is padded for three ranks."""
     result = misfit(slots, numel, 3, padded)
     assert result == (None if message is None else f"holds {numel} elements, and the model's parameters {message}")

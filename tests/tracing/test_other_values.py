@@ -222,9 +222,9 @@ def test_source_tensors_of_values_computed_outside_torch(limit: int, monkeypatch
             state[prefix + "bytes"] = torch.tensor(list(a))
 
     monkeypatch.setattr("ckpttool.tracing.instances.MOST_TRIED", limit)
-    found = {key.key: key.source for key in trace(of_object(Hashed, materialize=True)).serialized}
-    assert is_opaque(found["bytes"])
-    assert set(refs(found["bytes"])) == ({"a", "limit"} if limit else {"a", "b", "limit"})
+    result = {key.key: key.source for key in trace(of_object(Hashed, materialize=True)).serialized}
+    assert is_opaque(result["bytes"])
+    assert set(refs(result["bytes"])) == ({"a", "limit"} if limit else {"a", "b", "limit"})
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "complex64", "qint8"])

@@ -119,7 +119,7 @@ def random_model(seed: int, generator: torch.Generator) -> Hooked:
 
 def lost_tensors(seed: int, generator: torch.Generator) -> set[str]:
     """Return the tensors that a load does not restore; all of them if torch refuses to load."""
-    found: set[str] = set()
+    result: set[str] = set()
     for _ in range(LOADS):
         source, target = random_model(seed, generator), random_model(seed, generator)
         expected = {name: value.clone() for name, value in tensors(source).items()}
@@ -127,8 +127,8 @@ def lost_tensors(seed: int, generator: torch.Generator) -> set[str]:
             target.load_state_dict(copy.deepcopy(source.state_dict()), strict=True)
         except RuntimeError:
             return set(expected)
-        found |= {name for name, value in tensors(target).items() if not same_bits(value, expected[name])}
-    return found
+        result |= {name for name, value in tensors(target).items() if not same_bits(value, expected[name])}
+    return result
 
 
 @pytest.mark.parametrize("seed", SEEDS)

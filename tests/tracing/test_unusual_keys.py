@@ -110,8 +110,8 @@ def test_a_tensor_named_extra_state_is_reported_because_a_strict_load_refuses_it
     assert "a strict load_state_dict() refuses it" in problem.problem
     path = tmp_path / "ckpt.pt"
     torch.save(model.state_dict(), path)
-    found = ckpttool.diff(str(path), model=lambda: TensorNamedExtraState(kind))
-    assert [(e.left, "refuses it" in e.reason) for e in found.entries if e.status != "same"] == [
+    result = ckpttool.diff(str(path), model=lambda: TensorNamedExtraState(kind))
+    assert [(e.left, "refuses it" in e.reason) for e in result.entries if e.status != "same"] == [
         (("fc._extra_state",), True)
     ]
 

@@ -84,7 +84,7 @@ def random_result(rng: random.Random, x: torch.Tensor, y: torch.Tensor) -> torch
 
 
 def random_write(rng: random.Random, x: torch.Tensor, y: torch.Tensor) -> None:
-    """Change the tensor in place, if possible with values of the other one."""
+    """Change the tensor in place, if possible with values of the other tensor."""
     number = float(rng.randint(-3, 3))
     operations: list[Callable[[], object]] = [
         lambda: x.copy_(y),
@@ -422,7 +422,7 @@ def test_shape_queries_do_not_read_values(device: str) -> None:
 def test_operators_that_only_meta_supports_are_doubtful(
     operator: Callable[[torch.Tensor], torch.Tensor], doubtful: bool
 ) -> None:
-    """All devices can view and copy tensors of a rarely supported dtype."""
+    """Operators that only move data are not doubtful, even if few operators support the dtype."""
     recorder = Recorder()
     with recorder:
         operator(torch.empty(2, 3, dtype=torch.float8_e4m3fn, device="meta"))
