@@ -59,18 +59,18 @@ def test_fingerprints_agree_with_verify(tmp_path: Path) -> None:
 
 
 def test_tensors_of_two_files_are_compared_by_kind_and_bytes(tmp_path: Path) -> None:
-    made = {
+    content = {
         "w": torch.ones(2),
         "zeros": torch.zeros(2),
         "bits": torch.ones(2).view(torch.int32),
         "row": torch.ones(1, 2),
     }
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
-    torch.save(made, tmp_path / "b.pt")
-    (mine,) = open_checkpoint(str(tmp_path / "a.pt")).sections[0].tensors
+    torch.save(content, tmp_path / "b.pt")
+    (tensor,) = open_checkpoint(str(tmp_path / "a.pt")).sections[0].tensors
     others = open_checkpoint(str(tmp_path / "b.pt")).sections[0].tensors
-    assert [other.key for other in others if same_values(mine, other)] == ["w"]
-    assert [other.key for other in others if same_values(other, mine)] == ["w"]
+    assert [other.key for other in others if same_values(tensor, other)] == ["w"]
+    assert [other.key for other in others if same_values(other, tensor)] == ["w"]
     assert all(same_values(other, other) for other in others)
 
 

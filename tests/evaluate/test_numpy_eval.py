@@ -27,12 +27,12 @@ def tensor(data: bytes, dtype: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
 
 
-def same(ours: np.ndarray, theirs: torch.Tensor) -> bool:
+def same(found: np.ndarray, expected: torch.Tensor) -> bool:
     """Return True for equal numbers, NaN in the same positions, and the same signs of zeros."""
     with np.errstate(invalid="ignore"):  # a signalling NaN
-        mine, wide = ours.astype(np.float64), theirs.to(torch.float64).numpy()
-    signs = np.signbit(mine) == np.signbit(wide)
-    return bool(np.array_equal(mine, wide, equal_nan=True) and (signs | np.isnan(wide)).all())
+        left, right = found.astype(np.float64), expected.to(torch.float64).numpy()
+    signs = np.signbit(left) == np.signbit(right)
+    return bool(np.array_equal(left, right, equal_nan=True) and (signs | np.isnan(right)).all())
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in SMALL if hasattr(torch, dtype)])
@@ -190,20 +190,20 @@ def test_casts_match_torch(old: str, new: str) -> None:
     if size == 2:
         data = np.arange(1 << 16, dtype="<u2").tobytes()
     else:
-        made = torch.randn(200_000, generator=torch.manual_seed(0), dtype=torch.float64)
-        made = made * 2.0 ** torch.randint(-160, 140, made.shape)
+        values = torch.randn(200_000, generator=torch.manual_seed(0), dtype=torch.float64)
+        values = values * 2.0 ** torch.randint(-160, 140, values.shape)
         halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
         near = [halves.view(one).double() for one in (torch.float16, torch.bfloat16)]
         half = [torch.nextafter(n, torch.tensor(float(way)).double()) for n in near for way in ("inf", "-inf")]
         half += [(n[:-1] + n[1:]) / 2 for n in near]
-        numbers = torch.cat([made, *near, *half]).to(getattr(torch, old))
+        numbers = torch.cat([values, *near, *half]).to(getattr(torch, old))
         data = random.Random(1).randbytes(size << 17) + bytes(torch_eval.to_bytes(numbers))
     change = numpy_eval.cast(old, new)
     assert change is not None
-    mine, want = tensor(bytes(change(data)), new), tensor(data, old).to(getattr(torch, new))
-    numbers = ~want.isnan()
-    assert torch.equal(mine.isnan(), want.isnan())
-    assert torch_eval.same_bits(mine[numbers], want[numbers])
+    found, expected = tensor(bytes(change(data)), new), tensor(data, old).to(getattr(torch, new))
+    numbers = ~expected.isnan()
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch_eval.same_bits(found[numbers], expected[numbers])
 
 
 def test_strides_outside_the_storage_are_an_error() -> None:

@@ -217,13 +217,13 @@ DIFFERENT: dict[str, tuple[torch.Tensor, torch.Tensor, str]] = {
 
 
 def text_of_difference(left: torch.Tensor, right: torch.Tensor, rtol: float, atol: float) -> str | None:
-    sides = ([bytes(torch_eval.to_bytes(tensor))] for tensor in (left, right))
-    found = difference_of_elements(str(left.dtype).removeprefix("torch."), *sides, rtol, atol)
+    left_data, right_data = ([bytes(torch_eval.to_bytes(tensor))] for tensor in (left, right))
+    found = difference_of_elements(str(left.dtype).removeprefix("torch."), left_data, right_data, rtol, atol)
     return None if found is None else found.text
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_text_of_differences(name: str) -> None:
+def test_differences_are_described(name: str) -> None:
     left, right, words = DIFFERENT[name]
     assert (text_of_difference(left, right, 0.0, 0.0) or "").startswith(words)
 

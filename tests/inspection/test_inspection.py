@@ -44,7 +44,7 @@ TRAIN = Checkpoint(
 )
 
 
-def test_the_json_report() -> None:
+def test_the_json_report_follows_the_contract() -> None:
     data = inspect(TRAIN).to_json()
     assert data["tensors"][0] == {
         "section": "model",
@@ -125,7 +125,7 @@ Pickle imports (never executed)
 """
 
 
-def test_the_text_report() -> None:
+def test_the_text_report_lists_sections_and_tensors() -> None:
     assert render("text", document(inspect(TRAIN)), {}) == TEXT
 
 

@@ -86,34 +86,34 @@ def set_state(instance: WithSetter, state: dict[str, Any]) -> None:
 
 
 def slotted() -> Slotted:
-    made: Any = Slotted()
-    made.a, made.b = 1, [2]
-    return made
+    instance: Any = Slotted()
+    instance.a, instance.b = 1, [2]
+    return instance
 
 
 def like(kind: type, content: Any, **attributes: Any) -> Any:
-    made = kind(content)
-    made.__dict__.update(attributes)
-    return made
+    instance = kind(content)
+    instance.__dict__.update(attributes)
+    return instance
 
 
 def cyclic_list() -> list[Any]:
-    made: list[Any] = [1]
-    made.append(made)
-    return made
+    cycle: list[Any] = [1]
+    cycle.append(cycle)
+    return cycle
 
 
 def cyclic_tuple() -> tuple[Any, ...]:
     inner: list[Any] = []
-    made = (inner, 2, 3, 4)
-    inner.append(made)
-    return made
+    cycle = (inner, 2, 3, 4)
+    inner.append(cycle)
+    return cycle
 
 
 def cyclic_object() -> argparse.Namespace:
-    made = argparse.Namespace(a=1)
-    made.me, made.listed = made, [made]
-    return made
+    cycle = argparse.Namespace(a=1)
+    cycle.me, cycle.listed = cycle, [cycle]
+    return cycle
 
 
 SHARED = ["shared"]

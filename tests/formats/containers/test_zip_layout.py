@@ -60,7 +60,7 @@ def test_a_record_is_replaced(tmp_path: Path, length: int, at: int) -> None:
     assert len(pieces) <= 6
 
 
-def test_new_records_are_aligned_like_in_torch(tmp_path: Path) -> None:
+def test_new_records_are_aligned_as_in_torch(tmp_path: Path) -> None:
     archive = save(tmp_path)
     pieces = layout_archive(None, [NewRecord(name, data) for name, data in contents(archive).items()])
     write_pieces(pieces, tmp_path / "out.pt")
@@ -68,7 +68,7 @@ def test_new_records_are_aligned_like_in_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [33, 97, 5000])
-def test_moved_records_are_aligned_like_in_torch(tmp_path: Path, more: int) -> None:
+def test_moved_records_are_aligned_as_in_torch(tmp_path: Path, more: int) -> None:
     """Rewriting all records restores the file, and so does moving all records and moving them back."""
     archive = save(tmp_path)
     first = archive.records[0]

@@ -322,7 +322,7 @@ def test_a_rename_does_not_import_torch(one: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-# Hostile and damaged folders
+# Malicious and damaged folders
 
 
 def change(folder: Path, how: Callable[[Any], Any]) -> None:
@@ -402,7 +402,7 @@ def odd_key(metadata: Any) -> None:
 
 
 NO_PATH = "is not the flat key of its path @ Metadata"
-# The change, and every reported problem; None if it depends on the Python version
+# The change, and every reported problem; None if its text varies
 WRONG: dict[str, tuple[Callable[[Any], Any], list[str] | None]] = {
     "outside": (first_place(relative_path="../secret"), ["leads out of the folder @ ../secret"]),
     "itself": (

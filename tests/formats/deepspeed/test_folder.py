@@ -486,9 +486,9 @@ def test_a_universal_checkpoint_equals_its_source(universal: Path, run: Run, tmp
     assert found["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
     assert found["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
     for name, own in expected["optimizer"]["state"].items():
-        mine = found["optimizer"]["state"][name]
-        assert mine.keys() == own.keys()
-        assert all(torch.equal(mine[key], value) and mine[key].shape == value.shape for key, value in own.items())
+        state = found["optimizer"]["state"][name]
+        assert state.keys() == own.keys()
+        assert all(torch.equal(state[key], value) and state[key].shape == value.shape for key, value in own.items())
     own = torch.load(source / "whole.pt")
     assert all(torch.equal(found["model"][key].to(v.dtype), v) for key, v in own["model"].items())
 
@@ -592,7 +592,7 @@ def test_a_universal_checkpoint_with_invalid_groups_has_no_optimizer(
 
 
 def test_state_of_rank_0_applies_to_all_parameters_or_is_omitted(universal: Path, run: Run, tmp_path: Path) -> None:
-    """One value applies to every parameter. Tensors of other sizes are left out with a note."""
+    """A single value applies to every parameter; a tensor is left out with a note unless each parameter has one."""
     shutil.copytree(universal, tmp_path / "run")
     own = {"step": 7, "beta": 0.5, "exp_avg": torch.ones(4), "alone": torch.ones(3), "none": torch.ones(0)}
     edited(

@@ -282,7 +282,7 @@ def test_a_renamed_state_dict_keeps_its_type(version, kind, tmp_path):
     assert all(torch.equal(found[new[key]], state[key]) for key in state)
 
 
-# Hostile and damaged files
+# Malicious and damaged files
 
 
 def test_weights_that_do_not_fit_an_old_program_are_refused():

@@ -77,16 +77,16 @@ def test_tensors_sharded_over_any_mesh_are_assembled(run: Run, tmp_path: Path, s
             torch.save(parts, tmp_path / f"rank_{rank}.pt")
     done = run("remap", tmp_path / "rank_*.pt", "-o", tmp_path / "out.pt", "--verify")
     assert done.status == 0, done.err
-    made = torch.load(tmp_path / "out.pt")
-    assert all(torch.equal(made[key], whole) for key, whole in wholes.items()), cuts
+    found = torch.load(tmp_path / "out.pt")
+    assert all(torch.equal(found[key], whole) for key, whole in wholes.items()), cuts
 
 
 @pytest.mark.parametrize("version", ["2.6.0", "2.15.0"])
 def test_dtensors_of_other_releases_of_torch_are_assembled(run: Run, tmp_path: Path, version: str) -> None:
     done = run("remap", DATA / f"dtensors-torch-{version}" / "rank_*.pt", "-o", tmp_path / "out.pt", "--verify")
     assert done.status == 0, done.err
-    made, whole = torch.load(tmp_path / "out.pt"), torch.arange(42.0).reshape(7, 6)
-    assert {key: torch.equal(value, whole) for key, value in made.items()} == dict.fromkeys(
+    found, whole = torch.load(tmp_path / "out.pt"), torch.arange(42.0).reshape(7, 6)
+    assert {key: torch.equal(value, whole) for key, value in found.items()} == dict.fromkeys(
         ("replicated", "square", "strided"), True
     )
 
@@ -140,10 +140,10 @@ class PickledCall:
     """Pickled as a call and a state."""
 
     def __init__(self, function: Any, args: Any, state: Any = None) -> None:
-        self.made = (function, args) if state is None else (function, args, state)
+        self.reduced = (function, args) if state is None else (function, args, state)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self.made
+        return self.reduced
 
 
 @pytest.mark.parametrize("kind", [5, AssertionError, ValueError])
@@ -257,9 +257,9 @@ def test_parts_that_are_views_are_assembled(run: Run, tmp_path: Path, placement:
             part._local_tensor = local
             torch.save({"w": part, "s": torch.eye(2).to_sparse()}, tmp_path / f"rank_{rank}.pt")
     assert run("remap", tmp_path / "rank_*.pt", "-o", tmp_path / "out.pt", "--verify").status == 0
-    made = torch.load(tmp_path / "out.pt")
-    assert torch.equal(made["w"], whole)
-    assert torch.equal(made["s"].to_dense(), torch.eye(2))
+    found = torch.load(tmp_path / "out.pt")
+    assert torch.equal(found["w"], whole)
+    assert torch.equal(found["s"].to_dense(), torch.eye(2))
 
 
 def test_an_empty_part_may_have_any_empty_shape(run: Run, tmp_path: Path) -> None:

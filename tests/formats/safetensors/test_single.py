@@ -271,7 +271,7 @@ def stricter(header: bytes) -> bool:
 @example(header=VALID.replace(":1.5", ":[[1.5]]").encode(), data=16, shift=0)
 @example(header=VALID.replace("[0,7]", "[0,4294967296,4294967296]").encode(), data=16, shift=0)
 @example(header=VALID.replace("[0,7]", "[4294967296,4294967296,0]").encode(), data=16, shift=0)
-def test_mutated_headers_are_accepted_like_in_the_reference(tmp_path, header, data, shift):
+def test_mutated_headers_are_accepted_as_by_the_reference(tmp_path, header, data, shift):
     path = put(tmp_path / "a.safetensors", packed(header, bytes(data), len(header) + shift))
     accepted, expected = we_accept(path), reference_accepts(path)
     assert accepted == expected or (expected and stricter((header + bytes(data))[: len(header) + shift]))

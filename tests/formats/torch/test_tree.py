@@ -203,7 +203,7 @@ def test_tensors_in_a_shared_object_are_listed_in_both_entries(tmp_path: Path) -
 
 
 def test_optimizers_with_a_shared_state_are_read_completely(tmp_path: Path) -> None:
-    """`optimizer.state_dict()` shares its state. If too much is shared, a note says where reading stops."""
+    """Two calls of `optimizer.state_dict()` share the state. If too much is shared, a note says where reading stops."""
     shared = {"exp_avg": W, "pad": [[number] for number in range(1000)]}
     few = {name: {"state": {0: shared}, "param_groups": []} for name in "abc"}
     found = opened(tmp_path, few)

@@ -257,7 +257,7 @@ def training() -> dict[str, Any]:
     }
 
 
-def test_sections_of_a_training_checkpoint(tmp_path: Path) -> None:
+def test_sections_of_a_training_checkpoint_are_recognized(tmp_path: Path) -> None:
     value = training()
     checkpoint = open_checkpoint(saved(tmp_path, value))
     kinds = {section.path: section.kind for section in checkpoint.sections}
