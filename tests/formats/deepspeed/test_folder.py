@@ -46,7 +46,7 @@ def test_weights_and_moments_match_deepspeed(zero_folder: Path, run: Run, tmp_pa
     assert model["head.weight"].data_ptr() == model["emb.weight"].data_ptr()
     state = found["optimizer"]["state"]
     assert state.keys() == expected["optimizer"].keys()
-    assert [own["step"].item() for own in state.values()] == [2.0] * 7
+    assert [entry["step"].item() for entry in state.values()] == [2.0] * 7
     for name, moments in expected["optimizer"].items():
         assert all(torch.equal(state[name][key].flatten(), value.flatten()) for key, value in moments.items())
         assert {key: value.shape for key, value in state[name].items() if key != "step"} == dict.fromkeys(
@@ -174,32 +174,32 @@ def _set(where: dict[str, Any], **items: Any) -> None:
     where.update(items)
 
 
-def _negative(own: dict[str, Any]) -> None:
-    for gaps in own.setdefault("param_alignment_paddings", [[0]]):
+def _negative(raw: dict[str, Any]) -> None:
+    for gaps in raw.setdefault("param_alignment_paddings", [[0]]):
         gaps[0] = -1
 
 
-def _of_another_dtype(own: dict[str, Any]) -> None:
-    flats = own.get("fp32_flat_groups") or own["single_partition_of_fp32_groups"]
+def _of_another_dtype(raw: dict[str, Any]) -> None:
+    flats = raw.get("fp32_flat_groups") or raw["single_partition_of_fp32_groups"]
     flats[0] = flats[0].view(torch.int32)
 
 
-def _strided(own: dict[str, Any]) -> None:
-    flats = own.get("fp32_flat_groups") or own["single_partition_of_fp32_groups"]
+def _strided(raw: dict[str, Any]) -> None:
+    flats = raw.get("fp32_flat_groups") or raw["single_partition_of_fp32_groups"]
     flats[0] = flats[0].repeat_interleave(2)[::2]
 
 
-def _longer(own: dict[str, Any]) -> None:
-    flats = own.get("fp32_flat_groups") or own["single_partition_of_fp32_groups"]
+def _longer(raw: dict[str, Any]) -> None:
+    flats = raw.get("fp32_flat_groups") or raw["single_partition_of_fp32_groups"]
     flats[0] = torch.cat([flats[0], torch.zeros(9)])
 
 
-def _with_one_group_less(own: dict[str, Any]) -> None:
-    own[_flat(own)].pop()
+def _with_one_group_less(raw: dict[str, Any]) -> None:
+    raw[_flat(raw)].pop()
 
 
-def _flat(own: dict[str, Any]) -> str:
-    return "fp32_flat_groups" if "fp32_flat_groups" in own else "single_partition_of_fp32_groups"
+def _flat(raw: dict[str, Any]) -> str:
+    return "fp32_flat_groups" if "fp32_flat_groups" in raw else "single_partition_of_fp32_groups"
 
 
 @pytest.mark.parametrize(
@@ -213,36 +213,36 @@ def _flat(own: dict[str, Any]) -> str:
         (_experts, "belongs to another model part @ expp_rank_0_mp_rank_00_optim_states.pt"),
         (_of_another_format, "was not written by torch.save"),
         (_of_another_kind([1]), "does not hold a dict"),
-        (_rank(1, lambda own: _set(own, **{_flat(own): [3]})), "is not a flat tensor"),
-        (_rank(1, lambda own: _set(own, **{_flat(own): [torch.ones(9).to_sparse()]})), "is not a flat tensor"),
-        (_rank(0, lambda own: _set(own, partition_count=1)), "the run had 1 ranks @ rank 1"),
-        (_rank(0, lambda own: _set(own, partition_count="x")), "'x' partitions"),
-        (_rank(0, lambda own: _set(own, partition_count=1 << 63)), "None partitions"),
-        (lambda step: edited(_ranks(step)[0], lambda own: _set(own, optimizer_state_dict=5)), "_dict is not a dict"),
-        (_all(lambda own: _set(_base(own)["state"][0], more=torch.ones(3))), "one value on all ranks @ more"),
-        (_all(lambda own: _set(_base(own)["state"][0], more="x")), "one value on all ranks @ more"),
-        (_rank(0, lambda own: _set(own, param_alignment_paddings=[[None] * 7])), "each parameter @ param_alignment_"),
+        (_rank(1, lambda raw: _set(raw, **{_flat(raw): [3]})), "is not a flat tensor"),
+        (_rank(1, lambda raw: _set(raw, **{_flat(raw): [torch.ones(9).to_sparse()]})), "is not a flat tensor"),
+        (_rank(0, lambda raw: _set(raw, partition_count=1)), "the run had 1 ranks @ rank 1"),
+        (_rank(0, lambda raw: _set(raw, partition_count="x")), "'x' partitions"),
+        (_rank(0, lambda raw: _set(raw, partition_count=1 << 63)), "None partitions"),
+        (lambda step: edited(_ranks(step)[0], lambda raw: _set(raw, optimizer_state_dict=5)), "_dict is not a dict"),
+        (_all(lambda raw: _set(_base(raw)["state"][0], more=torch.ones(3))), "one value on all ranks @ more"),
+        (_all(lambda raw: _set(_base(raw)["state"][0], more="x")), "one value on all ranks @ more"),
+        (_rank(0, lambda raw: _set(raw, param_alignment_paddings=[[None] * 7])), "each parameter @ param_alignment_"),
         (_with_an_extra_model_part, "belongs to another model part @"),
-        (_rank(0, lambda own: _base(own)["state"][0].pop("exp_avg")), "one value on all ranks @ exp_avg"),
-        (_rank(1, lambda own: _base(own)["state"][0].pop("exp_avg")), "one value on all ranks @ exp_avg"),
-        (_rank(1, lambda own: _set(_base(own)["state"][0], more=1)), "one value on all ranks @ more"),
-        (_rank(1, lambda own: _set(_base(own)["param_groups"][0], lr=0.5)), "lr is 0.5, and 0.01 on rank 0 @"),
-        (_rank(1, lambda own: _set(_base(own)["param_groups"][0], more=1)), "more is 1, and None on rank 0 @"),
-        (_rank(0, lambda own: _set(own, param_alignment_paddings=[5])), "param_alignment_paddings is not a list"),
+        (_rank(0, lambda raw: _base(raw)["state"][0].pop("exp_avg")), "one value on all ranks @ exp_avg"),
+        (_rank(1, lambda raw: _base(raw)["state"][0].pop("exp_avg")), "one value on all ranks @ exp_avg"),
+        (_rank(1, lambda raw: _set(_base(raw)["state"][0], more=1)), "one value on all ranks @ more"),
+        (_rank(1, lambda raw: _set(_base(raw)["param_groups"][0], lr=0.5)), "lr is 0.5, and 0.01 on rank 0 @"),
+        (_rank(1, lambda raw: _set(_base(raw)["param_groups"][0], more=1)), "more is 1, and None on rank 0 @"),
+        (_rank(0, lambda raw: _set(raw, param_alignment_paddings=[5])), "param_alignment_paddings is not a list"),
         (_rank(0, _negative), "not one for each parameter @ param_alignment_paddings"),
-        (_rank(0, lambda own: _set(own, param_alignment_paddings=[[0]])), "one for each parameter @ param_alignment_"),
-        (_rank(1, lambda own: _set(own, zero_stage=7)), "zero_stage is 7, in "),
-        (_rank(0, lambda own: _set(own, zero_stage=7)), " 7"),
-        (_rank(1, lambda own: _set(own, partition_count=4)), "partition_count is 4, in "),
-        (_rank(0, lambda own: _set(own, partition_count=[4])), "no file of this rank's optimizer states @ rank 3"),
-        (_rank(0, lambda own: _set(own, partition_count=[3, 2])), "are partitioned over [3, 2] ranks, as for experts"),
-        (_rank(0, lambda own: _set(own, partition_count=[])), "[] partitions"),
-        (_rank(0, lambda own: _set(own, partition_count=0)), "0 partitions"),
+        (_rank(0, lambda raw: _set(raw, param_alignment_paddings=[[0]])), "one for each parameter @ param_alignment_"),
+        (_rank(1, lambda raw: _set(raw, zero_stage=7)), "zero_stage is 7, in "),
+        (_rank(0, lambda raw: _set(raw, zero_stage=7)), " 7"),
+        (_rank(1, lambda raw: _set(raw, partition_count=4)), "partition_count is 4, in "),
+        (_rank(0, lambda raw: _set(raw, partition_count=[4])), "no file of this rank's optimizer states @ rank 3"),
+        (_rank(0, lambda raw: _set(raw, partition_count=[3, 2])), "are partitioned over [3, 2] ranks, as for experts"),
+        (_rank(0, lambda raw: _set(raw, partition_count=[])), "[] partitions"),
+        (_rank(0, lambda raw: _set(raw, partition_count=0)), "0 partitions"),
         (_rank(1, _of_another_dtype), "the ranks' partitions have several dtypes: float32, int32"),
         (_rank(1, _strided), "is not a flat tensor"),
         (_rank(1, _longer), "rank_0_mp_rank_00_optim_states.pt: the partitions do not fit the parameters of"),
         (_rank(1, _with_one_group_less), "the partitions do not fit the parameters"),
-        (_rank(1, lambda own: _set(own, ds_version="0.1")), "ds_version is '0.1', in "),
+        (_rank(1, lambda raw: _set(raw, ds_version="0.1")), "ds_version is '0.1', in "),
         (_second_model, "rank 0"),
     ],
 )
@@ -258,23 +258,23 @@ def test_missing_or_contradictory_ranks_are_refused(
 @pytest.mark.parametrize(
     ("rank", "change", "message"),
     [
-        (0, lambda own: own["shared_params"].clear(), "neither a parameter, a buffer nor shared @ head.weight"),
-        (0, lambda own: own["shared_params"].update({"head.weight": "gone"}), "a buffer nor shared @ head.weight"),
-        (0, lambda own: own["shared_params"].update({"head.weight": [1]}), "a buffer nor shared @ head.weight"),
-        (0, lambda own: own["frozen_param_fragments"].clear(), "a rank has no part of it @ frozen.weight"),
-        (1, lambda own: own["frozen_param_fragments"].clear(), "a rank has no part of it @ frozen.weight"),
+        (0, lambda raw: raw["shared_params"].clear(), "neither a parameter, a buffer nor shared @ head.weight"),
+        (0, lambda raw: raw["shared_params"].update({"head.weight": "gone"}), "a buffer nor shared @ head.weight"),
+        (0, lambda raw: raw["shared_params"].update({"head.weight": [1]}), "a buffer nor shared @ head.weight"),
+        (0, lambda raw: raw["frozen_param_fragments"].clear(), "a rank has no part of it @ frozen.weight"),
+        (1, lambda raw: raw["frozen_param_fragments"].clear(), "a rank has no part of it @ frozen.weight"),
         (
             0,
-            lambda own: own["frozen_param_shapes"].update({"frozen.weight": torch.Size([6, 5])}),
+            lambda raw: raw["frozen_param_shapes"].update({"frozen.weight": torch.Size([6, 5])}),
             "the ranks hold too few elements @ frozen",
         ),
-        (1, lambda own: own.update(global_steps=4), "global_steps is 4, in "),
-        (1, lambda own: own.update(dp_world_size=4), "dp_world_size is 4, in "),
-        (0, lambda own: own.update(param_shapes=None), "no shapes of parameters @ param_shapes"),
-        (0, lambda own: own.update(param_shapes=[{"up.weight": [-1]}]), "sizes [-1]"),
-        (0, lambda own: own.update(param_shapes=[{"up.weight": [1 << 20_000]}]), "sizes that no tensor has"),
-        (0, lambda own: own.update(param_shapes=[{"up.weight": [-1 << 20_000]}]), "sizes that no tensor has"),
-        (0, lambda own: own["param_shapes"][1].update(more=torch.Size([4])), "its parts of the parameters are"),
+        (1, lambda raw: raw.update(global_steps=4), "global_steps is 4, in "),
+        (1, lambda raw: raw.update(dp_world_size=4), "dp_world_size is 4, in "),
+        (0, lambda raw: raw.update(param_shapes=None), "no shapes of parameters @ param_shapes"),
+        (0, lambda raw: raw.update(param_shapes=[{"up.weight": [-1]}]), "sizes [-1]"),
+        (0, lambda raw: raw.update(param_shapes=[{"up.weight": [1 << 20_000]}]), "sizes that no tensor has"),
+        (0, lambda raw: raw.update(param_shapes=[{"up.weight": [-1 << 20_000]}]), "sizes that no tensor has"),
+        (0, lambda raw: raw["param_shapes"][1].update(more=torch.Size([4])), "its parts of the parameters are"),
     ],
 )
 def test_wrong_model_files_of_stage_3_are_refused(
@@ -301,9 +301,9 @@ def test_missing_model_files_of_ranks_are_reported(run: Run, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("model", "optimizer", "message"),
     [
-        (lambda own: own.update(shared_params={"head.weight": "gone"}), None, "a buffer nor shared @ head.weight"),
+        (lambda raw: raw.update(shared_params={"head.weight": "gone"}), None, "a buffer nor shared @ head.weight"),
         (
-            lambda own: own.update(param_shapes=[{} for _ in own["param_shapes"]]),
+            lambda raw: raw.update(param_shapes=[{} for _ in raw["param_shapes"]]),
             {"param_alignment_paddings": None},
             "its parameters are 0 @",
         ),
@@ -328,7 +328,7 @@ def test_wrong_files_of_stages_1_and_2_are_refused(
     if model is not None:
         edited(step / "mp_rank_00_model_states.pt", model)
     if optimizer is not None:
-        _all(optimizer if callable(optimizer) else lambda own: own.update(optimizer))(step)
+        _all(optimizer if callable(optimizer) else lambda raw: raw.update(optimizer))(step)
     done = run("inspect", tmp_path / "run")
     assert (done.status, message in done.err) == (2, True), done.err
 
@@ -338,7 +338,7 @@ def test_wrong_files_of_stages_1_and_2_are_refused(
 def test_files_without_positions_of_parts_are_read(run: Run, tmp_path: Path, name: str, left: int) -> None:
     zero_folder = DATA / "deepspeed-0.19.8" / name
     step = shutil.copytree(zero_folder, tmp_path / "run") / "global_step2"
-    _all(lambda own: own.update(param_slice_mappings=own["param_slice_mappings"][:left]))(step)
+    _all(lambda raw: raw.update(param_slice_mappings=raw["param_slice_mappings"][:left]))(step)
     done = run("diff", tmp_path / "run", zero_folder, "--values", "--whole")
     assert (done.status, done.err) == (0, "")
 
@@ -347,9 +347,9 @@ def test_files_without_positions_of_parts_are_read(run: Run, tmp_path: Path, nam
 def test_a_note_reports_that_buffers_of_rank_0_are_used(run: Run, tmp_path: Path, listed: list[str]) -> None:
     """Also if the file does not list them: all entries but placeholders belong to the module."""
     step = shutil.copytree(DATA / "deepspeed-0.19.8" / "zero-3", tmp_path / "run") / "global_step2"
-    edited(step / "zero_pp_rank_0_mp_rank_00_model_states.pt", lambda own: own.update(buffer_names=listed))
-    edited(step / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda own: own["module"]["scale"].add_(1))
-    edited(step / "zero_pp_rank_2_mp_rank_00_model_states.pt", lambda own: own["module"].pop("count"))
+    edited(step / "zero_pp_rank_0_mp_rank_00_model_states.pt", lambda raw: raw.update(buffer_names=listed))
+    edited(step / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda raw: raw["module"]["scale"].add_(1))
+    edited(step / "zero_pp_rank_2_mp_rank_00_model_states.pt", lambda raw: raw["module"].pop("count"))
     done = run("remap", tmp_path / "run", "-o", tmp_path / "whole.pt")
     assert [f"{name} differs between the ranks: rank 0's is used" in done.err for name in ("scale", "count")] == [
         True,
@@ -383,7 +383,7 @@ def test_a_note_lists_options_that_are_not_copied(zero_folder: Path, run: Run, t
     dropped |= {"capturable": OrderedDict(), "maximize": [torch.Size([1])], "amsgrad": nested_lists(400)}
     options = dropped | {"own": None, "pair": [1, [2.0]]}
     for rank, _ in enumerate(step.glob("*optim_states.pt")):
-        _rank(rank, lambda own: _base(own)["param_groups"][0].update(options))(step)
+        _rank(rank, lambda raw: _base(raw)["param_groups"][0].update(options))(step)
     done = run("remap", tmp_path / "run", "-o", tmp_path / "whole.pt")
     assert all(f"not copied: {name} of param group 0" in done.err for name in dropped)
     group = torch.load(tmp_path / "whole.pt")["optimizer"]["param_groups"][0]
@@ -394,17 +394,17 @@ def test_a_note_lists_options_that_are_not_copied(zero_folder: Path, run: Run, t
 def test_a_state_that_is_a_number_applies_to_each_parameter(zero_folder: Path, run: Run, tmp_path: Path) -> None:
     step = shutil.copytree(zero_folder, tmp_path / "run") / "global_step2"
     _all(
-        lambda own: _base(own)["state"].update({at: {**state, "step": 2} for at, state in _base(own)["state"].items()})
+        lambda raw: _base(raw)["state"].update({at: {**state, "step": 2} for at, state in _base(raw)["state"].items()})
     )(step)
     assert run("remap", tmp_path / "run", "-o", tmp_path / "whole.pt").status == 0
     state = torch.load(tmp_path / "whole.pt")["optimizer"]["state"]
-    assert [(type(own["step"]), own["step"]) for own in state.values()] == [(int, 2)] * 7
+    assert [(type(entry["step"]), entry["step"]) for entry in state.values()] == [(int, 2)] * 7
 
 
 def test_no_note_if_everything_is_copied(zero_folder: Path, run: Run, tmp_path: Path) -> None:
     step = shutil.copytree(zero_folder, tmp_path / "run") / "global_step2"
     for path in step.glob("*model_states.pt"):
-        edited(path, lambda own: own.update(skipped_steps=None, global_steps=None, global_samples=None, epoch=None))
+        edited(path, lambda raw: raw.update(skipped_steps=None, global_steps=None, global_samples=None, epoch=None))
     assert "not copied" not in run("inspect", tmp_path / "run").err
 
 
@@ -424,7 +424,7 @@ def test_an_optimizer_with_another_layout_is_not_read(
     zero_folder: Path, run: Run, tmp_path: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:
     step = shutil.copytree(zero_folder, tmp_path / "run") / "global_step2"
-    _all(lambda own: change(_base(own)))(step)
+    _all(lambda raw: change(_base(raw)))(step)
     done = run("inspect", tmp_path / "run", "--format", "json")
     assert [section["path"] for section in done.data["sections"]] == ["model"]
     assert any("the optimizer is not read: " in note for note in notes_in(done.data))
@@ -485,12 +485,12 @@ def test_a_universal_checkpoint_equals_its_source(universal: Path, run: Run, tmp
     assert all(torch.equal(found["model"][key], value) for key, value in expected["model"].items())
     assert found["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
     assert found["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
-    for name, own in expected["optimizer"]["state"].items():
+    for name, moments in expected["optimizer"]["state"].items():
         state = found["optimizer"]["state"][name]
-        assert state.keys() == own.keys()
-        assert all(torch.equal(state[key], value) and state[key].shape == value.shape for key, value in own.items())
-    own = torch.load(source / "whole.pt")
-    assert all(torch.equal(found["model"][key].to(v.dtype), v) for key, v in own["model"].items())
+        assert state.keys() == moments.keys()
+        assert all(torch.equal(state[key], value) and state[key].shape == value.shape for key, value in moments.items())
+    gathered_by_deepspeed = torch.load(source / "whole.pt")
+    assert all(torch.equal(found["model"][key].to(v.dtype), v) for key, v in gathered_by_deepspeed["model"].items())
 
 
 def _without(name: str) -> Callable[[Path], None]:
@@ -508,7 +508,7 @@ def _file(content: object) -> Callable[[Path], None]:
 def _shapes(shapes: object) -> Callable[[Path], None]:
     def damage(zero: Path) -> None:
         for path in zero.parent.glob("*model_states.pt"):
-            edited(path, lambda own: own.update(param_shapes=shapes))
+            edited(path, lambda raw: raw.update(param_shapes=shapes))
 
     return damage
 
@@ -594,13 +594,13 @@ def test_a_universal_checkpoint_with_invalid_groups_has_no_optimizer(
 def test_state_of_rank_0_applies_to_all_parameters_or_is_omitted(universal: Path, run: Run, tmp_path: Path) -> None:
     """A single value applies to every parameter; a tensor is left out with a note unless each parameter has one."""
     shutil.copytree(universal, tmp_path / "run")
-    own = {"step": 7, "beta": 0.5, "exp_avg": torch.ones(4), "alone": torch.ones(3), "none": torch.ones(0)}
+    state = {"step": 7, "beta": 0.5, "exp_avg": torch.ones(4), "alone": torch.ones(3), "none": torch.ones(0)}
     edited(
         next((tmp_path / "run").rglob("optimizer_state.pt")),
-        lambda rest: rest.update(optimizer_state_dict={"state": {0: own}}),
+        lambda rest: rest.update(optimizer_state_dict={"state": {0: state}}),
     )
     done = run("remap", tmp_path / "run", "-o", tmp_path / "o.pt")
-    assert [f"not copied: {name} of " in done.err for name in own] == [False, False, False, True, True], done.err
+    assert [f"not copied: {name} of " in done.err for name in state] == [False, False, False, True, True], done.err
     found = torch.load(tmp_path / "o.pt")["optimizer"]
     first, second = (group["params"] for group in found["param_groups"])
     assert all(found["state"][name]["beta"] == 0.5 for name in first)
@@ -615,7 +615,7 @@ def test_a_parameter_of_one_element_keeps_its_shape(universal: Path, run: Run, t
         ("cube", [1, 1], torch.ones(1)),
     ):
         for path in step.glob("*model_states.pt"):
-            edited(path, partial(lambda name, shape, own: own["param_shapes"][0].update({name: shape}), name, shape))
+            edited(path, partial(lambda name, shape, raw: raw["param_shapes"][0].update({name: shape}), name, shape))
         (step / "zero" / name).mkdir()
         torch.save({"param": value}, step / "zero" / name / "fp32.pt")
         torch.save({"param": torch.tensor(4.0)}, step / "zero" / name / "step.pt")
