@@ -76,4 +76,4 @@ def test_a_class_without_clone_is_reported(run: Run, tmp_path: Path) -> None:
     saved("plain", "integers", tmp_path / "model.pt")
     done = run("diff", tmp_path / "model.pt", "--model", "rounded_tensors:single")
     assert done.status == 2
-    assert "weight cannot be copied: NotImplementedError: Single has no aten.clone.default" in done.err
+    assert "weight cannot be copied: NotImplementedError: Single does not implement aten.clone.default" in done.err
