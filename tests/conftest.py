@@ -9,11 +9,15 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: more threads only wait for each other
 # Hundreds of tests start a process: without bytecode each of them compiles the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+hypothesis.settings.register_profile("ckpttool", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("ckpttool")
 
 import torch
 

@@ -398,10 +398,8 @@ def test_files_without_a_rank_are_refused(run: Run, tmp_path: Path) -> None:
         torch.save({"flat_param": ONES, "b": ONES}, tmp_path / f"{name}.pt")
     done = run("inspect", tmp_path / "*.pt")
     assert done.status == 2
-    assert [
-        f"does not say its rank, nor does a number in its name @ {tmp_path / name}.pt" in done.err
-        for name in ("one", "two")
-    ]
+    for name in ("one", "two"):
+        assert f"does not say its rank, nor does a number in its name @ {tmp_path / name}.pt" in done.err
 
 
 # Comparison
