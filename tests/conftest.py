@@ -16,9 +16,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: more threads onl
 # Hundreds of tests start a process: without bytecode each of them compiles the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-hypothesis.settings.register_profile("ckpttool", deadline=None)  # a busy machine is no failure
-hypothesis.settings.load_profile("ckpttool")
-
 import torch
 
 import dcp_ranks
@@ -28,6 +25,9 @@ from ckpttool.cli.app import main
 from command import Done, Run
 from torch_version import needs_torch
 from wrapped_ranks import BLOCKS, CHAINS, SHARDED, TRAINED, Wrapped, filename
+
+hypothesis.settings.register_profile("ckpttool", deadline=None)  # a test may be slow on a busy machine
+hypothesis.settings.load_profile("ckpttool")
 
 
 @pytest.fixture(scope="session")
