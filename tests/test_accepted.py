@@ -121,7 +121,7 @@ ENTRIES = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(ENTRIES, max_size=4), st.booleans(), st.sets(st.sampled_from(STATUSES[1:])), st.sets(KEYS))
 def test_only_accepted_differences_pass(
     entries: list[Entry], other_failure: bool, fail: set[str], keys: set[str]

@@ -126,7 +126,7 @@ def test_reader_and_schema_agree(folder: Path, run: Run, name: str) -> None:
     )
     refused = 0
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(st.sampled_from(locations), values)
     def agree(path: tuple[Any, ...], value: Any) -> None:
         nonlocal refused

@@ -93,7 +93,7 @@ def _fitting(one: Param) -> st.SearchStrategy[list[str]]:
 def test_the_short_way_gives_what_typer_gives(name: str) -> None:
     params, long, short = LOADED[name].params, LongWay(name), 0
 
-    @settings(max_examples=120, deadline=None)
+    @settings(max_examples=120)
     @given(command_lines(params))
     def agree(args: list[str]) -> None:
         nonlocal short

@@ -167,7 +167,7 @@ JUNK = st.sampled_from([None, True, -1, 0, 1, 2**70, 1.5, "", "x", [], {}, [1], 
 
 
 @pytest.mark.parametrize("reader", READERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_junk_anywhere_is_read_as_what_it_is_or_refused_in_words(reader: str, data: st.DataObject) -> None:
     value, read = READERS[reader]

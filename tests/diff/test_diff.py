@@ -68,7 +68,7 @@ def sections(draw: st.DrawFn) -> Section:
     return Section("", "state_dict", tensors, tuple(entry for entry in entries if isinstance(entry, ExtraEntry)))
 
 
-NO_BYTES = settings(max_examples=150, deadline=None)
+NO_BYTES = settings(max_examples=150)
 
 
 @NO_BYTES
@@ -282,7 +282,7 @@ def test_different_values_in_other_dtypes_are_reported_outside_dense_tensors(tmp
     }
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_status_0_means_that_torch_loads_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], data: Any

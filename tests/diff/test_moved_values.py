@@ -113,7 +113,7 @@ def permute(w: torch.Tensor, heads: int) -> torch.Tensor:
     return w.view(heads, rows // heads // 2, 2, width).transpose(1, 2).reshape(rows, width)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 4), st.sampled_from([6, 8, 16]), st.booleans())
 def test_permuted_rotary_rows_are_recognised_with_their_head_size(heads: int, size: int, back: bool) -> None:
     w = torch.rand(heads * size, 5)

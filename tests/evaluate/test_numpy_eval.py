@@ -92,7 +92,7 @@ def patterns(dtype: str) -> st.SearchStrategy[bytes]:
 def test_differences_match_torch(dtype: str) -> None:
     tolerances = st.sampled_from([0.0, 1e-9, 0.01, 1.0, 1e30])
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(st.lists(st.tuples(patterns(dtype), patterns(dtype)), min_size=1, max_size=6), tolerances, tolerances)
     def agree(pairs: list[tuple[bytes, bytes]], rtol: float, atol: float) -> None:
         left, right = (b"".join(side) for side in zip(*pairs))
@@ -111,7 +111,7 @@ def test_differences_match_torch(dtype: str) -> None:
 def test_integers_within_a_tolerance_match_python(dtype: str) -> None:
     """float64 cannot hold all of these integers."""
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(patterns(dtype), st.integers(-3, 3), st.sampled_from([0.5, 1.0, 2.0]))
     def agree(pattern: bytes, step: int, atol: float) -> None:
         signed = not dtype.startswith("u")
@@ -131,7 +131,7 @@ def cut(data: bytes) -> list[bytes]:
     return [data[: ends[0]], data[ends[0] : ends[1]], data[ends[1] :]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_gathered_views_match_torch(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([name for name in BY_NAME if hasattr(torch, name) and "x" not in name[4:]]))

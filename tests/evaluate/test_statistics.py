@@ -58,7 +58,7 @@ def alike(one: Statistics, other: Statistics) -> bool:
     return close and replace(one, mean=other.mean) == other
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.sampled_from(FLOATS + INTEGERS), st.binary(max_size=96), st.booleans())
 def test_statistics_of_random_bits_match_torch(dtype: torch.dtype, data: bytes, transposed: bool) -> None:
     if dtype == torch.bool:

@@ -61,7 +61,7 @@ def problem(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
     return cover_problem(shape, [Chunk(*box) for box in boxes])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(partitions(), st.booleans(), st.sampled_from([1, 40, 1 << 24]))
 def test_any_partition_assembles_to_the_tensor(
     tmp_path_factory: pytest.TempPathFactory, cut: tuple[tuple[int, ...], list[Box]], transposed: bool, slab: int
@@ -91,7 +91,7 @@ def test_a_cover_is_accepted_if_it_holds_every_element_once(drawn: list[Any]) ->
     assert (problem(shape, boxes) is None) == exact
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(partitions(), st.integers(0, 9), st.integers(0, 2), st.sampled_from([0, 0, 1]), st.integers(-2, 2))
 def test_a_cover_with_one_changed_box_is_refused(
     cut: tuple[tuple[int, ...], list[Box]], which: int, dim: int, of: int, by: int

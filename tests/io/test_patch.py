@@ -42,7 +42,7 @@ def drawn(size: int, cuts: tuple[float, float], shift: int, tail: int) -> tuple[
     return content, Span("", start, end - start), head, behind, head + content[start:end] + behind
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(size=SIZES, cuts=CUTS, shift=SHIFTS, tail=st.sampled_from([0, 0, 1, 300, 5000]))
 def test_a_patch_makes_what_its_pieces_say_and_its_way_back_undoes_it(
     tmp_path_factory: pytest.TempPathFactory, size: int, cuts: tuple[float, float], shift: int, tail: int

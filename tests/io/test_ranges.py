@@ -34,7 +34,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(start=st.integers(0, 40), size=st.integers(0, 30), at=st.integers(-1, 29), more=CUTS, ours=CUTS, theirs=CUTS)
 def test_the_same_bytes_are_the_same_however_they_are_computed(
     path: Path, start: int, size: int, at: int, more: list[int], ours: list[int], theirs: list[int]
@@ -77,7 +77,7 @@ def test_a_digest_is_that_of_the_range_that_the_disk_holds(tmp_path: Path, size:
 EDGES = st.sampled_from([0, 1, 5, BLOCK - 5, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 3])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes=st.lists(EDGES, max_size=6))
 def test_what_is_written_in_blocks_is_what_came(path: Path, sizes: list[int]) -> None:
     """Chunks that end just before, at and just behind the end of a block."""

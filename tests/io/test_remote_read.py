@@ -44,7 +44,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     remote.forget(URL)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(steps=st.lists(STEPS, max_size=8))
 def test_any_reads_in_any_order_give_the_bytes_of_the_file(steps: list[tuple[str, Any]]) -> None:
     remote.forget(URL)

@@ -194,7 +194,7 @@ def documents(draw: st.DrawFn) -> Document:
     return Document(draw(TEXT), draw(TEXT), False, blocks, None, (Facts((("reason", draw(TEXT)),), is_short=True),))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(documents(), st.sampled_from([60, 80]), st.booleans())
 def test_no_line_is_wider_than_the_terminal(document: Document, width: int, color: bool) -> None:
     """Commands to paste are an exception. Segments of names are never broken, but none here is too wide."""

@@ -318,7 +318,7 @@ RULES = st.integers(1, 4).flatmap(lambda count: st.tuples(*(reversible(number) f
 
 
 @pytest.mark.parametrize("ending", LOADERS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rules=RULES)
 def test_reversed_rules_restore_the_file(
     tmp_path_factory: pytest.TempPathFactory, ending: str, rules: Sequence[tuple[str, State]]

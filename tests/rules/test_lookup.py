@@ -79,7 +79,7 @@ def test_a_rule_with_an_exception_explains_more_than_two_rules() -> None:
     assert renames(expected, []) == ("a.a.a => a.a.a.z", "{x*} => x.{x*}")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.dictionaries(
         st.lists(st.sampled_from(["a", "b", "layers", "0", "1", "2"]), min_size=1, max_size=6).map(tuple),

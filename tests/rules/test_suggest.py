@@ -184,7 +184,7 @@ def test_unrelated_models_are_not_paired() -> None:
     assert inferred(meta_llama().state_dict(), lightning().state_dict()).pairs == ()
 
 
-@settings(max_examples=int(os.environ.get("CKPTTOOL_SEEDS", "40")), deadline=None)
+@settings(max_examples=int(os.environ.get("CKPTTOOL_SEEDS", "40")))
 @given(st.data())
 def test_values_pair_tensors_with_meaningless_names(data: st.DataObject) -> None:
     """Tensors of one shape have meaningless names, in any order; values give the right pairs."""

@@ -127,7 +127,7 @@ EXPRESSIONS = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(EXPRESSIONS, st.lists(st.text("ab.{}1x,", max_size=4), max_size=4))
 def test_expressions_match_like_pythons_re(text: str, keys: list[str]) -> None:
     try:
@@ -157,7 +157,7 @@ TOKENS = st.lists(st.sampled_from(["a", "b", "{x}", "{y}", "{s*}", "{t*}", "{u*}
 KEYS = st.lists(st.sampled_from(["a", "b", "c", ""]), min_size=1, max_size=6)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(TOKENS, KEYS)
 def test_ways_match_a_brute_force_search(tokens: list[str], segments: list[str]) -> None:
     names = dict.fromkeys(token for token in tokens if token.startswith("{"))

@@ -141,7 +141,7 @@ def test_the_models_own_state_dict_loads(name: str) -> None:
     check(name, [])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=60, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(name=st.sampled_from(sorted(set(ZOO) - NO_CHECKPOINT)), damages=DAMAGES)
 def test_damaged_checkpoints_have_the_verdict_of_torch(name: str, damages: list[tuple[str, int]]) -> None:
     check(name, damages)

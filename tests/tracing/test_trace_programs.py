@@ -105,7 +105,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=80, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(steps=STEPS)
 def test_the_trace_of_a_random_program_is_exact(steps: list[Step]) -> None:
     check(steps)

@@ -111,7 +111,7 @@ def compare(data: bytes) -> None:
     assert plain(tree.root) == expected
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(seed=st.integers(0, 2**32))
 def test_mutated_pickles_match_python_or_are_refused(seed: int) -> None:
     chance = random.Random(seed)

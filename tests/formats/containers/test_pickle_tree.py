@@ -275,7 +275,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(PLAIN, st.integers(0, 5))
 def test_plain_values_are_restored(value: Any, protocol: int) -> None:
     data = pickle.dumps(value, protocol)

@@ -32,7 +32,7 @@ def pickled(value: Any) -> Any:
         return loads(archive.read("archive/data.pkl")).root
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(state=st.dictionaries(KEYS, TREES, max_size=4))
 def test_flattening_matches_torch(state: dict[Any, Any]) -> None:
     try:

@@ -261,9 +261,7 @@ def stricter(header: bytes) -> bool:
     )
 
 
-@settings(
-    max_examples=500, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=500, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(header=mutated_headers(), data=st.sampled_from([16, 16, 16, 12, 20]), shift=st.sampled_from([0, 0, 0, -1, 1]))
 @example(header=VALID.encode(), data=16, shift=0)
 @example(header=b"{}", data=0, shift=0)

@@ -177,7 +177,7 @@ NAMES = st.lists(st.sampled_from(["a", "0", "layer", "module", "_orig_mod", "mod
 CHAINS = st.lists(st.sampled_from(["ddp", "compile", "ac", "fsdp", "fully_shard", "averaged", "fpw"]), max_size=4)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(NAMES, min_size=1, max_size=6), CHAINS.filter(lambda wrappers: wrappers.count("averaged") < 2))
 def test_an_added_chain_can_be_removed(names: list[list[str]], wrappers: list[str]) -> None:
     keys = list(dict.fromkeys(".".join([*name, "w"]) for name in names))
