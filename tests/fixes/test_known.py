@@ -248,13 +248,16 @@ def test_wrapper_segments_do_not_change_the_pairs() -> None:
     plain = ckpttool.diff(left, right).inferred
     assert plain is not None
     assert len(plain.pairs) == len(shapes)
-    for mine, theirs in (("", "module._orig_mod."), ("_orig_mod.", ""), ("module.", "_orig_mod.")):
+    for left_prefix, right_prefix in (("", "module._orig_mod."), ("_orig_mod.", ""), ("module.", "_orig_mod.")):
         sides = (
-            {prefix + key: value for key, value in side.items()} for prefix, side in ((mine, left), (theirs, right))
+            {prefix + key: value for key, value in side.items()}
+            for prefix, side in ((left_prefix, left), (right_prefix, right))
         )
         found = ckpttool.diff(*sides).inferred
         assert found is not None
-        pairs = [((mine + pair.left[0],), (theirs + pair.right[0],), pair.evidence) for pair in plain.pairs]
+        pairs = [
+            ((left_prefix + pair.left[0],), (right_prefix + pair.right[0],), pair.evidence) for pair in plain.pairs
+        ]
         assert [(pair.left, pair.right, pair.evidence) for pair in found.pairs] == pairs
 
 
@@ -364,10 +367,10 @@ def test_tensors_that_a_model_does_not_save_are_reported(diff_json: Diff, name: 
 def test_placeholders_are_used_only_for_unknown_operands(diff_json: Diff) -> None:
     runtime = {key: value.detach() for key, value in hooked().named_parameters()}
     left, right = saved(state_of(hooked())), saved(runtime, "b.pt")
-    for mine, theirs in ((left, right), (right, left)):
-        (line,) = fixes_in(diff_json(mine, theirs))
+    for source, target in ((left, right), (right, left)):
+        (line,) = fixes_in(diff_json(source, target))
         assert "MODEL" not in line
-        assert diff_json(ran(line), theirs)["identical"]
+        assert diff_json(ran(line), target)["identical"]
     torch.export.save(torch.export.export(hooked(), (torch.ones(1, dtype=torch.int64),)), "p.pt2")
     assert fixes_in(diff_json(left, "p.pt2"))[0] == "ckpttool swap-weights p.pt2 a.pt --model MODEL -o p.swapped.pt2"
     known = fixes_in(diff_json("--model", "model.py:hooked", left, right))
@@ -419,8 +422,8 @@ def test_output_of_a_folder_is_a_folder_if_it_can_hold_the_result(tmp_path: Path
 
 
 def test_options_are_printed_as_command_line_words() -> None:
-    asked = RemapOptions(model="m.py:f(n=2)", materialize=True, drop=("a.*", "b"), out="o.pt")
-    assert shlex.split(command("remap", ("a b.pt",), asked)) == [
+    options = RemapOptions(model="m.py:f(n=2)", materialize=True, drop=("a.*", "b"), out="o.pt")
+    assert shlex.split(command("remap", ("a b.pt",), options)) == [
         *("ckpttool", "remap", "a b.pt", "--model", "m.py:f(n=2)", "--materialize"),
         *("--drop", "a.*", "--drop", "b", "-o", "o.pt"),
     ]

@@ -81,16 +81,16 @@ def read(path: str) -> State:
 
 def damaged(state: State, rng: random.Random) -> State:
     prefix = rng.choice(["", "", "module.", "_orig_mod.", "net.", "module._orig_mod."])
-    made = {prefix + key: value for key, value in state.items()}
+    state = {prefix + key: value for key, value in state.items()}
     if rng.random() < 0.5:
         extra = rng.choice([prefix, ""]) + rng.choice(["score", "layers.7", "layers.1.lora_A"])
-        made |= {f"{extra}.weight": torch.randn(2, 3), f"{extra}.bias": torch.randn(2)}
+        state |= {f"{extra}.weight": torch.randn(2, 3), f"{extra}.bias": torch.randn(2)}
     if rng.random() < 0.3:
-        removed = rng.choice([key.rpartition(".")[0] for key in made])
-        made = {key: value for key, value in made.items() if not key.startswith(f"{removed}.")} or made
+        removed = rng.choice([key.rpartition(".")[0] for key in state])
+        state = {key: value for key, value in state.items() if not key.startswith(f"{removed}.")} or state
     if rng.random() < 0.3:  # different values for tied names
-        made = {key: value.clone() + key.count("head") for key, value in made.items()}
-    return made
+        state = {key: value.clone() + key.count("head") for key, value in state.items()}
+    return state
 
 
 def drawn(namespace: dict[str, Any], rng: random.Random) -> tuple[dict[str, Any], nn.Module]:
@@ -106,9 +106,9 @@ def state_of(model: nn.Module, rng: random.Random) -> State:
 
 @pytest.fixture(scope="module")
 def namespace(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    exec(MODULE, made)  # the test's own model
-    return made
+    module: dict[str, Any] = {}
+    exec(MODULE, module)  # the test's own model
+    return module
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -183,9 +183,9 @@ def test_command_for_tied_names_writes_a_format_that_can_hold_them(
 
 
 def _tied() -> nn.Module:
-    made: dict[str, Any] = {}
-    exec(MODULE, made)
-    model: nn.Module = made["Net"](tied=True)
+    module: dict[str, Any] = {}
+    exec(MODULE, module)
+    model: nn.Module = module["Net"](tied=True)
     return model
 
 

@@ -120,7 +120,7 @@ class Overlapping(Transposed):
 class Packing(Transposed):
     """It saves a tensor that is not dense, or nothing."""
 
-    kind: Any = staticmethod(lambda made: torch.quantize_per_tensor(made, 0.1, 0, torch.qint8))
+    kind: Any = staticmethod(lambda value: torch.quantize_per_tensor(value, 0.1, 0, torch.qint8))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         state = super().state_dict(*args, **kwargs)
@@ -134,7 +134,7 @@ class Sparse(Packing):
 
 
 class Wrapping(Packing):
-    kind = staticmethod(lambda made: TwoTensor(made, made))
+    kind = staticmethod(lambda value: TwoTensor(value, value))
 
 
 class Choosing(Transposed):
@@ -259,8 +259,8 @@ def test_each_section_is_computed_separately(run: Run, tmp_path: Path) -> None:
 def test_plan_for_two_models_names_both(run: Run, tmp_path: Path) -> None:
     source = saved(trained("quantized").state_dict(), tmp_path / "a.pt")
     first, second = ("--model", f"{OPERAND}:quantized"), ("--to-model", f"{__file__}:listed")
-    made = ("--to", "serialized", "-o", tmp_path / "b.pt", "--save-plan", tmp_path / "p.json")
-    assert run("remap", source, *first, *second, *made).status == 0
+    options = ("--to", "serialized", "-o", tmp_path / "b.pt", "--save-plan", tmp_path / "p.json")
+    assert run("remap", source, *first, *second, *options).status == 0
     plan = ("remap", source, "--rules", tmp_path / "p.json", "-o", tmp_path / "c.pt")
     assert run(*plan).err.endswith(f"hint: name it: {shlex.join(first)}\n")
     assert run(*plan, *first).err.endswith(f"hint: name it: {shlex.join(second)}\n")
@@ -312,11 +312,11 @@ def test_edited_plans(name: str, run: Run, tmp_path: Path) -> None:
     source, plan, model = saved(state, tmp_path / "a.pt"), tmp_path / "p.json", ("--model", f"{OPERAND}:quantized")
     words = ("--to", "runtime", "--drop", "model.load*", "-o", tmp_path / "b.pt", "--save-plan", plan)
     assert run("remap", source, *model, *words).status == 0
-    made = json.loads(plan.read_text())
-    kept = made["dropped"].pop()["key"]
-    made["outputs"].append({"section": "", "key": kept, "from": {"ref": kept}})
-    change(made)
-    plan.write_text(json.dumps(made))
+    edited = json.loads(plan.read_text())
+    kept = edited["dropped"].pop()["key"]
+    edited["outputs"].append({"section": "", "key": kept, "from": {"ref": kept}})
+    change(edited)
+    plan.write_text(json.dumps(edited))
     done = run("remap", source, "--rules", plan, *model, "-o", tmp_path / "c.pt")
     assert done.status == (0 if problem is None else 1), done.err
     assert (problem or "") in done.err

@@ -39,7 +39,7 @@ def test_selected_submodule_equals_its_own_state_dict(form: str, options: tuple[
     Net().block.load_state_dict(found)
 
 
-def test_the_submodules_own_wrapper_stays(tmp_path: Path) -> None:
+def test_wrapper_of_the_submodule_is_kept(tmp_path: Path) -> None:
     state = wrap("dp, block: compile", net(0)).state_dict()
     found = narrowed(state, tmp_path, "--select", "block")
     assert list(found) == list(wrap("block: compile", net(0)).block.state_dict())
@@ -81,7 +81,7 @@ def test_rule_restores_the_prefix_like_keep_submodule_prefixes(tmp_path: Path) -
     assert list(kept) == list(expected)
 
 
-def test_a_users_own_module_below_a_wrapper(tmp_path: Path) -> None:
+def test_user_module_named_like_a_wrapper(tmp_path: Path) -> None:
     model = nn.ModuleDict({"module": nn.ModuleDict({"a": nn.Linear(1, 1)}), "a": nn.Linear(1, 1)})
     found = narrowed(nn.DataParallel(model).state_dict(), tmp_path, "--select", "module.a")
     assert same(dict(found), dict(model.module.a.state_dict()))

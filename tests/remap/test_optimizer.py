@@ -42,14 +42,14 @@ def options_of(keys: str) -> StateDictOptions:
 
 def resumed(checkpoint: dict, model, make, keys: str):
     """Return the model and its optimizer, loaded from a checkpoint with torch's function for this form."""
-    made = model()
-    made.load_state_dict(checkpoint["model"])
-    optimizer = make(made)
+    resumed_model = model()
+    resumed_model.load_state_dict(checkpoint["model"])
+    optimizer = make(resumed_model)
     if keys == "id":
         optimizer.load_state_dict(checkpoint["optimizer"])
     else:
-        set_optimizer_state_dict(made, optimizer, checkpoint["optimizer"], options=options_of(keys))
-    return made, optimizer
+        set_optimizer_state_dict(resumed_model, optimizer, checkpoint["optimizer"], options=options_of(keys))
+    return resumed_model, optimizer
 
 
 @pytest.mark.parametrize("keys", ["fqn", "flat"])
@@ -173,7 +173,7 @@ def test_other_order_is_detected_by_shapes_and_resolved_by_the_optimizer(make: s
 
 
 @pytest.mark.parametrize("make", [models.adamw, models.trainable], ids=["all", "trainable"])
-def test_frozen_parameters_are_counted_or_not(make, tmp_path: Path) -> None:
+def test_optimizer_may_include_frozen_parameters_or_not(make, tmp_path: Path) -> None:
     model, optimizer = train(models.Frozen, make)
     path = save(tmp_path / "o.pt", model, optimizer)
     found, done = remapped(path, tmp_path / "out.pt", keys="fqn", names=names_of("Frozen"))
@@ -208,8 +208,8 @@ def test_pytorch_1489_reordered_parameters(keys: str | None, tmp_path: Path) -> 
     """torch loads them by position without a warning, even if the file has param_names."""
     model, optimizer = train(models.Net, models.adamw)
     path = save(tmp_path / "o.pt", model, optimizer)
-    wanted = {"names": names_of("Net"), "to_names": names_of("Reordered", "adamw"), "keys": keys}
-    found, done = remapped(path, tmp_path / "out.pt", **wanted)
+    options = {"names": names_of("Net"), "to_names": names_of("Reordered", "adamw"), "keys": keys}
+    found, done = remapped(path, tmp_path / "out.pt", **options)
     assert (done.new, done.dropped) == ((), ())
     other = resumed(found, models.Reordered, models.adamw, keys or "id")
     steps(model, optimizer, 3, 5)
@@ -287,11 +287,11 @@ def test_unchanged_optimizers_are_kept(tmp_path: Path) -> None:
     path = save(tmp_path / "o.pt", *train(models.Net, models.named))
     source = open_checkpoint(path)
     named, _ = remap_optimizers(source, OptimizerRequest("fqn"))
-    for checkpoint, wanted in (
+    for checkpoint, request in (
         (source, OptimizerRequest("id")),
         (named, OptimizerRequest(rules=[parse("other.{x} => {x}")])),
     ):
-        result, done = remap_optimizers(checkpoint, wanted)
+        result, done = remap_optimizers(checkpoint, request)
         assert result is checkpoint
         assert done == ()
 

@@ -53,10 +53,10 @@ def test_both_sections_load_after_a_remap_with_a_model(name: str, tmp_path: Path
         assert done.data["sections"] == ["model", "ema"]
         found = torch.load(out)
         assert found["epoch"] == 3
-        for section, wanted in (("model", model), ("ema", average)):
+        for section, expected in (("model", model), ("ema", average)):
             fresh = randomized(ZOO[name](), 3)
             fresh.load_state_dict(found[section], strict=True)
-            assert _equal(fresh.state_dict(), wanted.state_dict()), (word, section)
+            assert _equal(fresh.state_dict(), expected.state_dict()), (word, section)
 
 
 def test_rules_apply_to_an_average_but_not_to_another_model(tmp_path: Path, run: Run) -> None:

@@ -130,7 +130,7 @@ def test_tree_can_show_the_names_of_either_side(browser: Browser, report: Path) 
 
 
 @pytest.mark.parametrize("width", [320, 400, 500, 800, 1280])
-def test_nothing_is_wider_than_the_screen(browser: Browser, report: Path, width: int) -> None:
+def test_page_fits_the_screen_width(browser: Browser, report: Path, width: int) -> None:
     browser.open(report, width=width)
     assert browser.ask("document.documentElement.scrollWidth") == width
     wide = (

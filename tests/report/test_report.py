@@ -276,7 +276,7 @@ def is_control_character(char: str) -> bool:
 
 @pytest.mark.parametrize("key", HOSTILE, ids=ascii)
 @pytest.mark.parametrize("name", FORMATS)
-def test_hostile_keys_contain_no_control_characters(name: str, key: str) -> None:
+def test_output_with_hostile_keys_has_no_control_characters(name: str, key: str) -> None:
     text = render(name, hostile_document(key), {"keys": [key], key: 1})
     assert not list(filter(is_control_character, text))
     text.encode()

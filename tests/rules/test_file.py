@@ -255,7 +255,7 @@ def test_rows_are_moved_without_loading(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "out.safetensors")["ab"], torch.tensor([[0.0, 1], [0, 1]]))
 
 
-def test_parts_have_their_own_storage_and_tied_tensors_stay_tied(tmp_path: Path) -> None:
+def test_parts_get_separate_storages_and_tied_tensors_stay_tied(tmp_path: Path) -> None:
     tied = numbers(9, 2)
     state = {"0.qkv.w": tied, "1.qkv.w": tied, "x": tied[0], "y": tied[0]}
     rules = rules_in(tmp_path, QKV + '[[rule]]\ncast = ["x", "y"]\ndtype = "float16"')
@@ -852,7 +852,7 @@ def test_equal_constants_are_not_tied(tmp_path: Path, run: Run) -> None:
     assert found["a.bias"].data_ptr() != found["b.bias"].data_ptr()
 
 
-def test_conditional_renames_do_not_apply_to_names_alone(tmp_path: Path) -> None:
+def test_conditional_renames_do_not_apply_to_names_without_tensors(tmp_path: Path) -> None:
     from ckpttool.ruleset.steps import Renames
 
     text = '[[rule]]\nrename = "a.{x} => z.{x}"\nwhen = "other.weight"\n[[rule]]\nrename = "b.{x} => c.{x}"\n'

@@ -108,7 +108,7 @@ def test_layers_with_another_first_number_are_renamed_individually():
     assert sorted(rules) == [f"a.{{n}}.{m}.w => b.{{n}}.{m + 1}.w" for m in range(3)]
 
 
-def test_a_redundant_rule_is_left_out():
+def test_redundant_rule_is_omitted():
     """The first rule explains most keys, but later rules explain all of them too."""
     expected = {f"{way}.s.{end}": f"{way}.t.{end}" for way in "abc" for end in ("q", f"of_{way}_alone")}
     assert sorted(renames(expected, ["z.s.u"])) == [f"{way}.s.{{x*}} => {way}.t.{{x*}}" for way in "abc"]

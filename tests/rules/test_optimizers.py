@@ -276,7 +276,7 @@ PLAN_FAULTS: dict[str, tuple[Callable[[Any], None], int, str]] = {
 
 
 @pytest.mark.parametrize("name", PLAN_FAULTS)
-def test_a_plan_for_another_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_plan_for_another_optimizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     source = saved(tmp_path / "in.pt", "fqn", *trained(Fused, MAKERS["amsgrad"]))
     plan, out = tmp_path / "plan.json", tmp_path / "out.pt"
     assert main(["remap", str(source), "--rules", rules_in(tmp_path), "--save-plan", str(plan), "--dry-run"]) == 0
@@ -299,7 +299,7 @@ def test_optimizer_with_names_of_another_model_is_not_ignored(tmp_path: Path) ->
     assert main([*line, "--drop", "optimizer"]) == 0
 
 
-def test_splits_of_hooks_need_no_torch_in_a_plan(tmp_path: Path) -> None:
+def test_plan_with_splits_from_hooks_needs_no_torch(tmp_path: Path) -> None:
     import hook_zoo
 
     torch.save(hook_zoo.ZOO["fused_qkv"]().state_dict(), tmp_path / "in.pt")
@@ -355,8 +355,8 @@ def test_optimizer_that_does_not_match_the_rules_is_refused(
     (tmp_path / "r.toml").write_text(f"[[rule]]\n{rule}\n")
     words = ("--rules", str(tmp_path / "r.toml"), "-o", str(tmp_path / "out.pt"), "--format", "json")
     assert main(["remap", str(tmp_path / "in.pt"), *words]) == bool(problems)
-    told = json.loads(capsys.readouterr().out)
-    assert {f"{one['problem']} @ {one['key']}" for one in told.get("problems", ())} == problems
+    report = json.loads(capsys.readouterr().out)
+    assert {f"{one['problem']} @ {one['key']}" for one in report.get("problems", ())} == problems
     if not problems:
         saved = torch.load(tmp_path / "out.pt")
         trained = ["0.bias", "1.bias", *([] if names else ["both.weight"])]

@@ -121,7 +121,7 @@ SEGMENTS = st.lists(st.sampled_from(["a", "b", "layer", "0"]), min_size=1, max_s
 
 
 @given(SEGMENTS, st.integers(0, 5))
-def test_a_rule_and_its_reverse_cancel(segments: list[str], at: int) -> None:
+def test_rule_and_its_reverse_cancel_out(segments: list[str], at: int) -> None:
     """The rule adds a prefix at a fixed depth."""
     at = min(at, len(segments) - 1)
     heads = [f"{{x{i}}}" for i in range(at)]

@@ -63,7 +63,7 @@ def test_unknown_preset_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path
         read("none")
 
 
-def test_the_sets_are_listed(run: Run) -> None:
+def test_presets_are_listed(run: Run) -> None:
     done = run("rules")
     assert (done.status, done.err) == (0, "")
     assert [line.split()[0] for line in done.out.splitlines() if "-to-" in line] == NAMES
@@ -74,7 +74,7 @@ def test_the_sets_are_listed(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_rules_of_a_preset_are_a_rules_file(name: str, run: Run) -> None:
+def test_preset_rules_are_printed_as_a_rules_file(name: str, run: Run) -> None:
     done = run("rules", name)
     assert done.out == (FOLDER / f"{name}.toml").read_text()
     assert [one["toml"] for one in run("rules", name, "--format", "json").data["sets"]] == [done.out]
@@ -97,12 +97,12 @@ def assert_same_outputs(
     left: Callable[[torch.Tensor], Any], right: Callable[[torch.Tensor], Any], x: torch.Tensor
 ) -> None:
     with torch.no_grad():
-        mine, theirs = left(x), right(x)
-    assert mine.std() > 1e-3
-    assert torch.allclose(mine, theirs, atol=1e-5), (mine - theirs).abs().max()
+        actual, expected = left(x), right(x)
+    assert actual.std() > 1e-3
+    assert torch.allclose(actual, expected, atol=1e-5), (actual - expected).abs().max()
 
 
-def randomised(model: Any) -> Any:
+def randomized(model: Any) -> Any:
     """Randomize all weights, including norms, biases and embeddings, so that every tensor affects the output."""
     torch.manual_seed(0)
     for parameter in model.parameters():
@@ -116,44 +116,44 @@ TOKENS = torch.randint(0, 32, (2, 7), generator=torch.Generator().manual_seed(1)
 
 def torchvision_vit() -> Any:
     torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed (make models)")
-    return randomised(torchvision.models.VisionTransformer(32, 8, 2, 4, 32, 64, num_classes=5))
+    return randomized(torchvision.models.VisionTransformer(32, 8, 2, 4, 32, 64, num_classes=5))
 
 
 def timm_vit() -> Any:
     timm = pytest.importorskip("timm", reason="timm is not installed (make models)")
     kind = timm.models.vision_transformer.VisionTransformer
-    return randomised(kind(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, mlp_ratio=2, num_classes=5))
+    return randomized(kind(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, mlp_ratio=2, num_classes=5))
 
 
 def test_vit_of_torchvision_and_timm(tmp_path: Path) -> None:
-    theirs, mine = torchvision_vit(), timm_vit()
-    mine.load_state_dict(converted(tmp_path, theirs.state_dict(), "vit-torchvision-to-timm"))
-    assert_same_outputs(theirs, mine, IMAGES)
-    theirs, mine = torchvision_vit(), timm_vit()
-    theirs.load_state_dict(converted(tmp_path, mine.state_dict(), "vit-timm-to-torchvision"))
-    assert_same_outputs(theirs, mine, IMAGES)
+    first, second = torchvision_vit(), timm_vit()
+    second.load_state_dict(converted(tmp_path, first.state_dict(), "vit-torchvision-to-timm"))
+    assert_same_outputs(first, second, IMAGES)
+    first, second = torchvision_vit(), timm_vit()
+    first.load_state_dict(converted(tmp_path, second.state_dict(), "vit-timm-to-torchvision"))
+    assert_same_outputs(first, second, IMAGES)
 
 
 def test_vit_of_timm_and_transformers(tmp_path: Path) -> None:
-    transformers, mine = transformers_of_tests(), timm_vit()
+    transformers, first = transformers_of_tests(), timm_vit()
     config = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=32, patch_size=8,
-        num_labels=5, layer_norm_eps=mine.norm.eps,
+        num_labels=5, layer_norm_eps=first.norm.eps,
     )  # fmt: skip
     config.save_pretrained(tmp_path)
-    save_file(converted(tmp_path, mine.state_dict(), "vit-timm-to-hf"), tmp_path / "model.safetensors")
-    theirs, info = transformers.ViTForImageClassification.from_pretrained(tmp_path, output_loading_info=True)
+    save_file(converted(tmp_path, first.state_dict(), "vit-timm-to-hf"), tmp_path / "model.safetensors")
+    second, info = transformers.ViTForImageClassification.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values())
-    assert_same_outputs(mine, lambda x: theirs.eval()(x).logits, IMAGES)
-    theirs.save_pretrained(tmp_path / "saved")
+    assert_same_outputs(first, lambda x: second.eval()(x).logits, IMAGES)
+    second.save_pretrained(tmp_path / "saved")
     back = converted(tmp_path, load_file(tmp_path / "saved" / "model.safetensors"), "vit-timm-to-hf", "--reverse")
-    mine.load_state_dict(back)
-    assert_same_outputs(mine, lambda x: theirs(x).logits, IMAGES)
+    first.load_state_dict(back)
+    assert_same_outputs(first, lambda x: second(x).logits, IMAGES)
 
 
 def torchtune_llama() -> Any:
     models = pytest.importorskip("torchtune.models.llama3", reason="torchtune is not installed (make models)")
-    return randomised(
+    return randomized(
         models.llama3(
             vocab_size=32, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=16, max_seq_len=16, intermediate_dim=24
         )
@@ -167,22 +167,22 @@ def transformers_llama() -> Any:
         intermediate_size=24, max_position_embeddings=16, rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
     )  # fmt: skip
-    return randomised(transformers.LlamaForCausalLM(config))
+    return randomized(transformers.LlamaForCausalLM(config))
 
 
 @pytest.mark.parametrize("name", ["llama-torchtune-to-hf", "llama-original-to-hf"])
 def test_llama(tmp_path: Path, name: str) -> None:
-    mine, theirs = torchtune_llama(), transformers_llama()
+    first, second = torchtune_llama(), transformers_llama()
     original = name == "llama-original-to-hf"
     convert = pytest.importorskip("torchtune.models.convert_weights")
-    state = convert.tune_to_meta(mine.state_dict()) if original else mine.state_dict()
-    theirs.load_state_dict(converted(tmp_path, state, name))
-    assert_same_outputs(mine, lambda x: theirs(x).logits, TOKENS)
+    state = convert.tune_to_meta(first.state_dict()) if original else first.state_dict()
+    second.load_state_dict(converted(tmp_path, state, name))
+    assert_same_outputs(first, lambda x: second(x).logits, TOKENS)
 
-    theirs = transformers_llama()
-    back = converted(tmp_path, theirs.state_dict(), name, "--reverse")
-    mine.load_state_dict(convert.meta_to_tune(back) if original else back)
-    assert_same_outputs(mine, lambda x: theirs(x).logits, TOKENS)
+    second = transformers_llama()
+    back = converted(tmp_path, second.state_dict(), name, "--reverse")
+    first.load_state_dict(convert.meta_to_tune(back) if original else back)
+    assert_same_outputs(first, lambda x: second(x).logits, TOKENS)
 
 
 def transformers_of_tests() -> Any:
@@ -206,13 +206,13 @@ def test_experts(tmp_path: Path, kind: str, name: str) -> None:
         shared_expert_intermediate_size=24, num_experts_per_tok=2,
     )  # fmt: skip
     build = getattr(transformers, f"{kind}ForCausalLM")
-    theirs, mine = randomised(build(config)), build(config).eval()
-    theirs.save_pretrained(tmp_path / "saved")
+    first, second = randomized(build(config)), build(config).eval()
+    first.save_pretrained(tmp_path / "saved")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert any(".experts.2." in key for key in saved)
-    mine.load_state_dict(converted(tmp_path, saved, name))
-    assert_same_outputs(lambda x: theirs(x).logits, lambda x: mine(x).logits, TOKENS)
-    back = converted(tmp_path, theirs.state_dict(), name, "--reverse")
+    second.load_state_dict(converted(tmp_path, saved, name))
+    assert_same_outputs(lambda x: first(x).logits, lambda x: second(x).logits, TOKENS)
+    back = converted(tmp_path, first.state_dict(), name, "--reverse")
     assert back.keys() == saved.keys()
     assert all(torch.equal(back[key], saved[key]) for key in saved)
 
@@ -224,12 +224,12 @@ def test_conv1d_and_linear(tmp_path: Path, prefix: str) -> None:
     config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=32, n_positions=16, bos_token_id=0,
                                      eos_token_id=0)  # fmt: skip
     build = transformers.GPT2LMHeadModel if prefix else transformers.GPT2Model
-    mine, theirs = randomised(build(config)), build(config).eval()
-    for name, module in list(theirs.named_modules()):
+    first, second = randomized(build(config)), build(config).eval()
+    for name, module in list(second.named_modules()):
         if type(module).__name__ == "Conv1D":
             parent, _, last = name.rpartition(".")
-            setattr(theirs.get_submodule(parent), last, torch.nn.Linear(module.nx, module.nf))
-    theirs.load_state_dict(converted(tmp_path, mine.state_dict(), "gpt2-conv1d-to-linear"))
-    assert_same_outputs(lambda x: mine(x)[0], lambda x: theirs(x)[0], TOKENS)
-    back = converted(tmp_path, theirs.state_dict(), "gpt2-conv1d-to-linear", "--reverse")
-    assert all(torch.equal(back[key], value) for key, value in mine.state_dict().items())
+            setattr(second.get_submodule(parent), last, torch.nn.Linear(module.nx, module.nf))
+    second.load_state_dict(converted(tmp_path, first.state_dict(), "gpt2-conv1d-to-linear"))
+    assert_same_outputs(lambda x: first(x)[0], lambda x: second(x)[0], TOKENS)
+    back = converted(tmp_path, second.state_dict(), "gpt2-conv1d-to-linear", "--reverse")
+    assert all(torch.equal(back[key], value) for key, value in first.state_dict().items())

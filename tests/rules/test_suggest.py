@@ -228,10 +228,10 @@ def test_square_weight_of_gpt2_is_transposed_like_the_others(
     save(lambda: model, tmp_path / "left.pt")
     save(split_gpt, tmp_path / "right.pt")
     _, found = diff_json(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
-    made, have = torch.load(run_fixes(found, capsys)), model.state_dict()
-    assert torch.equal(made["blocks.1.attn.out.weight"], have["h.1.attn.c_proj.weight"].t())
-    assert torch.equal(made["blocks.1.ff.down.weight"], have["h.1.mlp.c_proj.weight"].t())
-    assert torch.equal(made["blocks.0.attn.k.weight"], have["h.0.attn.c_attn.weight"].t().chunk(3)[1])
+    written, source = torch.load(run_fixes(found, capsys)), model.state_dict()
+    assert torch.equal(written["blocks.1.attn.out.weight"], source["h.1.attn.c_proj.weight"].t())
+    assert torch.equal(written["blocks.1.ff.down.weight"], source["h.1.mlp.c_proj.weight"].t())
+    assert torch.equal(written["blocks.0.attn.k.weight"], source["h.0.attn.c_attn.weight"].t().chunk(3)[1])
 
 
 # The command
@@ -512,7 +512,7 @@ def test_order_of_rotary_rows_is_one_rule_for_all_layers(
     status, found = diff_json(capsys, "diff", *paths, "--values")
     assert status == 1
     out = run_fixes(found, capsys)
-    made = torch.load(out)
-    assert made.keys() == sides[1].keys()
-    assert all(torch.equal(made[key], value) for key, value in sides[1].items())
+    written = torch.load(out)
+    assert written.keys() == sides[1].keys()
+    assert all(torch.equal(written[key], value) for key, value in sides[1].items())
     assert found["rules"].count("permute = ") == 1

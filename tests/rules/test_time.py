@@ -131,11 +131,11 @@ EXPRESSIONS = st.recursive(
 @given(EXPRESSIONS, st.lists(st.text("ab.{}1x,", max_size=4), max_size=4))
 def test_expressions_match_like_pythons_re(text: str, keys: list[str]) -> None:
     try:
-        wanted = re.compile(text)
+        compiled = re.compile(text)
     except re.error:
         return
     for key in keys:
-        found, own = Regex(text).fullmatch(key), wanted.fullmatch(key)
+        found, own = Regex(text).fullmatch(key), compiled.fullmatch(key)
         assert (found and found.groups()) == (own and own.groups())
 
 

@@ -428,7 +428,7 @@ def test_legacy_torch_file_that_is_also_a_tar_is_refused(run: Run, tmp_path: Pat
     assert run("check", path).status == 1
 
 
-def test_a_safetensors_file_with_an_archive_behind_it(run: Run, tmp_path: Path) -> None:
+def test_safetensors_file_followed_by_an_archive(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"w": torch.ones(1)}, path)
     path.write_bytes(path.read_bytes() + archive(*OTHER.items(), at=path.stat().st_size))

@@ -84,7 +84,7 @@ def resume(form: str, model: nn.Module, optimizer: torch.optim.Optimizer, path: 
 
 @pytest.mark.parametrize("form", ["id", "fqn", "flat"])
 @pytest.mark.parametrize(("info", "configuration"), CONFIGURATIONS)
-def test_state_follows_its_parameters(info: Any, configuration: Any, form: str, tmp_path: Path) -> None:
+def test_state_is_reordered_with_its_parameters(info: Any, configuration: Any, form: str, tmp_path: Path) -> None:
     sparse = info.only_supports_sparse_grads
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
@@ -123,10 +123,10 @@ def test_state_follows_its_parameters(info: Any, configuration: Any, form: str, 
         moved = make(loaded)
         resume(form, loaded, moved, out)
         steps(loaded, moved, 2, 2, sparse)
-        want = dict(model.named_parameters())
-        assert all(torch.equal(parameter, want[name]) for name, parameter in loaded.named_parameters())
+        expected = dict(model.named_parameters())
+        assert all(torch.equal(parameter, expected[name]) for name, parameter in loaded.named_parameters())
     live = second()
     into = make(live)
     ckpttool.load(paths[1], live, into)
     steps(live, into, 2, 2, sparse)
-    assert all(torch.equal(parameter, want[name]) for name, parameter in live.named_parameters())
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in live.named_parameters())

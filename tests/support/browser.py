@@ -128,10 +128,10 @@ class Browser:
     def press(self, *keys: str) -> None:
         """Press keys one after another, each a letter or a name in `KEYS`."""
         for key in keys:
-            told: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": KEYS.get(key, 0)}
+            event: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": KEYS.get(key, 0)}
             text = {"text": "\r"} if key == "Enter" else {} if key in KEYS else {"text": key}
-            self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", **told, **text)
-            self.call("Input.dispatchKeyEvent", type="keyUp", **told)
+            self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", **event, **text)
+            self.call("Input.dispatchKeyEvent", type="keyUp", **event)
 
     def picture(self, file: Path) -> None:
         """Save a screenshot as PNG."""

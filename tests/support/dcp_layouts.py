@@ -130,8 +130,8 @@ def convert(folder: Path) -> dict[str, list[str]]:
 
     found = {}
     for layout in LAYOUTS:
-        source, theirs, out, again = (folder / f"{layout}{end}" for end in ("", ".torch.pt", ".pt", ".again.dcp"))
-        dcp_to_torch_save(source, theirs)
+        source, by_torch, out, again = (folder / f"{layout}{end}" for end in ("", ".torch.pt", ".pt", ".again.dcp"))
+        dcp_to_torch_save(source, by_torch)
         rule = ("--rule", "{x*} => net.{x*}")
         commands = (
             ("remap", source, "-o", out, "--verify"),
@@ -141,12 +141,12 @@ def convert(folder: Path) -> dict[str, list[str]]:
             ("diff", source, again, "--values", "--whole"),
         )
         failed = [" ".join(map(str, words)) for words in commands if main([*map(str, words)])]
-        torch_save_to_dcp(theirs, folder / f"{layout}.theirs.dcp")
-        for ours in ("theirs.dcp", "again.dcp"):
-            dcp_to_torch_save(folder / f"{layout}.{ours}", folder / f"{layout}.{ours}.pt")
+        torch_save_to_dcp(by_torch, folder / f"{layout}.torch.dcp")
+        for name in ("torch.dcp", "again.dcp"):
+            dcp_to_torch_save(folder / f"{layout}.{name}", folder / f"{layout}.{name}.pt")
         expected, *made = (
             flat(torch.load(folder / f"{layout}.{name}", weights_only=False))
-            for name in ("torch.pt", "pt", "back.pt", "again.dcp.pt", "theirs.dcp.pt")
+            for name in ("torch.pt", "pt", "back.pt", "again.dcp.pt", "torch.dcp.pt")
         )
         found[layout] = failed + [key for one in made for key in differing(expected, one)]
     return found

@@ -32,12 +32,12 @@ def tensors() -> dict[str, Any]:
 
     names = ("rows", "uneven", "columns", "blocks", "replicated", "deep", "empty", "bf16")
     shapes = ((8, 3), (5, 3), (3, 8), (6, 6), (4, 2), (4, 3, 6), (0, 4), (6, 2))
-    made = {
+    result = {
         name: torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape) + index
         for index, (name, shape) in enumerate(zip(names, shapes))
     }
-    made["bf16"] = made["bf16"].bfloat16()
-    return made
+    result["bf16"] = result["bf16"].bfloat16()
+    return result
 
 
 def _state() -> dict[str, Any]:
@@ -133,11 +133,11 @@ def _load(folder: Path) -> None:
 
     weights, state = trained()
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder / "renamed")
-    want = json.loads((folder / "want.json").read_text())
+    expected = json.loads((folder / "want.json").read_text())
     for name, value in weights.items():
-        assert value.full_tensor().tolist() == want["model"][name], name
+        assert value.full_tensor().tolist() == expected["model"][name], name
     for name, own in state["state"].items():
-        assert own["exp_avg"].full_tensor().tolist() == want["exp_avg"][name], name
+        assert own["exp_avg"].full_tensor().tolist() == expected["exp_avg"][name], name
     assert state["param_groups"][0]["lr"] == 0.1
 
 
@@ -149,11 +149,11 @@ def _whole(folder: Path) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (RANKS,))
-    want = torch.load(folder / "full.pt")["model"]
-    have = {key: distribute_tensor(torch.zeros_like(value), mesh, [Shard(0)]) for key, value in want.items()}
-    dcp.load({"model": have}, checkpoint_id=folder / "three.dcp")
-    for key, value in want.items():
-        assert torch.equal(have[key].full_tensor(), value), key
+    expected = torch.load(folder / "full.pt")["model"]
+    loaded = {key: distribute_tensor(torch.zeros_like(value), mesh, [Shard(0)]) for key, value in expected.items()}
+    dcp.load({"model": loaded}, checkpoint_id=folder / "three.dcp")
+    for key, value in expected.items():
+        assert torch.equal(loaded[key].full_tensor(), value), key
 
 
 def main(jobs: Mapping[str, Callable[[Path], None]]) -> None:

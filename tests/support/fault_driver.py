@@ -210,15 +210,15 @@ def preload() -> None:
 
 def _main() -> None:
     """Read scenarios by name, and print a line for each result."""
-    asked: dict[str, Any] = json.loads(sys.stdin.read())
+    request: dict[str, Any] = json.loads(sys.stdin.read())
     preload()
-    for name, words in sorted(asked["scenarios"].items(), key=lambda row: row[1]["torch"]):
+    for name, words in sorted(request["scenarios"].items(), key=lambda row: row[1]["torch"]):
         scenario = Scenario(**words)
         if scenario.torch:
             import torch
 
             torch.set_num_threads(1)
-        judge = drive(scenario, Path(asked["scratch"]), asked["points"], lambda at, row: at + row)
+        judge = drive(scenario, Path(request["scratch"]), request["points"], lambda at, row: at + row)
         seen = {
             "name": name,
             "problems": judge.problems,

@@ -38,7 +38,7 @@ def main(rank: int, folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-    path, want = f"{folder}/run.pt", trained()
+    path, expected = f"{folder}/run.pt", trained()
     torch.manual_seed(rank + 1)
     model = build()
     mesh = init_device_mesh("cpu", (2,))
@@ -50,10 +50,10 @@ def main(rank: int, folder: str) -> None:
     ckpttool.load(path, model, optimizer, definition=build)
     for index, (name, parameter) in enumerate(model.named_parameters()):
         whole: Any = parameter
-        assert torch.equal(whole.full_tensor(), want["model"][name]), name
+        assert torch.equal(whole.full_tensor(), expected["model"][name]), name
         moments = optimizer.state[parameter]
         for key in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(moments[key].full_tensor(), want["optimizer"]["state"][index][key]), (name, key)
+            assert torch.equal(moments[key].full_tensor(), expected["optimizer"]["state"][index][key]), (name, key)
     assert optimizer.param_groups[0]["lr"] == 0.3
     optimizer.zero_grad()
     model(torch.ones(2, 3)).sum().backward()
@@ -62,13 +62,13 @@ def main(rank: int, folder: str) -> None:
     flat = FullyShardedDataParallel(build(), device_id=torch.device("cpu"), use_orig_params=True)
     ckpttool.load(path, flat, definition=build)
     with FullyShardedDataParallel.summon_full_params(flat):
-        assert all(torch.equal(value, want["model"][name]) for name, value in flat.module.state_dict().items())
+        assert all(torch.equal(value, expected["model"][name]) for name, value in flat.module.state_dict().items())
     own = torch.optim.AdamW(flat.parameters())
     with pytest.raises(ckpttool.CkptError, match="under FSDP1"):
         ckpttool.load(path, flat, own, definition=build)
     averaged = nn.parallel.DistributedDataParallel(build())
     ckpttool.load(path, averaged, torch.optim.AdamW(averaged.parameters()))
-    assert all(torch.equal(value, want["model"][name]) for name, value in averaged.module.state_dict().items())
+    assert all(torch.equal(value, expected["model"][name]) for name, value in averaged.module.state_dict().items())
     Path(folder, f"same-{rank}").touch()
     dist.destroy_process_group()
 

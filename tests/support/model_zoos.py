@@ -121,10 +121,10 @@ def _transformer(kind: str) -> Build:
         raise CannotBuild(f"is not built from these sizes: {error}") from error
     model = models[0] if isinstance(models, tuple) else models
 
-    def made(sizes: dict[str, int]) -> Any:
+    def build(sizes: dict[str, int]) -> Any:
         return model(_shrunk(cls(), sizes))
 
-    return _first(partial(made, sizes) for sizes in (_SIZES | _LAYERS, _LAYERS, {}))
+    return _first(partial(build, sizes) for sizes in (_SIZES | _LAYERS, _LAYERS, {}))
 
 
 def _shrunk(config: Any, sizes: dict[str, int]) -> Any:
@@ -146,16 +146,16 @@ def _timm() -> dict[str, Find]:
     import timm
 
     words = ("test", "atto", "pico", "femto", "nano", "micro", "mini", "xxs", "xs", "tiny", "small", "s")
-    made: dict[str, Find] = {}
+    found: dict[str, Find] = {}
     for module in timm.list_modules():
 
-        def place(name: str) -> int:
+        def size_rank(name: str) -> int:
             parts = re.split("[_0-9]", name)
             return min((words.index(part) for part in parts if part in words), default=len(words))
 
-        names = sorted(timm.list_models(module=module), key=place)
-        made[module] = partial(_first, [partial(timm.create_model, name) for name in names[:4]])
-    return made
+        names = sorted(timm.list_models(module=module), key=size_rank)
+        found[module] = partial(_first, [partial(timm.create_model, name) for name in names[:4]])
+    return found
 
 
 def _torchvision() -> dict[str, Find]:
@@ -240,7 +240,7 @@ _TUNE: dict[str, Any] = {
 def _torchtune() -> dict[str, Find]:
     from torchtune import models
 
-    made: dict[str, Find] = {}
+    builders: dict[str, Find] = {}
     for found in pkgutil.iter_modules(models.__path__):
         if not found.ispkg:
             continue
@@ -250,8 +250,8 @@ def _torchtune() -> dict[str, Find]:
         module = importlib.import_module(path)
         for name, function in vars(module).items():
             if inspect.isfunction(function) and function.__module__ == module.__name__ and name[0] != "_":
-                made[f"{found.name}.{name}"] = partial(_first_by_table, function)
-    return made
+                builders[f"{found.name}.{name}"] = partial(_first_by_table, function)
+    return builders
 
 
 def _peft() -> dict[str, Find]:

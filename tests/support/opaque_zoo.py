@@ -32,21 +32,21 @@ class Coded(nn.Module):
 
     @staticmethod
     def _saving(module: Coded, state: State, prefix: str, _: Any) -> None:
-        own = {name: state.pop(prefix + name).detach() for name in module.names}
-        state.update({prefix + name: value for name, value in module.encode(own).items()})
+        tensors = {name: state.pop(prefix + name).detach() for name in module.names}
+        state.update({prefix + name: value for name, value in module.encode(tensors).items()})
 
     def _loading(self, state: State, prefix: str, *_: Any) -> None:
-        own = {name: state.pop(prefix + name) for name in self.coded if prefix + name in state}
-        if own.keys() == set(self.coded):
-            state.update({prefix + name: value for name, value in self.decode(own).items()})
+        tensors = {name: state.pop(prefix + name) for name in self.coded if prefix + name in state}
+        if tensors.keys() == set(self.coded):
+            state.update({prefix + name: value for name, value in self.decode(tensors).items()})
 
     names: tuple[str, ...] = ("weight",)
     coded: tuple[str, ...] = ("weight",)
 
-    def encode(self, own: State) -> State:
+    def encode(self, tensors: State) -> State:
         raise NotImplementedError
 
-    def decode(self, own: State) -> State:
+    def decode(self, tensors: State) -> State:
         raise NotImplementedError
 
 
@@ -59,22 +59,22 @@ class Quantized(Coded):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.zeros(6))
 
-    def encode(self, own: State) -> State:
-        weight = own["weight"].numpy()
+    def encode(self, tensors: State) -> State:
+        weight = tensors["weight"].numpy()
         scale = np.maximum(np.abs(weight).max(1), 1e-8).astype(np.float32) / 127
         q = np.round(weight / scale[:, None]).astype(np.int8)
         return {"weight_q": torch.from_numpy(q), "scale": torch.from_numpy(scale)}
 
-    def decode(self, own: State) -> State:
-        q = own["weight_q"].numpy().astype(np.float32)
-        return {"weight": torch.from_numpy(q * own["scale"].numpy()[:, None])}
+    def decode(self, tensors: State) -> State:
+        q = tensors["weight_q"].numpy().astype(np.float32)
+        return {"weight": torch.from_numpy(q * tensors["scale"].numpy()[:, None])}
 
 
 class HalfOutside(Quantized):
     """Like `Quantized`, but only part of the loading is outside torch."""
 
-    def decode(self, own: State) -> State:
-        return {"weight": torch.from_numpy(own["weight_q"].numpy().astype(np.float32)) * own["scale"][:, None]}
+    def decode(self, tensors: State) -> State:
+        return {"weight": torch.from_numpy(tensors["weight_q"].numpy().astype(np.float32)) * tensors["scale"][:, None]}
 
 
 class Listed(Coded):
@@ -82,8 +82,8 @@ class Listed(Coded):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4))
 
-    def encode(self, own: State) -> State:
-        return {"weight": torch.tensor(own["weight"].tolist()[::-1])}
+    def encode(self, tensors: State) -> State:
+        return {"weight": torch.tensor(tensors["weight"].tolist()[::-1])}
 
     decode = encode
 
@@ -97,11 +97,11 @@ class PackedBits(Coded):
         super().__init__()
         self.register_buffer("mask", torch.zeros(4, 8, dtype=torch.uint8))
 
-    def encode(self, own: State) -> State:
-        return {"packed": torch.from_numpy(np.packbits(own["mask"].numpy()))}
+    def encode(self, tensors: State) -> State:
+        return {"packed": torch.from_numpy(np.packbits(tensors["mask"].numpy()))}
 
-    def decode(self, own: State) -> State:
-        return {"mask": torch.from_numpy(np.unpackbits(own["packed"].numpy()).reshape(4, 8))}
+    def decode(self, tensors: State) -> State:
+        return {"mask": torch.from_numpy(np.unpackbits(tensors["packed"].numpy()).reshape(4, 8))}
 
 
 class ByNumber(Coded):
@@ -113,11 +113,11 @@ class ByNumber(Coded):
         super().__init__()
         self.weight, self.scale = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.tensor(2.0))
 
-    def encode(self, own: State) -> State:
-        return {"weight": own["weight"] * 2.0 ** round(own["scale"].item()), "scale": own["scale"]}
+    def encode(self, tensors: State) -> State:
+        return {"weight": tensors["weight"] * 2.0 ** round(tensors["scale"].item()), "scale": tensors["scale"]}
 
-    def decode(self, own: State) -> State:
-        return {"weight": own["weight"] / 2.0 ** round(own["scale"].item()), "scale": own["scale"]}
+    def decode(self, tensors: State) -> State:
+        return {"weight": tensors["weight"] / 2.0 ** round(tensors["scale"].item()), "scale": tensors["scale"]}
 
 
 class Bytes(Coded):
@@ -125,11 +125,11 @@ class Bytes(Coded):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(5))
 
-    def encode(self, own: State) -> State:
-        return {"weight": torch.tensor(list(struct.pack("<5f", *own["weight"].tolist())), dtype=torch.uint8)}
+    def encode(self, tensors: State) -> State:
+        return {"weight": torch.tensor(list(struct.pack("<5f", *tensors["weight"].tolist())), dtype=torch.uint8)}
 
-    def decode(self, own: State) -> State:
-        return {"weight": torch.tensor(struct.unpack("<5f", bytes(own["weight"].tolist())))}
+    def decode(self, tensors: State) -> State:
+        return {"weight": torch.tensor(struct.unpack("<5f", bytes(tensors["weight"].tolist())))}
 
 
 class Transposed(nn.Module):
@@ -216,15 +216,17 @@ def cached() -> nn.Module:
 class Noisy(Listed):
     """Loading the same file twice gives different models."""
 
-    def decode(self, own: State) -> State:
-        return {"weight": own["weight"] + torch.from_numpy(np.random.default_rng().random((4, 4), dtype=np.float32))}
+    def decode(self, tensors: State) -> State:
+        return {
+            "weight": tensors["weight"] + torch.from_numpy(np.random.default_rng().random((4, 4), dtype=np.float32))
+        }
 
 
 class Blended(Listed):
     """The loaded value depends on the previous one."""
 
-    def decode(self, own: State) -> State:
-        return {"weight": torch.from_numpy(own["weight"].numpy() + self.weight.detach().numpy())}
+    def decode(self, tensors: State) -> State:
+        return {"weight": torch.from_numpy(tensors["weight"].numpy() + self.weight.detach().numpy())}
 
 
 def noisy() -> nn.Module:

@@ -80,5 +80,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def equal_weights(left: nn.Module, right: nn.Module) -> bool:
-    mine, theirs = dict(left.named_parameters()), dict(right.named_parameters())
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    left_parameters, right_parameters = dict(left.named_parameters()), dict(right.named_parameters())
+    return left_parameters.keys() == right_parameters.keys() and all(
+        torch.equal(left_parameters[name], right_parameters[name]) for name in left_parameters
+    )

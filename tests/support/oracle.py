@@ -34,9 +34,9 @@ class StandIn:
     """An object of a missing class: it keeps everything from its pickle."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> StandIn:
-        made = super().__new__(cls)
-        made.__dict__.update(args=args, kwargs=kwargs)
-        return made
+        instance = super().__new__(cls)
+        instance.__dict__.update(args=args, kwargs=kwargs)
+        return instance
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -66,9 +66,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _pickling() -> ModuleType:
-    made = ModuleType("stand_ins")
-    made.__dict__.update(vars(pickle), Unpickler=_Unpickler, load=lambda file, **how: _Unpickler(file, **how).load())
-    return made
+    module = ModuleType("stand_ins")
+    module.__dict__.update(vars(pickle), Unpickler=_Unpickler, load=lambda file, **how: _Unpickler(file, **how).load())
+    return module
 
 
 def load(path: str) -> Any:
@@ -210,13 +210,13 @@ def _storages(checkpoint: Checkpoint, path: str) -> dict[str, bytes]:
 
 def _legacy_storages(path: str) -> dict[str, bytes]:
     """Return every storage that torch creates while it loads the file."""
-    made: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(storage: Any, location: str) -> Any:
-        made[id(storage)] = storage
+        storages[id(storage)] = storage
         return storage
 
     with torch.serialization.warnings.catch_warnings():
         torch.serialization.warnings.simplefilter("ignore")
         torch.load(path, map_location=keep, weights_only=False, pickle_module=_pickling(), encoding="latin1")
-    return {str(number): hashlib.blake2b(bytes(s)).digest() for number, s in enumerate(made.values())}
+    return {str(number): hashlib.blake2b(bytes(s)).digest() for number, s in enumerate(storages.values())}

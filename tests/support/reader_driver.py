@@ -196,12 +196,12 @@ def drive(template: str, line: list[str], cwd: str, ckpt: str, scratch: Path, mo
 
 
 def _main() -> None:
-    asked = json.loads(sys.stdin.read())
+    request = json.loads(sys.stdin.read())
     preload()
-    for name, words in asked["scenarios"].items():
-        scratch = Path(asked["scratch"]) / re.sub(r"\W", "_", name)
+    for name, words in request["scenarios"].items():
+        scratch = Path(request["scratch"]) / re.sub(r"\W", "_", name)
         scratch.mkdir()
-        found = drive(**words, scratch=scratch, most=asked["most"])
+        found = drive(**words, scratch=scratch, most=request["most"])
         print(json.dumps({"name": name, **found}), flush=True)
 
 

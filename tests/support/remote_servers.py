@@ -104,11 +104,11 @@ class _Handler(BaseHTTPRequestHandler):
         if data is None:
             self._send(404 if "secret" not in self.path else 403, b"", body)
             return
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if asked is None or not self.server.ranges:
+        byte_range = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if byte_range is None or not self.server.ranges:
             self._send(200, data, body)
             return
-        start, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
+        start, last = int(byte_range[1]), min(int(byte_range[2]), len(data) - 1)
         part = data[start : last + 1]
         part, cut = (part[:-1], failure == "cut") if failure in ("short", "cut") else (part, False)
         self._send(206, part, body, ("Content-Range", f"bytes {start}-{last}/{len(data)}"), more=int(cut))

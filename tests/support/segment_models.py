@@ -14,12 +14,12 @@ SEGMENTS = ("module", "_orig_mod", "fc", "layer", "0", "_checkpoint_wrapped_modu
 
 def tree(draw: random.Random, depth: int = 0) -> nn.Module:
     """Build linear layers of one shape, which differ only by name."""
-    made = nn.Module()
+    module = nn.Module()
     for name in draw.sample(SEGMENTS, draw.choice([1, 1, 2, 3])):
-        made.add_module(name, nn.Linear(2, 2) if depth == 2 or draw.random() < 0.5 else tree(draw, depth + 1))
+        module.add_module(name, nn.Linear(2, 2) if depth == 2 or draw.random() < 0.5 else tree(draw, depth + 1))
     if not depth and draw.random() < 0.4:  # repeat the same names below a segment
-        setattr(made, draw.choice(("module", "_orig_mod")), copy.deepcopy(made))
-    return AveragedModel(made) if not depth and draw.random() < 0.15 else made
+        setattr(module, draw.choice(("module", "_orig_mod")), copy.deepcopy(module))
+    return AveragedModel(module) if not depth and draw.random() < 0.15 else module
 
 
 def __getattr__(name: str) -> Callable[[], nn.Module]:

@@ -30,7 +30,7 @@ def export(model: nn.Module, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("options", [[], ["--dry-run"], ["--keep-constants"]])
-def test_a_swap_of_nothing_is_refused(options: list[str], run: Run, tmp_path: Path) -> None:
+def test_swap_without_a_matching_key_is_refused(options: list[str], run: Run, tmp_path: Path) -> None:
     program, out = export(Scaled(), tmp_path / "p.pt2"), tmp_path / "out.pt2"
     torch.save({"model": {}, "epoch": 3, "state_dict": {"_extra_state": 3}}, tmp_path / "new.pt")
     torch.save({"scale": torch.full((3,), 2.0)}, tmp_path / "scale.pt")
@@ -73,8 +73,8 @@ def test_unchanged_values_are_reported(dry: list[str], run: Run, tmp_path: Path)
     torch.save({**model.state_dict(), "1.bias": torch.full((2,), 9.0)}, tmp_path / "last.pt")
     verdict = "all values unchanged"
     for name, unchanged in (("same.pt", True), ("last.pt", False)):
-        asked = ("swap-weights", program, tmp_path / name, "-o", tmp_path / "out.pt2", "--force", *dry)
-        done = run(*asked)
+        command = ("swap-weights", program, tmp_path / name, "-o", tmp_path / "out.pt2", "--force", *dry)
+        done = run(*command)
         assert done.status == 0, done.said
         assert (verdict in done.out) is unchanged
-        assert run(*asked, "--format", "json").data["unchanged"] is unchanged
+        assert run(*command, "--format", "json").data["unchanged"] is unchanged

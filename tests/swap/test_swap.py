@@ -183,7 +183,7 @@ def test_cast_converts_dtypes(tmp_path: Path, program: Path, answer: Any) -> Non
     assert torch.equal(torch.export.load(tmp_path / "out.pt2").module()(*TOKENS), model(*TOKENS))
 
 
-def test_without_the_model_hooks_are_named_as_the_likely_cause(tmp_path: Path, program: Path, answer: Any) -> None:
+def test_hooks_are_reported_as_the_likely_cause_without_a_model(tmp_path: Path, program: Path, answer: Any) -> None:
     torch.save(trained(1).state_dict(), tmp_path / "new.pt")
     status, _, err = answer("swap-weights", program, tmp_path / "new.pt", "-o", tmp_path / "out.pt2")
     assert status == 1
