@@ -49,17 +49,17 @@ def rename() -> None:
 
 
 @pytest.fixture
-def renames(run: Run) -> Callable[[], None]:
+def rename_head(run: Run) -> Callable[[], None]:
     """Return a function that renames the head. The model is a names file, so that no step has to import torch."""
     Path("pyproject.toml").write_text('[tool.ckpttool]\nmodel = "now.json"\n')
     shutil.copy("names.json", "now.json")
 
-    def renames() -> None:
+    def rename_head() -> None:
         rename()
         line = ("trace", "model.py:build", "--optimizer", "model.py:optimizer", "-o", "now.json", "--force", "-q")
         assert run(*line).status == 0
 
-    return renames
+    return rename_head
 
 
 def test_each_file_is_checked_by_its_type(run: Run) -> None:
@@ -137,7 +137,7 @@ def hook(name: str, *args: str, files: list[str] | None = None) -> subprocess.Co
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
-def test_pre_commit_hooks(renames: Callable[[], None]) -> None:
+def test_pre_commit_hooks(rename_head: Callable[[], None]) -> None:
     everything = sorted(map(str, Path().iterdir()))
     assert hook("ckpttool-names", "names.json").returncode == 0
     failed = hook("ckpttool-pickles", files=everything)
@@ -146,7 +146,7 @@ def test_pre_commit_hooks(renames: Callable[[], None]) -> None:
     assert hook("ckpttool-rules", files=everything).returncode == 0
     Path("rules.toml").write_text("[[rule]]\n")
     assert hook("ckpttool-rules", files=everything).returncode == 1
-    renames()
+    rename_head()
     assert hook("ckpttool-names", "names.json").returncode == 1
 
 
@@ -192,13 +192,13 @@ def substitute_inputs(text: str, given: dict[str, Any], action: Path) -> str:
     return values.get(text, text)
 
 
-def test_action_fails_after_a_rename(tmp_path: Path, renames: Callable[[], None]) -> None:
+def test_action_fails_after_a_rename(tmp_path: Path, rename_head: Callable[[], None]) -> None:
     inputs = {"command": "diff names.json", "install": "", "python": sys.executable}
     status, outputs, summary, log = job(tmp_path / "1", **inputs)
     assert (status, outputs) == (0, {"identical": "true", "status": "0", "summary": '{"same": 16}'})
     assert "no differences" in summary
     assert "::notice title=diff::no differences" in log
-    renames()
+    rename_head()
     status, outputs, summary, log = job(tmp_path / "2", **inputs)
     assert (status, outputs["identical"], outputs["status"]) == (1, "false", "1")
     assert json.loads(outputs["summary"]) == {"same": 14, "missing": 2, "unexpected": 2}
@@ -267,7 +267,7 @@ def shell(script: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
 
 
 def test_ci_examples_of_the_documentation(
-    tmp_path: Path, renames: Callable[[], None], vendored: Path, fresh: dict[str, str]
+    tmp_path: Path, rename_head: Callable[[], None], vendored: Path, fresh: dict[str, str]
 ) -> None:
     """Run each example as its runner does, in an environment without ckpttool. The action comes first: it installs."""
     Path("vendor").symlink_to(vendored / "vendor")
@@ -296,7 +296,7 @@ def test_ci_examples_of_the_documentation(
     assert script != buildkite["command"]
     assert shell(script, fresh).returncode == 0
     assert "--style success" in Path("annotated").read_text()
-    renames()
+    rename_head()
     Path("names.html").unlink()
     Path("names.md").unlink()
     assert shell(gitlab["script"][1], fresh).returncode == 1

@@ -79,7 +79,7 @@ def run_printed(run: Run, command: str) -> Done:
     return run(*words)
 
 
-def the_fix(run: Run, *question: object) -> str:
+def only_fix(run: Run, *question: object) -> str:
     """Return the only command that `diff` suggests; it must be complete."""
     done = run(*question, "--format", "json")
     assert done.status == 1, done.said
@@ -87,7 +87,7 @@ def the_fix(run: Run, *question: object) -> str:
     return str(fixes_in(done.data)[0])
 
 
-def out_of(command: str) -> str:
+def output_of(command: str) -> str:
     words = shlex.split(command)
     return words[words.index("-o") + 1]
 
@@ -174,10 +174,10 @@ def test_b_compiled_ddp_run_with_two_param_groups_resumes_without_wrappers(run: 
 
     question = ("diff", "run.pt", "--model", "net.py:build", "--optimizer", "net.py:optimizer")
     golden("A compiled DDP run with two param groups", run(*question))
-    fix = the_fix(run, *question)
+    fix = only_fix(run, *question)
     assert run_printed(run, fix).status == 0
-    assert run("diff", out_of(fix), *question[2:]).status == 0
-    loaded = torch.load(out_of(fix))
+    assert run("diff", output_of(fix), *question[2:]).status == 0
+    loaded = torch.load(output_of(fix))
     model = net.build()
     model.load_state_dict(loaded["model"], strict=True)
     optimizer = net.optimizer(model)

@@ -143,10 +143,10 @@ def test_kokoro_368_non_strict_load_would_load_nothing(ask: Ask) -> None:
     assert len(net().load_state_dict(state, strict=False).missing_keys) == len(expected)
     found = diff(ask, "--model", "model.py:net", saved({**state, "loss.weight": torch.ones(2)}))
     assert "left has the prefix `model.generator`" in found.said
-    assert_loads(net(), dropped(ask, run_printed(ask, found.fix), "loss.*"), expected)
+    assert_loads(net(), drop_keys(ask, run_printed(ask, found.fix), "loss.*"), expected)
 
 
-def dropped(ask: Ask, path: Path | str, pattern: str) -> str:
+def drop_keys(ask: Ask, path: Path | str, pattern: str) -> str:
     """Drop entries that no printed command drops, because their values exist nowhere else."""
     assert ask("remap", path, "--drop", pattern, "-o", "dropped.pt", "--force").status == 0
     return "dropped.pt"
@@ -334,7 +334,7 @@ def test_vllm_19149_renamed_weights_are_found_before_they_are_sent(ask: Ask) -> 
     state = dict(net().state_dict())
     ckpt = saved({f"base.{key}": value for key, value in state.items()} | {"value_head.weight": torch.ones(4)})
     found = diff(ask, ckpt, saved(state, "engine.pt"))
-    out = dropped(ask, run_printed(ask, found.fix), "value_head.*")
+    out = drop_keys(ask, run_printed(ask, found.fix), "value_head.*")
     assert_loads(net(), out, state)
     assert diff(ask, out, "engine.pt", "--values").status == 0
 
@@ -349,7 +349,7 @@ def test_peft_a_checkpoint_with_adapters_for_the_plain_model(ask: Ask) -> None:
     state = dict(peft.state_dict())
     found = diff(ask, "--model", "model.py:net", saved(state))
     assert "--drop" not in found.fix
-    assert_loads(net(), dropped(ask, run_printed(ask, found.fix), "*lora_*"), expected)
+    assert_loads(net(), drop_keys(ask, run_printed(ask, found.fix), "*lora_*"), expected)
     alone = diff(ask, "--model", "model.py:net", saved({k: v for k, v in state.items() if "lora_" in k}, "lora.pt"))
     assert fixes_in(alone.data) == []
     assert "the checkpoint is a LoRA adapter" in alone.said
@@ -414,7 +414,7 @@ def test_pytorch_7499_state_of_another_optimizer_class(ask: Ask) -> None:
     assert found.status == 1
     assert "the state is from SGD, the optimizer is Adam or AdamW" in found.said
     assert fixes_in(found.data) == []  # discarding the state is the user's decision
-    content = torch.load(dropped(ask, ckpt, "optimizer"))
+    content = torch.load(drop_keys(ask, ckpt, "optimizer"))
     assert content.keys() == {"model", "epoch"}
     fresh.load_state_dict(content["model"], strict=True)
     steps(fresh, optimizer_models.adamw(fresh), 0, 1)

@@ -56,19 +56,19 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Trained(name, f"{MODELS}:{name}", model, folder / "new.pt", pretrained, folder / "deployed.pt2")
 
 
-Answer = Callable[..., tuple[int, Any]]
+RunJson = Callable[..., tuple[int, Any]]
 
 
 @pytest.fixture
-def answer(run: Run) -> Answer:
+def run_json(run: Run) -> RunJson:
     """Run one command; return its exit status and the JSON object on stdout, or None."""
 
-    def answer(*args: object) -> tuple[int, Any]:
+    def run_json(*args: object) -> tuple[int, Any]:
         done = run(*args, "--format", "json")
         sys.stderr.write(done.err)  # pytest shows it if the test fails
         return done.status, done.data
 
-    return answer
+    return run_json
 
 
 def same(left: State, right: State) -> bool:
@@ -92,8 +92,8 @@ def runtime(model: nn.Module) -> State:
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
-def test_trace_gives_the_same_names_as_torch(trained: Trained, answer: Answer) -> None:
-    status, names = answer("trace", trained.operand)
+def test_trace_gives_the_same_names_as_torch(trained: Trained, run_json: RunJson) -> None:
+    status, names = run_json("trace", trained.operand)
     tensors, state = runtime(trained.model), trained.state
     assert status == 0
     assert {r["fqn"]: (r["shape"], f"torch.{r['dtype']}") for r in names["runtime"]} == {
@@ -104,8 +104,8 @@ def test_trace_gives_the_same_names_as_torch(trained: Trained, answer: Answer) -
     assert names["roundtrips"]
 
 
-def test_trace_finds_tied_weights(trained: Trained, answer: Answer) -> None:
-    _, names = answer("trace", trained.operand)
+def test_trace_finds_tied_weights(trained: Trained, run_json: RunJson) -> None:
+    _, names = run_json("trace", trained.operand)
     first: dict[int, str] = {}
     tied = {
         fqn: first[id(tensor)]
@@ -115,15 +115,15 @@ def test_trace_finds_tied_weights(trained: Trained, answer: Answer) -> None:
     assert {r["fqn"]: r["alias_of"] for r in names["runtime"] if r["alias_of"]} == tied
 
 
-def test_diff_accepts_the_models_own_checkpoint(trained: Trained, answer: Answer) -> None:
-    status, diff = answer("diff", "--model", trained.operand, trained.checkpoint)
+def test_diff_accepts_the_models_own_checkpoint(trained: Trained, run_json: RunJson) -> None:
+    status, diff = run_json("diff", "--model", trained.operand, trained.checkpoint)
     assert status == 0
     assert diff["identical"]
 
 
-def test_diff_judges_save_pretrained_as_torch_does(trained: Trained, answer: Answer) -> None:
+def test_diff_judges_save_pretrained_as_torch_does(trained: Trained, run_json: RunJson) -> None:
     """`save_pretrained` omits tied names, splits experts, and saves only adapters: that is not a full state dict."""
-    status, _ = answer("diff", "--model", trained.operand, trained.pretrained)
+    status, _ = run_json("diff", "--model", trained.operand, trained.pretrained)
     assert status == (0 if loads(trained.name, load_file(trained.pretrained)) else 1)
 
 
@@ -141,47 +141,47 @@ DAMAGES: dict[str, Callable[[State], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_diff_reports_damage(trained: Trained, answer: Answer, tmp_path: Path, damage: str) -> None:
+def test_diff_reports_damage(trained: Trained, run_json: RunJson, tmp_path: Path, damage: str) -> None:
     state = trained.state
     DAMAGES[damage](state)
     torch.save(state, tmp_path / "damaged.pt")
-    status, diff = answer("diff", "--model", trained.operand, tmp_path / "damaged.pt")
+    status, diff = run_json("diff", "--model", trained.operand, tmp_path / "damaged.pt")
     assert status == 1
     assert not diff["identical"]
 
 
-def test_remap_to_runtime_names_and_back(trained: Trained, answer: Answer, tmp_path: Path) -> None:
+def test_remap_to_runtime_names_and_back(trained: Trained, run_json: RunJson, tmp_path: Path) -> None:
     there, back = tmp_path / "runtime.pt", tmp_path / "back.pt"
-    assert answer("remap", trained.checkpoint, "-o", there, "--model", trained.operand, "--to", "runtime")[0] == 0
+    assert run_json("remap", trained.checkpoint, "-o", there, "--model", trained.operand, "--to", "runtime")[0] == 0
     tensors = {fqn: t for fqn, t in runtime(trained.model).items() if fqn in trained.state}
     assert same(torch.load(there), {fqn: tensor.detach() for fqn, tensor in tensors.items()})
-    assert answer("remap", there, "-o", back, "--model", trained.operand, "--to", "serialized")[0] == 0
+    assert run_json("remap", there, "-o", back, "--model", trained.operand, "--to", "serialized")[0] == 0
     assert back.read_bytes() == trained.checkpoint.read_bytes()
 
 
-def test_conversion_to_safetensors_and_back(trained: Trained, answer: Answer, tmp_path: Path) -> None:
+def test_conversion_to_safetensors_and_back(trained: Trained, run_json: RunJson, tmp_path: Path) -> None:
     there, back = tmp_path / "new.safetensors", tmp_path / "back.pt"
-    assert answer("remap", trained.checkpoint, "-o", there, "--keep-aliases")[0] == 0
+    assert run_json("remap", trained.checkpoint, "-o", there, "--keep-aliases")[0] == 0
     with safe_open(there, "pt") as file:
         kept, aliases = {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
     assert aliases.pop("format") == "pt"
     assert same({**kept, **{key: kept[first] for key, first in aliases.items()}}, trained.state)
-    assert answer("remap", there, "-o", back)[0] == 0
+    assert run_json("remap", there, "-o", back)[0] == 0
     assert same(torch.load(back, mmap=True), trained.state)  # the recorded aliases are tensors again
 
 
-def test_tied_weights_need_an_option_for_safetensors(trained: Trained, answer: Answer, tmp_path: Path) -> None:
+def test_tied_weights_need_an_option_for_safetensors(trained: Trained, run_json: RunJson, tmp_path: Path) -> None:
     tied = len({tensor.data_ptr() for tensor in trained.state.values()}) < len(trained.state)
-    status, _ = answer("remap", trained.checkpoint, "-o", tmp_path / "new.safetensors")
+    status, _ = run_json("remap", trained.checkpoint, "-o", tmp_path / "new.safetensors")
     assert status == (1 if tied else 0)
     assert (tmp_path / "new.safetensors").exists() != tied
 
 
 def test_swapped_program_computes_what_the_trained_model_computes(
-    trained: Trained, answer: Answer, tmp_path: Path
+    trained: Trained, run_json: RunJson, tmp_path: Path
 ) -> None:
     swapped = tmp_path / "swapped.pt2"
-    status, _ = answer("swap-weights", trained.program, trained.checkpoint, "-o", swapped, "--model", trained.operand)
+    status, _ = run_json("swap-weights", trained.program, trained.checkpoint, "-o", swapped, "--model", trained.operand)
     assert status == 0
     expected = real_models.first_output(trained.model, trained.name)
     before = real_models.first_output(torch.export.load(trained.program).module(), trained.name)

@@ -59,7 +59,7 @@ def saved(state: Any, name: str = "a.pt") -> str:
     return name
 
 
-def ran(line: str) -> str:
+def run_printed(line: str) -> str:
     words = shlex.split(line)
     assert main(words[1:]) == 0
     return words[words.index("-o") + 1]
@@ -69,41 +69,41 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return dict(model.state_dict())
 
 
-def inside(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
+def with_prefix(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
     return {prefix + key: value for key, value in state.items()}
 
 
 def test_a_models_arguments_are_in_the_command(diff_json: Diff) -> None:
     words = ("--model", "model.py:net(layers=3)")
-    found = diff_json(*words, saved(inside("module.", state_of(net(layers=3)))))
+    found = diff_json(*words, saved(with_prefix("module.", state_of(net(layers=3)))))
     assert "net(layers=3)" in fixes_in(found)[0]
-    assert diff_json(*words, ran(fixes_in(found)[0]))["identical"]
+    assert diff_json(*words, run_printed(fixes_in(found)[0]))["identical"]
 
 
 def test_printed_output_name_is_not_an_existing_file(diff_json: Diff) -> None:
-    words = ("--model", "model.py:net", saved(inside("module.", state_of(net()))))
-    assert [ran(fixes_in(diff_json(*words))[0]) for _ in range(2)] == ["a.serialized.pt", "a.serialized2.pt"]
+    words = ("--model", "model.py:net", saved(with_prefix("module.", state_of(net()))))
+    assert [run_printed(fixes_in(diff_json(*words))[0]) for _ in range(2)] == ["a.serialized.pt", "a.serialized2.pt"]
 
 
 def test_runtime_names_next_to_a_loss(diff_json: Diff) -> None:
     """The printed command renames the model's keys, keeps the loss, and reports that it is a partial fix."""
     held = {key: value.detach() for key, value in hooked().named_parameters()}
-    found = diff_json("--model", "model.py:hooked", saved({**inside("net.", held), "loss.weight": torch.ones(2)}))
+    found = diff_json("--model", "model.py:hooked", saved({**with_prefix("net.", held), "loss.weight": torch.ones(2)}))
     assert PART in notes_in(found)
-    assert set(torch.load(ran(fixes_in(found)[0]))) == {*held, "loss.weight"}
+    assert set(torch.load(run_printed(fixes_in(found)[0]))) == {*held, "loss.weight"}
 
 
 @pytest.mark.parametrize("right", ["model", "file"])
 def test_no_submodule_is_chosen_if_several_match(diff_json: Diff, right: str) -> None:
     """Student and teacher both match; the note has a command for one of them."""
     plain = state_of(net())
-    left = saved({**inside("ema.teacher.", state_of(net())), **inside("student.", plain)})
+    left = saved({**with_prefix("ema.teacher.", state_of(net())), **with_prefix("student.", plain)})
     words = (*(("--model", "model.py:net") if right == "model" else ()), left)
     words += (saved(plain, "plain.pt"),) if right == "file" else ()
     found = diff_json(*words)
     assert fixes_in(found) == []
     (note,) = (note for note in notes_in(found) if "below each of ema.teacher, student" in note)
-    made = ran(note.partition("to take one: ")[2])
+    made = run_printed(note.partition("to take one: ")[2])
     net().load_state_dict(torch.load(made))
 
 
@@ -112,13 +112,15 @@ def test_no_submodule_is_chosen_if_several_match(diff_json: Diff, right: str) ->
 def test_shapes_decide_between_submodules_with_the_same_names(diff_json: Diff, right: str, wrapper: str) -> None:
     plain = state_of(net())
     other = {key: torch.cat([value, value]) for key, value in plain.items()}
-    left = saved(inside(wrapper, {**inside("a.", other), **inside("b.", plain), **inside("c.", other)}))
+    left = saved(
+        with_prefix(wrapper, {**with_prefix("a.", other), **with_prefix("b.", plain), **with_prefix("c.", other)})
+    )
     words = (*(("--model", "model.py:net") if right == "model" else ()), left)
     words += (saved(plain, "plain.pt"),) if right == "file" else ()
     found = diff_json(*words)
     assert fixes_in(found) == []
     (note,) = (note for note in notes_in(found) if "the names and shapes of right below b" in note)
-    made = ran(note.partition("to take them: ")[2])
+    made = run_printed(note.partition("to take them: ")[2])
     net().load_state_dict(torch.load(made))
 
 
@@ -128,7 +130,9 @@ def test_a_model_that_refuses_its_own_keys_gets_no_fix(diff_json: Diff, prefix: 
     model = hook_zoo.partial_hook()
     with pytest.raises(RuntimeError, match="Unexpected key"):
         model.load_state_dict(model.state_dict())
-    found = diff_json("--model", f"{MODELS.parent}/hook_zoo.py:partial_hook", saved(inside(prefix, state_of(model))))
+    found = diff_json(
+        "--model", f"{MODELS.parent}/hook_zoo.py:partial_hook", saved(with_prefix(prefix, state_of(model)))
+    )
     assert (found["identical"], fixes_in(found)) == (False, [])
     if not prefix:
         assert {entry["code"] for entry in found["entries"] if entry["status"] == "unexpected"} == {"not-read-back"}
@@ -138,7 +142,7 @@ def test_fixes_do_not_depend_on_the_order_of_sets(diff_json: Diff) -> None:
     """Python orders sets of strings differently in each process."""
     plain = state_of(net())
     saved(plain, "plain.pt")
-    saved({**inside("old.", plain), **inside("new.", state_of(net()))}, "two.pt")
+    saved({**with_prefix("old.", plain), **with_prefix("new.", state_of(net()))}, "two.pt")
     saved({f"{key}_{index % 3}": value for index, (key, value) in enumerate(plain.items())}, "other.pt")
     code = "from ckpttool.cli.app import main\nfor name in ('two.pt', 'other.pt'): main(['diff', name, 'plain.pt'])"
     outputs = set()
@@ -154,10 +158,10 @@ def test_fixes_do_not_depend_on_the_order_of_sets(diff_json: Diff) -> None:
 
 def test_missing_keys_are_reported_with_a_partial_fix(diff_json: Diff) -> None:
     state = {key: value for key, value in net().state_dict().items() if "head" not in key}
-    found = diff_json("--model", "model.py:net", saved(inside("_orig_mod.", state)))
+    found = diff_json("--model", "model.py:net", saved(with_prefix("_orig_mod.", state)))
     assert PART in notes_in(found)
     assert any("head.weight, head.bias" in note for note in notes_in(found))
-    after = diff_json("--model", "model.py:net", ran(fixes_in(found)[0]))
+    after = diff_json("--model", "model.py:net", run_printed(fixes_in(found)[0]))
     assert (after["summary"], fixes_in(after)) == ({"same": len(state), "missing": 2}, [])
 
 
@@ -166,9 +170,9 @@ def test_extra_keys_are_reported_and_not_dropped(diff_json: Diff) -> None:
     found = diff_json("--model", "model.py:net", saved({**net().state_dict(), **more}))
     assert (fixes_in(found), found["summary"]["unexpected"]) == ([], 3)
     assert not any("--drop" in note for note in notes_in(found))
-    found = diff_json("--model", "model.py:net", saved(inside("module.", {**net().state_dict(), **more})))
+    found = diff_json("--model", "model.py:net", saved(with_prefix("module.", {**net().state_dict(), **more})))
     assert PART in notes_in(found)
-    assert set(torch.load(ran(fixes_in(found)[0]))) == {*net().state_dict(), *more}
+    assert set(torch.load(run_printed(fixes_in(found)[0]))) == {*net().state_dict(), *more}
 
 
 def test_keys_of_another_tree_are_not_dropped_while_others_are_missing(diff_json: Diff) -> None:
@@ -200,7 +204,7 @@ def test_swap_of_constants_with_another_dtype_is_printed_and_works(diff_json: Di
     (line,) = fixes_in(found)
     assert {"--constants", "--cast"} <= set(line.split())
     assert PART not in notes_in(found)
-    swapped = torch.export.load(ran(line)).module()
+    swapped = torch.export.load(run_printed(line)).module()
     assert torch.equal(swapped(torch.ones(1, 4)), model(torch.ones(1, 4)) * 2)
 
 
@@ -291,7 +295,7 @@ def test_rules_file_for_a_remote_checkpoint_is_local(diff_json: Diff) -> None:
 
 def test_in_memory_state_is_passed_as_like_object(diff_json: Diff) -> None:
     state = state_of(net())
-    path = saved(inside("module.", {**state, "more": torch.ones(1)}))
+    path = saved(with_prefix("module.", {**state, "more": torch.ones(1)}))
     (line,) = diff(path, state).fix
     assert line == f"ckpttool.remap({path!r}, like=like, out={'a.renamed.pt'!r})"
     path = saved({**state, "more": torch.ones(1)})
@@ -370,18 +374,18 @@ def test_placeholders_are_used_only_for_unknown_operands(diff_json: Diff) -> Non
     for source, target in ((left, right), (right, left)):
         (line,) = fixes_in(diff_json(source, target))
         assert "MODEL" not in line
-        assert diff_json(ran(line), target)["identical"]
+        assert diff_json(run_printed(line), target)["identical"]
     torch.export.save(torch.export.export(hooked(), (torch.ones(1, dtype=torch.int64),)), "p.pt2")
     assert fixes_in(diff_json(left, "p.pt2"))[0] == "ckpttool swap-weights p.pt2 a.pt --model MODEL -o p.swapped.pt2"
     known = fixes_in(diff_json("--model", "model.py:hooked", left, right))
     assert "MODEL" not in " ".join(known)
-    assert diff_json(ran(known[0]), right)["identical"]
+    assert diff_json(run_printed(known[0]), right)["identical"]
 
 
 def test_tied_weights_in_safetensors(diff_json: Diff) -> None:
     state = {key: value.clone() for key, value in small_models.tied().state_dict().items()}
-    save_file(inside("module.", state), "a.safetensors")
-    out = ran(fixes_in(diff_json("--model", "model.py:tied", "a.safetensors"))[0])
+    save_file(with_prefix("module.", state), "a.safetensors")
+    out = run_printed(fixes_in(diff_json("--model", "model.py:tied", "a.safetensors"))[0])
     assert diff_json("--model", "model.py:tied", out)["identical"]
 
 
@@ -394,7 +398,7 @@ def test_the_model_is_read_once(diff_json: Diff, monkeypatch: pytest.MonkeyPatch
         return trace(model)
 
     monkeypatch.setattr(tracing, "trace", counted)
-    found = diff_json("--model", "model.py:net", saved(inside("module.", state_of(net()))))
+    found = diff_json("--model", "model.py:net", saved(with_prefix("module.", state_of(net()))))
     assert fixes_in(found)
     assert len(traced) == 1
 
@@ -498,5 +502,5 @@ def test_printed_commands_do_not_overwrite_existing_files(diff_json: Diff) -> No
     outs = []
     for _ in range(2):
         (line,) = fixes_in(diff_json("a.pt", "b.pt", "--model", "model.py:net"))
-        outs.append(ran(line))
+        outs.append(run_printed(line))
     assert outs == ["a.fqn.pt", "a.fqn2.pt"]

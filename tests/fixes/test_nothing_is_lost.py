@@ -64,7 +64,7 @@ def values(state: State) -> list[tuple[Any, ...]]:
     return [(value.dtype, tuple(value.shape), value.numpy().tobytes()) for value in state.values()]
 
 
-def written(state: State, path: Path, rng: random.Random) -> str:
+def write_state(state: State, path: Path, rng: random.Random) -> str:
     aliases = len({value.data_ptr() for value in state.values()}) < len(state)
     if rng.random() < 0.5:
         torch.save(state, f"{path}.pt")
@@ -79,7 +79,7 @@ def read(path: str) -> State:
     return load_file(path) if path.endswith(".safetensors") else torch.load(path)
 
 
-def damaged(state: State, rng: random.Random) -> State:
+def damage(state: State, rng: random.Random) -> State:
     prefix = rng.choice(["", "", "module.", "_orig_mod.", "net.", "module._orig_mod."])
     state = {prefix + key: value for key, value in state.items()}
     if rng.random() < 0.5:
@@ -93,7 +93,7 @@ def damaged(state: State, rng: random.Random) -> State:
     return state
 
 
-def drawn(namespace: dict[str, Any], rng: random.Random) -> tuple[dict[str, Any], nn.Module]:
+def draw_model(namespace: dict[str, Any], rng: random.Random) -> tuple[dict[str, Any], nn.Module]:
     kwargs = {"layers": rng.choice([1, 2, 3]), "tied": rng.random() < 0.5, "hidden": rng.random() < 0.3}
     return kwargs, namespace["Net"](**kwargs)
 
@@ -123,14 +123,14 @@ def test_printed_command_runs_and_keeps_every_value(
     torch.manual_seed(seed)
     monkeypatch.chdir(tmp_path)
     Path("m.py").write_text(MODULE)
-    kwargs, model = drawn(namespace, rng)
+    kwargs, model = draw_model(namespace, rng)
     by_model = ["--model", call_text("m.py:Net", kwargs)]
-    left = written(damaged(state_of(model, rng), rng), Path("left"), rng)
+    left = write_state(damage(state_of(model, rng), rng), Path("left"), rng)
     if rng.random() < 0.6:
         words = [*by_model, left]
     else:
-        other = model if rng.random() < 0.6 else drawn(namespace, rng)[1]
-        words = [left, written(damaged(state_of(other, rng), rng), Path("right"), rng)]
+        other = model if rng.random() < 0.6 else draw_model(namespace, rng)[1]
+        words = [left, write_state(damage(state_of(other, rng), rng), Path("right"), rng)]
     status = main(["diff", *words, "--format", "json"])
     found = json.loads(capsys.readouterr().out)
     assert status in (0, 1)

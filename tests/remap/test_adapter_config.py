@@ -97,7 +97,7 @@ RULES = [
 ]
 
 
-def drawn(rng: random.Random) -> Any:
+def draw_config(rng: random.Random) -> Any:
     """Draw a PEFT config with fields that name modules."""
     if rng.random() < 0.15:
         return peft.IA3Config(target_modules=["q_proj", "up"], feedforward_modules=["up"])
@@ -154,7 +154,7 @@ def check(folder: Path, model: Any, weights: dict[str, torch.Tensor], again: Pat
 
 @pytest.mark.parametrize("seed", range(10))
 def test_peft_finds_the_same_modules_after_a_rename(seed: int, tmp_path: Path) -> None:
-    config = drawn(random.Random(seed))
+    config = draw_config(random.Random(seed))
     if getattr(config, "layers_pattern", None) and peft.__version__.startswith("0.18."):
         pytest.skip("PEFT 0.18 does not find modules by layers_pattern")
     model, weights = trained(config, tmp_path / "a", seed)

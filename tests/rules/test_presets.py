@@ -86,7 +86,7 @@ def test_page_lists_every_preset() -> None:
     assert [name for name in NAMES if f"`{name}`" not in page] == []
 
 
-def converted(folder: Path, state: State, name: str, *more: str) -> State:
+def convert_with(folder: Path, state: State, name: str, *more: str) -> State:
     source, out = folder / "in.safetensors", folder / "out.safetensors"
     save_file({key: value.contiguous().clone() for key, value in state.items()}, source)
     assert main(["remap", str(source), "--rules", call_of(name), *more, "-o", str(out), "--force"]) == 0
@@ -127,26 +127,26 @@ def timm_vit() -> Any:
 
 def test_vit_of_torchvision_and_timm(tmp_path: Path) -> None:
     first, second = torchvision_vit(), timm_vit()
-    second.load_state_dict(converted(tmp_path, first.state_dict(), "vit-torchvision-to-timm"))
+    second.load_state_dict(convert_with(tmp_path, first.state_dict(), "vit-torchvision-to-timm"))
     assert_same_outputs(first, second, IMAGES)
     first, second = torchvision_vit(), timm_vit()
-    first.load_state_dict(converted(tmp_path, second.state_dict(), "vit-timm-to-torchvision"))
+    first.load_state_dict(convert_with(tmp_path, second.state_dict(), "vit-timm-to-torchvision"))
     assert_same_outputs(first, second, IMAGES)
 
 
 def test_vit_of_timm_and_transformers(tmp_path: Path) -> None:
-    transformers, first = transformers_of_tests(), timm_vit()
+    transformers, first = import_transformers(), timm_vit()
     config = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=32, patch_size=8,
         num_labels=5, layer_norm_eps=first.norm.eps,
     )  # fmt: skip
     config.save_pretrained(tmp_path)
-    save_file(converted(tmp_path, first.state_dict(), "vit-timm-to-hf"), tmp_path / "model.safetensors")
+    save_file(convert_with(tmp_path, first.state_dict(), "vit-timm-to-hf"), tmp_path / "model.safetensors")
     second, info = transformers.ViTForImageClassification.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values())
     assert_same_outputs(first, lambda x: second.eval()(x).logits, IMAGES)
     second.save_pretrained(tmp_path / "saved")
-    back = converted(tmp_path, load_file(tmp_path / "saved" / "model.safetensors"), "vit-timm-to-hf", "--reverse")
+    back = convert_with(tmp_path, load_file(tmp_path / "saved" / "model.safetensors"), "vit-timm-to-hf", "--reverse")
     first.load_state_dict(back)
     assert_same_outputs(first, lambda x: second(x).logits, IMAGES)
 
@@ -161,7 +161,7 @@ def torchtune_llama() -> Any:
 
 
 def transformers_llama() -> Any:
-    transformers = transformers_of_tests()
+    transformers = import_transformers()
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=24, max_position_embeddings=16, rms_norm_eps=1e-5,
@@ -176,16 +176,16 @@ def test_llama(tmp_path: Path, name: str) -> None:
     original = name == "llama-original-to-hf"
     convert = pytest.importorskip("torchtune.models.convert_weights")
     state = convert.tune_to_meta(first.state_dict()) if original else first.state_dict()
-    second.load_state_dict(converted(tmp_path, state, name))
+    second.load_state_dict(convert_with(tmp_path, state, name))
     assert_same_outputs(first, lambda x: second(x).logits, TOKENS)
 
     second = transformers_llama()
-    back = converted(tmp_path, second.state_dict(), name, "--reverse")
+    back = convert_with(tmp_path, second.state_dict(), name, "--reverse")
     first.load_state_dict(convert.meta_to_tune(back) if original else back)
     assert_same_outputs(first, lambda x: second(x).logits, TOKENS)
 
 
-def transformers_of_tests() -> Any:
+def import_transformers() -> Any:
     return pytest.importorskip("transformers", "5.0", reason="transformers 5 is not installed")
 
 
@@ -199,7 +199,7 @@ def transformers_of_tests() -> Any:
 )
 def test_experts(tmp_path: Path, kind: str, name: str) -> None:
     """Convert the output of `save_pretrained` to the model's state dict and back."""
-    transformers = transformers_of_tests()
+    transformers = import_transformers()
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, head_dim=4,
         num_key_value_heads=2, num_local_experts=3, num_experts=3, moe_intermediate_size=24,
@@ -210,9 +210,9 @@ def test_experts(tmp_path: Path, kind: str, name: str) -> None:
     first.save_pretrained(tmp_path / "saved")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert any(".experts.2." in key for key in saved)
-    second.load_state_dict(converted(tmp_path, saved, name))
+    second.load_state_dict(convert_with(tmp_path, saved, name))
     assert_same_outputs(lambda x: first(x).logits, lambda x: second(x).logits, TOKENS)
-    back = converted(tmp_path, first.state_dict(), name, "--reverse")
+    back = convert_with(tmp_path, first.state_dict(), name, "--reverse")
     assert back.keys() == saved.keys()
     assert all(torch.equal(back[key], saved[key]) for key in saved)
 
@@ -220,7 +220,7 @@ def test_experts(tmp_path: Path, kind: str, name: str) -> None:
 @pytest.mark.parametrize("prefix", ["", "transformer."])
 def test_conv1d_and_linear(tmp_path: Path, prefix: str) -> None:
     """GPT-2 unchanged, and with each Conv1D replaced by an equivalent Linear."""
-    transformers = transformers_of_tests()
+    transformers = import_transformers()
     config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=32, n_positions=16, bos_token_id=0,
                                      eos_token_id=0)  # fmt: skip
     build = transformers.GPT2LMHeadModel if prefix else transformers.GPT2Model
@@ -229,7 +229,7 @@ def test_conv1d_and_linear(tmp_path: Path, prefix: str) -> None:
         if type(module).__name__ == "Conv1D":
             parent, _, last = name.rpartition(".")
             setattr(second.get_submodule(parent), last, torch.nn.Linear(module.nx, module.nf))
-    second.load_state_dict(converted(tmp_path, first.state_dict(), "gpt2-conv1d-to-linear"))
+    second.load_state_dict(convert_with(tmp_path, first.state_dict(), "gpt2-conv1d-to-linear"))
     assert_same_outputs(lambda x: first(x)[0], lambda x: second(x)[0], TOKENS)
-    back = converted(tmp_path, second.state_dict(), "gpt2-conv1d-to-linear", "--reverse")
+    back = convert_with(tmp_path, second.state_dict(), "gpt2-conv1d-to-linear", "--reverse")
     assert all(torch.equal(back[key], value) for key, value in first.state_dict().items())

@@ -45,7 +45,7 @@ class Net(nn.Module):
         return self.norm(x) if self.prompt is None else self.norm(x) + self.prompt.sum(0)
 
 
-def laid_out(layout: str) -> nn.Module:
+def build(layout: str) -> nn.Module:
     model, ranks = Net(), dist.get_world_size()
     if layout == "ddp":
         return nn.parallel.DistributedDataParallel(model)
@@ -77,7 +77,7 @@ def laid_out(layout: str) -> nn.Module:
 def trained(layout: str, seed: int) -> dict[str, Any]:
     """Return the state that torch would save, after one step."""
     torch.manual_seed(seed)
-    model = laid_out(layout)
+    model = build(layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * seed, foreach=False)
     model(torch.randn(8, WIDTH)).square().mean().backward()
     optimizer.step()
