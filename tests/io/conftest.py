@@ -1,4 +1,4 @@
-"""One S3 store for all tests of remote files: a driver keeps the endpoint that it found first."""
+"""One S3 server for all tests of remote files: a driver keeps the first endpoint that it connects to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def endpoint() -> Iterator[str]:
 
 @pytest.fixture
 def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
-    """The driver of the store, and a bucket of the test's own there."""
+    """Return the S3 driver and the name of a bucket that only this test uses."""
     pytest.importorskip("s3fs", reason="the driver of s3:// is not installed")
     for variable, value in (("ACCESS_KEY_ID", "me"), ("SECRET_ACCESS_KEY", "x"), ("DEFAULT_REGION", "us-east-1")):
         monkeypatch.setenv(f"AWS_{variable}", value)

@@ -1,4 +1,4 @@
-"""The parts of an upload, by their lengths: what a store takes, of objects of any size."""
+"""Lengths of the parts of an upload: within the limits of S3 for objects of any size."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ SIZES = st.integers(LEAST, 40 * MIB) | st.integers(LEAST, 5 * TIB) | st.sampled_
 
 
 @given(nbytes=SIZES, others=st.just(0) | SIZES, ends=st.booleans())
-def test_what_is_sent_is_sent_in_parts_that_a_store_takes(nbytes: int, others: int, ends: bool) -> None:
-    """Of equal length but for the last; that one is long enough, unless the object ends with it."""
-    found = lengths(nbytes, nbytes + others, ends=ends)
-    *whole, last = found
-    assert sum(found) == nbytes
-    assert len({*whole}) <= 1
-    assert len(found) <= MOST_PARTS
+def test_sent_parts_are_within_the_limits_of_the_store(nbytes: int, others: int, ends: bool) -> None:
+    """All but the last have the same length; the last one is long enough unless it ends the object."""
+    sizes = lengths(nbytes, nbytes + others, ends=ends)
+    *full, last = sizes
+    assert sum(sizes) == nbytes
+    assert len({*full}) <= 1
+    assert len(sizes) <= MOST_PARTS
     size = max(_SENT, -(-(nbytes + others) // MOST_PARTS))
-    assert {*whole} <= {size}
+    assert {*full} <= {size}
     assert 0 < last <= size if ends else LEAST <= last < size + LEAST
 
 
 @given(offset=st.integers(0, TIB), length=st.integers(1, 5 * TIB) | st.sampled_from([_COPIED, _COPIED + 1]))
-def test_what_is_copied_is_copied_in_parts_of_one_size(offset: int, length: int) -> None:
+def test_copied_parts_have_about_the_same_size(offset: int, length: int) -> None:
     parts = list(copied(Span("s3://b/a", offset, length)))
     sizes = {part.length for part in parts}
     assert [part.offset for part in parts] == [

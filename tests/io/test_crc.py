@@ -1,4 +1,4 @@
-"""Either code for CRC-32 gives zip's."""
+"""Both CRC-32 implementations compute the same values as zlib."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from ckpttool.io.pieces import fastest_crc32 as fastest
 
 
-@pytest.fixture(params=["installed", "zlib alone"])
-def _code(request, monkeypatch):
-    if request.param == "zlib alone":
+@pytest.fixture(params=["installed", "zlib only"])
+def _implementation(request, monkeypatch):
+    if request.param == "zlib only":
         monkeypatch.setitem(sys.modules, "isal", None)
     elif "isal" not in fastest().__module__:
         pytest.skip("isal has no wheel for this processor")
@@ -23,14 +23,14 @@ def _code(request, monkeypatch):
     fastest.cache_clear()
 
 
-@pytest.mark.usefixtures("_code")
-def test_the_checksum_is_that_of_zlib_however_the_bytes_are_cut():
+@pytest.mark.usefixtures("_implementation")
+def test_checksum_of_chunks_equals_zlib_crc32():
     @settings(deadline=None)
     @given(st.binary(max_size=300), st.integers(1, 100))
-    def checked(data, size):
+    def check(data, size):
         value = 0
         for at in range(0, len(data), size):
             value = fastest()(memoryview(bytearray(data))[at : at + size], value)
         assert value == zlib.crc32(data)
 
-    checked()
+    check()

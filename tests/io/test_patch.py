@@ -1,4 +1,4 @@
-"""Patches on real files: what the pieces say, the way back to the byte, and both from wherever a process died."""
+"""Patches of real files: apply and invert to the byte, also after a process was killed at any step."""
 
 from __future__ import annotations
 
@@ -33,31 +33,33 @@ def opened(path: Path, content: bytes) -> Iterator[int]:
         os.close(descriptor)
 
 
-def drawn(size: int, cuts: tuple[float, float], shift: int, tail: int) -> tuple[bytes, Span, bytes, bytes, bytes]:
-    """The file, the part of it that stays, what stands before and behind that then, and the whole of it."""
+def random_patch(
+    size: int, cuts: tuple[float, float], shift: int, tail: int
+) -> tuple[bytes, Span, bytes, bytes, bytes]:
+    """Return the file's content, the span that is kept, the bytes before and after it, and the new content."""
     content = os.urandom(size)
     start, end = (int(cut * size) for cut in sorted(cuts))
     end = size if shift > 0 and not tail else end
-    head, behind = os.urandom(max(0, start + shift)), os.urandom(tail)
-    return content, Span("", start, end - start), head, behind, head + content[start:end] + behind
+    head, tail_bytes = os.urandom(max(0, start + shift)), os.urandom(tail)
+    return content, Span("", start, end - start), head, tail_bytes, head + content[start:end] + tail_bytes
 
 
 @settings(max_examples=80)
 @given(size=SIZES, cuts=CUTS, shift=SHIFTS, tail=st.sampled_from([0, 0, 1, 300, 5000]))
-def test_a_patch_makes_what_its_pieces_say_and_its_way_back_undoes_it(
+def test_patch_writes_its_pieces_and_its_inverse_undoes_it(
     tmp_path_factory: pytest.TempPathFactory, size: int, cuts: tuple[float, float], shift: int, tail: int
 ) -> None:
     path = tmp_path_factory.mktemp("patch").resolve() / "file"
-    content, stays, head, behind, wanted = drawn(size, cuts, shift, tail)
-    pieces = [Piece(head), Piece(Span(str(path), stays.offset, stays.length)), Piece(behind)]
+    content, kept_span, head, tail_bytes, expected = random_patch(size, cuts, shift, tail)
+    pieces = [Piece(head), Piece(Span(str(path), kept_span.offset, kept_span.length)), Piece(tail_bytes)]
     with opened(path, content) as descriptor:
         found = patch.of_pieces(pieces, str(path), size)
-        is_moved = len(head) != stays.offset
-        if is_moved and (behind or stays.offset + stays.length < size):
-            assert found is None  # only what the file ends with can be moved
+        is_moved = len(head) != kept_span.offset
+        if is_moved and (tail_bytes or kept_span.offset + kept_span.length < size):
+            assert found is None  # only the end of the file can be moved
             return
         assert found is not None
-        assert (found.after, len(found.head) + len(found.tail)) == (len(wanted), len(head) + len(behind))
+        assert (found.after, len(found.head) + len(found.tail)) == (len(expected), len(head) + len(tail_bytes))
         back = patch.inverse(descriptor, found)
         try:
             patch.apply(descriptor, found, fsync=False)
@@ -65,36 +67,36 @@ def test_a_patch_makes_what_its_pieces_say_and_its_way_back_undoes_it(
             number = error.errno
         else:
             number = 0
-        if number:  # not by whole blocks, or not here
+        if number:  # not a multiple of the block size, or not supported here
             assert is_moved
             assert number in syscalls.NOT_HERE
             assert path.read_bytes() == content
             return
-        assert path.read_bytes() == wanted
+        assert path.read_bytes() == expected
         assert patch.content_of(descriptor, back) == patch.hash_of(found)
         assert patch.inverse(descriptor, back) == found
-        patch.apply(descriptor, found, fsync=False)  # done again, it changes nothing
-        assert path.read_bytes() == wanted
+        patch.apply(descriptor, found, fsync=False)  # idempotent
+        assert path.read_bytes() == expected
         patch.apply(descriptor, back, fsync=False)
         assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize(("size", "now"), [(300, b"other"), (3, b"other bytes"), (5, b""), (0, b"first")])
-def test_a_file_of_which_nothing_stays_is_written_whole(tmp_path: Path, size: int, now: bytes) -> None:
+@pytest.mark.parametrize(("size", "new"), [(300, b"other"), (3, b"other bytes"), (5, b""), (0, b"first")])
+def test_patch_that_keeps_nothing_rewrites_the_file(tmp_path: Path, size: int, new: bytes) -> None:
     content = os.urandom(size)
-    found = patch.of_pieces([Piece(now[:2]), Piece(now[2:])], str(tmp_path / "file"), size)
+    found = patch.of_pieces([Piece(new[:2]), Piece(new[2:])], str(tmp_path / "file"), size)
     assert found is not None
     with opened(tmp_path / "file", content) as descriptor:
         back, sample = patch.inverse(descriptor, found), patch.sample_of(descriptor, found.start, found.length)
         patch.apply(descriptor, found, fsync=False)
-        assert (tmp_path / "file").read_bytes() == now
+        assert (tmp_path / "file").read_bytes() == new
         assert patch.fits(descriptor, back, sample)
         patch.apply(descriptor, back, fsync=False)
         assert (tmp_path / "file").read_bytes() == content
 
 
-def test_a_patch_keeps_one_span_of_the_file_itself(tmp_path: Path) -> None:
-    """All else takes a copy: bytes of another file, computed ones, ones in another order; and more than so many."""
+def test_patch_keeps_only_one_span_of_the_file(tmp_path: Path) -> None:
+    """Bytes of another file, computed bytes and several spans need a copy."""
     place, other = str(tmp_path.resolve() / "file"), str(tmp_path.resolve() / "other")
     own = Span(place, 100, 400)
     computed = Lazy(400, lambda: [bytes(400)])
@@ -110,14 +112,14 @@ def test_a_patch_keeps_one_span_of_the_file_itself(tmp_path: Path) -> None:
 
 
 class Died(Exception):
-    """The process is not there any more."""
+    """Stand-in for a killed process."""
 
 
-def dying(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
-    """Lets so many calls that change a file be made, of writes only a half of the last one, and then none."""
+def fail_after(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
+    """Allow `left` calls that change a file, of which a last write is cut in half; later ones raise."""
     calls = [left]
 
-    def counted(owner: Any, name: str, call: Any) -> None:
+    def limit(owner: Any, name: str, call: Any) -> None:
         def wrapped(*args: Any) -> Any:
             calls[0] -= 1
             if calls[0] == 0 and name == "write":
@@ -128,9 +130,9 @@ def dying(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
 
         monkeypatch.setattr(owner, name, wrapped)
 
-    counted(os, "write", os.write)
-    counted(os, "ftruncate", os.ftruncate)
-    counted(syscalls, "fallocate", syscalls.fallocate)
+    limit(os, "write", os.write)
+    limit(os, "ftruncate", os.ftruncate)
+    limit(syscalls, "fallocate", syscalls.fallocate)
 
 
 @pytest.mark.parametrize("left", [1, 2, 3, 4])
@@ -144,35 +146,35 @@ def dying(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
         (20_480, 6_000, -BLOCK, b""),
     ],
 )
-def test_from_wherever_it_died_the_way_back_is_known_and_leads_back(
+def test_patch_interrupted_at_any_step_can_be_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, start: int, shift: int, tail: bytes, left: int
 ) -> None:
     content = os.urandom(size)
     length = size - start - (2_000 if tail else 0)
-    made = Patch(size, start, length, shift, os.urandom(start + shift), tail)
+    new = Patch(size, start, length, shift, os.urandom(start + shift), tail)
     with opened(tmp_path / "file", content) as descriptor:
-        back, sample = patch.inverse(descriptor, made), patch.sample_of(descriptor, start, length)
+        back, sample = patch.inverse(descriptor, new), patch.sample_of(descriptor, start, length)
         with monkeypatch.context() as inside:
-            dying(inside, left)
+            fail_after(inside, left)
             try:
-                patch.apply(descriptor, made, fsync=False)
+                patch.apply(descriptor, new, fsync=False)
             except Died:
                 pass
             except OSError:
-                pytest.skip("this file system moves no blocks")
+                pytest.skip("this file system cannot insert blocks")
         assert patch.fits(descriptor, back, sample)
         patch.apply(descriptor, back, fsync=False)
         assert (tmp_path / "file").read_bytes() == content
 
 
 @pytest.mark.parametrize("shift", [0, BLOCK])
-def test_another_file_is_not_taken_for_one_on_the_way(tmp_path: Path, shift: int) -> None:
-    """By its size, which is of one of the two or between them, and by both ends of what stays."""
+def test_another_file_does_not_fit_the_patch(tmp_path: Path, shift: int) -> None:
+    """The size must be between the old and the new one, and both ends of the kept span must match."""
     content = os.urandom(20_480)
-    made = Patch(len(content), 600, len(content) - 600, shift, os.urandom(600 + shift), b"")
+    new = Patch(len(content), 600, len(content) - 600, shift, os.urandom(600 + shift), b"")
     tail = Patch(len(content), 600, 10_000, 0, os.urandom(600), b"x" * 100)
     with opened(tmp_path / "file", content) as descriptor:
-        for one in (made, tail):
+        for one in (new, tail):
             sample = patch.sample_of(descriptor, one.start, one.length)
             assert patch.fits(descriptor, one, sample)
             for at in (one.start, one.start + one.length - 1):
@@ -188,7 +190,7 @@ def test_another_file_is_not_taken_for_one_on_the_way(tmp_path: Path, shift: int
         assert patch.fits(descriptor, tail, patch.sample_of(descriptor, tail.start, tail.length))
 
 
-def test_a_file_that_ends_before_what_is_to_stay(tmp_path: Path) -> None:
+def test_file_shorter_than_the_kept_span_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path / "file", bytes(500)) as descriptor:
         with pytest.raises(OSError, match="the file became shorter"):
             patch.inverse(descriptor, Patch(600, 100, 400, 0, b"", b""))
@@ -196,7 +198,7 @@ def test_a_file_that_ends_before_what_is_to_stay(tmp_path: Path) -> None:
             patch.sample_of(descriptor, 300, 300)
 
 
-def test_a_hole_that_the_file_ends_with_is_none_that_was_made(tmp_path: Path) -> None:
+def test_hole_at_the_end_of_a_file_is_not_a_torn_insert(tmp_path: Path) -> None:
     with opened(tmp_path / "file", bytes(BLOCK) * 2) as descriptor:
         for size in (2 * BLOCK, 6 * BLOCK, 0):
             os.ftruncate(descriptor, size)
@@ -204,10 +206,10 @@ def test_a_hole_that_the_file_ends_with_is_none_that_was_made(tmp_path: Path) ->
             assert patch._torn_at(descriptor, 4 * BLOCK) == 0
         os.pwrite(descriptor, b"x", 6 * BLOCK)
         if patch._hole(descriptor) != (0, 6 * BLOCK):
-            pytest.skip("this file system says nothing of holes")
+            pytest.skip("this file system does not report holes")
 
 
-def test_a_file_of_which_much_changes_is_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_change_is_not_a_patch(monkeypatch: pytest.MonkeyPatch) -> None:
     span = Piece(Span("/file", 100, 400))
     monkeypatch.setattr(patch, "_MOST", 100)
     assert patch.of_pieces([Piece(bytes(100)), span], "/file", 500) is not None

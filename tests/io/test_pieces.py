@@ -1,4 +1,4 @@
-"""What the checksums of a store prove: of an object exactly the bytes that it was made of, and nothing beside them."""
+"""Checksums of a store prove the bytes that an object was composed of, and no others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMPUTED, OTHER = Lazy(10, list), Lazy(10, list)
 
 @pytest.fixture(scope="module")
 def held() -> Held:
-    """Four literal bytes, twenty of a file, ten that were computed, and nothing."""
+    """Record an object of 4 literal bytes, 20 bytes of a file, 10 computed bytes and an empty piece."""
     held = Held()
     held.note(URL, [Piece(b"head"), Piece(Span("a", 100, 20)), Piece(COMPUTED), Piece(b"")])
     return held
@@ -27,17 +27,19 @@ def held() -> Held:
         (23, 1, Span("a", 119, 1), True),
         (9, 5, Span("a", 104, 5), False),
         (9, 5, Span("b", 105, 5), False),
-        (9, 16, Span("a", 105, 16), False),  # it goes on in the next piece
+        (9, 16, Span("a", 105, 16), False),  # extends into the next piece
         (24, 10, COMPUTED, True),
-        (24, 10, OTHER, False),  # of the same length
+        (24, 10, OTHER, False),  # same length, other bytes
         (24, 9, COMPUTED, False),
         (25, 9, COMPUTED, False),
         (0, 4, Span("a", 100, 4), False),
-        (34, 1, Span("a", 100, 1), False),  # the object is longer than what was written
+        (34, 1, Span("a", 100, 1), False),  # beyond the end of the written bytes
         (99, 1, Span("a", 100, 1), False),
     ],
 )
-def test_what_an_object_is_known_to_hold(held: Held, offset: int, length: int, data: Span | Lazy, proved: bool) -> None:
+def test_proves_only_ranges_that_were_written(
+    held: Held, offset: int, length: int, data: Span | Lazy, proved: bool
+) -> None:
     assert held.proves(Span(URL, offset, length), data) is proved
     assert not held.proves(Span("s3://bucket/another", offset, length), data)
     assert not held.proves(COMPUTED, data)

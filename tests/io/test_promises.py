@@ -1,4 +1,4 @@
-"""What is promised of every output: no source is written over, a change is noticed, one of two processes wins."""
+"""Guarantees for every output: sources are never overwritten, changes are noticed, one of two processes wins."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def names(folder: Path) -> set[str]:
     return set(os.listdir(folder))
 
 
-# Nothing is written over unasked
+# Nothing is overwritten without --force
 
 
 @pytest.mark.parametrize("option", ["--report=r.json", "--save-plan=r.json"])
-def test_reports_and_plans_replace_only_by_force(source: Path, option: str) -> None:
+def test_report_and_plan_replace_files_only_with_force(source: Path, option: str) -> None:
     line = ["remap", source.name, *RENAME, "--dry-run", option]
     Path("r.json").write_text("mine")
     assert main(line) == 2
@@ -61,7 +61,7 @@ def test_reports_and_plans_replace_only_by_force(source: Path, option: str) -> N
 @pytest.mark.parametrize(
     "command", ["inspect CKPT", "diff CKPT CKPT", "explain weight --model names.json", "trace names.json"]
 )
-def test_every_command_asks_before_a_report_is_replaced(
+def test_every_command_needs_force_to_replace_a_report(
     source: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     Path("net.py").write_text("import torch\nbuild = torch.nn.Linear\n")
@@ -86,7 +86,7 @@ def test_every_command_asks_before_a_report_is_replaced(
         "remap in.json -o out.safetensors --rule b=>c --report r.json --save-plan r.json",
     ],
 )
-def test_a_source_is_never_written_over(source: Path, words: str) -> None:
+def test_source_is_never_overwritten(source: Path, words: str) -> None:
     os.rename(source, "in.json")
     Path("link.json").symlink_to("in.json")
     Path("rules.json").write_text('[[rule]]\nfrom = "b"\nto = "c"\n')
@@ -95,7 +95,7 @@ def test_a_source_is_never_written_over(source: Path, words: str) -> None:
     assert {path: path.read_bytes() for path in Path().iterdir() if path in before} == before
 
 
-def test_sources_behind_a_glob_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shard_of_the_source_folder_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     save_file(STATE, "in.safetensors")
     shards = tmp_path / "llama"
@@ -106,16 +106,16 @@ def test_sources_behind_a_glob_are_known(tmp_path: Path, monkeypatch: pytest.Mon
     assert {path: path.read_bytes() for path in shards.iterdir()} == before
 
 
-def test_of_two_processes_one_succeeds(source: Path) -> None:
+def test_only_one_of_several_processes_succeeds(source: Path) -> None:
     line = [sys.executable, "-m", "ckpttool", "remap", source.name, *RENAME, "--no-fsync", "-o"]
     for out in ("out.safetensors", "new/"):
-        both = [subprocess.Popen([*line, out], stderr=subprocess.PIPE, text=True) for _ in range(3)]
-        said = [process.communicate()[1] for process in both]
-        assert sorted(process.returncode for process in both) == [0, 2, 2], said
+        processes = [subprocess.Popen([*line, out], stderr=subprocess.PIPE, text=True) for _ in range(3)]
+        said = [process.communicate()[1] for process in processes]
+        assert sorted(process.returncode for process in processes) == [0, 2, 2], said
     assert names(source.parent) == {"in.safetensors", "out.safetensors", "new"}
 
 
-def test_what_comes_meanwhile_stays(tmp_path: Path) -> None:
+def test_file_created_during_a_write_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def late() -> Iterator[bytes]:
@@ -128,7 +128,7 @@ def test_what_comes_meanwhile_stays(tmp_path: Path) -> None:
     assert names(tmp_path) == {"out"}
 
 
-def test_files_that_come_into_a_folder_meanwhile_stay(tmp_path: Path) -> None:
+def test_files_created_in_a_folder_during_a_write_are_kept(tmp_path: Path) -> None:
     (tmp_path / "index").write_text("old")
 
     def late() -> list[bytes]:
@@ -139,7 +139,7 @@ def test_files_that_come_into_a_folder_meanwhile_stay(tmp_path: Path) -> None:
     assert names(tmp_path) == {"index", "log"}
 
 
-def test_a_folder_that_another_process_changed_is_not_replaced(tmp_path: Path) -> None:
+def test_folder_changed_by_another_process_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "index").write_text("old")
 
     def other() -> list[bytes]:
@@ -156,8 +156,8 @@ def test_a_folder_that_another_process_changed_is_not_replaced(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("keep_times", [False, True])
-def test_a_source_that_changes_while_it_is_read_is_noticed(source: Path, keep_times: bool) -> None:
-    """Same size, same inode; and with its modification time put back, which leaves the time of the last change."""
+def test_source_that_changes_while_it_is_read_is_refused(source: Path, keep_times: bool) -> None:
+    """Size and inode stay the same; if the mtime is reset too, only the ctime shows the change."""
     checkpoint = open_checkpoint(str(source))
     before = source.stat()
 
@@ -175,69 +175,69 @@ def test_a_source_that_changes_while_it_is_read_is_noticed(source: Path, keep_ti
     assert names(source.parent) == {"in.safetensors"}
 
 
-def test_a_source_that_is_gone_or_another_file_by_the_time_is_noticed(source: Path) -> None:
-    """Also where nothing is written, and its tensors are only looked at."""
+def test_source_that_was_removed_or_replaced_is_refused(source: Path) -> None:
+    """This also holds if nothing is written and a tensor is only loaded."""
     (entry, *_) = open_checkpoint(str(source)).sections[0].tensors
 
-    def goes() -> list[bytes]:
+    def remove() -> list[bytes]:
         source.unlink()
         return [b"x"]
 
     with pytest.raises(CkptError, match="was changed while it was read"):
-        write([Piece(Span(str(source), 0, 4)), Piece(Lazy(1, goes))], "out")
+        write([Piece(Span(str(source), 0, 4)), Piece(Lazy(1, remove))], "out")
     save_file({key: value + 1 for key, value in STATE.items()}, source)
     with pytest.raises(CkptError, match="was changed while it was read"):
         load(entry)
     assert names(source.parent) == {"in.safetensors"}
 
 
-def test_verify_notices_a_disk_that_holds_other_bytes(
+def test_verify_fails_if_the_disk_holds_other_bytes(
     source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    puts = syscalls.put
+    put = syscalls.put
 
     def damaging(staged: Path, place: Path, *, replace: bool) -> None:
         with staged.open("r+b") as file:
             file.seek(9)
             file.write(b" ")
-        puts(staged, place, replace=replace)
+        put(staged, place, replace=replace)
 
     monkeypatch.setattr("ckpttool.io.write.put", damaging)
     assert main(["remap", source.name, *RENAME, "-o", "out.safetensors", "--verify"]) == 2
     assert "what was written is not what the disk holds" in capsys.readouterr().err
 
 
-# Signals and litter
+# Signals and leftover files
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_signals_clean_up(source: Path, number: signal.Signals) -> None:
+def test_signal_removes_partial_output(source: Path, number: signal.Signals) -> None:
     with source.open("r+b") as file:  # large, and sparse
         header = json.dumps({"a.w": {"dtype": "U8", "shape": [1 << 32], "data_offsets": [0, 1 << 32]}}).encode()
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + (1 << 32))
     line = [sys.executable, "-m", "ckpttool", "remap", source.name, *RENAME, "-o", "out.safetensors"]
-    # What started the tests may ignore the signal, and a child would inherit that.
+    # The parent of the test run may ignore the signal, and a child would inherit that.
     default = partial(signal.signal, number, signal.SIG_DFL)
     process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, preexec_fn=default)
     deadline = time.monotonic() + 300
     while names(source.parent) == {"in.safetensors"} and time.monotonic() < deadline:
         time.sleep(0.01)
-    time.sleep(0.1)  # Python itself ignores an exception in a callback, as at the end of an import
+    time.sleep(0.1)  # Python ignores exceptions in some callbacks, for example at the end of an import
     process.send_signal(number)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 128 + number, said
     assert names(source.parent) == {"in.safetensors"}
 
 
-def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
+def test_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     code = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN)\nfrom ckpttool.io.syscalls import *\n"
     code += "with ended_by_signals(), uninterrupted():\n    signal.raise_signal(signal.SIGHUP)\nprint('on')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "on\n", done.stderr
 
 
-def test_whose_a_temporary_name_is() -> None:
+def test_temporary_name_contains_its_owner() -> None:
     name = temporary.temporary_name("model.pt")
     own = temporary.owner_of(name)
     assert own == temporary.me()
@@ -246,17 +246,17 @@ def test_whose_a_temporary_name_is() -> None:
     assert temporary.owner_of(name.replace(".ckpttool.tmp", ".tmp")) is None
     now = time.time()
     for parts, dead in (
-        (("00000000", "00000000", 1, 1, 1), False),  # of another machine
-        ((temporary.me().host, "00000000", 1, 1, 1), True),  # before this machine was started anew
-        ((temporary.me().host, temporary.me().boot, temporary.me().space, os.getppid(), 1), True),  # a reused number
-        ((temporary.me().host, temporary.me().boot, temporary.me().space + 1, 1, 1), False),  # of another container
+        (("00000000", "00000000", 1, 1, 1), False),  # another machine
+        ((temporary.me().host, "00000000", 1, 1, 1), True),  # before this machine was rebooted
+        ((temporary.me().host, temporary.me().boot, temporary.me().space, os.getppid(), 1), True),  # a reused pid
+        ((temporary.me().host, temporary.me().boot, temporary.me().space + 1, 1, 1), False),  # another container
     ):
         other = f".x.{temporary.Owner(*parts)}-00000000.ckpttool.tmp"
         assert temporary.is_dead(other, now) == dead
         assert temporary.is_dead(other, now - 90_000)
 
 
-def test_only_what_is_ours_and_dead_is_removed(tmp_path: Path, source: Path) -> None:
+def test_only_leftovers_of_dead_processes_are_removed(tmp_path: Path, source: Path) -> None:
     dead = f".x.{temporary.Owner(temporary.me().host, '00000000', 1, 1, 1)}-00000000.ckpttool.tmp"
     alive = f".x.{temporary.Owner('00000000', '00000000', 1, 1, 1)}-00000000.ckpttool.tmp"
     for name in (dead, alive, ".x.tmp", "y.ckpttool.tmp"):
@@ -269,7 +269,7 @@ def test_only_what_is_ours_and_dead_is_removed(tmp_path: Path, source: Path) -> 
 
 @pytest.mark.parametrize("name", ["../out", "/etc/x", "a/../../b", "a\0b", "\ud800", "a" * 300, 5, None])
 @pytest.mark.parametrize("field", ["name", "old"])
-def test_a_journal_that_leads_elsewhere_is_refused(tmp_path: Path, name: object, field: str) -> None:
+def test_journal_with_an_invalid_path_is_refused(tmp_path: Path, name: object, field: str) -> None:
     dead = tmp_path / f".x.{temporary.Owner(temporary.me().host, '00000000', 1, 1, 1)}-00000000.ckpttool.edit"
     row = {"name": "a", "old": None, "state": None, field: name}
     dead.write_text(json.dumps({"schema": "ckpttool.record/1", "files": [row]}))
@@ -278,19 +278,17 @@ def test_a_journal_that_leads_elsewhere_is_refused(tmp_path: Path, name: object,
     assert dead.exists()
 
 
-def test_a_journal_that_is_deeper_than_python_goes_is_refused(tmp_path: Path) -> None:
+def test_journal_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match="cannot be read"):
         transaction.parse(b'{"files": ' + b"[" * 100_000, tmp_path / "journal")
 
 
-# The disk confirms
+# Flushes to disk
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL])
-def test_a_folder_that_cannot_be_flushed_after_the_switch(
-    source: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    """It is said, but where the file system flushes no folders."""
+def test_failed_flush_of_the_folder_is_reported(source: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Only EINVAL is ignored: some file systems cannot flush a folder."""
     plain = os.fsync
 
     def failing(descriptor: int) -> None:
@@ -305,13 +303,11 @@ def test_a_folder_that_cannot_be_flushed_after_the_switch(
     assert Path("out").read_bytes() == b"x"
 
 
-def test_all_is_flushed_before_the_switch_and_the_folder_after_it(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In this order: the file, its new name, the folder. And with --no-fsync none of it."""
+def test_file_is_flushed_before_the_rename_and_folder_after_it(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --no-fsync, nothing is flushed."""
     done: list[str] = []
 
-    def noted(name: str, call: Callable[..., object]) -> Callable[..., object]:
+    def recorded(name: str, call: Callable[..., object]) -> Callable[..., object]:
         def wrapped(*args: object, **how: object) -> object:
             folder = name == "fsync" and isinstance(args[0], int) and stat.S_ISDIR(os.fstat(args[0]).st_mode)
             done.append("folder" if folder else name)
@@ -320,7 +316,7 @@ def test_all_is_flushed_before_the_switch_and_the_folder_after_it(
         return wrapped
 
     for name in ("fsync", "link", "replace"):
-        monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
+        monkeypatch.setattr(os, name, recorded(name, getattr(os, name)))
     assert main(["remap", source.name, *RENAME, "-o", "one.safetensors"]) == 0
     assert done == ["fsync", "link", "folder"]
     done.clear()
@@ -328,7 +324,14 @@ def test_all_is_flushed_before_the_switch_and_the_folder_after_it(
     assert done == ["fsync", "replace", "folder"]
     done.clear()
     assert main(["convert", source.name, "--in-place"]) == 0
-    assert done == ["fsync", "link", "fsync", "folder", "replace", "folder"]  # the old file and its record come first
+    assert done == [
+        "fsync",
+        "link",
+        "fsync",
+        "folder",
+        "replace",
+        "folder",
+    ]  # the old file and its undo record come first
     assert main(["undo", source.name]) == 0
     done.clear()
     assert main(["remap", source.name, *RENAME, "--in-place"]) == 0
@@ -343,13 +346,13 @@ def test_all_is_flushed_before_the_switch_and_the_folder_after_it(
     assert done == ["link"]
 
 
-# Who may read
+# Permissions
 
 
 @pytest.mark.parametrize(
     ("mode", "umask", "expected"), [(0o600, 0o022, 0o600), (0o644, 0o027, 0o640), (0o664, 0, 0o664), (0o400, 0, 0o600)]
 )
-def test_an_output_is_not_more_readable_than_its_source(source: Path, mode: int, umask: int, expected: int) -> None:
+def test_output_is_not_more_readable_than_its_source(source: Path, mode: int, umask: int, expected: int) -> None:
     source.chmod(mode)
     before = os.umask(umask)
     try:
@@ -366,7 +369,7 @@ def test_an_output_is_not_more_readable_than_its_source(source: Path, mode: int,
     assert stat.S_IMODE(os.stat("out").st_mode) & 0o044 & ~mode == 0
 
 
-def test_links_to_nothing_and_in_circles(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dangling_and_circular_symlinks_are_refused(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("out.safetensors").symlink_to("elsewhere.safetensors")
     Path("loop.safetensors").symlink_to("loop.safetensors")
     assert main(["remap", source.name, *RENAME, "-o", "out.safetensors"]) == 2
@@ -378,8 +381,10 @@ def test_links_to_nothing_and_in_circles(source: Path, capsys: pytest.CaptureFix
     assert set(load_file("elsewhere.safetensors")) == {"z.weight", "b"}
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can make files of others")
-def test_a_link_of_another_user_in_a_folder_of_all(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can change the owner of a file")
+def test_symlink_of_another_user_in_a_shared_folder_is_refused(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shared = source.parent / "shared"
     shared.mkdir()
     shared.chmod(0o1777)
@@ -389,7 +394,10 @@ def test_a_link_of_another_user_in_a_folder_of_all(source: Path, capsys: pytest.
     assert main(["remap", source.name, *RENAME, "-o", "shared/out.safetensors", "--force"]) == 2
     assert "another user" in capsys.readouterr().err
     assert Path("precious.safetensors").read_text() == "mine"
-    for owner in (os.geteuid(), shared.stat().st_uid):  # one's own, and that of whom the folder belongs to
+    for owner in (
+        os.geteuid(),
+        shared.stat().st_uid,
+    ):  # the user's own link, and one that belongs to the owner of the folder
         os.chown(shared / "out.safetensors", owner, owner, follow_symlinks=False)
         assert main(["remap", source.name, *RENAME, "-o", "shared/out.safetensors", "--force"]) == 0
         assert set(load_file("precious.safetensors")) == {"z.weight", "b"}
@@ -399,7 +407,7 @@ def test_a_link_of_another_user_in_a_folder_of_all(source: Path, capsys: pytest.
 # Ranks
 
 
-def test_ranks_are_one_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_files_are_replaced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(3, 2)\n")
     torch.save(torch.nn.Linear(3, 2).state_dict(), "in.pt")
@@ -416,7 +424,7 @@ def test_ranks_are_one_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert {path: path.read_bytes() for path in Path().glob("rank_*.pt")} == before
 
 
-def test_nothing_is_put_off_outside_of_the_main_thread(source: Path) -> None:
+def test_command_runs_outside_of_the_main_thread(source: Path) -> None:
     statuses: list[int] = []
     thread = threading.Thread(
         target=lambda: statuses.append(main(["remap", source.name, *RENAME, "-o", "o.safetensors"]))

@@ -1,4 +1,4 @@
-"""Bytes that are read: in whatever chunks they come, the answer is that of the bytes."""
+"""Reads of byte ranges: the size of the chunks makes no difference."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ckpttool.io.write import write_file as write
 CUTS = st.lists(st.integers(0, 12), max_size=5)
 
 
-def cut(data: bytes | bytearray, sizes: Sequence[int]) -> Lazy:
-    """The bytes, computed in chunks of these sizes, and the rest of them."""
+def in_chunks(data: bytes | bytearray, sizes: Sequence[int]) -> Lazy:
+    """Return lazy data that yields chunks of these sizes, then the rest."""
     ends = [min(len(data), sum(sizes[:number])) for number in range(len(sizes) + 1)]
     chunks = [data[start:end] for start, end in zip(ends, [*ends[1:], len(data)])]
     return Lazy(len(data), lambda: [memoryview(chunk) for chunk in chunks])
@@ -35,28 +35,35 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @settings(max_examples=150)
-@given(start=st.integers(0, 40), size=st.integers(0, 30), at=st.integers(-1, 29), more=CUTS, ours=CUTS, theirs=CUTS)
-def test_the_same_bytes_are_the_same_however_they_are_computed(
-    path: Path, start: int, size: int, at: int, more: list[int], ours: list[int], theirs: list[int]
+@given(
+    start=st.integers(0, 40),
+    size=st.integers(0, 30),
+    at=st.integers(-1, 29),
+    more=CUTS,
+    left_sizes=CUTS,
+    right_sizes=CUTS,
+)
+def test_same_data_ignores_chunk_sizes(
+    path: Path, start: int, size: int, at: int, more: list[int], left_sizes: list[int], right_sizes: list[int]
 ) -> None:
-    there = path.read_bytes()[start : start + size]
-    data = bytearray(there + bytes(more[:1]))
+    expected = path.read_bytes()[start : start + size]
+    data = bytearray(expected + bytes(more[:1]))
     if 0 <= at < len(data):
         data[at] ^= 1
-    for right in (cut(there, theirs), Span(str(path), start, size)):
-        assert same_data(cut(data, ours), right) == (data == there)
-        assert same_data(right, cut(data, ours)) == (data == there)
-        assert read_all(right) == there
+    for right in (in_chunks(expected, right_sizes), Span(str(path), start, size)):
+        assert same_data(in_chunks(data, left_sizes), right) == (data == expected)
+        assert same_data(right, in_chunks(data, left_sizes)) == (data == expected)
+        assert read_all(right) == expected
     assert same_data(Span(str(path), start, size), Span(str(path), start, size))
 
 
-def test_computed_bytes_are_as_many_as_were_planned() -> None:
+def test_wrong_number_of_computed_bytes_is_refused() -> None:
     for length in (2, 4):
         with pytest.raises(CkptError, match=f"computed 3 bytes, not {length}"):
             read_all(Lazy(length, lambda: [b"a", b"", b"bc"]))
 
 
-def test_parts_of_computed_bytes_may_lie_in_files(tmp_path: Path) -> None:
+def test_computed_bytes_may_contain_spans_of_files(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"0123456789")
     (tmp_path / "b").write_bytes(b"abc")
     first, second = Span(str(tmp_path / "a"), 2, 5), Span(str(tmp_path / "b"), 1, 2)
@@ -66,7 +73,7 @@ def test_parts_of_computed_bytes_may_lie_in_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK, 2 * CHUNK + 7])
-def test_a_digest_is_that_of_the_range_that_the_disk_holds(tmp_path: Path, size: int) -> None:
+def test_digest_of_a_range_on_disk(tmp_path: Path, size: int) -> None:
     data = os.urandom(size)
     (tmp_path / "a").write_bytes(data)
     for start, length in ((0, None), (0, size), (1, None), (size // 3, size // 2), (0, 0)):
@@ -79,8 +86,8 @@ EDGES = st.sampled_from([0, 1, 5, BLOCK - 5, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BL
 
 @settings(max_examples=60)
 @given(sizes=st.lists(EDGES, max_size=6))
-def test_what_is_written_in_blocks_is_what_came(path: Path, sizes: list[int]) -> None:
-    """Chunks that end just before, at and just behind the end of a block."""
+def test_write_in_blocks_keeps_the_bytes(path: Path, sizes: list[int]) -> None:
+    """Chunks end just before, at and just after the end of a block."""
     out = path.with_name("out")
     chunks = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
     digest = hashlib.blake2b()
