@@ -54,7 +54,7 @@ NEEDS_HTTP = pytest.mark.skipif(not find_spec("aiohttp"), reason="aiohttp is not
 
 @dataclass(frozen=True)
 class Store:
-    """An empty place in a remote file system."""
+    """An empty folder in a remote file system."""
 
     fs: Any
     url: str
@@ -93,7 +93,7 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> St
     return Store(fs, f"s3://{bucket}/deep")
 
 
-def zipped(state: object, **options: Any) -> bytes:
+def torch_zip(state: object, **options: Any) -> bytes:
     out = io.BytesIO()
     torch.save(state, out, **options)
     return out.getvalue()
@@ -114,31 +114,31 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 def test_every_kind_of_file_is_read(store: Store) -> None:
-    legacy = zipped(STATE, _use_new_zipfile_serialization=False)
+    legacy = torch_zip(STATE, _use_new_zipfile_serialization=False)
     for url in (
         store.put("a.safetensors", save(STATE)),
-        store.put("a.pt", zipped(STATE)),
+        store.put("a.pt", torch_zip(STATE)),
         store.put("legacy.pt", legacy),
-        store.put("train.ckpt", zipped({"epoch": 3, "model": STATE})) + "::model",
+        store.put("train.ckpt", torch_zip({"epoch": 3, "model": STATE})) + "::model",
     ):
         assert same(tensors(open_operand(url)), STATE)
 
 
 @pytest.mark.parametrize("own", ["script-torch-2.5.1.pt", "tagger-torch-2.7.1.pt2", "tagger-torch-2.9.1.pt2"])
-def test_programs_are_read(store: Store, own: str) -> None:
+def test_exported_programs_are_read(store: Store, own: str) -> None:
     remote_one, local = open_checkpoint(store.put(own, DATA / own)), open_checkpoint(str(DATA / own))
     assert remote_one.format == local.format
     assert [section.path for section in remote_one.sections] == [section.path for section in local.sections]
     assert same(tensors(remote_one), tensors(local))
 
 
-def test_a_sharded_folder_is_read(store: Store, tmp_path: Path) -> None:
+def test_sharded_folder_is_read(store: Store, tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "all.safetensors")
     assert main(["convert", str(tmp_path / "all.safetensors"), "-o", f"{tmp_path}/m/", "--max-shard-size", "100B"]) == 0
     (tmp_path / "m" / "config.json").write_text("{}")
     url = store.put_folder("m", tmp_path / "m")
     if url.startswith("s3:"):
-        bucket = url.split("/")[2]  # who makes a folder in a browser, makes an object of that name
+        bucket = url.split("/")[2]  # a folder made in the S3 console is an object of that name
         store.fs.call_s3("put_object", Bucket=bucket, Key="deep/m/", Body=b"")
     assert remote.names_in(url) == sorted(os.listdir(tmp_path / "m"))
     for operand in (url, url + "/", url + "/model.safetensors.index.json"):
@@ -147,7 +147,7 @@ def test_a_sharded_folder_is_read(store: Store, tmp_path: Path) -> None:
         assert same(tensors(found), STATE)
 
 
-def test_a_dcp_folder_is_read(store: Store, tmp_path: Path) -> None:
+def test_dcp_folder_is_read(store: Store, tmp_path: Path) -> None:
     dcp.save({"model": STATE, "step": 7}, checkpoint_id=tmp_path / "d")
     url = store.put_folder("d", tmp_path / "d")
     for operand in (url, url + "/.metadata"):
@@ -156,25 +156,25 @@ def test_a_dcp_folder_is_read(store: Store, tmp_path: Path) -> None:
         assert same(tensors(found), STATE)
 
 
-def test_a_glob_is_read(store: Store) -> None:
+def test_glob_is_read(store: Store) -> None:
     for rank in range(2):
-        store.put(f"rank_{rank}.pt", zipped(STATE))
+        store.put(f"rank_{rank}.pt", torch_zip(STATE))
     store.put("rank_9.pt/no file", b"")
     found = open_checkpoint(f"{store.url}/rank_*.pt")
     assert found.format == "rank_files"
     assert {entry.key for entry in found.sections[0].tensors} == set(STATE)
 
 
-def test_a_folder_with_several_checkpoints_lists_them(store: Store) -> None:
+def test_folder_with_several_checkpoints_lists_them(store: Store) -> None:
     store.put("m/a.safetensors", save(STATE))
-    store.put("m/b.pt", zipped(STATE))
+    store.put("m/b.pt", torch_zip(STATE))
     with pytest.raises(CkptError, match="several checkpoints") as error:
         open_checkpoint(f"{store.url}/m")
     assert [problem.key for problem in error.value.problems] == ["a.safetensors", "b.pt"]
 
 
 @pytest.mark.parametrize("count", [0, 1, 1000])
-def test_what_changes_is_read_anew(store: Store, count: int) -> None:
+def test_changed_file_is_read_again(store: Store, count: int) -> None:
     store.put("a.safetensors", save({"w": torch.zeros(5)}))
     url = f"{store.url}/a.safetensors"
     open_checkpoint(url)
@@ -182,7 +182,7 @@ def test_what_changes_is_read_anew(store: Store, count: int) -> None:
     assert same(tensors(open_checkpoint(url)), {"new": torch.ones(count)})
 
 
-def test_spans_larger_than_every_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_larger_than_all_buffers_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     data = os.urandom(300_001)
     url = Store(fsspec.filesystem("memory"), "memory://spans").put("data", data)
     for own, value in (("BLOCK", 1 << 10), ("_LARGE", 1 << 12), ("PART", 10_007)):
@@ -192,7 +192,7 @@ def test_spans_larger_than_every_buffer(monkeypatch: pytest.MonkeyPatch) -> None
         assert read_span(Span(url, start, length)) == data[start : start + length]
         remote.forget(url)
     reader, taken = SpanReader(512), b""
-    for start in range(0, 300_000, 5000):  # neighbours, with the end of the run known
+    for start in range(0, 300_000, 5000):  # adjacent spans; the end of the run is known
         taken += b"".join(map(bytes, reader.chunks(Span(url, start, 5000), 300_000)))
     assert taken == data[:300_000]
     with opened(url) as file:
@@ -204,10 +204,10 @@ def test_spans_larger_than_every_buffer(monkeypatch: pytest.MonkeyPatch) -> None
         assert file.read() == data[299_000:]
 
 
-# How much is fetched
+# Number of bytes fetched
 
 
-def test_inspect_fetches_a_header(store: Store) -> None:
+def test_inspect_fetches_only_the_header(store: Store) -> None:
     state = {f"layers.{number}.weight": torch.zeros(256, 1024) for number in range(50)}
     url = store.put("large.safetensors", save(state))
     before = remote.cache.fetched[url]
@@ -219,7 +219,7 @@ def test_inspect_fetches_a_header(store: Store) -> None:
 @pytest.mark.parametrize(("own", "limit"), [("zip", 600_000), ("legacy", 1_500_000)])
 def test_inspect_fetches_no_storage(own: str, limit: int) -> None:
     state = {f"layers.{number}.weight": torch.zeros(256, 1024) for number in range(50)}
-    data = zipped(state, _use_new_zipfile_serialization=own == "zip")
+    data = torch_zip(state, _use_new_zipfile_serialization=own == "zip")
     url = Store(fsspec.filesystem("memory"), "memory://sizes").put(f"{own}.pt", data)
     before = remote.cache.fetched[url]
     assert len(open_checkpoint(url).sections[0].tensors) == 50
@@ -227,7 +227,9 @@ def test_inspect_fetches_no_storage(own: str, limit: int) -> None:
 
 
 @NEEDS_HTTP
-def test_the_server_counts_the_same(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logged_bytes_equal_the_count_of_the_server(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = save({f"layers.{number}.weight": torch.zeros(256, 1024) for number in range(50)})
     with web_server({"/m/large.safetensors": data}) as server:
         url = f"{server.url}/m/large.safetensors"
@@ -239,7 +241,7 @@ def test_the_server_counts_the_same(capsys: pytest.CaptureFixture[str], monkeypa
         assert f"INFO {url}: {server.sent:,} bytes fetched in 1 requests" in log.splitlines()
 
 
-def test_a_rename_fetches_everything_once(store: Store, tmp_path: Path) -> None:
+def test_remap_fetches_every_byte_once(store: Store, tmp_path: Path) -> None:
     state = {f"layers.{number}.weight": torch.full((100, 100), float(number)) for number in range(60)}
     url = store.put("a.safetensors", save(state))
     before = remote.cache.fetched[url]
@@ -256,8 +258,8 @@ RENAME = ["--rule", "embed.weight => e.w"]
 RENAMED = {"e.w" if key == "embed.weight" else key: value for key, value in STATE.items()}
 
 
-def test_a_file_is_written_and_verified(store: Store) -> None:
-    url = store.put("a.pt", zipped(STATE))
+def test_file_is_written_and_verified(store: Store) -> None:
+    url = store.put("a.pt", torch_zip(STATE))
     assert main(["remap", url, *RENAME, "-o", f"{store.url}/b.safetensors", "--verify"]) == 0
     assert same(load(store.get("b.safetensors")), RENAMED)
     assert main(["remap", f"{store.url}/b.safetensors", "-o", f"{store.url}/new/c.pt", "--verify"]) == 0
@@ -265,7 +267,7 @@ def test_a_file_is_written_and_verified(store: Store) -> None:
     assert store.names() == {"a.pt", "b.safetensors", "new/c.pt"}
 
 
-def test_from_a_url_to_a_file_and_back(store: Store, tmp_path: Path) -> None:
+def test_url_to_local_file_and_back(store: Store, tmp_path: Path) -> None:
     url, local = store.put("a.safetensors", save(STATE)), tmp_path / "a.pt"
     assert main(["remap", url, "-o", str(local), "--verify"]) == 0
     assert same(torch.load(local), STATE)
@@ -273,8 +275,8 @@ def test_from_a_url_to_a_file_and_back(store: Store, tmp_path: Path) -> None:
     assert same(load(store.get("b.safetensors")), STATE)
 
 
-def test_what_exists_is_replaced_with_force_only(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    url, old = store.put("a.pt", zipped(STATE)), store.put("b.safetensors", b"old")
+def test_existing_file_is_replaced_only_with_force(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    url, old = store.put("a.pt", torch_zip(STATE)), store.put("b.safetensors", b"old")
     assert main(["remap", url, "-o", old]) == 2
     assert "pass --force" in capsys.readouterr().err
     assert store.get("b.safetensors") == b"old"
@@ -282,19 +284,21 @@ def test_what_exists_is_replaced_with_force_only(store: Store, capsys: pytest.Ca
     assert same(load(store.get("b.safetensors")), STATE)
 
 
-@pytest.mark.parametrize("words", [["--in-place"], ["--in-place", "--force"]])
-def test_nothing_is_changed_in_place(store: Store, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
-    url = store.put("a.pt", zipped(STATE))
+@pytest.mark.parametrize("options", [["--in-place"], ["--in-place", "--force"]])
+def test_remote_file_is_not_edited_in_place(
+    store: Store, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    url = store.put("a.pt", torch_zip(STATE))
     before = store.get("a.pt")
-    assert main(["remap", url, *RENAME, *words]) == 2
+    assert main(["remap", url, *RENAME, *options]) == 2
     assert "cannot be changed in place" in capsys.readouterr().err
     assert main(["remap", url, *RENAME, "-o", url, "--force"]) == 2
     assert "is the source itself" in capsys.readouterr().err
     assert store.get("a.pt") == before
 
 
-@pytest.mark.parametrize("nbytes", [1000, 40_000_000])  # one request, and several parts
-def test_a_failure_leaves_nothing(store: Store, nbytes: int) -> None:
+@pytest.mark.parametrize("nbytes", [1000, 40_000_000])  # one request; several parts
+def test_failed_write_leaves_no_files(store: Store, nbytes: int) -> None:
     def produce() -> Iterator[bytes]:
         for _ in range(0, nbytes, 1000):
             yield bytes(1000)
@@ -309,26 +313,26 @@ def test_a_failure_leaves_nothing(store: Store, nbytes: int) -> None:
         assert not store.fs.call_s3("list_multipart_uploads", Bucket=bucket).get("Uploads")
 
 
-def test_several_parts_become_one_file(store: Store) -> None:
+def test_multipart_upload_makes_one_file(store: Store) -> None:
     data = os.urandom(1 << 20) * 36
     write([Piece(data), Piece(b"end")], f"{store.url}/out")
     assert store.get("out") == data + b"end"
 
 
 @pytest.mark.parametrize(("nbytes", "block"), [(1, PART), (1 << 37, PART), (5 << 40, 583 << 20)])
-def test_no_file_takes_more_parts_than_a_store_allows(monkeypatch: pytest.MonkeyPatch, nbytes: int, block: int) -> None:
-    asked: dict[str, Any] = {}
+def test_block_size_keeps_uploads_below_10_000_parts(monkeypatch: pytest.MonkeyPatch, nbytes: int, block: int) -> None:
+    options: dict[str, Any] = {}
     opened = MemoryFileSystem.open
-    monkeypatch.setattr(MemoryFileSystem, "open", lambda fs, *args, **more: asked.update(more) or opened(fs, *args))
+    monkeypatch.setattr(MemoryFileSystem, "open", lambda fs, *args, **more: options.update(more) or opened(fs, *args))
     with pytest.raises(ZeroDivisionError), _appearing("memory://parts/big", nbytes, True):
         1 / 0  # noqa: B018
-    assert asked == {"block_size": block}
+    assert options == {"block_size": block}
     assert -(-nbytes // block) <= 10_000
 
 
-@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("is_removed", [False, True])
 @pytest.mark.parametrize("to", ["local", "remote"])
-def test_a_source_that_changes_meanwhile(store: Store, tmp_path: Path, to: str, gone: bool) -> None:
+def test_source_changed_during_a_write_is_refused(store: Store, tmp_path: Path, to: str, is_removed: bool) -> None:
     from ckpttool.io.write import write_file
 
     url = store.put("a.safetensors", save(STATE))
@@ -338,7 +342,7 @@ def test_a_source_that_changes_meanwhile(store: Store, tmp_path: Path, to: str, 
         store.fs.rm(store.fs._strip_protocol(url))
         return [b"x"]
 
-    if gone:
+    if is_removed:
         pieces.append(Piece(Lazy(1, change)))
     else:
         store.put(
@@ -348,12 +352,12 @@ def test_a_source_that_changes_meanwhile(store: Store, tmp_path: Path, to: str, 
     out = str(tmp_path / "out") if to == "local" else f"{store.url}/out"
     with pytest.raises(CkptError, match="was changed while it was read"):
         write_file(pieces, out)
-    assert store.names() == (set() if gone else {"a.safetensors"})
+    assert store.names() == (set() if is_removed else {"a.safetensors"})
     assert not list(tmp_path.iterdir())
 
 
-def test_a_source_that_changes_between_two_files_of_an_output(store: Store) -> None:
-    """Whose names begin with its own."""
+def test_source_changed_between_two_output_files_is_refused(store: Store) -> None:
+    """The names of the output files start with the name of the source."""
     from ckpttool.io.write import write_folder
 
     url = store.put("a", save(STATE))
@@ -370,7 +374,7 @@ def test_a_source_that_changes_between_two_files_of_an_output(store: Store) -> N
 
 
 def test_folders_are_written(store: Store, tmp_path: Path) -> None:
-    url = store.put("a.pt", zipped(STATE))
+    url = store.put("a.pt", torch_zip(STATE))
     assert main(["convert", url, "-o", f"{store.url}/shards/", "--max-shard-size", "100B", "--verify"]) == 0
     assert same(tensors(open_checkpoint(f"{store.url}/shards")), STATE)
     assert main(["remap", f"{store.url}/shards", *RENAME, "-o", f"{store.url}/m/", "--verify"]) == 0
@@ -386,19 +390,19 @@ def test_folders_are_written(store: Store, tmp_path: Path) -> None:
     assert same(into, RENAMED)
 
 
-def test_a_dcp_rename_moves_no_data_through_here(store: Store) -> None:
-    url = store.put("a.pt", zipped(STATE))
+def test_dcp_rename_copies_data_within_the_store(store: Store) -> None:
+    url = store.put("a.pt", torch_zip(STATE))
     assert main(["remap", url, "-o", f"{store.url}/d.dcp"]) == 0
     open_checkpoint(f"{store.url}/d.dcp")
     data = f"{store.url}/d.dcp/__0_0.distcp"
     before = remote.cache.fetched[data]
     assert main(["remap", f"{store.url}/d.dcp", *RENAME, "-o", f"{store.url}/e.dcp"]) == 0
-    assert remote.cache.fetched[data] - before <= remote.BLOCK  # its small objects
+    assert remote.cache.fetched[data] - before <= remote.BLOCK  # only its small objects
     assert store.get("d.dcp/__0_0.distcp") == store.get("e.dcp/__0_0.distcp")
     assert same(tensors(open_checkpoint(f"{store.url}/e.dcp")), RENAMED)
 
 
-def test_a_checkpoint_in_a_folder_is_replaced_with_force_only(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_in_a_folder_is_replaced_only_with_force(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     old = store.put("old.safetensors", save({"w": torch.ones(40), "v": torch.ones(40)}))
     new = store.put("new.safetensors", save({"x": torch.zeros(40)}))
     out = f"{store.url}/m/"
@@ -410,19 +414,19 @@ def test_a_checkpoint_in_a_folder_is_replaced_with_force_only(store: Store, caps
     assert same(load(store.get("m/model.safetensors")), {"x": torch.zeros(40)})
 
 
-def test_a_program_gets_weights_from_a_url(store: Store) -> None:
+def test_swap_weights_reads_and_writes_urls(store: Store) -> None:
     program = store.put("p.pt2", DATA / "tagger-torch-2.9.1.pt2")
     state = {
         key: value + 1 if value.is_floating_point() else value
         for key, value in tensors(open_checkpoint(program)).items()
     }
-    new = store.put("new.pt", zipped(state))
+    new = store.put("new.pt", torch_zip(state))
     assert main(["swap-weights", program, new, "-o", f"{store.url}/q.pt2", "--verify"]) == 0
     assert same(tensors(open_checkpoint(f"{store.url}/q.pt2")), state)
 
 
 def test_diff_reads_urls(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    left = store.put("a.pt", zipped(STATE))
+    left = store.put("a.pt", torch_zip(STATE))
     right = store.put("b.safetensors", save({f"module.{key}": value for key, value in STATE.items()}))
     assert main(["diff", left, left, "--values"]) == 0
     capsys.readouterr()
@@ -448,7 +452,7 @@ def test_diff_reads_urls(store: Store, capsys: pytest.CaptureFixture[str]) -> No
         ("m.pt::model", "m.pt", "model"),
     ],
 )
-def test_sections_and_chains(operand: str, path: str, section: str | None) -> None:
+def test_operand_is_split_into_path_and_section(operand: str, path: str, section: str | None) -> None:
     assert split(operand) == (path, section)
     assert is_url(path) == ("://" in path)
 
@@ -463,19 +467,19 @@ def test_sections_and_chains(operand: str, path: str, section: str | None) -> No
         ("zip://m::s3://b/a.zip", "x.pt", "zip://m/x.pt::s3://b/a.zip"),
     ],
 )
-def test_names_in_folders(folder: str, own: str, joined: str) -> None:
+def test_join_name_and_parent_of_urls(folder: str, own: str, joined: str) -> None:
     assert join(folder, own) == joined
     assert name(joined) == own
     assert parent(joined).rstrip("/") == folder.rstrip("/")
 
 
 @pytest.mark.parametrize("path", ["m.pt", "/a/b.pt", "a::b", "C:\\x", "dir:/x", "://x", "1a://x", "x/y://z"])
-def test_what_is_no_url(path: str) -> None:
+def test_local_path_is_not_a_url(path: str) -> None:
     assert not is_url(path)
 
 
-def test_chains_are_read(tmp_path: Path) -> None:
-    url = Store(fsspec.filesystem("memory"), "memory://chain").put("m.pt", zipped({"model": STATE}))
+def test_chained_urls_are_read(tmp_path: Path) -> None:
+    url = Store(fsspec.filesystem("memory"), "memory://chain").put("m.pt", torch_zip({"model": STATE}))
     assert same(tensors(open_operand(f"simplecache::{url}::model")), STATE)
     with fsspec.open("memory://chain/a.zip", "wb") as file:
         import zipfile
@@ -486,7 +490,7 @@ def test_chains_are_read(tmp_path: Path) -> None:
     assert same(tensors(open_operand("zip://deep::memory://chain/a.zip")), STATE)
 
 
-def test_file_urls_are_read_and_written_as_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_urls_are_read_but_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file(STATE, tmp_path / "a.safetensors")
     url = (tmp_path / "a.safetensors").as_uri()
     assert same(tensors(open_operand(url)), STATE)
@@ -497,11 +501,11 @@ def test_file_urls_are_read_and_written_as_paths(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("own", ["../x", "/x", "a/../x", "%2e%2e/x", "x?y", "x#y", "a::memory:", "memory://x", "*", ""])
-def test_names_that_leave_a_remote_folder(own: str) -> None:
+def test_unsafe_name_in_a_remote_folder_is_refused(own: str) -> None:
     assert safe_path("s3://b/m", own) is None
 
 
-def test_an_index_cannot_lead_out_of_a_remote_folder(store: Store) -> None:
+def test_index_that_names_a_file_outside_its_folder_is_refused(store: Store) -> None:
     store.put("secret.safetensors", save(STATE))
     index = {"weight_map": dict.fromkeys(STATE, "../secret.safetensors")}
     url = store.put("m/model.safetensors.index.json", json.dumps(index).encode())
@@ -510,7 +514,7 @@ def test_an_index_cannot_lead_out_of_a_remote_folder(store: Store) -> None:
     assert "leads out of its folder" in str(error.value.problems[0])
 
 
-# What goes wrong
+# Errors
 
 
 @pytest.fixture
@@ -527,8 +531,8 @@ def failing(capsys: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
-def test_what_is_not_there(store: Store, failing: Any) -> None:
-    store.put("a.pt", zipped(STATE))
+def test_missing_file_or_section_is_reported(store: Store, failing: Any) -> None:
+    store.put("a.pt", torch_zip(STATE))
     assert "no such file" in failing("inspect", f"{store.url}/b.pt")
     assert "no such file" in failing("inspect", f"{store.url}/b/")
     assert "no file matches" in failing("inspect", f"{store.url}/b*.pt")
@@ -536,15 +540,15 @@ def test_what_is_not_there(store: Store, failing: Any) -> None:
     assert "no such file" in failing("remap", f"{store.url}/b.pt", "-o", f"{store.url}/c.pt")
 
 
-def test_what_is_no_checkpoint(store: Store, failing: Any) -> None:
+def test_file_that_is_not_a_checkpoint_is_reported(store: Store, failing: Any) -> None:
     assert "is empty" in failing("inspect", store.put("empty.pt", b""))
-    assert "truncated" in failing("inspect", store.put("cut.pt", zipped(STATE)[:-100]))
+    assert "truncated" in failing("inspect", store.put("cut.pt", torch_zip(STATE)[:-100]))
     assert "truncated" in failing("inspect", store.put("cut.safetensors", save(STATE)[:-1]))
     assert "HTML" in failing("inspect", store.put("page.pt", b"<!doctype html><html></html>"))
 
 
 @NEEDS_S3
-def test_a_bucket_that_is_not_there(
+def test_missing_bucket_is_reported(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, failing: Any, tmp_path: Path
 ) -> None:
     for variable, value in (("ACCESS_KEY_ID", "me"), ("SECRET_ACCESS_KEY", "x"), ("DEFAULT_REGION", "us-east-1")):
@@ -555,8 +559,8 @@ def test_a_bucket_that_is_not_there(
     assert "bucket" in failing("remap", str(tmp_path / "a.safetensors"), "-o", "s3://no-such-bucket/a.pt")
 
 
-def test_a_driver_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, failing: Any) -> None:
-    monkeypatch.setitem(sys.modules, "gcsfs", None)  # importing it fails, as it does where it is not installed
+def test_missing_driver_is_reported(monkeypatch: pytest.MonkeyPatch, failing: Any) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)  # makes its import fail, as if it were not installed
     err = failing("inspect", "gs://bucket/a.pt")
     assert "needs the Python package gcsfs" in err
     assert "hint: pip install 'ckpttool[gcs]', or only gcsfs" in err
@@ -565,15 +569,15 @@ def test_a_driver_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, failing
     assert "hint: pip install adlfs" in failing("inspect", "az://bucket/a.pt")
 
 
-def test_a_scheme_that_nobody_knows(failing: Any) -> None:
+def test_unknown_scheme_is_reported(failing: Any) -> None:
     assert "no driver is known for s4://" in failing("inspect", "s4://bucket/a.pt")
     assert "did you mean memory://?" in failing("inspect", "memmory://bucket/a.pt")
-    failing("inspect", "zip://x.pt::/tmp/a.zip")  # a section: in a chain it would be file:///tmp/a.zip
+    failing("inspect", "zip://x.pt::/tmp/a.zip")  # parsed as a section: a chain would need file:///tmp/a.zip
 
 
 @NEEDS_HTTP
-def test_web_servers(failing: Any) -> None:
-    data = zipped(STATE)
+def test_errors_of_web_servers(failing: Any) -> None:
+    data = torch_zip(STATE)
     with web_server({"/a.pt": data}) as server:
         assert same(tensors(open_checkpoint(f"{server.url}/a.pt")), STATE)
         assert "no such file" in failing("inspect", f"{server.url}/b.pt")
@@ -584,12 +588,11 @@ def test_web_servers(failing: Any) -> None:
 
 
 @NEEDS_HTTP
-@NEEDS_HTTP
-def test_a_page_that_lists_files_is_read_as_far_as_is_usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request for no range; and what was read is there for whoever asks again."""
+def test_listing_page_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listing is requested without a range; its body can be read twice."""
 
     page = b'<a href="rank_0.pt">rank_0.pt</a><a href="rank_1.pt">rank_1.pt</a>'
-    files = {"/m/": page, **{f"/m/rank_{rank}.pt": zipped(STATE) for rank in range(2)}}
+    files = {"/m/": page, **{f"/m/rank_{rank}.pt": torch_zip(STATE) for rank in range(2)}}
     with web_server(files) as server:
         found = open_checkpoint(f"{server.url}/m/rank_*.pt")
         assert same(tensors(found), STATE)
@@ -612,7 +615,7 @@ def test_a_page_that_lists_files_is_read_as_far_as_is_usual(monkeypatch: pytest.
 
 
 @NEEDS_HTTP
-def test_a_server_that_does_not_answer(failing: Any) -> None:
+def test_unreachable_server_is_reported(failing: Any) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -630,7 +633,7 @@ def test_a_server_that_does_not_answer(failing: Any) -> None:
         (lambda exceptions: TimeoutError(), "network"),
     ],
 )
-def test_errors_of_drivers(make: Any, hint: str) -> None:
+def test_driver_errors_get_a_hint(make: Any, hint: str) -> None:
     from botocore import exceptions
 
     with pytest.raises(CkptError) as error, remote_errors.answered("s3://b/x"):
@@ -639,12 +642,12 @@ def test_errors_of_drivers(make: Any, hint: str) -> None:
     assert "\n" not in error.value.message
 
 
-def test_a_level_of_the_log_that_is_none(monkeypatch: pytest.MonkeyPatch, failing: Any) -> None:
+def test_unknown_log_level_is_reported(monkeypatch: pytest.MonkeyPatch, failing: Any) -> None:
     monkeypatch.setenv("CKPTTOOL_LOG", "loud")
     assert "CKPTTOOL_LOG=loud" in failing("inspect", "memory://x")
 
 
-def test_local_paths_load_no_fsspec(tmp_path: Path) -> None:
+def test_local_paths_do_not_import_fsspec(tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "a.safetensors")
     code = (
         "import sys; from ckpttool.cli.app import main; status = main(sys.argv[1:]);"

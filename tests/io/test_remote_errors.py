@@ -1,4 +1,4 @@
-"""What drivers raise: what is asked again, what is a failure to look, and the words of each."""
+"""Exceptions of drivers: which are retried, which mean that a file is missing, and their messages."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ckpttool.core.errors import CkptError
 from ckpttool.io.remote import CameShort, SendsTooMuch, answered, is_failure, is_passing, patiently
 
 
-class OfDriver(Exception):
-    """An exception of a library, with what such carry."""
+class DriverError(Exception):
+    """An exception of a library, with the attributes that such exceptions have."""
 
-    def __init__(self, **own: Any) -> None:
-        super().__init__("of a driver")
-        self.__dict__.update(own)
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__("from a driver")
+        self.__dict__.update(attributes)
 
 
 class ServerDisconnectedError(Exception):
-    """As aiohttp calls it."""
+    """Named as in aiohttp."""
 
 
 class SlowDown(Exception):
-    """As S3 says it."""
+    """Named as the error code of S3."""
 
 
 def caused(by: Exception) -> Exception:
@@ -35,23 +35,23 @@ def caused(by: Exception) -> Exception:
     return error
 
 
-def of_boto(status: int) -> Exception:
-    return OfDriver(response={"ResponseMetadata": {"HTTPStatusCode": status}})
+def boto_error(status: int) -> Exception:
+    return DriverError(response={"ResponseMetadata": {"HTTPStatusCode": status}})
 
 
 @pytest.mark.parametrize(
-    ("error", "passes"),
+    ("error", "is_transient"),
     [
-        *((OfDriver(status=status), True) for status in (408, 425, 429, 500, 502, 503, 504)),
-        *((OfDriver(status=status), False) for status in (200, 400, 401, 403, 404, 410, 501)),
-        *((of_boto(status), status == 503) for status in (403, 503)),
-        (OfDriver(response="text"), False),
+        *((DriverError(status=status), True) for status in (408, 425, 429, 500, 502, 503, 504)),
+        *((DriverError(status=status), False) for status in (200, 400, 401, 403, 404, 410, 501)),
+        *((boto_error(status), status == 503) for status in (403, 503)),
+        (DriverError(response="text"), False),
         *((OSError(number, "said"), True) for number in (errno.ECONNRESET, errno.EPIPE, errno.ETIMEDOUT)),
         *((OSError(number, "said"), False) for number in (errno.ENOENT, errno.ECONNREFUSED, errno.EACCES)),
         (ServerDisconnectedError(), True),
         (SlowDown(), True),
         (TimeoutError(), True),
-        (FSTimeoutError(), False),  # silence for as long as the limit
+        (FSTimeoutError(), False),  # the full time limit has passed already
         (SendsTooMuch("too much"), False),
         (CameShort(3, 9, 2), True),
         (caused(SlowDown()), True),
@@ -59,42 +59,42 @@ def of_boto(status: int) -> Exception:
     ],
     ids=repr,
 )
-def test_what_may_be_answered_a_moment_later_is_asked_again(error: Exception, passes: bool) -> None:
-    assert is_passing(error) == passes
+def test_only_transient_errors_are_retried(error: Exception, is_transient: bool) -> None:
+    assert is_passing(error) == is_transient
 
 
-@pytest.mark.parametrize("times", [0, 1, 4, 5])
-def test_it_is_asked_so_often_and_no_more(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+@pytest.mark.parametrize("failures", [0, 1, 4, 5])
+def test_request_is_retried_four_times(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
-    left = [times]
+    left = [failures]
 
-    def ask() -> str:
+    def request() -> str:
         if left[0]:
             left[0] -= 1
             raise SlowDown
         return "answer"
 
-    if times <= 4:
-        assert patiently("m://x", ask) == "answer"
+    if failures <= 4:
+        assert patiently("m://x", request) == "answer"
     else:
         with pytest.raises(CkptError, match="m://x: SlowDown"):
-            patiently("m://x", ask)
-    assert len(slept) == min(times, 4)
+            patiently("m://x", request)
+    assert len(slept) == min(failures, 4)
     assert slept == sorted(slept)
 
 
-def test_what_does_not_pass_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(time, "sleep", lambda seconds: asked.append(0))
+def test_permanent_error_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: calls.append(0))
 
-    def ask() -> None:
-        asked.append(1)
-        raise OfDriver(status=403)
+    def request() -> None:
+        calls.append(1)
+        raise DriverError(status=403)
 
     with pytest.raises(CkptError) as caught:
-        patiently("m://x", ask)
-    assert asked == [1]
+        patiently("m://x", request)
+    assert calls == [1]
     assert "credentials" in caught.value.hint
 
 
@@ -104,21 +104,21 @@ def test_what_does_not_pass_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> No
         (None, False),
         (FileNotFoundError(), False),
         (NotADirectoryError(), False),
-        (OfDriver(status=404), False),
-        (OfDriver(status=410), False),
+        (DriverError(status=404), False),
+        (DriverError(status=410), False),
         (ValueError(), False),
-        (OfDriver(status=403), True),
-        (OfDriver(status=500), True),
+        (DriverError(status=403), True),
+        (DriverError(status=500), True),
         (PermissionError(), True),
         (ConnectionResetError(), True),
     ],
     ids=repr,
 )
-def test_a_file_that_could_not_be_looked_for_is_not_missing(cause: BaseException | None, fails: bool) -> None:
+def test_failed_lookup_is_not_a_missing_file(cause: BaseException | None, fails: bool) -> None:
     assert is_failure(cause) == fails
 
 
-def missing(name: str, by: ImportError | None = None) -> ImportError:
+def missing_module(name: str, by: ImportError | None = None) -> ImportError:
     error = ImportError("no module", name=name)
     error.__cause__ = by
     return error
@@ -127,10 +127,10 @@ def missing(name: str, by: ImportError | None = None) -> ImportError:
 @pytest.mark.parametrize(
     ("error", "message", "hint"),
     [
-        (missing("gcsfs.core"), "gs:// needs the Python package gcsfs, which is not", "pip install 'ckpttool[gcs]'"),
-        (missing("smbclient"), "the Python package smbprotocol", "pip install smbprotocol"),
-        (missing("adlfs", missing("yarl")), "the Python package aiohttp", "pip install aiohttp"),
-        (missing(""), "the driver of gs:// cannot be loaded", "ImportError: no module"),
+        (missing_module("gcsfs.core"), "gs:// needs the Python package gcsfs, which is", "pip install 'ckpttool[gcs]'"),
+        (missing_module("smbclient"), "the Python package smbprotocol", "pip install smbprotocol"),
+        (missing_module("adlfs", missing_module("yarl")), "the Python package aiohttp", "pip install aiohttp"),
+        (missing_module(""), "the driver of gs:// cannot be loaded", "ImportError: no module"),
         (ValueError("Protocol not known: memmory"), "no driver is known for memmory://", "did you mean memory://?"),
         (ValueError("Protocol not known: q"), "no driver is known for q://", "every part with a path is a URL"),
         (ValueError("something else"), "x::gs://b/a: ValueError: something else", "check the URL, the network"),
@@ -141,14 +141,14 @@ def missing(name: str, by: ImportError | None = None) -> ImportError:
         (FSTimeoutError(), "no answer: ", "check the network"),
         (NotImplementedError(), "the driver of gs:// cannot do this", "use a local file"),
         (PermissionError(13, "denied"), "x::gs://b/a: [Errno 13] denied", "check the credentials"),
-        (OfDriver(status=401), "OfDriver: of a driver", "check the credentials"),
-        (OfDriver(status=500), "OfDriver: of a driver", "check the URL, the network"),
+        (DriverError(status=401), "DriverError: from a driver", "check the credentials"),
+        (DriverError(status=500), "DriverError: from a driver", "check the URL, the network"),
         (ServerDisconnectedError("a\n b"), "ServerDisconnectedError: a b", "check the network"),
         (KeyError(), "x::gs://b/a: KeyError: ", "check the URL, the network"),
     ],
     ids=repr,
 )
-def test_each_failure_has_its_words(error: Exception, message: str, hint: str) -> None:
+def test_message_and_hint_of_each_error(error: Exception, message: str, hint: str) -> None:
     with pytest.raises(CkptError) as caught, answered("x::gs://b/a"):
         raise error
     assert message in caught.value.message
@@ -157,6 +157,6 @@ def test_each_failure_has_its_words(error: Exception, message: str, hint: str) -
 
 
 @pytest.mark.parametrize("error", [CkptError("as it is", hint="so"), MemoryError("much")])
-def test_what_is_said_already_is_left_as_it_is(error: BaseException) -> None:
+def test_errors_with_a_message_pass_unchanged(error: BaseException) -> None:
     with pytest.raises(type(error), match=r"as it is|much"), answered("m://x"):
         raise error

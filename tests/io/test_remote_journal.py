@@ -1,4 +1,4 @@
-"""Folders of a store that are replaced under a journal: from wherever the writer died, whoever looks next finishes."""
+"""Remote folders are replaced under a journal: if the writer dies at any step, the next command finishes."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def fs() -> Iterator[Any]:
     forget(OUT)
 
 
-def staged(fs: Any, owner: object = DEAD) -> str:
-    """The new files, beside the old ones."""
+def stage(fs: Any, owner: object = DEAD) -> str:
+    """Upload the new files to a staging folder and return its URL."""
     home = f"{OUT}/.new.{owner}-00000000.ckpttool.tmp"
     for name, data in PUT.items():
         fs.pipe_file(f"{home.removeprefix('memory:/')}/{name}", data)
@@ -56,15 +56,15 @@ def content(fs: Any) -> dict[str, bytes]:
 
 
 class Died(BaseException):
-    """The process is not there any more."""
+    """Stand-in for a killed process."""
 
 
 @pytest.mark.parametrize("fault", [Died(), OSError(5, "Slow Down")])
-@pytest.mark.parametrize("count", range(12))  # the journal is written, two old files go, four new ones come, it goes
-def test_from_wherever_it_died_it_leads_to_the_end(
+@pytest.mark.parametrize("count", range(12))  # write the journal, remove 2 files, move 4, remove the journal
+def test_replacement_interrupted_at_any_step_is_finished(
     fs: Any, monkeypatch: pytest.MonkeyPatch, count: int, fault: BaseException
 ) -> None:
-    home, calls = staged(fs), [0]
+    home, calls = stage(fs), [0]
     for name in ("rm_file", "mv", "pipe_file"):
         plain = getattr(MemoryFileSystem, name)
 
@@ -75,13 +75,13 @@ def test_from_wherever_it_died_it_leads_to_the_end(
             return plain(*args, **how)
 
         monkeypatch.setattr(MemoryFileSystem, name, failing)
-    said: BaseException | None = None
+    raised: BaseException | None = None
     try:
         remote_journal.replace(home, OUT, LIST.put, LIST.remove)
     except (Died, CkptError) as error:
-        said = error
-    assert (said is None) == (calls[0] <= count)
-    assert not isinstance(said, CkptError) or ("half replaced" in said.message) == (count > 0)
+        raised = error
+    assert (raised is None) == (calls[0] <= count)
+    assert not isinstance(raised, CkptError) or ("half replaced" in raised.message) == (count > 0)
     monkeypatch.undo()
     now = content(fs)
     assert "index" not in now or now in (BEFORE, AFTER)
@@ -91,26 +91,28 @@ def test_from_wherever_it_died_it_leads_to_the_end(
     assert not [path for path in fs.find("/journals/m") if "ckpttool" in path]
 
 
-@pytest.mark.parametrize("far", [False, True])
-def test_what_another_process_began_is_left_to_it_as_long_as_it_may_live(fs: Any, far: bool) -> None:
-    home = staged(fs, replace(me(), host="00000000") if far else DEAD)
+@pytest.mark.parametrize("is_on_another_machine", [False, True])
+def test_journal_of_another_machine_is_not_recovered(fs: Any, is_on_another_machine: bool) -> None:
+    home = stage(fs, replace(me(), host="00000000") if is_on_another_machine else DEAD)
     fs.pipe_file(f"{home.removeprefix('memory:/')}/{JOURNAL}", LIST.text())
-    fs.pipe_file(f"{home.removeprefix('memory:/')}/half", b"what no journal lists")
-    with pytest.raises(CkptError, match="may still go on" if far else "an interrupted edit was found"):
+    fs.pipe_file(f"{home.removeprefix('memory:/')}/half", b"not in the journal")
+    with pytest.raises(
+        CkptError, match="may still go on" if is_on_another_machine else "an interrupted edit was found"
+    ):
         remote_journal.check(OUT)
-    if far:  # nothing is known of it, however old it is
+    if is_on_another_machine:  # the state of the writer is unknown, however old the journal is
         with pytest.raises(CkptError, match="may still go on") as raised:
             remote_journal.recover(OUT)
         assert f"ckpttool undo {OUT} --force" in raised.value.hint
     else:
         remote_journal.recover(OUT)
-    assert content(fs) == (BEFORE if far else AFTER)
-    assert any("ckpttool" in path for path in fs.find("/journals/m")) is far
+    assert content(fs) == (BEFORE if is_on_another_machine else AFTER)
+    assert any("ckpttool" in path for path in fs.find("/journals/m")) is is_on_another_machine
 
 
 @pytest.mark.parametrize("removed", [False, True])
-def test_undo_takes_back_what_has_removed_nothing_and_finishes_the_rest(fs: Any, removed: bool) -> None:
-    home = staged(fs)
+def test_undo_rolls_back_unless_files_were_removed(fs: Any, removed: bool) -> None:
+    home = stage(fs)
     fs.pipe_file(f"{home.removeprefix('memory:/')}/{JOURNAL}", Journal(tuple(PUT), ("gone",)).text())
     if removed:
         fs.rm_file("/journals/m/index")
@@ -120,11 +122,11 @@ def test_undo_takes_back_what_has_removed_nothing_and_finishes_the_rest(fs: Any,
     assert not any("ckpttool" in path for path in fs.find("/journals/m"))
 
 
-def test_what_a_process_that_lives_began_stays_however_old(fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = staged(fs, me())
+def test_old_journal_of_a_live_process_is_not_recovered(fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = stage(fs, me())
     monkeypatch.setattr(temporary, "_in_work", {home.rpartition("/")[2].removesuffix(".tmp")})
     remote_journal.recover(OUT)
-    assert fs.find(home)  # its files, of which no journal says anything yet
+    assert fs.find(home)  # its staged files, before there is a journal
     fs.pipe_file(f"{home.removeprefix('memory:/')}/{JOURNAL}", LIST.text())
     monkeypatch.setattr("ckpttool.io.remote_journal.time.time", lambda: time.time_ns() / 1e9 + 1e6)
     forget(OUT)
@@ -133,11 +135,11 @@ def test_what_a_process_that_lives_began_stays_however_old(fs: Any, monkeypatch:
     assert content(fs) == BEFORE
 
 
-# What is there is not written over unasked
+# Nothing is overwritten without --force
 
 
-def test_what_came_into_the_folder_meanwhile_stays(fs: Any) -> None:
-    """Also what comes while the files are made: after it was looked for."""
+def test_file_created_by_another_process_is_kept(fs: Any) -> None:
+    """This also holds for files created after the check, while the new files are written."""
     preflight_folder(f"{OUT}/new/", (), "elsewhere.pt", force=False, in_place=False)
     fs.pipe_file("/journals/m/new/index", b"theirs")
     with pytest.raises(CkptError, match="new/index exists: another process has written it meanwhile"):
@@ -156,9 +158,9 @@ def test_what_came_into_the_folder_meanwhile_stays(fs: Any) -> None:
     assert fs.cat_file("/journals/m/late/index") == b"y"
 
 
-def test_new_files_beside_others_go_where_they_belong(fs: Any) -> None:
-    write_folder({"beside": [Piece(b"x")]}, OUT, (), replace=False)
-    assert content(fs) == {**BEFORE, "beside": b"x"}
+def test_new_file_keeps_the_other_files(fs: Any) -> None:
+    write_folder({"added": [Piece(b"x")]}, OUT, (), replace=False)
+    assert content(fs) == {**BEFORE, "added": b"x"}
 
 
 def test_outputs_that_are_refused(fs: Any) -> None:
@@ -176,7 +178,7 @@ def test_outputs_that_are_refused(fs: Any) -> None:
 # Links
 
 
-def test_a_file_that_is_taken_over_as_it_is_is_copied_by_the_store_or_through_here(
+def test_linked_file_is_copied_within_the_store_if_possible(
     fs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "local").write_bytes(b"local")
@@ -193,4 +195,6 @@ def test_a_file_that_is_taken_over_as_it_is_is_copied_by_the_store_or_through_he
     assert copied.count("/journals/m/mine") == 1
     write_folder({"a": Link(f"{OUT}/mine")}, f"{OUT}/proved", (), Held(), replace=False)
     assert fs.cat_file("/journals/m/proved/a") == b"mine"
-    assert copied.count("/journals/m/mine") == 1  # nothing proves what a store has copied
+    assert (
+        copied.count("/journals/m/mine") == 1
+    )  # with checksums the file is sent from here: nothing proves a copy by the store

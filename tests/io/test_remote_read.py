@@ -1,4 +1,4 @@
-"""Bytes behind URLs: whatever was fetched before, and however little is kept, they are those of the file."""
+"""Remote reads return the bytes of the file, whatever the cache holds."""
 
 from __future__ import annotations
 
@@ -31,11 +31,9 @@ STEPS = st.one_of(
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A file of many blocks, of which few are kept, and nothing of what other tests read."""
-    nothing = Cache()
-    monkeypatch.setattr(remote, "cache", nothing)
-    monkeypatch.setattr(remote, "cache", nothing)
+def _small_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Upload a file of many blocks, of which the cache keeps only a few, and start with an empty cache."""
+    monkeypatch.setattr(remote, "cache", Cache())
     for own, value in (("BLOCK", 64), ("PART", 300), ("_LARGE", 512), ("_SMALL_GAP", 20), ("_MAX_RUN", 4)):
         monkeypatch.setattr(remote, own, value)
     monkeypatch.setattr(remote, "_MAX_CACHED", 700)
@@ -46,33 +44,33 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @settings(max_examples=120)
 @given(steps=st.lists(STEPS, max_size=8))
-def test_any_reads_in_any_order_give_the_bytes_of_the_file(steps: list[tuple[str, Any]]) -> None:
+def test_reads_in_any_order_return_the_bytes_of_the_file(steps: list[tuple[str, Any]]) -> None:
     remote.forget(URL)
     file, stream, at = open_file(URL), Stream(URL), 0
     assert file.size == len(DATA)
-    for step, asked in steps:
+    for step, arguments in steps:
         if step == "read_at":
-            assert file.read_at(*asked) == DATA[asked[0] : sum(asked)]
+            assert file.read_at(*arguments) == DATA[arguments[0] : sum(arguments)]
         elif step == "prefetch":
-            file.prefetch(asked)
-            for offset, count in asked:
+            file.prefetch(arguments)
+            for offset, count in arguments:
                 assert file.read_at(offset, count) == DATA[offset : offset + count]
         elif step == "stream":
-            offset, count, until = asked
+            offset, count, until = arguments
             found = bytes(stream.read_at(offset, count, max(until, offset + count)))
             assert found == DATA[offset : offset + len(found)]
             assert found or offset >= len(DATA)
         elif step == "seek":
-            at = file.seek(asked)
+            at = file.seek(arguments)
         else:
-            found = file.read(asked)
-            assert found == (DATA[at:] if asked < 0 else DATA[at : at + asked])
+            found = file.read(arguments)
+            assert found == (DATA[at:] if arguments < 0 else DATA[at : at + arguments])
             at += len(found)
         assert sum(map(len, remote.cache.ranges.values())) == remote.cache.nbytes <= 700
 
 
-def test_what_is_read_in_order_is_asked_for_in_longer_and_longer_runs() -> None:
-    """Blocks of 64 bytes, one, two, four and then four at a time; a place elsewhere begins with one again."""
+def test_sequential_reads_fetch_longer_runs() -> None:
+    """Runs have 1, 2, 4 and then always 4 blocks of 64 bytes; a read elsewhere starts with 1 block again."""
     file, before = open_file(URL), remote.cache.requests[URL]
     for at in range(64 * 11):
         assert file.read_at(at, 1) == DATA[at : at + 1]
@@ -82,7 +80,7 @@ def test_what_is_read_in_order_is_asked_for_in_longer_and_longer_runs() -> None:
     assert remote.cache.fetched[URL] - fetched == 64
 
 
-def test_ranges_that_are_close_are_asked_for_as_one() -> None:
+def test_close_ranges_are_fetched_in_one_request() -> None:
     for gap, requests in ((20, 1), (21, 2), (-5, 1)):
         remote.forget(URL)
         file, before = open_file(URL), remote.cache.requests[URL]
@@ -93,7 +91,7 @@ def test_ranges_that_are_close_are_asked_for_as_one() -> None:
         assert remote.cache.requests[URL] - before == requests
 
 
-def test_a_file_that_ends_before_its_size_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_shorter_than_its_size_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     file = open_file(URL)
     fsspec.filesystem("memory").pipe_file("/reads/data", DATA[:-1])
     monkeypatch.setattr("ckpttool.io.remote._WAITS", ())
@@ -105,14 +103,13 @@ def test_a_file_that_ends_before_its_size_is_said(monkeypatch: pytest.MonkeyPatc
         open_file(URL)
 
 
-def test_only_what_did_not_come_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of ranges that were asked for side by side."""
+def test_only_the_failed_range_is_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpttool.io.remote._WAITS", (0.0,))
-    plain, passing = MemoryFileSystem.cat_file, [ConnectionResetError(errno.ECONNRESET, "reset")]
+    plain, failures = MemoryFileSystem.cat_file, [ConnectionResetError(errno.ECONNRESET, "reset")]
 
     def flaky(own: Any, path: str, start: int, end: int) -> bytes:
-        if start == 1_000 and passing:
-            raise passing.pop()
+        if start == 1_000 and failures:
+            raise failures.pop()
         return plain(own, path, start, end)
 
     file, before = open_file(URL), remote.cache.requests[URL]
@@ -122,8 +119,8 @@ def test_only_what_did_not_come_is_asked_for_again(monkeypatch: pytest.MonkeyPat
     assert file.read_at(1_000, 30) == DATA[1_000:1_030]
 
 
-def test_how_files_begin_is_kept_of_those_that_answer() -> None:
-    """Of one that is empty, that was never there, or is gone or shorter by now, nothing is: it is asked for later."""
+def test_look_ahead_keeps_starts_of_readable_files() -> None:
+    """Files that are empty, missing, removed or shorter by now are not kept, and are requested later."""
     fs, names = fsspec.filesystem("memory"), ("good", "empty", "gone", "shorter", "late")
     for name in names:
         fs.pipe_file(f"/reads/heads/{name}", b"" if name == "empty" else DATA)
@@ -145,7 +142,7 @@ def test_how_files_begin_is_kept_of_those_that_answer() -> None:
         fs.rm("/reads/heads", recursive=True)
 
 
-def test_what_nobody_knows_any_more_is_not_unchanged() -> None:
+def test_forgotten_file_counts_as_changed() -> None:
     open_file(URL)
     remote.check_unchanged([URL])
     remote.forget(URL)
@@ -153,7 +150,7 @@ def test_what_nobody_knows_any_more_is_not_unchanged() -> None:
         remote.check_unchanged([URL])
 
 
-def test_what_is_no_file_is_not_opened() -> None:
+def test_only_files_of_known_size_are_opened() -> None:
     with pytest.raises(CkptError, match="is a folder, not a file"):
         open_file("memory://reads")
     remote.cache.stats["memory://reads/endless"] = Stat(False, None)
@@ -164,7 +161,7 @@ def test_what_is_no_file_is_not_opened() -> None:
     assert files.is_file(URL)
 
 
-def test_an_index_of_what_is_gone_is_not_used_again() -> None:
+def test_removed_file_is_not_read_on() -> None:
     open_file(URL)
     opened = files.opened_at([URL, "memory://reads/never asked"])
     assert [*opened] == [URL]
@@ -176,7 +173,7 @@ def test_an_index_of_what_is_gone_is_not_used_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "goes"),
+    ("url", "forgotten"),
     [
         ("s3://b/m", {"s3://b/m", "s3://b/m/a", "s3://b/m/sub/a"}),
         ("s3://b/m/", {"s3://b/m", "s3://b/m/a", "s3://b/m/sub/a"}),
@@ -184,7 +181,7 @@ def test_an_index_of_what_is_gone_is_not_used_again() -> None:
         ("s3://b/none", set()),
     ],
 )
-def test_what_is_at_under_and_above_is_forgotten(url: str, goes: set[str]) -> None:
+def test_forget_drops_the_url_its_parent_and_its_contents(url: str, forgotten: set[str]) -> None:
     urls = {"s3://b/m", "s3://b/m/a", "s3://b/m/sub/a", "s3://b/model", "s3://c/m"}
     known = Cache()
     for one in urls:
@@ -192,22 +189,22 @@ def test_what_is_at_under_and_above_is_forgotten(url: str, goes: set[str]) -> No
         known.assumed[one], known.runs[one] = [], (1, 2)
         known.keep(one, {0: b"head"})
     known.forget(url)
-    left = urls - goes
+    left = urls - forgotten
     assert left == {*known.stats} == {*known.assumed} == {*known.runs} == {*known.starts}
     assert {one for one, _ in known.ranges} == left
     assert known.nbytes == 4 * len(left)
 
 
 @pytest.mark.parametrize("other", ["s3://b/mode", "s3://b/m", "s3://b/mo/"])
-def test_a_file_whose_name_only_begins_alike_is_not_forgotten(other: str) -> None:
-    """While ``b/model.pt.new`` is written, ``b/model.pt`` may be its source: what it was has to stay known."""
+def test_file_with_the_same_name_prefix_is_not_forgotten(other: str) -> None:
+    """While ``b/model.pt.new`` is written, ``b/model.pt`` may be its source, whose state must stay known."""
     known = Cache()
     known.stats[other] = None
     known.forget("s3://b/model")
     assert other in known.stats
 
 
-def test_ranges_are_kept_while_there_is_room() -> None:
+def test_least_recently_used_ranges_are_dropped() -> None:
     known = Cache()
     for number in range(9):
         known.keep(f"m://{number}", {0: bytes(100)})

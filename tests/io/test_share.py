@@ -1,4 +1,4 @@
-"""Copies that copy nothing, on real file systems in images: they need root, loop devices and the makers of both."""
+"""Reflink copies on real file systems in images; needs root, loop devices, mkfs.xfs and mkfs.btrfs."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
 
 
 def used(place: Path) -> int:
-    """Bytes of the file system that are not free."""
+    """Return the number of used bytes of the file system."""
     subprocess.run(["sync", "-f", place], check=True)
     found = os.statvfs(place)
     return (found.f_blocks - found.f_bfree) * found.f_frsize
 
 
 @pytest.mark.parametrize("metadata", [{}, {"note": "x" * 100}])
-def test_a_renamed_copy_takes_up_its_header(disk: Path, run: Run, metadata: dict[str, str]) -> None:
+def test_renamed_safetensors_shares_its_data(disk: Path, run: Run, metadata: dict[str, str]) -> None:
     tensor = torch.arange(NBYTES // 4, dtype=torch.int32)
     save_file({"a.w": tensor, "a.b": torch.ones(3)}, disk / "in.safetensors", metadata)
     before = used(disk)
@@ -57,7 +57,7 @@ def test_a_renamed_copy_takes_up_its_header(disk: Path, run: Run, metadata: dict
     assert torch.equal(load_file(disk / "out.safetensors")["a.longer.name.than.before.w"], tensor)
 
 
-def test_a_renamed_torch_zip_takes_up_its_records_that_are_new(disk: Path, run: Run) -> None:
+def test_renamed_torch_zip_shares_its_storages(disk: Path, run: Run) -> None:
     state = {"a.b": torch.ones(3), "a.w": torch.arange(NBYTES // 8), "a.v": torch.arange(NBYTES // 8) + 1}
     torch.save(state, disk / "in.pt")
     before = used(disk)
@@ -73,7 +73,7 @@ def test_a_renamed_torch_zip_takes_up_its_records_that_are_new(disk: Path, run: 
     assert zipfile.ZipFile(disk / "out.pt").testzip() is None
 
 
-def test_a_copy_that_shares_is_the_copy_that_does_not(disk: Path, tmp_path: Path, run: Run) -> None:
+def test_reflink_copy_has_the_bytes_of_a_plain_copy(disk: Path, tmp_path: Path, run: Run) -> None:
     save_file({"a.w": torch.arange(NBYTES // 4), "a.b": torch.ones(3)}, disk / "in.safetensors")
     assert run("remap", disk / "in.safetensors", *RENAME, "-o", disk / "out.safetensors")[0] == 0
     assert run("remap", disk / "in.safetensors", *RENAME, "-o", tmp_path / "out.safetensors")[0] == 0
@@ -83,19 +83,19 @@ def test_a_copy_that_shares_is_the_copy_that_does_not(disk: Path, tmp_path: Path
     assert (disk / "back.safetensors").read_bytes() == (disk / "in.safetensors").read_bytes()
 
 
-def test_a_copy_may_end_with_what_is_shared(disk: Path) -> None:
-    """And be nothing else: whole blocks, at the same place in both."""
+def test_copy_may_consist_of_shared_blocks(disk: Path) -> None:
+    """Full blocks are shared at the same offset, in all of the file or at its end."""
     (disk / "source").write_bytes(os.urandom(2 << 20))
     before = used(disk)
     write([Piece(Span(str(disk / "source"), 0, 2 << 20))], str(disk / "out"))
-    write([Piece(bytes(4096)), Piece(Span(str(disk / "source"), 4096, (2 << 20) - 4096))], str(disk / "behind"))
+    write([Piece(bytes(4096)), Piece(Span(str(disk / "source"), 4096, (2 << 20) - 4096))], str(disk / "end"))
     assert used(disk) - before < 1 << 20
     source = (disk / "source").read_bytes()
     assert (disk / "out").read_bytes() == source
-    assert (disk / "behind").read_bytes() == bytes(4096) + source[4096:]
+    assert (disk / "end").read_bytes() == bytes(4096) + source[4096:]
 
 
-def test_what_is_written_to_the_source_later_stays_there(disk: Path, run: Run) -> None:
+def test_later_write_to_the_source_does_not_change_the_copy(disk: Path, run: Run) -> None:
     save_file({"a.w": torch.arange(NBYTES // 4)}, disk / "in.safetensors")
     assert run("remap", disk / "in.safetensors", *RENAME, "-o", disk / "out.safetensors")[0] == 0
     old = (disk / "out.safetensors").read_bytes()
@@ -105,7 +105,7 @@ def test_what_is_written_to_the_source_later_stays_there(disk: Path, run: Run) -
     assert (disk / "out.safetensors").read_bytes() == old
 
 
-def test_in_place_moves_blocks_on_xfs(disk: Path, run: Run) -> None:
+def test_in_place_edit_inserts_blocks_on_xfs(disk: Path, run: Run) -> None:
     save_file({"a.w": torch.arange(NBYTES // 4)}, disk / "in.safetensors")
     old = (disk / "in.safetensors").read_bytes()
     rule = ("--rule", f"a.{{x}} => {'a.longer.name.' * 20}{{x}}")

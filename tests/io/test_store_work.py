@@ -1,4 +1,4 @@
-"""What a store does by itself, and what is asked again: copies within S3, requests that fail, headers side by side."""
+"""Requests to a store: copies within S3, checksums, retries, and concurrent reads of headers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytest.importorskip("s3fs", reason="the driver of s3:// is not installed")
 KIB, MIB = 1 << 10, 1 << 20
 
 
-# What is fetched
+# Number of bytes fetched
 
 
 def as_safetensors(state: dict[str, torch.Tensor], folder: Path) -> tuple[str, int]:
@@ -71,7 +71,7 @@ def as_dcp(state: dict[str, torch.Tensor], folder: Path) -> tuple[str, int]:
     return "a.dcp", (folder / "a.dcp" / ".metadata").stat().st_size + nbytes
 
 
-MEASURED = "2.13."  # the torch that wrote what benchmarks/README.md shows
+MEASURED = "2.13."  # the torch release that benchmarks/README.md was measured with
 FORMS = {
     "safetensors": as_safetensors,
     "torch zip": as_zip,
@@ -79,20 +79,19 @@ FORMS = {
     "sharded safetensors": as_shards,
     "DCP": as_dcp,
 }
-BLOCKS = {"safetensors": 1, "torch zip": 1, "before torch 1.6": 2}  # that may be fetched beside headers
+BLOCKS = {"safetensors": 1, "torch zip": 1, "before torch 1.6": 2}  # that may be fetched in addition to headers
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_index_is_fetched_and_little_else(
+def test_inspect_fetches_little_more_than_the_headers(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    """At most a tenth more than the headers, by the server's count, as benchmarks/README.md shows.
+    """The server sends at most 10% more than the headers, as benchmarks/README.md shows.
 
-    Else the first request is a block, of a torch zip the last too. Pickles from before torch 1.6 do not say how long
-    they are: these may take one block more.
+    Other formats may fetch 1 block more. Pickles from before torch 1.6 do not state their length, so 2 are allowed.
     """
     fs, name = bucket
-    monkeypatch.chdir(tmp_path)  # DCP writes down how its folder was called
+    monkeypatch.chdir(tmp_path)  # DCP stores the name of its folder
     own, nbytes = FORMS[form]({f"layers.{i}.weight": torch.full((256, 8), float(i)) for i in range(1000)}, Path())
     fs.put(str(tmp_path / own), f"{name}/{own}", recursive=True)
     received = Received(monkeypatch)
@@ -101,12 +100,12 @@ def test_an_index_is_fetched_and_little_else(
     files = len([*(tmp_path / own).iterdir()]) if (tmp_path / own).is_dir() else 1
     row = f"| {form} | {files} | {nbytes:,} | {received.requests} | {received.sent:,} |"
     assert received.sent <= 1.1 * nbytes + BLOCKS.get(form, 0) * BLOCK
-    if torch.__version__.startswith(MEASURED):  # what DCP and the zip say of a tensor differs from release to release
+    if torch.__version__.startswith(MEASURED):  # tensor metadata of DCP and torch zip differs between releases
         assert row in (ROOT / "benchmarks/README.md").read_text()
 
 
-def test_what_an_index_assumes_is_checked_before_tensors_are_read(bucket: Any, tmp_path: Path) -> None:
-    """Local headers and counts that say something else than the layout does: torch would read other bytes."""
+def test_assumed_offsets_are_checked_before_tensors_are_read(bucket: Any, tmp_path: Path) -> None:
+    """If local headers or element counts contradict the assumed layout, torch would read other bytes."""
     fs, name = bucket
     state = {f"{i}": torch.full((64,), float(i)) for i in range(4)}
     for form, at, change in (("torch zip", 28, b"\x05"), ("before torch 1.6", 0, b"\x3f")):
@@ -127,20 +126,20 @@ def test_what_an_index_assumes_is_checked_before_tensors_are_read(bucket: Any, t
 # Copies within the store
 
 
-def test_a_rename_in_the_bucket_sends_a_header(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rename_within_a_bucket_sends_only_the_header(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fs, name = bucket
     state = {f"a.{i}": torch.randn(MIB) for i in range(12)}
     fs.pipe_file(f"{name}/a.safetensors", save(state))
     received = Received(monkeypatch)
     ckpttool.remap(f"s3://{name}/a.safetensors", f"s3://{name}/b.safetensors", rule=["a.{x} => layers.{x}.weight"])
     assert compose.LEAST <= received.nbytes < compose.LEAST + MIB
-    have = load(fs.cat_file(f"{name}/b.safetensors"))
-    assert have.keys() == {f"layers.{i}.weight" for i in range(12)}
-    assert all(torch.equal(have[f"layers.{i}.weight"], state[f"a.{i}"]) for i in range(12))
+    result = load(fs.cat_file(f"{name}/b.safetensors"))
+    assert result.keys() == {f"layers.{i}.weight" for i in range(12)}
+    assert all(torch.equal(result[f"layers.{i}.weight"], state[f"a.{i}"]) for i in range(12))
 
 
 @pytest.mark.parametrize("ending", ["pt", "index"])
-def test_other_formats_are_right_too(bucket: Any, tmp_path: Path, ending: str) -> None:
+def test_torch_zip_is_copied_within_the_bucket(bucket: Any, tmp_path: Path, ending: str) -> None:
     fs, name = bucket
     state = {"big": torch.randn(6 * MIB), "small": torch.arange(5), "second": torch.randn(5 * MIB)}
     torch.save(state, tmp_path / "a.pt")
@@ -149,19 +148,17 @@ def test_other_formats_are_right_too(bucket: Any, tmp_path: Path, ending: str) -
     ckpttool.remap(f"s3://{name}/a.pt", out, rule=["{x} => m.{x}"], verify=True)
     if ending == "pt":
         fs.get_file(f"{name}/b.pt", str(tmp_path / "b.pt"))
-        have = torch.load(tmp_path / "b.pt")
+        result = torch.load(tmp_path / "b.pt")
     else:
         ckpttool.remap(out, str(tmp_path / "b.safetensors"))
-        have = load((tmp_path / "b.safetensors").read_bytes())
-    assert have.keys() == {f"m.{key}" for key in state}
-    assert all(torch.equal(have[f"m.{key}"], value) for key, value in state.items())
+        result = load((tmp_path / "b.safetensors").read_bytes())
+    assert result.keys() == {f"m.{key}" for key in state}
+    assert all(torch.equal(result[f"m.{key}"], value) for key, value in state.items())
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_plan_is_the_pieces_in_parts_that_the_store_takes(
-    bucket: Any, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    """Random pieces over two objects: the parts are their bytes, in order, each but the last as long as needed."""
+def test_planned_parts_are_the_pieces_in_order(bucket: Any, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """For random pieces of two objects; all parts but the last reach the minimum length."""
     _, name = bucket
     monkeypatch.setattr(compose, "LEAST", 50)
     monkeypatch.setattr(compose, "_WORTH", 80)
@@ -181,26 +178,26 @@ def test_a_plan_is_the_pieces_in_parts_that_the_store_takes(
             pieces.append(Piece(Span(path, start, length), Crc() if not number(6) else None))
         else:
             pieces.append(Piece(content[path][start : start + length]))
-    monkeypatch.setattr(compose, "stream", lambda run: iter([of(piece, content) for piece in run]))
-    made = compose.plan(pieces, f"s3://{name}/out")
-    if made is None:
+    monkeypatch.setattr(compose, "stream", lambda run: iter([bytes_of(piece, content) for piece in run]))
+    plan = compose.plan(pieces, f"s3://{name}/out")
+    if plan is None:
         return
-    parts = list(made.parts())
-    got = [part if isinstance(part, bytes) else of(Piece(part), content) for part in parts]
-    assert b"".join(got) == expected
-    assert all(len(part) >= 50 for part in got[:-1])
-    assert made.copied == sum(part.length for part in parts if isinstance(part, Span))
-    assert made.sent + made.copied == len(expected)
+    parts = list(plan.parts())
+    actual = [part if isinstance(part, bytes) else bytes_of(Piece(part), content) for part in parts]
+    assert b"".join(actual) == expected
+    assert all(len(part) >= 50 for part in actual[:-1])
+    assert plan.copied == sum(part.length for part in parts if isinstance(part, Span))
+    assert plan.sent + plan.copied == len(expected)
     assert not [piece for piece in pieces if piece.crc is not None and piece.data in parts]
 
 
-def test_what_another_store_has_and_what_is_in_too_many_pieces_is_sent(bucket: Any) -> None:
+def test_other_stores_and_many_small_pieces_are_not_copied(bucket: Any) -> None:
     out, long = f"s3://{bucket[1]}/out", compose._WORTH
 
     def runs(*urls: str) -> int:
-        made = compose.plan([Piece(Span(url, 2 * at * long, long)) for at, url in enumerate(urls)], out)
-        assert made is not None
-        return len(made.runs)
+        plan = compose.plan([Piece(Span(url, 2 * at * long, long)) for at, url in enumerate(urls)], out)
+        assert plan is not None
+        return len(plan.runs)
 
     here = f"s3://{bucket[1]}/a"
     assert runs(here, here, "memory://elsewhere/a", here) == 4
@@ -209,35 +206,37 @@ def test_what_another_store_has_and_what_is_in_too_many_pieces_is_sent(bucket: A
     assert runs(*[here] * compose._MOST_RUNS) == 1
 
 
-def of(piece: Piece, content: dict[str, bytes]) -> bytes:
+def bytes_of(piece: Piece, content: dict[str, bytes]) -> bytes:
     if isinstance(piece.data, bytes):
         return piece.data
     assert isinstance(piece.data, Span)
     return content[piece.data.path][piece.data.offset : piece.data.offset + piece.data.length]
 
 
-@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize("is_conditional", [True, False])
 @pytest.mark.parametrize("large", [False, True])
-def test_without_force_what_came_meanwhile_stays(bucket: Any, monkeypatch: Any, large: bool, knows: bool) -> None:
-    """Also by a driver that does not know how to ask the store for it, and drops what it does not know."""
+def test_object_created_meanwhile_is_kept_without_force(
+    bucket: Any, monkeypatch: Any, large: bool, is_conditional: bool
+) -> None:
+    """This also holds for a driver that does not know conditional puts and drops unknown arguments."""
     fs, name = bucket
-    if not knows:
-        asked = fs.call_s3
+    if not is_conditional:
+        plain = fs.call_s3
         monkeypatch.setattr(type(fs), "_pipe_file", lambda self, path, data: None)
         monkeypatch.setattr(
-            type(fs), "call_s3", lambda self, *what, IfNoneMatch=None, **arguments: asked(*what, **arguments)
+            type(fs), "call_s3", lambda self, *what, IfNoneMatch=None, **arguments: plain(*what, **arguments)
         )
     fs.pipe_file(f"{name}/source", os.urandom(MIB) * 24)
-    fs.pipe_file(f"{name}/out", b"of somebody else")
+    fs.pipe_file(f"{name}/out", b"of another process")
     pieces = [Piece(b"head"), *([Piece(Span(f"s3://{name}/source", 0, 24 * MIB))] if large else [])]
     assert (compose.plan(pieces, f"s3://{name}/out") is not None) == large
     with pytest.raises(CkptError, match="another process has written it meanwhile"):
         write(pieces, f"s3://{name}/out", replace=False)
-    assert fs.cat_file(f"{name}/out") == b"of somebody else"
+    assert fs.cat_file(f"{name}/out") == b"of another process"
     assert not fs.call_s3("list_multipart_uploads", Bucket=name).get("Uploads")
 
 
-def test_a_source_that_changed_is_not_copied(bucket: Any) -> None:
+def test_changed_source_is_not_copied(bucket: Any) -> None:
     fs, name = bucket
     url = f"s3://{name}/a.safetensors"
     fs.pipe_file(f"{name}/a.safetensors", save({"a": torch.zeros(6 * MIB)}))
@@ -250,8 +249,8 @@ def test_a_source_that_changed_is_not_copied(bucket: Any) -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_a_version_of_an_object_is_the_one_that_is_copied(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where versions are kept, and the driver is told so: the older one of two, not the newest."""
+def test_named_version_of_an_object_is_copied(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With versioning enabled in the bucket and in the driver, the older version can be copied."""
     monkeypatch.setitem(fsspec.config.conf, "s3", {"version_aware": True})
     fs = fsspec.filesystem("s3", version_aware=True)
     name = bucket[1]
@@ -263,26 +262,25 @@ def test_a_version_of_an_object_is_the_one_that_is_copied(bucket: Any, monkeypat
     (older,) = (one["VersionId"] for one in versions if not one["IsLatest"])
     url, out = f"s3://{name}/a?versionId={older}", f"s3://{name}/b"
     pieces = [Piece(Span(url, 0, 200_000))]
-    made = compose.plan(pieces, out)
-    assert made is not None
-    assert made.copied == 200_000
+    plan = compose.plan(pieces, out)
+    assert plan is not None
+    assert plan.copied == 200_000
     write(pieces, out)
     assert fs.cat_file(f"{name}/b") == old
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_a_part_that_is_there_is_sent_again_where_it_is_another(bucket: Any) -> None:
-    """Of an upload that is gone on with, and is to be verified."""
+def test_resumed_upload_sends_changed_parts_again(bucket: Any) -> None:
     fs, name = bucket
     upload = compose.begin(f"s3://{name}/out", verify=True)
     data, sent = os.urandom(compose.LEAST), list[bool]()
     for there, body in ((None, bytes(len(data))), ({"PartNumber": 1, "ETag": '"another"'}, data), (None, data)):
         had = upload.there().get(1)
-        said = upload.put(1, body, there if there or had is None else {"PartNumber": 1, "ETag": had[1]})
+        part = upload.put(1, body, there if there or had is None else {"PartNumber": 1, "ETag": had[1]})
         sent.append(upload.there().get(1) != had)
-        assert said == {"PartNumber": 1, "ETag": f'"{md5(body).hexdigest()}"', "MD5": md5(body).hexdigest()}
+        assert part == {"PartNumber": 1, "ETag": f'"{md5(body).hexdigest()}"', "MD5": md5(body).hexdigest()}
     assert sent == [True, True, False]
-    upload.parts.append(said)
+    upload.parts.append(part)
     upload.complete(replace=False)
     assert fs.cat_file(f"{name}/out") == data
     assert upload.is_proved(len(data))
@@ -298,14 +296,14 @@ BIG = {f"a.{i}": torch.arange(i, 16 * KIB + i, dtype=torch.float32) for i in ran
 
 @pytest.fixture
 def big(tmp_path: Path) -> Path:
-    """A file that holds `BIG`."""
+    """Return a safetensors file that contains `BIG`."""
     save_file(BIG, tmp_path / "a.safetensors")
     return tmp_path / "a.safetensors"
 
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of a thousandth of what S3 takes, here and there."""
+    """Divide all part sizes by 1024, here and in moto."""
     from moto.s3 import models
 
     monkeypatch.setattr(models, "S3_UPLOAD_PART_MIN_SIZE", compose.LEAST >> 10)
@@ -317,10 +315,10 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("out", ["b.safetensors", "b.pt", "folder/"])
 @pytest.mark.parametrize("in_bucket", [True, False])
 @pytest.mark.usefixtures("small_parts")
-def test_what_the_checksums_of_the_store_prove_is_not_read_back(
+def test_output_proved_by_store_checksums_is_not_read_back(
     bucket: Any, big: Path, monkeypatch: pytest.MonkeyPatch, out: str, in_bucket: bool
 ) -> None:
-    """Of the output only headers are; of a source in the bucket what the store copied, for its MD5: once."""
+    """Only headers of the output are read; a source in the bucket is read once, to compute its MD5."""
     fs, name = bucket
     fs.put_file(str(big), f"{name}/a.safetensors")
     source = f"s3://{name}/a.safetensors" if in_bucket else str(big)
@@ -331,26 +329,26 @@ def test_what_the_checksums_of_the_store_prove_is_not_read_back(
         done = ckpttool.remap(source, f"s3://{name}/{out}", rule=["{x*} => m.{x*}"], verify=True)
     assert done.verified == Verified(768 * KIB, 0)
     assert received.sent <= (900 if in_bucket else 100) * KIB
-    have = ckpttool.open_checkpoint(f"s3://{name}/{out}")
-    assert all(torch.equal(load_entry(e), BIG[e.key.removeprefix("m.")]) for e in have.sections[0].tensors)
+    result = ckpttool.open_checkpoint(f"s3://{name}/{out}")
+    assert all(torch.equal(load_entry(e), BIG[e.key.removeprefix("m.")]) for e in result.sections[0].tensors)
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_computed_values_are_proved_as_they_were_sent(bucket: Any, big: Path, tmp_path: Path, run: Run) -> None:
+def test_computed_values_are_verified_by_checksum(bucket: Any, big: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "cast.toml").write_text('[[rule]]\ncast = "a.*"\ndtype = "bfloat16"\n')
     out = f"s3://{bucket[1]}/b.safetensors"
-    words = ("remap", big, "-o", out, "--rules", tmp_path / "cast.toml", "--verify")
-    assert json.loads(run(*words, "--format", "json").out)["verified"] == {"by_checksum": 384 * KIB, "read": 0}
-    said = run(*words, "--force").out
-    assert "every tensor of the output: 384.0 KiB by checksums of its store, 0 bytes read back and compared" in said
+    args = ("remap", big, "-o", out, "--rules", tmp_path / "cast.toml", "--verify")
+    assert json.loads(run(*args, "--format", "json").out)["verified"] == {"by_checksum": 384 * KIB, "read": 0}
+    out = run(*args, "--force").out
+    assert "every tensor of the output: 384.0 KiB by checksums of its store, 0 bytes read back and compared" in out
 
 
 @pytest.mark.parametrize("way", ["damaged", "other tags", "replaced"])
 @pytest.mark.usefixtures("small_parts")
-def test_what_they_do_not_prove_is_read(
+def test_output_without_matching_checksums_is_read_back(
     bucket: Any, big: Path, monkeypatch: pytest.MonkeyPatch, run: Run, way: str
 ) -> None:
-    """Of a store that holds other bytes, or whose tags are no MD5, and where somebody replaced the object."""
+    """The store holds other bytes, its ETags are not MD5s, or another process replaced the object."""
     from moto.s3.models import FakeKey, FakeMultipart
 
     fs, name = bucket
@@ -366,8 +364,8 @@ def test_what_they_do_not_prove_is_read(
             fs.pipe_file(f"{name}/b.safetensors", save({f"b.{i}": torch.zeros(16 * KIB) for i in range(12)}))
 
         monkeypatch.setattr(Upload, "complete", completed)
-    words = ("remap", big, "-o", f"s3://{name}/b.safetensors", "--rule", "a.{x} => b.{x}")
-    status, out, err = run(*words, "--verify", "--format", "json")
+    args = ("remap", big, "-o", f"s3://{name}/b.safetensors", "--rule", "a.{x} => b.{x}")
+    status, out, err = run(*args, "--verify", "--format", "json")
     if way == "other tags":
         assert json.loads(out)["verified"] == {"by_checksum": 0, "read": 768 * KIB}
         return
@@ -378,23 +376,23 @@ def test_what_they_do_not_prove_is_read(
 
 @pytest.fixture
 def crcs(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store keeps a CRC-64/NVME of every object that is sent in parts: moto does where it is asked to."""
-    pytest.importorskip("botocore", "1.36", reason="what asks a store for CRC-64/NVME is not installed")
-    pytest.importorskip("awscrt", reason="what reckons CRC-64/NVME, here and in moto, is not installed")
+    """Make moto keep a CRC-64/NVME of every multipart object, as S3 does."""
+    pytest.importorskip("botocore", "1.36", reason="botocore is too old to request CRC-64/NVME")
+    pytest.importorskip("awscrt", reason="awscrt, which computes CRC-64/NVME, is not installed")
     fs, _ = bucket
     plain = fs.call_s3
 
-    def asked(method: str, **arguments: Any) -> Any:
+    def with_crc(method: str, **arguments: Any) -> Any:
         more = {"ChecksumAlgorithm": "CRC64NVME"} if method == "create_multipart_upload" else {}
         return plain(method, **arguments, **more)
 
-    monkeypatch.setattr(fs, "call_s3", asked)
+    monkeypatch.setattr(fs, "call_s3", with_crc)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch zip"])
 @pytest.mark.parametrize("damaged", [False, True])
 @pytest.mark.usefixtures("small_parts", "crcs")
-def test_of_what_the_store_copied_nothing_is_read_where_it_keeps_crcs(
+def test_copied_data_is_verified_by_crc_without_reading(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, damaged: bool
 ) -> None:
     _, name = bucket
@@ -413,14 +411,14 @@ def test_of_what_the_store_copied_nothing_is_read_where_it_keeps_crcs(
     done = ckpttool.remap(f"s3://{name}/{own}", f"s3://{name}/b-{own}", rule=["a.{x} => b.{x}"], verify=True)
     assert done.verified == Verified(768 * KIB, 0)
     assert received.sent <= 150 * KIB
-    have = ckpttool.open_checkpoint(f"s3://{name}/b-{own}")
-    assert all(torch.equal(load_entry(e), BIG["a" + e.key[1:]]) for e in have.sections[0].tensors)
+    result = ckpttool.open_checkpoint(f"s3://{name}/b-{own}")
+    assert all(torch.equal(load_entry(e), BIG["a" + e.key[1:]]) for e in result.sections[0].tensors)
 
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.usefixtures("small_parts", "crcs")
-def test_crcs_prove_a_range_where_it_is_the_same(bucket: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any bytes before and behind the range, in both objects; one bit of any of them is seen."""
+def test_crcs_prove_a_copied_range(bucket: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both objects have other bytes before and after the range; a single changed bit is noticed."""
     fs, name = bucket
     random = Random(seed)
     before, span, after = (random.randbytes(size) for size in (random.randrange(99), 40_000, random.randrange(99)))
@@ -435,23 +433,23 @@ def test_crcs_prove_a_range_where_it_is_the_same(bucket: Any, seed: int, monkeyp
     if seed:
         return
     with monkeypatch.context() as patched:
-        patched.setattr(compose, "_MOST", len(head) - 1)  # more would be read than it is worth
+        patched.setattr(compose, "_MOST", len(head) - 1)  # too many bytes would have to be read
         assert not compose.is_copied(runs, f"s3://{name}/same")
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "awscrt.checksums", None)
         assert not compose.is_copied(runs, f"s3://{name}/same")
     assert not compose.is_copied([*runs, *runs[1:2]], f"s3://{name}/same")
-    fs.pipe_file(f"{name}/same", head + span + tail)  # anew: another tag, and no such checksum
+    fs.pipe_file(f"{name}/same", head + span + tail)  # rewritten: another ETag and no CRC
     assert not compose.is_copied(runs, f"s3://{name}/same")
     remote.forget(f"s3://{name}/same")
     assert not compose.is_copied(runs, f"s3://{name}/same")
 
 
-# Requests that fail
+# Failed requests
 
 
 @pytest.mark.parametrize("failure", [503, 429, 500, "reset", "cut", "short"])
-def test_what_may_pass_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: int | str) -> None:
+def test_transient_failure_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: int | str) -> None:
     monkeypatch.setattr(remote, "_WAITS", (0.01,) * 4)
     state = {f"a.{i}": torch.randn(3 * MIB // 4) for i in range(4)}
     with web_server({"/a.safetensors": save(state)}) as server:
@@ -459,8 +457,8 @@ def test_what_may_pass_is_asked_again(tmp_path: Path, monkeypatch: pytest.Monkey
         ckpttool.open_checkpoint(url)
         server.failures = [failure] * 2
         ckpttool.remap(url, str(tmp_path / "b.safetensors"), rule=["a.{x} => b.{x}"])
-        have = load((tmp_path / "b.safetensors").read_bytes())
-        assert all(torch.equal(have[f"b.{i}"], state[f"a.{i}"]) for i in range(4))
+        result = load((tmp_path / "b.safetensors").read_bytes())
+        assert all(torch.equal(result[f"b.{i}"], state[f"a.{i}"]) for i in range(4))
         server.failures = [failure] * 20
         with pytest.raises(CkptError):
             ckpttool.open_checkpoint(url)
@@ -468,10 +466,10 @@ def test_what_may_pass_is_asked_again(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("status", [403, 404, 501])
-def test_what_does_not_pass_is_said_at_once(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+def test_permanent_failure_is_reported_at_once(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     monkeypatch.setattr(remote, "_WAITS", (60,))
     with web_server({"/a.safetensors": save({"a": torch.ones(2)})}) as server:
-        server.failures = [status] * 2  # to both ways of asking for the size
+        server.failures = [status] * 2  # for both requests for the size
         with pytest.raises(CkptError):
             ckpttool.open_checkpoint(f"{server.url}/a.safetensors")
 
@@ -480,7 +478,7 @@ def test_what_does_not_pass_is_said_at_once(monkeypatch: pytest.MonkeyPatch, sta
 
 
 @pytest.mark.parametrize("own", ["", "model.safetensors.index.json"])
-def test_headers_of_many_shards_are_asked_for_side_by_side(
+def test_headers_of_many_shards_are_fetched_concurrently(
     bucket: Any, monkeypatch: pytest.MonkeyPatch, own: str
 ) -> None:
     fs, name = bucket

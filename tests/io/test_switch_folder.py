@@ -1,4 +1,4 @@
-"""A folder is replaced by one call, or under a journal: whatever that call says, and whatever comes in meanwhile."""
+"""A folder is replaced by one call or under a journal, even if the call fails or files are added meanwhile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AFTER = {**BEFORE, "index": "new", "sub/shard": "new"}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint of two files among others, with a link to a folder."""
+    """Return a folder with a checkpoint of two files, other files, and a symlink to a folder."""
     for name, text in BEFORE.items():
         (tmp_path / "m" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "m" / name).write_text(text)
@@ -43,7 +43,7 @@ def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder.parent)) + [str(p) for p in folder.rglob("*") if temporary.owner_of(p.name)]
 
 
-def saying(number: int) -> Callable[..., None]:
+def failing_with(number: int) -> Callable[..., None]:
     def refused(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -52,27 +52,29 @@ def saying(number: int) -> Callable[..., None]:
 
 @pytest.mark.parametrize("fsync", [True, False])
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EINVAL, errno.EXDEV, errno.EBUSY])
-def test_where_folders_cannot_change_places_it_is_done_under_a_journal(
+def test_journal_is_used_if_folders_cannot_be_exchanged(
     folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, fsync: bool
 ) -> None:
-    monkeypatch.setattr(syscalls, "renameat2", saying(number))
-    there = folder.stat().st_ino
+    monkeypatch.setattr(syscalls, "renameat2", failing_with(number))
+    inode = folder.stat().st_ino
     write_folder(NEW, str(folder), WriteOptions(fsync=fsync))
     assert texts(folder) == AFTER
-    assert (names(folder), folder.stat().st_ino) == (["m"], there)
+    assert (names(folder), folder.stat().st_ino) == (["m"], inode)
 
 
 @pytest.mark.parametrize("call", ["renameat2", "link", "mkdir"])
-def test_any_other_fault_leaves_it_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_other_errors_leave_the_folder_unchanged(folder: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     if call == "mkdir" and sys.version_info < (3, 11):
-        pytest.skip("pathlib has an own reference to mkdir before Python 3.11")
+        pytest.skip("before Python 3.11, pathlib keeps its own reference to mkdir")
     if call == "renameat2":
-        monkeypatch.setattr(syscalls, call, saying(errno.EIO))
+        monkeypatch.setattr(syscalls, call, failing_with(errno.EIO))
     else:
         plain = getattr(os, call)
 
         def failing(path: Any, *more: Any, **how: Any) -> None:
-            plain(path, *more, **how) if "README" not in str(path) and "deep" not in str(path) else saying(errno.EIO)()
+            plain(path, *more, **how) if "README" not in str(path) and "deep" not in str(path) else failing_with(
+                errno.EIO
+            )()
 
         monkeypatch.setattr(os, call, failing)
     with pytest.raises(CkptError, match="m: Input/output error"):
@@ -81,8 +83,8 @@ def test_any_other_fault_leaves_it_as_it_was(folder: Path, monkeypatch: pytest.M
     assert (texts(folder), names(folder)) == (BEFORE, ["m"])
 
 
-def test_a_new_folder_that_cannot_take_its_place_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "rename", saying(errno.EIO))
+def test_failed_rename_of_a_new_folder_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "rename", failing_with(errno.EIO))
     with pytest.raises(CkptError, match="new: Input/output error"):
         write_folder(NEW, str(tmp_path / "new"))
     assert os.listdir(tmp_path) == []
@@ -90,7 +92,7 @@ def test_a_new_folder_that_cannot_take_its_place_is_not_there(tmp_path: Path, mo
 
 @pytest.fixture
 def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
-    """Does something once all that stays is in the new folder too, before the two change places."""
+    """Run a function when the new folder is complete, just before the two folders are exchanged."""
 
     def set_up(do: Callable[[], object]) -> None:
         plain, todo = syscalls.renameat2, [do]
@@ -105,20 +107,20 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]
     return set_up
 
 
-def test_what_comes_and_what_changes_meanwhile_is_taken_along(folder: Path, meanwhile: Any) -> None:
+def test_files_changed_meanwhile_are_kept(folder: Path, meanwhile: Any) -> None:
     def other() -> None:
         (folder / "late").write_text("late")
         (folder / "README").unlink()
         (folder / "README").write_text("another")
 
     meanwhile(other)
-    there = folder.stat().st_ino
+    inode = folder.stat().st_ino
     for own, bits in ((folder, 0o751), (folder / "sub", 0o710), (folder / "log", 0o701)):
         own.chmod(bits)
     write_folder(NEW, str(folder))
     assert texts(folder) == {**AFTER, "late": "late", "README": "another"}
     assert names(folder) == ["m"]
-    assert folder.stat().st_ino != there
+    assert folder.stat().st_ino != inode
     assert [stat.S_IMODE(own.stat().st_mode) for own in (folder, folder / "sub", folder / "log")] == [
         *(0o751, 0o710, 0o701)
     ]
@@ -129,23 +131,23 @@ def test_what_comes_and_what_changes_meanwhile_is_taken_along(folder: Path, mean
 def test_every_folder_is_flushed_before_and_after_the_switch(
     folder: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool, way: str
 ) -> None:
-    """Those that got something; and none where nothing is to be."""
+    """All folders with new entries are flushed; with fsync=False, none is."""
     plain, done = os.fsync, list[str]()
 
-    def noted(descriptor: int) -> None:
+    def recorded(descriptor: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             done.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
         plain(descriptor)
 
     def exchanging(*args: Any) -> None:
         if way == "journal":
-            saying(errno.ENOSYS)()
+            failing_with(errno.ENOSYS)()
         done.append("=>")
         exchange(*args)
 
     exchange = syscalls.renameat2
     monkeypatch.setattr(syscalls, "renameat2", exchanging)
-    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "fsync", recorded)
     write_folder(NEW, str(folder), WriteOptions(fsync=fsync))
     if not fsync:
         assert done == ["=>"] * (way == "one call")
@@ -157,8 +159,8 @@ def test_every_folder_is_flushed_before_and_after_the_switch(
         assert done[-2:] == ["m", folder.parent.name]
 
 
-def test_where_the_new_files_are_made(folder: Path) -> None:
-    """Beside a folder that is replaced as one, and beside one that is not there yet; else inside."""
+def test_home_of_the_staging_folder(folder: Path) -> None:
+    """It is the parent if the folder is replaced as a whole or does not exist yet, else the folder itself."""
     for place, whole, home in (
         (folder, True, folder.parent),
         (folder, False, folder),
@@ -169,28 +171,28 @@ def test_where_the_new_files_are_made(folder: Path) -> None:
         assert home_of(place, whole=whole) == home
 
 
-@pytest.mark.parametrize("back", [True, False])
-def test_what_cannot_be_taken_along_is_not_left_behind(
-    folder: Path, meanwhile: Any, monkeypatch: pytest.MonkeyPatch, back: bool
+@pytest.mark.parametrize("is_reverted", [True, False])
+def test_exchange_is_reverted_if_added_files_cannot_be_moved(
+    folder: Path, meanwhile: Any, monkeypatch: pytest.MonkeyPatch, is_reverted: bool
 ) -> None:
-    """The folders change places again; where they cannot, it is said what is true."""
+    """If the folders cannot be exchanged again, the error says that the folder is replaced."""
 
     def other() -> None:
         (folder / "late").write_text("late")
-        monkeypatch.setattr(os, "link", saying(errno.EIO))
+        monkeypatch.setattr(os, "link", failing_with(errno.EIO))
 
     meanwhile(other)
-    if not back:
+    if not is_reverted:
         plain, calls = syscalls.renameat2, []
 
         def once(*args: Any) -> None:
             calls.append(args)
-            plain(*args) if len(calls) == 1 else saying(errno.EIO)()
+            plain(*args) if len(calls) == 1 else failing_with(errno.EIO)()
 
         monkeypatch.setattr(syscalls, "renameat2", once)
     with pytest.raises(CkptError) as raised:
         write_folder(NEW, str(folder))
-    if back:
+    if is_reverted:
         assert "it is as it was" in raised.value.hint
         assert texts(folder) == {**BEFORE, "late": "late"}
     else:
@@ -199,15 +201,15 @@ def test_what_cannot_be_taken_along_is_not_left_behind(
     assert names(folder) == ["m"]
 
 
-def test_if_restoring_fails_too_the_next_command_restores(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(syscalls, "renameat2", saying(errno.ENOSYS))
+def test_next_command_restores_the_folder_if_rollback_failed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(syscalls, "renameat2", failing_with(errno.ENOSYS))
     plain = os.rename
 
     def dying(old: Any, new: Any) -> None:
         plain(old, new)
         if Path(old).name == "index":
             for call in ("rename", "replace"):
-                monkeypatch.setattr(os, call, saying(errno.EIO))
+                monkeypatch.setattr(os, call, failing_with(errno.EIO))
 
     monkeypatch.setattr(os, "rename", dying)
     with pytest.raises(CkptError, match="is only partly written, and cannot be restored now: Input/output error"):
@@ -220,12 +222,10 @@ def test_if_restoring_fails_too_the_next_command_restores(folder: Path, monkeypa
     assert (texts(folder), names(folder)) == (BEFORE, ["m"])
 
 
-# Which folders change places
+# Which folders can be exchanged
 
 
-def test_a_folder_that_is_gone_or_somebody_stands_in_does_not_move(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_working_directory_is_not_exchanged(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder / "sub")
     assert not _can_move(folder)
     (tmp_path / "gone").mkdir()
@@ -235,11 +235,11 @@ def test_a_folder_that_is_gone_or_somebody_stands_in_does_not_move(
     assert not _can_move(folder)
     write_folder(NEW, str(folder))
     assert texts(folder) == AFTER
-    assert not _can_move(Path("/proc"))  # which is mounted
+    assert not _can_move(Path("/proc"))  # a mount point
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can make files of others")
-def test_a_folder_stays_its_owners(folder: Path) -> None:
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can change the owner of a file")
+def test_replaced_folder_keeps_its_owner(folder: Path) -> None:
     os.chown(folder, 12_345, 12_346)
     os.chown(folder / "log", 12_345, 12_346)
     write_folder(NEW, str(folder))

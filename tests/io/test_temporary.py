@@ -1,4 +1,4 @@
-"""What was begun and left: whose it is, and what becomes of it, also of other users' and where nobody says."""
+"""Leftovers of interrupted commands: who owns them, and when they are removed or recovered."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _journal(own: str, descriptor: int, change: transaction.Change) -> bytes:
     return transaction.text([transaction.Patched(own, back, sample, patch.hash_of(done))])
 
 
-def begun(folder: Path, files: dict[str, bytes], owner: object = DEAD) -> Path:
-    """A journal that says that the files were added to the folder."""
+def interrupted(folder: Path, files: dict[str, bytes], owner: object = DEAD) -> Path:
+    """Write the files and a journal that says they were added to the folder."""
     for own, data in files.items():
         (folder / own).write_bytes(data)
     journal = folder / name(owner, "edit")
@@ -51,7 +51,7 @@ def begun(folder: Path, files: dict[str, bytes], owner: object = DEAD) -> Path:
     return journal
 
 
-def test_a_name_that_is_none_of_ours_is_nobodys() -> None:
+def test_foreign_name_has_no_owner() -> None:
     assert not temporary.is_dead("model.pt", 0)
     assert not temporary.is_alive("model.pt")
     assert temporary.is_alive(name(temporary._owner(os.getppid())))
@@ -61,8 +61,8 @@ def test_a_name_that_is_none_of_ours_is_nobodys() -> None:
     assert len(temporary.temporary_name("重" * 200).encode()) < 255
 
 
-def test_where_the_system_does_not_say_when_a_process_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As without /proc: whether there is one of its number is known still."""
+def test_process_without_a_known_start_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without /proc, only the pid tells if a process is alive."""
     monkeypatch.setattr(temporary, "_text", lambda path: "")
     own = temporary._owner.__wrapped__(os.getppid())
     assert own.started == 0
@@ -73,7 +73,7 @@ def test_where_the_system_does_not_say_when_a_process_began(monkeypatch: pytest.
     assert temporary._owner.__wrapped__(os.getppid()).space == 0
 
 
-def test_the_way_back_of_a_dead_edit_is_no_litter(tmp_path: Path) -> None:
+def test_journal_of_a_dead_edit_is_not_removed(tmp_path: Path) -> None:
     for ending in ("edit", "tmp"):
         (tmp_path / name(DEAD, ending)).write_text("")
     temporary.remove_left(tmp_path)
@@ -85,7 +85,7 @@ def test_the_way_back_of_a_dead_edit_is_no_litter(tmp_path: Path) -> None:
     temporary.remove_left(tmp_path / "none")
 
 
-def test_litter_beside_the_journal_of_an_edit(tmp_path: Path) -> None:
+def test_leftovers_are_removed_after_recovery(tmp_path: Path) -> None:
     save_file({"a.w": torch.ones(2)}, tmp_path / "in.safetensors")
     old = (tmp_path / "in.safetensors").read_bytes()
     descriptor = os.open(tmp_path / "in.safetensors", os.O_RDWR)
@@ -99,8 +99,8 @@ def test_litter_beside_the_journal_of_an_edit(tmp_path: Path) -> None:
     assert (tmp_path / "in.safetensors").read_bytes() == old
 
 
-def test_what_another_process_finishes_meanwhile_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = begun(tmp_path, {"a": b"new"})
+def test_journal_removed_by_another_process_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = interrupted(tmp_path, {"a": b"new"})
     (tmp_path / "a").unlink()
     plain = temporary.is_dead
 
@@ -117,8 +117,8 @@ def test_what_another_process_finishes_meanwhile_is_finished(tmp_path: Path, mon
 
 
 @contextmanager
-def as_another() -> Iterator[None]:
-    """The process is another user's, who is not root, inside."""
+def as_other_user() -> Iterator[None]:
+    """Run the block as another user who is not root."""
     os.setresuid(OTHER, OTHER, 0)
     try:
         yield
@@ -128,7 +128,7 @@ def as_another() -> Iterator[None]:
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder in which everybody may write, with a checkpoint that everybody may read."""
+    """Return a world-writable folder with a world-readable checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o777)
         monkeypatch.chdir(folder)
@@ -139,31 +139,30 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-def renamed(out: str) -> int:
+def rename(out: str) -> int:
     return main(["remap", "in.safetensors", "-o", out, "--rule", "a => b"])
 
 
 @AS_ROOT
-def test_what_another_user_keeps_to_himself_is_in_nobodys_way(shared: Path) -> None:
-    """The staging folder of a run that lives, or of one that was killed."""
+def test_private_staging_folder_of_another_user_is_ignored(shared: Path) -> None:
     staging = shared / name(DEAD)
     staging.mkdir(0o700)
-    with as_another():
+    with as_other_user():
         assert main(["inspect", "in.safetensors"]) == 0
-        assert renamed("out.safetensors") == 0
+        assert rename("out.safetensors") == 0
     assert [*load_file("out.safetensors")] == ["b"]
     assert staging.exists()
 
 
 @AS_ROOT
-def test_a_process_of_another_user_is_one_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_of_another_user_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(temporary, "_text", lambda path: "")
-    with as_another():
+    with as_other_user():
         assert temporary._started(os.getppid()) == 0
         assert temporary._started(1 << 23) is None
 
 
-def test_what_cannot_be_made_leaves_no_trace(tmp_path: Path) -> None:
+def test_failed_staging_leaves_no_entry(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), temporary.staged_file(tmp_path / "gone" / "out"):
         pass
     with pytest.raises(FileNotFoundError), temporary.staged_folder(tmp_path / "gone", "out"):
@@ -172,9 +171,9 @@ def test_what_cannot_be_made_leaves_no_trace(tmp_path: Path) -> None:
 
 
 @AS_ROOT
-def test_what_another_user_began_is_left_to_that_user(tmp_path: Path) -> None:
+def test_edit_of_another_user_is_not_recovered(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "in.safetensors")
-    journal = begun(tmp_path, {"added": b"x"})
+    journal = interrupted(tmp_path, {"added": b"x"})
     os.chown(journal, OTHER, -1)
     with pytest.raises(CkptError, match=rf"an interrupted edit of another user \(number {OTHER}\)"):
         transaction.recover(tmp_path)
@@ -185,28 +184,26 @@ def test_what_another_user_began_is_left_to_that_user(tmp_path: Path) -> None:
 
 
 @AS_ROOT
-def test_folders_that_may_be_written_and_not_read_or_read_and_not_written(
-    shared: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_write_only_and_read_only_folders(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for own, mode in (("drop", 0o733), ("shelf", 0o755)):
         (shared / own).mkdir()
         (shared / own).chmod(mode)
     (shared / "shelf" / "mine").mkdir()
     os.chown(shared / "shelf" / "mine", OTHER, -1)
     capsys.readouterr()
-    with as_another():
-        assert renamed("drop/out.safetensors") == 0
+    with as_other_user():
+        assert rename("drop/out.safetensors") == 0
         for out in ("shelf/out.safetensors", "shelf/out/"):
-            assert renamed(out) == 2
+            assert rename(out) == 2
             assert "shelf: not writable\nhint: choose another folder for the output" in capsys.readouterr().err
         assert not _can_move(shared / "shelf" / "mine")
-        assert renamed("shelf/mine") == 0
+        assert rename("shelf/mine") == 0
     assert [*load_file("drop/out.safetensors")] == [*load_file("shelf/mine/model.safetensors")] == ["b"]
 
 
 @AS_ROOT
-def test_an_output_that_is_replaced_stays_its_owners(shared: Path) -> None:
-    assert renamed("out.safetensors") == 0
+def test_replaced_output_keeps_its_owner(shared: Path) -> None:
+    assert rename("out.safetensors") == 0
     os.chown("out.safetensors", OTHER, OTHER)
     assert main(["remap", "in.safetensors", "-o", "out.safetensors", "--rule", "a => c", "--force"]) == 0
     found = os.stat("out.safetensors")
@@ -217,8 +214,8 @@ def test_an_output_that_is_replaced_stays_its_owners(shared: Path) -> None:
 # Other platforms
 
 
-def test_without_the_calls_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No locks, no users, no moving of extents, no advice to the page cache: all is written, if slower."""
+def test_commands_work_without_linux_system_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without locks, users, extent moves and page cache advice, everything is still written, but slower."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "fcntl", None)
     monkeypatch.setattr(sys, "platform", "other")
@@ -241,16 +238,16 @@ def test_without_the_calls_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert digest_on_disk("out.safetensors")
 
 
-def test_a_call_that_the_library_of_the_system_lacks_is_said() -> None:
+def test_missing_libc_function_is_reported() -> None:
     if not sys.platform.startswith("linux"):
-        pytest.skip("of Linux")
+        pytest.skip("only on Linux")
     with pytest.raises(OSError, match="not implemented") as raised:
         syscalls._call("no_such_call", 1)
     assert raised.value.errno in syscalls.NOT_HERE
 
 
-def test_a_signal_that_comes_twice_ends_a_wait_for_the_network_and_nothing_else() -> None:
-    """`insisting`, where Python handles it; what only ends the process does so once the block has ended."""
+def test_second_signal_ends_only_an_insisting_block() -> None:
+    """Signals with the default action end the process when the block has ended."""
     code = """
 import signal, sys
 from contextlib import nullcontext
@@ -266,17 +263,17 @@ with ended_by_signals() if handled else nullcontext():
     except Terminated:
         print("ended", flush=True)
 """
-    for handled, insisting, said in (
+    for handled, insisting, expected in (
         ("handled", "insisting", "one ended"),
         ("handled", "patient", "one two ended"),
         ("default", "insisting", "one two"),
     ):
         done = subprocess.run([sys.executable, "-c", code, handled, insisting], capture_output=True, text=True)
-        assert done.stdout.split() == said.split(), (handled, insisting, done.stderr)
+        assert done.stdout.split() == expected.split(), (handled, insisting, done.stderr)
         assert done.returncode == (0 if handled == "handled" else -15)
 
 
-def test_two_do_not_lock_what_one_has(tmp_path: Path) -> None:
+def test_locked_file_cannot_be_locked_again(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x")
     with open(tmp_path / "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

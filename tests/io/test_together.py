@@ -1,4 +1,4 @@
-"""One command on several ranks: what one process writes, to the byte; one voice, one status, no half OUT."""
+"""A command on several ranks writes the bytes of one process, prints once, and never leaves a partial OUT."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CAST = '[[rule]]\ncast = "layers.*"\ndtype = "bfloat16"\n'
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint of 8 MiB, in both formats, and rules that cast it."""
+    """Return a folder with a checkpoint of 8 MiB in two formats, and rules that cast it."""
     folder = tmp_path_factory.mktemp("source")
     torch.manual_seed(0)
     tensors = {f"layers.{number}.weight": torch.randn(256, 512) for number in range(16)} | {"scale": torch.ones(3)}
@@ -40,9 +40,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `source`, of 22 MiB: a store takes parts of 5 MiB and more."""
-    folder = tmp_path_factory.mktemp("wide")
+def large_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Like `source`, with 22 MiB, since parts of an upload have at least 5 MiB."""
+    folder = tmp_path_factory.mktemp("large_source")
     tensors = {f"layers.{number}.weight": torch.full((1024, 512), float(number)) for number in range(11)}
     save_file(tensors, folder / "model.safetensors")
     torch.save({"model": tensors, "step": 7}, folder / "model.pt")
@@ -51,7 +51,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def files_in(path: Path) -> dict[str, tuple[int, bytes]]:
-    """Mode and bytes of the file, or of every file in the folder."""
+    """Return mode and bytes of the file, or of every file in the folder."""
     found = sorted(path.rglob("*")) if path.is_dir() else [path]
     return {str(one.relative_to(path)): (one.stat().st_mode, one.read_bytes()) for one in found if one.is_file()}
 
@@ -64,7 +64,7 @@ def files_in(path: Path) -> dict[str, tuple[int, bytes]]:
         ("model.pt", "out.pt", ("--rules", "rules.toml", "--verify")),
     ],
 )
-def test_the_ranks_write_what_one_process_writes(
+def test_ranks_write_the_bytes_of_one_process(
     source: Path,
     tmp_path: Path,
     run: Run,
@@ -87,7 +87,7 @@ def test_the_ranks_write_what_one_process_writes(
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a training checkpoint and a later one, other in some of everything."""
+    """Return a folder with training checkpoints that differ in the model, the optimizer and other entries."""
     folder = tmp_path_factory.mktemp("pair")
     torch.manual_seed(1)
     model = {f"layers.{number}.weight": torch.randn(64, 64) for number in range(6)} | {"empty": torch.ones(0)}
@@ -113,7 +113,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("command", "shared"),
+    ("command", "is_shared"),
     [
         ("inspect new.pt --stats --all", True),
         ("inspect new.pt --stats --format json --manifest OUT.json --report OUT.md", True),
@@ -123,15 +123,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("diff new.pt other.safetensors --values --format json", True),
         ("diff base.pt::optimizer other.pt::optimizer --values", True),
         ("diff3 base.pt new.pt other.pt --values --format json", True),
-        ("diff base.pt base.json --values", None),  # one file to be hashed, by whoever is first
+        ("diff base.pt base.json --values", None),  # a single file, hashed by any rank
         ("diff new.pt base.json --values --format json", True),
         ("diff new.pt other.pt --format json", False),
     ],
 )
-def test_the_ranks_read_what_one_process_reads_and_say_what_it_says(
-    pair: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, command: str, shared: bool | None
+def test_ranks_print_and_write_the_same_as_one_process(
+    pair: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, command: str, is_shared: bool | None
 ) -> None:
-    """To the byte, the files that are written too; others than the first have a share, and say nothing."""
+    """Written files are identical too; the other ranks read a part and print nothing."""
     alone, together = (tmp_path / name for name in ("alone", "together"))
     for folder in (alone, together):
         folder.mkdir()
@@ -142,7 +142,7 @@ def test_the_ranks_read_what_one_process_reads_and_say_what_it_says(
     first, *others = run_ranks(together, 3, *command.replace("OUT", "out").split())
     assert first.said == (expected.status, expected.out + expected.err)
     assert [other.said for other in others] == [(expected.status, "")] * 2
-    assert shared is None or any(other.read for other in others) == shared
+    assert is_shared is None or any(other.read for other in others) == is_shared
     assert {name: data for name, (_, data) in files_in(together).items()} == {
         name: data for name, (_, data) in files_in(alone).items()
     }
@@ -151,7 +151,7 @@ def test_the_ranks_read_what_one_process_reads_and_say_what_it_says(
 @pytest.mark.parametrize(
     "command", ["diff base.pt other.safetensors --values", "inspect base.pt --stats --report out.md"]
 )
-def test_a_rank_that_cannot_read_fails_all_of_them(pair: Path, tmp_path: Path, command: str) -> None:
+def test_read_error_on_one_rank_fails_all_ranks(pair: Path, tmp_path: Path, command: str) -> None:
     for path in pair.iterdir():
         os.symlink(path, tmp_path / path.name)
     first, second = run_ranks(tmp_path, 2, *command.split(), fault=Fault(1))
@@ -160,8 +160,8 @@ def test_a_rank_that_cannot_read_fails_all_of_them(pair: Path, tmp_path: Path, c
     assert not [*tmp_path.glob("out.*")]
 
 
-def test_what_fails_on_any_rank_fails_on_all_and_is_said_once(source: Path, tmp_path: Path) -> None:
-    """Whether all of them fail or one; what is not shared, a report file among it, is the first rank's alone."""
+def test_error_on_any_rank_fails_all_ranks_and_is_printed_once(source: Path, tmp_path: Path) -> None:
+    """Work that is not shared, such as writing a report file, is done only by the first rank."""
     refused = run_ranks(tmp_path, 2, "remap", source / "model.pt", "-o", "out.pt", "--rule", "no.such => thing")
     assert [done.status for done in refused] == [1, 1]
     assert refused[0].err.count("error: ") == 1
@@ -172,15 +172,15 @@ def test_what_fails_on_any_rank_fails_on_all_and_is_said_once(source: Path, tmp_
     assert [done.status for done in failed] == [2, 2]
     assert "error: 'many' is not a size\n" in failed[0].err
     assert [*tmp_path.iterdir()] == []
-    made = run_ranks(tmp_path, 2, "remap", source / "model.pt", "--dry-run", *RULE, "--report", "plan.md")
-    assert [done.status for done in made] == [0, 0]
+    planned = run_ranks(tmp_path, 2, "remap", source / "model.pt", "--dry-run", *RULE, "--report", "plan.md")
+    assert [done.status for done in planned] == [0, 0]
     assert [path.name for path in tmp_path.iterdir()] == ["plan.md"]
     inspected = run_ranks(tmp_path, 2, "inspect", source / "model.pt", "--format", "json")
     assert len(json.loads(inspected[0].out)["tensors"]) == 17
     assert inspected[1].said == (0, "")
 
 
-def test_ranks_that_do_not_mean_the_same_write_nothing(source: Path, tmp_path: Path) -> None:
+def test_ranks_with_different_plans_write_nothing(source: Path, tmp_path: Path) -> None:
     command = ("convert", source / "model.safetensors", "-o", "out/")
     first, second = run_ranks(tmp_path, 2, *command, last={"CKPTTOOL_MAX_SHARD_SIZE": "3MB"})
     assert first.status == second.status == 2
@@ -188,7 +188,7 @@ def test_ranks_that_do_not_mean_the_same_write_nothing(source: Path, tmp_path: P
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_killed_job_goes_on_where_it_was(source: Path, tmp_path: Path, run: Run) -> None:
+def test_killed_job_is_resumed(source: Path, tmp_path: Path, run: Run) -> None:
     command = ("convert", source / "model.safetensors", "--max-shard-size", "3MB", "-o")
     killed = run_ranks(tmp_path, 2, *command, "out/", fault=Fault(1, 2))
     assert killed[1].status == -9, killed
@@ -196,7 +196,7 @@ def test_a_killed_job_goes_on_where_it_was(source: Path, tmp_path: Path, run: Ru
     (staging,) = tmp_path.glob(".out.*.ckpttool.job")
     written = [json.loads(line) for path in staging.glob("written.*") for line in path.read_text().split("\n") if line]
     assert len(written) >= 2
-    for record in written:  # what is said to be there is not read, let alone written, again
+    for record in written:  # recorded ranges are neither read nor written again
         name = staging / "new" / record["file"]
         with open(name, "r+b") as file:
             file.seek(record["offset"] + record["size"] - 1)
@@ -212,7 +212,7 @@ def test_a_killed_job_goes_on_where_it_was(source: Path, tmp_path: Path, run: Ru
     assert [*tmp_path.glob(".*")] == []
 
 
-def test_torchrun_starts_a_killed_rank_anew(source: Path, tmp_path: Path, run: Run) -> None:
+def test_torchrun_restarts_a_killed_rank(source: Path, tmp_path: Path, run: Run) -> None:
     options = ("--rules", source / "rules.toml")
     command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", torchrun_ranks.__file__)
     path = os.pathsep.join((str(ROOT), str(Path(torchrun_ranks.__file__).parent)))
@@ -231,8 +231,8 @@ def test_torchrun_starts_a_killed_rank_anew(source: Path, tmp_path: Path, run: R
     assert [*tmp_path.glob(".*")] == []
 
 
-def test_a_killed_swap_goes_on_where_it_was(source: Path, tmp_path: Path, run: Run) -> None:
-    """The records of the first run are made to lie, which shows: what is noted is not written again."""
+def test_killed_swap_is_resumed(source: Path, tmp_path: Path, run: Run) -> None:
+    """Weights that the first run has recorded are not written again."""
     needs_torch("2.8", "a record for each weight of a program")
     program, command = tmp_path / "program.pt2", ("swap-weights", tmp_path / "program.pt2", tmp_path / "new.pt", "-o")
     with torch.device("meta"):
@@ -242,18 +242,18 @@ def test_a_killed_swap_goes_on_where_it_was(source: Path, tmp_path: Path, run: R
     killed = run_ranks(tmp_path, 2, *command, "out.pt2", fault=Fault(1, 1))
     assert killed[1].status == -9, killed
     (staging,) = tmp_path.glob(".out.*.ckpttool.job")
-    noted = sum(path.read_text().count('"item"') for path in staging.glob("written.*"))
-    assert noted
+    recorded = sum(path.read_text().count('"item"') for path in staging.glob("written.*"))
+    assert recorded
     done = run_ranks(tmp_path, 3, *command, "out.pt2")
     assert [one.status for one in done] == [0, 0, 0], done
     run(*command, tmp_path / "alone.pt2")
     assert (tmp_path / "out.pt2").read_bytes() == (tmp_path / "alone.pt2").read_bytes()
-    assert sum(one.written or 0 for one in done) <= (tmp_path / "out.pt2").stat().st_size - noted * (1 << 20) // 2
+    assert sum(one.written or 0 for one in done) <= (tmp_path / "out.pt2").stat().st_size - recorded * (1 << 20) // 2
     assert [*tmp_path.glob(".*")] == []
 
 
-def test_the_code_of_a_model_runs_on_one_rank(tmp_path: Path, run: Run) -> None:
-    """The others hear the names that it has, so that code that is not the same twice is none of theirs."""
+def test_model_code_runs_on_one_rank(tmp_path: Path, run: Run) -> None:
+    """The other ranks receive the names from it, so the code need not be deterministic."""
     (tmp_path / "model.py").write_text(
         "import os\nfrom torch import nn\n\n\n"
         "class Renamed(nn.Linear):\n"
@@ -268,7 +268,7 @@ def test_the_code_of_a_model_runs_on_one_rank(tmp_path: Path, run: Run) -> None:
     assert {*(tmp_path / "ran").read_text().split()} == {"0"}
 
 
-# From ranks to ranks
+# Resharding
 
 
 MODEL = """
@@ -280,9 +280,9 @@ def build():
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One model as three ranks save it: with flat parameters and in parts (FSDP1), as DTensors, and by DCP."""
-    folder = tmp_path_factory.mktemp("saved")
+def saved_by_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a model on three ranks: FSDP1 flat parameters and sharded tensors, DTensors, and DCP."""
+    folder = tmp_path_factory.mktemp("saved_by_ranks")
     (folder / "model.py").write_text(MODEL)
     torch.manual_seed(2)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
@@ -299,7 +299,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def as_dtensors(state: dict[str, torch.Tensor], rank: int, size: int) -> dict[str, torch.Tensor]:
-    """The rank's part of every tensor, by rows, as `fully_shard` has it."""
+    """Shard every tensor along dim 0, as `fully_shard` does."""
     from torch import distributed
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -337,34 +337,34 @@ FOUR = ("--model", "model.py:build", "-o", "four_{rank}.pt")
         ("three.dcp", ("-o", "out.dcp", "--rule", "{x*} => net.{x*}")),
     ],
 )
-def test_from_ranks_to_ranks_each_byte_moves_once(
-    saved: Path, tmp_path: Path, source: str, options: tuple[str, ...]
+def test_resharding_moves_each_byte_once(
+    saved_by_ranks: Path, tmp_path: Path, source: str, options: tuple[str, ...]
 ) -> None:
-    """Read once, by one of the two ranks that move it, and written once; what comes out is the whole again."""
-    for path in saved.iterdir():
+    """One of the two ranks reads each byte and one writes it; the output unshards to the same values."""
+    for path in saved_by_ranks.iterdir():
         os.symlink(path, tmp_path / path.name)
-    both = run_ranks(tmp_path, 2, "remap", source, *options)
-    assert [one.status for one in both] == [0, 0], both
-    want = torch.load(saved / "full.pt")["model"]
-    values = sum(value.nbytes for value in want.values())
-    read, written = (sum(counts) for counts in zip(*((one.read or 0, one.written or 0) for one in both)))
-    made = sum(size for _, size in sizes(tmp_path))
-    assert read <= made * 1.02  # the pickles of rank files may be read twice
-    assert written <= made
+    ranks = run_ranks(tmp_path, 2, "remap", source, *options)
+    assert [one.status for one in ranks] == [0, 0], ranks
+    model_state = torch.load(saved_by_ranks / "full.pt")["model"]
+    values = sum(value.nbytes for value in model_state.values())
+    read, written = (sum(counts) for counts in zip(*((one.read or 0, one.written or 0) for one in ranks)))
+    nbytes = sum(size for _, size in sizes(tmp_path))
+    assert read <= nbytes * 1.02  # the pickles of rank files may be read twice
+    assert written <= nbytes
     assert read >= values / 2
-    back, model = tmp_path / "back.pt", f"{saved}/model.py:build"
+    back, model = tmp_path / "back.pt", f"{saved_by_ranks}/model.py:build"
     if "out.dcp" in options:
         ckpttool.remap(str(tmp_path / "out.dcp"), str(back))
     else:
         ckpttool.remap(str(tmp_path / "four_*.pt"), str(back), model=model)
-    have = model_in(back)
-    assert all(torch.equal(have[key], value) for key, value in want.items())
+    actual = model_in(back)
+    assert all(torch.equal(actual[key], value) for key, value in model_state.items())
 
 
-def test_killed_ranks_go_on_with_the_files_of_other_ranks(saved: Path, tmp_path: Path) -> None:
-    """What is noted is not written again; the files are those of a job that nobody killed."""
-    flat = (*FLAT, "--model", f"{saved}/model.py:build")
-    command = ("remap", saved / "full.pt", *flat, "-o")
+def test_killed_job_that_writes_rank_files_is_resumed(saved_by_ranks: Path, tmp_path: Path) -> None:
+    """Recorded ranges are not written again, and the files equal those of an uninterrupted job."""
+    flat = (*FLAT, "--model", f"{saved_by_ranks}/model.py:build")
+    command = ("remap", saved_by_ranks / "full.pt", *flat, "-o")
     killed = run_ranks(tmp_path, 2, *command, "four_{rank}.pt", fault=Fault(1, 1))
     assert killed[1].status == -9, killed
     assert not [*tmp_path.glob("four_*")]
@@ -373,11 +373,11 @@ def test_killed_ranks_go_on_with_the_files_of_other_ranks(saved: Path, tmp_path:
     assert notes
     done = run_ranks(tmp_path, 2, *command, "four_{rank}.pt")
     assert [one.status for one in done] == [0, 0], done
-    have = [(tmp_path / f"four_{rank}.pt").read_bytes() for rank in range(4)]
-    assert sum(one.written or 0 for one in done) == sum(map(len, have)) - sum(note["size"] for note in notes)
+    actual = [(tmp_path / f"four_{rank}.pt").read_bytes() for rank in range(4)]
+    assert sum(one.written or 0 for one in done) == sum(map(len, actual)) - sum(note["size"] for note in notes)
     alone = f"{tmp_path}/alone_{{rank}}.pt"
-    ckpttool.remap(str(saved / "full.pt"), alone, to=FLAT[1], model=f"{saved}/model.py:build")
-    assert have == [Path(alone.format(rank=rank)).read_bytes() for rank in range(4)]
+    ckpttool.remap(str(saved_by_ranks / "full.pt"), alone, to=FLAT[1], model=f"{saved_by_ranks}/model.py:build")
+    assert actual == [Path(alone.format(rank=rank)).read_bytes() for rank in range(4)]
 
 
 def sizes(folder: Path) -> list[tuple[str, int]]:
@@ -393,18 +393,18 @@ def model_in(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_what_ranks_save_any_number_of_ranks_loads(saved: Path, world_size: int) -> None:
-    """One file a rank, of about as many bytes; `dcp.load` with the whole, and with the parts of two ranks."""
-    files = sorted((saved / "three.dcp").glob("*.distcp"))
+def test_dcp_folder_written_by_ranks_loads_on_any_number_of_ranks(saved_by_ranks: Path, world_size: int) -> None:
+    """Each rank writes one file of about the same size; `dcp.load` reads full tensors and shards of two ranks."""
+    files = sorted((saved_by_ranks / "three.dcp").glob("*.distcp"))
     assert [path.name for path in files] == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
     assert max(path.stat().st_size for path in files) < 1.3 * min(path.stat().st_size for path in files)
     if world_size > 1:
-        dcp_ranks.run("whole", saved)
+        dcp_ranks.run("whole", saved_by_ranks)
         return
-    want = torch.load(saved / "full.pt")["model"]
-    have = {"model": {key: torch.zeros_like(value) for key, value in want.items()}}
-    dcp.load(have, checkpoint_id=saved / "three.dcp")
-    assert all(torch.equal(have["model"][key], value) for key, value in want.items())
+    model_state = torch.load(saved_by_ranks / "full.pt")["model"]
+    actual = {"model": {key: torch.zeros_like(value) for key, value in model_state.items()}}
+    dcp.load(actual, checkpoint_id=saved_by_ranks / "three.dcp")
+    assert all(torch.equal(actual["model"][key], value) for key, value in model_state.items())
 
 
 # Stores
@@ -430,16 +430,16 @@ def uploads(bucket: Any) -> list[dict[str, str]]:
         ("s3://BUCKET/model.pt", "out.pt", ("--rules", "rules.toml")),
     ],
 )
-def test_the_ranks_send_what_one_process_sends(
-    wide: Path, bucket: Any, tmp_path: Path, run: Run, ckpt: str, out: str, options: tuple[str, ...]
+def test_ranks_upload_the_bytes_of_one_process(
+    large_source: Path, bucket: Any, tmp_path: Path, run: Run, ckpt: str, out: str, options: tuple[str, ...]
 ) -> None:
-    """To the byte, and nothing else is left in the bucket."""
+    """Nothing else is left in the bucket."""
     fs, name = bucket
-    for path in wide.iterdir():
+    for path in large_source.iterdir():
         os.symlink(path, tmp_path / path.name)
         fs.put_file(str(path), f"{name}/{path.name}")
-    options = tuple(str(wide / option) if option.endswith(".toml") else option for option in options)
-    source = ckpt.replace("BUCKET", name) if "://" in ckpt else str(wide / ckpt)
+    options = tuple(str(large_source / option) if option.endswith(".toml") else option for option in options)
+    source = ckpt.replace("BUCKET", name) if "://" in ckpt else str(large_source / ckpt)
     (tmp_path / "alone").mkdir()
     command = "convert" if "--max-shard-size" in options else "remap"
     run(command, source, "-o", f"{tmp_path}/alone/{out}", *options)
@@ -448,25 +448,27 @@ def test_the_ranks_send_what_one_process_sends(
     assert (first.status, second.said) == (0, (0, "")), first
     assert ("22.0 MiB by checksums of its store, 0 bytes read back" in first.out) == ("--verify" in options)
     assert uploads(bucket) == []
-    have = objects(bucket)
+    actual = objects(bucket)
     written = {name: data for name, (_, data) in files_in(tmp_path / "alone").items()}
-    assert {key: have[key] for key in have.keys() - before} == written
+    assert {key: actual[key] for key in actual.keys() - before} == written
 
 
 @pytest.mark.parametrize("all_die", [False, True])
-def test_a_killed_job_goes_on_in_the_bucket(
-    wide: Path, bucket: Any, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, all_die: bool
+def test_killed_upload_is_resumed(
+    large_source: Path, bucket: Any, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, all_die: bool
 ) -> None:
-    """Nothing is to be seen of it, and no part that is there is sent again, or read but to verify it."""
-    command = ("remap", wide / "model.safetensors", *RULE, *(["--verify"] if all_die else []), "-o")
+    """Its objects stay invisible; uploaded parts are not sent again, and read only for --verify."""
+    command = ("remap", large_source / "model.safetensors", *RULE, *(["--verify"] if all_die else []), "-o")
     out = f"s3://{bucket[1]}/deep/out.safetensors"
     killed = run_ranks(tmp_path, 2, *command, out, fault=Fault(1, 1), all_die=all_die)
     assert killed[1].status == -9, killed
     (record,) = objects(bucket)
     assert record.endswith(".ckpttool.job")
     (upload,) = uploads(bucket)
-    there = bucket[0].call_s3("list_parts", Bucket=bucket[1], Key=upload["Key"], UploadId=upload["UploadId"])["Parts"]
-    assert there
+    sent_parts = bucket[0].call_s3("list_parts", Bucket=bucket[1], Key=upload["Key"], UploadId=upload["UploadId"])[
+        "Parts"
+    ]
+    assert sent_parts
     received = Received(monkeypatch)
     done = run_ranks(tmp_path, 2, *command, out)
     assert [one.status for one in done] == [0, 0], done
@@ -475,19 +477,19 @@ def test_a_killed_job_goes_on_in_the_bucket(
     assert objects(bucket) == {"deep/out.safetensors": (tmp_path / "alone.safetensors").read_bytes()}
     assert uploads(bucket) == []
     size = (tmp_path / "alone.safetensors").stat().st_size
-    left = size - sum(part["Size"] for part in there)
-    assert received.nbytes <= left + 10_000
-    assert all_die or sum(one.read or 0 for one in done) <= left + 10_000  # and headers
+    remaining = size - sum(part["Size"] for part in sent_parts)
+    assert received.nbytes <= remaining + 10_000
+    assert all_die or sum(one.read or 0 for one in done) <= remaining + 10_000  # and headers
 
 
-def test_the_ranks_replace_a_folder_in_the_bucket(wide: Path, bucket: Any, tmp_path: Path, run: Run) -> None:
-    """What is there stays whole until all that is new is there; then that is what one process writes, and no more."""
+def test_ranks_replace_a_folder_in_the_bucket(large_source: Path, bucket: Any, tmp_path: Path, run: Run) -> None:
+    """The old files stay complete until all new ones are uploaded; then the folder is that of one process."""
     (tmp_path / "alone").mkdir()
-    run("convert", wide / "model.safetensors", "-o", f"{tmp_path}/alone/", "--max-shard-size", "9MB")
+    run("convert", large_source / "model.safetensors", "-o", f"{tmp_path}/alone/", "--max-shard-size", "9MB")
     out = f"s3://{bucket[1]}/out/"
-    run("convert", wide / "model.safetensors", "-o", out, "--max-shard-size", "6MB")
+    run("convert", large_source / "model.safetensors", "-o", out, "--max-shard-size", "6MB")
     old = objects(bucket)
-    command = ("convert", wide / "model.safetensors", "-o", out, "--max-shard-size", "9MB")
+    command = ("convert", large_source / "model.safetensors", "-o", out, "--max-shard-size", "9MB")
     killed = run_ranks(tmp_path, 2, *command, "--force", fault=Fault(1, 1))
     assert killed[1].status == -9, killed
     assert {name: data for name, data in objects(bucket).items() if not name.endswith(".job")} == old
@@ -499,9 +501,9 @@ def test_the_ranks_replace_a_folder_in_the_bucket(wide: Path, bucket: Any, tmp_p
     assert "output: 22.0 MiB read back" in done[0].out
 
 
-def test_what_fails_in_the_bucket_leaves_nothing(wide: Path, bucket: Any, tmp_path: Path) -> None:
-    """A rank that cannot read ends all of them; another command to the same place ends what was killed."""
-    command = ("convert", wide / "model.safetensors", "-o", f"s3://{bucket[1]}/out/", "--max-shard-size", "6MB")
+def test_failed_upload_leaves_no_objects(large_source: Path, bucket: Any, tmp_path: Path) -> None:
+    """A read error ends all ranks; a later command with the same OUT aborts the uploads of a killed one."""
+    command = ("convert", large_source / "model.safetensors", "-o", f"s3://{bucket[1]}/out/", "--max-shard-size", "6MB")
     failed = run_ranks(tmp_path, 2, *command, fault=Fault(1))
     assert [one.status for one in failed] == [2, 2]
     assert failed[0].err.count("error: ") == 1
@@ -510,7 +512,7 @@ def test_what_fails_in_the_bucket_leaves_nothing(wide: Path, bucket: Any, tmp_pa
     run_ranks(tmp_path, 2, *command, fault=Fault(1, 0))
     assert len(uploads(bucket)) > 1
     renamed = tmp_path / "renamed.safetensors"
-    ckpttool.remap(str(wide / "model.safetensors"), str(renamed), rule="{x*} => a.{x*}")
+    ckpttool.remap(str(large_source / "model.safetensors"), str(renamed), rule="{x*} => a.{x*}")
     done = run_ranks(tmp_path, 2, "convert", renamed, *command[2:])
     assert [one.status for one in done] == [0, 0], done
     assert uploads(bucket) == []

@@ -1,4 +1,4 @@
-"""Files of a folder replaced in a transaction: wherever the process dies, the old files can be restored."""
+"""Files of a folder are replaced in a transaction: the old files can be restored after a crash at any step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpttool.io.temporary import is_edit, me, owner_of
 BEFORE = {"index": b"old", "shard": b"old", "removed": b"old", "sub/deep": b"old", "other": b"other"}
 PUT = {"shard": b"new", "sub/deep": b"new", "more/added": b"new", "index": b"new"}
 AFTER = {"other": b"other", **PUT}
-RENAMES = 10  # the journal, four old files away, four new ones in, the journal again
+RENAMES = 10  # write the journal, move 4 old files away, move 4 new ones in, remove the journal
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -25,7 +25,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
-def filled(folder: Path, files: dict[str, bytes]) -> Path:
+def write_files(folder: Path, files: dict[str, bytes]) -> Path:
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
@@ -34,8 +34,8 @@ def filled(folder: Path, files: dict[str, bytes]) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    filled(tmp_path / "new", PUT)
-    return filled(tmp_path / "folder", BEFORE)
+    write_files(tmp_path / "new", PUT)
+    return write_files(tmp_path / "folder", BEFORE)
 
 
 def switch(folder: Path, *, keep: bool = False) -> None:
@@ -45,12 +45,12 @@ def switch(folder: Path, *, keep: bool = False) -> None:
 
 
 class Died(BaseException):
-    """The process is not there any more."""
+    """Stand-in for a killed process."""
 
 
 @pytest.fixture
-def after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Let so many renames succeed, then one or more fail."""
+def fail_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Let `count` renames succeed, then make one or more fail."""
 
     def set_up(count: int, error: BaseException, fails: int = 1) -> None:
         calls = [0]
@@ -71,7 +71,7 @@ def after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     monkeypatch.undo()
 
 
-def died(folder: Path) -> None:
+def mark_as_dead(folder: Path) -> None:
     """Give all temporary files of this process to a dead one."""
     dead = replace(me(), pid=1 << 23)
     for path in [path for path in folder.iterdir() if owner_of(path.name)]:
@@ -82,20 +82,20 @@ def died(folder: Path) -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("count", range(RENAMES + 1))
-def test_wherever_a_process_dies_the_old_files_are_restored(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, after: Callable[..., None], count: int, keep: bool
+def test_crash_at_any_step_restores_the_old_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fail_after: Callable[..., None], count: int, keep: bool
 ) -> None:
-    after(count, Died())
+    fail_after(count, Died())
     if count < RENAMES:
         with pytest.raises(Died):
             switch(folder, keep=keep)
     else:
         switch(folder, keep=keep)
     found = content(folder)
-    assert "index" not in found or found in (BEFORE, AFTER)  # the file that completes the set comes with all others
+    assert "index" not in found or found in (BEFORE, AFTER)  # the index exists only with all other files
     monkeypatch.undo()
-    died(folder)
-    for other in ("other", "another"):  # of which the journal says nothing: it and the old files stay
+    mark_as_dead(folder)
+    for other in ("other", "another"):  # not in the journal, which stays, as do the old files
         transaction.recover(folder, [other])
     assert bool(transaction.begun(folder)) == (1 <= count < RENAMES)
     transaction.recover(folder)
@@ -104,33 +104,33 @@ def test_wherever_a_process_dies_the_old_files_are_restored(
     assert transaction.recover(folder) == []
 
 
-def test_restoring_leaves_the_files_of_others(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, after: Callable[..., None]
+def test_recovery_keeps_files_of_other_processes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fail_after: Callable[..., None]
 ) -> None:
-    """An added file was replaced meanwhile."""
-    after(RENAMES - 1, Died())
+    """Another process has replaced an added file."""
+    fail_after(RENAMES - 1, Died())
     with pytest.raises(Died):
         switch(folder)
     monkeypatch.undo()
-    filled(folder, {"more/added": b"another"})
-    died(folder)
+    write_files(folder, {"more/added": b"another"})
+    mark_as_dead(folder)
     transaction.recover(folder)
     assert content(folder) == {**BEFORE, "more/added": b"another"}
 
 
 @pytest.mark.parametrize("count", range(RENAMES))
-def test_an_error_restores_all_files(folder: Path, after: Callable[..., None], count: int) -> None:
-    after(count, OSError(5, "Input/output error"))
+def test_error_restores_all_files(folder: Path, fail_after: Callable[..., None], count: int) -> None:
+    fail_after(count, OSError(5, "Input/output error"))
     with pytest.raises(OSError, match="Input/output"):
         switch(folder)
     assert content(folder) == BEFORE
     assert not [path for path in folder.iterdir() if "ckpttool" in path.name]
 
 
-def test_if_restoring_fails_too_the_journal_stays(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, after: Callable[..., None]
+def test_journal_stays_if_rollback_failed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fail_after: Callable[..., None]
 ) -> None:
-    after(3, OSError(5, "Input/output error"), fails=2)
+    fail_after(3, OSError(5, "Input/output error"), fails=2)
     with pytest.raises(CkptError, match="is only partly written, and cannot be restored now: Input/output error"):
         switch(folder)
     monkeypatch.undo()

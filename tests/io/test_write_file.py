@@ -1,4 +1,4 @@
-"""The byte mover: a file appears complete or not at all, and a rename needs little memory and no torch."""
+"""Writing a file: it appears complete or not at all, and a rename needs little memory and no torch."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def test_pieces_are_written_in_order(tmp_path: Path, source: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR, errno.ENOSPC, errno.EIO])
-def test_room_is_asked_for_before_a_byte_is_written(
+def test_disk_space_is_reserved_before_writing(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """A file system that cannot say is one that has room; none of the answers leaves anything behind."""
+    """The file is written if the file system cannot reserve space; no error leaves a file behind."""
 
     def refused(*_: int) -> None:
         raise OSError(number, os.strerror(number))
@@ -67,46 +67,44 @@ def test_room_is_asked_for_before_a_byte_is_written(
         assert (tmp_path / "out").read_bytes() == source.read_bytes() * len(pieces)
 
 
-def test_what_is_flushed_is_begun_to_be_written_back(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(syscalls, "write_back", lambda _, offset, length: asked.append((offset, length)))
+def test_write_back_starts_before_fsync(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges: list[tuple[int, int]] = []
+    monkeypatch.setattr(syscalls, "write_back", lambda _, offset, length: ranges.append((offset, length)))
     pieces = [Piece(Span(str(source), 0, 3 * CHUNK))] * 40
     write(pieces, str(tmp_path / "without"), WriteOptions(fsync=False))
-    assert not asked
+    assert not ranges
     write(pieces, str(tmp_path / "out"))
-    assert [offset for offset, _ in asked] == [sum(length for _, length in asked[:n]) for n in range(len(asked))]
-    assert 0 <= 120 * CHUNK - sum(length for _, length in asked) < FLUSHED
+    assert [offset for offset, _ in ranges] == [sum(length for _, length in ranges[:n]) for n in range(len(ranges))]
+    assert 0 <= 120 * CHUNK - sum(length for _, length in ranges) < FLUSHED
 
 
-def test_an_output_leaves_a_part_of_the_memory_in_the_page_cache(
+def test_large_outputs_are_evicted_from_the_page_cache(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One file may be all of it, or several together; what is more is evicted once the disk has it.
+    """The outputs of one command may use a part of the memory; further pages are evicted once they are on disk.
 
-    What the process has written before does not count, however long it lives.
+    Earlier outputs of the process do not count.
     """
     pieces = [Piece(Span(str(source), 0, 3 * CHUNK))] * 40
     nbytes = 120 * CHUNK
-    monkeypatch.setattr(syscalls, "write_back", lambda descriptor, *_: os.fsync(descriptor))  # the disk is quick
+    monkeypatch.setattr(syscalls, "write_back", lambda descriptor, *_: os.fsync(descriptor))  # as on a fast disk
     for memory, kept in ((nbytes, [False, False, False]), (8 * nbytes, [True, True, False])):
         monkeypatch.setattr(syscalls, "memory", lambda memory=memory: memory)
         with progress.doing("a folder", len(kept) * nbytes, "written"):
             outs = [tmp_path / f"{memory}-{number}" for number in range(len(kept))]
             for out in outs:
                 write(pieces, str(out))
-        for out, whole in zip(outs, kept):
-            found = resident(out)
-            assert found == nbytes if whole else found <= 3 * FLUSHED
+        for out, is_kept in zip(outs, kept):
+            cached = resident(out)
+            assert cached == nbytes if is_kept else cached <= 3 * FLUSHED
             with open(out, "rb") as file:
                 syscalls.evict(file.fileno(), 0, nbytes)
             if resident(out):
-                pytest.skip("a file system that is in memory")
+                pytest.skip("this file system is in memory")
 
 
 def resident(path: Path) -> int:
-    """Bytes of the file that are in the page cache."""
+    """Return the number of bytes of the file that are in the page cache."""
     nbytes = path.stat().st_size
     pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), nbytes) as mapped:
@@ -116,7 +114,7 @@ def resident(path: Path) -> int:
     return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
-def test_checksums_run_along(tmp_path: Path, source: Path) -> None:
+def test_checksum_is_computed_while_writing(tmp_path: Path, source: Path) -> None:
     crc = Crc()
     late = Lazy(4, lambda: [crc.value.to_bytes(4, "little")])
     write([Piece(Span(str(source), 0, source.stat().st_size), crc), Piece(late)], str(tmp_path / "out"))
@@ -132,24 +130,24 @@ def test_progress_counts_every_byte(tmp_path: Path, source: Path) -> None:
     assert (progress.counts.read, progress.counts.moved, progress.counts.written) == (CHUNK + 1, CHUNK + 1, CHUNK + 2)
 
 
-def test_a_part_that_fails_leaves_the_next_ones_to_be_counted() -> None:
+def test_progress_counts_parts_after_a_failed_one() -> None:
     seen: list[int] = []
 
-    def breaks() -> None:
+    def fail() -> None:
         with progress.part(10):
             progress.has_read(4)
             raise CkptError("broken", hint="none")
 
     with progress.shown(lambda title, total: nullcontext(seen.append)), progress.doing("all", 30):
         with pytest.raises(CkptError):
-            breaks()
+            fail()
         with progress.part(20):
-            progress.has_read(50)  # also what was read to know how
+            progress.has_read(50)  # includes bytes that were read for planning
         progress.has_written(7)
     assert seen == [4, 20, 0]
 
 
-def test_a_part_within_a_part_is_of_the_first_and_without_work_nothing_is_told() -> None:
+def test_nested_parts_count_once_and_idle_parts_are_ignored() -> None:
     seen: list[int] = []
     with progress.shown(lambda title, total: nullcontext(seen.append)):
         with progress.doing("all", 30):
@@ -162,8 +160,8 @@ def test_a_part_within_a_part_is_of_the_first_and_without_work_nothing_is_told()
     assert seen == [12, 8, 10, 0]
 
 
-def fails(kind: str, source: Path) -> list[Piece]:
-    def broken() -> list[bytes]:
+def failing_pieces(kind: str, source: Path) -> list[Piece]:
+    def raise_error() -> list[bytes]:
         raise {"computing": ValueError("no"), "interrupt": KeyboardInterrupt()}[kind]
 
     if kind == "truncated source":
@@ -172,24 +170,24 @@ def fails(kind: str, source: Path) -> list[Piece]:
         return [Piece(b"x"), Piece(Span(str(source) + ".gone", 0, 1))]
     if kind == "wrong length":
         return [Piece(b"x"), Piece(Lazy(3, lambda: [b"ab"]))]
-    return [Piece(b"x"), Piece(Lazy(1, broken))]
+    return [Piece(b"x"), Piece(Lazy(1, raise_error))]
 
 
 @pytest.mark.parametrize("kind", ["truncated source", "no source", "wrong length", "computing", "interrupt"])
 @pytest.mark.parametrize("existed", [False, True])
-def test_a_failure_leaves_nothing_behind(tmp_path: Path, source: Path, kind: str, existed: bool) -> None:
+def test_failed_write_leaves_no_file(tmp_path: Path, source: Path, kind: str, existed: bool) -> None:
     out = tmp_path / "out"
     if existed:
         out.write_bytes(b"before")
     expected = {"computing": ValueError, "interrupt": KeyboardInterrupt}.get(kind, CkptError)
     with pytest.raises(expected):
-        write(fails(kind, source), str(out))
+        write(failing_pieces(kind, source), str(out))
     assert names(tmp_path) == (["out", "source"] if existed else ["source"])
     assert not existed or out.read_bytes() == b"before"
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
-    """The limit of a file's size stands for the disk: the kernel refuses the write halfway."""
+def test_full_disk_leaves_no_file(tmp_path: Path) -> None:
+    """A file size limit simulates the full disk: the kernel refuses the write halfway."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (CHUNK + 5, before[1]))
     try:
@@ -200,18 +198,18 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_more_bytes_than_are_free_are_refused_before_writing(tmp_path: Path) -> None:
+def test_output_larger_than_free_space_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match="are free"):
         write([Piece(Lazy(1 << 60, list))], str(tmp_path / "out"))
     assert names(tmp_path) == []
 
 
-def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+def test_missing_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match="No such file"):
         write([Piece(b"x")], str(tmp_path / "gone" / "out"))
 
 
-def test_permissions_are_kept_or_those_of_a_new_file(tmp_path: Path) -> None:
+def test_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
     out, before = tmp_path / "out", os.umask(0o027)
     try:
         write([Piece(b"x")], str(out))
@@ -223,7 +221,7 @@ def test_permissions_are_kept_or_those_of_a_new_file(tmp_path: Path) -> None:
     assert stat.S_IMODE(out.stat().st_mode) == 0o604
 
 
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
+def test_symlink_stays_a_symlink(tmp_path: Path) -> None:
     (tmp_path / "real").write_bytes(b"old")
     (tmp_path / "link").symlink_to("real")
     write([Piece(b"new")], str(tmp_path / "link"))
@@ -243,15 +241,15 @@ def test_readers_of_the_old_file_keep_its_bytes(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "exists": (lambda folder: folder / "other", "--force"),
     "the source": (lambda folder: folder / "source", "--in-place"),
-    "the source by a link": (lambda folder: folder / "link", "--in-place"),
+    "a symlink to the source": (lambda folder: folder / "link", "--in-place"),
     "a folder": (lambda folder: folder, "name a file"),
-    "in no folder": (lambda folder: folder / "gone" / "out", "mkdir -p"),
+    "in a missing folder": (lambda folder: folder / "gone" / "out", "mkdir -p"),
     "a device": (lambda folder: Path(os.devnull), "can be replaced"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_outputs_that_are_refused(tmp_path: Path, source: Path, name: str) -> None:
+def test_refused_outputs(tmp_path: Path, source: Path, name: str) -> None:
     (tmp_path / "other").write_bytes(b"")
     (tmp_path / "link").symlink_to("source")
     place, hint = REFUSED[name]
@@ -262,10 +260,10 @@ def test_outputs_that_are_refused(tmp_path: Path, source: Path, name: str) -> No
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EIO, errno.EACCES])
 @pytest.mark.parametrize("renames", [True, False])
-def test_a_file_system_without_hard_links_gets_its_files_too(
+def test_file_system_without_hard_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, renames: bool
 ) -> None:
-    """What fails for another reason fails, and nothing is replaced in either case."""
+    """Other errors are raised; an existing file is never replaced."""
 
     def no_link(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -276,17 +274,15 @@ def test_a_file_system_without_hard_links_gets_its_files_too(
     (tmp_path / "there").write_bytes(b"old")
     for name, error in (("there", FileExistsError), ("new", None)):
         (tmp_path / "staged").write_bytes(b"new")
-        wanted = error if number in syscalls.NOT_HERE else OSError
-        with pytest.raises(wanted) if wanted else nullcontext():
+        expected = error if number in syscalls.NOT_HERE else OSError
+        with pytest.raises(expected) if expected else nullcontext():
             put(tmp_path / "staged", tmp_path / name, replace=False)
     assert (tmp_path / "there").read_bytes() == b"old"
     assert (tmp_path / "new").exists() is (number in syscalls.NOT_HERE)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
-def test_a_rename_that_fails_for_another_reason_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_failed_rename_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def refused(answer: int) -> Callable[..., None]:
         def call(*_: object, **__: object) -> None:
             raise OSError(answer, os.strerror(answer))
@@ -301,8 +297,8 @@ def test_a_rename_that_fails_for_another_reason_fails(
     assert names(tmp_path) == ["staged"]
 
 
-def test_a_source_that_only_the_bytes_lead_to_is_not_written_over(tmp_path: Path, source: Path) -> None:
-    """One that no index was read of: under its own name, and under another."""
+def test_source_without_a_recorded_state_is_not_overwritten(tmp_path: Path, source: Path) -> None:
+    """Its index was never read; it is recognized by its path and by a hard link."""
     os.link(source, tmp_path / "linked")
     before = source.read_bytes()
     (tmp_path / "ready").write_bytes(b"other")
@@ -322,7 +318,7 @@ def test_a_source_that_only_the_bytes_lead_to_is_not_written_over(tmp_path: Path
     assert names(tmp_path) == ["linked", "made", "source"]
 
 
-def test_errors_that_have_no_words_of_the_system(tmp_path: Path) -> None:
+def test_os_errors_without_errno_are_reported(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match=r"^out: odd\n"), failing("out"):
         raise OSError("odd")
     (tmp_path / "a").touch()
@@ -331,14 +327,14 @@ def test_errors_that_have_no_words_of_the_system(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pipes", [False, True])
-def test_what_is_no_file_is_not_opened(tmp_path: Path, pipes: bool) -> None:
+def test_devices_and_pipes_are_not_opened(tmp_path: Path, pipes: bool) -> None:
     with pytest.raises(CkptError, match="it is a terminal or another device"), opened("/dev/null", pipes=pipes):
         pass
     os.mkfifo(tmp_path / "pipe")
     end = os.open(tmp_path / "pipe", os.O_RDWR)
     os.write(end, b"data")
-    said = pytest.raises(CkptError, match="it is a pipe")
-    with nullcontext() if pipes else said, opened(str(tmp_path / "pipe"), pipes=pipes) as file:
+    raised = pytest.raises(CkptError, match="it is a pipe")
+    with nullcontext() if pipes else raised, opened(str(tmp_path / "pipe"), pipes=pipes) as file:
         assert file.read(4) == b"data"
     os.close(end)
     with pytest.raises(CkptError, match="a null byte in the path"), opened("a\0b"):
@@ -347,7 +343,7 @@ def test_what_is_no_file_is_not_opened(tmp_path: Path, pipes: bool) -> None:
         files.names_in("gone")
 
 
-def test_names_that_look_like_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_name_with_brackets_is_not_a_glob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a[1].pt", "a1.pt", "b.pt"):
         Path(name).touch()
@@ -358,14 +354,14 @@ def test_names_that_look_like_patterns(tmp_path: Path, monkeypatch: pytest.Monke
     assert files.glob("a*") == ["a1.pt", "a[1].pt"]
 
 
-def test_outputs_that_are_allowed(tmp_path: Path, source: Path) -> None:
+def test_allowed_outputs(tmp_path: Path, source: Path) -> None:
     (tmp_path / "other").write_bytes(b"")
     preflight(str(tmp_path / "new"), [str(source)], force=False, in_place=False)
     preflight(str(tmp_path / "other"), [str(source)], force=True, in_place=False)
     preflight(str(source), [str(source)], force=False, in_place=True)
 
 
-def test_force_does_not_allow_to_overwrite_the_source(tmp_path: Path, source: Path) -> None:
+def test_force_does_not_overwrite_the_source(tmp_path: Path, source: Path) -> None:
     with pytest.raises(CkptError, match="the source itself"):
         preflight(str(source), [str(source)], force=True, in_place=False)
 
@@ -397,7 +393,7 @@ print(status, "torch" in sys.modules, os.path.getsize(path + ".new.safetensors")
 """
 
 
-def test_a_large_rename_needs_little_memory_and_no_torch(tmp_path: Path) -> None:
+def test_large_rename_needs_little_memory_and_no_torch(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RENAME, str(tmp_path / "big.safetensors"), str(512 << 20)]
     printed, peak = run_measured(command, tmp_path)
     status, torch, complete = printed.splitlines()[-1].split()

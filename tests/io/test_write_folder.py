@@ -1,4 +1,4 @@
-"""Folders appear complete or not at all; one that exists keeps what is none of ours."""
+"""Folders appear complete or not at all; an existing one keeps its unrelated files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpttool.io.pieces import Digest, Link, Piece, Ready
 from ckpttool.io.write import Contents, WriteOptions, preflight_folder, write_folder
 
 
-def fails() -> Lazy:
+def failing_data() -> Lazy:
     def produce() -> list[bytes]:
         raise CkptError("broken", hint="")
 
@@ -26,7 +26,7 @@ def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_new_folder_with_the_bits_of_any_other(tmp_path: Path) -> None:
+def test_new_folder_has_the_default_mode(tmp_path: Path) -> None:
     out = tmp_path / "out"
     write_folder({"sub/a": [Piece(b"xx")], "index": [Piece(b"y")]}, str(out))
     (tmp_path / "other").mkdir()
@@ -35,21 +35,21 @@ def test_a_new_folder_with_the_bits_of_any_other(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["other", "out"]
 
 
-def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_write_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match="broken"):
-        write_folder({"a": [Piece(b"x")], "b": [Piece(fails())]}, str(tmp_path / "out"))
+        write_folder({"a": [Piece(b"x")], "b": [Piece(failing_data())]}, str(tmp_path / "out"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_leaves_an_old_folder_as_it_was(tmp_path: Path) -> None:
+def test_failed_write_leaves_an_existing_folder_unchanged(tmp_path: Path) -> None:
     (tmp_path / "index").write_bytes(b"old")
     with pytest.raises(CkptError, match="broken"):
-        write_folder({"index": [Piece(fails())]}, str(tmp_path), stale={"index"})
+        write_folder({"index": [Piece(failing_data())]}, str(tmp_path), stale={"index"})
     assert (tmp_path / "index").read_bytes() == b"old"
     assert names(tmp_path) == ["index"]
 
 
-def test_an_old_checkpoint_goes_and_all_else_stays(tmp_path: Path) -> None:
+def test_old_checkpoint_is_replaced_and_other_files_stay(tmp_path: Path) -> None:
     for name in ("index", "shard-1", "shard-2", "README", "sub/x"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"old")
@@ -58,7 +58,7 @@ def test_an_old_checkpoint_goes_and_all_else_stays(tmp_path: Path) -> None:
     assert (tmp_path / "shard-1").read_bytes() == (tmp_path / "index").read_bytes() == b"new"
 
 
-def test_links(tmp_path: Path) -> None:
+def test_linked_file_is_copied(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.write_bytes(b"bytes")
     out = tmp_path / "out"
@@ -67,7 +67,7 @@ def test_links(tmp_path: Path) -> None:
     assert not (out / "d").samefile(data)
 
 
-def test_a_link_onto_itself_stays(tmp_path: Path) -> None:
+def test_file_linked_to_itself_is_kept(tmp_path: Path) -> None:
     (tmp_path / "d").write_bytes(b"bytes")
     (tmp_path / ".metadata").write_bytes(b"old")
     files: dict[str, list[Piece] | Link] = {"d": Link(str(tmp_path / "d")), ".metadata": [Piece(b"new")]}
@@ -76,7 +76,7 @@ def test_a_link_onto_itself_stays(tmp_path: Path) -> None:
     assert (tmp_path / ".metadata").read_bytes() == b"new"
 
 
-def test_more_than_the_disk_holds(tmp_path: Path) -> None:
+def test_output_larger_than_free_space_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"")
     huge = Piece(Span(str(tmp_path / "x"), 0, 1 << 60))
     with pytest.raises(CkptError, match="are free"):
@@ -108,7 +108,7 @@ def test_preflight(tmp_path: Path) -> None:
         check(out, {"model.safetensors"}, source, in_place=True)
 
 
-def test_a_folder_is_made_of_files_behind_urls(tmp_path: Path) -> None:
+def test_linked_url_is_downloaded(tmp_path: Path) -> None:
     fs = fsspec.filesystem("memory")
     fs.pipe_file("/links/a", b"data")
     (tmp_path / "out").mkdir()
@@ -118,7 +118,7 @@ def test_a_folder_is_made_of_files_behind_urls(tmp_path: Path) -> None:
     fs.rm("/links", recursive=True)
 
 
-def test_what_is_ready_is_moved_without_a_digest(tmp_path: Path) -> None:
+def test_ready_file_is_moved_without_a_digest(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"data")
     (tmp_path / "made").write_bytes(b"made")
     digests: dict[str, Digest] = {}

@@ -1,4 +1,4 @@
-"""The staging folder of a job: what is on the disk is made once, and nothing is taken for it that is not."""
+"""The staging folder of a job: each part is written once, and records that contradict the disk are ignored."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SOURCE = os.urandom(5 * LEAST + 123)
 
 @pytest.fixture(autouse=True)
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Five units and a bit."""
+    """Write a source of slightly more than five units."""
     monkeypatch.setattr(by_ranks, "_LEAST", LEAST)
     path = tmp_path / "source.bin"
     path.write_bytes(SOURCE)
@@ -40,13 +40,13 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 class Torn(Exception):
-    """A rank cannot go on."""
+    """Stand-in for an error on a rank."""
 
 
 def files(source: Path, calls: list[str] | None = None, broken: str = "") -> dict[str, Pieces]:
-    """Two files of copied, computed and literal bytes, with a checksum of others, and one of text.
+    """Return two files of copied, computed and literal bytes, one of them with a checksum, and a text file.
 
-    What is computed notes so in `calls`; what is `broken` cannot be.
+    Computed pieces append their names to `calls`; the one named `broken` raises.
     """
     crc = Crc()
 
@@ -77,16 +77,16 @@ WHOLE = {
 
 
 def run(home: Path, *ranks: Files, plan: str | None = "plan", verify: bool = False, **options: Any) -> dict[str, bytes]:
-    """What the ranks, a thread each, make of their files: the bytes by name. Raises what the first rank raises."""
-    sources.forget_all()  # each run is a command of its own
-    store, found, errors = HashStore(), dict[str, bytes](), dict[int, BaseException]()
+    """Write the files with one thread per rank and return the bytes by name. Raise the error of rank 0."""
+    sources.forget_all()  # as in a new process
+    store, written, errors = HashStore(), dict[str, bytes](), dict[int, BaseException]()
 
-    def one(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         job = Job(rank, len(ranks), store, ("remap",))
         try:
             how = WriteOptions(**options)
             with by_ranks.written(job, ranks[rank], str(home / "out"), home, plan, how, verify=verify) as ready:
-                found.update(
+                written.update(
                     (name, Path(one.path).read_bytes()) for name, one in ready.items() if isinstance(one, Ready)
                 )
         except RankDone:
@@ -95,35 +95,35 @@ def run(home: Path, *ranks: Files, plan: str | None = "plan", verify: bool = Fal
             errors[rank] = error
             job.fail()
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(ranks))]
+    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(len(ranks))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if 0 in errors:
         raise errors[0]
-    return found
+    return written
 
 
 class Broken(dict[str, Any]):
-    """The files of a rank that does not even come to a plan."""
+    """The files of a rank that fails before it has a plan."""
 
     def items(self) -> Any:
-        """None."""
+        """Raise."""
         raise Torn
 
 
-def begun(source: Path, home: Path, **asked: Any) -> Path:
-    """The staging folder of a run that could not make ``more``: `values` is there, which the record says."""
+def interrupted_run(source: Path, home: Path, **options: Any) -> Path:
+    """Return the staging folder of a run that failed at ``more``, with ``values`` written and recorded."""
     with pytest.raises(Torn):
-        run(home, files(source, broken="more"), **asked)
+        run(home, files(source, broken="more"), **options)
     (folder,) = home.glob(".out.*")
     return folder
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("verify", [False, True])
-def test_all_ranks_make_the_files_and_what_they_were_made_in_goes(
+def test_ranks_write_the_files_and_remove_the_staging_folder(
     source: Path, tmp_path: Path, ranks: int, verify: bool
 ) -> None:
     calls = list[str]()
@@ -132,18 +132,18 @@ def test_all_ranks_make_the_files_and_what_they_were_made_in_goes(
     assert [*tmp_path.glob(".*")] == []
 
 
-def test_what_one_rank_cannot_make_ends_the_others(source: Path, tmp_path: Path) -> None:
+def test_failed_rank_ends_the_others(source: Path, tmp_path: Path) -> None:
     with pytest.raises((Torn, FailedElsewhere)):
         run(tmp_path, files(source, broken="more"), files(source, broken="more"))
     with pytest.raises(FailedElsewhere):
         run(tmp_path, files(source), Broken())
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_every_byte_that_is_written_is_counted_once(source: Path, tmp_path: Path, before: bool) -> None:
-    """Those that a run before has written are told too, as done."""
-    if before:
-        begun(source, tmp_path, verify=True)
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_progress_counts_every_byte_once(source: Path, tmp_path: Path, is_resumed: bool) -> None:
+    """Bytes of an earlier run count as done."""
+    if is_resumed:
+        interrupted_run(source, tmp_path, verify=True)
     done = list[int]()
     with progress.shown(lambda title, total: nullcontext(done.append)), progress.doing("out", None, "written"):
         run(tmp_path, files(source), verify=True)
@@ -151,67 +151,65 @@ def test_every_byte_that_is_written_is_counted_once(source: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_the_next_run_goes_on(source: Path, tmp_path: Path, verify: bool) -> None:
-    begun(source, tmp_path, verify=verify)
+def test_next_run_resumes(source: Path, tmp_path: Path, verify: bool) -> None:
+    interrupted_run(source, tmp_path, verify=verify)
     calls = list[str]()
     assert run(tmp_path, files(source, calls), verify=verify) == WHOLE
     assert sorted(calls) == ["more", "sum"]
     assert [*tmp_path.glob(".*")] == []
 
 
-def test_what_was_not_verified_is_made_again_where_it_is_to_be(source: Path, tmp_path: Path) -> None:
-    begun(source, tmp_path)
+def test_unverified_parts_are_written_again_with_verify(source: Path, tmp_path: Path) -> None:
+    interrupted_run(source, tmp_path)
     calls = list[str]()
     assert run(tmp_path, files(source, calls), verify=True) == WHOLE
     assert "values" in calls
 
 
-def records(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes every record."""
+def change_records(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     for path in folder.glob("written.*"):
-        told = [json.loads(line) for line in path.read_text().splitlines() if line]
-        for one in told:
+        records = [json.loads(line) for line in path.read_text().splitlines() if line]
+        for one in records:
             change(one)
-        path.write_text("".join(f"{json.dumps(one)}\n" for one in told))
+        path.write_text("".join(f"{json.dumps(one)}\n" for one in records))
 
 
-def damaged(folder: Path) -> None:
-    """Other bytes on the disk than the records say."""
+def damage(folder: Path) -> None:
     with open(folder / "new" / "first.bin", "r+b") as file:
         file.seek(LEAST + 100)
         file.write(b"!")
 
 
-SPOILT: dict[str, Callable[[Path], object]] = {
-    "of another plan": lambda folder: records(folder, lambda one: one.update(plan="another")),
-    "of another file": lambda folder: records(folder, lambda one: one.update(file="deep/second.bin")),
-    "of no unit": lambda folder: records(folder, lambda one: one.update(item=99)),
-    "without a unit": lambda folder: records(folder, lambda one: one.pop("item")),
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "another plan": lambda folder: change_records(folder, lambda one: one.update(plan="another")),
+    "another file": lambda folder: change_records(folder, lambda one: one.update(file="deep/second.bin")),
+    "unknown unit": lambda folder: change_records(folder, lambda one: one.update(item=99)),
+    "missing unit": lambda folder: change_records(folder, lambda one: one.pop("item")),
     "half a line": lambda folder: [p.write_text(p.read_text()[:-9].rpartition("{")[2]) for p in folder.glob("w*.*")],
-    "no file": lambda folder: (folder / "new" / "first.bin").unlink(),
-    "a shorter file": lambda folder: os.truncate(folder / "new" / "first.bin", LEAST),
-    "other bytes": damaged,
+    "missing file": lambda folder: (folder / "new" / "first.bin").unlink(),
+    "shorter file": lambda folder: os.truncate(folder / "new" / "first.bin", LEAST),
+    "other bytes": damage,
 }
 
 
-@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
-def test_a_record_that_says_nothing_of_the_disk_is_not_believed(
-    source: Path, tmp_path: Path, spoil: Callable[[Path], object]
+@pytest.mark.parametrize("damage_folder", DAMAGES.values(), ids=DAMAGES)
+def test_record_that_contradicts_the_disk_is_ignored(
+    source: Path, tmp_path: Path, damage_folder: Callable[[Path], object]
 ) -> None:
-    folder = begun(source, tmp_path, verify=True)
-    spoil(folder)
+    folder = interrupted_run(source, tmp_path, verify=True)
+    damage_folder(folder)
     calls = list[str]()
     assert run(tmp_path, files(source, calls), verify=True) == WHOLE
     assert "values" in calls
 
 
-def test_a_disk_that_holds_something_else_is_an_error(
+def test_verify_fails_if_the_disk_holds_other_bytes(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fsync = os.fsync
 
     def failing(descriptor: int) -> None:
-        with suppress(OSError):  # of a folder
+        with suppress(OSError):  # the descriptor of a folder
             os.pwrite(descriptor, b"!", LEAST + 100)
         fsync(descriptor)
 
@@ -222,27 +220,27 @@ def test_a_disk_that_holds_something_else_is_an_error(
     assert [problem.key.partition(",")[0] for problem in raised.value.problems] == ["first.bin"]
 
 
-def test_two_jobs_do_not_make_the_same_files_at_once(source: Path, tmp_path: Path) -> None:
-    folder = begun(source, tmp_path)
+def test_two_jobs_do_not_write_the_same_files_at_once(source: Path, tmp_path: Path) -> None:
+    folder = interrupted_run(source, tmp_path)
     descriptor = os.open(folder, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
         with pytest.raises(CkptError, match="is being written by another job"):
             run(tmp_path, files(source))
         assert run(tmp_path, files(source), plan="another") == WHOLE
-        assert [*tmp_path.glob(".out.*")] == [folder]  # which is in use
+        assert [*tmp_path.glob(".out.*")] == [folder]  # still in use
         assert run(tmp_path, files(source), plan=None) == WHOLE
     finally:
         os.close(descriptor)
     run(tmp_path, files(source), plan="another")
-    assert [*tmp_path.glob(".out.*")] == []  # it was left
+    assert [*tmp_path.glob(".out.*")] == []  # abandoned, so it is removed
 
 
-def test_a_link_is_copied(source: Path, tmp_path: Path) -> None:
-    assert run(tmp_path, {**files(source), "taken.bin": Link(str(source))}) == {**WHOLE, "taken.bin": SOURCE}
+def test_linked_file_is_copied(source: Path, tmp_path: Path) -> None:
+    assert run(tmp_path, {**files(source), "linked.bin": Link(str(source))}) == {**WHOLE, "linked.bin": SOURCE}
 
 
-def test_only_what_was_left_of_the_same_output_goes() -> None:
+def test_staging_name_identifies_its_output() -> None:
     names = ["out", "out.pt", "out.pt2", "out.safetensors.index.json", "a[1]", "x" * 200, "重" * 80]
     plan = "0123456789abcdef" * 4
     for name in names:
@@ -252,21 +250,21 @@ def test_only_what_was_left_of_the_same_output_goes() -> None:
     assert not is_staging(".out.notes.ckpttool.job", "out")
 
 
-def test_no_unit_is_much_larger_than_others(source: Path) -> None:
+def test_only_computed_units_are_larger_than_the_minimum(source: Path) -> None:
     found = by_ranks.items_of(files(source))
     assert [(unit.name, unit.late) for unit in found if unit.late] == [("first.bin", True)]
     for name, whole in WHOLE.items():
         own = [unit for unit in found if unit.name == name]
         assert [unit.first for unit in own] == [sum(unit.nbytes for unit in own[:at]) for at in range(len(own))]
         assert sum(unit.nbytes for unit in own) == len(whole)
-    assert [unit.nbytes // LEAST for unit in found if unit.nbytes > LEAST] == [3]  # which is computed in one go
+    assert [unit.nbytes // LEAST for unit in found if unit.nbytes > LEAST] == [3]  # computed in one piece
 
 
-def test_without_locks_the_job_goes_on_and_what_others_left_stays(
+def test_without_locks_other_staging_folders_are_kept(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody can tell whether they still write it."""
-    folder = begun(source, tmp_path)
+    """Another job may still be writing them."""
+    folder = interrupted_run(source, tmp_path)
 
     def refused(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -279,30 +277,30 @@ def test_without_locks_the_job_goes_on_and_what_others_left_stays(
     assert "values" not in calls
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can make files of others")
-def test_what_another_user_left_stays(source: Path, tmp_path: Path) -> None:
-    folder = begun(source, tmp_path)
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can change the owner of a file")
+def test_staging_folder_of_another_user_is_kept(source: Path, tmp_path: Path) -> None:
+    folder = interrupted_run(source, tmp_path)
     os.chown(folder, 12_345, -1)
     run(tmp_path, files(source), plan="another")
     assert [*tmp_path.glob(".out.*")] == [folder]
 
 
 @pytest.mark.parametrize("fsync", [True, False])
-def test_what_is_written_is_flushed_where_it_is_to_be(
+def test_files_are_flushed_only_with_fsync(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
 ) -> None:
     flushed, plain = list[str](), os.fsync
 
-    def noted(descriptor: int) -> None:
+    def recorded(descriptor: int) -> None:
         flushed.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
         plain(descriptor)
 
-    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "fsync", recorded)
     assert run(tmp_path, files(source), fsync=fsync) == WHOLE
     assert ({"first.bin", "second.bin"} <= {*flushed}) is fsync
 
 
-def test_a_file_of_which_no_rank_wrote_a_part_is_not_whole(source: Path) -> None:
+def test_parts_that_no_rank_wrote_are_reported(source: Path) -> None:
     items = by_ranks.items_of(files(source))
     with pytest.raises(CkptError, match=f"{len(items) - 2} parts were written by no rank"):
         write_all(Job(0, 1, HashStore()), items, lambda number: {"item": 0, "crcs": []}, {}, verify=False)

@@ -1,4 +1,4 @@
-"""What ranks say to each other, and what becomes of those that do not come."""
+"""Messages between ranks, and ranks that fail or do not join."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from ckpttool.io import progress
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_current", None)
 
 
-def test_what_the_first_rank_finds_it_looks_for_once() -> None:
-    store, asked = HashStore(), list[int]()
+def test_first_rank_computes_a_value_once() -> None:
+    store, calls = HashStore(), list[int]()
 
-    def ask() -> dict[str, int]:
-        asked.append(len(asked))
-        return {"found": len(asked)}
+    def compute() -> dict[str, int]:
+        calls.append(len(calls))
+        return {"found": len(calls)}
 
     for rank in (0, 1, 0):
-        assert Job(rank, 2, store).of_first("key", ask) == {"found": 1}
-    assert asked == [0]
+        assert Job(rank, 2, store).of_first("key", compute) == {"found": 1}
+    assert calls == [0]
 
 
-def test_from_where_the_first_rank_is_alone_the_others_leave() -> None:
+def test_other_ranks_end_at_only_first() -> None:
     store = HashStore()
     first, other = Job(0, 2, store), Job(1, 2, store)
-    job.only_first()  # without a job there is nothing to leave
+    job.only_first()  # no effect without a job
     job.enter(other)
     assert job.current() is other
     with pytest.raises(RankDone):
@@ -46,7 +46,7 @@ def test_from_where_the_first_rank_is_alone_the_others_leave() -> None:
     job.only_first()
 
 
-def test_ranks_with_other_plans_are_named() -> None:
+def test_ranks_with_different_plans_are_named() -> None:
     store = HashStore()
     for rank, digest in enumerate(("same", "smaller", "same", "Zarger")):
         store.set(f"plan/1/{rank}", f'"{digest}"')
@@ -55,7 +55,7 @@ def test_ranks_with_other_plans_are_named() -> None:
     assert [problem.key for problem in raised.value.problems] == ["rank 1", "rank 3"]
 
 
-def test_who_waits_for_a_rank_that_fails_fails_too() -> None:
+def test_waiting_for_a_failed_rank_fails() -> None:
     store = HashStore()
     store.set("told", "1")
     Job(1, 2, store).fail()
@@ -66,8 +66,8 @@ def test_who_waits_for_a_rank_that_fails_fails_too() -> None:
         Job(0, 2, store).check()
 
 
-def test_each_question_is_answered_once_the_largest_first() -> None:
-    """And work that others did is told too."""
+def test_questions_are_answered_once_largest_first() -> None:
+    """Progress includes the work of other ranks."""
     answered, done = list[str](), list[int]()
 
     def question(what: str, nbytes: int) -> Question:
@@ -84,17 +84,17 @@ def test_each_question_is_answered_once_the_largest_first() -> None:
 
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
-    """The store of torchrun's own process, and what its ranks find in the environment."""
+    """Return the store of the torchrun agent, and set the environment of a rank."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    words = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    for name, value in {"RANK": 1, "WORLD_SIZE": 2, **words}.items():
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, **address}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(job, "PATIENCE", 0.3)
     return store
 
 
-def test_a_job_begins_once_all_ranks_have_come(agent: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And ranks that were started anew are no ranks of the job before."""
+def test_job_starts_when_all_ranks_have_joined(agent: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restarted ranks do not see the messages of the job before."""
     threading.Timer(0.1, agent.add, ("ckpttool/0/2/come", 1)).start()
     found = job.join(["remap", "x"])
     assert (found.rank, found.size, list(found.command)) == (1, 2, ["remap", "x"])
@@ -105,19 +105,19 @@ def test_a_job_begins_once_all_ranks_have_come(agent: TCPStore, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (0, "1 processes take part in a job of 2 ranks"),
         (2, "3 processes take part in a job of 2 ranks"),
         (None, "the ranks do not find each other: .*RANK expected"),
     ],
 )
-def test_ranks_that_do_not_come_are_not_waited_for(
-    agent: TCPStore, monkeypatch: pytest.MonkeyPatch, more: int | None, said: str
+def test_missing_or_extra_ranks_are_reported(
+    agent: TCPStore, monkeypatch: pytest.MonkeyPatch, more: int | None, message: str
 ) -> None:
     if more is None:
         monkeypatch.delenv("RANK")
     agent.add("ckpttool/0/2/come", more or 0)
-    with pytest.raises(CkptError, match=said) as raised:
+    with pytest.raises(CkptError, match=message) as raised:
         job.join(["remap"])
     assert "env -u TORCHELASTIC_RUN_ID" in raised.value.hint

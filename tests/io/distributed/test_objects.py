@@ -1,4 +1,4 @@
-"""How an object is dealt out to ranks: shares that a store takes as parts, which are the object, in its order."""
+"""Splitting an object between ranks: the shares are valid upload parts and make up the object in order."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "100"))
 OUT, MB = "s3://bucket/out.pt", 1 << 20
 
 
-def drawn(chance: random.Random) -> list[Piece]:
-    """Pieces of an object: literal, copied from a disk or from the same store, computed, with checksums of others."""
+def random_pieces(chance: random.Random) -> list[Piece]:
+    """Return random pieces: literal, copied from disk or from the same store, computed, and checksums."""
     pieces: list[Piece] = [Piece(b"head" * chance.randrange(100))]
     crcs: list[Crc] = []
     for number in range(chance.randint(1, 30)):
@@ -48,8 +48,8 @@ def drawn(chance: random.Random) -> list[Piece]:
     return pieces
 
 
-def spread(pieces: Pieces) -> Iterator[tuple[object, int, int]]:
-    """What the pieces say, as ranges: of files by their paths, of anything else by itself."""
+def merged_ranges(pieces: Pieces) -> Iterator[tuple[object, int, int]]:
+    """Yield the pieces as ranges of paths or objects, with adjacent ones merged."""
     last: tuple[object, int, int] | None = None
     for piece in pieces:
         data = piece.data
@@ -65,14 +65,14 @@ def spread(pieces: Pieces) -> Iterator[tuple[object, int, int]]:
         yield last
 
 
-def test_shares_are_the_object_in_parts_that_a_store_takes() -> None:
+def test_shares_are_valid_parts_of_the_object() -> None:
     many = late = copied = 0
     for seed in range(SEEDS):
-        pieces = drawn(random.Random(seed))
+        pieces = random_pieces(random.Random(seed))
         shares: list[Item] = list(vars(objects)["_items"]("out.pt", pieces, OUT))
         runs: list[Pieces] = [[Piece(one.data)] if isinstance(one.data, Span) else one.data for one in shares]
         whole = [piece for run in runs for piece in run if piece.nbytes]
-        assert [*spread(whole)] == [*spread([piece for piece in pieces if piece.nbytes])], seed
+        assert [*merged_ranges(whole)] == [*merged_ranges([piece for piece in pieces if piece.nbytes])], seed
         sizes = [size for one in shares for size in one.sizes]
         assert sum(sizes) == nbytes_of(pieces), seed
         assert all(size >= compose.LEAST for size in sizes[:-1]), seed
@@ -90,15 +90,15 @@ def test_shares_are_the_object_in_parts_that_a_store_takes() -> None:
     assert min(many, late, copied) > SEEDS / 20, (many, late, copied)
 
 
-# In a bucket
+# Uploads
 
-PARTS = 20_000  # bytes, four thousand of them in the last
+PARTS = 20_000  # bytes; the last part of SOURCE has 4,000
 SOURCE = os.urandom(9 * PARTS + 4_000)
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of a thousandth of what S3 takes, here and there."""
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divide all part sizes by 1024, here and in moto."""
     from moto.s3 import models
 
     monkeypatch.setattr(models, "S3_UPLOAD_PART_MIN_SIZE", compose.LEAST >> 10)
@@ -107,8 +107,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "MOST", PARTS)
 
 
-def object_of(tmp_path: Path, broken: bool = False) -> dict[str, Pieces | Link]:
-    """Two objects, one of which ends with a checksum of its values; the second may not come to its end."""
+def objects_of(tmp_path: Path, broken: bool = False) -> dict[str, Pieces | Link]:
+    """Return two large objects and an index; the first ends with a checksum, the second raises if `broken`."""
     (tmp_path / "source").write_bytes(SOURCE)
     crc = Crc()
 
@@ -134,7 +134,7 @@ WHOLE = {
 
 
 def run(bucket: Any, files: dict[str, Pieces | Link], plan: object = "plan", held: Held | None = None) -> int:
-    """One rank sends the files, and completes them; how many parts it sent."""
+    """Upload and complete the files on one rank, and return the number of parts that it sent."""
     _, name = bucket
     out, sent = f"s3://{name}/m", [0]
     urls = {own: f"{out}/{own}" for own in files}
@@ -147,11 +147,11 @@ def run(bucket: Any, files: dict[str, Pieces | Link], plan: object = "plan", hel
     sources.forget_all()
     with (
         patch.object(compose.Upload, "_put", counted),
-        objects.sent(Job(0, 1, HashStore(), ("remap",)), files, urls, out, plan, verify=held is not None) as made,
+        objects.sent(Job(0, 1, HashStore(), ("remap",)), files, urls, out, plan, verify=held is not None) as uploaded,
     ):
-        write_remote.write_folder(made, out, (), replace=True, home=out)
+        write_remote.write_folder(uploaded, out, (), replace=True, home=out)
         if held is not None:
-            objects.note(held, files, made)
+            objects.note(held, files, uploaded)
     sources.forget_all()
     return sent[0]
 
@@ -168,8 +168,8 @@ def uploads(bucket: Any) -> list[str]:
     )
 
 
-def killed(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: object) -> None:
-    """A run ends by a signal while it sends the fifth share."""
+def interrupt_run(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: object) -> None:
+    """Interrupt a run while it sends the fifth share."""
     plain, seen = objects._Sender._send, list[int]()
 
     def ending(task: Any, number: int) -> Any:
@@ -181,69 +181,69 @@ def killed(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: o
     with monkeypatch.context() as inside:
         inside.setattr(objects._Sender, "_send", ending)
         with pytest.raises(KeyboardInterrupt):
-            run(bucket, object_of(tmp_path), plan)
+            run(bucket, objects_of(tmp_path), plan)
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("plan", ["plan", None])
-def test_what_cannot_be_sent_leaves_nothing_and_what_is_killed_is_there_for_the_next_run(
+def test_failed_upload_is_removed_and_killed_one_is_resumed(
     bucket: Any, tmp_path: Path, plan: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a plan nobody goes on, so that nothing is left then either."""
+    """Without a plan, a killed upload cannot be resumed, so its objects are removed too."""
     with pytest.raises(CkptError, match="torn"):
-        run(bucket, object_of(tmp_path, broken=True), plan)
+        run(bucket, objects_of(tmp_path, broken=True), plan)
     assert (content(bucket), uploads(bucket)) == ({}, [])
-    killed(bucket, tmp_path, monkeypatch, plan)
+    interrupt_run(bucket, tmp_path, monkeypatch, plan)
     left = [] if plan is None else ["m/first", "m/second"]
     assert uploads(bucket) == left
-    assert len(content(bucket)) == (plan is not None)  # what names the uploads
-    sent = run(bucket, object_of(tmp_path), plan)
+    assert len(content(bucket)) == (plan is not None)  # the record of the uploads
+    sent = run(bucket, objects_of(tmp_path), plan)
     assert (content(bucket), uploads(bucket)) == (WHOLE, [])
-    assert (sent < run(bucket, object_of(tmp_path), plan)) == (plan is not None)
+    assert (sent < run(bucket, objects_of(tmp_path), plan)) == (plan is not None)
 
 
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("way", ["another plan", "another object", "another name", "no record", "ended", "half"])
-def test_what_is_not_of_the_same_plan_is_not_gone_on_with(
-    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("difference", ["another plan", "another object", "another name", "no record", "ended", "half"])
+def test_upload_of_another_plan_is_not_resumed(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, difference: str
 ) -> None:
     fs, name = bucket
-    killed(bucket, tmp_path, monkeypatch, "another" if way == "another plan" else "plan")
+    interrupt_run(bucket, tmp_path, monkeypatch, "another" if difference == "another plan" else "plan")
     (record,) = content(bucket)
-    told = json.loads(fs.cat_file(f"{name}/m/{record}"))
-    if way == "another object":
+    record_content = json.loads(fs.cat_file(f"{name}/m/{record}"))
+    if difference == "another object":
         upload = fs.call_s3("create_multipart_upload", Bucket=name, Key="m/other")
-        told["first"] |= {"Key": "m/other", "UploadId": upload["UploadId"]}
-    elif way == "another name":
-        told = {"third": told["first"], "second": told["second"]}
-    elif way == "ended":
-        for place in told.values():
+        record_content["first"] |= {"Key": "m/other", "UploadId": upload["UploadId"]}
+    elif difference == "another name":
+        record_content = {"third": record_content["first"], "second": record_content["second"]}
+    elif difference == "ended":
+        for place in record_content.values():
             fs.call_s3("abort_multipart_upload", **place)
-    fs.pipe_file(f"{name}/m/{record}", json.dumps(told if way != "no record" else [5]).encode())
-    if way == "half":
-        compose.Upload(f"s3://{name}/m/second", told["second"]).put(1, b"another" * 5_000)
-    run(bucket, object_of(tmp_path), held=(held := Held()) if way == "half" else None)
+    fs.pipe_file(f"{name}/m/{record}", json.dumps(record_content if difference != "no record" else [5]).encode())
+    if difference == "half":
+        compose.Upload(f"s3://{name}/m/second", record_content["second"]).put(1, b"another" * 5_000)
+    run(bucket, objects_of(tmp_path), held=(held := Held()) if difference == "half" else None)
     found = content(bucket)
     assert found == WHOLE
-    if way == "half":  # a part of the right number that is not the right one: all are looked at
+    if difference == "half":  # a part with the right number and other bytes: all parts are checked
         assert {*held.objects} == {f"s3://{name}/m/{own}" for own in ("first", "second")}
-    if way != "no record":
-        assert uploads(bucket) == (["m/first"] if way == "another object" else [])
+    if difference != "no record":
+        assert uploads(bucket) == (["m/first"] if difference == "another object" else [])
 
 
-@pytest.mark.usefixtures("small")
-def test_every_byte_that_is_sent_is_counted_once(bucket: Any, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("small_parts")
+def test_progress_counts_every_sent_byte_once(bucket: Any, tmp_path: Path) -> None:
     done = list[int]()
     with progress.shown(lambda title, total: nullcontext(done.append)), progress.doing("out", None, "written"):
-        run(bucket, object_of(tmp_path))
+        run(bucket, objects_of(tmp_path))
     assert sum(done) == sum(map(len, WHOLE.values()))
 
 
-@pytest.mark.usefixtures("small")
-def test_what_the_tags_of_the_store_do_not_prove_is_not_noted(
+@pytest.mark.usefixtures("small_parts")
+def test_object_not_proved_by_its_tags_is_not_recorded(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held()
     monkeypatch.setattr(compose.Upload, "is_proved", lambda upload, nbytes: upload.url.endswith("first"))
-    run(bucket, object_of(tmp_path), held=held)
+    run(bucket, objects_of(tmp_path), held=held)
     assert [*held.objects] == [f"s3://{bucket[1]}/m/first"]
