@@ -1,4 +1,4 @@
-"""The shell of the command line, run as its users run it: exit statuses, error lines, what is imported and printed."""
+"""The command line in a subprocess: exit statuses, error lines, imports and output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckpttool.cli.failures import failure_of
 from ckpttool.cli.params import COMMANDS
 from ckpttool.core.errors import CkptError, Problem, Refused
 
-WRITTEN = [name for name, (module, _) in COMMANDS.items() if importlib.util.find_spec(module)]
+AVAILABLE = [name for name, (module, _) in COMMANDS.items() if importlib.util.find_spec(module)]
 
 
 def ckpttool(*args: str, stdout: int = subprocess.PIPE, **env: str) -> subprocess.CompletedProcess[str]:
@@ -45,7 +45,7 @@ def checkpoint(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_help_lists_every_command_and_its_one_line() -> None:
+def test_help_lists_every_command_with_its_summary() -> None:
     done = ckpttool("--help")
     assert done.returncode == 0
     assert done.stderr == ""
@@ -53,8 +53,8 @@ def test_help_lists_every_command_and_its_one_line() -> None:
         assert re.search(rf"^  {name} +{re.escape(summary)}$", done.stdout, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", WRITTEN)
-def test_the_table_of_commands_says_what_their_docstrings_say(name: str) -> None:
+@pytest.mark.parametrize("name", AVAILABLE)
+def test_command_table_has_the_summaries_of_the_docstrings(name: str) -> None:
     module, summary = COMMANDS[name]
     command = importlib.import_module(module).command
     assert inspect.getdoc(command).split("\n\n")[0].replace("\n", " ") == summary
@@ -67,15 +67,15 @@ def test_the_table_of_commands_says_what_their_docstrings_say(name: str) -> None
     assert {word for line in examples for word in re.findall(r"(?<= )--?[a-z][a-z-]*", line)} <= options
 
 
-def test_every_option_of_remap_has_its_heading() -> None:
-    said = ckpttool("remap", "--help").stdout
-    headings = re.findall(r"^([A-Z][\w ]+):$", said, re.MULTILINE)
+def test_remap_help_groups_its_options() -> None:
+    text = ckpttool("remap", "--help").stdout
+    headings = re.findall(r"^([A-Z][\w ]+):$", text, re.MULTILINE)
     names = ["Names", "Optimizer", "Output", "Advanced", "Common options", "Exit status"]
     assert [one for one in headings if one not in ("Examples", "Arguments")] == names
 
 
-@pytest.mark.parametrize("args", [["--help"], *([name, "--help"] for name in WRITTEN)])
-def test_help_imports_no_torch_and_no_rich(args: list[str]) -> None:
+@pytest.mark.parametrize("args", [["--help"], *([name, "--help"] for name in AVAILABLE)])
+def test_help_does_not_import_torch_or_rich(args: list[str]) -> None:
     code = f"import sys; from ckpttool.cli.app import main; main({args!r}); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.split(".")[0] for name in done.stderr.split()}
@@ -120,7 +120,7 @@ def test_version() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_usage_is_an_error_and_a_hint(args: list[str], message: str, hint: str) -> None:
+def test_usage_error_has_a_hint(args: list[str], message: str, hint: str) -> None:
     done = ckpttool(*args)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -130,7 +130,7 @@ def test_bad_usage_is_an_error_and_a_hint(args: list[str], message: str, hint: s
 
 
 def run_failing(error: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """The program, where the command's module raises `error` as it is imported."""
+    """Run a command that raises `error`."""
     code = (
         "import sys, types, errno; from ckpttool.cli import app; from ckpttool.core.errors import *\n"
         f"def command(): raise {error}\n"
@@ -183,14 +183,14 @@ def run_failing(error: str, **env: str) -> subprocess.CompletedProcess[str]:
         ),
     ],
 )
-def test_every_failure_is_worded(error: str, status: int, lines: list[str]) -> None:
+def test_exception_becomes_an_error_and_a_hint(error: str, status: int, lines: list[str]) -> None:
     done = run_failing(error)
     assert done.stderr.splitlines() == lines
     assert done.returncode == status
     assert done.stdout == ""
 
 
-def test_code_of_an_operand_cannot_end_the_program_as_an_answer() -> None:
+def test_sys_exit_in_model_code_is_an_error() -> None:
     done = run_failing("SystemExit(0)")
     assert done.returncode == 2
     assert done.stderr.startswith("error: code of an operand ended the program: sys.exit(0)\nhint: ")
@@ -203,24 +203,24 @@ def test_debug_shows_the_traceback_before_the_error() -> None:
     assert done.returncode == 2
 
 
-def test_failures_carry_the_status_of_their_error() -> None:
+def test_failure_has_the_status_of_its_error() -> None:
     assert failure_of(CkptError("m", hint="h")).status == 2
     assert failure_of(Refused("m", hint="h", problems=[Problem("p", "k")])).problems == (Problem("p", "k"),)
 
 
-def test_the_command_status_is_the_exit_status() -> None:
-    for returned, status in [("0", 0), ("1", 1), ("None", 0)]:
+def test_command_result_is_the_exit_status() -> None:
+    for result, status in [("0", 0), ("1", 1), ("None", 0)]:
         code = (
             "import sys, types; from ckpttool.cli import app\n"
             "sys.modules['m'] = types.ModuleType('m')\n"
-            f"sys.modules['m'].command = lambda: {returned}\n"
+            f"sys.modules['m'].command = lambda: {result}\n"
             "app.COMMANDS['c'] = ('m', '')\n"
             "sys.exit(app.main(['c']))"
         )
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == status
 
 
-def test_inspect_prints_json_and_nothing_else(checkpoint: str) -> None:
+def test_inspect_prints_only_json(checkpoint: str) -> None:
     done = ckpttool("inspect", checkpoint, "--format", "json")
     assert (done.returncode, done.stderr) == (0, "")
     data = json.loads(done.stdout)
@@ -228,7 +228,7 @@ def test_inspect_prints_json_and_nothing_else(checkpoint: str) -> None:
     assert [tensor["key"] for tensor in data["tensors"]] == [f"layers.{index}.ключ" for index in range(4)]
 
 
-def test_inspect_in_text_and_reports(checkpoint: str, tmp_path: Path) -> None:
+def test_inspect_writes_text_and_reports(checkpoint: str, tmp_path: Path) -> None:
     reports = [tmp_path / f"r.{ending}" for ending in ("md", "json", "html", "txt")]
     done = ckpttool("inspect", checkpoint, *(arg for path in reports for arg in ("--report", str(path))))
     assert done.returncode == 0
@@ -242,14 +242,14 @@ def test_inspect_in_text_and_reports(checkpoint: str, tmp_path: Path) -> None:
     )
 
 
-def test_a_failure_is_an_object_where_json_was_asked_for(tmp_path: Path) -> None:
+def test_error_is_an_object_with_format_json(tmp_path: Path) -> None:
     done = ckpttool("inspect", str(tmp_path / "none.pt"), "--format", "json")
     failure = json.loads(done.stdout)
     assert (failure["schema"], failure["status"], done.returncode) == ("ckpttool.error/1", 2, 2)
     assert done.stderr.splitlines() == [f"error: {failure['error']}", f"hint: {failure['hint']}"]
 
 
-def test_a_report_that_cannot_be_written_leaves_nothing(checkpoint: str, tmp_path: Path) -> None:
+def test_report_that_cannot_be_written_is_an_error(checkpoint: str, tmp_path: Path) -> None:
     for path in (tmp_path / "no" / "r.json", Path("/dev/full")):
         link = tmp_path / "r.json"
         if path.name == "full":
@@ -263,7 +263,7 @@ def test_a_report_that_cannot_be_written_leaves_nothing(checkpoint: str, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "r.json"]
 
 
-def test_a_full_disk_behind_stdout_is_an_error(checkpoint: str) -> None:
+def test_full_disk_for_stdout_is_an_error(checkpoint: str) -> None:
     with open("/dev/full", "w") as full:
         done = ckpttool("inspect", checkpoint, stdout=full.fileno())
     assert done.returncode == 2
@@ -273,7 +273,7 @@ def test_a_full_disk_behind_stdout_is_an_error(checkpoint: str) -> None:
     ]
 
 
-def test_a_reader_that_goes_away_ends_it_quietly(checkpoint: str) -> None:
+def test_closed_pipe_ends_the_command_silently(checkpoint: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -283,31 +283,31 @@ def test_a_reader_that_goes_away_ends_it_quietly(checkpoint: str) -> None:
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
-def test_a_terminal_without_unicode_gets_escapes(checkpoint: str) -> None:
+def test_terminal_without_unicode_gets_escapes(checkpoint: str) -> None:
     done = ckpttool("inspect", checkpoint, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert done.returncode == 0
     assert r"layers.{0-3}.\u043a\u043b\u044e\u0447" in done.stdout
 
 
 @pytest.mark.parametrize(("env", "colored"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
-def test_a_terminal_gets_colour_unless_it_is_refused(checkpoint: str, env: dict[str, str], colored: bool) -> None:
-    ours, theirs = pty.openpty()
-    done = ckpttool("inspect", checkpoint, stdout=theirs, **{"TERM": "xterm", "NO_COLOR": "", **env})
-    os.close(theirs)
-    shown = os.read(ours, 65536).decode()
-    os.close(ours)
+def test_terminal_gets_color_unless_disabled(checkpoint: str, env: dict[str, str], colored: bool) -> None:
+    master, slave = pty.openpty()
+    done = ckpttool("inspect", checkpoint, stdout=slave, **{"TERM": "xterm", "NO_COLOR": "", **env})
+    os.close(slave)
+    output = os.read(master, 65536).decode()
+    os.close(master)
     assert done.returncode == 0
-    assert ("\x1b[" in shown) is colored
+    assert ("\x1b[" in output) is colored
 
 
-def test_a_package_that_is_missing_is_named() -> None:
+def test_missing_package_is_named() -> None:
     failure = failure_of(ModuleNotFoundError("No module named 'torch._C'", name="torch._C"))
     assert (failure.status, failure.message) == (2, "this needs torch, which is not installed")
     assert failure.hint == "pip install torch"
     assert failure_of(ModuleNotFoundError("", name="ckpttool.nowhere")).message.startswith("internal error")
 
 
-def test_ckpttool_alone_says_what_to_run_first() -> None:
+def test_ckpttool_without_arguments_lists_the_first_commands() -> None:
     done = ckpttool()
     assert (done.returncode, done.stderr) == (0, "")
     assert re.findall(r"^  ckpttool ([\w-]+)", done.stdout, re.MULTILINE) == [
@@ -320,6 +320,6 @@ def test_ckpttool_alone_says_what_to_run_first() -> None:
 
 
 def test_common_options_may_come_first(checkpoint: str) -> None:
-    for words in (["-q"], ["--format", "json"], ["--format=json", "-v"], ["--limit", "json_bytes=1M"]):
-        first, last = ckpttool(*words, "inspect", checkpoint), ckpttool("inspect", checkpoint, *words)
+    for options in (["-q"], ["--format", "json"], ["--format=json", "-v"], ["--limit", "json_bytes=1M"]):
+        first, last = ckpttool(*options, "inspect", checkpoint), ckpttool("inspect", checkpoint, *options)
         assert (first.returncode, first.stdout) == (last.returncode, last.stdout) == (0, last.stdout)

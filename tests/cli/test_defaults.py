@@ -1,4 +1,4 @@
-"""Options from the environment and from pyproject.toml: who comes first, what is said of it, what is wrong with it."""
+"""Defaults from the environment and from pyproject.toml: precedence, messages and mistakes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def other(): return nn.ModuleDict({"a": nn.Linear(2, 2)})
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository that says what its model is, and a folder in it that commands run in."""
+    """Return a repository with a default model; commands run in a subfolder."""
     for name in [name for name in os.environ if name.startswith("CKPTTOOL_")]:
         monkeypatch.delenv(name)
     (tmp_path / ".git").mkdir()
@@ -37,11 +37,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def says(project: Path, text: str) -> None:
+def write_pyproject(project: Path, text: str) -> None:
     (project / "pyproject.toml").write_text(text)
 
 
-def test_a_project_says_what_its_model_is(project: Path, run: Run) -> None:
+def test_project_has_a_default_model(project: Path, run: Run) -> None:
     done = run("diff", "train.pt")
     assert done.status == 0
     assert "../model.py:build (what it loads)" in done.out
@@ -51,9 +51,7 @@ def test_a_project_says_what_its_model_is(project: Path, run: Run) -> None:
     assert run("remap", "train.pt", "-o", "runtime.pt", "--to", "runtime").status == 0
 
 
-def test_the_command_line_comes_first_then_the_environment(
-    project: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_line_overrides_environment(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTTOOL_MODEL", "../model.py:other")
     assert run("diff", "train.pt").status == 1
     done = run("diff", "train.pt", "--model", "../model.py:build")
@@ -65,37 +63,39 @@ def test_the_command_line_comes_first_then_the_environment(
     assert run("diff", "train.pt", "--no-defaults").status == 2
 
 
-def test_the_long_way_takes_them_too(project: Path, run: Run) -> None:
-    """Command lines that typer reads: ``--`` is seldom written."""
+def test_defaults_apply_to_lines_parsed_by_typer(project: Path, run: Run) -> None:
+    """Typer parses unusual command lines, such as those with ``--``."""
     assert run("diff", "--", "train.pt").said == run("diff", "train.pt").said
     assert run("trace", "--all").status == run("trace", "--all", "--").status == 0
 
 
-def test_what_belongs_to_a_model_goes_with_it(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    says(project, '[tool.ckpttool]\nmodel = "model.py:build(width=3)"\nmaterialize = true\n')
+def test_another_model_ignores_model_defaults(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pyproject(project, '[tool.ckpttool]\nmodel = "model.py:build(width=3)"\nmaterialize = true\n')
     assert run("diff", "train.pt").status == 1
     assert run("diff", "train.pt", "--model", "../model.py:build").status == 0
     monkeypatch.setenv("CKPTTOOL_MODEL", "../model.py:build")
     assert run("diff", "train.pt").status == 0
 
 
-def test_code_runs_only_where_a_model_is_asked_for(project: Path, run: Run) -> None:
-    says(project, '[tool.ckpttool]\nmodel = "../none.py:build"\n')
+def test_default_model_is_used_only_if_a_model_is_needed(project: Path, run: Run) -> None:
+    write_pyproject(project, '[tool.ckpttool]\nmodel = "../none.py:build"\n')
     for line in ("inspect train.pt", "diff train.pt train.pt", "remap train.pt -o new.safetensors"):
         assert (run(*line.split()).status, run("diff", "train.pt", "train.pt").err) == (0, "")
-    says(project, '[tool.ckpttool.diff]\nmodel = "model.py:build"\n')
+    write_pyproject(project, '[tool.ckpttool.diff]\nmodel = "model.py:build"\n')
     assert "default: --model" in run("diff", "train.pt", "train.pt").err
 
 
-def test_a_commands_own_table_comes_before_the_table_of_all(project: Path, run: Run) -> None:
-    says(project, '[tool.ckpttool]\nformat = "json"\n[tool.ckpttool.inspect]\nformat = "markdown"\nstats = true\n')
+def test_table_of_a_command_overrides_the_general_table(project: Path, run: Run) -> None:
+    write_pyproject(
+        project, '[tool.ckpttool]\nformat = "json"\n[tool.ckpttool.inspect]\nformat = "markdown"\nstats = true\n'
+    )
     done = run("inspect", "train.pt")
     assert done.out.startswith("#")
     assert "default: --stats (../pyproject.toml [tool.ckpttool.inspect])" in done.err
 
 
 @pytest.mark.parametrize(
-    ("general", "own", "variable", "words", "is_json"),
+    ("general_format", "command_format", "env_format", "options", "is_json"),
     [
         ("json", None, None, "", True),
         ("json", None, None, "--no-defaults", False),
@@ -109,21 +109,21 @@ def test_a_commands_own_table_comes_before_the_table_of_all(project: Path, run: 
         (None, None, None, "--format json --nope", True),
     ],
 )
-def test_a_failure_is_said_as_the_answer_would_be(
+def test_error_has_the_format_of_the_output(
     project: Path,
     run: Run,
     monkeypatch: pytest.MonkeyPatch,
-    general: str | None,
-    own: str | None,
-    variable: str | None,
-    words: str,
+    general_format: str | None,
+    command_format: str | None,
+    env_format: str | None,
+    options: str,
     is_json: bool,
 ) -> None:
-    tables = [("tool.ckpttool", general), ("tool.ckpttool.inspect", own)]
-    says(project, "".join(f'[{name}]\nformat = "{value}"\n' for name, value in tables if value is not None))
-    if variable is not None:
-        monkeypatch.setenv("CKPTTOOL_FORMAT", variable)
-    done = run("inspect", "none.pt", *words.split())
+    tables = [("tool.ckpttool", general_format), ("tool.ckpttool.inspect", command_format)]
+    write_pyproject(project, "".join(f'[{name}]\nformat = "{value}"\n' for name, value in tables if value is not None))
+    if env_format is not None:
+        monkeypatch.setenv("CKPTTOOL_FORMAT", env_format)
+    done = run("inspect", "none.pt", *options.split())
     assert (done.status, done.err.count("error: ")) == (2, 1)
     assert done.data["error"] in done.err if is_json else done.out == ""
 
@@ -144,8 +144,8 @@ def test_a_failure_is_said_as_the_answer_would_be(
         ("[tool.ckpttool.inspect]\nrtol = 1\n[tool.ckpttool.diff]\nfail = 1", ["@ tool.ckpttool.diff.fail"]),
     ],
 )
-def test_mistakes_are_errors_with_their_place(project: Path, run: Run, text: str, problems: list[str]) -> None:
-    says(project, text)
+def test_mistake_in_pyproject_is_located(project: Path, run: Run, text: str, problems: list[str]) -> None:
+    write_pyproject(project, text)
     done = run("diff", "train.pt", "train.pt")
     assert done.status == 2
     assert "pyproject.toml" in done.err
@@ -163,7 +163,7 @@ def test_mistakes_are_errors_with_their_place(project: Path, run: Run, text: str
         ("CKPTTOOL_FORMAT", "yaml", "unknown format 'yaml' @ CKPTTOOL_FORMAT"),
     ],
 )
-def test_mistakes_in_the_environment(
+def test_mistake_in_the_environment_is_located(
     project: Path, run: Run, monkeypatch: pytest.MonkeyPatch, name: str, value: str, problem: str
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -171,21 +171,21 @@ def test_mistakes_in_the_environment(
     assert (done.status, problem in done.err) == (2, True)
 
 
-def test_a_variable_of_something_else_is_let_be(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unrelated_variable_is_ignored(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTTOOL_IMAGE", "registry/ckpttool:1")
     monkeypatch.setenv("CKPTTOOL_TO", "ddp")  # an option of another command
     assert run("diff", "train.pt", "train.pt").status == 0
 
 
-def test_only_the_users_own_project_is_asked(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_pyproject_of_the_user_is_read(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / ".git").rmdir()
-    assert run("diff", "train.pt").status == 2  # no repository: only the folder itself
+    assert run("diff", "train.pt").status == 2  # not a repository: only the folder itself is searched
     monkeypatch.setenv("CKPTTOOL_PYPROJECT", "../pyproject.toml")
     assert run("diff", "train.pt").status == 0
     monkeypatch.delenv("CKPTTOOL_PYPROJECT")
     (project / ".git").write_text("gitdir: elsewhere")
     assert run("diff", "train.pt").status == 0
-    (project / "runs" / "pyproject.toml").write_text("[project]\n")  # one that says nothing of it
+    (project / "runs" / "pyproject.toml").write_text("[project]\n")  # without a [tool.ckpttool] table
     assert run("diff", "train.pt").status == 0
     monkeypatch.setattr(pyproject, "_is_own", lambda path: False)
     done = run("diff", "train.pt")
@@ -193,14 +193,14 @@ def test_only_the_users_own_project_is_asked(project: Path, run: Run, monkeypatc
     assert "no defaults are taken from ../pyproject.toml, which is another user's" in done.err
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away")
-def test_a_file_of_another_user_is_not_the_users_own(project: Path, run: Run) -> None:
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can change the owner of a file")
+def test_pyproject_of_another_user_is_ignored(project: Path, run: Run) -> None:
     os.chown(project / "pyproject.toml", 12345, -1)
     assert run("diff", "train.pt").status == 2
 
 
-def test_a_project_without_the_table_costs_nothing(project: Path) -> None:
-    says(project, "[project]\nname = 'x'\n")
+def test_project_without_a_table_does_not_import_tomllib(project: Path) -> None:
+    write_pyproject(project, "[project]\nname = 'x'\n")
     code = "import sys; from ckpttool.cli.app import main; main(['inspect', 'train.pt'])\n"
     code += "assert not {'tomllib', 'tomli', 'torch', 'difflib'} & set(sys.modules)"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -208,37 +208,35 @@ def test_a_project_without_the_table_costs_nothing(project: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_several_values_are_a_list_or_lines(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multiple_values_are_a_list_or_lines(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"0.weight": torch.ones(1), "0.bias": torch.ones(3)}, "other.pt")
     assert run("diff", "train.pt", "other.pt").status == 1
     bias, both = "shape 0.bias # new", "shape,dtype 0.* # new"
     for value, words in ((["shape 0.w* # new", bias], ["shape 0.w* # new", "--ignore", bias]), (both, [both])):
-        says(project, f"[tool.ckpttool.diff]\nignore = {value!r}\n")
+        write_pyproject(project, f"[tool.ckpttool.diff]\nignore = {value!r}\n")
         done = run("diff", "train.pt", "other.pt")
         assert done.status == 0
         assert shlex.split(done.err.partition(" (")[0]) == ["default:", "--ignore", *words]
-    says(project, "[tool.ckpttool.diff]\nignore = [1]\n")
+    write_pyproject(project, "[tool.ckpttool.diff]\nignore = [1]\n")
     assert "[1] is not a text @ tool.ckpttool.diff.ignore" in run("diff", "train.pt", "other.pt").err
-    says(project, "")
+    write_pyproject(project, "")
     monkeypatch.setenv("CKPTTOOL_IGNORE", f"shape 0.w* # new\n{both}\n")
     assert run("diff", "train.pt", "other.pt").status == 0
 
 
-def test_a_flag_can_be_taken_back(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    says(project, "[tool.ckpttool]\nstats = true\n")
+def test_flag_can_be_turned_off(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pyproject(project, "[tool.ckpttool]\nstats = true\n")
     assert run("inspect", "train.pt").err.startswith("default: --stats (")
     assert run("inspect", "train.pt", "-q").err == ""
     monkeypatch.setenv("CKPTTOOL_STATS", "off")
     done = run("inspect", "train.pt")
     assert (done.status, done.err) == (0, "")
-    says(project, "[tool.ckpttool]\nstats = true\n[tool.ckpttool.inspect]\nstats = false\n")
+    write_pyproject(project, "[tool.ckpttool]\nstats = true\n[tool.ckpttool.inspect]\nstats = false\n")
     monkeypatch.delenv("CKPTTOOL_STATS")
     assert run("inspect", "train.pt").err == ""
 
 
-def test_an_empty_variable_takes_away_what_is_required(
-    project: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_empty_variable_removes_a_default(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("trace").status == 0
     monkeypatch.setenv("CKPTTOOL_MODEL", "")
     assert run("trace").status == 2
@@ -247,28 +245,28 @@ def test_an_empty_variable_takes_away_what_is_required(
     assert run("diff", "train.pt").status == 2
 
 
-def test_another_model_takes_only_what_is_the_models(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    says(project, '[tool.ckpttool]\nmodel = "model.py:other"\nformat = "json"\n')
+def test_another_model_keeps_unrelated_defaults(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pyproject(project, '[tool.ckpttool]\nmodel = "model.py:other"\nformat = "json"\n')
     monkeypatch.setenv("CKPTTOOL_MODEL", "../model.py:build")
     done = run("diff", "train.pt")
     assert done.status == 0
     assert "../model.py:build" in done.data["left"] + done.data["right"]
 
 
-@pytest.mark.parametrize("words", [["--format", "text"], ["--format=text"]])
-def test_the_long_way_takes_none_where_one_is_given(
-    project: Path, run: Run, monkeypatch: pytest.MonkeyPatch, words: list[str]
+@pytest.mark.parametrize("options", [["--format", "text"], ["--format=text"]])
+def test_given_option_overrides_defaults_parsed_by_typer(
+    project: Path, run: Run, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
     monkeypatch.setenv("CKPTTOOL_FORMAT", "json")
     assert run("inspect", "train.pt").out.startswith("{")
-    done = run("inspect", *words, "--", "train.pt")
+    done = run("inspect", *options, "--", "train.pt")
     assert (done.status, done.err) == (0, "")
     assert not done.out.startswith("{")
     monkeypatch.setenv("CKPTTOOL_MODEL", "../model.py:other")
     assert run("diff", "--", "train.pt").status == 1
 
 
-def test_code_runs_for_no_plan(project: Path, run: Run) -> None:
+def test_saved_plan_does_not_use_the_default_model(project: Path, run: Run) -> None:
     assert "default" not in run("remap", "train.pt", "--rules", "p.json", "-o", "new.pt", "--to", "runtime").err
     assert "default" in run("remap", "train.pt", "-o", "new.pt", "--to", "runtime").err
     assert "default" in run("diff").err
@@ -286,15 +284,15 @@ def test_code_runs_for_no_plan(project: Path, run: Run) -> None:
         ),
     ],
 )
-def test_each_mistake_is_said_once(project: Path, run: Run, text: str, problems: list[str]) -> None:
-    says(project, f"[tool.ckpttool]\n{text}\n")
+def test_each_mistake_is_reported_once(project: Path, run: Run, text: str, problems: list[str]) -> None:
+    write_pyproject(project, f"[tool.ckpttool]\n{text}\n")
     command = "inspect" if "depth" in text else "diff"
     err = run(command, "train.pt").err
     assert [line.strip() for line in err.splitlines() if " @ " in line] == problems
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "found"),
+    ("name", "value", "expected"),
     [
         ("model", "model.py:build", "../model.py:build"),
         ("model", "package.model:build", "package.model:build"),
@@ -310,15 +308,15 @@ def test_each_mistake_is_said_once(project: Path, run: Run, text: str, problems:
         ("format", "json", "json"),
     ],
 )
-def test_paths_are_those_beside_the_file(name: str, value: object, found: object) -> None:
+def test_paths_are_relative_to_pyproject(name: str, value: object, expected: object) -> None:
     from ckpttool.cli import defaults
     from ckpttool.cli.params import load
 
     (one,) = (one for one in load("remap").params if one.name == name)
-    got = defaults._from_here("../pyproject.toml", one, value)
-    assert got == (os.path.relpath(str(found)) if str(found).startswith("/abs") else found)
+    actual = defaults._from_here("../pyproject.toml", one, value)
+    assert actual == (os.path.relpath(str(expected)) if str(expected).startswith("/abs") else expected)
 
 
-def test_where_files_have_no_owner_they_are_the_users(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_owners_belong_to_the_user(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "geteuid")
     assert run("diff", "train.pt").status == 0

@@ -1,4 +1,4 @@
-"""--drop removes no part of an optimizer's state or of a quantized weight; the printed ways out work as pasted."""
+"""--drop does not remove a part of optimizer state or of a quantized weight; the suggested options work."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def trained(named: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def write(kind: str, path: Path) -> str:
-    """Write model and optimizer; return the dotted way to the optimizer."""
+    """Write model and optimizer, and return the dotted path of the optimizer."""
     model, optimizer = trained(kind == "named")
     if kind == "alone":
         torch.save(optimizer.state_dict(), path)
@@ -52,40 +52,42 @@ def write(kind: str, path: Path) -> str:
     return "optimizer"
 
 
-def parameter(kind: str, number: int) -> str:
+def parameter_key(kind: str, number: int) -> str:
     return ("0.weight", "0.bias", "1.weight", "1.bias")[number] if kind in ("flat", "dcp") else str(number)
 
 
 @pytest.mark.filterwarnings("ignore:.*TypedStorage")
 @pytest.mark.parametrize("kind", ["ids", "named", "alone", "flat", "dcp"])
-def test_a_part_of_the_optimizer_state_is_not_dropped(kind: str, run: Run, tmp_path: Path) -> None:
-    """Any part of the entries of the state, and all of them: what is left is never a whole optimizer."""
+def test_part_of_the_optimizer_state_is_not_dropped(kind: str, run: Run, tmp_path: Path) -> None:
+    """This also holds if all entries of the state are dropped, since the rest is not a complete optimizer."""
     path, out = tmp_path / "in", tmp_path / "out.pt"
-    way = write(kind, path)
-    state = ".".join(filter(None, (way, "state")))
-    one = f"{state}.{parameter(kind, 1)}"
+    optimizer_path = write(kind, path)
+    state = ".".join(filter(None, (optimizer_path, "state")))
+    one = f"{state}.{parameter_key(kind, 1)}"
     patterns = [f"{state}.*", f"{one}.*", f"{one}.exp_avg", f"{state}.*.exp_avg_sq", f"re:.*{re.escape(one)}.step"]
-    for first, second in itertools.combinations([*patterns, *(["optimizer.*", "model.0.bias"] if way else [])], 2):
+    for first, second in itertools.combinations(
+        [*patterns, *(["optimizer.*", "model.0.bias"] if optimizer_path else [])], 2
+    ):
         done = run("remap", path, "--drop", first, "--drop", second, "-o", out)
         assert done.status == 1, (first, second, done.said)
         assert "optimizer state" in done.err
         assert f"would go @ {state}." in done.err
         assert not out.exists()
         printed = re.search(r"hint: .*?: (--drop .*);", done.err)
-        assert (printed is not None) == bool(way)
-    if not way:
+        assert (printed is not None) == bool(optimizer_path)
+    if not optimizer_path:
         return
     done = run("remap", path, *shlex.split("" if printed is None else printed[1]), "-o", out)
     assert done.status == 0, done.said
     left = torch.load(out)
     assert left.keys() == {"model", "epoch"}
     ids = ["--optimizer-keys", "fqn"] if kind == "named" else []
-    assert run("remap", path, "--drop", "model.0.bias", *ids, "-o", out, "--force").status == 0  # the other way out
+    assert run("remap", path, "--drop", "model.0.bias", *ids, "-o", out, "--force").status == 0  # the other suggestion
     assert "optimizer" in torch.load(out)
 
 
-def test_what_torch_does_with_half_of_it(tmp_path: Path) -> None:
-    """torch takes the file that --drop is not to write, and starts again."""
+def test_torch_loads_a_partial_state_and_starts_again(tmp_path: Path) -> None:
+    """This is why --drop must not write such a file."""
     model, optimizer = trained()
     state = optimizer.state_dict()
     state["state"] = {number: {} for number in state["state"]}
@@ -99,7 +101,7 @@ def test_what_torch_does_with_half_of_it(tmp_path: Path) -> None:
         ckpttool.remap(str(tmp_path / "in.pt"), drop="optimizer.*")
 
 
-def test_what_stands_next_to_the_state_may_go(run: Run, tmp_path: Path) -> None:
+def test_entry_next_to_the_state_can_be_dropped(run: Run, tmp_path: Path) -> None:
     model, optimizer = trained()
     saved = {**optimizer.state_dict(), "scaler": {"scale": torch.ones(3)}}
     torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "in.pt")
@@ -108,7 +110,7 @@ def test_what_stands_next_to_the_state_may_go(run: Run, tmp_path: Path) -> None:
     assert torch.load(out)["optimizer"]["state"].keys() == saved["state"].keys()
 
 
-def test_a_plan_drops_no_part_of_the_state_either(run: Run, tmp_path: Path) -> None:
+def test_plan_that_drops_a_part_of_the_state_is_refused(run: Run, tmp_path: Path) -> None:
     model, optimizer = trained()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
     plan = tmp_path / "plan.json"
@@ -124,8 +126,8 @@ def test_a_plan_drops_no_part_of_the_state_either(run: Run, tmp_path: Path) -> N
     assert "optimizer state" in done.err
 
 
-def test_a_quantized_weight_stays_with_its_scales(run: Run, tmp_path: Path) -> None:
-    """As bitsandbytes saves a weight of four bits: its record names the weight."""
+def test_part_of_a_bitsandbytes_weight_is_not_dropped(run: Run, tmp_path: Path) -> None:
+    """A 4-bit weight as bitsandbytes saves it, with a quant_state record."""
     weight = {
         "0.weight": torch.zeros(3, 1, dtype=torch.uint8),
         "0.weight.absmax": torch.ones(1),
@@ -154,7 +156,7 @@ def test_a_quantized_weight_stays_with_its_scales(run: Run, tmp_path: Path) -> N
     ],
     ids=["fp8 blocks", "fp8", "gptq", "compressed-tensors"],
 )
-def test_scales_that_only_the_config_describes_stay_with_their_weight(
+def test_part_of_a_quantized_weight_is_not_dropped(
     weight: str, parts: dict[str, torch.Tensor], run: Run, tmp_path: Path
 ) -> None:
     dtype = torch.float8_e4m3fn if weight == "weight" else torch.int32
@@ -169,14 +171,14 @@ def test_scales_that_only_the_config_describes_stay_with_their_weight(
         done = run("remap", folder, "--drop", f"0.{name}", "-o", out)
         assert (done.status, out.exists()) == (1, False), name
         assert "part of a quantized weight" in done.err
-    every = [word for name in (weight, *parts) for word in ("--drop", f"0.{name}")]
-    assert run("remap", folder, *every, "-o", out).status == 0
+    drop_all = [word for name in (weight, *parts) for word in ("--drop", f"0.{name}")]
+    assert run("remap", folder, *drop_all, "-o", out).status == 0
     assert set(load_file(out)) == {"0.bias", "1.weight"}
     assert run("remap", folder, "--drop", "0.bias", "-o", out, "--force").status == 0
 
 
-def test_a_scale_next_to_an_ordinary_weight_may_go(run: Run, tmp_path: Path) -> None:
-    """A model of its own may call a parameter so."""
+def test_scale_of_an_ordinary_weight_can_be_dropped(run: Run, tmp_path: Path) -> None:
+    """Any model may have a parameter of this name."""
     save_file({"0.weight": torch.ones(3), "0.weight_scale": torch.ones(1)}, tmp_path / "in.safetensors")
     out = tmp_path / "out.safetensors"
     assert run("remap", tmp_path / "in.safetensors", "--drop", "0.weight_scale", "-o", out).status == 0
@@ -194,13 +196,13 @@ class Net(nn.Module):
 
 
 KINDS = ("ids", "named", "fqn", "flat")
-LEFT_OUT = (
+PARTS = (
     ["--select", "enc"],
     ["--select", "enc", "--rule", "{x*} => enc.{x*}"],
     ["--drop", "model.head.*"],
     ["--drop", "*.0.bias"],
 )
-FURTHER = (
+OTHER_OPTIONS = (
     [],
     ["--rule", "enc.{x*} => backbone.{x*}"],
     ["--rule", "re:(.*)weight => \\1w"],
@@ -211,7 +213,7 @@ FURTHER = (
 )
 
 
-def stepped(kind: str) -> tuple[Net, torch.optim.Optimizer, dict[str, Any]]:
+def trained_net(kind: str) -> tuple[Net, torch.optim.Optimizer, dict[str, Any]]:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.named_parameters() if kind == "named" else model.parameters())
@@ -223,8 +225,8 @@ def stepped(kind: str) -> tuple[Net, torch.optim.Optimizer, dict[str, Any]]:
     return model, optimizer, {"model": model.state_dict(), "optimizer": state}
 
 
-def named_in(state: dict[str, Any]) -> set[str]:
-    """The names of parameters in an optimizer's state dict of any form."""
+def parameter_names(state: dict[str, Any]) -> set[str]:
+    """Return the parameter names in an optimizer state_dict of any form."""
     if "state" not in state:
         return {key.partition(".")[2].rpartition(".")[0] for key in state if key.startswith("state.")}
     groups = [name for group in state["param_groups"] for name in (*group["params"], *group.get("param_names", ()))]
@@ -232,15 +234,15 @@ def named_in(state: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_names_in_the_optimizer_stay_names_of_the_model(kind: str, run: Run, tmp_path: Path) -> None:
-    """Whatever is left out: the optimizer's names are keys of the model that is written, or nothing is written."""
-    *_, saved = stepped(kind)
+def test_optimizer_names_stay_keys_of_the_model(kind: str, run: Run, tmp_path: Path) -> None:
+    """For any dropped part, the optimizer's names are keys of the written model, or nothing is written."""
+    *_, saved = trained_net(kind)
     torch.save(saved, tmp_path / "in.pt")
     (tmp_path / "net.json").write_text(json.dumps(ckpttool.trace(Net).to_json()))
     names = ["--model", tmp_path / "net.json"]
     out = tmp_path / "out.pt"
     written = 0
-    for number, (first, second) in enumerate(itertools.product(LEFT_OUT, FURTHER)):
+    for number, (first, second) in enumerate(itertools.product(PARTS, OTHER_OPTIONS)):
         by_model = names if number % 2 else []
         done = run("remap", tmp_path / "in.pt", "-o", out, "--force", "--partial", *first, *second, *by_model)
         if done.status == 1:
@@ -249,15 +251,15 @@ def test_names_in_the_optimizer_stay_names_of_the_model(kind: str, run: Run, tmp
         assert done.status == 0, (first, second, done.said)
         written += 1
         left = torch.load(out)
-        assert named_in(left["optimizer"]) <= left["model"].keys(), (first, second)
-        if named_in(left["optimizer"]):
+        assert parameter_names(left["optimizer"]) <= left["model"].keys(), (first, second)
+        if parameter_names(left["optimizer"]):
             assert "still holds the state of all" not in done.err
     assert written >= (4 if kind == "named" else 12)
 
 
 @pytest.mark.parametrize("kind", ["fqn", "flat"])
-def test_torch_loads_the_state_of_the_part(kind: str, run: Run, tmp_path: Path) -> None:
-    model, optimizer, saved = stepped(kind)
+def test_torch_loads_the_state_of_a_selected_part(kind: str, run: Run, tmp_path: Path) -> None:
+    model, optimizer, saved = trained_net(kind)
     torch.save(saved, tmp_path / "in.pt")
     plan, out = tmp_path / "plan.json", tmp_path / "out.pt"
     done = run("remap", tmp_path / "in.pt", "--select", "enc", "-o", out, "--save-plan", plan)
@@ -268,15 +270,15 @@ def test_torch_loads_the_state_of_the_part(kind: str, run: Run, tmp_path: Path) 
     fresh = torch.optim.AdamW(part.parameters())
     part.load_state_dict(left["model"])
     set_optimizer_state_dict(part, fresh, left["optimizer"], options=FLAT if kind == "flat" else None)
-    for mine, theirs in zip(part.parameters(), model.enc.parameters()):
-        assert torch.equal(fresh.state[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+    for new, old in zip(part.parameters(), model.enc.parameters()):
+        assert torch.equal(fresh.state[new]["exp_avg"], optimizer.state[old]["exp_avg"])
     assert run("remap", tmp_path / "in.pt", "--rules", plan, "-o", tmp_path / "again.pt").status == 0
     assert (tmp_path / "again.pt").read_bytes() == out.read_bytes()
 
 
-def test_a_submodule_that_is_the_whole_model(run: Run, tmp_path: Path) -> None:
+def test_submodule_with_all_parameters_can_be_selected(run: Run, tmp_path: Path) -> None:
     saved: dict[str, Any] = {part: {} for part in ("model", "optimizer")}
-    *_, inner = stepped("fqn")
+    *_, inner = trained_net("fqn")
     saved["model"] = {f"net.{key}": value for key, value in inner["model"].items()}
     state = {f"net.{name}": own for name, own in inner["optimizer"]["state"].items()}
     (group,) = inner["optimizer"]["param_groups"]
@@ -287,9 +289,9 @@ def test_a_submodule_that_is_the_whole_model(run: Run, tmp_path: Path) -> None:
     assert torch.load(tmp_path / "out.pt")["optimizer"]["state"].keys() == inner["optimizer"]["state"].keys()
 
 
-def test_ids_with_names_are_not_renumbered(run: Run, tmp_path: Path) -> None:
-    """The file's ids number all parameters of the model: both ways out that are printed work."""
-    *_, saved = stepped("named")
+def test_named_ids_are_not_renumbered(run: Run, tmp_path: Path) -> None:
+    """The ids count all parameters of the model; both suggested options work."""
+    *_, saved = trained_net("named")
     torch.save(saved, tmp_path / "in.pt")
     out = tmp_path / "out.pt"
     command = ["remap", tmp_path / "in.pt", "--drop", "model.head.*", "-o", out]

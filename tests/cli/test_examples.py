@@ -1,4 +1,4 @@
-"""Every example that a help prints is run, on files with the names that are in the examples."""
+"""Run every example of the help texts, on files with the names in the examples."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ EXAMPLES = {
 
 
 def llama() -> dict[str, torch.Tensor]:
-    """A model as torchtune names it."""
+    """Return a model with torchtune's key naming."""
     layer = {"attn.q_proj": WIDTH, "attn.output_proj": WIDTH, "attn.k_proj": 16, "attn.v_proj": 16}
     state = {f"layers.0.{name}.weight": torch.randn(rows, WIDTH) for name, rows in layer.items()}
     state |= {f"layers.0.mlp.w{number}.weight": torch.randn(WIDTH, WIDTH) for number in (1, 2, 3)}
@@ -74,7 +74,7 @@ def llama() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files of all examples."""
+    """Return a folder with the files of all examples."""
     folder = tmp_path_factory.mktemp("examples")
     (folder / "model.py").write_text(MODEL)
     scope: dict[str, Any] = {"__name__": "model"}
@@ -118,9 +118,9 @@ def test_every_command_has_two_examples() -> None:
 
 
 @pytest.mark.parametrize("line", EXAMPLES)
-def test_the_example_runs(line: str, files: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_runs(line: str, files: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "s3://" in line:
-        pytest.skip("needs a store")
+        pytest.skip("needs an object store")
     shutil.copytree(files, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     command, *words = shlex.split(line.split("  ")[0])[1:]

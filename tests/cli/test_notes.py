@@ -1,4 +1,4 @@
-"""Notes and warnings are true: each is printed by a command that it is about, and not by its nearest neighbor."""
+"""Each note is printed if its condition holds, and not by an almost identical command for which it does not."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from command import Run
 from places import DATA
 from standins import edited
 
-Words = list[Any]
-Case = Callable[[Path, bool], Words]  # the command for a folder; True: the one that has something to say
+Args = list[Any]
+Case = Callable[[Path, bool], Args]  # (folder, whether the note is expected) -> the command
 
 CASES: dict[str, tuple[str, Case]] = {}
 
 
-def says(text: str) -> Callable[[Case], Case]:
+def prints(text: str) -> Callable[[Case], Case]:
     def note(case: Case) -> Case:
         CASES[case.__name__] = text, case
         return case
@@ -45,7 +45,7 @@ class Larger(nn.Sequential):
 
 
 class Lossy(nn.Linear):
-    """Write a key that it does not read."""
+    """A layer that writes a key that it does not read."""
 
     def __init__(self, lossy: bool = True) -> None:
         super().__init__(2, 2)
@@ -75,16 +75,16 @@ def trained(groups: int = 1, flat: bool = True) -> dict[str, Any]:
     return {"model": model.state_dict(), "optimizer": state}
 
 
-@says("the other checkpoint has no name for 1 key: 2.w")
-def own_names_with_like(path: Path, shown: bool) -> Words:
+@prints("the other checkpoint has no name for 1 key: 2.w")
+def own_names_with_like(path: Path, shown: bool) -> Args:
     like = save(
         path / "like.pt", {("2.w" if key == "2.weight" and not shown else key): v for key, v in state().items()}
     )
     return ["remap", save(path / "in.pt"), "--like", like, "--rule", "2.weight => 2.w", "-o", path / "out.pt"]
 
 
-@says("not in the output are 1 key of the other checkpoint: 2.weight")
-def left_out_of_like(path: Path, shown: bool) -> Words:
+@prints("not in the output are 1 key of the other checkpoint: 2.weight")
+def left_out_of_like(path: Path, shown: bool) -> Args:
     like = save(path / "like.pt")
     rule = "2.weight => 2.w" if shown else "w => 2.weight"
     own = {("w" if key == "2.weight" and not shown else key): value for key, value in state().items()}
@@ -95,20 +95,20 @@ def state() -> dict[str, torch.Tensor]:
     return net().state_dict()
 
 
-@says("the module versions in _metadata are left out")
-def versions(path: Path, shown: bool) -> Words:
+@prints("the module versions in _metadata are left out")
+def versions(path: Path, shown: bool) -> Args:
     saved = state() if shown else dict(state())
     return ["remap", save(path / "in.pt", saved), "-o", path / "out.safetensors"]
 
 
-@says("__metadata__ is left out")
-def header(path: Path, shown: bool) -> Words:
+@prints("__metadata__ is left out")
+def header(path: Path, shown: bool) -> Args:
     save_file(dict(state()), path / "in.safetensors", metadata={"author": "me"} if shown else None)
     return ["remap", path / "in.safetensors", "-o", path / "out.pt"]
 
 
-@says("the code of the TorchScript archive is left out")
-def code(path: Path, shown: bool) -> Words:
+@prints("the code of the TorchScript archive is left out")
+def code(path: Path, shown: bool) -> Args:
     if shown:
         torch.jit.script(net()).save(path / "in.pt")
     else:
@@ -116,15 +116,15 @@ def code(path: Path, shown: bool) -> Words:
     return ["remap", path / "in.pt", "--rule", "0.{x*} => a.{x*}", "-o", path / "out.pt"]
 
 
-@says("this model does not read back all that it writes")
-def lossy(path: Path, shown: bool) -> Words:
+@prints("this model does not read back all that it writes")
+def lossy(path: Path, shown: bool) -> Args:
     model = names(path / "names.json", partial(Lossy, lossy=shown))
     saved = save(path / "in.pt", Lossy(lossy=shown).state_dict())
     return ["remap", saved, "--model", model, "--to", "runtime", "-o", path / "out.pt", "--partial"]
 
 
-@says("--max-shard-size changes nothing")
-def shards(path: Path, shown: bool) -> Words:
+@prints("--max-shard-size changes nothing")
+def shards(path: Path, shown: bool) -> Args:
     out = path / ("out.safetensors" if shown else "out")
     return [
         "convert",
@@ -136,47 +136,47 @@ def shards(path: Path, shown: bool) -> Words:
     ]
 
 
-@says("the file still holds the bytes of what was left out")
-def bytes_left(path: Path, shown: bool) -> Words:
+@prints("the file still holds the bytes of what was left out")
+def bytes_left(path: Path, shown: bool) -> Args:
     change = ["--drop", "2.weight"] if shown else ["--rule", "2.weight => 2.w"]
     return ["remap", save(path / "in.pt"), *change, "--in-place"]
 
 
-@says("optimizer: the flattened form does not say which param groups there were")
-def flattened(path: Path, shown: bool) -> Words:
+@prints("optimizer: the flattened form does not say which param groups there were")
+def flattened(path: Path, shown: bool) -> Args:
     model = names(path / "names.json", net)
     saved = save(path / "in.pt", trained(flat=shown))
     return ["remap", saved, "--optimizer-keys", "fqn", "--model", model, "-o", path / "out.pt"]
 
 
-@says("optimizer: new, and without state: 3.weight, 3.bias")
-def new_parameters(path: Path, shown: bool) -> Words:
+@prints("optimizer: new, and without state: 3.weight, 3.bias")
+def new_parameters(path: Path, shown: bool) -> Args:
     old, new = names(path / "old.json", net), names(path / "new.json", Larger if shown else net)
     saved = save(path / "in.pt", trained(flat=False))
     return ["remap", saved, "--model", old, "--to-model", new, "--partial", "--to", "runtime", "-o", path / "out.pt"]
 
 
-@says("optimizer still holds the state of all parameters")
-def whole_optimizer(path: Path, shown: bool) -> Words:
+@prints("optimizer still holds the state of all parameters")
+def whole_optimizer(path: Path, shown: bool) -> Args:
     return ["remap", save(path / "in.pt", trained(flat=not shown)), "--select", "2", "-o", path / "out.pt"]
 
 
-@says("ema has 9 of the 9 names of model and stays as it is")
-def other_section(path: Path, shown: bool) -> Words:
+@prints("ema has 9 of the 9 names of model and stays as it is")
+def other_section(path: Path, shown: bool) -> Args:
     ema = {key: value[:1] if shown and key == "0.weight" else value for key, value in state().items()}
     saved = save(path / "in.pt", {"model": state(), "ema": ema})
     return ["remap", saved, "--rule", "0.{x*} => a.{x*}", "-o", path / "out.pt"]
 
 
-@says("ema holds the same model as model, and was not compared")
-def second_model(path: Path, shown: bool) -> Words:
+@prints("ema holds the same model as model, and was not compared")
+def second_model(path: Path, shown: bool) -> Args:
     ema = state() if shown else {"decay": torch.ones(1)}
     model = names(path / "names.json", net)
     return ["diff", "--model", model, save(path / "in.pt", {"model": state(), "ema": ema})]
 
 
-@says("0 of 9 tensors matched")
-def nothing_matches(path: Path, shown: bool) -> Words:
+@prints("0 of 9 tensors matched")
+def nothing_matches(path: Path, shown: bool) -> Args:
     own = {(key if key == "0.weight" and not shown else f"{key}_"): value for key, value in state().items()}
     return ["diff", "--model", names(path / "names.json", net), save(path / "in.pt", own)]
 
@@ -188,8 +188,8 @@ def zero(path: Path, stage: int = 1) -> Path:
     return Path(shutil.copytree(DATA / f"deepspeed-0.19.8/zero-{stage}", path / "zero"))
 
 
-@says("not copied: skipped_steps, global_steps, global_samples, epoch of")
-def counters_of_deepspeed(path: Path, shown: bool) -> Words:
+@prints("not copied: skipped_steps, global_steps, global_samples, epoch of")
+def counters_of_deepspeed(path: Path, shown: bool) -> Args:
     folder = zero(path)
     for file in [] if shown else folder.rglob("*model_states.pt"):
         edited(file, without_counters)
@@ -205,16 +205,16 @@ def scaled(content: dict[str, Any], by: int) -> None:
     content["module"]["scale"].fill_(by)
 
 
-@says("scale differs between the ranks: rank 0's is used")
-def ranks_of_deepspeed(path: Path, shown: bool) -> Words:
+@prints("scale differs between the ranks: rank 0's is used")
+def ranks_of_deepspeed(path: Path, shown: bool) -> Args:
     folder = zero(path, 3)
     for rank, file in enumerate(sorted(folder.rglob("*model_states.pt"))):
         edited(file, partial(scaled, by=rank if shown else 1))
     return ["inspect", folder]
 
 
-@says("not compared (not steps): best.pt")
-def files_next_to_steps(path: Path, shown: bool) -> Words:
+@prints("not compared (not steps): best.pt")
+def files_next_to_steps(path: Path, shown: bool) -> Args:
     for step in (1, 2):
         (path / f"step-{step}").mkdir()
         save_file(dict(state()), path / f"step-{step}/model.safetensors")
@@ -222,15 +222,15 @@ def files_next_to_steps(path: Path, shown: bool) -> Words:
     return ["history", path]
 
 
-@says("left: not compared: optimizer in ")
-def notes_of_a_side(path: Path, shown: bool) -> Words:
+@prints("left: not compared: optimizer in ")
+def notes_of_a_side(path: Path, shown: bool) -> Args:
     run = trained(flat=False)
     left = save(path / "left.pt", run if shown else {"model": run["model"]})
     return ["diff3", save(path / "base.pt"), left, save(path / "right.pt")]
 
 
-@says("differs from the manifest's file")
-def file_of_a_manifest(path: Path, shown: bool) -> Words:
+@prints("differs from the manifest's file")
+def file_of_a_manifest(path: Path, shown: bool) -> Args:
     ckpt = save(path / "in.pt")
     (path / "manifest.json").write_text(json.dumps(ckpttool.manifest(str(ckpt))))
     if shown:
@@ -238,13 +238,13 @@ def file_of_a_manifest(path: Path, shown: bool) -> Words:
     return ["diff", path / "manifest.json", ckpt, "--values"]
 
 
-@says("the files and the manifest are the same, byte for byte")
-def same_as_the_manifest(path: Path, shown: bool) -> Words:
+@prints("the files and the manifest are the same, byte for byte")
+def same_as_the_manifest(path: Path, shown: bool) -> Args:
     return file_of_a_manifest(path, not shown)
 
 
-@says("not among the manifest's files: __9_0.distcp")
-def more_than_the_manifest(path: Path, shown: bool) -> Words:
+@prints("not among the manifest's files: __9_0.distcp")
+def more_than_the_manifest(path: Path, shown: bool) -> Args:
     folder = path / "folder.dcp"
     ckpttool.write(ckpttool.open_checkpoint(dict(state())), str(folder))
     (path / "manifest.json").write_text(json.dumps(ckpttool.manifest(str(folder))))
@@ -262,21 +262,21 @@ def hf(path: Path, *names: str) -> Path:
     return folder
 
 
-@says("not copied: config.json, which describes the keys of")
-def config_of_other_keys(path: Path, shown: bool) -> Words:
+@prints("not copied: config.json, which describes the keys of")
+def config_of_other_keys(path: Path, shown: bool) -> Args:
     folder = hf(path, "config.json")
     change = ["--rule", "2.{x*} => head.{x*}"] if shown else ["--drop", "1.num_batches_tracked"]
     return ["remap", folder, "-o", path / "out", *change]
 
 
-@says("config.json did not: check that it describes the new keys")
-def config_in_place(path: Path, shown: bool) -> Words:
+@prints("config.json did not: check that it describes the new keys")
+def config_in_place(path: Path, shown: bool) -> Args:
     folder = hf(path, *(["config.json"] if shown else ["tokenizer.json"]))
     return ["remap", folder, "--in-place", "--rule", "2.{x*} => head.{x*}"]
 
 
-@says("optimizer.bin is copied unchanged: its ids keep the parameter order")
-def optimizer_next_to_it(path: Path, shown: bool) -> Words:
+@prints("optimizer.bin is copied unchanged: its ids keep the parameter order")
+def optimizer_next_to_it(path: Path, shown: bool) -> Args:
     folder = hf(path)
     torch.save(trained(flat=False)["optimizer"], folder / "optimizer.bin")
     change = ["--rule", "2.{x*} => head.{x*}"] if shown else ["--drop", "1.num_batches_tracked"]
@@ -284,7 +284,7 @@ def optimizer_next_to_it(path: Path, shown: bool) -> Words:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_note_is_printed_where_it_is_true_and_not_elsewhere(name: str, run: Run, tmp_path: Path) -> None:
+def test_note_is_printed_only_if_it_applies(name: str, run: Run, tmp_path: Path) -> None:
     text, case = CASES[name]
     for shown in (True, False):
         folder = tmp_path / str(shown)

@@ -1,4 +1,4 @@
-"""A command that changes nothing is refused: exit 1, nothing written, and the command that removes wrappers works."""
+"""A remap or convert that changes nothing is refused, and the suggested command that removes wrappers works."""
 
 from __future__ import annotations
 
@@ -89,16 +89,16 @@ NOTHING = [
 ]
 
 
-def words_of(line: str) -> list[str]:
+def args_of(line: str) -> list[str]:
     return [part for word in shlex.split(line) for part in (MODEL if word == "MODEL" else (word,))]
 
 
 @pytest.mark.parametrize("line", NOTHING)
 @pytest.mark.filterwarnings("ignore:.*TypedStorage")
-def test_a_remap_that_changes_nothing_is_refused(line: str, run: Run) -> None:
+def test_remap_without_changes_is_refused(line: str, run: Run) -> None:
     run("remap", "plain.pt", "-o", "x.safetensors", "--save-plan", "identity.json")
     before = snapshot()
-    done = run("remap", *words_of(line))
+    done = run("remap", *args_of(line))
     assert done.status == 1, done.said
     assert done.out == ""
     assert "nothing to change" in done.err.splitlines()[0]
@@ -130,12 +130,12 @@ def test_a_remap_that_changes_nothing_is_refused(line: str, run: Run) -> None:
         "plain.pt -o out.pt --rules identity.json",
     ],
 )
-def test_names_that_are_already_as_requested_are_copied_and_it_is_said(line: str, run: Run) -> None:
+def test_requested_names_that_already_match_are_copied_with_a_note(line: str, run: Run) -> None:
     run("remap", "plain.pt", "-o", "x.safetensors", "--save-plan", "identity.json")
-    done = run("remap", *words_of(line))
+    done = run("remap", *args_of(line))
     assert done.status == 0, done.said
     assert ("already" in done.out + done.err) != ("--rules" in line)
-    left, right = torch.load(words_of(line)[0]), torch.load("out.pt")
+    left, right = torch.load(args_of(line)[0]), torch.load("out.pt")
     assert list(left) == list(right)
     assert all(torch.equal(value, right[key]) for key, value in left.items())
 
@@ -154,9 +154,9 @@ CHANGES = [
 
 @pytest.mark.parametrize("line", CHANGES)
 @pytest.mark.filterwarnings("ignore:.*TypedStorage")
-def test_another_format_a_part_and_other_shards_are_changes(line: str, run: Run) -> None:
+def test_other_format_part_or_sharding_is_a_change(line: str, run: Run) -> None:
     before = snapshot()
-    done = run("remap", *words_of(line))
+    done = run("remap", *args_of(line))
     assert done.status == 0, done.said
     assert snapshot() != before
 
@@ -175,9 +175,9 @@ CONVERSIONS = [
 
 @pytest.mark.parametrize(("line", "status"), CONVERSIONS)
 @pytest.mark.filterwarnings("ignore:.*TypedStorage")
-def test_a_conversion_keeps_the_names_and_is_not_a_copy(line: str, status: int, run: Run) -> None:
+def test_convert_keeps_the_keys_and_refuses_a_plain_copy(line: str, status: int, run: Run) -> None:
     before = snapshot()
-    done = run("convert", *words_of(line))
+    done = run("convert", *args_of(line))
     assert done.status == status, done.said
     if status:
         assert "nothing to convert" in done.err
@@ -188,7 +188,7 @@ def test_a_conversion_keeps_the_names_and_is_not_a_copy(line: str, status: int, 
     assert keys[0] == keys[1]
 
 
-def test_from_python_too() -> None:
+def test_python_api_refuses_a_remap_without_changes() -> None:
     calls: list[tuple[Any, dict[str, Any]]] = [
         ("wrapped.pt", {}),
         ("wrapped.pt", {"out": "out.pt"}),
@@ -205,7 +205,7 @@ def test_from_python_too() -> None:
     ckpttool.remap(PLAIN, "memory.pt")
 
 
-def test_a_plan_without_its_checkpoint(run: Run) -> None:
+def test_plan_without_a_checkpoint_is_an_error(run: Run) -> None:
     run("remap", "plain.pt", "--rule", "weight => w", "--dry-run", "--save-plan", "p.json")
     done = run("remap", "--rules", "p.json", "-o", "out.pt")
     assert done.status == 2

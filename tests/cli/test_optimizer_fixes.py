@@ -1,4 +1,4 @@
-"""State that does not fit: diff says so where torch refuses it, and the printed command fixes it. torch decides."""
+"""Optimizer state that does not fit: diff fails if and only if torch does, and the suggested fix works."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ CLASSES = (
 )
 
 
-def resumes(path: str, model: type[nn.Module], make: Callable[[nn.Module], torch.optim.Optimizer]) -> str | None:
-    """What torch raises when model and optimizer are loaded and take a step; None where all is well."""
-    made = model()
-    optimizer = make(made)
+def resume_error(path: str, model: type[nn.Module], make: Callable[[nn.Module], torch.optim.Optimizer]) -> str | None:
+    """Return the error of torch when it loads model and optimizer and takes a step, or None."""
+    net = model()
+    optimizer = make(net)
     saved = torch.load(path, weights_only=True)
     try:
-        made.load_state_dict(saved["model"])
+        net.load_state_dict(saved["model"])
         if "optimizer" in saved:
             optimizer.load_state_dict(saved["optimizer"])
-        steps(made, optimizer, 3, 1)
+        steps(net, optimizer, 3, 1)
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
-def told(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, Any]]:
+def run_json(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, Any]]:
     capsys.readouterr()
     status = main([*args, "--format", "json"])
     return status, json.loads(capsys.readouterr().out)
 
 
 def paste(command: str, old: str = "", optimizer: str = "") -> str:
-    """Runs a printed command, with the user's own names for its placeholders; the path of its output."""
+    """Run a suggested command with its placeholders replaced, and return the path of its output."""
     placeholders = {"OLD": f"optimizer_models:{old}", "OLD_OPTIMIZER": f"optimizer_models:{optimizer}"}
     words = [placeholders.get(word, word) for word in shlex.split(command)[1:]]
     assert main(words) == 0
@@ -62,15 +62,15 @@ def paste(command: str, old: str = "", optimizer: str = "") -> str:
 def test_pytorch_7499_143828_state_of_another_class(
     saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each class with four of the twelve, or with all (``CKPTTOOL_SUITES=all``)."""
+    """Try each class with 4 of the 12, or with all if ``CKPTTOOL_SUITES=all``."""
     path = save(tmp_path / "old.pt", *train(models.Net, getattr(models, saved), 1))
     first = CLASSES.index(saved)
-    for wanted in CLASSES if ALL else [CLASSES[(first + step) % len(CLASSES)] for step in (0, 1, 4, 9)]:
-        make = getattr(models, wanted)
-        new = ("--model", "optimizer_models:Net", "--optimizer", f"optimizer_models:{wanted}")
-        status, found = told(capsys, "diff", *new, path)
-        error = resumes(path, models.Net, make)
-        assert (status == 0) == (error is None), (wanted, error, notes_in(found))
+    for target in CLASSES if ALL else [CLASSES[(first + step) % len(CLASSES)] for step in (0, 1, 4, 9)]:
+        make = getattr(models, target)
+        new = ("--model", "optimizer_models:Net", "--optimizer", f"optimizer_models:{target}")
+        status, found = run_json(capsys, "diff", *new, path)
+        error = resume_error(path, models.Net, make)
+        assert (status == 0) == (error is None), (target, error, notes_in(found))
         if status == 0:
             continue
         assert (fixes_in(found), NO_REMAP in notes_in(found)) == ([], True)
@@ -79,40 +79,36 @@ def test_pytorch_7499_143828_state_of_another_class(
 @pytest.mark.parametrize(
     ("layout", "picked"), [(("model", "a", "b"), "a"), (("model", "a"), "a"), (("model", "a"), None), (("a",), None)]
 )
-def test_no_command_drops_an_optimizer_that_does_not_fit(
+def test_incompatible_optimizer_has_no_fix(
     layout: tuple[str, ...], picked: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, optimizer = train(models.Net, models.adamw, 1)
     states = {"model": model.state_dict(), "a": optimizer.state_dict(), "b": optimizer.state_dict()}
     torch.save({name: states[name] for name in layout}, path := str(tmp_path / "old.pt"))
     new = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:sgd")
-    status, found = told(capsys, "diff", *new, f"{path}::{picked}" if picked else path)
+    status, found = run_json(capsys, "diff", *new, f"{path}::{picked}" if picked else path)
     assert status == 1
     assert (fixes_in(found), NO_REMAP in notes_in(found)) == ([], True)
 
 
-def test_another_order_of_groups_is_fixed_in_the_optimizer_that_is_asked_about(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The other one of the file is not compared, before and after."""
+def test_group_order_is_fixed_in_the_selected_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The other optimizer in the file is not compared."""
     model, optimizer = train(models.Net, models.in_order, 1)
     other = train(models.Net, models.decayed_named, 1)[1]
     path = str(tmp_path / "old.pt")
     torch.save({"model": model.state_dict(), "a": optimizer.state_dict(), "b": other.state_dict()}, path)
     new = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:decayed_named")
-    assert told(capsys, "diff", *new, f"{path}::b")[0] == 0
-    status, found = told(capsys, "diff", *new, f"{path}::a")
+    assert run_json(capsys, "diff", *new, f"{path}::b")[0] == 0
+    status, found = run_json(capsys, "diff", *new, f"{path}::a")
     assert status == 1
     out = paste(fixes_in(found)[0])
-    assert told(capsys, "diff", *new, f"{out}::a")[0] == 0
+    assert run_json(capsys, "diff", *new, f"{out}::a")[0] == 0
 
 
-def test_remap_does_not_make_a_file_that_fails_at_the_next_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_remap_refuses_state_of_another_optimizer_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = save(tmp_path / "sgd.pt", *train(models.Net, models.sgd, 1)), tmp_path / "out.pt"
     words = ("remap", path, "--model", "optimizer_models:Net", "--to-optimizer", "optimizer_models:adamw")
-    status, found = told(capsys, *words, "-o", str(out))
+    status, found = run_json(capsys, *words, "-o", str(out))
     assert status == 1
     assert "this is the state of SGD" in found["error"]
     assert {"betas", "step", "exp_avg"} <= {problem["key"] for problem in found["problems"]}
@@ -124,31 +120,31 @@ def test_remap_does_not_make_a_file_that_fails_at_the_next_step(
 # Param groups
 
 
-def tagged(path: Path, model: type[nn.Module], make: Callable[[nn.Module], torch.optim.Optimizer]) -> str:
-    """A checkpoint in which each parameter's moments are filled with a value of its own."""
-    made, optimizer = train(model, make, 1)
-    for name, parameter in made.named_parameters():
+def save_tagged(path: Path, model: type[nn.Module], make: Callable[[nn.Module], torch.optim.Optimizer]) -> str:
+    """Save a checkpoint in which the moments of each parameter have a unique value."""
+    net, optimizer = train(model, make, 1)
+    for name, parameter in net.named_parameters():
         optimizer.state[parameter]["exp_avg"].fill_(_tag(name))
-    return save(path, made, optimizer)
+    return save(path, net, optimizer)
 
 
 def _tag(name: str) -> float:
     return float(1 + sorted(name for name, _ in models.Grown().named_parameters()).index(name))
 
 
-def held(path: str, model: type[nn.Module], make: Callable[[nn.Module], torch.optim.Optimizer]) -> bool:
-    """Whether torch loads the optimizer and leaves every state with its own parameter."""
-    made = model()
-    optimizer = make(made)
+def loads_correctly(path: str, model: type[nn.Module], make: Callable[[nn.Module], torch.optim.Optimizer]) -> bool:
+    """Return True if torch loads the optimizer and assigns every state to the right parameter."""
+    net = model()
+    optimizer = make(net)
     optimizer.load_state_dict(torch.load(path, weights_only=True)["optimizer"])
     return all(
         bool((optimizer.state[p]["exp_avg"] == _tag(name)).all())
-        for name, p in made.named_parameters()
+        for name, p in net.named_parameters()
         if optimizer.state.get(p)
     )
 
 
-GROUPS = [  # model and optimizer that saved it, those that are to load it, whether the model loads afterwards
+GROUPS = [  # old model, old optimizer, new model, new optimizer, whether the model loads with the fix
     ("Net", "adamw", "Net", "decayed", True),
     ("Net", "in_order", "Net", "decayed_named", True),
     ("Net", "in_order", "Net", "named", True),
@@ -162,46 +158,50 @@ GROUPS = [  # model and optimizer that saved it, those that are to load it, whet
 ]
 
 
-@pytest.mark.parametrize(("old", "saved", "new", "wanted", "loads"), GROUPS)
+@pytest.mark.parametrize(("old", "saved", "new", "target", "loads"), GROUPS)
 def test_pytorch_3852_other_param_groups(
-    old: str, saved: str, new: str, wanted: str, loads: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    old: str, saved: str, new: str, target: str, loads: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torch: loaded state dict contains a parameter group that doesn't match the size of optimizer's group."""
-    path = tagged(tmp_path / "old.pt", getattr(models, old), getattr(models, saved))
-    words = ("diff", "--model", f"optimizer_models:{new}", "--optimizer", f"optimizer_models:{wanted}")
-    status, found = told(capsys, *words, path)
+    path = save_tagged(tmp_path / "old.pt", getattr(models, old), getattr(models, saved))
+    words = ("diff", "--model", f"optimizer_models:{new}", "--optimizer", f"optimizer_models:{target}")
+    status, found = run_json(capsys, *words, path)
     assert status == 1
     (command,) = fixes_in(found)
     out = paste(command, old, saved)
-    assert held(out, getattr(models, new), getattr(models, wanted))
-    status, found = told(capsys, *words, out)
+    assert loads_correctly(out, getattr(models, new), getattr(models, target))
+    status, found = run_json(capsys, *words, out)
     assert status == (0 if loads else 1)
     assert any("does not load as it is" in note for note in notes_in(found)) != loads
 
 
 @pytest.mark.parametrize("make", ["adamw", "in_order", "decayed"])
-def test_parameters_that_the_new_model_has_not_are_not_dropped(
+def test_state_of_unknown_parameters_is_not_dropped(
     make: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tagged(tmp_path / "old.pt", models.Net, getattr(models, make))
+    path = save_tagged(tmp_path / "old.pt", models.Net, getattr(models, make))
     words = ("diff", "--model", "optimizer_models:Shrunk", "--optimizer", f"optimizer_models:{make}")
-    status, found = told(capsys, *words, path)
+    status, found = run_json(capsys, *words, path)
     assert (status, fixes_in(found)) == (1, [])
     assert any(FOREIGN in note for note in notes_in(found))
 
 
-def test_which_names_are_extra_or_missing_also_where_the_optimizer_has_ids_only(
+def test_missing_parameters_are_named_if_the_file_has_only_ids(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tagged(tmp_path / "old.pt", models.Shrunk, models.adamw)
-    _, found = told(capsys, "diff", "--model", "optimizer_models:Net", "--optimizer", "optimizer_models:adamw", path)
+    path = save_tagged(tmp_path / "old.pt", models.Shrunk, models.adamw)
+    _, found = run_json(
+        capsys, "diff", "--model", "optimizer_models:Net", "--optimizer", "optimizer_models:adamw", path
+    )
     missing = [entry["right"] for entry in found["entries"] if entry["status"] == "missing"]
     assert missing == [[f"param_groups.0.params.second.{name}"] for name in ("weight", "bias")]
 
 
-def test_hyperparameters_that_do_not_go_together_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tagged(tmp_path / "old.pt", models.Net, models.decayed)
-    _, found = told(capsys, "diff", "--model", "optimizer_models:Net", "--optimizer", "optimizer_models:adamw", path)
+def test_conflicting_hyperparameters_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save_tagged(tmp_path / "old.pt", models.Net, models.decayed)
+    _, found = run_json(
+        capsys, "diff", "--model", "optimizer_models:Net", "--optimizer", "optimizer_models:adamw", path
+    )
     assert any("weight_decay is 0.1 in param group 0 and 0.0 in 1" in note for note in notes_in(found))
     assert (fixes_in(found), NO_REMAP in notes_in(found)) == ([], True)
 
@@ -209,78 +209,76 @@ def test_hyperparameters_that_do_not_go_together_are_named(tmp_path: Path, capsy
 # Order
 
 
-def test_an_optimizer_that_loads_by_name_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """torch's own advice: a pre-hook that brings the saved state into its order (Optimizer.load_state_dict's docs)."""
-    path = tagged(tmp_path / "old.pt", models.Net, models.in_order)
+def test_optimizer_with_a_hook_that_loads_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pre-hook reorders the saved state, as the documentation of Optimizer.load_state_dict shows."""
+    path = save_tagged(tmp_path / "old.pt", models.Net, models.in_order)
     chosen = ("diff", "--model", "optimizer_models:Reordered", "--optimizer")
-    assert not held(path, models.Reordered, models.in_order)
-    assert told(capsys, *chosen, "optimizer_models:in_order", path)[0] == 1
-    assert held(path, models.Reordered, models.by_name)
-    assert told(capsys, *chosen, "optimizer_models:by_name", path)[0] == 0
+    assert not loads_correctly(path, models.Reordered, models.in_order)
+    assert run_json(capsys, *chosen, "optimizer_models:in_order", path)[0] == 1
+    assert loads_correctly(path, models.Reordered, models.by_name)
+    assert run_json(capsys, *chosen, "optimizer_models:by_name", path)[0] == 0
 
 
-def test_a_names_file_with_ids_and_a_model_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, names = tagged(tmp_path / "old.pt", models.Net, models.in_order), str(tmp_path / "names.json")
-    made = ("optimizer_models:Reordered", "--optimizer", "optimizer_models:in_order")
-    assert main(["trace", *made, "-o", names]) == 0
+def test_reordered_parameters_are_found_without_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, names = save_tagged(tmp_path / "old.pt", models.Net, models.in_order), str(tmp_path / "names.json")
+    operands = ("optimizer_models:Reordered", "--optimizer", "optimizer_models:in_order")
+    assert main(["trace", *operands, "-o", names]) == 0
     for model in (names, "optimizer_models:Reordered"):
-        status, found = told(capsys, "diff", "--model", model, f"{path}::optimizer")
+        status, found = run_json(capsys, "diff", "--model", model, f"{path}::optimizer")
         assert (status, found["summary"]["order"]) == (1, 9)
         out = paste(found["fix"][0]["command"])
-        assert held(out, models.Reordered, models.in_order)
+        assert loads_correctly(out, models.Reordered, models.in_order)
         Path(out).unlink()
-    status, found = told(capsys, "diff", "--model", "optimizer_models:Reordered", path)
-    assert status == 0  # the model; that the optimizer was not looked at is said
+    status, found = run_json(capsys, "diff", "--model", "optimizer_models:Reordered", path)
+    assert status == 0  # the model loads; a note says that the optimizer was not compared
     assert any("registers its parameters in another order" in note for note in notes_in(found))
 
 
-def test_a_history_that_belongs_to_all_parameters_cannot_be_put_in_order(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lbfgs_history_cannot_be_reordered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save(tmp_path / "old.pt", *train(models.Net, models.lbfgs_named, 2))
     words = ("--model", "optimizer_models:Reordered", "--optimizer", "optimizer_models:lbfgs_named")
-    status, found = told(capsys, "diff", *words, path)
+    status, found = run_json(capsys, "diff", *words, path)
     assert status == 1
     assert (fixes_in(found), NO_REMAP in notes_in(found)) == ([], True)
     assert any("belongs to all parameters together" in note for note in notes_in(found))
 
 
-def test_names_as_keys_in_another_order_are_loaded_by_name_only(
+def test_reordered_fqn_state_has_a_note_on_loading_by_position(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, out = tagged(tmp_path / "old.pt", models.Net, models.in_order), str(tmp_path / "fqn.pt")
+    path, out = save_tagged(tmp_path / "old.pt", models.Net, models.in_order), str(tmp_path / "fqn.pt")
     assert main(["remap", path, "--optimizer-keys", "fqn", "-o", out]) == 0
     words = ("diff", "--model", "optimizer_models:Reordered", "--optimizer", "optimizer_models:in_order")
-    status, found = told(capsys, *words, out)
+    status, found = run_json(capsys, *words, out)
     assert status == 0
     assert any("Optimizer.load_state_dict loads by position" in note for note in notes_in(found))
 
 
 @pytest.mark.parametrize("saved", ["in_order", "adamw"])
-def test_a_renamed_layer_is_no_layer_to_be_dropped(
+def test_state_of_a_renamed_layer_is_not_dropped(
     saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, out = tagged(tmp_path / "old.pt", models.Net, getattr(models, saved)), str(tmp_path / "out.pt")
+    path, out = save_tagged(tmp_path / "old.pt", models.Net, getattr(models, saved)), str(tmp_path / "out.pt")
     words = ("diff", "--model", "optimizer_models:Renamed", "--optimizer", "optimizer_models:in_order")
-    status, found = told(capsys, *words, path)
+    status, found = run_json(capsys, *words, path)
     assert status == 1
     assert fixes_in(found) == []
-    said = "the model in this file does not load as it is" if saved == "adamw" else "remap --rule 'FROM => TO'"
-    assert any(said in note for note in notes_in(found))
+    expected = "the model in this file does not load as it is" if saved == "adamw" else "remap --rule 'FROM => TO'"
+    assert any(expected in note for note in notes_in(found))
     old = () if saved == "in_order" else ("--model", "optimizer_models:Net")
     rule = ("--rule", "first.{x} => body.{x}", "--optimizer-keys", "fqn")
     assert main(["remap", path, *old, *rule, "-o", out]) == 0
-    status, found = told(capsys, *words, out)
+    status, found = run_json(capsys, *words, out)
     assert status == 0, notes_in(found)
 
 
 @pytest.mark.parametrize(
     ("new", "keys", "status"), [("Net", "id", 0), ("Net", "fqn", 0), ("Grown", "id", 1), ("Grown", "fqn", 0)]
 )
-def test_in_which_of_several_groups_a_new_parameter_belongs_is_not_guessed(
+def test_group_of_a_new_parameter_is_not_guessed(
     new: str, keys: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tagged(tmp_path / "old.pt", models.Net, models.halves)
+    path = save_tagged(tmp_path / "old.pt", models.Net, models.halves)
     old = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:halves")
     to = (
         "--to-model",
@@ -291,59 +289,59 @@ def test_in_which_of_several_groups_a_new_parameter_belongs_is_not_guessed(
         "-o",
         str(tmp_path / "out.pt"),
     )
-    done, found = told(capsys, "remap", path, *old, *to)
+    done, found = run_json(capsys, "remap", path, *old, *to)
     assert done == status
     problems = [(one["problem"], one["key"]) for one in found.get("problems", ())]
     assert problems == ([("in which group?", f"extra.{leaf}") for leaf in ("weight", "bias")] if status else [])
     if (new, keys) == ("Net", "id"):
-        assert held(str(tmp_path / "out.pt"), models.Net, models.halves)
+        assert loads_correctly(str(tmp_path / "out.pt"), models.Net, models.halves)
 
 
 @pytest.mark.parametrize("saved", ["trained", "all"])
-def test_names_do_not_become_the_ids_of_an_optimizer_of_other_parameters(
+def test_fqn_state_is_not_converted_to_ids_of_other_parameters(
     saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, named = str(tmp_path / "old.pt"), str(tmp_path / "named.pt")
     save(Path(path), *train(models.Frozen, models.in_order if saved == "all" else models.trainable, 1))
-    wanted = {"all": "in_order", "trained": "trainable"}
+    target = {"all": "in_order", "trained": "trainable"}
     model = ("--model", "optimizer_models:Frozen", "--optimizer")
     assert (
-        main(["remap", path, *model, f"optimizer_models:{wanted[saved]}", "--optimizer-keys", "fqn", "-o", named]) == 0
+        main(["remap", path, *model, f"optimizer_models:{target[saved]}", "--optimizer-keys", "fqn", "-o", named]) == 0
     )
-    (other,) = set(wanted) - {saved}
+    (other,) = set(target) - {saved}
     back = ("--optimizer-keys", "id", "-o", str(tmp_path / "back.pt"))
-    status, found = told(capsys, "remap", named, *model, f"optimizer_models:{wanted[other]}", *back)
+    status, found = run_json(capsys, "remap", named, *model, f"optimizer_models:{target[other]}", *back)
     frozen = {name for name, parameter in models.Frozen().named_parameters() if not parameter.requires_grad}
     assert (status, {problem["key"] for problem in found["problems"]}) == (1, frozen)
-    assert main(["remap", named, *model, f"optimizer_models:{wanted[saved]}", *back]) == 0
+    assert main(["remap", named, *model, f"optimizer_models:{target[saved]}", *back]) == 0
 
 
 # Two saved optimizers
 
 
 @pytest.mark.parametrize("saved", CLASSES)
-def test_of_two_saved_optimizers_what_is_printed_brings_one_nearer_to_the_other(
+def test_fix_between_saved_optimizers_reduces_the_differences(
     saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A remap that is refused (another class's state, a history of all parameters) is not printed, and that is said."""
+    """If remap would be refused, no fix is printed, and a note says so."""
     left = save(tmp_path / "old.pt", *train(models.Net, getattr(models, saved), 1))
     right = save(tmp_path / "new.pt", *train(models.Net, models.decayed, 1))
     words = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:decayed")
-    status, found = told(capsys, "diff", *words, f"{left}::optimizer", f"{right}::optimizer")
+    status, found = run_json(capsys, "diff", *words, f"{left}::optimizer", f"{right}::optimizer")
     assert status == 1
     if not fixes_in(found):
         assert NO_REMAP in notes_in(found)
         return
     out = paste(fixes_in(found)[0])
-    _, after = told(capsys, "diff", *words, f"{out}::optimizer", f"{right}::optimizer")
-    assert _differing(after) < _differing(found)
+    _, after = run_json(capsys, "diff", *words, f"{out}::optimizer", f"{right}::optimizer")
+    assert _count_differences(after) < _count_differences(found)
 
 
-def _differing(found: dict[str, Any]) -> int:
+def _count_differences(found: dict[str, Any]) -> int:
     return sum(entry["status"] not in HARMLESS for entry in found["entries"])
 
 
-def test_a_wrapped_model_next_to_a_state_that_fits_gets_its_fix(tmp_path: Path, run: Run) -> None:
+def test_wrapped_model_with_compatible_state_gets_a_fix(tmp_path: Path, run: Run) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
@@ -354,20 +352,20 @@ def test_a_wrapped_model_next_to_a_state_that_fits_gets_its_fix(tmp_path: Path, 
         "import torch\ndef build(): return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))\n"
         "def adamw(model): return torch.optim.AdamW(model.parameters())\n"
     )
-    whose = ("--model", f"{tmp_path}/net.py:build", "--optimizer", f"{tmp_path}/net.py:adamw")
-    (fix,) = fixes_in(run("diff", tmp_path / "run.pt", *whose, "--format", "json").data)
+    operands = ("--model", f"{tmp_path}/net.py:build", "--optimizer", f"{tmp_path}/net.py:adamw")
+    (fix,) = fixes_in(run("diff", tmp_path / "run.pt", *operands, "--format", "json").data)
     words = shlex.split(fix)[1:]
     assert run(*words).status == 0
-    assert run("diff", words[words.index("-o") + 1], *whose).status == 0
+    assert run("diff", words[words.index("-o") + 1], *operands).status == 0
 
 
 @pytest.mark.parametrize(("old", "new"), [("Split", "Fused"), ("Fused", "Split")])
-def test_parameters_that_are_cut_or_joined_are_not_missing(
+def test_split_or_fused_parameters_are_not_missing(
     old: str, new: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another number of keys is no reason for --partial, which would hide keys that are missing."""
+    """A different number of keys does not justify --partial, which would hide missing keys."""
     path = save(tmp_path / "old.pt", *train(getattr(models, old), models.in_order, 1))
-    status, found = told(
+    status, found = run_json(
         capsys, "diff", "--model", f"optimizer_models:{new}", "--optimizer", "optimizer_models:in_order", path
     )
     assert status == 1
@@ -375,24 +373,24 @@ def test_parameters_that_are_cut_or_joined_are_not_missing(
     assert "--partial" not in command
 
 
-# Parameters that are frozen later
+# Frozen parameters
 
 
-def test_state_of_parameters_that_are_not_trained_any_more(
+def test_state_of_frozen_parameters_is_left_out_by_remap_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], run: Run
 ) -> None:
-    """The printed command leaves their state out, and says so. `fix` does not decide that."""
+    """The suggested remap leaves their state out, with a note; `fix` does not."""
     old_model, old = train(models.Net, models.adamw, 1)
     path = save(tmp_path / "old.pt", old_model, old)
     words = ("--model", "optimizer_models:Frozen", "--optimizer", "optimizer_models:trainable")
-    status, found = told(capsys, "diff", *words, path)
+    status, found = run_json(capsys, "diff", *words, path)
     assert status == 1
     model = models.Frozen()
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert any("leaves out the state of" in note and frozen <= {*note.split()} for note in _bare(found))
+    assert any("leaves out the state of" in note and frozen <= {*note.split()} for note in _notes_without_commas(found))
     (line,) = fixes_in(found)
     out = paste(line)
-    assert told(capsys, "diff", *words, out)[0] == 0
+    assert run_json(capsys, "diff", *words, out)[0] == 0
     optimizer = models.trainable(model)
     optimizer.load_state_dict(torch.load(out)["optimizer"])
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -403,5 +401,5 @@ def test_state_of_parameters_that_are_not_trained_any_more(
     assert run("fix", path, *words, "-o", tmp_path / "fixed.pt").status == 1
 
 
-def _bare(found: dict[str, Any]) -> list[str]:
+def _notes_without_commas(found: dict[str, Any]) -> list[str]:
     return [note.replace(",", " ") for note in notes_in(found)]

@@ -1,4 +1,4 @@
-"""Two saved optimizers in other forms, orders and groups: the command that fixes one works as it is printed."""
+"""Diffs of optimizers saved in different forms, orders and groups: the suggested fix works."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIDES = ("ids", "named", "names", "flat", "groups")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One training's optimizer in every form, and in other groups."""
+    """Save the optimizer of one training run in every form and with other groups."""
     folder = tmp_path_factory.mktemp("saved")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -57,7 +57,7 @@ def _save() -> None:
 
 @pytest.fixture
 def files(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of them, to work in."""
+    """Copy the saved optimizers to a working folder."""
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -67,11 +67,11 @@ def files(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("with_model", [False, True])
 @pytest.mark.parametrize("left", SIDES)
 @pytest.mark.parametrize("right", SIDES)
-def test_a_printed_command_works(run: Run, left: str, right: str, with_model: bool) -> None:
-    """Only the placeholders are filled in; then the two are the same, or there was no command, with a note."""
+def test_suggested_command_works(run: Run, left: str, right: str, with_model: bool) -> None:
+    """After the command, with its placeholders replaced, there is no difference; without a command there is a note."""
     model = ["--model", "net.py:Net"] if with_model else []
-    ask = ("diff", f"{left}.pt", f"{right}.pt", *model, "--format", "json")
-    done = run(*ask)
+    line = ("diff", f"{left}.pt", f"{right}.pt", *model, "--format", "json")
+    done = run(*line)
     assert done.status in (0, 1)
     assert fixes_in(done.data) or done.status == 0 or notes_in(done.data)
     if with_model:
@@ -80,7 +80,7 @@ def test_a_printed_command_works(run: Run, left: str, right: str, with_model: bo
         filled = command.replace("MODEL", "net.py:Net")
         filled = filled.replace("OPTIMIZER", "net.py:by_rank" if right == "groups" else "net.py:one")
         words = shlex.split(filled)[1:]
-        told = run(*words)
-        assert told.status == 0, (command, told)
+        result = run(*words)
+        assert result.status == 0, (command, result)
         out = words[words.index("-o") + 1]
         assert run("diff", out, f"{right}.pt", "--model", "net.py:Net").status == 0, command

@@ -1,7 +1,7 @@
-"""Moments stay with their parameters, or the tool says that they do not: over random models, with torch as the oracle.
+"""For random models, moments stay with their parameters or a difference is reported; torch is the oracle.
 
-Each parameter's state is filled with a value of its own, so that torch itself shows where every one of them went.
-CKPTTOOL_SEEDS sets how many seeds are tried.
+The state of each parameter has a unique value, so that loading it in torch shows which parameter received it.
+CKPTTOOL_SEEDS sets the number of seeds.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from optimizer_orders import Spec, spec
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "40"))
 
 
-def tags(wanted: Spec, model: nn.Module) -> dict[nn.Parameter, float]:
-    """A value for each parameter, the same in every order: tied ones go by their first name in the alphabet."""
+def tags(case: Spec, model: nn.Module) -> dict[nn.Parameter, float]:
+    """Return a unique value for each parameter, independent of the order; tied ones use their first name."""
     names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter] = min(names.get(parameter, name), name)
-    known = [f"{layer}.{part}" for layer in sorted(wanted.old) for part in ("weight", "bias")]
+    known = [f"{layer}.{part}" for layer in sorted(case.old) for part in ("weight", "bias")]
     return {parameter: 1.0 + known.index(name) for parameter, name in names.items()}
 
 
@@ -40,18 +40,18 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def fill(path: Path, wanted: Spec, which: str = "old") -> str:
-    """A checkpoint of one definition, every state filled with its parameter's value."""
-    model = orders.Net(wanted, getattr(wanted, which))
-    optimizer = orders.optimizer(wanted, model)
+def save_filled(path: Path, case: Spec, which: str = "old") -> str:
+    """Save a checkpoint of one definition, with each state filled with the value of its parameter."""
+    model = orders.Net(case, getattr(case, which))
+    optimizer = orders.optimizer(case, model)
     step(model, optimizer)
-    own = tags(wanted, model)
+    own = tags(case, model)
     for parameter, state in optimizer.state.items():
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.dim():
                 value.fill_(own[parameter])
-    saved = {"optimizer": state_of(model, optimizer, wanted.form)}
-    if wanted.with_model:
+    saved = {"optimizer": state_of(model, optimizer, case.form)}
+    if case.with_model:
         saved["model"] = model.state_dict()
     torch.save(saved, path)
     return str(path)
@@ -65,10 +65,10 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, form: str) -> d
     )
 
 
-def resumes(path: str, wanted: Spec, form: str, which: str = "new") -> bool:
-    """Whether torch loads the file, leaves every state with its own parameter, and takes a step."""
-    model = orders.Net(wanted, getattr(wanted, which))
-    optimizer = orders.optimizer(wanted, model)
+def resumes(path: str, case: Spec, form: str, which: str = "new") -> bool:
+    """Return True if torch loads the file, assigns every state to the right parameter, and takes a step."""
+    model = orders.Net(case, getattr(case, which))
+    optimizer = orders.optimizer(case, model)
     saved = torch.load(path, weights_only=True)
     try:
         if "model" in saved:
@@ -78,24 +78,24 @@ def resumes(path: str, wanted: Spec, form: str, which: str = "new") -> bool:
         else:
             options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
             set_optimizer_state_dict(model, optimizer, saved["optimizer"], options=options)
-        own = tags(wanted, model)
+        own = tags(case, model)
         moments = [
             (parameter, value)
             for parameter, state in optimizer.state.items()
             for value in state.values()
             if isinstance(value, torch.Tensor) and value.dim()
         ]
-        held = all(v.shape == p.shape and torch.equal(v, torch.full_like(v, own[p])) for p, v in moments)
+        is_correct = all(v.shape == p.shape and torch.equal(v, torch.full_like(v, own[p])) for p, v in moments)
         step(model, optimizer)
     except (RuntimeError, ValueError, KeyError):
         return False
-    return held
+    return is_correct
 
 
-def torch_reads_its_own(wanted: Spec, form: str) -> bool:
+def torch_can_reload(case: Spec, form: str) -> bool:
     """Return False for flat state with a tied parameter in torch 2.6, which does not load what it saved."""
-    trained = not (wanted.trainable and wanted.frozen & {*(wanted.tied or ())})
-    return not (form == "flat" and wanted.tied and trained and torch.__version__ < "2.7")
+    trained = not (case.trainable and case.frozen & {*(case.tied or ())})
+    return not (form == "flat" and case.tied and trained and torch.__version__ < "2.7")
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, Any]]:
@@ -104,87 +104,85 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, 
     return status, json.loads(capsys.readouterr().out)
 
 
-def says_on_what_it_rests(notes: list[str]) -> bool:
+def states_an_assumption(notes: list[str]) -> bool:
     return any("this answer assumes" in note for note in notes)
 
 
 def paste(command: str, seed: int) -> int:
-    """Runs a printed command; OLD stands for the model that the user remembers."""
+    """Run a suggested command with the old model in place of OLD."""
     return main([word.replace("OLD", f"optimizer_orders:old_{seed}") for word in shlex.split(command)[1:]])
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_every_state_stays_with_its_own_parameter(
-    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    wanted = spec(seed)
-    path = fill(tmp_path / "old.pt", wanted)
+def test_state_stays_with_its_parameter(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = spec(seed)
+    path = save_filled(tmp_path / "old.pt", case)
     new = ["--model", f"optimizer_orders:new_{seed}", "--optimizer", f"optimizer_orders:make_{seed}"]
-    named = wanted.form != "id" or wanted.with_names
-    right = resumes(path, wanted, wanted.form)
+    named = case.form != "id" or case.with_names
+    right = resumes(path, case, case.form)
 
-    status, told = run(capsys, "diff", *new, path)
+    status, result = run(capsys, "diff", *new, path)
     assert status in (0, 1)
-    if status == 0 and not says_on_what_it_rests(notes_in(told)):
+    if status == 0 and not states_an_assumption(notes_in(result)):
         assert right
     if named:
         assert (status == 0) == right
-    if not torch_reads_its_own(wanted, wanted.form):
+    if not torch_can_reload(case, case.form):
         return
     if named:
-        assert status == 0 or "order" in told["summary"]
-    if not named and not wanted.with_model:
-        assert status == 1 or says_on_what_it_rests(notes_in(told))
+        assert status == 0 or "order" in result["summary"]
+    if not named and not case.with_model:
+        assert status == 1 or states_an_assumption(notes_in(result))
     if status == 1:
-        (command,) = fixes_in(told)
+        (command,) = fixes_in(result)
         assert paste(command, seed) == 0
         fixed = shlex.split(command)[-1]
-        assert resumes(fixed, wanted, wanted.form)
+        assert resumes(fixed, case, case.form)
         assert run(capsys, "diff", *new, fixed)[0] == 0
 
-    for form in [form for form in ("id", "fqn", "flat") if torch_reads_its_own(wanted, form)]:
+    for form in [form for form in ("id", "fqn", "flat") if torch_can_reload(case, form)]:
         out = str(tmp_path / f"{form}.pt")
-        status, told = run(capsys, "remap", path, *new, "--optimizer-keys", form, "-o", out)
-        if status == 0 and not says_on_what_it_rests(notes_in(told)):
-            assert resumes(out, wanted, form)
+        status, result = run(capsys, "remap", path, *new, "--optimizer-keys", form, "-o", out)
+        if status == 0 and not states_an_assumption(notes_in(result)):
+            assert resumes(out, case, form)
             assert run(capsys, "diff", *new, out)[0] == 0
         elif status == 1:
             assert not named
-            command = told["hint"]
+            command = result["hint"]
             assert command.startswith("ckpttool remap")
             assert paste(command, seed) == 0
-            assert resumes(out, wanted, form)
+            assert resumes(out, case, form)
             assert run(capsys, "diff", *new, out)[0] == 0
         assert status in (0, 1)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_the_optimizer_alone_is_judged_by_the_whole_file(
+def test_optimizer_section_has_the_same_result_as_the_file(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also by the model's own order, where no optimizer is named."""
-    wanted = spec(seed)
-    path = fill(tmp_path / "old.pt", wanted)
+    """Without --optimizer, the parameter order of the model is used."""
+    case = spec(seed)
+    path = save_filled(tmp_path / "old.pt", case)
     new = ["--model", f"optimizer_orders:new_{seed}"]
-    made = ["--optimizer", f"optimizer_orders:make_{seed}"]
-    named = wanted.form != "id" or wanted.with_names
-    right = resumes(path, wanted, wanted.form)
-    whole, alone = (run(capsys, "diff", *new, *made, operand)[0] for operand in (path, f"{path}::optimizer"))
+    chosen = ["--optimizer", f"optimizer_orders:make_{seed}"]
+    named = case.form != "id" or case.with_names
+    right = resumes(path, case, case.form)
+    whole, alone = (run(capsys, "diff", *new, *chosen, operand)[0] for operand in (path, f"{path}::optimizer"))
     assert whole == alone
-    if not torch_reads_its_own(wanted, wanted.form):
+    if not torch_can_reload(case, case.form):
         return
 
-    other = fill(tmp_path / "new.pt", wanted, "new")
-    status, told = run(capsys, "diff", f"{path}::optimizer", f"{other}::optimizer")
-    by_ids = any("by their ids" in note for note in notes_in(told))
-    assert status == 1 or right or (by_ids and not wanted.with_model)
-    if named and wanted.kind != "SGD" and wanted.tied is None:
+    other = save_filled(tmp_path / "new.pt", case, "new")
+    status, result = run(capsys, "diff", f"{path}::optimizer", f"{other}::optimizer")
+    by_ids = any("by their ids" in note for note in notes_in(result))
+    assert status == 1 or right or (by_ids and not case.with_model)
+    if named and case.kind != "SGD" and case.tied is None:
         assert (status == 0) == right
-    if wanted.with_model:  # then that is the answer, and a note points at the optimizers
-        _, told = run(capsys, "diff", path, other)
-        assert any("::optimizer" in note for note in notes_in(told)) == (status == 1)
+    if case.with_model:  # the result is about the model, and a note names the optimizers
+        _, result = run(capsys, "diff", path, other)
+        assert any("::optimizer" in note for note in notes_in(result)) == (status == 1)
 
     out = str(tmp_path / "out.pt")
-    status, told = run(capsys, "remap", path, *new, "--optimizer-keys", wanted.form, "-o", out)
-    if status == 0 and not says_on_what_it_rests(notes_in(told)):
-        assert resumes(out, wanted, wanted.form)
+    status, result = run(capsys, "remap", path, *new, "--optimizer-keys", case.form, "-o", out)
+    if status == 0 and not states_an_assumption(notes_in(result)):
+        assert resumes(out, case, case.form)

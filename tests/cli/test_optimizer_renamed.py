@@ -1,4 +1,4 @@
-"""Model and optimizer are renamed together, and state follows its parameter into another order: torch resumes."""
+"""Model and optimizer are renamed and reordered together, and torch resumes from the result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RULES = ("--rule", "b.{x*} => bb.{x*}", "--rule", "c.{x*} => cc.{x*}")
 
 
 class Net(nn.Module):
-    """Layers of one shape: nothing but order and names tells them apart. They are called in the old order."""
+    """Layers of the same shape, which differ only in order and name. They are called in the old order."""
 
     def __init__(self, layers: Sequence[str], hooked: bool = False) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def _hidden(module: nn.Module, state: dict[str, Any], prefix: str, *rest: object
 
 
 class Wrapped(nn.Module):
-    """What DistributedDataParallel makes of the names."""
+    """A wrapper that prefixes names like DistributedDataParallel."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Wrapped(nn.Module):
 
 
 def make(model: nn.Module, kind: str, groups: int, named: bool = False) -> torch.optim.Optimizer:
-    """In two groups biases stand alone."""
+    """Return an optimizer; with two groups, the biases are in the second one."""
     pairs = list(model.named_parameters())
     parts = [[p for p in pairs if (groups == 2 and p[1].dim() < 2) == which] for which in (False, True)]
     chosen = [part if named else [own for _, own in part] for part in parts if part]
@@ -78,11 +78,11 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
     optimizer.step()
 
 
-def code(monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> None:
-    """Modules of this name are operands on the command line."""
-    made = types.ModuleType("renamed_net")
-    vars(made).update(attributes)
-    monkeypatch.setitem(sys.modules, "renamed_net", made)
+def register_module(monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> None:
+    """Make the attributes available on the command line as renamed_net:NAME."""
+    module = types.ModuleType("renamed_net")
+    vars(module).update(attributes)
+    monkeypatch.setitem(sys.modules, "renamed_net", module)
 
 
 # Names in wrappers
@@ -95,8 +95,8 @@ WRAPS = {
 }
 
 
-def names_in(optimizer: Mapping[str, Any]) -> list[str]:
-    """What a saved optimizer calls its parameters; nothing for ids."""
+def parameter_names(optimizer: Mapping[str, Any]) -> list[str]:
+    """Return the parameter names in a saved optimizer, or an empty list if it has ids."""
     if "param_groups" not in optimizer:
         return [key.removeprefix("param_groups.")[: -len(".lr")] for key in optimizer if key.endswith(".lr")]
     groups = optimizer["param_groups"]
@@ -105,12 +105,14 @@ def names_in(optimizer: Mapping[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("form", ["id", "param_names", "fqn", "flat"])
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_names_of_parameters_are_names_of_the_model(
+def test_optimizer_names_are_keys_of_the_model(
     wrap: str, form: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After every remap that is not refused; a few combinations of options for each kind of file."""
+    """For each kind of file, try random combinations of options; refused remaps are skipped."""
     chance = random.Random(f"{wrap} {form}")
-    code(monkeypatch, net=lambda: Net(OLD), hooked=lambda: Net(OLD, hooked=True), make=lambda m: make(m, "SGD", 1))
+    register_module(
+        monkeypatch, net=lambda: Net(OLD), hooked=lambda: Net(OLD, hooked=True), make=lambda m: make(m, "SGD", 1)
+    )
     refused, known = 0, ("--model", "renamed_net:{}", "--optimizer", "renamed_net:make")
     options = list(itertools.product((0, 2, 4), (None, "id", "fqn", "flat"), (None, *WRAPS), (False, True)))
     for at, (count, keys, to, hooked) in enumerate([(4, "fqn", None, False), *chance.sample(options, 5)]):
@@ -132,24 +134,22 @@ def test_names_of_parameters_are_names_of_the_model(
             refused += 1
             continue
         found = torch.load(out)
-        names, stored = names_in(found["optimizer"]), list(found["model"])
+        names, stored = parameter_names(found["optimizer"]), list(found["model"])
         prefix = next(stored[0][: stored[0].index(layer)] for layer in ("shown.", "a.", "b.") if layer in stored[0])
-        apart = form in ("fqn", "flat") and wrap != "serialized"  # as torch names them beside a wrapped model
+        without_prefix = form in ("fqn", "flat") and wrap != "serialized"  # torch saves these without wrapper prefixes
         allowed = {*stored, *(prefix + name for name, _ in own.named_parameters())}
-        assert set(names) <= allowed or (apart and set(names) <= {n for n, _ in own.named_parameters()}), args
+        assert set(names) <= allowed or (without_prefix and set(names) <= {n for n, _ in own.named_parameters()}), args
         if keys in ("fqn", "flat") and to is None:
             assert prefix == "" or not count
-    assert refused < 6  # some are written: what changes nothing is refused too
+    assert refused < 6  # at least one is written; a remap without changes is refused too
 
 
 def flat(form: str) -> StateDictOptions:
     return StateDictOptions(flatten_optimizer_state_dict=form == "flat")
 
 
-def test_the_names_of_an_optimizer_take_the_wrappers_out_of_the_model(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code(monkeypatch, net=lambda: Net(OLD), make=lambda model: make(model, "AdamW", 1))
+def test_fqn_keys_remove_the_wrappers_of_the_model(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    register_module(monkeypatch, net=lambda: Net(OLD), make=lambda model: make(model, "AdamW", 1))
     own = Net(OLD)
     model = Wrapped(torch.compile(own))  # type: ignore[arg-type]
     optimizer = make(model, "AdamW", 1)
@@ -159,7 +159,7 @@ def test_the_names_of_an_optimizer_take_the_wrappers_out_of_the_model(
     operands = ("--model", "renamed_net:net", "--optimizer", "renamed_net:make")
     assert run("remap", path, *operands, "--optimizer-keys", "fqn", "-o", out).status == 0
     found, fresh = torch.load(out), Net(OLD)
-    assert set(found["model"]) == set(names_in(found["optimizer"]))
+    assert set(found["model"]) == set(parameter_names(found["optimizer"]))
     fresh.load_state_dict(found["model"])
     set_optimizer_state_dict(fresh, make(fresh, "AdamW", 1), found["optimizer"])
     assert run("diff", *operands, out).status == 0
@@ -171,7 +171,7 @@ def test_the_names_of_an_optimizer_take_the_wrappers_out_of_the_model(
 # Another order
 
 
-def saved(path: Path, form: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def save_run(path: Path, form: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     names = form in ("fqn", "dcp")
     state = get_optimizer_state_dict(model, optimizer) if names else optimizer.state_dict()
     whole = {"model": model.state_dict(), "optimizer": state}
@@ -182,7 +182,7 @@ def saved(path: Path, form: str, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def resumed(path: Path, form: str, kind: str, groups: int) -> dict[str, torch.Tensor]:
-    """The parameters of the new model after it has loaded the file and taken two steps."""
+    """Load the file in the new model, take two steps, and return the parameters."""
     model = Net(NEW)
     optimizer = make(model, kind, groups)
     if form == "dcp":
@@ -203,39 +203,44 @@ def resumed(path: Path, form: str, kind: str, groups: int) -> dict[str, torch.Te
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 @pytest.mark.parametrize("form", ["id", "param_names", "fqn", "dcp"])
-def test_a_renamed_and_reordered_run_goes_on_as_it_would_have(
+def test_renamed_and_reordered_run_resumes_exactly(
     form: str, kind: str, groups: int, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code(monkeypatch, old=lambda: Net(OLD), new=lambda: Net(NEW), make=lambda model: make(model, kind, groups))
+    register_module(
+        monkeypatch, old=lambda: Net(OLD), new=lambda: Net(NEW), make=lambda model: make(model, kind, groups)
+    )
     torch.manual_seed(0)
     model = Net(OLD)
     optimizer = make(model, kind, groups, form == "param_names")
     for seed in (1, 2):
         step(model, optimizer, seed)
     path = tmp_path / ("run.dcp" if form == "dcp" else "run.pt")
-    saved(path, form, model, optimizer)
+    save_run(path, form, model, optimizer)
     for seed in (7, 8):
         step(model, optimizer, seed)
-    called = {"b": "bb", "c": "cc"}
-    expected = {f"{called.get(n[0], n[0])}{n[1:]}": parameter for n, parameter in model.named_parameters()}
+    new_names = {"b": "bb", "c": "cc"}
+    expected = {f"{new_names.get(n[0], n[0])}{n[1:]}": parameter for n, parameter in model.named_parameters()}
     old = ("--model", "renamed_net:old", "--optimizer", "renamed_net:make")
     new = ("--to-model", "renamed_net:new", "--to-optimizer", "renamed_net:make")
-    ways: list[tuple[str, ...]] = [(*old, *new)]
+    option_sets: list[tuple[str, ...]] = [(*old, *new)]
     if form != "id":  # the file names its parameters: the old model is not needed
         keys = "id" if form == "param_names" else "fqn"
-        ways += [new, ("--model", "renamed_net:new", "--optimizer", "renamed_net:make", "--optimizer-keys", keys)]
-    for at, way in enumerate(ways):
+        option_sets += [
+            new,
+            ("--model", "renamed_net:new", "--optimizer", "renamed_net:make", "--optimizer-keys", keys),
+        ]
+    for at, options in enumerate(option_sets):
         out = tmp_path / f"{at}{path.suffix}"
-        done = run("remap", path, *way, *RULES, "-o", out, "--no-fsync")
-        assert done.status == 0, (way, done.err)
+        done = run("remap", path, *options, *RULES, "-o", out, "--no-fsync")
+        assert done.status == 0, (options, done.err)
         assert "ids keep the order" not in done.out + done.err
         found = resumed(out, form, kind, groups)
-        assert all(torch.equal(found[name], expected[name]) for name in expected), way
+        assert all(torch.equal(found[name], expected[name]) for name in expected), options
 
 
-def test_ids_that_rules_do_not_reorder_are_said(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the command that finds out whether they have to be; not so if there is nothing to mix up."""
-    code(monkeypatch, old=lambda: Net(OLD), new=lambda: Net(NEW), make=lambda model: make(model, "AdamW", 1))
+def test_note_says_that_rules_do_not_reorder_ids(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The note suggests a command that checks the order; it is omitted if nothing can be misassigned."""
+    register_module(monkeypatch, old=lambda: Net(OLD), new=lambda: Net(NEW), make=lambda model: make(model, "AdamW", 1))
     model = Net(OLD)
     optimizer = make(model, "AdamW", 1)
     step(model, optimizer, 0)
@@ -251,10 +256,10 @@ def test_ids_that_rules_do_not_reorder_are_said(tmp_path: Path, run: Run, monkey
     assert not ckpttool.remap(str(path), rule=[*RULES[1::2]]).notes
 
 
-def test_ids_are_not_taken_for_those_of_the_model_that_rules_lead_to(
+def test_ids_are_not_assumed_to_be_those_of_the_new_model(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code(monkeypatch, old=lambda: Net(OLD), new=lambda: Net(NEW), make=lambda model: make(model, "AdamW", 1))
+    register_module(monkeypatch, old=lambda: Net(OLD), new=lambda: Net(NEW), make=lambda model: make(model, "AdamW", 1))
     model = Net(OLD)
     optimizer = make(model, "AdamW", 1)
     step(model, optimizer, 0)

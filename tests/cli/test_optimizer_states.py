@@ -1,6 +1,6 @@
-"""`diff --optimizer` exits 0 exactly if torch loads the state and takes steps: every class of torch.optim is asked.
+"""For every class of torch.optim, `diff --optimizer` exits 0 if and only if torch loads the state and takes steps.
 
-CKPTTOOL_SEEDS=0 tries every combination, and not only one for each class and kind of state.
+CKPTTOOL_SEEDS=0 tries every combination instead of one for each class and kind of state.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from command import Run
 
 CLASSES = {
-    name: made
-    for name, made in vars(torch.optim).items()
-    if isinstance(made, type) and issubclass(made, torch.optim.Optimizer) and made is not torch.optim.Optimizer
+    name: value
+    for name, value in vars(torch.optim).items()
+    if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
 }
 STATES = ("none", "empty dicts", "half", "first empty", "second empty", "full")
-WAYS = list(itertools.product(("id", "param_names", "fqn"), (1, 2), ("abc", "cba")))
+VARIANTS = list(itertools.product(("id", "param_names", "fqn"), (1, 2), ("abc", "cba")))
 
 
 class Net(nn.Module):
-    """Layers of one shape, without biases, as Muon wants them: only names tell the parameters apart."""
+    """Layers of the same shape without biases, as Muon requires; they differ only in name."""
 
     def __init__(self, layers: str) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 def optimizer(model: nn.Module, kind: str, groups: int, named: bool = False) -> torch.optim.Optimizer:
-    """In two groups the layer ``a`` stands alone."""
+    """Return an optimizer; with two groups, layer ``a`` is in the second one."""
     slow = [groups == 2 and name.startswith("a") for name, _ in model.named_parameters()]
     params = list(zip(slow, model.named_parameters()))
     parts = [[pair if named else pair[1] for own, pair in params if own == which] for which in (False, True)]
@@ -49,24 +49,25 @@ def optimizer(model: nn.Module, kind: str, groups: int, named: bool = False) -> 
     return CLASSES[kind]([{"params": part} for part in parts if part], **options)
 
 
-def step(model: nn.Module, made: torch.optim.Optimizer) -> None:
+def step(model: nn.Module, opt: torch.optim.Optimizer) -> None:
     for parameter in model.parameters():
         grad = torch.rand_like(parameter)
-        parameter.grad = grad.to_sparse() if isinstance(made, torch.optim.SparseAdam) else grad
-    made.step((lambda: torch.tensor(1.0)) if isinstance(made, torch.optim.LBFGS) else None)  # type: ignore[arg-type]
+        parameter.grad = grad.to_sparse() if isinstance(opt, torch.optim.SparseAdam) else grad
+    opt.step((lambda: torch.tensor(1.0)) if isinstance(opt, torch.optim.LBFGS) else None)  # type: ignore[arg-type]
 
 
 def saved(kind: str, which: str, form: str, groups: int, layers: str) -> dict[str, Any]:
-    """The state of a model whose layers are in this order, with a value of its own in each tensor of a parameter."""
+    """Return the state of a model with this layer order, with a unique value in the tensors of each parameter."""
     torch.manual_seed(0)
     model = Net(layers)
-    made = optimizer(model, kind, groups, form == "param_names")
-    step(model, made)
+    opt = optimizer(model, kind, groups, form == "param_names")
+    step(model, opt)
     for name, parameter in model.named_parameters():
-        for value in made.state[parameter].values():
-            if isinstance(value, torch.Tensor) and value.dim() and kind != "LBFGS":  # its state is that of all
+        for value in opt.state[parameter].values():
+            # the state of LBFGS belongs to all parameters
+            if isinstance(value, torch.Tensor) and value.dim() and kind != "LBFGS":
                 value.fill_(1.0 + "abc".index(name[0]))
-    state: dict[str, Any] = get_optimizer_state_dict(model, made) if form == "fqn" else copy.deepcopy(made.state_dict())
+    state: dict[str, Any] = get_optimizer_state_dict(model, opt) if form == "fqn" else copy.deepcopy(opt.state_dict())
     params = [param for group in state["param_groups"] for param in group["params"]]
     own: dict[Any, Any] = dict(state["state"])
     if which in ("none", "empty dicts"):
@@ -79,46 +80,46 @@ def saved(kind: str, which: str, form: str, groups: int, layers: str) -> dict[st
 
 
 def resumes(state: dict[str, Any], make: Callable[[nn.Module], torch.optim.Optimizer], by_name: bool) -> bool:
-    """Whether torch loads it, gives every parameter its own moments, and takes two steps."""
+    """Return True if torch loads it, assigns the moments to the right parameters, and takes two steps."""
     model = Net("abc")
-    made, given = make(model), copy.deepcopy(state)
+    opt, given = make(model), copy.deepcopy(state)
     try:
         if by_name:
-            set_optimizer_state_dict(model, made, given)
+            set_optimizer_state_dict(model, opt, given)
         else:
-            made.load_state_dict(given)
+            opt.load_state_dict(given)
         for name, parameter in model.named_parameters():
-            for value in made.state.get(parameter, {}).values():
+            for value in opt.state.get(parameter, {}).values():
                 own = 1.0 + "abc".index(name[0])
-                moment = isinstance(value, torch.Tensor) and value.dim() and not isinstance(made, torch.optim.LBFGS)
+                moment = isinstance(value, torch.Tensor) and value.dim() and not isinstance(opt, torch.optim.LBFGS)
                 if moment and not torch.equal(value, torch.full_like(value, own)):
                     return False
-        step(model, made)
-        step(model, made)
+        step(model, opt)
+        step(model, opt)
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return True
 
 
-def ways(kind: str) -> Iterator[tuple[str, str, int, str]]:
-    """A kind of state, the form, the number of groups, and the order of the layers in the file."""
+def variants(kind: str) -> Iterator[tuple[str, str, int, str]]:
+    """Yield kinds of state with the form, the number of groups, and the layer order of the file."""
     every = os.environ.get("CKPTTOOL_SEEDS") == "0"
     for at, which in enumerate(STATES):
         chosen = [
-            way
-            for way in WAYS
-            if not (kind == "LBFGS" and way != ("id", 1, "abc"))  # it knows one group, and no parameter by itself
-            and not (kind == "SparseAdam" and way[0] == "fqn")  # torch makes none
-            and not (way[0] == "id" and way[2] != "abc")  # of ids alone the answer says on what it rests
+            variant
+            for variant in VARIANTS
+            if not (kind == "LBFGS" and variant != ("id", 1, "abc"))  # one group, no state per parameter
+            and not (kind == "SparseAdam" and variant[0] == "fqn")  # torch does not support it
+            and not (variant[0] == "id" and variant[2] != "abc")  # without names, the order is an assumption
         ]
         start = at + 7 * sorted(CLASSES).index(kind)
-        for way in chosen if every else chosen[start % len(chosen) :][:1]:
-            yield (which, *way)
+        for variant in chosen if every else chosen[start % len(chosen) :][:1]:
+            yield (which, *variant)
 
 
 @pytest.mark.parametrize("kind", sorted(CLASSES))
-def test_the_verdict_on_a_state_is_torchs(kind: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for which, form, groups, layers in ways(kind):
+def test_diff_agrees_with_torch(kind: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for which, form, groups, layers in variants(kind):
         code = types.ModuleType("net_of_states")
         code.net = lambda: Net("abc")  # type: ignore[attr-defined]
         code.make = partial(optimizer, kind=kind, groups=groups)  # type: ignore[attr-defined]

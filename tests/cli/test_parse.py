@@ -1,4 +1,4 @@
-"""The short way through the command line says what typer says: for every command, on random command lines."""
+"""The fast parser returns the same as typer, for every command and random command lines."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ WORDS = [
 WORDS += ["nan", "1_0", " 1", "٣", "ключ", "a b", "\udcff", "-o", "-oX", "--nope", "12", "1e999", "007", "true", "a\tb"]
 
 
-class LongWay:
-    """The command `name` as typer reads it, of which the values are kept and nothing is run."""
+class TyperParser:
+    """The command `name` parsed by typer, which returns the values instead of running it."""
 
     def __init__(self, name: str) -> None:
         self.name, self.given = name, dict[str, Any]()
@@ -53,7 +53,7 @@ class LongWay:
         self.command = get_command(single)
 
     def __call__(self, args: list[str]) -> dict[str, Any] | str:
-        """What typer gives the command, or the error that it says."""
+        """Return the values that typer passes to the command, or its error."""
         try:
             with self.command.make_context(self.name, list(args)) as context:
                 self.command.invoke(context)
@@ -62,24 +62,24 @@ class LongWay:
         return self.given
 
 
-FITTING = {str: ["a.pt", "ключ", "a b", "x=y", ""], int: ["0", "12"], float: ["0.5", "1e-05"], bool: [""]}
+VALID = {str: ["a.pt", "ключ", "a b", "x=y", ""], int: ["0", "12"], float: ["0.5", "1e-05"], bool: [""]}
 
 
 def command_lines(params: Sequence[Param]) -> st.SearchStrategy[list[str]]:
-    """Lines that fit, and among their words, here and there, some that do not, in any order."""
+    """Return valid command lines with some invalid words, in any order."""
     texts = st.sampled_from(WORDS) | st.text(max_size=4)
     options = st.sampled_from([one for one in params if isinstance(one.mark, Option)])
-    fitting = options.flatmap(_fitting)
-    spoiled = st.tuples(options.map(lambda one: one.mark.flags[0]), texts)
-    odd = st.one_of(spoiled.map(list), spoiled.map(lambda pair: ["=".join(pair)]), texts.map(lambda word: [word]))
-    needed = st.tuples(*(_fitting(one) for one in params if one.is_required)).map(list)
-    more = st.lists(fitting, max_size=3) | st.lists(fitting | odd, max_size=4)
+    valid = options.flatmap(_valid)
+    invalid = st.tuples(options.map(lambda one: one.mark.flags[0]), texts)
+    odd = st.one_of(invalid.map(list), invalid.map(lambda pair: ["=".join(pair)]), texts.map(lambda word: [word]))
+    needed = st.tuples(*(_valid(one) for one in params if one.is_required)).map(list)
+    more = st.lists(valid, max_size=3) | st.lists(valid | odd, max_size=4)
     parts = st.tuples(needed | st.just([]), more).flatmap(lambda both: st.permutations([*both[0], *both[1]]))
     return parts.map(lambda found: [word for part in found for word in part])
 
 
-def _fitting(one: Param) -> st.SearchStrategy[list[str]]:
-    texts = ["json", "text"] if one.name == "format" else ["r.md"] if one.name == "report" else FITTING[one.kind]
+def _valid(one: Param) -> st.SearchStrategy[list[str]]:
+    texts = ["json", "text"] if one.name == "format" else ["r.md"] if one.name == "report" else VALID[one.kind]
     text = st.sampled_from(texts)
     if not isinstance(one.mark, Option):
         return text.map(lambda found: [found])
@@ -90,31 +90,31 @@ def _fitting(one: Param) -> st.SearchStrategy[list[str]]:
 
 
 @pytest.mark.parametrize("name", LOADED)
-def test_the_short_way_gives_what_typer_gives(name: str) -> None:
-    params, long, short = LOADED[name].params, LongWay(name), 0
+def test_fast_parser_agrees_with_typer(name: str) -> None:
+    params, typer_parser, parsed = LOADED[name].params, TyperParser(name), 0
 
     @settings(max_examples=120)
     @given(command_lines(params))
     def agree(args: list[str]) -> None:
-        nonlocal short
+        nonlocal parsed
         found = parse(LOADED[name], args)
-        if found is not None:  # where it is None typer is asked
-            short += 1
-            assert _plain(found) == _plain(long(args))
+        if found is not None:  # None: left to typer
+            parsed += 1
+            assert _plain(found) == _plain(typer_parser(args))
 
     agree()
-    assert short > 10
+    assert parsed > 10
 
 
 def _plain(values: dict[str, Any] | str) -> Any:
-    """The values, where an empty list is as good as none; with their types, since 1 == 1.0 == True."""
+    """Return the values with their types, since 1 == 1.0 == True, and with None for an empty list."""
     if isinstance(values, str):
         return values
     return {name: None if value in ([], ()) else (type(value), value) for name, value in values.items()}
 
 
 @pytest.mark.parametrize(
-    ("line", "usual"),
+    ("line", "is_fast"),
     [
         ("inspect a.pt", True),
         ("inspect a.pt --format json --report r.md --report=r.json", True),
@@ -131,6 +131,6 @@ def _plain(values: dict[str, Any] | str) -> Any:
         ("inspect a.pt b.pt", False),
     ],
 )
-def test_what_is_usual_does_not_need_typer(line: str, usual: bool) -> None:
+def test_usual_command_lines_do_not_need_typer(line: str, is_fast: bool) -> None:
     name, *args = line.split()
-    assert (parse(LOADED[name], args) is not None) is usual
+    assert (parse(LOADED[name], args) is not None) is is_fast

@@ -1,4 +1,4 @@
-"""An output that lacks keys of its model is refused, all of them named, unless --partial asks for it."""
+"""An output that lacks model keys is refused, and the keys are named, unless --partial is given."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def renamed():
     return Head("top")
 
 
-class AtTimes(nn.Linear):
-    \"\"\"Saves its mask unless all of it is true, and loads without it.\"\"\"
+class OptionalMask(nn.Linear):
+    \"\"\"Save the mask only if some of it is false; load without it.\"\"\"
 
     def __init__(self):
         super().__init__(2, 2)
         self.register_buffer("mask", torch.ones(2, dtype=torch.bool))
-        self._register_state_dict_hook(AtTimes.leave_out)
-        self._register_load_state_dict_pre_hook(self.put_in)
+        self._register_state_dict_hook(OptionalMask.drop_mask)
+        self._register_load_state_dict_pre_hook(self.add_mask)
 
     @staticmethod
-    def leave_out(module, state, prefix, metadata):
+    def drop_mask(module, state, prefix, metadata):
         if bool(state[prefix + "mask"].all()):
             del state[prefix + "mask"]
 
-    def put_in(self, state, prefix, *others):
+    def add_mask(self, state, prefix, *others):
         state.setdefault(prefix + "mask", torch.ones(2, dtype=torch.bool))
 """
 
@@ -79,7 +79,7 @@ WRAPPED = {f"module.{key}": value for key, value in head().state_dict().items() 
         ["--model", "names.json"],
     ],
 )
-def test_missing_keys_are_named_and_partial_writes(words: list[str], run: Run) -> None:
+def test_missing_keys_are_refused_without_partial(words: list[str], run: Run) -> None:
     torch.save(WRAPPED, "part.pt")
     run("trace", "m.py:Head", "-o", "names.json")
     done = run("remap", "part.pt", *words, "-o", "out.pt")
@@ -97,7 +97,7 @@ def test_missing_keys_are_named_and_partial_writes(words: list[str], run: Run) -
     assert len(torch.load("out.pt")) == 2
 
 
-def test_rules_lead_to_every_key_of_the_new_model(run: Run) -> None:
+def test_rules_must_produce_every_key_of_the_new_model(run: Run) -> None:
     torch.save(head().state_dict(), "old.pt")
     models = ("--model", "m.py:Head", "--to-model", "m.py:renamed", "-o", "out.pt")
     done = run("remap", "old.pt", *models, "--rule", "head.weight => top.weight")
@@ -107,20 +107,20 @@ def test_rules_lead_to_every_key_of_the_new_model(run: Run) -> None:
 
 
 @pytest.mark.parametrize("words", [["--drop", "head.*"], ["--select", "body"]])
-def test_what_the_user_leaves_out_is_not_missing(words: list[str], run: Run) -> None:
+def test_dropped_keys_are_not_missing(words: list[str], run: Run) -> None:
     torch.save({f"module.{key}": value for key, value in head().state_dict().items()}, "whole.pt")
     words = [word.replace("head", "module.head") for word in words]
     done = run("remap", "whole.pt", "--model", "m.py:Head", *words, "-o", "out.pt", "--format", "json")
     assert (done.status, done.data["missing"]) == (0, []), done.err
 
 
-def test_what_a_strict_load_does_without_is_not_missing(run: Run) -> None:
+def test_keys_not_needed_by_a_strict_load_are_not_missing(run: Run) -> None:
     state = {"module.a.weight": torch.ones(2, 2), "module.a.bias": torch.ones(2), "module.b.bias": torch.ones(2)}
     torch.save(state, "tied.pt")
     done = run("remap", "tied.pt", "--model", "m.py:Tied", "-o", "out.pt", "--format", "json")
     assert (done.status, done.data["missing"]) == (0, [])
     assert run("diff", "--model", "m.py:Tied", "out.pt").status == 0
     torch.save({"module.weight": torch.ones(2, 2), "module.bias": torch.ones(2)}, "unmasked.pt")
-    done = run("remap", "unmasked.pt", "--model", "m.py:AtTimes", "-o", "mask.pt", "--format", "json")
+    done = run("remap", "unmasked.pt", "--model", "m.py:OptionalMask", "-o", "mask.pt", "--format", "json")
     assert (done.status, done.data["missing"]) == (0, []), done.err
-    assert run("diff", "--model", "m.py:AtTimes", "mask.pt").status == 0
+    assert run("diff", "--model", "m.py:OptionalMask", "mask.pt").status == 0

@@ -1,4 +1,4 @@
-"""The bar on a real terminal, of everything that takes long; and what `-v` says of what was done."""
+"""The progress bar of slow operations on a real terminal, and the summary of `-v`."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ for line in sys.argv[3:]:
 """
 
 
-def on_a_terminal(folder: Path, patience: float, pause: float, *lines: str) -> list[str]:
-    """What each command line writes on stderr, where that is a terminal; each read of a file takes `pause` seconds."""
-    pty = pytest.importorskip("pty", reason="terminals of this kind are Unix's")
-    ours, theirs = pty.openpty()
+def stderr_on_terminal(folder: Path, patience: float, pause: float, *lines: str) -> list[str]:
+    """Return what each command line writes to stderr on a terminal; each read takes `pause` seconds."""
+    pty = pytest.importorskip("pty", reason="pseudo-terminals exist only on Unix")
+    master, slave = pty.openpty()
     command = [sys.executable, "-c", SLOW, str(patience), str(pause), *lines]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160", "TERM": "xterm"}
     with (
         open(folder / "stdout", "wb") as out,
-        subprocess.Popen(command, stderr=theirs, stdout=out, cwd=folder, env=env),
+        subprocess.Popen(command, stderr=slave, stdout=out, cwd=folder, env=env),
     ):
-        os.close(theirs)
-        said = b""
+        os.close(slave)
+        output = b""
         try:
-            while chunk := os.read(ours, 1 << 16):
-                said += chunk
-        except OSError:  # Linux's way to say that all is read
+            while chunk := os.read(master, 1 << 16):
+                output += chunk
+        except OSError:  # end of file on Linux
             pass
-    os.close(ours)
-    return said.decode().split("=====")[:-1]
+    os.close(master)
+    return output.decode().split("=====")[:-1]
 
 
 @pytest.fixture
@@ -81,8 +81,8 @@ LINES = {
 }
 
 
-def test_rate_and_time_left_of_all_that_takes_long(folder: Path) -> None:
-    shown = dict(zip(LINES, on_a_terminal(folder, 0.1, 0.02, *LINES)))
+def test_slow_operations_show_rate_and_time_left(folder: Path) -> None:
+    shown = dict(zip(LINES, stderr_on_terminal(folder, 0.1, 0.02, *LINES)))
     for line, (title, total) in LINES.items():
         assert title in shown[line], line
         assert re.search(rf"\d/{total}\.\d MiB", shown[line]), (line, shown[line][-2000:])
@@ -91,10 +91,10 @@ def test_rate_and_time_left_of_all_that_takes_long(folder: Path) -> None:
     assert (folder / "stdout").read_text().count("inspect a.safetensors") == 2
 
 
-def test_what_is_quickly_done_has_no_bar(folder: Path) -> None:
-    quick = on_a_terminal(folder, 5, 0, "inspect a.safetensors --stats", "inspect a.pt -q --stats")
+def test_fast_operations_have_no_bar(folder: Path) -> None:
+    quick = stderr_on_terminal(folder, 5, 0, "inspect a.safetensors --stats", "inspect a.pt -q --stats")
     assert [text.strip() for text in quick] == ["", ""]
-    assert [text.strip() for text in on_a_terminal(folder, 0.05, 0.02, "inspect a.safetensors --stats -q")] == [""]
+    assert [text.strip() for text in stderr_on_terminal(folder, 0.05, 0.02, "inspect a.safetensors --stats -q")] == [""]
 
 
 SUMMARY = re.compile(
@@ -116,7 +116,7 @@ VERBOSE = {
 
 
 @pytest.mark.parametrize("line", VERBOSE)
-def test_what_was_read_moved_and_computed(folder: Path, run: Run, line: str) -> None:
+def test_verbose_summary_counts_bytes(folder: Path, run: Run, line: str) -> None:
     Path("half.toml").write_text('[[rule]]\ncast = "layers.{i}.w"\ndtype = "float16"\n')
     net = torch.nn.Linear(3, 2)
     torch.export.save(torch.export.export(net, (torch.ones(1, 3),)), "p.pt2")
@@ -124,11 +124,11 @@ def test_what_was_read_moved_and_computed(folder: Path, run: Run, line: str) -> 
     done = run(*line.split(), "-v")
     found = SUMMARY.findall(done.err)
     assert len(found) == 1, done.err
-    assert all(wanted in said for wanted, said in zip(VERBOSE[line], found[0])), found
+    assert all(expected in actual for expected, actual in zip(VERBOSE[line], found[0])), found
     assert found[0][5:] == ("0 bytes", "0")
 
 
-def test_bytes_are_counted_once_and_as_what_they_are(folder: Path, run: Run) -> None:
+def test_bytes_are_counted_once_by_kind(folder: Path, run: Run) -> None:
     state = {f"layers.{index}.w": 2 * MIB for index in range(5)}
     assert run("remap", "a.pt", "-o", "d.safetensors").status == 0
     assert (io_progress.counts.moved, io_progress.counts.computed) == (sum(state.values()), 0)
@@ -137,7 +137,7 @@ def test_bytes_are_counted_once_and_as_what_they_are(folder: Path, run: Run) -> 
     assert quiet.said == (0, "")
 
 
-def test_what_a_store_sent_is_counted(folder: Path, run: Run) -> None:
+def test_fetched_bytes_are_counted(folder: Path, run: Run) -> None:
     import fsspec
 
     fsspec.filesystem("memory").pipe("/verbose.safetensors", Path("a.safetensors").read_bytes())
@@ -148,15 +148,15 @@ def test_what_a_store_sent_is_counted(folder: Path, run: Run) -> None:
     assert int(requests) >= 2
 
 
-def test_who_waits_for_torch_is_told_of_names_files(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_tracing_suggests_a_names_file(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text("import torch\ndef build(n): return torch.nn.Linear(n, n)\n")
     torch.save(torch.nn.Linear(3, 3).state_dict(), "a.pt")
     model = ("--model", "net.py:build(n=3)")
     assert run("diff", "a.pt", *model)[0] == 0
-    (taken,) = io_progress.counts.traced.values()
-    assert progress._on_tracing(3 * taken) == ""
-    command = re.search(r"needs neither: ckpttool (.*)\n$", progress._on_tracing(1.5 * taken))
+    (seconds,) = io_progress.counts.traced.values()
+    assert progress._on_tracing(3 * seconds) == ""
+    command = re.search(r"needs neither: ckpttool (.*)\n$", progress._on_tracing(1.5 * seconds))
     assert command is not None
     assert run(*shlex.split(command[1]))[0] == 0
     assert progress._on_tracing(0) == ""
@@ -164,8 +164,8 @@ def test_who_waits_for_torch_is_told_of_names_files(tmp_path: Path, run: Run, mo
     assert not io_progress.counts.traced
 
 
-def test_a_bar_that_is_over_does_not_appear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where its time comes just when it ends."""
+def test_closed_bar_does_not_appear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This also holds if its delay ends just after it was closed."""
     monkeypatch.setattr(progress, "_rich", None)
     bar = progress._Bar("title", 5)
     bar.advance(3)
@@ -174,7 +174,7 @@ def test_a_bar_that_is_over_does_not_appear(monkeypatch: pytest.MonkeyPatch) -> 
     assert bar._progress is None
 
 
-def test_a_rank_says_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summary_of_a_rank_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert progress._line(1).endswith("requests")
     monkeypatch.setattr(job, "_current", job.Job(1, 3, HashStore()))
     assert progress._line(1).endswith("requests (rank 1 of 3)")

@@ -1,4 +1,4 @@
-"""The commands' own answers: exit statuses, one error line and one hint, nothing written, and what stdout holds."""
+"""Exit statuses, errors and output of remap, diff and swap-weights; a failed command writes nothing."""
 
 from __future__ import annotations
 
@@ -44,54 +44,54 @@ def model(tmp_path: Path) -> Path:
 
 
 ERRORS: dict[str, tuple[int, str, str]] = {
-    # words of the command line (in the folder of the checkpoint), exit status, what the error line holds
+    # exit status, command line (in the folder of the checkpoint), text in the error line
     "no output": (2, "remap model.pt", "no output"),
-    "no such form": (2, "remap model.pt -o o.pt --model M --to ddpp", "no such form"),
+    "an unknown form": (2, "remap model.pt -o o.pt --model M --to ddpp", "no such form"),
     "a form without a model": (2, "remap model.pt -o o.pt --to runtime", "needs the model's names"),
     "two outputs": (2, "remap model.pt -o o.pt --in-place", "exclude"),
     "in place of a section": (2, "remap model.pt::model --in-place", "one section"),
     "a plan and a model": (2, "remap model.pt -o o.pt --rules list.json --model M", "is not a plan"),
     "a plan and a form": (2, "remap model.pt -o o.pt --rules list.json --to ddp", "a saved plan"),
-    "reverse of nothing": (2, "remap model.pt -o o.pt --reverse", "--reverse"),
-    "an ending that is none": (2, "remap model.pt -o o.xyz", "ending"),
+    "reverse without a plan": (2, "remap model.pt -o o.pt --reverse", "--reverse"),
+    "an unknown ending": (2, "remap model.pt -o o.xyz", "ending"),
     "an output that exists": (2, "remap model.pt -o other.pt", "exists"),
     "the source as output": (2, "remap model.pt -o model.pt --force", "source itself"),
-    "no such folder": (2, "remap model.pt -o gone/o.pt", "no such folder"),
-    "no such file": (2, "remap gone.pt -o o.pt", "gone.pt"),
+    "a missing folder": (2, "remap model.pt -o gone/o.pt", "no such folder"),
+    "a missing file": (2, "remap gone.pt -o o.pt", "gone.pt"),
     "an empty file": (2, "remap other.pt -o o.pt", "other.pt"),
-    "no such section": (2, "remap model.pt::ema -o o.pt", "no section 'ema'"),
+    "a missing section": (2, "remap model.pt::ema -o o.pt", "no section 'ema'"),
     "a bad rule": (2, "remap model.pt -o o.pt --rule a", "not a rule"),
-    "an idle rule": (1, "remap model.pt -o o.pt --rule a=>b", "do not fit"),
+    "an unused rule": (1, "remap model.pt -o o.pt --rule a=>b", "do not fit"),
     "a rule that collides": (1, "remap model.pt -o o.pt --rule {x}.weight=>w --rule weight=>w", "do not fit"),
-    "an idle drop": (1, "remap model.pt -o o.pt --drop a", "match nothing"),
-    "no plan": (2, "remap model.pt -o o.pt --rules gone.json", "cannot read gone.json: No such file"),
+    "an unused drop": (1, "remap model.pt -o o.pt --drop a", "match nothing"),
+    "a missing plan": (2, "remap model.pt -o o.pt --rules gone.json", "cannot read gone.json: No such file"),
     "a plan that is a list": (2, "remap model.pt -o o.pt --rules list.json", "not a plan"),
-    "a plan that is no JSON": (2, "remap model.pt -o o.pt --rules text.json", "not JSON"),
-    "a plan without end": (2, "remap model.pt -o o.pt --rules deep.json", "not JSON"),
+    "a plan that is not JSON": (2, "remap model.pt -o o.pt --rules text.json", "not JSON"),
+    "an unterminated plan": (2, "remap model.pt -o o.pt --rules deep.json", "not JSON"),
     "a plan that runs a program": (2, "remap model.pt -o o.pt --rules system.json", "not an operator"),
     "a plan that writes a file": (2, "remap model.pt -o o.pt --rules save.json", "not an operator"),
     "a plan that mutates": (2, "remap model.pt -o o.pt --rules mutating.json", "not an operator"),
     "an opaque plan": (1, "remap model.pt -o o.pt --rules opaque.json", "does not fit"),
     "a deep plan": (2, "remap model.pt -o o.pt --rules nested.json", "nested"),
     "a plan of literals": (2, "remap model.pt -o o.pt --rules number.json", "not a plan"),
-    "no such model file": (2, "remap model.pt -o o.pt --model gone.py:build", "gone.py"),
-    "no such attribute": (2, "remap model.pt -o o.pt --model zoo.py:nothing", "nothing"),
-    "arguments that are no literals": (2, "remap model.pt -o o.pt --model zoo.py:net(n=f())", "no arguments that can"),
+    "a missing model file": (2, "remap model.pt -o o.pt --model gone.py:build", "gone.py"),
+    "a missing attribute": (2, "remap model.pt -o o.pt --model zoo.py:nothing", "nothing"),
+    "arguments that are not literals": (2, "remap model.pt -o o.pt --model zoo.py:net(n=f())", "no arguments that can"),
     "arguments without names": (2, "remap model.pt -o o.pt --model zoo.py:net(2)", "no arguments that can be read"),
-    "a names file that is none": (2, "remap model.pt -o o.pt --model list.json --to runtime", "not a names file"),
+    "an invalid names file": (2, "remap model.pt -o o.pt --model list.json --to runtime", "not a names file"),
     "another model": (1, "remap model.pt -o o.pt --model T --to runtime", "0 of 4 keys"),
     "nothing to diff": (2, "diff", "nothing to compare"),
     "three to diff": (2, "diff model.pt model.pt model.pt", "diff compares two checkpoints"),
-    "a program that is none": (2, "swap-weights model.pt model.pt -o o.pt2", "not an exported program"),
-    "no output for a swap": (2, "swap-weights model.pt model.pt", "no output"),
+    "an invalid program": (2, "swap-weights model.pt model.pt -o o.pt2", "not an exported program"),
+    "a swap without output": (2, "swap-weights model.pt model.pt", "no output"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors_say_what_is_wrong_and_what_to_do(
+def test_error_has_a_message_and_a_hint(
     tmp_path: Path, model: Path, run: Run, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    expected, line, words = ERRORS[name]
+    expected, line, text = ERRORS[name]
     zoo = Path(hook_zoo.__file__)
     (tmp_path / "zoo.py").write_bytes(zoo.read_bytes())
     monkeypatch.chdir(tmp_path)
@@ -100,7 +100,7 @@ def test_errors_say_what_is_wrong_and_what_to_do(
     lines = err.splitlines()
     assert status == expected, err
     assert out == ""
-    assert words in lines[0]
+    assert text in lines[0]
     assert lines[0].startswith("error: ")
     assert lines[-1].startswith("hint: ")
     assert all(line.startswith("  ") for line in lines[1:-1])
@@ -122,7 +122,7 @@ def test_errors_say_what_is_wrong_and_what_to_do(
         "swap-weights other.pt2 new.pt -o new.pt2",
     ],
 )
-def test_no_file_that_the_command_reads_is_written_over(
+def test_input_of_the_command_is_not_overwritten(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -151,7 +151,7 @@ def test_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path, model: Path, 
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_a_saved_plan_is_carried_out_without_the_model(tmp_path: Path, model: Path, run: Run) -> None:
+def test_saved_plan_runs_without_the_model(tmp_path: Path, model: Path, run: Run) -> None:
     plan = tmp_path / "plan.json"
     assert (
         run("remap", model, "--model", MODEL, "--to", "runtime", "-o", tmp_path / "a.pt", "--save-plan", plan)[0] == 0
@@ -161,7 +161,7 @@ def test_a_saved_plan_is_carried_out_without_the_model(tmp_path: Path, model: Pa
     assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
 
 
-def test_in_place(tmp_path: Path, run: Run) -> None:
+def test_remap_in_place_keeps_an_undo_record(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "m.safetensors"
     save_file({"a": torch.ones(2)}, path)
     assert run("remap", path, "--rule", "a => b", "--in-place", "--verify")[0] == 0
@@ -171,7 +171,7 @@ def test_in_place(tmp_path: Path, run: Run) -> None:
     assert [name for name in os.listdir(tmp_path) if not name.startswith(".")] == ["m.safetensors"]
 
 
-def test_a_names_file_stands_for_the_model(tmp_path: Path, model: Path, run: Run) -> None:
+def test_names_file_replaces_the_model(tmp_path: Path, model: Path, run: Run) -> None:
     names = tmp_path / "names.json"
     assert run("trace", MODEL, "-o", names)[0] == 0
     assert run("remap", model, "--model", names, "--to", "runtime", "-o", tmp_path / "a.pt")[0] == 0
@@ -179,7 +179,7 @@ def test_a_names_file_stands_for_the_model(tmp_path: Path, model: Path, run: Run
     assert run("diff", "--model", names, tmp_path / "a.pt")[0] == 1
 
 
-def test_the_proposed_command_fixes_it(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suggested_fix_works(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     operand = MODEL.replace("strip_layer", "overrides_state_dict")
     torch.save(dict(ZOO["overrides_state_dict"]().named_parameters()), "run.pt")
@@ -197,7 +197,7 @@ def test_both_models_take_arguments(tmp_path: Path, run: Run) -> None:
     )
     model, source, out = f"{tmp_path}/m.py:build", tmp_path / "a.pt", tmp_path / "b.safetensors"
     torch.save({"one.weight": torch.ones(2, 2)}, source)
-    words = ["--model", f"{model}(name='one', bias=False)", "--to-model", f"{model}(name='one')"]
-    said = run("remap", source, *words, "-o", out, "--partial")
-    assert said.status == 0, said.err
-    assert "one.bias" in said.err
+    options = ["--model", f"{model}(name='one', bias=False)", "--to-model", f"{model}(name='one')"]
+    done = run("remap", source, *options, "-o", out, "--partial")
+    assert done.status == 0, done.err
+    assert "one.bias" in done.err

@@ -1,4 +1,4 @@
-"""A section behaves like its file: CKPT and CKPT::SECTION give the same keys in remap, diff and inspect."""
+"""CKPT and CKPT::SECTION give the same keys in remap, diff and inspect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def under(prefix: str) -> dict[str, torch.Tensor]:
     return {prefix + key: value for key, value in PLAIN.items()}
 
 
-# File -> what it holds, and the section that is the model.
+# File -> its content and its model section.
 FILES: dict[str, tuple[dict[str, Any], str]] = {
     "lightning.ckpt": (
         {"epoch": 1, "pytorch-lightning_version": "2.5.0", "state_dict": under("net."), "optimizer_states": []},
@@ -46,7 +46,7 @@ FILES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def write(name: str, folder: Path) -> tuple[str, str]:
-    """Write the file; return it, and its section."""
+    """Write the file, and return the operands for the file and for its section."""
     content, section = FILES[name]
     path = folder / name
     if name == "accelerate":
@@ -69,13 +69,13 @@ def model_keys(path: Path, section: str) -> list[str]:
 @pytest.mark.filterwarnings("ignore:.*TypedStorage")
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("form", ["serialized", "ddp", "compile", "lightning"])
-def test_remap_of_a_section_gives_the_keys_of_the_file(name: str, form: str, run: Run, tmp_path: Path) -> None:
+def test_remap_of_a_section_writes_the_keys_of_the_file(name: str, form: str, run: Run, tmp_path: Path) -> None:
     whole, section = write(name, tmp_path)
     picked = [] if "averaged" not in name else ["--sections", "state_dict"]
-    asked = ("--to", form)
-    first = run("remap", whole, *asked, *picked, "-o", tmp_path / "whole_out.pt")
-    second = run("remap", section, *asked, "-o", tmp_path / "section_out.pt")
-    if "nothing to change" in first.err:  # a section alone is another file, so a copy of it is a change
+    options = ("--to", form)
+    first = run("remap", whole, *options, *picked, "-o", tmp_path / "whole_out.pt")
+    second = run("remap", section, *options, "-o", tmp_path / "section_out.pt")
+    if "nothing to change" in first.err:  # a section without the rest of its file is a change
         assert f"already {form}" in first.err
         assert second.status == 0, second.said
         unchanged = torch.load(tmp_path / "section_out.pt")
@@ -89,7 +89,7 @@ def test_remap_of_a_section_gives_the_keys_of_the_file(name: str, form: str, run
 
 @pytest.mark.filterwarnings("ignore:.*TypedStorage")
 @pytest.mark.parametrize("name", FILES)
-def test_diff_of_a_section_gives_the_keys_of_the_file(name: str, run: Run, tmp_path: Path) -> None:
+def test_diff_of_a_section_compares_the_keys_of_the_file(name: str, run: Run, tmp_path: Path) -> None:
     whole, section = write(name, tmp_path)
     torch.save(PLAIN, tmp_path / "right.pt")
     same = run("diff", whole, section, "--format", "json")
@@ -113,7 +113,7 @@ def test_inspect_of_a_section_shows_the_keys_and_wrappers_of_the_file(name: str,
     assert found == other
 
 
-def test_a_lightning_prefix_goes_also_if_the_key_that_shows_it_is_left_out(run: Run, tmp_path: Path) -> None:
+def test_lightning_prefix_is_removed_if_the_version_key_is_dropped(run: Run, tmp_path: Path) -> None:
     whole, _ = write("lightning.ckpt", tmp_path)
     out = tmp_path / "out.pt"
     drop = ("--drop", "pytorch-lightning_version")

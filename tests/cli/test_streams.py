@@ -1,4 +1,4 @@
-"""What the terminal, the log of a job and the folder of temporary files get: text, in their encoding, and no more."""
+"""Output in terminals and job logs is encoded and escaped; torch leaves no temporary files."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ KEYS = ["ünter.weight", "名前", "𝛼", "a\n::error::b", "::error::c", "x##[e
 
 
 @pytest.fixture
-def odd(tmp_path: Path) -> str:
+def odd_keys(tmp_path: Path) -> str:
     torch.save({key: torch.ones(1) for key in KEYS}, tmp_path / "odd.pt")
     return str(tmp_path / "odd.pt")
 
 
 def run(*args: str, **env: str) -> subprocess.CompletedProcess[bytes]:
-    """A process of its own, in an environment of its own."""
+    """Run ckpttool in a subprocess with additional environment variables."""
     line = [sys.executable, "-m", "ckpttool", *args]
     return subprocess.run(line, capture_output=True, env={**os.environ, **env}, timeout=120, check=False)
 
 
-def test_json_is_json_in_an_ascii_locale(odd: str) -> None:
-    done = run("inspect", odd, "--format", "json", **ASCII)
+def test_json_is_valid_in_an_ascii_locale(odd_keys: str) -> None:
+    done = run("inspect", odd_keys, "--format", "json", **ASCII)
     assert done.returncode == 0
     assert done.stdout.isascii()
     assert [tensor["key"] for tensor in json.loads(done.stdout)["tensors"]] == KEYS
 
 
-def test_an_error_as_json_in_an_ascii_locale(odd: str) -> None:
-    done = run("inspect", f"{odd}::größe", "--format", "json", **ASCII)
+def test_json_error_is_valid_in_an_ascii_locale(odd_keys: str) -> None:
+    done = run("inspect", f"{odd_keys}::größe", "--format", "json", **ASCII)
     assert "has no section" in json.loads(done.stdout)["error"]
 
 
 @pytest.mark.parametrize("format", ["text", "markdown", "html", "github", "json"])
-def test_no_key_is_a_command_in_the_log_of_a_github_job(odd: str, format: str) -> None:
-    lines = run("inspect", odd, "--all", "--format", format, GITHUB_ACTIONS="true").stdout.decode().splitlines()
-    obeyed = [line for line in lines if line.lstrip().startswith("::") and "error::" in line]
-    assert obeyed == []
+def test_key_is_not_a_workflow_command_in_a_github_log(odd_keys: str, format: str) -> None:
+    lines = run("inspect", odd_keys, "--all", "--format", format, GITHUB_ACTIONS="true").stdout.decode().splitlines()
+    commands = [line for line in lines if line.lstrip().startswith("::") and "error::" in line]
+    assert commands == []
     assert not any("##[" in line for line in lines)
     if format == "json":
         assert [tensor["key"] for tensor in json.loads("\n".join(lines))["tensors"]] == KEYS
 
 
-def test_nor_in_an_error(tmp_path: Path) -> None:
+def test_key_in_an_error_is_not_a_workflow_command(tmp_path: Path) -> None:
     torch.save({"::error::a": torch.ones(1)}, tmp_path / "a.pt")
     done = run(
         "remap", str(tmp_path / "a.pt"), "-o", str(tmp_path / "o.pt"), "--rule", "##[x] => y", GITHUB_ACTIONS="true"
@@ -68,12 +68,12 @@ def test_nor_in_an_error(tmp_path: Path) -> None:
     assert not any(line.lstrip().startswith(b"::") for line in done.stderr.splitlines())
 
 
-def test_outside_of_a_job_keys_are_shown_as_they_are(odd: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", odd]) == 0
+def test_keys_are_not_escaped_outside_of_a_job(odd_keys: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", odd_keys]) == 0
     assert "::error::c" in capfd.readouterr().out
 
 
-def test_an_error_line_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_long_error_line_is_clipped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     torch.save({"k" * 1_000_000: torch.ones(1), "l" * 1_000_000: torch.ones(1)}, tmp_path / "long.pt")
     line = ["remap", str(tmp_path / "long.pt"), "-o", str(tmp_path / "o.pt"), "--rule", "re:[kl]* => w"]
     assert main(line) == 1
@@ -82,7 +82,7 @@ def test_an_error_line_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert "characters …" in error
 
 
-def test_torch_leaves_nothing_among_the_temporary_files(tmp_path: Path) -> None:
+def test_torch_leaves_no_temporary_files(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("from torch import nn\nbuild = lambda: nn.Linear(2, 2)\n")
     (tmp_path / "tmp").mkdir()
     done = run("trace", f"{tmp_path / 'model.py'}:build", TMPDIR=str(tmp_path / "tmp"))
@@ -90,7 +90,7 @@ def test_torch_leaves_nothing_among_the_temporary_files(tmp_path: Path) -> None:
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_paths_in_the_metadata_that_are_no_strings(tmp_path: Path) -> None:
+def test_metadata_keys_that_are_not_strings_are_kept(tmp_path: Path) -> None:
     state: Any = nn.Sequential(nn.BatchNorm1d(2)).state_dict()
     state._metadata = OrderedDict({1: {"version": 1}, **state._metadata, ("a", 2): {}})
     torch.save(state, tmp_path / "m.pt")
@@ -104,38 +104,40 @@ def test_paths_in_the_metadata_that_are_no_strings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "stays"),
+    ("case", "stays"),
     [("inside", False), ("before", True), ("full", True), ("named", True), ("nobody", True), ("none", False)],
 )
-def test_only_the_empty_folder_that_torch_made_meanwhile_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: str, stays: bool
+def test_only_an_empty_folder_created_by_torch_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, stays: bool
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(getpass, "getuser", lambda: "a/b")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    if made == "named":
+    if case == "named":
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    if made == "nobody":
+    if case == "nobody":
         monkeypatch.setattr(getpass, "getuser", lambda: {}["no such user"])
     folder = tmp_path / "torchinductor_a_b"
-    if made == "before":
+    if case == "before":
         folder.mkdir()
         os.utime(folder, (1, 1))
     with streams.nothing_left():
-        if made not in ("before", "none"):
+        if case not in ("before", "none"):
             folder.mkdir()
-            os.utime(folder, (time.time(),) * 2)  # the clock of files goes in steps
-        if made == "full":
+            os.utime(folder, (time.time(),) * 2)  # file times have a coarse resolution
+        if case == "full":
             (folder / "kept").touch()
     assert folder.exists() is stays
 
 
-def test_a_line_is_clipped_where_it_is_long() -> None:
+def test_long_line_is_clipped_in_the_middle() -> None:
     assert streams.clipped("x" * 4000) == "x" * 4000
     assert streams.clipped("a" * 2000 + "b" + "c" * 2000) == "a" * 2000 + " … 1 characters … " + "c" * 2000
 
 
-def test_a_report_is_no_folder(odd: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_report_path_that_is_a_folder_is_refused(
+    odd_keys: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "r.md").mkdir()
-    assert main(["inspect", odd, "--report", str(tmp_path / "r.md"), "--force"]) == 2
+    assert main(["inspect", odd_keys, "--report", str(tmp_path / "r.md"), "--force"]) == 2
     assert "r.md is a folder\nhint: name a file" in capfd.readouterr().err

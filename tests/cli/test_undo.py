@@ -1,4 +1,4 @@
-"""`ckpttool undo`, and what may not be lost in place: every edit can be taken back, of two only one succeeds."""
+"""`ckpttool undo` restores every in-place edit; of two concurrent edits only one succeeds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def safetensors() -> None:
     os.chmod("in.safetensors", 0o640)
 
 
-def second_name() -> None:
+def with_hard_link() -> None:
     safetensors()
     os.link("in.safetensors", "second")
 
@@ -66,11 +66,11 @@ def zipped() -> None:
     torch.save({"model": STATE, "epoch": 3}, "in.pt")
 
 
-# Name, which begins with the format's name in JSON -> what makes the checkpoint, and the line.
+# Name, which starts with the format's name in JSON -> function that makes the checkpoint, and the command line.
 EDITS: dict[str, tuple[Callable[[], object], str]] = {
     "safetensors": (safetensors, "remap in.safetensors"),
     "safetensors copied": (safetensors, "convert in.safetensors"),
-    "safetensors with a second name": (second_name, "remap in.safetensors"),
+    "safetensors with a hard link": (with_hard_link, "remap in.safetensors"),
     "safetensors of a folder": (one_file_in_a_folder, "remap in"),
     "torch_zip": (zipped, "remap in.pt"),
     "torch_zip copied": (zipped, "convert in.pt"),
@@ -84,7 +84,7 @@ EDITS: dict[str, tuple[Callable[[], object], str]] = {
     "sharded by other sizes": (lambda: sharded("safetensors"), "convert in --max-shard-size 1MB"),
     "sharded_bin": (lambda: sharded("bin"), "remap in"),
     "dcp": (lambda: dcp.save({"model": STATE, "step": 7}, checkpoint_id="in"), "remap in"),
-    "dcp, of which some is left out": (
+    "dcp, with a key dropped": (
         lambda: dcp.save({"model": STATE, "step": 7}, checkpoint_id="in"),
         "remap in --drop b.weight",
     ),
@@ -92,13 +92,13 @@ EDITS: dict[str, tuple[Callable[[], object], str]] = {
 
 
 def content(folder: Path = Path()) -> dict[str, tuple[int, bytes]]:
-    """Mode and bytes of every file, hidden ones too."""
+    """Return mode and bytes of every file, including hidden ones."""
     return {
         str(path): (path.stat().st_mode, path.read_bytes() if path.is_file() else b"") for path in folder.rglob("*")
     }
 
 
-def test_the_page_lists_no_other_format_that_is_edited_in_place() -> None:
+def test_formats_page_lists_the_formats_edited_in_place() -> None:
     rows = [[cell.strip() for cell in row.split("|")] for row in (DOCS / "formats.md").read_text().splitlines()]
     header = next(row for row in rows if "in place" in row)
     edited = {
@@ -110,21 +110,19 @@ def test_the_page_lists_no_other_format_that_is_edited_in_place() -> None:
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_every_edit_in_place_can_be_undone(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
+def test_in_place_edit_can_be_undone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     monkeypatch.chdir(tmp_path)
     make, line = EDITS[name]
     make()
     rename = RENAME if line.startswith("remap") and ".pt2" not in line else ()
     before = content()
-    foreseen = run(*line.split(), *rename, "--in-place", "--dry-run", "--format", "json").data
+    planned = run(*line.split(), *rename, "--in-place", "--dry-run", "--format", "json").data
     assert content() == before
     done = run(*line.split(), *rename, "--in-place", "--format", "json").data
-    assert done["undo"]["command"] == foreseen["undo"]["command"]
-    assert done["undo"]["bytes"] == foreseen["undo"]["bytes"]
+    assert done["undo"]["command"] == planned["undo"]["command"]
+    assert done["undo"]["bytes"] == planned["undo"]["bytes"]
     changed = {name: own for name, own in content().items() if "ckpttool" not in name} != before
-    assert changed or line.startswith("convert")  # it writes the same bytes again, if none are unused
+    assert changed or line.startswith("convert")  # it writes the same bytes again unless some are unused
     assert main(shlex.split(done["undo"]["command"])[1:]) == 0
     assert content() == before
     status, _, said = run(*shlex.split(done["undo"]["command"])[1:])
@@ -132,9 +130,7 @@ def test_every_edit_in_place_can_be_undone(
 
 
 @pytest.mark.parametrize("name", ["safetensors", "torch_legacy", "dcp", "sharded copied", "torchscript"])
-def test_without_undo_nothing_is_kept_and_the_output_says_so(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
+def test_no_undo_keeps_no_record(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     monkeypatch.chdir(tmp_path)
     make, line = EDITS[name]
     make()
@@ -147,9 +143,7 @@ def test_without_undo_nothing_is_kept_and_the_output_says_so(
     assert run("remap", "x.pt", "-o", "y.pt", "--no-undo").status == 2
 
 
-def test_the_second_edit_replaces_what_the_first_one_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
+def test_second_edit_replaces_the_undo_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     monkeypatch.chdir(tmp_path)
     for make, path in ((safetensors, "in.safetensors"), (lambda: dcp.save(STATE, checkpoint_id="in"), "in")):
         make()
@@ -161,9 +155,7 @@ def test_the_second_edit_replaces_what_the_first_one_kept(
         assert content() == before
 
 
-def test_a_file_that_was_replaced_since_is_not_undone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
+def test_replaced_file_is_not_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     monkeypatch.chdir(tmp_path)
     safetensors()
     assert run("convert", "in.safetensors", "--in-place").status == 0
@@ -175,15 +167,15 @@ def test_a_file_that_was_replaced_since_is_not_undone(
     assert os.listdir() == ["in.safetensors"]
 
 
-# Two processes
+# Concurrent edits
 
 
 @pytest.mark.parametrize("other", [("convert",), ("remap", "--rule", "b.{x} => second.{x}")])
 @pytest.mark.parametrize("form", ["safetensors", "dcp"])
-def test_of_two_edits_at_once_one_is_refused(
+def test_one_of_two_concurrent_edits_is_refused(
     form: str, other: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    """The second one runs after the first one has read and written all, and before its file is in its place."""
+    """The second one runs when the first one has written its file, but not yet replaced the old one."""
     monkeypatch.chdir(tmp_path)
     path = "in.safetensors" if form == "safetensors" else "in"
     save_file(STATE, path) if form == "safetensors" else dcp.save(STATE, checkpoint_id=path)
@@ -206,8 +198,8 @@ def test_of_two_edits_at_once_one_is_refused(
 
 
 @pytest.mark.parametrize("number", [1, 3, 10, 40, 90])
-def test_ctrl_c_while_the_program_is_imported_is_no_traceback(tmp_path: Path, number: int) -> None:
-    """It comes with the import of that number, once our entry point runs."""
+def test_ctrl_c_during_imports_prints_no_traceback(tmp_path: Path, number: int) -> None:
+    """SIGINT is raised at the import with this number after the entry point has started."""
     save_file(STATE, tmp_path / "in.safetensors")
     code = f"""
 import builtins, signal, sys
@@ -220,7 +212,7 @@ def importing(name, *args, **how):
         signal.raise_signal(signal.SIGINT)
     return plain(name, *args, **how)
 sys.argv = ["ckpttool", "inspect", "in.safetensors"]
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests may ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent of the test run may ignore it
 from ckpttool.__main__ import process
 builtins.__import__ = importing
 sys.exit(process())
@@ -229,8 +221,8 @@ sys.exit(process())
     assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
 
 
-def test_a_child_of_a_rank_is_no_rank(tmp_path: Path) -> None:
-    """As a training script of torchrun's that calls ckpttool on one rank: the others do not come."""
+def test_child_process_of_a_rank_is_not_a_rank(tmp_path: Path) -> None:
+    """A training script may call ckpttool on one rank only, so it must not wait for other ranks."""
     save_file(STATE, tmp_path / "in.safetensors")
     job = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     call = [sys.executable, "-m", "ckpttool", "inspect", "in.safetensors"]
@@ -272,8 +264,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("start", ["fork", "launch"])
-def test_a_child_of_a_worker_of_elastic_launch_is_not_a_rank(start: str, tmp_path: Path) -> None:
-    """torch starts a worker as a function, and sets its RANK only then."""
+def test_child_process_of_an_elastic_launch_worker_is_not_a_rank(start: str, tmp_path: Path) -> None:
+    """torch starts the worker as a function and sets RANK in the worker."""
     save_file(STATE, tmp_path / "in.safetensors")
     (tmp_path / "train.py").write_text(_WORK)
     done = subprocess.run(
@@ -282,16 +274,16 @@ def test_a_child_of_a_worker_of_elastic_launch_is_not_a_rank(start: str, tmp_pat
     assert done.stdout.strip() == str((0, True, "")), done.stderr
 
 
-def test_a_warning_about_defaults_comes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+def test_warning_about_defaults_is_printed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     monkeypatch.chdir(tmp_path)
     Path("pyproject.toml").write_text("[tool.ckpttool]\nmodel = 'x.py:y'\n")
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # the file is another user's
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # the file belongs to another user
     status, _, said = run("inspect", "none.pt")
     assert (status, said.count("no defaults are taken")) == (2, 1)
 
 
-def test_the_umask_is_never_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    """Another thread that makes a file meanwhile would make it for everybody."""
+def test_umask_is_never_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    """Otherwise a file created by another thread at that moment would be readable by everybody."""
     monkeypatch.chdir(tmp_path)
     before = os.umask(0o027)
     try:

@@ -1,4 +1,4 @@
-"""What only cuts or orders tensors needs no torch, on the command line: not their views, nor chunks of a DCP folder."""
+"""Commands that only slice or reorder tensors do not need torch, for views and for chunks of a DCP folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchless import torchless
 
 
 class Fused(nn.Module):
-    """Two weights, of which the file has one key."""
+    """Two weights that are saved under one key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Fused(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_views_and_chunks_need_no_torch(tmp_path: Path) -> None:
+def test_views_and_chunks_do_not_need_torch(tmp_path: Path) -> None:
     old, new, x = Fused(), Fused(), torch.ones(1, 2)
     torch.export.save(torch.export.export(old, (x,)), tmp_path / "old.pt2")
     (tmp_path / "names.json").write_text(json.dumps(ckpttool.trace(Fused).to_json()))

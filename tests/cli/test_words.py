@@ -1,4 +1,4 @@
-"""What is said beside the data: warnings on stderr and once, many problems on few lines, hints that name the place."""
+"""Messages: warnings on stderr, printed once; grouped problems; specific hints."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ def number(): return 3
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("noisy.py").write_text(NOISY)
     torch.save({"a.w": torch.ones(2)}, "a.pt")
     torch.save({"a.w": torch.ones(3), "b.w": torch.ones(3)}, "b.pt")
 
 
-def test_warnings_go_to_stderr_in_text_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_are_printed_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", "a.pt", "b.pt"]) == 1
     out, err = capsys.readouterr()
     assert "warning:" not in out
     assert err.startswith("warning: ")
 
 
-def test_code_that_says_a_thing_often_is_heard_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeated_output_of_model_code_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", "--model", "noisy.py:build"]) == 0
     out, err = capsys.readouterr()
     assert "a layer" not in out
-    said = err.splitlines()
-    assert said.count("a layer is made") == 1
-    (warned,) = [line for line in said if line.startswith("warning: UserWarning: old ")]
+    lines = err.splitlines()
+    assert lines.count("a layer is made") == 1
+    (warned,) = [line for line in lines if line.startswith("warning: UserWarning: old ")]
     assert "more from there" in warned
     with streams.collected():
         warnings.warn("only once", UserWarning, stacklevel=1)
     assert re.fullmatch(r"warning: UserWarning: only once \(.*:\d+\)\n", capsys.readouterr().err)
 
 
-def test_many_problems_are_few_lines() -> None:
+def test_many_problems_are_grouped() -> None:
     few = [Problem("gone", f"k{i}") for i in range(10)]
     assert problem_lines(few) == list(map(str, few))
     layers = [Problem("gone", f"layers.{i}.w") for i in range(100)]
@@ -70,7 +70,7 @@ def test_many_problems_are_few_lines() -> None:
     assert (len(many), many[-1]) == (11, "... and 32 more (--format json)")
 
 
-def test_a_program_reads_all_problems(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_contains_all_problems(capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({f"k{i}": torch.ones(1) for i in range(42)}, "many.pt")
     assert (
         main(["remap", "many.pt", "--model", "noisy.py:build", "--to", "runtime", "--dry-run", "--format", "json"]) == 1
@@ -80,7 +80,7 @@ def test_a_program_reads_all_problems(capsys: pytest.CaptureFixture[str]) -> Non
     assert "... and 32 more (--format json)" in err
 
 
-def test_a_group_of_several_shapes_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_group_with_several_shapes_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
     for name, size in (("c.pt", 2), ("d.pt", 3)):
         torch.save({f"layers.{i}.w": torch.ones(size + i) for i in range(2)}, name)
     main(["diff", "c.pt", "d.pt"])
@@ -88,7 +88,7 @@ def test_a_group_of_several_shapes_shows_them(capsys: pytest.CaptureFixture[str]
     assert "  layers.0.w: [2] instead of [3]\n  layers.1.w: [3] instead of [4]\n" in out
 
 
-def test_a_dry_run_groups_repeated_layers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_groups_repeated_layers(capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({f"layers.{i}.{leaf}": torch.ones(1) for i in range(30) for leaf in "ab"}, "deep.pt")
     assert main(["remap", "deep.pt", "--to", "ddp", "--dry-run"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
@@ -97,7 +97,7 @@ def test_a_dry_run_groups_repeated_layers(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("args", "hint"),
     [
         (["diff", "noisy.py:build", "a.pt"], "noisy.py:build is a MODEL, and stands where a checkpoint is to stand"),
         (["diff", "--model", "a.pt", "b.pt"], "a.pt is not a model"),
@@ -110,16 +110,16 @@ def test_a_dry_run_groups_repeated_layers(capsys: pytest.CaptureFixture[str]) ->
         (["trace", "pkg/model.py:build"], "name it pkg.model:build"),
     ],
 )
-def test_hints_name_the_place(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hint_names_the_operand(args: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("pkg").mkdir()
     Path("pkg/__init__.py").touch()
     Path("pkg/parts.py").write_text("from torch import nn\n")
     Path("pkg/model.py").write_text("from .parts import nn\ndef build(): return nn.Linear(2, 2)\n")
-    assert main(words) == 2
-    assert says in capsys.readouterr().err
+    assert main(args) == 2
+    assert hint in capsys.readouterr().err
 
 
-def test_the_program_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_swapped_operands_get_a_corrected_command(capsys: pytest.CaptureFixture[str]) -> None:
     torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)), "p.pt2")
     torch.save(torch.nn.Linear(2, 2).state_dict(), "w.pt")
     assert main(["swap-weights", "w.pt", "p.pt2", "-o", "o.pt2"]) == 2
@@ -128,11 +128,11 @@ def test_the_program_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(hint.partition("ckpttool ")[2].split()) == 0
 
 
-def test_articles() -> None:
+def test_article_of_a_type_name() -> None:
     assert (a(3), a({}), a(torch.ones(1))) == ("an int", "a dict", "a Tensor")
 
 
-def test_of_what_is_not_written_there_is_no_manifest(run: Run) -> None:
+def test_dry_run_writes_no_manifest(run: Run) -> None:
     line = ("swap-weights", DATA / "tagger-torch-2.9.1.pt2", DATA / "weights-torch-2.9.1.pt", "-o", "out.pt2")
     assert run(*line, "--manifest", "m.json", "--dry-run").status == 0
     assert not Path("m.json").exists()

@@ -1,4 +1,4 @@
-"""Expressions as data: JSON there and back, and what no expression is."""
+"""Expressions as data: JSON round trip, and invalid expressions."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def from_json(value: Any) -> ex.Argument:
 
 
 @given(ARGUMENTS)
-def test_json_there_and_back(argument: Any) -> None:
+def test_json_round_trip(argument: Any) -> None:
     text = json.dumps(ex.to_json(argument), allow_nan=False)
     assert repr(from_json(json.loads(text))) == repr(argument)  # repr: nan is not equal to itself
 
 
-NO_EXPRESSIONS: dict[str, Any] = {
-    "an unknown word": {"reference": "a"},
+INVALID: dict[str, Any] = {
+    "an unknown member": {"reference": "a"},
     "a ref to a number": {"ref": 1},
-    "a ref and more": {"ref": "a", "as": "b"},
+    "a ref with another member": {"ref": "a", "as": "b"},
     "an op without a name": {"op": None},
-    "args that are no list": {"op": "aten.t.default", "args": "a"},
-    "kwargs that are no object": {"op": "aten.t.default", "args": [], "kwargs": []},
+    "args that are not a list": {"op": "aten.t.default", "args": "a"},
+    "kwargs that are not an object": {"op": "aten.t.default", "args": [], "kwargs": []},
     "an op and a ref": {"op": "aten.t.default", "ref": "a"},
-    "a float that is none": {"float": "one"},
+    "text that is not a float": {"float": "one"},
     "a float of another type": {"float": [1]},
     "an empty object": {},
     "a set": {1},
@@ -59,10 +59,10 @@ NO_EXPRESSIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", NO_EXPRESSIONS)
-def test_what_is_no_expression(name: str) -> None:
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_expression_is_refused(name: str) -> None:
     with pytest.raises(CkptError, match="not an expression"):
-        from_json(NO_EXPRESSIONS[name])
+        from_json(INVALID[name])
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -82,11 +82,11 @@ def test_nesting_is_bounded() -> None:
 NODE = Op("aten.cat.default", ((Ref("a"), Ref("b")), 0), (("out", Op("opaque", (Ref("a"),))),))
 
 
-def test_refs_come_in_order_with_repeats() -> None:
+def test_refs_are_in_order_with_repeats() -> None:
     assert list(ex.refs(NODE)) == ["a", "b", "a"]
 
 
-def test_opaque_is_found_anywhere() -> None:
+def test_opaque_is_found_at_any_depth() -> None:
     assert ex.is_opaque(NODE)
     assert not ex.is_opaque(Op("aten.cat.default", ((Ref("opaque"), "opaque"), 0)))
 

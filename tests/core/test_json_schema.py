@@ -1,4 +1,4 @@
-"""JSON files that we read: every fault is found at once, each at its JSON path, and nothing half right passes."""
+"""JSON input files: all faults are reported together, each with its JSON path."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ READERS = {"names": (NAMES, lambda value: Names.from_json(value, "f.json")), "pl
 
 
 def changed(value: Any, path: str, new: Any) -> Any:
-    """A copy in which what stands at `path` is `new`."""
+    """Return a copy in which the value at `path` is `new`."""
     found = copy.deepcopy(value)
     place = found
     *steps, last = [int(step) if step.isdigit() else step for step in path.split(".")]
@@ -77,19 +77,19 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
         "no",
         "'no' is not true or false @ $.runtime[0].persistent",
     ),
-    "another kind": (
+    "an unknown kind": (
         "names",
         "runtime.0.kind",
         "tensor",
         "'tensor' is not 'parameter' or 'buffer' @ $.runtime[0].kind",
     ),
-    "an alias of nothing": (
+    "an alias of an unknown name": (
         "names",
         "runtime.0.alias_of",
         "x",
         "'x' is not a name in this file @ $.runtime[0].alias_of",
     ),
-    "a source of nothing": (
+    "a source that is an unknown name": (
         "names",
         "serialized.0.from",
         {"ref": "x"},
@@ -101,7 +101,7 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
     "a version that is a number": ("names", "torch", 2.6, "2.6 is not a string @ $.torch"),
     "a key that is a number": ("plan", "outputs.1.key", 1, "1 is not a string @ $.outputs[1].key"),
     "a literal as a tensor": ("plan", "outputs.0.from", 3, "not an expression @ $.outputs[0].from"),
-    "a part that is none": (
+    "an invalid part of an expression": (
         "plan",
         "outputs.0.from.args.0.1",
         {"rf": "b"},
@@ -113,12 +113,12 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_said_at_its_json_path(name: str) -> None:
-    reader, path, new, said = FAULTS[name]
-    assert problems(reader, changed(READERS[reader][0], path, new)) == [said]
+def test_fault_is_reported_with_its_json_path(name: str) -> None:
+    reader, path, new, expected = FAULTS[name]
+    assert problems(reader, changed(READERS[reader][0], path, new)) == [expected]
 
 
-def test_every_fault_is_said_at_once() -> None:
+def test_all_faults_are_reported_together() -> None:
     value = changed(changed(NAMES, "runtime.0.shape", [-1]), "torch", None)
     del value["load"]
     assert problems("names", value) == [
@@ -128,34 +128,34 @@ def test_every_fault_is_said_at_once() -> None:
     ]
 
 
-def test_a_name_that_stands_twice() -> None:
+def test_repeated_name_is_reported() -> None:
     twice = {**NAMES, "serialized": [*NAMES["serialized"], NAMES["serialized"][0]]}
     first, last = NAMES["serialized"][0]["key"], len(NAMES["serialized"])
     assert problems("names", twice) == [f"'{first}' stands 2 times @ $.serialized[{place}].key" for place in (0, last)]
 
 
-def test_of_very_many_faults_the_first_are_said() -> None:
+def test_only_the_first_100_faults_are_reported() -> None:
     found = problems("plan", {**PLAN, "dropped": [7] * 100_000})
     assert len(found) == 101
     assert found[0] == "7 is not an object @ $.dropped[0]"
     assert "more than 100" in found[-1]
 
 
-def test_a_repeated_member_is_no_json(tmp_path: Path) -> None:
+def test_repeated_member_is_refused(tmp_path: Path) -> None:
     text = json.dumps(PLAN).replace('"dropped":', '"outputs": [], "dropped":')
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(CkptError, match="'outputs' is there twice"):
         read_file(str(tmp_path / "p.json"), "")
 
 
-def test_a_file_that_is_too_long_names_the_limit(tmp_path: Path) -> None:
+def test_file_over_the_size_limit_names_the_limit(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text(json.dumps(PLAN))
     with limited(Limits(json_bytes=100)), pytest.raises(CkptError, match=r"--limit json_bytes=200 raises it"):
         read_file(str(tmp_path / "p.json"), "")
 
 
 def places(value: Any, path: str = "") -> Iterator[str]:
-    """The path of every value in the file."""
+    """Yield the path of every value in the file."""
     for step, inner in (
         value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     ):
@@ -169,7 +169,7 @@ JUNK = st.sampled_from([None, True, -1, 0, 1, 2**70, 1.5, "", "x", [], {}, [1], 
 @pytest.mark.parametrize("reader", READERS)
 @settings(max_examples=150)
 @given(data=st.data())
-def test_junk_anywhere_is_read_as_what_it_is_or_refused_in_words(reader: str, data: st.DataObject) -> None:
+def test_junk_at_any_path_round_trips_or_is_refused(reader: str, data: st.DataObject) -> None:
     value, read = READERS[reader]
     path = data.draw(st.sampled_from(list(places(value))))
     broken = changed(value, path, data.draw(JUNK))
@@ -185,30 +185,30 @@ def test_junk_anywhere_is_read_as_what_it_is_or_refused_in_words(reader: str, da
         assert refused.problems or "schema" in refused.message
 
 
-def test_names_of_a_model_come_back_from_their_file(tmp_path: Path) -> None:
+def test_names_file_round_trip(tmp_path: Path) -> None:
     names = ModelOperand(lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))).names()
     (tmp_path / "n.json").write_text(json.dumps(names.to_json()))
     assert ModelOperand(str(tmp_path / "n.json")).names().to_json() == names.to_json()
 
 
-def test_a_value_of_one_of_two_kinds() -> None:
+def test_nullable_value_of_either_kind() -> None:
     kind = schema.nullable(schema.either(schema.TEXT, schema.TEXTS))
     for value, fits in (("a", True), (["a"], True), (None, True), (5, False), ([5], False)):
         assert kind.fits(value) is fits
         assert (not [*kind.problems(value, None)]) is fits
 
 
-def test_a_member_with_an_odd_name_has_its_path() -> None:
+def test_member_with_a_space_has_a_quoted_path() -> None:
     kind = schema.object_of({"plain": schema.TEXT, "not plain": schema.TEXT})
     found = [problem.key for problem in kind.problems({"plain": 1, "not plain": 1}, None)]
     assert found == ["$.plain", "$['not plain']"]
 
 
-def test_a_group_of_an_optimizer_that_is_not_there(tmp_path: Path) -> None:
-    told = ckpttool.trace("torch.nn:Linear(in_features=2, out_features=2)", optimizer=torch.optim.SGD).to_json()
+def test_unknown_param_group_is_refused(tmp_path: Path) -> None:
+    names_json = ckpttool.trace("torch.nn:Linear(in_features=2, out_features=2)", optimizer=torch.optim.SGD).to_json()
     for group, problems in ((0, []), (1, ["$.optimizer[0].group"]), (7, ["$.optimizer[0].group"])):
-        told["optimizer"][0]["group"] = group
-        (tmp_path / "names.json").write_text(json.dumps(told))
+        names_json["optimizer"][0]["group"] = group
+        (tmp_path / "names.json").write_text(json.dumps(names_json))
         if not problems:
             read_names(str(tmp_path / "names.json"))
             continue

@@ -1,4 +1,4 @@
-"""What an input may cost: it is read soon, in little memory, or refused by a limit that the error names."""
+"""Limits on input: it is read quickly and in little memory, or refused with the name of the limit."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.io.files import opened
 from ckpttool.ruleset.parse import read as read_rules
 
-SOON = 2.0  # seconds
+MAX_SECONDS = 2.0
 NEEDS_HTTP = pytest.mark.skipif(not find_spec("aiohttp"), reason="aiohttp is not installed")
 
 
-def test_a_limit_is_raised_by_its_name() -> None:
+def test_limit_is_raised_by_name() -> None:
     assert raised(["json_bytes=4G", "pickle_marks=7"]) == Limits(json_bytes=4 << 30, pickle_marks=7)
     with limited(Limits(rules_dots=3)):
         assert limits().rules_dots == 3
@@ -35,13 +35,13 @@ def test_a_limit_is_raised_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "json_bytes", "json_bytes=", "json_bytes=-1", "json_bytes=x", "no_limit=3", "=3"])
-def test_what_is_no_limit_is_a_usage_error(text: str) -> None:
+def test_invalid_limit_is_a_usage_error(text: str) -> None:
     with pytest.raises(CkptError, match="not a limit") as refused:
         raised([text])
     assert "json_bytes" in refused.value.hint
 
 
-def test_the_command_line_raises_what_the_error_names(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_limit_named_by_the_error_can_be_raised(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
     line = ["inspect", str(tmp_path / "w.pt")]
     assert main([*line, "--limit", "pickle_opcodes=3"]) == 2
@@ -53,35 +53,33 @@ def test_the_command_line_raises_what_the_error_names(tmp_path: Path, capfd: pyt
 
 
 @pytest.mark.parametrize("command", ["inspect", "diff", "remap"])
-def test_a_pipe_nobody_writes_to_is_not_waited_for(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_pipe_without_a_writer_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str], command: str) -> None:
     os.mkfifo(tmp_path / "w.pt")
     start = time.monotonic()
     rest = {"inspect": [], "diff": [str(tmp_path / "w.pt")], "remap": ["-o", str(tmp_path / "o.pt")]}[command]
     assert main([command, str(tmp_path / "w.pt"), *rest]) == 2
-    assert time.monotonic() - start < SOON
+    assert time.monotonic() - start < MAX_SECONDS
     assert "it is a pipe, not a file" in capfd.readouterr().err
 
 
-def test_a_terminal_is_not_waited_for() -> None:
-    ours, theirs = pty.openpty()
+def test_terminal_is_refused() -> None:
+    master, slave = pty.openpty()
     with pytest.raises(CkptError, match="a terminal or another device"):
-        open_checkpoint(os.ttyname(theirs))
-    os.close(ours)
-    os.close(theirs)
+        open_checkpoint(os.ttyname(slave))
+    os.close(master)
+    os.close(slave)
 
 
-def test_an_endless_device_is_not_read() -> None:
+def test_endless_device_is_refused() -> None:
     with pytest.raises(CkptError, match="another device"):
         open_checkpoint("/dev/zero")
 
 
-def test_a_rules_file_may_come_through_a_pipe(tmp_path: Path) -> None:
+def test_rules_file_may_be_a_pipe(tmp_path: Path) -> None:
     pipe = tmp_path / "rules"
     os.mkfifo(pipe)
     writer = Thread(target=lambda: pipe.write_text("[[rule]]\nrename = 'a => b'\n"))
-    reader = os.open(pipe, os.O_RDWR)  # so that the writer need not wait
+    reader = os.open(pipe, os.O_RDWR)  # so that the writer does not block
     writer.start()
     writer.join()
     with opened(str(pipe), pipes=True) as file:
@@ -99,20 +97,20 @@ DOTTED = {
 
 
 @pytest.mark.parametrize("name", DOTTED)
-def test_dotted_toml_costs_no_time(tmp_path: Path, name: str) -> None:
+def test_deeply_dotted_toml_is_refused_quickly(tmp_path: Path, name: str) -> None:
     (tmp_path / "r.toml").write_text(DOTTED[name])
     start = time.monotonic()
     with pytest.raises(CkptError, match="--limit rules_dots=200"):
         read_rules(str(tmp_path / "r.toml"))
-    assert time.monotonic() - start < SOON
+    assert time.monotonic() - start < MAX_SECONDS
 
 
-def test_the_dots_of_keys_are_not_counted(tmp_path: Path) -> None:
+def test_dots_in_strings_are_not_counted(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(f"[[rule]]\nrename = '{'a.' * 500}a => b'\n")
     assert len(read_rules(str(tmp_path / "r.toml"))) == 1
 
 
-def test_a_rules_file_that_is_too_long(tmp_path: Path) -> None:
+def test_rules_file_over_the_size_limit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_bytes(b"#" * ((1 << 20) + 1))
     with pytest.raises(CkptError, match="--limit rules_bytes=2097152"):
         read_rules(str(tmp_path / "r.toml"))
@@ -120,17 +118,17 @@ def test_a_rules_file_that_is_too_long(tmp_path: Path) -> None:
 
 @contextmanager
 def server(answer: bytes, forever: bytes, closes: bool = True) -> Iterator[str]:
-    """A web server that answers GET with these bytes, and then goes on with others as long as somebody listens."""
+    """Run a web server that answers GET with `answer`, then sends `forever` until the client disconnects."""
     listening = socket.create_server(("127.0.0.1", 0))
     listening.settimeout(0.2)
     stopped: list[bool] = []
 
     def talk(connection: socket.socket) -> None:
         with connection:
-            asked = connection.recv(65536)
+            request = connection.recv(65536)
             head = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\nAccept-Ranges: bytes\r\n\r\n"
-            connection.sendall(head if asked.startswith(b"HEAD") else answer)
-            while not asked.startswith(b"HEAD") and not stopped:
+            connection.sendall(head if request.startswith(b"HEAD") else answer)
+            while not request.startswith(b"HEAD") and not stopped:
                 if forever:
                     connection.sendall(forever)
                 else:
@@ -161,8 +159,8 @@ PARTIAL = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-131071/100000
 
 
 @NEEDS_HTTP
-@pytest.mark.parametrize("head", [PARTIAL, b"HTTP/1.1 200 OK\r\n\r\n"], ids=["of a part", "of the whole"])
-def test_an_answer_without_end_is_not_collected(head: bytes) -> None:
+@pytest.mark.parametrize("head", [PARTIAL, b"HTTP/1.1 200 OK\r\n\r\n"], ids=["partial response", "full response"])
+def test_endless_response_is_refused(head: bytes) -> None:
     tracemalloc.start()
     with (
         server(head, b"\0" * 65536) as url,
@@ -174,10 +172,10 @@ def test_an_answer_without_end_is_not_collected(head: bytes) -> None:
 
 
 @NEEDS_HTTP
-def test_a_server_that_falls_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpttool.io.remote._SLOWEST", 1e6)  # bytes a second, which come on top
+def test_silent_server_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpttool.io.remote._SLOWEST", 1e6)  # bytes per second; adds no time to the limit
     start = time.monotonic()
     quick = Limits(remote_seconds=1)
     with limited(quick), server(PARTIAL, b"") as url, pytest.raises(CkptError, match="--limit remote_seconds=2"):
         open_checkpoint(url)
-    assert time.monotonic() - start < 3 + SOON
+    assert time.monotonic() - start < 3 + MAX_SECONDS

@@ -1,4 +1,4 @@
-"""Plans as data: what makes one unfit, JSON there and back, and how `_metadata` follows renames."""
+"""Plans as data: checks against a checkpoint, JSON round trip, composition, and renames in `_metadata`."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def problems(plan: Plan, source: Checkpoint) -> list[str]:
     return sorted(map(str, plan.check(source)))
 
 
-def test_a_plan_that_uses_or_drops_everything_fits() -> None:
+def test_plan_that_uses_or_drops_every_key_is_valid() -> None:
     assert problems(renames({"a": "x", "extra": "extra"}, ("b",)), checkpoint("a", "b")) == []
 
 
-def test_swapped_names_are_no_collision() -> None:
+def test_swapped_names_do_not_collide() -> None:
     assert problems(renames({"a": "b", "b": "a", "extra": "extra"}), checkpoint("a", "b")) == []
 
 
-def test_one_tensor_may_be_written_twice() -> None:
+def test_tensor_may_be_written_under_two_keys() -> None:
     plan = Plan((Output("", "x", Ref("a")), Output("", "y", Ref("a"))), (Dropped("", "extra", ""),))
     assert problems(plan, checkpoint("a")) == []
 
 
-def test_every_problem_is_named_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     plan = renames({"a": "x", "b": "x", "nowhere": "y"}, ("gone",))
     opaque = Plan((*plan.outputs, Output("", "z", Op("opaque", (Ref("a"),)))), plan.dropped)
     assert problems(opaque, checkpoint("a", "b", "c")) == [
@@ -65,12 +65,12 @@ def test_every_problem_is_named_at_once() -> None:
     ]
 
 
-def test_a_plan_for_another_section() -> None:
+def test_missing_section_is_reported() -> None:
     plan = Plan((Output("model", "x", Ref("a")),))
     assert problems(plan, checkpoint("a")) == ["the plan rewrites a section that the checkpoint has not @ model"]
 
 
-def test_sections_that_the_plan_does_not_name_are_left_alone() -> None:
+def test_sections_not_in_the_plan_are_unchanged() -> None:
     assert problems(Plan(), checkpoint("a")) == []
 
 
@@ -81,18 +81,18 @@ PLAN = Plan(
 )
 
 
-def test_json_there_and_back() -> None:
+def test_json_round_trip() -> None:
     assert Plan.from_json(json.loads(json.dumps(PLAN.to_json()))) == PLAN
 
 
-def test_what_a_plan_has_nothing_of_is_not_written() -> None:
+def test_empty_parts_of_a_plan_are_not_written() -> None:
     assert Plan().to_json() == {"schema": SCHEMA, "outputs": [], "dropped": []}
     assert PLAN.to_json().keys() == {"schema", "outputs", "dropped", "modules"}
     assert Plan.from_json(Plan().to_json()) == Plan()
 
 
-def test_which_keys_a_run_of_code_computes() -> None:
-    """By its section and its way; what is only renamed is none."""
+def test_keys_computed_by_model_code_are_listed_by_run() -> None:
+    """Runs differ in section and way; renamed keys are not listed."""
     calls = {way: Op(way, ("w",)) for way in BY_CODE}
     outputs = [Output(path, f"{path}.{way}", call) for path in "ab" for way, call in calls.items()]
     mixed = Output("a", "mixed", Op("aten.cat.default", (tuple(calls.values()),)))
@@ -106,62 +106,62 @@ def test_which_keys_a_run_of_code_computes() -> None:
         assert missing == found[place]
 
 
-# Two plans as one
+# Composition
 
 
-def drawn(chance: random.Random, keys: Sequence[str]) -> Plan:
-    """Each key under another name, joined with others, under two names, or dropped."""
+def random_plan(chance: random.Random, keys: Sequence[str]) -> Plan:
+    """Return a plan that renames, concatenates, duplicates or drops each key."""
     outputs, dropped, at = [], [], 0
-    left = chance.sample(keys, len(keys))
-    while left:
-        parts = [left.pop() for _ in range(min(len(left), chance.choice([1, 1, 1, 2])))]
+    remaining = chance.sample(keys, len(keys))
+    while remaining:
+        parts = [remaining.pop() for _ in range(min(len(remaining), chance.choice([1, 1, 1, 2])))]
         if chance.random() < 0.25:
             dropped += [Dropped("", key, f"{key} is not wanted") for key in parts]
         else:
-            made: Expression = Op("aten.cat.default", (tuple(map(Ref, parts)),)) if len(parts) > 1 else Ref(parts[0])
+            source: Expression = Op("aten.cat.default", (tuple(map(Ref, parts)),)) if len(parts) > 1 else Ref(parts[0])
             for _ in range(chance.choice([1, 1, 2])):
-                outputs.append(Output("", f"k{at}", made))
+                outputs.append(Output("", f"k{at}", source))
                 at += 1
     return Plan(tuple(outputs), tuple(dropped))
 
 
-def test_one_plan_does_what_two_do_one_after_the_other() -> None:
+def test_composed_plan_equals_two_plans_in_sequence() -> None:
     for seed in range(200):
         chance = random.Random(seed)
         source = section_of({key: torch.arange(2) + 2 * at for at, key in enumerate("abcdef")})
         whole = Checkpoint("no file", "torch_zip", 0, (source,))
-        first = drawn(chance, list("abcdef"))
+        first = random_plan(chance, list("abcdef"))
         between = apply(first, whole)
-        second = drawn(chance, between.section("").keys) if first.outputs else Plan()
+        second = random_plan(chance, between.section("").keys) if first.outputs else Plan()
         both = compose(first, second)
         assert both.check(whole) == [], seed
-        wanted, found = apply(second, between) if second.sections else between, apply(both, whole)
-        assert values(found) == values(wanted), seed
-        gone = {drop.key: drop.reason for drop in both.dropped}
+        expected, actual = apply(second, between) if second.sections else between, apply(both, whole)
+        assert values(actual) == values(expected), seed
+        dropped = {drop.key: drop.reason for drop in both.dropped}
         used = {key for output in both.outputs for key in refs(output.source)}
-        assert used.isdisjoint(gone)
-        assert {drop.key: drop.reason for drop in first.dropped}.items() <= gone.items()
+        assert used.isdisjoint(dropped)
+        assert {drop.key: drop.reason for drop in first.dropped}.items() <= dropped.items()
 
 
 def values(found: Checkpoint) -> dict[str, list[int]]:
     return {entry.key: load(entry).tolist() for entry in found.section("").tensors}
 
 
-def test_values_of_nothing_are_named_where_they_collide() -> None:
-    made = (Output("", "x", Op("aten.zeros.default", ((2,),))), Output("", "x", Ref("a")))
-    assert problems(Plan(made, (Dropped("", "extra", "because"),)), checkpoint("a")) == [
+def test_colliding_constant_is_named() -> None:
+    outputs = (Output("", "x", Op("aten.zeros.default", ((2,),))), Output("", "x", Ref("a")))
+    assert problems(Plan(outputs, (Dropped("", "extra", "because"),)), checkpoint("a")) == [
         "2 sources would be written to one key (a constant, a) @ x"
     ]
 
 
-def test_a_module_that_is_renamed_back_is_not() -> None:
+def test_module_renamed_back_keeps_only_the_last_rename() -> None:
     there, back, other = ModuleRename("", "a", "b"), ModuleRename("", "b", "a"), ModuleRename("", "a", "c")
     assert in_turn([there], [back]) == (back,)
     assert in_turn([there], [other]) == (there,)
     assert in_turn([], [other]) == (other,)
 
 
-def test_modules_are_renamed_in_turn() -> None:
+def test_module_renames_are_chained() -> None:
     first = [ModuleRename("m", "a", "b"), ModuleRename("m", "c", "d"), ModuleRename("n", "a", "x")]
     second = [ModuleRename("m", "b", "z"), ModuleRename("m", "d", "c"), ModuleRename("m", "e", "f")]
     assert in_turn(first, second) == (
@@ -183,7 +183,7 @@ HOSTILE: dict[str, Any] = {
     "an output that is a number": broken(outputs=[1]),
     "a key that is a number": broken(outputs=[{"section": "", "key": 1, "from": {"ref": "a"}}]),
     "a literal as a tensor": broken(outputs=[{"section": "", "key": "x", "from": 1}]),
-    "a float that is none": broken(outputs=[{"section": "", "key": "x", "from": {"float": "x"}}]),
+    "text that is not a float": broken(outputs=[{"section": "", "key": "x", "from": {"float": "x"}}]),
     "an unknown expression": broken(outputs=[{"section": "", "key": "x", "from": {"eval": "1"}}]),
     "a drop without a reason": broken(dropped=[{"section": "", "key": "x"}]),
     "modules that are a number": broken(modules=3),
@@ -192,38 +192,38 @@ HOSTILE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_plans_are_refused_in_words(name: str) -> None:
+def test_invalid_plan_is_refused(name: str) -> None:
     with pytest.raises(CkptError):
         Plan.from_json(HOSTILE[name], "plan.json")
 
 
-def moved(model: nn.Module, renamed: dict[str, str]) -> dict[str, str]:
-    """The module paths of the model's `_metadata` that move, by `module_renames`."""
+def module_moves(model: nn.Module, renamed: dict[str, str]) -> dict[str, str]:
+    """Return the renamed module paths in the model's `_metadata`."""
     state: Any = model.state_dict()
     keys = {key: renamed.get(key, key) for key in state}
     return {m.old: m.new for m in module_renames("", state._metadata, keys)}
 
 
-def test_modules_follow_a_prefix() -> None:
+def test_prefix_renames_all_modules() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.BatchNorm1d(1)))
     renamed = {key: f"module.{key}" for key in model.state_dict()}
-    assert moved(model, renamed) == {"": "module", "0": "module.0", "1": "module.1", "1.0": "module.1.0"}
+    assert module_moves(model, renamed) == {"": "module", "0": "module.0", "1": "module.1", "1.0": "module.1.0"}
 
 
-def test_modules_follow_their_own_tensors_only() -> None:
+def test_module_is_renamed_only_with_its_own_tensors() -> None:
     model = nn.ModuleDict({"a": nn.BatchNorm1d(1), "b": nn.BatchNorm1d(1)})
-    assert moved(model, {key: key.replace("a.", "x.y.") for key in model.state_dict()}) == {"a": "x.y"}
+    assert module_moves(model, {key: key.replace("a.", "x.y.") for key in model.state_dict()}) == {"a": "x.y"}
 
 
-def test_a_module_without_tensors_follows_its_parent() -> None:
+def test_module_without_tensors_is_renamed_with_its_parent() -> None:
     model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(1, 1), nn.ReLU())})
-    assert moved(model, {key: key.replace("a.", "b.") for key in model.state_dict()}) == {
+    assert module_moves(model, {key: key.replace("a.", "b.") for key in model.state_dict()}) == {
         "a": "b", "a.0": "b.0", "a.1": "b.1"
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("path", ["a", "b"])
-def test_modules_move_in_their_own_section_alone(path: str) -> None:
+def test_module_rename_applies_only_to_its_section(path: str) -> None:
     sections = tuple(
         Section(name, "state_dict", (entry("old.w"),), modules={"": {}, "old": {"version": 1}}) for name in ("a", "b")
     )
@@ -231,9 +231,9 @@ def test_modules_move_in_their_own_section_alone(path: str) -> None:
     done = apply(
         Plan(outputs, (), (ModuleRename(path, "old", "new"),)), Checkpoint("no file", "torch_zip", 0, sections)
     )
-    moved = [section.path for section in done.sections if "new" in (section.modules or {})]
-    assert moved == [path]
+    sections_with_new = [section.path for section in done.sections if "new" in (section.modules or {})]
+    assert sections_with_new == [path]
 
 
-def test_nothing_moves_where_nothing_is_renamed() -> None:
-    assert moved(nn.Sequential(nn.Linear(1, 1)), {}) == {}
+def test_modules_are_not_renamed_without_renamed_keys() -> None:
+    assert module_moves(nn.Sequential(nn.Linear(1, 1)), {}) == {}

@@ -1,4 +1,4 @@
-"""Values behave as the dataclasses that they are for mypy."""
+"""The `dataclass` replacement behaves like `dataclasses.dataclass`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpttool.core.values import dataclass
 
 
 def _fields(make: Any) -> Any:
-    """A class of two fields and some that are not compared, made by the one way or the other."""
+    """Return a class with two compared and two other fields, made by the given decorator."""
 
     @make(frozen=True, slots=True)
     class Value:
@@ -26,55 +26,55 @@ def _fields(make: Any) -> Any:
     return Value
 
 
-OURS, THEIRS = _fields(dataclass), _fields(dataclasses.dataclass)
+REPLACEMENT, STANDARD = _fields(dataclass), _fields(dataclasses.dataclass)
 ARGUMENTS = [("a",), ("a", ()), ("a", (1,)), ("b", (1,)), ("a", (), {"x": 1}), ("a", (), {}, 3)]
 
 
 @pytest.mark.parametrize("one", ARGUMENTS)
 @pytest.mark.parametrize("other", ARGUMENTS)
-def test_what_is_equal(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
-    assert (OURS(*one) == OURS(*other)) is (THEIRS(*one) == THEIRS(*other))
-    assert (hash(OURS(*one)) == hash(OURS(*other))) is (hash(THEIRS(*one)) == hash(THEIRS(*other)))
-    assert OURS(*one) != THEIRS(*one)
-    assert OURS(*one) != one
+def test_equality_and_hash(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+    assert (REPLACEMENT(*one) == REPLACEMENT(*other)) is (STANDARD(*one) == STANDARD(*other))
+    assert (hash(REPLACEMENT(*one)) == hash(REPLACEMENT(*other))) is (hash(STANDARD(*one)) == hash(STANDARD(*other)))
+    assert REPLACEMENT(*one) != STANDARD(*one)
+    assert REPLACEMENT(*one) != one
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS)
-def test_how_it_is_shown(arguments: tuple[Any, ...]) -> None:
-    assert repr(OURS(*arguments)) == repr(THEIRS(*arguments))
+def test_repr(arguments: tuple[Any, ...]) -> None:
+    assert repr(REPLACEMENT(*arguments)) == repr(STANDARD(*arguments))
 
 
-def test_its_fields() -> None:
-    assert [field.name for field in dataclasses.fields(OURS)] == ["name", "parts", "about", "secret"]
-    assert dataclasses.replace(OURS("a"), parts=(2,)) == OURS("a", (2,))
-    assert dataclasses.asdict(OURS("a")) == dataclasses.asdict(THEIRS("a"))
-    assert OURS.__slots__ == ("name", "parts", "about", "secret")
-    assert OURS.__match_args__ == THEIRS.__match_args__
-    assert OURS("a").about is not OURS("a").about
+def test_fields() -> None:
+    assert [field.name for field in dataclasses.fields(REPLACEMENT)] == ["name", "parts", "about", "secret"]
+    assert dataclasses.replace(REPLACEMENT("a"), parts=(2,)) == REPLACEMENT("a", (2,))
+    assert dataclasses.asdict(REPLACEMENT("a")) == dataclasses.asdict(STANDARD("a"))
+    assert REPLACEMENT.__slots__ == ("name", "parts", "about", "secret")
+    assert REPLACEMENT.__match_args__ == STANDARD.__match_args__
+    assert REPLACEMENT("a").about is not REPLACEMENT("a").about
 
 
 @dataclass(frozen=True)
 class Base:
-    """What is sent to other ranks lies at the top of its module."""
+    """Defined at module level, since it is pickled."""
 
     name: str
 
     @cached_property
     def long(self) -> int:
-        """The characters of the name."""
+        """Return the length of the name."""
         return len(self.name)
 
 
 @dataclass(frozen=True)
 class Derived(Base):
-    """One more field, without which it compares as its base does not."""
+    """Adds a field; never equal to an instance of its base."""
 
     number: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Given by name alone."""
+    """Has only keyword arguments."""
 
     depth: int = 0
     name: str
@@ -82,24 +82,24 @@ class Options:
 
 @dataclass(slots=True)
 class Tally:
-    """What counts, and has no hash."""
+    """Mutable, so it is not hashable."""
 
     count: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """Equal to itself alone."""
+    """Compared by identity."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """No field at all."""
+    """Has no fields."""
 
 
-def test_kinds_of_values() -> None:
+def test_options_of_the_decorator() -> None:
     assert Derived("a", 1) == Derived("a", 1) != Derived("a", 2)
     assert Derived("a") != Base("a")
     assert Derived("abc").long == 3
@@ -117,7 +117,7 @@ def test_kinds_of_values() -> None:
     assert hash(Nothing()) == hash(Nothing())
 
 
-def test_a_hash_of_its_own() -> None:
+def test_custom_hash_is_kept() -> None:
     @dataclass(frozen=True, slots=True)
     class Held:
         parts: list[int]
@@ -129,7 +129,7 @@ def test_a_hash_of_its_own() -> None:
     assert Held([1]) == Held([1]) != Held([2])
 
 
-def test_what_a_class_says_itself_is_kept() -> None:
+def test_custom_methods_are_kept() -> None:
     @dataclass(frozen=True, slots=True)
     class Loud:
         name: str

@@ -1,4 +1,4 @@
-"""The table of alternatives in docs/troubleshooting.md: what each of them loses, and what ckpttool does instead."""
+"""The table of alternatives in docs/troubleshooting.md: what each of them loses, and the result of ckpttool."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build() -> nn.Module:
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> State:
-    """The state dict of a model that was saved in DDP as ddp.pt."""
+    """Save a model wrapped in DDP as ddp.pt, and return its state_dict without the wrapper."""
     monkeypatch.chdir(tmp_path)
     state = build().state_dict()
     torch.save({f"module.{key}": value for key, value in state.items()}, "ddp.pt")
@@ -48,8 +48,8 @@ def same(left: State, right: State) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
-def remapped(source: str, state: State, out: str = "plain.safetensors") -> None:
-    """ckpttool makes a checkpoint of it that the model loads strictly, with the right values."""
+def check_remap(source: str, state: State, out: str = "plain.safetensors") -> None:
+    """Check that ckpttool writes a checkpoint with the right values that the model loads strictly."""
     ckpttool.remap(source, out, model=build, to="serialized")
     assert same(load_file(out), state)
     assert ckpttool.diff(out, model=build).identical
@@ -61,10 +61,10 @@ def test_strict_false_loads_nothing(state: State) -> None:
     fresh.load_state_dict(torch.load("ddp.pt"), strict=False)
     assert same(fresh.state_dict(), before)
     assert not ckpttool.diff("ddp.pt", model=build).identical
-    remapped("ddp.pt", state)
+    check_remap("ddp.pt", state)
 
 
-def test_replace_also_changes_the_models_own_names(state: State) -> None:
+def test_replace_also_changes_names_of_the_model(state: State) -> None:
     replaced = {key.replace("module.", ""): value for key, value in torch.load("ddp.pt").items()}
     assert set(replaced) != set(state)
 
@@ -73,10 +73,10 @@ def test_format_utils_keep_the_names(state: State) -> None:
     torch_save_to_dcp("ddp.pt", "ddp-dcp")
     dcp_to_torch_save("ddp-dcp", "back.pt")
     assert set(torch.load("back.pt")) == set(torch.load("ddp.pt"))
-    remapped("ddp-dcp", state)
+    check_remap("ddp-dcp", state)
 
 
-def test_merge_weights_unties_and_fails_with_an_optimizer(state: State) -> None:
+def test_merge_weights_unties_weights_and_fails_with_an_optimizer(state: State) -> None:
     merge = pytest.importorskip("accelerate.utils").merge_fsdp_weights
     tied = {"0.weight": torch.ones(8, 4)}
     tied["1.weight"] = tied["0.weight"]
@@ -90,12 +90,12 @@ def test_merge_weights_unties_and_fails_with_an_optimizer(state: State) -> None:
     assert len(load_file("tied-merged/model.safetensors")) == 2
     with pytest.raises(ValueError, match=r"expected torch\.Tensor"):
         merge("both", "both-merged")
-    remapped("fsdp", state)
+    check_remap("fsdp", state)
     ckpttool.remap("both::model", "both.safetensors")
     assert same(load_file("both.safetensors"), state)
 
 
-def test_consolidate_leaves_out_what_is_not_listed(state: State) -> None:
+def test_consolidate_drops_keys_that_are_not_listed(state: State) -> None:
     needs_torch("2.8", "HuggingFaceStorageWriter")
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
     from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
@@ -109,9 +109,9 @@ def test_consolidate_leaves_out_what_is_not_listed(state: State) -> None:
     os.makedirs("complete")
     consolidate_safetensors_files("shards", "complete", dict.fromkeys(torch.load("ddp.pt"), 1))
     ckpttool.convert("shards", "ours.safetensors")
-    theirs = tensor_bytes(Path("complete/model-00001-of-00001.safetensors"))
-    assert tensor_bytes(Path("ours.safetensors")) == theirs
-    remapped("shards", state)
+    expected = tensor_bytes(Path("complete/model-00001-of-00001.safetensors"))
+    assert tensor_bytes(Path("ours.safetensors")) == expected
+    check_remap("shards", state)
     lost = ckpttool.diff("consolidated", "plain.safetensors")
     assert [entry.right for entry in lost.entries if entry.status == "missing"] == [("1.bias",)]
 

@@ -1,4 +1,4 @@
-"""`make evidence` writes what the runs reported, and nothing else, in a small repository."""
+"""`make evidence` writes only the results of its runs; tried in a small repository."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_pair(seed, record_property):
     assert seed != int(os.environ.get("BROKEN", -1))
 
 def test_other():
-    pytest.skip("no GPU: none is here")
+    pytest.skip("needs a GPU")
 """
 
 
@@ -64,7 +64,7 @@ def row(repository: Path, run: str) -> list[str]:
     return line.strip("| ").split(" | ")[2:7]
 
 
-def test_a_run_writes_its_own_row(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_updates_only_its_row(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = head(repository)
     before = (repository / PAGE).read_text()
     done = evidence(repository, "pairs")
@@ -83,7 +83,7 @@ def test_a_run_writes_its_own_row(repository: Path, monkeypatch: pytest.MonkeyPa
     assert row(repository, "pairs")[4] == first
 
 
-def test_a_command_that_fails_without_a_result_is_a_failure(repository: Path) -> None:
+def test_failed_command_without_a_result_counts_as_a_failure(repository: Path) -> None:
     for _ in range(2):  # this Makefile has no such target
         done = evidence(repository, "faults")
         assert done.returncode == 1
@@ -92,7 +92,7 @@ def test_a_command_that_fails_without_a_result_is_a_failure(repository: Path) ->
     assert row(repository, "faults")[:2] == ["0", "1: `exit status 2`"]
 
 
-def test_a_changed_tree_and_an_unknown_run_are_refused(repository: Path) -> None:
+def test_modified_tree_and_unknown_run_are_refused(repository: Path) -> None:
     page = (repository / PAGE).read_text()
     assert "no such run: pears" in evidence(repository, "pears").stderr
     (repository / "test_it.py").write_text("")

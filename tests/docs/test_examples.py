@@ -1,4 +1,4 @@
-"""The Python in the documentation runs, each page from its first line to its last in an empty folder."""
+"""Run the Python code of each documentation page, from top to bottom, in an empty folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGES = {"live.md": DOCS / "live.md", "api.md": DOCS / "api.md", "README.md": RO
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_examples_of_the_page_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_the_page_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", PAGES[name].read_text(), re.MULTILINE | re.DOTALL)
     assert blocks

@@ -1,6 +1,6 @@
-"""docs/formats.md says what the code's own table of formats says, and what each format does when it is tried.
+"""The table in docs/formats.md agrees with the table in the code and with a trial of each format.
 
-`UPDATE_DOCS=1` writes the table anew.
+`UPDATE_DOCS=1` rewrites the table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INDEX = "model.{}.index.json"
 
 
 class Net(torch.nn.Module):
-    """The model of that state dict."""
+    """The model of `STATE`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Net(torch.nn.Module):
 
 
 def _sharded(kind: str, run: Run, folder: Path) -> Path:
-    """What the tool shards, which `tests/formats` holds against the libraries."""
+    """Write shards with ckpttool; `tests/formats` compares them with those of the libraries."""
     save_file(STATE, folder / "whole.safetensors")
     out = folder / "shards" / INDEX.format(kind)
     out.parent.mkdir()
@@ -61,7 +61,7 @@ def _dcp(run: Run, folder: Path) -> Path:
 
 
 def _accelerate(run: Run, folder: Path) -> Path:
-    """As accelerate saves it, whose own folders are in tests/formats/test_accelerate.py."""
+    """Write a folder like accelerate's; tests/formats/test_accelerate.py uses real ones."""
     dcp.save({"model": STATE}, checkpoint_id=folder / "run" / "pytorch_model_fsdp_0")
     optimizer = {"state": {"up.weight": {"step": torch.ones(())}}, "param_groups": [{"params": ["up.weight"]}]}
     dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "run" / "optimizer_0")
@@ -92,12 +92,12 @@ SAMPLES: dict[str, Callable[[Run, Path], Path]] = {
     "accelerate": _accelerate,
     "dcp": _dcp,
 }
-RENAMED = ("--rule", r"re:(.*) => m.\1")  # a remap that changes nothing is refused
+RENAMED = ("--rule", r"re:(.*) => m.\1")  # a remap without changes is refused
 HEADS = ("format", "in JSON", "on disk", "remap from", "written", "in place", "by torchrun")
 
 
-def is_written(row: Format, ending: str, run: Run, folder: Path) -> tuple[Path, tuple[object, ...]] | None:
-    """An output of that ending, with the command that wrote it, where it is a file or a folder of the format."""
+def write_output(row: Format, ending: str, run: Run, folder: Path) -> tuple[Path, tuple[object, ...]] | None:
+    """Write an output with this ending; return it and the command if it has the format, else None."""
     index = ending.endswith(".json")
     name = INDEX.format(ending.split(".")[1]) if index else ending if ending == ".metadata" else f"out{ending}"
     out = folder / f"outputs{ending}" / name
@@ -110,9 +110,9 @@ def is_written(row: Format, ending: str, run: Run, folder: Path) -> tuple[Path, 
 
 
 def written(row: Format, sample: Path, run: Run, folder: Path) -> tuple[str, str]:
-    """How an output of the format is asked for, where there is a way, and whether ranks write it together."""
+    """Return how to request an output of the format, and whether ranks can write it together."""
     save_file({key: value.repeat(700) for key, value in STATE.items()}, folder / "plain.safetensors")
-    outputs = [is_written(row, ending, run, folder) for ending in row.endings]
+    outputs = [write_output(row, ending, run, folder) for ending in row.endings]
     if outputs and outputs[0] is not None and all(outputs):
         return " ".join(f"`{ending}`" for ending in row.endings), by_ranks(run, *outputs[0])
     out = folder / f"out{sample.suffix}"
@@ -121,7 +121,7 @@ def written(row: Format, sample: Path, run: Run, folder: Path) -> tuple[str, str
 
 
 def by_ranks(run: Run, alone: Path, command: tuple[object, ...]) -> str:
-    """Whether two ranks write what one process wrote, to the byte; a DCP folder has a file of each, and its tensors."""
+    """Return "yes" if two ranks write the bytes of one process, or a DCP folder with equal tensors, else "no"."""
     folder = alone.parent.with_name(f"{alone.parent.name}-by-ranks")
     folder.mkdir()
     done = run_ranks(folder, 2, *command, "-o", folder / alone.name)
@@ -134,7 +134,7 @@ def by_ranks(run: Run, alone: Path, command: tuple[object, ...]) -> str:
 
 
 def files_in(out: Path) -> dict[str, bytes]:
-    """The bytes of the file, or of every file of the folder that it stands for or completes."""
+    """Return the bytes of the file, or of all files of its folder if it is an index or a folder."""
     folder = out if out.is_dir() else out.parent if out.suffix in (".json", "") else None
     found = [out] if folder is None else sorted(folder.iterdir())
     return {path.name: path.read_bytes() for path in found}
@@ -152,7 +152,7 @@ def by_url(sample: Path, run: Run) -> Done:
 
 
 def cells(row: Format, run: Run, folder: Path) -> list[str]:
-    """The row of the page, as it turns out when each is tried on files of the format."""
+    """Return the row of the page, from trying each operation on a sample of the format."""
     (folder / "in").mkdir()
     sample = SAMPLES[row.name](run, folder / "in")
     listed = run("inspect", sample, "--format", "json")
@@ -167,7 +167,7 @@ def cells(row: Format, run: Run, folder: Path) -> list[str]:
 
 
 def conversion(sample: Path, run: Run, folder: Path) -> str:
-    """Whether a torch file is made of it, and what of the model that takes."""
+    """Return whether the sample can be converted to a torch file, and whether that needs --model."""
     to_torch = ("remap", sample, "-o", folder / "converted.pt", "--verify")
     if run(*to_torch, *RENAMED).status == 0:
         return "yes"
@@ -178,10 +178,10 @@ def line(words: list[str]) -> str:
     return f"| {' | '.join(words)} |\n"
 
 
-def test_the_page_has_the_row_that_comes_out(run: Run, tmp_path: Path) -> None:
+def test_table_of_the_page_equals_the_trials(run: Run, tmp_path: Path) -> None:
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(START)
-    said, _, after = rest.partition(END)
+    shown, _, after = rest.partition(END)
     rows = [list(HEADS), ["---"] * len(HEADS)]
     for row in TABLE:
         (tmp_path / row.name).mkdir()
@@ -189,5 +189,5 @@ def test_the_page_has_the_row_that_comes_out(run: Run, tmp_path: Path) -> None:
     table = "".join(map(line, rows))
     if os.environ.get("UPDATE_DOCS"):
         PAGE.write_text(before + START + table + END + after, encoding="utf-8")
-        said = table
-    assert said == table
+        shown = table
+    assert shown == table

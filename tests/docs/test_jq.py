@@ -1,4 +1,4 @@
-"""The lines for jq on the page about pipelines say what they are said to say."""
+"""The jq commands in docs/ci.md print what their comments say."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def hide(module, state, prefix, _):
 def build():
     return nn.Sequential(Hidden())
 """
-SAID = {
+EXPECTED = {
     "bytes of each top module, the largest first": ["head 16", "body 12"],
     "the commands that fix it": [],
     "hooks that rename keys": ["0.weight is 0.layer.weight: model.py:10"],
@@ -39,7 +39,7 @@ SAID = {
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
 @pytest.mark.parametrize(("about", "line"), LINES, ids=[about for about, _ in LINES])
-def test_the_line_says_it(about: str, line: str, tmp_path: Path) -> None:
+def test_jq_command_prints_what_its_comment_says(about: str, line: str, tmp_path: Path) -> None:
     state = {"body.weight": torch.ones(3), "head.weight": torch.ones(2)}
     torch.save(state, tmp_path / "old.pt")
     torch.save(state | {"head.scale": torch.ones(4, dtype=torch.bfloat16)}, tmp_path / "train.pt")
@@ -48,4 +48,4 @@ def test_the_line_says_it(about: str, line: str, tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", "-c", line], capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PATH": places}
     )
-    assert done.stdout.splitlines() == SAID[about], done.stderr
+    assert done.stdout.splitlines() == EXPECTED[about], done.stderr

@@ -1,6 +1,6 @@
-"""The pages are true: every command line exists, the quickstart runs, and the picture is the demo's output.
+"""The pages are correct: command lines exist, the quickstart runs, and the image shows the output of the demo.
 
-``UPDATE_DOCS=1 make test ARGS=tests/docs/test_pages.py`` writes outputs and the picture again.
+``UPDATE_DOCS=1 make test ARGS=tests/docs/test_pages.py`` rewrites the outputs and the image.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ PLAIN = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1", "PYTHONWARNINGS": "igno
 
 @cache
 def help_of(command: str) -> str:
-    asked = subprocess.run(
+    done = subprocess.run(
         [CKPTTOOL, *([command] if command else []), "--help"], capture_output=True, text=True, env=PLAIN, check=True
     )
-    return asked.stdout
+    return done.stdout
 
 
 @pytest.mark.parametrize("line", command_lines())
@@ -43,12 +43,12 @@ def test_command_line_exists(line: str) -> None:
     assert [option for option in options if option not in listed] == []
 
 
-def test_the_readme_names_every_command() -> None:
+def test_readme_names_every_command() -> None:
     page = (ROOT / "README.md").read_text()
     assert [name for name in COMMANDS if not re.search(rf"`(ckpttool )?{name}\b", page)] == []
 
 
-def test_the_picture_shows_what_the_demo_prints(tmp_path: Path) -> None:
+def test_image_shows_the_output_of_the_demo(tmp_path: Path) -> None:
     needs_torch("2.7", "a tied weight under both names in a program")
     ran = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "demo.py"), str(tmp_path / "demo")],
@@ -64,8 +64,8 @@ def test_the_picture_shows_what_the_demo_prints(tmp_path: Path) -> None:
     assert not re.search(r"(href|src)=|url\((?!#)|@import", RECORDING.read_text())
 
 
-def test_the_quickstart_runs(tmp_path: Path) -> None:
-    """Each command prints the lines that the page shows, and the last one loads the weights."""
+def test_quickstart_runs(tmp_path: Path) -> None:
+    """Each command prints the lines on the page, and the last one loads the weights."""
     needs_torch("2.7", "the layout that is written")
     text = QUICKSTART.read_text(encoding="utf-8")
     ((name, source),) = re.findall(r'^```python title="([^"]*)"\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
@@ -86,7 +86,7 @@ def test_the_quickstart_runs(tmp_path: Path) -> None:
         assert block == new
 
 
-def test_contributing_names_files_that_are_there() -> None:
+def test_contributing_names_existing_files() -> None:
     named = re.findall(r"`((?:ckpttool|tests|docs)/[\w/.-]+)`", (ROOT / "CONTRIBUTING.md").read_text())
     assert named
     assert [path for path in named if not (ROOT / path).exists()] == []

@@ -1,4 +1,4 @@
-"""The pages lead where they say, in the repository and in the site that `make docs` makes of them."""
+"""Links are valid in the repository and on the site that `make docs` builds, and the references are complete."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def hooks() -> ModuleType:
 
 
 def anchors(page: Path) -> set[str]:
-    """Those that GitHub and mkdocs make of the headings."""
+    """Return the anchors that GitHub and mkdocs make for the headings."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_is_valid(page: Path) -> None:
     wrong = []
     for link in LINK.findall(FENCED.sub("", page.read_text(encoding="utf-8"))):
         path, _, anchor = link.partition("#")
@@ -53,17 +53,17 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert wrong == []
 
 
-def test_links_of_the_root_lead_to_pages_of_the_site() -> None:
+def test_links_of_root_pages_are_rewritten_for_the_site() -> None:
     relinked = hooks().relinked
     text = "[a](docs/rules.md#x) [b](CHANGELOG.md) [c](https://x.org/) [d](#h) [e](examples/demo.py) ![f](docs/f.svg)"
-    there = "[a](rules.md#x) [b](changelog.md) [c](https://x.org/) [d](#h) [e](examples/demo.py) ![f](f.svg)"
-    assert relinked(text, "README.md") == there
+    expected = "[a](rules.md#x) [b](changelog.md) [c](https://x.org/) [d](#h) [e](examples/demo.py) ![f](f.svg)"
+    assert relinked(text, "README.md") == expected
     assert (
         relinked("[a](../benchmarks/README.md) [b](rules.md)", "docs/safety.md") == "[a](benchmarks.md) [b](rules.md)"
     )
 
 
-def test_the_references_have_every_command_code_schema_and_name() -> None:
+def test_references_list_every_command_code_schema_and_name() -> None:
     site = hooks()
     assert {f"## ckpttool {name}" for name in COMMANDS} <= set(site.commands().splitlines())
     assert all(f"| `{code}` |" in site.codes() for code in CODES)
@@ -73,7 +73,7 @@ def test_the_references_have_every_command_code_schema_and_name() -> None:
     assert all(f"\n| `{field.name}` |" in site.limits() for field in fields(Limits))
 
 
-def test_what_is_no_module_is_packaged() -> None:
+def test_data_files_are_packaged() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (listed,) = re.findall(r"^\[tool\.setuptools\.package-data\]\nckpttool = \[(.*?)\]", project, re.M | re.S)
     patterns = re.findall(r'"([^"]+)"', listed)
@@ -84,8 +84,8 @@ def test_what_is_no_module_is_packaged() -> None:
     assert all(list(package.glob(pattern)) for pattern in patterns)
 
 
-def test_the_site_asks_the_network_for_nothing(tmp_path: Path) -> None:
-    """Built as `make docs` does; skipped where mkdocs is not installed."""
+def test_site_loads_nothing_from_the_network(tmp_path: Path) -> None:
+    """Build the site like `make docs`; skipped if mkdocs is not installed."""
     pytest.importorskip("material")
     pytest.importorskip("mkdocstrings")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]

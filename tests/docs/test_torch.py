@@ -1,4 +1,4 @@
-"""Which of the documentation's command lines import torch: those that run a model's code, and no others."""
+"""Of the command lines in the documentation, only those that run model code import torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ FILES = ("train", "old", "base", "left", "right", "ours", "theirs", "in", "plain
 WEIGHTS = ("model", "in", "ten", "converted", "tied", "weights", "out")
 
 
-def fill(folder: Path) -> None:
-    """Files under the names that the pages use."""
+def write_files(folder: Path) -> None:
+    """Write files under the names that the pages use."""
     state = {key: torch.ones(shape) for key, shape in MODEL.items()}
     wrapped = {f"module.{key}": value for key, value in state.items()}
     for name in FILES:
@@ -40,10 +40,10 @@ def fill(folder: Path) -> None:
         torch.save(state, folder / f"rank_{rank}.pt")
 
 
-def test_only_what_runs_code_imports_torch(tmp_path: Path) -> None:
+def test_only_commands_that_run_model_code_import_torch(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
-    fill(kept)
+    write_files(kept)
     lines = [
         line.removeprefix("ckpttool").strip() + " --force" * (" -o " in line or "--manifest" in line)
         for line in command_lines("troubleshooting.md")  # run by test_troubleshooting
@@ -57,7 +57,7 @@ def test_only_what_runs_code_imports_torch(tmp_path: Path) -> None:
             found = process.run(line, folder)
             statuses[found.done.status] += 1
             imported += [line] * found.torch
-        # and the counter counts
+        # check that an import is detected
         (kept / "model.py").write_text("import torch\ndef build(): return torch.nn.Linear(3, 2)\n")
         assert process.run("diff --model model.py:build", kept).torch
     assert imported == []

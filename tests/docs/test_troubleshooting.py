@@ -1,6 +1,6 @@
-"""Every entry of docs/troubleshooting.md is true: torch raises its message, and its commands print these lines.
+"""Every entry of docs/troubleshooting.md is correct: torch raises the message, and the commands print the lines.
 
-`UPDATE_DOCS=1 make test ARGS=tests/docs/test_troubleshooting.py` writes the lines again.
+`UPDATE_DOCS=1 make test ARGS=tests/docs/test_troubleshooting.py` rewrites the lines.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _forget(folder: str) -> None:
 
 
 def raised(setup: str) -> str:
-    """What the setup raises, on one line; empty if it raises nothing."""
+    """Return the error that the setup raises, on one line, or an empty string."""
     try:
         getattr(symptoms, setup)()
     except Exception as error:
@@ -56,7 +56,7 @@ def raised(setup: str) -> str:
 
 
 def printed(line: str, run: Run, process: Torchless) -> str:
-    """The command's error, or its reasons and fixes, or its warnings, or its first line."""
+    """Return the error of the command, or its reasons and fixes, or its warnings, or its first line."""
     if may_need_torch(line):
         done = run(*shlex.split(line))
     else:
@@ -65,16 +65,16 @@ def printed(line: str, run: Run, process: Torchless) -> str:
     assert "internal error" not in done.err
     lines = [line for line in f"{done.out}\n{done.err}".splitlines() if line.strip() and not is_echo(line)]
     if not done.err.startswith("error: "):
-        *telling, lines = ([line for line in lines if answer.match(line)] for answer in ANSWERS)
-        lines = telling[0] or telling[1] or lines[:1]
+        *important, lines = ([line for line in lines if answer.match(line)] for answer in ANSWERS)
+        lines = important[0] or important[1] or lines[:1]
     return "".join(f"{line}\n" for line in lines)
 
 
 @pytest.mark.usefixtures("folder")
-def test_the_page_shows_what_happens(run: Run) -> None:
+def test_page_shows_real_messages_and_output(run: Run) -> None:
     pinned = re.findall(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     if torch.__version__.partition("+")[0] not in pinned:
-        pytest.skip(f"the messages are those of torch {', '.join(pinned)}")
+        pytest.skip(f"the page shows the messages of torch {', '.join(pinned)}")
     text = PAGE.read_text(encoding="utf-8")
     entries = list(ENTRY.finditer(text))
     assert len(entries) == len(re.findall("^### ", text, re.M)) >= 20

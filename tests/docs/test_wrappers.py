@@ -1,6 +1,6 @@
-"""The table of wrapped.md is what the real wrappers do, and docs/wrappers.md has some of its rows.
+"""The table in wrapped.md is measured on the real wrappers, and docs/wrappers.md has some of its rows.
 
-Where it changed for a good reason: ``UPDATE_DOCS=1 make test ARGS=tests/docs/test_wrappers.py``.
+If a change is correct, update it with ``UPDATE_DOCS=1 make test ARGS=tests/docs/test_wrappers.py``.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ def row(wrapper: str, cells: Sequence[str]) -> str:
 
 
 def named(names: Iterable[str]) -> str:
-    """The one of the names that is the tensor's, in whatever wrappers."""
+    """Return the name of the tensor among `names`, with its wrapper segments."""
     (found,) = [key for key, name in canonical_keys(names).items() if name == TENSOR]
     return f"`{found}`"
 
 
 def ranks_row(wrapped: Wrapped, form: str) -> str:
-    told = wrapped.names[form]
-    seen = infer(told["keys"]).form
-    canonical = [told["canonical"], canonical_keys(told["keys"]).values()]
+    rank_names = wrapped.names[form]
+    seen = infer(rank_names["keys"]).form
+    canonical = [rank_names["canonical"], canonical_keys(rank_names["keys"]).values()]
     written = torch.load(wrapped.folder / "loads" / f"{filename(form)}.pt")
-    fits = sorted(written) == sorted(told["keys"]) and not wrapped.failures[form]
+    fits = sorted(written) == sorted(rank_names["keys"]) and not wrapped.failures[form]
     assert all(tensors(names) == sorted(PLAIN) for names in canonical)
-    assert (tensors(told["torch"]) == sorted(PLAIN)) == (form not in KEPT_BY_TORCH)
+    assert (tensors(rank_names["torch"]) == sorted(PLAIN)) == (form not in KEPT_BY_TORCH)
     option = f"`--to {shlex.quote(form)}`" if form in CHAINS else "`--like`"
     return row(
         f"`{form}`",
         [
-            named(told["runtime"]),
-            named(told["keys"]),
+            named(rank_names["runtime"]),
+            named(rank_names["keys"]),
             f"`{seen}`" if seen else "plain",
             option if fits else "no",
         ],
@@ -104,7 +104,7 @@ def lightning_row(folder: Path) -> str:
     return row("Lightning, attribute `net`", cells)
 
 
-def test_the_table_is_what_the_real_wrappers_do(wrapped: Wrapped, tmp_path: Path) -> None:
+def test_table_equals_the_names_of_real_wrappers(wrapped: Wrapped, tmp_path: Path) -> None:
     rows = [ranks_row(wrapped, form) for form in CHAINS + BLOCKS]
     table = HEAD + "| --- " * len(COLUMNS) + "|\n" + "".join([*rows, peft_row(tmp_path), lightning_row(tmp_path)])
     intro, _, shown = TABLE.read_text().partition(HEAD)

@@ -1,6 +1,6 @@
-"""Nothing is lost: whatever call fails and whenever the process dies, the output is the old or the new one.
+"""No data is lost: if any call fails or the process dies at any point, the output is the old or the new one.
 
-`make test` takes a few points of each scenario, always the same; `make faults` (CKPTTOOL_FAULTS=all) every one.
+`make test` tries a few fixed points of each scenario; `make faults` (CKPTTOOL_FAULTS=all) tries all.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from fault_driver import Scenario
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
-EVERY = os.environ.get("CKPTTOOL_FAULTS") == "all"
-POINTS = None if EVERY else 1  # of each mode
+ALL_POINTS = os.environ.get("CKPTTOOL_FAULTS") == "all"
+POINTS = None if ALL_POINTS else 1  # per mode
 
 STATE = {
     "a.weight": torch.arange(40_000, dtype=torch.float32),
@@ -41,7 +41,7 @@ RENAME = ("--rule", "a.{x} => z.{x}")
 
 @dataclass(frozen=True)
 class Case:
-    """`make` fills the folder that the line is run in."""
+    """A command line, and the function that writes the files of its folder."""
 
     make: Callable[[Path], object]
     line: str
@@ -150,13 +150,13 @@ RANKS = "remap in.pt --model net.py:build --to fsdp-flat(world_size=2) -o rank_{
 CASES = {
     "safetensors, copied": Case(tensors, "remap in.safetensors -o out.safetensors"),
     "safetensors, over another": Case(tensors_and_out, "remap in.safetensors -o out.safetensors --force"),
-    "safetensors, in place, anew": Case(tensors, "remap in.safetensors --in-place --drop a.bias"),
+    "safetensors, in place, rewritten": Case(tensors, "remap in.safetensors --in-place --drop a.bias"),
     "safetensors, in place": Case(tensors, "remap in.safetensors --in-place", look="in.safetensors", journal=True),
     "safetensors, longer": Case(tensors, LONGER, look="in.safetensors", journal=True),
     "safetensors, undone": Case(edited, "undo in.safetensors", look="in.safetensors", journal=True),
     "safetensors, verified": Case(tensors, "remap in.safetensors -o out.safetensors --verify --no-fsync"),
     "with a report and a plan": Case(tensors, "remap in.safetensors -o o.safetensors --report r.md --save-plan p.json"),
-    "torch zip, in place, anew": Case(zipped_edited, "convert in.pt --in-place"),
+    "torch zip, in place, rewritten": Case(zipped_edited, "convert in.pt --in-place"),
     "torch zip, in place": Case(zipped, "remap in.pt --in-place", look="in.pt", journal=True),
     "torch zip to safetensors": Case(zipped, "remap in.pt::model -o out.safetensors"),
     "torch legacy to torch zip": Case(legacy, "remap in.pt -o out.pt"),
@@ -170,12 +170,12 @@ CASES = {
     ),
     "program, undone": Case(program_edited, "undo tagger-torch-2.9.1.pt2", look="tagger-torch-2.9.1.pt2", journal=True),
     "sharded, copied": Case(sharded, "remap in -o out/"),
-    "sharded, in place, anew": Case(sharded, "remap in --in-place --drop a.bias"),
+    "sharded, in place, rewritten": Case(sharded, "remap in --in-place --drop a.bias"),
     "sharded, in place": Case(sharded, "remap in --in-place", look="in", journal=True),
     "sharded, undone": Case(sharded_edited, "undo in", look="in", journal=True),
     "sharded, over another": Case(sharded_and_out, "remap in -o out --force"),
     "sharded, here": Case(sharded, "remap . --in-place --drop a.bias", "in", ".", journal=True),
-    "sharded afresh, here": Case(sharded, "convert . --in-place --max-shard-size 100KB", "in", ".", journal=True),
+    "sharded again, here": Case(sharded, "convert . --in-place --max-shard-size 100KB", "in", ".", journal=True),
     "to shards": Case(zipped, "convert in.pt::model -o out/ --max-shard-size 100KB"),
     "dcp, copied": Case(distributed, "remap in -o out.dcp"),
     "dcp, in place": Case(distributed, "remap in --in-place"),
@@ -188,7 +188,7 @@ CASES = {
 
 
 def scenario(case: Case, template: Path) -> Scenario:
-    """The case, with all that the driver has to know."""
+    """Return the case as the scenario that the driver needs."""
     case.make(template)
     own = case.torch or not case.line.startswith("remap") or ".pt2" in case.line
     rules = () if own else RENAME
@@ -200,13 +200,13 @@ def scenario(case: Case, template: Path) -> Scenario:
 
 
 @pytest.fixture(scope="module")
-def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process saw that went through the cases whose tests are run."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run the cases of the selected tests in one process, and return its results."""
     tests = [test for test in request.session.items if isinstance(test, pytest.Function)]
-    asked = [test.callspec.params["name"] for test in tests if test.module is request.module]
-    scenarios = {name: asdict(scenario(CASES[name], tmp_path_factory.mktemp("template"))) for name in asked}
-    # in memory where there is such a place, since what is tested is the order of the calls; but only a disk moves data
-    scratch = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) and not EVERY else None))
+    selected = [test.callspec.params["name"] for test in tests if test.module is request.module]
+    scenarios = {name: asdict(scenario(CASES[name], tmp_path_factory.mktemp("template"))) for name in selected}
+    # in memory if possible, since the order of calls is tested; only a disk can move blocks
+    scratch = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) and not ALL_POINTS else None))
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "support" / "fault_driver.py")],
         input=json.dumps({"scenarios": scenarios, "scratch": str(scratch), "points": POINTS}),
@@ -220,10 +220,10 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_output_is_the_old_or_the_new_one(
-    seen: dict[str, Any], name: str, record_property: Callable[[str, object], None]
+def test_output_is_the_old_or_the_new_one(
+    results: dict[str, Any], name: str, record_property: Callable[[str, object], None]
 ) -> None:
-    row = seen[name]
+    row = results[name]
     points = Counter(row["points"])
     for figure, value in {
         "part": name.partition(",")[0],
@@ -236,5 +236,5 @@ def test_the_output_is_the_old_or_the_new_one(
         record_property(figure, value)
     assert row["problems"][:5] == []
     assert points.total() >= 8
-    assert not EVERY or points["EIO"] == len(row["calls"])
+    assert not ALL_POINTS or points["EIO"] == len(row["calls"])
     assert {"rename", "replace", "link", "renameat2"} & set(row["calls"])

@@ -1,6 +1,6 @@
-"""Commands that read never write, whatever a killed edit left: they say which command resolves it.
+"""Reading commands do not write after a killed edit; they name the command that resolves it.
 
-`make test` takes a few kinds of leftovers of each format, `make faults` (CKPTTOOL_FAULTS=all) every one.
+`make test` tries a few kinds of leftovers of each format; `make faults` (CKPTTOOL_FAULTS=all) tries all.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ckpttool.cli.app import main
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
-EVERY = os.environ.get("CKPTTOOL_FAULTS") == "all"
-MOST = None if EVERY else 4  # kinds of leftovers of each format
+ALL_KINDS = os.environ.get("CKPTTOOL_FAULTS") == "all"
+MAX_KINDS = None if ALL_KINDS else 4  # of leftovers per format
 
 STATE = {"a.weight": torch.arange(2_000.0), "a.bias": torch.ones(3), "b.weight": torch.zeros(2, 2)}
 RENAME = ["--rule", "a.{x} => z.{x}"]
@@ -51,7 +51,7 @@ def legacy(work: Path) -> None:
     torch.save(STATE, work / "in.pt", _use_new_zipfile_serialization=False)
 
 
-# Format -> what fills the folder, the line that is killed, the checkpoint that is read then.
+# Format -> function that writes the files, options of the killed command, checkpoint to read afterwards.
 CASES: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "safetensors": (lambda work: save_file(STATE, work / "in.safetensors"), RENAME, "in.safetensors"),
     "safetensors, longer": (lambda work: save_file(STATE, work / "in.safetensors"), LONGER, "in.safetensors"),
@@ -73,34 +73,34 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
 
 
 @pytest.fixture(scope="module")
-def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process saw that went through the cases whose tests are run."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run the cases of the selected tests in one process, and return its results."""
     tests = [test for test in request.session.items if isinstance(test, pytest.Function)]
-    asked = [test.callspec.params["name"] for test in tests if test.module is request.module]
-    beside = tmp_path_factory.mktemp("beside")
-    torch.save({"0.weight": torch.zeros(2, 2), "0.bias": torch.ones(2)}, beside / "other.pt")
-    (beside / "net.py").write_text(
+    selected = [test.callspec.params["name"] for test in tests if test.module is request.module]
+    others = tmp_path_factory.mktemp("others")
+    torch.save({"0.weight": torch.zeros(2, 2), "0.bias": torch.ones(2)}, others / "other.pt")
+    (others / "net.py").write_text(
         "import torch\ndef build():\n    return torch.nn.Sequential(torch.nn.Linear(2, 2))\n"
     )
-    assert main(["trace", f"{beside}/net.py:build", "-o", f"{beside}/names.json"]) == 0
+    assert main(["trace", f"{others}/net.py:build", "-o", f"{others}/names.json"]) == 0
     scenarios = {}
-    for name in map(str, asked):
+    for name in map(str, selected):
         make, words, ckpt = CASES[name]
         template = tmp_path_factory.mktemp("template")
         (template / "work").mkdir()
         make(template / "work")
-        for name_beside in ("other.pt", "names.json"):
-            shutil.copy(beside / name_beside, template)
+        for other_name in ("other.pt", "names.json"):
+            shutil.copy(others / other_name, template)
         line = ["remap" if words else "convert", ckpt, *words, "--in-place"]
         cwd = "."
-        if name.endswith("here"):  # the current folder cannot change places with a new one: a journal says what is done
+        if name.endswith("here"):  # the current folder cannot be exchanged, so a journal is used
             line[1], cwd = ".", ckpt
         scenarios[name] = {"template": str(template), "line": line, "cwd": cwd, "ckpt": ckpt}
-    # in memory where there is such a place, since what is tested is the order of the calls
-    scratch = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) and not EVERY else None))
+    # in memory if possible, since the order of calls is tested
+    scratch = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) and not ALL_KINDS else None))
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "support" / "reader_driver.py")],
-        input=json.dumps({"scenarios": scenarios, "scratch": str(scratch), "most": MOST}),
+        input=json.dumps({"scenarios": scenarios, "scratch": str(scratch), "most": MAX_KINDS}),
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -111,10 +111,10 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_commands_that_read_write_nothing(seen: dict[str, Any], name: str) -> None:
-    row = seen[name]
+def test_reading_commands_do_not_write(results: dict[str, Any], name: str) -> None:
+    row = results[name]
     assert row["problems"][:5] == []
     assert row["kinds"] >= 2
     assert row["runs"] >= 32
-    at_once = name.endswith("copied") or name in ("torch legacy", "dcp")  # one call puts it into its place
-    assert at_once == (row["interrupted"] == 0)
+    is_atomic = name.endswith("copied") or name in ("torch legacy", "dcp")  # replaced by one call
+    assert is_atomic == (row["interrupted"] == 0)

@@ -1,4 +1,4 @@
-"""Outputs behind URLs: each request that changes the store fails once, an upload is ended by a signal."""
+"""Outputs behind URLs: each request that changes the store fails once, and signals end uploads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from remote_servers import s3_server
 
 pytestmark = pytest.mark.skipif(not (find_spec("s3fs") and find_spec("moto")), reason="s3fs or moto is not installed")
 
-EVERY = os.environ.get("CKPTTOOL_FAULTS") == "all"
+ALL_POINTS = os.environ.get("CKPTTOOL_FAULTS") == "all"
 CHANGES = frozenset(
     f"{verb}_{what}"
     for verb, what in [
@@ -42,7 +42,7 @@ RENAME = ["--rule", "a.{x} => z.{x}"]
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The file system of a store with the empty bucket ``bucket``."""
+    """Return the file system of a store with an empty bucket named ``bucket``."""
     import fsspec
 
     with s3_server() as url:
@@ -55,7 +55,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             monkeypatch.setenv(name, value)
         fsspec.filesystem("s3").clear_instance_cache()
         fs = fsspec.filesystem("s3")
-        if fs.exists("bucket"):  # the server keeps its buckets as long as the process lives
+        if fs.exists("bucket"):  # the server keeps its buckets until the process ends
             fs.rm("bucket", recursive=True)
         fs.mkdir("bucket")
         yield fs
@@ -63,7 +63,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 class Failing:
-    """Counts the requests that change the store; number `at` fails, as a store that is overloaded answers."""
+    """Count the requests that change the store; number `at` fails as if the store were overloaded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from fsspec.asyn import sync_wrapper
@@ -88,8 +88,7 @@ def objects(fs: Any) -> dict[str, bytes]:
     return {path: fs.cat_file(path) for path in fs.find("bucket", withdirs=False)}
 
 
-def whole(found: dict[str, bytes]) -> dict[str, bytes]:
-    """Without what is marked as temporary."""
+def without_temporary(found: dict[str, bytes]) -> dict[str, bytes]:
     return {path: data for path, data in found.items() if not any(map(owner_of, path.split("/")))}
 
 
@@ -102,7 +101,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_request_that_fails(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_failed_request_leaves_the_old_or_the_new_output(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     save_file({"a.w": torch.arange(100_000.0), "a.b": torch.ones(70_000)}, "in.safetensors")
     save_file({"old": torch.ones(60_000), "older": torch.ones(60_000)}, "old.safetensors")
@@ -128,12 +129,12 @@ def test_each_request_that_fails(bucket: Any, tmp_path: Path, monkeypatch: pytes
     assert main(line) == 0
     new, count = objects(bucket), failing.seen
     assert count >= 1
-    for at in range(0, count, 1 if EVERY else max(1, count // 2)):
+    for at in range(0, count, 1 if ALL_POINTS else max(1, count // 2)):
         assert start() == old
         failing.at = at
         assert main(line) == 2, at
         failing.at = -1
-        now = whole(objects(bucket))
+        now = without_temporary(objects(bucket))
         marker = "model.safetensors.index.json"
         complete = [path for path in now if path.endswith(marker)] if out.endswith("/") else list(now)
         assert now in (old, new, {}) or not complete, (at, sorted(now))
@@ -143,17 +144,17 @@ def test_each_request_that_fails(bucket: Any, tmp_path: Path, monkeypatch: pytes
             assert main(["inspect", out]) == (2 if unfinished else 0), at
         assert objects(bucket) == left, at
         assert main(["undo", out]) == 0 or not unfinished, at
-        assert whole(objects(bucket)) in (old, new, {}), at
+        assert without_temporary(objects(bucket)) in (old, new, {}), at
         assert main([*line, *([] if "--force" in line else ["--force"])]) == 0, at
         assert objects(bucket) == new, at
         assert not bucket.list_multipart_uploads("bucket")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_an_upload_that_a_signal_ends(bucket: Any, tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_aborts_the_upload(bucket: Any, tmp_path: Path, number: signal.Signals) -> None:
     save_file({"a.w": torch.zeros(25 << 20, dtype=torch.float32)}, tmp_path / "in.safetensors")
     line = [sys.executable, "-m", "ckpttool", "remap", str(tmp_path / "in.safetensors"), *RENAME]
-    for wait in (0.0, 0.1, 0.3, 0.7) if EVERY else (0.05,):
+    for wait in (0.0, 0.1, 0.3, 0.7) if ALL_POINTS else (0.05,):
         process = subprocess.Popen(
             [*line, "-o", "s3://bucket/out.safetensors", "--force"], stderr=subprocess.PIPE, text=True
         )
@@ -162,13 +163,13 @@ def test_an_upload_that_a_signal_ends(bucket: Any, tmp_path: Path, number: signa
             time.sleep(0.01)
         time.sleep(wait)
         process.send_signal(number)
-        said = process.communicate(timeout=60)[1]
-        assert process.returncode in (0, 128 + number), said
+        err = process.communicate(timeout=60)[1]
+        assert process.returncode in (0, 128 + number), err
         assert not bucket.list_multipart_uploads("bucket")
-        assert process.returncode == 0 or "Traceback" not in said
+        assert process.returncode == 0 or "Traceback" not in err
 
 
-def test_what_a_dead_process_left_is_removed_by_the_next_writer(bucket: Any, tmp_path: Path) -> None:
+def test_next_writer_removes_leftovers_of_a_dead_process(bucket: Any, tmp_path: Path) -> None:
     dead = replace(me(), pid=1 << 23)
     left = f"bucket/out/.model.pt.{dead}-00000000.ckpttool.tmp"
     bucket.pipe(f"{left}/new/model.pt", b"half")

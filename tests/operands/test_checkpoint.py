@@ -1,4 +1,4 @@
-"""What an operand names of a checkpoint."""
+"""The state dicts of a checkpoint operand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folder(state: State, path: Path) -> None:
 @pytest.mark.parametrize(
     ("save", "keeps_order"), [(torch.save, True), (legacy, True), (save_file, False), (folder, False)]
 )
-def test_the_order_of_keys_is_that_of_state_dict_or_is_not_said(
+def test_key_order_is_that_of_the_state_dict_or_unknown(
     tmp_path: Path, save: Callable[[State, Path], None], keeps_order: bool
 ) -> None:
     state = {name: torch.ones(2) for name in "zam"}

@@ -1,4 +1,4 @@
-"""What an operand's name says, and what is read off names alone: sections, steps of a run, free names beside a file."""
+"""Names of operands: sections, steps of a run, and unused names for outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpttool.operands.output import free, outputs
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -31,7 +31,7 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("simplecache::s3://b/a.pt::ema", ("simplecache::s3://b/a.pt", "ema")),
     ],
 )
-def test_a_section_of_an_operand(named: str, parts: tuple[str, str | None]) -> None:
+def test_operand_is_split_into_path_and_section(named: str, parts: tuple[str, str | None]) -> None:
     assert split(named) == parts
 
 
@@ -44,7 +44,7 @@ def test_a_section_of_an_operand(named: str, parts: tuple[str, str | None]) -> N
         (["last", "best"], ["last", "best"]),
     ],
 )
-def test_steps_are_in_order_where_numbers_alone_tell_them_apart(named: list[str], order: list[str]) -> None:
+def test_steps_are_sorted_if_only_numbers_differ(named: list[str], order: list[str]) -> None:
     assert in_order(named) == order
 
 
@@ -61,18 +61,18 @@ RUNS = {
         [],
     ),
     "folders": (["run/s-10/a.pt", "run/s-9/a.pt", "run/logs/x.txt", "run/.s-8/a.pt"], ["s-9", "s-10"], []),
-    "folders, and files beside": (
+    "folders and other files": (
         ["run/s-1/a.pt", "run/s-2/.metadata", "run/x.pt", "run/y.pt", "run/optimizer.pt"],
         ["s-1", "s-2"],
         ["x.pt", "y.pt"],
     ),
-    "files, and a folder beside": (["run/s-1/a.pt", "run/x.pt", "run/y.pt"], ["x.pt", "y.pt"], ["s-1"]),
+    "files and another folder": (["run/s-1/a.pt", "run/x.pt", "run/y.pt"], ["x.pt", "y.pt"], ["s-1"]),
     "a folder of folders is a step": (["run/s-1/model/.metadata", "run/s-2/model/.metadata"], ["s-1", "s-2"], []),
 }
 
 
 @pytest.mark.parametrize("case", RUNS)
-def test_the_steps_in_the_folder_of_a_run(case: str) -> None:
+def test_steps_are_found_in_the_folder_of_a_run(case: str) -> None:
     files, steps, others = RUNS[case]
     folder(*files)
     assert steps_in("run") == ([f"run/{name}" for name in steps], others)
@@ -87,7 +87,7 @@ def test_the_steps_in_the_folder_of_a_run(case: str) -> None:
         ["run/notes.txt", "run/logs/x.txt"],
     ],
 )
-def test_what_is_no_folder_of_steps(files: list[str]) -> None:
+def test_folder_without_steps_is_refused(files: list[str]) -> None:
     folder(*files)
     with pytest.raises(CkptError, match="nothing to compare"):
         steps_in("run")
@@ -111,13 +111,13 @@ def test_what_is_no_folder_of_steps(files: list[str]) -> None:
         ("memory://b/train.pt", ["memory://b/train.new.pt"]),
     ],
 )
-def test_names_for_an_output_beside_its_source(source: str, names: list[str]) -> None:
-    for made in ("folder", "saved.dcp"):
-        Path(made).mkdir()
+def test_output_names_are_in_the_folder_of_the_source(source: str, names: list[str]) -> None:
+    for name in ("folder", "saved.dcp"):
+        Path(name).mkdir()
     assert list(outputs(source, "new")) == names
 
 
-def test_a_name_that_is_taken_gets_a_number() -> None:
+def test_existing_name_gets_a_number() -> None:
     folder("train.new.pt", "train.new2.pt")
     os.symlink("nowhere", "train.new3.pt")
     assert free("train", "new", ".pt") == "train.new4.pt"

@@ -1,4 +1,4 @@
-"""What OUT asks for: which files are written, in which format, beside what; and that they hold what was read."""
+"""OUT determines which files are written and in which format; their values equal those of the source."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ckpttool.core.errors import Refused
 ONE, INDEX = ["model.safetensors"], "model.safetensors.index.json"
 TWO = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", INDEX]
 BIN = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"]
-DCP, BESIDE = [".metadata", "__0_0.distcp"], ["config.json", "notes.md"]
+DCP, OTHER_FILES = [".metadata", "__0_0.distcp"], ["config.json", "notes.md"]
 
 
 @pytest.fixture(autouse=True)
 def _sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three kinds of folders with a checkpoint of 48 KiB, two of which have other files beside it; and its files."""
+    """Write a checkpoint of 48 KiB as a file and as folders of several kinds, two of them with other files."""
     monkeypatch.chdir(tmp_path)
     state = {f"l.{i}.weight": torch.full((64, 64), float(i)) for i in range(3)}
     for name in ("hf", "bin", "out/there"):
@@ -50,14 +50,14 @@ def _sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("one.pt", f"there/{INDEX}", "40KB", TWO),
         ("one.pt", "there/.metadata", None, DCP),
         ("hf", "new.pt", None, ["new.pt"]),
-        ("hf", "new", None, [*ONE, *BESIDE]),
-        ("hf", "new/", "40KB", [*TWO, *BESIDE]),
-        ("hf", "new.dcp", None, [*DCP, *BESIDE]),
-        ("hf::", "new/", None, ONE),  # a section has nothing beside it
+        ("hf", "new", None, [*ONE, *OTHER_FILES]),
+        ("hf", "new/", "40KB", [*TWO, *OTHER_FILES]),
+        ("hf", "new.dcp", None, [*DCP, *OTHER_FILES]),
+        ("hf::", "new/", None, ONE),  # the other files do not belong to a section
         ("hf/model.safetensors", "new/", None, ONE),
-        ("bin", "new", None, ["pytorch_model.bin", *BESIDE]),
-        ("bin", "there", "40KB", [*BIN, *BESIDE]),
-        ("bin", f"there/{INDEX}", "40KB", [*TWO, *BESIDE]),
+        ("bin", "new", None, ["pytorch_model.bin", *OTHER_FILES]),
+        ("bin", "there", "40KB", [*BIN, *OTHER_FILES]),
+        ("bin", f"there/{INDEX}", "40KB", [*TWO, *OTHER_FILES]),
         ("shards", "new", None, TWO),
         ("shards", "new.safetensors", None, ["new.safetensors"]),
         ("saved.dcp", "new", None, DCP),
@@ -65,7 +65,7 @@ def _sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("saved.dcp", f"there/{INDEX}", "40KB", TWO),
     ],
 )
-def test_what_out_asks_for_is_written(source: str, out: str, size: str | None, written: list[str]) -> None:
+def test_out_determines_files_and_format(source: str, out: str, size: str | None, written: list[str]) -> None:
     try:
         ckpttool.convert(source, f"out/{out}", max_shard_size=size)
     except Refused as error:  # the same names in the same format
@@ -74,17 +74,17 @@ def test_what_out_asks_for_is_written(source: str, out: str, size: str | None, w
         ckpttool.write(ckpttool.open_checkpoint(source), f"out/{out}", max_shard_size=size)
     assert sorted(path.name for path in Path("out").rglob("*") if path.is_file()) == sorted(written)
     assert ckpttool.diff("one.pt", f"out/{out}", values=True).identical
-    assert all(path.read_text() in ("{}", "what it is") for name in BESIDE for path in Path("out").rglob(name))
+    assert all(path.read_text() in ("{}", "what it is") for name in OTHER_FILES for path in Path("out").rglob(name))
 
 
 @pytest.mark.parametrize("source", ["one.pt", "hf::"])
-def test_a_name_without_an_ending_is_no_folder_for_what_is_none(source: str) -> None:
+def test_out_without_an_ending_is_refused_for_a_file(source: str) -> None:
     with pytest.raises(ckpttool.CkptError, match="no format has the ending"):
         ckpttool.remap(source, "out/new")
 
 
-def test_files_that_are_a_part_of_it_have_no_place_in_a_file() -> None:
-    """Megatron's folders have such beside the tensors."""
+def test_folder_with_other_state_files_needs_a_folder_as_output() -> None:
+    """Megatron folders have such files next to the tensors."""
     torch.save({"iteration": 3}, "saved.dcp/common.pt")
     with pytest.raises(Refused) as refused:
         ckpttool.remap("saved.dcp", "out/new.pt")

@@ -1,4 +1,4 @@
-"""What an operand is not: one error, and a hint that names what it is, or what to write instead."""
+"""Wrong operands: one error, and a hint that says what the operand is or what to write instead."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REFUSED = {
-    # words of the command line: the error, the hint
+    # command line: (error, hint)
     "inspect m.py:build": ("m.py:build is a MODEL, and stands where", "--model m.py:build"),
     "inspect lin.pt::ema": ("lin.pt has no section 'ema'", "its sections are: (root)"),
     "inspect empty.pt::ema": ("empty.pt has no section 'ema'", "its sections are: none"),
@@ -102,7 +102,7 @@ def contents() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_what_it_is_not_is_said_with_what_it_is(run: Run, line: str) -> None:
+def test_wrong_operand_gets_an_error_and_a_hint(run: Run, line: str) -> None:
     if "names.json" in line:
         assert run("trace", "m.py:build", "-o", "names.json").status == 0
     before = contents()
@@ -114,37 +114,37 @@ def test_what_it_is_not_is_said_with_what_it_is(run: Run, line: str) -> None:
     assert contents() == before
 
 
-def test_a_state_dict_that_is_left_is_named_where_it_is_half_the_same(run: Run) -> None:
+def test_unchanged_state_dict_with_half_of_the_names_is_reported(run: Run) -> None:
     weights = {f"layers.{i}.weight": torch.ones(2) for i in range(6)}
     own = {f"own.{i}": torch.ones(3) for i in range(3)}
     parts = {"most": 5, "half": 3, "few": 2, "none": 0}
-    beside = {name: {**dict(list(weights.items())[:count]), **own} for name, count in parts.items()}
-    torch.save({"model": weights, **beside}, "many.pt")
+    others = {name: {**dict(list(weights.items())[:count]), **own} for name, count in parts.items()}
+    torch.save({"model": weights, **others}, "many.pt")
     done = run("remap", "many.pt", "-o", "out.pt", "--rule", "layers.{x*} => blocks.{x*}")
-    left = {line.split()[1] for line in done.err.splitlines() if "stays as it is" in line}
-    assert (done.status, left) == (0, {"most", "half"})
+    reported = {line.split()[1] for line in done.err.splitlines() if "stays as it is" in line}
+    assert (done.status, reported) == (0, {"most", "half"})
     assert "half has 3 of the 6 names of model and stays as it is (--sections 'model,half' takes it too)" in done.err
 
 
-def test_sections_are_taken_once_in_their_order() -> None:
+def test_sections_are_deduplicated_in_order() -> None:
     done = ckpttool.remap("two.pt", sections="b, a,b", rule=["weight => w"], dry_run=True)
     assert done.sections == ("b", "a")
 
 
-def test_what_several_sections_could_be_meant_by_is_asked() -> None:
+def test_ambiguous_model_section_is_refused() -> None:
     entry = TensorEntry("w", "float32", (1,), (1,), 0, None)
-    for paths, meant in ((("a", "x"), None), (("model", "net", "x"), None), (("model", "ema", "x"), "model")):
+    for paths, expected in ((("a", "x"), None), (("model", "net", "x"), None), (("model", "ema", "x"), "model")):
         sections = tuple(Section(path, "state_dict", (replace(entry, key=path),)) for path in paths)
         source = Checkpoint("f.pt", "torch_zip", 0, sections)
-        if meant is not None:
-            assert model_section(source).path == meant
+        if expected is not None:
+            assert model_section(source).path == expected
             continue
         with pytest.raises(CkptError, match="holds several state dicts") as refused:
             model_section(source)
         assert refused.value.hint == f"pick one: f.pt::{paths[0]}"
 
 
-def test_a_file_may_be_called_as_a_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_named_like_a_model_operand_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"w": torch.ones(1)}, "model.py:build")
     assert [entry.key for entry in open_operand("model.py:build").sections[0].tensors] == ["w"]
@@ -152,7 +152,7 @@ def test_a_file_may_be_called_as_a_model_is(tmp_path: Path, monkeypatch: pytest.
         open_operand("model.py:other")
 
 
-def test_a_section_alone_has_its_own_storages_that_are_not_understood(tmp_path: Path) -> None:
+def test_unread_storages_are_listed_by_section(tmp_path: Path) -> None:
     path = str(tmp_path / "a.pt")
     odd = torch.UntypedStorage(range(3))
     torch.save({"model": {"w": torch.ones(1), "x": [odd]}, "ema": {"w": torch.ones(1)}, "more": [odd.clone()]}, path)
@@ -161,7 +161,7 @@ def test_a_section_alone_has_its_own_storages_that_are_not_understood(tmp_path: 
     assert not open_operand(f"{path}::ema").unreached
 
 
-def test_names_do_for_a_model_and_arguments_need_be_no_text(tmp_path: Path) -> None:
+def test_names_object_is_accepted_as_a_model(tmp_path: Path) -> None:
     names = ckpttool.trace(partial(torch.nn.Linear, in_features=2, out_features=3))
     assert [key.shape for key in names.serialized] == [(3, 2), (3,)]
     torch.save(torch.nn.Linear(2, 3).state_dict(), tmp_path / "a.pt")
@@ -172,8 +172,8 @@ def test_names_do_for_a_model_and_arguments_need_be_no_text(tmp_path: Path) -> N
         ckpttool.remap(str(tmp_path / "a.pt"), model=str(tmp_path / "n.json"), to="pretrained")
 
 
-def test_a_names_file_and_a_plan_are_that_in_any_order(run: Run) -> None:
-    """As formatters of JSON leave it."""
+def test_json_files_are_recognized_in_any_member_order(run: Run) -> None:
+    """A JSON formatter may have sorted the members."""
     assert run("trace", "m.py:build", "-o", "names.json").status == 0
     names = json.loads(Path("names.json").read_text())
     Path("sorted.json").write_text(json.dumps(names, sort_keys=True))

@@ -1,4 +1,4 @@
-"""State dicts with dicts inside, as a whole file or under a key: read as what the model loads, oracle torch."""
+"""State dicts that contain dicts, at the top level or under a key, are read as the model loads them."""
 
 from __future__ import annotations
 
@@ -31,61 +31,61 @@ SAVED: dict[str, Callable[[State, Path], None]] = {"zip.pt": torch.save, "legacy
 PLACES: dict[str, Callable[[State], State]] = {
     "root": dict,
     "key": lambda state: {"model": dict(state)},
-    "beside": lambda state: {"epoch": 3, "loss_weight": torch.ones(2), "net_to_train": dict(state)},
+    "with others": lambda state: {"epoch": 3, "loss_weight": torch.ones(2), "net_to_train": dict(state)},
 }
 
 
-def built(name: str, seed: int = 0) -> nn.Module:
+def build(name: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return loading_zoo.ZOO[name]()
 
 
-def held(path: Path, place: str) -> State:
-    """The state dict in the file, as torch reads it."""
+def load_section(path: Path, place: str) -> State:
+    """Return the state_dict in the file as torch loads it."""
     found: State = torch.load(path)
-    return found if place == "root" else found[{"key": "model", "beside": "net_to_train"}[place]]
+    return found if place == "root" else found[{"key": "model", "with others": "net_to_train"}[place]]
 
 
 @pytest.mark.filterwarnings("ignore:.*(TypedStorage|deprecated|no_dist|single process|DCP)")
 @pytest.mark.parametrize("name", FOLDED)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("file", SAVED)
-def test_it_is_whole_where_the_model_says_so(name: str, place: str, file: str, tmp_path: Path) -> None:
-    path, model = tmp_path / file, built(name)
+def test_nested_state_dict_round_trips_with_a_model(name: str, place: str, file: str, tmp_path: Path) -> None:
+    path, model = tmp_path / file, build(name)
     SAVED[file](PLACES[place](model.state_dict()), path)
     operand = f"loading_zoo:{name}"
     assert main(["diff", "--model", operand, str(path)]) == 0
     out, plan = tmp_path / "runtime.pt", tmp_path / "plan.json"
-    words = ["--model", operand, "--verify"]
-    assert main(["remap", str(path), *words, "--to", "runtime", "--save-plan", str(plan), "-o", str(out)]) == 0
+    options = ["--model", operand, "--verify"]
+    assert main(["remap", str(path), *options, "--to", "runtime", "--save-plan", str(plan), "-o", str(out)]) == 0
     torch.testing.assert_close(
-        {key: value for key, value in held(out, place).items() if isinstance(value, torch.Tensor)},
+        {key: value for key, value in load_section(out, place).items() if isinstance(value, torch.Tensor)},
         {key: value.detach() for key, value in model.named_parameters()},
     )
     back = tmp_path / "back.pt"
-    assert main(["remap", str(out), *words, "--to", "serialized", "-o", str(back)]) == 0
-    other = built(name, 1)
-    other.load_state_dict(held(back, place))
+    assert main(["remap", str(out), *options, "--to", "serialized", "-o", str(back)]) == 0
+    other = build(name, 1)
+    other.load_state_dict(load_section(back, place))
     torch.testing.assert_close(other.state_dict(), model.state_dict())
 
 
-def test_a_plan_and_a_path_say_it_too(tmp_path: Path) -> None:
+def test_nested_state_dict_is_kept_by_a_plan_or_a_section(tmp_path: Path) -> None:
     path, out, plan = (tmp_path / name for name in ("a.pt", "b.pt", "plan.json"))
-    torch.save({"net": dict(built("dict_next_to_tensors").state_dict())}, path)
+    torch.save({"net": dict(build("dict_next_to_tensors").state_dict())}, path)
     (section,) = open_checkpoint(f"{path}::net").sections
     assert (section.kind, list(section.by_key())) == ("state_dict", ["weight", "folded"])
     assert main(["remap", f"{path}::net", "--rule", "weight => w", "-o", str(out), "--verify"]) == 0
     assert list(torch.load(out)) == ["w", "folded"]
-    words = ["--model", "loading_zoo:dict_next_to_tensors", "--rule", "weight => w"]
-    assert main(["remap", str(path), *words, "--save-plan", str(plan), "--dry-run"]) == 0
+    options = ["--model", "loading_zoo:dict_next_to_tensors", "--rule", "weight => w"]
+    assert main(["remap", str(path), *options, "--save-plan", str(plan), "--dry-run"]) == 0
     assert main(["remap", str(path), "--rules", str(plan), "-o", str(out), "--force", "--verify"]) == 0
     assert list(torch.load(out)["net"]) == ["w", "folded"]
-    assert main(["remap", str(path), *words, "--in-place", "--verify"]) == 0
+    assert main(["remap", str(path), *options, "--in-place", "--verify"]) == 0
     assert list(torch.load(path)["net"]) == ["w", "folded"]
 
 
-def test_a_tensor_beside_a_section_makes_no_state_dict(tmp_path: Path) -> None:
-    """Also where the model has a name that stands beside the section."""
+def test_tensor_next_to_a_section_is_not_a_state_dict(tmp_path: Path) -> None:
+    """This holds even if the tensor has the name of a parameter."""
     torch.save({"model": dict(nn.Linear(2, 2).state_dict()), "bias": torch.ones(2)}, tmp_path / "a.pt")
-    words = ["diff", "--model", "torch.nn:Linear(in_features=2, out_features=2)"]
-    assert main([*words, str(tmp_path / "a.pt")]) == 0
+    line = ["diff", "--model", "torch.nn:Linear(in_features=2, out_features=2)"]
+    assert main([*line, str(tmp_path / "a.pt")]) == 0

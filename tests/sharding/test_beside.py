@@ -40,24 +40,21 @@ def same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) ->
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
-def of_ranks(folder: Path, *files: dict[str, Any]) -> Path:
+def save_ranks(folder: Path, *files: dict[str, Any]) -> Path:
     for rank, file in enumerate(files):
         torch.save(file, folder / f"rank_{rank}.pt")
     return folder / "rank_*.pt"
 
 
 def slices(state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """Return one of two ranks' state dict with `use_orig_params`: the lower or upper half of each parameter.
-
-    Buffers are whole.
-    """
+    """Return the state_dict of one of two ranks with `use_orig_params`: half of each parameter, and full buffers."""
     parameters = dict(Net().named_parameters(remove_duplicate=False))
     return {k: v.flatten().chunk(2)[rank].clone() if k in parameters else v for k, v in state.items()}
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_averages_are_sharded_and_assembled_like_the_model(run: Run, tmp_path: Path, form: str) -> None:
-    """Also of another dtype, and in a wrapper with a counter; what is no such model is whole in every file."""
+def test_averages_are_sharded_and_unsharded_like_the_model(run: Run, tmp_path: Path, form: str) -> None:
+    """Averages may have another dtype or a wrapper with a counter; another model is complete in every file."""
     average = AveragedModel(Net())
     average.module.load_state_dict(state_of(1))
     half = {key: value.half() for key, value in state_of(2).items()}
@@ -74,14 +71,14 @@ def test_averages_are_sharded_and_assembled_like_the_model(run: Run, tmp_path: P
     back = tmp_path / "back.pt"
     done = run("remap", tmp_path / "rank_*.pt", *MODEL, "--to", "serialized", "-o", back, "--format", "json")
     assert done.data["sections"] == ["model", "ema", "half"]
-    made = torch.load(back)
+    result = torch.load(back)
     expected = {"model": state_of(0), "ema": state_of(1), "half": half, "other": other}
-    assert all(same(made[name], state) for name, state in expected.items())
+    assert all(same(result[name], state) for name, state in expected.items())
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_all_that_is_cut_is_checked(run: Run, tmp_path: Path, form: str) -> None:
-    """A section that is named, too; the message says which it is."""
+def test_every_sharded_section_is_checked(run: Run, tmp_path: Path, form: str) -> None:
+    """This includes sections named with --sections; the message names the section."""
     torch.save({"model": state_of(0), "ema": {**state_of(1), "head.bias": torch.ones(6)}}, tmp_path / "all.pt")
     out = ["--to", f"{form}(world_size=2)", "-o", tmp_path / "rank_{rank}.pt"]
     done = run("remap", tmp_path / "all.pt", *MODEL, *out, "--sections", "model,ema")
@@ -94,57 +91,57 @@ def test_all_that_is_cut_is_checked(run: Run, tmp_path: Path, form: str) -> None
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_section_that_is_named_is_the_one_that_is_cut(run: Run, tmp_path: Path, form: str) -> None:
+def test_only_the_named_section_is_sharded(run: Run, tmp_path: Path, form: str) -> None:
     wrapped = {f"module.{key}": value for key, value in state_of(0).items()}
     torch.save({"model": wrapped, "ema": state_of(1)}, tmp_path / "all.pt")
     out = ["--to", f"{form}(world_size=2)", "-o", tmp_path / "rank_{rank}.pt"]
     assert run("remap", tmp_path / "all.pt", *MODEL, *out, "--sections", "ema").status == 0
-    made = open_checkpoint(str(tmp_path / "rank_0.pt"))
-    assert all(torch.equal(torch_eval.load(entry), wrapped[entry.key]) for entry in made.section("model").tensors)
-    assert SHARDED_TENSOR in map(shard_kind, made.section("ema").tensors)
+    result = open_checkpoint(str(tmp_path / "rank_0.pt"))
+    assert all(torch.equal(torch_eval.load(entry), wrapped[entry.key]) for entry in result.section("model").tensors)
+    assert SHARDED_TENSOR in map(shard_kind, result.section("ema").tensors)
 
 
-def test_slices_of_an_average_are_not_one_ranks(run: Run, tmp_path: Path) -> None:
+def test_slices_of_an_average_are_joined(run: Run, tmp_path: Path) -> None:
     files: list[dict[str, Any]]
     files = [{"model": slices(state_of(0), rank), "ema": slices(state_of(1), rank)} for rank in (0, 1)]
     for file in files:
         group = {"lr": torch.tensor(0.1), "params": ["emb.weight"]}
         own = {"emb.weight": {"exp_avg": file["ema"]["emb.weight"]}}
         file["optimizer"] = {"state": own, "param_groups": [group]}
-    done = run("remap", of_ranks(tmp_path, *files), *MODEL, "-o", tmp_path / "out.pt")
+    done = run("remap", save_ranks(tmp_path, *files), *MODEL, "-o", tmp_path / "out.pt")
     assert done.status == 0, done.err
     assert "differs" not in done.err
-    made = torch.load(tmp_path / "out.pt")
-    assert torch.equal(made["optimizer"]["state"]["emb.weight"]["exp_avg"], made["ema"]["emb.weight"])
-    assert same(made["model"], state_of(0))
-    assert same(made["ema"], state_of(1))
+    result = torch.load(tmp_path / "out.pt")
+    assert torch.equal(result["optimizer"]["state"]["emb.weight"]["exp_avg"], result["ema"]["emb.weight"])
+    assert same(result["model"], state_of(0))
+    assert same(result["ema"], state_of(1))
 
 
-def test_parts_of_another_model_are_refused(run: Run, tmp_path: Path) -> None:
-    """Whether they are parts or copies only its own model tells; copies that are alike are carried."""
+def test_tensors_of_another_model_that_differ_between_ranks_are_refused(run: Run, tmp_path: Path) -> None:
+    """Without that model, shards cannot be told from copies; identical copies are kept."""
     files = [{"model": slices(state_of(0), r), "disc": {"w": torch.full((2,), r), "b": torch.ones(1)}} for r in (0, 1)]
-    asked = ["remap", of_ranks(tmp_path, *files), *MODEL, "-o", tmp_path / "out.pt"]
-    done = run(*asked)
+    command = ["remap", save_ranks(tmp_path, *files), *MODEL, "-o", tmp_path / "out.pt"]
+    done = run(*command)
     assert (done.status, (tmp_path / "out.pt").exists()) == (1, False)
     assert "  differs between the ranks @ disc.w\n" in done.err
     assert "disc.b" not in done.err
-    assert run(*asked, "--drop", "disc.w").status == 0
+    assert run(*command, "--drop", "disc.w").status == 0
     assert same(torch.load(tmp_path / "out.pt")["disc"], {"b": torch.ones(1)})
 
 
-def test_an_average_that_does_not_fit_is_said_to_stay(run: Run, tmp_path: Path) -> None:
+def test_incompatible_average_is_kept_with_a_warning(run: Run, tmp_path: Path) -> None:
     small = {"_flat_param": torch.ones(3)}
-    files = of_ranks(tmp_path, *({"model": slices(state_of(0), rank), "ema": small} for rank in (0, 1)))
+    files = save_ranks(tmp_path, *({"model": slices(state_of(0), rank), "ema": small} for rank in (0, 1)))
     done = run("remap", files, *MODEL, "-o", tmp_path / "out.pt")
     assert done.status == 0
     assert f"ema does not fit {SCRIPT}:Net, and stays as the ranks hold it" in done.err
     assert same(torch.load(tmp_path / "out.pt")["ema"], {"_flat_param": torch.ones(6)})
 
 
-def test_parameters_that_every_rank_has_whole_are_the_same_on_all(run: Run, tmp_path: Path) -> None:
-    """Else they are of two steps, or each rank's own. Of buffers, and in no state dict, rank 0's is used."""
+def test_full_parameters_must_be_equal_on_all_ranks(run: Run, tmp_path: Path) -> None:
+    """Otherwise the files are of two steps. For buffers and for entries outside state dicts, rank 0's is used."""
     states = [{**state_of(0), "layers.0.seen": torch.full((2,), rank)} for rank in (0, 1)]
-    files = of_ranks(
+    files = save_ranks(
         tmp_path,
         *({"model": state, "rng": torch.full((3,), r), "one": torch.ones(2)} for r, state in enumerate(states)),
     )
@@ -154,61 +151,61 @@ def test_parameters_that_every_rank_has_whole_are_the_same_on_all(run: Run, tmp_
     assert "warning: rng differs between the ranks: rank 0's is used\n" in done.err
     assert done.err.count("differs") == 2
     states[1]["emb.weight"] = state_of(1)["emb.weight"]
-    done = run("remap", of_ranks(tmp_path, *states), *MODEL, "-o", tmp_path / "out.pt", "--force")
+    done = run("remap", save_ranks(tmp_path, *states), *MODEL, "-o", tmp_path / "out.pt", "--force")
     assert done.status == 2
     assert "error: the files are not of one step\n  differs between the ranks @ emb.weight\n" in done.err
 
 
 @pytest.mark.parametrize("none", [0, 1])
-def test_ranks_with_other_module_versions_are_said(run: Run, tmp_path: Path, none: int) -> None:
-    """Those of the first rank that has some are taken."""
+def test_different_module_versions_are_reported(run: Run, tmp_path: Path, none: int) -> None:
+    """Those of the first rank that has any are used."""
     states: list[Any] = [Net().state_dict() for _ in range(3)]
     states[2]._metadata["head"] = {"version": 7}
     states[none] = dict(state_of(0))
     for state in states:
         state.update(state_of(0))
-    done = run("remap", of_ranks(tmp_path, *states), *MODEL, "-o", tmp_path / "out.pt")
+    done = run("remap", save_ranks(tmp_path, *states), *MODEL, "-o", tmp_path / "out.pt")
     assert done.status == 0
-    taken = 1 - none
+    used = 1 - none
     assert (
-        f"_metadata (module versions) differs or is missing on rank {none}, rank 2: rank {taken}'s is used" in done.err
+        f"_metadata (module versions) differs or is missing on rank {none}, rank 2: rank {used}'s is used" in done.err
     )
     assert torch.load(tmp_path / "out.pt")._metadata == Net().state_dict()._metadata  # type: ignore[attr-defined]
-    assert "_metadata" not in run("remap", of_ranks(tmp_path, *states[2:], states[2]), *MODEL, "--dry-run").err
+    assert "_metadata" not in run("remap", save_ranks(tmp_path, *states[2:], states[2]), *MODEL, "--dry-run").err
 
 
-def test_module_versions_lose_the_paths_of_wrappers(run: Run, tmp_path: Path) -> None:
+def test_wrapper_paths_are_removed_from_module_versions(run: Run, tmp_path: Path) -> None:
     state = torch.nn.DataParallel(Net()).state_dict()
     assert {"", "module", "module.head"} < state._metadata.keys()  # type: ignore[attr-defined]
-    done = run("remap", of_ranks(tmp_path, state, state), *MODEL, "--to", "serialized", "-o", tmp_path / "out.pt")
+    done = run("remap", save_ranks(tmp_path, state, state), *MODEL, "--to", "serialized", "-o", tmp_path / "out.pt")
     assert done.status == 0, done.err
     assert torch.load(tmp_path / "out.pt")._metadata == Net().state_dict()._metadata  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", VERSIONED)
-def test_values_that_depend_on_module_versions_are_not_cut(run: Run, tmp_path: Path, name: str) -> None:
-    """The files of ranks have no place for them, nor has safetensors."""
+def test_values_that_depend_on_module_versions_are_not_sharded(run: Run, tmp_path: Path, name: str) -> None:
+    """Neither rank files nor safetensors can store module versions."""
     torch.save(VERSIONED[name]().state_dict(), tmp_path / "in.pt")
-    asked = ["remap", tmp_path / "in.pt", "--model", f"versioned_zoo:{name}", "--to"]
-    other = run(*asked, "serialized", "-o", tmp_path / "out.safetensors")
-    done = run(*asked, "fsdp-sharded(world_size=2)", "-o", tmp_path / "rank_{rank}.pt")
+    command = ["remap", tmp_path / "in.pt", "--model", f"versioned_zoo:{name}", "--to"]
+    other = run(*command, "serialized", "-o", tmp_path / "out.safetensors")
+    done = run(*command, "fsdp-sharded(world_size=2)", "-o", tmp_path / "rank_{rank}.pt")
     assert done.status == other.status
     assert bool(list(tmp_path.glob("rank_*"))) == (done.status == 0)
     assert ("(_metadata) are absent, and rank files have no place for them" in done.err) == (done.status == 1)
     assert ("the module versions in _metadata are left out" in done.err) == (done.status == 0)
 
 
-def test_no_plan_puts_files_of_ranks_together(tmp_path: Path, run: Run) -> None:
+def test_plan_of_unsharding_cannot_be_saved(tmp_path: Path, run: Run) -> None:
     (tmp_path / "m.py").write_text("from torch import nn\ndef net(): return nn.Linear(4, 2)")
     torch.save(torch.nn.Linear(4, 2).state_dict(), tmp_path / "in.pt")
     model = ("--model", f"{tmp_path / 'm.py'}:net")
     ranks = ("--to", "fsdp-sharded(world_size=2)", "-o", tmp_path / "rank_{rank}.pt")
     assert run("remap", tmp_path / "in.pt", *model, *ranks).status == 0
-    words = ("remap", tmp_path / "rank_*.pt", *model, "-o", tmp_path / "out.pt")
-    refused = run(*words, "--save-plan", tmp_path / "plan.json")
+    unshard = ("remap", tmp_path / "rank_*.pt", *model, "-o", tmp_path / "out.pt")
+    refused = run(*unshard, "--save-plan", tmp_path / "plan.json")
     assert (refused.status, "without a plan" in refused.err) == (2, True)
     assert not (tmp_path / "plan.json").exists()
-    assert run(*words).status == 0
+    assert run(*unshard).status == 0
     assert torch.load(tmp_path / "out.pt").keys() == torch.load(tmp_path / "in.pt").keys()
-    nowhere = run("remap", tmp_path / "in.pt", *model, *ranks[:-1], tmp_path / "new/rank_{rank}.pt")
-    assert (nowhere.status, f"mkdir -p {tmp_path / 'new'}" in nowhere.err) == (2, True)
+    missing = run("remap", tmp_path / "in.pt", *model, *ranks[:-1], tmp_path / "new/rank_{rank}.pt")
+    assert (missing.status, f"mkdir -p {tmp_path / 'new'}" in missing.err) == (2, True)

@@ -1,4 +1,4 @@
-"""Flat parameters: rank files that real FSDP1 wrote become what FSDP itself makes of them, and the other way."""
+"""Flat parameters: rank files of real FSDP1 are unsharded as FSDP does it, and FSDP loads those we write."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ MODEL = ["--model", f"{SCRIPT}:Net"]
 UNITS = ["layers.*", "layers.*.mlp"]
 
 
-def written_as(form: str, world_size: int, units: list[str]) -> tuple[str, str]:
+def to_option(form: str, world_size: int, units: list[str]) -> tuple[str, str]:
     return "--to", call_text(form, {"world_size": world_size, **({"units": units} if units else {})})
 
 
-def read_as(*units: str) -> tuple[str, ...]:
+def from_option(*units: str) -> tuple[str, ...]:
     return ("--from", call_text("fsdp-flat", {"units": list(units)})) if units else ()
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """World size -> the folder of a run of real FSDP1 on gloo."""
+    """Run real FSDP1 on gloo, and return the folder of each world size."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, str(SCRIPT), str(folder), "2", "3"]
@@ -68,22 +68,22 @@ def names() -> Names:
     return trace(load(f"{SCRIPT}:Net", {}, False))
 
 
-def same(left: dict, right: dict) -> None:
+def check_same(left: dict, right: dict) -> None:
     assert set(left) == set(right)
     for key, value in left.items():
         assert value.dtype == right[key].dtype, key
         assert torch.equal(value, right[key]), key
 
 
-def same_optimizer(made: dict, expected: dict) -> None:
-    """Both with names for parameters; the order within a group is each side's own."""
-    assert {name for group in made["param_groups"] for name in group["params"]} == set(expected["state"])
-    for group, wanted in zip(made["param_groups"], expected["param_groups"], strict=True):
-        assert set(group["params"]) == set(wanted["params"])
-        assert group["weight_decay"] == wanted["weight_decay"]
-    assert set(made["state"]) == set(expected["state"])
-    for name, state in made["state"].items():
-        same(state, expected["state"][name])
+def check_same_optimizer(result: dict, expected: dict) -> None:
+    """Both name their parameters; the order within a group may differ."""
+    assert {name for group in result["param_groups"] for name in group["params"]} == set(expected["state"])
+    for group, expected_group in zip(result["param_groups"], expected["param_groups"], strict=True):
+        assert set(group["params"]) == set(expected_group["params"])
+        assert group["weight_decay"] == expected_group["weight_decay"]
+    assert set(result["state"]) == set(expected["state"])
+    for name, state in result["state"].items():
+        check_same(state, expected["state"][name])
 
 
 # Real FSDP1
@@ -91,37 +91,35 @@ def same_optimizer(made: dict, expected: dict) -> None:
 
 @pytest.mark.parametrize("kind", ["flat", "original", "sharded"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_rank_files_become_the_full_state_dict_of_fsdp(
+def test_rank_files_unshard_to_the_full_state_dict_of_fsdp(
     runs: dict[int, Path], run: Run, tmp_path: Path, kind: str, world_size: int
 ) -> None:
     folder, out = runs[world_size], tmp_path / "full.pt"
     options = ["--to", "serialized", "--optimizer-keys", "fqn", "--verify"]
     status, _, error = run("remap", folder / f"{kind}_rank_*.pt", *MODEL, *options, "-o", out)
     assert status == 0, error
-    made, expected = torch.load(out), torch.load(folder / f"{kind.replace('sharded', 'flat')}_full.pt")
-    same(made["model"], expected["model"])
-    same(made["ema"], expected["ema"])
-    same_optimizer(made["optimizer"], expected["optimizer"])
+    result, expected = torch.load(out), torch.load(folder / f"{kind.replace('sharded', 'flat')}_full.pt")
+    check_same(result["model"], expected["model"])
+    check_same(result["ema"], expected["ema"])
+    check_same_optimizer(result["optimizer"], expected["optimizer"])
 
 
 @pytest.mark.parametrize("kind", ["flat", "original"])
 @pytest.mark.parametrize(
     ("inside", "optimizer"), [("layers", None), ("layers", "by_layers"), ("layers.0", "by_first_layer")]
 )
-def test_groups_without_names_are_told_by_sizes_or_by_the_optimizers_code(
+def test_groups_without_names_are_matched_by_size_or_optimizer(
     runs: dict[int, Path], run: Run, tmp_path: Path, kind: str, inside: str, optimizer: str | None
 ) -> None:
     out, files = tmp_path / "full.pt", runs[3] / f"{kind}{inside}_rank_*.pt"
-    made_by = [] if optimizer is None else ["--optimizer", f"{SCRIPT}:{optimizer}"]
-    done = run("remap", files, *MODEL, *made_by, "--to", "serialized", "--optimizer-keys", "fqn", "-o", out)
+    option = [] if optimizer is None else ["--optimizer", f"{SCRIPT}:{optimizer}"]
+    done = run("remap", files, *MODEL, *option, "--to", "serialized", "--optimizer-keys", "fqn", "-o", out)
     assert done.status == 0, done.err
-    same_optimizer(torch.load(out)["optimizer"], torch.load(runs[3] / f"{kind}{inside}_full.pt")["optimizer"])
+    check_same_optimizer(torch.load(out)["optimizer"], torch.load(runs[3] / f"{kind}{inside}_full.pt")["optimizer"])
 
 
 @pytest.mark.parametrize("kind", ["flat", "original"])
-def test_groups_of_equal_sizes_without_names_are_refused(
-    runs: dict[int, Path], run: Run, tmp_path: Path, kind: str
-) -> None:
+def test_ambiguous_groups_without_names_are_refused(runs: dict[int, Path], run: Run, tmp_path: Path, kind: str) -> None:
     done = run("remap", runs[3] / f"{kind}layers.0_rank_*.pt", *MODEL, "-o", tmp_path / "full.pt")
     assert done.status == 1
     assert "2 param groups, and its ids cannot be told apart" in done.err
@@ -134,40 +132,50 @@ def test_groups_of_equal_sizes_without_names_are_refused(
 
 
 @pytest.mark.parametrize("kind", ["flat", "original", "sharded"])
-def test_one_rank_is_never_the_model(runs: dict[int, Path], run: Run, tmp_path: Path, kind: str) -> None:
-    """Against a model, its names and plain weights: the message asks for all ranks, and no fix is printed."""
+def test_diff_of_one_rank_asks_for_all_ranks(runs: dict[int, Path], run: Run, tmp_path: Path, kind: str) -> None:
+    """This holds against a model, its names file and plain weights; no fix is printed."""
     one, whole, names = runs[2] / f"{kind}_rank_0.pt", tmp_path / "whole.pt", tmp_path / "names.json"
     torch.save(Net().state_dict(), whole)
     assert run("trace", f"{SCRIPT}:Net", "-o", names).status == 0
-    asked = ([*MODEL, f"{one}::model"], ["--model", names, f"{one}::model"], [f"{one}::model", whole])
-    for words in (*asked, [whole, f"{one}::model"]):
+    operands = ([*MODEL, f"{one}::model"], ["--model", names, f"{one}::model"], [f"{one}::model", whole])
+    for words in (*operands, [whole, f"{one}::model"]):
         done = run("diff", *words)
         assert done.status in (1, 2), words
         assert f"name the files of all ranks at once, as in '{runs[2]}/{kind}_rank_*.pt'" in done.err, words
-        assert not ("\nfix: " in done.out and words in asked)
+        assert not ("\nfix: " in done.out and words in operands)
 
 
-def test_the_plain_model_and_its_optimizer_load_the_result(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+def test_plain_model_and_optimizer_load_the_result(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
     out = tmp_path / "full.pt"
     assert run("remap", runs[2] / "flat_rank_*.pt", *MODEL, "--to", "serialized", "-o", out)[0] == 0
-    made, expected = torch.load(out), torch.load(runs[2] / "flat_full.pt")["optimizer"]["state"]
+    result, expected = torch.load(out), torch.load(runs[2] / "flat_full.pt")["optimizer"]["state"]
     model = Net()
-    model.load_state_dict(made["model"], strict=True)
+    model.load_state_dict(result["model"], strict=True)
     optimizer = torch.optim.AdamW(model.parameters())
-    optimizer.load_state_dict(made["optimizer"])
+    optimizer.load_state_dict(result["optimizer"])
     for name, parameter in model.named_parameters():
-        same(optimizer.state[parameter], expected[name])
-    steps = [state["step"].untyped_storage().data_ptr() for state in made["optimizer"]["state"].values()]
-    assert len(set(steps)) == len(steps)  # one storage for all would be counted up once for each parameter
+        check_same(optimizer.state[parameter], expected[name])
+    steps = [state["step"].untyped_storage().data_ptr() for state in result["optimizer"]["state"].values()]
+    assert len(set(steps)) == len(steps)  # a shared storage would be incremented once per parameter
 
 
-def test_the_model_section_alone_becomes_safetensors(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+def test_model_section_is_written_as_safetensors(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
     source, out = f"{runs[3] / 'flat_rank_*.pt'}::model", tmp_path / "full.safetensors"
-    status, _, error = run("remap", source, *MODEL, *read_as(*UNITS), "--to", "serialized", "-o", out, "--keep-aliases")
+    status, _, error = run(
+        "remap",
+        source,
+        *MODEL,
+        *from_option(*UNITS),
+        "--to",
+        "serialized",
+        "-o",
+        out,
+        "--keep-aliases",
+    )
     assert status == 0, error
     expected = torch.load(runs[3] / "flat_full.pt")["model"]
     expected.pop("head.weight")
-    same(load_file(out), expected)
+    check_same(load_file(out), expected)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -175,32 +183,31 @@ def test_the_model_section_alone_becomes_safetensors(runs: dict[int, Path], run:
     ("written", "source"),
     [("again_flat", "flat"), ("again_sharded_flat", "original"), ("again_sharded_original", "original")],
 )
-def test_fsdp_loads_the_rank_files_that_are_written(
-    runs: dict[int, Path], world_size: int, written: str, source: str
-) -> None:
-    """Flat parameters, and parameters cut by rows, with `use_orig_params` and without."""
+def test_fsdp_loads_written_rank_files(runs: dict[int, Path], world_size: int, written: str, source: str) -> None:
+    """Flat parameters, and parameters sharded along dim 0, with and without `use_orig_params`."""
     again, expected = (torch.load(runs[world_size] / f"{kind}_full.pt") for kind in (written, source))
-    same(again["model"], expected["model"])
-    same(again["ema"], expected["ema"])
-    same_optimizer(again["optimizer"], expected["optimizer"])
+    check_same(again["model"], expected["model"])
+    check_same(again["ema"], expected["ema"])
+    check_same_optimizer(again["optimizer"], expected["optimizer"])
 
 
 @pytest.mark.parametrize(("form", "units"), [("fsdp-flat", UNITS), ("fsdp-sharded", [])])
-def test_rank_files_for_another_number_of_ranks(
+def test_rank_files_for_another_world_size(
     runs: dict[int, Path], run: Run, tmp_path: Path, form: str, units: list[str]
 ) -> None:
-    there = [*written_as(form, 5, units), "-o", tmp_path / "rank_{rank}.pt", "--verify"]
-    assert run("remap", runs[2] / "original_rank_*.pt", *MODEL, *there)[0] == 0
+    options = [*to_option(form, 5, units), "-o", tmp_path / "rank_{rank}.pt", "--verify"]
+    assert run("remap", runs[2] / "original_rank_*.pt", *MODEL, *options)[0] == 0
     back = tmp_path / "back.pt"
-    assert run("remap", tmp_path / "rank_*.pt", *MODEL, *read_as(*units), "--optimizer-keys", "fqn", "-o", back)[0] == 0
-    made, expected = torch.load(back), torch.load(runs[2] / "flat_full.pt")
-    same(made["model"], expected["model"])
-    same_optimizer(made["optimizer"], expected["optimizer"])
+    options = [*from_option(*units), "--optimizer-keys", "fqn", "-o", back]
+    assert run("remap", tmp_path / "rank_*.pt", *MODEL, *options)[0] == 0
+    result, expected = torch.load(back), torch.load(runs[2] / "flat_full.pt")
+    check_same(result["model"], expected["model"])
+    check_same_optimizer(result["optimizer"], expected["optimizer"])
 
 
 @pytest.mark.parametrize(("form", "units"), [("fsdp-flat", UNITS), ("fsdp-sharded", [])])
-def test_plain_values_of_a_state_are_on_every_rank(run: Run, tmp_path: Path, form: str, units: list[str]) -> None:
-    """Old releases counted steps in plain numbers; other optimizers keep what they like."""
+def test_plain_state_values_are_on_every_rank(run: Run, tmp_path: Path, form: str, units: list[str]) -> None:
+    """Old releases stored the step as a number; other optimizers may store any value."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     sum(parameter.sum() for parameter in model.parameters()).backward()
@@ -209,21 +216,21 @@ def test_plain_values_of_a_state_are_on_every_rank(run: Run, tmp_path: Path, for
     for own in state["state"].values():
         own.update({"step": 3, "kind": "plain"})
     torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "old.pt")
-    out = [*written_as(form, 2, units), "-o", tmp_path / "rank_{rank}.pt"]
+    out = [*to_option(form, 2, units), "-o", tmp_path / "rank_{rank}.pt"]
     assert run("remap", tmp_path / "old.pt", *MODEL, *out)[0] == 0
-    assert run("remap", tmp_path / "rank_*.pt", *MODEL, *read_as(*units), "-o", tmp_path / "back.pt")[0] == 0
+    assert run("remap", tmp_path / "rank_*.pt", *MODEL, *from_option(*units), "-o", tmp_path / "back.pt")[0] == 0
     found = torch.load(tmp_path / "back.pt")["optimizer"]["state"]
     assert {(own["step"], own["kind"]) for own in found.values()} == {(3, "plain")}
 
 
-def test_a_parameter_without_rows_keeps_its_dtype(run: Run, tmp_path: Path) -> None:
-    """No rank holds anything of it."""
+def test_empty_parameter_keeps_its_dtype(run: Run, tmp_path: Path) -> None:
+    """No rank has an element of it."""
     torch.save(Rowless().state_dict(), tmp_path / "model.pt")
     model = ["--model", f"{__file__}:Rowless"]
     out = ["--to", "fsdp-sharded(world_size=2)", "-o", tmp_path / "rank_{rank}.pt"]
     assert run("remap", tmp_path / "model.pt", *model, *out)[0] == 0
     assert run("remap", tmp_path / "rank_*.pt", *model, "-o", tmp_path / "back.pt")[0] == 0
-    same(torch.load(tmp_path / "back.pt"), Rowless().state_dict())
+    check_same(torch.load(tmp_path / "back.pt"), Rowless().state_dict())
 
 
 class Rowless(nn.Module):
@@ -234,7 +241,7 @@ class Rowless(nn.Module):
 
 @pytest.mark.parametrize("form", ["fsdp-flat", "fsdp-sharded"])
 def test_state_with_another_shape_is_on_every_rank(run: Run, tmp_path: Path, form: str) -> None:
-    """Also a strided view: each rank has its values in row-major order, in its own storage."""
+    """For a strided view, each rank has the values in row-major order in its own storage."""
     kept = {"view": torch.arange(6.0).reshape(2, 3).t(), "sparse": torch.eye(3).to_sparse()}
     model = Net()
     params = [name for name, _ in model.named_parameters()]
@@ -248,14 +255,14 @@ def test_state_with_another_shape_is_on_every_rank(run: Run, tmp_path: Path, for
     assert len(views) == sum(entry.layout == "sparse_coo" for entry in optimizer.tensors) > 0
 
 
-def test_a_parameter_inside_one_file_stays_a_span(runs: dict[int, Path], names: Names) -> None:
+def test_parameter_within_one_file_stays_a_span(runs: dict[int, Path], names: Names) -> None:
     gathered = gather(open_checkpoint(str(runs[2] / "flat_rank_*.pt")), names)
     storages = {entry.storage for entry in gathered.checkpoint.section("model").tensors}
     spread = [storage for storage in storages if not isinstance(storage.data, Span)]
     assert len(spread) == len(gathered.units)  # two ranks: one parameter of each unit is in both files
 
 
-def test_the_parts_are_in_the_order_of_the_ranks(runs: dict[int, Path]) -> None:
+def test_parts_are_in_rank_order(runs: dict[int, Path]) -> None:
     checkpoint = open_checkpoint(str(runs[3] / "flat_rank_*.pt"))
     assert "rank 2 flat_rank_2.pt" in checkpoint.notes[0]
     flat = checkpoint.section("model").by_key()["_flat_param"]
@@ -264,14 +271,14 @@ def test_the_parts_are_in_the_order_of_the_ranks(runs: dict[int, Path]) -> None:
     assert paths == [str(runs[3] / f"flat_rank_{rank}.pt") for rank in range(3)]
 
 
-def test_a_note_says_that_buffers_differ(runs: dict[int, Path], names: Names, run: Run) -> None:
+def test_different_buffers_are_noted(runs: dict[int, Path], names: Names, run: Run) -> None:
     gathered = gather(open_checkpoint(str(runs[2] / "flat_rank_*.pt")), names)
     assert gathered.notes == tuple(f"layers.{i}.seen differs between the ranks: rank 0's is used" for i in (0, 1))
     done = run("remap", runs[2] / "flat_rank_*.pt", *MODEL, "--dry-run", "--format", "json")
     assert set(gathered.notes) <= set(notes_in(done.data))
 
 
-def test_the_plan_cuts_each_parameter_out_of_its_flat_one(tmp_path: Path, names: Names) -> None:
+def test_plan_slices_each_parameter_from_its_flat_parameter(tmp_path: Path, names: Names) -> None:
     expected = Net().state_dict()
     model = Net()
     model.load_state_dict(expected)
@@ -280,23 +287,23 @@ def test_the_plan_cuts_each_parameter_out_of_its_flat_one(tmp_path: Path, names:
     gathered = gather(open_checkpoint(str(tmp_path / "flat.pt")), names)
     made = {key: evaluate(source, saved.__getitem__) for key, source in gathered.sections[""].sources.items()}
     assert made.keys() >= dict(Net().named_parameters()).keys()
-    same(made, {key: expected[key] for key in made})
+    check_same(made, {key: expected[key] for key in made})
 
 
-def test_a_flat_parameter_whose_parameters_are_there_by_name_is_dropped(tmp_path: Path, run: Run) -> None:
+def test_redundant_flat_parameter_is_dropped(tmp_path: Path, run: Run) -> None:
     state = Net().state_dict()
     torch.save({**state, "_flat_param": torch.zeros(28)}, tmp_path / "both.pt")
     done = run("remap", tmp_path / "both.pt", *MODEL, "-o", tmp_path / "out.pt", "--format", "json")
     assert done.status == 0
     assert done.data["dropped"] == ["_flat_param"]
-    same(torch.load(tmp_path / "out.pt"), state)
+    check_same(torch.load(tmp_path / "out.pt"), state)
 
 
 @pytest.mark.parametrize("average", ["ema", "model_ema"])
-def test_the_report_says_what_is_cut_out_of_a_flat_parameter(
+def test_report_counts_parameters_sliced_from_a_flat_parameter(
     average: str, tmp_path: Path, names: Names, run: Run
 ) -> None:
-    """Of that section alone: an average of the model, which changes with it, has its parameters one by one."""
+    """Only that section counts: the average, which is renamed too, has separate parameters."""
     model = Net()
     expected = {key: value.clone() for key, value in model.state_dict().items()}
     saved = flattened(model, Block, True).state_dict()
@@ -314,7 +321,7 @@ def test_the_report_says_what_is_cut_out_of_a_flat_parameter(
     assert of_model.source == gathered.sections["model"].sources["head.bias"] != Ref("head.bias") == of_average.source
 
 
-def test_inspect_names_the_flat_parameters(runs: dict[int, Path], run: Run) -> None:
+def test_inspect_lists_flat_parameters(runs: dict[int, Path], run: Run) -> None:
     status, out, _ = run("inspect", runs[2] / "flat_rank_*.pt", "--format", "json")
     assert status == 0
     flat = json.loads(out)["flat_parameters"]
@@ -330,11 +337,11 @@ def test_inspect_names_the_flat_parameters(runs: dict[int, Path], run: Run) -> N
     assert "is the part of one rank: name the files of all ranks at once" in warned
 
 
-def test_the_fix_of_flat_keys_loads(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
-    """The reason names the flat key, and the printed command writes a file without differences."""
-    said = run("diff", *MODEL, f"{runs[2]}/flat_rank_*.pt", "--format", "json").data
-    assert {entry["reason"] for entry in said["entries"] if entry["status"] == "unexpected"} == {Code.FLAT.words}
-    words = shlex.split(fixes_in(said)[0])
+def test_fix_for_flat_keys_works(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+    """The reason names the flat key, and the suggested command writes a file without differences."""
+    data = run("diff", *MODEL, f"{runs[2]}/flat_rank_*.pt", "--format", "json").data
+    assert {entry["reason"] for entry in data["entries"] if entry["status"] == "unexpected"} == {Code.FLAT.words}
+    words = shlex.split(fixes_in(data)[0])
     assert words[:2] == ["ckpttool", "remap"]
     words[-1] = str(tmp_path / "whole.pt")
     assert run(*words[1:]).status == 0
@@ -344,7 +351,7 @@ def test_the_fix_of_flat_keys_loads(runs: dict[int, Path], run: Run, tmp_path: P
 # Refusals
 
 
-def test_without_a_model_the_units_are_named(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+def test_units_are_named_without_a_model(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
     status, _, error = run("remap", runs[2] / "flat_rank_*.pt", "-o", tmp_path / "full.pt")
     assert status == 1
     assert "holds 10 flat parameters: each is all parameters of one module (a unit)" in error
@@ -353,7 +360,7 @@ def test_without_a_model_the_units_are_named(runs: dict[int, Path], run: Run, tm
     assert "--model MODEL" in error
 
 
-def test_slices_without_a_model(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+def test_slices_without_a_model_are_refused(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
     for rank in (0, 1):
         torch.save({"w": torch.ones(2), "b": torch.ones(2)}, tmp_path / f"slices_{rank}.pt")
     status, _, error = run("remap", tmp_path / "slices_*.pt", "-o", tmp_path / "full.pt")
@@ -362,31 +369,31 @@ def test_slices_without_a_model(runs: dict[int, Path], run: Run, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "said"),
+    ("kwargs", "message"),
     [
         ("hidden=6", "layers.1.mlp.down.weight [3, 6] would be elements 24 to 42 @ layers.1.mlp._flat_param"),
         ("hidden=4", "after its last parameter, layers.0.mlp.down.weight [3, 4], 7 are left"),
         ("layers=1", "the model has no module layers.1 with parameters @ layers.1._flat_param"),
     ],
 )
-def test_the_wrong_model(runs: dict[int, Path], run: Run, tmp_path: Path, kwargs: str, said: str) -> None:
+def test_wrong_model_is_refused(runs: dict[int, Path], run: Run, tmp_path: Path, kwargs: str, message: str) -> None:
     source, out = runs[2] / "flat_rank_*.pt", tmp_path / "full.pt"
     status, _, error = run("remap", source, "--model", f"{MODEL[1]}({kwargs})", "-o", out)
     assert status == 1
-    assert said in error
+    assert message in error
     assert not out.exists()
 
 
-def test_the_wrong_model_with_original_parameters(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+def test_wrong_model_with_original_parameters_is_refused(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
     source = runs[2] / "original_rank_*.pt"
     status, _, error = run("remap", source, "--model", f"{MODEL[1]}(hidden=6)", "-o", tmp_path / "full.pt")
     assert status == 1
     assert "the ranks hold 15 elements of it, and the model's is [6, 3] @ layers.0.mlp.up.weight" in error
 
 
-def test_other_units_than_the_files_have(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+def test_wrong_units_are_refused(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
     source = runs[2] / "flat_rank_*.pt"
-    status, _, error = run("remap", source, *MODEL, *read_as("layers.*", "head"), "-o", tmp_path / "o.pt")
+    status, _, error = run("remap", source, *MODEL, *from_option("layers.*", "head"), "-o", tmp_path / "o.pt")
     assert status == 1
     assert "the files have a flat parameter of it, and units does not name it @ layers.0.mlp" in error
     assert "units names it, and the files have no flat parameter of it @ head" in error
@@ -398,13 +405,13 @@ def copy_as(folder: Path, sources: dict[str, Path]) -> Path:
     return folder / "r*.pt"
 
 
-def test_a_missing_rank(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+def test_missing_rank_is_reported(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
     pattern = copy_as(tmp_path, {f"r{rank}.pt": runs[3] / f"flat_rank_{rank}.pt" for rank in (0, 2)})
     status, _, error = run("inspect", pattern)
     assert (status, "no file is of this rank @ rank 1" in error) == (2, True)
 
 
-def test_files_of_two_runs(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+def test_files_of_two_runs_are_refused(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
     pattern = copy_as(tmp_path, {"r0.pt": runs[2] / "flat_rank_0.pt", "r1.pt": runs[3] / "flat_rank_1.pt"})
     status, _, error = run("inspect", pattern)
     assert status == 2
@@ -412,7 +419,7 @@ def test_files_of_two_runs(runs: dict[int, Path], run: Run, tmp_path: Path) -> N
     assert f"comes from a run of 3 ranks @ {tmp_path / 'r1.pt'}" in error
 
 
-def test_one_rank_twice(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+def test_repeated_rank_is_refused(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
     pattern = copy_as(tmp_path, {"r0.pt": runs[2] / "flat_rank_0.pt", "r1.pt": runs[2] / "flat_rank_0.pt"})
     status, _, error = run("inspect", pattern)
     assert status == 2
@@ -420,15 +427,15 @@ def test_one_rank_twice(runs: dict[int, Path], run: Run, tmp_path: Path) -> None
     assert "no file is of this rank @ rank 1" in error
 
 
-def test_names_in_the_wrong_order(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+def test_rank_is_read_from_the_file_not_its_name(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
     pattern = copy_as(tmp_path, {f"r{1 - rank}.pt": runs[2] / f"flat_rank_{rank}.pt" for rank in (0, 1)})
     status, _, err = run("remap", pattern, *MODEL, "-o", tmp_path / "full.pt")
     assert status == 0
     assert f"rank 1 saved {tmp_path / 'r0.pt'}, although the number in its name is 0" in " ".join(err.split())
-    same(torch.load(tmp_path / "full.pt")["model"], torch.load(runs[2] / "flat_full.pt")["model"])
+    check_same(torch.load(tmp_path / "full.pt")["model"], torch.load(runs[2] / "flat_full.pt")["model"])
 
 
-def test_one_file_of_several(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+def test_single_rank_file_is_refused(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
     status, _, error = run("remap", runs[2] / "flat_rank_0.pt", *MODEL, "-o", tmp_path / "full.pt")
     assert status == 1
     assert "is one rank's part: name the files of all ranks, as in 'rank_*.pt' @ _flat_param" in error
@@ -448,8 +455,8 @@ def test_optimizers_of_two_steps_are_refused(runs: dict[int, Path], run: Run, tm
 
 
 @pytest.mark.parametrize(("one", "status"), [(0.0, 0), (1.0, 2)])
-def test_state_that_every_rank_has_whole_is_the_same_on_all(run: Run, tmp_path: Path, one: float, status: int) -> None:
-    """Of a parameter that FSDP was told to ignore, or of one that is not cut."""
+def test_full_state_must_be_equal_on_all_ranks(run: Run, tmp_path: Path, one: float, status: int) -> None:
+    """Such as the state of a parameter that FSDP ignores or does not shard."""
     for rank, value in enumerate((0.0, one)):
         own = {"weight": {"exp_avg": torch.full((2,), value)}}
         optimizer = {"state": own, "param_groups": [{"params": ["none", "weight"]}]}
@@ -460,8 +467,8 @@ def test_state_that_every_rank_has_whole_is_the_same_on_all(run: Run, tmp_path: 
 
 
 @pytest.mark.parametrize("damage", [b"local_rank", b"shard_offsets", b"tensor_properties"])
-def test_a_damaged_sharded_tensor(runs: dict[int, Path], run: Run, tmp_path: Path, damage: bytes) -> None:
-    """A renamed attribute of its state is missing."""
+def test_damaged_sharded_tensor_is_refused(runs: dict[int, Path], run: Run, tmp_path: Path, damage: bytes) -> None:
+    """An attribute of its state was renamed, so it is missing."""
     with zipfile.ZipFile(runs[2] / "flat_rank_0.pt") as source, zipfile.ZipFile(tmp_path / "r0.pt", "w") as out:
         for name in source.namelist():
             data = source.read(name)
@@ -472,28 +479,28 @@ def test_a_damaged_sharded_tensor(runs: dict[int, Path], run: Run, tmp_path: Pat
     assert "not as torch.save writes it: the sharded tensor _flat_param" in error
 
 
-def test_a_glob_that_matches_nothing(run: Run, tmp_path: Path) -> None:
+def test_glob_without_matches_is_reported(run: Run, tmp_path: Path) -> None:
     status, _, error = run("inspect", tmp_path / "rank_*.pt")
     assert (status, "no file matches" in error) == (2, True)
 
 
-def test_a_glob_of_other_files(run: Run, tmp_path: Path) -> None:
+def test_glob_of_other_files_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "a_0.txt").write_bytes(b"no checkpoint")
     assert run("inspect", tmp_path / "a_*.txt")[0] == 2
 
 
-def test_a_glob_that_matches_one_ordinary_file(run: Run, tmp_path: Path) -> None:
+def test_glob_that_matches_one_plain_file_is_read(run: Run, tmp_path: Path) -> None:
     torch.save(Net().state_dict(), tmp_path / "model.pt")
     assert run("diff", tmp_path / "mod*.pt", tmp_path / "model.pt")[0] == 0
 
 
-def test_what_cannot_be_flattened(run: Run, tmp_path: Path) -> None:
+def test_parameters_that_cannot_be_flattened_are_reported(run: Run, tmp_path: Path) -> None:
     state = Net().state_dict()
     state["layers.0.norm.bias"] = state["layers.0.norm.bias"].half()
     del state["layers.1.scale"]
     torch.save(state, tmp_path / "model.pt")
     out = ["-o", tmp_path / "rank_{rank}.pt"]
-    status, _, error = run("remap", tmp_path / "model.pt", *MODEL, *written_as("fsdp-flat", 2, UNITS), *out)
+    status, _, error = run("remap", tmp_path / "model.pt", *MODEL, *to_option("fsdp-flat", 2, UNITS), *out)
     assert status == 1
     assert "its parameters are float16, float32, and one flat parameter has one dtype @ layers.0" in error
     assert "not in the checkpoint @ layers.1.scale" in error
@@ -501,35 +508,35 @@ def test_what_cannot_be_flattened(run: Run, tmp_path: Path) -> None:
     done = run("remap", tmp_path / "model.pt", *MODEL, *out, "--to", "fsdp-sharded(world_size=2)")
     assert (done.status, list(tmp_path.glob("rank_*"))) == (1, [])
     assert "not in the checkpoint @ layers.1.scale" in done.err
-    assert "not in the checkpoint @ layers.0" not in done.err  # a parameter of another dtype is cut alone
+    assert "not in the checkpoint @ layers.0" not in done.err  # parameters are sharded separately, so dtypes may differ
 
 
-def test_tied_names_of_other_values_are_not_made_one(run: Run, tmp_path: Path) -> None:
+def test_tied_names_with_different_values_are_refused(run: Run, tmp_path: Path) -> None:
     state = Net().state_dict()
     torch.save({**state, "head.weight": state["head.weight"] + 1}, tmp_path / "model.pt")
-    out = [*written_as("fsdp-flat", 2, UNITS), "-o", tmp_path / "rank_{rank}.pt"]
+    out = [*to_option("fsdp-flat", 2, UNITS), "-o", tmp_path / "rank_{rank}.pt"]
     done = run("remap", tmp_path / "model.pt", *MODEL, *out)
     assert (done.status, list(tmp_path.glob("rank_*"))) == (1, [])
     assert "other values than emb.weight, and one flat parameter holds both @ head.weight" in done.err
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--to", "fsdp-flat", *MODEL], "needs the model's parameters and the number of ranks"),
         (["--to", "fsdp-flat(world_size=1)", *MODEL], "FSDP1 shards over 2 to 65,536 ranks"),
         (["--to", "fsdp-flat(world_size=2)", *MODEL, "-o", "one.pt"], "every rank needs its own file"),
-        ([*written_as("fsdp-sharded", 2, UNITS), *MODEL], "shards each parameter separately"),
+        ([*to_option("fsdp-sharded", 2, UNITS), *MODEL], "shards each parameter separately"),
         (["--to", "fsdp-flat(world_size=2)", *MODEL, "-o", "one.pt"], "-o 'rank_{rank}.pt'"),
         (["--to", "serialized", *MODEL], "DTensors (FSDP2, tensor parallelism) load from a folder"),
-        ([*MODEL, *read_as("layers.*"), "-o", "out.pt"], "holds no flat parameters"),
+        ([*MODEL, *from_option("layers.*"), "-o", "out.pt"], "holds no flat parameters"),
     ],
 )
-def test_options_that_do_not_go_together(run: Run, tmp_path: Path, options: list[str], said: str) -> None:
+def test_conflicting_options_are_errors(run: Run, tmp_path: Path, options: list[str], message: str) -> None:
     torch.save(Net().state_dict(), tmp_path / "model.pt")
     out = [] if "-o" in options else ["-o", str(tmp_path / "out_{rank}.pt")]
     status, _, error = run("remap", tmp_path / "model.pt", *options, *out)
-    assert (status, said in error) == (2, True), error
+    assert (status, message in error) == (2, True), error
 
 
 # Plain flattened tensors, and FlattenParamsWrapper
@@ -541,7 +548,7 @@ def padded_parts(flat: torch.Tensor, world_size: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["part_{rank}.pt", "{rank}/part.pt", "host{host}_part{rank}.pt"])
-def test_more_than_ten_parts_are_laid_in_the_order_of_their_numbers(run: Run, tmp_path: Path, name: str) -> None:
+def test_more_than_ten_parts_are_in_numeric_order(run: Run, tmp_path: Path, name: str) -> None:
     expected = Net().state_dict()
     model = Net()
     model.load_state_dict(expected)
@@ -553,13 +560,15 @@ def test_more_than_ten_parts_are_laid_in_the_order_of_their_numbers(run: Run, tm
     files = tmp_path / name.format(rank="*", host="*")
     status, _, error = run("remap", files, *MODEL, "-o", tmp_path / "full.pt")
     assert status == 0, error
-    same(torch.load(tmp_path / "full.pt"), expected)
+    check_same(torch.load(tmp_path / "full.pt"), expected)
 
 
 @pytest.mark.parametrize("hooks", [True, False])
 @pytest.mark.parametrize("prefix", ["", "_fsdp_wrapped_module."])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_flatten_params_wrapper(run: Run, tmp_path: Path, hooks: bool, prefix: str, world_size: int) -> None:
+def test_flatten_params_wrapper_is_unsharded(
+    run: Run, tmp_path: Path, hooks: bool, prefix: str, world_size: int
+) -> None:
     expected = Net().state_dict()
     model = Net()
     model.load_state_dict(expected)
@@ -571,30 +580,37 @@ def test_flatten_params_wrapper(run: Run, tmp_path: Path, hooks: bool, prefix: s
             for key, value in saved.items()
         }
         torch.save(part, tmp_path / f"part{rank}.pt")
-    status, _, error = run("remap", tmp_path / "part*.pt", *MODEL, *read_as("layers.*"), "-o", tmp_path / "full.pt")
+    status, _, error = run("remap", tmp_path / "part*.pt", *MODEL, *from_option("layers.*"), "-o", tmp_path / "full.pt")
     assert status == 0, error
-    same(torch.load(tmp_path / "full.pt"), expected)
+    check_same(torch.load(tmp_path / "full.pt"), expected)
 
 
-def test_flatten_params_wrapper_reads_back_its_own_keys() -> None:
-    """The helper keeps what the original promises: what its hooks write, they read."""
+def test_flatten_params_wrapper_helper_round_trips() -> None:
+    """Like the original, the helper loads the keys that its hooks write."""
     model = flattened(Net(), Block)
     other = flattened(Net(), Block)
     other.load_state_dict(model.state_dict(), strict=True)
-    same(other.state_dict(), model.state_dict())
+    check_same(other.state_dict(), model.state_dict())
 
 
-def test_a_single_file_with_the_flat_parameters_whole(run: Run, tmp_path: Path) -> None:
+def test_single_file_with_complete_flat_parameters(run: Run, tmp_path: Path) -> None:
     model = Net()
     expected = {key: value.clone() for key, value in model.state_dict().items()}
     torch.save(flattened(model, Mlp).state_dict(), tmp_path / "flat.pt")
-    status, _, error = run("remap", tmp_path / "flat.pt", *MODEL, *read_as("layers.*.mlp"), "-o", tmp_path / "full.pt")
+    status, _, error = run(
+        "remap",
+        tmp_path / "flat.pt",
+        *MODEL,
+        *from_option("layers.*.mlp"),
+        "-o",
+        tmp_path / "full.pt",
+    )
     assert status == 0, error
-    same(torch.load(tmp_path / "full.pt"), expected)
+    check_same(torch.load(tmp_path / "full.pt"), expected)
 
 
-def with_optimizer(path: Path, by_name: bool, numel: int | None = None) -> dict[str, torch.Tensor]:
-    """Flat parameters in a file, with an optimizer's state of them, each of `numel` elements; gives that state."""
+def save_with_optimizer(path: Path, by_name: bool, numel: int | None = None) -> dict[str, torch.Tensor]:
+    """Save flat parameters with an optimizer, and return its moments, each of `numel` elements."""
     saved = flattened(Net(), Block, True).state_dict()
     flat = {key: value for key, value in saved.items() if is_flat(key)}
     moments = {key: torch.arange(float(value.numel() if numel is None else numel)) for key, value in flat.items()}
@@ -606,35 +622,36 @@ def with_optimizer(path: Path, by_name: bool, numel: int | None = None) -> dict[
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_the_state_of_flat_parameters_is_cut_as_they_are(run: Run, tmp_path: Path, by_name: bool) -> None:
-    """And keeps its way of naming them: by names it stays, by ids it becomes the model's own."""
-    moments = with_optimizer(tmp_path / "flat.pt", by_name)
-    done = run("remap", tmp_path / "flat.pt", *MODEL, *read_as("layers.*"), "-o", tmp_path / "full.pt")
+def test_state_of_flat_parameters_is_split_like_them(run: Run, tmp_path: Path, by_name: bool) -> None:
+    """State keyed by name stays keyed by name; ids become those of the model."""
+    moments = save_with_optimizer(tmp_path / "flat.pt", by_name)
+    done = run("remap", tmp_path / "flat.pt", *MODEL, *from_option("layers.*"), "-o", tmp_path / "full.pt")
     assert done.status == 0, done.err
-    made = torch.load(tmp_path / "full.pt")["optimizer"]
+    result = torch.load(tmp_path / "full.pt")["optimizer"]
     own = [name for name, _ in Net().named_parameters()]
-    (group,) = made["param_groups"]
-    assert sorted(made["state"], key=str) == sorted(group["params"], key=str)
-    assert all(isinstance(param, str) == by_name for param in made["state"])
+    (group,) = result["param_groups"]
+    assert sorted(result["state"], key=str) == sorted(group["params"], key=str)
+    assert all(isinstance(param, str) == by_name for param in result["state"])
     assert sorted(group["params"] if by_name else group["param_names"]) == sorted(own)
-    assert sum(state["exp_avg"].numel() for state in made["state"].values()) == sum(v.numel() for v in moments.values())
-    assert len({state["step"].data_ptr() for state in made["state"].values()}) == len(own)
+    sizes = [state["exp_avg"].numel() for state in result["state"].values()]
+    assert sum(sizes) == sum(value.numel() for value in moments.values())
+    assert len({state["step"].data_ptr() for state in result["state"].values()}) == len(own)
 
 
 def test_state_that_does_not_fit_its_flat_parameter_is_refused(run: Run, tmp_path: Path) -> None:
-    moments = with_optimizer(tmp_path / "flat.pt", True, numel=5)
-    done = run("remap", tmp_path / "flat.pt", *MODEL, *read_as("layers.*"), "-o", tmp_path / "full.pt")
+    moments = save_with_optimizer(tmp_path / "flat.pt", True, numel=5)
+    done = run("remap", tmp_path / "flat.pt", *MODEL, *from_option("layers.*"), "-o", tmp_path / "full.pt")
     assert done.status == 1
     assert "optimizer: its state does not fit the parameters" in done.err
     assert done.err.count("is [5] on the ranks, ") == len(moments)
     assert not (tmp_path / "full.pt").exists()
 
 
-def test_a_parameter_that_the_model_calls_flat_param_is_none(run: Run, tmp_path: Path) -> None:
+def test_model_parameter_named_flat_param_is_unchanged(run: Run, tmp_path: Path) -> None:
     torch.save(Owner().state_dict(), tmp_path / "model.pt")
     out = tmp_path / "out.pt"
     assert run("remap", tmp_path / "model.pt", "--model", f"{__file__}:Owner", "-o", out)[0] == 0
-    same(torch.load(out), torch.load(tmp_path / "model.pt"))
+    check_same(torch.load(out), torch.load(tmp_path / "model.pt"))
 
 
 class Owner(nn.Module):
@@ -646,7 +663,7 @@ class Owner(nn.Module):
 # Planning
 
 
-def test_slots_leave_nested_units_out_and_count_shared_parameters_once(names: Names) -> None:
+def test_slots_exclude_nested_units_and_count_tied_parameters_once(names: Names) -> None:
     found = slots(names, {"", "layers.0", "layers.0.mlp"})
     assert list(found) == ["", "layers.0", "layers.0.mlp"]
     assert found[""][0].fqns == ("emb.weight", "head.weight")
@@ -656,7 +673,7 @@ def test_slots_leave_nested_units_out_and_count_shared_parameters_once(names: Na
     assert [(slot.start, slot.end) for slot in found["layers.0.mlp"]] == [(0, 15), (15, 20), (20, 35)]
 
 
-def test_unit_paths_are_without_wrappers_only_where_wrappers_stand() -> None:
+def test_unit_paths_exclude_only_real_wrappers() -> None:
     keys = ["_fsdp_wrapped_module.flat_param", "_fsdp_wrapped_module._fpw_module.a._fsdp_wrapped_module.flat_param"]
     assert list(unit_paths(keys).values()) == ["", "a"]
     assert unit_paths(["module._flat_param"], ["module.x", "other.x"]) == {"module._flat_param": "module"}
@@ -664,12 +681,12 @@ def test_unit_paths_are_without_wrappers_only_where_wrappers_stand() -> None:
 
 @pytest.mark.parametrize("numel", [1, 5, 6, 7, 29, 35])
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-def test_shard_sizes_are_those_of_torch_chunk(numel: int, world_size: int) -> None:
+def test_shard_sizes_equal_torch_chunk(numel: int, world_size: int) -> None:
     chunks = [chunk.numel() for chunk in torch.zeros(numel).chunk(world_size)]
     assert shard_sizes(numel, world_size) == tuple(chunks + [0] * (world_size - len(chunks)))
 
 
-def test_padding_is_what_makes_a_multiple_of_the_ranks(names: Names) -> None:
+def test_padding_fills_up_to_a_multiple_of_the_ranks(names: Names) -> None:
     own = slots(names, {""})[""]
     total = own[-1].end
     for world_size in (2, 3, 4, 5):

@@ -1,4 +1,4 @@
-"""A model's parts on the ranks: in any geometry, under the names of either form, and in flat parameters."""
+"""Shards of a model on the ranks: of any shape, under serialized keys or runtime names, or in flat parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAVED = {"a": "seen", "b": "c", "seen": "b"}  # the keys of `Shifted`, by runtim
 
 
 class Shifted(nn.Module):
-    """A key of its state dict is another tensor's name, and a parameter's key a buffer's name."""
+    """A model with a state_dict key that is the name of another tensor, here of a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,8 +45,8 @@ def _renamed(state: dict[str, Any], prefix: str, names: dict[str, str]) -> None:
 SHIFTED = ["--model", f"{__file__}:Shifted"]
 
 
-def of_shifted(folder: Path, runtime: bool, *changes: dict[str, torch.Tensor]) -> Path:
-    """The state dicts of two ranks with `use_orig_params`, under runtime names or serialized keys."""
+def save_shifted(folder: Path, runtime: bool, *changes: dict[str, torch.Tensor]) -> Path:
+    """Save the state dicts of two ranks with `use_orig_params`, under runtime names or serialized keys."""
     model = Shifted()
     names = dict(zip(SAVED, SAVED)) if runtime else SAVED
     for rank, change in enumerate(changes):
@@ -57,8 +57,8 @@ def of_shifted(folder: Path, runtime: bool, *changes: dict[str, torch.Tensor]) -
 
 @pytest.mark.parametrize("runtime", [False, True])
 @pytest.mark.parametrize("to", ["runtime", "serialized"])
-def test_slices_under_the_names_of_either_form(run: Run, tmp_path: Path, runtime: bool, to: str) -> None:
-    done = run("remap", of_shifted(tmp_path, runtime, {}, {}), *SHIFTED, "--to", to, "-o", tmp_path / "out.pt")
+def test_slices_with_runtime_names_or_serialized_keys(run: Run, tmp_path: Path, runtime: bool, to: str) -> None:
+    done = run("remap", save_shifted(tmp_path, runtime, {}, {}), *SHIFTED, "--to", to, "-o", tmp_path / "out.pt")
     assert done.status == 0, done.err
     buffer = "seen" if runtime else "b"
     assert f"{buffer} differs between the ranks: rank 0's is used" in done.err
@@ -68,8 +68,10 @@ def test_slices_under_the_names_of_either_form(run: Run, tmp_path: Path, runtime
 
 
 @pytest.mark.parametrize(("runtime", "key"), [(False, "c"), (True, "b")])
-def test_a_parameter_that_every_rank_has_whole_differs(run: Run, tmp_path: Path, runtime: bool, key: str) -> None:
-    files = of_shifted(tmp_path, runtime, *({key: torch.full((4,), float(rank))} for rank in (0, 1)))
+def test_full_parameter_that_differs_between_ranks_is_refused(
+    run: Run, tmp_path: Path, runtime: bool, key: str
+) -> None:
+    files = save_shifted(tmp_path, runtime, *({key: torch.full((4,), float(rank))} for rank in (0, 1)))
     done = run("remap", files, *SHIFTED, "-o", tmp_path / "out.pt", "--format", "json")
     assert (done.status, [p["key"] for p in done.data["problems"]]) == (2, [key])
 
@@ -77,30 +79,30 @@ def test_a_parameter_that_every_rank_has_whole_differs(run: Run, tmp_path: Path,
 @pytest.mark.parametrize(
     ("parts", "held"),
     [
-        ([torch.zeros(1, 3), torch.zeros(1, 3)], 6),  # rows, or columns of another: no rank says which
+        ([torch.zeros(1, 3), torch.zeros(1, 3)], 6),  # rows, or columns of another shape: the ranks do not tell
         ([torch.zeros(3), torch.zeros(4)], 7),
         ([torch.zeros(3), torch.zeros(2)], 5),
         ([torch.zeros(3), torch.zeros(3).half()], 6),
         ([torch.zeros(3), None], 3),
     ],
 )
-def test_parts_that_are_not_laid_end_to_end_are_refused(
+def test_parts_that_do_not_join_to_the_parameter_are_refused(
     run: Run, tmp_path: Path, parts: list[torch.Tensor | None], held: int
 ) -> None:
-    files = of_shifted(tmp_path, True, *({} if part is None else {"a": part} for part in parts))
+    files = save_shifted(tmp_path, True, *({} if part is None else {"a": part} for part in parts))
     if parts[1] is None:
         rest = torch.load(tmp_path / "rank_1.pt")
         del rest["a"]
         torch.save(rest, tmp_path / "rank_1.pt")
     done = run("remap", files, *SHIFTED, "-o", tmp_path / "out.pt", "--format", "json")
-    said = [(p["problem"], p["key"]) for p in done.data["problems"]]
-    assert (done.status, said) == (1, [(f"the ranks hold {held} elements of it, and the model's is [2, 3]", "a")])
+    problems = [(p["problem"], p["key"]) for p in done.data["problems"]]
+    assert (done.status, problems) == (1, [(f"the ranks hold {held} elements of it, and the model's is [2, 3]", "a")])
     assert not (tmp_path / "out.pt").exists()
 
 
-def test_a_slice_that_is_a_view_with_strides(run: Run, tmp_path: Path) -> None:
+def test_slice_may_be_a_strided_view(run: Run, tmp_path: Path) -> None:
     halves = [{"a": torch.arange(6.0).repeat_interleave(2)[6 * rank : 6 * rank + 6][::2]} for rank in (0, 1)]
-    files = of_shifted(tmp_path, True, *halves)
+    files = save_shifted(tmp_path, True, *halves)
     assert run("remap", files, *SHIFTED, "--to", "runtime", "-o", tmp_path / "out.pt").status == 0
     assert torch.equal(torch.load(tmp_path / "out.pt")["a"], Shifted().a)
 
@@ -109,13 +111,13 @@ def test_a_slice_that_is_a_view_with_strides(run: Run, tmp_path: Path) -> None:
 
 
 def flat_net(inner: type[nn.Module]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The model's state, and the state of the same model with `inner` and itself flattened."""
+    """Return the state of the model, and of the same model with `inner` and the root flattened."""
     model = Net()
     state = {key: value.clone() for key, value in model.state_dict().items()}
     return state, flattened(model, inner, True).state_dict()
 
 
-def test_a_unit_without_parameters_of_its_own_may_be_named(run: Run, tmp_path: Path) -> None:
+def test_unit_without_direct_parameters_is_accepted(run: Run, tmp_path: Path) -> None:
     """FSDP flattens nothing for it."""
     expected, saved = flat_net(Block)
     torch.save(saved, tmp_path / "flat.pt")
@@ -125,8 +127,8 @@ def test_a_unit_without_parameters_of_its_own_may_be_named(run: Run, tmp_path: P
     assert same(torch.load(tmp_path / "out.pt"), expected)
 
 
-def test_the_root_need_not_be_flattened(run: Run, tmp_path: Path) -> None:
-    """Its parameters have their own names then; no unit names it."""
+def test_root_need_not_be_flattened(run: Run, tmp_path: Path) -> None:
+    """Its parameters then keep their names."""
     model = Net()
     expected = {key: value.clone() for key, value in model.state_dict().items()}
     model.layers = nn.ModuleList(FlattenParamsWrapper(layer) for layer in model.layers)
@@ -138,7 +140,7 @@ def test_the_root_need_not_be_flattened(run: Run, tmp_path: Path) -> None:
     assert same(torch.load(tmp_path / "out.pt"), expected)
 
 
-def test_a_flat_parameter_is_taken_apart_whatever_its_strides_are(run: Run, tmp_path: Path) -> None:
+def test_strided_flat_parameter_is_split(run: Run, tmp_path: Path) -> None:
     expected, saved = flat_net(Block)
     saved = {k: v.repeat_interleave(2)[::2] if k == "flat_param" else v for k, v in saved.items()}
     torch.save(saved, tmp_path / "flat.pt")
@@ -147,15 +149,15 @@ def test_a_flat_parameter_is_taken_apart_whatever_its_strides_are(run: Run, tmp_
 
 
 @pytest.mark.parametrize("runtime", [False, True])
-@pytest.mark.parametrize("beside", [(), ("b",)])
-def test_what_stands_beside_a_flat_parameter_has_names_of_either_form(
-    run: Run, tmp_path: Path, runtime: bool, beside: tuple[str, ...]
+@pytest.mark.parametrize("ignored", [(), ("b",)])
+def test_ignored_parameters_have_runtime_names_or_serialized_keys(
+    run: Run, tmp_path: Path, runtime: bool, ignored: tuple[str, ...]
 ) -> None:
-    """FSDP leaves out of a flat parameter what it is told to ignore."""
+    """FSDP does not flatten ignored parameters."""
     model = Shifted()
     own = {"a": model.a.detach(), "b": model.b.detach(), "seen": torch.tensor([3.0, 4])}
-    flat = torch.cat([own[name].flatten() for name in "ab" if name not in beside])
-    rest = {name if runtime else SAVED[name]: own[name] for name in (*beside, "seen")}
+    flat = torch.cat([own[name].flatten() for name in "ab" if name not in ignored])
+    rest = {name if runtime else SAVED[name]: own[name] for name in (*ignored, "seen")}
     torch.save({"flat_param": flat, **rest}, tmp_path / "flat.pt")
     done = run("remap", tmp_path / "flat.pt", *SHIFTED, "--to", "runtime", "-o", tmp_path / "out.pt")
     assert done.status == 0, done.err
@@ -163,32 +165,32 @@ def test_what_stands_beside_a_flat_parameter_has_names_of_either_form(
 
 
 @pytest.mark.parametrize(
-    ("change", "says", "key"),
+    ("change", "message", "key"),
     [
         ({"flat_param": torch.zeros(7, 4)}, "is not one-dimensional", "flat_param"),
         ({"_flat_param": torch.zeros(28)}, "flat_param is of the same module", "_flat_param"),
         ({"other.flat_param": torch.zeros(2)}, "the model has no module other with parameters", "other.flat_param"),
     ],
 )
-def test_flat_parameters_that_are_no_units_of_the_model(
-    run: Run, tmp_path: Path, change: dict[str, torch.Tensor], says: str, key: str
+def test_flat_parameter_that_is_not_a_unit_is_refused(
+    run: Run, tmp_path: Path, change: dict[str, torch.Tensor], message: str, key: str
 ) -> None:
     torch.save({**flat_net(Block)[1], **change}, tmp_path / "flat.pt")
     done = run("remap", tmp_path / "flat.pt", *MODEL, "-o", tmp_path / "out.pt", "--format", "json")
     [problem] = done.data["problems"]
     assert (done.status, problem["key"]) == (1, key)
-    assert says in problem["problem"]
+    assert message in problem["problem"]
 
 
-def test_without_a_model_a_file_of_its_own_is_renamed_as_any_other(run: Run, tmp_path: Path) -> None:
-    """Which parameters are in a flat one, a rule does not ask."""
+def test_flat_parameter_is_renamed_by_a_rule_without_a_model(run: Run, tmp_path: Path) -> None:
+    """A rule does not depend on the parameters inside."""
     torch.save({"flat_param": torch.arange(3.0)}, tmp_path / "flat.pt")
     done = run("remap", tmp_path / "flat.pt", "--rule", "{x*} => net.{x*}", "-o", tmp_path / "out.pt")
     assert done.status == 0, done.err
     assert same(torch.load(tmp_path / "out.pt"), {"net.flat_param": torch.arange(3.0)})
 
 
-def test_a_path_of_module_versions_that_is_no_word_is_carried(run: Run, tmp_path: Path) -> None:
+def test_module_version_key_that_is_not_a_string_is_kept(run: Run, tmp_path: Path) -> None:
     state = Net().state_dict()
     state._metadata[7] = {"version": 1}  # type: ignore[attr-defined]
     for rank in (0, 1):

@@ -1,4 +1,4 @@
-"""Optimizers in rank files: owners of state, and state that cannot be assembled is refused by its key."""
+"""Optimizers in rank files: state is matched to parameters, and state that cannot be unsharded is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ State = dict[str, Any]
 
 
 class Net(nn.Module):
-    """A unit in a unit, and a scalar, which FSDP leaves as it is where it is told to."""
+    """A nested unit, and a scalar, which FSDP can be told to ignore."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Net(nn.Module):
 
 
 class Flat(nn.Module):
-    """The same of tensors that can be flattened."""
+    """Like `Net`, with tensors that can all be flattened."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,15 +35,15 @@ class Flat(nn.Module):
 
 NET, FLAT = ["--model", f"{__file__}:Net"], ["--model", f"{__file__}:Flat"]
 UNITS = ["flat_param", "inner.flat_param"]
-CHUNKS = {"flat_param": 3, "inner.flat_param": 5}  # of two ranks, with padding
+CHUNKS = {"flat_param": 3, "inner.flat_param": 5}  # for two ranks, with padding
 
 
-def said(done: Done) -> list[tuple[str, str]]:
+def problems_of(done: Done) -> list[tuple[str, str]]:
     return [(one["problem"], one["key"]) for one in done.data.get("problems", ())]
 
 
-def of_flat(folder: Path, params: list[Any], own: list[State], **group: Any) -> Path:
-    """A file with flat parameters, and the state `own` of the `params` of its optimizer."""
+def save_flat(folder: Path, params: list[Any], own: list[State], **group: Any) -> Path:
+    """Save flat parameters and an optimizer with the state `own` of `params`."""
     optimizer = {"state": dict(zip(params, own)), "param_groups": [{"lr": 0.1, "params": params, **group}]}
     torch.save({"model": flattened(Flat(), nn.Linear).state_dict(), "optimizer": optimizer}, folder / "flat.pt")
     return folder / "flat.pt"
@@ -58,34 +58,34 @@ UNKNOWN = ("the model section has no such flat parameter", "x.flat_param")
     ("names", "problems"),
     [(UNITS, []), ([*UNITS, "scale"], [OTHER]), ([*UNITS, "x.flat_param", "scale"], [OTHER, UNKNOWN])],
 )
-def test_parameters_that_are_no_units_of_the_model_are_refused(
+def test_optimizer_parameters_that_are_not_units_are_refused(
     run: Run, tmp_path: Path, by_id: bool, names: list[str], problems: list[tuple[str, str]]
 ) -> None:
     params = list(range(len(names))) if by_id else names
-    file = of_flat(tmp_path, params, [{}] * len(names), **({"param_names": names} if by_id else {}))
+    file = save_flat(tmp_path, params, [{}] * len(names), **({"param_names": names} if by_id else {}))
     done = run("remap", file, *FLAT, "-o", tmp_path / "out.pt", "--format", "json")
-    assert (done.status, said(done)) == (bool(problems), problems), done.err
+    assert (done.status, problems_of(done)) == (bool(problems), problems), done.err
 
 
-def test_an_optimizer_of_the_parameters_beside_flat_ones_stays(run: Run, tmp_path: Path) -> None:
-    """It was made before the model was wrapped, or gathered already."""
+def test_optimizer_of_original_parameters_is_kept(run: Run, tmp_path: Path) -> None:
+    """It was created before the model was wrapped, or unsharded already."""
     own = [{"exp_avg": torch.rand(parameter.shape)} for parameter in Flat().parameters()]
     names = [name for name, _ in Flat().named_parameters()]
-    done = run("remap", of_flat(tmp_path, names, own), *FLAT, "-o", tmp_path / "out.pt")
+    done = run("remap", save_flat(tmp_path, names, own), *FLAT, "-o", tmp_path / "out.pt")
     assert done.status == 0, done.err
-    made = torch.load(tmp_path / "out.pt")["optimizer"]["state"]
-    assert all(torch.equal(made[name]["exp_avg"], one["exp_avg"]) for name, one in zip(names, own))
+    result = torch.load(tmp_path / "out.pt")["optimizer"]["state"]
+    assert all(torch.equal(result[name]["exp_avg"], one["exp_avg"]) for name, one in zip(names, own))
 
 
 @pytest.mark.parametrize(("ids", "count"), [([0], "1 parameter"), ([0, 1, 2], "3 parameters")])
-def test_ids_of_other_numbers_of_parameters_are_refused(run: Run, tmp_path: Path, ids: list[int], count: str) -> None:
-    done = run("remap", of_flat(tmp_path, ids, [{} for _ in ids]), *FLAT, "-o", tmp_path / "out.pt")
+def test_wrong_number_of_ids_is_refused(run: Run, tmp_path: Path, ids: list[int], count: str) -> None:
+    done = run("remap", save_flat(tmp_path, ids, [{} for _ in ids]), *FLAT, "-o", tmp_path / "out.pt")
     assert done.status == 1
     assert f"optimizer has {count}, and the model section 2 flat parameters: which is which?" in done.err
 
 
-def of_two(folder: Path, change: Any = lambda rank, own: None) -> Path:
-    """The files of two ranks with flat parameters; `change` is of a rank's state of ``inner``."""
+def save_two_ranks(folder: Path, change: Any = lambda rank, own: None) -> Path:
+    """Save flat parameters of two ranks, with `change` applied to the state of ``inner``."""
     saved = flattened(Flat(), nn.Linear).state_dict()
     for rank in (0, 1):
         own = {name: {"exp_avg": torch.arange(float(size)) + rank * size} for name, size in CHUNKS.items()}
@@ -99,21 +99,21 @@ def of_two(folder: Path, change: Any = lambda rank, own: None) -> Path:
     return folder / "rank_*.pt"
 
 
-def strided(rank: int, own: State) -> None:
+def make_strided(rank: int, own: State) -> None:
     own["exp_avg"] = own["exp_avg"].repeat_interleave(2)[::2]
 
 
-@pytest.mark.parametrize("change", [lambda rank, own: None, strided])
-def test_chunks_are_laid_end_to_end_whatever_their_strides_are(run: Run, tmp_path: Path, change: Any) -> None:
-    done = run("remap", of_two(tmp_path, change), *FLAT, "-o", tmp_path / "out.pt")
+@pytest.mark.parametrize("change", [lambda rank, own: None, make_strided])
+def test_chunks_are_joined_for_any_strides(run: Run, tmp_path: Path, change: Any) -> None:
+    done = run("remap", save_two_ranks(tmp_path, change), *FLAT, "-o", tmp_path / "out.pt")
     assert done.status == 0, done.err
-    made = torch.load(tmp_path / "out.pt")["optimizer"]["state"]
-    assert torch.equal(made["scale"]["exp_avg"], torch.arange(5.0))
-    assert torch.equal(made["inner.weight"]["exp_avg"], torch.arange(6.0).reshape(3, 2))
-    assert torch.equal(made["inner.bias"]["exp_avg"], torch.arange(6.0, 9.0))
+    result = torch.load(tmp_path / "out.pt")["optimizer"]["state"]
+    assert torch.equal(result["scale"]["exp_avg"], torch.arange(5.0))
+    assert torch.equal(result["inner.weight"]["exp_avg"], torch.arange(6.0).reshape(3, 2))
+    assert torch.equal(result["inner.bias"]["exp_avg"], torch.arange(6.0, 9.0))
 
 
-def of_rank_1(change: Any) -> Any:
+def only_rank_1(change: Any) -> Any:
     return lambda rank, own: change(own) if rank else None
 
 
@@ -126,21 +126,23 @@ def of_rank_1(change: Any) -> Any:
         (lambda own: own.update(exp_avg=torch.ones(5).double()), "[5], [5]"),
     ],
 )
-def test_chunks_that_are_not_those_of_the_unit_are_refused(run: Run, tmp_path: Path, change: Any, shapes: str) -> None:
-    done = run("remap", of_two(tmp_path, of_rank_1(change)), *FLAT, "-o", tmp_path / "out.pt", "--format", "json")
-    wrong = f"is {shapes} on the ranks, inner.flat_param is [5] on each"
-    assert (done.status, said(done)) == (1, [(wrong, "state.inner.flat_param.exp_avg")])
+def test_chunks_with_wrong_sizes_are_refused(run: Run, tmp_path: Path, change: Any, shapes: str) -> None:
+    done = run(
+        "remap", save_two_ranks(tmp_path, only_rank_1(change)), *FLAT, "-o", tmp_path / "out.pt", "--format", "json"
+    )
+    problem = f"is {shapes} on the ranks, inner.flat_param is [5] on each"
+    assert (done.status, problems_of(done)) == (1, [(problem, "state.inner.flat_param.exp_avg")])
     assert not (tmp_path / "out.pt").exists()
 
 
-# Slices, as `use_orig_params` has them
+# Slices, as with `use_orig_params`
 
 
 GROUPS = [["inner.weight"], ["scale", "inner.bias"]]
 
 
-def of_slices(folder: Path, names: bool, change: Any = lambda rank, own: None) -> Path:
-    """The files of two ranks, each with half of every parameter but the scalar; `change` is of the weight's state."""
+def save_slices(folder: Path, names: bool, change: Any = lambda rank, own: None) -> Path:
+    """Save half of every parameter but the scalar on two ranks, with `change` applied to the state of the weight."""
     flat = [name for group in GROUPS for name in group]
     whole = {
         name: torch.arange(1.0 + at, 1 + at + value.numel())
@@ -158,46 +160,46 @@ def of_slices(folder: Path, names: bool, change: Any = lambda rank, own: None) -
 
 
 @pytest.mark.parametrize("names", [False, True])
-def test_slices_are_told_by_names_or_by_how_much_all_ranks_hold(run: Run, tmp_path: Path, names: bool) -> None:
-    """Beside counters that are plain numbers, and a scalar that every rank has."""
-    files = of_slices(tmp_path, names)
+def test_slices_are_matched_by_name_or_by_size(run: Run, tmp_path: Path, names: bool) -> None:
+    """The state includes a plain counter, and a scalar that is on every rank."""
+    files = save_slices(tmp_path, names)
     done = run("remap", files, *NET, "--optimizer-keys", "fqn", "-o", tmp_path / "out.pt")
     assert done.status == 0, done.err
-    made = torch.load(tmp_path / "out.pt")
-    for name, value in made["model"].items():
-        assert torch.equal(made["optimizer"]["state"][name]["exp_avg"], value), name
-        assert made["optimizer"]["state"][name]["step"] == 2
+    result = torch.load(tmp_path / "out.pt")
+    for name, value in result["model"].items():
+        assert torch.equal(result["optimizer"]["state"][name]["exp_avg"], value), name
+        assert result["optimizer"]["state"][name]["step"] == 2
         assert value.shape == Net().get_parameter(name).shape
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (of_rank_1(lambda own: own.pop("exp_avg")), "the ranks hold 3 elements, the parameter is [3, 2]"),
+        (only_rank_1(lambda own: own.pop("exp_avg")), "the ranks hold 3 elements, the parameter is [3, 2]"),
         (
-            of_rank_1(lambda own: own.update(exp_avg=torch.ones(4))),
+            only_rank_1(lambda own: own.update(exp_avg=torch.ones(4))),
             "the ranks hold 7 elements, the parameter is [3, 2]",
         ),
         (lambda rank, own: own.update(exp_avg=torch.full((3, 2), rank)), "differs between the ranks"),
     ],
 )
-def test_state_that_no_parts_make_is_refused(run: Run, tmp_path: Path, change: Any, problem: str) -> None:
-    done = run("remap", of_slices(tmp_path, True, change), *NET, "-o", tmp_path / "out.pt", "--format", "json")
-    assert (done.status, said(done)) == (1 + problem.startswith("differs"), [(problem, "state.0.exp_avg")])
+def test_state_that_does_not_join_is_refused(run: Run, tmp_path: Path, change: Any, problem: str) -> None:
+    done = run("remap", save_slices(tmp_path, True, change), *NET, "-o", tmp_path / "out.pt", "--format", "json")
+    assert (done.status, problems_of(done)) == (1 + problem.startswith("differs"), [(problem, "state.0.exp_avg")])
     assert not (tmp_path / "out.pt").exists()
 
 
-def test_state_that_is_no_dense_tensor_is_every_ranks(run: Run, tmp_path: Path) -> None:
+def test_sparse_state_is_kept(run: Run, tmp_path: Path) -> None:
     sparse = torch.eye(3, 2).to_sparse()
-    files = of_slices(tmp_path, True, lambda rank, own: own.update(exp_avg=sparse))
+    files = save_slices(tmp_path, True, lambda rank, own: own.update(exp_avg=sparse))
     assert run("remap", files, *NET, "--optimizer-keys", "fqn", "-o", tmp_path / "out.pt").status == 0
-    made = torch.load(tmp_path / "out.pt")["optimizer"]["state"]["inner.weight"]["exp_avg"]
-    assert torch.equal(made.to_dense(), torch.eye(3, 2))
+    result = torch.load(tmp_path / "out.pt")["optimizer"]["state"]["inner.weight"]["exp_avg"]
+    assert torch.equal(result.to_dense(), torch.eye(3, 2))
 
 
-def test_an_optimizer_without_state_stays(run: Run, tmp_path: Path) -> None:
-    """Of groups that nothing tells apart, and need not be."""
-    of_slices(tmp_path, False)
+def test_optimizer_without_state_is_kept(run: Run, tmp_path: Path) -> None:
+    """Its groups are ambiguous, which does not matter without state."""
+    save_slices(tmp_path, False)
     for path in tmp_path.glob("rank_*.pt"):
         torch.save(
             {

@@ -1,4 +1,4 @@
-"""What FSDP1 does not flatten, or does not cut by rows: refused with every reason, and nothing is written."""
+"""Parameters that FSDP1 cannot flatten or shard are refused with all reasons, and nothing is written."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ class Scalar(nn.Linear):
 
 
 class Doubled(nn.Linear):
-    """Saves twice its weight, and a constant."""
+    """A layer that saves twice its weight and a constant."""
 
     def __init__(self) -> None:
         super().__init__(2, 3)
         self.register_state_dict_post_hook(self._saving)
 
     @staticmethod
-    def _saving(module: nn.Module, state: State, prefix: str, metadata: object) -> None:
+    def _change_state(module: nn.Module, state: State, prefix: str, metadata: object) -> None:
         state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
         state[f"{prefix}version"] = torch.ones(1)
 
 
 class Renamed(Doubled):
-    """Saves its weight under another name."""
+    """A layer that saves its weight under another name."""
 
     @staticmethod
-    def _saving(module: nn.Module, state: State, prefix: str, metadata: object) -> None:
+    def _change_state(module: nn.Module, state: State, prefix: str, metadata: object) -> None:
         state[f"{prefix}kernel"] = state.pop(f"{prefix}weight")
 
 
-def without_tensors(state: State) -> State:
+def with_sparse_weight(state: State) -> State:
     return {key: value.to_sparse() if key == "0.weight" else value for key, value in state.items()}
 
 
 @pytest.mark.parametrize(
-    ("model", "change", "flat", "rows"),
+    ("model", "change", "flat", "sharded"),
     [
         (Scalar, dict, ["FSDP1 cannot flatten scalars @ scale"], ["FSDP1 cannot shard scalars @ scale"]),
         (
@@ -64,7 +64,7 @@ def without_tensors(state: State) -> State:
         ),
         (
             two,
-            without_tensors,
+            with_sparse_weight,
             ["sparse_coo: only dense tensors can be flattened @ 0.weight"],
             ["sparse_coo: only dense tensors can be sharded @ 0.weight"],
         ),
@@ -100,43 +100,43 @@ def without_tensors(state: State) -> State:
         ),
     ],
 )
-def test_what_is_no_parameter_as_fsdp_saves_it_is_refused(
-    run: Run, tmp_path: Path, model: Callable[[], nn.Module], change: Any, flat: list[str], rows: list[str]
+def test_parameter_that_fsdp_cannot_shard_is_refused(
+    run: Run, tmp_path: Path, model: Callable[[], nn.Module], change: Any, flat: list[str], sharded: list[str]
 ) -> None:
     torch.save(change(model().state_dict()), tmp_path / "model.pt")
-    asked = ["remap", tmp_path / "model.pt", "--model", f"{__file__}:{model.__name__}", "-o", tmp_path / "r{rank}.pt"]
-    for form, problems in zip(FORMS, (flat, rows)):
-        done = run(*asked, "--to", f"{form}(world_size=2)", "--force", "--format", "json")
+    line = ["remap", tmp_path / "model.pt", "--model", f"{__file__}:{model.__name__}", "-o", tmp_path / "r{rank}.pt"]
+    for form, problems in zip(FORMS, (flat, sharded)):
+        done = run(*line, "--to", f"{form}(world_size=2)", "--force", "--format", "json")
         assert (done.status, bool(list(tmp_path.glob("r*")))) == (bool(problems), not problems), done.err
-        said = [f"{one['problem']} @ {one['key']}" for one in done.data.get("problems", ())]
-        assert said == problems
+        actual = [f"{one['problem']} @ {one['key']}" for one in done.data.get("problems", ())]
+        assert actual == problems
         for path in tmp_path.glob("r*"):
             path.unlink()
 
 
-def test_units_that_name_no_module_are_refused(run: Run, tmp_path: Path) -> None:
-    """All of them; a path of several segments, one that is too short, and a parameter's."""
+def test_units_that_match_no_module_are_refused(run: Run, tmp_path: Path) -> None:
+    """All are reported: a missing module, a pattern that is too deep, and a parameter."""
     torch.save(two().state_dict(), tmp_path / "model.pt")
-    asked = ["remap", tmp_path / "model.pt", "--model", f"{__file__}:two", "-o", tmp_path / "r{rank}.pt"]
+    line = ["remap", tmp_path / "model.pt", "--model", f"{__file__}:two", "-o", tmp_path / "r{rank}.pt"]
     units = ["2", "*.*", "0.weight", "[01]"]
-    done = run(*asked, "--to", f"fsdp-flat(world_size=2, units={units})", "--format", "json")
+    done = run(*line, "--to", f"fsdp-flat(world_size=2, units={units})", "--format", "json")
     assert (done.status, list(tmp_path.glob("r*"))) == (1, [])
-    said = [(one["problem"], one["key"]) for one in done.data["problems"]]
-    assert said == [("names no module that has parameters", pattern) for pattern in ("2", "*.*", "0.weight")]
+    actual = [(one["problem"], one["key"]) for one in done.data["problems"]]
+    assert actual == [("names no module that has parameters", pattern) for pattern in ("2", "*.*", "0.weight")]
 
 
 @pytest.mark.parametrize(("size", "status"), [(0, 2), (1, 2), (2, 0), (65_537, 2)])
-def test_a_number_of_ranks(run: Run, tmp_path: Path, size: int, status: int) -> None:
+def test_world_size_must_be_supported(run: Run, tmp_path: Path, size: int, status: int) -> None:
     torch.save(two().state_dict(), tmp_path / "model.pt")
-    asked = ["remap", tmp_path / "model.pt", "--model", f"{__file__}:two", "-o", tmp_path / "r{rank}.pt"]
+    line = ["remap", tmp_path / "model.pt", "--model", f"{__file__}:two", "-o", tmp_path / "r{rank}.pt"]
     for form in FORMS:
-        done = run(*asked, "--to", f"{form}(world_size={size})", "--dry-run")
+        done = run(*line, "--to", f"{form}(world_size={size})", "--dry-run")
         assert done.status == status, done.err
         assert ("FSDP1 shards over 2 to 65,536 ranks" in done.err) == bool(status)
 
 
 def optimizer(groups: list[list[str]], **changes: Any) -> State:
-    """With a first moment of every parameter that is in a group, but for the `changes` of `0_weight`."""
+    """Return state with a first moment for every parameter in a group, with `changes` to `0.weight`."""
     shapes = {name: parameter.shape for name, parameter in two().named_parameters()}
     state = {name: {"exp_avg": torch.ones(shapes[name]), "step": torch.ones(())} for own in groups for name in own}
     state["0.weight"].update(changes)
@@ -175,25 +175,25 @@ ALL = ["0.weight", "0.bias", "1.weight"]
         ([ALL], {"kind": "a"}, [], ["kind has neither its shape nor one value for all of the unit @ 0.weight"]),
     ],
 )
-def test_an_optimizer_of_flat_parameters_has_one_state_for_each(
+def test_flat_parameter_needs_uniform_optimizer_state(
     run: Run, tmp_path: Path, groups: list[list[str]], changes: State, units: list[str], problems: list[str]
 ) -> None:
     torch.save({"model": two().state_dict(), "optimizer": optimizer(groups, **changes)}, tmp_path / "in.pt")
-    asked = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:two", "-o", tmp_path / "r{rank}.pt"]
-    done = run(*asked, "--to", f"fsdp-flat(world_size=2, units={units})", "--format", "json")
-    said = [f"{one['problem']} @ {one['key']}" for one in done.data.get("problems", ())]
-    assert (done.status, said) == (bool(problems), problems), done.err
+    line = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:two", "-o", tmp_path / "r{rank}.pt"]
+    done = run(*line, "--to", f"fsdp-flat(world_size=2, units={units})", "--format", "json")
+    actual = [f"{one['problem']} @ {one['key']}" for one in done.data.get("problems", ())]
+    assert (done.status, actual) == (bool(problems), problems), done.err
     if not problems:
-        (made,) = open_checkpoint(str(tmp_path / "r1.pt")).optimizers
-        assert len([entry for entry in made.tensors if entry.key.endswith("exp_avg")]) == len(groups)
+        (result,) = open_checkpoint(str(tmp_path / "r1.pt")).optimizers
+        assert len([entry for entry in result.tensors if entry.key.endswith("exp_avg")]) == len(groups)
 
 
-def test_an_optimizer_of_a_scalar_is_refused_with_the_model(run: Run, tmp_path: Path) -> None:
-    """Also where it stands before the model."""
+def test_scalar_is_reported_once_for_model_and_optimizer(run: Run, tmp_path: Path) -> None:
+    """This holds even if the optimizer comes before the model."""
     model = Scalar()
     state = {"state": {0: {"exp_avg": torch.ones(())}}, "param_groups": [{"params": [0], "param_names": ["scale"]}]}
     torch.save({"optimizer": state, "model": model.state_dict()}, tmp_path / "in.pt")
-    asked = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Scalar", "-o", tmp_path / "r{rank}.pt"]
-    done = run(*asked, "--to", "fsdp-sharded(world_size=2)", "--format", "json")
-    said = [f"{one['problem']} @ {one['key']}" for one in done.data["problems"]]
-    assert (done.status, said) == (1, ["FSDP1 cannot shard scalars @ scale"])
+    line = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Scalar", "-o", tmp_path / "r{rank}.pt"]
+    done = run(*line, "--to", "fsdp-sharded(world_size=2)", "--format", "json")
+    actual = [f"{one['problem']} @ {one['key']}" for one in done.data["problems"]]
+    assert (done.status, actual) == (1, ["FSDP1 cannot shard scalars @ scale"])
