@@ -323,7 +323,7 @@ def test_fqn_state_is_not_converted_to_ids_of_other_parameters(
 def test_fix_between_saved_optimizers_reduces_the_differences(
     saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If remap would be refused, no fix is printed, and a note says so."""
+    """If remap would be refused, a note is printed instead of a fix."""
     left = save(tmp_path / "old.pt", *train(models.Net, getattr(models, saved), 1))
     right = save(tmp_path / "new.pt", *train(models.Net, models.decayed, 1))
     words = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:decayed")

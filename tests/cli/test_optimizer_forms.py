@@ -68,7 +68,7 @@ def files(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("left", SIDES)
 @pytest.mark.parametrize("right", SIDES)
 def test_suggested_command_works(run: Run, left: str, right: str, with_model: bool) -> None:
-    """After the command, with its placeholders replaced, there is no difference; without a command there is a note."""
+    """The command, with its placeholders replaced, removes all differences; without a command, a note is printed."""
     model = ["--model", "net.py:Net"] if with_model else []
     line = ("diff", f"{left}.pt", f"{right}.pt", *model, "--format", "json")
     done = run(*line)

@@ -37,7 +37,7 @@ class Net(torch.nn.Module):
 
 
 def _sharded(kind: str, run: Run, folder: Path) -> Path:
-    """Write shards with ckpttool; `tests/formats` compares them with those of the libraries."""
+    """Write shards with ckpttool; `tests/formats` compares them with shards that the libraries wrote."""
     save_file(STATE, folder / "whole.safetensors")
     out = folder / "shards" / INDEX.format(kind)
     out.parent.mkdir()

@@ -1,4 +1,4 @@
-"""Of the command lines in the documentation, only those that run model code import torch."""
+"""Command lines in the documentation import torch only if they run model code."""
 
 from __future__ import annotations
 

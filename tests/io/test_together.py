@@ -362,7 +362,7 @@ def test_resharding_moves_each_byte_once(
 
 
 def test_killed_job_that_writes_rank_files_is_resumed(saved_by_ranks: Path, tmp_path: Path) -> None:
-    """Recorded ranges are not written again, and the files equal those of an uninterrupted job."""
+    """Recorded ranges are not written again, and the files are the same as without an interruption."""
     flat = (*FLAT, "--model", f"{saved_by_ranks}/model.py:build")
     command = ("remap", saved_by_ranks / "full.pt", *flat, "-o")
     killed = run_ranks(tmp_path, 2, *command, "four_{rank}.pt", fault=Fault(1, 1))
@@ -483,7 +483,7 @@ def test_killed_upload_is_resumed(
 
 
 def test_ranks_replace_a_folder_in_the_bucket(large_source: Path, bucket: Any, tmp_path: Path, run: Run) -> None:
-    """The old files stay complete until all new ones are uploaded; then the folder is that of one process."""
+    """The old files stay complete until all new ones are uploaded; then the folder is the same as from one process."""
     (tmp_path / "alone").mkdir()
     run("convert", large_source / "model.safetensors", "-o", f"{tmp_path}/alone/", "--max-shard-size", "9MB")
     out = f"s3://{bucket[1]}/out/"

@@ -95,7 +95,7 @@ def test_crash_at_any_step_restores_the_old_files(
     assert "index" not in found or found in (BEFORE, AFTER)  # the index exists only with all other files
     monkeypatch.undo()
     mark_as_dead(folder)
-    for other in ("other", "another"):  # not in the journal, which stays, as do the old files
+    for other in ("other", "another"):  # not in the journal, so the journal and the old files stay
         transaction.recover(folder, [other])
     assert bool(transaction.begun(folder)) == (1 <= count < RENAMES)
     transaction.recover(folder)

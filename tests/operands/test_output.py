@@ -1,4 +1,4 @@
-"""OUT determines which files are written and in which format; their values equal those of the source."""
+"""OUT determines which files are written and in which format; the values equal the source."""
 
 from __future__ import annotations
 

@@ -623,7 +623,7 @@ def save_with_optimizer(path: Path, by_name: bool, numel: int | None = None) -> 
 
 @pytest.mark.parametrize("by_name", [True, False])
 def test_state_of_flat_parameters_is_split_like_them(run: Run, tmp_path: Path, by_name: bool) -> None:
-    """State keyed by name stays keyed by name; ids become those of the model."""
+    """State keyed by name stays keyed by name; ids become the ids of the model."""
     moments = save_with_optimizer(tmp_path / "flat.pt", by_name)
     done = run("remap", tmp_path / "flat.pt", *MODEL, *from_option("layers.*"), "-o", tmp_path / "full.pt")
     assert done.status == 0, done.err
