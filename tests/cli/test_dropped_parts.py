@@ -280,7 +280,7 @@ def test_submodule_with_all_parameters_can_be_selected(run: Run, tmp_path: Path)
     saved: dict[str, Any] = {part: {} for part in ("model", "optimizer")}
     *_, inner = trained_net("fqn")
     saved["model"] = {f"net.{key}": value for key, value in inner["model"].items()}
-    state = {f"net.{name}": own for name, own in inner["optimizer"]["state"].items()}
+    state = {f"net.{name}": value for name, value in inner["optimizer"]["state"].items()}
     (group,) = inner["optimizer"]["param_groups"]
     groups = [{**group, "params": [f"net.{name}" for name in group["params"]]}]
     saved["optimizer"] = {"state": state, "param_groups": groups}

@@ -87,8 +87,8 @@ def own_names_with_like(path: Path, shown: bool) -> Args:
 def left_out_of_like(path: Path, shown: bool) -> Args:
     like = save(path / "like.pt")
     rule = "2.weight => 2.w" if shown else "w => 2.weight"
-    own = {("w" if key == "2.weight" and not shown else key): value for key, value in state().items()}
-    return ["remap", save(path / "in.pt", own), "--like", like, "--rule", rule, "-o", path / "out.pt"]
+    renamed_state = {("w" if key == "2.weight" and not shown else key): value for key, value in state().items()}
+    return ["remap", save(path / "in.pt", renamed_state), "--like", like, "--rule", rule, "-o", path / "out.pt"]
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -177,8 +177,8 @@ def second_model(path: Path, shown: bool) -> Args:
 
 @prints("0 of 9 tensors matched")
 def nothing_matches(path: Path, shown: bool) -> Args:
-    own = {(key if key == "0.weight" and not shown else f"{key}_"): value for key, value in state().items()}
-    return ["diff", "--model", names(path / "names.json", net), save(path / "in.pt", own)]
+    renamed_state = {(key if key == "0.weight" and not shown else f"{key}_"): value for key, value in state().items()}
+    return ["diff", "--model", names(path / "names.json", net), save(path / "in.pt", renamed_state)]
 
 
 # Folders and runs

@@ -39,12 +39,12 @@ def test_inspect_names_parameters_if_the_file_does(
     options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
     state = optimizer.state_dict() if form == "id" else get_optimizer_state_dict(model, optimizer, options=options)
     torch.save({"optimizer": state}, tmp_path / "o.pt")
-    (found,) = run_json(capsys, "inspect", str(tmp_path / "o.pt"))["optimizers"]
+    (data,) = run_json(capsys, "inspect", str(tmp_path / "o.pt"))["optimizers"]
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     has_names = form != "id" or make == "decayed_named"
     names = [[name_of[p] if has_names else None for p in group["params"]] for group in optimizer.param_groups]
-    assert (found["section"], found["form"]) == ("optimizer", form)
-    assert [group["names"] for group in found["groups"]] == names
+    assert (data["section"], data["form"]) == ("optimizer", form)
+    assert [group["names"] for group in data["groups"]] == names
     assert main(["inspect", str(tmp_path / "o.pt")]) == 0
     text = capsys.readouterr().out
     assert ("Optimizer parameters, with their names in the file" in text) == (make == "decayed_named")
@@ -53,8 +53,8 @@ def test_inspect_names_parameters_if_the_file_does(
 def test_remap_reports_the_conversion(ckpt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "out.pt")
     chosen = (*MODEL, "--optimizer", "optimizer_models:by_layer", "--optimizer-keys", "fqn")
-    found = run_json(capsys, "remap", ckpt, *chosen, "-o", out, "--verify")
-    assert found["optimizer"] == {
+    data = run_json(capsys, "remap", ckpt, *chosen, "-o", out, "--verify")
+    assert data["optimizer"] == {
         "from": "id",
         "to": "fqn",
         "params": 9,
@@ -133,12 +133,14 @@ def test_trace_and_explain_show_optimizer_ids(capsys: pytest.CaptureFixture[str]
     optimizer = models.by_layer(models.Net())
     names = run_json(capsys, "trace", MODEL[1], "--optimizer", "optimizer_models:by_layer")
     assert [(one["id"], one["group"]) for one in names["optimizer"]] == [
-        (id, group) for group, own in enumerate(optimizer.state_dict()["param_groups"]) for id in own["params"]
+        (id, group)
+        for group, saved_group in enumerate(optimizer.state_dict()["param_groups"])
+        for id in saved_group["params"]
     ]
     assert names["optimizer_class"] == "AdamW"
-    found = run_json(capsys, "explain", "second.bias", *MODEL, "--optimizer", "optimizer_models:by_layer")
-    assert (found["optimizer_id"], found["optimizer_group"]) == (1, 0)
-    assert found["optimizer_state"] == ["state.1.step", "state.1.exp_avg", "state.1.exp_avg_sq"]
+    data = run_json(capsys, "explain", "second.bias", *MODEL, "--optimizer", "optimizer_models:by_layer")
+    assert (data["optimizer_id"], data["optimizer_group"]) == (1, 0)
+    assert data["optimizer_state"] == ["state.1.step", "state.1.exp_avg", "state.1.exp_avg_sq"]
     assert main(["explain", "second.bias", *MODEL, "--optimizer", "optimizer_models:by_layer"]) == 0
     assert re.search(r"optimizer id +1 \(param group 0\)\n", capsys.readouterr().out)
 
@@ -159,27 +161,27 @@ def test_diff_suggests_a_working_fix(ckpt: str, tmp_path: Path, capsys: pytest.C
     chosen = [*MODEL, "--optimizer", "optimizer_models:by_layer"]
     main(["remap", ckpt, *chosen, "--optimizer-keys", "fqn", "-o", out])
     capsys.readouterr()
-    found = run_json(capsys, "diff", f"{ckpt}::optimizer", f"{out}::optimizer", *chosen)
+    data = run_json(capsys, "diff", f"{ckpt}::optimizer", f"{out}::optimizer", *chosen)
     fixed = str(tmp_path / "train.fqn.pt")
-    assert fixes_in(found) == [f"ckpttool remap {ckpt} {' '.join(chosen)} --optimizer-keys fqn -o {fixed}"]
-    assert main(fixes_in(found)[0].split()[1:]) == 0
+    assert fixes_in(data) == [f"ckpttool remap {ckpt} {' '.join(chosen)} --optimizer-keys fqn -o {fixed}"]
+    assert main(fixes_in(data)[0].split()[1:]) == 0
     assert main(["diff", f"{fixed}::optimizer", f"{out}::optimizer", "--values"]) == 0
 
 
 def test_diff_against_another_optimizer(ckpt: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", *MODEL, "--optimizer", "optimizer_models:by_layer", ckpt]) == 0
     capsys.readouterr()
-    found = run_json(capsys, "diff", *MODEL, "--optimizer", "optimizer_models:adamw", ckpt)
-    assert not found["identical"]
-    assert fixes_in(found)[0].endswith(f"--to-optimizer optimizer_models:adamw -o {ckpt.replace('.pt', '.mapped.pt')}")
+    data = run_json(capsys, "diff", *MODEL, "--optimizer", "optimizer_models:adamw", ckpt)
+    assert not data["identical"]
+    assert fixes_in(data)[0].endswith(f"--to-optimizer optimizer_models:adamw -o {ckpt.replace('.pt', '.mapped.pt')}")
 
 
 def test_diff_of_files_suggests_a_diff_of_their_optimizers(
     ckpt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = save(tmp_path / "other.pt", *train(models.Net, models.sgd))
-    found = run_json(capsys, "diff", ckpt, other)
-    assert any(note.endswith(f"(ckpttool diff {ckpt}::optimizer {other}::optimizer)") for note in notes_in(found))
+    data = run_json(capsys, "diff", ckpt, other)
+    assert any(note.endswith(f"(ckpttool diff {ckpt}::optimizer {other}::optimizer)") for note in notes_in(data))
 
 
 def test_saved_plan_renames_the_optimizer_like_its_rule(tmp_path: Path) -> None:

@@ -68,12 +68,12 @@ def test_pytorch_7499_143828_state_of_another_class(
     for target in CLASSES if ALL else [CLASSES[(first + step) % len(CLASSES)] for step in (0, 1, 4, 9)]:
         make = getattr(models, target)
         new = ("--model", "optimizer_models:Net", "--optimizer", f"optimizer_models:{target}")
-        status, found = run_json(capsys, "diff", *new, path)
+        status, data = run_json(capsys, "diff", *new, path)
         error = resume_error(path, models.Net, make)
-        assert (status == 0) == (error is None), (target, error, notes_in(found))
+        assert (status == 0) == (error is None), (target, error, notes_in(data))
         if status == 0:
             continue
-        assert (fixes_in(found), NO_REMAP in notes_in(found)) == ([], True)
+        assert (fixes_in(data), NO_REMAP in notes_in(data)) == ([], True)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_incompatible_optimizer_has_no_fix(
     states = {"model": model.state_dict(), "a": optimizer.state_dict(), "b": optimizer.state_dict()}
     torch.save({name: states[name] for name in layout}, path := str(tmp_path / "old.pt"))
     new = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:sgd")
-    status, found = run_json(capsys, "diff", *new, f"{path}::{picked}" if picked else path)
+    status, data = run_json(capsys, "diff", *new, f"{path}::{picked}" if picked else path)
     assert status == 1
-    assert (fixes_in(found), NO_REMAP in notes_in(found)) == ([], True)
+    assert (fixes_in(data), NO_REMAP in notes_in(data)) == ([], True)
 
 
 def test_group_order_is_fixed_in_the_selected_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,21 +99,21 @@ def test_group_order_is_fixed_in_the_selected_optimizer(tmp_path: Path, capsys: 
     torch.save({"model": model.state_dict(), "a": optimizer.state_dict(), "b": other.state_dict()}, path)
     new = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:decayed_named")
     assert run_json(capsys, "diff", *new, f"{path}::b")[0] == 0
-    status, found = run_json(capsys, "diff", *new, f"{path}::a")
+    status, data = run_json(capsys, "diff", *new, f"{path}::a")
     assert status == 1
-    out = paste(fixes_in(found)[0])
+    out = paste(fixes_in(data)[0])
     assert run_json(capsys, "diff", *new, f"{out}::a")[0] == 0
 
 
 def test_remap_refuses_state_of_another_optimizer_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = save(tmp_path / "sgd.pt", *train(models.Net, models.sgd, 1)), tmp_path / "out.pt"
     words = ("remap", path, "--model", "optimizer_models:Net", "--to-optimizer", "optimizer_models:adamw")
-    status, found = run_json(capsys, *words, "-o", str(out))
+    status, data = run_json(capsys, *words, "-o", str(out))
     assert status == 1
-    assert "this is the state of SGD" in found["error"]
-    assert {"betas", "step", "exp_avg"} <= {problem["key"] for problem in found["problems"]}
+    assert "this is the state of SGD" in data["error"]
+    assert {"betas", "step", "exp_avg"} <= {problem["key"] for problem in data["problems"]}
     assert not out.exists()
-    assert found["hint"] == "convert the model alone (CKPT::SECTION), and start the optimizer afresh"
+    assert data["hint"] == "convert the model alone (CKPT::SECTION), and start the optimizer afresh"
     assert main(["remap", f"{path}::model", "--to", "compile", "-o", str(out)]) == 0
 
 
@@ -165,14 +165,14 @@ def test_pytorch_3852_other_param_groups(
     """torch: loaded state dict contains a parameter group that doesn't match the size of optimizer's group."""
     path = save_tagged(tmp_path / "old.pt", getattr(models, old), getattr(models, saved))
     words = ("diff", "--model", f"optimizer_models:{new}", "--optimizer", f"optimizer_models:{target}")
-    status, found = run_json(capsys, *words, path)
+    status, data = run_json(capsys, *words, path)
     assert status == 1
-    (command,) = fixes_in(found)
+    (command,) = fixes_in(data)
     out = paste(command, old, saved)
     assert loads_correctly(out, getattr(models, new), getattr(models, target))
-    status, found = run_json(capsys, *words, out)
+    status, data = run_json(capsys, *words, out)
     assert status == (0 if loads else 1)
-    assert any("does not load as it is" in note for note in notes_in(found)) != loads
+    assert any("does not load as it is" in note for note in notes_in(data)) != loads
 
 
 @pytest.mark.parametrize("make", ["adamw", "in_order", "decayed"])
@@ -181,29 +181,25 @@ def test_state_of_unknown_parameters_is_not_dropped(
 ) -> None:
     path = save_tagged(tmp_path / "old.pt", models.Net, getattr(models, make))
     words = ("diff", "--model", "optimizer_models:Shrunk", "--optimizer", f"optimizer_models:{make}")
-    status, found = run_json(capsys, *words, path)
-    assert (status, fixes_in(found)) == (1, [])
-    assert any(FOREIGN in note for note in notes_in(found))
+    status, data = run_json(capsys, *words, path)
+    assert (status, fixes_in(data)) == (1, [])
+    assert any(FOREIGN in note for note in notes_in(data))
 
 
 def test_missing_parameters_are_named_if_the_file_has_only_ids(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = save_tagged(tmp_path / "old.pt", models.Shrunk, models.adamw)
-    _, found = run_json(
-        capsys, "diff", "--model", "optimizer_models:Net", "--optimizer", "optimizer_models:adamw", path
-    )
-    missing = [entry["right"] for entry in found["entries"] if entry["status"] == "missing"]
+    _, data = run_json(capsys, "diff", "--model", "optimizer_models:Net", "--optimizer", "optimizer_models:adamw", path)
+    missing = [entry["right"] for entry in data["entries"] if entry["status"] == "missing"]
     assert missing == [[f"param_groups.0.params.second.{name}"] for name in ("weight", "bias")]
 
 
 def test_conflicting_hyperparameters_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save_tagged(tmp_path / "old.pt", models.Net, models.decayed)
-    _, found = run_json(
-        capsys, "diff", "--model", "optimizer_models:Net", "--optimizer", "optimizer_models:adamw", path
-    )
-    assert any("weight_decay is 0.1 in param group 0 and 0.0 in 1" in note for note in notes_in(found))
-    assert (fixes_in(found), NO_REMAP in notes_in(found)) == ([], True)
+    _, data = run_json(capsys, "diff", "--model", "optimizer_models:Net", "--optimizer", "optimizer_models:adamw", path)
+    assert any("weight_decay is 0.1 in param group 0 and 0.0 in 1" in note for note in notes_in(data))
+    assert (fixes_in(data), NO_REMAP in notes_in(data)) == ([], True)
 
 
 # Order
@@ -224,23 +220,23 @@ def test_reordered_parameters_are_found_without_optimizer(tmp_path: Path, capsys
     operands = ("optimizer_models:Reordered", "--optimizer", "optimizer_models:in_order")
     assert main(["trace", *operands, "-o", names]) == 0
     for model in (names, "optimizer_models:Reordered"):
-        status, found = run_json(capsys, "diff", "--model", model, f"{path}::optimizer")
-        assert (status, found["summary"]["order"]) == (1, 9)
-        out = paste(found["fix"][0]["command"])
+        status, data = run_json(capsys, "diff", "--model", model, f"{path}::optimizer")
+        assert (status, data["summary"]["order"]) == (1, 9)
+        out = paste(data["fix"][0]["command"])
         assert loads_correctly(out, models.Reordered, models.in_order)
         Path(out).unlink()
-    status, found = run_json(capsys, "diff", "--model", "optimizer_models:Reordered", path)
+    status, data = run_json(capsys, "diff", "--model", "optimizer_models:Reordered", path)
     assert status == 0  # the model loads; a note says that the optimizer was not compared
-    assert any("registers its parameters in another order" in note for note in notes_in(found))
+    assert any("registers its parameters in another order" in note for note in notes_in(data))
 
 
 def test_lbfgs_history_cannot_be_reordered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save(tmp_path / "old.pt", *train(models.Net, models.lbfgs_named, 2))
     words = ("--model", "optimizer_models:Reordered", "--optimizer", "optimizer_models:lbfgs_named")
-    status, found = run_json(capsys, "diff", *words, path)
+    status, data = run_json(capsys, "diff", *words, path)
     assert status == 1
-    assert (fixes_in(found), NO_REMAP in notes_in(found)) == ([], True)
-    assert any("belongs to all parameters together" in note for note in notes_in(found))
+    assert (fixes_in(data), NO_REMAP in notes_in(data)) == ([], True)
+    assert any("belongs to all parameters together" in note for note in notes_in(data))
 
 
 def test_reordered_fqn_state_has_a_note_on_loading_by_position(
@@ -249,9 +245,9 @@ def test_reordered_fqn_state_has_a_note_on_loading_by_position(
     path, out = save_tagged(tmp_path / "old.pt", models.Net, models.in_order), str(tmp_path / "fqn.pt")
     assert main(["remap", path, "--optimizer-keys", "fqn", "-o", out]) == 0
     words = ("diff", "--model", "optimizer_models:Reordered", "--optimizer", "optimizer_models:in_order")
-    status, found = run_json(capsys, *words, out)
+    status, data = run_json(capsys, *words, out)
     assert status == 0
-    assert any("Optimizer.load_state_dict loads by position" in note for note in notes_in(found))
+    assert any("Optimizer.load_state_dict loads by position" in note for note in notes_in(data))
 
 
 @pytest.mark.parametrize("saved", ["in_order", "adamw"])
@@ -260,16 +256,16 @@ def test_state_of_a_renamed_layer_is_not_dropped(
 ) -> None:
     path, out = save_tagged(tmp_path / "old.pt", models.Net, getattr(models, saved)), str(tmp_path / "out.pt")
     words = ("diff", "--model", "optimizer_models:Renamed", "--optimizer", "optimizer_models:in_order")
-    status, found = run_json(capsys, *words, path)
+    status, data = run_json(capsys, *words, path)
     assert status == 1
-    assert fixes_in(found) == []
+    assert fixes_in(data) == []
     expected = "the model in this file does not load as it is" if saved == "adamw" else "remap --rule 'FROM => TO'"
-    assert any(expected in note for note in notes_in(found))
+    assert any(expected in note for note in notes_in(data))
     old = () if saved == "in_order" else ("--model", "optimizer_models:Net")
     rule = ("--rule", "first.{x} => body.{x}", "--optimizer-keys", "fqn")
     assert main(["remap", path, *old, *rule, "-o", out]) == 0
-    status, found = run_json(capsys, *words, out)
-    assert status == 0, notes_in(found)
+    status, data = run_json(capsys, *words, out)
+    assert status == 0, notes_in(data)
 
 
 @pytest.mark.parametrize(
@@ -289,9 +285,9 @@ def test_group_of_a_new_parameter_is_not_guessed(
         "-o",
         str(tmp_path / "out.pt"),
     )
-    done, found = run_json(capsys, "remap", path, *old, *to)
+    done, data = run_json(capsys, "remap", path, *old, *to)
     assert done == status
-    problems = [(one["problem"], one["key"]) for one in found.get("problems", ())]
+    problems = [(one["problem"], one["key"]) for one in data.get("problems", ())]
     assert problems == ([("in which group?", f"extra.{leaf}") for leaf in ("weight", "bias")] if status else [])
     if (new, keys) == ("Net", "id"):
         assert loads_correctly(str(tmp_path / "out.pt"), models.Net, models.halves)
@@ -310,9 +306,9 @@ def test_fqn_state_is_not_converted_to_ids_of_other_parameters(
     )
     (other,) = set(target) - {saved}
     back = ("--optimizer-keys", "id", "-o", str(tmp_path / "back.pt"))
-    status, found = run_json(capsys, "remap", named, *model, f"optimizer_models:{target[other]}", *back)
+    status, data = run_json(capsys, "remap", named, *model, f"optimizer_models:{target[other]}", *back)
     frozen = {name for name, parameter in models.Frozen().named_parameters() if not parameter.requires_grad}
-    assert (status, {problem["key"] for problem in found["problems"]}) == (1, frozen)
+    assert (status, {problem["key"] for problem in data["problems"]}) == (1, frozen)
     assert main(["remap", named, *model, f"optimizer_models:{target[saved]}", *back]) == 0
 
 
@@ -327,18 +323,18 @@ def test_fix_between_saved_optimizers_reduces_the_differences(
     left = save(tmp_path / "old.pt", *train(models.Net, getattr(models, saved), 1))
     right = save(tmp_path / "new.pt", *train(models.Net, models.decayed, 1))
     words = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:decayed")
-    status, found = run_json(capsys, "diff", *words, f"{left}::optimizer", f"{right}::optimizer")
+    status, data = run_json(capsys, "diff", *words, f"{left}::optimizer", f"{right}::optimizer")
     assert status == 1
-    if not fixes_in(found):
-        assert NO_REMAP in notes_in(found)
+    if not fixes_in(data):
+        assert NO_REMAP in notes_in(data)
         return
-    out = paste(fixes_in(found)[0])
+    out = paste(fixes_in(data)[0])
     _, after = run_json(capsys, "diff", *words, f"{out}::optimizer", f"{right}::optimizer")
-    assert _count_differences(after) < _count_differences(found)
+    assert _count_differences(after) < _count_differences(data)
 
 
-def _count_differences(found: dict[str, Any]) -> int:
-    return sum(entry["status"] not in HARMLESS for entry in found["entries"])
+def _count_differences(data: dict[str, Any]) -> int:
+    return sum(entry["status"] not in HARMLESS for entry in data["entries"])
 
 
 def test_wrapped_model_with_compatible_state_gets_a_fix(tmp_path: Path, run: Run) -> None:
@@ -365,11 +361,11 @@ def test_split_or_fused_parameters_are_not_missing(
 ) -> None:
     """A different number of keys does not justify --partial, which would hide missing keys."""
     path = save(tmp_path / "old.pt", *train(getattr(models, old), models.in_order, 1))
-    status, found = run_json(
+    status, data = run_json(
         capsys, "diff", "--model", f"optimizer_models:{new}", "--optimizer", "optimizer_models:in_order", path
     )
     assert status == 1
-    (command,) = fixes_in(found)
+    (command,) = fixes_in(data)
     assert "--partial" not in command
 
 
@@ -383,12 +379,12 @@ def test_state_of_frozen_parameters_is_left_out_by_remap_only(
     old_model, old = train(models.Net, models.adamw, 1)
     path = save(tmp_path / "old.pt", old_model, old)
     words = ("--model", "optimizer_models:Frozen", "--optimizer", "optimizer_models:trainable")
-    status, found = run_json(capsys, "diff", *words, path)
+    status, data = run_json(capsys, "diff", *words, path)
     assert status == 1
     model = models.Frozen()
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert any("leaves out the state of" in note and frozen <= {*note.split()} for note in _notes_without_commas(found))
-    (line,) = fixes_in(found)
+    assert any("leaves out the state of" in note and frozen <= {*note.split()} for note in _notes_without_commas(data))
+    (line,) = fixes_in(data)
     out = paste(line)
     assert run_json(capsys, "diff", *words, out)[0] == 0
     optimizer = models.trainable(model)
@@ -396,10 +392,10 @@ def test_state_of_frozen_parameters_is_left_out_by_remap_only(
     names = {parameter: name for name, parameter in model.named_parameters()}
     before = {name: old.state[parameter] for name, parameter in old_model.named_parameters()}
     assert len(optimizer.state) == len(before) - len(frozen)
-    for parameter, own in optimizer.state.items():
-        assert torch.equal(own["exp_avg"], before[names[parameter]]["exp_avg"])
+    for parameter, state in optimizer.state.items():
+        assert torch.equal(state["exp_avg"], before[names[parameter]]["exp_avg"])
     assert run("fix", path, *words, "-o", tmp_path / "fixed.pt").status == 1
 
 
-def _notes_without_commas(found: dict[str, Any]) -> list[str]:
-    return [note.replace(",", " ") for note in notes_in(found)]
+def _notes_without_commas(data: dict[str, Any]) -> list[str]:
+    return [note.replace(",", " ") for note in notes_in(data)]

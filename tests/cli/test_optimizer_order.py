@@ -45,11 +45,11 @@ def save_filled(path: Path, case: Spec, which: str = "old") -> str:
     model = orders.Net(case, getattr(case, which))
     optimizer = orders.optimizer(case, model)
     step(model, optimizer)
-    own = tags(case, model)
+    values = tags(case, model)
     for parameter, state in optimizer.state.items():
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.dim():
-                value.fill_(own[parameter])
+                value.fill_(values[parameter])
     saved = {"optimizer": state_of(model, optimizer, case.form)}
     if case.with_model:
         saved["model"] = model.state_dict()
@@ -78,14 +78,14 @@ def resumes(path: str, case: Spec, form: str, which: str = "new") -> bool:
         else:
             options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
             set_optimizer_state_dict(model, optimizer, saved["optimizer"], options=options)
-        own = tags(case, model)
+        values = tags(case, model)
         moments = [
             (parameter, value)
             for parameter, state in optimizer.state.items()
             for value in state.values()
             if isinstance(value, torch.Tensor) and value.dim()
         ]
-        is_correct = all(v.shape == p.shape and torch.equal(v, torch.full_like(v, own[p])) for p, v in moments)
+        is_correct = all(v.shape == p.shape and torch.equal(v, torch.full_like(v, values[p])) for p, v in moments)
         step(model, optimizer)
     except (RuntimeError, ValueError, KeyError):
         return False

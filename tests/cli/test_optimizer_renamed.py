@@ -67,7 +67,7 @@ def make(model: nn.Module, kind: str, groups: int, named: bool = False) -> torch
     """Return an optimizer; with two groups, the biases are in the second one."""
     pairs = list(model.named_parameters())
     parts = [[p for p in pairs if (groups == 2 and p[1].dim() < 2) == which] for which in (False, True)]
-    chosen = [part if named else [own for _, own in part] for part in parts if part]
+    chosen = [part if named else [parameter for _, parameter in part] for part in parts if part]
     options: list[dict[str, Any]] = [{"params": part, "weight_decay": 0.1 * at} for at, part in enumerate(chosen)]
     return torch.optim.SGD(options, 0.1, 0.9) if kind == "SGD" else torch.optim.AdamW(options, 0.1)
 
@@ -116,13 +116,13 @@ def test_optimizer_names_are_keys_of_the_model(
     refused, known = 0, ("--model", "renamed_net:{}", "--optimizer", "renamed_net:make")
     options = list(itertools.product((0, 2, 4), (None, "id", "fqn", "flat"), (None, *WRAPS), (False, True)))
     for at, (count, keys, to, hooked) in enumerate([(4, "fqn", None, False), *chance.sample(options, 5)]):
-        own = Net(OLD, hooked)
-        model: Any = WRAPS[wrap](own)
+        net = Net(OLD, hooked)
+        model: Any = WRAPS[wrap](net)
         optimizer = make(model, "SGD", 1, form == "param_names")
-        step(own, optimizer, 0)
+        step(net, optimizer, 0)
         state: Any = optimizer.state_dict()
         if form in ("fqn", "flat"):
-            state = get_optimizer_state_dict(own, optimizer, options=flat(form))
+            state = get_optimizer_state_dict(net, optimizer, options=flat(form))
         source, out = tmp_path / "in.pt", tmp_path / f"{at}.pt"
         torch.save({"model": model.state_dict(), "optimizer": state}, source)
         args = [word.format("hooked" if hooked else "net") for word in known[:count]]
@@ -133,12 +133,12 @@ def test_optimizer_names_are_keys_of_the_model(
         if done.status == 1:
             refused += 1
             continue
-        found = torch.load(out)
-        names, stored = parameter_names(found["optimizer"]), list(found["model"])
+        result = torch.load(out)
+        names, stored = parameter_names(result["optimizer"]), list(result["model"])
         prefix = next(stored[0][: stored[0].index(layer)] for layer in ("shown.", "a.", "b.") if layer in stored[0])
         without_prefix = form in ("fqn", "flat") and wrap != "serialized"  # torch saves these without wrapper prefixes
-        allowed = {*stored, *(prefix + name for name, _ in own.named_parameters())}
-        assert set(names) <= allowed or (without_prefix and set(names) <= {n for n, _ in own.named_parameters()}), args
+        allowed = {*stored, *(prefix + name for name, _ in net.named_parameters())}
+        assert set(names) <= allowed or (without_prefix and set(names) <= {n for n, _ in net.named_parameters()}), args
         if keys in ("fqn", "flat") and to is None:
             assert prefix == "" or not count
     assert refused < 6  # at least one is written; a remap without changes is refused too
@@ -150,18 +150,18 @@ def flat(form: str) -> StateDictOptions:
 
 def test_fqn_keys_remove_the_wrappers_of_the_model(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     register_module(monkeypatch, net=lambda: Net(OLD), make=lambda model: make(model, "AdamW", 1))
-    own = Net(OLD)
-    model = Wrapped(torch.compile(own))  # type: ignore[arg-type]
+    net = Net(OLD)
+    model = Wrapped(torch.compile(net))  # type: ignore[arg-type]
     optimizer = make(model, "AdamW", 1)
-    step(own, optimizer, 0)
+    step(net, optimizer, 0)
     path, out = tmp_path / "in.pt", tmp_path / "out.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
     operands = ("--model", "renamed_net:net", "--optimizer", "renamed_net:make")
     assert run("remap", path, *operands, "--optimizer-keys", "fqn", "-o", out).status == 0
-    found, fresh = torch.load(out), Net(OLD)
-    assert set(found["model"]) == set(parameter_names(found["optimizer"]))
-    fresh.load_state_dict(found["model"])
-    set_optimizer_state_dict(fresh, make(fresh, "AdamW", 1), found["optimizer"])
+    result, fresh = torch.load(out), Net(OLD)
+    assert set(result["model"]) == set(parameter_names(result["optimizer"]))
+    fresh.load_state_dict(result["model"])
+    set_optimizer_state_dict(fresh, make(fresh, "AdamW", 1), result["optimizer"])
     assert run("diff", *operands, out).status == 0
     done = run("remap", path, *operands, "--optimizer-keys", "fqn", "--to", "ddp", "-o", tmp_path / "no.pt")
     assert done.status == 1
@@ -174,11 +174,11 @@ def test_fqn_keys_remove_the_wrappers_of_the_model(tmp_path: Path, run: Run, mon
 def save_run(path: Path, form: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     names = form in ("fqn", "dcp")
     state = get_optimizer_state_dict(model, optimizer) if names else optimizer.state_dict()
-    whole = {"model": model.state_dict(), "optimizer": state}
+    checkpoint = {"model": model.state_dict(), "optimizer": state}
     if form == "dcp":
-        save(whole, storage_writer=FileSystemWriter(path))
+        save(checkpoint, storage_writer=FileSystemWriter(path))
     else:
-        torch.save(whole, path)
+        torch.save(checkpoint, path)
 
 
 def resumed(path: Path, form: str, kind: str, groups: int) -> dict[str, torch.Tensor]:
@@ -186,15 +186,15 @@ def resumed(path: Path, form: str, kind: str, groups: int) -> dict[str, torch.Te
     model = Net(NEW)
     optimizer = make(model, kind, groups)
     if form == "dcp":
-        whole = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-        load(whole, storage_reader=FileSystemReader(path))
+        checkpoint = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        load(checkpoint, storage_reader=FileSystemReader(path))
     else:
-        whole = torch.load(path)
-    model.load_state_dict(whole["model"])
+        checkpoint = torch.load(path)
+    model.load_state_dict(checkpoint["model"])
     if form in ("fqn", "dcp"):
-        set_optimizer_state_dict(model, optimizer, whole["optimizer"])
+        set_optimizer_state_dict(model, optimizer, checkpoint["optimizer"])
     else:
-        optimizer.load_state_dict(whole["optimizer"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
     for seed in (7, 8):
         step(model, optimizer, seed)
     return dict(model.named_parameters())
@@ -234,8 +234,8 @@ def test_renamed_and_reordered_run_resumes_exactly(
         done = run("remap", path, *options, *RULES, "-o", out, "--no-fsync")
         assert done.status == 0, (options, done.err)
         assert "ids keep the order" not in done.out + done.err
-        found = resumed(out, form, kind, groups)
-        assert all(torch.equal(found[name], expected[name]) for name in expected), options
+        result = resumed(out, form, kind, groups)
+        assert all(torch.equal(result[name], expected[name]) for name in expected), options
 
 
 def test_note_says_that_rules_do_not_reorder_ids(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def optimizer(model: nn.Module, kind: str, groups: int, named: bool = False) -> 
     """Return an optimizer; with two groups, layer ``a`` is in the second one."""
     slow = [groups == 2 and name.startswith("a") for name, _ in model.named_parameters()]
     params = list(zip(slow, model.named_parameters()))
-    parts = [[pair if named else pair[1] for own, pair in params if own == which] for which in (False, True)]
+    parts = [[pair if named else pair[1] for is_slow, pair in params if is_slow == which] for which in (False, True)]
     options: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
     return CLASSES[kind]([{"params": part} for part in parts if part], **options)
 
@@ -69,14 +69,14 @@ def saved(kind: str, which: str, form: str, groups: int, layers: str) -> dict[st
                 value.fill_(1.0 + "abc".index(name[0]))
     state: dict[str, Any] = get_optimizer_state_dict(model, opt) if form == "fqn" else copy.deepcopy(opt.state_dict())
     params = [param for group in state["param_groups"] for param in group["params"]]
-    own: dict[Any, Any] = dict(state["state"])
+    entries: dict[Any, Any] = dict(state["state"])
     if which in ("none", "empty dicts"):
-        own = {} if which == "none" else {param: {} for param in params}
+        entries = {} if which == "none" else {param: {} for param in params}
     elif which == "half":
-        own = {param: own[param] for param in params[:2] if param in own}
+        entries = {param: entries[param] for param in params[:2] if param in entries}
     elif which != "full":
-        own[params[which == "second empty"]] = {}
-    return {**state, "state": own}
+        entries[params[which == "second empty"]] = {}
+    return {**state, "state": entries}
 
 
 def resumes(state: dict[str, Any], make: Callable[[nn.Module], torch.optim.Optimizer], by_name: bool) -> bool:
@@ -90,9 +90,9 @@ def resumes(state: dict[str, Any], make: Callable[[nn.Module], torch.optim.Optim
             opt.load_state_dict(given)
         for name, parameter in model.named_parameters():
             for value in opt.state.get(parameter, {}).values():
-                own = 1.0 + "abc".index(name[0])
+                expected = 1.0 + "abc".index(name[0])
                 moment = isinstance(value, torch.Tensor) and value.dim() and not isinstance(opt, torch.optim.LBFGS)
-                if moment and not torch.equal(value, torch.full_like(value, own)):
+                if moment and not torch.equal(value, torch.full_like(value, expected)):
                     return False
         step(model, opt)
         step(model, opt)

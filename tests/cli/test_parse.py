@@ -75,17 +75,17 @@ def command_lines(params: Sequence[Param]) -> st.SearchStrategy[list[str]]:
     needed = st.tuples(*(_valid(one) for one in params if one.is_required)).map(list)
     more = st.lists(valid, max_size=3) | st.lists(valid | odd, max_size=4)
     parts = st.tuples(needed | st.just([]), more).flatmap(lambda both: st.permutations([*both[0], *both[1]]))
-    return parts.map(lambda found: [word for part in found for word in part])
+    return parts.map(lambda parts: [word for part in parts for word in part])
 
 
 def _valid(one: Param) -> st.SearchStrategy[list[str]]:
     texts = ["json", "text"] if one.name == "format" else ["r.md"] if one.name == "report" else VALID[one.kind]
     text = st.sampled_from(texts)
     if not isinstance(one.mark, Option):
-        return text.map(lambda found: [found])
+        return text.map(lambda value: [value])
     flag = st.sampled_from(one.mark.flags)
     if one.kind is bool:
-        return flag.map(lambda found: [found])
+        return flag.map(lambda value: [value])
     return st.tuples(flag, text).map(list)
 
 
@@ -97,10 +97,10 @@ def test_fast_parser_agrees_with_typer(name: str) -> None:
     @given(command_lines(params))
     def agree(args: list[str]) -> None:
         nonlocal parsed
-        found = parse(LOADED[name], args)
-        if found is not None:  # None: left to typer
+        values = parse(LOADED[name], args)
+        if values is not None:  # None: left to typer
             parsed += 1
-            assert _plain(found) == _plain(typer_parser(args))
+            assert _plain(values) == _plain(typer_parser(args))
 
     agree()
     assert parsed > 10

@@ -69,7 +69,7 @@ WRAPPED = {f"module.{key}": value for key, value in head().state_dict().items() 
 
 
 @pytest.mark.parametrize(
-    "words",
+    "options",
     [
         ["--model", "m.py:Head"],
         ["--model", "m.py:Head", "--to", "serialized"],
@@ -79,10 +79,10 @@ WRAPPED = {f"module.{key}": value for key, value in head().state_dict().items() 
         ["--model", "names.json"],
     ],
 )
-def test_missing_keys_are_refused_without_partial(words: list[str], run: Run) -> None:
+def test_missing_keys_are_refused_without_partial(options: list[str], run: Run) -> None:
     torch.save(WRAPPED, "part.pt")
     run("trace", "m.py:Head", "-o", "names.json")
-    done = run("remap", "part.pt", *words, "-o", "out.pt")
+    done = run("remap", "part.pt", *options, "-o", "out.pt")
     assert done.status == 1, done.said
     assert "--partial" in done.err
     assert "missing @ head.weight" in done.err
@@ -91,7 +91,7 @@ def test_missing_keys_are_refused_without_partial(words: list[str], run: Run) ->
     with pytest.raises(ckpttool.Refused) as refused:
         ckpttool.remap("part.pt", model="m.py:Head")
     assert [problem.key for problem in refused.value.problems] == ["head.weight", "head.bias"]
-    done = run("remap", "part.pt", *words, "-o", "out.pt", "--partial", "--format", "json")
+    done = run("remap", "part.pt", *options, "-o", "out.pt", "--partial", "--format", "json")
     assert (done.status, done.data["missing"]) == (0, ["head.weight", "head.bias"])
     assert "head.weight, head.bias" in done.err + str(notes_in(done.data))
     assert len(torch.load("out.pt")) == 2
@@ -106,11 +106,11 @@ def test_rules_must_produce_every_key_of_the_new_model(run: Run) -> None:
     head("top").load_state_dict(torch.load("out.pt"))
 
 
-@pytest.mark.parametrize("words", [["--drop", "head.*"], ["--select", "body"]])
-def test_dropped_keys_are_not_missing(words: list[str], run: Run) -> None:
+@pytest.mark.parametrize("options", [["--drop", "head.*"], ["--select", "body"]])
+def test_dropped_keys_are_not_missing(options: list[str], run: Run) -> None:
     torch.save({f"module.{key}": value for key, value in head().state_dict().items()}, "whole.pt")
-    words = [word.replace("head", "module.head") for word in words]
-    done = run("remap", "whole.pt", "--model", "m.py:Head", *words, "-o", "out.pt", "--format", "json")
+    options = [word.replace("head", "module.head") for word in options]
+    done = run("remap", "whole.pt", "--model", "m.py:Head", *options, "-o", "out.pt", "--format", "json")
     assert (done.status, done.data["missing"]) == (0, []), done.err
 
 

@@ -105,12 +105,12 @@ def test_diff_of_a_section_compares_the_keys_of_the_file(name: str, run: Run, tm
 @pytest.mark.parametrize("name", FILES)
 def test_inspect_of_a_section_shows_the_keys_and_wrappers_of_the_file(name: str, run: Run, tmp_path: Path) -> None:
     whole, section = write(name, tmp_path)
-    own, alone = (json.loads(run("inspect", one, "--format", "json").out) for one in (whole, section))
-    (found,) = [one for one in own["sections"] if one["path"] == FILES[name][1]]
+    listed, alone = (json.loads(run("inspect", one, "--format", "json").out) for one in (whole, section))
+    (expected,) = [one for one in listed["sections"] if one["path"] == FILES[name][1]]
     (other,) = alone["sections"]
-    assert found.pop("path") == FILES[name][1]
+    assert expected.pop("path") == FILES[name][1]
     assert other.pop("path") == ""
-    assert found == other
+    assert expected == other
 
 
 def test_lightning_prefix_is_removed_if_the_version_key_is_dropped(run: Run, tmp_path: Path) -> None:

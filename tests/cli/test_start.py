@@ -69,8 +69,8 @@ def test_command_imports_only_what_it_needs(folder: Path, line: str, status: int
     assert done.returncode == status, done.stderr
     loaded = (folder / "modules").read_text().split()
     assert sorted({name for name in loaded if name in HEAVY or name.partition(".")[0] in HEAVY}) == []
-    own = [name for name in loaded if name.startswith("ckpttool")]
-    assert len(own) <= limit, (len(own), " ".join(own))
+    modules = [name for name in loaded if name.startswith("ckpttool")]
+    assert len(modules) <= limit, (len(modules), " ".join(modules))
 
 
 def test_values_are_compared_without_torch(folder: Path) -> None:

@@ -121,12 +121,12 @@ def test_in_place_edit_can_be_undone(name: str, tmp_path: Path, monkeypatch: pyt
     done = run(*line.split(), *rename, "--in-place", "--format", "json").data
     assert done["undo"]["command"] == planned["undo"]["command"]
     assert done["undo"]["bytes"] == planned["undo"]["bytes"]
-    changed = {name: own for name, own in content().items() if "ckpttool" not in name} != before
+    changed = {name: file for name, file in content().items() if "ckpttool" not in name} != before
     assert changed or line.startswith("convert")  # it writes the same bytes again unless some are unused
     assert main(shlex.split(done["undo"]["command"])[1:]) == 0
     assert content() == before
-    status, _, said = run(*shlex.split(done["undo"]["command"])[1:])
-    assert (status, "nothing to undo" in said) == (2, True)
+    status, _, err = run(*shlex.split(done["undo"]["command"])[1:])
+    assert (status, "nothing to undo" in err) == (2, True)
 
 
 @pytest.mark.parametrize("name", ["safetensors", "torch_legacy", "dcp", "sharded copied", "torchscript"])
@@ -148,7 +148,7 @@ def test_second_edit_replaces_the_undo_record(tmp_path: Path, monkeypatch: pytes
     for make, path in ((safetensors, "in.safetensors"), (lambda: dcp.save(STATE, checkpoint_id="in"), "in")):
         make()
         for rule, copy in (("", True), ("a.{x} => z.{x}", path == "in"), ("", True)):
-            before = {name: own for name, own in content().items() if "ckpttool" not in name}
+            before = {name: file for name, file in content().items() if "ckpttool" not in name}
             assert run(*(["convert", path] if copy else ["remap", path, "--rule", rule]), "--in-place").status == 0
             assert len([name for name in content() if name.endswith(".old")]) <= 2
         assert ckpttool.undo(path).way == "undone"
@@ -160,10 +160,10 @@ def test_replaced_file_is_not_undone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     safetensors()
     assert run("convert", "in.safetensors", "--in-place").status == 0
     save_file({"other": torch.ones(5)}, "in.safetensors")
-    status, _, said = run("undo", "in.safetensors")
-    assert (status, "has changed since it was edited in place" in said) == (2, True)
+    status, _, err = run("undo", "in.safetensors")
+    assert (status, "has changed since it was edited in place" in err) == (2, True)
     assert load_file("in.safetensors").keys() == {"other"}
-    subprocess.run(said.split("any more: ")[1], shell=True, check=True)  # the hint
+    subprocess.run(err.split("any more: ")[1], shell=True, check=True)  # the hint
     assert os.listdir() == ["in.safetensors"]
 
 
@@ -188,8 +188,8 @@ def test_one_of_two_concurrent_edits_is_refused(
         plain(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    status, _, said = run("convert", path, "--in-place")
-    assert sorted([status, *statuses]) == [0, 2], said
+    status, _, err = run("convert", path, "--in-place")
+    assert sorted([status, *statuses]) == [0, 2], err
     names = {entry.key for entry in ckpttool.open_checkpoint(path).sections[0].tensors}
     assert any(name.startswith("second.") for name in names) == (status != 0 and other[0] == "remap")
 
@@ -278,8 +278,8 @@ def test_warning_about_defaults_is_printed_once(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     Path("pyproject.toml").write_text("[tool.ckpttool]\nmodel = 'x.py:y'\n")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # the file belongs to another user
-    status, _, said = run("inspect", "none.pt")
-    assert (status, said.count("no defaults are taken")) == (2, 1)
+    status, _, err = run("inspect", "none.pt")
+    assert (status, err.count("no defaults are taken")) == (2, 1)
 
 
 def test_umask_is_never_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:

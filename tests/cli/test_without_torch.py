@@ -30,8 +30,8 @@ class Fused(nn.Module):
 
     @staticmethod
     def split(module: nn.Module, state: dict[str, Any], *rest: object) -> None:
-        whole = state.pop("qk")
-        state["q.weight"], state["k.weight"] = whole.narrow(0, 0, 3), whole.narrow(0, 3, 3)
+        fused = state.pop("qk")
+        state["q.weight"], state["k.weight"] = fused.narrow(0, 0, 3), fused.narrow(0, 3, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.q(x) + self.k(x)

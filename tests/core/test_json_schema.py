@@ -40,13 +40,13 @@ READERS = {"names": (NAMES, lambda value: Names.from_json(value, "f.json")), "pl
 
 def changed(value: Any, path: str, new: Any) -> Any:
     """Return a copy in which the value at `path` is `new`."""
-    found = copy.deepcopy(value)
-    place = found
+    result = copy.deepcopy(value)
+    place = result
     *steps, last = [int(step) if step.isdigit() else step for step in path.split(".")]
     for step in steps:
         place = place[step]
     place[last] = new
-    return found
+    return result
 
 
 def problems(name: str, value: Any) -> list[str]:
@@ -135,10 +135,10 @@ def test_repeated_name_is_reported() -> None:
 
 
 def test_only_the_first_100_faults_are_reported() -> None:
-    found = problems("plan", {**PLAN, "dropped": [7] * 100_000})
-    assert len(found) == 101
-    assert found[0] == "7 is not an object @ $.dropped[0]"
-    assert "more than 100" in found[-1]
+    messages = problems("plan", {**PLAN, "dropped": [7] * 100_000})
+    assert len(messages) == 101
+    assert messages[0] == "7 is not an object @ $.dropped[0]"
+    assert "more than 100" in messages[-1]
 
 
 def test_repeated_member_is_refused(tmp_path: Path) -> None:
@@ -175,11 +175,11 @@ def test_junk_at_any_path_round_trips_or_is_refused(reader: str, data: st.DataOb
     broken = changed(value, path, data.draw(JUNK))
     refused = None
     try:
-        found = read(broken)
+        result = read(broken)
     except CkptError as error:
         refused = error
     if refused is None:
-        assert read(found.to_json()) == found
+        assert read(result.to_json()) == result
     else:
         assert all(problem.key.startswith("$") for problem in refused.problems)
         assert refused.problems or "schema" in refused.message
@@ -200,8 +200,8 @@ def test_nullable_value_of_either_kind() -> None:
 
 def test_member_with_a_space_has_a_quoted_path() -> None:
     kind = schema.object_of({"plain": schema.TEXT, "not plain": schema.TEXT})
-    found = [problem.key for problem in kind.problems({"plain": 1, "not plain": 1}, None)]
-    assert found == ["$.plain", "$['not plain']"]
+    paths = [problem.key for problem in kind.problems({"plain": 1, "not plain": 1}, None)]
+    assert paths == ["$.plain", "$['not plain']"]
 
 
 def test_unknown_param_group_is_refused(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ def test_param_names_must_be_one_string_per_parameter(
     names: object, expected: object, tmp_path: Path, run: Run
 ) -> None:
     assert ParamGroup((0, 1), {"param_names": names}).param_names == expected
-    own = {"exp_avg": torch.ones(2)}
-    optimizer = {"state": {0: own, 1: own}, "param_groups": [{"params": [0, 1], "param_names": names}]}
+    moments = {"exp_avg": torch.ones(2)}
+    optimizer = {"state": {0: moments, 1: moments}, "param_groups": [{"params": [0, 1], "param_names": names}]}
     torch.save({"optimizer": optimizer}, tmp_path / "in.pt")
     (section,) = open_checkpoint(str(tmp_path / "in.pt")).optimizers
     assert forms.read(section).groups[0].param_names == expected
@@ -41,11 +41,11 @@ def test_param_names_must_be_one_string_per_parameter(
 
 @pytest.mark.parametrize("groups", [3, {"params": [1]}, [1, {"a": torch.ones(1)}], None])
 def test_entry_next_to_unrelated_param_groups_can_be_dropped(groups: Any, tmp_path: Path, run: Run) -> None:
-    own = {"scale": torch.ones(2), "growth": torch.ones(()), "param_groups": groups}
-    state = {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"params": [0]}], "scaler": own}
+    scaler = {"scale": torch.ones(2), "growth": torch.ones(()), "param_groups": groups}
+    state = {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"params": [0]}], "scaler": scaler}
     torch.save({"model": {"w": torch.ones(2)}, "optimizer": state}, tmp_path / "in.pt")
     done = run("remap", tmp_path / "in.pt", "--drop", "optimizer.scaler.scale", "-o", tmp_path / "out.pt")
     assert done.status == 0, done.err
-    own = torch.load(tmp_path / "out.pt")["optimizer"]["scaler"]
-    assert list(own) == ["growth", "param_groups"]
-    assert str(own["param_groups"]) == str(groups)
+    scaler = torch.load(tmp_path / "out.pt")["optimizer"]["scaler"]
+    assert list(scaler) == ["growth", "param_groups"]
+    assert str(scaler["param_groups"]) == str(groups)

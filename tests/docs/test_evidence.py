@@ -44,19 +44,19 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def commit(repository: Path) -> str:
     git = ["git", "-c", "user.name=n", "-c", "user.email=e", "-c", "init.defaultBranch=main"]
-    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
-        subprocess.run([*git, *words], cwd=repository, check=True)
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *command], cwd=repository, check=True)
     return head(repository)
 
 
 def head(repository: Path) -> str:
-    words = ["git", "rev-parse", "--short=8", "HEAD"]
-    return subprocess.run(words, cwd=repository, check=True, capture_output=True, text=True).stdout.strip()
+    command = ["git", "rev-parse", "--short=8", "HEAD"]
+    return subprocess.run(command, cwd=repository, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def evidence(repository: Path, *runs: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, ".ci/evidence.py", *runs]
-    return subprocess.run(words, cwd=repository, capture_output=True, text=True, check=False)
+    command = [sys.executable, ".ci/evidence.py", *runs]
+    return subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
 
 
 def row(repository: Path, run: str) -> list[str]:

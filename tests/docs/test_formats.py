@@ -136,8 +136,8 @@ def by_ranks(run: Run, alone: Path, command: tuple[object, ...]) -> str:
 def files_in(out: Path) -> dict[str, bytes]:
     """Return the bytes of the file, or of all files of its folder if it is an index or a folder."""
     folder = out if out.is_dir() else out.parent if out.suffix in (".json", "") else None
-    found = [out] if folder is None else sorted(folder.iterdir())
-    return {path.name: path.read_bytes() for path in found}
+    files = [out] if folder is None else sorted(folder.iterdir())
+    return {path.name: path.read_bytes() for path in files}
 
 
 def by_url(sample: Path, run: Run) -> Done:

@@ -94,9 +94,9 @@ def test_site_loads_nothing_from_the_network(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     pages = list(tmp_path.rglob("*.html"))
     loaded = [
-        found
+        url
         for page in pages
-        for found in re.findall(
+        for url in re.findall(
             r"<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=\"?(https?:[^\s\">]+)", page.read_text(encoding="utf-8")
         )
     ]

@@ -54,9 +54,9 @@ def test_only_commands_that_run_model_code_import_torch(tmp_path: Path) -> None:
         for number, line in enumerate(line for line in lines if not may_need_torch(line) and "://" not in line):
             folder = tmp_path / str(number)
             shutil.copytree(kept, folder)
-            found = process.run(line, folder)
-            statuses[found.done.status] += 1
-            imported += [line] * found.torch
+            answer = process.run(line, folder)
+            statuses[answer.done.status] += 1
+            imported += [line] * answer.torch
         # check that an import is detected
         (kept / "model.py").write_text("import torch\ndef build(): return torch.nn.Linear(3, 2)\n")
         assert process.run("diff --model model.py:build", kept).torch

@@ -80,8 +80,8 @@ def test_page_shows_real_messages_and_output(run: Run) -> None:
     assert len(entries) == len(re.findall("^### ", text, re.M)) >= 20
     with torchless() as process:
 
-        def shown(found: re.Match[str]) -> str:
-            lines = re.findall(r"^\$ ckpttool (.*)$", found[1], re.M)
+        def shown(block: re.Match[str]) -> str:
+            lines = re.findall(r"^\$ ckpttool (.*)$", block[1], re.M)
             return (
                 "```console\n" + "".join(f"$ ckpttool {line}\n{printed(line, run, process)}" for line in lines) + "```"
             )

@@ -38,8 +38,8 @@ def row(wrapper: str, cells: Sequence[str]) -> str:
 
 def named(names: Iterable[str]) -> str:
     """Return the name of the tensor among `names`, with its wrapper segments."""
-    (found,) = [key for key, name in canonical_keys(names).items() if name == TENSOR]
-    return f"`{found}`"
+    (key,) = [key for key, name in canonical_keys(names).items() if name == TENSOR]
+    return f"`{key}`"
 
 
 def ranks_row(wrapped: Wrapped, form: str) -> str:

@@ -43,8 +43,8 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def remap_in_place(run: Run, path: Path, rule: str, *more: str) -> dict[str, object]:
     status, out, err = run("remap", path, "--rule", rule, "--in-place", "--format", "json", *more)
     assert status == 0, err
-    found: dict[str, object] = json.loads(out)["written"]
-    return found
+    result: dict[str, object] = json.loads(out)["written"]
+    return result
 
 
 def can_insert_blocks(folder: Path) -> bool:
@@ -67,10 +67,10 @@ def record_names(folder: Path) -> list[str]:
 
 def test_rename_writes_only_the_header(source: Path, run: Run) -> None:
     state, old = source.stat(), source.read_bytes()
-    found = remap_in_place(run, source, "a.{x} => z.{x}")
-    assert found["way"] == "edited"
-    assert isinstance(found["bytes"], int)
-    assert found["bytes"] < 500
+    result = remap_in_place(run, source, "a.{x} => z.{x}")
+    assert result["way"] == "edited"
+    assert isinstance(result["bytes"], int)
+    assert result["bytes"] < 500
     assert source.stat().st_ino == state.st_ino
     assert source.stat().st_size == state.st_size
     assert load_file(source)["z.w"].tolist() == list(range(9_000))
@@ -83,11 +83,11 @@ def test_rename_writes_only_the_header(source: Path, run: Run) -> None:
 
 def test_longer_header_shifts_data_by_full_blocks(source: Path, run: Run) -> None:
     old, inode = source.read_bytes(), source.stat().st_ino
-    found = remap_in_place(run, source, f"a.{{x}} => {LONG}{{x}}")
+    result = remap_in_place(run, source, f"a.{{x}} => {LONG}{{x}}")
     assert load_file(source)[LONG + "w"].tolist() == list(range(9_000))
-    assert (found["way"] == "edited") == can_insert_blocks(Path()) == (source.stat().st_ino == inode)
-    if found["way"] == "copied":
-        assert "extents" in str(found["reason"])
+    assert (result["way"] == "edited") == can_insert_blocks(Path()) == (source.stat().st_ino == inode)
+    if result["way"] == "copied":
+        assert "extents" in str(result["reason"])
         pytest.skip("this file system cannot insert blocks")
     assert (source.stat().st_size - len(old)) % 4096 == 0
     assert run("undo", source)[0] == 0
@@ -108,8 +108,8 @@ def test_inverse_rename_restores_the_bytes_and_can_be_undone(source: Path, run: 
 @pytest.mark.parametrize("metadata", [{}, {"format": "pt"}, {"note": "x" * 5000}])
 def test_metadata_is_edited_in_place(source: Path, metadata: dict[str, str]) -> None:
     save_file(load_file(source), source, {"was": "there"})
-    found = ckpttool.open_checkpoint(str(source))
-    layout = FORMATS["safetensors"].layout_in_place(replace(found, metadata=metadata), source.name)
+    result = ckpttool.open_checkpoint(str(source))
+    layout = FORMATS["safetensors"].layout_in_place(replace(result, metadata=metadata), source.name)
     done = undo.edit(layout, ".", keep=True, fsync=True)
     if done.way == "copied" and len(str(metadata)) > 5000:
         assert not can_insert_blocks(Path())
@@ -164,9 +164,9 @@ def test_mapped_tensors_keep_their_values(source: Path, run: Run) -> None:
     with safe_open(source, "pt") as mapped:
         tensor = mapped.get_tensor("a.w")
         assert remap_in_place(run, source, "a.{x} => z.{x}")["way"] == "edited"
-        found = remap_in_place(run, source, f"z.{{x}} => {LONG}{{x}}")
-        assert found["way"] == "copied"
-        assert "mapped" in str(found["reason"])
+        result = remap_in_place(run, source, f"z.{{x}} => {LONG}{{x}}")
+        assert result["way"] == "copied"
+        assert "mapped" in str(result["reason"])
         assert tensor.tolist() == list(range(9_000))
     assert LONG + "w" in load_file(source)
 
@@ -453,9 +453,9 @@ def test_all_shards_are_copied_if_one_cannot_be_edited(
 
     monkeypatch.setattr(syscalls, "fallocate", fallocate)
     assert remap_in_place(run, Path("m"), f"a.{{x}} => {LONG}{{x}}")["way"] == "copied"
-    found = {key: value for path in Path("m").glob("*.safetensors") for key, value in load_file(path).items()}
-    assert found.keys() == {LONG + "w", LONG + "b"}
-    assert all(torch.equal(found[LONG + name], state["a." + name]) for name in "wb")
+    result = {key: value for path in Path("m").glob("*.safetensors") for key, value in load_file(path).items()}
+    assert result.keys() == {LONG + "w", LONG + "b"}
+    assert all(torch.equal(result[LONG + name], state["a." + name]) for name in "wb")
 
 
 def test_targets_of_symlinked_shards_are_not_edited(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,8 +546,8 @@ def test_repeated_edits_of_a_torch_zip(tmp_path: Path, run: Run, monkeypatch: py
     remap_in_place(run, path, "c => y")
     assert old < path.stat().st_size < old + 5_000
     for mmap in (False, True):
-        found = torch.load(path, mmap=mmap)
-        assert {key: int(value[-1]) for key, value in found.items()} == {"z": 0, "y": 2, "d": 3}
+        result = torch.load(path, mmap=mmap)
+        assert {key: int(value[-1]) for key, value in result.items()} == {"z": 0, "y": 2, "d": 3}
     assert torch.load(path, map_location="meta")["d"].shape == (5_000,)
     assert run("convert", path, "--in-place")[0] == 0
     assert path.stat().st_size < old - 19_000

@@ -53,16 +53,16 @@ def test_patch_writes_its_pieces_and_its_inverse_undoes_it(
     content, kept_span, head, tail_bytes, expected = random_patch(size, cuts, shift, tail)
     pieces = [Piece(head), Piece(Span(str(path), kept_span.offset, kept_span.length)), Piece(tail_bytes)]
     with opened(path, content) as descriptor:
-        found = patch.of_pieces(pieces, str(path), size)
+        result = patch.of_pieces(pieces, str(path), size)
         is_moved = len(head) != kept_span.offset
         if is_moved and (tail_bytes or kept_span.offset + kept_span.length < size):
-            assert found is None  # only the end of the file can be moved
+            assert result is None  # only the end of the file can be moved
             return
-        assert found is not None
-        assert (found.after, len(found.head) + len(found.tail)) == (len(expected), len(head) + len(tail_bytes))
-        back = patch.inverse(descriptor, found)
+        assert result is not None
+        assert (result.after, len(result.head) + len(result.tail)) == (len(expected), len(head) + len(tail_bytes))
+        back = patch.inverse(descriptor, result)
         try:
-            patch.apply(descriptor, found, fsync=False)
+            patch.apply(descriptor, result, fsync=False)
         except OSError as error:
             number = error.errno
         else:
@@ -73,9 +73,9 @@ def test_patch_writes_its_pieces_and_its_inverse_undoes_it(
             assert path.read_bytes() == content
             return
         assert path.read_bytes() == expected
-        assert patch.content_of(descriptor, back) == patch.hash_of(found)
-        assert patch.inverse(descriptor, back) == found
-        patch.apply(descriptor, found, fsync=False)  # idempotent
+        assert patch.content_of(descriptor, back) == patch.hash_of(result)
+        assert patch.inverse(descriptor, back) == result
+        patch.apply(descriptor, result, fsync=False)  # idempotent
         assert path.read_bytes() == expected
         patch.apply(descriptor, back, fsync=False)
         assert path.read_bytes() == content
@@ -84,11 +84,11 @@ def test_patch_writes_its_pieces_and_its_inverse_undoes_it(
 @pytest.mark.parametrize(("size", "new"), [(300, b"other"), (3, b"other bytes"), (5, b""), (0, b"first")])
 def test_patch_that_keeps_nothing_rewrites_the_file(tmp_path: Path, size: int, new: bytes) -> None:
     content = os.urandom(size)
-    found = patch.of_pieces([Piece(new[:2]), Piece(new[2:])], str(tmp_path / "file"), size)
-    assert found is not None
+    result = patch.of_pieces([Piece(new[:2]), Piece(new[2:])], str(tmp_path / "file"), size)
+    assert result is not None
     with opened(tmp_path / "file", content) as descriptor:
-        back, sample = patch.inverse(descriptor, found), patch.sample_of(descriptor, found.start, found.length)
-        patch.apply(descriptor, found, fsync=False)
+        back, sample = patch.inverse(descriptor, result), patch.sample_of(descriptor, result.start, result.length)
+        patch.apply(descriptor, result, fsync=False)
         assert (tmp_path / "file").read_bytes() == new
         assert patch.fits(descriptor, back, sample)
         patch.apply(descriptor, back, fsync=False)
@@ -98,17 +98,17 @@ def test_patch_that_keeps_nothing_rewrites_the_file(tmp_path: Path, size: int, n
 def test_patch_keeps_only_one_span_of_the_file(tmp_path: Path) -> None:
     """Bytes of another file, computed bytes and several spans need a copy."""
     place, other = str(tmp_path.resolve() / "file"), str(tmp_path.resolve() / "other")
-    own = Span(place, 100, 400)
+    kept = Span(place, 100, 400)
     computed = Lazy(400, lambda: [bytes(400)])
-    kinds: list[list[Span | Lazy]] = [[Span(other, 100, 400)], [computed], [own, own], [own, computed]]
-    for kept in kinds:
-        assert patch.of_pieces([Piece(b"head"), *(Piece(one) for one in kept)], place, 500) is None
-    found = patch.of_pieces([Piece(b"head"), Piece(own)], place, 500)
-    assert found is not None
-    assert (found.start, found.length, found.shift, found.head, found.after) == (100, 400, -96, b"head", 404)
+    kinds: list[list[Span | Lazy]] = [[Span(other, 100, 400)], [computed], [kept, kept], [kept, computed]]
+    for kind in kinds:
+        assert patch.of_pieces([Piece(b"head"), *(Piece(one) for one in kind)], place, 500) is None
+    result = patch.of_pieces([Piece(b"head"), Piece(kept)], place, 500)
+    assert result is not None
+    assert (result.start, result.length, result.shift, result.head, result.after) == (100, 400, -96, b"head", 404)
     (tmp_path / "link").symlink_to("file")
     (tmp_path / "file").touch()
-    assert patch.of_pieces([Piece(b"head"), Piece(Span(str(tmp_path / "link"), 100, 400))], place, 500) == found
+    assert patch.of_pieces([Piece(b"head"), Piece(Span(str(tmp_path / "link"), 100, 400))], place, 500) == result
 
 
 class Died(Exception):

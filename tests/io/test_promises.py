@@ -110,8 +110,8 @@ def test_only_one_of_several_processes_succeeds(source: Path) -> None:
     line = [sys.executable, "-m", "ckpttool", "remap", source.name, *RENAME, "--no-fsync", "-o"]
     for out in ("out.safetensors", "new/"):
         processes = [subprocess.Popen([*line, out], stderr=subprocess.PIPE, text=True) for _ in range(3)]
-        said = [process.communicate()[1] for process in processes]
-        assert sorted(process.returncode for process in processes) == [0, 2, 2], said
+        err = [process.communicate()[1] for process in processes]
+        assert sorted(process.returncode for process in processes) == [0, 2, 2], err
     assert names(source.parent) == {"in.safetensors", "out.safetensors", "new"}
 
 
@@ -225,8 +225,8 @@ def test_signal_removes_partial_output(source: Path, number: signal.Signals) -> 
         time.sleep(0.01)
     time.sleep(0.1)  # Python ignores exceptions in some callbacks, for example at the end of an import
     process.send_signal(number)
-    said = process.communicate(timeout=60)[1]
-    assert process.returncode == 128 + number, said
+    err = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + number, err
     assert names(source.parent) == {"in.safetensors"}
 
 
@@ -239,8 +239,8 @@ def test_ignored_signal_stays_ignored(tmp_path: Path) -> None:
 
 def test_temporary_name_contains_its_owner() -> None:
     name = temporary.temporary_name("model.pt")
-    own = temporary.owner_of(name)
-    assert own == temporary.me()
+    owner = temporary.owner_of(name)
+    assert owner == temporary.me()
     assert temporary.is_dead(name, 0)  # this process is not writing it
     assert temporary.owner_of(".model.pt.tmp") is None
     assert temporary.owner_of(name.replace(".ckpttool.tmp", ".tmp")) is None
@@ -297,8 +297,8 @@ def test_failed_flush_of_the_folder_is_reported(source: Path, monkeypatch: pytes
         plain(descriptor)
 
     monkeypatch.setattr(os, "fsync", failing)
-    said = "out is written and complete, but the disk does not confirm that it stays: Input/output error"
-    with pytest.raises(CkptError, match=said) if number == errno.EIO else nullcontext():
+    message = "out is written and complete, but the disk does not confirm that it stays: Input/output error"
+    with pytest.raises(CkptError, match=message) if number == errno.EIO else nullcontext():
         write([Piece(b"x")], "out")
     assert Path("out").read_bytes() == b"x"
 

@@ -59,20 +59,20 @@ class Store:
     fs: Any
     url: str
 
-    def put(self, own: str, data: bytes | Path) -> str:
+    def put(self, filename: str, data: bytes | Path) -> str:
         self.fs.pipe_file(
-            self.fs._strip_protocol(f"{self.url}/{own}"), data if isinstance(data, bytes) else data.read_bytes()
+            self.fs._strip_protocol(f"{self.url}/{filename}"), data if isinstance(data, bytes) else data.read_bytes()
         )
-        return f"{self.url}/{own}"
+        return f"{self.url}/{filename}"
 
-    def put_folder(self, own: str, folder: Path) -> str:
+    def put_folder(self, filename: str, folder: Path) -> str:
         for path in folder.rglob("*"):
             if path.is_file():
-                self.put(f"{own}/{path.relative_to(folder)}", path)
-        return f"{self.url}/{own}"
+                self.put(f"{filename}/{path.relative_to(folder)}", path)
+        return f"{self.url}/{filename}"
 
-    def get(self, own: str) -> bytes:
-        return bytes(self.fs.cat_file(self.fs._strip_protocol(f"{self.url}/{own}")))
+    def get(self, filename: str) -> bytes:
+        return bytes(self.fs.cat_file(self.fs._strip_protocol(f"{self.url}/{filename}")))
 
     def names(self) -> set[str]:
         self.fs.invalidate_cache()
@@ -124,9 +124,9 @@ def test_every_kind_of_file_is_read(store: Store) -> None:
         assert same(tensors(open_operand(url)), STATE)
 
 
-@pytest.mark.parametrize("own", ["script-torch-2.5.1.pt", "tagger-torch-2.7.1.pt2", "tagger-torch-2.9.1.pt2"])
-def test_exported_programs_are_read(store: Store, own: str) -> None:
-    remote_one, local = open_checkpoint(store.put(own, DATA / own)), open_checkpoint(str(DATA / own))
+@pytest.mark.parametrize("filename", ["script-torch-2.5.1.pt", "tagger-torch-2.7.1.pt2", "tagger-torch-2.9.1.pt2"])
+def test_exported_programs_are_read(store: Store, filename: str) -> None:
+    remote_one, local = open_checkpoint(store.put(filename, DATA / filename)), open_checkpoint(str(DATA / filename))
     assert remote_one.format == local.format
     assert [section.path for section in remote_one.sections] == [section.path for section in local.sections]
     assert same(tensors(remote_one), tensors(local))
@@ -185,8 +185,8 @@ def test_changed_file_is_read_again(store: Store, count: int) -> None:
 def test_spans_larger_than_all_buffers_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     data = os.urandom(300_001)
     url = Store(fsspec.filesystem("memory"), "memory://spans").put("data", data)
-    for own, value in (("BLOCK", 1 << 10), ("_LARGE", 1 << 12), ("PART", 10_007)):
-        monkeypatch.setattr(remote, own, value)
+    for constant, value in (("BLOCK", 1 << 10), ("_LARGE", 1 << 12), ("PART", 10_007)):
+        monkeypatch.setattr(remote, constant, value)
     monkeypatch.setattr(remote, "_MAX_CACHED", 40 << 10)
     for start, length in ((0, 300_001), (1, 299_999), (4095, 4097), (300_000, 1), (7, 0), (123_456, 4096)):
         assert read_span(Span(url, start, length)) == data[start : start + length]
@@ -216,11 +216,11 @@ def test_inspect_fetches_only_the_header(store: Store) -> None:
     assert store.fs.size(store.fs._strip_protocol(url)) > 50_000_000
 
 
-@pytest.mark.parametrize(("own", "limit"), [("zip", 600_000), ("legacy", 1_500_000)])
-def test_inspect_fetches_no_storage(own: str, limit: int) -> None:
+@pytest.mark.parametrize(("form", "limit"), [("zip", 600_000), ("legacy", 1_500_000)])
+def test_inspect_fetches_no_storage(form: str, limit: int) -> None:
     state = {f"layers.{number}.weight": torch.zeros(256, 1024) for number in range(50)}
-    data = torch_zip(state, _use_new_zipfile_serialization=own == "zip")
-    url = Store(fsspec.filesystem("memory"), "memory://sizes").put(f"{own}.pt", data)
+    data = torch_zip(state, _use_new_zipfile_serialization=form == "zip")
+    url = Store(fsspec.filesystem("memory"), "memory://sizes").put(f"{form}.pt", data)
     before = remote.cache.fetched[url]
     assert len(open_checkpoint(url).sections[0].tensors) == 50
     assert 0 < remote.cache.fetched[url] - before < limit
@@ -380,11 +380,11 @@ def test_folders_are_written(store: Store, tmp_path: Path) -> None:
     assert main(["remap", f"{store.url}/shards", *RENAME, "-o", f"{store.url}/m/", "--verify"]) == 0
     assert same(tensors(open_checkpoint(f"{store.url}/m")), RENAMED)
     assert main(["remap", f"{store.url}/m", "-o", f"{store.url}/d.dcp", "--verify"]) == 0
-    for own in store.names():
-        if own.startswith("d.dcp/"):
-            path = tmp_path / own
+    for filename in store.names():
+        if filename.startswith("d.dcp/"):
+            path = tmp_path / filename
             path.parent.mkdir(exist_ok=True)
-            path.write_bytes(store.get(own))
+            path.write_bytes(store.get(filename))
     into = {key: torch.zeros_like(value) for key, value in RENAMED.items()}
     dcp.load(into, checkpoint_id=tmp_path / "d.dcp")
     assert same(into, RENAMED)
@@ -458,7 +458,7 @@ def test_operand_is_split_into_path_and_section(operand: str, path: str, section
 
 
 @pytest.mark.parametrize(
-    ("folder", "own", "joined"),
+    ("folder", "filename", "joined"),
     [
         ("s3://b/m", "x.pt", "s3://b/m/x.pt"),
         ("s3://b/m/", "x.pt", "s3://b/m/x.pt"),
@@ -467,9 +467,9 @@ def test_operand_is_split_into_path_and_section(operand: str, path: str, section
         ("zip://m::s3://b/a.zip", "x.pt", "zip://m/x.pt::s3://b/a.zip"),
     ],
 )
-def test_join_name_and_parent_of_urls(folder: str, own: str, joined: str) -> None:
-    assert join(folder, own) == joined
-    assert name(joined) == own
+def test_join_name_and_parent_of_urls(folder: str, filename: str, joined: str) -> None:
+    assert join(folder, filename) == joined
+    assert name(joined) == filename
     assert parent(joined).rstrip("/") == folder.rstrip("/")
 
 
@@ -500,9 +500,11 @@ def test_file_urls_are_read_but_not_written(tmp_path: Path, capsys: pytest.Captu
     assert "a chain of URLs is read, not written" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("own", ["../x", "/x", "a/../x", "%2e%2e/x", "x?y", "x#y", "a::memory:", "memory://x", "*", ""])
-def test_unsafe_name_in_a_remote_folder_is_refused(own: str) -> None:
-    assert safe_path("s3://b/m", own) is None
+@pytest.mark.parametrize(
+    "filename", ["../x", "/x", "a/../x", "%2e%2e/x", "x?y", "x#y", "a::memory:", "memory://x", "*", ""]
+)
+def test_unsafe_name_in_a_remote_folder_is_refused(filename: str) -> None:
+    assert safe_path("s3://b/m", filename) is None
 
 
 def test_index_that_names_a_file_outside_its_folder_is_refused(store: Store) -> None:
@@ -597,21 +599,21 @@ def test_listing_page_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> 
         found = open_checkpoint(f"{server.url}/m/rank_*.pt")
         assert same(tensors(found), STATE)
 
-    async def twice(own: str, **headers: str) -> tuple[bytes, bytes]:
+    async def read_twice(path: str, **headers: str) -> tuple[bytes, bytes]:
         import aiohttp
 
         async with (
             aiohttp.ClientSession(response_class=remote.BoundedResponse) as session,
-            session.get(f"{server.url}{own}", headers=headers) as answer,
+            session.get(f"{server.url}{path}", headers=headers) as answer,
         ):
             return await answer.read(), await answer.read()
 
     with web_server(files) as server:
-        assert asyncio.run(twice("/m/rank_0.pt", Range="bytes=0-9")) == (files["/m/rank_0.pt"][:10],) * 2
+        assert asyncio.run(read_twice("/m/rank_0.pt", Range="bytes=0-9")) == (files["/m/rank_0.pt"][:10],) * 2
         for room in (0, -1):
             monkeypatch.setattr(remote, "_LISTING", len(page) + room)
             with pytest.raises(remote_errors.SendsTooMuch) if room else nullcontext():
-                assert asyncio.run(twice("/m/")) == (page, page)
+                assert asyncio.run(read_twice("/m/")) == (page, page)
 
 
 @NEEDS_HTTP

@@ -185,9 +185,9 @@ def test_linked_file_is_copied_within_the_store_if_possible(
     files = {"a": Link(f"{OUT}/mine"), "b": Link(str(tmp_path / "local")), "c": Link(f"file://{tmp_path}/local")}
     copied, plain = list[str](), MemoryFileSystem.cp_file
 
-    def counted(own: Any, source: str, place: str, **how: Any) -> None:
+    def counted(fs: Any, source: str, place: str, **how: Any) -> None:
         copied.append(source)
-        plain(own, source, place)
+        plain(fs, source, place)
 
     monkeypatch.setattr(MemoryFileSystem, "cp_file", counted)
     write_folder(files, f"{OUT}/linked", (), replace=False)

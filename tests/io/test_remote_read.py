@@ -34,8 +34,8 @@ STEPS = st.one_of(
 def _small_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Upload a file of many blocks, of which the cache keeps only a few, and start with an empty cache."""
     monkeypatch.setattr(remote, "cache", Cache())
-    for own, value in (("BLOCK", 64), ("PART", 300), ("_LARGE", 512), ("_SMALL_GAP", 20), ("_MAX_RUN", 4)):
-        monkeypatch.setattr(remote, own, value)
+    for constant, value in (("BLOCK", 64), ("PART", 300), ("_LARGE", 512), ("_SMALL_GAP", 20), ("_MAX_RUN", 4)):
+        monkeypatch.setattr(remote, constant, value)
     monkeypatch.setattr(remote, "_MAX_CACHED", 700)
     fsspec.filesystem("memory").pipe_file("/reads/data", DATA)
     yield
@@ -107,10 +107,10 @@ def test_only_the_failed_range_is_fetched_again(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("ckpttool.io.remote._WAITS", (0.0,))
     plain, failures = MemoryFileSystem.cat_file, [ConnectionResetError(errno.ECONNRESET, "reset")]
 
-    def flaky(own: Any, path: str, start: int, end: int) -> bytes:
+    def flaky(fs: Any, path: str, start: int, end: int) -> bytes:
         if start == 1_000 and failures:
             raise failures.pop()
-        return plain(own, path, start, end)
+        return plain(fs, path, start, end)
 
     file, before = open_file(URL), remote.cache.requests[URL]
     monkeypatch.setattr(MemoryFileSystem, "cat_file", flaky)

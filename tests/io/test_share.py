@@ -42,8 +42,8 @@ def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
 def used(place: Path) -> int:
     """Return the number of used bytes of the file system."""
     subprocess.run(["sync", "-f", place], check=True)
-    found = os.statvfs(place)
-    return (found.f_blocks - found.f_bfree) * found.f_frsize
+    stats = os.statvfs(place)
+    return (stats.f_blocks - stats.f_bfree) * stats.f_frsize
 
 
 @pytest.mark.parametrize("metadata", [{}, {"note": "x" * 100}])
@@ -68,8 +68,8 @@ def test_renamed_torch_zip_shares_its_storages(disk: Path, run: Run) -> None:
     assert used(disk) - before < NBYTES // 8
     assert (disk / "back.pt").read_bytes() == (disk / "in.pt").read_bytes()
     os.unlink(disk / "in.pt")
-    found = torch.load(disk / "out.pt", mmap=True)
-    assert all(torch.equal(found[f"a.longer.name.than.before.{key[2:]}"], value) for key, value in state.items())
+    result = torch.load(disk / "out.pt", mmap=True)
+    assert all(torch.equal(result[f"a.longer.name.than.before.{key[2:]}"], value) for key, value in state.items())
     assert zipfile.ZipFile(disk / "out.pt").testzip() is None
 
 

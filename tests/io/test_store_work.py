@@ -66,8 +66,8 @@ def as_shards(state: dict[str, torch.Tensor], folder: Path) -> tuple[str, int]:
 def as_dcp(state: dict[str, torch.Tensor], folder: Path) -> tuple[str, int]:
     objects = {f"{i}": ["an object", i] for i in range(20)}
     dcp.save({**state, **objects}, checkpoint_id=folder / "a.dcp")
-    found = dcp.FileSystemReader(folder / "a.dcp").read_metadata().storage_data
-    nbytes = sum(place.length for index, place in found.items() if index.fqn in objects)
+    places = dcp.FileSystemReader(folder / "a.dcp").read_metadata().storage_data
+    nbytes = sum(place.length for index, place in places.items() if index.fqn in objects)
     return "a.dcp", (folder / "a.dcp" / ".metadata").stat().st_size + nbytes
 
 
@@ -92,12 +92,12 @@ def test_inspect_fetches_little_more_than_the_headers(
     """
     fs, name = bucket
     monkeypatch.chdir(tmp_path)  # DCP stores the name of its folder
-    own, nbytes = FORMS[form]({f"layers.{i}.weight": torch.full((256, 8), float(i)) for i in range(1000)}, Path())
-    fs.put(str(tmp_path / own), f"{name}/{own}", recursive=True)
+    filename, nbytes = FORMS[form]({f"layers.{i}.weight": torch.full((256, 8), float(i)) for i in range(1000)}, Path())
+    fs.put(str(tmp_path / filename), f"{name}/{filename}", recursive=True)
     received = Received(monkeypatch)
-    found = ckpttool.inspect(f"s3://{name}/{own}")
-    assert len(found.checkpoint.sections[0].tensors) == 1000
-    files = len([*(tmp_path / own).iterdir()]) if (tmp_path / own).is_dir() else 1
+    result = ckpttool.inspect(f"s3://{name}/{filename}")
+    assert len(result.checkpoint.sections[0].tensors) == 1000
+    files = len([*(tmp_path / filename).iterdir()]) if (tmp_path / filename).is_dir() else 1
     row = f"| {form} | {files} | {nbytes:,} | {received.requests} | {received.sent:,} |"
     assert received.sent <= 1.1 * nbytes + BLOCKS.get(form, 0) * BLOCK
     if torch.__version__.startswith(MEASURED):  # tensor metadata of DCP and torch zip differs between releases
@@ -109,12 +109,12 @@ def test_assumed_offsets_are_checked_before_tensors_are_read(bucket: Any, tmp_pa
     fs, name = bucket
     state = {f"{i}": torch.full((64,), float(i)) for i in range(4)}
     for form, at, change in (("torch zip", 28, b"\x05"), ("before torch 1.6", 0, b"\x3f")):
-        own, _ = FORMS[form](state, tmp_path)
-        data = bytearray((tmp_path / own).read_bytes())
+        filename, _ = FORMS[form](state, tmp_path)
+        data = bytearray((tmp_path / filename).read_bytes())
         begin = data.index(b"data/2") - 30 - len("a/") if at else data.index(bytes(state["2"].numpy())) - 8
         data[begin + at : begin + at + 1] = change
-        fs.pipe_file(f"{name}/{own}", bytes(data))
-        url = f"s3://{name}/{own}"
+        fs.pipe_file(f"{name}/{filename}", bytes(data))
+        url = f"s3://{name}/{filename}"
         assert len(ckpttool.inspect(url).checkpoint.sections[0].tensors) == 4
         with pytest.raises(CkptError, match=r"contradict|as long as|truncated"):
             ckpttool.inspect(url, stats=True)
@@ -169,7 +169,7 @@ def test_planned_parts_are_the_pieces_in_order(bucket: Any, monkeypatch: pytest.
     def number(most: int) -> int:
         return int(torch.randint(most, (1,), generator=random))
 
-    content = {f"s3://{name}/{own}": bytes(number(256) for _ in range(2000)) for own in "ab"}
+    content = {f"s3://{name}/{key}": bytes(number(256) for _ in range(2000)) for key in "ab"}
     pieces, expected = [], b""
     for _ in range(number(8) + 1):
         path, start, length = sorted(content)[number(2)], number(1000), number(1000)
@@ -307,8 +307,8 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     from moto.s3 import models
 
     monkeypatch.setattr(models, "S3_UPLOAD_PART_MIN_SIZE", compose.LEAST >> 10)
-    for own in ("LEAST", "_SENT", "_WORTH", "_COPIED"):
-        monkeypatch.setattr(compose, own, getattr(compose, own) >> 10)
+    for constant in ("LEAST", "_SENT", "_WORTH", "_COPIED"):
+        monkeypatch.setattr(compose, constant, getattr(compose, constant) >> 10)
     monkeypatch.setattr(remote, "BLOCK", BLOCK >> 5)
 
 
@@ -343,19 +343,19 @@ def test_computed_values_are_verified_by_checksum(bucket: Any, big: Path, tmp_pa
     assert "every tensor of the output: 384.0 KiB by checksums of its store, 0 bytes read back and compared" in out
 
 
-@pytest.mark.parametrize("way", ["damaged", "other tags", "replaced"])
+@pytest.mark.parametrize("case", ["damaged", "other tags", "replaced"])
 @pytest.mark.usefixtures("small_parts")
 def test_output_without_matching_checksums_is_read_back(
-    bucket: Any, big: Path, monkeypatch: pytest.MonkeyPatch, run: Run, way: str
+    bucket: Any, big: Path, monkeypatch: pytest.MonkeyPatch, run: Run, case: str
 ) -> None:
     """The store holds other bytes, its ETags are not MD5s, or another process replaced the object."""
     from moto.s3.models import FakeKey, FakeMultipart
 
     fs, name = bucket
     plain, finish = FakeMultipart.set_part, Upload.complete
-    if way == "damaged":
+    if case == "damaged":
         monkeypatch.setattr(FakeMultipart, "set_part", lambda self, at, v: plain(self, at, v[:-1] + bytes([v[-1] ^ 1])))
-    elif way == "other tags":
+    elif case == "other tags":
         monkeypatch.setattr(FakeKey, "etag", property(lambda self: f'"{md5(self.value + b"key").hexdigest()}"'))
     else:
 
@@ -366,7 +366,7 @@ def test_output_without_matching_checksums_is_read_back(
         monkeypatch.setattr(Upload, "complete", completed)
     args = ("remap", big, "-o", f"s3://{name}/b.safetensors", "--rule", "a.{x} => b.{x}")
     status, out, err = run(*args, "--verify", "--format", "json")
-    if way == "other tags":
+    if case == "other tags":
         assert json.loads(out)["verified"] == {"by_checksum": 0, "read": 768 * KIB}
         return
     assert status == 2
@@ -396,8 +396,8 @@ def test_copied_data_is_verified_by_crc_without_reading(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, damaged: bool
 ) -> None:
     _, name = bucket
-    own, _ = FORMS[form](BIG, tmp_path)
-    write([Piece(Span(str(tmp_path / own), 0, (tmp_path / own).stat().st_size))], f"s3://{name}/{own}")
+    filename, _ = FORMS[form](BIG, tmp_path)
+    write([Piece(Span(str(tmp_path / filename), 0, (tmp_path / filename).stat().st_size))], f"s3://{name}/{filename}")
     if damaged:
         from moto.s3.models import FakeMultipart
 
@@ -405,13 +405,13 @@ def test_copied_data_is_verified_by_crc_without_reading(
         flipped = lambda self, at, value: plain(self, at, value[:-9] + bytes([value[-9] ^ 1]) + value[-8:])  # noqa: E731
         monkeypatch.setattr(FakeMultipart, "set_part", flipped)
         with pytest.raises(CkptError, match=r"is not what was planned|damaged|CRC"):
-            ckpttool.remap(f"s3://{name}/{own}", f"s3://{name}/b-{own}", rule=["a.{x} => b.{x}"], verify=True)
+            ckpttool.remap(f"s3://{name}/{filename}", f"s3://{name}/b-{filename}", rule=["a.{x} => b.{x}"], verify=True)
         return
     received = Received(monkeypatch)
-    done = ckpttool.remap(f"s3://{name}/{own}", f"s3://{name}/b-{own}", rule=["a.{x} => b.{x}"], verify=True)
+    done = ckpttool.remap(f"s3://{name}/{filename}", f"s3://{name}/b-{filename}", rule=["a.{x} => b.{x}"], verify=True)
     assert done.verified == Verified(768 * KIB, 0)
     assert received.sent <= 150 * KIB
-    result = ckpttool.open_checkpoint(f"s3://{name}/b-{own}")
+    result = ckpttool.open_checkpoint(f"s3://{name}/b-{filename}")
     assert all(torch.equal(load_entry(e), BIG["a" + e.key[1:]]) for e in result.sections[0].tensors)
 
 
@@ -425,8 +425,8 @@ def test_crcs_prove_a_copied_range(bucket: Any, seed: int, monkeypatch: pytest.M
     head, tail = random.randbytes(8000), random.randbytes(random.randrange(99))
     wrong = bytearray(head + span + tail)
     wrong[random.randrange(len(wrong))] ^= 1 << random.randrange(8)
-    for own, data in (("source", before + span + after), ("same", head + span + tail), ("other", bytes(wrong))):
-        write([Piece(data)], f"s3://{name}/{own}")
+    for key, data in (("source", before + span + after), ("same", head + span + tail), ("other", bytes(wrong))):
+        write([Piece(data)], f"s3://{name}/{key}")
     runs: list[Pieces | Span] = [[Piece(head)], Span(f"s3://{name}/source", len(before), len(span)), [Piece(tail)]]
     assert compose.is_copied(runs, f"s3://{name}/same")
     assert not compose.is_copied(runs, f"s3://{name}/other")
@@ -477,14 +477,14 @@ def test_permanent_failure_is_reported_at_once(monkeypatch: pytest.MonkeyPatch, 
 # Headers of many shards
 
 
-@pytest.mark.parametrize("own", ["", "model.safetensors.index.json"])
+@pytest.mark.parametrize("filename", ["", "model.safetensors.index.json"])
 def test_headers_of_many_shards_are_fetched_concurrently(
-    bucket: Any, monkeypatch: pytest.MonkeyPatch, own: str
+    bucket: Any, monkeypatch: pytest.MonkeyPatch, filename: str
 ) -> None:
     fs, name = bucket
     shards = {f"model-{i:05}-of-00100.safetensors": {f"a.{i}": torch.ones(2)} for i in range(100)}
-    fs.pipe({f"{name}/m/{own}": save(state) for own, state in shards.items()})
-    index = {"weight_map": {key: own for own, state in shards.items() for key in state}}
+    fs.pipe({f"{name}/m/{filename}": save(state) for filename, state in shards.items()})
+    index = {"weight_map": {key: filename for filename, state in shards.items() for key in state}}
     fs.pipe_file(f"{name}/m/model.safetensors.index.json", json.dumps(index).encode())
     calls: list[int] = []
     plain = fs.cat_ranges
@@ -494,5 +494,5 @@ def test_headers_of_many_shards_are_fetched_concurrently(
         return plain(paths, *rest, **more)
 
     monkeypatch.setattr(fs, "cat_ranges", counted)
-    assert len(ckpttool.open_checkpoint(f"s3://{name}/m/{own}").sections[0].tensors) == 100
+    assert len(ckpttool.open_checkpoint(f"s3://{name}/m/{filename}").sections[0].tensors) == 100
     assert sorted(calls) == [1, 36, 64]

@@ -115,13 +115,13 @@ def test_files_changed_meanwhile_are_kept(folder: Path, meanwhile: Any) -> None:
 
     meanwhile(other)
     inode = folder.stat().st_ino
-    for own, bits in ((folder, 0o751), (folder / "sub", 0o710), (folder / "log", 0o701)):
-        own.chmod(bits)
+    for path, bits in ((folder, 0o751), (folder / "sub", 0o710), (folder / "log", 0o701)):
+        path.chmod(bits)
     write_folder(NEW, str(folder))
     assert texts(folder) == {**AFTER, "late": "late", "README": "another"}
     assert names(folder) == ["m"]
     assert folder.stat().st_ino != inode
-    assert [stat.S_IMODE(own.stat().st_mode) for own in (folder, folder / "sub", folder / "log")] == [
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "sub", folder / "log")] == [
         *(0o751, 0o710, 0o701)
     ]
 

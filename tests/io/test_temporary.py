@@ -30,23 +30,23 @@ DEAD = replace(me(), pid=1 << 23)
 OTHER = 12_345
 
 
-def name(owner: object, ending: str = "tmp", own: str = "x") -> str:
-    return f".{own}.{owner}-00000000.ckpttool.{ending}"
+def name(owner: object, ending: str = "tmp", filename: str = "x") -> str:
+    return f".{filename}.{owner}-00000000.ckpttool.{ending}"
 
 
-def _journal(own: str, descriptor: int, change: transaction.Change) -> bytes:
+def _journal(filename: str, descriptor: int, change: transaction.Change) -> bytes:
     done = change.patch
     back = transaction.Change(patch.inverse(descriptor, done), b"", b"")
     sample = patch.sample_of(descriptor, done.start, done.length)
-    return transaction.text([transaction.Patched(own, back, sample, patch.hash_of(done))])
+    return transaction.text([transaction.Patched(filename, back, sample, patch.hash_of(done))])
 
 
 def interrupted(folder: Path, files: dict[str, bytes], owner: object = DEAD) -> Path:
     """Write the files and a journal that says they were added to the folder."""
-    for own, data in files.items():
-        (folder / own).write_bytes(data)
+    for filename, data in files.items():
+        (folder / filename).write_bytes(data)
     journal = folder / name(owner, "edit")
-    rows = [transaction.Replaced(own, None, transaction.state_of(folder / own)) for own in files]
+    rows = [transaction.Replaced(filename, None, transaction.state_of(folder / filename)) for filename in files]
     journal.write_bytes(transaction.text(rows))
     return journal
 
@@ -64,11 +64,11 @@ def test_foreign_name_has_no_owner() -> None:
 def test_process_without_a_known_start_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without /proc, only the pid tells if a process is alive."""
     monkeypatch.setattr(temporary, "_text", lambda path: "")
-    own = temporary._owner.__wrapped__(os.getppid())
-    assert own.started == 0
-    monkeypatch.setattr(temporary, "me", lambda: replace(own, pid=os.getpid()))
-    assert not temporary.is_dead(name(own), 0)
-    assert temporary.is_dead(name(replace(own, pid=1 << 23)), time.time())
+    owner = temporary._owner.__wrapped__(os.getppid())
+    assert owner.started == 0
+    monkeypatch.setattr(temporary, "me", lambda: replace(owner, pid=os.getpid()))
+    assert not temporary.is_dead(name(owner), 0)
+    assert temporary.is_dead(name(replace(owner, pid=1 << 23)), time.time())
     monkeypatch.setattr(os, "stat", lambda path: (_ for _ in ()).throw(FileNotFoundError))
     assert temporary._owner.__wrapped__(os.getppid()).space == 0
 
@@ -185,9 +185,9 @@ def test_edit_of_another_user_is_not_recovered(tmp_path: Path) -> None:
 
 @AS_ROOT
 def test_write_only_and_read_only_folders(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for own, mode in (("drop", 0o733), ("shelf", 0o755)):
-        (shared / own).mkdir()
-        (shared / own).chmod(mode)
+    for subfolder, mode in (("drop", 0o733), ("shelf", 0o755)):
+        (shared / subfolder).mkdir()
+        (shared / subfolder).chmod(mode)
     (shared / "shelf" / "mine").mkdir()
     os.chown(shared / "shelf" / "mine", OTHER, -1)
     capsys.readouterr()
@@ -234,7 +234,7 @@ def test_commands_work_without_linux_system_calls(tmp_path: Path, monkeypatch: p
     assert {*load_file("out.safetensors")} == {"z.w", "b"}
     assert main(["undo", "in.safetensors"]) == 0
     assert {*load_file("in.safetensors")} == {"a.w", "b"}
-    assert not [own for own in os.listdir() if "ckpttool" in own]
+    assert not [filename for filename in os.listdir() if "ckpttool" in filename]
     assert digest_on_disk("out.safetensors")
 
 

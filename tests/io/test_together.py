@@ -52,8 +52,8 @@ def large_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def files_in(path: Path) -> dict[str, tuple[int, bytes]]:
     """Return mode and bytes of the file, or of every file in the folder."""
-    found = sorted(path.rglob("*")) if path.is_dir() else [path]
-    return {str(one.relative_to(path)): (one.stat().st_mode, one.read_bytes()) for one in found if one.is_file()}
+    paths = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return {str(one.relative_to(path)): (one.stat().st_mode, one.read_bytes()) for one in paths if one.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -206,9 +206,9 @@ def test_killed_job_is_resumed(source: Path, tmp_path: Path, run: Run) -> None:
     run(*command, f"{tmp_path}/alone/")
     for record in written:
         at = record["offset"] + record["size"]
-        (ours, theirs) = ((tmp_path / own / record["file"]).read_bytes() for own in ("out", "alone"))
-        assert ours[at - 1 : at] == b"!"
-        assert ours[record["offset"] : at - 1] == theirs[record["offset"] : at - 1]
+        (actual, expected) = ((tmp_path / folder / record["file"]).read_bytes() for folder in ("out", "alone"))
+        assert actual[at - 1 : at] == b"!"
+        assert actual[record["offset"] : at - 1] == expected[record["offset"] : at - 1]
     assert [*tmp_path.glob(".*")] == []
 
 
@@ -381,14 +381,15 @@ def test_killed_job_that_writes_rank_files_is_resumed(saved_by_ranks: Path, tmp_
 
 
 def sizes(folder: Path) -> list[tuple[str, int]]:
-    found = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
-    return [(path.name, path.stat().st_size) for path in found if not path.is_relative_to(folder / "three.dcp")]
+    paths = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    return [(path.name, path.stat().st_size) for path in paths if not path.is_relative_to(folder / "three.dcp")]
 
 
 def model_in(path: Path) -> dict[str, torch.Tensor]:
-    found = torch.load(path)
+    content = torch.load(path)
     return {
-        key.removeprefix("net.").removeprefix("model.net."): value for key, value in found.get("model", found).items()
+        key.removeprefix("net.").removeprefix("model.net."): value
+        for key, value in content.get("model", content).items()
     }
 
 

@@ -32,5 +32,5 @@ def test_key_order_is_that_of_the_state_dict_or_unknown(
 ) -> None:
     state = {name: torch.ones(2) for name in "zam"}
     save(state, tmp_path / "saved")
-    found = saved_state_dicts(open_checkpoint(str(tmp_path / "saved")))
-    assert [[entry.key for entry in section.tensors] for section in found] == [list(state)] * keeps_order
+    state_dicts = saved_state_dicts(open_checkpoint(str(tmp_path / "saved")))
+    assert [[entry.key for entry in section.tensors] for section in state_dicts] == [list(state)] * keeps_order

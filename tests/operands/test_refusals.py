@@ -116,9 +116,9 @@ def test_wrong_operand_gets_an_error_and_a_hint(run: Run, line: str) -> None:
 
 def test_unchanged_state_dict_with_half_of_the_names_is_reported(run: Run) -> None:
     weights = {f"layers.{i}.weight": torch.ones(2) for i in range(6)}
-    own = {f"own.{i}": torch.ones(3) for i in range(3)}
+    unrelated = {f"unrelated.{i}": torch.ones(3) for i in range(3)}
     parts = {"most": 5, "half": 3, "few": 2, "none": 0}
-    others = {name: {**dict(list(weights.items())[:count]), **own} for name, count in parts.items()}
+    others = {name: {**dict(list(weights.items())[:count]), **unrelated} for name, count in parts.items()}
     torch.save({"model": weights, **others}, "many.pt")
     done = run("remap", "many.pt", "-o", "out.pt", "--rule", "layers.{x*} => blocks.{x*}")
     reported = {line.split()[1] for line in done.err.splitlines() if "stays as it is" in line}
@@ -156,8 +156,8 @@ def test_unread_storages_are_listed_by_section(tmp_path: Path) -> None:
     path = str(tmp_path / "a.pt")
     odd = torch.UntypedStorage(range(3))
     torch.save({"model": {"w": torch.ones(1), "x": [odd]}, "ema": {"w": torch.ones(1)}, "more": [odd.clone()]}, path)
-    assert sorted(found.path for found in open_operand(path).unreached) == ["model.x.0", "more.0"]
-    assert [found.path for found in open_operand(f"{path}::model").unreached] == ["model.x.0"]
+    assert sorted(storage.path for storage in open_operand(path).unreached) == ["model.x.0", "more.0"]
+    assert [storage.path for storage in open_operand(f"{path}::model").unreached] == ["model.x.0"]
     assert not open_operand(f"{path}::ema").unreached
 
 
@@ -165,8 +165,8 @@ def test_names_object_is_accepted_as_a_model(tmp_path: Path) -> None:
     names = ckpttool.trace(partial(torch.nn.Linear, in_features=2, out_features=3))
     assert [key.shape for key in names.serialized] == [(3, 2), (3,)]
     torch.save(torch.nn.Linear(2, 3).state_dict(), tmp_path / "a.pt")
-    found = ckpttool.diff(str(tmp_path / "a.pt"), model=names)
-    assert (found.identical, found.right) == (True, f"{names.model} (what it loads)")
+    result = ckpttool.diff(str(tmp_path / "a.pt"), model=names)
+    assert (result.identical, result.right) == (True, f"{names.model} (what it loads)")
     (tmp_path / "n.json").write_text(json.dumps(names.to_json()))
     with pytest.raises(CkptError, match="lists no names of from_pretrained"):
         ckpttool.remap(str(tmp_path / "a.pt"), model=str(tmp_path / "n.json"), to="pretrained")

@@ -42,8 +42,8 @@ def build(name: str, seed: int = 0) -> nn.Module:
 
 def load_section(path: Path, place: str) -> State:
     """Return the state_dict in the file as torch loads it."""
-    found: State = torch.load(path)
-    return found if place == "root" else found[{"key": "model", "with others": "net_to_train"}[place]]
+    content: State = torch.load(path)
+    return content if place == "root" else content[{"key": "model", "with others": "net_to_train"}[place]]
 
 
 @pytest.mark.filterwarnings("ignore:.*(TypedStorage|deprecated|no_dist|single process|DCP)")

@@ -106,8 +106,8 @@ def test_slices_of_an_average_are_joined(run: Run, tmp_path: Path) -> None:
     files = [{"model": slices(state_of(0), rank), "ema": slices(state_of(1), rank)} for rank in (0, 1)]
     for file in files:
         group = {"lr": torch.tensor(0.1), "params": ["emb.weight"]}
-        own = {"emb.weight": {"exp_avg": file["ema"]["emb.weight"]}}
-        file["optimizer"] = {"state": own, "param_groups": [group]}
+        state = {"emb.weight": {"exp_avg": file["ema"]["emb.weight"]}}
+        file["optimizer"] = {"state": state, "param_groups": [group]}
     done = run("remap", save_ranks(tmp_path, *files), *MODEL, "-o", tmp_path / "out.pt")
     assert done.status == 0, done.err
     assert "differs" not in done.err

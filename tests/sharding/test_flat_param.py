@@ -213,14 +213,14 @@ def test_plain_state_values_are_on_every_rank(run: Run, tmp_path: Path, form: st
     sum(parameter.sum() for parameter in model.parameters()).backward()
     optimizer.step()
     state = optimizer.state_dict()
-    for own in state["state"].values():
-        own.update({"step": 3, "kind": "plain"})
+    for parameter_state in state["state"].values():
+        parameter_state.update({"step": 3, "kind": "plain"})
     torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "old.pt")
     out = [*to_option(form, 2, units), "-o", tmp_path / "rank_{rank}.pt"]
     assert run("remap", tmp_path / "old.pt", *MODEL, *out)[0] == 0
     assert run("remap", tmp_path / "rank_*.pt", *MODEL, *from_option(*units), "-o", tmp_path / "back.pt")[0] == 0
     found = torch.load(tmp_path / "back.pt")["optimizer"]["state"]
-    assert {(own["step"], own["kind"]) for own in found.values()} == {(3, "plain")}
+    assert {(parameter_state["step"], parameter_state["kind"]) for parameter_state in found.values()} == {(3, "plain")}
 
 
 def test_empty_parameter_keeps_its_dtype(run: Run, tmp_path: Path) -> None:
@@ -285,9 +285,9 @@ def test_plan_slices_each_parameter_from_its_flat_parameter(tmp_path: Path, name
     saved = flattened(model, Block, True).state_dict()
     torch.save(saved, tmp_path / "flat.pt")
     gathered = gather(open_checkpoint(str(tmp_path / "flat.pt")), names)
-    made = {key: evaluate(source, saved.__getitem__) for key, source in gathered.sections[""].sources.items()}
-    assert made.keys() >= dict(Net().named_parameters()).keys()
-    check_same(made, {key: expected[key] for key in made})
+    actual = {key: evaluate(source, saved.__getitem__) for key, source in gathered.sections[""].sources.items()}
+    assert actual.keys() >= dict(Net().named_parameters()).keys()
+    check_same(actual, {key: expected[key] for key in actual})
 
 
 def test_redundant_flat_parameter_is_dropped(tmp_path: Path, run: Run) -> None:
@@ -458,8 +458,8 @@ def test_optimizers_of_two_steps_are_refused(runs: dict[int, Path], run: Run, tm
 def test_full_state_must_be_equal_on_all_ranks(run: Run, tmp_path: Path, one: float, status: int) -> None:
     """Such as the state of a parameter that FSDP ignores or does not shard."""
     for rank, value in enumerate((0.0, one)):
-        own = {"weight": {"exp_avg": torch.full((2,), value)}}
-        optimizer = {"state": own, "param_groups": [{"params": ["none", "weight"]}]}
+        state = {"weight": {"exp_avg": torch.full((2,), value)}}
+        optimizer = {"state": state, "param_groups": [{"params": ["none", "weight"]}]}
         torch.save({"model": Rowless().state_dict(), "optimizer": optimizer}, tmp_path / f"rank_{rank}.pt")
     done = run("remap", tmp_path / "rank_*.pt", "--model", f"{__file__}:Rowless", "-o", tmp_path / "out.pt")
     assert done.status == status, done.err
@@ -628,14 +628,14 @@ def test_state_of_flat_parameters_is_split_like_them(run: Run, tmp_path: Path, b
     done = run("remap", tmp_path / "flat.pt", *MODEL, *from_option("layers.*"), "-o", tmp_path / "full.pt")
     assert done.status == 0, done.err
     result = torch.load(tmp_path / "full.pt")["optimizer"]
-    own = [name for name, _ in Net().named_parameters()]
+    expected_names = [name for name, _ in Net().named_parameters()]
     (group,) = result["param_groups"]
     assert sorted(result["state"], key=str) == sorted(group["params"], key=str)
     assert all(isinstance(param, str) == by_name for param in result["state"])
-    assert sorted(group["params"] if by_name else group["param_names"]) == sorted(own)
+    assert sorted(group["params"] if by_name else group["param_names"]) == sorted(expected_names)
     sizes = [state["exp_avg"].numel() for state in result["state"].values()]
     assert sum(sizes) == sum(value.numel() for value in moments.values())
-    assert len({state["step"].data_ptr() for state in result["state"].values()}) == len(own)
+    assert len({state["step"].data_ptr() for state in result["state"].values()}) == len(expected_names)
 
 
 def test_state_that_does_not_fit_its_flat_parameter_is_refused(run: Run, tmp_path: Path) -> None:
@@ -687,10 +687,10 @@ def test_shard_sizes_equal_torch_chunk(numel: int, world_size: int) -> None:
 
 
 def test_padding_fills_up_to_a_multiple_of_the_ranks(names: Names) -> None:
-    own = slots(names, {""})[""]
-    total = own[-1].end
+    unit_slots = slots(names, {""})[""]
+    total = unit_slots[-1].end
     for world_size in (2, 3, 4, 5):
         for numel in range(total - 6, total + 7):
             fits = {numel == total, numel % world_size == 0 and 0 <= numel - total < world_size}
-            assert (misfit(own, numel, world_size, padded=True) is None) == (True in fits)
-            assert (misfit(own, numel, world_size, padded=False) is None) == (numel == total)
+            assert (misfit(unit_slots, numel, world_size, padded=True) is None) == (True in fits)
+            assert (misfit(unit_slots, numel, world_size, padded=False) is None) == (numel == total)

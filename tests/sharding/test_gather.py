@@ -50,8 +50,10 @@ def save_shifted(folder: Path, runtime: bool, *changes: dict[str, torch.Tensor])
     model = Shifted()
     names = dict(zip(SAVED, SAVED)) if runtime else SAVED
     for rank, change in enumerate(changes):
-        own = {names[name]: value.detach().flatten().chunk(2)[rank].clone() for name, value in model.named_parameters()}
-        torch.save({**own, names["seen"]: torch.full((2,), rank), **change}, folder / f"rank_{rank}.pt")
+        slices = {
+            names[name]: value.detach().flatten().chunk(2)[rank].clone() for name, value in model.named_parameters()
+        }
+        torch.save({**slices, names["seen"]: torch.full((2,), rank), **change}, folder / f"rank_{rank}.pt")
     return folder / "rank_*.pt"
 
 
@@ -155,13 +157,13 @@ def test_ignored_parameters_have_runtime_names_or_serialized_keys(
 ) -> None:
     """FSDP does not flatten ignored parameters."""
     model = Shifted()
-    own = {"a": model.a.detach(), "b": model.b.detach(), "seen": torch.tensor([3.0, 4])}
-    flat = torch.cat([own[name].flatten() for name in "ab" if name not in ignored])
-    rest = {name if runtime else SAVED[name]: own[name] for name in (*ignored, "seen")}
+    expected = {"a": model.a.detach(), "b": model.b.detach(), "seen": torch.tensor([3.0, 4])}
+    flat = torch.cat([expected[name].flatten() for name in "ab" if name not in ignored])
+    rest = {name if runtime else SAVED[name]: expected[name] for name in (*ignored, "seen")}
     torch.save({"flat_param": flat, **rest}, tmp_path / "flat.pt")
     done = run("remap", tmp_path / "flat.pt", *SHIFTED, "--to", "runtime", "-o", tmp_path / "out.pt")
     assert done.status == 0, done.err
-    assert same(torch.load(tmp_path / "out.pt"), own)
+    assert same(torch.load(tmp_path / "out.pt"), expected)
 
 
 @pytest.mark.parametrize(

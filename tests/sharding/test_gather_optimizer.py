@@ -42,9 +42,9 @@ def problems_of(done: Done) -> list[tuple[str, str]]:
     return [(one["problem"], one["key"]) for one in done.data.get("problems", ())]
 
 
-def save_flat(folder: Path, params: list[Any], own: list[State], **group: Any) -> Path:
-    """Save flat parameters and an optimizer with the state `own` of `params`."""
-    optimizer = {"state": dict(zip(params, own)), "param_groups": [{"lr": 0.1, "params": params, **group}]}
+def save_flat(folder: Path, params: list[Any], state: list[State], **group: Any) -> Path:
+    """Save flat parameters and an optimizer with `state` for the `params`."""
+    optimizer = {"state": dict(zip(params, state)), "param_groups": [{"lr": 0.1, "params": params, **group}]}
     torch.save({"model": flattened(Flat(), nn.Linear).state_dict(), "optimizer": optimizer}, folder / "flat.pt")
     return folder / "flat.pt"
 
@@ -69,12 +69,12 @@ def test_optimizer_parameters_that_are_not_units_are_refused(
 
 def test_optimizer_of_original_parameters_is_kept(run: Run, tmp_path: Path) -> None:
     """It was created before the model was wrapped, or unsharded already."""
-    own = [{"exp_avg": torch.rand(parameter.shape)} for parameter in Flat().parameters()]
+    state = [{"exp_avg": torch.rand(parameter.shape)} for parameter in Flat().parameters()]
     names = [name for name, _ in Flat().named_parameters()]
-    done = run("remap", save_flat(tmp_path, names, own), *FLAT, "-o", tmp_path / "out.pt")
+    done = run("remap", save_flat(tmp_path, names, state), *FLAT, "-o", tmp_path / "out.pt")
     assert done.status == 0, done.err
     result = torch.load(tmp_path / "out.pt")["optimizer"]["state"]
-    assert all(torch.equal(result[name]["exp_avg"], one["exp_avg"]) for name, one in zip(names, own))
+    assert all(torch.equal(result[name]["exp_avg"], one["exp_avg"]) for name, one in zip(names, state))
 
 
 @pytest.mark.parametrize(("ids", "count"), [([0], "1 parameter"), ([0, 1, 2], "3 parameters")])
@@ -84,26 +84,26 @@ def test_wrong_number_of_ids_is_refused(run: Run, tmp_path: Path, ids: list[int]
     assert f"optimizer has {count}, and the model section 2 flat parameters: which is which?" in done.err
 
 
-def save_two_ranks(folder: Path, change: Any = lambda rank, own: None) -> Path:
+def save_two_ranks(folder: Path, change: Any = lambda rank, state: None) -> Path:
     """Save flat parameters of two ranks, with `change` applied to the state of ``inner``."""
     saved = flattened(Flat(), nn.Linear).state_dict()
     for rank in (0, 1):
-        own = {name: {"exp_avg": torch.arange(float(size)) + rank * size} for name, size in CHUNKS.items()}
-        change(rank, own["inner.flat_param"])
+        state = {name: {"exp_avg": torch.arange(float(size)) + rank * size} for name, size in CHUNKS.items()}
+        change(rank, state["inner.flat_param"])
         parts = {
             key: nn.functional.pad(value, (0, 2 * CHUNKS[key] - len(value))).chunk(2)[rank].clone()
             for key, value in saved.items()
         }
-        optimizer = {"state": own, "param_groups": [{"params": UNITS}]}
+        optimizer = {"state": state, "param_groups": [{"params": UNITS}]}
         torch.save({"model": parts, "optimizer": optimizer}, folder / f"rank_{rank}.pt")
     return folder / "rank_*.pt"
 
 
-def make_strided(rank: int, own: State) -> None:
-    own["exp_avg"] = own["exp_avg"].repeat_interleave(2)[::2]
+def make_strided(rank: int, state: State) -> None:
+    state["exp_avg"] = state["exp_avg"].repeat_interleave(2)[::2]
 
 
-@pytest.mark.parametrize("change", [lambda rank, own: None, make_strided])
+@pytest.mark.parametrize("change", [lambda rank, state: None, make_strided])
 def test_chunks_are_joined_for_any_strides(run: Run, tmp_path: Path, change: Any) -> None:
     done = run("remap", save_two_ranks(tmp_path, change), *FLAT, "-o", tmp_path / "out.pt")
     assert done.status == 0, done.err
@@ -114,16 +114,16 @@ def test_chunks_are_joined_for_any_strides(run: Run, tmp_path: Path, change: Any
 
 
 def only_rank_1(change: Any) -> Any:
-    return lambda rank, own: change(own) if rank else None
+    return lambda rank, state: change(state) if rank else None
 
 
 @pytest.mark.parametrize(
     ("change", "shapes"),
     [
-        (lambda own: own.pop("exp_avg"), "[5]"),
-        (lambda own: own.update(exp_avg=torch.ones(4)), "[5], [4]"),
-        (lambda own: own.update(exp_avg=torch.ones(6)), "[5], [6]"),
-        (lambda own: own.update(exp_avg=torch.ones(5).double()), "[5], [5]"),
+        (lambda state: state.pop("exp_avg"), "[5]"),
+        (lambda state: state.update(exp_avg=torch.ones(4)), "[5], [4]"),
+        (lambda state: state.update(exp_avg=torch.ones(6)), "[5], [6]"),
+        (lambda state: state.update(exp_avg=torch.ones(5).double()), "[5], [5]"),
     ],
 )
 def test_chunks_with_wrong_sizes_are_refused(run: Run, tmp_path: Path, change: Any, shapes: str) -> None:
@@ -141,7 +141,7 @@ def test_chunks_with_wrong_sizes_are_refused(run: Run, tmp_path: Path, change: A
 GROUPS = [["inner.weight"], ["scale", "inner.bias"]]
 
 
-def save_slices(folder: Path, names: bool, change: Any = lambda rank, own: None) -> Path:
+def save_slices(folder: Path, names: bool, change: Any = lambda rank, state: None) -> Path:
     """Save half of every parameter but the scalar on two ranks, with `change` applied to the state of the weight."""
     flat = [name for group in GROUPS for name in group]
     whole = {
@@ -154,7 +154,7 @@ def save_slices(folder: Path, names: bool, change: Any = lambda rank, own: None)
         state: dict[Any, State] = {at: {"exp_avg": parts[name], "step": 2} for at, name in enumerate(flat)}
         change(rank, state[0])
         ids = [[flat.index(name) for name in group] for group in GROUPS]
-        groups = [{"params": own} | ({"param_names": group} if names else {}) for own, group in zip(ids, GROUPS)]
+        groups = [{"params": params} | ({"param_names": group} if names else {}) for params, group in zip(ids, GROUPS)]
         torch.save({"model": parts, "optimizer": {"state": state, "param_groups": groups}}, folder / f"rank_{rank}.pt")
     return folder / "rank_*.pt"
 
@@ -175,12 +175,12 @@ def test_slices_are_matched_by_name_or_by_size(run: Run, tmp_path: Path, names: 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (only_rank_1(lambda own: own.pop("exp_avg")), "the ranks hold 3 elements, the parameter is [3, 2]"),
+        (only_rank_1(lambda state: state.pop("exp_avg")), "the ranks hold 3 elements, the parameter is [3, 2]"),
         (
-            only_rank_1(lambda own: own.update(exp_avg=torch.ones(4))),
+            only_rank_1(lambda state: state.update(exp_avg=torch.ones(4))),
             "the ranks hold 7 elements, the parameter is [3, 2]",
         ),
-        (lambda rank, own: own.update(exp_avg=torch.full((3, 2), rank)), "differs between the ranks"),
+        (lambda rank, state: state.update(exp_avg=torch.full((3, 2), rank)), "differs between the ranks"),
     ],
 )
 def test_state_that_does_not_join_is_refused(run: Run, tmp_path: Path, change: Any, problem: str) -> None:
@@ -191,7 +191,7 @@ def test_state_that_does_not_join_is_refused(run: Run, tmp_path: Path, change: A
 
 def test_sparse_state_is_kept(run: Run, tmp_path: Path) -> None:
     sparse = torch.eye(3, 2).to_sparse()
-    files = save_slices(tmp_path, True, lambda rank, own: own.update(exp_avg=sparse))
+    files = save_slices(tmp_path, True, lambda rank, state: state.update(exp_avg=sparse))
     assert run("remap", files, *NET, "--optimizer-keys", "fqn", "-o", tmp_path / "out.pt").status == 0
     result = torch.load(tmp_path / "out.pt")["optimizer"]["state"]["inner.weight"]["exp_avg"]
     assert torch.equal(result.to_dense(), torch.eye(3, 2))

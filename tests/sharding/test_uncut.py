@@ -32,7 +32,7 @@ class Doubled(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(2, 3)
-        self.register_state_dict_post_hook(self._saving)
+        self.register_state_dict_post_hook(self._change_state)
 
     @staticmethod
     def _change_state(module: nn.Module, state: State, prefix: str, metadata: object) -> None:

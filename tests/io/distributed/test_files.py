@@ -254,9 +254,9 @@ def test_only_computed_units_are_larger_than_the_minimum(source: Path) -> None:
     found = by_ranks.items_of(files(source))
     assert [(unit.name, unit.late) for unit in found if unit.late] == [("first.bin", True)]
     for name, whole in WHOLE.items():
-        own = [unit for unit in found if unit.name == name]
-        assert [unit.first for unit in own] == [sum(unit.nbytes for unit in own[:at]) for at in range(len(own))]
-        assert sum(unit.nbytes for unit in own) == len(whole)
+        units = [unit for unit in found if unit.name == name]
+        assert [unit.first for unit in units] == [sum(unit.nbytes for unit in units[:at]) for at in range(len(units))]
+        assert sum(unit.nbytes for unit in units) == len(whole)
     assert [unit.nbytes // LEAST for unit in found if unit.nbytes > LEAST] == [3]  # computed in one piece
 
 

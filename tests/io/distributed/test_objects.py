@@ -82,8 +82,8 @@ def test_shares_are_valid_parts_of_the_object() -> None:
             *range(1, len(sizes) + 1)
         ]
         for one, run in zip(shares, runs):
-            own = {id(piece.crc) for piece in run if piece.crc is not None}
-            assert one.late == any(id(crc) not in own for piece in run for crc in piece.needs), seed
+            crc_ids = {id(piece.crc) for piece in run if piece.crc is not None}
+            assert one.late == any(id(crc) not in crc_ids for piece in run for crc in piece.needs), seed
             assert [id(crc) for crc in one.crcs] == [id(piece.crc) for piece in run if piece.crc is not None], seed
         many, late = many + (len(shares) > 8), late + any(one.late for one in shares)
         copied += any(isinstance(one.data, Span) for one in shares)
@@ -102,8 +102,8 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     from moto.s3 import models
 
     monkeypatch.setattr(models, "S3_UPLOAD_PART_MIN_SIZE", compose.LEAST >> 10)
-    for own in ("LEAST", "_SENT", "_WORTH", "_COPIED"):
-        monkeypatch.setattr(compose, own, getattr(compose, own) >> 10)
+    for constant in ("LEAST", "_SENT", "_WORTH", "_COPIED"):
+        monkeypatch.setattr(compose, constant, getattr(compose, constant) >> 10)
     monkeypatch.setattr(objects, "MOST", PARTS)
 
 
