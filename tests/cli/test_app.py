@@ -291,11 +291,11 @@ def test_terminal_without_unicode_gets_escapes(checkpoint: str) -> None:
 
 @pytest.mark.parametrize(("env", "colored"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
 def test_terminal_gets_color_unless_disabled(checkpoint: str, env: dict[str, str], colored: bool) -> None:
-    master, slave = pty.openpty()
-    done = ckpttool("inspect", checkpoint, stdout=slave, **{"TERM": "xterm", "NO_COLOR": "", **env})
-    os.close(slave)
-    output = os.read(master, 65536).decode()
-    os.close(master)
+    controller, terminal = pty.openpty()
+    done = ckpttool("inspect", checkpoint, stdout=terminal, **{"TERM": "xterm", "NO_COLOR": "", **env})
+    os.close(terminal)
+    output = os.read(controller, 65536).decode()
+    os.close(controller)
     assert done.returncode == 0
     assert ("\x1b[" in output) is colored
 

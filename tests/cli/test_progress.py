@@ -43,21 +43,21 @@ for line in sys.argv[3:]:
 def stderr_on_terminal(folder: Path, patience: float, pause: float, *lines: str) -> list[str]:
     """Return what each command line writes to stderr on a terminal; each read takes `pause` seconds."""
     pty = pytest.importorskip("pty", reason="pseudo-terminals exist only on Unix")
-    master, slave = pty.openpty()
+    controller, terminal = pty.openpty()
     command = [sys.executable, "-c", SLOW, str(patience), str(pause), *lines]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160", "TERM": "xterm"}
     with (
         open(folder / "stdout", "wb") as out,
-        subprocess.Popen(command, stderr=slave, stdout=out, cwd=folder, env=env),
+        subprocess.Popen(command, stderr=terminal, stdout=out, cwd=folder, env=env),
     ):
-        os.close(slave)
+        os.close(terminal)
         output = b""
         try:
-            while chunk := os.read(master, 1 << 16):
+            while chunk := os.read(controller, 1 << 16):
                 output += chunk
         except OSError:  # end of file on Linux
             pass
-    os.close(master)
+    os.close(controller)
     return output.decode().split("=====")[:-1]
 
 

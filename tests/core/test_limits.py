@@ -63,11 +63,11 @@ def test_pipe_without_a_writer_is_refused(tmp_path: Path, capfd: pytest.CaptureF
 
 
 def test_terminal_is_refused() -> None:
-    master, slave = pty.openpty()
+    controller, terminal = pty.openpty()
     with pytest.raises(CkptError, match="a terminal or another device"):
-        open_checkpoint(os.ttyname(slave))
-    os.close(master)
-    os.close(slave)
+        open_checkpoint(os.ttyname(terminal))
+    os.close(controller)
+    os.close(terminal)
 
 
 def test_endless_device_is_refused() -> None:
@@ -173,7 +173,7 @@ def test_endless_response_is_refused(head: bytes) -> None:
 
 @NEEDS_HTTP
 def test_silent_server_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpttool.io.remote._SLOWEST", 1e6)  # bytes per second; adds no time to the limit
+    monkeypatch.setattr("ckpttool.io.remote._SLOWEST", 1e6)  # bytes per second, so the size adds little time
     start = time.monotonic()
     quick = Limits(remote_seconds=1)
     with limited(quick), server(PARTIAL, b"") as url, pytest.raises(CkptError, match="--limit remote_seconds=2"):

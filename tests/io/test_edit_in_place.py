@@ -234,7 +234,7 @@ def live_pid() -> Iterator[int]:
         *(({far: value}, 1e6, False) for far, value in (("host", "00000000"), ("space", 1))),  # its state is unknown
     ],
 )
-def test_edit_of_a_live_process_is_not_recovered(
+def test_edit_is_recovered_only_if_its_process_is_dead(
     source: Path, run: Run, live_pid: int, edited: str, other: dict[str, Any], age: float, recovers: bool
 ) -> None:
     owner = replace(temporary._owner(live_pid), **other)
@@ -595,9 +595,7 @@ def test_edit_without_changes_keeps_the_undo_record(tmp_path: Path, run: Run, na
     assert path.read_bytes() == before
 
 
-def test_failed_header_write_does_not_fall_back_to_a_copy(
-    source: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_edit_does_not_fall_back_to_a_copy(source: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy is made only if the file system refuses to insert blocks."""
     old, plain = source.read_bytes(), patch.apply
     for rule, number, copied in (

@@ -163,7 +163,7 @@ def test_new_file_keeps_the_other_files(fs: Any) -> None:
     assert content(fs) == {**BEFORE, "added": b"x"}
 
 
-def test_outputs_that_are_refused(fs: Any) -> None:
+def test_refused_outputs(fs: Any) -> None:
     how = {"force": True, "in_place": False}
     with pytest.raises(CkptError, match="m is a folder"):
         preflight(OUT, [], **how)
