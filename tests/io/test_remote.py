@@ -1,4 +1,4 @@
-"""Checkpoints behind URLs: fsspec's memory, an S3 server and a web server on loopback; torch is the oracle."""
+"""Checkpoints behind URLs: fsspec's memory, and local S3 and web servers; torch is the oracle."""
 
 from __future__ import annotations
 

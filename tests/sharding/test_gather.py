@@ -120,7 +120,7 @@ def flat_net(inner: type[nn.Module]) -> tuple[dict[str, torch.Tensor], dict[str,
 
 
 def test_unit_without_direct_parameters_is_accepted(run: Run, tmp_path: Path) -> None:
-    """FSDP flattens nothing for it."""
+    """FSDP makes no flat parameter for it."""
     expected, saved = flat_net(Block)
     torch.save(saved, tmp_path / "flat.pt")
     units = ["--from", "fsdp-flat(units=['layers', 'layers.*'])"]
