@@ -119,7 +119,7 @@ DAMAGE: dict[str, Callable[[State, random.Random], State]] = {
 
 @dataclass(frozen=True)
 class Pair:
-    """A diff's arguments, of which `left` is the operand that a remap reads; `model` where the diff knows none."""
+    """Arguments of a diff; a remap reads `left`. `model` is the model if the arguments name none."""
 
     args: tuple[str, ...]
     left: str
@@ -128,7 +128,7 @@ class Pair:
 
 
 def saved(state: State, path: Path, form: str) -> str | None:
-    """The operand of the file, or None where the format cannot hold the state."""
+    """Save the state; return its operand, or None if the format cannot hold it."""
     if form == "safetensors":
         plain = all(
             type(v) is torch.Tensor and v.layout == torch.strided and not v.is_quantized for v in state.values()
@@ -149,7 +149,7 @@ def saved(state: State, path: Path, form: str) -> str | None:
 
 
 def program(model: nn.Module, path: Path) -> str:
-    """The model as an exported program, made once."""
+    """Export the model once, and return the path."""
     if not path.exists():
         sample = (
             torch.ones(1, 4)
@@ -170,14 +170,14 @@ def runtime_state(model: nn.Module) -> State:
 
 
 def pair(seed: int, folder: Path) -> Pair | None:
-    """A random pair: a model, what its keys are wrapped in, what is wrong with the file, what it is compared with."""
+    """Return a random pair: a model, the wrappers of its keys, a fault in the file, and the other side."""
     rng = random.Random(seed)
     name = rng.choice(list(MODELS)) if rng.random() < 0.5 else f"small_models.py:{rng.choice(OWN)}"
     try:
         model = MODELS[name]()
         state = {key: plain(value) for key, value in model.state_dict().items()}
         runtime = runtime_state(model)
-    except Exception:  # a pattern whose own code fails where it is run for real
+    except Exception:  # a model whose code fails if it runs with real tensors
         return None
     words = rng.choice(list(WRAPPERS)), rng.choice(list(DAMAGE)), rng.choice(["pt", "safetensors", "section"])
     own = rng.choice([state, runtime])
@@ -203,7 +203,7 @@ def pair(seed: int, folder: Path) -> Pair | None:
 
 
 class Runs:
-    """Runs command lines in this process, and counts the printed ones."""
+    """Run command lines in this process, and count the printed ones."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self.capsys, self.count = capsys, 0
@@ -214,7 +214,7 @@ class Runs:
         return status, out, err
 
     def diff(self, args: tuple[str, ...], words: str) -> dict[str, Any] | None:
-        """The diff as JSON, or None where there is no answer."""
+        """Return the diff as JSON, or None if it failed."""
         status, out, err = self("diff", *args, "--format", "json")
         assert "Traceback" not in err, words
         found = json.loads(out)
@@ -222,7 +222,7 @@ class Runs:
         return None if status == 2 else found
 
     def printed(self, command: str, words: str) -> str:
-        """Runs a printed command, which must work, and gives the output that it names."""
+        """Run a printed command, which must work, and return its output path."""
         self.count += 1
         line = shlex.split(command)
         assert line[0] == "ckpttool", words
@@ -232,16 +232,16 @@ class Runs:
 
 
 def check(case: Pair, run: Runs) -> None:
-    """Every printed command works, and does what the diff says of it."""
+    """Check that each printed command works and fixes what the diff says."""
     found = run.diff(case.args, case.words)
     if found is None or found["identical"]:
         return
-    assert fixes_in(found) or notes_in(found) or "--model" in case.args[:1], f"{case.words}: ends in silence"
+    assert fixes_in(found) or notes_in(found) or "--model" in case.args[:1], f"{case.words}: no fix and no note"
     alone = case.left not in case.args
     complete = {fix["command"]: fix["complete"] for fix in found["fix"]}
     for command in fixes_in(found):
         words = shlex.split(command)
-        if words[1] == "diff":  # writes the rules that the next command reads
+        if words[1] == "diff":  # writes the rules file that the next command reads
             run.printed(command, case.words)
             continue
         known = {"MODEL": "--model" in case.args, "CKPT": not alone, "PROGRAM.pt2": not alone}
@@ -249,7 +249,7 @@ def check(case: Pair, run: Runs) -> None:
         if "PROGRAM.pt2" in words:
             continue
         filled = [{"MODEL": case.model, "CKPT": case.left}.get(word, word) for word in words]
-        unsure = filled != words  # a command that does not know all that it is about
+        unsure = filled != words  # the command has placeholders
         if unsure and not fitting(case, alone):
             continue
         out = run.printed(shlex.join(filled), case.words)
@@ -264,12 +264,12 @@ def check(case: Pair, run: Runs) -> None:
 
 
 def fitting(case: Pair, alone: bool) -> bool:
-    """Whether the file is one that the model saved, undamaged, so that a command without all operands must work."""
+    """Return True if the model saved the file and it is undamaged: then a command with placeholders must work."""
     return alone and "none, none" in case.words and "serialized" in case.words
 
 
 def to_fix(found: dict[str, Any]) -> int:
-    """How much a remap could fix: a name counts more than a shape or dtype under one name, and values do not count."""
+    """Return how much a remap could fix: a name counts more than a shape or dtype, and values do not count."""
     entries = [entry for entry in found["entries"] if entry["status"] not in ("same", "extra_state")]
     under_one_name = {"value": 0, "dtype": 1, "shape": 1}
     return sum(under_one_name.get(e["status"], 2) if e["left"] == e["right"] else 2 for e in entries)

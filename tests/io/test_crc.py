@@ -6,7 +6,7 @@ import sys
 import zlib
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.io.pieces import fastest_crc32 as fastest
@@ -25,7 +25,6 @@ def _implementation(request, monkeypatch):
 
 @pytest.mark.usefixtures("_implementation")
 def test_checksum_of_chunks_equals_zlib_crc32():
-    @settings(deadline=None)
     @given(st.binary(max_size=300), st.integers(1, 100))
     def check(data, size):
         value = 0
