@@ -39,6 +39,7 @@ class Op:
 Expression = Union[Ref, Op]
 Argument = Union[Ref, Op, Special, None, bool, int, float, str, tuple["Argument", ...]]
 
+CAST = "aten._to_copy.default"
 OPAQUE = "opaque"  # computed by code that cannot be written down as operators; args are the tensors that it read
 LOADED, SAVED = (
     "model.load",
@@ -68,6 +69,13 @@ def refs(expression: Argument) -> Iterator[str]:
     if isinstance(expression, Ref):  # as nearly all are
         return iter((expression.key,))
     return (part.key for part in parts(expression) if isinstance(part, Ref))
+
+
+def without_cast(expression: Expression) -> Expression:
+    """Return what a cast converts; other expressions as they are."""
+    if isinstance(expression, Op) and expression.op == CAST and isinstance(expression.args[0], (Ref, Op)):
+        return without_cast(expression.args[0])
+    return expression
 
 
 def is_constant(expression: Argument) -> bool:

@@ -397,6 +397,7 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
         identical=identical,
         entries=fit.entries,
         notes=tuple(notes),
+        harmless=HARMLESS | {Code.OPTION.code},  # loading takes the file's
         other_failure="" if identical else "does not load",
         remedy=fit.remedy,
         compared=compared_by_loading(checkpoint, ignore_dtype) | {"optimizers": True},

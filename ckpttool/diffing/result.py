@@ -176,14 +176,14 @@ class Diff:
     """The answer of `diff`. `fix` are commands that can be pasted, `unfixed` is what none of them fixes; `notes` are
     sentences about no single key.
 
-    `harmless` are the statuses that do not stop `identical`; `other_failure` says what does if no entry shows it.
-    `inferred` are likely renames if no model was given (None if that was not asked), and `rules` is the text of a rules
-    file for them; `identical` does not depend on them. `exchangeable` are keys of one shape in the same layers, a tuple
-    for each shape. `accepted` is whether every difference is accepted, None without such options; `unused_ignores`
-    are ignore entries that matched nothing, and `failing_ignores` counts them if they are the only failure.
-    `has_other_notes`: some notes are about differences outside of the two models.
-    `compared` says whether a difference in each of the `ASPECTS` would be found, and `scope` how exactly values were
-    compared, or what compares them. `outlines` are the known tensors of each side by key, in its order.
+    `harmless` are the statuses and codes that do not stop `identical`; `other_failure` says what does if no entry
+    shows it. `inferred` are likely renames if no model was given (None if that was not asked), and `rules` is the
+    text of a rules file for them; `identical` does not depend on them. `exchangeable` are keys of one shape in the
+    same layers, a tuple for each shape. `accepted` is whether every difference is accepted, None without such
+    options; `unused_ignores` are ignore entries that matched nothing, and `failing_ignores` counts them if they are
+    the only failure. `has_other_notes`: some notes are about differences outside of the two models. `compared` says
+    whether a difference in each of the `ASPECTS` would be found, and `scope` how exactly values were compared, or
+    what compares them. `outlines` are the known tensors of each side by key, in its order.
     """
 
     left: str
@@ -214,7 +214,7 @@ class Diff:
 
     def is_difference(self, entry: Entry) -> bool:
         """Return True if the entry alone means that the two are not identical."""
-        return entry.status not in self.harmless
+        return entry.status not in self.harmless and (entry.cause is None or entry.cause.code.code not in self.harmless)
 
     @property
     def summary(self) -> dict[str, int]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
@@ -14,13 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Storage, TensorEntry, in_row_major
 from ckpttool.core.dtypes import itemsize
-from ckpttool.core.errors import CkptError
+from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.expression import Ref, is_opaque, refs, without_cast
 from ckpttool.core.limits import limits
 from ckpttool.core.names import SCHEMA, SERIALIZED, Names
 from ckpttool.core.options import ModelOptions, OptimizerOptions, call_of, expand_options
-from ckpttool.core.text import shell
+from ckpttool.core.plan import Dropped, Output, Plan, compose, module_renames
+from ckpttool.core.text import plural, shell
 from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import current
+from ckpttool.evaluate.apply import apply
+from ckpttool.evaluate.compare import same_values
 from ckpttool.formats import strict_json
 from ckpttool.io import progress, sources
 from ckpttool.naming import wrappers
@@ -35,6 +40,9 @@ if TYPE_CHECKING:
     from ckpttool.keywords import OptimizerKeywords
     from ckpttool.tracing.build_model import LoadedModel
     from ckpttool.tracing.model_code import ModelCode
+
+
+LOAD_HOOK = "load-hook"  # the form of keys that a model loads, and does not save: as a load hook reads them
 
 
 def is_names_file(operand: object) -> bool:
@@ -223,6 +231,73 @@ class ModelOperand:
 
         return values_of_constants(self.definition(), names)
 
+    def by_loading(self, section: Section) -> Plan | None:
+        """Return the plan from keys that the model loads, and does not save, to its runtime names.
+
+        Load hooks accept the keys of earlier versions of a model. The result is None if the keys are the model's own,
+        and if a strict load fails (except for second names of tied weights). Raise `Refused` if the load succeeds and
+        does not use some of the keys, or depends on values.
+        """
+        if not self.is_definition or self.pretrained or not read(self.tables, section).match.unmatched:
+            return None
+        job = current()
+        if job is None:
+            return self._by_loading(section)
+        own = [self.model, self.materialize, section.path]
+        found = job.of_first(f"loads {own}", lambda: (plan := self._by_loading(section)) and plan.to_json())
+        return None if found is None else Plan.from_json(found)
+
+    def _by_loading(self, section: Section) -> Plan | None:
+        from ckpttool.tracing.loading import load_verdict
+
+        canonical = wrappers.canonical_keys(section.keys)
+        if len(set(canonical.values())) < len(canonical):
+            return None
+        path = section.path
+        modules = module_renames(path, section.modules or (), canonical)
+        unwrapped = Plan(tuple(Output(path, name, Ref(key)) for key, name in canonical.items()), modules=modules)
+        bare = apply(unwrapped, Checkpoint("", "", 0, (section,))).section(path)
+        try:
+            verdict = load_verdict(self.definition(), bare)
+        except CkptError:
+            return None
+        loads = verdict.ok or not (
+            verdict.errors or verdict.unexpected or {*verdict.missing} - {*self.tables.spare_keys}
+        )
+        if not loads:
+            return None
+        keys = bare.by_key()
+        reads = {
+            fqn: without_cast(value)
+            for fqn, value in verdict.reads.items()
+            if value is not None and fqn in self.tables.first
+        }
+        reads |= {key: Ref(key) for key in self.tables.runtime_names if key in keys and key not in self.tables.first}
+        used = {key for value in reads.values() for key in refs(value)}
+        if verdict.by_values or verdict.doubtful or verdict.special or any(map(is_opaque, reads.values())):
+            raise Refused(
+                f"{self.title} loads other keys than it saves, and what it makes of them depends on their values",
+                hint="let it load them, and save that: model.load_state_dict(torch.load(CKPT)); "
+                "torch.save(model.state_dict(), OUT)",
+                problems=[
+                    Problem("not a key that the model saves", key) for key in keys if key not in self.tables.saved
+                ],
+            )
+        twins = _twins(bare, used)
+        if unused := [key for key in keys if key not in used and key not in twins]:
+            words = [word for key in unused for word in ("--drop", key)]
+            raise Refused(
+                f"{self.title} loads the checkpoint and does not use {plural(len(unused), 'key')} of it",
+                hint=f"leave them out: {shell('ckpttool', 'remap', 'CKPT', *words, '-o', 'PART')}",
+                problems=[Problem("not used", key) for key in unused],
+            )
+        reads |= {fqn: Ref(fqn) for fqn, value in reads.items() if fqn in twins and value == Ref(twins[fqn])}
+        place = {key: number for number, key in enumerate(keys)}
+        by_place = sorted(reads.items(), key=lambda read: min(map(place.__getitem__, refs(read[1]))))
+        reason = "the model takes it for a copy of {}".format
+        dropped = (Dropped(path, key, reason(other)) for key, other in twins.items() if reads.get(key) != Ref(key))
+        return compose(unwrapped, Plan(tuple(Output(path, *read) for read in by_place), tuple(dropped)))
+
     @property
     def title(self) -> str:
         """The operand as the user wrote it; the name of an object."""
@@ -238,6 +313,17 @@ class ModelOperand:
         """
         words = ("--model", self.model if isinstance(self.model, str) else "MODEL")
         return (*words, "--materialize") if self.materialize else words
+
+
+def _twins(section: Section, used: Collection[str]) -> dict[str, str]:
+    """Return the tensors that are not `used` and have the value of one that is: tied weights."""
+    by_outline = defaultdict[object, list[TensorEntry]](list)
+    for entry in section.tensors:
+        if entry.key in used:
+            by_outline[entry.dtype, entry.shape].append(entry)
+    others = (entry for entry in section.tensors if entry.key not in used)
+    pairs = ((one, next((o for o in by_outline[one.dtype, one.shape] if same_values(one, o)), None)) for one in others)
+    return {one.key: other.key for one, other in pairs if other is not None}
 
 
 def _no_attribute(path: str) -> CkptError:

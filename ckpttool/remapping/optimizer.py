@@ -458,9 +458,6 @@ def _notes(
     return tuple(notes)
 
 
-_CAST = "aten._to_copy.default"
-
-
 @dataclass(frozen=True)
 class RuleEffect:
     """The model's section before a change (by rules, or all of it), and the plan of the change."""
@@ -565,6 +562,4 @@ def _is_counter(key: str) -> bool:
 
 def is_whole(source: Expression) -> bool:
     """Whether it is one tensor as it is, but perhaps for a cast."""
-    return isinstance(source, Ref) or (
-        isinstance(source, Op) and source.op == _CAST and isinstance(source.args[0], Ref)
-    )
+    return isinstance(ex.without_cast(source), Ref)

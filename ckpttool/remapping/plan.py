@@ -11,9 +11,9 @@ from typing import Any
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import BY_CODE, Ref
-from ckpttool.core.names import SERIALIZED
+from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.optimizer_state import FORMS, GROUPS, ID, STATE
-from ckpttool.core.plan import PLAN, Dropped, OptimizerMove, Output, Plan
+from ckpttool.core.plan import PLAN, Dropped, OptimizerMove, Output, Plan, compose
 from ckpttool.core.schema import COUNT, TEXT, TEXTS, list_of, notes_as, nullable, one_of, record, row, unless_empty
 from ckpttool.core.text import dotted, plural, shell
 from ckpttool.core.values import dataclass, public
@@ -22,7 +22,7 @@ from ckpttool.io.undo import Written
 from ckpttool.naming import wrappers as naming_wrappers
 from ckpttool.naming.match import match
 from ckpttool.naming.wrappers import Chain, adapter_of
-from ckpttool.operands.model import left_as_they_are, of_one_model
+from ckpttool.operands.model import LOAD_HOOK, left_as_they_are, of_one_model
 from ckpttool.optimizers import forms
 from ckpttool.optimizers.identify import in_order_of
 from ckpttool.optimizers.transform import carried_out
@@ -382,7 +382,16 @@ def _draft(section: Section, request: Request, lightning: bool, first: Draft | N
         if is_adapter and loads is not None:
             draft = to_other_base(draft, saved.tables, loads.tables, loads.code)
         else:
-            draft = to_model_form(draft, request, saved)
+            counters = naming_wrappers.counters(section.keys)
+            rest = replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters))
+            by_loading = saved.by_loading(rest) if options.source_form is None else None
+            if by_loading is None:
+                draft = to_model_form(draft, request, saved)
+            else:
+                loaded = apply(by_loading, Checkpoint("", "", 0, (rest,))).section(section.path)
+                draft = to_model_form(replace(draft, section=replace(loaded, form=RUNTIME)), request, saved)
+                plan = compose(by_loading, draft.plan)
+                draft = replace(draft, section=section, plan=plan, form=LOAD_HOOK, counters=tuple(counters))
             if loads is not None:
                 draft = to_other_model(draft, request, loads)
             draft = with_counters(draft, keep=request.like is not None or isinstance(form, Chain))

@@ -10,13 +10,13 @@ from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Expression, Ref
-from ckpttool.core.names import Names
+from ckpttool.core.names import RUNTIME, Names
 from ckpttool.core.options import ModelOptions, Option, OutputOptions
 from ckpttool.core.pickle_imports import dangerous
 from ckpttool.core.schema import COUNT, FLAG, TEXT, TEXTS, list_of, nullable, one_of, record, unless_empty
 from ckpttool.core.text import plural, shell
 from ckpttool.core.values import dataclass, public
-from ckpttool.evaluate.apply import run_code
+from ckpttool.evaluate.apply import apply, run_code
 from ckpttool.evaluate.compare import difference, fingerprints, same_values
 from ckpttool.formats.detect import sniff
 from ckpttool.formats.pickle_read import collected
@@ -29,7 +29,7 @@ from ckpttool.naming.convert import Form, ModelForm
 from ckpttool.naming.match import match
 from ckpttool.naming.wrappers import Chain, strip
 from ckpttool.operands.checkpoint import model_section, split
-from ckpttool.operands.model import ModelOperand, as_read, operand_of, read_for_model
+from ckpttool.operands.model import LOAD_HOOK, ModelOperand, as_read, operand_of, read_for_model
 from ckpttool.operands.output import outputs
 from ckpttool.remapping.write import COST, UNDO, VERIFIED, Cost, Undo, Verified, Writer, check_code, cost_of, undo_of
 from ckpttool.swap.weight_map import (
@@ -226,9 +226,15 @@ def swap(
     taken = {key for source in chosen.values() for key in ex.refs(source)}
     rest = replace(weights, tensors=tuple(e for e in weights.tensors if e.key not in taken))
     canonical = canonical_names(program)
+    by_loading = None
     if model is None:
         weight_map = map_by_keys(target, rest, canonical)
     else:
+        by_loading = model.by_loading(rest) if form is None else None
+        if by_loading is not None:
+            loaded = apply(by_loading, Checkpoint("", "", 0, (rest,))).section(rest.path)
+            rest = replace(loaded, form=RUNTIME)
+            weights = replace(rest, tensors=(*rest.tensors, *(e for e in weights.tensors if e.key in taken)))
         lifted = {entry.key: canonical[entry.key] for entry in constant_entries}
         form_name = form.names if isinstance(form, ModelForm) else None
         weight_map = map_by_model(target, lifted, rest, model, form_name)
@@ -277,7 +283,12 @@ def swap(
         raise Misfit(advice, [_for_compiled_code(program, problem, have) for problem in problems])
     sections = tuple(replace(section, tensors=replaced(section.tensors, fitted)) for section in program.sections)
     result = replace(program, sections=sections)
-    return Swap(result, weight_map.sources, weight_map.form, ignored, kept, tuple(compared))
+    swapped = Swap(result, weight_map.sources, weight_map.form, ignored, kept, tuple(compared))
+    if by_loading is None:
+        return swapped
+    read = {output.key: output.source for output in by_loading.outputs}
+    values = {fqn: ex.substitute(one, lambda key: read.get(key, Ref(key))) for fqn, one in swapped.sources.items()}
+    return replace(swapped, sources=values, form=LOAD_HOOK)
 
 
 def _compared(
