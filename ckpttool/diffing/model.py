@@ -130,10 +130,8 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
 
 def _verdict(model: ModelOperand, checkpoint: Checkpoint, section: Section) -> Verdict:
     """Return the answer of torch. Raises `CkptError` if torch cannot load it, with a hint for the part of one rank."""
-    from ckpttool.tracing.loading import load_verdict
-
     try:
-        return load_verdict(model.definition(), section)
+        return model.verdict(section)
     except CkptError as error:
         error.hint = "; ".join(one_rank(checkpoint)) or error.hint
         raise

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from ckpttool.keywords import OptimizerKeywords
     from ckpttool.tracing.build_model import LoadedModel
+    from ckpttool.tracing.loading import Verdict
     from ckpttool.tracing.model_code import ModelCode
 
 
@@ -231,6 +232,24 @@ class ModelOperand:
 
         return values_of_constants(self.definition(), names)
 
+    def verdict(self, section: Section) -> Verdict:
+        """Return what torch says of a strict load of the section, found once for the same entries.
+
+        Raise the errors of `load_verdict`.
+        """
+        from ckpttool.tracing.loading import load_verdict
+
+        entries = section.entries
+        known = self._verdicts.get(tuple(map(id, entries)))
+        if known is None:
+            known = entries, load_verdict(self.definition(), section)
+            self._verdicts[tuple(map(id, entries))] = known
+        return known[1]
+
+    @cached_property
+    def _verdicts(self) -> dict[tuple[int, ...], tuple[Sequence[object], Verdict]]:
+        return {}
+
     def by_loading(self, section: Section) -> Plan | None:
         """Return the plan from keys that the model loads, and does not save, to its runtime names.
 
@@ -248,17 +267,16 @@ class ModelOperand:
         return None if found is None else Plan.from_json(found)
 
     def _by_loading(self, section: Section) -> Plan | None:
-        from ckpttool.tracing.loading import load_verdict
-
         canonical = wrappers.canonical_keys(section.keys)
         if len(set(canonical.values())) < len(canonical):
             return None
         path = section.path
         modules = module_renames(path, section.modules or (), canonical)
         unwrapped = Plan(tuple(Output(path, name, Ref(key)) for key, name in canonical.items()), modules=modules)
-        bare = apply(unwrapped, Checkpoint("", "", 0, (section,))).section(path)
+        is_wrapped = any(key != name for key, name in canonical.items())
+        bare = apply(unwrapped, Checkpoint("", "", 0, (section,))).section(path) if is_wrapped else section
         try:
-            verdict = load_verdict(self.definition(), bare)
+            verdict = self.verdict(bare)
         except CkptError:
             return None
         loads = verdict.ok or not (
