@@ -91,11 +91,13 @@ def find_defaults(context: Any, usage_error: type[Exception]) -> dict[str, Defau
 
 
 def _converted(context: Any, param: Any, value: Any) -> Any:
-    """Return the value as typer converts and checks it; a text of several lines is several values."""
-    if value == "":
+    """Return the value as typer converts and checks it; for a repeatable option, each line of a text is a value."""
+    if value in ("", []):
         return None
-    values = value.splitlines() if isinstance(value, str) else value if isinstance(value, list) else [value]
-    if isinstance(value, dict) or (len(values) != 1 and not param.multiple):
+    values = [value]
+    if param.multiple:
+        values = value.splitlines() if isinstance(value, str) else value if isinstance(value, list) else [value]
+    if any(isinstance(each, (list, dict)) for each in values):
         raise CkptError(f"{value!r:.60} is not one value", hint="")
     is_flag = getattr(param, "is_flag", False)
     texts = [each if isinstance(each, bool) and is_flag else str(each) for each in values]
