@@ -12,12 +12,9 @@ from signal import Signals
 
 from ckpttool.cli.streams import clipped, for_log
 from ckpttool.core.errors import CkptError, Problem
-from ckpttool.core.schema import ERROR
 from ckpttool.core.text import number, shell, visible
 from ckpttool.core.values import dataclass
 from ckpttool.io.syscalls import Terminated
-from ckpttool.report.collapse import collapse
-from ckpttool.report.renderers import json
 
 _OS_HINTS = {
     errno.ENOENT: "check the path",
@@ -117,6 +114,9 @@ def say(failure: Failure, form: str = "text") -> int:
             lines = [failure.message, *problem_lines(failure.problems), *hints]
             sys.stdout.write(github.failure("ckpttool", lines))
         if form == "json" and failure.message:
+            from ckpttool.core.schema import ERROR
+            from ckpttool.report.renderers import json
+
             code = "refused" if failure.status == 1 else "error"
             said = ERROR.write((failure.status, code, failure.message, failure.problems, failure.hint))
             sys.stdout.write(for_log(json.render(said), "json"))
@@ -134,6 +134,8 @@ def problem_lines(problems: Sequence[Problem]) -> list[str]:
     """Return a line for each problem; if they are many, one line for the same problem in repeated layers."""
     if len(problems) <= _MOST:
         return list(map(str, problems))
+    from ckpttool.report.collapse import collapse
+
     keys: dict[str, list[str]] = {}
     for problem in problems:
         keys.setdefault(problem.problem, []).append(problem.key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import ckpttool
 from ckpttool.cli.streams import for_log, is_quiet
@@ -14,13 +14,11 @@ from ckpttool.core.options import COMMON, Option
 from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import only_first
 from ckpttool.io import sources
-from ckpttool.io.files import files_of
-from ckpttool.io.pieces import Piece
-from ckpttool.io.write import WriteOptions, is_one_of, preflight, write_file
 from ckpttool.report import FORMATS, check_format, format_of, render
-from ckpttool.report.document import Document, warnings_apart
-from ckpttool.report.renderers import json
-from ckpttool.report.renderers.text import Terminal, lines
+
+if TYPE_CHECKING:
+    from ckpttool.report.document import Document
+    from ckpttool.report.renderers.text import Terminal
 
 All = Annotated[bool, Option("--all", "List every key instead of one line for each cause.", "Reports")]
 ExitZero = Annotated[bool, Option("--exit-zero", "Exit with 0 if they differ too; errors stay 2.", "What fails")]
@@ -56,7 +54,10 @@ class Report:
 
         That is a file of an operand, a file that is written otherwise (`out`), or, without --force, a file that exists.
         """
-        read = [path for operand in operands for path in _files(operand)]
+        from ckpttool.io.files import files_of
+        from ckpttool.operands.checkpoint import split
+
+        read = [path for operand in operands for path in files_of(split(operand)[0])]
         paths = [path for path in (*others, *(self.report or ())) if path is not None]
         named = paths if out is None else [*paths, out]
         for path in paths:
@@ -72,40 +73,39 @@ class Report:
         """Write the report files, then print the result to stdout: data and nothing else.
 
         `document` and `data` make the two shapes of the result; each is called only if a format needs it. `text` takes
-        the document's place on stdout. The files
-        come first, so that stdout stays empty if one of them cannot be written. The warnings of a text go to stderr,
-        after it. Raise as `write_text`.
+        the document's place on stdout. The files come first, so that stdout stays empty if one of them cannot be
+        written. The warnings of a text go to stderr, after it. Raise as `write_text`.
         """
         only_first()
         for path in self.report or ():
             write_text(path, _rendered(format_of(path), document, data), force=self.force)
         if is_quiet():
             return
-        if self.format == "text" and text is not None:
-            sys.stdout.write(for_log(text, self.format))
-        elif self.format == "text":
+        from ckpttool.report.document import warnings_apart
+        from ckpttool.report.renderers.text import Terminal, lines
+
+        warnings: Sequence[Any] = ()
+        if self.format != "text":
+            text = _rendered(self.format, document, data)
+        elif text is None:
             shown, warnings = warnings_apart(document())
-            sys.stdout.write(for_log(render(self.format, shown, {}, _terminal(sys.stdout)), self.format))
-            sys.stdout.flush()
-            at = _terminal(sys.stderr) if warnings else None
-            at = at and Terminal(at.width, color=False)
-            sys.stderr.writelines(f"{line}\n" for block in warnings for line in lines(block, at))
-        else:
-            sys.stdout.write(for_log(_rendered(self.format, document, data), self.format))
-            sys.stdout.flush()
-
-
-def _files(operand: str) -> list[str]:
-    from ckpttool.operands.checkpoint import split
-
-    return files_of(split(operand)[0])
+            text = render("text", shown, {}, _terminal(sys.stdout))
+        sys.stdout.write(for_log(text, self.format))
+        sys.stdout.flush()
+        at = _terminal(sys.stderr) if warnings else None
+        at = at and Terminal(at.width, color=False)
+        sys.stderr.writelines(f"{line}\n" for block in warnings for line in lines(block, at))
 
 
 def _rendered(format: str, document: Callable[[], Document], data: Callable[[], Mapping[str, Any]]) -> str:
+    from ckpttool.report.renderers import json
+
     return json.render(data()) if format == "json" else render(format, document(), {})
 
 
 def _check_no_source(path: str, read: Iterable[str]) -> None:
+    from ckpttool.io.write import is_one_of
+
     if is_one_of(path, read):
         raise CkptError(f"{path} is read by this command", hint="name another file")
 
@@ -124,6 +124,9 @@ def write_text(path: str, text: str, *, force: bool, in_place: bool = False) -> 
         except OSError as error:
             raise OSError(error.errno, error.strerror, path) from error
         return
+    from ckpttool.io.pieces import Piece
+    from ckpttool.io.write import WriteOptions, preflight, write_file
+
     if not in_place:
         _check_no_source(path, sources.files_read())
     preflight(path, (), force=force, in_place=in_place)
@@ -133,6 +136,8 @@ def write_text(path: str, text: str, *, force: bool, in_place: bool = False) -> 
 def write_manifest(path: str | None, ckpt: str, *, force: bool) -> None:
     """Write the manifest of an existing checkpoint, if `path` is given. Raise as `write_text`."""
     if path is not None:
+        from ckpttool.report.renderers import json
+
         write_text(path, json.render(ckpttool.manifest(ckpt, leave_out=[path])), force=force)
 
 
@@ -140,7 +145,9 @@ def _terminal(stream: TextIO) -> Terminal | None:
     """Return the terminal behind the stream, or None. Respect ``NO_COLOR`` (no-color.org) and ``TERM=dumb``."""
     if not stream.isatty():
         return None
-    color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     import shutil
 
+    from ckpttool.report.renderers.text import Terminal
+
+    color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return Terminal(shutil.get_terminal_size().columns, color)

@@ -16,7 +16,6 @@ from typing import Any
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.text import number, visible
-from ckpttool.report.renderers.github import inert
 
 _ESCAPES = "ckpttool.escapes"
 _LONGEST = 4000  # characters of a line on stderr
@@ -40,6 +39,8 @@ def for_log(text: str, format: str) -> str:
     """Return the output for the log of a GitHub job, whose runner must not obey a key in it as a command."""
     if os.environ.get("GITHUB_ACTIONS") != "true" or format == "github":
         return text
+    from ckpttool.report.renderers.github import inert
+
     return text.replace(_OLD_COMMAND, r"##\u005b") if format == "json" else inert(text)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 
 import ckpttool
 from ckpttool.cli.params import common_options
@@ -66,6 +65,8 @@ def text(topic: str = "") -> str | None:
 
 def versions() -> str:
     """Return the versions that a bug report needs."""
+    from importlib.metadata import PackageNotFoundError, version
+
     found = [f"ckpttool {ckpttool.__version__}", f"Python {platform.python_version()}"]
     for name in ("torch", "safetensors"):
         try:

@@ -132,10 +132,10 @@ def test_usage_error_has_a_hint(args: list[str], message: str, hint: str) -> Non
 def run_failing(error: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run a command that raises `error`."""
     code = (
-        "import sys, types, errno; from ckpttool.cli import app; from ckpttool.core.errors import *\n"
+        "import sys, types, errno; from ckpttool.cli import app, params; from ckpttool.core.errors import *\n"
         f"def command(): raise {error}\n"
         "sys.modules['failing'] = types.ModuleType('failing'); sys.modules['failing'].command = command\n"
-        "app.COMMANDS['fail'] = ('failing', '')\n"
+        "params.COMMANDS['fail'] = ('failing', '')\n"
         "sys.exit(app.main(['fail']))"
     )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env})
@@ -211,10 +211,10 @@ def test_failure_has_the_status_of_its_error() -> None:
 def test_command_result_is_the_exit_status() -> None:
     for result, status in [("0", 0), ("1", 1), ("None", 0)]:
         code = (
-            "import sys, types; from ckpttool.cli import app\n"
+            "import sys, types; from ckpttool.cli import app, params\n"
             "sys.modules['m'] = types.ModuleType('m')\n"
             f"sys.modules['m'].command = lambda: {result}\n"
-            "app.COMMANDS['c'] = ('m', '')\n"
+            "params.COMMANDS['c'] = ('m', '')\n"
             "sys.exit(app.main(['c']))"
         )
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == status

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ckpttool.cli import topics
-from ckpttool.cli.by_typer import ABOUT
 from ckpttool.cli.params import COMMANDS, load
+from ckpttool.cli.parser import ABOUT
 from command import Run
 
 MODEL = """
@@ -55,7 +55,7 @@ def optimizer(model, lr=0.01):
 """
 HEADS, KV_HEADS, WIDTH = 32, 8, 64
 TEXTS = {
-    **{name: load(name).help or "" for name in COMMANDS},
+    **{name: load(name).function.__doc__ or "" for name in COMMANDS},
     **{f"help {topic}".strip(): topics.text(topic) or "" for topic in ("", "patterns", "options")},
 }
 EXAMPLES = {

@@ -16,7 +16,7 @@ import ckpttool
 from places import ROOT
 
 # Slow to import, and needed by few commands.
-HEAVY = {"typer", "click", "pydantic", "rich", "torch", "numpy", "fsspec", "asyncio", "email", "logging", "subprocess"}
+HEAVY = {"pydantic", "rich", "torch", "numpy", "fsspec", "asyncio", "email", "logging"}
 HEAVY |= {"importlib.metadata", "urllib.request", "concurrent.futures", "multiprocessing", "socket", "hashlib"}
 
 

@@ -1,0 +1,242 @@
+"""The command line as typer reads it: commands, their help, errors, and completion."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+from inspect import Parameter, Signature
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+from ckpttool.cli.defaults import Default, complete_values, find_defaults
+from ckpttool.cli.params import COMMANDS, Command, Param, common_options, load
+from ckpttool.cli.topics import EXIT_STATUS, versions
+from ckpttool.core.errors import CkptError
+from ckpttool.core.options import COMMON, Option
+from ckpttool.core.text import shell
+
+# The headings of the help in their order. `ckpttool help options` describes the common options; this only names them.
+_GROUPS = ("Arguments", "Options", "Names", "Optimizer", "What fails", "Output", "Reports", "Advanced", COMMON)
+ABOUT = f"""Inspect, diff and convert PyTorch checkpoints, and put new weights into exported programs.
+
+Exit status: {EXIT_STATUS} `ckpttool help COMMAND` has examples,
+`ckpttool help patterns` and `ckpttool help options` describe what all commands have in common.
+"""
+_HELP = {"help_option_names": ["-h", "--help"]}
+
+# click's UsageError; typer brings its own copy of click since 0.26, so it cannot be imported by name.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+def run(args: Sequence[str], defaults: dict[str, Default]) -> int:
+    """Run a command line and return its exit status; `defaults` gets the defaults of its command.
+
+    Raise whatever the command raises, and `CkptError` if the command line is wrong.
+    """
+    group, args = _group(), _command_first(args)
+    try:
+        with group.make_context("ckpttool", list(args), obj=defaults) as context:
+            return int(group.invoke(context) or 0)
+    except typer.Exit as stop:  # --help and --version have said what they say
+        return stop.exit_code
+    except UsageError as error:
+        raise _error_of(error, args) from None
+
+
+def complete() -> int:
+    """Answer the shell that set ``_CKPTTOOL_COMPLETE``: print what it can offer, or the script that it sources."""
+    with suppress(SystemExit, typer.Exit):
+        _group().main(prog_name="ckpttool")
+    return 0
+
+
+def _command_first(args: Sequence[str]) -> Sequence[str]:
+    """Return the words with the common options that come before the command after it."""
+    if not args[0].startswith("-"):
+        return args
+    takes_value = {flag: mark.metavar is not None for mark in common_options() for flag in mark.flags}
+    at = 0
+    while at < len(args) and (flag := args[at].partition("=")[0]) in takes_value:
+        at += 2 if takes_value[flag] and flag == args[at] else 1
+    before, rest = args[:at], args[at:]
+    return [rest[0], *before, *rest[1:]] if rest and not rest[0].startswith("-") else args
+
+
+def _group() -> Any:
+    app = typer.Typer(rich_markup_mode=None, cls=_Group, context_settings=_HELP)
+    app.callback(help=ABOUT)(_root)
+    return get_command(app)
+
+
+def _print_versions(asked: bool) -> None:
+    if asked:
+        typer.echo(versions())
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            *("--version", "-V"),
+            callback=_print_versions,
+            is_eager=True,
+            help="Print the versions of ckpttool, Python, torch and safetensors.",
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+class _WithoutPydantic:
+    """A command whose values typer converts as they are, if they need no conversion.
+
+    typer 0.29 and newer ask pydantic, also about texts and options that are left out. It takes 0.1 s to import.
+    """
+
+    described: Mapping[str, Param] = {}
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            is_text = param.name in self.described and self.described[param.name].kind in (str, list[str])
+            param._runtime_param = _Conversion(param, is_text)
+        return params
+
+
+class _Conversion:
+    def __init__(self, param: Any, is_text: bool) -> None:
+        self._param, self._is_text = param, is_text
+
+    def coerce(self, value: Any, *args: Any, **keywords: Any) -> Any:
+        if self._is_text or not isinstance(value, str):
+            return value
+        self._param._runtime_param = None
+        return self._param.get_runtime_param().coerce(value, *args, **keywords)
+
+
+class _Group(_WithoutPydantic, TyperGroup):
+    """All commands; the module of a command is imported if the command line names it."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return _typed(cmd_name, load(cmd_name)) if cmd_name in COMMANDS else None
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in COMMANDS and not ctx.resilient_parsing:
+            near = get_close_matches(args[0], COMMANDS, 1)
+            hint = f"did you mean `ckpttool {near[0]}`?" if near else f"the commands are {', '.join(COMMANDS)}"
+            raise CkptError(f"no such command: {args[0]}", hint=f"{hint} (more: ckpttool --help)")
+        return super().resolve_command(ctx, args)
+
+
+class _Command(_WithoutPydantic, TyperCommand):
+    """A command that takes defaults from other places, and whose help has the options under headings."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing and {"--help", "-h", "--no-defaults"}.isdisjoint(args):
+            ctx.obj.update(find_defaults(ctx, UsageError))
+            ctx.default_map = {name: default.value for name, default in ctx.obj.items()}
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return ["[OPTIONS]", *(str(param.mark.metavar) for param in self.described.values() if not param.flags)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[Any]] = {title: [] for title in _GROUPS}
+        for param in self.described.values():
+            mark = param.mark
+            title, spelled = (mark.group, mark.spelled) if isinstance(mark, Option) else ("Arguments", mark.metavar)
+            groups[title].append((spelled, mark.help))
+        common = ", ".join(spelled.split()[0].rstrip(",") for spelled, _ in groups.pop(COMMON))
+        for title, rows in groups.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+        with formatter.section(COMMON):
+            formatter.write_text(f"{common}, -h (described in `ckpttool help options`)")
+        with formatter.section("Exit status"):
+            formatter.write_text(EXIT_STATUS)
+
+
+def _typed(name: str, command: Command) -> _Command:
+    """Return the command with a signature that typer reads."""
+
+    def run_it(context: Any, **values: Any) -> int | None:
+        sources = {name: context.get_parameter_source(name).name for name in values}
+        given = {name: value for name, value in values.items() if sources[name] == "COMMANDLINE"}
+        used = {name: default for name, default in context.obj.items() if sources[name] == "DEFAULT_MAP"}
+        return command.run(complete_values(name, command, given, used))
+
+    parameters = [
+        Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context),
+        *(
+            Parameter(name, Parameter.KEYWORD_ONLY, default=param.default, annotation=_annotation(param))
+            for name, param in command.params.items()
+        ),
+    ]
+    run_it.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run_it.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run_it.__doc__ = command.function.__doc__
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command(name, cls=_Command, context_settings=_HELP)(run_it)
+    typed: Any = get_command(app)
+    typed.described = command.params
+    return typed  # type: ignore[no-any-return]
+
+
+def _annotation(param: Param) -> Any:
+    mark = param.mark
+    if not isinstance(mark, Option):
+        return Annotated[param.kind, typer.Argument(metavar=mark.metavar, help=mark.help)]
+
+    def checked(value: Any) -> Any:
+        if value and mark.check is not None:
+            mark.check(value)
+        return value
+
+    callback = None if mark.check is None else checked
+    return Annotated[
+        param.kind, typer.Option(*mark.flags, metavar=mark.metavar, help=mark.help, min=mark.least, callback=callback)
+    ]
+
+
+_EXTRA = re.compile(r"extra argument(?:\(s\))? \((.*)\)$", re.DOTALL)
+
+
+def _error_of(error: Any, args: Sequence[str]) -> CkptError:
+    message = error.message if hasattr(error, "possibilities") else error.format_message()
+    message = message[:1].lower() + message[1:].rstrip(".")
+    context = error.ctx
+    if context is None:
+        return CkptError(message, hint="see ckpttool --help")
+    # A command that writes, called as `cp` is: -o is missing before the argument that is too many.
+    extra = "".join(_EXTRA.findall(message))
+    outs = {flag for param in context.command.params if param.name == "out" for flag in param.opts}
+    if outs and outs.isdisjoint(args) and args.count(extra) == 1:
+        place = args.index(extra)
+        return CkptError(message, hint=f"-o names the output: {shell('ckpttool', *args[:place], '-o', *args[place:])}")
+    is_unknown = hasattr(error, "possibilities") and context.parent is not None
+    flag = getattr(error, "option_name", "") if is_unknown else ""
+    others = [name for name in COMMANDS if flag in (f"--{name}", *_spellings(load(name)))] if flag else []
+    near = get_close_matches(flag, getattr(error, "possibilities", None) or (), 1)
+    usage = " ".join(context.get_usage().split())[len("Usage:") :]
+    hint = f"did you mean {near[0]}?" if near and not others else f"usage:{usage}"
+    if others:
+        hint = f"it is for `ckpttool {others[0]}`; {hint}"
+    return CkptError(message, hint=f"{hint} (more: {context.command_path} --help)")
+
+
+def _spellings(command: Command) -> list[str]:
+    return [flag for name, param in command.params.items() for flag in (param.flags or (f"--{name}",))]
