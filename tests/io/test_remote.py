@@ -36,7 +36,7 @@ from ckpttool.io.files import opened
 from ckpttool.io.paths import is_url, join, name, parent, safe_path
 from ckpttool.io.pieces import Piece, SpanReader, read_span
 from ckpttool.io.write_remote import PART, _appearing, write
-from ckpttool.operands.checkpoint import open_operand, split
+from ckpttool.operands.checkpoint import open_operand
 from command import fixes_in
 from places import DATA
 from remote_servers import web_server
@@ -438,23 +438,6 @@ def test_diff_reads_urls(store: Store, capsys: pytest.CaptureFixture[str]) -> No
 
 
 # URLs as operands
-
-
-@pytest.mark.parametrize(
-    ("operand", "path", "section"),
-    [
-        ("s3://b/m.pt", "s3://b/m.pt", None),
-        ("s3://b/m.pt::model", "s3://b/m.pt", "model"),
-        ("simplecache::s3://b/m.pt", "simplecache::s3://b/m.pt", None),
-        ("simplecache::s3://b/m.pt::model.ema", "simplecache::s3://b/m.pt", "model.ema"),
-        ("zip://m.pt::s3://b/a.zip", "zip://m.pt::s3://b/a.zip", None),
-        ("zip://m.pt::s3://b/a.zip::model", "zip://m.pt::s3://b/a.zip", "model"),
-        ("m.pt::model", "m.pt", "model"),
-    ],
-)
-def test_operand_is_split_into_path_and_section(operand: str, path: str, section: str | None) -> None:
-    assert split(operand) == (path, section)
-    assert is_url(path) == ("://" in path)
 
 
 @pytest.mark.parametrize(
