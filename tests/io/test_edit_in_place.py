@@ -299,17 +299,17 @@ def test_undo_leaves_a_replacement_of_the_torn_file_alone(source: Path, run: Run
     assert run("inspect", source)[0] == 0
 
 
-@pytest.mark.parametrize("name", ["../out", "/etc/hosts", "in.safetensors/x", "", "..", "a\0", "\ud800", "a" * 300])
-def test_journal_with_an_invalid_file_name_is_refused(source: Path, run: Run, name: str) -> None:
+def test_journal_with_an_invalid_file_name_is_refused(source: Path, run: Run) -> None:
     kill_after("apply", ["remap", str(source), "--rule", "a.{x} => z.{x}", "--in-place"])
     (journal,) = (Path(name) for name in record_names(Path()))
     line, rest = journal.read_bytes().split(b"\n", 1)
     value = json.loads(line)
-    value["files"][0]["name"] = name
-    journal.write_bytes(json.dumps(value).encode() + b"\n" + rest)
-    status, _, err = run("inspect", source)
-    assert status == 2
-    assert "cannot be read" in err
+    for name in ("../out", "/etc/hosts", "in.safetensors/x", "", "..", "a\0", "\ud800", "a" * 300):
+        value["files"][0]["name"] = name
+        journal.write_bytes(json.dumps(value).encode() + b"\n" + rest)
+        status, _, err = run("inspect", source)
+        assert status == 2
+        assert "cannot be read" in err
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def outputs(path: str) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_outputs_are_correct_if_constants_are_reported_as_equal(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     parts = " ".join(part for part in PARTS if rng.random() < 0.5) or "buffer"
