@@ -119,34 +119,32 @@ def flat_net(inner: type[nn.Module]) -> tuple[dict[str, torch.Tensor], dict[str,
     return state, flattened(model, inner, True).state_dict()
 
 
-def test_unit_without_direct_parameters_is_accepted(run: Run, tmp_path: Path) -> None:
-    """FSDP makes no flat parameter for it."""
+def strided_net() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     expected, saved = flat_net(Block)
-    torch.save(saved, tmp_path / "flat.pt")
-    units = ["--from", "fsdp-flat(units=['layers', 'layers.*'])"]
-    done = run("remap", tmp_path / "flat.pt", *MODEL, *units, "-o", tmp_path / "out.pt")
-    assert done.status == 0, done.err
-    assert same(torch.load(tmp_path / "out.pt"), expected)
+    return expected, {k: v.repeat_interleave(2)[::2] if k == "flat_param" else v for k, v in saved.items()}
 
 
-def test_root_need_not_be_flattened(run: Run, tmp_path: Path) -> None:
-    """Its parameters then keep their names."""
+def net_with_flat_layers() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     model = Net()
     expected = {key: value.clone() for key, value in model.state_dict().items()}
     model.layers = nn.ModuleList(FlattenParamsWrapper(layer) for layer in model.layers)
-    torch.save(model.state_dict(), tmp_path / "flat.pt")
-    done = run(
-        "remap", tmp_path / "flat.pt", *MODEL, "--from", "fsdp-flat(units='layers.*')", "-o", tmp_path / "out.pt"
-    )
-    assert done.status == 0, done.err
-    assert same(torch.load(tmp_path / "out.pt"), expected)
+    return expected, model.state_dict()
 
 
-def test_strided_flat_parameter_is_split(run: Run, tmp_path: Path) -> None:
-    expected, saved = flat_net(Block)
-    saved = {k: v.repeat_interleave(2)[::2] if k == "flat_param" else v for k, v in saved.items()}
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        # FSDP makes no flat parameter for a unit without direct parameters
+        (lambda: flat_net(Block), ["--from", "fsdp-flat(units=['layers', 'layers.*'])"]),
+        (net_with_flat_layers, ["--from", "fsdp-flat(units='layers.*')"]),  # parameters of the root keep their names
+        (strided_net, []),
+    ],
+)
+def test_flat_parameters_are_split(run: Run, tmp_path: Path, make: Any, options: list[str]) -> None:
+    expected, saved = make()
     torch.save(saved, tmp_path / "flat.pt")
-    assert run("remap", tmp_path / "flat.pt", *MODEL, "-o", tmp_path / "out.pt").status == 0
+    done = run("remap", tmp_path / "flat.pt", *MODEL, *options, "-o", tmp_path / "out.pt")
+    assert done.status == 0, done.err
     assert same(torch.load(tmp_path / "out.pt"), expected)
 
 

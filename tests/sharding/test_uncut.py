@@ -146,33 +146,22 @@ def optimizer(groups: list[list[str]], **changes: Any) -> State:
 ALL = ["0.weight", "0.bias", "1.weight"]
 
 
+SEVERAL = "its parameters are in several param groups, or only some in any"
+UNEVEN = "has neither its shape nor one value for all of the unit @ 0.weight"
+
+
 @pytest.mark.parametrize(
     ("groups", "changes", "units", "problems"),
     [
         ([ALL], {}, [], []),
-        ([ALL[:2], ALL[2:]], {}, [], ["its parameters are in several param groups, or only some in any @ (root)"]),
+        ([ALL[:2], ALL[2:]], {}, [], [f"{SEVERAL} @ (root)"]),
         ([ALL[:2], ALL[2:]], {}, ["0", "1"], []),
-        ([ALL[:1]], {}, ["0", "1"], ["its parameters are in several param groups, or only some in any @ 0"]),
+        ([ALL[:1]], {}, ["0", "1"], [f"{SEVERAL} @ 0"]),
         ([ALL[:2]], {}, ["0", "1"], []),
-        (
-            [ALL],
-            {"exp_avg": None},
-            [],
-            ["exp_avg has neither its shape nor one value for all of the unit @ 0.weight"],
-        ),
-        (
-            [ALL],
-            {"exp_avg": torch.ones(3, 2).half()},
-            [],
-            ["exp_avg has neither its shape nor one value for all of the unit @ 0.weight"],
-        ),
-        (
-            [ALL],
-            {"step": torch.zeros(())},
-            [],
-            ["step has neither its shape nor one value for all of the unit @ 0.weight"],
-        ),
-        ([ALL], {"kind": "a"}, [], ["kind has neither its shape nor one value for all of the unit @ 0.weight"]),
+        ([ALL], {"exp_avg": None}, [], [f"exp_avg {UNEVEN}"]),
+        ([ALL], {"exp_avg": torch.ones(3, 2).half()}, [], [f"exp_avg {UNEVEN}"]),
+        ([ALL], {"step": torch.zeros(())}, [], [f"step {UNEVEN}"]),
+        ([ALL], {"kind": "a"}, [], [f"kind {UNEVEN}"]),
     ],
 )
 def test_flat_parameter_needs_uniform_optimizer_state(
