@@ -7,7 +7,6 @@ import errno
 import mmap
 import os
 import resource
-import stat
 import sys
 import zlib
 from collections.abc import Callable
@@ -207,18 +206,6 @@ def test_output_larger_than_free_space_is_refused(tmp_path: Path) -> None:
 def test_missing_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match="No such file"):
         write([Piece(b"x")], str(tmp_path / "gone" / "out"))
-
-
-def test_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
-    out, before = tmp_path / "out", os.umask(0o027)
-    try:
-        write([Piece(b"x")], str(out))
-        assert stat.S_IMODE(out.stat().st_mode) == 0o640
-        out.chmod(0o604)
-        write([Piece(b"y")], str(out))
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(out.stat().st_mode) == 0o604
 
 
 def test_symlink_stays_a_symlink(tmp_path: Path) -> None:
