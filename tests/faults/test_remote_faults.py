@@ -167,7 +167,7 @@ def test_signal_aborts_the_upload(bucket: Any, large: Path, number: signal.Signa
             time.sleep(0.01)
         time.sleep(wait)
         process.send_signal(number)
-        err = process.communicate(timeout=60)[1]
+        err = process.communicate(timeout=300)[1]
         assert process.returncode in (0, 128 + number), err
         assert not bucket.list_multipart_uploads("bucket")
         assert process.returncode == 0 or "Traceback" not in err
