@@ -165,18 +165,6 @@ def test_differing_elements_are_counted_for_every_dtype(dtype: str, tolerance: f
     assert difference(one, one, tolerance, 0.0) is None
 
 
-def test_complex_numbers_within_a_tolerance_are_the_same() -> None:
-    numbers = torch.tensor([1 + 1j, 2 - 2j])
-    one, other = (
-        in_row_major("w", "complex64", (2,), Storage(lazy(bytes(torch_eval.to_bytes(values)), [])))
-        for values in (numbers, numbers + 0.001j)
-    )
-    assert difference(one, other, 0.0, 0.01) is None
-    found = difference(one, other, 0.0, 0.0)
-    assert found is not None
-    assert found.text == "2 of 2 elements differ, by 0.001 at most"
-
-
 def test_a_digest_compares_bytes_only(tmp_path: Path) -> None:
     groups = entries(tmp_path)
     digests = [

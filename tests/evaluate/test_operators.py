@@ -238,18 +238,15 @@ def test_more_parts_than_the_limit_are_refused() -> None:
         assert not kernels_run_by(rows)
 
 
-def test_an_integer_is_accepted_as_a_float() -> None:
-    found = evaluate(Op("aten.nan_to_num.default", (X, 0)), LEAVES.__getitem__)
-    assert torch.equal(found, LEAVES["x"])
-
-
 def test_an_operator_that_this_torch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPS, "aten.nowhere.default", OPS["aten.neg.default"])
     with pytest.raises(CkptError, match="this torch has no operator"):
         evaluate(Op("aten.nowhere.default", (X,)), LEAVES.__getitem__)
 
 
-def test_the_dense_layout_is_allowed() -> None:
+def test_integers_as_floats_and_the_dense_layout_are_allowed() -> None:
+    found = evaluate(Op("aten.nan_to_num.default", (X, 0)), LEAVES.__getitem__)
+    assert torch.equal(found, LEAVES["x"])
     dense = Op("aten._to_copy.default", (X,), (("layout", Special("layout", "strided")),))
     assert torch.equal(evaluate(dense, LEAVES.__getitem__), LEAVES["x"])
 
