@@ -143,7 +143,7 @@ def missing_module(name: str, by: ImportError | None = None) -> ImportError:
         (PermissionError(13, "denied"), "x::gs://b/a: [Errno 13] denied", "check the credentials"),
         (DriverError(status=401), "DriverError: from a driver", "check the credentials"),
         (DriverError(status=500), "DriverError: from a driver", "check the URL, the network"),
-        (TimeoutError(), "x::gs://b/a: TimeoutError: ", "check the network"),
+        (TimeoutError(), "x::gs://b/a: ", "check the network"),
         (ServerDisconnectedError("a\n b"), "ServerDisconnectedError: a b", "check the network"),
         (KeyError(), "x::gs://b/a: KeyError: ", "check the URL, the network"),
     ],
