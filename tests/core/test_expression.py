@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckpttool.core import expression as ex
@@ -38,6 +38,7 @@ def from_json(value: Any) -> ex.Argument:
 
 
 @given(ARGUMENTS)
+@example(float("nan"))
 def test_json_round_trip(argument: Any) -> None:
     text = json.dumps(ex.to_json(argument), allow_nan=False)
     assert repr(from_json(json.loads(text))) == repr(argument)  # repr: nan is not equal to itself

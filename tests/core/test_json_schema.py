@@ -56,65 +56,29 @@ def problems(name: str, value: Any) -> list[str]:
     return [str(problem) for problem in refused.value.problems]
 
 
-FAULTS: dict[str, tuple[str, str, Any, str]] = {
-    "a negative size": ("names", "runtime.0.shape", [-1], "-1 is not an integer from 0 on @ $.runtime[0].shape[0]"),
-    "a size that is a bool": (
-        "names",
-        "runtime.0.shape",
-        [True],
-        "true is not an integer from 0 on @ $.runtime[0].shape[0]",
-    ),
-    "a shape that is text": ("names", "serialized.1.shape", "33", "'33' is not a list @ $.serialized[1].shape"),
-    "an unknown dtype": (
-        "names",
-        "runtime.1.dtype",
-        "float33",
-        "'float33' is not a dtype that ckpttool knows @ $.runtime[1].dtype",
-    ),
-    "a flag that is text": (
-        "names",
-        "runtime.0.persistent",
-        "no",
-        "'no' is not true or false @ $.runtime[0].persistent",
-    ),
-    "an unknown kind": (
-        "names",
-        "runtime.0.kind",
-        "tensor",
-        "'tensor' is not 'parameter' or 'buffer' @ $.runtime[0].kind",
-    ),
-    "an alias of an unknown name": (
-        "names",
-        "runtime.0.alias_of",
-        "x",
-        "'x' is not a name in this file @ $.runtime[0].alias_of",
-    ),
-    "a source that is an unknown name": (
-        "names",
-        "serialized.0.from",
-        {"ref": "x"},
-        "'x' is not a name in this file @ $.serialized[0].from",
-    ),
-    "a hook that is text": ("names", "serialized.0.hook", "h", "'h' is not an object @ $.serialized[0].hook"),
-    "a list that is text": ("names", "extra_state", "abc", "'abc' is not a list @ $.extra_state"),
-    "an id that is text": ("names", "optimizer.0.id", "0", "'0' is not an integer from 0 on @ $.optimizer[0].id"),
-    "a version that is a number": ("names", "torch", 2.6, "2.6 is not a string @ $.torch"),
-    "a key that is a number": ("plan", "outputs.1.key", 1, "1 is not a string @ $.outputs[1].key"),
-    "a literal as a tensor": ("plan", "outputs.0.from", 3, "not an expression @ $.outputs[0].from"),
-    "an invalid part of an expression": (
-        "plan",
-        "outputs.0.from.args.0.1",
-        {"rf": "b"},
-        "not an expression: {'rf': 'b'} @ $.outputs[0].from.args[0][1]",
-    ),
-    "a reason that is null": ("plan", "dropped.0.reason", None, "null is not a string @ $.dropped[0].reason"),
-    "modules that are null": ("plan", "modules", None, "null is not a list @ $.modules"),
-}
+FAULTS: list[tuple[str, str, Any, str]] = [
+    ("names", "runtime.0.shape", [-1], "-1 is not an integer from 0 on @ $.runtime[0].shape[0]"),
+    ("names", "runtime.0.shape", [True], "true is not an integer from 0 on @ $.runtime[0].shape[0]"),
+    ("names", "serialized.1.shape", "33", "'33' is not a list @ $.serialized[1].shape"),
+    ("names", "runtime.1.dtype", "float33", "'float33' is not a dtype that ckpttool knows @ $.runtime[1].dtype"),
+    ("names", "runtime.0.persistent", "no", "'no' is not true or false @ $.runtime[0].persistent"),
+    ("names", "runtime.0.kind", "tensor", "'tensor' is not 'parameter' or 'buffer' @ $.runtime[0].kind"),
+    ("names", "runtime.0.alias_of", "x", "'x' is not a name in this file @ $.runtime[0].alias_of"),
+    ("names", "serialized.0.from", {"ref": "x"}, "'x' is not a name in this file @ $.serialized[0].from"),
+    ("names", "serialized.0.hook", "h", "'h' is not an object @ $.serialized[0].hook"),
+    ("names", "extra_state", "abc", "'abc' is not a list @ $.extra_state"),
+    ("names", "optimizer.0.id", "0", "'0' is not an integer from 0 on @ $.optimizer[0].id"),
+    ("names", "torch", 2.6, "2.6 is not a string @ $.torch"),
+    ("plan", "outputs.1.key", 1, "1 is not a string @ $.outputs[1].key"),
+    ("plan", "outputs.0.from", 3, "not an expression @ $.outputs[0].from"),
+    ("plan", "outputs.0.from.args.0.1", {"rf": "b"}, "not an expression: {'rf': 'b'} @ $.outputs[0].from.args[0][1]"),
+    ("plan", "dropped.0.reason", None, "null is not a string @ $.dropped[0].reason"),
+    ("plan", "modules", None, "null is not a list @ $.modules"),
+]
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_reported_with_its_json_path(name: str) -> None:
-    reader, path, new, expected = FAULTS[name]
+@pytest.mark.parametrize(("reader", "path", "new", "expected"), FAULTS)
+def test_fault_is_reported_with_its_json_path(reader: str, path: str, new: Any, expected: str) -> None:
     assert problems(reader, changed(READERS[reader][0], path, new)) == [expected]
 
 

@@ -35,43 +35,48 @@ def renames(pairs: dict[str, str], dropped: tuple[str, ...] = ()) -> Plan:
     return Plan(outputs, tuple(Dropped("", key, "because") for key in dropped))
 
 
-def problems(plan: Plan, source: Checkpoint) -> list[str]:
-    return sorted(map(str, plan.check(source)))
+A, B = Ref("a"), Ref("b")
+KEPT = Dropped("", "extra", "because")
+CHECKED: dict[str, tuple[Plan, tuple[str, ...], list[str]]] = {
+    "every key is used or dropped": (renames({"a": "x", "extra": "extra"}, ("b",)), ("a", "b"), []),
+    "swapped names": (renames({"a": "b", "b": "a", "extra": "extra"}), ("a", "b"), []),
+    "one tensor under two keys": (Plan((Output("", "x", A), Output("", "y", A)), (KEPT,)), ("a",), []),
+    "a section that is not in the plan": (Plan(), ("a",), []),
+    "a missing section": (
+        Plan((Output("model", "x", A),)),
+        ("a",),
+        ["the plan rewrites a section that the checkpoint has not @ model"],
+    ),
+    "a colliding constant": (
+        Plan((Output("", "x", Op("aten.zeros.default", ((2,),))), Output("", "x", A)), (KEPT,)),
+        ("a",),
+        ["2 sources would be written to one key (a constant, a) @ x"],
+    ),
+    "all problems": (
+        Plan(
+            (
+                *renames({"a": "x", "b": "x", "nowhere": "y"}).outputs,
+                Output("", "z", Op("opaque", (A,))),
+            ),
+            (Dropped("", "gone", "because"),),
+        ),
+        ("a", "b", "c"),
+        [
+            "2 sources would be written to one key (a, b) @ x",
+            "computed by code that is not a tensor operator @ z",
+            "neither used nor dropped @ c",
+            "neither used nor dropped @ extra",
+            "the plan drops a key that the checkpoint has not @ gone",
+            "the plan reads a key that the checkpoint has not @ nowhere",
+        ],
+    ),
+}
 
 
-def test_plan_that_uses_or_drops_every_key_is_valid() -> None:
-    assert problems(renames({"a": "x", "extra": "extra"}, ("b",)), checkpoint("a", "b")) == []
-
-
-def test_swapped_names_do_not_collide() -> None:
-    assert problems(renames({"a": "b", "b": "a", "extra": "extra"}), checkpoint("a", "b")) == []
-
-
-def test_tensor_may_be_written_under_two_keys() -> None:
-    plan = Plan((Output("", "x", Ref("a")), Output("", "y", Ref("a"))), (Dropped("", "extra", ""),))
-    assert problems(plan, checkpoint("a")) == []
-
-
-def test_all_problems_are_reported_together() -> None:
-    plan = renames({"a": "x", "b": "x", "nowhere": "y"}, ("gone",))
-    opaque = Plan((*plan.outputs, Output("", "z", Op("opaque", (Ref("a"),)))), plan.dropped)
-    assert problems(opaque, checkpoint("a", "b", "c")) == [
-        "2 sources would be written to one key (a, b) @ x",
-        "computed by code that is not a tensor operator @ z",
-        "neither used nor dropped @ c",
-        "neither used nor dropped @ extra",
-        "the plan drops a key that the checkpoint has not @ gone",
-        "the plan reads a key that the checkpoint has not @ nowhere",
-    ]
-
-
-def test_missing_section_is_reported() -> None:
-    plan = Plan((Output("model", "x", Ref("a")),))
-    assert problems(plan, checkpoint("a")) == ["the plan rewrites a section that the checkpoint has not @ model"]
-
-
-def test_sections_not_in_the_plan_are_unchanged() -> None:
-    assert problems(Plan(), checkpoint("a")) == []
+@pytest.mark.parametrize("name", CHECKED)
+def test_problems_of_a_plan_are_reported_together(name: str) -> None:
+    plan, keys, expected = CHECKED[name]
+    assert sorted(map(str, plan.check(checkpoint(*keys)))) == expected
 
 
 PLAN = Plan(
@@ -81,14 +86,11 @@ PLAN = Plan(
 )
 
 
-def test_json_round_trip() -> None:
+def test_json_round_trip_without_empty_parts() -> None:
     assert Plan.from_json(json.loads(json.dumps(PLAN.to_json()))) == PLAN
-
-
-def test_empty_parts_of_a_plan_are_not_written() -> None:
+    assert Plan.from_json(Plan().to_json()) == Plan()
     assert Plan().to_json() == {"schema": SCHEMA, "outputs": [], "dropped": []}
     assert PLAN.to_json().keys() == {"schema", "outputs", "dropped", "modules"}
-    assert Plan.from_json(Plan().to_json()) == Plan()
 
 
 def test_keys_computed_by_model_code_are_listed_by_run() -> None:
@@ -147,79 +149,71 @@ def values(found: Checkpoint) -> dict[str, list[int]]:
     return {entry.key: load(entry).tolist() for entry in found.section("").tensors}
 
 
-def test_colliding_constant_is_named() -> None:
-    outputs = (Output("", "x", Op("aten.zeros.default", ((2,),))), Output("", "x", Ref("a")))
-    assert problems(Plan(outputs, (Dropped("", "extra", "because"),)), checkpoint("a")) == [
-        "2 sources would be written to one key (a constant, a) @ x"
-    ]
+def moved(*rows: str) -> tuple[ModuleRename, ...]:
+    """Return renames written as "section old new"."""
+    return tuple(ModuleRename(*row.split(" ")) for row in rows)
 
 
-def test_module_renamed_back_keeps_only_the_last_rename() -> None:
-    there, back, other = ModuleRename("", "a", "b"), ModuleRename("", "b", "a"), ModuleRename("", "a", "c")
-    assert in_turn([there], [back]) == (back,)
-    assert in_turn([there], [other]) == (there,)
-    assert in_turn([], [other]) == (other,)
-
-
-def test_module_renames_are_chained() -> None:
-    first = [ModuleRename("m", "a", "b"), ModuleRename("m", "c", "d"), ModuleRename("n", "a", "x")]
-    second = [ModuleRename("m", "b", "z"), ModuleRename("m", "d", "c"), ModuleRename("m", "e", "f")]
-    assert in_turn(first, second) == (
-        ModuleRename("m", "a", "z"), ModuleRename("n", "a", "x"), ModuleRename("m", "b", "z"),
-        ModuleRename("m", "d", "c"), ModuleRename("m", "e", "f"),
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("first", "second", "both"),
+    [
+        (["m a b"], ["m b a"], ["m b a"]),
+        (["m a b"], ["m a c"], ["m a b"]),
+        ([], ["m a c"], ["m a c"]),
+        (["m a b", "m c d", "n a x"], ["m b z", "m d c", "m e f"], ["m a z", "n a x", "m b z", "m d c", "m e f"]),
+    ],
+)
+def test_module_renames_are_chained(first: list[str], second: list[str], both: list[str]) -> None:
+    assert in_turn(moved(*first), moved(*second)) == moved(*both)
 
 
 def broken(**fields: Any) -> dict[str, Any]:
     return {**PLAN.to_json(), **fields}
 
 
-HOSTILE: dict[str, Any] = {
-    "a list": [],
-    "another schema": {"schema": "ckpttool.plan/2"},
-    "no outputs": {"schema": SCHEMA, "dropped": []},
-    "outputs that are text": broken(outputs="abc"),
-    "outputs that are null": broken(outputs=None),
-    "an output that is a number": broken(outputs=[1]),
-    "a key that is a number": broken(outputs=[{"section": "", "key": 1, "from": {"ref": "a"}}]),
-    "a literal as a tensor": broken(outputs=[{"section": "", "key": "x", "from": 1}]),
-    "text that is not a float": broken(outputs=[{"section": "", "key": "x", "from": {"float": "x"}}]),
-    "an unknown expression": broken(outputs=[{"section": "", "key": "x", "from": {"eval": "1"}}]),
-    "a drop without a reason": broken(dropped=[{"section": "", "key": "x"}]),
-    "modules that are a number": broken(modules=3),
-    "modules that are null": broken(modules=None),
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_invalid_plan_is_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        {"schema": "ckpttool.plan/2"},
+        {"schema": SCHEMA, "dropped": []},
+        broken(outputs="abc"),
+        broken(outputs=None),
+        broken(outputs=[1]),
+        broken(dropped=[{"section": "", "key": "x"}]),  # without a reason
+    ],
+)
+def test_invalid_plan_is_refused(value: Any) -> None:
     with pytest.raises(CkptError):
-        Plan.from_json(HOSTILE[name], "plan.json")
+        Plan.from_json(value, "plan.json")
 
 
-def module_moves(model: nn.Module, renamed: dict[str, str]) -> dict[str, str]:
-    """Return the renamed module paths in the model's `_metadata`."""
+@pytest.mark.parametrize(
+    ("model", "old", "new", "moves"),
+    [
+        (
+            nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.BatchNorm1d(1))),
+            "",
+            "module.",
+            {"": "module", "0": "module.0", "1": "module.1", "1.0": "module.1.0"},
+        ),
+        (nn.ModuleDict({"a": nn.BatchNorm1d(1), "b": nn.BatchNorm1d(1)}), "a.", "x.y.", {"a": "x.y"}),
+        (
+            nn.ModuleDict({"a": nn.Sequential(nn.Linear(1, 1), nn.ReLU())}),  # one without tensors
+            "a.",
+            "b.",
+            {"a": "b", "a.0": "b.0", "a.1": "b.1"},
+        ),
+        (nn.Sequential(nn.Linear(1, 1)), "x.", "y.", {}),
+    ],
+)
+def test_modules_are_renamed_with_their_own_tensors(
+    model: nn.Module, old: str, new: str, moves: dict[str, str]
+) -> None:
+    """A module without tensors is renamed with its parent."""
     state: Any = model.state_dict()
-    keys = {key: renamed.get(key, key) for key in state}
-    return {m.old: m.new for m in module_renames("", state._metadata, keys)}
-
-
-def test_prefix_renames_all_modules() -> None:
-    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.BatchNorm1d(1)))
-    renamed = {key: f"module.{key}" for key in model.state_dict()}
-    assert module_moves(model, renamed) == {"": "module", "0": "module.0", "1": "module.1", "1.0": "module.1.0"}
-
-
-def test_module_is_renamed_only_with_its_own_tensors() -> None:
-    model = nn.ModuleDict({"a": nn.BatchNorm1d(1), "b": nn.BatchNorm1d(1)})
-    assert module_moves(model, {key: key.replace("a.", "x.y.") for key in model.state_dict()}) == {"a": "x.y"}
-
-
-def test_module_without_tensors_is_renamed_with_its_parent() -> None:
-    model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(1, 1), nn.ReLU())})
-    assert module_moves(model, {key: key.replace("a.", "b.") for key in model.state_dict()}) == {
-        "a": "b", "a.0": "b.0", "a.1": "b.1"
-    }  # fmt: skip
+    keys = {key: new + key.removeprefix(old) if key.startswith(old) else key for key in state}
+    assert {m.old: m.new for m in module_renames("", state._metadata, keys)} == moves
 
 
 @pytest.mark.parametrize("path", ["a", "b"])
@@ -233,7 +227,3 @@ def test_module_rename_applies_only_to_its_section(path: str) -> None:
     )
     sections_with_new = [section.path for section in done.sections if "new" in (section.modules or {})]
     assert sections_with_new == [path]
-
-
-def test_modules_are_not_renamed_without_renamed_keys() -> None:
-    assert module_moves(nn.Sequential(nn.Linear(1, 1)), {}) == {}

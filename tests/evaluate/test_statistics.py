@@ -137,7 +137,7 @@ def test_statistics_do_not_import_torch(tmp_path: Path) -> None:
 
 def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
     peaks = []
-    for count in (1 << 10, 1 << 26):  # a sparse file of 256 MiB
+    for count in (1 << 10, 1 << 24):  # 64 MiB
         save_file({"w": torch.zeros(count)}, tmp_path / "w.safetensors")
         command = [sys.executable, "-m", "ckpttool", "inspect", str(tmp_path / "w.safetensors"), "--stats"]
         peaks.append(run_measured(command, tmp_path)[1])

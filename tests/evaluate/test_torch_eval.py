@@ -13,7 +13,6 @@ from ckpttool.core.checkpoint import ExtraEntry, Lazy, Span, Storage, TensorEntr
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.expression import Op, Ref, Special
 from ckpttool.evaluate import torch_eval
-from ckpttool.evaluate.compare import difference_of_elements
 from ckpttool.evaluate.torch_eval import evaluate
 from files import content
 
@@ -118,25 +117,32 @@ FORBIDDEN = [
     "os.system", "aten.save.default", "aten.from_file.default", "aten.add_.Tensor", "aten.copy_.default",
     "aten.fill.Tensor_out", "aten.__class__", "aten.rand_like.default", "aten.nowhere.default", "aten", "",
     "aten._print.default", "aten.item.default", "torch.ops.aten.t.default", "opaque", "builtins.eval", "aten.t.nowhere",
+    # Functions of tensors that crash the process with some arguments:
+    "aten._convert_indices_from_csr_to_coo.default", "aten.max_pool2d_with_indices_backward.default",
+    "aten.segment_reduce.default", "aten._segment_reduce_backward.default", "aten.set_.source_Storage",
+    "aten.resize.default", "aten.empty_strided.default", "aten._sparse_coo_tensor_unsafe.default",
+    "prims.as_strided.default", "aten.linalg_svd.default", "aten.embedding_dense_backward.default",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)
-def test_operators_that_are_not_functions_of_tensors_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(CkptError, match="not an operator that a plan may hold"):
+def test_other_operators_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CkptError, match="not an operator that a plan may hold") as refused:
         torch_eval.entry_of("new", Op(name, (Ref("x"), str(tmp_path / "written"))), {"x": stored(X, tmp_path)})
+    assert name in refused.value.message
     assert not (tmp_path / "written").exists()
 
 
-INVALID: dict[str, Any] = {
+SPLIT = Op("aten.split.Tensor", (Ref("x"), 2))
+INVALID: dict[str, Op] = {
     "incompatible shapes": Op("aten.mm.default", (Ref("x"), Ref("x"))),
-    "an index out of range": Op("getitem", (Op("aten.split.Tensor", (Ref("x"), 2)), 7)),
+    "an index out of range": Op("getitem", (SPLIT, 7)),
     "too few arguments": Op("aten.mm.default", (Ref("x"),)),
-    "getitem without an index": Op("getitem", (Op("aten.split.Tensor", (Ref("x"), 2)),)),
+    "getitem without an index": Op("getitem", (SPLIT,)),
     "getitem of a tensor": Op("getitem", (Ref("x"), 0)),
-    "getitem with text": Op("getitem", (Op("aten.split.Tensor", (Ref("x"), 2)), "0")),
-    "getitem with a bool": Op("getitem", (Op("aten.split.Tensor", (Ref("x"), 2)), True)),
-    "getitem with a keyword": Op("getitem", (Op("aten.split.Tensor", (Ref("x"), 2)), 0), (("dim", 0),)),
+    "getitem with text": Op("getitem", (SPLIT, "0")),
+    "getitem with a bool": Op("getitem", (SPLIT, True)),
+    "getitem with a keyword": Op("getitem", (SPLIT, 0), (("dim", 0),)),
     "a number too large": Op("aten.add.Scalar", (Ref("x"), 2**80)),
     "an argument of another type": Op("aten.cat.default", ("x",)),
 }
@@ -148,18 +154,16 @@ def test_invalid_arguments_are_refused(tmp_path: Path, name: str) -> None:
         torch_eval.entry_of("new", INVALID[name], {"x": stored(X, tmp_path)})
 
 
-@pytest.mark.parametrize(
-    "argument", [Special("dtype", "save"), Special("dtype", "nowhere"), Special("complex", "two")], ids=str
-)
-def test_unknown_dtypes_are_errors(tmp_path: Path, argument: Special) -> None:
-    source = Op("aten._to_copy.default", (Ref("x"),), (("dtype", argument),))
-    with pytest.raises(CkptError, match="torch has no"):
-        torch_eval.entry_of("new", source, {"x": stored(X, tmp_path)})
-
-
-def test_a_list_of_tensors_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CkptError, match="not a tensor"):
-        torch_eval.entry_of("new", Op("aten.split.Tensor", (Ref("x"), 2)), {"x": stored(X, tmp_path)})
+def test_unknown_dtypes_and_lists_of_tensors_are_errors(tmp_path: Path) -> None:
+    x = stored(X, tmp_path)
+    cast = [
+        (Op("aten._to_copy.default", (Ref("x"),), (("dtype", argument),)), x, "torch has no")
+        for argument in (Special("dtype", "save"), Special("dtype", "nowhere"), Special("complex", "two"))
+    ]
+    unknown = (Op("aten.t.default", (Ref("x"),)), replace(x, dtype="float3"), "this torch has no dtype 'float3'")
+    for source, entry, message in (*cast, unknown, (SPLIT, x, "not a tensor")):
+        with pytest.raises(CkptError, match=message):
+            torch_eval.entry_of("new", source, {"x": entry})
 
 
 def test_operators_on_entries_other_than_dense_tensors_are_refused() -> None:
@@ -167,12 +171,6 @@ def test_operators_on_entries_other_than_dense_tensors_are_refused() -> None:
     for entry, message in (sparse, "sparse_coo"), (ExtraEntry("x", value=3), "not a tensor"):
         with pytest.raises(Refused, match=message):
             torch_eval.entry_of("new", Op("aten.t.default", (Ref("x"),)), {"x": entry})
-
-
-def test_an_unknown_dtype_is_an_error(tmp_path: Path) -> None:
-    entry = replace(stored(X, tmp_path), dtype="float3")
-    with pytest.raises(CkptError, match="this torch has no dtype 'float3'"):
-        torch_eval.entry_of("new", Op("aten.t.default", (Ref("x"),)), {"x": entry})
 
 
 def test_an_unaligned_offset_of_a_wider_dtype_is_not_a_view(tmp_path: Path) -> None:
@@ -203,33 +201,3 @@ def test_overlapping_places_with_different_values_are_refused(tmp_path: Path) ->
     assert isinstance(data, Lazy)
     with pytest.raises(Refused, match="shares memory"):
         list(data.produce())
-
-
-NAN = float("nan")
-DIFFERENT: dict[str, tuple[torch.Tensor, torch.Tensor, str]] = {
-    "some elements": (torch.tensor([1.0, 2, 3]), torch.tensor([1.0, 2.5, 4]), "2 of 3 elements differ, by 1 at most"),
-    "signed zeros": (torch.tensor([0.0]), torch.tensor([-0.0]), "the values are equal"),
-    "a large integer": (torch.tensor([2**60]), torch.tensor([2**60 + 1]), "1 of 1 elements differ"),
-    "a NaN": (torch.tensor([NAN, 1.0]), torch.tensor([0.0, 1.0]), "1 of 2 elements differ, by inf"),
-    "booleans": (torch.tensor([True, False]), torch.tensor([True, True]), "1 of 2 elements differ, by 1"),
-    "8-bit floats": (torch.ones(2).to(torch.float8_e5m2), torch.zeros(2).to(torch.float8_e5m2), "2 of 2"),
-}  # fmt: skip
-
-
-def text_of_difference(left: torch.Tensor, right: torch.Tensor, rtol: float, atol: float) -> str | None:
-    left_data, right_data = ([bytes(torch_eval.to_bytes(tensor))] for tensor in (left, right))
-    found = difference_of_elements(str(left.dtype).removeprefix("torch."), left_data, right_data, rtol, atol)
-    return None if found is None else found.text
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_differences_are_described(name: str) -> None:
-    left, right, words = DIFFERENT[name]
-    assert (text_of_difference(left, right, 0.0, 0.0) or "").startswith(words)
-
-
-def test_differences_within_the_tolerance_are_accepted() -> None:
-    left, right = torch.tensor([1.0, NAN, 0.0]), torch.tensor([1.001, NAN, -0.0])
-    assert text_of_difference(left, right, 0.0, 0.01) is None
-    assert text_of_difference(left, right, 0.01, 0.0) is None
-    assert text_of_difference(left, right, 1e-6, 0.0) == "1 of 3 elements differ, by 0.001 at most"

@@ -1,6 +1,7 @@
 """No data is lost: if any call fails or the process dies at any point, the output is the old or the new one.
 
-`make test` tries a few fixed points of each scenario; `make faults` (CKPTTOOL_FAULTS=all) tries all.
+Reading commands do not write after a killed edit; they name the command that resolves it. `make test` tries a few fixed
+points of each scenario, and a few kinds of leftovers of each format; `make faults` (CKPTTOOL_FAULTS=all) tries all.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
 ALL_POINTS = os.environ.get("CKPTTOOL_FAULTS") == "all"
 POINTS = None if ALL_POINTS else 1  # per mode
+MAX_KINDS = None if ALL_POINTS else 3  # of leftovers per format
 
 STATE = {
     "a.weight": torch.arange(40_000, dtype=torch.float32),
@@ -36,6 +38,7 @@ STATE = {
     "b.weight": torch.zeros(2, 2),
 }
 OTHER = {"c": torch.ones(3)}
+PROGRAM = "tagger-torch-2.9.1.pt2"
 RENAME = ("--rule", "a.{x} => z.{x}")
 
 
@@ -80,8 +83,8 @@ def zipped(folder: Path) -> None:
     torch.save({"model": STATE, "epoch": 3}, folder / "in.pt")
 
 
-def legacy(folder: Path) -> None:
-    torch.save(STATE, folder / "in.pt", _use_new_zipfile_serialization=False)
+def legacy(folder: Path, state: dict[str, torch.Tensor] = STATE) -> None:
+    torch.save(state, folder / "in.pt", _use_new_zipfile_serialization=False)
 
 
 def scripted(folder: Path) -> None:
@@ -136,13 +139,13 @@ def model_and_ranks(folder: Path) -> None:
 
 
 def program(folder: Path) -> None:
-    for name in ("tagger-torch-2.9.1.pt2", "weights-torch-2.9.1.pt"):
+    for name in (PROGRAM, "weights-torch-2.9.1.pt"):
         (folder / name).write_bytes((DATA / name).read_bytes())
 
 
 def program_edited(folder: Path) -> None:
     program(folder)
-    assert main(["remap", str(folder / "tagger-torch-2.9.1.pt2"), "--rule", "scale => s", "--in-place"]) == 0
+    assert main(["remap", str(folder / PROGRAM), "--rule", "scale => s", "--in-place"]) == 0
 
 
 LONGER = f"remap in.safetensors --in-place --rule b.{{x}}=>{'a.much.longer.name.' * 9}{{x}}"
@@ -199,17 +202,19 @@ def scenario(case: Case, template: Path) -> Scenario:
     return Scenario(str(template), argv, case.cwd, case.look, case.journal, case.torch, once, apart, again)
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Run the cases of the selected tests in one process, and return its results."""
+def selected(request: pytest.FixtureRequest, function: str) -> list[str]:
+    """Return the names of the selected cases of a test."""
     tests = [test for test in request.session.items if isinstance(test, pytest.Function)]
-    selected = [test.callspec.params["name"] for test in tests if test.module is request.module]
-    scenarios = {name: asdict(scenario(CASES[name], tmp_path_factory.mktemp("template"))) for name in selected}
+    return [str(t.callspec.params["name"]) for t in tests if t.module is request.module and t.originalname == function]
+
+
+def run_driver(name: str, **wanted: Any) -> dict[str, Any]:
+    """Run the scenarios in one process, and return its results by name."""
     # in memory if possible, since the order of calls is tested; only a disk can move blocks
     scratch = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) and not ALL_POINTS else None))
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "support" / "fault_driver.py")],
-        input=json.dumps({"scenarios": scenarios, "scratch": str(scratch), "points": POINTS}),
+        [sys.executable, str(ROOT / "tests" / "support" / name)],
+        input=json.dumps({**wanted, "scratch": str(scratch)}),
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -217,6 +222,13 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     shutil.rmtree(scratch)
     assert done.returncode == 0
     return {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    names = selected(request, "test_output_is_the_old_or_the_new_one")
+    scenarios = {name: asdict(scenario(CASES[name], tmp_path_factory.mktemp("template"))) for name in names}
+    return run_driver("fault_driver.py", scenarios=scenarios, points=POINTS)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -238,3 +250,78 @@ def test_output_is_the_old_or_the_new_one(
     assert points.total() >= 8
     assert not ALL_POINTS or points["EIO"] == len(row["calls"])
     assert {"rename", "replace", "link", "renameat2"} & set(row["calls"])
+
+
+# Readers
+
+SMALL = {"a.weight": torch.arange(2_000.0), "a.bias": torch.ones(3), "b.weight": torch.zeros(2, 2)}
+LONGER_NAMES = ("--rule", f"b.{{x}} => {'a.much.longer.name.' * 9}{{x}}")
+
+
+def small_tensors(work: Path) -> None:
+    save_file(SMALL, work / "in.safetensors")
+
+
+def small_shards(work: Path) -> None:
+    sharded(work, state=SMALL)
+    (work / "in" / "config.json").unlink()
+
+
+def small_bins(work: Path) -> None:
+    (work / "in").mkdir()
+    shards = {key: f"model-{i + 1:05}-of-00003.bin" for i, key in enumerate(SMALL)}
+    for key, shard in shards.items():
+        torch.save({key: SMALL[key]}, work / "in" / shard)
+    index = {"metadata": {}, "weight_map": shards}
+    (work / "in" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+# Format -> function that writes the files, options of the killed command, checkpoint to read afterwards.
+READ: dict[str, tuple[Callable[[Path], object], Sequence[str], str]] = {
+    "safetensors": (small_tensors, RENAME, "in.safetensors"),
+    "safetensors, longer": (small_tensors, LONGER_NAMES, "in.safetensors"),
+    "safetensors, copied": (small_tensors, (), "in.safetensors"),
+    "torch zip": (lambda work: torch.save({"model": SMALL, "epoch": 3}, work / "in.pt"), RENAME, "in.pt"),
+    "torch legacy": (lambda work: legacy(work, SMALL), RENAME, "in.pt"),
+    "program": (lambda work: shutil.copy(DATA / PROGRAM, work / "in.pt2"), ("--rule", "scale => s"), "in.pt2"),
+    "sharded": (small_shards, RENAME, "in"),
+    "sharded, copied": (small_shards, (), "in"),
+    "sharded, copied here": (small_shards, (), "in"),
+    "sharded bin": (small_bins, RENAME, "in"),
+    "dcp, here": (lambda work: distributed(work, state=SMALL), RENAME, "in"),
+    "dcp": (lambda work: distributed(work, state=SMALL), RENAME, "in"),
+}
+
+
+@pytest.fixture(scope="module")
+def readings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    others = tmp_path_factory.mktemp("others")
+    torch.save({"0.weight": torch.zeros(2, 2), "0.bias": torch.ones(2)}, others / "other.pt")
+    (others / "net.py").write_text(
+        "import torch\ndef build():\n    return torch.nn.Sequential(torch.nn.Linear(2, 2))\n"
+    )
+    assert main(["trace", f"{others}/net.py:build", "-o", f"{others}/names.json"]) == 0
+    scenarios = {}
+    for name in selected(request, "test_reading_commands_do_not_write"):
+        make, words, ckpt = READ[name]
+        template = tmp_path_factory.mktemp("template")
+        (template / "work").mkdir()
+        make(template / "work")
+        for other_name in ("other.pt", "names.json"):
+            shutil.copy(others / other_name, template)
+        line = ["remap" if words else "convert", ckpt, *words, "--in-place"]
+        cwd = "."
+        if name.endswith("here"):  # the current folder cannot be exchanged, so a journal is used
+            line[1], cwd = ".", ckpt
+        scenarios[name] = {"template": str(template), "line": line, "cwd": cwd, "ckpt": ckpt}
+    return run_driver("reader_driver.py", scenarios=scenarios, most=MAX_KINDS)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_reading_commands_do_not_write(readings: dict[str, Any], name: str) -> None:
+    row = readings[name]
+    assert row["problems"][:5] == []
+    assert row["kinds"] >= 2
+    assert row["runs"] >= 32
+    is_atomic = name.endswith("copied") or name in ("torch legacy", "dcp")  # replaced by one call
+    assert is_atomic == (row["interrupted"] == 0)

@@ -255,46 +255,17 @@ def _commands() -> list[bytes]:
 
 
 _JSON_WORDS = (
-    b"null",
-    b"true",
-    b"-1",
-    b"1e999",
-    b"{}",
-    b"[]",
-    b'""',
-    b'{"ref":"a"}',
-    b"9" * 30,
-    b'"\\ud800"',
-    b"[" * 50,
-    b"[" * 20_000,
+    *(b"null", b"true", b"-1", b"1e999", b"{}", b"[]", b'""', b'{"ref":"a"}'),
+    *(b"9" * 30, b'"\\ud800"', b"[" * 50, b"[" * 20_000),
 )
 _RULE_WORDS = (b"{x*}", b"{x}", b" => ", b"re:", b"(a+)+", b"\\1", b".", b"*", b"[!", b"{0,9}", b"(?P<x>", b"a.a.a.a")
 _PICKLE_WORDS = (
-    b"(",
-    b"t.",
-    b"\x85",
-    b"}",
-    b"]",
-    b"ccollections\nOrderedDict\n",
-    b"R",
-    b"b",
-    b"\x8a\xff",
-    b"Q",
-    b"h\0",
+    *(b"(", b"t.", b"\x85", b"}", b"]", b"ccollections\nOrderedDict\n", b"R", b"b", b"\x8a\xff", b"Q", b"h\0"),
 )
 _LINE_WORDS = (b"missing", b"dtype,", b" # why", b"\n", b"re:(a+)+$", b"{x*}.{y*}.z", b"[!", b"\0", b"# ")
 _TOML_WORDS = (
-    b"[tool.ckpttool]",
-    b"[[a]]",
-    b"a.a.a.a",
-    b"[" * 50,
-    b"a = " + b"[" * 20_000,
-    b"{a={",
-    b"1e999",
-    b"9" * 30,
-    b'"""',
-    b" = ",
-    b"\n",
+    *(b"[tool.ckpttool]", b"[[a]]", b"a.a.a.a", b"[" * 50, b"a = " + b"[" * 20_000, b"{a={"),
+    *(b"1e999", b"9" * 30, b'"""', b" = ", b"\n"),
 )
 _OPTION_WORDS = (b"--rules", b"--to", b"--from", b"--like", b"--rtol", b"::model", b"s3://", b"\0", b"=")
 

@@ -9,6 +9,7 @@ from typing import Any
 import fsspec
 import pytest
 
+from ckpttool.io import compose, remote
 from remote_servers import s3_server
 
 
@@ -29,3 +30,14 @@ def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
     name = f"bucket-{zlib.crc32(request.node.nodeid.encode()):x}"
     fs.mkdir(name)
     return fs, name
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divide all part sizes by 1024, here and in moto."""
+    from moto.s3 import models
+
+    monkeypatch.setattr(models, "S3_UPLOAD_PART_MIN_SIZE", compose.LEAST >> 10)
+    for constant in ("LEAST", "_SENT", "_WORTH", "_COPIED"):
+        monkeypatch.setattr(compose, constant, getattr(compose, constant) >> 10)
+    monkeypatch.setattr(remote, "BLOCK", remote.BLOCK >> 5)

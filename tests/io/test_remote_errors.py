@@ -143,6 +143,7 @@ def missing_module(name: str, by: ImportError | None = None) -> ImportError:
         (PermissionError(13, "denied"), "x::gs://b/a: [Errno 13] denied", "check the credentials"),
         (DriverError(status=401), "DriverError: from a driver", "check the credentials"),
         (DriverError(status=500), "DriverError: from a driver", "check the URL, the network"),
+        (TimeoutError(), "x::gs://b/a: ", "check the network"),
         (ServerDisconnectedError("a\n b"), "ServerDisconnectedError: a b", "check the network"),
         (KeyError(), "x::gs://b/a: KeyError: ", "check the URL, the network"),
     ],
@@ -154,6 +155,19 @@ def test_message_and_hint_of_each_error(error: Exception, message: str, hint: st
     assert message in caught.value.message
     assert hint in caught.value.hint
     assert caught.value.__cause__ is error
+
+
+def test_errors_of_botocore_get_a_hint() -> None:
+    exceptions = pytest.importorskip("botocore.exceptions")
+    for error, hint in (
+        (exceptions.NoCredentialsError(), "credentials"),
+        (exceptions.EndpointConnectionError(endpoint_url="x"), "network"),
+        (exceptions.ConnectTimeoutError(endpoint_url="x"), "network"),
+    ):
+        with pytest.raises(CkptError) as raised, answered("s3://b/x"):
+            raise error
+        assert hint in raised.value.hint
+        assert "\n" not in raised.value.message
 
 
 @pytest.mark.parametrize("error", [CkptError("as it is", hint="so"), MemoryError("much")])

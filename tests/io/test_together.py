@@ -222,7 +222,7 @@ def test_torchrun_restarts_a_killed_rank(source: Path, tmp_path: Path, run: Run)
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "exitcode: -9" in done.stderr

@@ -20,14 +20,11 @@ from unflattened import Called, Gate, Nested, Shared, Twice, example, exported, 
 # Names
 
 
-def test_split_call_returns_the_segment_and_the_call_number() -> None:
+def test_names_of_call_variants() -> None:
+    """A base name is tried from the shortest and must exist."""
     assert split_call("foo@12") == ("foo", 12)
-    assert [split_call(name) for name in ("foo", "foo@", "foo@x", "@1", "foo@0", "foo@01")] == [
-        (name, 0) for name in ("foo", "foo@", "foo@x", "@1", "foo@0", "foo@01")
-    ]
-
-
-def test_base_names_are_tried_from_the_shortest_and_must_exist() -> None:
+    for name in ("foo", "foo@", "foo@x", "@1", "foo@0", "foo@01"):
+        assert split_call(name) == (name, 0)
     assert list(base_names("a@1.b@2.w")) == ["a.b.w", "a.b@2.w", "a@1.b.w"]
     assert list(base_names("a.w@1")) == []
     assert base_name("a@1.b@2.w", {"a@1.b.w"}) == "a@1.b.w"
@@ -299,9 +296,10 @@ def test_different_modules_with_names_like_variants_are_not_variants() -> None:
 # Files and names
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save the weights of one program from its exported and its unflattened form."""
+    tmp_path = tmp_path_factory.mktemp("files")
     torch.export.save(exported(Nested), tmp_path / "program.pt2")
     torch.save(exported(Nested).state_dict, tmp_path / "exported.pt")
     state = program(Nested).state_dict()
@@ -322,32 +320,25 @@ BASES = {"block.gate.shift", "block.gate.proj.weight", "block.gate.proj.bias"}
 
 
 @pytest.mark.parametrize("name", ["unflattened.pt", "unflattened.safetensors"])
-def test_inspect_shows_the_base_of_every_variant(run: Run, name: str, files: Path) -> None:
+def test_variants_are_aliases_that_a_strict_load_refuses(run: Run, name: str, files: Path) -> None:
     result = run("inspect", files / name, "--format", "json").data
     aliases = {tensor["key"]: tensor["alias_of"] for tensor in result["tensors"]}
     assert {key for key, base in aliases.items() if base is None} == BASES
     assert all(base is None or base_name(key, BASES) == base for key, base in aliases.items())
-
-
-@pytest.mark.parametrize("name", ["unflattened.pt", "unflattened.safetensors"])
-def test_diff_treats_variants_as_aliases_that_a_strict_load_refuses(run: Run, name: str, files: Path) -> None:
     for pair in ((files / name, files / "exported.pt"), (files / "program.pt2", files / name)):
         done = run("diff", *pair, "--format", "json")
-        status, result = done.status, done.data
-        assert (status, result["summary"]) == (1, {"same": 3, "alias": 9})
+        assert (done.status, done.data["summary"]) == (1, {"same": 3, "alias": 9})
 
 
 def test_diff_with_a_model_treats_variants_as_aliases(run: Run, files: Path) -> None:
-    plain, flat = f"{files / 'model.py'}:plain", f"{files / 'model.py'}:flat"
     for model, name, status in (
-        (plain, "unflattened.pt", 1),  # torch calls them unexpected
-        (flat, "exported.pt", 1),  # torch calls them missing
-        (flat, "unflattened.safetensors", 0),
+        ("plain", "unflattened.pt", 1),  # torch calls them unexpected
+        ("flat", "exported.pt", 1),  # torch calls them missing
+        ("flat", "unflattened.safetensors", 0),
     ):
-        done = run("diff", "--model", model, files / name, "--format", "json")
-        code, result = done.status, done.data
-        assert code == status
-        assert not {"missing", "unexpected"} & result["summary"].keys()
+        done = run("diff", "--model", f"{files / 'model.py'}:{model}", files / name, "--format", "json")
+        assert done.status == status
+        assert not {"missing", "unexpected"} & done.data["summary"].keys()
 
 
 def test_trace_groups_variants_as_aliases(run: Run, files: Path) -> None:
@@ -359,30 +350,30 @@ def test_trace_groups_variants_as_aliases(run: Run, files: Path) -> None:
     assert {tensor["fqn"] for tensor in result["runtime"]} == BASES | {"block.gate.scale"}
 
 
-def test_remap_collapses_and_expands_variants(run: Run, files: Path) -> None:
+def test_remap_collapses_and_expands_variants(run: Run, files: Path, tmp_path: Path) -> None:
     plain, flat = f"{files / 'model.py'}:plain", f"{files / 'model.py'}:flat"
     expected = torch.load(files / "unflattened.pt")
     for model in (plain, flat, files / "program.pt2"):
-        out = files / "collapsed.pt"
+        out = tmp_path / "collapsed.pt"
         to_exported = ("--model", model, "--to", "exported", "-o", out, "--force")
         assert run("remap", files / "unflattened.safetensors", *to_exported).status == 0
         made(Nested).load_state_dict(torch.load(out), strict=True)
-    to_unflattened = ("--model", flat, "--to", "unflattened", "-o", files / "out.pt")
+    to_unflattened = ("--model", flat, "--to", "unflattened", "-o", tmp_path / "out.pt")
     assert run("remap", files / "exported.pt", *to_unflattened).status == 0
-    actual = torch.load(files / "out.pt")
+    actual = torch.load(tmp_path / "out.pt")
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[key], expected[key]) for key in expected)
     program(Nested).load_state_dict(actual, strict=True)
 
 
-def test_remap_refuses_variants_with_different_values(run: Run, files: Path) -> None:
+def test_remap_refuses_variants_with_different_values(run: Run, files: Path, tmp_path: Path) -> None:
     state = {key: value.clone() for key, value in torch.load(files / "unflattened.pt").items()}
     state["block@1.gate.shift"][0] += 1
-    torch.save(state, files / "broken.pt")
+    torch.save(state, tmp_path / "broken.pt")
     for model in ("plain", "flat"):
-        out = files / "out.pt"
+        out = tmp_path / "out.pt"
         operand = f"{files / 'model.py'}:{model}"
-        done = run("remap", files / "broken.pt", "--model", operand, "--to", "exported", "-o", out)
+        done = run("remap", tmp_path / "broken.pt", "--model", operand, "--to", "exported", "-o", out)
         assert done.status == 1
         assert "block@1.gate.shift" in done.err
         assert not out.exists()

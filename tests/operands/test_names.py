@@ -9,6 +9,7 @@ import pytest
 
 from ckpttool.core.errors import CkptError
 from ckpttool.diffing.history import in_order, steps_in
+from ckpttool.io.paths import is_url
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.output import free, outputs
 
@@ -26,13 +27,17 @@ def _working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train.pt::", ("train.pt", "")),
         ("a::b::c.d", ("a::b", "c.d")),
         ("::model", ("::model", None)),
+        ("s3://b/a.pt", ("s3://b/a.pt", None)),
         ("s3://b/a.pt::ema", ("s3://b/a.pt", "ema")),
         ("simplecache::s3://b/a.pt", ("simplecache::s3://b/a.pt", None)),
-        ("simplecache::s3://b/a.pt::ema", ("simplecache::s3://b/a.pt", "ema")),
+        ("simplecache::s3://b/a.pt::model.ema", ("simplecache::s3://b/a.pt", "model.ema")),
+        ("zip://m.pt::s3://b/a.zip", ("zip://m.pt::s3://b/a.zip", None)),
+        ("zip://m.pt::s3://b/a.zip::model", ("zip://m.pt::s3://b/a.zip", "model")),
     ],
 )
 def test_operand_is_split_into_path_and_section(named: str, parts: tuple[str, str | None]) -> None:
     assert split(named) == parts
+    assert is_url(parts[0]) == ("://" in parts[0])
 
 
 @pytest.mark.parametrize(

@@ -19,21 +19,28 @@ BIN = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "
 DCP, OTHER_FILES = [".metadata", "__0_0.distcp"], ["config.json", "notes.md"]
 
 
-@pytest.fixture(autouse=True)
-def _sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a checkpoint of 48 KiB as a file and as folders of several kinds, two of them with other files."""
-    monkeypatch.chdir(tmp_path)
+    home = tmp_path_factory.mktemp("sources")
     state = {f"l.{i}.weight": torch.full((64, 64), float(i)) for i in range(3)}
     for name in ("hf", "bin", "out/there"):
-        Path(name).mkdir(parents=True)
-    save_file(state, "hf/model.safetensors")
-    torch.save(state, "bin/pytorch_model.bin")
+        (home / name).mkdir(parents=True)
+    save_file(state, home / "hf" / "model.safetensors")
+    torch.save(state, home / "bin" / "pytorch_model.bin")
     for name in ("hf", "bin"):
-        Path(name, "config.json").write_text("{}")
-        Path(name, "notes.md").write_text("what it is")
-    dcp.save(state, checkpoint_id="saved.dcp")
-    shutil.copy("bin/pytorch_model.bin", "one.pt")
-    ckpttool.convert("one.pt", "shards/", max_shard_size="40KB")
+        (home / name / "config.json").write_text("{}")
+        (home / name / "notes.md").write_text("what it is")
+    dcp.save(state, checkpoint_id=home / "saved.dcp")
+    shutil.copy(home / "bin" / "pytorch_model.bin", home / "one.pt")
+    ckpttool.convert(str(home / "one.pt"), f"{home}/shards/", max_shard_size="40KB")
+    return home
+
+
+@pytest.fixture(autouse=True)
+def _working_folder(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(sources, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:.*(no_dist|single process|TypedStorage)")

@@ -12,37 +12,21 @@ import torch
 import optimizer_models as models
 from ckpttool.core.checkpoint import ExtraEntry, Section
 from ckpttool.core.errors import CkptError, Refused
-from ckpttool.core.optimizer_state import FLAT, numbered, renamed
+from ckpttool.core.optimizer_state import FLAT, ParamGroup, numbered, renamed
 from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.registry import format_for
 from ckpttool.operands.checkpoint import open_operand
-from ckpttool.optimizers.forms import class_of, form_of, read, same_options, write
+from ckpttool.optimizers import forms
+from ckpttool.optimizers.forms import form_of, read, same_options, write
+from command import Run
 from files import write_pieces
 from optimizer_support import same, train
-from torch_version import needs_torch
 
 
 def section(path: Path, state: Any) -> Section:
     torch.save({"optimizer": state, "epoch": 1}, path)
     (result,) = open_checkpoint(str(path)).sections
     return result
-
-
-CLASSES = {
-    "Adam or AdamW": ["Adam", "AdamW"],
-    **{name: [name] for name in ("SGD", "Adafactor", "Muon", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax")},
-    **{name: [name] for name in ("Adadelta", "ASGD", "Rprop", "LBFGS", "SparseAdam")},
-}
-
-
-@pytest.mark.parametrize(("title", "name"), [(title, name) for title, names in CLASSES.items() for name in names])
-def test_every_class_of_torch_is_recognised_by_its_groups(title: str, name: str, tmp_path: Path) -> None:
-    if name == "Muon":
-        needs_torch("2.9", "Muon")
-    optimizer = getattr(torch.optim, name)(models.Matrices().parameters(), lr=0.1)
-    torch.save({"optimizer": optimizer.state_dict(), "model": {"weight": torch.ones(1)}}, tmp_path / "o.pt")
-    result = read(open_checkpoint(str(tmp_path / "o.pt")).section("optimizer"))
-    assert class_of(result) == title
 
 
 def test_reading_and_writing_preserves_an_optimizer(tmp_path: Path) -> None:
@@ -107,16 +91,18 @@ def test_an_invalid_optimizer_state_is_an_error(state: Any, problem: str, tmp_pa
     assert problem in map(str, raised.value.problems)
 
 
-def test_state_and_groups_of_the_wrong_type_are_an_error() -> None:
+@pytest.mark.parametrize(
+    ("path", "mapping", "title", "keys"),
+    [
+        ("o", {"state": 3, "param_groups": 5}, "o", ["state", "param_groups"]),
+        ("", {"state": {}, "param_groups": [{}]}, "(root)", ["param_groups.0.params"]),
+    ],
+)
+def test_an_invalid_optimizer_section_is_named(path: str, mapping: Any, title: str, keys: list[str]) -> None:
     with pytest.raises(CkptError) as raised:
-        read(Section("o", "optimizer", (), mapping={"state": 3, "param_groups": 5}))
-    assert [problem.key for problem in raised.value.problems] == ["state", "param_groups"]
-
-
-def test_an_optimizer_at_the_root_is_named_root() -> None:
-    with pytest.raises(CkptError) as raised:
-        read(Section("", "optimizer", (), mapping={"state": {}, "param_groups": [{}]}))
-    assert raised.value.message == "(root) is not an optimizer's state dict as torch writes it"
+        read(Section(path, "optimizer", (), mapping=mapping))
+    assert raised.value.message == f"{title} is not an optimizer's state dict as torch writes it"
+    assert [problem.key for problem in raised.value.problems] == keys
 
 
 def test_an_optimizer_without_parameters_has_ids(tmp_path: Path) -> None:
@@ -180,14 +166,6 @@ def test_a_parameter_without_state_has_no_flat_state_keys(tmp_path: Path) -> Non
     assert list(write(replace(read(result), form=FLAT), result).mapping or ()) == ["param_groups.a.lr"]
 
 
-def test_a_group_without_parameters_cannot_be_flattened(tmp_path: Path) -> None:
-    groups = [{"params": ["a"], "lr": torch.ones(1)}, {"params": [], "lr": 2}]
-    result = section(tmp_path / "o.pt", {"state": {}, "param_groups": groups})
-    with pytest.raises(Refused) as refused:
-        write(replace(read(result), form=FLAT), result)
-    assert list(map(str, refused.value.problems)) == ["a param group without parameters @ param_groups"]
-
-
 def test_objects_in_the_state_are_preserved(tmp_path: Path) -> None:
     result = section(tmp_path / "o.pt", {"state": {0: {"dtype": torch.float16}}, "param_groups": [{"params": [0]}]})
     again = write(read(result), replace(result, tensors=()))
@@ -196,54 +174,48 @@ def test_objects_in_the_state_are_preserved(tmp_path: Path) -> None:
     assert isinstance(again.mapping["state"][0]["dtype"], ExtraEntry)
 
 
-@pytest.mark.parametrize(
-    ("state", "problem"),
-    [({"dirs": [torch.ones(1)]}, "a list in the state"), ({"empty": {}}, "an empty dict in the state")],
-)
-def test_lists_and_empty_dicts_cannot_be_flattened(state: Any, problem: str, tmp_path: Path) -> None:
-    result = section(
-        tmp_path / "o.pt", {"state": {"a": state}, "param_groups": [{"params": ["a"], "lr": torch.ones(1)}]}
-    )
-    with pytest.raises(Refused) as refused:
-        write(replace(read(result), form=FLAT), result)
-    assert problem in str(refused.value.problems[0])
+AB = [{"params": ["a"], "lr": 1}, {"params": ["a.b"], "lr": 2}]
 
 
 @pytest.mark.parametrize(
-    ("name", "option", "key"),
+    ("state", "groups", "problem"),
     [
-        ("b.m", "lr", "state.a.b.m"),  # torch would read it as the state `m` of the parameter `a.b`
-        ("b.c", "lr", "state.a.b.c"),
-        ("m", "b.lr", "param_groups.a.b.lr"),
+        (
+            {},
+            [{"params": ["a"], "lr": torch.ones(1)}, {"params": [], "lr": 2}],
+            "a param group without parameters @ param_groups",
+        ),
+        ({"a": {"dirs": [torch.ones(1)]}}, [{"params": ["a"], "lr": torch.ones(1)}], "a list in the state"),
+        ({"a": {"empty": {}}}, [{"params": ["a"], "lr": torch.ones(1)}], "an empty dict in the state"),
+        # torch would read the key as the state `m` of the parameter `a.b`
+        ({"a": {"b.m": torch.ones(1)}, "a.b": {"c": torch.zeros(1)}}, AB, "@ state.a.b.m"),
+        ({"a": {"b.c": torch.ones(1)}, "a.b": {"c": torch.zeros(1)}}, AB, "@ state.a.b.c"),
+        (
+            {"a": {"m": torch.ones(1)}, "a.b": {"c": torch.zeros(1)}},
+            [{"params": ["a"], "b.lr": 1}, AB[1]],
+            "@ param_groups.a.b.lr",
+        ),
     ],
 )
-def test_ambiguous_flat_keys_are_refused(name: str, option: str, key: str, tmp_path: Path) -> None:
-    state = {"a": {name: torch.ones(1)}, "a.b": {"c": torch.zeros(1)}}
-    groups = [{"params": ["a"], option: 1}, {"params": ["a.b"], "lr": 2}]
+def test_state_without_flat_keys_or_with_ambiguous_ones_is_refused(
+    state: Any, groups: Any, problem: str, tmp_path: Path
+) -> None:
     result = section(tmp_path / "o.pt", {"state": state, "param_groups": groups})
     with pytest.raises(Refused) as refused:
         write(replace(read(result), form=FLAT), result)
-    assert key in [problem.key for problem in refused.value.problems]
+    assert [one for one in map(str, refused.value.problems) if problem in one]
 
 
-def test_an_optimizer_in_an_ordered_dict_is_read(tmp_path: Path) -> None:
+def test_state_in_other_dicts_is_read_unless_they_have_attributes(tmp_path: Path) -> None:
     _, optimizer = train(models.Net, models.adamw)
-    result = section(tmp_path / "o.pt", OrderedDict(optimizer.state_dict()))
-    assert len(read(result).params) == 9
-
-
-def test_state_in_a_defaultdict_is_read(tmp_path: Path) -> None:
-    state = defaultdict(dict, {0: {"step": torch.ones(())}})
-    result = section(tmp_path / "o.pt", {"state": state, "param_groups": [{"params": [0]}]})
-    assert read(result).state.keys() == {0}
-
-
-def test_state_in_a_dict_with_attributes_is_refused(tmp_path: Path) -> None:
-    state: Any = OrderedDict({0: {"step": torch.ones(())}})
-    state.note = 1
-    result = section(tmp_path / "o.pt", {"state": state, "param_groups": [{"params": [0]}]})
+    assert len(read(section(tmp_path / "o.pt", OrderedDict(optimizer.state_dict()))).params) == 9
+    groups = [{"params": [0]}]
+    plain = defaultdict(dict, {0: {"step": torch.ones(())}})
+    assert read(section(tmp_path / "o.pt", {"state": plain, "param_groups": groups})).state.keys() == {0}
+    noted: Any = OrderedDict(plain)
+    noted.note = 1
     with pytest.raises(CkptError) as raised:
-        read(result)
+        read(section(tmp_path / "o.pt", {"state": noted, "param_groups": groups}))
     assert "is not a dict @ state" in map(str, raised.value.problems)
 
 
@@ -267,3 +239,40 @@ def test_an_exponentially_shared_pickle_is_refused(tmp_path: Path) -> None:
     assert result.mapping is None
     with pytest.raises(CkptError, match="no access"):
         read(result)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["a", "b"], ("a", "b")),
+        (("a", "b"), ("a", "b")),
+        (["a"], None),
+        (["a", "b", "c"], None),
+        (["a", 1], None),
+        ("ab", None),
+        (None, None),
+    ],
+)
+def test_param_names_must_be_one_string_per_parameter(
+    names: object, expected: object, tmp_path: Path, run: Run
+) -> None:
+    assert ParamGroup((0, 1), {"param_names": names}).param_names == expected
+    moments = {"exp_avg": torch.ones(2)}
+    optimizer = {"state": {0: moments, 1: moments}, "param_groups": [{"params": [0, 1], "param_names": names}]}
+    torch.save({"optimizer": optimizer}, tmp_path / "in.pt")
+    (section,) = open_checkpoint(str(tmp_path / "in.pt")).optimizers
+    assert forms.read(section).groups[0].param_names == expected
+    done = run("remap", tmp_path / "in.pt", "--optimizer-keys", "fqn", "-o", tmp_path / "out.pt")
+    assert done.status == (1 if expected is None else 0), done.err
+
+
+@pytest.mark.parametrize("groups", [3, {"params": [1]}, [1, {"a": torch.ones(1)}], None])
+def test_entry_next_to_unrelated_param_groups_can_be_dropped(groups: Any, tmp_path: Path, run: Run) -> None:
+    scaler = {"scale": torch.ones(2), "growth": torch.ones(()), "param_groups": groups}
+    state = {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"params": [0]}], "scaler": scaler}
+    torch.save({"model": {"w": torch.ones(2)}, "optimizer": state}, tmp_path / "in.pt")
+    done = run("remap", tmp_path / "in.pt", "--drop", "optimizer.scaler.scale", "-o", tmp_path / "out.pt")
+    assert done.status == 0, done.err
+    scaler = torch.load(tmp_path / "out.pt")["optimizer"]["scaler"]
+    assert list(scaler) == ["growth", "param_groups"]
+    assert str(scaler["param_groups"]) == str(groups)

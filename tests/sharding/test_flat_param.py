@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -351,15 +352,6 @@ def test_fix_for_flat_keys_works(runs: dict[int, Path], run: Run, tmp_path: Path
 # Refusals
 
 
-def test_units_are_named_without_a_model(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
-    status, _, error = run("remap", runs[2] / "flat_rank_*.pt", "-o", tmp_path / "full.pt")
-    assert status == 1
-    assert "holds 10 flat parameters: each is all parameters of one module (a unit)" in error
-    assert "28 elements: the parameters of the root module @ model._flat_param" in error
-    assert "35 elements: the parameters of layers.0.mlp @ ema.layers.0.mlp._flat_param" in error
-    assert "--model MODEL" in error
-
-
 def test_slices_without_a_model_are_refused(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
     for rank in (0, 1):
         torch.save({"w": torch.ones(2), "b": torch.ones(2)}, tmp_path / f"slices_{rank}.pt")
@@ -368,35 +360,61 @@ def test_slices_without_a_model_are_refused(runs: dict[int, Path], run: Run, tmp
     assert "only the model's shapes tell a part of a tensor from a copy of it" in error
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ("hidden=6", "layers.1.mlp.down.weight [3, 6] would be elements 24 to 42 @ layers.1.mlp._flat_param"),
-        ("hidden=4", "after its last parameter, layers.0.mlp.down.weight [3, 4], 7 are left"),
-        ("layers=1", "the model has no module layers.1 with parameters @ layers.1._flat_param"),
-    ],
-)
-def test_wrong_model_is_refused(runs: dict[int, Path], run: Run, tmp_path: Path, kwargs: str, message: str) -> None:
-    source, out = runs[2] / "flat_rank_*.pt", tmp_path / "full.pt"
-    status, _, error = run("remap", source, "--model", f"{MODEL[1]}({kwargs})", "-o", out)
-    assert status == 1
-    assert message in error
-    assert not out.exists()
+REFUSED: dict[str, tuple[str, Sequence[str], list[str]]] = {
+    "no model": (
+        "2/flat_rank_*.pt",
+        [],
+        [
+            "holds 10 flat parameters: each is all parameters of one module (a unit)",
+            "28 elements: the parameters of the root module @ model._flat_param",
+            "35 elements: the parameters of layers.0.mlp @ ema.layers.0.mlp._flat_param",
+            "--model MODEL",
+        ],
+    ),
+    "a single rank": (
+        "2/flat_rank_0.pt",
+        MODEL,
+        ["is one rank's part: name the files of all ranks, as in 'rank_*.pt' @ _flat_param"],
+    ),
+    "a model with larger parameters": (
+        "2/flat_rank_*.pt",
+        ["--model", f"{MODEL[1]}(hidden=6)"],
+        ["layers.1.mlp.down.weight [3, 6] would be elements 24 to 42 @ layers.1.mlp._flat_param"],
+    ),
+    "a model with smaller parameters": (
+        "2/flat_rank_*.pt",
+        ["--model", f"{MODEL[1]}(hidden=4)"],
+        ["after its last parameter, layers.0.mlp.down.weight [3, 4], 7 are left"],
+    ),
+    "a model with fewer modules": (
+        "2/flat_rank_*.pt",
+        ["--model", f"{MODEL[1]}(layers=1)"],
+        ["the model has no module layers.1 with parameters @ layers.1._flat_param"],
+    ),
+    "another model of original parameters": (
+        "2/original_rank_*.pt",
+        ["--model", f"{MODEL[1]}(hidden=6)"],
+        ["the ranks hold 15 elements of it, and the model's is [6, 3] @ layers.0.mlp.up.weight"],
+    ),
+    "other units": (
+        "2/flat_rank_*.pt",
+        [*MODEL, *from_option("layers.*", "head")],
+        [
+            "the files have a flat parameter of it, and units does not name it @ layers.0.mlp",
+            "units names it, and the files have no flat parameter of it @ head",
+        ],
+    ),
+}
 
 
-def test_wrong_model_with_original_parameters_is_refused(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
-    source = runs[2] / "original_rank_*.pt"
-    status, _, error = run("remap", source, "--model", f"{MODEL[1]}(hidden=6)", "-o", tmp_path / "full.pt")
-    assert status == 1
-    assert "the ranks hold 15 elements of it, and the model's is [6, 3] @ layers.0.mlp.up.weight" in error
-
-
-def test_wrong_units_are_refused(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
-    source = runs[2] / "flat_rank_*.pt"
-    status, _, error = run("remap", source, *MODEL, *from_option("layers.*", "head"), "-o", tmp_path / "o.pt")
-    assert status == 1
-    assert "the files have a flat parameter of it, and units does not name it @ layers.0.mlp" in error
-    assert "units names it, and the files have no flat parameter of it @ head" in error
+@pytest.mark.parametrize("name", REFUSED)
+def test_files_that_do_not_fit_the_model_are_refused(
+    runs: dict[int, Path], run: Run, tmp_path: Path, name: str
+) -> None:
+    files, options, messages = REFUSED[name]
+    done = run("remap", runs[2].parent / files, *options, "-o", tmp_path / "full.pt")
+    assert (done.status, (tmp_path / "full.pt").exists()) == (1, False)
+    assert [message for message in messages if message not in done.err] == []
 
 
 def copy_as(folder: Path, sources: dict[str, Path]) -> Path:
@@ -405,26 +423,26 @@ def copy_as(folder: Path, sources: dict[str, Path]) -> Path:
     return folder / "r*.pt"
 
 
-def test_missing_rank_is_reported(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
-    pattern = copy_as(tmp_path, {f"r{rank}.pt": runs[3] / f"flat_rank_{rank}.pt" for rank in (0, 2)})
-    status, _, error = run("inspect", pattern)
-    assert (status, "no file is of this rank @ rank 1" in error) == (2, True)
-
-
-def test_files_of_two_runs_are_refused(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
-    pattern = copy_as(tmp_path, {"r0.pt": runs[2] / "flat_rank_0.pt", "r1.pt": runs[3] / "flat_rank_1.pt"})
-    status, _, error = run("inspect", pattern)
-    assert status == 2
-    assert f"comes from a run of 2 ranks @ {tmp_path / 'r0.pt'}" in error
-    assert f"comes from a run of 3 ranks @ {tmp_path / 'r1.pt'}" in error
-
-
-def test_repeated_rank_is_refused(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
-    pattern = copy_as(tmp_path, {"r0.pt": runs[2] / "flat_rank_0.pt", "r1.pt": runs[2] / "flat_rank_0.pt"})
-    status, _, error = run("inspect", pattern)
-    assert status == 2
-    assert "is rank 0, as another file is" in error
-    assert "no file is of this rank @ rank 1" in error
+@pytest.mark.parametrize(
+    ("files", "messages"),
+    [
+        (["3/flat_rank_0.pt", "3/flat_rank_2.pt"], ["no file is of this rank @ rank 1"]),
+        (
+            ["2/flat_rank_0.pt", "3/flat_rank_1.pt"],
+            ["comes from a run of 2 ranks @ FOLDER/r0.pt", "comes from a run of 3 ranks @ FOLDER/r1.pt"],
+        ),
+        (
+            ["2/flat_rank_0.pt", "2/flat_rank_0.pt"],
+            ["is rank 0, as another file is", "no file is of this rank @ rank 1"],
+        ),
+    ],
+)
+def test_missing_repeated_and_foreign_ranks_are_refused(
+    runs: dict[int, Path], run: Run, tmp_path: Path, files: list[str], messages: list[str]
+) -> None:
+    done = run("inspect", copy_as(tmp_path, {f"r{i}.pt": runs[2].parent / file for i, file in enumerate(files)}))
+    assert done.status == 2
+    assert [message for message in messages if message.replace("FOLDER", str(tmp_path)) not in done.err] == []
 
 
 def test_rank_is_read_from_the_file_not_its_name(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
@@ -433,12 +451,6 @@ def test_rank_is_read_from_the_file_not_its_name(runs: dict[int, Path], run: Run
     assert status == 0
     assert f"rank 1 saved {tmp_path / 'r0.pt'}, although the number in its name is 0" in " ".join(err.split())
     check_same(torch.load(tmp_path / "full.pt")["model"], torch.load(runs[2] / "flat_full.pt")["model"])
-
-
-def test_single_rank_file_is_refused(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
-    status, _, error = run("remap", runs[2] / "flat_rank_0.pt", *MODEL, "-o", tmp_path / "full.pt")
-    assert status == 1
-    assert "is one rank's part: name the files of all ranks, as in 'rank_*.pt' @ _flat_param" in error
 
 
 @pytest.mark.parametrize("kind", ["flat", "original", "sharded"])
@@ -479,19 +491,13 @@ def test_damaged_sharded_tensor_is_refused(runs: dict[int, Path], run: Run, tmp_
     assert "not as torch.save writes it: the sharded tensor _flat_param" in error
 
 
-def test_glob_without_matches_is_reported(run: Run, tmp_path: Path) -> None:
+def test_globs_of_no_other_or_one_plain_file(run: Run, tmp_path: Path) -> None:
     status, _, error = run("inspect", tmp_path / "rank_*.pt")
     assert (status, "no file matches" in error) == (2, True)
-
-
-def test_glob_of_other_files_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "a_0.txt").write_bytes(b"no checkpoint")
-    assert run("inspect", tmp_path / "a_*.txt")[0] == 2
-
-
-def test_glob_that_matches_one_plain_file_is_read(run: Run, tmp_path: Path) -> None:
+    assert run("inspect", tmp_path / "a_*.txt").status == 2
     torch.save(Net().state_dict(), tmp_path / "model.pt")
-    assert run("diff", tmp_path / "mod*.pt", tmp_path / "model.pt")[0] == 0
+    assert run("diff", tmp_path / "mod*.pt", tmp_path / "model.pt").status == 0
 
 
 def test_parameters_that_cannot_be_flattened_are_reported(run: Run, tmp_path: Path) -> None:
@@ -563,9 +569,13 @@ def test_more_than_ten_parts_are_in_numeric_order(run: Run, tmp_path: Path, name
     check_same(torch.load(tmp_path / "full.pt"), expected)
 
 
-@pytest.mark.parametrize("hooks", [True, False])
-@pytest.mark.parametrize("prefix", ["", "_fsdp_wrapped_module."])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(  # every pair of two of the three occurs
+    ("hooks", "prefix", "world_size"),
+    [
+        *((True, "", 1), (True, "", 2), (True, "_fsdp_wrapped_module.", 4)),
+        *((False, "_fsdp_wrapped_module.", 1), (False, "_fsdp_wrapped_module.", 2), (False, "", 4)),
+    ],
+)
 def test_flatten_params_wrapper_is_unsharded(
     run: Run, tmp_path: Path, hooks: bool, prefix: str, world_size: int
 ) -> None:
@@ -583,14 +593,6 @@ def test_flatten_params_wrapper_is_unsharded(
     status, _, error = run("remap", tmp_path / "part*.pt", *MODEL, *from_option("layers.*"), "-o", tmp_path / "full.pt")
     assert status == 0, error
     check_same(torch.load(tmp_path / "full.pt"), expected)
-
-
-def test_flatten_params_wrapper_helper_round_trips() -> None:
-    """Like the original, the helper loads the keys that its hooks write."""
-    model = flattened(Net(), Block)
-    other = flattened(Net(), Block)
-    other.load_state_dict(model.state_dict(), strict=True)
-    check_same(other.state_dict(), model.state_dict())
 
 
 def test_single_file_with_complete_flat_parameters(run: Run, tmp_path: Path) -> None:

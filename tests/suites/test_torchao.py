@@ -1,7 +1,8 @@
 """Models quantized by torchao: names, strict loads between configurations, renames, values.
 
 All configurations that work on a CPU, except codebooks, whose constructor takes a minute.
-`CKPTTOOL_SUITES=all` pairs each with every sixth, otherwise each with itself and the next.
+`CKPTTOOL_SUITES=all` pairs each with every sixth, otherwise each with itself and the next, and quantizes each number of
+bits in groups in one of the two ways.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ CONFIGURATIONS: dict[str, Callable[[], Any]] = {
     ),
     "by name": lambda: q.FqnToConfig({"0": q.Int8WeightOnlyConfig(), "2": q.Float8WeightOnlyConfig()}),
 }
-for intx in INTX:
-    for kind in KINDS:
+for at, intx in enumerate(INTX):
+    for kind in KINDS if ALL else [KINDS[at % 2]]:
         CONFIGURATIONS[f"{intx} {kind.name} in groups"] = partial(
             q.IntxWeightOnlyConfig, weight_dtype=intx, granularity=q.PerGroup(32), mapping_type=kind
         )
@@ -107,7 +108,7 @@ def content(value: Any) -> Any:
     """Return the class, attributes and bits of a tensor and its inner tensors."""
     value = value.detach()
     if type(value) is torch.Tensor:
-        return value.dtype, value.shape, value.contiguous().flatten().view(torch.uint8).tolist()
+        return value.dtype, value.shape, value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
     names, context = value.__tensor_flatten__()
     return type(value), repr(context), [content(getattr(value, name)) for name in names]
 

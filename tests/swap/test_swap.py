@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,18 @@ MODEL = f"{Path(__file__)}:build"
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("program") / "deployed.pt2"
     torch.export.save(torch.export.export(trained(0), TOKENS), path)
+    assert torch.equal(outputs(path), trained(0)(*TOKENS))
     return path
+
+
+@cache
+def weight_count(path: Path) -> int:
+    return len(torch.export.load(path).state_dict)
+
+
+def outputs(path: str | Path) -> torch.Tensor:
+    found: torch.Tensor = torch.export.load(path).module()(*TOKENS)
+    return found
 
 
 @pytest.fixture
@@ -110,10 +122,9 @@ def test_swapped_program_equals_the_trained_model(
     before = program.read_bytes()
     status, done, err = answer("swap-weights", program, new, "-o", out, "--model", MODEL, "--verify")
     assert status == 0, err
-    assert done["swapped"] == len(torch.export.load(program).state_dict)
-    swapped = torch.export.load(out)
-    assert torch.equal(swapped.module()(*TOKENS), model(*TOKENS))
-    assert not torch.equal(torch.export.load(program).module()(*TOKENS), model(*TOKENS))
+    assert done["swapped"] == weight_count(program)
+    assert torch.equal(outputs(out), model(*TOKENS))
+    assert not torch.equal(trained(0)(*TOKENS), model(*TOKENS))
     assert program.read_bytes() == before
 
 
@@ -121,7 +132,7 @@ def test_model_is_not_needed_for_keys_of_the_program(tmp_path: Path, program: Pa
     model = trained(1)
     torch.save(runtime(model), tmp_path / "new.pt")
     assert answer("swap-weights", program, tmp_path / "new.pt", "-o", tmp_path / "out.pt2")[0] == 0
-    assert torch.equal(torch.export.load(tmp_path / "out.pt2").module()(*TOKENS), model(*TOKENS))
+    assert torch.equal(outputs(tmp_path / "out.pt2"), model(*TOKENS))
 
 
 def changed(**changes: torch.Tensor | None) -> State:
@@ -180,7 +191,7 @@ def test_cast_converts_dtypes(tmp_path: Path, program: Path, answer: Any) -> Non
     assert status == 1
     assert "--cast" in err
     assert answer(*args, "--cast")[0] == 0
-    assert torch.equal(torch.export.load(tmp_path / "out.pt2").module()(*TOKENS), model(*TOKENS))
+    assert torch.equal(outputs(tmp_path / "out.pt2"), model(*TOKENS))
 
 
 def test_hooks_are_reported_as_the_likely_cause_without_a_model(tmp_path: Path, program: Path, answer: Any) -> None:
@@ -481,4 +492,4 @@ def test_hint_excludes_keys_added_by_training(
     (hint,) = re.findall("without the other keys: ckpttool (.*)", " ".join(done.err.split()))
     assert run(*shlex.split(hint)).status == 0
     assert run("swap-weights", program, "train.part.pt", "-o", "out.pt2", "--model", MODEL).status == 0
-    assert torch.equal(torch.export.load("out.pt2").module()(*TOKENS), model(*TOKENS))
+    assert torch.equal(outputs("out.pt2"), model(*TOKENS))

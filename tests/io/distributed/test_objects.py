@@ -97,13 +97,7 @@ SOURCE = os.urandom(9 * PARTS + 4_000)
 
 
 @pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Divide all part sizes by 1024, here and in moto."""
-    from moto.s3 import models
-
-    monkeypatch.setattr(models, "S3_UPLOAD_PART_MIN_SIZE", compose.LEAST >> 10)
-    for constant in ("LEAST", "_SENT", "_WORTH", "_COPIED"):
-        monkeypatch.setattr(compose, constant, getattr(compose, constant) >> 10)
+def small_shares(small_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "MOST", PARTS)
 
 
@@ -184,7 +178,7 @@ def interrupt_run(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
             run(bucket, objects_of(tmp_path), plan)
 
 
-@pytest.mark.usefixtures("small_parts")
+@pytest.mark.usefixtures("small_shares")
 @pytest.mark.parametrize("plan", ["plan", None])
 def test_failed_upload_is_removed_and_killed_one_is_resumed(
     bucket: Any, tmp_path: Path, plan: object, monkeypatch: pytest.MonkeyPatch
@@ -202,7 +196,7 @@ def test_failed_upload_is_removed_and_killed_one_is_resumed(
     assert (sent < run(bucket, objects_of(tmp_path), plan)) == (plan is not None)
 
 
-@pytest.mark.usefixtures("small_parts")
+@pytest.mark.usefixtures("small_shares")
 @pytest.mark.parametrize("difference", ["another plan", "another object", "another name", "no record", "ended", "half"])
 def test_upload_of_another_plan_is_not_resumed(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, difference: str
@@ -231,7 +225,7 @@ def test_upload_of_another_plan_is_not_resumed(
         assert uploads(bucket) == (["m/first"] if difference == "another object" else [])
 
 
-@pytest.mark.usefixtures("small_parts")
+@pytest.mark.usefixtures("small_shares")
 def test_progress_counts_every_sent_byte_once(bucket: Any, tmp_path: Path) -> None:
     done = list[int]()
     with progress.shown(lambda title, total: nullcontext(done.append)), progress.doing("out", None, "written"):
@@ -239,7 +233,7 @@ def test_progress_counts_every_sent_byte_once(bucket: Any, tmp_path: Path) -> No
     assert sum(done) == sum(map(len, WHOLE.values()))
 
 
-@pytest.mark.usefixtures("small_parts")
+@pytest.mark.usefixtures("small_shares")
 def test_object_not_proved_by_its_tags_is_not_recorded(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
