@@ -43,7 +43,7 @@ def _files(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def _write() -> None:
     torch.save(PLAIN, "plain.pt")
-    ckpttool.remap("plain.pt", "plain.safetensors", save_plan="identity.json")
+    save_file(PLAIN, "plain.safetensors")
     torch.save(WRAPPED, "wrapped.pt")
     save_file(WRAPPED, "wrapped.safetensors")
     torch.save({"model": WRAPPED, "ema": WRAPPED, "epoch": 3}, "train.pt")
@@ -96,6 +96,7 @@ def args_of(line: str) -> list[str]:
 @pytest.mark.parametrize("line", NOTHING)
 @pytest.mark.filterwarnings("ignore:.*TypedStorage")
 def test_remap_without_changes_is_refused(line: str, run: Run) -> None:
+    run("remap", "plain.pt", "-o", "x.safetensors", "--save-plan", "identity.json")
     before = snapshot()
     done = run("remap", *args_of(line))
     assert done.status == 1, done.said
@@ -130,6 +131,7 @@ def test_remap_without_changes_is_refused(line: str, run: Run) -> None:
     ],
 )
 def test_requested_names_that_already_match_are_copied_with_a_note(line: str, run: Run) -> None:
+    run("remap", "plain.pt", "-o", "x.safetensors", "--save-plan", "identity.json")
     done = run("remap", *args_of(line))
     assert done.status == 0, done.said
     assert ("already" in done.out + done.err) != ("--rules" in line)
