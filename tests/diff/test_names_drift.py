@@ -271,7 +271,12 @@ def test_two_names_files_can_be_compared(repository: Path, run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "old", "new"),
-    [("()", "calls", "counter"), ("(1,)", "scale", "running_total"), ("(7,)", "a.pe", "b.table"), ("(2, 3)", "a", "b")],
+    [
+        ("()", "calls", "counter"),
+        ("(1,)", "scale", "running_total"),
+        ("(7,)", "a.pe", "b.table"),
+        ("(2, 3)", "a.pe", "b.table"),
+    ],
 )
 def test_a_single_missing_and_a_single_unexpected_buffer_are_a_suggested_rename(
     run: Run, tmp_path: Path, old: str, new: str, shape: str
