@@ -30,6 +30,7 @@ RUNS = {
     "pairs": "CKPTTOOL_PAIRS=10000 make test ARGS='tests/tracing/test_strict_load.py --dist load'",
     "resumes": "CKPTTOOL_PAIRS=2500 make test ARGS='tests/tracing/test_strict_resume.py --dist load'",
     "commands": "CKPTTOOL_COMMANDS=2000 make test ARGS='tests/fixes/test_printed_commands.py --dist load'",
+    "fixes": "CKPTTOOL_FIXES=2000 make test ARGS='tests/fixes/test_nothing_is_lost.py --dist load'",
     "draws": "CKPTTOOL_SEEDS=300 make test ARGS=\"$(echo $(git grep -l CKPTTOOL_SEEDS 'tests/*/test_*')) --dist load\"",
     "faults": "make faults",
     "suites": "make suites",

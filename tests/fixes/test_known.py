@@ -41,6 +41,7 @@ MODELS = Path(small_models.__file__)
 
 @pytest.fixture
 def diff_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Diff:
+    """Run a diff in a folder that has the models in ``model.py``, and return the JSON."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(MODELS, "model.py")
 
@@ -82,6 +83,14 @@ def test_a_models_arguments_are_in_the_command(diff_json: Diff) -> None:
 def test_printed_output_name_is_not_an_existing_file(diff_json: Diff) -> None:
     words = ("--model", "model.py:net", saved(with_prefix("module.", state_of(net()))))
     assert [run_printed(fixes_in(diff_json(*words))[0]) for _ in range(2)] == ["a.serialized.pt", "a.serialized2.pt"]
+
+
+def test_runtime_names_next_to_a_loss(diff_json: Diff) -> None:
+    """The printed command renames the model's keys, keeps the loss, and reports that it is a partial fix."""
+    held = {key: value.detach() for key, value in hooked().named_parameters()}
+    found = diff_json("--model", "model.py:hooked", saved({**with_prefix("net.", held), "loss.weight": torch.ones(2)}))
+    assert PART in notes_in(found)
+    assert set(torch.load(run_printed(fixes_in(found)[0]))) == {*held, "loss.weight"}
 
 
 @pytest.mark.parametrize("right", ["model", "file"])
@@ -164,6 +173,11 @@ def test_extra_keys_are_reported_and_not_dropped(diff_json: Diff) -> None:
     found = diff_json("--model", "model.py:net", saved(with_prefix("module.", {**net().state_dict(), **more})))
     assert PART in notes_in(found)
     assert set(torch.load(run_printed(fixes_in(found)[0]))) == {*net().state_dict(), *more}
+
+
+def test_keys_of_another_tree_are_not_dropped_while_others_are_missing(diff_json: Diff) -> None:
+    tree = {key.replace("layers.", "transformer.h."): value for key, value in net().state_dict().items()}
+    assert not any("--drop" in line for line in fixes_in(diff_json("--model", "model.py:net", saved(tree))))
 
 
 @pytest.mark.parametrize("change", ["shape", "absent", "tree"])
