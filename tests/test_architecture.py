@@ -102,7 +102,6 @@ def test_torch_is_imported_only_in_the_modules_that_need_it() -> None:
 
 
 def test_other_modules_do_not_load_torch() -> None:
-    """Indirect imports count too."""
     free = [name for name in MODULES if not below(name, *WITH_TORCH, "ckpttool.__main__")]
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
     code += "    assert 'torch' not in sys.modules, name"
@@ -129,7 +128,6 @@ def test_value_classes_use_our_dataclass() -> None:
 
 
 def calls(name: str) -> Iterator[tuple[str, ast.Call]]:
-    """Yield every call in the module with the name of its function: ``print``, ``open``, ``os.replace``."""
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Name):

@@ -73,7 +73,6 @@ def golden(job: str, done: Done) -> None:
 
 
 def run_printed(run: Run, command: str) -> Done:
-    """Run a command exactly as ckpttool printed it."""
     name, *words = shlex.split(command)
     assert name == "ckpttool"
     return run(*words)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckpttool.cli.app import main
-from ckpttool.naming.wrappers import COUNTER, canonical_keys
+from ckpttool.naming.wrappers import COUNTER
 from command import Run
 from optimizer_support import same
 from wrapped_ranks import BLOCKS, CHAINS, PLAIN, TRAINED, Net, Wrapped, filename, net, tensors, wrap
@@ -17,44 +17,6 @@ from wrapped_ranks import BLOCKS, CHAINS, PLAIN, TRAINED, Net, Wrapped, filename
 FORMS = CHAINS + BLOCKS
 EXPORTED = ("plain", "dp", "compile", "averaged", "compile(averaged)")
 EXAMPLE = (torch.ones(1, 4),)
-
-# Wrappers whose segment torch's own get_model_state_dict leaves in the names, and why.
-TORCH_LEAVES = {
-    "dp": "module",  # it knows DistributedDataParallel only
-    "dp(compile)": "module",
-    "averaged": "module",
-    "averaged(ddp)": "module",
-    "ddp(averaged)": "module",
-    "compile(averaged)": "module",
-    # It looks for a compiled module on the wrapper around it, which passes attributes on (torchtitan#2622).
-    "ac(compile)": "_orig_mod",
-    "fsdp(compile)": "_orig_mod",
-    "block: ac(compile)": "_orig_mod",
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_canonical_names_of_a_live_model(wrapped: Wrapped, form: str) -> None:
-    assert tensors(wrapped.names[form]["canonical"]) == sorted(PLAIN)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_canonical_names_of_a_file(wrapped: Wrapped, form: str) -> None:
-    assert tensors(canonical_keys(wrapped.names[form]["keys"]).values()) == sorted(PLAIN)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_torch_agrees_except_for_segments_it_leaves_in(wrapped: Wrapped, form: str) -> None:
-    theirs = wrapped.names[form]["torch"]
-    left = {part for name in theirs for part in name.split(".")} & {"module", "_orig_mod"}
-    assert left == {TORCH_LEAVES[form]} if form in TORCH_LEAVES else tensors(theirs) == sorted(PLAIN)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_remapped_plain_checkpoint_loads_into_the_wrapped_model(wrapped: Wrapped, form: str) -> None:
-    written = torch.load(wrapped.folder / "loads" / f"{filename(form)}.pt")
-    assert sorted(written) == sorted(wrapped.names[form]["keys"])
-    assert wrapped.failures[form] == ""
 
 
 @pytest.mark.parametrize("form", FORMS)

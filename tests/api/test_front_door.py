@@ -14,9 +14,7 @@ from torch import nn
 
 import ckpttool
 from ckpttool import CkptError
-from ckpttool.core.checkpoint import TensorEntry
 from ckpttool.core.dtypes import itemsize
-from ckpttool.core.errors import Problem
 
 STATE = {"weight": torch.ones(1, 1)}
 
@@ -131,12 +129,6 @@ def test_a_repeatable_option_accepts_a_single_string(tmp_path: Path) -> None:
     assert [file.path for file in ckpttool.check(path, allow="os.*").files] == [path]
 
 
-def test_a_swap_in_memory_works_without_out() -> None:
-    model = nn.Linear(1, 1, bias=False)
-    ckpttool.swap_weights(model, STATE)
-    assert torch.equal(model.weight, STATE["weight"])
-
-
 def test_whole_does_not_remove_the_fix(tmp_path: Path) -> None:
     """`whole` also compares other entries, while a fix changes only the models."""
     torch.save({"old.weight": torch.ones(2, 3)}, tmp_path / "old.pt")
@@ -158,13 +150,3 @@ def test_an_unknown_dtype_is_an_error() -> None:
     with pytest.raises(CkptError, match="unknown dtype 'float3'") as raised:
         itemsize("float3")
     assert "pip install -U ckpttool" in raised.value.hint
-
-
-def test_a_problem_is_parsed_from_its_text() -> None:
-    assert Problem.parse("text @ key") == Problem("text", "key")
-    assert Problem.parse("a @ b @ key") == Problem("a @ b", "key")
-    assert Problem.parse("text alone") == Problem("text alone", "")
-
-
-def test_an_entry_without_storage_has_no_span() -> None:
-    assert TensorEntry("a", "float32", (2,), (1,), 0, None).span is None

@@ -185,7 +185,6 @@ def test_activation_checkpoint_segments_in_the_model_are_ignored(tmp_path: Path)
 
 
 def invalid_file(name: str) -> tuple[dict[str, Any], str]:
-    """Return a checkpoint that does not load, and the key with the problem."""
     model = Net(0)
     optimizer = adamw_in_groups(model)
     steps(model, optimizer, 0, 1)

@@ -123,19 +123,6 @@ def lossy(path: Path, shown: bool) -> Args:
     return ["remap", saved, "--model", model, "--to", "runtime", "-o", path / "out.pt", "--partial"]
 
 
-@prints("--max-shard-size changes nothing")
-def shards(path: Path, shown: bool) -> Args:
-    out = path / ("out.safetensors" if shown else "out")
-    return [
-        "convert",
-        save(path / "in.pt", dict(state())),
-        "--max-shard-size",
-        "1GB",
-        "-o",
-        out if shown else f"{out}/",
-    ]
-
-
 @prints("the file still holds the bytes of what was left out")
 def bytes_left(path: Path, shown: bool) -> Args:
     change = ["--drop", "2.weight"] if shown else ["--rule", "2.weight => 2.w"]
@@ -227,30 +214,6 @@ def notes_of_a_side(path: Path, shown: bool) -> Args:
     run = trained(flat=False)
     left = save(path / "left.pt", run if shown else {"model": run["model"]})
     return ["diff3", save(path / "base.pt"), left, save(path / "right.pt")]
-
-
-@prints("differs from the manifest's file")
-def file_of_a_manifest(path: Path, shown: bool) -> Args:
-    ckpt = save(path / "in.pt")
-    (path / "manifest.json").write_text(json.dumps(ckpttool.manifest(str(ckpt))))
-    if shown:
-        torch.save({key: value + 1 for key, value in state().items()}, ckpt)
-    return ["diff", path / "manifest.json", ckpt, "--values"]
-
-
-@prints("the files and the manifest are the same, byte for byte")
-def same_as_the_manifest(path: Path, shown: bool) -> Args:
-    return file_of_a_manifest(path, not shown)
-
-
-@prints("not among the manifest's files: __9_0.distcp")
-def more_than_the_manifest(path: Path, shown: bool) -> Args:
-    folder = path / "folder.dcp"
-    ckpttool.write(ckpttool.open_checkpoint(dict(state())), str(folder))
-    (path / "manifest.json").write_text(json.dumps(ckpttool.manifest(str(folder))))
-    if shown:
-        (folder / "__9_0.distcp").write_bytes(b"other")
-    return ["diff", path / "manifest.json", folder, "--values"]
 
 
 def hf(path: Path, *names: str) -> Path:

@@ -57,7 +57,6 @@ def _save() -> None:
 
 @pytest.fixture
 def files(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Copy the saved optimizers to a working folder."""
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path

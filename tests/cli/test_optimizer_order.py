@@ -6,7 +6,6 @@ CKPTTOOL_SEEDS sets the number of seeds.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from pathlib import Path
@@ -19,10 +18,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import optimizer_orders as orders
 from ckpttool.cli.app import main
-from command import fixes_in, notes_in
+from command import Run, fixes_in, notes_in
 from optimizer_orders import Spec, spec
 
-SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "40"))
+SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "25"))
 
 
 def tags(case: Spec, model: nn.Module) -> dict[nn.Parameter, float]:
@@ -66,7 +65,6 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, form: str) -> d
 
 
 def resumes(path: str, case: Spec, form: str, which: str = "new") -> bool:
-    """Return True if torch loads the file, assigns every state to the right parameter, and takes a step."""
     model = orders.Net(case, getattr(case, which))
     optimizer = orders.optimizer(case, model)
     saved = torch.load(path, weights_only=True)
@@ -98,10 +96,9 @@ def torch_can_reload(case: Spec, form: str) -> bool:
     return not (form == "flat" and case.tied and trained and torch.__version__ < "2.7")
 
 
-def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, Any]]:
-    capsys.readouterr()
-    status = main([*args, "--format", "json"])
-    return status, json.loads(capsys.readouterr().out)
+def answer(run: Run, *args: object) -> tuple[int, Any]:
+    done = run(*args, "--format", "json")
+    return done.status, done.data
 
 
 def states_an_assumption(notes: list[str]) -> bool:
@@ -109,19 +106,18 @@ def states_an_assumption(notes: list[str]) -> bool:
 
 
 def paste(command: str, seed: int) -> int:
-    """Run a suggested command with the old model in place of OLD."""
     return main([word.replace("OLD", f"optimizer_orders:old_{seed}") for word in shlex.split(command)[1:]])
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_state_stays_with_its_parameter(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_state_stays_with_its_parameter(seed: int, tmp_path: Path, run: Run) -> None:
     case = spec(seed)
     path = save_filled(tmp_path / "old.pt", case)
     new = ["--model", f"optimizer_orders:new_{seed}", "--optimizer", f"optimizer_orders:make_{seed}"]
     named = case.form != "id" or case.with_names
     right = resumes(path, case, case.form)
 
-    status, result = run(capsys, "diff", *new, path)
+    status, result = answer(run, "diff", *new, path)
     assert status in (0, 1)
     if status == 0 and not states_an_assumption(notes_in(result)):
         assert right
@@ -138,28 +134,26 @@ def test_state_stays_with_its_parameter(seed: int, tmp_path: Path, capsys: pytes
         assert paste(command, seed) == 0
         fixed = shlex.split(command)[-1]
         assert resumes(fixed, case, case.form)
-        assert run(capsys, "diff", *new, fixed)[0] == 0
+        assert answer(run, "diff", *new, fixed)[0] == 0
 
     for form in [form for form in ("id", "fqn", "flat") if torch_can_reload(case, form)]:
         out = str(tmp_path / f"{form}.pt")
-        status, result = run(capsys, "remap", path, *new, "--optimizer-keys", form, "-o", out)
+        status, result = answer(run, "remap", path, *new, "--optimizer-keys", form, "-o", out)
         if status == 0 and not states_an_assumption(notes_in(result)):
             assert resumes(out, case, form)
-            assert run(capsys, "diff", *new, out)[0] == 0
+            assert answer(run, "diff", *new, out)[0] == 0
         elif status == 1:
             assert not named
             command = result["hint"]
             assert command.startswith("ckpttool remap")
             assert paste(command, seed) == 0
             assert resumes(out, case, form)
-            assert run(capsys, "diff", *new, out)[0] == 0
+            assert answer(run, "diff", *new, out)[0] == 0
         assert status in (0, 1)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_optimizer_section_has_the_same_result_as_the_file(
-    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_optimizer_section_has_the_same_result_as_the_file(seed: int, tmp_path: Path, run: Run) -> None:
     """Without --optimizer, the parameter order of the model is used."""
     case = spec(seed)
     path = save_filled(tmp_path / "old.pt", case)
@@ -167,22 +161,22 @@ def test_optimizer_section_has_the_same_result_as_the_file(
     chosen = ["--optimizer", f"optimizer_orders:make_{seed}"]
     named = case.form != "id" or case.with_names
     right = resumes(path, case, case.form)
-    whole, alone = (run(capsys, "diff", *new, *chosen, operand)[0] for operand in (path, f"{path}::optimizer"))
+    whole, alone = (answer(run, "diff", *new, *chosen, operand)[0] for operand in (path, f"{path}::optimizer"))
     assert whole == alone
     if not torch_can_reload(case, case.form):
         return
 
     other = save_filled(tmp_path / "new.pt", case, "new")
-    status, result = run(capsys, "diff", f"{path}::optimizer", f"{other}::optimizer")
+    status, result = answer(run, "diff", f"{path}::optimizer", f"{other}::optimizer")
     by_ids = any("by their ids" in note for note in notes_in(result))
     assert status == 1 or right or (by_ids and not case.with_model)
     if named and case.kind != "SGD" and case.tied is None:
         assert (status == 0) == right
     if case.with_model:  # the result is about the model, and a note names the optimizers
-        _, result = run(capsys, "diff", path, other)
+        _, result = answer(run, "diff", path, other)
         assert any("::optimizer" in note for note in notes_in(result)) == (status == 1)
 
     out = str(tmp_path / "out.pt")
-    status, result = run(capsys, "remap", path, *new, "--optimizer-keys", case.form, "-o", out)
+    status, result = answer(run, "remap", path, *new, "--optimizer-keys", case.form, "-o", out)
     if status == 0 and not states_an_assumption(notes_in(result)):
         assert resumes(out, case, case.form)

@@ -96,7 +96,6 @@ WRAPS = {
 
 
 def parameter_names(optimizer: Mapping[str, Any]) -> list[str]:
-    """Return the parameter names in a saved optimizer, or an empty list if it has ids."""
     if "param_groups" not in optimizer:
         return [key.removeprefix("param_groups.")[: -len(".lr")] for key in optimizer if key.endswith(".lr")]
     groups = optimizer["param_groups"]
@@ -182,7 +181,6 @@ def save_run(path: Path, form: str, model: nn.Module, optimizer: torch.optim.Opt
 
 
 def resumed(path: Path, form: str, kind: str, groups: int) -> dict[str, torch.Tensor]:
-    """Load the file in the new model, take two steps, and return the parameters."""
     model = Net(NEW)
     optimizer = make(model, kind, groups)
     if form == "dcp":
@@ -254,21 +252,3 @@ def test_note_says_that_rules_do_not_reorder_ids(tmp_path: Path, run: Run, monke
     assert not ckpttool.remap(str(path), to="ddp").notes
     torch.save({"model": model.state_dict(), "optimizer": make(model, "AdamW", 1).state_dict()}, path)
     assert not ckpttool.remap(str(path), rule=[*RULES[1::2]]).notes
-
-
-def test_ids_are_not_assumed_to_be_those_of_the_new_model(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    register_module(monkeypatch, old=lambda: Net(OLD), new=lambda: Net(NEW), make=lambda model: make(model, "AdamW", 1))
-    model = Net(OLD)
-    optimizer = make(model, "AdamW", 1)
-    step(model, optimizer, 0)
-    path, out = tmp_path / "run.pt", tmp_path / "out.pt"
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-    new = ("--model", "renamed_net:new", "--optimizer", "renamed_net:make")
-    done = run("remap", path, *new, "--optimizer-keys", "id", *RULES, "-o", out)
-    assert done.status == 1
-    assert "in another order" in done.err
-    hint = done.err.partition("hint: ")[2].strip().replace("OLD", "renamed_net:old")
-    assert run(*shlex.split(hint)[1:]).status == 0
-    assert run("diff", *new, out).status == 0

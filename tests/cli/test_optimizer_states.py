@@ -80,7 +80,6 @@ def saved(kind: str, which: str, form: str, groups: int, layers: str) -> dict[st
 
 
 def resumes(state: dict[str, Any], make: Callable[[nn.Module], torch.optim.Optimizer], by_name: bool) -> bool:
-    """Return True if torch loads it, assigns the moments to the right parameters, and takes two steps."""
     model = Net("abc")
     opt, given = make(model), copy.deepcopy(state)
     try:

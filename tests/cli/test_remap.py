@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import hook_zoo
-from command import Run, fixes_in
+from command import Run
 from hook_zoo import ZOO
 
 torch.set_num_threads(1)
@@ -159,35 +157,6 @@ def test_saved_plan_runs_without_the_model(tmp_path: Path, model: Path, run: Run
     assert run("remap", model, "--rules", plan, "-o", tmp_path / "b.pt")[0] == 0
     assert set(torch.load(tmp_path / "a.pt")) == {"layer.weight", "layer.bias", "norm.weight", "norm.bias"}
     assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
-
-
-def test_remap_in_place_keeps_an_undo_record(tmp_path: Path, run: Run) -> None:
-    path = tmp_path / "m.safetensors"
-    save_file({"a": torch.ones(2)}, path)
-    assert run("remap", path, "--rule", "a => b", "--in-place", "--verify")[0] == 0
-    assert list(load_file(path)) == ["b"]
-    assert sorted(os.listdir(tmp_path)) == [".m.safetensors.ckpttool.undo", "m.safetensors"]
-    assert run("convert", path, "--in-place")[0] == 0
-    assert [name for name in os.listdir(tmp_path) if not name.startswith(".")] == ["m.safetensors"]
-
-
-def test_names_file_replaces_the_model(tmp_path: Path, model: Path, run: Run) -> None:
-    names = tmp_path / "names.json"
-    assert run("trace", MODEL, "-o", names)[0] == 0
-    assert run("remap", model, "--model", names, "--to", "runtime", "-o", tmp_path / "a.pt")[0] == 0
-    assert run("diff", "--model", names, model)[0] == 0
-    assert run("diff", "--model", names, tmp_path / "a.pt")[0] == 1
-
-
-def test_suggested_fix_works(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    operand = MODEL.replace("strip_layer", "overrides_state_dict")
-    torch.save(dict(ZOO["overrides_state_dict"]().named_parameters()), "run.pt")
-    status, out, _ = run("diff", "--model", operand, "run.pt", "--format", "json")
-    assert status == 1
-    (fix,) = fixes_in(json.loads(out))
-    assert run(*shlex.split(fix)[1:])[0] == 0
-    assert run("diff", "--model", operand, shlex.split(fix)[-1])[0] == 0
 
 
 def test_both_models_take_arguments(tmp_path: Path, run: Run) -> None:

@@ -46,7 +46,6 @@ FILES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def write(name: str, folder: Path) -> tuple[str, str]:
-    """Write the file, and return the operands for the file and for its section."""
     content, section = FILES[name]
     path = folder / name
     if name == "accelerate":

@@ -92,7 +92,6 @@ EDITS: dict[str, tuple[Callable[[], object], str]] = {
 
 
 def content(folder: Path = Path()) -> dict[str, tuple[int, bytes]]:
-    """Return mode and bytes of every file, including hidden ones."""
     return {
         str(path): (path.stat().st_mode, path.read_bytes() if path.is_file() else b"") for path in folder.rglob("*")
     }
@@ -197,7 +196,7 @@ def test_one_of_two_concurrent_edits_is_refused(
 # Processes
 
 
-@pytest.mark.parametrize("number", [1, 3, 10, 40, 90])
+@pytest.mark.parametrize("number", [1, 10, 90])
 def test_ctrl_c_during_imports_prints_no_traceback(tmp_path: Path, number: int) -> None:
     """SIGINT is raised at the import with this number after the entry point has started."""
     save_file(STATE, tmp_path / "in.safetensors")

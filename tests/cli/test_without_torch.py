@@ -16,8 +16,6 @@ from torchless import torchless
 
 
 class Fused(nn.Module):
-    """Two weights that are saved under one key."""
-
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k = nn.Linear(2, 3, bias=False), nn.Linear(2, 3, bias=False)

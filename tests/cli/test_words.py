@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from pathlib import Path
@@ -11,10 +10,8 @@ import pytest
 import torch
 
 from ckpttool.cli import streams
-from ckpttool.cli.app import main
 from ckpttool.cli.failures import problem_lines
 from ckpttool.core.errors import Problem
-from ckpttool.core.text import a
 from command import Run
 from places import DATA
 
@@ -41,18 +38,15 @@ def _working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"a.w": torch.ones(3), "b.w": torch.ones(3)}, "b.pt")
 
 
-def test_warnings_are_printed_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", "a.pt", "b.pt"]) == 1
-    out, err = capsys.readouterr()
-    assert "warning:" not in out
-    assert err.startswith("warning: ")
+def test_warnings_are_printed_to_stderr(run: Run) -> None:
+    done = run("diff", "a.pt", "b.pt")
+    assert (done.status, "warning:" in done.out, done.err.startswith("warning: ")) == (1, False, True)
 
 
-def test_repeated_output_of_model_code_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", "--model", "noisy.py:build"]) == 0
-    out, err = capsys.readouterr()
-    assert "a layer" not in out
-    lines = err.splitlines()
+def test_repeated_output_of_model_code_is_printed_once(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    done = run("diff", "--model", "noisy.py:build")
+    assert (done.status, "a layer" in done.out) == (0, False)
+    lines = done.err.splitlines()
     assert lines.count("a layer is made") == 1
     (warned,) = [line for line in lines if line.startswith("warning: UserWarning: old ")]
     assert "more from there" in warned
@@ -70,28 +64,25 @@ def test_many_problems_are_grouped() -> None:
     assert (len(many), many[-1]) == (11, "... and 32 more (--format json)")
 
 
-def test_json_contains_all_problems(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_contains_all_problems(run: Run) -> None:
     torch.save({f"k{i}": torch.ones(1) for i in range(42)}, "many.pt")
-    assert (
-        main(["remap", "many.pt", "--model", "noisy.py:build", "--to", "runtime", "--dry-run", "--format", "json"]) == 1
-    )
-    out, err = capsys.readouterr()
-    assert len(json.loads(out)["problems"]) == 42
-    assert "... and 32 more (--format json)" in err
+    done = run("remap", "many.pt", "--model", "noisy.py:build", "--to", "runtime", "--dry-run", "--format", "json")
+    assert (done.status, len(done.data["problems"])) == (1, 42)
+    assert "... and 32 more (--format json)" in done.err
 
 
-def test_group_with_several_shapes_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_group_with_several_shapes_shows_them(run: Run) -> None:
     for name, size in (("c.pt", 2), ("d.pt", 3)):
         torch.save({f"layers.{i}.w": torch.ones(size + i) for i in range(2)}, name)
-    main(["diff", "c.pt", "d.pt"])
-    out = capsys.readouterr().out
+    out = run("diff", "c.pt", "d.pt").out
     assert "  layers.0.w: [2] instead of [3]\n  layers.1.w: [3] instead of [4]\n" in out
 
 
-def test_dry_run_groups_repeated_layers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_groups_repeated_layers(run: Run) -> None:
     torch.save({f"layers.{i}.{leaf}": torch.ones(1) for i in range(30) for leaf in "ab"}, "deep.pt")
-    assert main(["remap", "deep.pt", "--to", "ddp", "--dry-run"]) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    done = run("remap", "deep.pt", "--to", "ddp", "--dry-run")
+    assert done.status == 0
+    lines = [" ".join(line.split()) for line in done.out.splitlines()]
     assert "layers.{0-29}.a -> module.layers.{0-29}.a" in lines
     assert sum("layers" in line for line in lines) == 2
 
@@ -110,26 +101,23 @@ def test_dry_run_groups_repeated_layers(capsys: pytest.CaptureFixture[str]) -> N
         (["trace", "pkg/model.py:build"], "name it pkg.model:build"),
     ],
 )
-def test_hint_names_the_operand(args: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hint_names_the_operand(args: list[str], hint: str, run: Run) -> None:
     Path("pkg").mkdir()
     Path("pkg/__init__.py").touch()
     Path("pkg/parts.py").write_text("from torch import nn\n")
     Path("pkg/model.py").write_text("from .parts import nn\ndef build(): return nn.Linear(2, 2)\n")
-    assert main(args) == 2
-    assert hint in capsys.readouterr().err
+    done = run(*args)
+    assert (done.status, hint in done.err) == (2, True)
 
 
-def test_swapped_operands_get_a_corrected_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_swapped_operands_get_a_corrected_command(run: Run) -> None:
     torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)), "p.pt2")
     torch.save(torch.nn.Linear(2, 2).state_dict(), "w.pt")
-    assert main(["swap-weights", "w.pt", "p.pt2", "-o", "o.pt2"]) == 2
-    hint = capsys.readouterr().err.splitlines()[-1]
+    done = run("swap-weights", "w.pt", "p.pt2", "-o", "o.pt2")
+    assert done.status == 2
+    hint = done.err.splitlines()[-1]
     assert hint == "hint: the program comes first: ckpttool swap-weights p.pt2 w.pt -o o.pt2"
-    assert main(hint.partition("ckpttool ")[2].split()) == 0
-
-
-def test_article_of_a_type_name() -> None:
-    assert (a(3), a({}), a(torch.ones(1))) == ("an int", "a dict", "a Tensor")
+    assert run(*hint.partition("ckpttool ")[2].split()).status == 0
 
 
 def test_dry_run_writes_no_manifest(run: Run) -> None:

@@ -119,7 +119,6 @@ PAIRS: list[tuple[str, tuple[str, ...]]] = [
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the files to compare, and one file for each change."""
     folder_path = tmp_path_factory.mktemp("compared")
     (folder_path / "net.py").write_text(MODEL)
     (folder_path / "run").mkdir()
@@ -143,7 +142,6 @@ def folder(files: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def use_change(change: str) -> None:
-    """Copy the file with that change to the paths that the questions read."""
     for name in ("same.pt", "run/step-3.pt"):
         shutil.copyfile(f"{change}.pt", name)
 
@@ -262,7 +260,7 @@ def test_a_program_difference_is_reported_or_marked_as_not_compared(
 
 
 def test_torchrun_ranks_give_the_same_answer_as_one_process(run: Run, folder: Path) -> None:
-    for change in ("nothing", "values", "moments"):
+    for change in ("values", "moments"):
         use_change(change)
         arguments = ("diff", "same.pt", "old.pt", "--values", "--format", "json")
         alone = run(*arguments)

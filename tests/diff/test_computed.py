@@ -39,7 +39,6 @@ def _change_both_layers(change: Callable[[nn.Module], object]) -> nn.Module:
 
 
 def weight_norm() -> nn.Module:
-    """Use the deprecated form, which adds suffixes."""
     return _change_both_layers(nn.utils.weight_norm)
 
 
@@ -48,7 +47,6 @@ def parametrized_weight_norm() -> nn.Module:
 
 
 def spectral_norm() -> nn.Module:
-    """Use the deprecated form, which adds suffixes."""
     return _change_both_layers(nn.utils.spectral_norm)
 
 
@@ -57,7 +55,6 @@ def parametrized_spectral_norm() -> nn.Module:
 
 
 def pruned() -> nn.Module:
-    """Mask half of each weight."""
     return _change_both_layers(lambda layer: prune.l1_unstructured(layer, "weight", 0.5))
 
 

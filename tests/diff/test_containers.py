@@ -17,7 +17,7 @@ import torch
 from ckpttool.cli.app import main
 from command import Run
 
-SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "100"))
+SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "60"))
 KEYS = (1, 2, "1", "a", "b", "a.b", "model", "state_dict", "rng", "c d", (1, 2), None, True, 1.5)
 Place = tuple[Any, ...]
 

@@ -116,7 +116,6 @@ def counts(rows: list[tuple[str, int, list[str]]]) -> Counter[str]:
 
 
 def summary_counts(text: str) -> Counter[str]:
-    """Parse the line that counts the keys of each status."""
     line = re.search(r"^keys +(.*)$", text, re.M)
     return Counter({status: int(count) for count, status in re.findall(r"(\d+) (\w+)", line[1] if line else "")})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.cli.app import main
 from ckpttool.core.errors import CkptError
+from command import Run
 
 State = dict[str, torch.Tensor]
 BASE = {f"layers.{index}.w": torch.full((2, 3), float(index)) for index in range(6)}
@@ -40,9 +39,7 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_each_change_is_attributed_to_the_right_side(
-    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_change_is_attributed_to_the_right_side(seed: int, tmp_path: Path, run: Run) -> None:
     draw = random.Random(seed)
     left, right = edited(draw), edited(draw)
     paths = [str(tmp_path / f"{name}.pt") for name in ("left", "right", "base")]
@@ -54,16 +51,15 @@ def test_each_change_is_attributed_to_the_right_side(
         both = "both" if same(left.get(key), right.get(key)) else "conflict"
         if by_left or by_right:
             expected[key] = both if by_left and by_right else "left" if by_left else "right"
-    status = main(["diff3", paths[2], *paths[:2], "--values", "--format", "json"])
-    result = json.loads(capsys.readouterr().out)
+    done = run("diff3", paths[2], *paths[:2], "--values", "--format", "json")
+    result = done.data
     keys = [
         (e["base"] or [*(e["left"] or {}).get("keys", []), *(e["right"] or {}).get("keys", [])])[0]
         for e in result["entries"]
     ]
     assert dict(zip(keys, (entry["by"] for entry in result["entries"]))) == expected
     assert len(keys) == len(expected)
-    assert result["conflicts"] == ("conflict" in expected.values()) == bool(status)
-    assert main(["diff3", paths[2], *paths[:2], "--values"]) == status
+    assert result["conflicts"] == ("conflict" in expected.values()) == bool(done.status)
 
 
 def saved(path: Path, state: dict[str, Any]) -> str:
@@ -85,14 +81,6 @@ def test_a_rename_and_new_values_merge_but_two_tensors_with_one_name_conflict(tm
     ]
 
 
-def test_without_values_the_result_says_that_values_were_not_compared(tmp_path: Path) -> None:
-    base = saved(tmp_path / "base.pt", BASE)
-    trained = saved(tmp_path / "trained.pt", {key: value + 1 for key, value in BASE.items()})
-    result = ckpttool.diff3(base, trained, base)
-    assert not result.points
-    assert result.compared["values"] is False
-
-
 def test_a_rename_and_a_different_rename_with_new_values_conflict(tmp_path: Path) -> None:
     """It does not matter which side only renamed the tensor."""
     base = saved(tmp_path / "base.pt", BASE)
@@ -109,22 +97,19 @@ def test_ignored_dtypes_are_not_changes(tmp_path: Path) -> None:
     assert not ckpttool.diff3(base, half, base, values=True, ignore_dtype=True).points
 
 
-@pytest.mark.parametrize("manifest", range(3))
-def test_a_manifest_is_refused_at_each_position(
-    manifest: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    three = [saved(tmp_path / "base.pt", BASE)] * 3
-    assert main(["inspect", three[0], "--manifest", str(tmp_path / "m.json")]) == 0
-    three[manifest] = str(tmp_path / "m.json")
-    assert main(["diff3", three[2], *three[:2]]) == 2
-    assert "a manifest has no values to compare with a base" in capsys.readouterr().err
+def test_a_manifest_is_refused_at_each_position(tmp_path: Path, run: Run) -> None:
+    base, manifest = saved(tmp_path / "base.pt", BASE), str(tmp_path / "m.json")
+    assert run("inspect", base, "--manifest", manifest).status == 0
+    for three in ((manifest, base, base), (base, manifest, base), (base, base, manifest)):
+        done = run("diff3", *three)
+        assert (done.status, "a manifest has no values to compare with a base" in done.err) == (2, True)
 
 
 @pytest.mark.parametrize("options", [["--suggest", "r.toml"], ["--optimizer", "torch.optim:SGD", "--model", "m:f"]])
-def test_wrong_usage_is_an_error(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_an_error(options: list[str], tmp_path: Path, run: Run) -> None:
     base = saved(tmp_path / "base.pt", BASE)
-    assert main(["diff3", base, base, base, *options]) == 2
-    assert main(["diff3", base, base]) == 2
-    assert "usage: ckpttool diff3 [OPTIONS]" in capsys.readouterr().err
+    assert run("diff3", base, base, base, *options).status == 2
+    done = run("diff3", base, base)
+    assert (done.status, "usage: ckpttool diff3 [OPTIONS]" in done.err) == (2, True)
     with pytest.raises(CkptError):
         ckpttool.diff3(base, base, str(tmp_path / "none.pt"))

@@ -31,7 +31,6 @@ def section(*entries: Entries, path: str = "", kind: str = "state_dict") -> Sect
 
 
 def differences(entries: Iterable[Entry]) -> list[tuple[str, str, str, str]]:
-    """Return the status, keys of both sides, and reason of each entry that is not the same."""
     return [
         (one.status, " ".join(one.left), " ".join(one.right), ": ".join(filter(None, (one.reason, one.detail))))
         for one in entries
@@ -57,6 +56,23 @@ PAIRS: dict[str, tuple[list[Entries], list[Entries], list[tuple[str, str, str, s
             ("shape", "a", "a", "different shape: [2] instead of [3]"),
             ("dtype", "b", "b", "uint8 instead of int8"),
             ("shape", "c", "c", "a tensor on one side only"),
+        ],
+    ),
+    "shapes, and a dtype or a wrapper too": (
+        [tensor("a", 1, 2), tensor("module.b", 1)],
+        [tensor("a", 1, dtype="int8"), tensor("b", 1, 2)],
+        [
+            ("shape", "a", "a", "different shape: [2] instead of [1]"),
+            ("shape", "module.b", "b", "different shape; IN: [1] instead of [2]"),
+        ],
+    ),
+    "two wrapped names of one name": (
+        [tensor("module.a", 1), tensor("_orig_mod.a", 1)],
+        [tensor("a", 1)],
+        [
+            ("unexpected", "module.a", "", "not in right"),
+            ("unexpected", "_orig_mod.a", "", "not in right"),
+            ("missing", "", "a", "missing from left"),
         ],
     ),
     "a wrapper": (

@@ -30,7 +30,6 @@ class Net(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Save one file of each kind, all with the same key, dtype and shape."""
     folder = tmp_path_factory.mktemp("kinds")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for kind, value in tensors().items():
@@ -47,7 +46,6 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def loads(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return True if a model that holds `right` loads `left` strictly."""
     model = nn.Module()
     model.register_buffer("w", right.clone())
     try:

@@ -54,7 +54,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_digests_match_the_bytes(run: Run, tmp_path: Path, name: str) -> None:
+def test_digests_match_the_bytes_and_every_format_with_the_same_tensors(run: Run, tmp_path: Path, name: str) -> None:
     ckpt = written(tmp_path, name)
     data = manifest(run, ckpt, tmp_path / "m.json")
     assert data["predicate"]["format"] == FORMATS[name]
@@ -64,15 +64,8 @@ def test_digests_match_the_bytes(run: Run, tmp_path: Path, name: str) -> None:
     lines = "".join(f"{file['digest']['sha256']}  {file['name']}\n" for file in data["subject"])
     folder = ckpt if Path(ckpt).is_dir() else tmp_path
     assert subprocess.run(["sha256sum", "-c", "--quiet"], input=lines.encode(), cwd=folder, check=False).returncode == 0
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_checkpoint_matches_its_manifest_in_every_format(run: Run, tmp_path: Path, name: str) -> None:
-    ckpt = written(tmp_path, name)
-    manifest(run, ckpt, tmp_path / "m.json")
     done = run("diff", "--values", ckpt, tmp_path / "m.json", "--format", "json")
-    assert done.status == 0
-    assert notes_in(done.data) == ["the files and the manifest are the same, byte for byte"]
+    assert (done.status, notes_in(done.data)) == (0, ["the files and the manifest are the same, byte for byte"])
     again = tmp_path / "again"
     again.mkdir()
     for other in FORMATS:
@@ -95,7 +88,6 @@ def test_a_changed_bit_is_reported_with_its_key(run: Run, tmp_path: Path, key: s
 
 
 def test_storages_without_a_known_tensor_are_compared_by_their_bytes(run: Run, tmp_path: Path) -> None:
-    """A manifest includes the bytes of storages that belong to no tensor."""
     files = {
         "none": {"w": torch.ones(2)},
         "one": {"w": torch.ones(2), "more": [torch.UntypedStorage(range(3))]},
@@ -174,6 +166,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "optimizer.state.1.exp_avg": lambda ckpt: ckpt["optimizer"]["state"][1]["exp_avg"].add_(1),
     "model.bias": lambda ckpt: ckpt["model"].pop("bias"),
     "model.new": lambda ckpt: ckpt["model"].update(new=torch.ones(1)),
+    "step": lambda ckpt: ckpt.update(step=8),
 }
 
 
@@ -182,23 +175,13 @@ def test_changes_outside_dense_tensors_are_reported(run: Run, tmp_path: Path, pl
     torch.save(training_checkpoint(), tmp_path / "a.pt")
     manifest(run, str(tmp_path / "a.pt"), tmp_path / "m.json")
     ckpt = torch.load(tmp_path / "a.pt", weights_only=False)
-    torch.save({**ckpt, "step": 8}, tmp_path / "later.pt")
-    later = run("diff", "--values", tmp_path / "later.pt", tmp_path / "m.json", "--format", "json")
-    assert later.status == 0
-    assert "not compared (not tensors): step" in notes_in(later.data)
     CHANGES[place](ckpt)
     torch.save(ckpt, tmp_path / "b.pt")
     done = run("diff", "--values", tmp_path / "b.pt", tmp_path / "m.json", "--format", "json")
-    assert done.status == 1
+    assert done.status == (place != "step")
     differing = [entry for entry in done.data["entries"] if entry["status"] not in ("same", "alias")]
-    assert [(*entry["left"], *entry["right"])[0] for entry in differing] == [place]
-
-
-def test_two_tensors_may_have_the_same_dotted_name(run: Run, tmp_path: Path) -> None:
-    for name, value in (("a.pt", 1.0), ("b.pt", 2.0)):
-        torch.save({"e": {"a": {"b": torch.tensor(value)}, "a.b": torch.ones(2)}, "w": torch.ones(1)}, tmp_path / name)
-    manifest(run, str(tmp_path / "a.pt"), tmp_path / "m.json")
-    assert [run("diff", "--values", tmp_path / name, tmp_path / "m.json").status for name in ("a.pt", "b.pt")] == [0, 1]
+    assert [(*entry["left"], *entry["right"])[0] for entry in differing] == ([place] if place != "step" else [])
+    assert place != "step" or "not compared (not tensors): step" in notes_in(done.data)
 
 
 def test_non_tensor_entries_are_compared_in_any_order(run: Run, tmp_path: Path) -> None:
@@ -263,7 +246,6 @@ def test_a_damaged_manifest_is_refused_with_the_path_of_the_damage(
 
 
 def test_a_changed_file_in_a_subfolder_is_reported(run: Run, tmp_path: Path) -> None:
-    """Shards in subfolders are compared too."""
     (tmp_path / "m" / "sub").mkdir(parents=True)
     save_file({"a": torch.zeros(2)}, tmp_path / "m" / "sub" / "x.safetensors")
     (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "sub/x.safetensors"}}))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import real_models
-from ckpttool.cli.app import main
 from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
 from ckpttool.diffing.moved import Rotary, explain_moved, rotary
 from ckpttool.diffing.sections import Values, compare
 from ckpttool.evaluate.compare import Difference
 from ckpttool.live.model import section_of
 from ckpttool.naming.evidence import Tensor, exchangeable
+from command import Run
 from places import SUPPORT
 
 torch.set_num_threads(1)
@@ -59,13 +57,13 @@ def test_names_of_one_segment_are_reported_in_full() -> None:
     }
 
 
-def test_sparse_tensors_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sparse_tensors_are_skipped(tmp_path: Path, run: Run) -> None:
     one = {"a": torch.ones(2), "s": torch.ones(2).to_sparse()}
     torch.save(one, tmp_path / "a.pt")
     torch.save({"a": torch.zeros(2), "s": torch.zeros(2).to_sparse()}, tmp_path / "b.pt")
-    assert main(["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--values", "--format", "json"]) == 1
-    result = json.loads(capsys.readouterr().out)["entries"]
-    assert [(entry["status"], entry["left"], entry["reason"]) for entry in result] == [
+    done = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--values", "--format", "json")
+    assert done.status == 1
+    assert [(entry["status"], entry["left"], entry["reason"]) for entry in done.data["entries"]] == [
         ("value", ["a"], "different values"),
         ("value", ["s"], "different values"),
     ]
@@ -93,13 +91,14 @@ def test_an_unchanged_tensor_is_not_a_source_of_moved_values() -> None:
     assert reasons(left, moved) == {"a.w": "different values; left `a` is right `c`", "c.w": "different values"}
 
 
-def test_the_command_reports_swapped_norms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_swapped_norms(tmp_path: Path, run: Run) -> None:
     """torchtitan#1441: all names and shapes match, but the model generates nonsense."""
     left = {"layers.0.attention_norm.weight": torch.rand(8), "layers.0.ffn_norm.weight": torch.rand(8)}
     torch.save(left, tmp_path / "a.pt")
     torch.save(dict(zip(left, reversed(left.values()))), tmp_path / "b.pt")
-    assert main(["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--values", "--format", "json"]) == 1
-    result = json.loads(capsys.readouterr().out)
+    done = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--values", "--format", "json")
+    result = done.data
+    assert done.status == 1
     assert {entry["reason"] for entry in result["entries"]} == {
         "different values; left `layers.0.attention_norm` is right `layers.0.ffn_norm`",
         "different values; left `layers.0.ffn_norm` is right `layers.0.attention_norm`",
@@ -137,33 +136,34 @@ def test_reordered_rows_and_a_transposed_matrix_are_recognised() -> None:
     }
 
 
-def test_tensors_whose_swap_would_not_be_noticed_are_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_tensors_whose_swap_would_not_be_noticed_are_listed(run: Run, tmp_path: Path) -> None:
     torch.save(real_models.llama().state_dict(), tmp_path / "llama.pt")
     model = f"{SUPPORT / 'real_models.py'}:llama"
-    assert main(["diff", "--model", model, str(tmp_path / "llama.pt"), "--format", "json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    done = run("diff", "--model", model, tmp_path / "llama.pt", "--format", "json")
+    result = done.data
+    assert done.status == 0
     alike = [{key for key in keys if "layers.1" not in key} for keys in result["exchangeable"]]
     layer = "model.layers.0."
     assert {layer + "self_attn.q_proj.weight", layer + "self_attn.o_proj.weight"} in alike
     assert {layer + "input_layernorm.weight", layer + "post_attention_layernorm.weight"} in alike
     assert {"model.embed_tokens.weight", "lm_head.weight"} in alike
-    assert main(["diff", "--model", model, str(tmp_path / "llama.pt")]) == 0
-    assert "would not be noticed" not in "".join(capsys.readouterr())  # nothing was renamed
+    same = run("diff", "--model", model, tmp_path / "llama.pt")
+    assert (same.status, "would not be noticed" in same.out + same.err) == (0, False)  # nothing was renamed
     state = {key.replace("input_layer", "in_layer"): value for key, value in real_models.llama().state_dict().items()}
     torch.save(state, tmp_path / "llama.pt")
-    assert main(["diff", "--model", model, str(tmp_path / "llama.pt")]) == 1
-    assert "the same shape as a neighbor, so a swap would not be noticed" in capsys.readouterr().out
+    renamed = run("diff", "--model", model, tmp_path / "llama.pt")
+    assert (renamed.status, "the same shape as a neighbor, so a swap would not be noticed" in renamed.out) == (1, True)
 
 
-def test_a_tied_head_is_not_exchangeable(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_tied_head_is_not_exchangeable(run: Run, tmp_path: Path) -> None:
     torch.save(real_models.tied_llama().state_dict(), tmp_path / "llama.pt")
     model = f"{SUPPORT / 'real_models.py'}:tied_llama"
-    assert main(["diff", "--model", model, str(tmp_path / "llama.pt"), "--format", "json"]) == 0
-    assert not any("lm_head.weight" in keys for keys in json.loads(capsys.readouterr().out)["exchangeable"])
+    done = run("diff", "--model", model, tmp_path / "llama.pt", "--format", "json")
+    assert done.status == 0
+    assert not any("lm_head.weight" in keys for keys in done.data["exchangeable"])
 
 
 def test_a_model_loads_with_exchangeable_tensors_swapped() -> None:
-    """A strict load is the oracle."""
     model = real_models.llama()
     state = model.state_dict()
     alike = exchangeable(Tensor(key, "float32", tuple(value.shape)) for key, value in state.items())

@@ -70,7 +70,6 @@ def section(*entries: TensorEntry | ExtraEntry | str) -> Section:
 
 
 def differences(entries: Iterable[Entry]) -> list[tuple[str, str, str, str]]:
-    """Return the status, keys of both sides, and reason of each entry that is not the same."""
     return [
         (one.status, " ".join(one.left), " ".join(one.right), ": ".join(filter(None, (one.why(), one.detail))))
         for one in entries

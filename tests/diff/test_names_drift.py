@@ -35,7 +35,6 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def build_net() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Build the model and the optimizer from the current code."""
     spec = importlib.util.spec_from_file_location("changed", "model.py")
     assert spec is not None
     module: Any = importlib.util.module_from_spec(spec)
@@ -55,7 +54,6 @@ def change(*pairs: tuple[str, str]) -> None:
 
 
 def load_moments(path: str) -> dict[str, torch.Tensor]:
-    """Load the checkpoint with torch, and return the first moment of each parameter."""
     net, optimizer = build_net()
     saved = torch.load(path)
     net.load_state_dict(saved["model"], strict=True)
@@ -271,8 +269,15 @@ def test_two_names_files_can_be_compared(repository: Path, run: Run) -> None:
     assert run("diff", "names.json", "other.json", "--format", "json").data["summary"] == {"same": 15, "shape": 1}
 
 
-@pytest.mark.parametrize("shape", ["()", "(1,)", "(7,)", "(2, 3)"])
-@pytest.mark.parametrize(("old", "new"), [("calls", "counter"), ("scale", "running_total"), ("a.pe", "b.table")])
+@pytest.mark.parametrize(
+    ("shape", "old", "new"),
+    [
+        ("()", "calls", "counter"),
+        ("(1,)", "scale", "running_total"),
+        ("(7,)", "a.pe", "b.table"),
+        ("(2, 3)", "a.pe", "b.table"),
+    ],
+)
 def test_a_single_missing_and_a_single_unexpected_buffer_are_a_suggested_rename(
     run: Run, tmp_path: Path, old: str, new: str, shape: str
 ) -> None:

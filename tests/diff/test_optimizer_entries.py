@@ -39,7 +39,6 @@ def moment(*shape: int, dtype: str = "float32") -> TensorEntry:
 
 
 def differences(entries: Iterable[Entry]) -> list[tuple[str, str, str]]:
-    """Return the status, keys and reason of each entry that is not the same."""
     return [
         (one.status, " ".join((*one.left, *one.right)), ": ".join(filter(None, (one.reason, one.detail))))
         for one in entries
@@ -200,6 +199,7 @@ def test_equal_names_at_other_positions_differ_if_they_have_state() -> None:
     result = compare_saved(
         ids([0, 1, 2], names="abc", state=one), ids([0, 1, 2], names="acb", state={2: {"exp_avg": moment(2)}})
     )
+    assert result.notes == ("compared by parameter name, only the positions differ",)
     assert [(status, why.rpartition(": ")[2]) for status, _, why in differences(result.entries)] == [
         ("order", "number 1 in left, 2 in right"),
         ("order", "number 2 in left, 1 in right"),

@@ -187,6 +187,11 @@ def test_extra_and_missing_parameters_are_reported() -> None:
     missing = compare_saved(saved(FQN, "ab"), model("abc"))
     assert ("missing", "param_groups.0.params.c", None) in differences(missing)
     assert (missing.fits, missing.remedy) == (False, Remedy("regroup"))
+    fewer = compare_saved(saved(ID, "ab"), model("abc"))
+    assert fewer.notes == (
+        "left was not saved by this optimizer: its groups have other sizes: "
+        "2 parameters in the file, 3 in the optimizer @ param_groups.0",
+    )
 
 
 def torch_verdict(error: str | None = None, stepped: bool = True, **landed: int) -> Any:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import ckpttool
 import hook_zoo
@@ -44,28 +43,8 @@ def test_different_values_of_a_key_not_in_the_model_are_reported(tmp_path: Path)
     assert statuses(result)["loss.weight"] == "value"
 
 
-class SwapsNames(nn.Module):
-    """Swaps the names of two tensors in checkpoints."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Parameter(torch.ones(2)) for _ in range(3))
-        self.register_state_dict_post_hook(self.swap)
-        self.register_load_state_dict_pre_hook(lambda _, state, prefix, *rest: self.swap(_, state, prefix, None))
-
-    @staticmethod
-    def swap(_: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-        for key in [key for key in ("a", "b") if key in state]:
-            state[f"_{key}"] = state.pop(key)
-        for old, new in (("_a", "b"), ("_b", "a")):
-            if old in state:
-                state[new] = state.pop(old)
-
-
 def test_equal_keys_of_two_different_tensors_are_not_the_same() -> None:
     """Left has runtime names, right has serialized keys: `a` on the left is another tensor than `a` on the right."""
-    names = ckpttool.trace(SwapsNames())
-    assert {key.key for key in names.serialized} == {"a", "b", "c"}
-    left, right = {"a": torch.ones(2), "c": torch.ones(2)}, {"b": torch.ones(2), "c": torch.ones(2)}
-    result = ckpttool.diff(left, right, model=SwapsNames())
-    assert not result.identical
+    model = hook_zoo.swaps_two_names()
+    left, right = ({f"{name}.{leaf}": torch.ones(2) for leaf in ("weight", "bias")} for name in "ab")
+    assert not ckpttool.diff(left, right, model=model).identical

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,85 +13,76 @@ from safetensors.torch import load_file, save_file
 import hook_zoo
 import real_models
 from ckpttool.cli.app import main
-from command import fixes_in
-from places import ROOT, SUPPORT
+from command import Run, fixes_in
+from places import SUPPORT
 
 TIED = ["tied_llama", "t5", "bert"]
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any]:
-    """Run a command with --format json; return its exit status and the JSON object."""
-    capsys.readouterr()
-    status = main([*map(str, arguments), "--format", "json"])
-    return status, json.loads(capsys.readouterr().out)
+def answer(run: Run, *args: object) -> tuple[int, Any]:
+    done = run(*args, "--format", "json")
+    return done.status, done.data
 
 
 def paste(command: str) -> None:
-    """Run a printed command literally."""
-    arguments = command.replace("ckpttool", f"{sys.executable} -m ckpttool", 1)
-    done = subprocess.run(arguments, shell=True, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    assert main(shlex.split(command)[1:]) == 0, command
 
 
-def test_a_tied_name_on_one_side_only_is_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tied_name_on_one_side_only_is_a_difference(tmp_path: Path, run: Run) -> None:
     """A model that strictly loads one of the files refuses the other."""
     state = hook_zoo.tied().state_dict()
     torch.save(state, tmp_path / "all.pt")
     torch.save({"embed.weight": state["embed.weight"]}, tmp_path / "one.pt")
     for left, right in (("all", "one"), ("one", "all")):
-        status, diff = run(capsys, "diff", tmp_path / f"{left}.pt", tmp_path / f"{right}.pt")
+        status, diff = answer(run, "diff", tmp_path / f"{left}.pt", tmp_path / f"{right}.pt")
         assert (status, diff["identical"]) == (1, False)
         assert diff["summary"] == {"same": 1, "alias": 1}
-        assert main(["diff", str(tmp_path / f"{left}.pt"), str(tmp_path / f"{right}.pt")]) == 1
-        assert capsys.readouterr().out.startswith("diff\n1 of ")
+        shown = run("diff", tmp_path / f"{left}.pt", tmp_path / f"{right}.pt")
+        assert (shown.status, shown.out.startswith("diff\n1 of ")) == (1, True)
         paste(fixes_in(diff)[0].replace("MODEL", f"{SUPPORT}/hook_zoo.py:tied"))
         fixed = tmp_path / ("all.without.pt" if left == "all" else "one.serialized.pt")
-        assert run(capsys, "diff", fixed, tmp_path / f"{right}.pt")[0] == 0
+        assert answer(run, "diff", fixed, tmp_path / f"{right}.pt")[0] == 0
 
 
 @pytest.mark.parametrize("ending", [".pt", ".safetensors"])
 @pytest.mark.parametrize("name", TIED)
-def test_missing_tied_names_are_explained_and_restored(
-    name: str, ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_tied_names_are_explained_and_restored(name: str, ending: str, tmp_path: Path, run: Run) -> None:
     """`save_pretrained` keeps one name; the diff explains the missing names, and its command restores them."""
     model, operand = real_models.build(name, seed=1), f"{SUPPORT}/real_models.py:{name}"
     model.save_pretrained(tmp_path / "saved")
     state = load_file(tmp_path / "saved" / "model.safetensors")
     path = tmp_path / f"kept{ending}"
     (torch.save if ending == ".pt" else save_file)(state, path)
-    status, diff = run(capsys, "diff", "--model", operand, path)
+    status, diff = answer(run, "diff", "--model", operand, path)
     assert status == 1
     missing = [entry for entry in diff["entries"] if entry["status"] == "missing"]
     assert {entry["right"][0] for entry in missing} == set(model.state_dict()) - set(state)
     assert all("tied" in entry["reason"] and entry["detail"] for entry in missing)
     paste(fixes_in(diff)[0])
     fixed = tmp_path / "kept.serialized.pt"
-    assert run(capsys, "diff", "--model", operand, fixed)[0] == 0
+    assert answer(run, "diff", "--model", operand, fixed)[0] == 0
     target = real_models.build(name, seed=2)
     target.load_state_dict(torch.load(fixed), strict=True)
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in target.state_dict().items())
     assert fixed.stat().st_size < 1.3 * path.stat().st_size + 20_000  # one more name, not one more tensor
 
 
-def test_safetensors_refuses_tied_names_and_names_two_alternatives(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_safetensors_refuses_tied_names_and_names_two_alternatives(tmp_path: Path, run: Run) -> None:
     """The format cannot store them; both alternatives in the message work."""
     operand = f"{SUPPORT}/hook_zoo.py:tied"
     save_file({"embed.weight": torch.ones(5, 3)}, tmp_path / "one.safetensors")
-    arguments = ["remap", str(tmp_path / "one.safetensors"), "--model", operand, "--to", "serialized", "-o"]
-    assert main([*arguments, str(tmp_path / "out.safetensors")]) == 1
-    assert "--keep-aliases" in capsys.readouterr().err
-    assert main([*arguments, str(tmp_path / "kept.safetensors"), "--keep-aliases"]) == 0
-    assert main([*arguments, str(tmp_path / "out.pt")]) == 0
+    arguments = ("remap", tmp_path / "one.safetensors", "--model", operand, "--to", "serialized", "-o")
+    refused = run(*arguments, tmp_path / "out.safetensors")
+    assert (refused.status, "--keep-aliases" in refused.err) == (1, True)
+    assert run(*arguments, tmp_path / "kept.safetensors", "--keep-aliases").status == 0
+    assert run(*arguments, tmp_path / "out.pt").status == 0
     hook_zoo.tied().load_state_dict(torch.load(tmp_path / "out.pt"), strict=True)
 
 
-def test_different_values_under_tied_names_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_different_values_under_tied_names_are_reported(tmp_path: Path, run: Run) -> None:
     """torch loads the file and loses the values of one name, so the status is 1."""
     torch.save({"embed.weight": torch.ones(5, 3), "head.weight": torch.zeros(5, 3)}, tmp_path / "two.pt")
-    status, diff = run(capsys, "diff", "--model", f"{SUPPORT}/hook_zoo.py:tied", tmp_path / "two.pt")
+    status, diff = answer(run, "diff", "--model", f"{SUPPORT}/hook_zoo.py:tied", tmp_path / "two.pt")
     assert (status, diff["identical"]) == (1, False)
     (lost,) = [entry for entry in diff["entries"] if entry["status"] == "value"]
     assert "tied" in lost["reason"]
@@ -104,22 +93,20 @@ def test_different_values_under_tied_names_are_reported(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("other", ["embed.weight", "head.weight"])
-def test_a_tied_name_with_another_shape_is_a_shape_difference(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], other: str
-) -> None:
+def test_a_tied_name_with_another_shape_is_a_shape_difference(tmp_path: Path, run: Run, other: str) -> None:
     """Lost values are not reported, because torch refuses the file."""
     state = {**hook_zoo.tied().state_dict(), other: torch.ones(4, 3)}
     with pytest.raises(RuntimeError, match=f"size mismatch for {other}"):
         hook_zoo.tied().load_state_dict(state)
     torch.save(state, tmp_path / "two.pt")
-    status, diff = run(capsys, "diff", "--model", f"{SUPPORT}/hook_zoo.py:tied", tmp_path / "two.pt")
+    status, diff = answer(run, "diff", "--model", f"{SUPPORT}/hook_zoo.py:tied", tmp_path / "two.pt")
     assert status == 1
     assert {entry["status"] for entry in diff["entries"] if entry["left"] == [other]} == {"shape"}
 
 
-def test_equal_copies_under_tied_names_are_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_copies_under_tied_names_are_the_same(tmp_path: Path, run: Run) -> None:
     torch.save({"embed.weight": torch.ones(5, 3), "head.weight": torch.ones(5, 3)}, tmp_path / "two.pt")
-    assert run(capsys, "diff", "--model", f"{SUPPORT}/hook_zoo.py:tied", tmp_path / "two.pt")[0] == 0
+    assert answer(run, "diff", "--model", f"{SUPPORT}/hook_zoo.py:tied", tmp_path / "two.pt")[0] == 0
 
 
 VARIANT = """
@@ -137,16 +124,14 @@ def other():
 
 
 @pytest.mark.parametrize("model", ["both", "other"])
-def test_a_module_named_like_a_call_variant_is_not_an_alias(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str
-) -> None:
+def test_a_module_named_like_a_call_variant_is_not_an_alias(tmp_path: Path, run: Run, model: str) -> None:
     """A key that torch does not load is missing, even if it looks like a call variant."""
     (tmp_path / "net.py").write_text(VARIANT)
     state = torch.nn.ModuleDict({"enc": torch.nn.Linear(2, 2)}).state_dict()
     torch.save(state, tmp_path / "w.pt")
     assert main(["trace", f"{tmp_path}/net.py:{model}", "-o", f"{tmp_path}/names.json"]) == 0
     for operand in (f"{tmp_path}/net.py:{model}", tmp_path / "names.json"):
-        status, diff = run(capsys, "diff", tmp_path / "w.pt", "--model", operand)
+        status, diff = answer(run, "diff", tmp_path / "w.pt", "--model", operand)
         result = {key: entry["status"] for entry in diff["entries"] for key in entry["right"]}
         assert status == 1
         assert {result["enc@1.weight"], result["enc@1.bias"]} == {"missing"}, operand

@@ -39,7 +39,6 @@ class Rebuilt:
 
 
 def values(dtype: torch.dtype) -> dict[str, object]:
-    """Return the tensor as torch.save pickles it, and rebuilt from an untyped storage and from a byte storage."""
     saved: dict[str, object] = {"saved": torch.empty(4, dtype=dtype)}
     if str(dtype)[6:] not in BY_HAND:
         return saved

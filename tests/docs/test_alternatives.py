@@ -49,7 +49,6 @@ def same(left: State, right: State) -> bool:
 
 
 def check_remap(source: str, state: State, out: str = "plain.safetensors") -> None:
-    """Check that ckpttool writes a checkpoint with the right values that the model loads strictly."""
     ckpttool.remap(source, out, model=build, to="serialized")
     assert same(load_file(out), state)
     assert ckpttool.diff(out, model=build).identical

@@ -134,14 +134,12 @@ def by_ranks(run: Run, alone: Path, command: tuple[object, ...]) -> str:
 
 
 def files_in(out: Path) -> dict[str, bytes]:
-    """Return the bytes of the file, or of all files of its folder if it is an index or a folder."""
     folder = out if out.is_dir() else out.parent if out.suffix in (".json", "") else None
     files = [out] if folder is None else sorted(folder.iterdir())
     return {path.name: path.read_bytes() for path in files}
 
 
 def by_url(sample: Path, run: Run) -> Done:
-    """Inspect the sample behind a URL."""
     memory, url = fsspec.filesystem("memory"), "memory://formats"
     if memory.exists(url):
         memory.rm(url, recursive=True)
@@ -167,7 +165,6 @@ def cells(row: Format, run: Run, folder: Path) -> list[str]:
 
 
 def conversion(sample: Path, run: Run, folder: Path) -> str:
-    """Return whether the sample can be converted to a torch file, and whether that needs --model."""
     to_torch = ("remap", sample, "-o", folder / "converted.pt", "--verify")
     if run(*to_torch, *RENAMED).status == 0:
         return "yes"

@@ -65,7 +65,6 @@ def test_image_shows_the_output_of_the_demo(tmp_path: Path) -> None:
 
 
 def test_quickstart_runs(tmp_path: Path) -> None:
-    """Each command prints the lines on the page, and the last one loads the weights."""
     needs_torch("2.7", "the layout that is written")
     text = QUICKSTART.read_text(encoding="utf-8")
     ((name, source),) = re.findall(r'^```python title="([^"]*)"\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)

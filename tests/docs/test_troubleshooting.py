@@ -47,7 +47,6 @@ def _forget(folder: str) -> None:
 
 
 def raised(setup: str) -> str:
-    """Return the error that the setup raises, on one line, or an empty string."""
     try:
         getattr(symptoms, setup)()
     except Exception as error:
@@ -56,7 +55,6 @@ def raised(setup: str) -> str:
 
 
 def printed(line: str, run: Run, process: Torchless) -> str:
-    """Return the error of the command, or its reasons and fixes, or its warnings, or its first line."""
     if may_need_torch(line):
         done = run(*shlex.split(line))
     else:

@@ -37,7 +37,6 @@ def row(wrapper: str, cells: Sequence[str]) -> str:
 
 
 def named(names: Iterable[str]) -> str:
-    """Return the name of the tensor among `names`, with its wrapper segments."""
     (key,) = [key for key, name in canonical_keys(names).items() if name == TENSOR]
     return f"`{key}`"
 

@@ -69,7 +69,6 @@ def new() -> nn.Module:
 
 
 def config(rng: random.Random, names: tuple[str, ...]) -> Any:
-    """Draw a PEFT adapter config for modules with these names."""
     targets = [names[at] for at in rng.choice([(1,), (2,), (1, 2)])]
     saved = [names[3]] if rng.random() < 0.4 else None
     if rng.random() < 0.2:
@@ -90,7 +89,6 @@ def trained(rng: random.Random, seed: int, folder: Path) -> Any:
 
 
 def base_of(model: Any) -> dict[str, torch.Tensor]:
-    """Return the weights of the adapter's base model."""
     state = model.state_dict()
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad or ".bias" in name}
     own = {key: value for key, value in state.items() if key in frozen}
@@ -134,8 +132,6 @@ def _applies(rule: str, keys: Iterable[str]) -> bool:
 
 
 class Fused(nn.Module):
-    """Load the two layers of each block as one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.ModuleDict({"both": nn.Linear(6, 12)}) for _ in range(2))

@@ -98,7 +98,6 @@ RULES = [
 
 
 def draw_config(rng: random.Random) -> Any:
-    """Draw a PEFT config with fields that name modules."""
     if rng.random() < 0.15:
         return peft.IA3Config(target_modules=["q_proj", "up"], feedforward_modules=["up"])
     regex = r"layers\.[01]\.(q_proj|up)|.*\.v_proj"
@@ -203,15 +202,37 @@ def test_other_adapter_types_are_renamed(kind: str, tmp_path: Path) -> None:
     check(tmp_path / "out", model, weights, tmp_path / "again")
 
 
-def test_targets_without_a_key_are_refused(tmp_path: Path) -> None:
-    trained(peft.FourierFTConfig(target_modules=["q_proj"], n_frequency=4), tmp_path / "a")
+Q_PROJ = "{x*}.q_proj.{y} => {x*}.query.{y}"
+REFUSED: dict[str, tuple[Any, dict[str, Any], str, str]] = {  # config, changes in the file, rule, text of the problem
+    "target_modules": (
+        peft.FourierFTConfig(target_modules=["q_proj"], n_frequency=4),
+        {"target_modules": ["other"]},
+        *(Q_PROJ, '["other"] cannot be rewritten'),
+    ),
+    "new_field": (
+        peft.LoraConfig(target_modules=["q_proj"]),
+        {"new_field": {"modules": [{"name": "q_proj"}]}},
+        *(Q_PROJ, '{"modules": [{"name": "q_proj"}]}'),
+    ),
+    # PEFT compares the ends of names, so a module `out` would also match each adapter's `lora_dropout`.
+    "modules_to_save": (
+        peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["head"]),
+        {},
+        *("head.{x*} => out.{x*}", ""),
+    ),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_field_that_cannot_be_renamed_is_refused_with_its_value(field: str, tmp_path: Path) -> None:
+    config, changes, rule, problem = REFUSED[field]
+    trained(config, tmp_path / "a")
     path = tmp_path / "a" / "adapter_config.json"
-    path.write_text(path.read_text().replace('"q_proj"', '"other"'))
-    with pytest.raises(Refused) as raised:
-        ckpttool.remap(str(tmp_path / "a"), f"{tmp_path}/out/", rule=["{x*}.q_proj.{y} => {x*}.query.{y}"])
-    (problem,) = raised.value.problems
-    assert problem.key == "target_modules"
-    assert '["other"] cannot be rewritten' in problem.problem
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(Refused) as refused:
+        ckpttool.remap(str(tmp_path / "a"), f"{tmp_path}/out/", rule=[rule])
+    (found,) = refused.value.problems
+    assert (found.key, problem in found.problem) == (field, True)
     assert not (tmp_path / "out").exists()
 
 
@@ -229,27 +250,6 @@ def test_config_is_unchanged_if_module_names_are_kept(tmp_path: Path) -> None:
     trained(peft.LoraConfig(target_modules=["q_proj"], rank_pattern={"1.q_proj": 4}), tmp_path / "a")
     ckpttool.remap(str(tmp_path / "a"), str(tmp_path / "out"), rule=["layers.{x*} => blocks.{x*}"])
     assert (tmp_path / "out/adapter_config.json").read_bytes() == (tmp_path / "a/adapter_config.json").read_bytes()
-
-
-def test_field_that_cannot_be_renamed_is_refused_with_its_value(tmp_path: Path) -> None:
-    trained(peft.LoraConfig(target_modules=["q_proj"]), tmp_path / "a")
-    path = tmp_path / "a/adapter_config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, "new_field": {"modules": [{"name": "q_proj"}]}}))
-    with pytest.raises(Refused) as refused:
-        ckpttool.remap(str(tmp_path / "a"), str(tmp_path / "out"), rule=["layers.{i}.q_proj.{x*} => h.{i}.query.{x*}"])
-    (problem,) = refused.value.problems
-    assert problem.key == "new_field"
-    assert '{"modules": [{"name": "q_proj"}]}' in problem.problem
-    assert not (tmp_path / "out").exists()
-
-
-def test_ambiguous_name_in_modules_to_save_is_refused(tmp_path: Path) -> None:
-    """PEFT compares the ends of names, so a module `out` would also match each adapter's `lora_dropout`."""
-    trained(peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["head"]), tmp_path / "a")
-    with pytest.raises(Refused) as refused:
-        ckpttool.remap(str(tmp_path / "a"), str(tmp_path / "out"), rule=["head.{x*} => out.{x*}"])
-    assert [problem.key for problem in refused.value.problems] == ["modules_to_save"]
 
 
 def test_a_lone_adapter_file_gets_a_note_with_the_config_changes(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from command import Run
 from files import run_measured
 
 MIB = 1 << 20
-LARGE = 64 * MIB  # bytes of each of two tensors
+LARGE = 32 * MIB  # bytes of each of two tensors
 SLACK = 24 * MIB  # variation of peak memory between runs, and copy buffers
 WAYS = {"rename": ["--rule", "{x} => a.{x}"], "cast": ["--rules", "cast.toml"], "transpose": ["--rules", "turn.toml"]}
 RULES = {"cast.toml": 'cast = "{x}"\ndtype = "float64"', "turn.toml": 'transpose = "{x}"'}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 
@@ -13,8 +12,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import optimizer_models as models
 from ckpttool.cli.app import main
-from command import notes_in
-from optimizer_support import same, save, train
+from command import Run
+from optimizer_support import same
 from wrapped_ranks import Net, net, wrap
 
 MODEL = ("--model", "wrapped_ranks:Net")
@@ -87,21 +86,12 @@ def test_user_module_named_like_a_wrapper(tmp_path: Path) -> None:
     assert same(dict(found), dict(model.module.a.state_dict()))
 
 
-def test_unknown_submodule_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_submodule_is_an_error(tmp_path: Path, run: Run) -> None:
     torch.save(Net().state_dict(), tmp_path / "model.pt")
     for name in ("blo", "scale", "block.0.weight", "", "module.block"):
-        assert main(["remap", str(tmp_path / "model.pt"), "--select", name, "-o", str(tmp_path / "out.pt")]) == 1
-        output = capsys.readouterr().err
-        assert f"no key is below {name!r}" in output
-        assert "scale, embed, block, head" in output
-
-
-def test_dropped_keys_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = save(tmp_path / "train.pt", *train(models.Net, models.adamw))
-    assert main(["remap", path, "--select", "first", "-o", str(tmp_path / "out.pt"), "--format", "json"]) == 0
-    output = json.loads(capsys.readouterr().out)
-    assert output["dropped"][:2] == ["model.embed.weight", "model.embed.bias"]
-    assert notes_in(output) == ["optimizer still holds the state of all parameters"]
+        done = run("remap", tmp_path / "model.pt", "--select", name, "-o", tmp_path / "out.pt")
+        assert (done.status, f"no key is below {name!r}" in done.err) == (1, True)
+        assert "scale, embed, block, head" in done.err
 
 
 @pytest.mark.parametrize("to", ["serialized", "runtime", "ddp"])
@@ -147,8 +137,6 @@ def test_trainable_only_keeps_buffers(tmp_path: Path) -> None:
         (("--like", "other.pt", "--to", "ddp"), "leave one of them out"),
     ],
 )
-def test_incomplete_or_conflicting_options_are_errors(
-    options: tuple[str, ...], hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["remap", "model.pt", *options, "-o", "out.pt"]) == 2
-    assert hint in capsys.readouterr().err
+def test_incomplete_or_conflicting_options_are_errors(options: tuple[str, ...], hint: str, run: Run) -> None:
+    done = run("remap", "model.pt", *options, "-o", "out.pt")
+    assert (done.status, hint in done.err) == (2, True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 import ckpttool
@@ -34,7 +34,6 @@ UNVERSIONED = [name for name in FLAT if traced(name).versions is None]  # loadin
 
 
 def remapped(source: Path, **options: Any) -> Remap:
-    """Return the result in memory; keys of the model may be missing."""
     return ckpttool.remap(str(source), partial=True, **options)
 
 
@@ -61,17 +60,6 @@ def saved_by(name: str, folder: Path) -> Path:
     return path
 
 
-OTHER_LAYOUT = ("fused_twice", "saves_complex_numbers_in_parts")  # parts of one storage, which torch would copy
-
-
-@pytest.mark.parametrize("name", [name for name in ROUND if name not in OTHER_LAYOUT])
-def test_runtime_and_back_gives_the_same_torch_file(tmp_path: Path, name: str) -> None:
-    source, there, back = saved_by(name, tmp_path), tmp_path / "there.pt", tmp_path / "back.pt"
-    converted(source, there, name, "runtime")
-    converted(there, back, name, "serialized")
-    assert back.read_bytes() == source.read_bytes()
-
-
 @pytest.mark.parametrize("name", [name for name in ROUND if name in UNVERSIONED])
 def test_runtime_and_back_gives_the_same_safetensors_file(tmp_path: Path, name: str) -> None:
     source, there, back = (tmp_path / f"{word}.safetensors" for word in ("source", "there", "back"))
@@ -86,14 +74,19 @@ def test_runtime_and_back_gives_the_same_safetensors_file(tmp_path: Path, name: 
     assert back.read_bytes() == source.read_bytes()
 
 
+AMBIGUOUS = ["permutes_rotary", "swaps_two_names"]  # same keys, shapes and dtypes, but other values
+OTHER_LAYOUT = ("fused_twice", "saves_complex_numbers_in_parts")  # parts of one storage, which torch would copy
+
+
 @pytest.mark.parametrize("name", FLAT)
-def test_runtime_values_equal_the_loaded_models(tmp_path: Path, name: str) -> None:
+def test_runtime_values_equal_the_loaded_models_and_convert_back_to_the_same_file(tmp_path: Path, name: str) -> None:
+    source, there, back = saved_by(name, tmp_path), tmp_path / "there.pt", tmp_path / "back.pt"
     try:
-        converted(saved_by(name, tmp_path), tmp_path / "there.pt", name, "runtime")
+        converted(source, there, name, "runtime")
     except Refused:
         assert not traced(name).roundtrips
         return
-    found, model = torch.load(tmp_path / "there.pt"), randomized(zoo_model(name).build(True), 2)
+    found, model = torch.load(there), randomized(zoo_model(name).build(True), 2)
     before = runtime_values(randomized(zoo_model(name).build(True), 1))
     try:
         model.load_state_dict(deepcopy(state_of(name)), strict=False)
@@ -102,9 +95,15 @@ def test_runtime_values_equal_the_loaded_models(tmp_path: Path, name: str) -> No
         loaded = before
     wrong = [k for k in found if k in before and not (same(found[k], before[k]) or same(found[k], loaded[k]))]
     assert wrong == []
-    if traced(name).roundtrips:
-        assert_same({**before, **found}, {k: v for k, v in before.items() if k in found})
-        assert set(before) - set(found) <= set(traced(name).not_serialized)
+    if not traced(name).roundtrips:
+        return
+    assert_same({**before, **found}, {k: v for k, v in before.items() if k in found})
+    assert set(before) - set(found) <= set(traced(name).not_serialized)
+    if name not in (*AMBIGUOUS, "adds_an_alias"):  # names show the form, so it is not recorded
+        assert MARK.encode() not in there.read_bytes()
+    if name not in OTHER_LAYOUT:
+        converted(there, back, name, "serialized")
+        assert back.read_bytes() == source.read_bytes()
 
 
 @pytest.mark.parametrize("name", UNVERSIONED)
@@ -120,9 +119,6 @@ def test_serialized_values_equal_the_hooks_output(tmp_path: Path, name: str) -> 
         return
     found = torch.load(tmp_path / "saved.pt")
     assert_same(found, {k: v for k, v in state_of(name).items() if k not in names.extra_state})
-
-
-AMBIGUOUS = ["permutes_rotary", "swaps_two_names"]  # same keys, shapes and dtypes, but other values
 
 
 @pytest.mark.parametrize("ending", ["pt", "safetensors"])
@@ -145,12 +141,6 @@ def test_torch_ignores_a_recorded_form(tmp_path: Path) -> None:
     converted(saved_by("permutes_rotary", tmp_path), tmp_path / "there.pt", "permutes_rotary", "runtime")
     state = torch.load(tmp_path / "there.pt", weights_only=True)
     nn.Linear(4, 8, bias=False).load_state_dict(state, strict=True)
-
-
-@pytest.mark.parametrize("name", [name for name in ROUND if name not in (*AMBIGUOUS, "adds_an_alias")])
-def test_form_is_not_recorded_if_names_show_it(tmp_path: Path, name: str) -> None:
-    converted(saved_by(name, tmp_path), tmp_path / "there.pt", name, "runtime")
-    assert MARK.encode() not in (tmp_path / "there.pt").read_bytes()
 
 
 def test_different_copies_are_not_dropped(tmp_path: Path) -> None:
@@ -195,36 +185,6 @@ def test_metadata_is_renamed_by_wrappers_then_rules(tmp_path: Path) -> None:
     done = remapped(tmp_path / "wrapped.pt", to="serialized", rule="1.{x} => norm.{x}")
     (section,) = done.result.sections
     assert list(section.modules or ()) == ["", "0", "norm"]
-
-
-def train_file(folder: Path) -> Path:
-    model = ZOO["strip_layer"]()
-    path = folder / "train.pt"
-    ema = {f"ema.{k}": v.clone() for k, v in model.state_dict().items()}
-    torch.save({"model": model.state_dict(), "ema": ema, "epoch": 3, "args": {"lr": 0.1}}, path)
-    return path
-
-
-PLANS: dict[str, dict[str, Any]] = {
-    "a model": {"model": "strip_layer", "to": "runtime"},
-    "rules": {"rule": "norm.{x} => ln.{x}"},
-    "drops": {"drop": ["epoch", "ema", "norm.bias"]},
-    "a key of another section": {"rule": "norm.{x} => ln.{x}", "drop": ["ema.ema.norm.bias"]},
-    "all": {"model": "strip_layer", "to": "runtime", "rule": "norm.{x} => ln.{x}", "drop": ["args"]},
-}
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_a_saved_plan_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
-    path, options = train_file(tmp_path), dict(PLANS[name])
-    options |= {"model": traced(options["model"])} if "model" in options else {}
-    done = remapped(path, **options)
-    again = by_plan(open_operand(str(path)), Plan.from_json(done.plan.to_json()))
-    target = format_for("out.pt")
-    for word, one in (("one", done), ("two", again)):
-        write_file(target.layout(fit(one.result, target)), str(tmp_path / word), WriteOptions(fsync=False))
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-    assert (tmp_path / "one").read_bytes() != path.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -287,7 +247,6 @@ def test_optimizers_that_no_pattern_matches_are_kept(tmp_path: Path, run: Run, l
 
 
 def same_objects(one: Any, other: Any) -> bool:
-    """Return whether two saved objects are equal bit for bit."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
@@ -298,8 +257,6 @@ def same_objects(one: Any, other: Any) -> bool:
 
 
 class Held:
-    """An object with a storage that no tensor uses."""
-
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
 
@@ -407,41 +364,7 @@ def test_plan_that_drops_a_missing_key_is_an_error(tmp_path: Path) -> None:
         "schema": "ckpttool.plan/1", "outputs": [], "dropped": [{"section": "", "key": "*", "reason": ""}]
     })  # fmt: skip
     with pytest.raises(CkptError):
-        by_plan(open_operand(str(train_file(tmp_path))), plan)
-
-
-def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
-    path = saved_by("fused_qkv", tmp_path)
-    with pytest.raises(Refused, match="0 of 8 keys are names"):
-        remapped(path, model=traced("tied"), to="runtime")
-
-
-def test_renames_that_collide_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused) as caught:
-        remapped(saved_by("plain", tmp_path), rule="{x}.weight => weight")
-    assert [p.key for p in caught.value.problems] == ["weight"]
-
-
-def test_rules_swap_two_keys_at_once(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(1), "b": torch.ones(1)}, tmp_path / "in.safetensors")
-    done = remapped(tmp_path / "in.safetensors", rule=["a => b", "b => a"])
-    target = format_for("o.safetensors")
-    write_file(target.layout(fit(done.result, target)), str(tmp_path / "o.safetensors"))
-    assert {k: v.item() for k, v in load_file(tmp_path / "o.safetensors").items()} == {"a": 1.0, "b": 0.0}
-
-
-def test_keys_only_in_the_other_model_are_reported(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text(
-        "from torch.nn import Linear, Sequential\n"
-        "def old():\n    return Sequential(Linear(2, 2))\n"
-        "def new():\n    return Sequential(Linear(2, 2), Linear(2, 2))\n"
-    )
-    torch.save(nn.Sequential(nn.Linear(2, 2)).state_dict(), tmp_path / "w.pt")
-    line = ["remap", tmp_path / "w.pt", "--model", f"{tmp_path}/net.py:old", "--dry-run", "--format", "json"]
-    line += ["--partial", "-o", tmp_path / "o.safetensors"]
-    grown, same = (run(*line, "--to-model", f"{tmp_path}/net.py:{model}") for model in ("new", "old"))
-    assert grown.data["missing"] == ["1.weight", "1.bias"]
-    assert same.data["missing"] == []
+        by_plan(open_operand(str(saved_by("plain", tmp_path))), plan)
 
 
 def test_adapter_without_its_model_is_recognized(tmp_path: Path, run: Run) -> None:

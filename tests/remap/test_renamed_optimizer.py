@@ -61,7 +61,6 @@ def saved(model: nn.Module, optimizer: torch.optim.Optimizer, form: str) -> Mapp
 
 
 def loads(path: Path, layers: Sequence[str], groups: int) -> bool:
-    """Return whether torch, loading by position, gives every parameter its own momentum."""
     model, found = Net(layers), torch.load(path)
     optimizer = sgd(model, groups, named=False)
     model.load_state_dict(found["model"])

@@ -113,7 +113,6 @@ def test_rules_apply_to_a_wrapped_average(tmp_path: Path, run: Run, from_file: b
 
 
 def test_rule_that_matches_no_key_of_a_section_is_refused(tmp_path: Path, run: Run) -> None:
-    """Nothing is written, and the hint names options that work."""
     model = nn.Sequential(nn.Linear(2, 2))
     wrapped = {key.replace("0.", "0._orig_mod."): value for key, value in model.state_dict().items()}
     torch.save({"model": model.state_dict(), "ema": wrapped}, tmp_path / "a.pt")
