@@ -99,7 +99,6 @@ def test_dicts_that_are_pickled_with_their_items_are_read(tmp_path: Path) -> Non
 
 
 def anything(rng: random.Random, depth: int) -> Any:
-    """Return a random value of nested containers with tensors and storages."""
     if depth == 0 or rng.random() < 0.2:
         return leaf(rng)
     parts = [anything(rng, depth - 1) for _ in range(rng.randrange(1, 4))]

@@ -72,7 +72,6 @@ def load(path: str, **options: Any) -> Any:
 
 
 def with_keys(checkpoint: Checkpoint, path: str, rename: Callable[[str], str]) -> Checkpoint:
-    """Rename the tensors of one section."""
     section = checkpoint.section(path)
     renamed = replace(section, tensors=tuple(replace(e, key=rename(e.key)) for e in section.tensors))
     return replace(checkpoint, sections=tuple(renamed if s is section else s for s in checkpoint.sections))
@@ -309,8 +308,6 @@ def test_renamed_files_load_and_the_inverse_restores_the_bytes(tmp_path: Path, p
 
 
 class Known(dict):
-    """A dict that is pickled with an argument, and then filled."""
-
     def __init__(self, of: torch.Tensor) -> None:
         self.of = of
 
@@ -693,14 +690,13 @@ def test_the_layout_of_a_new_file_matches_torch(tmp_path: Path) -> None:
 
 
 def references_in(data: bytes) -> list[str]:
-    """Return the persistent references of the pickle, in order."""
     references: list[Persistent] = []
     dumps(loads(data), references)
     return [str(reference.id) for reference in references]
 
 
 def test_a_new_file_with_unusual_keys_is_loaded(tmp_path: Path) -> None:
-    keys = ["", "a b", "ü.日本", "foo@1.w", ".", "a\nb", "\U0001f600", *(f"layers.{i}.weight" for i in range(10_000))]
+    keys = ["", "a b", "ü.日本", "foo@1.w", ".", "a\nb", "\U0001f600", *(f"layers.{i}.weight" for i in range(2_100))]
     storage = Storage(Lazy(4, lambda: [bytes(4)]))
     entries = tuple(TensorEntry(key, "float32", (1,), (1,), 0, storage) for key in keys)
     out = rewritten(tmp_path, fresh(Section("", "state_dict", entries)))
@@ -956,7 +952,6 @@ MALICIOUS: dict[str, Any] = {
 @pytest.mark.parametrize("name", MALICIOUS)
 @pytest.mark.parametrize("kind", ["OrderedDict", "defaultdict", "Counter"])
 def test_mappings_with_invalid_arguments_are_copied(tmp_path: Path, name: str, kind: str) -> None:
-    """They are not state dicts, and are copied."""
     args = (Global("builtins", "list"), MALICIOUS[name]) if kind == "defaultdict" else (MALICIOUS[name],)
     path = crafted(tmp_path, {"m": Call(Global("collections", kind), args), "s": {"w": tensor_node()}}, GOOD)
     checkpoint = read(path)
