@@ -56,9 +56,8 @@ def archive_bytes(
         body += local + entry.data + entry.behind
         nbytes = len(entry.data) if entry.nbytes is None else entry.nbytes
         size_ = len(entry.data) if entry.size is None else entry.size
-        lengths = (len(entry.name), len(entry.extra), 0)
-        sizes = (nbytes, size_, *lengths)
-        fields = (20, 20, entry.flags, entry.method, 0, 0, crc, *sizes, entry.disk, 0, entry.attributes)
+        lengths = (nbytes, size_, len(entry.name), len(entry.extra), 0)
+        fields = (20, 20, entry.flags, entry.method, 0, 0, crc, *lengths, entry.disk, 0, entry.attributes)
         directory += struct.pack("<4s6H3I5H2I", b"PK\1\2", *fields, start) + entry.name + entry.extra
     number = len(entries) if count is None else count
     length = len(directory) if size is None else size
