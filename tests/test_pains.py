@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,7 @@ from torch.nn.parallel import DataParallel
 import optimizer_models
 import real_models
 import small_models
-from ckpttool.cli.app import main
-from command import fixes_in, notes_in
+from command import Done, Run, fixes_in, notes_in
 from files import run_measured
 from loading_zoo import Packed, packed_weight
 from optimizer_support import save, steps, train
@@ -33,43 +30,30 @@ from torch_version import needs_torch
 torch.set_num_threads(1)
 MODELS = Path(small_models.__file__)
 State = dict[str, torch.Tensor]
-Ask = Callable[..., "Answer"]
-
-
-class Answer:
-    """Output of a command line, with the JSON object if there is one."""
-
-    def __init__(self, status: int, out: str, err: str) -> None:
-        self.status, self.out, self.err = status, out, err
-        self.data: dict[str, Any] = json.loads(out) if out.startswith("{") else {}
-
-    @property
-    def fix(self) -> str:
-        """Return the first suggested command."""
-        return str(fixes_in(self.data)[0])
-
-    @property
-    def said(self) -> str:
-        return " ".join([*notes_in(self.data), *(entry["reason"] for entry in self.data.get("entries", ()))])
 
 
 @pytest.fixture
-def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+def ask(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command line in a folder with ``model.py``."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(MODELS, "model.py")
-
-    def run(*args: str) -> Answer:
-        status = main(list(args))
-        return Answer(status, *capsys.readouterr())
-
     return run
 
 
-def diff(ask: Ask, *args: str) -> Answer:
+def fix(done: Done) -> str:
+    return str(fixes_in(done.data)[0])
+
+
+def said(done: Done) -> str:
+    """Return the notes and the reasons for the differences."""
+    return " ".join([*notes_in(done.data), *(entry["reason"] for entry in done.data.get("entries", ()))])
+
+
+def diff(ask: Run, *args: str) -> Done:
     return ask("diff", *args, "--format", "json")
 
 
-def run_printed(ask: Ask, command: str, **operands: str) -> str:
+def run_printed(ask: Run, command: str, **operands: str) -> str:
     """Run a printed command and return the file that it writes; `operands` replace its placeholders."""
     words = [operands.get(word, word) for word in shlex.split(command)]
     assert words[0] == "ckpttool"
@@ -84,7 +68,6 @@ def saved(state: Any, name: str = "train.pt") -> str:
 
 
 def assert_loads(model: nn.Module, path: str, expected: State) -> None:
-    """Assert that a strict load succeeds and gives the expected values."""
     state = load_file(path) if path.endswith(".safetensors") else torch.load(path)
     model.load_state_dict(state, strict=True)
     held = model.state_dict()
@@ -92,7 +75,7 @@ def assert_loads(model: nn.Module, path: str, expected: State) -> None:
     assert all(torch.equal(held[key], expected[key]) for key in expected)
 
 
-def assert_fixed(ask: Ask, state: Any, model: str, fresh: nn.Module, expected: State, name: str = "train.pt") -> Answer:
+def assert_fixed(ask: Run, state: Any, model: str, fresh: nn.Module, expected: State, name: str = "train.pt") -> Done:
     """Check that a strict load fails, run the printed command, and check that a strict load succeeds."""
     with pytest.raises(RuntimeError, match=r"Missing key|Unexpected key|size mismatch"):
         fresh.load_state_dict(state, strict=True)
@@ -102,21 +85,21 @@ def assert_fixed(ask: Ask, state: Any, model: str, fresh: nn.Module, expected: S
         torch.save(state, name)
     found = diff(ask, "--model", f"model.py:{model}", name)
     assert found.status == 1
-    out = run_printed(ask, found.fix)
+    out = run_printed(ask, fix(found))
     assert_loads(fresh, out, expected)
     assert diff(ask, "--model", f"model.py:{model}", out).status == 0
     return found
 
 
-def test_pytorch_101107_keys_of_a_compiled_model(ask: Ask) -> None:
+def test_pytorch_101107_keys_of_a_compiled_model(ask: Run) -> None:
     model: Any = net()
     compiled: Any = torch.compile(model)
     found = assert_fixed(ask, compiled.state_dict(), "net", net(), dict(model.state_dict()))
-    assert "torch.compile" in found.said
+    assert "torch.compile" in said(found)
 
 
 @pytest.mark.parametrize("depth", ["root", "layer"])
-def test_module_segments_of_data_parallel_at_any_depth(ask: Ask, depth: str) -> None:
+def test_module_segments_of_data_parallel_at_any_depth(ask: Run, depth: str) -> None:
     model: Any = net()
     expected = {key: value.clone() for key, value in model.state_dict().items()}
     wrapped: Any = model
@@ -130,23 +113,23 @@ def test_module_segments_of_data_parallel_at_any_depth(ask: Ask, depth: str) -> 
 ORDERS = (("a.pt", "_checkpoint_wrapped_module._orig_mod."), ("b.pt", "_orig_mod._checkpoint_wrapped_module."))
 
 
-def test_torchtitan_2622_order_of_wrappers_does_not_matter(ask: Ask) -> None:
+def test_torchtitan_2622_order_of_wrappers_does_not_matter(ask: Run) -> None:
     expected = dict(net().state_dict())
     for name, prefix in ORDERS:
         assert_fixed(ask, {prefix + key: value for key, value in expected.items()}, "net", net(), expected, name)
     assert diff(ask, "a.serialized.pt", "b.serialized.pt", "--values").status == 0
 
 
-def test_kokoro_368_non_strict_load_would_load_nothing(ask: Ask) -> None:
+def test_kokoro_368_non_strict_load_would_load_nothing(ask: Run) -> None:
     expected = dict(net().state_dict())
     state = {f"model.generator.{key}": value for key, value in expected.items()}
     assert len(net().load_state_dict(state, strict=False).missing_keys) == len(expected)
     found = diff(ask, "--model", "model.py:net", saved({**state, "loss.weight": torch.ones(2)}))
-    assert "left has the prefix `model.generator`" in found.said
-    assert_loads(net(), drop_keys(ask, run_printed(ask, found.fix), "loss.*"), expected)
+    assert "left has the prefix `model.generator`" in said(found)
+    assert_loads(net(), drop_keys(ask, run_printed(ask, fix(found)), "loss.*"), expected)
 
 
-def drop_keys(ask: Ask, path: Path | str, pattern: str) -> str:
+def drop_keys(ask: Run, path: Path | str, pattern: str) -> str:
     """Drop entries that no printed command drops, because their values exist nowhere else."""
     assert ask("remap", path, "--drop", pattern, "-o", "dropped.pt", "--force").status == 0
     return "dropped.pt"
@@ -160,24 +143,24 @@ def exported(model: nn.Module, sample: torch.Tensor, name: str = "prog.pt2") -> 
 TOKENS = torch.tensor([1, 2])
 
 
-def test_pytorch_137609_a_hooked_checkpoint_for_an_exported_program(ask: Ask) -> None:
+def test_pytorch_137609_a_hooked_checkpoint_for_an_exported_program(ask: Run) -> None:
     program, model = exported(hooked(), TOKENS), hooked()
     with pytest.raises(RuntimeError, match="Missing key"):
         torch.export.load(program).module().load_state_dict(model.state_dict())
     ckpt = saved(model.state_dict())
     alone = diff(ask, "--model", "model.py:hooked")
-    first = run_printed(ask, alone.fix, CKPT=ckpt, **{"PROGRAM.pt2": program})
+    first = run_printed(ask, fix(alone), CKPT=ckpt, **{"PROGRAM.pt2": program})
     known = diff(ask, "--model", "model.py:hooked", ckpt, program)
     unknown = diff(ask, ckpt, program)
-    again = unknown.fix.replace("-o prog.", "-o again.")
-    outs = [first, run_printed(ask, known.fix), run_printed(ask, again, MODEL="model.py:hooked")]
+    again = fix(unknown).replace("-o prog.", "-o again.")
+    outs = [first, run_printed(ask, fix(known)), run_printed(ask, again, MODEL="model.py:hooked")]
     for out in outs:
         assert torch.equal(torch.export.load(out).module()(TOKENS), model(TOKENS))
     renamed = run_printed(ask, fixes_in(known.data)[1])
     torch.export.load(program).module().load_state_dict(torch.load(renamed), strict=True)
 
 
-def test_pytorch_146053_hooks_that_break_the_state_dict_helpers(ask: Ask) -> None:
+def test_pytorch_146053_hooks_that_break_the_state_dict_helpers(ask: Run) -> None:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     model = hooked()
@@ -187,12 +170,11 @@ def test_pytorch_146053_hooks_that_break_the_state_dict_helpers(ask: Ask) -> Non
     runtime = dict(model.named_parameters())
     ckpt = saved(runtime)
     assert diff(ask, ckpt, saved(expected, "expected.pt"), "--model", "model.py:hooked").status == 1
-    out = run_printed(ask, diff(ask, ckpt, "expected.pt", "--model", "model.py:hooked").fix)
+    out = run_printed(ask, fix(diff(ask, ckpt, "expected.pt", "--model", "model.py:hooked")))
     assert_loads(hooked(), out, expected)
 
 
-def test_pytorch_3852_param_groups_of_another_size(ask: Ask) -> None:
-    """The message names the parameters."""
+def test_pytorch_3852_param_groups_of_another_size(ask: Run) -> None:
     model: Any = net()
     first, rest = list(model.parameters())[:1], list(model.parameters())[1:]
     optimizer = torch.optim.AdamW([{"params": first}, {"params": rest}])
@@ -206,15 +188,15 @@ def test_pytorch_3852_param_groups_of_another_size(ask: Ask) -> None:
     words = ("--model", "model.py:net", "--optimizer", "opt.py:adamw")
     found = diff(ask, *words, ckpt)
     assert found.status == 1
-    assert "different number of parameter groups" in found.said
-    out = run_printed(ask, found.fix)
+    assert "different number of parameter groups" in said(found)
+    out = run_printed(ask, fix(found))
     one.load_state_dict(torch.load(out)["optimizer"])
     held = list(one.state_dict()["state"].values())
     saved_state = [optimizer.state[parameter] for parameter in (*first, *rest)]
     assert all(torch.equal(mine["exp_avg"], theirs["exp_avg"]) for mine, theirs in zip(held, saved_state, strict=True))
 
 
-def test_pytorch_124546_state_by_name_for_an_optimizer_with_ids(ask: Ask) -> None:
+def test_pytorch_124546_state_by_name_for_an_optimizer_with_ids(ask: Run) -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     model: Any = net()
@@ -224,28 +206,28 @@ def test_pytorch_124546_state_by_name_for_an_optimizer_with_ids(ask: Ask) -> Non
     named = saved({"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)})
     numbered = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "numbered.pt")
     words = ("--model", "model.py:net")
-    out = run_printed(ask, diff(ask, *words, f"{named}::optimizer", f"{numbered}::optimizer").fix)
+    out = run_printed(ask, fix(diff(ask, *words, f"{named}::optimizer", f"{numbered}::optimizer")))
     fresh = torch.optim.AdamW(net().parameters())
     fresh.load_state_dict(torch.load(out)["optimizer"])
     expected, held = optimizer.state_dict()["state"], fresh.state_dict()["state"]
     assert all(torch.equal(held[i]["exp_avg"], expected[i]["exp_avg"]) for i in expected)
 
 
-def test_dinov2_544_one_ranks_flat_parameter(ask: Ask) -> None:
+def test_dinov2_544_one_ranks_flat_parameter(ask: Run) -> None:
     ckpt = saved({"_flat_param": torch.ones(10)}, "rank_0.pt")
     found = diff(ask, "--model", "model.py:net", ckpt)
     assert (found.status, fixes_in(found.data)) == (1, [])
-    assert "name the files of all ranks at once, as in 'rank_*.pt'" in found.said
+    assert "name the files of all ranks at once, as in 'rank_*.pt'" in said(found)
 
 
-def test_transformers_20082_placeholders_of_zero_3(ask: Ask) -> None:
+def test_transformers_20082_placeholders_of_zero_3(ask: Run) -> None:
     state = {key: torch.empty(0) for key in net().state_dict()}
     found = diff(ask, "--model", "model.py:net", saved(state))
     assert (found.status, fixes_in(found.data)) == (1, [])
-    assert "ckpttool remap FOLDER -o whole.pt" in found.said
+    assert "ckpttool remap FOLDER -o whole.pt" in said(found)
 
 
-def test_safetensors_98_tied_weights(ask: Ask) -> None:
+def test_safetensors_98_tied_weights(ask: Run) -> None:
     model = small_models.tied()
     state = model.state_dict()
     with pytest.raises(RuntimeError, match="share memory"):
@@ -254,25 +236,25 @@ def test_safetensors_98_tied_weights(ask: Ask) -> None:
     assert_fixed(ask, compiled, "tied", small_models.tied(), dict(state))
 
 
-def test_torch_mlir_4744_a_lifted_buffer(ask: Ask) -> None:
+def test_torch_mlir_4744_a_lifted_buffer(ask: Run) -> None:
     program = exported(lifted(), torch.ones(1, 4))
     model: Any = lifted()
     model.scale.fill_(3)
     ckpt = saved({**model.state_dict(), "scale": model.scale})
     for words in ((), ("--model", "model.py:lifted")):
-        out = run_printed(ask, diff(ask, *words, ckpt, program).fix)
+        out = run_printed(ask, fix(diff(ask, *words, ckpt, program)))
         assert torch.equal(torch.export.load(out).module()(torch.ones(1, 4)), model(torch.ones(1, 4)))
         Path(out).unlink()
 
 
-def test_pytorch_179278_call_variants_of_an_unflattened_program(ask: Ask) -> None:
+def test_pytorch_179278_call_variants_of_an_unflattened_program(ask: Run) -> None:
     state = dict(net().state_dict())
     variants = {**state, "layers.0@1.fc.weight": state["layers.0.fc.weight"]}
     found = assert_fixed(ask, variants, "net", net(), state)
     assert found.data["summary"].get("missing", 0) == 0
 
 
-def test_transformers_46650_a_rename_that_collides(ask: Ask) -> None:
+def test_transformers_46650_a_rename_that_collides(ask: Run) -> None:
     ckpt = saved({"a.w": torch.ones(1), "b.w": torch.zeros(1)})
     refused = ask("remap", ckpt, "--rule", "{x}.w => c.w", "-o", "out.pt")
     assert refused.status == 1
@@ -280,7 +262,7 @@ def test_transformers_46650_a_rename_that_collides(ask: Ask) -> None:
     assert not Path("out.pt").exists()
 
 
-def test_simpletuner_2714_the_source_is_never_overwritten(ask: Ask) -> None:
+def test_simpletuner_2714_the_source_is_never_overwritten(ask: Run) -> None:
     state = {key: value.clone() for key, value in net().state_dict().items()}
     save_file(state, "m.safetensors")
     mapped = load_file("m.safetensors")
@@ -289,12 +271,12 @@ def test_simpletuner_2714_the_source_is_never_overwritten(ask: Ask) -> None:
     assert load_file("m.safetensors").keys() == {f"module.{key}" for key in state}
 
 
-def test_safetensors_549_metadata_is_kept(ask: Ask) -> None:
+def test_safetensors_549_metadata_is_kept(ask: Run) -> None:
     from safetensors import safe_open
 
     state = {f"module.{key}": value for key, value in net().state_dict().items()}
     save_file(state, "m.safetensors", metadata={"format": "pt", "step": "3"})
-    out = run_printed(ask, diff(ask, "--model", "model.py:net", "m.safetensors").fix)
+    out = run_printed(ask, fix(diff(ask, "--model", "model.py:net", "m.safetensors")))
     with safe_open(out, "pt") as file:
         assert file.metadata() == {"format": "pt", "step": "3"}
     assert_loads(net(), out, dict(load_file(out)))
@@ -304,13 +286,13 @@ class Unknown:
     """A training script's class, pickled into its checkpoint."""
 
 
-def test_comfyui_7425_weights_only_load_failed(ask: Ask) -> None:
+def test_comfyui_7425_weights_only_load_failed(ask: Run) -> None:
     state = dict(net().state_dict())
     ckpt = saved({"state_dict": {f"module.{key}": value for key, value in state.items()}, "args": Unknown()})
     with pytest.raises(Exception, match="Weights only load failed"):
         torch.load(ckpt)
     assert "Unknown" in ask("inspect", ckpt).out
-    out = run_printed(ask, diff(ask, "--model", "model.py:net", f"{ckpt}::state_dict").fix)
+    out = run_printed(ask, fix(diff(ask, "--model", "model.py:net", f"{ckpt}::state_dict")))
     assert_loads(net(), out, state)
 
 
@@ -321,7 +303,7 @@ def test_comfyui_7425_weights_only_load_failed(ask: Ask) -> None:
         (b"<!DOCTYPE html><html></html>", "HTML"),
     ],
 )
-def test_header_too_large_names_the_real_file_type(ask: Ask, content: bytes, kind: str) -> None:
+def test_header_too_large_names_the_real_file_type(ask: Run, content: bytes, kind: str) -> None:
     Path("m.safetensors").write_bytes(content)
     answer = ask("inspect", "m.safetensors")
     assert answer.status == 2
@@ -329,17 +311,17 @@ def test_header_too_large_names_the_real_file_type(ask: Ask, content: bytes, kin
     assert "hint:" in answer.err
 
 
-def test_vllm_19149_renamed_weights_are_found_before_they_are_sent(ask: Ask) -> None:
+def test_vllm_19149_renamed_weights_are_found_before_they_are_sent(ask: Run) -> None:
     """Compare the trainer's checkpoint with the engine's, without a model."""
     state = dict(net().state_dict())
     ckpt = saved({f"base.{key}": value for key, value in state.items()} | {"value_head.weight": torch.ones(4)})
     found = diff(ask, ckpt, saved(state, "engine.pt"))
-    out = drop_keys(ask, run_printed(ask, found.fix), "value_head.*")
+    out = drop_keys(ask, run_printed(ask, fix(found)), "value_head.*")
     assert_loads(net(), out, state)
     assert diff(ask, out, "engine.pt", "--values").status == 0
 
 
-def test_peft_a_checkpoint_with_adapters_for_the_plain_model(ask: Ask) -> None:
+def test_peft_a_checkpoint_with_adapters_for_the_plain_model(ask: Run) -> None:
     """The base model is extracted by name; a file with only the adapter is reported as an adapter."""
     from peft import LoraConfig, get_peft_model
 
@@ -348,29 +330,29 @@ def test_peft_a_checkpoint_with_adapters_for_the_plain_model(ask: Ask) -> None:
     peft = get_peft_model(model, LoraConfig(target_modules=["fc"], r=2))
     state = dict(peft.state_dict())
     found = diff(ask, "--model", "model.py:net", saved(state))
-    assert "--drop" not in found.fix
-    assert_loads(net(), drop_keys(ask, run_printed(ask, found.fix), "*lora_*"), expected)
+    assert "--drop" not in fix(found)
+    assert_loads(net(), drop_keys(ask, run_printed(ask, fix(found)), "*lora_*"), expected)
     alone = diff(ask, "--model", "model.py:net", saved({k: v for k, v in state.items() if "lora_" in k}, "lora.pt"))
     assert fixes_in(alone.data) == []
-    assert "the checkpoint is a LoRA adapter" in alone.said
+    assert "the checkpoint is a LoRA adapter" in said(alone)
 
 
-def test_megatron_bridge_6032_missing_keys_are_reported(ask: Ask) -> None:
+def test_megatron_bridge_6032_missing_keys_are_reported(ask: Run) -> None:
     state = dict(net().state_dict())
     found = diff(ask, "--model", "model.py:net", saved({k: v for k, v in state.items() if "head" not in k}))
     assert (found.status, fixes_in(found.data)) == (1, [])
-    assert "head.weight" in found.said
+    assert "head.weight" in said(found)
 
 
-def test_torchtune_2291_a_hook_with_absolute_keys_under_data_parallel(ask: Ask) -> None:
+def test_torchtune_2291_a_hook_with_absolute_keys_under_data_parallel(ask: Run) -> None:
     """The hook renames its key only at the root. Both the model and a checkpoint saved under the wrapper show this."""
     model = small_models.Absolute()
     expected = dict(model.state_dict())
     breaks = "a state_dict hook looks for absolute keys, and breaks under DDP too"
-    assert breaks in diff(ask, "--model", "model.py:Absolute").said
+    assert breaks in said(diff(ask, "--model", "model.py:Absolute"))
     wrapped = dict(DataParallel(model).state_dict())
     assert "module.weight" not in wrapped
-    assert breaks in assert_fixed(ask, wrapped, "Absolute", small_models.Absolute(), expected).said
+    assert breaks in said(assert_fixed(ask, wrapped, "Absolute", small_models.Absolute(), expected))
 
 
 def moments_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
@@ -378,7 +360,7 @@ def moments_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> State
 
 
 @pytest.mark.parametrize("make", ["adamw", "named"])
-def test_pytorch_1489_reordered_parameters_get_their_own_moments(ask: Ask, make: str) -> None:
+def test_pytorch_1489_reordered_parameters_get_their_own_moments(ask: Run, make: str) -> None:
     """Match by `param_names`, or by the definition that saved the file if it has only ids."""
     build = getattr(optimizer_models, make)
     old, optimizer = train(optimizer_models.Net, build, 2)
@@ -396,13 +378,13 @@ def test_pytorch_1489_reordered_parameters_get_their_own_moments(ask: Ask, make:
     words = ("--model", "optimizer_models:Reordered", "--optimizer", f"optimizer_models:{make}")
     found = diff(ask, *words, ckpt)
     assert (found.status, found.data["summary"]["order"]) == (1, 9)
-    out = run_printed(ask, found.fix, OLD="optimizer_models:Net")
+    out = run_printed(ask, fix(found), OLD="optimizer_models:Net")
     held = resumed(out)
     assert all(torch.equal(held[name], value) for name, value in expected.items())
     assert diff(ask, *words, out).status == 0
 
 
-def test_pytorch_7499_state_of_another_optimizer_class(ask: Ask) -> None:
+def test_pytorch_7499_state_of_another_optimizer_class(ask: Run) -> None:
     """A remap cannot convert the state: the model is kept, and the optimizer starts from scratch."""
     model, optimizer = train(optimizer_models.Net, optimizer_models.sgd, 1)
     ckpt, fresh = save(Path("sgd.pt"), model, optimizer), optimizer_models.Net()
@@ -412,7 +394,7 @@ def test_pytorch_7499_state_of_another_optimizer_class(ask: Ask) -> None:
     words = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:adamw")
     found = diff(ask, *words, ckpt)
     assert found.status == 1
-    assert "the state is from SGD, the optimizer is Adam or AdamW" in found.said
+    assert "the state is from SGD, the optimizer is Adam or AdamW" in said(found)
     assert fixes_in(found.data) == []  # discarding the state is the user's decision
     content = torch.load(drop_keys(ask, ckpt, "optimizer"))
     assert content.keys() == {"model", "epoch"}
@@ -420,7 +402,7 @@ def test_pytorch_7499_state_of_another_optimizer_class(ask: Ask) -> None:
     steps(fresh, optimizer_models.adamw(fresh), 0, 1)
 
 
-def test_pytorch_142246_package_constants_are_checked_before_loading(ask: Ask) -> None:
+def test_pytorch_142246_package_constants_are_checked_before_loading(ask: Run) -> None:
     """torch accepts a weight of another shape, and computes with it."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("AOTInductor needs a C++ compiler")
@@ -452,11 +434,11 @@ def test_pytorch_142246_package_constants_are_checked_before_loading(ask: Ask) -
         assert message in refused.err
         assert not Path("no.pt2").exists()
     compiled = {f"_orig_mod.{key}": value for key, value in state.items()}
-    out = run_printed(ask, diff(ask, saved(compiled), "package.pt2").fix)
+    out = run_printed(ask, fix(diff(ask, saved(compiled), "package.pt2")))
     assert torch.allclose(load_pt2(out, load_weights_from_disk=True).aoti_runners["model"](x), new(x))
 
 
-def test_torchtitan_1291_rotary_rows_in_another_order(ask: Ask) -> None:
+def test_torchtitan_1291_rotary_rows_in_another_order(ask: Run) -> None:
     """All keys and shapes match, and a strict load succeeds: only the values differ. The named rules fix it."""
     model = real_models.llama()
     expected = {key: value.clone() for key, value in model.state_dict().items()}
@@ -476,7 +458,7 @@ def test_torchtitan_1291_rotary_rows_in_another_order(ask: Ask) -> None:
     assert any("model.layers.0.self_attn.q_proj.weight" in keys for keys in alone.data["exchangeable"])
     found = diff(ask, ckpt, saved(expected, "ours.pt"), "--values")
     assert (found.status, found.data["summary"]["value"]) == (1, 4)
-    assert "heads of 8: adjacent pairs in left, halves in right" in found.said
+    assert "heads of 8: adjacent pairs in left, halves in right" in said(found)
     suggest, fix = (shlex.split(line)[1:] for line in fixes_in(found.data))
     assert ask(*suggest).status == 1
     assert ask(*fix).status == 0
@@ -486,14 +468,14 @@ def test_torchtitan_1291_rotary_rows_in_another_order(ask: Ask) -> None:
     assert diff(ask, out, "ours.pt", "--values").status == 0
 
 
-def test_torchtitan_1441_swapped_norms(ask: Ask) -> None:
+def test_torchtitan_1441_swapped_norms(ask: Run) -> None:
     """Two tensors of the same shape have each other's names."""
     state = {"first.weight": torch.rand(4), "second.weight": torch.rand(4)}
     ckpt = saved({"first.weight": state["second.weight"], "second.weight": state["first.weight"]})
     found = diff(ask, ckpt, saved(state, "ours.pt"), "--values")
     assert found.status == 1
-    assert "left `first` is right `second`" in found.said
-    assert "pass --rule 'FROM => TO'" in found.said
+    assert "left `first` is right `second`" in said(found)
+    assert "pass --rule 'FROM => TO'" in said(found)
     assert [(one["code"], len(one["keys"])) for one in found.data["unfixed"]] == [("moved", 2)]
     rules = ("--rule", "first.{x} => second.{x}", "--rule", "second.{x} => first.{x}")
     assert ask("remap", ckpt, *rules, "-o", "out.pt").status == 0
@@ -501,7 +483,7 @@ def test_torchtitan_1441_swapped_norms(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize("ending", ["pt", "safetensors"])
-def test_safetensors_458_a_conversion_does_not_need_the_model_in_memory(ask: Ask, ending: str) -> None:
+def test_safetensors_458_a_conversion_does_not_need_the_model_in_memory(ask: Run, ending: str) -> None:
     peaks = []
     for count in (1, 1 << 17):  # 1 KiB and 128 MiB
         state = {f"module.layers.{layer}.weight": torch.ones(count, 64) for layer in range(4)}
@@ -513,12 +495,12 @@ def test_safetensors_458_a_conversion_does_not_need_the_model_in_memory(ask: Ask
     assert all(torch.equal(found[key.removeprefix("module.")], value) for key, value in state.items())
 
 
-def test_safetensors_515_tensor_subclasses_are_kept_or_refused(ask: Ask) -> None:
+def test_safetensors_515_tensor_subclasses_are_kept_or_refused(ask: Run) -> None:
     """They are never flattened: a torch file keeps them, safetensors cannot hold them, and rules cannot change them."""
     state = dict(packed_weight().state_dict())
     ckpt = saved({f"module.{key}": value for key, value in state.items()})
     found = diff(ask, "--model", "loading_zoo:packed_weight", ckpt)
-    out = run_printed(ask, found.fix)
+    out = run_printed(ask, fix(found))
     model = packed_weight()
     with torch.serialization.safe_globals([Packed]):
         model.load_state_dict(torch.load(out), strict=True)
@@ -540,7 +522,7 @@ def test_safetensors_515_tensor_subclasses_are_kept_or_refused(ask: Ask) -> None
     assert not any(Path(name).exists() for name in ("out.safetensors", "cast.pt"))
 
 
-def test_activation_checkpoint_segment_is_hidden(ask: Ask) -> None:
+def test_activation_checkpoint_segment_is_hidden(ask: Run) -> None:
     model: Any = net()
     expected = {key: value.clone() for key, value in model.state_dict().items()}
     model.layers[0] = checkpoint_wrapper(model.layers[0])

@@ -30,11 +30,10 @@ from torch import nn
 import ckpttool
 from ckpttool.core.pickle_imports import DANGEROUS, KNOWN, OWN, UNKNOWN, verdict
 from command import Run
+from files import change_archive
 
 
 class Runs:
-    """An object that pickles as a function call."""
-
     def __init__(self, function: Callable[..., Any], *args: object) -> None:
         self.function, self.args = function, args
 
@@ -127,19 +126,28 @@ def test_every_pickle_of_a_legacy_file_is_checked(tmp_path: Path, run: Run) -> N
     assert "posix.system" in run("check", tmp_path / "old.pt").out
 
 
+def programs(folder: Path) -> tuple[Path, Path]:
+    """Return an exported program, and the same program with code in its sample inputs."""
+    program, evil = folder / "p.pt2", folder / "evil.pt2"
+    torch.export.save(torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),)), program)
+    buffer = io.BytesIO()
+    torch.save(((Runs(os.getcwd),), {}), buffer)
+
+    def with_code(name: str, data: bytes) -> bytes:
+        is_input = "sample_inputs/" in name or name.endswith("example_inputs.pt")
+        return buffer.getvalue() if is_input else data
+
+    change_archive(program, with_code, evil)
+    return program, evil
+
+
 def test_dcp_items_and_program_records_are_checked(tmp_path: Path, run: Run) -> None:
     dcp.save({"w": torch.ones(2), "x": Runs(os.getcwd)}, checkpoint_id=tmp_path / "d")
     assert run("check", tmp_path / "d").status == 1
     assert "posix.getcwd" in run("inspect", tmp_path / "d").out
-    torch.export.save(torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),)), tmp_path / "p.pt2")
-    buffer = io.BytesIO()
-    torch.save(((Runs(os.getcwd),), {}), buffer)
-    with zipfile.ZipFile(tmp_path / "p.pt2") as old, zipfile.ZipFile(tmp_path / "evil.pt2", "w") as new:
-        for record in old.infolist():
-            is_input = "sample_inputs/" in record.filename or record.filename.endswith("example_inputs.pt")
-            new.writestr(record.filename, buffer.getvalue() if is_input else old.read(record))
-    assert run("check", tmp_path / "p.pt2").status == 0
-    assert "posix.getcwd" in run("check", tmp_path / "evil.pt2").out
+    program, evil = programs(tmp_path)
+    assert run("check", program).status == 0
+    assert "posix.getcwd" in run("check", evil).out
 
 
 @pytest.mark.parametrize(
@@ -310,16 +318,7 @@ def test_popped_call_in_a_dcp_item_is_refused_until_the_item_is_dropped(tmp_path
 @pytest.mark.parametrize("place", ["sample_inputs", "weights"])
 def test_swap_does_not_copy_code_by_default(tmp_path: Path, run: Run, place: str) -> None:
     """Code in the program is refused, code in the weights is not copied."""
-    torch.export.save(torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),)), tmp_path / "p.pt2")
-    buffer = io.BytesIO()
-    torch.save(((Runs(os.getcwd),), {}), buffer)
-    program = tmp_path / "p.pt2"
-    if place == "sample_inputs":
-        program = tmp_path / "evil.pt2"
-        with zipfile.ZipFile(tmp_path / "p.pt2") as old, zipfile.ZipFile(program, "w") as made:
-            for record in old.infolist():
-                is_input = "sample_inputs/" in record.filename or record.filename.endswith("example_inputs.pt")
-                made.writestr(record.filename, buffer.getvalue() if is_input else old.read(record))
+    program = programs(tmp_path)[place == "sample_inputs"]
     model = {"model": nn.Linear(2, 2).state_dict()}
     torch.save({**model, "x": Runs(os.getcwd)} if place == "weights" else model, tmp_path / "w.pt")
     out = tmp_path / "out.pt2"

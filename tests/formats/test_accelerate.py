@@ -27,7 +27,6 @@ DROPPED = [word for name in OTHER_FILES for word in ("--drop", name)]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a folder with accelerate for each of `KINDS`."""
     needs_torch("2.7", "fully_shard without a GPU")
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     folder = tmp_path_factory.mktemp("accelerate")

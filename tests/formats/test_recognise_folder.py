@@ -88,16 +88,8 @@ def test_the_only_checkpoint_is_found(tmp_path: Path, names: list[str], format: 
         ),
         (["latest", "global_step5/mp_rank_00_model_states.pt", ".zzz/x"], "the step", "global_step5"),
         (["latest", "global_step5"], "the step", "copy the folder again"),
-        (
-            ["zero_pp_rank_0_mp_rank_00_optim_states.pt"],
-            "DeepSpeed checkpoint without the model's own file",
-            "copy the folder again",
-        ),
-        (
-            ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"],
-            "DeepSpeed checkpoint without the model's own file",
-            "copy the folder again",
-        ),
+        (["zero_pp_rank_0_mp_rank_00_optim_states.pt"], "without the model's own file", "copy the folder again"),
+        (["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], "without the model's own file", "copy the folder again"),
     ],
 )
 def test_a_folder_without_a_checkpoint_is_an_error(tmp_path: Path, names: list[str], message: str, hint: str) -> None:
@@ -115,15 +107,8 @@ def test_a_step_that_is_a_file_is_an_error(tmp_path: Path) -> None:
 
 
 def test_folders_with_names_of_files_are_ignored(tmp_path: Path) -> None:
-    put(
-        tmp_path,
-        "pytorch_model_fsdp.bin",
-        "scheduler.bin",
-        "own.pkl",
-        "model.safetensors",
-        "train.pt",
-        "training_args.bin",
-    )
+    files = ("pytorch_model_fsdp.bin", "scheduler.bin", "own.pkl", "model.safetensors", "train.pt", "training_args.bin")
+    put(tmp_path, *files)
     functions = [other_weights, state_files, other_files]
     found = [names(str(tmp_path)) for names in functions]
     assert found == [

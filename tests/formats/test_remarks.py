@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from collections import OrderedDict
 from pathlib import Path
 
@@ -13,8 +11,7 @@ import torch
 from torch import nn
 
 from ckpttool.formats.detect_folder import open_checkpoint
-
-CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))
+from command import Run
 
 
 class Callback:
@@ -43,7 +40,7 @@ def lightning(path: Path) -> dict[str, object]:
     return state
 
 
-def test_lightning_checkpoints_have_sections(tmp_path):
+def test_lightning_checkpoints_have_sections(tmp_path: Path, run: Run) -> None:
     state = lightning(tmp_path / "last.ckpt")
     checkpoint = open_checkpoint(str(tmp_path / "last.ckpt"))
     kinds = {section.path: section.kind for section in checkpoint.sections}
@@ -53,11 +50,8 @@ def test_lightning_checkpoints_have_sections(tmp_path):
     assert {"epoch", "hyper_parameters", "lr_schedulers"} <= set(checkpoint.others)
     assert checkpoint.notes == ()
     out = tmp_path / "out.ckpt"
-    done = subprocess.run(
-        [CKPTTOOL, "remap", str(tmp_path / "last.ckpt"), "-o", str(out), "--rule", "model.{x*} => {x*}", "--verify"],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = run("remap", tmp_path / "last.ckpt", "-o", out, "--rule", "model.{x*} => {x*}", "--verify")
+    assert done.status == 0, done.err
     found = torch.load(out, weights_only=False)
     assert list(found) == list(state)
     assert list(found["state_dict"]) == ["weight", "bias"]
@@ -67,12 +61,7 @@ def test_lightning_checkpoints_have_sections(tmp_path):
     assert found["loops"] == state["loops"]
 
 
-def inspected(path: Path) -> str:
-    done = subprocess.run([CKPTTOOL, "inspect", str(path)], capture_output=True, text=True, check=True)
-    return done.stdout + done.stderr
-
-
-def test_a_note_says_how_to_gather_files_of_deepspeed(tmp_path):
+def test_a_note_says_how_to_gather_files_of_deepspeed(tmp_path: Path, run: Run) -> None:
     common = {"ds_config": {"zero_optimization": {"stage": 3}}, "ds_version": "0.16.4"}
     placeholders = OrderedDict((key, torch.zeros(0, dtype=torch.bfloat16)) for key in ("a.weight", "a.bias"))
     placeholders["norm.running_mean"] = torch.zeros(3)
@@ -96,19 +85,17 @@ def test_a_note_says_how_to_gather_files_of_deepspeed(tmp_path):
     assert "ckpttool remap FOLDER -o whole.pt" in second
     (note,) = open_checkpoint(str(tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")).notes
     assert "one rank's part of a DeepSpeed checkpoint" in note
-    assert "ckpttool remap FOLDER -o whole.pt" in inspected(tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    done = run("inspect", tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    assert "ckpttool remap FOLDER -o whole.pt" in done.out + done.err
 
 
-def test_diff_names_placeholders_as_the_reason(tmp_path):
+def test_diff_names_placeholders_as_the_reason(tmp_path: Path, run: Run) -> None:
     torch.save({"weight": torch.zeros(0), "bias": torch.zeros(2)}, tmp_path / "zero.pt")
     torch.save({"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}, tmp_path / "full.pt")
-    done = subprocess.run(
-        [CKPTTOOL, "diff", str(tmp_path / "zero.pt"), str(tmp_path / "full.pt"), "--format", "json"],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "ZeRO-3 placeholder" in done.stdout
-    assert "ckpttool remap FOLDER -o whole.pt" in done.stdout
+    done = run("diff", tmp_path / "zero.pt", tmp_path / "full.pt", "--format", "json")
+    assert done.status == 1
+    assert "ZeRO-3 placeholder" in done.out
+    assert "ckpttool remap FOLDER -o whole.pt" in done.out
 
 
 E, ONE = (0,), (1,)
@@ -117,6 +104,7 @@ SHAPES: dict[str, tuple[dict[str, tuple[int, ...]], str | None]] = {
     "all empty": ({"a.weight": E, "b.weight": E}, "2 tensors have shape [0]"),
     "a single empty tensor": ({"a.weight": E}, None),
     "one of two is empty": ({"a.weight": E, "b.weight": (2,)}, None),
+    "two of three are empty": ({"weight": (5,), "bias": E, "output_mask": E}, None),
     "empty in two dimensions": ({"a.weight": (0, 3), "b.weight": (0, 3)}, None),
     "empty, next to integers": ({"a.weight": E, "b.weight": E, "n:int": E}, "2 tensors have shape [0]"),
     "next to a larger bias": ({"a.weight": ONE, "a.bias": (3,), "c.weight": (3,)}, "a.weight next to a bias of 3"),

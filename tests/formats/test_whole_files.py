@@ -99,7 +99,6 @@ def test_dicts_that_are_pickled_with_their_items_are_read(tmp_path: Path) -> Non
 
 
 def anything(rng: random.Random, depth: int) -> Any:
-    """Return a random value of nested containers with tensors and storages."""
     if depth == 0 or rng.random() < 0.2:
         return leaf(rng)
     parts = [anything(rng, depth - 1) for _ in range(rng.randrange(1, 4))]
@@ -136,13 +135,12 @@ class python2_like(dict[str, Any]):
         return OrderedDict, ([[key, value] for key, value in self.items()],)
 
 
-@pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_every_storage_is_accounted_for(tmp_path: Path, seed: int, zipped: bool) -> None:
+def test_every_storage_is_accounted_for(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     path = tmp_path / "any.pt"
     try:
-        torch.save(anything(rng, 4), path, _use_new_zipfile_serialization=zipped)
+        torch.save(anything(rng, 4), path, _use_new_zipfile_serialization=bool(seed % 2))
         oracle.load(str(path))
     except (RuntimeError, TypeError, AttributeError, AssertionError) as error:
         pytest.skip(f"torch does not save and load this: {error}")
@@ -282,7 +280,10 @@ def test_packed_tensors_are_compared_by_content(run: Run, tmp_path: Path, kind: 
 
     one, two = (saved(tmp_path / f"{value}.pt", {"w": packed(value)}) for value in (1.0, 4.0))
     again = saved(tmp_path / "again.pt", {"w": packed(1.0)}, _use_new_zipfile_serialization=False)
-    assert run("diff", one, again, "--values")[0] == 0
+    noted: Any = nn.Parameter(packed(1.0), requires_grad=False)
+    noted.note = "own"
+    for same in (again, saved(tmp_path / "noted.pt", {"w": noted})):
+        assert run("diff", one, same, "--values")[0] == 0
     assert run("diff", one, two, "--values")[0] == 1
     assert run("remap", one, "--rule", "w => v", "-o", tmp_path / "out.pt")[0] == 0
     found = torch.load(tmp_path / "out.pt")["v"]
@@ -391,11 +392,6 @@ def test_a_missing_crc_is_computed(run: Run, tmp_path: Path) -> None:
             assert all(record.CRC for record in archive.infolist())
 
 
-def test_empty_tensors_without_deepspeed_are_not_placeholders(tmp_path: Path) -> None:
-    state = {"weight": torch.ones(5), "bias": torch.ones(0), "output_mask": torch.ones(0)}
-    assert open_checkpoint(saved(tmp_path / "e3nn.pt", state)).notes == ()
-
-
 def test_a_file_next_to_a_distributed_checkpoint_is_copied_or_refused(run: Run, tmp_path: Path) -> None:
     """Megatron-Core saves the iteration and its arguments in such a file."""
     folder = tmp_path / "iter_0000010"
@@ -414,22 +410,6 @@ def test_a_file_next_to_a_distributed_checkpoint_is_copied_or_refused(run: Run, 
     assert done.status == 0
     assert "common.pt: other files in the folder" not in done.err
     assert not (tmp_path / "without.dcp" / "common.pt").exists()
-
-
-def test_strides_of_newer_versions_are_kept(tmp_path: Path) -> None:
-    """torch 2.15 writes a sixth property of each tensor to .metadata; a rename keeps it."""
-    from ckpttool.formats.dcp_metadata import parse, spelled
-    from ckpttool.formats.pickle_read import loads
-    from ckpttool.formats.pickle_write import dumps
-
-    dcp.save({"w": torch.ones(2, 3)}, checkpoint_id=tmp_path / "folder")
-    pickle = loads((tmp_path / "folder" / ".metadata").read_bytes())
-    properties = pickle.root.state["state_dict_metadata"]["w"].state["properties"]
-    properties.state = (*properties.state[:5], (1, 2))
-    item = parse(dumps(pickle), "crafted").items["w"]
-    assert getattr(item, "more", None) == ((1, 2),)
-    again = parse(spelled(parse(dumps(pickle), "crafted")), "written")
-    assert again.items["w"] == item
 
 
 QUANTIZED = """

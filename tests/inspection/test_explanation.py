@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
 
 from ckpttool.core import expression as ex
 from ckpttool.core.errors import CkptError
+from ckpttool.core.names import Names
 from ckpttool.inspection.explain import explain
 from ckpttool.naming.match import NameTables
 from ckpttool.naming.wrappers import TABLE, Wrapper
@@ -96,6 +99,11 @@ class Deep(nn.Module):
         self.model = nn.Linear(2, 2)
 
 
+@cache
+def deep() -> Names:
+    return trace(of_object(Deep))
+
+
 def wrapped(how: str) -> tuple[nn.Module, nn.Module]:
     """Return a model, and the same model in one or more wrappers."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -124,22 +132,21 @@ def wrapped(how: str) -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.parametrize("how", ["compile", "dp", "ac", "averaged", "compile dp", "ac compile dp", "ac dp", "blocks"])
-@pytest.mark.parametrize("form", ["{}", "state.{}.exp_avg", "optimizer.state.{}.step"])
-def test_wrapped_names_are_resolved(how: str, form: str) -> None:
+def test_wrapped_names_are_resolved(how: str) -> None:
     """Every FQN of a real wrapper, and its optimizer key, resolves to the tensor of the plain model."""
     plain, outer = wrapped(how)
     inner = plain._orig_mod if hasattr(plain, "_orig_mod") else plain
     own = {id(tensor): name for name, tensor in (*plain.named_parameters(), *inner.named_parameters())}
-    names = trace(of_object(Deep))
     expected = {name: own[id(tensor)] for name, tensor in outer.named_parameters() if id(tensor) in own}
     assert len(expected) == 6
     for name, fqn in expected.items():
-        assert explain(form.format(name), names).tensor.fqn == fqn, name
+        for form in ("{}", "state.{}.exp_avg", "optimizer.state.{}.step"):
+            assert explain(form.format(name), deep()).tensor.fqn == fqn, name
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.segment} {row.title}")
 def test_the_segment_of_a_wrapper_is_ignored(row: Wrapper) -> None:
-    names = trace(of_object(Deep))
+    names = deep()
     for tensor in names.runtime:
         parts = tensor.fqn.split(".")
         for at in range(len(parts)):
@@ -150,7 +157,7 @@ def test_the_segment_of_a_wrapper_is_ignored(row: Wrapper) -> None:
 
 
 def test_call_numbers_and_ids_are_resolved_and_unknown_names_refused() -> None:
-    names = trace(of_object(Deep))
+    names = deep()
     assert explain("trunk.0@1.weight", names).tensor.fqn == "trunk.0.weight"
     assert explain("state.1.exp_avg", names).tensor.fqn == "trunk.0.bias"
     for name in ("module._orig_mod.nothing", "state.99.exp_avg", "module", "other.trunk.0.weight"):

@@ -191,13 +191,7 @@ def drive(scenario: Scenario, scratch: Path, points: int | None, choose: Callabl
     return judge
 
 
-_LEFT_OUT = (
-    "ckpttool.__",
-    "ckpttool.tracing",
-    "ckpttool.live",
-    "ckpttool.evaluate.torch_eval",
-    "ckpttool.evaluate.torch_eval",
-)
+_LEFT_OUT = ("ckpttool.__", "ckpttool.tracing", "ckpttool.live", "ckpttool.evaluate.torch_eval")
 
 
 def preload() -> None:

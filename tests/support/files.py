@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ckpttool.core.checkpoint import Lazy, Part, Span
@@ -68,3 +69,19 @@ def tensor_bytes(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
     header.pop("__metadata__", None)
     offsets = {key: slice(*(end + at for at in entry["data_offsets"])) for key, entry in header.items()}
     return {key: (entry["dtype"], entry["shape"], content[offsets[key]]) for key, entry in header.items()}
+
+
+def change_archive(
+    path: str | Path,
+    change: Callable[[str, bytes], bytes | None],
+    out: str | Path | None = None,
+    method: int = zipfile.ZIP_STORED,
+) -> str:
+    """Write the zip archive to `out`, or in place, with the results of `change`; None removes a record."""
+    with zipfile.ZipFile(path) as source:
+        records = {name: source.read(name) for name in source.namelist()}
+    with zipfile.ZipFile(out or path, "w", method) as archive:
+        for name, data in records.items():
+            if (new := change(name, data)) is not None:
+                archive.writestr(name, new)
+    return str(out or path)

@@ -24,6 +24,23 @@ def pattern(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return build
 
 
+def saving(make: Callable[[], nn.Module], load: Callable[..., None] | None = None) -> Callable[[Any], Any]:
+    """Add a pattern: the module that `make` builds, with the decorated function and `load` as its hooks."""
+
+    def decorate(save: Callable[..., None]) -> Callable[[], nn.Module]:
+        def build() -> nn.Module:
+            model = make()
+            model._register_state_dict_hook(save)
+            if load is not None:
+                model._register_load_state_dict_pre_hook(load)
+            return model
+
+        build.__name__ = save.__name__
+        return pattern(build)
+
+    return decorate
+
+
 class Block(nn.Module):
     """Two layers, one inside a container called `layer`: what most hooks here rename."""
 
@@ -173,17 +190,11 @@ def strip_without_loading_half() -> nn.Module:
     return model
 
 
-@pattern
-def strip_every_occurrence() -> nn.Module:
+@saving(lambda: nn.ModuleDict({"layer": nn.ModuleDict({"layer": nn.Linear(2, 2), "x": nn.Linear(2, 2)})}))
+def strip_every_occurrence(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
     """``key.replace("layer.", "")`` also strips the user's own `layer` further down."""
-    model = nn.ModuleDict({"layer": nn.ModuleDict({"layer": nn.Linear(2, 2), "x": nn.Linear(2, 2)})})
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        for key in list(sd):
-            sd[key.replace("layer.", "")] = sd.pop(key)
-
-    model._register_state_dict_hook(save)
-    return model
+    for key in list(sd):
+        sd[key.replace("layer.", "")] = sd.pop(key)
 
 
 @pattern
@@ -283,16 +294,10 @@ def swaps_two_names() -> nn.Module:
     return model
 
 
-@pattern
-def conditional_on_sibling() -> nn.Module:
-    model = nn.ModuleDict({"a": nn.Linear(2, 2), "lora": nn.Linear(2, 2)})
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        if prefix + "lora.weight" in sd:
-            renamed(sd, prefix, "a.", "base.")
-
-    model._register_state_dict_hook(save)
-    return model
+@saving(lambda: nn.ModuleDict({"a": nn.Linear(2, 2), "lora": nn.Linear(2, 2)}))
+def conditional_on_sibling(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+    if prefix + "lora.weight" in sd:
+        renamed(sd, prefix, "a.", "base.")
 
 
 # Dropping and adding
@@ -336,17 +341,11 @@ def adds_an_alias() -> nn.Module:
     return model
 
 
-@pattern
-def two_to_one_key() -> nn.Module:
+@saving(lambda: nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}))
+def two_to_one_key(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
     """Two tensors are saved under one key: the first is silently lost."""
-    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        for key in list(sd):
-            sd["x." + key.split(".")[-1]] = sd.pop(key)
-
-    model._register_state_dict_hook(save)
-    return model
+    for key in list(sd):
+        sd["x." + key.split(".")[-1]] = sd.pop(key)
 
 
 # Computing
@@ -385,35 +384,23 @@ def fused_twice() -> nn.Module:
     return nn.Sequential(fused, nn.Linear(4, 4), fused)
 
 
-@pattern
-def saves_a_tie_once() -> nn.Module:
-    model = tied()
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        del sd[prefix + "head.weight"]
-
-    def restore(sd: dict, prefix: str, *args: object) -> None:
-        sd[prefix + "head.weight"] = sd[prefix + "embed.weight"]
-
-    model._register_state_dict_hook(save)
-    model._register_load_state_dict_pre_hook(restore)
-    return model
+def _load_saves_a_tie_once(sd: dict, prefix: str, *args: object) -> None:
+    sd[prefix + "head.weight"] = sd[prefix + "embed.weight"]
 
 
-@pattern
-def split_by_slices() -> nn.Module:
-    model = nn.Linear(3, 6)
+@saving(lambda: tied(), _load_saves_a_tie_once)
+def saves_a_tie_once(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+    del sd[prefix + "head.weight"]
 
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        whole = sd.pop(prefix + "weight")
-        sd[prefix + "gate"], sd[prefix + "up"] = whole[:2], whole[2:]
 
-    def restore(sd: dict, prefix: str, *args: object) -> None:
-        sd[prefix + "weight"] = torch.cat([sd.pop(prefix + "gate"), sd.pop(prefix + "up")], dim=0)
+def _load_split_by_slices(sd: dict, prefix: str, *args: object) -> None:
+    sd[prefix + "weight"] = torch.cat([sd.pop(prefix + "gate"), sd.pop(prefix + "up")], dim=0)
 
-    model._register_state_dict_hook(save)
-    model._register_load_state_dict_pre_hook(restore)
-    return model
+
+@saving(lambda: nn.Linear(3, 6), _load_split_by_slices)
+def split_by_slices(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+    whole = sd.pop(prefix + "weight")
+    sd[prefix + "gate"], sd[prefix + "up"] = whole[:2], whole[2:]
 
 
 @pattern
@@ -452,21 +439,18 @@ def saves_complex_numbers_in_parts() -> nn.Module:
     return model
 
 
-@pattern
-def joins_experts() -> nn.Module:
+def _load_joins_experts(sd: dict, prefix: str, *args: object) -> None:
+    for i, part in enumerate(sd.pop(prefix + "stacked").unbind(0)):
+        sd[f"{prefix}experts.{i}.weight"] = part
+
+
+@saving(
+    lambda: nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 3, bias=False) for _ in range(3))}),
+    _load_joins_experts,
+)
+def joins_experts(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
     """Save the experts stacked into one tensor; load them by unbinding."""
-    model = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 3, bias=False) for _ in range(3))})
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        sd[prefix + "stacked"] = torch.stack([sd.pop(f"{prefix}experts.{i}.weight") for i in range(3)])
-
-    def restore(sd: dict, prefix: str, *args: object) -> None:
-        for i, part in enumerate(sd.pop(prefix + "stacked").unbind(0)):
-            sd[f"{prefix}experts.{i}.weight"] = part
-
-    model._register_state_dict_hook(save)
-    model._register_load_state_dict_pre_hook(restore)
-    return model
+    sd[prefix + "stacked"] = torch.stack([sd.pop(f"{prefix}experts.{i}.weight") for i in range(3)])
 
 
 @pattern
@@ -493,22 +477,16 @@ def transposes_contiguous() -> nn.Module:
     return model
 
 
-@pattern
-def permutes_rotary() -> nn.Module:
+def _load_permutes_rotary(sd: dict, prefix: str, *args: object) -> None:
+    weight = sd[prefix + "weight"]
+    sd[prefix + "weight"] = weight.view(2, 2, 2, 4).transpose(1, 2).reshape(8, 4)
+
+
+@saving(lambda: nn.Linear(4, 8, bias=False), _load_permutes_rotary)
+def permutes_rotary(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
     """Meta's and Hugging Face's layouts of rotary heads: view, transpose, reshape."""
-    model = nn.Linear(4, 8, bias=False)
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        weight = sd[prefix + "weight"]
-        sd[prefix + "weight"] = weight.view(2, 2, 2, 4).transpose(1, 2).reshape(8, 4)
-
-    def restore(sd: dict, prefix: str, *args: object) -> None:
-        weight = sd[prefix + "weight"]
-        sd[prefix + "weight"] = weight.view(2, 2, 2, 4).transpose(1, 2).reshape(8, 4)
-
-    model._register_state_dict_hook(save)
-    model._register_load_state_dict_pre_hook(restore)
-    return model
+    weight = sd[prefix + "weight"]
+    sd[prefix + "weight"] = weight.view(2, 2, 2, 4).transpose(1, 2).reshape(8, 4)
 
 
 @pattern
@@ -555,16 +533,12 @@ def scales() -> nn.Module:
     return model
 
 
-@pattern
-def merges_lora() -> nn.Module:
-    model = nn.ModuleDict({"base": nn.Linear(4, 4), "a": nn.Linear(4, 2, bias=False), "b": nn.Linear(2, 4, bias=False)})
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        delta = sd.pop(prefix + "b.weight") @ sd.pop(prefix + "a.weight")
-        sd[prefix + "base.weight"] = sd[prefix + "base.weight"] + 0.5 * delta
-
-    model._register_state_dict_hook(save)
-    return model
+@saving(
+    lambda: nn.ModuleDict({"base": nn.Linear(4, 4), "a": nn.Linear(4, 2, bias=False), "b": nn.Linear(2, 4, bias=False)})
+)
+def merges_lora(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+    delta = sd.pop(prefix + "b.weight") @ sd.pop(prefix + "a.weight")
+    sd[prefix + "base.weight"] = sd[prefix + "base.weight"] + 0.5 * delta
 
 
 @pattern
@@ -575,17 +549,11 @@ def reorders_by_index() -> nn.Module:
     return model
 
 
-@pattern
-def averages_heads() -> nn.Module:
-    model = nn.Linear(3, 4)
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        sd[prefix + "mean"] = sd[prefix + "weight"].view(2, 2, 3).mean(1)
-        values, _ = sd[prefix + "weight"].max(dim=0)
-        sd[prefix + "top"] = values
-
-    model._register_state_dict_hook(save)
-    return model
+@saving(lambda: nn.Linear(3, 4))
+def averages_heads(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+    sd[prefix + "mean"] = sd[prefix + "weight"].view(2, 2, 3).mean(1)
+    values, _ = sd[prefix + "weight"].max(dim=0)
+    sd[prefix + "top"] = values
 
 
 @pattern
@@ -640,51 +608,35 @@ def scales_a_clone_in_place() -> nn.Module:
     return model
 
 
-@pattern
-def writes_slices() -> nn.Module:
-    model = nn.ModuleDict({"a": nn.Linear(3, 2, bias=False), "b": nn.Linear(3, 4, bias=False)})
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        a, b = sd.pop(prefix + "a.weight"), sd.pop(prefix + "b.weight")
-        whole = torch.empty(6, 3, dtype=a.dtype, device=a.device)
-        whole[:2] = a
-        whole[2:].copy_(b)
-        sd[prefix + "ab"] = whole
-
-    def restore(sd: dict, prefix: str, *args: object) -> None:
-        sd[prefix + "a.weight"], sd[prefix + "b.weight"] = sd.pop(prefix + "ab").split([2, 4])
-
-    model._register_state_dict_hook(save)
-    model._register_load_state_dict_pre_hook(restore)
-    return model
+def _load_writes_slices(sd: dict, prefix: str, *args: object) -> None:
+    sd[prefix + "a.weight"], sd[prefix + "b.weight"] = sd.pop(prefix + "ab").split([2, 4])
 
 
-@pattern
-def writes_through_a_transpose() -> nn.Module:
-    model = nn.Linear(3, 2, bias=False)
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        turned = sd[prefix + "weight"].t().clone(memory_format=torch.preserve_format)
-        turned[1:] += 1
-        sd[prefix + "weight"] = turned
-        sd[prefix + "row"] = turned[2]
-
-    model._register_state_dict_hook(save)
-    return model
+@saving(
+    lambda: nn.ModuleDict({"a": nn.Linear(3, 2, bias=False), "b": nn.Linear(3, 4, bias=False)}), _load_writes_slices
+)
+def writes_slices(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+    a, b = sd.pop(prefix + "a.weight"), sd.pop(prefix + "b.weight")
+    whole = torch.empty(6, 3, dtype=a.dtype, device=a.device)
+    whole[:2] = a
+    whole[2:].copy_(b)
+    sd[prefix + "ab"] = whole
 
 
-@pattern
-def view_is_changed_through_base() -> nn.Module:
-    model = nn.Linear(3, 4, bias=False)
+@saving(lambda: nn.Linear(3, 2, bias=False))
+def writes_through_a_transpose(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+    turned = sd[prefix + "weight"].t().clone(memory_format=torch.preserve_format)
+    turned[1:] += 1
+    sd[prefix + "weight"] = turned
+    sd[prefix + "row"] = turned[2]
 
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        whole = sd[prefix + "weight"].clone()
-        sd[prefix + "part"] = whole[1:3, :2]
-        whole.mul_(2)
-        whole[2] = 0
 
-    model._register_state_dict_hook(save)
-    return model
+@saving(lambda: nn.Linear(3, 4, bias=False))
+def view_is_changed_through_base(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+    whole = sd[prefix + "weight"].clone()
+    sd[prefix + "part"] = whole[1:3, :2]
+    whole.mul_(2)
+    whole[2] = 0
 
 
 @pattern
@@ -699,59 +651,37 @@ def masks_in_place() -> nn.Module:
     return model
 
 
-@pattern
-def writes_out() -> nn.Module:
-    model = nn.Linear(3, 3)
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        out = torch.empty_like(sd[prefix + "weight"])
-        torch.add(sd[prefix + "weight"], sd[prefix + "bias"], alpha=2, out=out)
-        sd[prefix + "sum"] = out
-
-    model._register_state_dict_hook(save)
-    return model
+@saving(lambda: nn.Linear(3, 3))
+def writes_out(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+    out = torch.empty_like(sd[prefix + "weight"])
+    torch.add(sd[prefix + "weight"], sd[prefix + "bias"], alpha=2, out=out)
+    sd[prefix + "sum"] = out
 
 
-@pattern
-def reshapes_in_place() -> nn.Module:
-    model = nn.Linear(3, 2, bias=False)
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        sd[prefix + "weight"] = sd[prefix + "weight"].detach().t_().unsqueeze_(0)
-
-    model._register_state_dict_hook(save)
-    return model
+@saving(lambda: nn.Linear(3, 2, bias=False))
+def reshapes_in_place(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+    sd[prefix + "weight"] = sd[prefix + "weight"].detach().t_().unsqueeze_(0)
 
 
-@pattern
-def foreach_in_place() -> nn.Module:
-    model = Block()
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        copies = [value.clone() for value in sd.values()]
-        torch._foreach_mul_(copies, 3.0)
-        sd.update(zip(list(sd), copies))
-
-    model._register_state_dict_hook(save)
-    return model
+@saving(lambda: Block())
+def foreach_in_place(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+    copies = [value.clone() for value in sd.values()]
+    torch._foreach_mul_(copies, 3.0)
+    sd.update(zip(list(sd), copies))
 
 
-@pattern
-def interleaves() -> nn.Module:
-    model = nn.ModuleDict({"even": nn.Linear(3, 2, bias=False), "odd": nn.Linear(3, 2, bias=False)})
+def _load_interleaves(sd: dict, prefix: str, *args: object) -> None:
+    whole = sd.pop(prefix + "both")
+    sd[prefix + "even.weight"], sd[prefix + "odd.weight"] = whole[::2], whole[1::2]
 
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        whole = torch.empty(4, 3)
-        whole[::2], whole[1::2] = sd.pop(prefix + "even.weight"), sd.pop(prefix + "odd.weight")
-        sd[prefix + "both"] = whole
 
-    def restore(sd: dict, prefix: str, *args: object) -> None:
-        whole = sd.pop(prefix + "both")
-        sd[prefix + "even.weight"], sd[prefix + "odd.weight"] = whole[::2], whole[1::2]
-
-    model._register_state_dict_hook(save)
-    model._register_load_state_dict_pre_hook(restore)
-    return model
+@saving(
+    lambda: nn.ModuleDict({"even": nn.Linear(3, 2, bias=False), "odd": nn.Linear(3, 2, bias=False)}), _load_interleaves
+)
+def interleaves(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+    whole = torch.empty(4, 3)
+    whole[::2], whole[1::2] = sd.pop(prefix + "even.weight"), sd.pop(prefix + "odd.weight")
+    sd[prefix + "both"] = whole
 
 
 # Bypassing the dispatcher
@@ -921,38 +851,20 @@ def patched_instance_renames() -> nn.Module:
 # Reading values
 
 
-@pattern
-def asserts_on_values() -> nn.Module:
-    model = nn.Linear(2, 2)
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        assert bool(torch.isfinite(sd[prefix + "weight"]).all())
-        renamed(sd, prefix, "weight", "kernel")
-
-    model._register_state_dict_hook(save)
-    return model
+@saving(lambda: nn.Linear(2, 2))
+def asserts_on_values(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+    assert bool(torch.isfinite(sd[prefix + "weight"]).all())
+    renamed(sd, prefix, "weight", "kernel")
 
 
-@pattern
-def divides_by_item() -> nn.Module:
-    model = nn.Linear(2, 2)
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        sd[prefix + "weight"] = sd[prefix + "weight"] / sd[prefix + "weight"].abs().max().item()
-
-    model._register_state_dict_hook(save)
-    return model
+@saving(lambda: nn.Linear(2, 2))
+def divides_by_item(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+    sd[prefix + "weight"] = sd[prefix + "weight"] / sd[prefix + "weight"].abs().max().item()
 
 
-@pattern
-def goes_through_numpy() -> nn.Module:
-    model = nn.Linear(2, 2)
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        sd[prefix + "weight"] = torch.from_numpy(sd[prefix + "weight"].numpy() * 2)
-
-    model._register_state_dict_hook(save)
-    return model
+@saving(lambda: nn.Linear(2, 2))
+def goes_through_numpy(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+    sd[prefix + "weight"] = torch.from_numpy(sd[prefix + "weight"].numpy() * 2)
 
 
 @pattern
@@ -975,20 +887,14 @@ def constructor_leaves_cpu_tensors() -> nn.Module:
 # Awkward code
 
 
-@pattern
-def catches_the_error_of_reading() -> nn.Module:
+@saving(lambda: nn.Linear(2, 2))
+def catches_the_error_of_reading(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
     """On meta the read fails, and the hook takes the fallback path."""
-    model = nn.Linear(2, 2)
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        try:
-            float(sd[prefix + "weight"].sum())
-            renamed(sd, prefix, "weight", "kernel")
-        except (RuntimeError, NotImplementedError):
-            renamed(sd, prefix, "weight", "fallback")
-
-    model._register_state_dict_hook(save)
-    return model
+    try:
+        float(sd[prefix + "weight"].sum())
+        renamed(sd, prefix, "weight", "kernel")
+    except (RuntimeError, NotImplementedError):
+        renamed(sd, prefix, "weight", "fallback")
 
 
 class LoadsBySlices(nn.Module):
@@ -1048,22 +954,16 @@ def copies_itself() -> nn.Module:
     return CopiesItself()
 
 
-@pattern
-def works_in_a_long_loop() -> nn.Module:
-    model = nn.Linear(2, 2)
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        weight = sd[prefix + "weight"].clone()
-        for step in range(400):
-            weight[step % 2] *= 1.5 if step % 4 else 0.5
-        sd[prefix + "weight"] = weight
-        bias = sd[prefix + "bias"]
-        for _ in range(60):
-            bias = (bias + bias) * 0.5
-        sd[prefix + "bias"] = bias
-
-    model._register_state_dict_hook(save)
-    return model
+@saving(lambda: nn.Linear(2, 2))
+def works_in_a_long_loop(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+    weight = sd[prefix + "weight"].clone()
+    for step in range(400):
+        weight[step % 2] *= 1.5 if step % 4 else 0.5
+    sd[prefix + "weight"] = weight
+    bias = sd[prefix + "bias"]
+    for _ in range(60):
+        bias = (bias + bias) * 0.5
+    sd[prefix + "bias"] = bias
 
 
 class OldListing(nn.Linear):
@@ -1133,75 +1033,45 @@ def unpacks_a_subclass() -> nn.Module:
     return model
 
 
-@pattern
-def copies_into_cpu_memory() -> nn.Module:
+@saving(lambda: nn.Linear(2, 2))
+def copies_into_cpu_memory(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
     """Copy the values into a preallocated CPU buffer, as offloading does."""
-    model = nn.Linear(2, 2)
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        for key in list(sd):
-            held = torch.empty(sd[key].shape, dtype=sd[key].dtype, device="cpu")
-            held.copy_(sd[key], non_blocking=True)
-            sd[key] = held
-        sd[prefix + "weight"] += 1
-
-    model._register_state_dict_hook(save)
-    return model
+    for key in list(sd):
+        held = torch.empty(sd[key].shape, dtype=sd[key].dtype, device="cpu")
+        held.copy_(sd[key], non_blocking=True)
+        sd[key] = held
+    sd[prefix + "weight"] += 1
 
 
-@pattern
-def asks_where_tensors_are() -> nn.Module:
-    model = Block()
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        if all(not value.is_meta for value in sd.values()):
-            renamed(sd, prefix, "layer.", "")
-
-    model._register_state_dict_hook(save)
-    return model
+@saving(lambda: Block())
+def asks_where_tensors_are(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+    if all(not value.is_meta for value in sd.values()):
+        renamed(sd, prefix, "layer.", "")
 
 
-@pattern
-def in_inference_mode() -> nn.Module:
+@saving(lambda: nn.Linear(4, 6))
+def in_inference_mode(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
     """In inference mode, composite operators reach the dispatcher without being decomposed."""
-    model = nn.Linear(4, 6)
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        with torch.inference_mode():
-            weight = sd[prefix + "weight"].to(torch.float64).reshape(3, 8).contiguous()
-            first, _, third = weight.chunk(3)
-            sd[prefix + "parts"] = torch.stack([third.t().t().flatten(), first.view(-1).narrow(0, 0, 8)])
-            sd[prefix + "bias"] = sd[prefix + "bias"].to("cpu").clone().unflatten(0, (2, 3)).T
-
-    model._register_state_dict_hook(save)
-    return model
+    with torch.inference_mode():
+        weight = sd[prefix + "weight"].to(torch.float64).reshape(3, 8).contiguous()
+        first, _, third = weight.chunk(3)
+        sd[prefix + "parts"] = torch.stack([third.t().t().flatten(), first.view(-1).narrow(0, 0, 8)])
+        sd[prefix + "bias"] = sd[prefix + "bias"].to("cpu").clone().unflatten(0, (2, 3)).T
 
 
-@pattern
-def goes_through_bytes() -> nn.Module:
+@saving(lambda: nn.Linear(2, 2))
+def goes_through_bytes(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
     """Deep-copy through the file format, which no dispatch mode sees."""
-    model = nn.Linear(2, 2)
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        buffer = io.BytesIO()
-        torch.save(sd[prefix + "weight"], buffer)
-        buffer.seek(0)
-        sd[prefix + "weight"] = torch.load(buffer) * 2
-
-    model._register_state_dict_hook(save)
-    return model
+    buffer = io.BytesIO()
+    torch.save(sd[prefix + "weight"], buffer)
+    buffer.seek(0)
+    sd[prefix + "weight"] = torch.load(buffer) * 2
 
 
-@pattern
-def adds_random_numbers() -> nn.Module:
-    model = nn.Linear(2, 2)
-
-    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
-        sd[prefix + "seed"] = torch.randn(3)
-        sd[prefix + "noisy"] = sd[prefix + "weight"] + torch.randn(2, 2)
-
-    model._register_state_dict_hook(save)
-    return model
+@saving(lambda: nn.Linear(2, 2))
+def adds_random_numbers(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+    sd[prefix + "seed"] = torch.randn(3)
+    sd[prefix + "noisy"] = sd[prefix + "weight"] + torch.randn(2, 2)
 
 
 @pattern

@@ -35,7 +35,6 @@ _SIZES = {
 _LAYERS = dict.fromkeys(
     ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth"), 2
 )
-_EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4)
 _HEADS = (
     *("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_CLASSIFICATION"),
     *("OBJECT_DETECTION", "SEMANTIC_SEGMENTATION", "AUDIO_CLASSIFICATION", "CTC", "MASKED_LM", "PRETRAINING"),

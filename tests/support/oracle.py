@@ -27,8 +27,6 @@ from ckpttool.remapping.run import write
 
 Print = tuple[str, tuple[int, ...], str]  # dtype, shape, hash of the elements
 
-_ALLOWED = ("torch", "collections", "builtins", "__builtin__", "copyreg", "_codecs", "numpy")
-
 
 class StandIn:
     """An object of a missing class: it keeps everything from its pickle."""

@@ -156,14 +156,6 @@ def bert_model() -> nn.Module:
     return transformers.BertModel(transformers.BertConfig(**SIZES), add_pooling_layer=False)
 
 
-def distilbert() -> nn.Module:
-    return transformers.DistilBertModel(
-        transformers.DistilBertConfig(
-            vocab_size=VOCAB, dim=WIDTH, n_layers=LAYERS, n_heads=HEADS, hidden_dim=HIDDEN, max_position_embeddings=64
-        )
-    )
-
-
 class _VitBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -151,7 +151,7 @@ def kind(entry: TensorEntry) -> str:
 
 def bare(node: Any) -> Any:
     for _ in range(_MAX_WRAPPERS):
-        if is_tensor(node) and node.func.name == "_rebuild_parameter":
+        if is_tensor(node) and is_parameter(node):
             node = node.args[0]
     return node
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from ckpttool.core.errors import CkptError
 from ckpttool.formats.pickle_read import PickledSet, loads
+from ckpttool.formats.pickle_write import dumps
 from mutate import changed
 
 EXAMPLES = 5_000 if os.environ.get("CKPTTOOL_SUITES") == "all" else 300
@@ -60,8 +61,6 @@ class Inert:
 
 
 class Recorder(pickle.Unpickler):
-    """Python's unpickler, which records imports instead of importing."""
-
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self.imported: list[tuple[str, str]] = []
@@ -96,6 +95,8 @@ def compare(data: bytes) -> None:
         tree = loads(data)
     except CkptError:
         return
+    again = dumps(tree)
+    assert dumps(loads(again)) == again
     python, value = Recorder(data), None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about escape sequences

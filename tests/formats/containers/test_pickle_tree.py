@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import copy
 import dataclasses
 import datetime
 import decimal
@@ -33,7 +32,7 @@ from hypothesis import strategies as st
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Limits, limited
-from ckpttool.formats.pickle_read import ABSENT, Call, Global, Persistent, loads
+from ckpttool.formats.pickle_read import ABSENT, Global, loads
 from ckpttool.formats.pickle_write import dumps
 
 Point = collections.namedtuple("Point", "x y")
@@ -222,16 +221,14 @@ def test_other_protocols_load_as_the_same_value(name: str, protocol: int) -> Non
 
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 4])
-@pytest.mark.parametrize("name", ["cyclic list", "cyclic tuple", "cyclic object"])
-def test_cycles_are_read_in_every_protocol(name: str, protocol: int) -> None:
-    value = pickle.loads(dumps(loads(pickle.dumps(OBJECTS[name], protocol))))
-    if name == "cyclic list":
-        assert value[1] is value
-    elif name == "cyclic tuple":
-        assert value[0][0] is value
-    else:
-        assert value.me is value
-        assert value.listed[0] is value
+def test_cycles_are_read_in_every_protocol(protocol: int) -> None:
+    a_list, a_tuple, an_object = (
+        pickle.loads(dumps(loads(pickle.dumps(OBJECTS[f"cyclic {kind}"], protocol))))
+        for kind in ("list", "tuple", "object")
+    )
+    assert a_list[1] is a_list
+    assert a_tuple[0][0] is a_tuple
+    assert an_object.me is an_object.listed[0] is an_object
 
 
 class SelfContaining:
@@ -284,29 +281,6 @@ def test_plain_values_are_restored(value: Any, protocol: int) -> None:
         assert dumps(loads(data)) == data
 
 
-def test_a_shared_value_is_one_object() -> None:
-    first, second, third = loads(torch_pickle([SHARED, SHARED, copy.copy(SHARED)])).root
-    assert first is second
-    assert first is not third
-
-
-def test_objects_become_nodes() -> None:
-    node = loads(torch_pickle(collections.OrderedDict(a=1))).root
-    assert isinstance(node, Call)
-    assert (node.func, node.args, node.pairs, node.how) == (
-        Global("collections", "OrderedDict"),
-        (),
-        {"a": 1},
-        "REDUCE",
-    )
-    assert node.state is ABSENT
-    node = loads(torch_pickle(argparse.Namespace(a=[1]))).root
-    assert (node.how, node.state) == ("NEWOBJ", {"a": [1]})
-    tensor = loads(torch_pickle(torch.ones(2))).root
-    assert isinstance(tensor.args[0], Persistent)
-    assert tensor.args[0].id[2:] == ("0", "cpu", 2)
-
-
 def test_nothing_is_executed() -> None:
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -338,14 +312,6 @@ def test_consecutive_pickles_are_read() -> None:
     first = loads(data)
     assert first.root == [1]
     assert loads(data, start=first.end).root == {"a": 2}
-
-
-def test_references_are_in_reading_order() -> None:
-    shared = torch.ones(2)
-    tree = loads(torch_pickle([shared, torch.zeros(3), shared[1:]]))
-    references: list[Persistent] = []
-    dumps(tree, references)
-    assert [reference.id[2] for reference in references] == ["0", "1", "0"]
 
 
 @pytest.mark.parametrize(
@@ -510,22 +476,19 @@ def test_deep_nesting_is_read_and_written(name: str) -> None:
     assert dumps(loads(again)) == again
 
 
-def test_a_deep_tuple_as_key_is_refused() -> None:
-    with pytest.raises(CkptError, match="too large"):
-        loads(b"\x80\x02}K\x01" + b"\x85" * 200_000 + b"K\x01s.")
+def doubled(times: int) -> bytes:
+    """Return opcodes for pairs of pairs of ...: 2**times leaves."""
+    return b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(times))
 
 
-def test_an_exponential_tuple_as_key_is_refused() -> None:
-    doubling = b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
+@pytest.mark.parametrize("key", [b"\x85" * 200_000, doubled(60)])
+def test_a_deep_or_exponential_tuple_as_key_is_refused(key: bytes) -> None:
     with pytest.raises(CkptError, match="too large"):
-        loads(b"\x80\x02}K\x01" + doubling + b"K\x01s.")
+        loads(b"\x80\x02}K\x01" + key + b"K\x01s.")
 
 
 def test_an_exponential_tuple_stays_small() -> None:
-    """A billion laughs attack: 2**200 leaves in a thousand bytes."""
-    doubling = b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(200))
-    data = b"\x80\x02]" + doubling + b"."
-    assert len(dumps(loads(data))) < 2000
+    assert len(dumps(loads(b"\x80\x02]" + doubled(200) + b"."))) < 2000
 
 
 def test_a_repeated_large_number_stays_small() -> None:
@@ -533,21 +496,3 @@ def test_a_repeated_large_number_stays_small() -> None:
         assert pickle.loads(dumps(loads(pickle.dumps([number] * 2, 2)))) == [number] * 2
     data = b"\x80\x02(\x8b" + struct.pack("<i", 100_000) + b"\x01" * 100_000 + b"q\x00" + b"h\x00" * 10_000 + b"t."
     assert len(dumps(loads(data))) < 200_000
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_random_damage_is_an_error_or_harmless(seed: int) -> None:
-    random.seed(seed)
-    whole = torch_pickle(
-        {name: OBJECTS[name] for name in ("containers", "keys", "namespace", "cyclic object", "dicts")}
-    )
-    for _ in range(150):
-        data = bytearray(whole)
-        for _ in range(random.randint(1, 5)):
-            data[random.randrange(min(len(data), 2000))] = random.randrange(256)
-        try:
-            tree = loads(bytes(data))
-        except CkptError:
-            continue
-        again = dumps(tree)
-        assert dumps(loads(again)) == again

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import random
 import struct
 import zipfile
 import zlib
@@ -17,7 +16,7 @@ import pytest
 import torch
 
 from ckpttool.core.errors import CkptError
-from ckpttool.formats.zip_read import Archive, read_archive, read_record
+from ckpttool.formats.zip_read import U32, Archive, data_of, is_storage, read_archive, read_record
 from ckpttool.io.files import check_assumed
 
 
@@ -42,12 +41,7 @@ class Entry:
 
 
 def archive_bytes(
-    entries: list[Entry],
-    *,
-    count: int | None = None,
-    size: int | None = None,
-    disks: tuple[int, int] = (0, 0),
-    more: int = 0,
+    *entries: Entry, count: int | None = None, size: int | None = None, disks: tuple[int, int] = (0, 0), more: int = 0
 ) -> bytes:
     """Return the archive; its end record may have wrong counts and a wrong position of the directory."""
     body, directory = b"", b""
@@ -62,22 +56,8 @@ def archive_bytes(
         body += local + entry.data + entry.behind
         nbytes = len(entry.data) if entry.nbytes is None else entry.nbytes
         size_ = len(entry.data) if entry.size is None else entry.size
-        lengths = (len(entry.name), len(entry.extra), 0)
-        fields = (
-            20,
-            20,
-            entry.flags,
-            entry.method,
-            0,
-            0,
-            crc,
-            nbytes,
-            size_,
-            *lengths,
-            entry.disk,
-            0,
-            entry.attributes,
-        )
+        lengths = (nbytes, size_, len(entry.name), len(entry.extra), 0)
+        fields = (20, 20, entry.flags, entry.method, 0, 0, crc, *lengths, entry.disk, 0, entry.attributes)
         directory += struct.pack("<4s6H3I5H2I", b"PK\1\2", *fields, start) + entry.name + entry.extra
     number = len(entries) if count is None else count
     length = len(directory) if size is None else size
@@ -155,7 +135,7 @@ def test_descriptors_of_streamed_records_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("flags", "behind"), [(8, b"PK\7\x08" + bytes(12)), (8, bytes(12)), (0, b"")])
 def test_unused_bytes_are_not_part_of_the_record_before(tmp_path: Path, flags: int, behind: bytes, junk: int) -> None:
     """An update in place leaves such bytes. A descriptor may have a signature or not."""
-    data = archive_bytes([Entry(b"a", flags=flags, behind=behind + bytes(junk)), Entry(b"b")])
+    data = archive_bytes(Entry(b"a", flags=flags, behind=behind + bytes(junk)), Entry(b"b"))
     archive = read(tmp_path, data)
     record = archive.by_name["a"]
     assert record.end - record.data - record.nbytes == len(behind)
@@ -164,14 +144,13 @@ def test_unused_bytes_are_not_part_of_the_record_before(tmp_path: Path, flags: i
 
 
 def test_an_empty_archive_is_read(tmp_path: Path) -> None:
-    """It consists of the end record only."""
-    archive = read(tmp_path, archive_bytes([]))
+    archive = read(tmp_path, archive_bytes())
     assert (archive.records, archive.length, archive.is_tight) == ((), 22, True)
 
 
 def test_the_directory_may_have_another_order(tmp_path: Path) -> None:
     first, second = Entry(b"a", offset=35, local_name=b"b"), Entry(b"b", offset=0, local_name=b"a")
-    archive = read(tmp_path, archive_bytes([first, second]))
+    archive = read(tmp_path, archive_bytes(first, second))
     assert [(record.name, record.start) for record in archive.records] == [("a", 35), ("b", 0)]
     assert not archive.is_tight
 
@@ -195,68 +174,59 @@ WRONG = {
     "cut in half": (torch_archive()[:400], NO_END),
     "empty": (b"", NO_END),
     "not a zip": (b"nothing of the kind" * 10, NO_END),
-    "directory outside": (archive_bytes([Entry(b"a")], size=10_000), OUTSIDE),
-    "directory longer by a byte": (archive_bytes([Entry(b"a")], size=48), OUTSIDE),
-    "directory shorter by a byte": (archive_bytes([Entry(b"a")], size=46), "the zip directory is damaged"),
-    "more records than announced": (archive_bytes([Entry(b"a"), Entry(b"b")], count=1), "more than the 1 records"),
-    "fewer records than announced": (archive_bytes([Entry(b"a")], count=2), "too small for the 2 records"),
-    "fewer records, with long names": (archive_bytes([Entry(b"a" * 60)], count=2), "the zip directory is cut off"),
-    "far fewer records than announced": (archive_bytes([Entry(b"a")], count=65_534), "too small for the 65534 records"),
-    "a duplicate name": (
-        archive_bytes([Entry(b"a"), Entry(b"b"), Entry(b"a")]),
-        "of one name @ a",
-    ),
-    "a duplicate name after another one": (archive_bytes([Entry(b"b"), Entry(b"a"), Entry(b"a")]), "of one name @ a"),
-    "names that differ in case": (
-        archive_bytes([Entry(b"a/B"), Entry(b"a/b")]),
-        "without regard to case, as for torch",
-    ),
+    "directory outside": (archive_bytes(Entry(b"a"), size=10_000), OUTSIDE),
+    "directory longer by a byte": (archive_bytes(Entry(b"a"), size=48), OUTSIDE),
+    "directory shorter by a byte": (archive_bytes(Entry(b"a"), size=46), "the zip directory is damaged"),
+    "more records than announced": (archive_bytes(Entry(b"a"), Entry(b"b"), count=1), "more than the 1 records"),
+    "fewer records than announced": (archive_bytes(Entry(b"a"), count=2), "too small for the 2 records"),
+    "fewer records, with long names": (archive_bytes(Entry(b"a" * 60), count=2), "the zip directory is cut off"),
+    "far fewer records than announced": (archive_bytes(Entry(b"a"), count=65_534), "too small for the 65534 records"),
+    "a duplicate name": (archive_bytes(Entry(b"a"), Entry(b"b"), Entry(b"a")), "of one name @ a"),
+    "a duplicate name after another one": (archive_bytes(Entry(b"b"), Entry(b"a"), Entry(b"a")), "of one name @ a"),
+    "names that differ in case": (archive_bytes(Entry(b"a/B"), Entry(b"a/b")), "without regard to case, as for torch"),
     "another end record in the comment": (
         torch_archive()[:-2] + b"\x16\0" + b"PK\5\6" + bytes(16) + b"\5\0",
         "is not at the end of the file",
     ),
     "bytes after the end": (torch_archive() + b"behind", "is not at the end of the file"),
-    "marked as a folder": (archive_bytes([Entry(b"a", attributes=0x10)]), "marked as a folder @ a"),
+    "marked as a folder": (archive_bytes(Entry(b"a", attributes=0x10)), "marked as a folder @ a"),
     **{
-        f"encrypted, {flag}": (archive_bytes([Entry(b"a", flags=flag)]), "the archive is encrypted @ a")
+        f"encrypted, {flag}": (archive_bytes(Entry(b"a", flags=flag)), "the archive is encrypted @ a")
         for flag in (1, 0x40, 0x2000)
     },
-    "on another disk": (archive_bytes([Entry(b"a")], disks=(1, 0)), DISKS),
-    "directory on another disk": (archive_bytes([Entry(b"a")], disks=(0, 1)), DISKS),
-    "records on another disk": (archive_bytes([Entry(b"a")], more=1), DISKS),
-    "more records here than in all": (archive_bytes([Entry(b"a")], more=-1), DISKS),
-    "record on another disk": (archive_bytes([Entry(b"a", disk=3)]), DISKS),
-    "offset outside": (archive_bytes([Entry(b"a", offset=1 << 20)]), OUTSIDE),
-    "offset without a record": (archive_bytes([Entry(b"a", offset=2)]), f"{ELSEWHERE} @ a"),
-    "overlapping": (archive_bytes([Entry(b"a", nbytes=40, size=40), Entry(b"b")]), "overlaps what follows it @ a"),
-    "overlapping by a byte": (archive_bytes([Entry(b"a", nbytes=5, size=5), Entry(b"b")]), "what follows it @ a"),
+    "on another disk": (archive_bytes(Entry(b"a"), disks=(1, 0)), DISKS),
+    "directory on another disk": (archive_bytes(Entry(b"a"), disks=(0, 1)), DISKS),
+    "records on another disk": (archive_bytes(Entry(b"a"), more=1), DISKS),
+    "more records here than in all": (archive_bytes(Entry(b"a"), more=-1), DISKS),
+    "record on another disk": (archive_bytes(Entry(b"a", disk=3)), DISKS),
+    "offset outside": (archive_bytes(Entry(b"a", offset=1 << 20)), OUTSIDE),
+    "offset without a record": (archive_bytes(Entry(b"a", offset=2)), f"{ELSEWHERE} @ a"),
+    "overlapping": (archive_bytes(Entry(b"a", nbytes=40, size=40), Entry(b"b")), "overlaps what follows it @ a"),
+    "overlapping by a byte": (archive_bytes(Entry(b"a", nbytes=5, size=5), Entry(b"b")), "what follows it @ a"),
     "two records at one offset": (
-        archive_bytes([Entry(b"a"), Entry(b"b", offset=0, local_name=b"a")]),
+        archive_bytes(Entry(b"a"), Entry(b"b", offset=0, local_name=b"a")),
         f"{ELSEWHERE} @ b",
     ),
-    "longer than the file": (archive_bytes([Entry(b"a", nbytes=1 << 30, size=1 << 30)]), "what follows it @ a"),
-    "other name in the header": (archive_bytes([Entry(b"a", local_name=b"b")]), f"{ELSEWHERE} @ a"),
-    "longer name in the header": (archive_bytes([Entry(b"a", local_name=b"ab")]), f"{ELSEWHERE} @ a"),
+    "longer than the file": (archive_bytes(Entry(b"a", nbytes=1 << 30, size=1 << 30)), "what follows it @ a"),
+    "other name in the header": (archive_bytes(Entry(b"a", local_name=b"b")), f"{ELSEWHERE} @ a"),
+    "longer name in the header": (archive_bytes(Entry(b"a", local_name=b"ab")), f"{ELSEWHERE} @ a"),
     **{
         f"name of {length} bytes in the header": (
-            archive_bytes([Entry(b"ab", local_length=length)]),
+            archive_bytes(Entry(b"ab", local_length=length)),
             f"{ELSEWHERE} @ ab",
         )
         for length in (1, 3)
     },
-    "a storage of two sizes": (archive_bytes([Entry(b"a/data/0", flags=8, size=5)]), "two different sizes @ a/data/0"),
-    "stored with two sizes": (archive_bytes([Entry(b"a", size=5)]), "two different sizes @ a"),
-    "name not UTF-8": (archive_bytes([Entry(b"\xff\xfe", flags=0x800)]), "name is not UTF-8"),
-    "zip64 sizes missing": (
-        archive_bytes([Entry(b"a", size=0xFFFFFFFF, nbytes=0xFFFFFFFF)]),
-        "zip64 sizes are missing",
-    ),
+    "a storage of two sizes": (archive_bytes(Entry(b"a/data/0", flags=8, size=5)), "two different sizes @ a/data/0"),
+    "stored with two sizes": (archive_bytes(Entry(b"a", size=5)), "two different sizes @ a"),
+    "name not UTF-8": (archive_bytes(Entry(b"\xff\xfe", flags=0x800)), "name is not UTF-8"),
+    "zip64 sizes missing": (archive_bytes(Entry(b"a", size=U32, nbytes=U32)), "zip64 sizes are missing"),
     "one zip64 size of two": (
-        archive_bytes([Entry(b"a", size=0xFFFFFFFF, nbytes=0xFFFFFFFF, extra=struct.pack("<HHQ", 1, 8, 4))]),
+        archive_bytes(Entry(b"a", size=U32, nbytes=U32, extra=struct.pack("<HHQ", 1, 8, 4))),
         "zip64 sizes are missing",
     ),
     "zip64 sizes in another field": (
-        archive_bytes([Entry(b"a", size=0xFFFFFFFF, nbytes=0xFFFFFFFF, extra=struct.pack("<HHQQ", 2, 16, 4, 4))]),
+        archive_bytes(Entry(b"a", size=U32, nbytes=U32, extra=struct.pack("<HHQQ", 2, 16, 4, 4))),
         "zip64 sizes are missing",
     ),
 }
@@ -299,7 +269,7 @@ def test_zip64_archives_of_zipfile_are_read(
 
 def test_zip64_sizes_after_another_field_are_read(tmp_path: Path) -> None:
     extra = struct.pack("<HHQHHQQ", 2, 8, 7, 1, 16, 4, 4)
-    archive = read(tmp_path, archive_bytes([Entry(b"a", size=0xFFFFFFFF, nbytes=0xFFFFFFFF, extra=extra)]))
+    archive = read(tmp_path, archive_bytes(Entry(b"a", size=U32, nbytes=U32, extra=extra)))
     assert read_record(archive, archive.by_name["a"], 100) == b"data"
 
 
@@ -325,23 +295,8 @@ def test_an_unknown_compression_method_is_refused(tmp_path: Path) -> None:
         read_record(archive, archive.by_name["a"], 1000)
 
 
-def test_random_damage_is_an_error_or_harmless(tmp_path: Path) -> None:
-    whole = torch_archive()
-    random.seed(0)
-    for _ in range(200):
-        data = bytearray(whole)
-        for _ in range(random.randint(1, 4)):
-            data[random.randrange(len(data))] = random.randrange(256)
-        try:
-            archive = read(tmp_path, bytes(data[: random.choice([len(data), random.randrange(len(data))])]))
-            for record in archive.records:
-                read_record(archive, record, 1 << 20)
-        except CkptError:
-            pass
-
-
 def test_a_record_larger_than_expected_is_refused(tmp_path: Path) -> None:
-    archive = read(tmp_path, archive_bytes([Entry(b"a", b"12345")]))
+    archive = read(tmp_path, archive_bytes(Entry(b"a", b"12345")))
     with pytest.raises(CkptError, match="at most 4"):
         read_record(archive, archive.by_name["a"], 4)
 
@@ -368,13 +323,13 @@ def test_a_zip_bomb_stops_at_its_declared_size(tmp_path: Path) -> None:
 )
 def test_a_compressed_record_must_match_its_directory(tmp_path: Path, data: bytes, size: int, words: str) -> None:
     entry = Entry(b"a", data, method=8, nbytes=len(data), size=size, crc=zlib.crc32(b"data"))
-    archive = read(tmp_path, archive_bytes([entry]))
+    archive = read(tmp_path, archive_bytes(entry))
     with pytest.raises(CkptError, match=words):
         read_record(archive, archive.by_name["a"], 100)
 
 
 def test_a_damaged_record_is_found(tmp_path: Path) -> None:
-    data = bytearray(archive_bytes([Entry(b"a", b"12345")]))
+    data = bytearray(archive_bytes(Entry(b"a", b"12345")))
     data[31] ^= 1
     archive = read(tmp_path, bytes(data))
     with pytest.raises(CkptError, match="CRC-32"):
@@ -384,3 +339,39 @@ def test_a_damaged_record_is_found(tmp_path: Path) -> None:
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CkptError):
         read_archive(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("sizes", [[1, 0, 33, 64, 5000], [U32 - 1, 7], [U32, 7], [1 << 31, 1 << 31, U32 + 70, 7]])
+def test_computed_offsets_match_torch(tmp_path: Path, sizes: list[int]) -> None:
+    """Also beyond four gibibytes: large storages are sparse."""
+    with torch.serialization.skip_data():
+        torch.save({str(n): torch.empty(size, dtype=torch.uint8) for n, size in enumerate(sizes)}, tmp_path / "a.pt")
+    archive = read_archive(str(tmp_path / "a.pt"))
+    storages = [record for record in archive.records if is_storage(record.name.encode()) and record.nbytes]
+    assert len(storages) == sum(size > 0 for size in sizes)
+    for record in storages:
+        place = (record.name.encode(), record.start, record.nbytes)
+        assert data_of(*place, record.end) == record.data
+        assert data_of(*place, record.end + 1) is None
+        assert data_of(*place, record.end - 1) is None
+
+
+def test_an_offset_of_four_gibibytes_is_computed(tmp_path: Path) -> None:
+    """From this offset on, the header stores it in 64 bits."""
+    sizes = [1 << 31, 7]
+    for _ in range(2):
+        with torch.serialization.skip_data():
+            torch.save([torch.empty(size, dtype=torch.uint8) for size in sizes], tmp_path / "a.pt")
+        first, record = (r for r in read_archive(str(tmp_path / "a.pt")).records if is_storage(r.name.encode()))
+        sizes = [U32 - 16 - first.data, 7]
+    assert record.start == U32
+    assert data_of(record.name.encode(), record.start, record.nbytes, record.end) == record.data
+
+
+@pytest.mark.parametrize("length", range(1, 66))
+def test_offsets_are_computed_for_names_of_any_length(tmp_path: Path, length: int) -> None:
+    """The name of each record includes the archive's name, so its length covers every alignment of the data."""
+    path = tmp_path / f"{'n' * length}.pt"
+    torch.save({"w": torch.ones(3)}, path)
+    (record,) = (one for one in read_archive(str(path)).records if is_storage(one.name.encode()))
+    assert data_of(record.name.encode(), record.start, record.nbytes, record.end) == record.data

@@ -260,7 +260,6 @@ def test_a_zip64_descriptor_is_read_if_the_next_record_is_removed(tmp_path: Path
 @pytest.mark.parametrize("size", [U32 - 100_000, U32 - 1])
 @pytest.mark.parametrize("more", [200_000, 3200 * 64])
 def test_records_moved_across_four_gibibytes_match_torch(tmp_path: Path, size: int, more: int) -> None:
-    """Or past the limit; by a multiple of the alignment or not."""
     path = sparse(tmp_path, "big.pt", size)
     archive = read_archive(str(path))
     first = archive.records[0]

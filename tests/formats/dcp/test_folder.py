@@ -46,7 +46,6 @@ def save(state: dict[str, Any], folder: Path) -> Path:
 
 
 def loaded(folder: Path) -> Any:
-    """Load the folder with torch."""
     out = folder.parent / f"{folder.name}.loaded.pt"
     dcp_to_torch_save(folder, out)
     return torch.load(out, weights_only=False)
@@ -95,10 +94,8 @@ def one(tmp_path: Path) -> Path:
 
 def test_sections_are_listed(one: Path) -> None:
     checkpoint = open_checkpoint(str(one))
-    assert [(section.path, section.kind) for section in checkpoint.sections][:2] == [
-        ("model", "state_dict"),
-        ("optimizer", "optimizer"),
-    ]
+    kinds = [(section.path, section.kind) for section in checkpoint.sections]
+    assert kinds[:2] == [("model", "state_dict"), ("optimizer", "optimizer")]
     assert "epoch" in checkpoint.others
     assert {one.verdict for one in checkpoint.imports} <= {KNOWN}
     assert checkpoint.format == "dcp"
@@ -176,14 +173,8 @@ def test_safetensors_are_converted_to_dcp_and_to_shards(tmp_path: Path) -> None:
     dcp.load(state, checkpoint_id=tmp_path / "mid.dcp")
     assert same(dict(state), dict(model.state_dict()))
     (tmp_path / "shards").mkdir()
-    remap(
-        tmp_path / "mid.dcp",
-        "-o",
-        tmp_path / "shards/model.safetensors.index.json",
-        "--max-shard-size",
-        "40",
-        "--verify",
-    )
+    index = tmp_path / "shards/model.safetensors.index.json"
+    remap(tmp_path / "mid.dcp", "-o", index, "--max-shard-size", "40", "--verify")
     assert len(list((tmp_path / "shards").iterdir())) > 3
 
 
@@ -389,16 +380,12 @@ def paths(**changes: Any) -> Callable[[Any], None]:
     return lambda metadata: metadata.planner_data.update(changes)
 
 
-def without_offsets(metadata: Any) -> None:
-    metadata.storage_data.clear()
-
-
-def without_metadata(metadata: Any) -> Any:
-    return {"state_dict_metadata": {}}
-
-
 def odd_key(metadata: Any) -> None:
     metadata.state_dict_metadata[3] = metadata.state_dict_metadata.pop("w")
+
+
+def wrong_place(file: str = "'__0_0.distcp'", offset: str = "OFFSET", length: str = "LENGTH") -> list[str]:
+    return [f"not as torch writes it: {file}, byte {offset}, {length} bytes @ Metadata"]
 
 
 NO_PATH = "is not the flat key of its path @ Metadata"
@@ -413,28 +400,13 @@ WRONG: dict[str, tuple[Callable[[Any], Any], list[str] | None]] = {
     "no bytes": (first_place(length=0), ["it has no bytes: torch.save writes some for every item @ n"]),
     "transformed": (first_place(transform_descriptors=["zstd"]), ["an extension encoded it: zstd @ n"]),
     "past the end": (first_place(offset=1 << 50), ["__0_0.distcp ends at byte SIZE, before its data @ n"]),
-    "before the start": (
-        first_place(offset=-1),
-        ["not as torch writes it: '__0_0.distcp', byte -1, LENGTH bytes @ Metadata"],
-    ),
-    "a negative length": (
-        first_place(length=-1),
-        ["not as torch writes it: '__0_0.distcp', byte OFFSET, -1 bytes @ Metadata"],
-    ),
-    "an offset that is text": (
-        first_place(offset="0"),
-        ["not as torch writes it: '__0_0.distcp', byte '0', LENGTH bytes @ Metadata"],
-    ),
-    "a length that is a bool": (
-        first_place(length=True),
-        ["not as torch writes it: '__0_0.distcp', byte OFFSET, True bytes @ Metadata"],
-    ),
-    "a file that is a number": (
-        first_place(relative_path=5),
-        ["not as torch writes it: 5, byte OFFSET, LENGTH bytes @ Metadata"],
-    ),
+    "before the start": (first_place(offset=-1), wrong_place(offset="-1")),
+    "a negative length": (first_place(length=-1), wrong_place(length="-1")),
+    "an offset that is text": (first_place(offset="0"), wrong_place(offset="'0'")),
+    "a length that is a bool": (first_place(length=True), wrong_place(length="True")),
+    "a file that is a number": (first_place(relative_path=5), wrong_place("5")),
     "missing offsets": (
-        without_offsets,
+        lambda metadata: metadata.storage_data.clear(),
         ["storage_data has no place for it @ n", "storage_data has no place for it @ w"],
     ),
     "a huge shape": (
@@ -484,7 +456,10 @@ WRONG: dict[str, tuple[Callable[[Any], Any], list[str] | None]] = {
     "a deep path": (paths(w=("x",) * 100_000), [NO_PATH]),
     "a path with a bool": (paths(w=("w", True)), [NO_PATH]),
     "a list for a path": (paths(w=["w"]), [NO_PATH]),
-    "no metadata": (without_metadata, ["not as torch writes it: dict instead of a Metadata @ Metadata"]),
+    "no metadata": (
+        lambda _: {"state_dict_metadata": {}},
+        ["not as torch writes it: dict instead of a Metadata @ Metadata"],
+    ),
     "a key that is a number": (odd_key, ["its key is not a string @ 3"]),
 }
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import struct
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub.serialization._base import split_state_dict_into_shards_factory
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -22,13 +26,18 @@ from ckpttool.cli.app import main
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Limits, limited
 from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.formats.huggingface import Shards, layout_files
+from ckpttool.formats.huggingface import Item, Shards, layout_files, parse_size, plan_shards, shard_names
 from ckpttool.formats.registry import FORMATS
 from command import Run
 from files import write_pieces
 
 INDEX = "model.safetensors.index.json"
 RULE = "model.{x*} => trunk.{x*}"
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, torch.Tensor]:
+    return dict(real_models.build("llama", 0).state_dict())
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +70,13 @@ def same(left: Path, right: Path) -> bool:
     )
 
 
-def loaded(folder: Path) -> dict[str, torch.Tensor]:
-    model = transformers.LlamaForCausalLM.from_pretrained(folder)
-    return model.state_dict()
+def loads(folder: Path, expected: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether `from_pretrained` restores these tensors."""
+    found = transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()
+    return found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def test_the_index_matches_transformers(llama: Path) -> None:
-    expected = real_models.build("llama", 0).state_dict()
+def test_the_index_matches_transformers(llama: Path, expected: dict[str, torch.Tensor]) -> None:
     for operand in (llama, llama / INDEX):
         checkpoint = open_checkpoint(str(operand))
         assert checkpoint.format == "sharded"
@@ -107,27 +116,25 @@ def test_a_rename_in_place_and_its_inverse_restore_the_bytes(llama: Path, tmp_pa
 @pytest.mark.parametrize(
     "out", ["model.safetensors", "model.pt", "other/", f"other/{INDEX}", "o/pytorch_model.bin.index.json"]
 )
-def test_a_conversion_and_its_inverse_restore_the_values(llama: Path, tmp_path: Path, out: str) -> None:
+def test_a_conversion_and_its_inverse_restore_the_values(
+    llama: Path, expected: dict[str, torch.Tensor], tmp_path: Path, out: str
+) -> None:
     (tmp_path / "o").mkdir()
     (tmp_path / "other").mkdir()
     remap(llama, "-o", f"{tmp_path}/{out}", "--max-shard-size", "20KB", "--verify")
     remap(tmp_path / out.rstrip("/"), "-o", f"{tmp_path}/back/", "--max-shard-size", "10KB", "--verify")
     shutil.copy(llama / "config.json", tmp_path / "back")
-    expected = real_models.build("llama", 0).state_dict()
-    found = loaded(tmp_path / "back")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert loads(tmp_path / "back", expected)
 
 
-def test_resharding_matches_transformers(llama: Path, tmp_path: Path) -> None:
-    model = real_models.build("llama", 0)
-    torch.save(model.state_dict(), tmp_path / "model.pt")
+def test_resharding_matches_transformers(llama: Path, expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    torch.save(expected, tmp_path / "model.pt")
     remap(tmp_path / "model.pt", "-o", f"{tmp_path}/out/", "--max-shard-size", "10KB", "--verify")
-    expected, found = (json.loads((folder / INDEX).read_text()) for folder in (llama, tmp_path / "out"))
-    assert found["metadata"]["total_size"] == expected["metadata"]["total_size"]
-    assert set(found["weight_map"].values()) == set(expected["weight_map"].values())
+    theirs, ours = (json.loads((folder / INDEX).read_text()) for folder in (llama, tmp_path / "out"))
+    assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
+    assert set(ours["weight_map"].values()) == set(theirs["weight_map"].values())
     shutil.copy(llama / "config.json", tmp_path / "out")
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded(tmp_path / "out").items())
+    assert loads(tmp_path / "out", expected)
     with safe_open(tmp_path / "out" / "model-00001-of-00012.safetensors", "pt") as shard:
         assert shard.metadata() == {"format": "pt"}
 
@@ -140,19 +147,18 @@ def test_shards_do_not_exceed_the_limit(llama: Path, tmp_path: Path) -> None:
     assert list(container.shards) == [f"model-0000{n}-of-0000{len(container.shards)}.safetensors" for n in (1, 2, 3)]
 
 
-def test_a_single_file_has_no_index(llama: Path, tmp_path: Path) -> None:
+def test_a_single_file_has_no_index(llama: Path, expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
     remap(llama, "-o", f"{tmp_path}/out/", "--max-shard-size", "1GB", "--verify")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "config.json", "generation_config.json", "model.safetensors"
     ]  # fmt: skip
-    expected = real_models.build("llama", 0).state_dict()
-    assert all(torch.equal(value, expected[key]) for key, value in loaded(tmp_path / "out").items())
+    assert loads(tmp_path / "out", expected)
     remap(f"{tmp_path}/out", "-o", f"{tmp_path}/again", "--rule", RULE, "--verify")
     assert (tmp_path / "again" / "model.safetensors").is_file()
     remap(f"{tmp_path}/out", "--in-place", "--max-shard-size", "30KB", status=1)
     remap(f"{tmp_path}/out", "-o", f"{tmp_path}/again", "--max-shard-size", "30KB", "--force", "--verify")
     assert not (tmp_path / "again" / "model.safetensors").exists()
-    assert all(torch.equal(value, expected[key]) for key, value in loaded(tmp_path / "again").items())
+    assert loads(tmp_path / "again", expected)
 
 
 def test_tied_weights_are_saved_once_or_under_both_names(tmp_path: Path) -> None:
@@ -162,7 +168,7 @@ def test_tied_weights_are_saved_once_or_under_both_names(tmp_path: Path) -> None
     remap(tmp_path / "tied.pt", "-o", f"{tmp_path}/out/", "--keep-aliases", "--max-shard-size", "10KB")
     model.config.save_pretrained(tmp_path / "out")
     expected = model.state_dict()
-    assert all(torch.equal(value, expected[key]) for key, value in loaded(tmp_path / "out").items())
+    assert loads(tmp_path / "out", expected)
     (tmp_path / "bin").mkdir()
     index = tmp_path / "bin" / "pytorch_model.bin.index.json"
     remap(tmp_path / "tied.pt", "-o", index, "--max-shard-size", "10KB", "--verify")
@@ -171,7 +177,7 @@ def test_tied_weights_are_saved_once_or_under_both_names(tmp_path: Path) -> None
     assert written["metadata"]["total_size"] == sum({v.data_ptr(): v.nbytes for v in expected.values()}.values())
     assert len(open_checkpoint(str(index)).sections[0].aliases()) == 1
     model.config.save_pretrained(tmp_path / "bin")
-    assert all(torch.equal(value, expected[key]) for key, value in loaded(tmp_path / "bin").items())
+    assert loads(tmp_path / "bin", expected)
 
 
 def test_each_shard_keeps_its_metadata(tmp_path: Path) -> None:
@@ -232,8 +238,7 @@ def test_a_wrong_total_size_is_reported_and_fixed(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / INDEX).read_text())["metadata"] == {"total_size": 8}
 
 
-@pytest.mark.parametrize("end", ["", "\n"])
-@pytest.mark.parametrize("ascii_only", [True, False])
+@pytest.mark.parametrize(("ascii_only", "end"), [(True, ""), (False, "\n")])
 @pytest.mark.parametrize("indent", [None, 2, 4])
 @pytest.mark.parametrize("keys", ["ab", "ba"])
 def test_the_index_keeps_its_formatting_and_order(
@@ -265,9 +270,8 @@ def test_a_total_size_is_added_to_the_index(tmp_path: Path) -> None:
     path.write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
     assert open_checkpoint(str(path)).notes == ()
     remap(path, "-o", f"{tmp_path}/out/", "--rule", "a => b")
-    assert (tmp_path / "out" / INDEX).read_text() == json.dumps(
-        {"metadata": {"total_size": 8}, "weight_map": {"b": "a.safetensors"}}
-    )
+    expected = {"metadata": {"total_size": 8}, "weight_map": {"b": "a.safetensors"}}
+    assert (tmp_path / "out" / INDEX).read_text() == json.dumps(expected)
 
 
 @pytest.mark.parametrize(
@@ -314,14 +318,6 @@ def test_damaged_indexes_are_refused(tmp_path: Path, text: bytes) -> None:
     with pytest.raises(CkptError) as caught:
         FORMATS["sharded"].read(str(tmp_path / "x.index.json"))
     assert caught.value.exit_status == 2
-
-
-def test_a_shard_with_more_than_a_state_dict_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "m", {"a.bin": {"x": torch.ones(2)}})
-    torch.save({"x": torch.ones(2), "more": {"y": torch.ones(2)}}, tmp_path / "m" / "a.bin")
-    with pytest.raises(CkptError, match="disagree") as caught:
-        open_checkpoint(str(path))
-    assert "one state dict" in caught.value.problems[0].problem
 
 
 def test_shards_of_two_formats_are_refused(tmp_path: Path) -> None:
@@ -423,11 +419,9 @@ def test_objects_are_copied(tmp_path: Path) -> None:
     ("change", "problems"),
     [
         (
-            lambda folder: (
-                (folder / "a.safetensors").rename(folder / "c.safetensors")
-                and (folder / "b.safetensors").rename(folder / "a.safetensors")
-                and (folder / "c.safetensors").rename(folder / "b.safetensors")
-            ),
+            lambda folder: [
+                (folder / f"{old}.safetensors").rename(folder / f"{new}.safetensors") for old, new in ("ac", "ba", "cb")
+            ],
             [
                 "in the index, but not in a.safetensors @ a",
                 "in the index, but not in b.safetensors @ b",
@@ -447,14 +441,12 @@ def test_objects_are_copied(tmp_path: Path) -> None:
             lambda folder: torch.save([torch.ones(2)], folder / "a.safetensors"),
             ["does not hold one state dict @ a.safetensors"],
         ),
+        (lambda folder: torch.save({}, folder / "a.safetensors"), ["does not hold one state dict @ a.safetensors"]),
         (
-            lambda folder: torch.save({}, folder / "a.safetensors"),
+            lambda folder: torch.save({"a": torch.ones(2), "m": {"b": torch.ones(2)}}, folder / "a.safetensors"),
             ["does not hold one state dict @ a.safetensors"],
         ),
-        (
-            lambda folder: save_file({}, folder / "a.safetensors"),
-            ["in the index, but not in a.safetensors @ a"],
-        ),
+        (lambda folder: save_file({}, folder / "a.safetensors"), ["in the index, but not in a.safetensors @ a"]),
     ],
 )
 def test_shards_that_the_index_contradicts_are_refused(tmp_path: Path, change: Any, problems: list[str]) -> None:
@@ -512,3 +504,56 @@ def test_elements_smaller_than_a_byte_stay_in_their_shards(tmp_path: Path) -> No
     index = json.loads((tmp_path / "out" / INDEX).read_text())
     assert index["weight_map"] == {"a": "a.safetensors", "z": "b.safetensors"}
     assert [(tmp_path / "out" / f"{key}.safetensors").read_bytes()[-3:] for key in "ab"] == [bytes(3), b"\1\1\1"]
+
+
+def items(*sizes: int) -> list[Item]:
+    return [Item(f"t{index}", size, index) for index, size in enumerate(sizes)]
+
+
+def test_shards_are_filled_in_order() -> None:
+    assert plan_shards(items(6, 6, 2, 6, 2, 2), 10) == [["t0"], ["t1", "t2"], ["t3", "t4", "t5"]]
+    assert plan_shards(items(5, 5, 1), 10) == [["t0", "t1"], ["t2"]]
+    assert plan_shards(items(3, 20, 4), 10) == [["t1"], ["t0", "t2"]]
+    assert plan_shards(items(0, 0), 1) == [["t0", "t1"]]
+    assert plan_shards([], 1) == [[]]
+
+
+def test_tied_tensors_stay_together_and_count_once() -> None:
+    tied = [Item("a", 6, "A"), Item("b", 6, "B"), Item("a2", 6, "A"), Item("c", 4, "C")]
+    assert plan_shards(tied, 10) == [["a", "a2"], ["b", "c"]]
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), max_size=12), st.integers(1, 40))
+def test_the_plan_matches_huggingface_hub(drawn: list[tuple[int, int]], limit: int) -> None:
+    first: dict[int, int] = {}
+    tensors = {f"t{i}": (first.setdefault(group, size), group) for i, (size, group) in enumerate(drawn)}
+    reference = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor[0],
+        get_storage_id=lambda tensor: tensor[1],
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=limit,
+    )
+    planned = plan_shards([Item(key, size, group) for key, (size, group) in tensors.items()], limit)
+    expected = [sorted(keys) for keys in reference.filename_to_tensors.values() if keys]
+    assert [sorted(keys) for keys in planned if keys] == expected
+    if len(expected) > 1 and len(expected) == len(planned):
+        assert shard_names("model", ".safetensors", len(planned)) == list(reference.filename_to_tensors)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("5GB", 5 * 10**9), ("512MiB", 2**29), ("1.5kb", 1500), ("1000", 1000), ("7 B", 7), ("2g", None), ("2tib", 2**41)],
+)
+def test_sizes_are_parsed_or_refused(text: str, nbytes: int | None) -> None:
+    if nbytes is not None:
+        assert parse_size(text) == nbytes
+    else:
+        with pytest.raises(CkptError, match="not a size"):
+            parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["", "0", "0GB", "-1", "GB", "1e9", "5 apples", "9" * 400 + "TB"])
+def test_invalid_sizes_are_refused(text: str) -> None:
+    with pytest.raises(CkptError, match="not a size"):
+        parse_size(text)

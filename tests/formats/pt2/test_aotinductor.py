@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -28,10 +25,10 @@ from ckpttool.operands.model import ModelOperand
 from ckpttool.swap.swap import SwapOptions, swap
 from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.trace import trace
+from command import Run
 from files import write_pieces
 from torch_version import needs_torch
 
-CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))
 OUTSIDE = {
     "aot_inductor.package_constants_in_so": False,
     "aot_inductor.package_constants_on_disk_format": "pickle_weights",
@@ -116,17 +113,13 @@ def test_source_that_is_too_long_is_not_read(package):
 
 
 @needs_compiler
-def test_swapped_weights_give_the_outputs_of_the_new_model(package, tmp_path):
+def test_swapped_weights_give_the_outputs_of_the_new_model(package: str, run: Run, tmp_path: Path) -> None:
     old, new = Model(0).eval(), Model(1).eval()
     torch.save({key: value for key, value in new.state_dict().items() if key != "b.bias"}, tmp_path / "new.pt")
-    done = subprocess.run(
-        [CKPTTOOL, "swap-weights", package, str(tmp_path / "new.pt"), "-o", str(tmp_path / "out.pt2"), "--verify",
-         "--model", f"{__file__}:build", "--format", "json"],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert (report["kept"], len(report["constants"])) == (["fixed"], 1)
+    options = ("--verify", "--model", f"{__file__}:build", "--format", "json")
+    done = run("swap-weights", package, tmp_path / "new.pt", "-o", tmp_path / "out.pt2", *options)
+    assert done.status == 0, done.err
+    assert (done.data["kept"], len(done.data["constants"])) == (["fixed"], 1)
     for x in (torch.ones(2, 4), torch.randn(2, 4)):
         assert torch.allclose(outputs_of(package, x), old(x), atol=1e-5)
         assert torch.allclose(outputs_of(str(tmp_path / "out.pt2"), x), new(x), atol=1e-5)
@@ -159,19 +152,15 @@ def test_an_inlined_weight_is_refused(package, tmp_path):
         {"aot_inductor.package_constants_in_so": False, "aot_inductor.package_constants_on_disk_format": "binary_blob"},
     ],
 )
-def test_weights_inside_the_code_are_refused_with_a_hint(tmp_path, config):
+def test_weights_inside_the_code_are_refused_with_a_hint(run: Run, tmp_path: Path, config: dict[str, object]) -> None:
     needs_torch("2.9", "weights next to the code of a package")
     path = compiled(tmp_path / "inside.pt2", config)
     checkpoint = open_checkpoint(path)
     assert checkpoint.sections == ()
     assert "package_constants_on_disk_format" in checkpoint.notes[0]
     torch.save(Model(1).state_dict(), tmp_path / "new.pt")
-    done = subprocess.run(
-        [CKPTTOOL, "swap-weights", path, str(tmp_path / "new.pt"), "-o", str(tmp_path / "out.pt2")],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "package_constants_on_disk_format" in done.stderr
+    done = run("swap-weights", path, tmp_path / "new.pt", "-o", tmp_path / "out.pt2")
+    assert (done.status, "package_constants_on_disk_format" in done.err) == (1, True)
     assert not (tmp_path / "out.pt2").exists()
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import subprocess
-import sys
 import zipfile
 from collections import OrderedDict
 from dataclasses import replace
@@ -27,11 +24,11 @@ from ckpttool.operands.model import ModelOperand
 from ckpttool.swap.swap import SwapOptions, swap
 from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.trace import trace
-from files import write_pieces
+from command import Run
+from files import change_archive, write_pieces
 from places import DATA
 from torch_version import needs_torch
 
-CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))
 VERSIONS = ["2.5.1", "2.7.1", "2.8.0", "2.9.1"]
 LAYOUTS = dict(zip(VERSIONS, ["torch<=2.7", "torch<=2.7", "torch 2.8", "torch>=2.9"]))
 STATE = {
@@ -80,6 +77,8 @@ def test_every_layout_gives_the_same_index(version):
     assert program_names.torch.startswith(version)
     assert program_names.not_serialized == ("table",)
     assert [r.fqn for r in program_names.runtime if r.kind == "parameter" and not r.trainable] == ["scale"]
+    ((alias, first),) = ((r.fqn, r.alias_of) for r in program_names.runtime if r.alias_of)
+    assert {alias, first} == {"out.weight", "embed.weight"}
 
 
 @pytest.mark.parametrize("version", STATE)
@@ -120,11 +119,8 @@ def test_a_swap_changes_only_values_of_the_state_dict(version, tmp_path):
     trained = torch.load(DATA / f"weights-torch-{version}.pt", weights_only=True)
     assert list(old) == list(new)
     for key, tensor in new.items():
-        assert (type(tensor), tensor.dtype, tensor.requires_grad) == (
-            type(old[key]),
-            old[key].dtype,
-            old[key].requires_grad,
-        )
+        kinds = [(type(t), t.dtype, t.requires_grad) for t in (tensor, old[key])]
+        assert kinds[0] == kinds[1]
         assert torch.equal(tensor, trained[key])
     assert new["embed.weight"] is not old["embed.weight"]
     assert new["embed.weight"].data_ptr() == new["out.weight"].data_ptr()
@@ -159,17 +155,14 @@ def test_constants_are_swapped_on_request(version, tmp_path):
     assert swap(program(version), new_weights(version), options=SwapOptions(constants=True)).constants == ("table",)
 
 
-def test_swap_weights_reports_the_layout(tmp_path):
+def test_swap_weights_reports_the_layout(tmp_path: Path, run: Run) -> None:
     for version in VERSIONS:
-        command = [CKPTTOOL, "swap-weights", program(version).source, str(DATA / f"weights-torch-{version}.pt")]
-        done = subprocess.run(
-            [*command, "-o", str(tmp_path / "out.pt2"), "--force", "--verify", "--format", "json"],
-            capture_output=True, check=True,
-        )  # fmt: skip
-        assert json.loads(done.stdout)["layout"] == LAYOUTS[version]
+        weights, out = DATA / f"weights-torch-{version}.pt", tmp_path / f"{version}.pt2"
+        done = run("swap-weights", program(version).source, weights, "-o", out, "--verify", "--format", "json")
+        assert (done.status, done.data["layout"]) == (0, LAYOUTS[version])
 
 
-def test_one_of_several_programs_is_swapped_by_name(tmp_path):
+def test_one_of_several_programs_is_swapped_by_name(tmp_path: Path, run: Run) -> None:
     needs_torch("2.8", "a package of several programs")
     from torch.export.pt2_archive._package import load_pt2, package_pt2
 
@@ -178,21 +171,17 @@ def test_one_of_several_programs_is_swapped_by_name(tmp_path):
     package_pt2(path, exported_programs={"first": exported, "second": exported})
     torch.save({"weight": torch.ones(2, 3), "bias": torch.zeros(2)}, tmp_path / "w.pt")
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([CKPTTOOL, *words], capture_output=True, text=True, check=False)
-
-    done = run("swap-weights", path, str(tmp_path / "w.pt"), "-o", out)
-    assert done.returncode == 2
-    assert "--program first" in done.stderr
+    done = run("swap-weights", path, tmp_path / "w.pt", "-o", out)
+    assert (done.status, "--program first" in done.err) == (2, True)
     for words in (["--program", "second", path], [f"{path}::second"]):
-        done = run("swap-weights", *words, str(tmp_path / "w.pt"), "-o", out, "--verify", "--force")
-        assert done.returncode == 0, done.stderr
+        done = run("swap-weights", *words, tmp_path / "w.pt", "-o", out, "--verify", "--force")
+        assert done.status == 0, done.err
         models = load_pt2(out).exported_programs
         assert torch.equal(models["second"].state_dict["weight"], torch.ones(2, 3))
         assert torch.equal(models["first"].state_dict["weight"], exported.state_dict["weight"])
-    assert run("diff", f"{out}::second", str(tmp_path / "w.pt"), "--values").returncode == 0
-    assert run("diff", f"{out}::first", str(tmp_path / "w.pt"), "--values").returncode == 1
-    assert run("trace", f"{out}::first").returncode == 0
+    assert run("diff", f"{out}::second", tmp_path / "w.pt", "--values").status == 0
+    assert run("diff", f"{out}::first", tmp_path / "w.pt", "--values").status == 1
+    assert run("trace", f"{out}::first").status == 0
 
 
 class Paired(nn.Module):
@@ -230,8 +219,6 @@ def test_subclass_weights_are_swapped_only_for_the_same_subclass(tmp_path):
 
 
 class Scaled(Paired):
-    """Saves half its weight."""
-
     def __init__(self):
         super().__init__(1.0)
         self.register_state_dict_post_hook(lambda module, state, prefix, _: self._by(state, prefix, 0.5))
@@ -297,14 +284,7 @@ def test_weights_that_do_not_fit_an_old_program_are_refused():
 
 
 def rewritten(version: str, out: Path, name: str, data: bytes | None) -> str:
-    """Replace or remove one record of the program."""
-    with zipfile.ZipFile(out, "w") as archive:
-        for record, content in records(program(version).source).items():
-            if record != name:
-                archive.writestr(record, content)
-            elif data is not None:
-                archive.writestr(record, data)
-    return str(out)
+    return change_archive(program(version).source, lambda record, old: data if record == name else old, out)
 
 
 def saved(value: object) -> bytes:
@@ -341,9 +321,6 @@ def test_a_program_without_constants_is_read(tmp_path):
 
 
 def test_a_compressed_state_dict_is_refused(tmp_path):
-    old = records(program("2.7.1").source)
-    with zipfile.ZipFile(tmp_path / "small.pt2", "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in old.items():
-            archive.writestr(name, data)
+    small = change_archive(program("2.7.1").source, lambda _, data: data, tmp_path / "small.pt2", zipfile.ZIP_DEFLATED)
     with pytest.raises(CkptError, match="compressed"):
-        read(str(tmp_path / "small.pt2"))
+        read(small)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,8 @@ from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Span
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.pickle_imports import Import
 from ckpttool.formats import safetensors as st_format
-from ckpttool.formats.safetensors import layout, layout_in_place, read
+from ckpttool.formats.safetensors import layout, layout_in_place, overlapping, read
+from ckpttool.io.files import look_anew
 from files import write_pieces
 
 F32 = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
@@ -447,10 +450,10 @@ def test_a_key_that_is_not_valid_text_is_refused():
         layout(checkpoint_of(computed("\ud800", "uint8", 1, data=b"x")))
 
 
-def test_ten_thousand_tensors_are_renamed_in_two_pieces(tmp_path):
-    path = put(tmp_path / "a.safetensors", save({f"layers.{n}.weight": torch.ones(1) for n in range(10_000)}))
+def test_a_thousand_tensors_are_renamed_in_two_pieces(tmp_path):
+    path = put(tmp_path / "a.safetensors", save({f"layers.{n}.weight": torch.ones(1) for n in range(1_000)}))
     checkpoint = read(path)
-    assert len(checkpoint.sections[0].tensors) == 10_000
+    assert len(checkpoint.sections[0].tensors) == 1_000
     pieces = layout(with_keys(checkpoint, "module.{}".format))
     assert len(pieces) == 2
 
@@ -475,3 +478,102 @@ def test_a_header_beyond_the_limit_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(st_format, "MAX_HEADER", 4096)
     with pytest.raises(Refused, match="allows 4096"):
         layout(with_keys(checkpoint, lambda key: key * 5000))
+
+
+STORAGES = (Storage(Span("x", 0, 400)), Storage(Span("x", 0, 400)))
+
+
+def entry(key: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, storage: int = 0) -> TensorEntry:
+    return TensorEntry(key, "float32", shape, stride, offset, STORAGES[storage])
+
+
+def test_adjacent_tensors_and_other_storages_do_not_overlap():
+    assert overlapping([entry("a", (4,), (1,), 0), entry("b", (4,), (1,), 4), entry("c", (4,), (1,), 0, 1)]) == {}
+    assert overlapping([entry("empty", (0,), (1,), 2), entry("a", (8,), (1,), 0), entry("0-dim", (), (), 8)]) == {}
+    assert overlapping([TensorEntry("coo", "float32", (2,), (), 0, None, "sparse_coo", 8)] * 2) == {}
+
+
+def test_the_later_key_is_reported_with_the_earlier_one():
+    assert overlapping([entry("tail", (4,), (1,), 6), entry("a", (8,), (1,), 0)]) == {"a": "tail"}
+    assert overlapping([entry("column", (4,), (4,), 0), entry("row", (4,), (1,), 12)]) == {"row": "column"}
+    wide = [entry("all", (99,), (1,), 0), entry("a", (2,), (1,), 0), entry("b", (2,), (1,), 50)]
+    assert overlapping(wide) == {"a": "all", "b": "all"}
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6), st.integers(0, 1)), max_size=7))
+def test_overlaps_match_a_comparison_of_every_pair(ranges):
+    tensors = [entry(str(n), (size,), (1,), offset, storage) for n, (offset, size, storage) in enumerate(ranges)]
+    pairs = {
+        (str(j), str(i))
+        for j, (b, n, s) in enumerate(ranges)
+        for i, (c, m, t) in enumerate(ranges[:j])
+        if s == t and n and m and b < c + m and c < b + n
+    }
+    found = set(overlapping(tensors).items())
+    assert found <= pairs
+    assert bool(found) == bool(pairs)
+
+
+NAMES = st.text(max_size=4) | st.sampled_from(["a.0.weight", "__metadata__", 'q"', "b\\", "{", "dtype"])
+SIZES = st.lists(st.integers(0, 3), max_size=3)
+
+
+@st.composite
+def headers(draw):
+    """Draw valid headers with all kinds of names and whitespace, and sometimes an error."""
+    infos, end = {}, 0
+    if draw(st.booleans()):
+        infos["__metadata__"] = draw(st.dictionaries(NAMES, NAMES, max_size=2) | st.none())
+    for name in draw(st.lists(NAMES, unique=True, max_size=4)):
+        code, width = draw(st.sampled_from([("F32", 4), ("BF16", 2), ("I64", 8), ("F8_E4M3", 1)]))
+        shape = draw(SIZES)
+        length = width
+        for size in shape:
+            length *= size
+        infos[name] = {"dtype": code, "shape": shape, "data_offsets": [end, end + length]}
+        end += length
+    members = draw(st.permutations(list(infos.items())))
+    separators = draw(st.sampled_from([(",", ":"), (", ", ": "), (" , ", " : ")]))
+    text = json.dumps(dict(members), separators=separators, ensure_ascii=draw(st.booleans()))
+    if draw(st.booleans()):
+        at, what = (
+            draw(st.integers(0, len(text))),
+            draw(st.sampled_from(['"', ",", "}", "0", "-", "1", " ", "\\", "[", ""])),
+        )
+        text = text[:at] + what + text[at + draw(st.integers(0, 2)) :]
+    return text + draw(st.sampled_from(["", "  ", "\n", "x"])), bytes(end)
+
+
+@given(headers())
+def test_the_fast_parser_matches_the_strict_one(tmp_path_factory, header):
+    text, data = header
+    path = tmp_path_factory.getbasetemp() / "header.safetensors"
+    raw = text.encode("utf-8", "surrogatepass")
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + data)
+    assert outcome(path, fast=True) == outcome(path, fast=False)
+
+
+def outcome(path: Path, fast: bool):
+    """Return keys, shapes, offsets and metadata, or the error and its problems."""
+    kept = st_format._as_usual
+    if not fast:
+        st_format._as_usual = lambda text, data: None
+    look_anew(str(path))
+    try:
+        read = st_format.read(str(path))
+    except CkptError as error:
+        return error.message, error.problems
+    finally:
+        st_format._as_usual = kept
+    tensors = [(e.key, e.dtype, e.shape, e.stride, e.storage and e.storage.data) for e in read.sections[0].tensors]
+    container: Any = read.container
+    text = container.read()
+    names = [json.loads(text[start:end]) for start, end in st_format.quoted_names(text)]
+    assert names == [key for key, *_ in tensors]
+    return tensors, read.metadata
+
+
+def test_headers_of_common_writers_take_the_fast_path(tmp_path, monkeypatch):
+    save_file({f"layers.{i}.ä": torch.zeros(2, i) for i in range(9)}, tmp_path / "m.safetensors", metadata={"a": '"'})
+    monkeypatch.setattr(st_format, "_strictly", None)
+    assert len(st_format.read(str(tmp_path / "m.safetensors")).sections[0].tensors) == 9

@@ -25,7 +25,6 @@ def content(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def saved(path: Path, change: dict[str, str]) -> Path:
-    """Write the golden file with changed metadata."""
     tensors, metadata = content(GOLDEN)
     save_file(tensors, path, {**metadata, **change})
     return path

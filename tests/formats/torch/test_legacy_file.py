@@ -6,8 +6,6 @@ import argparse
 import io
 import pickle
 import struct
-import subprocess
-import sys
 import tarfile
 from collections import OrderedDict
 from pathlib import Path
@@ -27,11 +25,11 @@ from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.registry import FORMATS, fit, losses
 from ckpttool.formats.torch.legacy_file import read
 from ckpttool.io.files import check_assumed
+from command import Run
 from files import write_pieces
 from places import DATA
 
 MAGIC = 0x1950A86A20F9469CFC6C
-CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))
 
 
 def saved(value: object, path: Path, **kwargs) -> str:
@@ -127,18 +125,16 @@ def test_conversion_keeps_all_entries_of_a_training_checkpoint(tmp_path):
     assert found["storage"].tolist() == state["storage"].tolist()
 
 
-def test_a_file_of_torch_2_5_equals_its_zip_file(tmp_path):
+def test_a_file_of_torch_2_5_equals_its_zip_file(run: Run, tmp_path: Path) -> None:
     old = open_checkpoint(str(DATA / "legacy-torch-2.5.1.pt")).section("")
     new = open_checkpoint(str(DATA / "weights-torch-2.5.1.pt")).section("")
     assert [e.key for e in old.tensors] == [e.key for e in new.tensors]
     assert all(same_values(*pair) for pair in zip(old.tensors, new.tensors))
     assert list(old.modules or ()) == list(new.modules or ())
     assert old.aliases() == new.aliases()
+    options = ("--keep-aliases", "--verify", "--rule", "mix.{x*} => mixed.{x*}")
     for out in ("w.safetensors", "w.pt"):
-        subprocess.run(
-            [CKPTTOOL, "remap", str(DATA / "legacy-torch-2.5.1.pt"), "-o", str(tmp_path / out), "--keep-aliases",
-             "--verify", "--rule", "mix.{x*} => mixed.{x*}"], check=True, capture_output=True,
-        )  # fmt: skip
+        assert run("remap", DATA / "legacy-torch-2.5.1.pt", "-o", tmp_path / out, *options).status == 0
     assert "mixed.0.weight" in torch.load(tmp_path / "w.pt", weights_only=True)
 
 
@@ -155,8 +151,6 @@ def test_large_pickles_are_read_completely(tmp_path):
 
 
 class Ref:
-    """Pickled as a reference to an object outside of the pickle."""
-
     def __init__(self, *reference: object) -> None:
         self.reference = reference
 
@@ -167,8 +161,6 @@ class Pickler(pickle.Pickler):
 
 
 class Rebuilt:
-    """Pickled as a call of `func`."""
-
     def __init__(self, func, *args) -> None:
         self.call = (func, args)
 
@@ -192,7 +184,7 @@ def storage(numel: int, data: bytes) -> bytes:
 FOUR = storage(4, struct.pack("<4f", 0, 1, 2, 3))
 
 
-def reference(key: object = "7", numel: int = 4, view: object = None, kind: type = torch.FloatStorage) -> Ref:
+def reference(key: object = "7", numel: object = 4, view: object = None, kind: type = torch.FloatStorage) -> Ref:
     return Ref("storage", kind, key, "cpu", numel, view)
 
 
@@ -265,44 +257,34 @@ DAMAGED = [
     (built(W, ["7"], FOUR)[:60], "damaged pickle"),
     (b"none of it", "it does not begin with the magic number"),
     (built({"w": Ref("storage", "FloatStorage", "7", "cpu", 4, None)}, ["7"], FOUR), "a storage reference"),
-    (
-        built({"w": tensor(Ref("storage", torch.FloatStorage, "7", "cpu", "4", None), 0, 4)}, ["7"], FOUR),
-        "a storage reference",
-    ),
+    (built({"w": tensor(reference(numel="4"), 0, 4)}, ["7"], FOUR), "a storage reference"),
     (built({"w": tensor(reference(view=("8", "1", 3)), 0, 3)}, ["7"], FOUR), "a view that begins at '1'"),
     (built({"w": Rebuilt(_rebuild_tensor_v2, VIEW)}, ["7"], FOUR), "the arguments of torch._utils._rebuild_tensor"),
-    (
-        built({"w": Rebuilt(_rebuild_tensor_v2, VIEW, "0", (2,), (1,))}, ["7"], FOUR),
-        "the arguments of torch._utils",
-    ),
-    (
-        built({"w": Rebuilt(_rebuild_tensor_v2), "v": tensor(VIEW, 0, 3)}, ["7"], FOUR),
-        "the arguments of torch._utils",
-    ),
+    (built({"w": Rebuilt(_rebuild_tensor_v2, VIEW, "0", (2,), (1,))}, ["7"], FOUR), "the arguments of torch._utils"),
+    (built({"w": Rebuilt(_rebuild_tensor_v2), "v": tensor(VIEW, 0, 3)}, ["7"], FOUR), "the arguments of torch._utils"),
 ]
+
+
+def read_in_a_store(tmp_path: Path, data: bytes) -> None:
+    """In a store, the lengths of storages are taken from the pickle until their bytes are read."""
+    url = f"memory://{tmp_path.name}/built.pt"
+    fsspec.filesystem("memory").pipe(url, data)
+    read(url)
+    check_assumed(url)
 
 
 @pytest.mark.parametrize(("data", "message"), DAMAGED)
 def test_damaged_and_malicious_files_are_refused(tmp_path, data, message):
-    with pytest.raises(CkptError) as caught:
-        read(written(tmp_path, data))
-    assert message in caught.value.message
-    assert caught.value.exit_status == 2
+    for opens in (lambda: read(written(tmp_path, data)), lambda: read_in_a_store(tmp_path, data)):
+        with pytest.raises(CkptError) as caught:
+            opens()
+        assert message in caught.value.message
+        assert caught.value.exit_status == 2
 
 
-@pytest.mark.parametrize(("data", "message"), [*DAMAGED, (built(W, ["7"], storage(3, bytes(16))), "not as long as")])
-def test_damaged_files_in_a_store_are_refused(tmp_path, data, message):
-    """In a store, the lengths of storages are taken from the pickle until their bytes are read."""
-    url = f"memory://{tmp_path.name}/built.pt"
-    fsspec.filesystem("memory").pipe(url, data)
-
-    def read_all() -> None:
-        read(url)
-        check_assumed(url)
-
-    with pytest.raises(CkptError) as caught:
-        read_all()
-    assert message in caught.value.message
+def test_a_storage_of_another_length_in_a_store_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CkptError, match="not as long as"):
+        read_in_a_store(tmp_path, built(W, ["7"], storage(3, bytes(16))))
 
 
 def test_every_truncation_is_an_error(tmp_path):
@@ -310,17 +292,6 @@ def test_every_truncation_is_an_error(tmp_path):
     for length in range(15, len(whole)):
         with pytest.raises(CkptError):
             read(written(tmp_path, whole[:length]))
-
-
-def test_random_damage_is_an_error_or_harmless(tmp_path):
-    whole = bytearray(Path(saved({"a": torch.ones(2)}, tmp_path / "old.pt")).read_bytes())
-    for at in range(15, len(whole)):
-        for value in (0, 0x28, 0x51, 0xFF):
-            path = written(tmp_path, bytes(whole[:at]) + bytes([value]) + bytes(whole[at + 1 :]))
-            try:
-                read(path)
-            except CkptError:
-                continue
 
 
 def test_the_tar_format_is_an_error_with_a_hint(tmp_path):

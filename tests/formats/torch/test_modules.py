@@ -72,7 +72,6 @@ KIND = Global("own", "Kind")
 
 
 def module(state: Any = None, *, func: Any = KIND, args: Any = (), **slots: Any) -> Call:
-    """Return the node of a module with these slots, or this state."""
     node = Call(func, args, "NEWOBJ")
     node.state = {"_parameters": {}, "_buffers": {}, "_modules": {}, **slots} if state is None else state
     return node

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -19,10 +17,10 @@ from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.registry import FORMATS, check_in_place
 from ckpttool.formats.torch.torchscript import layout, read
 from command import Run
+from files import change_archive
 from places import DATA
 
 OLD = str(DATA / "script-torch-2.5.1.pt")
-CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))
 
 
 class Attention(nn.Module):
@@ -89,35 +87,26 @@ def test_views_of_another_dtype_match_torch(tmp_path):
         assert torch.equal(torch_eval.load(entry), expected[entry.key])
 
 
-def test_an_archive_of_torch_2_5_is_read():
-    assert [entry.key for entry in read(OLD).section("").tensors] == list(torch.jit.load(OLD).state_dict())
-
-
-def test_tensors_are_extracted(tmp_path):
+def test_tensors_are_extracted(tmp_path: Path, run: Run) -> None:
     path = scripted(tmp_path / "model.pt", True)
     expected = torch.jit.load(path).state_dict()
     for out in ("out.pt", "out.safetensors"):
-        subprocess.run(
-            [CKPTTOOL, "remap", path, "-o", str(tmp_path / out), "--verify", "--keep-aliases"],
-            check=True, capture_output=True,
-        )  # fmt: skip
+        assert run("remap", path, "-o", tmp_path / out, "--verify", "--keep-aliases").status == 0
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     assert list(found) == list(expected)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
-    compared = subprocess.run([CKPTTOOL, "diff", path, str(tmp_path / "out.pt"), "--values"], capture_output=True)
-    assert compared.returncode == 0
+    assert run("diff", path, tmp_path / "out.pt", "--values").status == 0
 
 
-def test_renames_are_refused(tmp_path):
+def test_renames_are_refused(tmp_path: Path, run: Run) -> None:
     path = scripted(tmp_path / "model.pt", True)
     with pytest.raises(Refused, match="calls every tensor by its attribute"):
         layout(read(path))
     with pytest.raises(Refused, match="TorchScript"):
         check_in_place(read(path), FORMATS["torch_zip"])
     before = Path(path).read_bytes()
-    done = subprocess.run([CKPTTOOL, "remap", path, "--in-place", "--drop", "brain"], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "error: " in done.stderr
+    done = run("remap", path, "--in-place", "--drop", "brain")
+    assert (done.status, "error: " in done.err) == (1, True)
     assert Path(path).read_bytes() == before
 
 
@@ -156,6 +145,7 @@ def test_weights_from_the_archive_itself_give_the_same_file(tmp_path: Path, run:
     done = run("swap-weights", OLD, OLD, "-o", tmp_path / "out.pt", "--verify")
     assert done.status == 0, done.err
     expected = torch.jit.load(OLD).state_dict()
+    assert [entry.key for entry in read(OLD).section("").tensors] == list(expected)
     found = torch.jit.load(tmp_path / "out.pt").state_dict()
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
@@ -201,12 +191,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, run: Run) -> None:
 
 
 def altered(path: str, out: Path, changes: dict[str, bytes | None]) -> str:
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, "w") as new:
-        for name in old.namelist():
-            data = changes.get(name.partition("/")[2], old.read(name))
-            if data is not None:
-                new.writestr(name, data)
-    return str(out)
+    return change_archive(path, lambda name, data: changes.get(name.partition("/")[2], data), out)
 
 
 CODE = "code/__torch__.py"

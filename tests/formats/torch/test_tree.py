@@ -1,4 +1,4 @@
-"""Sections of a file are recognized by their content; torch.save writes the files."""
+"""Sections of a file are recognized by their content, and mappings and references are read as by torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ import torch
 from ckpttool.core.checkpoint import Checkpoint, Payload, Span, Storage
 from ckpttool.core.errors import CkptError
 from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.formats.pickle_read import Call, Global
-from ckpttool.formats.torch.tensors import Storages
+from ckpttool.formats.pickle_read import Call, Global, Persistent
+from ckpttool.formats.torch.nodes import text_of
+from ckpttool.formats.torch.tensors import Storages, storage_key
 from ckpttool.formats.torch.tree import find_sections
-from crafted_zip import crafted, tensor_node
+from ckpttool.formats.torch.zip_file import read
+from crafted_zip import GOOD, crafted, tensor_node
 
 W = torch.ones(2)
 LINEAR = torch.nn.Linear(2, 1).state_dict()
@@ -32,8 +34,6 @@ class Foreign:
 
 
 class Several:
-    """Pickled as a call with its arguments."""
-
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
 
@@ -54,6 +54,7 @@ TWICE = {"w": W.clone()}
 
 # The content of the file, and its sections: path, kind, keys of tensors
 SECTIONS: dict[str, tuple[Any, list[tuple[str, str, list[str]]]]] = {
+    "no tensors": (torch.nn.ReLU().state_dict(), [("", "state_dict", [])]),
     "two sections with one path": (
         {"a.b": STATE, "a": {"b": {"v": W}}},
         [("a.b", "state_dict", ["w", "b"]), ("a.b@1", "state_dict", ["v"])],
@@ -221,12 +222,6 @@ def test_other_entries_are_listed_with_their_path(tmp_path: Path) -> None:
     assert opened(tmp_path, {"a": 1, "b": {"x": [1]}}).others == ("a", "b")
 
 
-def test_a_note_names_the_class_of_a_pickled_module(tmp_path: Path) -> None:
-    assert opened(tmp_path, {"m": torch.nn.Linear(2, 2)}).notes == (
-        "m is a pickled module (torch.nn.modules.linear.Linear): read as its state dict, never run",
-    )
-
-
 def test_two_storages_of_one_object_have_different_paths(tmp_path: Path) -> None:
     storages = [torch.full((size,), 1.0).untyped_storage() for size in (2, 3)]
     value = {"m": STATE, "o": Several(*storages), "l": [torch.ones(5).untyped_storage()]}
@@ -285,3 +280,83 @@ def test_parts_that_many_objects_share_are_read_once(tmp_path: Path, kind: str) 
         open_checkpoint(path)
     assert time.process_time() - start < 20
     assert _peak_memory() <= max(before, 1 << 20)  # nine million pairs would take more
+
+
+KINDS = {kind: Global("collections", kind) for kind in ("OrderedDict", "Counter", "defaultdict")}
+KINDS["dict"] = Global("builtins", "dict")
+A, B, C = (tensor_node() for _ in range(3))
+PAIRS = [("a", A), ("b", B)]
+
+
+def nested(kind: str) -> Call:
+    return Call(KINDS[kind], (PAIRS,))
+
+
+def with_pairs(node: Call, **pairs: Any) -> Call:
+    node.pairs = pairs
+    return node
+
+
+# The arguments of the mapping, and the opcode
+CALLS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "nothing": ((), "REDUCE"),
+    "a list of pairs": ((PAIRS,), "REDUCE"),
+    "a tuple of lists": ((tuple(map(list, PAIRS)),), "OBJ"),
+    "a dict": ((dict(PAIRS),), "REDUCE"),
+    "another mapping": ((nested("OrderedDict"),), "REDUCE"),
+    # torch fails, or makes another object: it is copied unchanged
+    "a pair of one": (([("a",)],), "REDUCE"),
+    "a pair of three": (([("a", A, B)],), "REDUCE"),
+    "two lists": ((PAIRS, PAIRS), "REDUCE"),
+    "a list without a call": ((PAIRS,), "NEWOBJ"),
+    "a list without a call, with keywords": ((PAIRS,), "NEWOBJ_EX"),
+}
+
+KNOWN = list(CALLS)[:5]
+
+
+@pytest.mark.parametrize("more", [{}, {"c": C}, {"a": C}])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CALLS)
+def test_mappings_are_read_as_in_torch(tmp_path: Path, name: str, kind: str, more: dict[str, Any]) -> None:
+    args, how = CALLS[name]
+    args = (None, *args) if kind == "defaultdict" and args else args
+    node = with_pairs(Call(KINDS[kind], args, how, {} if how == "NEWOBJ_EX" else None), **more)
+    path = crafted(tmp_path, {"m": node, "other": {"w": tensor_node()}}, GOOD)
+    found = {section.path: [entry.key for entry in section.tensors] for section in read(path).sections}
+    is_known = name in KNOWN and not (kind == "Counter" and type(args[0] if args else None) in (list, tuple))
+    assert found.get("m", []) == (list(torch.load(path, weights_only=False)["m"]) if is_known else [])
+
+
+@pytest.mark.parametrize(("key", "text"), [("a", "a"), (b"a", "a"), ("ü".encode(), "ü"), (b"\xff", "ÿ"), (3, None)])
+def test_keys_are_converted_to_text(key: Any, text: str | None) -> None:
+    assert text_of(key) == text
+
+
+FLOAT = Global("torch", "FloatStorage")
+
+
+@pytest.mark.parametrize("numel", [0, 4])
+@pytest.mark.parametrize("more", [(), (None,)])  # before torch 1.6 a view could follow
+def test_the_storage_key_is_read(numel: int, more: tuple[None, ...]) -> None:
+    assert storage_key(Persistent(("storage", FLOAT, "7", "cpu", numel, *more))) == "7"
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        ("storage", FLOAT, "7", "cpu", 4),
+        Persistent(["storage", FLOAT, "7", "cpu", 4]),
+        Persistent(("storage", FLOAT, "7", "cpu")),
+        Persistent(("module", FLOAT, "7", "cpu", 4)),
+        Persistent(("storage", "FloatStorage", "7", "cpu", 4)),
+        Persistent(("storage", FLOAT, 7, "cpu", 4)),
+        Persistent(("storage", FLOAT, "7", "cpu", -1)),
+        Persistent(("storage", FLOAT, "7", "cpu", True)),
+        Persistent(("storage", FLOAT, "7", "cpu", 4.0)),
+    ],
+)
+def test_an_invalid_reference_is_refused(node: object) -> None:
+    with pytest.raises(CkptError) as error:
+        storage_key(node)
+    assert error.value.message == "not as torch.save writes it: a storage reference"

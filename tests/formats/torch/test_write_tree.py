@@ -20,8 +20,6 @@ W, V = torch.ones(2), torch.zeros(3)
 
 
 class Pickled:
-    """Pickled with arguments, keywords, and a state."""
-
     def __new__(cls, *args: Any, **words: Any) -> Pickled:
         instance = super().__new__(cls)
         instance.__dict__.update(args=args, words=words, own=None)
