@@ -38,8 +38,6 @@ class SavesSum(nn.Module):
 
 
 class SavesDoubled(nn.Linear):
-    """Saves its weight multiplied by 2 under the same name."""
-
     def _save_to_state_dict(self, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(state, prefix, keep_vars)
         state[prefix + "weight"] = state[prefix + "weight"].detach() * 2
@@ -104,8 +102,6 @@ def test_a_dropped_alias_is_listed_as_a_copy() -> None:
 
 
 class SavesShifted(nn.Module):
-    """Adds a constant when it saves, and subtracts it at load."""
-
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.ones(2))
@@ -121,8 +117,6 @@ class SavesShifted(nn.Module):
 
 
 class AddsBufferAtLoad(nn.Module):
-    """Registers a buffer at load."""
-
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.ones(2))

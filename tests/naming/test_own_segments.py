@@ -19,7 +19,7 @@ from ckpttool.fixes.suggest import INFERRED
 from command import fixes_in, notes_in
 from zoo import randomized, runtime_values
 
-SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "5"))
+SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "3"))
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "none": lambda model: model,
     "dp": nn.DataParallel,
@@ -30,7 +30,6 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def loaded(make: Callable[[], nn.Module], path: str) -> dict[str, torch.Tensor]:
-    """Load the file strictly into a new instance, and return its values."""
     model = randomized(make(), 2)
     model.load_state_dict(torch.load(path))
     return runtime_values(model)

@@ -73,26 +73,14 @@ def test_each_form_of_operand_is_loaded(source) -> None:
             assert model.layer.weight.device.type == "meta"
 
 
-def test_kwargs_are_passed_to_the_factory(source) -> None:
-    assert load(f"{source(FACTORY)}:build", {"width": 7}).build().layer.weight.shape == (7, 7)
-
-
-def test_materialize_builds_the_same_weights_each_time(source) -> None:
-    model = load(f"{source(FACTORY)}:build", materialize=True)
-    one, two = model.build(), model.build()
-    assert one is not two
-    weights = [built.get_parameter("layer.weight") for built in (one, two)]
-    assert weights[0].device.type == "cpu"
+def test_materialize_builds_the_same_weights_and_keeps_the_random_state(source) -> None:
+    model = load(f"{source(FACTORY)}:build", {"width": 7}, materialize=True)
+    state = torch.get_rng_state()
+    weights = [model.build().get_parameter("layer.weight") for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (weights[0].shape, weights[0].device.type) == ((7, 7), "cpu")
+    assert weights[0] is not weights[1]
     assert torch.equal(*weights)
-
-
-def test_building_does_not_change_the_random_state(source) -> None:
-    model = load(f"{source(FACTORY)}:build", materialize=True)
-    torch.manual_seed(5)
-    expected = torch.rand(1)
-    torch.manual_seed(5)
-    model.build()
-    assert torch.equal(torch.rand(1), expected)
 
 
 @pytest.mark.parametrize("real", [False, True])
@@ -106,20 +94,15 @@ def test_an_instance_is_copied_with_its_ties(source, real: bool) -> None:
     assert one.layer.weight.device.type == ("cpu" if real else "meta")
 
 
-def test_the_global_module_of_a_factory_is_copied(source) -> None:
-    model = load(f"{source(FACTORY + '    def same():' + chr(10) + '        return instance')}:same", materialize=True)
+@pytest.mark.parametrize("code", ["def factory():", "@functools.cache\n    def factory():"])
+def test_a_module_that_a_factory_keeps_is_copied(source, code: str) -> None:
+    path = source(f"    import functools{FACTORY}\n    {code}\n        return instance")
+    model = load(f"{path}:factory", materialize=True)
     one = model.build()
     with torch.no_grad():
         one.layer.weight.fill_(5)
     one.added = nn.Linear(1, 1)
     assert not hasattr(model.build(), "added")
-
-
-def test_the_cached_module_of_a_factory_is_copied(source) -> None:
-    code = "    import functools" + FACTORY.replace("def build", "@functools.lru_cache\n    def build")
-    model = load(f"{source(code)}:build", materialize=True)
-    one = model.build()
-    assert model.build() is not one
 
 
 def test_objects_without_a_source_file_can_be_factories() -> None:
@@ -128,21 +111,14 @@ def test_objects_without_a_source_file_can_be_factories() -> None:
 
 
 def test_a_file_does_not_replace_a_loaded_module(source) -> None:
-    """A file name that is not a valid module name works too."""
+    """Its classes have the module name under which users import the file, if they can."""
     import random
 
-    path = source("def build():\n    return nn.Linear(1, 1)", "random.py")
-    assert load(f"{path}:build").build().weight.shape == (1, 1)
+    for name, module in (("random.py", "_ckpttool_random"), ("my-net.py", "_ckpttool_my-net"), ("a_net.py", "a_net")):
+        model = load(f"{source(FACTORY, name)}:Net").build()
+        assert model.layer.weight.shape == (3, 3)
+        assert type(model).__module__ == module
     assert sys.modules["random"] is random
-    assert load(f"{source(path.read_text(), 'my-model.py')}:build").build().weight.shape == (1, 1)
-
-
-def test_a_class_of_a_file_has_the_module_name_of_its_pickles(source) -> None:
-    """It is the name under which users import the file."""
-    path = source(FACTORY)
-    assert type(load(f"{path}:Net").build()).__module__ == path.stem
-    unusual_path = source(FACTORY, "my-net.py")
-    assert type(load(f"{unusual_path}:Net").build()).__module__ == "_ckpttool_my-net"
 
 
 def test_prints_go_to_stderr(source, capsys: pytest.CaptureFixture[str]) -> None:

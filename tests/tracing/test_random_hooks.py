@@ -30,7 +30,6 @@ def same(x: torch.Tensor) -> torch.Tensor:
 
 
 def except_booleans(change: Change) -> Change:
-    """Return the change, which skips booleans."""
     return lambda x: x if x.dtype == torch.bool else change(x)
 
 
@@ -68,8 +67,6 @@ CHANGES: dict[str, tuple[Change, Change]] = {
 
 
 class Hooked(nn.Module):
-    """A model of one to three tensors with random changes in its hooks."""
-
     def __init__(self, seed: int) -> None:
         super().__init__()
         rng = random.Random(seed)

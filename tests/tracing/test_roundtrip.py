@@ -112,8 +112,6 @@ class Forgets(SavesAsInt32):
 
 
 class Expands(SavesAsInt32):
-    """Has a non-persistent buffer that is one expanded integer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("zeros", torch.zeros(1, dtype=torch.int64).expand(4), persistent=False)
@@ -319,8 +317,6 @@ class Rounds(ChangesState):
 
 
 class AppliesFft(ChangesState):
-    """Uses an operator that cannot be evaluated."""
-
     def save(self, sd: dict) -> None:
         sd["a"] = torch.fft.fft(sd["a"].detach()).real
 

@@ -147,7 +147,6 @@ DAMAGES = [
 
 
 def _truncate(path: Path, random: random.Random) -> str:
-    """Truncate one storage in the file."""
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     storages = [name for name, data in records.items() if "/data/" in name and len(data) > 1]
@@ -190,7 +189,6 @@ def draw(random: random.Random, path: Path) -> tuple[str, str]:
 
 
 def load_state(path: Path) -> Any:
-    """Load the state_dict in the file."""
     content = torch.load(path, weights_only=False)
     return content["model"] if list(content) == ["model", "epoch"] else content
 

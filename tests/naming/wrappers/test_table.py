@@ -28,8 +28,6 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 class NamedLikeWrappers(nn.Module):
-    """A module whose children are named like wrapper segments."""
-
     def __init__(self) -> None:
         super().__init__()
         self.module = nn.Linear(2, 2)

@@ -25,7 +25,6 @@ Tensors = list[torch.Tensor]
 
 
 def random_view(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    """Return a view of the tensor or of a part of it."""
     if not x.dim():
         return x.unsqueeze(0)
     dim = rng.randrange(x.dim())
@@ -84,7 +83,6 @@ def random_result(rng: random.Random, x: torch.Tensor, y: torch.Tensor) -> torch
 
 
 def random_write(rng: random.Random, x: torch.Tensor, y: torch.Tensor) -> None:
-    """Change the tensor in place, if possible with values of the other tensor."""
     number = float(rng.randint(-3, 3))
     operations: list[Callable[[], object]] = [
         lambda: x.copy_(y),
@@ -183,7 +181,6 @@ def test_memory_with_several_views_has_the_right_value(change: Callable[[torch.T
 
 
 def split_range(rng: random.Random, size: int) -> list[tuple[int, int]]:
-    """Return random ranges that together cover `size` elements."""
     edges = sorted({0, size, *rng.choices(range(1, size), k=rng.randint(1, 2))})
     return list(pairwise(edges))
 
@@ -244,7 +241,6 @@ def test_memory_with_a_meta_value_cannot_be_read() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_writing_overlapping_elements_raises(device: str) -> None:
-    """torch raises the same error for real tensors."""
     row = torch.zeros(3, device=device)
     with Recorder(), pytest.raises(RuntimeError, match="single memory location"):
         row.expand(2, 3).add_(1)
@@ -380,7 +376,7 @@ def test_outputs_that_are_none_are_allowed() -> None:
 
 
 class CustomTensor(torch.Tensor):
-    """A user-defined tensor class."""
+    pass
 
 
 CUSTOM = numbers(1.0, 2.0).as_subclass(CustomTensor)
