@@ -19,7 +19,7 @@ from ckpttool.fixes.suggest import INFERRED
 from command import fixes_in, notes_in
 from zoo import randomized, runtime_values
 
-SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "3"))
+SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "5"))
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "none": lambda model: model,
     "dp": nn.DataParallel,

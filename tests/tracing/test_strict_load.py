@@ -132,18 +132,7 @@ def _change_versions(state: State, random: random.Random) -> str:
     return "version 0"
 
 
-DAMAGES = [
-    _change_value,
-    _change_value,
-    _change_value,
-    _change_value,
-    _drop,
-    _add,
-    _rename,
-    _prefix,
-    _copy_value,
-    _change_versions,
-]
+DAMAGES = [*[_change_value] * 4, _drop, _add, _rename, _prefix, _copy_value, _change_versions]
 
 
 def _truncate(path: Path, random: random.Random) -> str:
