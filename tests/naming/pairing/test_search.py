@@ -18,7 +18,7 @@ from ckpttool.naming.evidence import Inference, Side, Tensor
 from ckpttool.naming.pairing import infer
 from command import Run, fixes_in
 
-SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "30"))
+SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "20"))
 Shape = tuple[int, ...]
 WIDTH, HALF, HIDDEN, VOCAB = 8, 4, 12, 20
 ATTENTION = {"query": (WIDTH, WIDTH), "key": (HALF, WIDTH), "value": (HALF, WIDTH), "attention output": (WIDTH, WIDTH)}
@@ -144,14 +144,14 @@ def state_of(project: Project, roles: Sequence[str]) -> dict[str, torch.Tensor]:
     return {key: torch.cat([values[role] for role in roles if project.keys[role] == key]) for key in keys}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_the_suggested_commands_convert_a_file(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     """One of the files may lack layers, so layer numbers are not enough: no pair is wrong."""
     monkeypatch.chdir(tmp_path)
     rng = random.Random(seed)
-    layers = rng.randint(1, 4)
+    layers = rng.randint(1, 3)
     kept = range(layers) if seed % 2 else sorted(rng.sample(range(layers), rng.randint(1, layers)))
     projects = [random_project(rng, layers, seed % 3 == 0) for _ in range(2)]
     states = []
