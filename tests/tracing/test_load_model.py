@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,15 @@ from torch import nn
 
 import hook_zoo
 from ckpttool.core.errors import CkptError
-from ckpttool.tracing.build_model import LoadedModel, load, of_object, raised_at, short_path
+from ckpttool.tracing.build_model import (
+    LoadedModel,
+    load,
+    logs_as_warnings,
+    of_object,
+    prints_once,
+    raised_at,
+    short_path,
+)
 from loading_zoo import ZOO
 
 
@@ -312,3 +323,29 @@ def test_an_error_in_a_package_names_the_users_line(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         load_file(tmp_path / "none")
     assert (raised_at(caught.tb) or "").rpartition(":")[0] == short_path(__file__)
+
+
+def test_a_line_is_printed_once_even_without_a_newline(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        with prints_once():
+            print("one of a test")
+            print("two of", end=" a test")
+    assert capsys.readouterr() == ("", "one of a test\ntwo of a test\n")
+
+
+def test_logged_warnings_become_warnings_and_info_does_not() -> None:
+    log, stream = logging.getLogger("torch.of_a_test"), io.StringIO()
+    handler = logging.StreamHandler(stream)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        with warnings.catch_warnings(record=True) as caught, logs_as_warnings():
+            warnings.simplefilter("always")
+            log.info("information")
+            log.warning("warning")
+        log.warning("later")
+    finally:
+        log.removeHandler(handler)
+    assert [str(one.message) for one in caught] == ["warning"]
+    assert stream.getvalue() == "information\nlater\n"
