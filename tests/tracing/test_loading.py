@@ -97,7 +97,7 @@ _states: dict[str, dict[str, Any]] = {}
 def check(name: str, damages: list[tuple[str, int]]) -> Verdict:
     if name not in _states:
         _states[name] = randomized(zoo_model(name).build(True), 3).state_dict()
-    state = apply_damages(_states[name], damages)
+    state: Any = apply_damages(_states[name], damages)
     if damages and not hasattr(state, "_metadata"):
         state = dict(state)
     verdict = load_verdict(zoo_model(name), section_of(state))

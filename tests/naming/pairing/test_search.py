@@ -283,9 +283,9 @@ def test_parts_of_other_layers_or_shapes_are_not_fused() -> None:
 def test_a_tensor_that_could_be_fused_from_two_layers_is_not_paired() -> None:
     """The other side may also have a different tensor with the same name."""
     parts = {f"h_{layer}_attn_{part}_weight": (2, 2) for layer in range(2) for part in "qkv"}
-    sides = tensors(weight=(6, 2)), tensors(**parts, weight=(4,))
-    assert not paired(*sides)
-    assert not paired(*reversed(sides))
+    whole, separate = tensors(weight=(6, 2)), tensors(**parts, weight=(4,))
+    assert not paired(whole, separate)
+    assert not paired(separate, whole)
 
 
 def test_a_deep_model_is_paired_completely() -> None:
