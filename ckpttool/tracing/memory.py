@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckpttool.core.expression import OPAQUE, Argument, Expression, Op, Ref, Special, refs
+from ckpttool.core.expression import OPAQUE, Argument, Expression, Op, Ref, Special
 from ckpttool.core.values import dataclass
 
 _MOST_PIECES = 1024
@@ -130,7 +130,18 @@ class Memory:
 
 def opaque(*parts: Argument) -> Op:
     """Return the expression of a value that cannot be written down, computed from `parts`."""
-    keys = dict.fromkeys(key for part in parts for key in refs(part))
+    keys: dict[str, None] = {}
+    seen: set[int] = set()  # a loop may use one operator many times
+    todo: list[Argument] = [*reversed(parts)]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, Ref):
+            keys[node.key] = None
+        elif isinstance(node, tuple):
+            todo += reversed(node)
+        elif isinstance(node, Op) and id(node) not in seen:
+            seen.add(id(node))
+            todo += reversed((*node.args, *(value for _, value in node.kwargs)))
     return Op(OPAQUE, tuple(Ref(key) for key in keys))
 
 

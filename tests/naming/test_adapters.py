@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,12 @@ from peft import IA3Config, LoraConfig, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import save_file
 
 import real_models
-from ckpttool.cli.app import main
 from ckpttool.naming.wrappers import adapter_of, missing_modules
-from command import notes_in
+from command import Run, notes_in
 from places import SUPPORT
 
 TARGETS = [f"model.layers.{n}.self_attn.{name}" for n in range(2) for name in ("q_proj", "v_proj")]
+LLAMA = f"{SUPPORT / 'real_models.py'}:llama"
 
 
 def test_adapters_saved_by_peft_are_recognised() -> None:
@@ -75,58 +74,42 @@ def test_a_model_is_not_an_adapter(build: str) -> None:
     assert adapter_of(["lora_weights.weight", "colora.weight", "alpha"]) is None
 
 
+NOTES = [
+    (
+        "adapter.safetensors llama.pt",
+        "left is a LoRA adapter for 4 modules, all of them are in right; it does not have",
+    ),
+    ("llama.pt adapter.safetensors", "right is a LoRA adapter for 4 modules, all of them are in left"),
+    ("adapter.safetensors bert.pt", "left is a LoRA adapter for 4 modules, 0 of them are in right"),
+    ("adapter.safetensors bert.pt", "4 adapted modules not in right: model.layers.0.self_attn.q_proj, "),
+    (f"--model {LLAMA} adapter.safetensors", "the checkpoint is a LoRA adapter for 4 modules, all of them are in"),
+    (f"--model {LLAMA} adapter.safetensors", "0 of 8 tensors matched"),
+]
+
+
 def test_kokoro_368_an_adapter_without_matching_keys_is_explained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     """``load_state_dict(strict=False)`` loads nothing and does not report it."""
-    adapter = str(tmp_path / "adapter_model.safetensors")
-    save_file(get_peft_model_state_dict(real_models.lora()), adapter)
+    monkeypatch.chdir(tmp_path)
+    save_file(get_peft_model_state_dict(real_models.lora()), "adapter.safetensors")
     for name in ("llama", "bert"):
-        torch.save(getattr(real_models, name)().state_dict(), tmp_path / f"{name}.pt")
-
-    def notes(*arguments: str) -> list[str]:
-        assert main(["diff", *arguments, "--format", "json"]) == 1
-        result: list[str] = notes_in(json.loads(capsys.readouterr().out))
-        return result
-
-    assert any(
-        note.startswith(
-            "left is a LoRA adapter for 4 modules, all of them are in right; it does not have the weights of the model"
-        )
-        for note in notes(adapter, str(tmp_path / "llama.pt"))
-    )
-    reversed_notes = notes(str(tmp_path / "llama.pt"), adapter)
-    assert any(
-        note.startswith("right is a LoRA adapter for 4 modules, all of them are in left") for note in reversed_notes
-    )
-    other_notes = notes(adapter, str(tmp_path / "bert.pt"))
-    assert any(note.startswith("left is a LoRA adapter for 4 modules, 0 of them are in right") for note in other_notes)
-    assert any(
-        note.startswith("4 adapted modules not in right: model.layers.0.self_attn.q_proj, ") for note in other_notes
-    )
-    model_notes = notes("--model", f"{SUPPORT / 'real_models.py'}:llama", adapter)
-    assert any(
-        note.startswith("the checkpoint is a LoRA adapter for 4 modules, all of them are in") for note in model_notes
-    )
-    assert model_notes[0].startswith("0 of 8 tensors matched")
+        torch.save(getattr(real_models, name)().state_dict(), f"{name}.pt")
+    for operands, note in NOTES:
+        done = run("diff", *operands.split(), "--format", "json")
+        assert done.status == 1
+        assert any(text.startswith(note) for text in notes_in(done.data)), note
+    (adapter,) = run("inspect", "adapter.safetensors", "--format", "json").data["adapters"]
+    assert adapter == {"section": "", "kinds": ["LoRA"], "modules": TARGETS, "tensors": 8, "alone": True}
+    output = run("inspect", "adapter.safetensors").out
+    assert "LoRA, without its base model" in output
+    assert "model.layers.{0-1}.self_attn.q_proj" in output
 
 
-def test_an_adapter_in_a_complete_model_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_in_a_complete_model_is_reported(tmp_path: Path, run: Run) -> None:
     model = real_models.lora().state_dict()
     for state, section in (model, "(root)"), ({"model": model, "epoch": 1}, "model"):
         torch.save(state, tmp_path / "a.pt")
-        assert main(["inspect", str(tmp_path / "a.pt")]) == 0
-        (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "with its base model" in line]
-        assert row[0] == section
-
-
-def test_inspect_lists_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(tmp_path / "adapter_model.safetensors")
-    save_file(get_peft_model_state_dict(real_models.lora()), path)
-    assert main(["inspect", path, "--format", "json"]) == 0
-    (adapter,) = json.loads(capsys.readouterr().out)["adapters"]
-    assert adapter == {"section": "", "kinds": ["LoRA"], "modules": TARGETS, "tensors": 8, "alone": True}
-    assert main(["inspect", path]) == 0
-    output = capsys.readouterr().out
-    assert "LoRA, without its base model" in output
-    assert "model.layers.{0-1}.self_attn.q_proj" in output
+        done = run("inspect", tmp_path / "a.pt")
+        (row,) = [line.split() for line in done.out.splitlines() if "with its base model" in line]
+        assert (done.status, row[0]) == (0, section)

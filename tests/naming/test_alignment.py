@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from command import fixes_in, notes_in
 from wrapped_ranks import Net, net, wrap
 
 PLAIN = list(Net().state_dict())
-FORMS = ("plain", "compile", "dp", "dp(compile)", "block: compile", "compile, block: compile")
+CYCLE = ("plain", "compile", "dp", "dp(compile)", "block: compile", "compile, block: compile", "plain")
 
 
 def save(form: str, path: Path) -> str:
@@ -47,8 +48,7 @@ def test_a_common_prefix_is_removed() -> None:
     assert align(PLAIN, [f"net.{key}" for key in PLAIN]) == {key: f"net.{key}" for key in PLAIN}
 
 
-@pytest.mark.parametrize("right", FORMS)
-@pytest.mark.parametrize("left", FORMS)
+@pytest.mark.parametrize(("left", "right"), [("dp", "dp"), *pairwise(CYCLE), *pairwise(CYCLE[::-1])])
 def test_the_command_that_diff_suggests_can_be_pasted(
     left: str, right: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ import ckpttool
 from ckpttool.core.checkpoint import Section, Span, Storage, TensorEntry
 from ckpttool.core.expression import Ref
 from ckpttool.core.names import RUNTIME, SERIALIZED, Names, RuntimeTensor, SerializedKey
-from ckpttool.naming.convert import move, read
+from ckpttool.naming.convert import move, otherwise, read
 from ckpttool.naming.match import NameTables
 from ckpttool.operands.model import ModelOperand
 from ckpttool.tracing.build_model import of_object
@@ -38,8 +38,6 @@ class SavesSum(nn.Module):
 
 
 class SavesDoubled(nn.Linear):
-    """Saves its weight multiplied by 2 under the same name."""
-
     def _save_to_state_dict(self, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(state, prefix, keep_vars)
         state[prefix + "weight"] = state[prefix + "weight"].detach() * 2
@@ -104,8 +102,6 @@ def test_a_dropped_alias_is_listed_as_a_copy() -> None:
 
 
 class SavesShifted(nn.Module):
-    """Adds a constant when it saves, and subtracts it at load."""
-
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.ones(2))
@@ -121,8 +117,6 @@ class SavesShifted(nn.Module):
 
 
 class AddsBufferAtLoad(nn.Module):
-    """Registers a buffer at load."""
-
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.ones(2))
@@ -146,3 +140,13 @@ def test_a_round_trip_through_runtime_names_keeps_all_entries(build: type[nn.Mod
     restored = torch.load(tmp_path / "c.pt")
     build().load_state_dict(restored, strict=True)
     assert {key: value.tolist() for key, value in restored.items()} == {key: v.tolist() for key, v in state.items()}
+
+
+def test_versions_of_shared_modules_are_compared() -> None:
+    left = Section(
+        "", "state_dict", (), modules={"": {"version": 2}, "a": {"version": 1}, "b": {}, "c": {"version": 1}}
+    )
+    right = Section("", "state_dict", (), modules={"": {"version": 1}, "a": {"version": 1}, "b": {"version": 1}})
+    assert otherwise(left, right) == ["(root)", "b"]
+    assert otherwise(right, left) == ["(root)", "b"]
+    assert otherwise(left, Section("", "state_dict", ())) == otherwise(Section("", "state_dict", ()), left) == []

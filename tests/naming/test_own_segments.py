@@ -30,7 +30,6 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def loaded(make: Callable[[], nn.Module], path: str) -> dict[str, torch.Tensor]:
-    """Load the file strictly into a new instance, and return its values."""
     model = randomized(make(), 2)
     model.load_state_dict(torch.load(path))
     return runtime_values(model)

@@ -9,7 +9,7 @@ import torch
 
 from command import Run
 
-KEYS = [f"layers.{at}.{name}" for at in range(150) for name in ("wq", "wk")]
+KEYS = [f"layers.{at}.{name}" for at in range(60) for name in ("wq", "wk")]
 LINES = {
     "inspect": ["inspect", "b.pt"],
     "two": ["diff", "a.pt", "b.pt"],

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 from pathlib import Path
@@ -11,8 +12,6 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from ckpttool.core.codes import CODES
@@ -173,34 +172,43 @@ def test_first_lines_have_verdict_reason_and_fix(run: Run, words: str) -> None:
 
 # Every line fits
 
-SEGMENT = st.text("abcdefgh_0123456789", min_size=1, max_size=12)
-NAME = st.lists(SEGMENT, min_size=1, max_size=14).map(".".join)
-TEXT = st.lists(st.one_of(SEGMENT, NAME), max_size=20).map(" ".join)
+
+def segment(rng: random.Random) -> str:
+    return "".join(rng.choices("abcdefgh_0123456789", k=rng.randint(1, 12)))
 
 
-@st.composite
-def documents(draw: st.DrawFn) -> Document:
-    rows = tuple(draw(st.lists(st.tuples(NAME, TEXT, SEGMENT), max_size=4)))
-    keys = tuple(draw(st.lists(st.tuples(NAME, NAME, TEXT), max_size=4)))
+def name(rng: random.Random) -> str:
+    return ".".join(segment(rng) for _ in range(rng.randint(1, 14)))
+
+
+def text(rng: random.Random) -> str:
+    return " ".join(rng.choice((segment, name))(rng) for _ in range(rng.randint(0, 20)))
+
+
+def random_document(rng: random.Random) -> Document:
+    rows = tuple((name(rng), text(rng), segment(rng)) for _ in range(rng.randint(0, 4)))
+    keys = tuple((name(rng), name(rng), text(rng)) for _ in range(rng.randint(0, 4)))
     columns = (Column("key", "key"), Column("why"), Column("count", "number"))
     blocks = (
-        Facts((("left", Cell(draw(NAME), "key")), ("compared", draw(TEXT)))),
-        Table(draw(TEXT), columns, rows, draw(TEXT)),
-        Keys(draw(TEXT), (KeyGroup(draw(TEXT), keys, draw(TEXT), is_full=draw(st.booleans())),)),
-        Note(draw(TEXT), "warning"),
-        Problems((Problem(draw(TEXT), draw(NAME)),)),
+        Facts((("left", Cell(name(rng), "key")), ("compared", text(rng)))),
+        Table(text(rng), columns, rows, text(rng)),
+        Keys(text(rng), (KeyGroup(text(rng), keys, text(rng), is_full=rng.random() < 0.5),)),
+        Note(text(rng), "warning"),
+        Problems((Problem(text(rng), name(rng)),)),
         Commands("fix", ("ckpttool remap " + "x" * 100,)),
     )
-    return Document(draw(TEXT), draw(TEXT), False, blocks, None, (Facts((("reason", draw(TEXT)),), is_short=True),))
+    return Document(text(rng), text(rng), False, blocks, None, (Facts((("reason", text(rng)),), is_short=True),))
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
-@given(documents(), st.sampled_from([60, 80]), st.booleans())
-def test_no_line_is_wider_than_the_terminal(document: Document, width: int, color: bool) -> None:
+@pytest.mark.parametrize("color", [False, True])
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_line_is_wider_than_the_terminal(width: int, color: bool) -> None:
     """Commands to paste are an exception. Segments of names are never broken, but none here is too wide."""
-    shown = re.sub(r"\x1b\[[0-9;]*m", "", render("text", document, {}, Terminal(width, color)))
-    for line in shown.splitlines():
-        assert len(line) <= width or line.strip().startswith("ckpttool ")
+    for seed in range(40):
+        document = random_document(random.Random(seed))
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", render("text", document, {}, Terminal(width, color)))
+        for line in shown.splitlines():
+            assert len(line) <= width or line.strip().startswith("ckpttool "), seed
 
 
 COMMANDS = [

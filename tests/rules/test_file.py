@@ -317,9 +317,8 @@ def reversible(draw: st.DrawFn, number: int) -> tuple[str, State]:
 RULES = st.integers(1, 4).flatmap(lambda count: st.tuples(*(reversible(number) for number in range(count))))
 
 
-@pytest.mark.parametrize("ending", LOADERS)
 @settings(max_examples=40)
-@given(rules=RULES)
+@given(rules=RULES, ending=st.sampled_from(sorted(LOADERS)))
 def test_reversed_rules_restore_the_file(
     tmp_path_factory: pytest.TempPathFactory, ending: str, rules: Sequence[tuple[str, State]]
 ) -> None:

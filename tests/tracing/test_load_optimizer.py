@@ -18,8 +18,6 @@ HUGE = 1 << 22  # squared, in float32: 64 TiB
 
 
 class TiedAndFrozen(Net):
-    """A model with tied weights and a frozen layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.second.weight = self.first.weight

@@ -68,8 +68,6 @@ def test_a_random_load_is_opaque(build: Callable[[], nn.Module]) -> None:
 @pytest.mark.parametrize("flag", [False, True])
 def test_both_values_of_a_boolean_are_tried(flag: bool) -> None:
     class DoublesIfFlagged(nn.Linear):
-        """Saves its weight multiplied by 2 if the flag is set."""
-
         def __init__(self) -> None:
             super().__init__(2, 2)
             self.register_buffer("flag", torch.tensor(flag))
@@ -88,8 +86,6 @@ def test_both_values_of_a_boolean_are_tried(flag: bool) -> None:
 
 def test_loading_gets_the_saved_versions() -> None:
     class Versioned(nn.Linear):
-        """Transposes weights of older versions at load."""
-
         _version = 2
 
         def __init__(self) -> None:
@@ -106,8 +102,6 @@ def test_loading_gets_the_saved_versions() -> None:
 
 
 class ChecksItsValues(nn.Linear):
-    """Saves its weight multiplied by 2 after a check of its values."""
-
     def __init__(self) -> None:
         super().__init__(2, 2)
         nn.init.ones_(self.weight)
@@ -123,15 +117,11 @@ class ChecksItsValues(nn.Linear):
 
 
 class Doubles(ChecksItsValues):
-    """Does not check its values."""
-
     def is_fine(self) -> bool:
         return True
 
 
 class AcceptsOnlyOnes(ChecksItsValues):
-    """Accepts only its initial weight."""
-
     def is_fine(self) -> bool:
         return bool((self.weight == 1).all())
 

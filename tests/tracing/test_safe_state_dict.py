@@ -22,8 +22,6 @@ from loading_zoo import Opaque, Packed, Undeclared, packed
 
 
 class Comparable:
-    """Equal if all attributes are equal."""
-
     __slots__ = ("__dict__", "level")
     level: int
 
@@ -35,16 +33,12 @@ class Comparable:
 
 
 class SlotsAndDict(Comparable):
-    """Has slots and a dict, so its pickled state is two dicts."""
-
     def __init__(self, **attributes: int) -> None:
         self.level = 3
         vars(self).update(attributes)
 
 
 class SlotsOnly:
-    """Has slots and no dict."""
-
     __slots__ = ("level",)
 
     def __init__(self) -> None:
@@ -58,8 +52,6 @@ class SlotsOnly:
 
 
 class RefusesState:
-    """Raises when its state is set."""
-
     def __getstate__(self) -> dict[str, int]:
         return {"level": 1}
 
@@ -68,8 +60,6 @@ class RefusesState:
 
 
 class KeywordArguments:
-    """Is created with keyword arguments."""
-
     def __new__(cls, *, level: int) -> KeywordArguments:
         instance = super().__new__(cls)
         vars(instance)["level"] = level
@@ -80,12 +70,10 @@ class KeywordArguments:
 
 
 class CustomList(list):
-    """A user-defined list class."""
+    pass
 
 
 class PicklesAs:
-    """Pickles as the given call."""
-
     def __init__(self, *reduced: Any) -> None:
         self.reduced = reduced
 
@@ -94,7 +82,6 @@ class PicklesAs:
 
 
 def set_state(target: OrderedDict[str, int], state: dict[str, int]) -> None:
-    """Set the state, as a pickle can do."""
     target.update(state)
 
 

@@ -40,7 +40,6 @@ def add_slice(rng: random.Random, node: Expression, value: torch.Tensor, _: Pool
 
 
 def split_and_join(rng: random.Random, node: Expression, value: torch.Tensor, _: Pool) -> Expression:
-    """Split the tensor, and join some of the pieces."""
     rank, dim = value.dim(), rng.randrange(value.dim())
     size = rng.randint(1, 3)
     count = -(-value.shape[dim] // size)

@@ -132,22 +132,10 @@ def _change_versions(state: State, random: random.Random) -> str:
     return "version 0"
 
 
-DAMAGES = [
-    _change_value,
-    _change_value,
-    _change_value,
-    _change_value,
-    _drop,
-    _add,
-    _rename,
-    _prefix,
-    _copy_value,
-    _change_versions,
-]
+DAMAGES = [*[_change_value] * 4, _drop, _add, _rename, _prefix, _copy_value, _change_versions]
 
 
 def _truncate(path: Path, random: random.Random) -> str:
-    """Truncate one storage in the file."""
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     storages = [name for name, data in records.items() if "/data/" in name and len(data) > 1]
@@ -190,7 +178,6 @@ def draw(random: random.Random, path: Path) -> tuple[str, str]:
 
 
 def load_state(path: Path) -> Any:
-    """Load the state_dict in the file."""
     content = torch.load(path, weights_only=False)
     return content["model"] if list(content) == ["model", "epoch"] else content
 

@@ -24,16 +24,8 @@ from drawn_models import MODELS, build, is_safe
 PAIRS = int(os.environ.get("CKPTTOOL_PAIRS", "40"))
 FIRST = int(os.environ.get("CKPTTOOL_FIRST_PAIR", "0"))
 OPTIMIZERS = (
-    "adamw",
-    "in_order",
-    "decayed",
-    "decayed_named",
-    "amsgrad",
-    "sgd",
-    "plain_sgd",
-    "adagrad",
-    "rmsprop",
-    "adamax",
+    *("adamw", "in_order", "decayed", "decayed_named", "amsgrad"),
+    *("sgd", "plain_sgd", "adagrad", "rmsprop", "adamax"),
 )
 ON_CPU = ("loading_zoo:quantized_linear",)  # cannot be built on meta
 Saved = dict[str, Any]
@@ -113,17 +105,8 @@ def _drop_option(saved: Saved, random: random.Random) -> str:
 
 
 DAMAGES: list[Callable[[Saved, random.Random], str]] = [
-    *(
-        _drop_state,
-        _drop_tensor,
-        _change_value,
-        _change_value,
-        _swap,
-        _swap,
-        _drop_parameter,
-        _split_group,
-        _drop_option,
-    )
+    *(_drop_state, _drop_tensor, _change_value, _change_value),
+    *(_swap, _swap, _drop_parameter, _split_group, _drop_option),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -23,79 +24,60 @@ from zoo import assert_same, randomized, runtime_values, traced, zoo_model
 torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("materialize", [False, True])
 @pytest.mark.parametrize("name", sorted(ZOO))
-def test_expressions_give_the_saved_values(name: str, materialize: bool) -> None:
-    names, model = traced(name, materialize), randomized(zoo_model(name).build(True), 1)
-    runtime = runtime_values(model)
-    state = model.state_dict()
+def test_expressions_give_the_saved_values(name: str) -> None:
+    model = randomized(zoo_model(name).build(True), 1)
+    runtime, state = runtime_values(model), model.state_dict()
     tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and not k.endswith("_extra_state")}
-    assert [s.key for s in names.serialized] == list(tensors)
-    assert set(names.extra_state) == set(state) - set(tensors)
-    for s in names.serialized:
-        value = tensors[s.key]
-        if nn.parameter.is_lazy(value):
-            assert s.source == ex.Ref(s.key)
-            continue
-        assert s.dtype == str(value.dtype).removeprefix("torch.")
-        assert s.shape == tuple(value.shape)
-        if s.source is not None and not ex.is_opaque(s.source):
-            assert_same(evaluate(s.source, runtime.__getitem__), value, s.key)
+    meta, real = traced(name), traced(name, True)
+    for names in (meta, real):
+        assert [s.key for s in names.serialized] == list(tensors)
+        assert set(names.extra_state) == set(state) - set(tensors)
+        assert Names.from_json(json.loads(json.dumps(names.to_json())), "names.json") == names
+        for s in names.serialized:
+            value = tensors[s.key]
+            if nn.parameter.is_lazy(value):
+                assert s.source == ex.Ref(s.key)
+                continue
+            assert s.dtype == str(value.dtype).removeprefix("torch.")
+            assert s.shape == tuple(value.shape)
+            if s.source is not None and not ex.is_opaque(s.source):
+                assert_same(evaluate(s.source, runtime.__getitem__), value, s.key)
+    assert meta.runtime == real.runtime
+    assert [s.hook for s in meta.serialized] == [s.hook for s in real.serialized]
+    assert meta.roundtrip_problems == real.roundtrip_problems
 
 
 @pytest.mark.parametrize("name", sorted(ZOO))
-def test_expressions_give_the_loaded_values(name: str) -> None:
-    names, model = traced(name), randomized(zoo_model(name).build(True), 2)
-    state = randomized(zoo_model(name).build(True), 3).state_dict()
-    if any(isinstance(v, torch.Tensor) and nn.parameter.is_lazy(v) for v in state.values()):
-        pytest.skip("nothing to load")
+def test_a_strict_load_gives_the_traced_values(name: str) -> None:
+    """The model round-trips if and only if the load restores all saved tensors."""
+    names, source = traced(name), randomized(zoo_model(name).build(True), 4)
+    expected = runtime_values(source)
+    with torch.no_grad():  # copies need tensors without gradients
+        state = source.state_dict()
+    is_lazy = any(isinstance(v, torch.Tensor) and nn.parameter.is_lazy(v) for v in state.values())
+    model = randomized(zoo_model(name).build(True), 5)
     before = runtime_values(model)
-    copies: Any = type(state)((k, v.clone() if isinstance(v, torch.Tensor) else v) for k, v in state.items())
-    if hasattr(state, "_metadata"):
-        copies._metadata = state._metadata
     try:
-        model.load_state_dict(copies, strict=True)
+        model.load_state_dict(state if is_lazy else copy.deepcopy(state), strict=True)  # a hook may change it
+        loads = True
     except (RuntimeError, KeyError):
-        assert not names.roundtrips
+        loads = False
     after = runtime_values(model)
+    same = loads and all(
+        nn.parameter.is_lazy(after[k]) or torch.equal(after[k], v)
+        for k, v in expected.items()
+        if k not in names.not_serialized
+    )
+    assert names.roundtrips == same == (not names.roundtrip_problems), names.roundtrip_problems
+    if is_lazy:
+        return  # nothing to load
     assert [r.fqn for r in names.load] == list(after)
     for r in names.load:
         if r.source is None:
             assert_same(after[r.fqn], before[r.fqn], r.fqn)
         elif not ex.is_opaque(r.source):
             assert_same(evaluate(r.source, state.__getitem__), after[r.fqn], r.fqn)
-
-
-@pytest.mark.parametrize("name", sorted(ZOO))
-def test_roundtrips_is_true_if_a_saved_model_is_restored(name: str) -> None:
-    names, source = traced(name), randomized(zoo_model(name).build(True), 4)
-    expected = runtime_values(source)
-    state, target = source.state_dict(), randomized(zoo_model(name).build(True), 5)
-    try:
-        target.load_state_dict(state, strict=True)
-        loaded = True
-    except (RuntimeError, KeyError):
-        loaded = False
-    skipped = set(names.not_serialized)
-    result = runtime_values(target)
-    same = loaded and all(
-        nn.parameter.is_lazy(result[k]) or torch.equal(result[k], v) for k, v in expected.items() if k not in skipped
-    )
-    assert names.roundtrips == same, names.roundtrip_problems
-    assert names.roundtrips == (not names.roundtrip_problems)
-
-
-@pytest.mark.parametrize("name", sorted(ZOO))
-def test_meta_and_real_runs_agree(name: str) -> None:
-    meta, real = traced(name), traced(name, True)
-    assert meta.runtime == real.runtime
-    assert [(s.key, s.hook) for s in meta.serialized] == [(s.key, s.hook) for s in real.serialized]
-    assert meta.roundtrip_problems == real.roundtrip_problems
-
-
-@pytest.mark.parametrize("name", sorted(ZOO))
-def test_a_names_file_preserves_the_names(name: str) -> None:
-    assert Names.from_json(json.loads(json.dumps(traced(name).to_json())), "names.json") == traced(name)
 
 
 def source_of(name: str, key: str) -> ex.Expression | None:
@@ -179,10 +161,6 @@ def test_two_tensors_saved_to_one_key_are_reported() -> None:
     assert problems[0].endswith(" on module (root) @ a.weight")
 
 
-def test_a_dropped_tensor_is_not_a_collision() -> None:
-    assert not any("sent to one key" in str(problem) for problem in traced("drops_a_key").roundtrip_problems)
-
-
 def test_tracing_70_billion_parameters_takes_little_memory(tmp_path: Path) -> None:
     (tmp_path / "large.py").write_text(
         """
@@ -214,18 +192,16 @@ def small():
 """
     )
 
-    def trace_in_subprocess(name: str) -> tuple[int, int]:
-        code = (
-            "from ckpttool.tracing.build_model import load; from ckpttool.tracing.trace import trace;"
-            f"names = trace(load('large.py:{name}')); assert names.roundtrips, names.roundtrip_problems[:3];"
-            "print(len(names.serialized))"
-        )
-        printed, peak = run_measured([sys.executable, "-c", code], tmp_path)
-        return int(printed), peak
-
-    (_, small_peak), (keys, peak) = trace_in_subprocess("small"), trace_in_subprocess("build")
+    code = (
+        "import resource, ckpttool; ckpttool.trace('large.py:small');"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss);"
+        "names = ckpttool.trace('large.py:build'); assert names.roundtrips, names.roundtrip_problems[:3];"
+        "print(len(names.serialized))"
+    )
+    printed, peak = run_measured([sys.executable, "-c", code], tmp_path)
+    small_peak, keys = map(int, printed.split())
     assert keys == 80 * 7 + 1
-    assert peak < small_peak + (200 << 20)
+    assert peak < small_peak * (1 if sys.platform == "darwin" else 1024) + (200 << 20)
 
 
 def test_a_meta_only_model_with_extra_state_is_traced() -> None:
@@ -271,18 +247,6 @@ class ListsOne(ListsReversed):
 def test_parameters_are_in_the_order_of_named_parameters(build: type[nn.Module]) -> None:
     result = [tensor.fqn for tensor in trace(of_object(build)).runtime]
     assert result == [name for name, _ in build().named_parameters()]
-
-
-def test_a_shared_non_persistent_buffer_is_listed_under_both_names() -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one = nn.Module()
-            self.one.register_buffer("cache", torch.ones(2), persistent=False)
-            self.other = self.one
-
-    result = {tensor.fqn: tensor.persistent for tensor in trace(of_object(Shared)).runtime}
-    assert result == {"one.cache": False, "other.cache": False}
 
 
 def test_a_save_that_works_without_values_is_opaque() -> None:

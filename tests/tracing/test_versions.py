@@ -27,6 +27,7 @@ FILES: dict[str, Callable[[Any], dict[str, Any]]] = {
         for version in range(4)
     },
 }
+EXAMPLE = torch.ones(2, 4)
 OUTPUTS = [(to, ending) for to in ("serialized", "runtime") for ending in ("pt", "safetensors")]
 
 
@@ -82,13 +83,22 @@ def equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
     return actual.keys() == expected.keys() and all(torch.equal(actual[fqn], expected[fqn]) for fqn in expected)
 
 
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a names file and an exported program of each model."""
+    folder = tmp_path_factory.mktemp("traced")
+    for name, build in ZOO.items():
+        assert main(["trace", f"versioned_zoo:{name}", "-o", str(folder / f"{name}.json")]) == 0
+        torch.export.save(torch.export.export(randomized(build(), 3), (EXAMPLE,)), folder / f"{name}.pt2")
+    return folder
+
+
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("name", ZOO)
-def test_written_files_have_the_values_that_torch_loads(name: str, file: str, tmp_path: Path) -> None:
+def test_written_files_have_the_values_that_torch_loads(name: str, file: str, traced: Path, tmp_path: Path) -> None:
     path, operand = saved(name, file, tmp_path), f"versioned_zoo:{name}"
     expected = loaded(name, path)
-    names, program = str(tmp_path / "names.json"), str(tmp_path / "program.pt2")
-    assert main(["trace", operand, "-o", names]) == 0
+    names, program = (str(traced / f"{name}.{ending}") for ending in ("json", "pt2"))
     assert main(["diff", "--model", operand, path]) == (expected is None)
     assert main(["diff", "--model", names, path]) != 0 or expected is not None
     for to, ending in OUTPUTS:
@@ -103,12 +113,10 @@ def test_written_files_have_the_values_that_torch_loads(name: str, file: str, tm
             actual = load_file(out) if ending == "safetensors" else torch.load(out)
             assert expected is not None
             assert equal(actual, expected)
-    example = torch.ones(2, 4)
-    torch.export.save(torch.export.export(randomized(ZOO[name](), 3), (example,)), program)
     status = main(["swap-weights", program, path, "--model", operand, "-o", str(tmp_path / "swapped.pt2")])
     assert status == 0 or file != "as saved"
     if status == 0:
         model = ZOO[name]()
         model.load_state_dict(torch.load(path, weights_only=True))
         swapped = torch.export.load(tmp_path / "swapped.pt2").module()
-        assert torch.allclose(swapped(example), model(example), 0, 0, equal_nan=True)
+        assert torch.allclose(swapped(EXAMPLE), model(EXAMPLE), 0, 0, equal_nan=True)

@@ -64,6 +64,8 @@ WRAPPED = {
     "ac(compile)": lambda: checkpoint_wrapper(compiled(plain())),
     "compile(ac)": lambda: compiled(checkpoint_wrapper(plain())),
     "averaged": lambda: AveragedModel(plain()),
+    "regional compile": regional,
+    "one block": one_block,
 }
 
 
@@ -74,20 +76,19 @@ def parameters(model: nn.Module) -> list[str]:
 
 @pytest.mark.parametrize("form", WRAPPED)
 def test_names_of_a_wrapped_model_match_the_plain_model(form: str) -> None:
-    names = parameters(WRAPPED[form]())
-    assert names != parameters(plain())
-    assert list(canonical_keys(names).values()) == parameters(plain())
+    names, plain_names = parameters(WRAPPED[form]()), parameters(plain())
+    assert names != plain_names
+    assert list(canonical_keys(names).values()) == plain_names
+    assert align(plain_names, names) == dict(zip(plain_names, names))
+    assert align(names, plain_names) == dict(zip(names, plain_names))
 
 
-def test_a_counter_is_recognised_next_to_its_module() -> None:
+def test_the_counter_of_an_averaged_model_is_recognised_next_to_its_module() -> None:
     assert counters(["n_averaged", "module.w", "a.n_averaged", "b.n_averaged", "b.module.w"]) == [
         "n_averaged",
         "b.n_averaged",
     ]
     assert counters(["bias", "module.w", "step"]) == []
-
-
-def test_the_counter_of_an_averaged_model_does_not_hide_its_wrapper() -> None:
     names = canonical_keys(AveragedModel(plain()).state_dict())
     assert list(names.values()) == ["n_averaged", *plain().state_dict()]
 
@@ -96,13 +97,6 @@ def test_the_counter_of_an_averaged_model_does_not_hide_its_wrapper() -> None:
 def test_the_prefix_of_a_chain_matches_real_wrappers(form: str) -> None:
     expected = [parse(form).prefix + key for key in plain().state_dict()]
     assert list(WRAPPED[form]().state_dict()) == expected
-
-
-@pytest.mark.parametrize("build", [regional, one_block])
-def test_wrappers_around_single_blocks_are_recognised(build: Callable[[], nn.Module]) -> None:
-    names = parameters(build())
-    assert names != parameters(plain())
-    assert list(canonical_keys(names).values()) == parameters(plain())
 
 
 @pytest.mark.parametrize(
@@ -125,12 +119,6 @@ def test_a_users_own_module_is_not_a_wrapper(keys: list[str]) -> None:
 
 def test_segments_are_listed_from_the_outside_in() -> None:
     assert segments(recognise(["module._orig_mod.a.weight", "module._orig_mod.b.weight"])) == ["module", "_orig_mod"]
-
-
-def test_blocks_wrapped_on_one_side_only_are_aligned() -> None:
-    wrapped_names, plain_names = parameters(one_block()), parameters(plain())
-    assert list(align(plain_names, wrapped_names).values()) == wrapped_names
-    assert list(align(wrapped_names, plain_names).values()) == plain_names
 
 
 @pytest.mark.parametrize("form", ["", "ddp(", "ddp(compile", "nonsense", "ddp(nonsense)", "compile)"])
@@ -163,6 +151,10 @@ def test_declared_wrappers_are_removed() -> None:
     assert infer(["module.a.w", "module.b.w"]).paths == {"module"}
     with pytest.raises(Refused, match="1 of 3 keys do not begin with module"):
         declared(parse("ddp"), [*keys, "head.w"])
+    assert declared(parse("averaged"), ["n_averaged", "module.a"]).root == ("module",)  # the counter has no prefix
+    with pytest.raises(Refused) as refused:
+        declared(parse("averaged"), ["n_averaged", "module.a", "b"])
+    assert [problem.key for problem in refused.value.problems] == ["b"]
 
 
 @pytest.mark.parametrize(("source_form", "key"), [("serialized", "_orig_mod.module.w"), ("ddp", "_orig_mod.w")])
@@ -252,12 +244,10 @@ def test_peft_wrappers_can_be_removed_and_restored(tmp_path: Path) -> None:
     assert main(["remap", str(tmp_path / "plain.pt"), *options]) == 0
     model.load_state_dict(torch.load(tmp_path / "back.pt"))
     assert (tmp_path / "back.pt").read_bytes() != b""
-    names, _ = rewrap({key: key for key in ("0.weight", "1.weight", "1.lora_A.default.weight")}, Chain(("peft",)))
-    assert list(names.values()) == [
-        "base_model.model.0.weight",
-        "base_model.model.1.base_layer.weight",
-        "base_model.model.1.lora_A.default.weight",
-    ]
+    keys = ("0.weight", "1.weight", "1.lora_A.weight", "2.weight", "2.lora_embedding_A")
+    names, _ = rewrap(dict(zip(keys, keys)), Chain(("peft",)))
+    layers = ("0.weight", "1.base_layer.weight", "1.lora_A.weight", "2.base_layer.weight", "2.lora_embedding_A")
+    assert list(names.values()) == [f"base_model.model.{name}" for name in layers]
 
 
 def test_to_peft_is_refused_without_adapters() -> None:
@@ -295,16 +285,19 @@ def test_a_common_prefix_is_a_wrapper_only_in_lightning_checkpoints() -> None:
 # Wrapped model definitions
 
 
-@pytest.mark.parametrize("option", ["--model", "--to-model"])
+DEFINITIONS = ("plain", "compiled", "data_parallel", "checkpointed", "blocks")
+
+
 @pytest.mark.parametrize(
-    ("saved", "loads"),
+    ("option", "saved", "loads"),
     [
-        *itertools.product(["plain", "compiled", "data_parallel", "checkpointed", "blocks"], repeat=2),
-        *itertools.product(["hooked", "hooked_and_wrapped"], repeat=2),
+        *itertools.product(["--model"], DEFINITIONS, DEFINITIONS),
+        *(("--to-model", *pair) for pair in itertools.pairwise([*DEFINITIONS, "plain"])),
+        *itertools.product(["--model", "--to-model"], *[["hooked", "hooked_and_wrapped"]] * 2),
     ],
 )
 def test_a_checkpoint_can_be_remapped_to_any_other_definition_of_the_model(
-    saved: str, loads: str, option: str, tmp_path: Path
+    option: str, saved: str, loads: str, tmp_path: Path
 ) -> None:
     source, target_model = (f"wrapped_definitions:{name}" for name in (saved, loads))
     models = ("--model", target_model) if option == "--model" else ("--model", source, "--to-model", target_model)
@@ -317,7 +310,7 @@ def test_a_checkpoint_can_be_remapped_to_any_other_definition_of_the_model(
     assert all(torch.equal(a, b) for a, b in zip(target.parameters(), model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("saved", ["plain", "compiled", "data_parallel", "checkpointed", "blocks"])
+@pytest.mark.parametrize("saved", DEFINITIONS)
 def test_a_chain_replaces_the_wrappers_of_a_wrapped_model(saved: str, tmp_path: Path) -> None:
     torch.save(getattr(wrapped_definitions, saved)().state_dict(), tmp_path / "model.pt")
     options = ["--model", f"wrapped_definitions:{saved}", "--to", "dp(compile)", "-o", str(tmp_path / "out.pt")]
@@ -327,21 +320,3 @@ def test_a_chain_replaces_the_wrappers_of_a_wrapped_model(saved: str, tmp_path: 
 
 def test_a_key_that_is_only_a_wrapper_segment_keeps_its_name() -> None:
     assert canonical_keys(["module"]) == {"module": "module"}
-
-
-def test_the_counter_of_a_declared_chain_has_no_prefix() -> None:
-    assert declared(parse("averaged"), ["n_averaged", "module.a"]).root == ("module",)
-    with pytest.raises(Refused) as refused:
-        declared(parse("averaged"), ["n_averaged", "module.a", "b"])
-    assert [problem.key for problem in refused.value.problems] == ["b"]
-
-
-def test_tensors_of_an_adapter_are_next_to_the_layer() -> None:
-    source = {key: key for key in ("emb.weight", "emb.lora_embedding_A", "fc.weight")}
-    names, _ = rewrap(source, parse("peft"))
-    prefix = "base_model.model."
-    assert list(names.values()) == [
-        f"{prefix}emb.base_layer.weight",
-        f"{prefix}emb.lora_embedding_A",
-        f"{prefix}fc.weight",
-    ]

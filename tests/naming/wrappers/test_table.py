@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim.swa_utils import AveragedModel
 
 from ckpttool.naming.wrappers import strip, stripped_paths
-from ckpttool.tracing.build_model import LoadedModel
+from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.instances import listed, runtime_tensors
 from ckpttool.tracing.trace import trace
 from torch_version import needs_torch
@@ -28,8 +28,6 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 class NamedLikeWrappers(nn.Module):
-    """A module whose children are named like wrapper segments."""
-
     def __init__(self) -> None:
         super().__init__()
         self.module = nn.Linear(2, 2)
@@ -47,13 +45,11 @@ def test_any_chain_has_the_same_canonical_names(chain: tuple[str, ...]) -> None:
 
 
 def test_wrappers_inside_a_model_are_removed() -> None:
-    def make(real: bool) -> nn.Module:
-        with torch.device("cpu" if real else "meta"):
-            compiled: Any = torch.compile(nn.Linear(2, 2))
-            return nn.Sequential(checkpoint_wrapper(nn.Sequential(compiled)), NamedLikeWrappers())
+    def build() -> nn.Module:
+        compiled: Any = torch.compile(nn.Linear(2, 2))
+        return nn.Sequential(checkpoint_wrapper(nn.Sequential(compiled)), NamedLikeWrappers())
 
-    names = trace(LoadedModel("model", make))
-    canonical = {r.fqn: r.canonical for r in names.runtime}
+    canonical = {r.fqn: r.canonical for r in trace(of_object(build)).runtime}
     assert canonical["0._checkpoint_wrapped_module.0._orig_mod.weight"] == "0.0.weight"
     assert canonical["1.module.weight"] == "1.module.weight"
     assert canonical["1._orig_mod.0.weight"] == "1._orig_mod.0.weight"
@@ -96,20 +92,20 @@ def test_renaming_hooks_work_without_fqn_modifiers(wrapper: str, modifiers: bool
     """torch's helper looks up segments as attributes, and fails for a hidden segment without `_fqn_modifiers`."""
     needs_torch("2.7", "names from `_fqn_modifiers` alone")
 
-    def make(real: bool) -> nn.Module:
-        with torch.device("cpu" if real else "meta"):
-            return WRAPPERS[wrapper](nn.Sequential(HidesSegment(modifiers)))
+    def build() -> nn.Module:
+        module: nn.Module = WRAPPERS[wrapper](nn.Sequential(HidesSegment(modifiers)))
+        return module
 
-    names = trace(LoadedModel("model", make))
+    names = trace(of_object(build))
     canonical = {tensor.fqn: tensor.canonical for tensor in names.runtime}
     (saved,) = [s for s in names.serialized if s.key.endswith("0.weight")]
     assert names.roundtrips
     assert canonical[saved.source.key] == "0.layer.weight"
     if modifiers:
-        assert any(key.endswith("0.weight") for key in get_model_state_dict(make(True)))
+        assert any(key.endswith("0.weight") for key in get_model_state_dict(build()))
     else:
         with pytest.raises(AttributeError, match="'HidesSegment' object has no attribute 'weight'"):
-            get_model_state_dict(make(True))
+            get_model_state_dict(build())
 
 
 def test_stripped_paths_are_inferred_from_pairs() -> None:

@@ -25,7 +25,6 @@ Tensors = list[torch.Tensor]
 
 
 def random_view(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    """Return a view of the tensor or of a part of it."""
     if not x.dim():
         return x.unsqueeze(0)
     dim = rng.randrange(x.dim())
@@ -84,7 +83,6 @@ def random_result(rng: random.Random, x: torch.Tensor, y: torch.Tensor) -> torch
 
 
 def random_write(rng: random.Random, x: torch.Tensor, y: torch.Tensor) -> None:
-    """Change the tensor in place, if possible with values of the other tensor."""
     number = float(rng.randint(-3, 3))
     operations: list[Callable[[], object]] = [
         lambda: x.copy_(y),
@@ -183,7 +181,6 @@ def test_memory_with_several_views_has_the_right_value(change: Callable[[torch.T
 
 
 def split_range(rng: random.Random, size: int) -> list[tuple[int, int]]:
-    """Return random ranges that together cover `size` elements."""
     edges = sorted({0, size, *rng.choices(range(1, size), k=rng.randint(1, 2))})
     return list(pairwise(edges))
 
@@ -244,7 +241,6 @@ def test_memory_with_a_meta_value_cannot_be_read() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_writing_overlapping_elements_raises(device: str) -> None:
-    """torch raises the same error for real tensors."""
     row = torch.zeros(3, device=device)
     with Recorder(), pytest.raises(RuntimeError, match="single memory location"):
         row.expand(2, 3).add_(1)
@@ -324,6 +320,20 @@ OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "full": lambda w: torch.full((2, 3), 3),
     "full with a complex number": lambda w: torch.full((2,), 1j),
     "full by the operator itself": lambda w: torch.ops.aten.full.default([2], fill_value=3),
+    "zeros": lambda w: torch.zeros(w.shape),
+    "zeros_like": torch.zeros_like,
+    "new_zeros": lambda w: w.new_zeros(4, dtype=torch.int8),
+    "zero_": lambda w: w.clone().zero_(),
+    "ones": lambda w: torch.ones(3, dtype=torch.float64),
+    "ones_like": lambda w: torch.ones_like(w, dtype=torch.int64),
+    "new_ones": lambda w: w.new_ones(2, 2),
+    "full with a negative integer": lambda w: torch.full((2,), -7),
+    "full_like": lambda w: torch.full_like(w, 2.5),
+    "new_full with a negative zero": lambda w: w.new_full((3,), fill_value=-0.0),
+    "fill_": lambda w: w.clone().fill_(3),
+    "fill_ with a constant tensor": lambda w: w.clone().fill_(torch.tensor(4)),
+    "eye": lambda w: torch.eye(3),
+    "arange": lambda w: torch.arange(2, 9, 2) + w.numel(),
     "fill with a tensor": lambda w: torch.zeros(3).fill_(w[0, 0]),
     "fill with a tensor of another dtype": lambda w: torch.zeros(3, dtype=torch.int32).fill_(w[0, 0]),
     "times a complex number": lambda w: w * (1 + 2j),
@@ -366,7 +376,7 @@ def test_outputs_that_are_none_are_allowed() -> None:
 
 
 class CustomTensor(torch.Tensor):
-    """A user-defined tensor class."""
+    pass
 
 
 CUSTOM = numbers(1.0, 2.0).as_subclass(CustomTensor)
