@@ -16,7 +16,7 @@ from ckpttool.core.optimizer_state import FLAT, numbered, renamed
 from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.registry import format_for
 from ckpttool.operands.checkpoint import open_operand
-from ckpttool.optimizers.forms import class_of, form_of, read, same_options, write
+from ckpttool.optimizers.forms import class_of, read, same_options, write
 from files import write_pieces
 from optimizer_support import same, train
 from torch_version import needs_torch
@@ -72,7 +72,7 @@ def test_nested_state_is_flattened_as_torch_does(tmp_path: Path) -> None:
     result = section(tmp_path / "o.pt", state)
     flat = write(replace(read(result), form=FLAT), result)
     assert list(flat.mapping or ()) == ["state.a.b.step", "state.a.b.shampoo.0", "param_groups.a.b.lr"]
-    assert form_of(flat) == "flat"
+    assert read(flat).form == "flat"
     assert read(flat).state["a.b"].keys() == {"step", "shampoo"}
 
 
@@ -120,7 +120,7 @@ def test_an_optimizer_at_the_root_is_named_root() -> None:
 
 
 def test_an_optimizer_without_parameters_has_ids(tmp_path: Path) -> None:
-    assert form_of(section(tmp_path / "o.pt", {"state": {}, "param_groups": [{"params": [], "lr": 1.0}]})) == "id"
+    assert read(section(tmp_path / "o.pt", {"state": {}, "param_groups": [{"params": [], "lr": 1.0}]})).form == "id"
 
 
 OPTIONS: dict[str, Any] = {
