@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ckpttool.fixes.fix import fix
     from ckpttool.inspection.explain import Explanation, explain
     from ckpttool.inspection.inspect import Inspection, inspect, manifest
+    from ckpttool.live.load import Loaded, check_names, load, save_names
     from ckpttool.live.swap import Swapped
-    from ckpttool.loading import Loaded, check_names, load, save_names
     from ckpttool.operands.checkpoint import open_checkpoint
     from ckpttool.operands.model import trace
     from ckpttool.remapping.plan import Remap
@@ -86,8 +86,8 @@ _MODULES = {
     "fix": "fixes.fix",
     **dict.fromkeys(("Explanation", "explain"), "inspection.explain"),
     **dict.fromkeys(("Inspection", "inspect", "manifest"), "inspection.inspect"),
+    **dict.fromkeys(("Loaded", "check_names", "load", "save_names"), "live.load"),
     "Swapped": "live.swap",
-    **dict.fromkeys(("Loaded", "check_names", "load", "save_names"), "loading"),
     "open_checkpoint": "operands.checkpoint",
     "trace": "operands.model",
     "Remap": "remapping.plan",
@@ -129,7 +129,7 @@ def _version() -> str:
 
 def _to_html(result: Any) -> str | None:
     """Return the table of a result in a notebook: the modules of the results know nothing of reports."""
-    from ckpttool.report.notebook import html
+    from ckpttool.report import html
 
     return html(result)
 

@@ -119,7 +119,8 @@ def _checked(path: str, kind: str, model: ModelOperand | None, options: DiffOpti
         else:
             return _pickles(path, (*open_operand(path).imports, *unsafe_in_folder(path)), allow)
     except CkptError as error:
-        return Checked(path, kind, error.problems or (_of_the_file(error, path),), error.hint)
+        own = Problem(error.message.removeprefix(path).lstrip(": "), path, "invalid-file")
+        return Checked(path, kind, error.problems or (own,), error.hint)
     return _names(path, model, options) if kind == "names" else Checked(path, kind)
 
 
@@ -130,7 +131,8 @@ def _pickles(path: str, imports: Sequence[Import], allow: Sequence[str]) -> Chec
     several = len({one.file for one in found}) > 1 or any(one.file != path for one in found)
     problems = tuple(
         Problem(
-            f"{_SAYS[one.verdict]} ({f'{one.file}: ' if several and one.member else ''}{one.place}{_call(one)})",
+            f"{_SAYS[one.verdict]} ({f'{one.file}: ' if several and one.member else ''}{one.place}"
+            + (f": {visible(one.calls[0])})" if one.calls else ")"),
             one.name,
             "dangerous-import" if one.verdict == DANGEROUS else "unknown-import",
         )
@@ -140,15 +142,6 @@ def _pickles(path: str, imports: Sequence[Import], allow: Sequence[str]) -> Chec
     given = [word for name in (*allow, *names) for word in ("--allow", name)]
     hint = f"if you trust all of them: {shell('ckpttool', 'check', path, *given)}" if found else ""
     return Checked(path, "checkpoint", problems, hint)
-
-
-def _call(one: Import) -> str:
-    return f": {visible(one.calls[0])}" if one.calls else ""
-
-
-def _of_the_file(error: CkptError, path: str) -> Problem:
-    """Return the error as a problem at the file, without the path that begins its message."""
-    return Problem(error.message.removeprefix(path).lstrip(": "), path, "invalid-file")
 
 
 def _names(path: str, model: ModelOperand | None, options: DiffOptions) -> Checked:

@@ -46,7 +46,6 @@ CODE = record(
 
 
 def markdown() -> str:
-    """Return the tables of all codes."""
     return Path(__file__).with_name("codes.md").read_text(encoding="utf-8")
 
 

@@ -54,7 +54,6 @@ class Note(str):
     code: str
 
     def __new__(cls, text: str, code: str) -> Self:
-        """Return the note."""
         note = super().__new__(cls, text)
         note.code = code
         return note

@@ -26,7 +26,7 @@ from ckpttool.formats.registry import MANIFEST, MEMORY
 from ckpttool.naming.convert import otherwise
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.model import ModelOperand, as_read
-from ckpttool.optimizers.forms import form_of
+from ckpttool.optimizers import forms
 
 
 def checkpoints(
@@ -100,7 +100,7 @@ def _optimizers(
     other_notes, compared = _compare_others(left, right, (saved[0].section, saved[1].section), names, values, sides)
 
     # What brings the first optimizer into the form, the order and the groups of the second
-    form, wanted = (form_of(one.section) for one in saved)
+    form, wanted = (forms.read(one.section).form for one in saved)
     remedy = None
     if any(e.status == "order" or (e.status == "renamed" and e.right[0].startswith(GROUPS)) for e in entries):
         remedy = Remedy("like_right", None if form == wanted else wanted)

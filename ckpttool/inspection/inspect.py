@@ -150,11 +150,6 @@ class Inspection:
 # The lists of the JSON, one tuple for each item
 
 
-def _sections(inspection: Inspection) -> Iterator[tuple[object, ...]]:
-    for one in inspection.checkpoint.sections:
-        yield one.path, one.kind, len(one.all_tensors()), one.nbytes, inspection.wrappers[one.path]
-
-
 def _tensors(inspection: Inspection) -> Iterator[tuple[object, ...]]:
     for one in inspection.tensors():
         e, inside = one.entry, LEFT_OUT if one.inside is None else one.inside
@@ -162,28 +157,10 @@ def _tensors(inspection: Inspection) -> Iterator[tuple[object, ...]]:
         yield one.section, e.key, e.dtype, e.shape, e.nbytes, one.alias_of, inside, stats
 
 
-def _extras(inspection: Inspection) -> Iterator[tuple[object, ...]]:
-    return ((one.path, extra.key) for one in inspection.checkpoint.sections for extra in one.extras)
-
-
-def _flat_parameters(inspection: Inspection) -> Iterator[tuple[object, ...]]:
-    for one in inspection.checkpoint.sections:
-        yield from ((one.path, flat.key, flat.unit, flat.numel) for flat in flat_params(one))
-
-
-def _adapters(inspection: Inspection) -> Iterator[tuple[object, ...]]:
-    for path, one in inspection.adapters.items():
-        yield path, one.kinds, one.modules, sum(map(len, one.modules.values())), one.alone
-
-
 def _optimizers(inspection: Inspection) -> Iterator[tuple[object, ...]]:
     for path, state in inspection.optimizers.items():
         names = names_in_file(state)
         yield path, state.form, [(group.params, [*map(names.get, group.params)]) for group in state.groups]
-
-
-def _unreached(inspection: Inspection) -> Iterator[tuple[object, ...]]:
-    return ((one.path, one.storage.nbytes, one.is_referred) for one in inspection.checkpoint.unreached)
 
 
 _NUMBER = plain("a number", lambda value: isinstance(value, (int, float)), {"type": "number"})
@@ -238,13 +215,21 @@ INSPECT = record(
     called={
         **{name: f"checkpoint.{name}" for name in ("source", "format", "globals", "imports", "others", "metadata")},
         "bytes": "checkpoint.nbytes",
-        "sections": _sections,
+        "sections": lambda all: (
+            (one.path, one.kind, len(one.all_tensors()), one.nbytes, all.wrappers[one.path])
+            for one in all.checkpoint.sections
+        ),
         "tensors": _tensors,
-        "extras": _extras,
-        "flat_parameters": _flat_parameters,
-        "adapters": _adapters,
+        "extras": lambda all: ((one.path, extra.key) for one in all.checkpoint.sections for extra in one.extras),
+        "flat_parameters": lambda all: (
+            (one.path, flat.key, flat.unit, flat.numel) for one in all.checkpoint.sections for flat in flat_params(one)
+        ),
+        "adapters": lambda all: (
+            (path, one.kinds, one.modules, sum(map(len, one.modules.values())), one.alone)
+            for path, one in all.adapters.items()
+        ),
         "optimizers": _optimizers,
-        "unreached": _unreached,
+        "unreached": lambda all: ((one.path, one.storage.nbytes, one.is_referred) for one in all.checkpoint.unreached),
     },
     title="ckpttool.inspect/1",
 )

@@ -48,11 +48,6 @@ class ModelForm(Enum):
     def __str__(self) -> str:
         return self.value
 
-    @property
-    def needs_model(self) -> bool:
-        """Whether only the model knows these names."""
-        return self is not ModelForm.SERIALIZED
-
 
 Form = Union[ModelForm, Chain]
 WORDS = tuple(form.value for form in ModelForm)
@@ -227,11 +222,7 @@ def _second_keys(tables: NameTables, values: Mapping[str, T]) -> dict[str, T]:
 
 def with_keys(source: Expression, keys: Mapping[str, str]) -> Expression:
     """Return the expression over names as one over the checkpoint's keys."""
-
-    def key_of(name: str) -> Expression:
-        return Ref(keys[name])
-
-    return ex.substitute(source, key_of)
+    return ex.substitute(source, lambda name: Ref(keys[name]))
 
 
 def _ordered(outputs: list[Output], section: Section, names: Iterable[str]) -> list[Output]:

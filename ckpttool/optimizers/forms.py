@@ -33,10 +33,6 @@ from ckpttool.evaluate.compare import same_objects, same_values
 # Reading
 
 
-def form_of(section: Section) -> str:
-    return read(section).form
-
-
 def read(section: Section) -> OptimizerState:
     """Return the state of the optimizer in `section`, in any form.
 

@@ -17,7 +17,6 @@ from ckpttool.core.plan import OptimizerMove, Plan
 from ckpttool.core.text import plural, some
 from ckpttool.core.values import dataclass
 from ckpttool.naming import wrappers
-from ckpttool.naming import wrappers as naming_wrappers
 from ckpttool.naming.wrappers import strip
 from ckpttool.operands.checkpoint import saved_state_dicts
 from ckpttool.optimizers import forms
@@ -286,7 +285,7 @@ def _unwrapped(names: Mapping[Param, str], wanted: OptimizerRequest) -> dict[Par
     """Return the names without the wrappers that the remap removes from the model's keys, or replaces."""
     if wanted.ruled is not None or wanted.model is None or not wanted.model.renames(list(names.values())):
         return dict(names)
-    paths = naming_wrappers.recognise(wanted.model.section.keys)
+    paths = wrappers.recognise(wanted.model.section.keys)
     return {param: strip(name, paths) for param, name in names.items()}
 
 
@@ -323,9 +322,9 @@ def _as_the_keys(
     Raise `Refused` if the names would have no wrappers next to a model whose keys get some.
     """
     keys = set(wanted.model_keys)
-    wrappers = naming_wrappers.infer(wanted.model_keys)
-    prefix = f"{wrappers.root[-1]}." if wrappers.root else ""
-    by_name = {strip(key, wrappers.paths): key for key in wanted.model_keys}
+    evidence = wrappers.infer(wanted.model_keys)
+    prefix = f"{evidence.root[-1]}." if evidence.root else ""
+    by_name = {strip(key, evidence.paths): key for key in wanted.model_keys}
     found = {
         param: copied(by_name.get(str(param), "")) or prefix + str(param)
         for param in moved.params

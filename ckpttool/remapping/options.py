@@ -223,4 +223,4 @@ def is_plan(path: str) -> bool:
 
 
 def _needs_model(word: str | None) -> bool:
-    return word in convert.WORDS and ModelForm(word).needs_model
+    return word in convert.WORDS and word != ModelForm.SERIALIZED.value

@@ -90,7 +90,6 @@ class Commands:
 
     title: str
     commands: tuple[str, ...]
-    is_short: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +215,6 @@ def noted(notes: Iterable[str], *, quiet: bool = False) -> Iterator[Note]:
 
 
 def warnings_apart(document: Document) -> tuple[Document, tuple[Note | Problems, ...]]:
-    """Return the document without its warnings, and the warnings."""
     warnings = tuple(b for b in document.blocks if isinstance(b, (Note, Problems)) and b.severity == "warning")
     return replace(document, blocks=tuple(block for block in document.blocks if block not in warnings)), warnings
 

@@ -155,14 +155,6 @@ class _Operation:
     may: Mapping[str, Kind] = field(default_factory=dict)
 
 
-def _rename(where: Where, texts: Any, fields: Fields) -> Step:
-    return rename(where, [parse(text, reverse="reverse" in fields) for text in _list(texts)])
-
-
-def _rename_back(texts: Any, _: Fields) -> Fields:
-    return {"rename": texts, "reverse": True}
-
-
 def _row_of_parts(name: str, back_name: str) -> _Operation:
     is_split, stacked = name in ("split", "unstack"), name in ("stack", "unstack")
 
@@ -179,11 +171,6 @@ def _row_of_parts(name: str, back_name: str) -> _Operation:
     value, into = (_TEXT, _NAMES) if is_split else (_NAMES, _TEXT)
     may = {"dim": _INTEGER, "parts": _SIZE, **({} if stacked else {"sizes": _SIZES})}
     return _Operation(value, build, back, {"into": into}, may)
-
-
-def _transpose(where: Where, patterns: Any, fields: Fields) -> Step:
-    dims = fields.get("dims", (0, 1))
-    return Convert(where, _patterns(patterns), lambda value: transpose(value, dims))
 
 
 def _permute(where: Where, patterns: Any, fields: Fields) -> Step:
@@ -246,13 +233,22 @@ def _patterns(value: Any) -> tuple[str, ...]:
 
 
 _OPERATIONS: Mapping[str, _Operation] = {
-    "rename": _Operation(_TEXTS, _rename, _rename_back),
+    "rename": _Operation(
+        _TEXTS,
+        lambda where, texts, fields: rename(where, [parse(text, reverse="reverse" in fields) for text in _list(texts)]),
+        lambda texts, _: {"rename": texts, "reverse": True},
+    ),
     "split": _row_of_parts("split", "join"),
     "join": _row_of_parts("join", "split"),
     "unstack": _row_of_parts("unstack", "stack"),
     "stack": _row_of_parts("stack", "unstack"),
     "transpose": _Operation(
-        _TEXTS, _transpose, lambda patterns, fields: {"transpose": patterns, **fields}, may={"dims": _TWO_DIMS}
+        _TEXTS,
+        lambda where, patterns, fields: Convert(
+            where, _patterns(patterns), lambda value: transpose(value, fields.get("dims", (0, 1)))
+        ),
+        lambda patterns, fields: {"transpose": patterns, **fields},
+        may={"dims": _TWO_DIMS},
     ),
     "permute": _Operation(_TEXTS, _permute, _permute_back, {"dims": _ORDER}, {"rows": _SHAPE}),
     "reshape": _Operation(_TEXTS, _reshape, _reshape_back, {"shape": _SHAPE}, {"from_shape": _SHAPE}),

@@ -21,7 +21,7 @@ from ckpttool.core.optimizer_state import FLAT, GROUPS, ID, STATE, Param, rebuil
 from ckpttool.core.options import call_of
 from ckpttool.core.text import a, plural
 from ckpttool.core.values import dataclass
-from ckpttool.optimizers.forms import form_of
+from ckpttool.optimizers import forms
 from ckpttool.tracing.build_model import LoadedModel, find, prints_once, says_meta, user_code
 from ckpttool.tracing.instances import is_cheap, memory_available
 
@@ -153,7 +153,7 @@ def optimizer_verdict(model: LoadedModel, optimizer: LoadedOptimizer, section: S
     if model.materialize and not cheap:
         return None
     with contextlib.suppress(CkptError, ImportError):  # a torch that was built without torch.distributed
-        return _verdict(_Trial(model, optimizer, section, form_of(section), real=cheap))
+        return _verdict(_Trial(model, optimizer, section, forms.read(section).form, real=cheap))
     return None
 
 

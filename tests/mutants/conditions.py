@@ -46,7 +46,7 @@ class Recorder(ast.NodeTransformer):
 
     def _recorded(self, node: ast.expr | ast.ExceptHandler, value: ast.expr, text: str, known: int = 0) -> ast.expr:
         self.places.append(Place(self.path, node.lineno, " ".join(text.split()), known))
-        return ast.Call(ast.Name("_decided", ast.Load()), [ast.Constant(len(self.places) - 1), value], [])
+        return ast.Call(ast.Name("_outcome", ast.Load()), [ast.Constant(len(self.places) - 1), value], [])
 
     def truth(self, node: ast.expr) -> ast.expr:
         """Record an expression of which only the truth value is used."""
@@ -110,7 +110,7 @@ def instrument(copy: Path) -> list[Place]:
             ),
             0,
         )
-        tree.body[start:start] = ast.parse("from _recorder import decided as _decided").body
+        tree.body[start:start] = ast.parse("from _recorder import decided as _outcome").body
         path.write_text(ast.unparse(ast.fix_missing_locations(tree)))
     (copy / "seen").write_bytes(bytes(place.known for place in places))
     (copy / "_recorder.py").write_text(_RECORDER.format(path=str(copy / "seen")))

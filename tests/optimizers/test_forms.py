@@ -17,7 +17,7 @@ from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.registry import format_for
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.optimizers import forms
-from ckpttool.optimizers.forms import form_of, read, same_options, write
+from ckpttool.optimizers.forms import read, same_options, write
 from command import Run
 from files import write_pieces
 from optimizer_support import same, train
@@ -56,7 +56,7 @@ def test_nested_state_is_flattened_as_torch_does(tmp_path: Path) -> None:
     result = section(tmp_path / "o.pt", state)
     flat = write(replace(read(result), form=FLAT), result)
     assert list(flat.mapping or ()) == ["state.a.b.step", "state.a.b.shampoo.0", "param_groups.a.b.lr"]
-    assert form_of(flat) == "flat"
+    assert read(flat).form == "flat"
     assert read(flat).state["a.b"].keys() == {"step", "shampoo"}
 
 
@@ -106,7 +106,7 @@ def test_an_invalid_optimizer_section_is_named(path: str, mapping: Any, title: s
 
 
 def test_an_optimizer_without_parameters_has_ids(tmp_path: Path) -> None:
-    assert form_of(section(tmp_path / "o.pt", {"state": {}, "param_groups": [{"params": [], "lr": 1.0}]})) == "id"
+    assert read(section(tmp_path / "o.pt", {"state": {}, "param_groups": [{"params": [], "lr": 1.0}]})).form == "id"
 
 
 OPTIONS: dict[str, Any] = {

@@ -45,7 +45,7 @@ DIFF = Document(
         Note("hooks rename 2 keys"),
         Note("dtypes are not compared", "warning"),
         Problems((Problem("missing", "w.bias"),)),
-        Commands("To fix it:", ("ckpttool remap a.pt -o b.pt",)),
+        Commands("fix", ("ckpttool remap a.pt -o b.pt",)),
     ),
 )
 
@@ -68,8 +68,7 @@ warning: dtypes are not compared
 
 error: missing @ w.bias
 
-To fix it:
-  ckpttool remap a.pt -o b.pt
+fix: ckpttool remap a.pt -o b.pt
 """
 
 MARKDOWN = """\
@@ -98,7 +97,7 @@ hooks rename 2 keys
 
 - **error:** missing @ `w.bias`
 
-To fix it:
+fix
 
 ```shell
 ckpttool remap a.pt -o b.pt
@@ -134,7 +133,7 @@ HTML_BODY = """\
 <ul>
 <li><strong class="error">error:</strong> missing @ <span class="key">w.<wbr>bias</span></li>
 </ul>
-<h2>To fix it:</h2>
+<h2>fix</h2>
 <div class="code"><pre>ckpttool remap a.pt -o b.pt</pre></div>
 </main>
 """
@@ -165,8 +164,7 @@ TERMINAL = """\
 
 \x1b[1;31merror: \x1b[0mmissing @ a.b
 
-To fix it:
-\x1b[1m  ckpttool remap a.pt -o b.pt --model model.py:Model --to runtime\x1b[0m
+\x1b[1mfix: ckpttool remap a.pt -o b.pt --model model.py:Model --to runtime\x1b[0m
 """
 
 
@@ -197,7 +195,7 @@ def test_golden_terminal() -> None:
         (
             Table("Differences", (Column("key", "key"), Column("size", "number")), (("a.w", "1"),)),
             Problems((Problem("missing", "a.b"),)),
-            Commands("To fix it:", ("ckpttool remap a.pt -o b.pt --model model.py:Model --to runtime",)),
+            Commands("fix", ("ckpttool remap a.pt -o b.pt --model model.py:Model --to runtime",)),
         ),
     )
     assert render("text", document, {}, Terminal(40)) == TERMINAL

@@ -243,11 +243,6 @@ def _from_type(args: Any, storages: Storages, depth: int) -> TensorEntry:
     return _packed(found, "subclass", max(found.nbytes, nbytes))
 
 
-def _wrapper_subclass(args: Any, storages: Storages, depth: int) -> TensorEntry:
-    _, dtype, size, stride, offset = args[:5]
-    return unnamed(_dtype(dtype), sizes_of(size), sizes_of(stride), offset, None, "subclass")
-
-
 def _sparse(args: Any, storages: Storages, depth: int) -> TensorEntry:
     kind, data = args
     values, size = (data[1], data[2]) if len(data) == 3 or type(data[3]) is bool else (data[2], data[3])
@@ -272,11 +267,6 @@ def _nested(args: Any, storages: Storages, depth: int) -> TensorEntry:
     return unnamed(found.dtype, sizes.shape[:1], (), 0, None, "nested", nbytes)
 
 
-def _meta(args: Any, storages: Storages, depth: int) -> TensorEntry:
-    dtype, size, stride = args[:3]
-    return unnamed(_dtype(dtype), sizes_of(size), sizes_of(stride), 0, None, "meta")
-
-
 def _device(args: Any, storages: Storages, depth: int) -> TensorEntry:
     """A tensor of a device without storages (XLA): a CPU tensor or a numpy array that is moved when it is loaded."""
     data, dtype = args[:2]
@@ -293,12 +283,16 @@ _REBUILD: dict[str, Callable[[Any, Storages, int], TensorEntry]] = {
     "_rebuild_parameter_with_state": lambda args, storages, depth: _read(args[0], storages, depth + 1),
     "_rebuild_from_type": _from_type,
     "_rebuild_from_type_v2": _from_type,
-    "_rebuild_wrapper_subclass": _wrapper_subclass,
+    "_rebuild_wrapper_subclass": lambda args, *_: unnamed(
+        _dtype(args[1]), sizes_of(args[2]), sizes_of(args[3]), args[4], None, "subclass"
+    ),
     "_rebuild_sparse_tensor": _sparse,
     "_rebuild_sparse_csr_tensor": _sparse,
     "_rebuild_qtensor": _quantized,
     "_rebuild_nested_tensor": _nested,
-    "_rebuild_meta_tensor_no_storage": _meta,
+    "_rebuild_meta_tensor_no_storage": lambda args, *_: unnamed(
+        _dtype(args[0]), sizes_of(args[1]), sizes_of(args[2]), 0, None, "meta"
+    ),
     "_rebuild_device_tensor_from_cpu_tensor": _device,
     "_rebuild_device_tensor_from_numpy": _device,
     "_rebuild_xla_tensor": _device,

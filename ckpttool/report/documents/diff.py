@@ -162,7 +162,7 @@ def _lead(diff: Diff, notes: Sequence[str]) -> tuple[tuple[Block, ...], str | No
     if diff.fix:
         complete = diff.fix[-1].complete or any(fix.complete for fix in diff.fix)
         label = "fix" if complete else "partial fix" if diff.fix[-1].tried else "fix (not tried)"
-        lead.append(Commands(label, diff.fix, is_short=True))
+        lead.append(Commands(label, diff.fix))
     elif diff.unfixed:
         keys = sum(len(one.keys) for one in diff.unfixed)
         codes = ", ".join(one.code for one in diff.unfixed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import field, replace
 from functools import partial
 from itertools import groupby
@@ -70,6 +70,7 @@ def document(
         for path, aliases in inspection.aliases.items()
         for key, first in aliases.items()
     )
+    others = (*extras, *checkpoint.others)
     metadata = tuple((key, _cut(value, all)) for key, value in checkpoint.metadata.items())
     tables = (
         *([_imports(checkpoint)] if dangerous else []),
@@ -81,15 +82,15 @@ def document(
         _adapters(inspection, all),
         *([shortened(_optimizer_params(inspection), limit)] if all or not checkpoint.state_dicts else []),
         shortened(Table("Aliases (second names of a tensor)", (_KEY, Column("same tensor as")), second_names), limit),
-        *([_other_entries([*extras, *checkpoint.others])] if all else []),
+        *([Table("Non-tensor entries (copied unchanged)", (_KEY,), tuple((key,) for key in others))] if all else []),
         *([] if dangerous else [shortened(_imports(checkpoint), limit)]),
         shortened(Table("Metadata", (_KEY, Column("value")), metadata), limit),
     )
     folded: list[Block] = []
-    if not all and (extras or checkpoint.others):
+    if not all and others:
         names = [group.pattern for group in collapse((key, None) for key in extras)]
         names += dict.fromkeys(key.split(".")[0] for key in checkpoint.others)
-        count = plural(len(extras) + len(checkpoint.others), "non-tensor entry")
+        count = plural(len(others), "non-tensor entry")
         folded = [Note(f"{count}, copied unchanged (--all lists them): {some(names, 8)}")]
     blocks = (*(table for table in tables if table.rows), *folded, *noted(inspection.notes))
     listing = Listing((checkpoint.source,), {"tensor": "plain"}, partial(_findings, inspection))
@@ -126,10 +127,6 @@ def _sections(inspection: Inspection) -> Table:
         tensors = number(len(section.all_tensors()))
         rows.append((section.path or _ROOT, section.kind, tensors, human_bytes(section.nbytes), wrappers))
     return Table("Sections", (_SECTION, Column("kind"), _TENSORS, _SIZE, Column("wrappers", "warn")), tuple(rows))
-
-
-def _other_entries(keys: Sequence[str]) -> Table:
-    return Table("Non-tensor entries (copied unchanged)", (_KEY,), tuple((key,) for key in keys))
 
 
 def _dtypes(checkpoint: Checkpoint) -> Table:

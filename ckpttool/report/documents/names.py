@@ -47,7 +47,6 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
 
 
 def explained(explanation: Explanation) -> Document:
-    """Return what `explain` shows."""
     tensor, optimizer = explanation.tensor, explanation.optimizer
     kind = f"{'trainable' if tensor.trainable else 'frozen'} parameter" if tensor.kind == "parameter" else "buffer"
     shown = facts(
@@ -67,13 +66,11 @@ def explained(explanation: Explanation) -> Document:
 
 
 def explained_code(row: Row) -> Document:
-    """Return what `explain` shows of a code."""
     rows = (("kind", row.kind), ("example", row.example), ("what to do", row.fix))
     return Document(f"explain {row.code}", row.meaning, True, (facts(*rows),))
 
 
 def check_document(checks: Checks) -> Document:
-    """Return what `check` shows."""
     rows = tuple(
         (
             file.path,

@@ -95,7 +95,6 @@ def _undo(done: Remap) -> str:
 
 
 def undone(done: Undone) -> Document:
-    """Return what `undo` did."""
     verdicts = {
         "undone": "undid the last edit in place",
         "rolled back": "rolled back an interrupted edit",
@@ -141,7 +140,6 @@ def swapped(done: Swap) -> Document:
 
 
 def presets_document(presets: Sequence[Preset]) -> Document:
-    """Return a row for each preset."""
     rows = tuple(
         (one.name, one.about, f"{one.name}({', '.join(f'{name}=N' for name in one.sizes)})" if one.sizes else "")
         for one in presets

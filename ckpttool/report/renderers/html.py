@@ -53,8 +53,10 @@ def render(document: Document) -> str:
         f"<header><div><h1>{title}</h1>{verdict}{_origin(document.listing)}</div></header>",
         "<main>",
     ]
+    # Not the lines that say where a terminal shows more
+    details = [b for b in document.lead if isinstance(b, Facts) and [label for label, _ in b.pairs] == ["details"]]
     for block in document.all_blocks:
-        parts += [] if block in _of_terminals(document) else _block(block)
+        parts += [] if block in details else _block(block)
     data = None if document.listing is None else _data(document.listing)
     if data is not None and data["rows"]:
         # "<" is escaped, so that the JSON cannot end the script
@@ -88,11 +90,6 @@ def fragment(document: Document) -> str:
     for block in document.all_blocks:
         parts += _block(block)
     return "\n".join(["<div>", *parts, "</div>"])
-
-
-def _of_terminals(document: Document) -> list[Block]:
-    """Return the lines that say where a terminal shows more."""
-    return [one for one in document.lead if isinstance(one, Facts) and [label for label, _ in one.pairs] == ["details"]]
 
 
 def _footer(text: str) -> list[str]:

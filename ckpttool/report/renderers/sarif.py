@@ -14,7 +14,6 @@ _MOST = 1000  # results; GitHub takes 5,000
 
 
 def render(document: Document) -> str:
-    """Return the document as SARIF."""
     from ckpttool import __version__
 
     results = [

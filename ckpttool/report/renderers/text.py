@@ -16,6 +16,7 @@ from ckpttool.report.document import Block, Cell, Commands, Document, Facts, Key
 
 _PAD_LIMIT = 120  # one endless key must not pad ten thousand rows to its width
 _UNLIMITED = 1 << 30
+_PIECE = r"[^\s./]+[./]*|[./]+"  # of a text that may be broken after dots and slashes
 
 # ANSI codes of each role, in the sixteen colors of the user's own theme.
 _STYLES: dict[str, str] = {
@@ -54,7 +55,6 @@ def render(document: Document, terminal: Terminal | None = None) -> str:
 
 
 def lines(block: Block, terminal: Terminal | None = None) -> list[str]:
-    """Return the lines of one block."""
     at = terminal or _FILE
     if isinstance(block, Facts):
         return _facts(block, at)
@@ -67,10 +67,7 @@ def lines(block: Block, terminal: Terminal | None = None) -> list[str]:
     if isinstance(block, Note):
         return _labelled(block.severity, block.text, at)
     if isinstance(block, Commands):
-        if block.is_short:
-            return [_styled(f"{block.title}: {visible(one)}", "command", at) for one in block.commands]
-        commands = (_styled(f"  {visible(one)}", "command", at) for one in block.commands)
-        return [*_lines(block.title, "plain", at), *commands]
+        return [_styled(visible(f"{block.title}: {one}"), "command", at) for one in block.commands]
     return [line for problem in block.problems for line in _labelled(block.severity, str(problem), at)]
 
 
@@ -176,7 +173,9 @@ def _table(table: Table, at: Terminal) -> Iterator[str]:
     texts = [[visible(entry.text) for entry in row] for row in (header, *rows)]
     room = at.width - 2
     natural = [min(max(map(_columns, column)), _PAD_LIMIT) for column in zip(*texts)]
-    least = [max(_columns(piece) for text in column for piece in _pieces(text)) for column in zip(*texts)]
+    least = [
+        max(_columns(piece) for text in column for piece in re.findall(_PIECE, text) or [""]) for column in zip(*texts)
+    ]
     widths = _column_widths(natural, least, room - 2 * (len(natural) - 1)) if at.width != _UNLIMITED else natural
     if widths is None:
         for row, own in zip(rows, texts[1:]):
@@ -201,10 +200,6 @@ def _table(table: Table, at: Terminal) -> Iterator[str]:
                 shown = _styled(part, entry.role, at)
                 cells.append(pad + shown if is_number else shown + pad)
             yield "  " + "  ".join(cells).rstrip()
-
-
-def _pieces(text: str) -> Sequence[str]:
-    return re.findall(r"[^\s./]+[./]*|[./]+", text) or [""]
 
 
 def _column_widths(natural: Sequence[int], least: Sequence[int], room: int) -> list[int] | None:
