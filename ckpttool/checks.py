@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.options import OptimizerOptions, expand_options, several
-from ckpttool.core.pickle_imports import DANGEROUS, UNKNOWN, Import
+from ckpttool.core.pickle_imports import DANGEROUS, UNKNOWN, UNREADABLE, Import
 from ckpttool.core.plan import SCHEMA as PLAN_SCHEMA
 from ckpttool.core.plan import Plan
 from ckpttool.core.schema import FLAG, PROBLEM, TEXT, list_of, notes_as, nullable, record, unless_empty
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _SAYS = {
     DANGEROUS: "a dangerous import: it runs code when the pickle is loaded",
     UNKNOWN: "an unknown import: it runs code of its module when the pickle is loaded",
+    UNREADABLE: "not looked into: what the pickle runs when it is loaded is unknown",
 }
 _NOT_COMPARED = Note(
     "the names were not compared with a model's code: none is named (--model, or [tool.ckpttool] in pyproject.toml)",
@@ -131,8 +132,8 @@ def _pickles(path: str, imports: Sequence[Import], allow: Sequence[str]) -> Chec
     several = len({one.file for one in found}) > 1 or any(one.file != path for one in found)
     problems = tuple(
         Problem(
-            f"{_SAYS[one.verdict]} ({f'{one.file}: ' if several and one.member else ''}{one.place}"
-            + (f": {visible(one.calls[0])})" if one.calls else ")"),
+            f"{_SAYS[UNREADABLE if one.name == UNREADABLE else one.verdict]} "
+            f"({f'{one.file}: ' if several and one.member else ''}{one.place}{_detail(one)})",
             one.name,
             "dangerous-import" if one.verdict == DANGEROUS else "unknown-import",
         )
@@ -142,6 +143,12 @@ def _pickles(path: str, imports: Sequence[Import], allow: Sequence[str]) -> Chec
     given = [word for name in (*allow, *names) for word in ("--allow", name)]
     hint = f"if you trust all of them: {shell('ckpttool', 'check', path, *given)}" if found else ""
     return Checked(path, "checkpoint", problems, hint)
+
+
+def _detail(one: Import) -> str:
+    """Return the first call of the import, or why the pickle was not read."""
+    detail = one.calls[0] if one.calls else one.reason
+    return f": {visible(detail)}" if detail else ""
 
 
 def _names(path: str, model: ModelOperand | None, options: DiffOptions) -> Checked:

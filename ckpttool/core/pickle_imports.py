@@ -21,7 +21,7 @@ class Import:
     `verdict` is ``dangerous`` (it runs code, or reaches files, processes or the network), ``known`` (harmless) or
     ``unknown``. The pickle is in the record `member` of the archive `file` (an empty string: the file itself), `offset`
     is the byte of the pickle where the import is. `calls` are its calls with their arguments, shortened, `called` is
-    their number. The pickle is in the bytes `start` to `end` of the file.
+    their number. The pickle is in the bytes `start` to `end` of the file. If `name` is `UNREADABLE`, `reason` says why.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Import:
     called: int = 0
     start: int = 0
     end: int = 0
+    reason: str = ""
 
     @property
     def place(self) -> str:

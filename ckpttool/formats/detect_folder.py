@@ -13,6 +13,7 @@ from ckpttool.core.checkpoint import Checkpoint, Span
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.limits import limits, one_reading
 from ckpttool.core.pickle_imports import DANGEROUS, UNREADABLE, Import, in_order
+from ckpttool.core.text import Note
 from ckpttool.formats.detect import sniff
 from ckpttool.formats.huggingface import read_index
 from ckpttool.formats.pickle_read import Origin, collected, loads, unreadable
@@ -271,7 +272,9 @@ def open_checkpoint(path: str) -> Checkpoint:
         opened = files.opened_at({span.path for span in data if isinstance(span, Span)})
     else:
         opened = sources.opened_since(look)
-    notes = (*checkpoint.notes, *remarks(checkpoint))
+    unread = (one for one in imports if one.name == UNREADABLE)
+    not_read = (Note(f"not looked into: {one.member or one.file}: {one.reason}", "unknown-import") for one in unread)
+    notes = (*checkpoint.notes, *remarks(checkpoint), *not_read)
     return replace(checkpoint, notes=notes, files=opened, imports=in_order(imports))
 
 
@@ -319,5 +322,5 @@ def unsafe_in(paths: Iterable[str]) -> tuple[Import, ...]:
                     else:
                         raise CkptError(f"{path} holds more than {_MOST_PICKLES} pickles", hint="")
                 except CkptError as error:
-                    unreadable(path, "", error)
+                    unreadable(origin, error)
     return in_order(one for one in imports if one.verdict == DANGEROUS or one.name == UNREADABLE)

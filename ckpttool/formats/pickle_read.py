@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import field
+from functools import partial
 from typing import Any, NamedTuple
 
 from ckpttool.core.errors import CkptError, Problem
@@ -177,7 +178,7 @@ class _State:
         imported = self.watched.get(id(func)) if self.watched else None
         if imported is not None:
             imported.called += 1
-            if len(imported.calls) < _MOST_CALLS:
+            if len(imported.calls) < _MOST_CALLS or str(imported.name) in _LOADERS:
                 imported.calls.append(call)
             self.watch(call, imported)
         return call
@@ -224,22 +225,21 @@ def collected() -> Iterator[list[Import]]:
             outer += imports
 
 
-def dangerous_before(error: CkptError, origin: Origin) -> None:
-    """Note the dangerous imports of a pickle that cannot be read, up to the error."""
-    imports = _collected.get()
-    if imports is not None:
-        imports += (
-            Import(problem.key, DANGEROUS, origin.file, origin.member, 0, start=origin.start, end=origin.end)
-            for problem in error.problems
-        )
-
-
-def unreadable(file: str, member: str, error: CkptError) -> None:
+def unreadable(origin: Origin, error: CkptError) -> None:
     """Note a pickle that cannot be read: only its dangerous imports up to the error are known."""
-    dangerous_before(error, Origin(file, member=member))
     imports = _collected.get()
     if imports is not None:
-        imports.append(Import(UNREADABLE, UNKNOWN, file, member, 0))
+        found = partial(Import, file=origin.file, member=origin.member, offset=0, start=origin.start, end=origin.end)
+        imports += (found(problem.key, DANGEROUS) for problem in error.problems)
+        imports.append(found(UNREADABLE, UNKNOWN, reason=error.message))
+
+
+def look_into(data: bytes, origin: Origin, most: int) -> None:
+    """Read up to `most` pickles, one after the other, for their imports. Raises `CkptError` as `loads`."""
+    at = 0
+    for _ in range(most):
+        if at < len(data):
+            at = loads(data, at, origin=origin).end
 
 
 # Parts of the pickle that opcodes read
@@ -634,7 +634,7 @@ def loads(
 
 def _imports(state: _State, origin: Origin) -> Iterator[Import]:
     for one in state.imported.values():
-        calls = tuple(map(_shown_call, one.calls))
+        calls = tuple(map(_shown_call, one.calls[:_MOST_CALLS]))
         place = (origin.file, origin.member, one.offset)
         yield Import(str(one.name), one.verdict, *place, calls, one.called, origin.start, origin.end)
         for call in one.calls if str(one.name) in _LOADERS else ():
@@ -642,30 +642,28 @@ def _imports(state: _State, origin: Origin) -> Iterator[Import]:
 
 
 _LOADERS = ("torch.storage._load_from_bytes", "pickle.loads", "_pickle.loads", "cPickle.loads")
-_MOST_INSIDE = 64  # pickles one after the other in the bytes that a pickle loads
+LEGACY_PICKLES = 5  # one after the other in a file that torch.save wrote before torch 1.6
 _MOST_DEPTH = 4  # pickles inside each other
 _depth: ContextVar[int] = ContextVar("depth", default=0)
 
 
 def _inside(call: Call, origin: Origin) -> Iterator[Import]:
     """Yield the imports of the pickles in the bytes that a call loads."""
-    data, depth = _bytes_of(call.args[0]) if call.args else None, _depth.get()
-    if data is None or depth >= _MOST_DEPTH:
-        return
+    depth = _depth.get()
     member = f"{origin.member or origin.file} (bytes for {call.func})"
     inside = origin._replace(member=member, nbytes=0)
-    token, outer = _depth.set(depth + 1), _collected.set(None)
     imports: list[Import] = []
+    token, outer = _depth.set(depth + 1), _collected.set(imports)
     try:
+        data = _bytes_of(call.args[0]) if call.args else None
+        if data is None:
+            raise CkptError("the pickle does not hold these bytes as they are", hint="")
+        if depth >= _MOST_DEPTH:
+            raise CkptError(f"it is inside of {depth} other pickles", hint="")
         for pickled in _pickles_in(data):
-            at = 0
-            for _ in range(_MOST_INSIDE):
-                if at < len(pickled):
-                    part = loads(pickled, at, origin=inside)
-                    imports += part.imports
-                    at = part.end
-    except CkptError as error:  # storages follow the pickles in a file of torch.save
-        imports += (Import(problem.key, DANGEROUS, inside.file, member, 0) for problem in error.problems)
+            look_into(pickled, inside, LEGACY_PICKLES)
+    except CkptError as error:
+        unreadable(inside, error)
     finally:
         _collected.reset(outer)
         _depth.reset(token)
@@ -673,7 +671,10 @@ def _inside(call: Call, origin: Origin) -> Iterator[Import]:
 
 
 def _pickles_in(data: bytes) -> Iterator[bytes]:
-    """Yield the pickles in bytes that torch loads: in a zip archive its ``data.pkl``, else the bytes themselves."""
+    """Yield the pickles in bytes that torch loads: in a zip archive its ``data.pkl``, else the bytes themselves.
+
+    Raises `CkptError` for a damaged archive.
+    """
     if data[:4] != b"PK\3\4":
         yield data
         return
@@ -683,19 +684,25 @@ def _pickles_in(data: bytes) -> Iterator[bytes]:
     try:
         with ZipFile(BytesIO(data)) as archive:
             for record in archive.infolist():
-                if record.filename.endswith(".pkl") and record.file_size <= len(data):
+                if record.filename.lower().endswith(".pkl"):  # torch finds a record in capitals too
+                    if record.file_size > len(data):
+                        raise ValueError(f"{record.filename} expands to {record.file_size:,} bytes")
                     yield archive.read(record)
-    except (BadZipFile, OSError, ValueError, RuntimeError, NotImplementedError):
-        return
+    except (BadZipFile, OSError, ValueError, RuntimeError, NotImplementedError) as error:
+        raise CkptError(f"damaged archive: {error}", hint="") from error
 
 
 def _bytes_of(node: Any) -> bytes | None:
-    """Return the bytes that a node is; protocol 2 writes them as ``_codecs.encode(text, "latin1")``."""
+    """Return the bytes that a node is, None if they are not known.
+
+    Protocol 2 writes bytes as ``_codecs.encode(text, "latin1")``.
+    """
     if type(node) in (bytes, bytearray):
         return bytes(node)
     if type(node) is ByteString:
         return node.value
-    if type(node) is Call and node.func == Global("_codecs", "encode") and node.args and type(node.args[0]) is str:
+    is_encoded = type(node) is Call and node.func == Global("_codecs", "encode") and node.args[1:] == ("latin1",)
+    if is_encoded and type(node.args[0]) is str:
         try:
             return node.args[0].encode("latin1")
         except UnicodeEncodeError:

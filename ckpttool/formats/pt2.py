@@ -15,7 +15,7 @@ from ckpttool.core.expression import Ref
 from ckpttool.core.names import LoadedTensor, Names, RuntimeTensor, SerializedKey
 from ckpttool.core.text import dotted
 from ckpttool.formats import pt2_program
-from ckpttool.formats.pickle_read import unreadable
+from ckpttool.formats.pickle_read import LEGACY_PICKLES, look_into, unreadable
 from ckpttool.formats.pt2_program import (
     FIELDS,
     Home,
@@ -86,7 +86,7 @@ def read(path: str) -> Checkpoint:
     archive = read_archive(path)
     programs = [_read(archive, name, reader) for name, reader in _programs(archive).items()]
     left = _unreached(archive, programs)
-    _read_imports(archive)
+    _read_imports(archive, programs)
     if len(programs) == 1:
         return replace(_checkpoint(path, programs[0]), unreached=left)
     sections = tuple(replace(s, path=dotted(program.name, s.path)) for program in programs for s in program.sections)
@@ -124,21 +124,26 @@ def read_program(path: str, name: str | None = None) -> Checkpoint:
     name = next(iter(found)) if name is None else name
     if name not in found:
         raise CkptError(f"{path} holds no program {name}", hint=f"it holds {', '.join(found)}")
-    _read_imports(archive)
-    return _checkpoint(path, _read(archive, name, found[name]))
+    program = _read(archive, name, found[name])
+    _read_imports(archive, [program])
+    return _checkpoint(path, program)
 
 
-_PICKLED = re.compile(r"(data/(weights|constants|sample_inputs)/|serialized_).+(?<!\.json)")
-_BARE = re.compile(r"data/constants/opaque_obj_.+")  # a plain pickle, which torch hands to Python's
+# Torch finds a record in capitals too.
+_PICKLED = re.compile(r"(data/(weights|constants|sample_inputs)/|serialized_).+(?<!\.json)", re.IGNORECASE)
+_BARE = re.compile(r"data/constants/opaque_obj_.+", re.IGNORECASE)  # a plain pickle, which torch hands to Python's
 
 
-def _read_imports(archive: Archive) -> None:
+def _read_imports(archive: Archive, programs: Sequence[Program]) -> None:
     """Read the pickles of all records that torch unpickles, for their imports (`pickle_read.collected`)."""
     root = root_of(archive)
+    entries = (entry for program in programs for section in program.sections for entry in section.all_tensors())
+    pickled = {entry.payload.record for entry in entries if isinstance(entry.payload, Role) and entry.payload.alone}
     for record in archive.records:
         name = record.name.removeprefix(root)
-        if not _PICKLED.fullmatch(name) or not record.nbytes:
+        if (record.name not in pickled and not _PICKLED.fullmatch(name)) or not record.nbytes:
             continue
+        origin = torch_zip.origin_of(archive, record)
         try:
             if _BARE.fullmatch(name):
                 torch_zip.read_pickle(archive, record.name)
@@ -147,10 +152,12 @@ def _read_imports(archive: Archive) -> None:
             elif record.nbytes > 4 and bytes(read_span(replace(archive.span(record), length=4))) == b"PK\3\4":
                 inner = read_archive(archive.path, archive.base + record.data, record.nbytes)
                 for own in inner.records:
-                    if own.name.endswith(".pkl"):
+                    if own.name.lower().endswith(".pkl"):
                         torch_zip.read_pickle(inner, own.name)
+            elif record.name in pickled or name.lower().endswith(".pt"):  # torch.load reads its old format too
+                look_into(torch_zip.read_pickled(archive, record, origin), origin, LEGACY_PICKLES)
         except CkptError as error:
-            unreadable(archive.path, record.name, error)
+            unreadable(origin, error)
 
 
 def read_scripted(path: str) -> Checkpoint:

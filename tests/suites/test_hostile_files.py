@@ -16,6 +16,7 @@ import tarfile
 import warnings
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -392,6 +393,120 @@ def test_pickles_in_other_records_are_checked(name: str, shape: str, run: Run, t
     assert run("remap", path, "-o", tmp_path / "out.pt", "--rule", "w => v").status == 1
     path.write_bytes(archive(*GOOD.items(), (name, b"hello world")))
     assert run("check", path).status == 0
+
+
+MADE = b"\x80\x04" + call("os", "mkdir") + b"."  # makes the folder `id`
+# Python runs these; our reader stops before the call.
+UNREADABLE = {
+    "a number in an unusual form": b"I010\n0" + MADE,
+    "a large number as a key": b"}\x8a\x0a" + b"\x01" * 10 + b"K\x01s0" + MADE,
+    "an item set in a list": b"]K\x01aK\0K\x02s0" + MADE,
+    "more open marks than the limit": b"(" * 10_001 + b"1" * 10_001 + MADE,
+}
+
+
+@pytest.mark.parametrize("shape", UNREADABLE)
+def test_pickles_in_other_records_that_cannot_be_read_are_not_safe(
+    shape: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("x.pt")
+    path.write_bytes(archive(*GOOD.items(), ("archive/config.p", UNREADABLE[shape])))
+    torch.load(path, weights_only=False, pickle_file="config.p")
+    assert Path("id").is_dir()
+    check_is_not_looked_into(run, path, "archive/config.p")
+
+
+def check_is_not_looked_into(run: Run, path: Path, record: str, *args: str) -> None:
+    done = run("check", path, *args)
+    assert (
+        done.status,
+        f"not looked into: what the pickle runs when it is loaded is unknown ({record}" in done.out,
+    ) == (
+        1,
+        True,
+    )
+    for done in run("inspect", path, *args), run("remap", path, "-o", "out.pt", "--rule", "w => v", *args):
+        assert (done.status, f"not looked into: {record}: " in done.err) == (0, True)
+
+
+@pytest.mark.parametrize(
+    "name", ["archive/config.p", "archive/extra/x.bin", "archive/code/model.py", "archive/constants"]
+)
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_a_pickle_in_another_record_larger_than_the_limit_is_not_safe(
+    name: str, is_compressed: bool, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path, limit = Path("x.pt"), ("--limit", "pickle_bytes=4K")
+    with zipfile.ZipFile(path, "w") as file:
+        for own, data in {**GOOD, name: b"\x80\x04B\0\x20\0\0" + bytes(8192) + b"0" + EVIL + b"."}.items():
+            method = zipfile.ZIP_DEFLATED if own == name and is_compressed else zipfile.ZIP_STORED
+            file.writestr(zipfile.ZipInfo(own), data, method)
+    check_is_not_looked_into(run, path, name, *limit)
+    done = run("check", path, *limit)
+    assert "--limit pickle_bytes=8192 raises it" in done.out
+    done = run("check", path)
+    assert (done.status, "a dangerous import" in done.out) == (1, True)
+    assert run("remap", path, "-o", tmp_path / "other.pt", "--rule", "w => v").status == 1
+
+
+def saved_before_1_6(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, _use_new_zipfile_serialization=False)
+    return buffer.getvalue()
+
+
+LOADED_BYTES = {
+    "a file of an old torch": MAGIC + VERSION + pickle.dumps({}, 2) + MADE,
+    "an archive": archive(*{**GOOD, PICKLE: MADE}.items()),
+    "an archive with the pickle in capitals": archive(
+        *((name, data) for name, data in GOOD.items() if name != PICKLE), ("archive/DATA.PKL", MADE)
+    ),
+    "a number in an unusual form": b"I010\n0" + MADE,
+}
+
+
+@pytest.mark.parametrize("shape", LOADED_BYTES)
+@pytest.mark.parametrize("calls_before", [0, 5])
+def test_bytes_that_a_pickle_loads_are_checked(shape: str, calls_before: int, run: Run, tmp_path: Path) -> None:
+    harmless = saved_before_1_6(torch.ones(1).untyped_storage())
+    loads = [
+        text("torch.storage") + text("_load_from_bytes") + b"\x93B" + struct.pack("<I", len(data)) + data + b"\x85R0"
+        for data in [harmless] * calls_before + [LOADED_BYTES[shape]]
+    ]
+    path = torch_file(tmp_path / "x.pt", b"\x80\x04" + b"".join(loads) + b"N.")
+    done = run("check", path, "--allow", "torch.storage._load_from_bytes")
+    assert (done.status, "os.mkdir" in done.out or "not looked into" in done.out) == (1, True)
+    harmless_path = torch_file(tmp_path / "harmless.pt", b"\x80\x04" + b"".join(loads[:-1]) + b"N.")
+    assert run("check", harmless_path, "--allow", "torch.storage._load_from_bytes").status == 0
+
+
+@pytest.mark.parametrize("shape", ["a file of an old torch", "an archive", "an archive with the pickle in capitals"])
+@pytest.mark.parametrize("in_capitals", [False, True])
+def test_sample_inputs_of_a_program_are_checked(
+    shape: str,
+    in_capitals: bool,
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """torch.export.load reads them with weights_only=False if it must."""
+    monkeypatch.chdir(tmp_path)
+    path = Path("x.pt2")
+    torch.export.save(torch.export.export(torch.nn.Linear(1, 1), (torch.ones(1, 1),)), path)
+    with zipfile.ZipFile(path) as file:
+        records = {name: file.read(name) for name in file.namelist()}
+    inputs = next(name for name in records if "sample_inputs" in name or "example_inputs" in name)
+    del records[inputs]
+    name = inputs.replace("inputs/model.pt", "INPUTS/MODEL.PT") if in_capitals else inputs
+    path.write_bytes(archive(*records.items(), (name, LOADED_BYTES[shape])))
+    with caplog.at_level("ERROR", "torch._export.serde.serialize"), suppress(Exception):
+        torch.export.load(path)
+    assert Path("id").is_dir()
+    done = run("check", path)
+    assert (done.status, "os.mkdir" in done.out) == (1, True)
 
 
 # Polyglot files

@@ -7,7 +7,6 @@ storages as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from ckpttool.core.checkpoint import Checkpoint, Lazy, Span, Storage
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Memory, limits
 from ckpttool.core.values import many_objects
-from ckpttool.formats.pickle_read import Origin, Pickle, check_size, dangerous_before, loads
+from ckpttool.formats.pickle_read import Origin, Pickle, check_size, loads, unreadable
 from ckpttool.formats.torch.tensors import Carried, Rebuilder, Storages, is_parameter
 from ckpttool.formats.torch.tree import Container, read_tree
 from ckpttool.formats.torch.write_tree import changed_records, changed_root, dumped, fresh_root, key_of
@@ -66,28 +65,51 @@ def open_tree(archive: Archive) -> tuple[str, Pickle, Storages]:
 def read_pickle(archive: Archive, name: str) -> Pickle:
     """Read the pickle in the record `name`. Raises `CkptError` if it is damaged, or other bytes follow it."""
     record = archive.by_name[name]
-    span = archive.span(record)
-    origin = Origin(archive.path, archive.length, name, span.offset, span.offset + span.length)
-    check_size(record.size, origin)
-    data = read_record(archive, record, limits().pickle_bytes)
+    origin = origin_of(archive, record)
+    data = read_pickled(archive, record, origin)
     pickle = loads(data, origin=origin)
     if pickle.end != len(data):
         raise _unfit(archive, f"{len(data) - pickle.end} bytes follow the pickle in {name}")
     return pickle
 
 
+def origin_of(archive: Archive, record: Record) -> Origin:
+    span = archive.span(record)
+    return Origin(archive.path, archive.length, record.name, span.offset, span.offset + span.length)
+
+
+def read_pickled(archive: Archive, record: Record, origin: Origin) -> bytes:
+    """Return the bytes of a record that holds pickles. Raises `CkptError` if they exceed a limit or are damaged."""
+    nbytes = max(record.size, record.nbytes)
+    if nbytes > limits().pickle_bytes:
+        raise CkptError(
+            f"{archive.path}: record {record.name} has {nbytes:,} bytes: {limits().named('pickle_bytes')}",
+            hint="the file is damaged or hostile: download or save it again",
+        )
+    check_size(record.size, origin)
+    return read_record(archive, record, nbytes)
+
+
+_IMPORTING = frozenset(b"ci\x82\x83\x84\x93")  # GLOBAL, INST, EXT1, EXT2, EXT4, STACK_GLOBAL
+
+
 def _look_into_others(archive: Archive, folder: str) -> None:
-    """Note the imports of other records that are pickles: ``torch.load(pickle_file=NAME)`` runs them."""
+    """Note the imports of other records that are pickles: ``torch.load(pickle_file=NAME)`` runs them.
+
+    Python may go on where our reader stops, so a record that cannot be read may be a pickle, unless it has no opcode
+    that imports.
+    """
     for record in archive.records:
-        if record.name != folder + "data.pkl" and not (key_of(record, folder) or "").isdigit():
-            with suppress(CkptError):
-                data = read_record(archive, record, limits().pickle_bytes)
-                span = archive.span(record)
-                origin = Origin(archive.path, archive.length, record.name, span.offset, span.offset + span.length)
-                try:
-                    loads(data, origin=origin)
-                except CkptError as error:
-                    dangerous_before(error, origin)
+        name = record.name.removeprefix(folder).lower()  # as torch finds it
+        if name in ("data.pkl", "byteorder") or (key_of(record, folder) or "").isdigit():
+            continue
+        origin, data = origin_of(archive, record), None
+        try:
+            data = read_pickled(archive, record, origin)
+            loads(data, origin=origin)
+        except CkptError as error:
+            if data is None or not _IMPORTING.isdisjoint(data):
+                unreadable(origin, error)
 
 
 def folder_of(archive: Archive, writer: str = "torch.save") -> str:
