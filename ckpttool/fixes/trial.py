@@ -249,8 +249,10 @@ def _loses(source: Checkpoint, result: Remap, model: ModelOperand | None) -> boo
     tensors: its code creates them again.
     """
     created_again = () if model is None else tuple(t.fqn for t in model.names().runtime if not t.persistent)
-    kept = {(output.section, key) for output in result.plan.outputs for key in refs(output.source)}
     dropped = [one for one in result.plan.dropped if one.reason not in (NO_COUNTER, MADE_AGAIN)]
+    if not dropped:
+        return False
+    kept = {(output.section, key) for output in result.plan.outputs for key in refs(output.source)}
     sections = {section.path: section for section in source.sections}
     second_names = {path: aliases(sections[path]) for path in {one.section for one in dropped} if path in sections}
     for one in dropped:
