@@ -120,14 +120,10 @@ class TensorEntry:
     @property
     def is_contiguous(self) -> bool:
         """True if the elements are adjacent in row-major order, as in ``Tensor.is_contiguous()``."""
-        if self.stride == contiguous_stride(self.shape):
+        usual = contiguous_stride(self.shape)
+        if self.stride == usual or not self.numel:
             return True
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride)):
-            if size != 1 and stride != expected and self.numel:
-                return False
-            expected *= size
-        return True
+        return all(size == 1 or step == other for size, step, other in zip(self.shape, self.stride, usual))
 
     @property
     def span(self) -> Span | None:

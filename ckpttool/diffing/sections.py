@@ -205,12 +205,8 @@ def explain_computed(entries: Sequence[Entry]) -> tuple[Entry, ...]:
 def unpairable(entries: Sequence[Entry]) -> tuple[set[str], set[str]]:
     """Return the keys of each side that cannot be renamed keys of the other: parts, if the other side has none."""
     sides = [_only(entries, status) for status in ("unexpected", "missing")]
-    known = {
-        key
-        for side in sides
-        for key, entry in side.items()
-        if entry.cause is not None and entry.cause.code in (Code.PART, Code.COMPUTED_FROM)
-    }
+    codes = (Code.PART, Code.COMPUTED_FROM)
+    known = {key for side in sides for key, entry in side.items() if entry.cause and entry.cause.code in codes}
     left, right = (set(parts(side)) for side in sides)
     return known | (left if not right else set()), known | (right if not left else set())
 
