@@ -42,6 +42,11 @@ class Output:
     key: str
     source: Expression
 
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether it is the entry that the source has under its key."""
+        return isinstance(self.source, Ref) and self.source.key == self.key
+
 
 @dataclass(frozen=True, slots=True)
 class Dropped:

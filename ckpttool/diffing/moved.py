@@ -23,6 +23,8 @@ _HEADS = 256  # most rows of one head; with four rows the order is its own rever
 def explain_moved(entries: Iterable[Entry], left: Section, right: Section) -> tuple[Entry, ...]:
     """Return the entries; those with different values say where the values are, if they are anywhere."""
     entries = tuple(entries)
+    if all(entry.status != "value" for entry in entries):
+        return entries
     have, want = left.by_key(), right.by_key()
     differing: dict[Entry, tuple[TensorEntry, TensorEntry]] = {}
     for entry in entries:

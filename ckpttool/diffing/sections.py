@@ -63,8 +63,11 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
     unlike = shape_or_dtype(left, right.dtype, right.shape, *keys)
     if unlike is not None and unlike.status == "shape":
         return unlike
+    of_ranks = rank_pairs(left, right)
+    if values is None and not of_ranks:
+        return unlike or Entry("same", *keys)
     dtypes, code = (left.dtype, right.dtype), Code.VALUE
-    for one, other in chain([(left, right)], rank_pairs(left, right)):
+    for one, other in chain([(left, right)], of_ranks):
         if one is None or other is None or one.shape != other.shape:
             return Entry("shape", *keys, Cause(Code.RANK_SHAPE))
         cause = Cause(code)
@@ -201,8 +204,10 @@ def explain_computed(entries: Sequence[Entry]) -> tuple[Entry, ...]:
 
 def unpairable(entries: Sequence[Entry]) -> tuple[set[str], set[str]]:
     """Return the keys of each side that cannot be renamed keys of the other: parts, if the other side has none."""
-    known = {key for e in entries if e.has(Code.PART, Code.COMPUTED_FROM) for key in (*e.left, *e.right)}
-    left, right = (set(parts(_only(entries, status))) for status in ("unexpected", "missing"))
+    sides = [_only(entries, status) for status in ("unexpected", "missing")]
+    codes = (Code.PART, Code.COMPUTED_FROM)
+    known = {key for side in sides for key, entry in side.items() if entry.cause and entry.cause.code in codes}
+    left, right = (set(parts(side)) for side in sides)
     return known | (left if not right else set()), known | (right if not left else set())
 
 

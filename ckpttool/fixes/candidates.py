@@ -10,7 +10,7 @@ from ckpttool.core.text import dotted
 from ckpttool.diffing.result import Diff
 from ckpttool.fixes.trial import Question
 from ckpttool.naming.convert import ModelForm, read
-from ckpttool.naming.match import NameTables, prefixes
+from ckpttool.naming.match import NameTables
 from ckpttool.naming.wrappers import canonical_keys
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import as_read
@@ -29,7 +29,7 @@ def to_load(question: Question) -> Iterator[Candidate]:
     for options in (by_model, replace(by_model, from_="runtime"), RemapOptions(to="serialized")):
         yield "serialized", options
     yield from _without_second_names(left, question.diff, by_model, RemapOptions())
-    yield from [one for names in question.wanted for one in _select(left, names, RemapOptions(to="serialized"))]
+    yield from [one for found in question.prefixes for one in _select(left, found, RemapOptions(to="serialized"))]
     yield from _inferred_renames(question)
 
 
@@ -61,7 +61,7 @@ def to_compare(question: Question) -> Iterator[Candidate]:
     for options in () if is_idle else base:
         yield options.to or "renamed", options
     yield from _without_second_names(left, diff, *base, *([] if is_idle else [RemapOptions()]))
-    yield from [one for names in question.wanted for one in _select(left, names, *base[-1:])]
+    yield from [one for found in question.prefixes for one in _select(left, found, *base[-1:])]
     yield from _inferred_renames(question)
 
 
@@ -87,13 +87,12 @@ def _without_second_names(source: Checkpoint, diff: Diff, *options: RemapOptions
             yield one.to or "without", replace(one, drop=texts)
 
 
-def _select(source: Checkpoint, names: set[str], *options: RemapOptions) -> Iterator[Candidate]:
-    """Yield remaps that select the names if the checkpoint has them below one prefix (``net.``)."""
-    keys = canonical_keys(model_section(source).by_key())
-    found = prefixes(set(keys.values()), set(canonical_keys(names).values()))
+def _select(source: Checkpoint, found: list[str], *options: RemapOptions) -> Iterator[Candidate]:
+    """Yield remaps that select the names of the other side if the checkpoint has them below one prefix (``net.``)."""
     if len(found) != 1 or not found[0]:
         return
     prefix = found[0]
+    keys = canonical_keys(model_section(source).keys)
     word = prefix.rpartition(".")[2]
     yield word, RemapOptions(select=prefix)
     for one in options:

@@ -26,7 +26,7 @@ from ckpttool.remapping.options import RemapOptions
 from ckpttool.ruleset.infer_rules import numbered, patterns, renames
 from ckpttool.ruleset.parse import steps_of
 from ckpttool.ruleset.patterns import InTurn, parse
-from ckpttool.ruleset.steps import plan_of
+from ckpttool.ruleset.steps import state_of
 
 Entries = Mapping[str, Union[TensorEntry, ExtraEntry]]
 
@@ -102,9 +102,6 @@ def suggest(
     named = {**same, **{p.left[0]: p.right[0] for p in pairs if len(p.left) == len(p.right) == 1}}
     fused = [pair for pair in pairs if len(pair.left) != len(pair.right)]
 
-    expected = {pair.right[0]: pair.left for pair in pairs if len(pair.right) == 1}
-    expected |= {key: pair.left for pair in pairs if len(pair.right) > 1 for key in pair.right}
-    expected |= {new: (old,) for old, new in same.items()} | {key: (key,) for key in kept}
     with suppress(CkptError):  # names that a rule cannot express
         evidence = "second names of tensors that are kept; the right does not have these names"
         tables = [*_of_patterns("drop", dropped, have, evidence)]
@@ -119,8 +116,12 @@ def suggest(
                 tables += transposing
         rules = Rules(tuple(tables), remaining, tuple(kept))
         if tables:  # read the rules back and try them
-            plan = plan_of(steps_of(rules.text(), "the suggested rules"), left)
-            if {output.key: tuple(refs(output.source)) for output in plan.outputs} == expected:
+            state, _ = state_of(steps_of(rules.text(), "the suggested rules"), left)
+            expected = {pair.right[0]: pair.left for pair in pairs if len(pair.right) == 1}
+            expected |= {key: pair.left for pair in pairs if len(pair.right) > 1 for key in pair.right}
+            expected |= {new: (old,) for old, new in same.items()} | {key: (key,) for key in kept}
+            sources = ((expected.get(key), tuple(refs(value.source))) for key, value in state.items())
+            if len(state) == len(expected) and all(one == other for one, other in sources):
                 return rules
     return None
 
@@ -236,9 +237,9 @@ def suggested(
     paired = {key for pair in inferred.pairs for key in pair.left}
     same = {old: new for old, new in known(entries).items() if old not in paired}
     mine, theirs = model_section(left), model_section(right)
-    have, want = mine.by_key(), theirs.by_key()
     orders: dict[str, Rotary] = {}
     if values:
+        have, want = mine.by_key(), theirs.by_key()
         differing = {entry.left[0] for entry in entries if entry.status == "value"}
         named = {old: new for old, new in same.items() if old in differing}
         named |= {pair.left[0]: pair.right[0] for pair in inferred.pairs}
@@ -248,8 +249,8 @@ def suggested(
     if rules is None:
         return None
     undone = []
-    tensors = ((*map(have.get, pair.left), *map(want.get, pair.right)) for pair in inferred.pairs)
-    dtypes = ({getattr(entry, "dtype", "") for entry in own} for own in tensors)
+    left_dtypes, right_dtypes = ({entry.key: entry.dtype for entry in side.tensors} for side in (mine, theirs))
+    dtypes = ({*map(left_dtypes.get, pair.left), *map(right_dtypes.get, pair.right)} for pair in inferred.pairs)
     differing_entries = (entry for entry in entries if entry.status in ("dtype", "value"))
     if any(len(one) > 1 for one in dtypes) or any(not e.left or e.left[0] not in orders for e in differing_entries):
         undone.append("the suggested rules do not change dtypes and values, and some differ")

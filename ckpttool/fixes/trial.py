@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -67,14 +68,18 @@ class Question:
         assert self.model is not None
         return names_outlines(self.model.names())
 
-    @property
-    def wanted(self) -> tuple[set[str], ...]:
-        """The names of the right, or of the model in both of its forms."""
+    @cached_property
+    def prefixes(self) -> tuple[list[str], ...]:
+        """The prefixes of left below which it has the most names of right, or of the model in both of its forms."""
+        assert self.left is not None
         if self.right is not None:
-            return ({*model_section(self.right).by_key()},)
-        assert self.model is not None
-        tables = self.model.tables
-        return {*tables.serialized_names.values()}, {*tables.runtime_names.values()}
+            wanted: tuple[Iterable[str], ...] = (model_section(self.right).keys,)
+        else:
+            assert self.model is not None
+            tables = self.model.tables
+            wanted = {*tables.serialized_names.values()}, {*tables.runtime_names.values()}
+        keys = {*canonical_keys(model_section(self.left).keys).values()}
+        return tuple(prefixes(keys, {*canonical_keys(names).values()}) for names in wanted)
 
     @cached_property
     def parts(self) -> list[str]:
@@ -84,12 +89,13 @@ class Question:
         """
         if self.left is None or not self.left.state_dicts:
             return []
+        several = next((several for several in self.prefixes if len(several) > 1 and "" not in several), [])
+        if not several:
+            return []
         section = model_section(self.left)
-        keys = {name: key for key, name in canonical_keys(section.by_key()).items()}
-        found = (prefixes(keys, {*canonical_keys(names).values()}) for names in self.wanted)
-        several = next((several for several in found if len(several) > 1 and "" not in several), [])
+        keys = {name: key for key, name in canonical_keys(section.keys).items()}
         mine = outlines(section)
-        theirs = {key: tensor for side in reversed(self.outlines) for key, tensor in side.items()} if several else {}
+        theirs = {key: tensor for side in reversed(self.outlines) for key, tensor in side.items()}
         shapes = {name: theirs[key].shape for key, name in canonical_keys(theirs).items()}
 
         def fits(prefix: str) -> bool:
@@ -243,8 +249,10 @@ def _loses(source: Checkpoint, result: Remap, model: ModelOperand | None) -> boo
     tensors: its code creates them again.
     """
     created_again = () if model is None else tuple(t.fqn for t in model.names().runtime if not t.persistent)
-    kept = {(output.section, key) for output in result.plan.outputs for key in refs(output.source)}
     dropped = [one for one in result.plan.dropped if one.reason not in (NO_COUNTER, MADE_AGAIN)]
+    if not dropped:
+        return False
+    kept = {(output.section, key) for output in result.plan.outputs for key in refs(output.source)}
     sections = {section.path: section for section in source.sections}
     second_names = {path: aliases(sections[path]) for path in {one.section for one in dropped} if path in sections}
     for one in dropped:

@@ -52,7 +52,7 @@ def one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:
         return ()
     entries = [entry for section in checkpoint.sections for entry in section.entries]
     certain = any(entry.payload is not None and shard_kind(entry) for entry in entries)
-    if not certain and not any(is_flat(entry.key) for entry in entries):
+    if not certain and not any(map(is_flat, [entry.key for entry in entries])):
         return ()
     path = checkpoint.source.partition("::")[0]
     pattern = _RANK.sub(r"\1*", path) if _RANK.search(name(path)) else "rank_*.pt"

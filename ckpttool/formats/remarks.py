@@ -38,7 +38,7 @@ def remarks(checkpoint: Checkpoint) -> tuple[str, ...]:
             f"{part} of a DeepSpeed checkpoint: with ZeRO every rank's file holds some of the fp32 weights; {_GATHER}"
         )
     # FSDP1 may leave empty tensors, on ranks that hold nothing of a parameter.
-    states = [s for s in checkpoint.state_dicts if not any(is_flat(entry.key) for entry in s.tensors)]
+    states = [s for s in checkpoint.state_dicts if not any(map(is_flat, [entry.key for entry in s.tensors]))]
     states = [] if checkpoint.format == "rank_files" else states
     floating = [entry for section in states for entry in section.tensors if "float" in entry.dtype]
     hollow = sum(map(is_placeholder, floating))

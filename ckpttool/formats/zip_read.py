@@ -365,7 +365,7 @@ def _close_regions(window: _Window, records: list[Record], directory: int) -> tu
             if record.flags & HAS_DESCRIPTOR:
                 is_signed = window.read(record.end, 4) == DESCRIPTOR_SIGNATURE
                 gap = (24 if is_wide(record.start, record.size) else 16) - (0 if is_signed else 4)
-        closed[record.start] = record._replace(end=record.end + gap) if gap else record
+        closed[record.start] = Record(*record[:8], record.end + gap, record.central) if gap else record
     return [closed[record.start] for record in records], is_tight
 
 

@@ -285,11 +285,10 @@ def prefixes(keys: Collection[str], names: Collection[str]) -> list[str]:
     count: Counter[str] = Counter()
     depths = {name.count(".") for name in names}
     for key in keys:
-        start = 0
-        for depth in range(key.count("."), -1, -1):
-            if depth in depths and key[start:] in names:
-                count[key[: start - 1] if start else ""] += 1
-            start = key.find(".", start) + 1
+        dots = key.count(".")
+        for depth in depths:
+            if depth <= dots and (name := key.split(".", dots - depth)[-1]) in names:
+                count[key[: max(len(key) - len(name) - 1, 0)]] += 1
     most = max(count.values(), default=0)
     return sorted(prefix for prefix, hits in count.items() if hits == most) if 2 * most > len(names) else []
 

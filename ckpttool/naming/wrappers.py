@@ -349,7 +349,6 @@ def new_counter(wanted: Chain, counted: Collection[str]) -> dict[str, Op]:
 
 _KINDS = {prefix: prefix.rstrip("_").replace("lora", "LoRA").replace("ia3", "IA3") for prefix in ADAPTERS}
 _PAIRS = (["lora", "down"], ["lora", "up"])  # two segments, as in ``to_q.lora.down.weight``
-_MARK = re.compile("|".join([*ADAPTERS, r"lora\."]))  # in every key of an adapter: most checkpoints have none
 _NEXT_TO_PAIR = frozenset({"alpha", "dora_scale"})  # next to a low-rank pair, directly in the module's path
 _KOHYA = ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_")
 
@@ -380,7 +379,8 @@ class Adapter:
 def adapter_of(keys: Iterable[str]) -> Adapter | None:
     """Return the adapter among the keys, or None."""
     keys = list(keys)
-    if not _MARK.search("\n".join(keys)):
+    text = "\n".join(keys)
+    if not any(mark in text for mark in (*ADAPTERS, "lora.")):  # in every key of an adapter: most files have none
         return None
     modules: dict[str, list[str]] = {}
     kinds: dict[str, None] = {}

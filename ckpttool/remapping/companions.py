@@ -367,7 +367,7 @@ def companions_of(
     files: dict[str, str | bytes] = {**found}
     before: dict[str, bytes] = {}
     notes: list[str] = []
-    keeps_names = {o.key for o in plan.outputs} == {o.key for o in plan.outputs if o.source == Ref(o.key)}
+    keeps_names = {o.key for o in plan.outputs} == {o.key for o in plan.outputs if o.is_unchanged}
     changed = not described and not keeps_names
     stale = [name for name in (names_in(path) if stays else found) if _DESCRIBES_NAMES.fullmatch(name) and changed]
     for name in stale:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Problem, Refused
-from ckpttool.core.expression import LOADED, SAVED, Ref
+from ckpttool.core.expression import LOADED, SAVED
 from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.optimizer_state import ID
 from ckpttool.core.options import ModelOptions, expand_options
@@ -469,7 +469,7 @@ _WAYS = "--rule, --to FORM, --like CKPT, --drop PATTERN; another ending of OUT c
 def changes_content(source: Checkpoint, done: Remap) -> bool:
     """Return whether the result holds something else than `source`: other names, values, entries or order."""
     plan, result = done.plan, done.result
-    if plan.dropped or plan.runs or any(output.source != Ref(output.key) for output in plan.outputs):
+    if plan.dropped or plan.runs or not all(output.is_unchanged for output in plan.outputs):
         return True
     if result.sections is source.sections:
         return False

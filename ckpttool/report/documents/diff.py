@@ -91,8 +91,9 @@ def _with_values(verdict: str, compared: Compared, scope: str, identical: bool) 
 
 def document(diff: Diff, *, all: bool = False) -> Document:
     """Return the document; with `all` every key has its own line."""
-    counted = [entry for entry in diff.entries if entry.status == "same" or _counts(diff, entry)]
-    others = [entry for entry in diff.entries if entry.status != "same" and not _counts(diff, entry)]
+    uncounted = _uncounted(diff)
+    counted = [entry for entry in diff.entries if entry.status not in uncounted]
+    others = [entry for entry in diff.entries if entry.status in uncounted]
     counts = count_of(STATUSES, Counter(entry.status for entry in counted))
     notes = [note for note in diff.notes if code_of(note) not in _SAID_BY_FIX]
     lead, reason = _lead(diff, notes)
@@ -101,15 +102,15 @@ def document(diff: Diff, *, all: bool = False) -> Document:
         Keys("Not counted as differences", _groups(others, all)),
     ]
     if diff.inferred is not None and diff.inferred.pairs:
-        by_evidence: dict[str, list[Pair]] = {}
+        by_evidence: dict[tuple[str, str], list[Pair]] = {}
         for pair in diff.inferred.pairs:
-            transposed = f"; stored transposed in {pair.transposed}" if pair.transposed else ""
-            by_evidence.setdefault(f"{pair.evidence}{transposed}", []).append(pair)
-        likely = tuple(
-            _group(f"{plural(len(pairs), 'pair')}, {evidence}", [(p.left, p.right, "") for p in pairs], all, "pairs")
-            for evidence, pairs in by_evidence.items()
-        )
-        blocks.append(Keys("Likely renames (heuristic; does not affect the result)", likely))
+            by_evidence.setdefault((pair.evidence, pair.transposed), []).append(pair)
+        likely = []
+        for (evidence, transposed), pairs in by_evidence.items():
+            heading = f"{plural(len(pairs), 'pair')}, {evidence}"
+            heading += f"; stored transposed in {transposed}" if transposed else ""
+            likely.append(_group(heading, [(pair.left, pair.right, "") for pair in pairs], all, "pairs"))
+        blocks.append(Keys("Likely renames (heuristic; does not affect the result)", tuple(likely)))
     if diff.inferred is not None:
         ambiguous = tuple(
             (first_pattern(one.left, all), first_pattern(one.right, all), one.reason) for one in diff.inferred.ambiguous
@@ -142,7 +143,8 @@ def _lead(diff: Diff, notes: Sequence[str]) -> tuple[tuple[Block, ...], str | No
     """Return the most important reason, the fix and where the details are; and the note that is the reason, if any."""
     if diff.identical:
         return (), None
-    failing = [e for e in diff.entries if _counts(diff, e) and e.status != "same" and e.ignored is None]
+    harmless = _uncounted(diff) | {"same"}
+    failing = [entry for entry in diff.entries if entry.status not in harmless and entry.ignored is None]
     pairs: list[tuple[str, Inline]] = []
     details, reason = "", None
     if failing:
@@ -172,9 +174,9 @@ def _lead(diff: Diff, notes: Sequence[str]) -> tuple[tuple[Block, ...], str | No
     return tuple(lead), reason
 
 
-def _counts(diff: Diff, entry: Entry) -> bool:
-    """Return True if the verdict, the summary and the table of causes count the entry as a difference."""
-    return entry.status not in HARMLESS if diff.identical else diff.is_difference(entry)
+def _uncounted(diff: Diff) -> frozenset[str]:
+    """Return the statuses, besides `same`, that the verdict, the summary and the table of causes do not count."""
+    return (HARMLESS if diff.identical else diff.harmless) - {"same"}
 
 
 def _verdict(diff: Diff) -> str:
@@ -182,13 +184,14 @@ def _verdict(diff: Diff) -> str:
         unused = plural(diff.failing_ignores, "unused ignore entry")
         return f"{unused} (--fail-on-unused); {_verdict(replace(diff, accepted=True, failing_ignores=0))}"
     if diff.identical:
-        harmless = sum(_counts(diff, entry) for entry in diff.entries)
+        harmless = sum(entry.status not in HARMLESS for entry in diff.entries)
         if harmless:
             return f"loads; {plural(harmless, 'harmless difference')}"
         return "no differences between the models" if diff.has_other_notes else "no differences"
     differing = [entry for entry in diff.entries if diff.is_difference(entry)]
     ignored = sum(entry.ignored is not None for entry in differing)
-    total = sum(entry.status == "same" or _counts(diff, entry) for entry in diff.entries)
+    uncounted = _uncounted(diff)
+    total = sum(entry.status not in uncounted for entry in diff.entries)
     count = f"{number(len(differing))} of {plural(total, 'key')} {'differs' if len(differing) == 1 else 'differ'}"
     if diff.accepted:
         others = len(differing) - ignored
@@ -221,10 +224,14 @@ def findings(diff: Diff) -> Iterator[Finding]:
 
 def _by_cause(entries: Iterable[Entry]) -> list[list[Entry]]:
     """Group entries by status and cause with its hook. Ignored entries are apart: they must not hide what fails."""
-    groups: dict[tuple[object, ...], list[Entry]] = {}
-    for entry in entries:
+
+    def kind(entry: Entry) -> tuple[object, ...]:
         hook = entry.hook and (entry.hook.function, entry.hook.file, entry.hook.line)
-        groups.setdefault((entry.status, entry.cause, hook, entry.ignored is None), []).append(entry)
+        return entry.status, entry.cause, hook, entry.ignored is None
+
+    groups: dict[tuple[object, ...], list[Entry]] = {}
+    for at, run in groupby(entries, kind):  # to hash a cause takes long, and most entries have the cause of the last
+        groups.setdefault(at, []).extend(run)
     return list(groups.values())
 
 

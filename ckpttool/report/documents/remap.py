@@ -150,7 +150,7 @@ def presets_document(presets: Sequence[Preset]) -> Document:
 
 def _changes(plan: Plan, most: int) -> Keys:
     """Return the changed keys, repeated layers on one line: at most so many lines."""
-    changed = [(tuple(dict.fromkeys(refs(o.source))), (o.key,), "") for o in plan.outputs if o.source != Ref(o.key)]
+    changed = [(tuple(dict.fromkeys(refs(o.source))), (o.key,), "") for o in plan.outputs if not o.is_unchanged]
     if not changed:
         return Keys("", ())
     title, hidden = f"Changes: {plural(len(changed), 'key')}", "more keys (--format json)"
