@@ -222,7 +222,11 @@ def _second_keys(tables: NameTables, values: Mapping[str, T]) -> dict[str, T]:
 
 def with_keys(source: Expression, keys: Mapping[str, str]) -> Expression:
     """Return the expression over names as one over the checkpoint's keys."""
-    return ex.substitute(source, lambda name: Ref(keys[name]))
+
+    def key_of(name: str) -> Expression:
+        return Ref(keys[name])
+
+    return ex.substitute(source, key_of)
 
 
 def _ordered(outputs: list[Output], section: Section, names: Iterable[str]) -> list[Output]:

@@ -287,8 +287,8 @@ def swap(
     if by_loading is None:
         return swapped
     read = {output.key: output.source for output in by_loading.outputs}
-    values = {fqn: ex.substitute(one, lambda key: read.get(key, Ref(key))) for fqn, one in swapped.sources.items()}
-    return replace(swapped, sources=values, form=LOAD_HOOK)
+    in_file = {fqn: ex.substitute(one, lambda key: read.get(key, Ref(key))) for fqn, one in swapped.sources.items()}
+    return replace(swapped, sources=in_file, form=LOAD_HOOK)
 
 
 def _compared(

@@ -172,7 +172,7 @@ def test_state_that_cannot_follow_is_refused(case: str, tmp_path: Path) -> None:
     if case == "different steps":
         optimizer.state[model.k.weight]["step"] += 1
     path = save(tmp_path / "o.pt", model, optimizer)
-    options = {"names": names_of(*names)} if names else {}
+    options: dict[str, Any] = {"names": names_of(*names)} if names else {}
     options |= {"to_names": names_of(*to_names)} if to_names else {"keys": "fqn"}
     with pytest.raises(Refused, match=message) as refused:
         remapped(path, tmp_path / "out.pt", **options)
