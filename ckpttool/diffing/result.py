@@ -108,6 +108,10 @@ class Entry:
         reason, hook = "" if self.cause is None else self.cause.text(sides), self.hook
         return reason if hook is None else f"{reason}: {hook.function} ({hook.file}:{hook.line})"
 
+    def is_one_of(self, kinds: frozenset[str]) -> bool:
+        """Return True if its status or code is one of these."""
+        return self.status in kinds or (self.cause is not None and self.cause.code.code in kinds)
+
     def has(self, *codes: Code) -> bool:
         """Return True if one of the codes is among its causes."""
         return self.cause is not None and self.cause.has(*codes)
@@ -214,7 +218,7 @@ class Diff:
 
     def is_difference(self, entry: Entry) -> bool:
         """Return True if the entry alone means that the two are not identical."""
-        return entry.status not in self.harmless and (entry.cause is None or entry.cause.code.code not in self.harmless)
+        return not entry.is_one_of(self.harmless)
 
     @property
     def summary(self) -> dict[str, int]:

@@ -148,3 +148,18 @@ def test_saved_plan_renames_the_optimizer_like_its_rule(tmp_path: Path) -> None:
     expected, actual = (torch.load(one)["optimizer"] for one in (ruled, planned))
     assert same(expected, actual)
     assert any(str(name).startswith("out.") for name in actual["state"])
+
+
+def test_hyperparameters_that_loading_replaces_are_no_reason(tmp_path: Path, run: Run) -> None:
+    """If only the model does not load, that is the reason, and not the learning rate of the file."""
+    model, optimizer = train(models.Net, models.adamw)
+    optimizer.param_groups[0]["lr"] = 0.123
+    torch.save({"model": torch.compile(model).state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "t.pt")
+    done = run("diff", tmp_path / "t.pt", *MODEL, "--optimizer", "optimizer_models:adamw")
+    assert done.status == 1
+    title, verdict, reason, fix = done.out.splitlines()[:4]
+    assert title == "diff"
+    assert verdict.startswith("does not load")
+    assert reason.startswith("reason: the model in this file does not load as it is")
+    assert fix.startswith("fix: ckpttool remap")
+    assert "lr" not in done.out.partition("Not counted as differences")[0]

@@ -92,8 +92,8 @@ def _with_values(verdict: str, compared: Compared, scope: str, identical: bool) 
 def document(diff: Diff, *, all: bool = False) -> Document:
     """Return the document; with `all` every key has its own line."""
     uncounted = _uncounted(diff)
-    counted = [entry for entry in diff.entries if entry.status not in uncounted]
-    others = [entry for entry in diff.entries if entry.status in uncounted]
+    counted = [entry for entry in diff.entries if not entry.is_one_of(uncounted)]
+    others = [entry for entry in diff.entries if entry.is_one_of(uncounted)]
     counts = count_of(STATUSES, Counter(entry.status for entry in counted))
     notes = [note for note in diff.notes if code_of(note) not in _SAID_BY_FIX]
     lead, reason = _lead(diff, notes)
@@ -144,7 +144,7 @@ def _lead(diff: Diff, notes: Sequence[str]) -> tuple[tuple[Block, ...], str | No
     if diff.identical:
         return (), None
     harmless = _uncounted(diff) | {"same"}
-    failing = [entry for entry in diff.entries if entry.status not in harmless and entry.ignored is None]
+    failing = [entry for entry in diff.entries if not entry.is_one_of(harmless) and entry.ignored is None]
     pairs: list[tuple[str, Inline]] = []
     details, reason = "", None
     if failing:
@@ -175,7 +175,7 @@ def _lead(diff: Diff, notes: Sequence[str]) -> tuple[tuple[Block, ...], str | No
 
 
 def _uncounted(diff: Diff) -> frozenset[str]:
-    """Return the statuses, besides `same`, that the verdict, the summary and the table of causes do not count."""
+    """Return the statuses and codes, besides `same`, that verdict, summary and table of causes do not count."""
     return (HARMLESS if diff.identical else diff.harmless) - {"same"}
 
 
@@ -191,7 +191,7 @@ def _verdict(diff: Diff) -> str:
     differing = [entry for entry in diff.entries if diff.is_difference(entry)]
     ignored = sum(entry.ignored is not None for entry in differing)
     uncounted = _uncounted(diff)
-    total = sum(entry.status not in uncounted for entry in diff.entries)
+    total = sum(not entry.is_one_of(uncounted) for entry in diff.entries)
     count = f"{number(len(differing))} of {plural(total, 'key')} {'differs' if len(differing) == 1 else 'differ'}"
     if diff.accepted:
         others = len(differing) - ignored
