@@ -548,3 +548,13 @@ def test_safetensors_file_followed_by_an_archive(run: Run, tmp_path: Path) -> No
     save_file({"w": torch.ones(1)}, path)
     path.write_bytes(path.read_bytes() + archive(*OTHER.items(), at=path.stat().st_size))
     assert run("inspect", path).status == 2
+
+
+@pytest.mark.parametrize("text", ['{"architecture": "net", "classes": 3}', "This is a checkpoint of the first run", ""])
+def test_text_in_another_record_is_not_a_pickle(text: str, tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "net.pt"
+    torch.save({"w": torch.ones(2)}, path)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("net/notes.txt", text)
+    torch.load(path)
+    assert run("check", path).status == 0

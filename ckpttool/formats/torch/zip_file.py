@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from io import BytesIO
 from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, Lazy, Span, Storage
@@ -90,14 +91,35 @@ def read_pickled(archive: Archive, record: Record, origin: Origin) -> bytes:
     return read_record(archive, record, nbytes)
 
 
-_IMPORTING = frozenset(b"ci\x82\x83\x84\x93")  # GLOBAL, INST, EXT1, EXT2, EXT4, STACK_GLOBAL
+_IMPORTING = b"ci\x82\x83\x84\x93"  # GLOBAL, INST, EXT1, EXT2, EXT4, STACK_GLOBAL
+_WITH_LENGTH = b"X\x8c\x8dTUBC\x8e\x96\x8a\x8b"
+_MOST_SCANNED = 1 << 20  # bytes: Python's scanner takes a microsecond for each opcode
+
+
+def _may_import(data: bytes) -> bool:
+    """Return False if no unpickler reaches an opcode that imports.
+
+    All of them stop at a byte that is not an opcode, and at a length that goes beyond the end.
+    """
+    from pickletools import code2op, genops
+
+    if len(data) > _MOST_SCANNED:
+        return True
+    at, file = 0, BytesIO(data)
+    try:
+        for opcode, _, _ in genops(file):
+            if ord(opcode.code) in _IMPORTING:
+                return True
+            at = file.tell()
+    except ValueError:
+        return at < len(data) and chr(data[at]) in code2op and data[at] not in _WITH_LENGTH
+    return False
 
 
 def _look_into_others(archive: Archive, folder: str) -> None:
     """Note the imports of other records that are pickles: ``torch.load(pickle_file=NAME)`` runs them.
 
-    Python may go on where our reader stops, so a record that cannot be read may be a pickle, unless it has no opcode
-    that imports.
+    Python may go on where our reader stops, so a record that cannot be read may be a pickle.
     """
     for record in archive.records:
         name = record.name.removeprefix(folder).lower()  # as torch finds it
@@ -108,7 +130,7 @@ def _look_into_others(archive: Archive, folder: str) -> None:
             data = read_pickled(archive, record, origin)
             loads(data, origin=origin)
         except CkptError as error:
-            if data is None or not _IMPORTING.isdisjoint(data):
+            if data is None or _may_import(data):
                 unreadable(origin, error)
 
 
