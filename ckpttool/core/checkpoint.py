@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, replace
-from functools import lru_cache
 from math import prod
 from typing import Any, Union
 
@@ -120,10 +119,12 @@ class TensorEntry:
     @property
     def is_contiguous(self) -> bool:
         """True if the elements are adjacent in row-major order, as in ``Tensor.is_contiguous()``."""
-        usual = contiguous_stride(self.shape)
-        if self.stride == usual or not self.numel:
-            return True
-        return all(size == 1 or step == other for size, step, other in zip(self.shape, self.stride, usual))
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride)):
+            if size != 1 and stride != expected and self.numel:
+                return False
+            expected *= size
+        return True
 
     @property
     def span(self) -> Span | None:
@@ -377,9 +378,11 @@ class Checkpoint:
         raise KeyError(path)
 
 
-@lru_cache(maxsize=1 << 12)  # most tensors have the shape of another
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return row-major strides, in elements, as of a new tensor of this shape."""
+    """Return row-major strides, in elements, as of a new tensor of this shape.
+
+    Each call makes a new tuple: pickle would write a shared one as a reference.
+    """
     stride: list[int] = []
     step = 1
     for size in reversed(shape):

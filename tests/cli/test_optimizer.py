@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -154,7 +155,8 @@ def test_hyperparameters_that_loading_replaces_are_no_reason(tmp_path: Path, run
     """If only the model does not load, that is the reason, and not the learning rate of the file."""
     model, optimizer = train(models.Net, models.adamw)
     optimizer.param_groups[0]["lr"] = 0.123
-    torch.save({"model": torch.compile(model).state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "t.pt")
+    compiled: Any = torch.compile(model)
+    torch.save({"model": compiled.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "t.pt")
     done = run("diff", tmp_path / "t.pt", *MODEL, "--optimizer", "optimizer_models:adamw")
     assert done.status == 1
     title, verdict, reason, fix = done.out.splitlines()[:4]

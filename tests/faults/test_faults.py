@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
 ALL_POINTS = os.environ.get("CKPTTOOL_FAULTS") == "all"
 POINTS = None if ALL_POINTS else 1  # per mode
-MAX_KINDS = None if ALL_POINTS else 3  # of leftovers per format
+MAX_KINDS = None if ALL_POINTS else 4  # of leftovers per format
 
 STATE = {
     "a.weight": torch.arange(40_000, dtype=torch.float32),

@@ -157,7 +157,7 @@ def test_a_non_persistent_buffer_of_a_shared_module_has_all_its_names() -> None:
 
 def test_two_tensors_saved_to_one_key_are_reported() -> None:
     problems = [str(problem) for problem in traced("two_to_one_key").roundtrip_problems]
-    assert problems[0].startswith("lost in saving: it and b.weight are sent to one key, x.weight, by save (")
+    assert problems[0].startswith("lost in saving: it and b.weight are sent to one key, x.weight, by two_to_one_key (")
     assert problems[0].endswith(" on module (root) @ a.weight")
 
 

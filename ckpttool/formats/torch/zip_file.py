@@ -101,7 +101,7 @@ def _may_import(data: bytes) -> bool:
 
     All of them stop at a byte that is not an opcode, and at a length that goes beyond the end.
     """
-    from pickletools import code2op, genops
+    from pickletools import genops, opcodes
 
     if len(data) > _MOST_SCANNED:
         return True
@@ -112,7 +112,8 @@ def _may_import(data: bytes) -> bool:
                 return True
             at = file.tell()
     except ValueError:
-        return at < len(data) and chr(data[at]) in code2op and data[at] not in _WITH_LENGTH
+        known = {opcode.code for opcode in opcodes}
+        return at < len(data) and chr(data[at]) in known and data[at] not in _WITH_LENGTH
     return False
 
 
