@@ -294,7 +294,7 @@ class ModelOperand:
         used = {key for value in reads.values() for key in refs(value)}
         if verdict.by_values or verdict.doubtful or verdict.special or any(map(is_opaque, reads.values())):
             raise Refused(
-                f"{self.title} loads other keys than it saves, and what it makes of them depends on their values",
+                f"{self.title} loads keys that it does not save, and the result depends on their values",
                 hint="let it load them, and save that: model.load_state_dict(torch.load(CKPT)); "
                 "torch.save(model.state_dict(), OUT)",
                 problems=[
