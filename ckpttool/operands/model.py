@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -233,22 +234,20 @@ class ModelOperand:
         return values_of_constants(self.definition(), names)
 
     def verdict(self, section: Section) -> Verdict:
-        """Return what torch says of a strict load of the section, found once for the same entries.
+        """Return what torch says of a strict load of the section, found once for the same entries and versions.
 
         Raise the errors of `load_verdict`.
         """
         from ckpttool.tracing.loading import load_verdict
 
-        entries = section.entries
-        known = self._verdicts.get(tuple(map(id, entries)))
-        if known is None:
-            known = entries, load_verdict(self.definition(), section)
-            self._verdicts[tuple(map(id, entries))] = known
-        return known[1]
+        key = id(section.modules), *map(id, section.entries)
+        if key not in self._verdicts:
+            self._verdicts[key] = section, load_verdict(self.definition(), section)
+        return self._verdicts[key][1]
 
     @cached_property
-    def _verdicts(self) -> dict[tuple[int, ...], tuple[Sequence[object], Verdict]]:
-        return {}
+    def _verdicts(self) -> dict[tuple[int, ...], tuple[Section, Verdict]]:
+        return {}  # a section is kept, so that its ids are not used again
 
     def by_loading(self, section: Section) -> Plan | None:
         """Return the plan from keys that the model loads, and does not save, to its runtime names.
@@ -262,8 +261,9 @@ class ModelOperand:
         job = current()
         if job is None:
             return self._by_loading(section)
-        own = [self.model, self.materialize, section.path]
-        found = job.of_first(f"loads {own}", lambda: (plan := self._by_loading(section)) and plan.to_json())
+        entries = [(entry.key, entry.dtype, entry.shape) for entry in section.tensors]
+        digest = sha256(repr([self.model, self.materialize, section.path, entries]).encode()).hexdigest()
+        found = job.of_first(f"loads {digest}", lambda: (plan := self._by_loading(section)) and plan.to_json())
         return None if found is None else Plan.from_json(found)
 
     def _by_loading(self, section: Section) -> Plan | None:

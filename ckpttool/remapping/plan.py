@@ -20,6 +20,7 @@ from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate.apply import NO_CODE, Runner, apply
 from ckpttool.io.undo import Written
 from ckpttool.naming import wrappers as naming_wrappers
+from ckpttool.naming.convert import check_versions, read
 from ckpttool.naming.match import match
 from ckpttool.naming.wrappers import Chain, adapter_of
 from ckpttool.operands.model import LOAD_HOOK, left_as_they_are, of_one_model
@@ -389,6 +390,9 @@ def _draft(section: Section, request: Request, lightning: bool, first: Draft | N
                 draft = to_model_form(draft, request, saved)
             else:
                 loaded = apply(by_loading, Checkpoint("", "", 0, (rest,))).section(section.path)
+                if request.form_by_model.names == SERIALIZED:
+                    reading = replace(read(saved.tables, loaded, RUNTIME), form=SERIALIZED)
+                    check_versions(saved.names(), loaded, reading)  # the versions of the file would be in the output
                 draft = to_model_form(replace(draft, section=replace(loaded, form=RUNTIME)), request, saved)
                 plan = compose(by_loading, draft.plan)
                 draft = replace(draft, section=section, plan=plan, form=LOAD_HOOK, counters=tuple(counters))

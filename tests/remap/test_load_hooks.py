@@ -80,6 +80,18 @@ class ByValue(Renamed):
             state[f"{prefix}layer.weight"] = -weight
 
 
+class Versioned(Base):
+    """Version 1 called its layer ``dense``, and wrote half of its weight."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: State, prefix: str, metadata: State, *rest: Any) -> None:
+        if (metadata.get("version") or 1) < 2:
+            state[f"{prefix}layer.weight"] = 2 * state.pop(f"{prefix}dense.weight")
+            state[f"{prefix}layer.bias"] = state.pop(f"{prefix}dense.bias")
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
 def renamed(state: State) -> State:
     return {key.replace("layer", "dense"): value for key, value in state.items()}
 
@@ -197,3 +209,19 @@ def test_loading_that_depends_on_values_is_left_to_the_model(tmp_path: Path, run
     assert refused.status == 1
     assert "hint: let it load them, and save that: model.load_state_dict(" in refused.err
     assert not out.exists()
+
+
+def test_version_of_the_file_is_not_written_with_the_keys_of_another_version(tmp_path: Path, run: Run) -> None:
+    """A model that loads the output would convert it again."""
+    model = trained(Versioned)
+    state: Any = model.state_dict()
+    state["dense.weight"], state["dense.bias"] = state.pop("layer.weight") / 2, state.pop("layer.bias")
+    state._metadata[""]["version"] = 1
+    torch.save(state, tmp_path / "old.pt")
+    given = tmp_path / "old.pt", "--model", operand(Versioned)
+    refused = run("remap", *given, "--to", "serialized", "-o", tmp_path / "new.pt")
+    assert refused.status == 1
+    assert "version 1, and the model saves version 2" in refused.err
+    assert "model.load_state_dict(torch.load(CKPT)); torch.save(model.state_dict(), OUT)" in refused.err
+    assert run("remap", *given, "--to", "runtime", "-o", tmp_path / "runtime.pt").status == 0
+    assert same(torch.load(tmp_path / "runtime.pt"), dict(model.named_parameters(remove_duplicate=False)))
