@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -262,7 +261,9 @@ class ModelOperand:
         if job is None:
             return self._by_loading(section)
         entries = [(entry.key, entry.dtype, entry.shape) for entry in section.tensors]
-        digest = sha256(repr([self.model, self.materialize, section.path, entries]).encode()).hexdigest()
+        import hashlib  # loads OpenSSL
+
+        digest = hashlib.sha256(repr([self.model, self.materialize, section.path, entries]).encode()).hexdigest()
         found = job.of_first(f"loads {digest}", lambda: (plan := self._by_loading(section)) and plan.to_json())
         return None if found is None else Plan.from_json(found)
 
