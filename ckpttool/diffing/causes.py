@@ -44,7 +44,7 @@ class Code(Enum):
     HOOK = "hook", "state_dict hook {0}"
     SAVING = "hook", "saving {0}"
     RUNTIME_KEY = "runtime-key", "{left} has the runtime name; the state_dict hook {0}"
-    LOAD_HOOK = "load-hook", "a load hook accepts it under this name"
+    LOAD_HOOK = "load-hook", "a load hook accepts the keys of {left}"
     LOAD_HOOK_DROPS = "load-hook", "a load hook removes it without an error"
     RUNTIME_NAME = (
         "runtime-name",

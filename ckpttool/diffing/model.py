@@ -120,7 +120,7 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
         entries=entries,
         notes=tuple(notes),
         exchangeable=exchangeable(_distinct(names)),
-        harmless=HARMLESS | ({"dtype"} if ignore_dtype else set()),
+        harmless=HARMLESS | {Code.LOAD_HOOK.code} | ({"dtype"} if ignore_dtype else set()),
         other_failure=failure,
         compared=compared_by_loading(checkpoint, ignore_dtype)
         | ({"optimizers": False} if checkpoint.optimizers else {}),

@@ -295,6 +295,8 @@ def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tup
     theirs = dict.fromkeys(key for key in want if key not in have)
     entries += _in_other_form(NameTables(names), section, mine, theirs)
     entries += _call_variants(names, section, mine, theirs)
+    if verdict is not None:
+        entries += _by_load_hook(names, verdict, mine, theirs)
     entries += _only_in_file(mine, {t.fqn for t in names.runtime if not t.persistent}, verdict)
 
     # Keys that the file does not have; a tied one may be there under another name.
@@ -402,6 +404,27 @@ def _call_variants(names: Names, section: Section, mine: Objects, theirs: dict[s
         if base is not None and base not in mine and sources.get(base) == sources[key]:
             del theirs[key]
             entries.append(Entry("alias", (), (key,), cause, None, f"same as {base}"))
+    return entries
+
+
+def _by_load_hook(names: Names, verdict: Verdict, mine: Objects, theirs: dict[str, None]) -> list[Entry]:
+    """Pair keys that a load hook accepts with the keys that the model saves, and remove them from both sides."""
+    reads = {key.key: verdict.reads.get(key.source.key) for key in names.serialized if isinstance(key.source, Ref)}
+    links = {
+        key: [name for name in dict.fromkeys(ex.refs(source)) if name in mine]
+        for key in theirs
+        if (source := reads.get(key)) is not None
+    }
+    entries = []
+    for keys, lefts in _components({key: found for key, found in links.items() if found}):
+        source = reads[keys[0]]
+        is_whole = len(keys) == 1 and source is not None and isinstance(ex.without_cast(source), Ref)
+        status = "renamed" if is_whole else "transformed"
+        entries.append(Entry(status, tuple(lefts), tuple(keys), Cause(Code.LOAD_HOOK)))
+        for key in lefts:
+            del mine[key]
+        for key in keys:
+            del theirs[key]
     return entries
 
 

@@ -244,9 +244,10 @@ def _unfixed(question: Question, best: Trial | None) -> tuple[Unfixed, ...]:
     if best is not None:  # a rename does not change values that differ
         names = () if best.after.identical else best.after.entries
         entries = (*names, *question.different_values(question.diff))
+    accepted = (HARMLESS | question.diff.harmless) - {"alias"}
     keys: dict[str, list[str]] = {}
     for entry in entries:
-        if entry.status not in HARMLESS - {"alias"} and not (entry.status == "dtype" and question.options.ignore_dtype):
+        if not entry.is_one_of(accepted) and not (entry.status == "dtype" and question.options.ignore_dtype):
             keys.setdefault(_code(entry), []).append((entry.right or entry.left or ("",))[0])
     codes = [*_UNFIXED, *keys]
     return tuple(Unfixed(code, tuple(keys[code])) for code in dict.fromkeys(codes) if code in keys)

@@ -140,7 +140,7 @@ class Question:
     def remaining(self, diff: Diff) -> int:
         """Count the differences that a remap could fix: all but different values under one name."""
         values_only = sum(entry.left == entry.right for entry in self.different_values(diff))
-        return sum(entry.status not in HARMLESS for entry in diff.entries) - values_only
+        return sum(not entry.is_one_of(HARMLESS | diff.harmless) for entry in diff.entries) - values_only
 
     def different_values(self, diff: Diff) -> list[Entry]:
         """Return the tensors of two checkpoints with different values, under one name or two."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -225,3 +226,20 @@ def test_version_of_the_file_is_not_written_with_the_keys_of_another_version(tmp
     assert "model.load_state_dict(torch.load(CKPT)); torch.save(model.state_dict(), OUT)" in refused.err
     assert run("remap", *given, "--to", "runtime", "-o", tmp_path / "runtime.pt").status == 0
     assert same(torch.load(tmp_path / "runtime.pt"), dict(model.named_parameters(remove_duplicate=False)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_diff_pairs_old_keys_with_the_keys_that_the_model_saves(
+    dtype: torch.dtype, model: type[nn.Module], tmp_path: Path, run: Run
+) -> None:
+    """They are no reason for a failure: a load hook accepts them, whatever else differs."""
+    state = {key: value.to(dtype) for key, value in old_state(model).items()}
+    torch.save(state, tmp_path / "old.pt")
+    done = run("diff", tmp_path / "old.pt", "--model", operand(model), "--format", "json")
+    found = json.loads(done.out)
+    assert done.status == (dtype != torch.float32)
+    by_hook = [entry for entry in found["entries"] if entry.get("code") == "load-hook"]
+    assert {key for entry in by_hook for key in entry["left"]} == state.keys() - model().state_dict().keys()
+    assert {key for entry in by_hook for key in entry["right"]} == model().state_dict().keys() - state.keys()
+    assert {"missing", "unexpected"}.isdisjoint(found["summary"])
+    assert {entry["code"] for entry in found["unfixed"]} <= {"dtype"}
