@@ -150,6 +150,17 @@ def test_dcp_items_and_program_records_are_checked(tmp_path: Path, run: Run) -> 
     assert "posix.getcwd" in run("check", evil).out
 
 
+@pytest.mark.parametrize("name", ["extra/MORE.PKL", "more.pickle"])
+def test_other_records_of_a_program_that_are_called_pickles_are_checked(tmp_path: Path, run: Run, name: str) -> None:
+    """`torch.load(pickle_file=...)` runs them."""
+    program, _ = programs(tmp_path)
+    with zipfile.ZipFile(program, "a") as file:
+        file.writestr(f"{file.namelist()[0].partition('/')[0]}/{name}", pickle.dumps(Runs(os.getcwd)))
+    assert "posix.getcwd" in run("check", program).out
+    refused = run("swap-weights", program, program, "-o", tmp_path / "out.pt2")
+    assert (refused.status, "--keep-pickled-code" in refused.err) == (1, True)
+
+
 @pytest.mark.parametrize(
     ("module", "name", "expected"),
     [

@@ -129,13 +129,13 @@ def read_program(path: str, name: str | None = None) -> Checkpoint:
     return _checkpoint(path, program)
 
 
-# Torch finds a record in capitals too.
-_PICKLED = re.compile(r"(data/(weights|constants|sample_inputs)/|serialized_).+(?<!\.json)", re.IGNORECASE)
+# Torch finds a record in capitals too, and ``torch.load(pickle_file=NAME)`` reads any other.
+_PICKLED = re.compile(r"((data/(weights|constants|sample_inputs)/|serialized_).+(?<!\.json)|.+\.(pkl|pickle))", re.I)
 _BARE = re.compile(r"data/constants/opaque_obj_.+", re.IGNORECASE)  # a plain pickle, which torch hands to Python's
 
 
 def _read_imports(archive: Archive, programs: Sequence[Program]) -> None:
-    """Read the pickles of all records that torch unpickles, for their imports (`pickle_read.collected`)."""
+    """Read the imports of all records that torch unpickles or that are called pickles (`pickle_read.collected`)."""
     root = root_of(archive)
     entries = (entry for program in programs for section in program.sections for entry in section.all_tensors())
     pickled = {entry.payload.record for entry in entries if isinstance(entry.payload, Role) and entry.payload.alone}
@@ -154,7 +154,7 @@ def _read_imports(archive: Archive, programs: Sequence[Program]) -> None:
                 for own in inner.records:
                     if own.name.lower().endswith(".pkl"):
                         torch_zip.read_pickle(inner, own.name)
-            elif record.name in pickled or name.lower().endswith(".pt"):  # torch.load reads its old format too
+            elif record.name in pickled or name.lower().endswith((".pt", ".pkl", ".pickle")):  # or torch's old format
                 look_into(torch_zip.read_pickled(archive, record, origin), origin, LEGACY_PICKLES)
         except CkptError as error:
             unreadable(origin, error)
