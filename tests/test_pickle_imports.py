@@ -346,6 +346,18 @@ def test_swap_does_not_copy_code_by_default(tmp_path: Path, run: Run, place: str
     assert run("check", out).status == (1 if place == "sample_inputs" else 0)
 
 
+def test_swap_names_pickles_that_cannot_be_read(tmp_path: Path, run: Run) -> None:
+    program, _ = programs(tmp_path)
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "w.pt")
+    for path, folder in ((program, program.stem), (tmp_path / "w.pt", "w")):
+        with zipfile.ZipFile(path, "a") as file:
+            file.writestr(f"{folder}/{folder}.pkl", b"\x80\x02cfoo\nbar\n\xff.")
+    done = run("swap-weights", program, tmp_path / "w.pt", "-o", tmp_path / "out.pt2", "--format", "json")
+    notes = json.loads(done.out)["notes"]
+    assert {note["code"] for note in notes} == {"unknown-import"}
+    assert [note["text"].split(": ")[1] for note in notes] == ["w/w.pkl", f"{program.stem}/{program.stem}.pkl"]
+
+
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 N = 20_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from shlex import quote
 from typing import NamedTuple
@@ -272,10 +272,15 @@ def open_checkpoint(path: str) -> Checkpoint:
         opened = files.opened_at({span.path for span in data if isinstance(span, Span)})
     else:
         opened = sources.opened_since(look)
-    unread = (one for one in imports if one.name == UNREADABLE)
-    not_read = (Note(f"not looked into: {one.member or one.file}: {one.reason}", "unknown-import") for one in unread)
-    notes = (*checkpoint.notes, *remarks(checkpoint), *not_read)
+    notes = (*checkpoint.notes, *remarks(checkpoint), *not_looked_into(imports))
     return replace(checkpoint, notes=notes, files=opened, imports=in_order(imports))
+
+
+def not_looked_into(imports: Iterable[Import]) -> Iterator[Note]:
+    """Yield a note on each pickle that could not be read."""
+    for one in imports:
+        if one.name == UNREADABLE:
+            yield Note(f"not looked into: {one.member or one.file}: {one.reason}", "unknown-import")
 
 
 def _open(path: str) -> Checkpoint:

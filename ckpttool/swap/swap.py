@@ -13,12 +13,13 @@ from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import RUNTIME, Names
 from ckpttool.core.options import ModelOptions, Option, OutputOptions
 from ckpttool.core.pickle_imports import dangerous
-from ckpttool.core.schema import COUNT, FLAG, TEXT, TEXTS, list_of, nullable, one_of, record, unless_empty
+from ckpttool.core.schema import COUNT, FLAG, TEXT, TEXTS, list_of, notes_as, nullable, one_of, record, unless_empty
 from ckpttool.core.text import plural, shell
 from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate.apply import apply, run_code
 from ckpttool.evaluate.compare import difference, fingerprints, same_values
 from ckpttool.formats.detect import sniff
+from ckpttool.formats.detect_folder import not_looked_into
 from ckpttool.formats.pickle_read import collected
 from ckpttool.formats.pt2 import read_program, read_scripted
 from ckpttool.formats.pt2_program import INSIDE, OUTSIDE, is_inlined, program_of
@@ -97,7 +98,7 @@ class Swap:
     the model's. `form` is the form of the checkpoint's keys; `ignored` are its entries that no program holds. `kept`
     are tensors of the program that no checkpoint of the model has: counters of AveragedModels, buffers that are not
     saved. `cost` is the result of a dry run, `verified` how the output was checked, `undo` how to undo a swap in
-    place. `source`, `weights` and `output` are the operands: PROGRAM, NEW, and OUT.
+    place. `source`, `weights` and `output` are the operands: PROGRAM, NEW, and OUT. `notes` are on what was read.
     """
 
     program: Checkpoint
@@ -113,6 +114,7 @@ class Swap:
     weights: str = ""
     output: str = ""
     unchanged: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def constants(self) -> tuple[str, ...]:
@@ -157,6 +159,7 @@ SWAP = record(
         ),
         **dict.fromkeys(("layout", "from"), TEXT),
         **dict.fromkeys(("ignored", "by_code"), TEXTS),
+        "notes": notes_as("reader"),
     },
     {"undo": UNDO, "verified": VERIFIED, "cost": COST},
     called={
@@ -438,7 +441,8 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
     )
     unchanged = all(same_values(old, new) for old, new in old_and_new)  # reads up to the first that differs
     output = options.target(path) or ""
-    swapped = replace(swapped, source=program, weights=weights.source, output=output, unchanged=unchanged)
+    notes = (*weights.notes, *not_looked_into(imports))
+    swapped = replace(swapped, source=program, weights=weights.source, output=output, unchanged=unchanged, notes=notes)
     if options.in_place and not options.no_undo:
         swapped = replace(swapped, undo=undo_of(path, size(path)))
     if target is None:

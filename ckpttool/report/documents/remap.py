@@ -131,6 +131,7 @@ def swapped(done: Swap) -> Document:
     ignored = tuple((key,) for key in done.ignored)
     table = Table("Checkpoint entries that programs do not have", (Column("key", "key"),), ignored)
     blocks.append(shortened(table, _ROWS, "--format json"))
+    blocks += noted(done.notes)
     dry_run = done.cost is not None
     if dry_run:
         blocks.append(Note("dry run: nothing was written"))
