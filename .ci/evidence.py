@@ -112,6 +112,11 @@ def changed() -> list[str]:
     return [line for line in listed if not line.endswith(str(PAGE.relative_to(ROOT)))]
 
 
+def head() -> str:
+    """The last commit that changed something outside of docs/, so that the runs of one tree have one commit."""
+    return git("log", "-1", "--format=%h", "--abbrev=8", "--", ".", ":!docs")
+
+
 def used() -> float:
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     return spent.ru_utime + spent.ru_stime
@@ -119,7 +124,7 @@ def used() -> float:
 
 def run(name: str) -> bool:
     """Run the command and write its rows; return whether nothing failed."""
-    commit, day = git("rev-parse", "--short=8", "HEAD"), time.strftime("%Y-%m-%d")
+    commit, day = head(), time.strftime("%Y-%m-%d")
     with tempfile.TemporaryDirectory() as folder:
         junit, lines = Path(folder, "junit.xml"), Path(folder, "lines.json")
         env = os.environ | {
@@ -131,7 +136,7 @@ def run(name: str) -> bool:
         minutes, spent = (time.monotonic() - start) / 60, (used() - before) / 60
         read = [(of_junit, junit), (of_lines, lines)]
         outcomes = [outcome for reader, path in read if path.exists() for outcome in reader(path)]
-    if changed() or git("rev-parse", "--short=8", "HEAD") != commit:
+    if changed() or head() != commit:
         sys.exit(f"{name}: the tree changed during the run; nothing is written")
     failed = any(outcome.failures for outcome in outcomes)
     if status and not failed:
