@@ -311,13 +311,13 @@ def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tup
             entries.append(only_right(key, Cause(Code.MISSING).and_also(optional)))
         else:
             entries.append(only_right(key, Cause(Code.TIED).and_also(optional), None, f"same as {other}"))
-    overwritten = _overwritten(names, section, verdict)
+    lost = ({} if verdict is None else _unread(names, have, verdict)) | _overwritten(names, section, verdict)
     altered = set() if verdict is None else {(key,) for key in verdict.altered}
 
     def with_loss(entry: Entry) -> Entry:
         if entry.left in altered:
             return Entry("value", entry.left, entry.right, Cause(Code.ALTERED))
-        return overwritten.get(entry.left, entry) if entry.status == "same" else entry
+        return lost.get(entry.left, entry) if entry.status == "same" else entry
 
     return tuple(map(with_loss, entries))
 
@@ -336,6 +336,27 @@ def _overwritten(names: Names, section: Section, verdict: Verdict | None) -> dic
         for key in keys:
             if not same_values(have[key], have[last]):
                 entries[key,] = Entry("value", (key,), (key,), Cause(Code.TIED_VALUE), None, f"loading keeps {last}")
+    return entries
+
+
+def _unread(names: Names, have: Objects, verdict: Verdict) -> dict[tuple[str, ...], Entry]:
+    """Return entries of keys that the model saves and whose values it does not load: a load hook takes others."""
+    used = {key for source in verdict.reads.values() if source is not None for key in ex.refs(source)}
+    entries: dict[tuple[str, ...], Entry] = {}
+    for tensor in names.load:
+        source, usual = verdict.reads.get(tensor.fqn), tensor.source
+        if source is None or usual is None or source == usual:
+            continue
+        keys, taken = list(ex.refs(usual)), list(ex.refs(source))
+        others = dict(zip(keys, map(Ref, taken)))
+        if ex.substitute(usual, lambda key: others.get(key, Ref(key))) == source and all(
+            key in have and same_values(have[key], have[other]) for key, other in zip(keys, taken)
+        ):
+            continue
+        detail = f"it takes {', '.join(dict.fromkeys(taken))}" if taken else None
+        for key in dict.fromkeys(keys):
+            if key in have and key not in used:
+                entries[key,] = Entry("value", (key,), (key,), Cause(Code.UNREAD_VALUE), None, detail)
     return entries
 
 

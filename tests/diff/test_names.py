@@ -208,7 +208,7 @@ def test_keys_that_load_hooks_accept_are_explained() -> None:
         ("unexpected", "bad", "", "not in right"),
         ("unexpected", "removed", "", "not in right; a load hook removes it without an error"),
     ]
-    verdict.ok = False
+    verdict.ok, verdict.reads = False, {}
     assert ("unexpected", "removed", "", "not in right") in differences(
         compare_load(NAMES, section("removed", *ALL_KEYS), verdict)
     )

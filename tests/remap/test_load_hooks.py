@@ -243,3 +243,20 @@ def test_diff_pairs_old_keys_with_the_keys_that_the_model_saves(
     assert {key for entry in by_hook for key in entry["right"]} == model().state_dict().keys() - state.keys()
     assert {"missing", "unexpected"}.isdisjoint(found["summary"])
     assert {entry["code"] for entry in found["unfixed"]} <= {"dtype"}
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_diff_reports_values_that_a_load_hook_replaces_by_others(equal: bool, tmp_path: Path, run: Run) -> None:
+    """With both keys in the file a strict load succeeds, and the values under the model's own key are lost."""
+    state = old_state(Renamed)
+    state["layer.weight"] = state["dense.weight"].clone() if equal else torch.ones(4, 4)
+    net = Renamed()
+    net.load_state_dict(dict(state))
+    assert torch.equal(net.layer.weight, state["layer.weight"]) == equal
+    torch.save(state, tmp_path / "both.pt")
+    done = run("diff", tmp_path / "both.pt", "--model", operand(Renamed), "--format", "json")
+    found = {tuple(entry["left"]): entry for entry in json.loads(done.out)["entries"]}
+    assert (done.status, found["layer.weight",].get("code")) == ((0, None) if equal else (1, "unread-value"))
+    drop = shlex.split(f"remap {tmp_path / 'both.pt'} --drop layer.weight -o {tmp_path / 'one.pt'}")
+    assert run(*drop).status == 0
+    assert run("diff", tmp_path / "one.pt", "--model", operand(Renamed)).status == 0
