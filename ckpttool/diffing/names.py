@@ -311,7 +311,7 @@ def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tup
             entries.append(only_right(key, Cause(Code.MISSING).and_also(optional)))
         else:
             entries.append(only_right(key, Cause(Code.TIED).and_also(optional), None, f"same as {other}"))
-    lost = ({} if verdict is None else _unread(names, have, verdict)) | _overwritten(names, section, verdict)
+    lost = ({} if verdict is None else _otherwise(names, have, verdict)) | _overwritten(names, section, verdict)
     altered = set() if verdict is None else {(key,) for key in verdict.altered}
 
     def with_loss(entry: Entry) -> Entry:
@@ -339,8 +339,8 @@ def _overwritten(names: Names, section: Section, verdict: Verdict | None) -> dic
     return entries
 
 
-def _unread(names: Names, have: Objects, verdict: Verdict) -> dict[tuple[str, ...], Entry]:
-    """Return entries of keys that the model saves and whose values it does not load: a load hook takes others."""
+def _otherwise(names: Names, have: Objects, verdict: Verdict) -> dict[tuple[str, ...], Entry]:
+    """Return entries of keys that the model saves and does not load as usual: a load hook takes or computes others."""
     used = {key for source in verdict.reads.values() if source is not None for key in ex.refs(source)}
     entries: dict[tuple[str, ...], Entry] = {}
     for tensor in names.load:
@@ -348,14 +348,15 @@ def _unread(names: Names, have: Objects, verdict: Verdict) -> dict[tuple[str, ..
         if source is None or usual is None or source == usual:
             continue
         keys, taken = list(ex.refs(usual)), list(ex.refs(source))
-        others = dict(zip(keys, map(Ref, taken)))
-        if ex.substitute(usual, lambda key: others.get(key, Ref(key))) == source and all(
-            key in have and same_values(have[key], have[other]) for key, other in zip(keys, taken)
-        ):
+        renamed = len(keys) == len(taken) and ex.substitute(usual, dict(zip(keys, map(Ref, taken))).__getitem__)
+        if renamed == source and all(key in have and same_values(have[key], have[it]) for key, it in zip(keys, taken)):
             continue
         detail = f"it takes {', '.join(dict.fromkeys(taken))}" if taken else None
-        for key in dict.fromkeys(keys):
-            if key in have and key not in used:
+        computed = {*keys} == {*taken} and ex.without_cast(source) != ex.without_cast(usual)
+        for key in (key for key in dict.fromkeys(keys) if key in have):
+            if computed:
+                entries[key,] = Entry("transformed", (key,), (key,), Cause(Code.LOAD_HOOK_COMPUTES))
+            elif key not in used:
                 entries[key,] = Entry("value", (key,), (key,), Cause(Code.UNREAD_VALUE), None, detail)
     return entries
 

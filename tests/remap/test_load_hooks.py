@@ -93,6 +93,17 @@ class Versioned(Base):
         super()._load_from_state_dict(state, prefix, metadata, *rest)
 
 
+class Doubled(Base):
+    """Version 1 wrote half of the layer's weight under the same key."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: State, prefix: str, metadata: State, *rest: Any) -> None:
+        if (metadata.get("version") or 1) < 2:
+            state[f"{prefix}layer.weight"] = 2 * state[f"{prefix}layer.weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
 def renamed(state: State) -> State:
     return {key.replace("layer", "dense"): value for key, value in state.items()}
 
@@ -260,3 +271,16 @@ def test_diff_reports_values_that_a_load_hook_replaces_by_others(equal: bool, tm
     drop = shlex.split(f"remap {tmp_path / 'both.pt'} --drop layer.weight -o {tmp_path / 'one.pt'}")
     assert run(*drop).status == 0
     assert run("diff", tmp_path / "one.pt", "--model", operand(Renamed)).status == 0
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_values_that_a_load_hook_computes_are_not_called_the_same(version: int, tmp_path: Path, run: Run) -> None:
+    state = trained(Doubled).state_dict()
+    torch.save(state if version == 2 else dict(state), tmp_path / "a.pt")
+    net = Doubled()
+    net.load_state_dict(torch.load(tmp_path / "a.pt"))
+    assert torch.equal(net.layer.weight, state["layer.weight"]) == (version == 2)
+    done = run("diff", tmp_path / "a.pt", "--model", operand(Doubled), "--format", "json")
+    found = {entry["left"][0]: entry["status"] for entry in json.loads(done.out)["entries"]}
+    assert done.status == 0
+    assert found == dict.fromkeys(state, "same") | ({} if version == 2 else {"layer.weight": "transformed"})
