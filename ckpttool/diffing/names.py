@@ -342,9 +342,13 @@ def _overwritten(names: Names, section: Section, verdict: Verdict | None) -> dic
 def _otherwise(names: Names, have: Objects, verdict: Verdict) -> dict[tuple[str, ...], Entry]:
     """Return entries of keys that the model saves and does not load as usual: a load hook takes or computes others."""
     used = {key for source in verdict.reads.values() if source is not None for key in ex.refs(source)}
+    not_read_back = {problem.key for problem in names.roundtrip_problems}
+    saved = {s.source: Ref(s.key) for s in reversed(names.serialized) if s.source is not None}
     entries: dict[tuple[str, ...], Entry] = {}
     for tensor in names.load:
         source, usual = verdict.reads.get(tensor.fqn), tensor.source
+        if tensor.fqn in not_read_back:
+            usual = saved.get(Ref(tensor.fqn), usual)
         if source is None or usual is None or source == usual:
             continue
         keys, taken = list(ex.refs(usual)), list(ex.refs(source))

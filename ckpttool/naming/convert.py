@@ -14,7 +14,7 @@ from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import RUNTIME, SERIALIZED, Names
 from ckpttool.core.plan import Dropped, ModelRun, Output, Plan, module_renames
-from ckpttool.core.text import plural
+from ckpttool.core.text import Note, plural
 from ckpttool.core.values import dataclass
 from ckpttool.naming import wrappers
 from ckpttool.naming.match import Likeness, Match, NameTables, match
@@ -23,6 +23,7 @@ from ckpttool.naming.wrappers import Chain
 T = TypeVar("T")
 
 MADE_AGAIN = "a hook makes it again from other tensors when the model is saved"  # a reason to drop a key
+NOT_READ_BACK = Note("this model does not read back all that it writes: see `ckpttool trace`", "roundtrip")
 
 # Forms
 

@@ -17,7 +17,7 @@ from ckpttool.core.values import dataclass
 from ckpttool.evaluate.apply import Runner, apply
 from ckpttool.evaluate.compare import same_values
 from ckpttool.naming import wrappers
-from ckpttool.naming.convert import Form, ModelForm, check_versions, left_to_code, move, read
+from ckpttool.naming.convert import NOT_READ_BACK, Form, ModelForm, check_versions, left_to_code, move, read
 from ckpttool.naming.match import NameTables, aliases, align, drop_variants, with_variants, without_variants
 from ckpttool.naming.wrappers import Chain, Evidence, adapter_of, strip
 from ckpttool.operands.model import ModelOperand
@@ -202,7 +202,7 @@ def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
             "what state_dict() writes (--from runtime says otherwise)"
         )
     if not names.roundtrips:
-        notes.append("this model does not read back all that it writes: see `ckpttool trace`")
+        notes.append(NOT_READ_BACK)
     return replace(
         draft,
         plan=plan,

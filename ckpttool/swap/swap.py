@@ -286,7 +286,8 @@ def swap(
         raise Misfit(advice, [_for_compiled_code(program, problem, have) for problem in problems])
     sections = tuple(replace(section, tensors=replaced(section.tensors, fitted)) for section in program.sections)
     result = replace(program, sections=sections)
-    swapped = Swap(result, weight_map.sources, weight_map.form, ignored, kept, tuple(compared))
+    notes = () if names is None or names.roundtrips else (convert.NOT_READ_BACK,)
+    swapped = Swap(result, weight_map.sources, weight_map.form, ignored, kept, tuple(compared), notes=notes)
     if by_loading is None:
         return swapped
     read = {output.key: output.source for output in by_loading.outputs}
@@ -441,7 +442,7 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
     )
     unchanged = all(same_values(old, new) for old, new in old_and_new)  # reads up to the first that differs
     output = options.target(path) or ""
-    notes = (*weights.notes, *not_looked_into(imports))
+    notes = (*weights.notes, *not_looked_into(imports), *swapped.notes)
     swapped = replace(swapped, source=program, weights=weights.source, output=output, unchanged=unchanged, notes=notes)
     if options.in_place and not options.no_undo:
         swapped = replace(swapped, undo=undo_of(path, size(path)))

@@ -104,6 +104,14 @@ class Doubled(Base):
         super()._load_from_state_dict(state, prefix, metadata, *rest)
 
 
+class AlwaysDoubled(Base):
+    """It loads twice what it saves."""
+
+    def _load_from_state_dict(self, state: State, prefix: str, *rest: Any) -> None:
+        state[f"{prefix}layer.weight"] = 2 * state[f"{prefix}layer.weight"]
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
 def renamed(state: State) -> State:
     return {key.replace("layer", "dense"): value for key, value in state.items()}
 
@@ -284,3 +292,17 @@ def test_values_that_a_load_hook_computes_are_not_called_the_same(version: int, 
     found = {entry["left"][0]: entry["status"] for entry in json.loads(done.out)["entries"]}
     assert done.status == 0
     assert found == dict.fromkeys(state, "same") | ({} if version == 2 else {"layer.weight": "transformed"})
+
+
+def test_model_that_does_not_load_what_it_saves_is_reported(tmp_path: Path, run: Run) -> None:
+    """The values in the file are those that the model had; loading gives others."""
+    state = trained(AlwaysDoubled).state_dict()
+    torch.save(state, tmp_path / "a.pt")
+    torch.export.save(torch.export.export(AlwaysDoubled(), (torch.tensor([0, 3]),)), tmp_path / "a.pt2")
+    done = run("diff", tmp_path / "a.pt", "--model", operand(AlwaysDoubled), "--format", "json")
+    entries = json.loads(done.out)["entries"]
+    assert [entry["left"] for entry in entries if entry["status"] != "same"] == [["layer.weight"]]
+    swapped = ("swap-weights", tmp_path / "a.pt2", tmp_path / "a.pt", "-o", tmp_path / "b.pt2", "--format", "json")
+    done = run(*swapped, "--model", operand(AlwaysDoubled))
+    assert [note["code"] for note in json.loads(done.out)["notes"]] == ["roundtrip"]
+    assert same(dict(torch.export.load(tmp_path / "b.pt2").state_dict), state)
