@@ -45,7 +45,7 @@ class Code(Enum):
     SAVING = "hook", "saving {0}"
     RUNTIME_KEY = "runtime-key", "{left} has the runtime name; the state_dict hook {0}"
     LOAD_HOOK = "load-hook", "a load hook accepts the keys of {left}"
-    LOAD_HOOK_COMPUTES = "load-hook", "a load hook computes other values from it"
+    LOAD_HOOK_CHANGES = "load-hook", "loading does not take this value as it is"
     LOAD_HOOK_DROPS = "load-hook", "a load hook removes it without an error"
     RUNTIME_NAME = (
         "runtime-name",

@@ -315,9 +315,9 @@ def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tup
     altered = set() if verdict is None else {(key,) for key in verdict.altered}
 
     def with_loss(entry: Entry) -> Entry:
-        if entry.left in altered:
-            return Entry("value", entry.left, entry.right, Cause(Code.ALTERED))
-        return lost.get(entry.left, entry) if entry.status == "same" else entry
+        if entry.status == "same" and entry.left in lost:
+            return lost[entry.left]
+        return Entry("value", entry.left, entry.right, Cause(Code.ALTERED)) if entry.left in altered else entry
 
     return tuple(map(with_loss, entries))
 
@@ -325,14 +325,17 @@ def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tup
 def _overwritten(names: Names, section: Section, verdict: Verdict | None) -> dict[tuple[str, ...], Entry]:
     """Return entries of tied keys for which the file has different values: loading keeps one of them."""
     have = section.by_key()
-    groups: dict[Ref, list[str]] = {}
+    groups: dict[Expression, list[str]] = {}
     for s in names.serialized:
-        if s.key in have and isinstance(s.source, Ref):
+        if s.key in have and s.source is not None and not ex.is_opaque(s.source):
             groups.setdefault(s.source, []).append(s.key)
     entries: dict[tuple[str, ...], Entry] = {}
-    for first, keys in groups.items():
-        source = None if verdict is None else verdict.reads.get(first.key)
-        last = source.key if isinstance(source, Ref) and source.key in keys else keys[-1]
+    for saved, keys in groups.items():
+        if len(keys) == 1:
+            continue
+        loaded = None if verdict is None else verdict.reads.get(next(ex.refs(saved), ""))
+        read = () if loaded is None else ex.refs(loaded)
+        last = next((key for key in read if key in keys), keys[-1])
         for key in keys:
             if not same_values(have[key], have[last]):
                 entries[key,] = Entry("value", (key,), (key,), Cause(Code.TIED_VALUE), None, f"loading keeps {last}")
@@ -340,27 +343,33 @@ def _overwritten(names: Names, section: Section, verdict: Verdict | None) -> dic
 
 
 def _otherwise(names: Names, have: Objects, verdict: Verdict) -> dict[tuple[str, ...], Entry]:
-    """Return entries of keys that the model saves and does not load as usual: a load hook takes or computes others."""
+    """Return entries of keys that the model saves, and whose values it does not get by loading them.
+
+    They are lost if loading takes other keys than those that it takes of a state dict of the model itself.
+    """
+    saved = {s.key: s.source for s in names.serialized}
+    key_of = {source: key for key, source in reversed(saved.items()) if isinstance(source, Ref)}
     used = {key for source in verdict.reads.values() if source is not None for key in ex.refs(source)}
-    not_read_back = {problem.key for problem in names.roundtrip_problems}
-    saved = {s.source: Ref(s.key) for s in reversed(names.serialized) if s.source is not None}
     entries: dict[tuple[str, ...], Entry] = {}
     for tensor in names.load:
-        source, usual = verdict.reads.get(tensor.fqn), tensor.source
-        if tensor.fqn in not_read_back:
-            usual = saved.get(Ref(tensor.fqn), usual)
-        if source is None or usual is None or source == usual:
+        if tensor.fqn not in verdict.reads or tensor.fqn in verdict.special:
             continue
-        keys, taken = list(ex.refs(usual)), list(ex.refs(source))
-        renamed = len(keys) == len(taken) and ex.substitute(usual, dict(zip(keys, map(Ref, taken))).__getitem__)
+        source, usual = (value and ex.without_cast(value) for value in (verdict.reads.get(tensor.fqn), tensor.source))
+        key = key_of.get(Ref(tensor.fqn))
+        expected = usual if key is None else Ref(key)
+        if expected is None or source == expected or (source is None and not verdict.ok):
+            continue
+        keys, taken = list(ex.refs(expected)), [] if source is None else list(ex.refs(source))
+        if isinstance(source, Ref) and isinstance(expected, Ref) and saved.get(source.key) == saved[expected.key]:
+            continue  # tied
+        renamed = len(keys) == len(taken) and ex.substitute(expected, dict(zip(keys, map(Ref, taken))).__getitem__)
         if renamed == source and all(key in have and same_values(have[key], have[it]) for key, it in zip(keys, taken)):
             continue
-        detail = f"it takes {', '.join(dict.fromkeys(taken))}" if taken else None
-        computed = {*keys} == {*taken} and ex.without_cast(source) != ex.without_cast(usual)
+        detail = f"it takes {', '.join(dict.fromkeys(taken))}" if {*taken} - {*keys} else None
         for key in (key for key in dict.fromkeys(keys) if key in have):
-            if computed:
-                entries[key,] = Entry("transformed", (key,), (key,), Cause(Code.LOAD_HOOK_COMPUTES))
-            elif key not in used:
+            if source == usual or key in used or (source is None and key not in verdict.altered):
+                entries[key,] = Entry("transformed", (key,), (key,), Cause(Code.LOAD_HOOK_CHANGES), None, detail)
+            else:
                 entries[key,] = Entry("value", (key,), (key,), Cause(Code.UNREAD_VALUE), None, detail)
     return entries
 

@@ -76,7 +76,7 @@ class Verdict:
     `doubtful`: it was found on tensors without data, and real tensors may refuse it. `by_values`: the model's code
     looked at values, or made some outside of torch: for other values `reads` may differ. `special` are the runtime
     tensors of another kind (quantized, subclasses): whether they keep a value is known only with values. `altered` are
-    the keys whose values they do not keep.
+    the keys whose values they do not keep, or that loading does not read, as far as that was tried.
     """
 
     ok: bool
@@ -145,16 +145,20 @@ def undecided(model: LoadedModel, unknown: Sequence[Problem]) -> CkptError:
 
 
 def _altered(instance: nn.Module, state: Mapping[str, Any], reads: Mapping[str, Expression | None]) -> Iterator[str]:
-    """Yield the keys whose values the instance, which has loaded `state`, does not keep in tensors of another kind."""
+    """Yield the keys whose values the instance, which has loaded `state`, does not keep.
+
+    These are values in tensors of another kind, and values that loading does not read.
+    """
     for item in listed(instance):
         source = reads.get(item.fqn)
-        value = state.get(source.key) if isinstance(source, Ref) else None
-        if not isinstance(source, Ref) or not isinstance(value, torch.Tensor):
+        key = item.fqn if source is None else source.key if isinstance(source, Ref) else None
+        value = None if key is None else state.get(key)
+        if not isinstance(value, torch.Tensor):
             continue
-        if is_special(value) or is_special(item.tensor):
+        if source is None or is_special(value) or is_special(item.tensor):
             kept = attempt(partial(_is_kept, value.detach(), item.tensor.detach()))
             if kept is not True:  # nor if the class cannot copy it back
-                yield source.key
+                yield str(key)
 
 
 def _is_kept(value: torch.Tensor, held: torch.Tensor) -> bool:

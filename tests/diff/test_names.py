@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -17,6 +16,7 @@ from ckpttool.diffing.names import compare_load, compare_names, compare_through,
 from ckpttool.diffing.result import Entry
 from ckpttool.diffing.sections import Values
 from ckpttool.evaluate.compare import difference
+from ckpttool.tracing.loading import Verdict
 
 HIDE, FUSE, ADD = (Hook(name, "net.py", line, "") for line, name in enumerate(("hide", "fuse", "add"), 1))
 FUSED = Op("aten.cat.default", ((Ref("q"), Ref("k")),))
@@ -187,7 +187,7 @@ def test_different_values_under_a_tied_name_are_reported_as_lost() -> None:
     assert differences(compare_load(names, section(*entries), None)) == [
         ("value", "w", "w", f"{reason}: loading keeps twin")
     ]
-    verdict: Any = type("Verdict", (), {"reads": {"w": Ref("w")}, "ok": True, "unexpected": (), "altered": ()})
+    verdict = Verdict(True, (), (), (), (), {"w": Ref("w")})
     assert differences(compare_load(names, section(*entries), verdict)) == [
         ("value", "twin", "twin", f"{reason}: loading keeps w")
     ]
@@ -196,11 +196,7 @@ def test_different_values_under_a_tied_name_are_reported_as_lost() -> None:
 
 def test_keys_that_load_hooks_accept_are_explained() -> None:
     """A hook reads one key under its old name and removes another; a third is not needed."""
-    verdict: Any = type(
-        "Verdict",
-        (),
-        {"reads": {"w": Ref("old"), "q": HALVES[0], "k": HALVES[1]}, "ok": True, "unexpected": ("bad",), "altered": ()},
-    )
+    verdict = Verdict(True, (), ("bad",), (), (), {"w": Ref("old"), "q": HALVES[0], "k": HALVES[1]})
     result = compare_load(NAMES, section("old", "bad", "removed", *ALL_KEYS[1:]), verdict)
     assert differences(result) == [
         ("extra_state", "_extra_state", "_extra_state", "extra state"),
@@ -208,7 +204,7 @@ def test_keys_that_load_hooks_accept_are_explained() -> None:
         ("unexpected", "bad", "", "not in right"),
         ("unexpected", "removed", "", "not in right; a load hook removes it without an error"),
     ]
-    verdict.ok, verdict.reads = False, {}
+    verdict = replace(verdict, ok=False, reads={})
     assert ("unexpected", "removed", "", "not in right") in differences(
         compare_load(NAMES, section("removed", *ALL_KEYS), verdict)
     )

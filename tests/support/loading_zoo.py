@@ -280,6 +280,28 @@ def selects_rows() -> nn.Module:
     return model
 
 
+def _with_load_hook(change: Callable[[dict, str], object]) -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("scale", torch.ones(2))
+    model._register_load_state_dict_pre_hook(lambda sd, prefix, *args: change(sd, prefix))
+    return model
+
+
+@pattern
+def resets_a_buffer() -> nn.Module:
+    return _with_load_hook(lambda sd, p: sd.update({p + "scale": torch.full_like(sd[p + "scale"], 3)}))
+
+
+@pattern
+def exchanges_on_loading() -> nn.Module:
+    return _with_load_hook(lambda sd, p: sd.update({p + "scale": sd[p + "bias"], p + "bias": sd[p + "scale"]}))
+
+
+@pattern
+def doubles_on_loading() -> nn.Module:
+    return _with_load_hook(lambda sd, p: sd.update({p + "bias": sd[p + "bias"] * 2}))
+
+
 # Objects
 
 
