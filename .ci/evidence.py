@@ -113,8 +113,8 @@ def changed() -> list[str]:
 
 
 def head() -> str:
-    """The last commit that changed something outside of docs/, so that the runs of one tree have one commit."""
-    return git("log", "-1", "--format=%h", "--abbrev=8", "--", ".", ":!docs")
+    """The last commit that changed more than pages, so that the runs of one tree have one commit."""
+    return git("log", "-1", "--format=%h", "--abbrev=8", "--", ".", ":!docs", ":!*.md")
 
 
 def used() -> float:
