@@ -370,6 +370,10 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
         verdict = optimizer_verdict(model.definition(), load_optimizer(model.optimizer), section)
     fit = compare_with_optimizer(SavedOptimizer.of(checkpoint, section), names, verdict)
     notes = [*fit.notes]
+    if verdict is not None and verdict.converted and not ignore_dtype:
+        what = plural(len(verdict.converted), "tensor")
+        text = f"loading converts {what} of the state to the parameter's dtype: {some(verdict.converted)}"
+        notes.append(Note(text, "converts"))
     if checkpoint.state_dicts:
         model_loads = False
         command = shell("ckpttool", "diff", *model.words, checkpoint.source)

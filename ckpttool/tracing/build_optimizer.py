@@ -6,7 +6,7 @@ import contextlib
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from ckpttool.core.text import a, plural
 from ckpttool.core.values import dataclass
 from ckpttool.optimizers import forms
 from ckpttool.tracing.build_model import LoadedModel, find, prints_once, says_meta, user_code
-from ckpttool.tracing.instances import is_cheap, memory_available
+from ckpttool.tracing.instances import dtype_name, is_cheap, memory_available
 
 _FORM = "an optimizer is a function of the model that returns a torch.optim.Optimizer: file.py:make_optimizer"
 _OWNER = "ckpttool.owner"  # added to the state of each parameter, to see which parameter gets it
@@ -135,12 +135,13 @@ class OptimizerVerdict:
 
     `landed`: the FQN of each parameter that got state -> the id of that state in the file; empty for a state that names
     its parameters. `error` is what loading, or one of two steps after it, raises; `stepped` says whether a step could
-    be tried at all.
+    be tried at all. `converted` are tensors of the state that loading converts, as text.
     """
 
     landed: Mapping[str, Param]
     error: str | None
     stepped: bool
+    converted: tuple[str, ...] = ()
 
 
 def optimizer_verdict(model: LoadedModel, optimizer: LoadedOptimizer, section: Section) -> OptimizerVerdict | None:
@@ -181,12 +182,25 @@ def _verdict(trial: _Trial) -> OptimizerVerdict | None:
                 values = marked.optimizer.state.get(parameter, {})
                 if _OWNER in values:
                     landed[fqn] = values[_OWNER]
+    converted = () if trial.form == FLAT else tuple(_converted(run, trial.state()[STATE], landed))
     if not steps:
-        return OptimizerVerdict(landed, None, False)
+        return OptimizerVerdict(landed, None, False, converted)
     error = _raised(run.two_steps)
     if error is not None and says_meta(error):  # the file's hyperparameters need values, which meta tensors do not have
-        return OptimizerVerdict(landed, None, False)
-    return OptimizerVerdict(landed, error, True)
+        return OptimizerVerdict(landed, None, False, converted)
+    return OptimizerVerdict(landed, error, True, converted)
+
+
+def _converted(run: _Run, saved: Mapping[Param, Any], landed: Mapping[str, Param]) -> Iterator[str]:
+    """Yield the tensors of the state that have another dtype once they are loaded: torch takes the parameter's."""
+    for fqn, parameter in run.model.named_parameters():
+        before, after = saved.get(landed.get(fqn, fqn)), run.optimizer.state.get(parameter)
+        if not isinstance(before, Mapping) or not isinstance(after, Mapping):
+            continue
+        for name, value in after.items():
+            old = before.get(name)
+            if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor) and value.dtype != old.dtype:
+                yield f"{fqn}.{name} ({dtype_name(old.dtype)} to {dtype_name(value.dtype)})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import json
 from itertools import permutations
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import optimizer_models as models
 from ckpttool.diffing.optimizer import SavedOptimizer, compare_optimizers, compare_with_optimizer
@@ -201,3 +204,34 @@ def test_two_files_without_names_are_compared_by_id(tmp_path: Path) -> None:
         entries
     )
     assert by_id
+
+
+@pytest.mark.parametrize("form", ["ids", "names"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_state_that_torch_converts_is_listed(dtype: str, form: str, tmp_path: Path, run: Run) -> None:
+    """`Optimizer.load_state_dict` gives the state the dtype of the parameter, except step counters."""
+    (tmp_path / "net.py").write_text(
+        f"import torch\ndef build(): return torch.nn.Linear(2, 2, dtype=torch.{dtype})\n"
+        "def adamw(model): return torch.optim.AdamW(model.parameters())\n"
+    )
+    saved = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(saved.parameters())
+    saved(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    net = nn.Linear(2, 2, dtype=getattr(torch, dtype))
+    resumed = torch.optim.AdamW(net.parameters())
+    resumed.load_state_dict(optimizer.state_dict())
+    converted = [
+        f"{fqn}.{name}"
+        for fqn, parameter in net.named_parameters()
+        for name, value in resumed.state[parameter].items()
+        if value.dtype != torch.float32
+    ]
+    assert len(converted) == (0 if dtype == "float32" else 4)
+    state = optimizer.state_dict() if form == "ids" else get_optimizer_state_dict(saved, optimizer)
+    torch.save({"model": net.state_dict(), "optimizer": state}, tmp_path / "a.pt")
+    options = ("--model", f"{tmp_path / 'net.py'}:build", "--optimizer", f"{tmp_path / 'net.py'}:adamw")
+    done = run("diff", tmp_path / "a.pt", *options, "--format", "json")
+    notes = [note["text"] for note in json.loads(done.out)["notes"] if note["code"] == "converts"]
+    assert (done.status, len(notes)) == (0, bool(converted))
+    assert all(name in notes[0] for name in converted)
