@@ -367,7 +367,7 @@ def _otherwise(names: Names, have: Objects, verdict: Verdict) -> dict[tuple[str,
             continue
         detail = f"it takes {', '.join(dict.fromkeys(taken))}" if {*taken} - {*keys} else None
         for key in (key for key in dict.fromkeys(keys) if key in have):
-            if source == usual or key in used or (source is None and key not in verdict.altered):
+            if source == usual or key in used or (source is None and key not in verdict.unread):
                 entries[key,] = Entry("transformed", (key,), (key,), Cause(Code.LOAD_HOOK_CHANGES), None, detail)
             else:
                 entries[key,] = Entry("value", (key,), (key,), Cause(Code.UNREAD_VALUE), None, detail)

@@ -76,7 +76,8 @@ class Verdict:
     `doubtful`: it was found on tensors without data, and real tensors may refuse it. `by_values`: the model's code
     looked at values, or made some outside of torch: for other values `reads` may differ. `special` are the runtime
     tensors of another kind (quantized, subclasses): whether they keep a value is known only with values. `altered` are
-    the keys whose values they do not keep, or that loading does not read, as far as that was tried.
+    the keys whose values they do not keep; `unread` are those that loading replaces by values of its own, as far as
+    that was tried.
     """
 
     ok: bool
@@ -90,6 +91,7 @@ class Verdict:
     by_values: bool = False
     special: tuple[str, ...] = ()
     altered: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 def load_verdict(model: LoadedModel, section: Section) -> Verdict:
@@ -117,10 +119,11 @@ def load_verdict(model: LoadedModel, section: Section) -> Verdict:
         if assigns:
             assigns = failure_of_loading(model.build(True), stored(section, True).state, assign=True) is None
         ok = failed is None
-        altered = tuple(_altered(instance, state, verdict.reads)) if ok else ()
-        return replace(
-            verdict, ok=ok, missing=missing, unexpected=unexpected, errors=errors, assigns=assigns, altered=altered
-        )
+        verdict = replace(verdict, ok=ok, missing=missing, unexpected=unexpected, errors=errors, assigns=assigns)
+        if not ok:
+            return replace(verdict, altered=(), unread=())
+        altered, unread = (tuple(find(instance, state, verdict.reads)) for find in (_altered, _unread))
+        return replace(verdict, altered=altered, unread=unread)
 
     need = 2 * sum(entry.nbytes for entry in section.tensors)
     if model.materialize or needs_values(section):
@@ -145,20 +148,26 @@ def undecided(model: LoadedModel, unknown: Sequence[Problem]) -> CkptError:
 
 
 def _altered(instance: nn.Module, state: Mapping[str, Any], reads: Mapping[str, Expression | None]) -> Iterator[str]:
-    """Yield the keys whose values the instance, which has loaded `state`, does not keep.
-
-    These are values in tensors of another kind, and values that loading does not read.
-    """
+    """Yield the keys whose values the instance, which has loaded `state`, does not keep in tensors of another kind."""
     for item in listed(instance):
         source = reads.get(item.fqn)
-        key = item.fqn if source is None else source.key if isinstance(source, Ref) else None
-        value = None if key is None else state.get(key)
-        if not isinstance(value, torch.Tensor):
+        value = state.get(source.key) if isinstance(source, Ref) else None
+        if not isinstance(source, Ref) or not isinstance(value, torch.Tensor):
             continue
-        if source is None or is_special(value) or is_special(item.tensor):
+        if is_special(value) or is_special(item.tensor):
             kept = attempt(partial(_is_kept, value.detach(), item.tensor.detach()))
             if kept is not True:  # nor if the class cannot copy it back
-                yield str(key)
+                yield source.key
+
+
+def _unread(instance: nn.Module, state: Mapping[str, Any], reads: Mapping[str, Expression | None]) -> Iterator[str]:
+    """Yield the keys of tensors that loading sets to another value of its own, instead of the one in `state`."""
+    for item in listed(instance):
+        value = state.get(item.fqn)
+        if item.fqn not in reads or reads[item.fqn] is not None or not isinstance(value, torch.Tensor):
+            continue
+        if attempt(partial(_is_kept, value.detach(), item.tensor.detach())) is not True:
+            yield item.fqn
 
 
 def _is_kept(value: torch.Tensor, held: torch.Tensor) -> bool:

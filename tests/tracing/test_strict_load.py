@@ -258,7 +258,8 @@ def not_given(operand: str, path: Path, keys: list[str]) -> list[str]:
 
 def _is_plain(value: Any) -> bool:
     is_tensor = type(value) in (torch.Tensor, nn.Parameter)
-    return is_tensor and value.layout == torch.strided and not value.is_quantized and value.device.type == "cpu"
+    strided = is_tensor and value.layout == torch.strided and not value.is_nested
+    return strided and not value.is_quantized and value.device.type == "cpu"
 
 
 def _bits(value: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
