@@ -62,7 +62,7 @@ class Code(Enum):
     CONVERTED = "value", "different values even after conversion"
     UNREAD = "unread-value", "values not compared"
     TIED_VALUE = "tied-value", "tied, but the file has different values under another of its names: loading loses one"
-    UNREAD_VALUE = "unread-value", "the model saves this key, and loading this file does not read it"
+    LOST_VALUE = "lost-value", "the model saves this key, and loading this file does not read it"
     ALTERED = "altered-value", "loading does not keep this value: the model's tensor is quantized or of another class"
     # Values that are found under another name or in another order
     MOVED = "moved", "{left} `{0}` is {right} `{1}`"

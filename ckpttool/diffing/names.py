@@ -345,7 +345,7 @@ def _overwritten(names: Names, section: Section, verdict: Verdict | None) -> dic
 def _otherwise(names: Names, have: Objects, verdict: Verdict) -> dict[tuple[str, ...], Entry]:
     """Return entries of keys that the model saves, and whose values it does not get by loading them.
 
-    They are lost if loading takes other keys than those that it takes of a state dict of the model itself.
+    They are lost if loading takes other keys here, and not whenever the model loads its own state dict.
     """
     saved = {s.key: s.source for s in names.serialized}
     key_of = {source: key for key, source in reversed(saved.items()) if isinstance(source, Ref)}
@@ -367,10 +367,10 @@ def _otherwise(names: Names, have: Objects, verdict: Verdict) -> dict[tuple[str,
             continue
         detail = f"it takes {', '.join(dict.fromkeys(taken))}" if {*taken} - {*keys} else None
         for key in (key for key in dict.fromkeys(keys) if key in have):
-            if source == usual or key in used or (source is None and key not in verdict.unread):
+            if source == usual or key in used or (source is None and key not in verdict.replaced):
                 entries[key,] = Entry("transformed", (key,), (key,), Cause(Code.LOAD_HOOK_CHANGES), None, detail)
             else:
-                entries[key,] = Entry("value", (key,), (key,), Cause(Code.UNREAD_VALUE), None, detail)
+                entries[key,] = Entry("value", (key,), (key,), Cause(Code.LOST_VALUE), None, detail)
     return entries
 
 

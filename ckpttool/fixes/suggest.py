@@ -224,7 +224,7 @@ _UNFIXED: dict[str, tuple[str, str]] = {
     "dtype": ("tensor", "of a different dtype"),
     "value": ("tensor", "with different values, which no rename fixes"),
     "tied-value": ("tensor", "with two values under its names"),
-    "unread-value": ("key", "whose values loading does not read"),
+    "lost-value": ("key", "whose values loading does not read"),
     "unexpected": ("key", "not in right"),
     "renamed": ("key", "under another name"),
     "transformed": ("key", "computed when the model is saved"),

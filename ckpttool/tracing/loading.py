@@ -76,7 +76,7 @@ class Verdict:
     `doubtful`: it was found on tensors without data, and real tensors may refuse it. `by_values`: the model's code
     looked at values, or made some outside of torch: for other values `reads` may differ. `special` are the runtime
     tensors of another kind (quantized, subclasses): whether they keep a value is known only with values. `altered` are
-    the keys whose values they do not keep; `unread` are those that loading replaces by values of its own, as far as
+    the keys whose values they do not keep; `replaced` are those that loading replaces by values of its own, as far as
     that was tried.
     """
 
@@ -91,7 +91,7 @@ class Verdict:
     by_values: bool = False
     special: tuple[str, ...] = ()
     altered: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
 
 
 def load_verdict(model: LoadedModel, section: Section) -> Verdict:
@@ -121,9 +121,9 @@ def load_verdict(model: LoadedModel, section: Section) -> Verdict:
         ok = failed is None
         verdict = replace(verdict, ok=ok, missing=missing, unexpected=unexpected, errors=errors, assigns=assigns)
         if not ok:
-            return replace(verdict, altered=(), unread=())
-        altered, unread = (tuple(find(instance, state, verdict.reads)) for find in (_altered, _unread))
-        return replace(verdict, altered=altered, unread=unread)
+            return replace(verdict, altered=(), replaced=())
+        altered, replaced = (tuple(find(instance, state, verdict.reads)) for find in (_altered, _replaced))
+        return replace(verdict, altered=altered, replaced=replaced)
 
     need = 2 * sum(entry.nbytes for entry in section.tensors)
     if model.materialize or needs_values(section):
@@ -160,7 +160,7 @@ def _altered(instance: nn.Module, state: Mapping[str, Any], reads: Mapping[str, 
                 yield source.key
 
 
-def _unread(instance: nn.Module, state: Mapping[str, Any], reads: Mapping[str, Expression | None]) -> Iterator[str]:
+def _replaced(instance: nn.Module, state: Mapping[str, Any], reads: Mapping[str, Expression | None]) -> Iterator[str]:
     """Yield the keys of tensors that loading sets to another value of its own, instead of the one in `state`."""
     for item in listed(instance):
         value = state.get(item.fqn)

@@ -275,7 +275,7 @@ def test_diff_reports_values_that_a_load_hook_replaces_by_others(equal: bool, tm
     torch.save(state, tmp_path / "both.pt")
     done = run("diff", tmp_path / "both.pt", "--model", operand(Renamed), "--format", "json")
     found = {tuple(entry["left"]): entry for entry in json.loads(done.out)["entries"]}
-    assert (done.status, found["layer.weight",].get("code")) == ((0, None) if equal else (1, "unread-value"))
+    assert (done.status, found["layer.weight",].get("code")) == ((0, None) if equal else (1, "lost-value"))
     drop = shlex.split(f"remap {tmp_path / 'both.pt'} --drop layer.weight -o {tmp_path / 'one.pt'}")
     assert run(*drop).status == 0
     assert run("diff", tmp_path / "one.pt", "--model", operand(Renamed)).status == 0
