@@ -322,18 +322,26 @@ def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tup
     return tuple(map(with_loss, entries))
 
 
+def _tied(names: Names) -> dict[str, list[str]]:
+    """Map each key that the model saves to the keys with the same value: itself, and its tied ones."""
+    groups: dict[Expression | str, list[str]] = {}
+    of: dict[str, list[str]] = {}
+    for s in names.serialized:
+        of[s.key] = groups.setdefault(s.key if s.source is None or ex.is_opaque(s.source) else s.source, [])
+        of[s.key].append(s.key)
+    return of
+
+
 def _overwritten(names: Names, section: Section, verdict: Verdict | None) -> dict[tuple[str, ...], Entry]:
     """Return entries of tied keys for which the file has different values: loading keeps one of them."""
     have = section.by_key()
-    groups: dict[Expression, list[str]] = {}
-    for s in names.serialized:
-        if s.key in have and s.source is not None and not ex.is_opaque(s.source):
-            groups.setdefault(s.source, []).append(s.key)
+    saved = {s.key: s.source for s in names.serialized}
     entries: dict[tuple[str, ...], Entry] = {}
-    for saved, keys in groups.items():
-        if len(keys) == 1:
+    for first, group in _tied(names).items():
+        keys, source = [key for key in group if key in have], saved[first]
+        if first != group[0] or len(keys) < 2 or source is None:
             continue
-        loaded = None if verdict is None else verdict.reads.get(next(ex.refs(saved), ""))
+        loaded = None if verdict is None else verdict.reads.get(next(ex.refs(source), ""))
         read = () if loaded is None else ex.refs(loaded)
         last = next((key for key in read if key in keys), keys[-1])
         for key in keys:
@@ -342,29 +350,46 @@ def _overwritten(names: Names, section: Section, verdict: Verdict | None) -> dic
     return entries
 
 
+def _loading(names: Names, verdict: Verdict) -> Iterator[tuple[Expression | None, Expression, Expression | None]]:
+    """Yield, for each tensor of a known kind, what loading gives it: usually, in full, and here.
+
+    Usually: of the model's own state dict. In full: the key that saves it, if there is one. Here: of the file.
+    """
+    key_of = {s.source: s.key for s in reversed(names.serialized) if isinstance(s.source, Ref)}
+    for tensor in names.load:
+        if tensor.fqn in verdict.reads and tensor.fqn not in verdict.special:
+            usual, here = (x and ex.without_cast(x) for x in (tensor.source, verdict.reads[tensor.fqn]))
+            key = key_of.get(Ref(tensor.fqn))
+            full = usual if key is None else Ref(key)
+            if full is not None:
+                yield usual, full, here
+
+
+def _other_keys(value: Expression, source: Expression | None) -> dict[str, str] | None:
+    """Return the keys in `source` by the keys in `value`; None if the computations differ otherwise."""
+    if source is None:
+        return None
+    keys = dict(zip(ex.refs(value), ex.refs(source)))
+    return keys if substitute(value, lambda key: Ref(keys.get(str(key), ""))) == source else None
+
+
 def _otherwise(names: Names, have: Objects, verdict: Verdict) -> dict[tuple[str, ...], Entry]:
     """Return entries of keys that the model saves, and whose values it does not get by loading them.
 
     They are lost if loading takes other keys here, and not whenever the model loads its own state dict.
     """
-    saved = {s.key: s.source for s in names.serialized}
-    key_of = {source: key for key, source in reversed(saved.items()) if isinstance(source, Ref)}
+    tied = _tied(names)
     used = {key for source in verdict.reads.values() if source is not None for key in ex.refs(source)}
     entries: dict[tuple[str, ...], Entry] = {}
-    for tensor in names.load:
-        if tensor.fqn not in verdict.reads or tensor.fqn in verdict.special:
+    for usual, value, source in _loading(names, verdict):
+        if source == value or (source is None and not verdict.ok):
             continue
-        source, usual = (value and ex.without_cast(value) for value in (verdict.reads.get(tensor.fqn), tensor.source))
-        key = key_of.get(Ref(tensor.fqn))
-        expected = usual if key is None else Ref(key)
-        if expected is None or source == expected or (source is None and not verdict.ok):
+        if isinstance(source, Ref) and isinstance(value, Ref) and source.key in tied.get(value.key, ()):
             continue
-        keys, taken = list(ex.refs(expected)), [] if source is None else list(ex.refs(source))
-        if isinstance(source, Ref) and isinstance(expected, Ref) and saved.get(source.key) == saved[expected.key]:
-            continue  # tied
-        renamed = len(keys) == len(taken) and ex.substitute(expected, dict(zip(keys, map(Ref, taken))).__getitem__)
-        if renamed == source and all(key in have and same_values(have[key], have[it]) for key, it in zip(keys, taken)):
+        others = _other_keys(value, source)
+        if others is not None and all(key in have and same_values(have[key], have[it]) for key, it in others.items()):
             continue
+        keys, taken = list(ex.refs(value)), [] if source is None else list(ex.refs(source))
         detail = f"it takes {', '.join(dict.fromkeys(taken))}" if {*taken} - {*keys} else None
         for key in (key for key in dict.fromkeys(keys) if key in have):
             if source == usual or key in used or (source is None and key not in verdict.replaced):
@@ -444,18 +469,23 @@ def _call_variants(names: Names, section: Section, mine: Objects, theirs: dict[s
 
 def _by_load_hook(names: Names, verdict: Verdict, mine: Objects, theirs: dict[str, None]) -> list[Entry]:
     """Pair keys that a load hook accepts with the keys that the model saves, and remove them from both sides."""
-    reads = {key.key: verdict.reads.get(key.source.key) for key in names.serialized if isinstance(key.source, Ref)}
-    links = {
-        key: [name for name in dict.fromkeys(ex.refs(source)) if name in mine]
-        for key in theirs
-        if (source := reads.get(key)) is not None
-    }
+    tied = _tied(names)
+    links: dict[str, list[str]] = {}
+    computed: set[str] = set()
+    for _, value, source in _loading(names, verdict):
+        others = _other_keys(value, source)
+        taken = [] if source is None else list(ex.refs(source))
+        for key in ex.refs(value):
+            lefts = [name for name in (taken if others is None else [others[key]]) if name in mine]
+            for name in (name for name in tied.get(key, ()) if lefts and name in theirs):
+                links.setdefault(name, []).extend(lefts)
+                computed.update([name] if others is None else ())
     entries = []
-    for keys, lefts in _components({key: found for key, found in links.items() if found}):
-        source = reads[keys[0]]
-        is_whole = len(keys) == 1 and source is not None and isinstance(ex.without_cast(source), Ref)
-        status = "renamed" if is_whole else "transformed"
-        entries.append(Entry(status, tuple(lefts), tuple(keys), Cause(Code.LOAD_HOOK)))
+    for keys, lefts in _components(links):
+        is_whole = len(keys) == len(lefts) == 1 and computed.isdisjoint(keys)
+        entries.append(
+            Entry("renamed" if is_whole else "transformed", tuple(lefts), tuple(keys), Cause(Code.LOAD_HOOK))
+        )
         for key in lefts:
             del mine[key]
         for key in keys:

@@ -249,7 +249,7 @@ def _unfixed(question: Question, best: Trial | None) -> tuple[Unfixed, ...]:
     accepted = (HARMLESS | question.diff.harmless) - {"alias"}
     keys: dict[str, list[str]] = {}
     for entry in entries:
-        if not entry.is_one_of(accepted) and not (entry.status == "dtype" and question.options.ignore_dtype):
+        if not entry.is_one_of(accepted):
             keys.setdefault(_code(entry), []).append((entry.right or entry.left or ("",))[0])
     codes = [*_UNFIXED, *keys]
     return tuple(Unfixed(code, tuple(keys[code])) for code in dict.fromkeys(codes) if code in keys)

@@ -44,6 +44,21 @@ class Renamed(Base):
             state[key.replace("dense", "layer")] = state.pop(key)
 
 
+class Transposed(Renamed):
+    """It saves the weight of its layer transposed, as its earlier version did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._register_state_dict_hook(self.transpose)
+
+    def transpose(self, _: nn.Module, state: State, prefix: str, *__: Any) -> None:
+        state[f"{prefix}layer.weight"] = state[f"{prefix}layer.weight"].t()
+
+    def read_old(self, state: State, prefix: str, *rest: Any) -> None:
+        super().read_old(state, prefix, *rest)
+        self.transpose(self, state, prefix)
+
+
 class Normed(Base):
     """`torch.nn.utils.parametrizations.weight_norm` reads what `torch.nn.utils.weight_norm` wrote."""
 
@@ -130,7 +145,12 @@ def split(state: State) -> State:
     return {**{key: value for key, value in state.items() if not key.startswith("layer")}, **parts}
 
 
-OLD: dict[type[nn.Module], Callable[[State], State]] = {Renamed: renamed, Normed: normed, Split: split}
+OLD: dict[type[nn.Module], Callable[[State], State]] = {
+    Renamed: renamed,
+    Transposed: renamed,
+    Normed: normed,
+    Split: split,
+}
 
 
 def trained(model: type[nn.Module]) -> nn.Module:
@@ -262,6 +282,16 @@ def test_diff_pairs_old_keys_with_the_keys_that_the_model_saves(
     assert {key for entry in by_hook for key in entry["right"]} == model().state_dict().keys() - state.keys()
     assert {"missing", "unexpected"}.isdisjoint(found["summary"])
     assert {entry["code"] for entry in found["unfixed"]} <= {"dtype"}
+
+
+def test_diff_lists_a_key_with_another_name_once_even_if_saving_computes_it(tmp_path: Path, run: Run) -> None:
+    torch.save(old_state(Transposed), tmp_path / "old.pt")
+    done = run("diff", tmp_path / "old.pt", "--model", operand(Transposed), "--format", "json")
+    differing = [entry for entry in json.loads(done.out)["entries"] if entry["status"] not in ("same", "alias")]
+    assert [(entry["status"], entry["left"], entry["right"]) for entry in differing] == [
+        ("renamed", ["dense.weight"], ["layer.weight"]),
+        ("renamed", ["dense.bias"], ["layer.bias"]),
+    ]
 
 
 @pytest.mark.parametrize("equal", [True, False])
