@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +27,7 @@ from ckpttool.naming.match import NameTables
 from ckpttool.operands.checkpoint import saved_state_dicts
 from ckpttool.operands.model import ModelOperand
 from ckpttool.optimizers.forms import class_of, lacking, read, same_option
-from ckpttool.optimizers.identify import Parameters, ParamMap, own_names, owners, same_key_order
+from ckpttool.optimizers.identify import Parameters, ParamMap, in_file, own_names, owners, same_key_order, saved_order
 from ckpttool.optimizers.transform import arranged, carry, different, identity
 
 if TYPE_CHECKING:
@@ -100,9 +101,12 @@ def group_entries(left: OptimizerState, right: OptimizerState, misassigned: Misa
 
 
 def _paired_groups(left: OptimizerState, right: OptimizerState, home: Mapping[Param, int]) -> dict[int, int]:
-    """Pair the groups that share most parameters, and the rest by position. `home`: the group of right's parameters."""
+    """Pair the groups that share most parameters, and the rest by position. `home`: the group of right's parameters.
+
+    One group that is split keeps its position.
+    """
     taken, pairs = set[int](), dict[int, int]()
-    for index, group in enumerate(left.groups):
+    for index, group in enumerate(left.groups if len(left.groups) > 1 else ()):
         shared = Counter(home[param] for param in group.params if param in home)
         best = next((other for other, _ in shared.most_common() if other not in taken), None)
         if best is not None:
@@ -519,7 +523,7 @@ def compare_with_optimizer(
 def _with_old_model(
     fit: OptimizerFit, state: OptimizerState, target: Parameters, saved: SavedOptimizer
 ) -> OptimizerFit:
-    """Return the fit with the remedy that names the model that saved the file."""
+    """Return the fit with the remedy that names the model that saved the file, or the optimizer if it is this model."""
     sizes = [len(group.params) for group in state.groups]
     same_groups: bool | None = sizes == [len(group) for group in target.groups]
     if not same_groups and (state.form != ID or len(sizes) == 1 or all(group.param_names for group in state.groups)):
@@ -532,30 +536,33 @@ def _with_old_model(
             "one tensor, rename it first, for model and optimizer: remap --rule 'FROM => TO' --optimizer-keys fqn"
         )
         return replace(fit, remedy=None, notes=(*fit.notes, Note(text, "optimizer-names")))
+    ids = state.form == ID and in_file(state)[0] is None
+    if ids and not foreign and saved_order(saved.models, target.names, target.shapes) == ():
+        return replace(fit, remedy=Remedy("old_optimizer"))
     return replace(fit, remedy=Remedy("old_model", None, same_groups, foreign))
 
 
 def _owners(state: OptimizerState, names: Names, saved: SavedOptimizer) -> tuple[ParamMap | None, list[str]]:
     """Return the parameters that the state belongs to, None if they are unknown, and notes.
 
-    State with other groups than the optimizer's was saved by another optimizer: its ids are in the model's order.
+    State with other groups than the optimizer's was saved by another optimizer: its ids are in the model's order. So
+    is state with other shapes, if these and the file's state dict confirm the order.
     """
     notes = list[str]()
+    known: ParamMap | None = None
     try:
-        param_map = owners(state, names, "left", saved.models)
+        known = owners(state, names, "left", saved.models)
     except Refused as error:
         notes.append(refusal(error))
-        if state.form != ID:
-            return None, notes
-        try:
+    if state.form == ID and (known is None or known.doubt is not None):
+        with suppress(Refused):
             without_optimizer = replace(names, optimizer=(), optimizer_class=None, optimizer_groups=())
-            param_map = owners(state, without_optimizer, "left", saved.models)
-        except Refused:
-            return None, notes
-        notes = list[str]()
-    if param_map.doubt is not None:
-        notes.append(Note(f"left: {param_map.doubt.message}: {param_map.doubt.problems[0]}", "doubtful-ids"))
-    return param_map, notes
+            other = owners(state, without_optimizer, "left", saved.models)
+            if known is None or (other.doubt is None and not other.assumed):
+                known, notes = other, []
+    if known is not None and known.doubt is not None:
+        notes.append(Note(f"left: {known.doubt.message}: {known.doubt.problems[0]}", "doubtful-ids"))
+    return known, notes
 
 
 def _has_same_parameters(state: OptimizerState, target: Parameters) -> bool:

@@ -135,15 +135,18 @@ class Remedy:
     """How the state of a saved optimizer could be fixed.
 
     `way`: order its parameters by name (``by_name``); put them into the groups of the optimizer that loads it
-    (``regroup``); name the model that saved it (``old_model``); leave the state out (``drop_state``). For two saved
-    optimizers: bring the left into the right's order and groups (``like_right``), or only into its form of keys
-    (``keys``; ``keys_by_model`` if that needs a model). `form` is the form of the keys, None if it stays.
+    (``regroup``); name the model (``old_model``) or the optimizer (``old_optimizer``) that saved it; leave the state
+    out (``drop_state``). For two saved optimizers: bring the left into the right's order and groups (``like_right``),
+    or only into its form of keys (``keys``; ``keys_by_model`` if that needs a model). `form` is the form of the keys,
+    None if it stays.
 
     For ``old_model``, `same_groups` says whether the same optimizer can have saved the file and load it (None:
     its ids are in the model's order), and `foreign_keys` are tensors that the new model does not have.
     """
 
-    way: Literal["by_name", "regroup", "old_model", "drop_state", "like_right", "keys", "keys_by_model"]
+    way: Literal[
+        "by_name", "regroup", "old_model", "old_optimizer", "drop_state", "like_right", "keys", "keys_by_model"
+    ]
     form: str | None = None
     same_groups: bool | None = None
     foreign_keys: tuple[str, ...] = ()

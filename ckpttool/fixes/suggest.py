@@ -428,6 +428,10 @@ def _optimizer_fixes(question: Question, remedy: Remedy) -> Fixes:
         asked = replace(question, left=file, optimizer_path=optimizer_path)
         most = question.remaining(question.diff)
         fix = try_remap(asked, options, word, most) or try_remap(asked, options, word, most, loses_state=True)
+        if fix is not None and not fix.after.identical and options.model is not None and not fix.stateless:
+            with_keys = replace(options, to="serialized")  # of the model in the file, which does not fit either
+            tried = (try_remap(asked, one, word, most) for one in (with_keys, replace(with_keys, from_="runtime")))
+            fix = next((one for one in tried if one is not None and one.after.identical), fix)
         if fix is not None:
             left_out = (
                 f"the command leaves out the state of {some(fix.stateless)}, which the optimizer of right does not have"
@@ -450,6 +454,8 @@ def optimizer_remap(question: Question, remedy: Remedy) -> Candidate:
         return "ordered", RemapOptions(**model, optimizer=optimizer, optimizer_keys=form)
     if remedy.way == "regroup":
         return "mapped", RemapOptions(**model, to_optimizer=optimizer)
+    if remedy.way == "old_optimizer":
+        return "mapped", RemapOptions(**model, optimizer="OLD_OPTIMIZER", to_optimizer=optimizer or "OPTIMIZER")
     if remedy.way == "like_right":
         options = RemapOptions(**model, to_optimizer=optimizer or "OPTIMIZER", optimizer_keys=form)
         return form or "ordered", options

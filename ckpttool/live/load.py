@@ -42,7 +42,7 @@ from ckpttool.operands.checkpoint import Ckpt, model_section, open_with_values
 from ckpttool.operands.model import ModelOperand, read_for_model, trace
 from ckpttool.operands.output import command
 from ckpttool.remapping.options import RemapOptions
-from ckpttool.remapping.run import plan_remap
+from ckpttool.remapping.run import loading_model, plan_remap
 from ckpttool.report.renderers import json
 from ckpttool.tracing.instances import wrapper_paths
 
@@ -140,7 +140,8 @@ def _fitting_state(source: Checkpoint, model: ModelOperand) -> tuple[str, Mappin
             hint = "; ".join((*answer.fix, *answer.notes[-2:])) or "start the optimizer from scratch"
             raise Refused(f"the optimizer state of {source.source} does not fit this optimizer", hint=hint)
         remap = replace(remap, optimizer_keys=ID)
-    done = plan_remap(source, remap, model, None)
+    saved_by = model.with_optimizer(remap.optimizer)
+    done = plan_remap(source, remap, saved_by, loading_model(remap, saved_by))
     (section,) = (section for section in done.result.sections if section.kind == "optimizer")
     assert section.mapping is not None
     return section.path, section.mapping

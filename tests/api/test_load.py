@@ -137,6 +137,24 @@ def test_a_resumed_run_matches_an_uninterrupted_run(layout: str, wrapped: str, t
             assert torch.equal(value, new.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("layout", ["plain", "wrapped", "lightning"])
+@pytest.mark.parametrize("change", ["groups", "order"])
+def test_an_optimizer_without_names_may_have_other_groups_or_another_order(
+    layout: str, change: str, tmp_path: Path
+) -> None:
+    old, new = Net(0), Net()
+    optimizer = adamw_in_groups(old, groups=1)
+    steps(old, optimizer, 0, 2)
+    path = save_as(layout, old, optimizer, tmp_path)
+    resumed = adamw_in_groups(new, groups=2)
+    if change == "order":
+        resumed = adamw_in_groups(new, order=lambda params: params[::-1])
+    ckpttool.load(path, new, resumed)
+    for before, after in zip(old.parameters(), new.parameters()):
+        for key, value in optimizer.state[before].items():
+            assert torch.equal(value, resumed.state[after][key])
+
+
 def test_an_optimizer_with_names_may_have_another_order(tmp_path: Path) -> None:
     old = Net(0)
     optimizer = adamw_in_groups(old)

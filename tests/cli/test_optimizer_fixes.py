@@ -147,15 +147,23 @@ GROUPS = [  # old model, old optimizer, new model, new optimizer, whether the mo
     ("Shrunk", "in_order", "Net", "in_order", False),
     ("Shrunk", "decayed", "Net", "decayed", False),
     ("Net", "decayed_named", "Grown", "decayed_named", False),
+    ("Net", "adamw", "Net", "backwards", True),
+    ("Net", "backwards", "Net", "adamw", True),
 ]
 
 
+@pytest.mark.parametrize("prefix", ["", "module."])
 @pytest.mark.parametrize(("old", "saved", "new", "target", "loads"), GROUPS)
 def test_pytorch_3852_other_param_groups(
-    old: str, saved: str, new: str, target: str, loads: bool, tmp_path: Path, run: Run
+    old: str, saved: str, new: str, target: str, loads: bool, prefix: str, tmp_path: Path, run: Run
 ) -> None:
-    """torch: loaded state dict contains a parameter group that doesn't match the size of optimizer's group."""
+    """torch: loaded state dict contains a parameter group that doesn't match the size of optimizer's group.
+
+    One command fixes the keys of the model too, unless it has placeholders.
+    """
     path = save_tagged(tmp_path / "old.pt", getattr(models, old), getattr(models, saved))
+    file = torch.load(path)
+    torch.save({**file, "model": {prefix + key: value for key, value in file["model"].items()}}, path)
     words = ("diff", "--model", f"optimizer_models:{new}", "--optimizer", f"optimizer_models:{target}")
     status, data = answer(run, *words, path)
     assert status == 1
@@ -163,7 +171,13 @@ def test_pytorch_3852_other_param_groups(
     out = paste(command, old, saved)
     assert loads_correctly(out, getattr(models, new), getattr(models, target))
     status, data = answer(run, *words, out)
+    if "--optimizer OLD_OPTIMIZER" in command and prefix and loads:
+        assert status == 1
+        out = paste(fixes_in(data)[0])
+        status, data = answer(run, *words, out)
     assert status == (0 if loads else 1)
+    if loads:
+        getattr(models, new)().load_state_dict(torch.load(out)["model"])
     assert any("does not load as it is" in note for note in notes_in(data)) != loads
 
 
@@ -184,6 +198,26 @@ def test_state_that_cannot_be_kept_gets_a_reason_instead_of_a_fix(
     assert (status, fixes_in(data)) == (1, [])
     assert any(reason in note for note in notes_in(data))
     assert (NO_REMAP in notes_in(data)) == (reason != FOREIGN)
+
+
+@pytest.mark.parametrize("target", ["backwards", "adamw"])
+def test_other_order_is_read_in_the_model_order_only_if_the_shapes_and_the_keys_confirm_it(
+    target: str, tmp_path: Path, run: Run
+) -> None:
+    saved = "adamw" if target == "backwards" else "backwards"
+    path = save_tagged(tmp_path / "old.pt", models.Net, getattr(models, saved))
+    words = ("diff", "--model", "optimizer_models:Net", "--optimizer", f"optimizer_models:{target}")
+    is_certain = target == "backwards"
+    (command,) = fixes_in(answer(run, *words, path)[1])
+    assert ("OLD_OPTIMIZER" in command) != is_certain
+    assert run("fix", path, *words[1:], "-o", tmp_path / "fixed.pt").status == (0 if is_certain else 1)
+    file = torch.load(path)
+    torch.save({"optimizer": file["optimizer"]}, path)
+    (command,) = fixes_in(answer(run, *words, path)[1])
+    assert "--model OLD" in command
+    torch.save({**file, "model": dict(reversed(file["model"].items()))}, path)
+    (command,) = fixes_in(answer(run, *words, path)[1])
+    assert "--model OLD" in command
 
 
 def test_missing_parameters_are_named_if_the_file_has_only_ids(tmp_path: Path, run: Run) -> None:

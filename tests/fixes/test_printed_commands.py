@@ -269,8 +269,12 @@ def fitting(case: Pair, alone: bool) -> bool:
 
 
 def to_fix(found: dict[str, Any]) -> int:
-    """Return how much a remap could fix: a name counts more than a shape or dtype, and values do not count."""
-    entries = [entry for entry in found["entries"] if entry["status"] not in ("same", "extra_state")]
+    """Return how much a remap could fix: a name counts more than a shape or dtype, and values do not count.
+
+    Nor do names that a load hook accepts.
+    """
+    done = {"same", "extra_state", "load-hook"}
+    entries = [entry for entry in found["entries"] if not {entry["status"], entry.get("code")} & done]
     under_one_name = {"value": 0, "dtype": 1, "shape": 1}
     return sum(under_one_name.get(e["status"], 2) if e["left"] == e["right"] else 2 for e in entries)
 
