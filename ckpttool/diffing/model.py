@@ -89,7 +89,8 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
         text = "load_state_dict(..., assign=True) loads it: the file's tensors then replace the model's"
         notes.append(Note(text, "assign"))
     notes += [*converted, *one_rank(checkpoint)]
-    if not any(entry.status in ("same", "renamed", "dtype", "shape") and entry.left for entry in entries):
+    matched = ("same", "renamed", "transformed", "value", "dtype", "shape")
+    if not any(entry.status in matched and entry.left for entry in entries):
         text = f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing"
         notes.insert(0, Note(text, "nothing-matched"))
     if not identical:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +25,7 @@ from ckpttool.core.optimizer_state import ID, rebuilt
 from ckpttool.core.options import expand_options
 from ckpttool.core.text import a, plural
 from ckpttool.core.values import dataclass, public
+from ckpttool.diffing.causes import Code
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.run import run
 from ckpttool.evaluate import torch_eval
@@ -77,10 +78,11 @@ def load(
 
     `ckpt` is anything that `open_checkpoint` takes. Its keys may lack or have the segments of DDP, FSDP,
     `torch.compile` and Lightning, or be the names of an exported program: the remap that `diff` would suggest is
-    applied, and only if a strict load succeeds after it. Nothing is inferred from shapes. Optimizer state may be by
-    ids or by names, in the order of this optimizer or another one; a file with an optimizer alone is loaded into
-    `optimizer`. Values are written into the existing tensors. Those of local files are read through a memory map;
-    remote ones are held in memory until all are there. Pickles are read and never run.
+    applied, and only if a strict load succeeds after it. Nothing is inferred from shapes, and values that a load hook
+    computes are refused. Optimizer state may be by ids or by names, in the order of this optimizer or another one; a
+    file with an optimizer alone is loaded into `optimizer`. Values are written into the existing tensors. Those of
+    local files are read through a memory map; remote ones are held in memory until all are there. Pickles are read and
+    never run.
 
     A sharded module (`fully_shard`, FSDP1) needs `definition`: the function, class or ``file.py:build`` operand that
     builds the model before it is sharded. Every rank calls `load`. `cast` allows other dtypes.
@@ -116,13 +118,20 @@ def load(
 def _fitting_model(source: Checkpoint, model: ModelOperand, cast: bool) -> tuple[Section, str | None]:
     """Return a section that a strict load takes, and the command that makes it, if there is one."""
     options = DiffOptions(model=model, ignore_dtype=cast)
-    diff = run(source, None, options, model)
-    if diff.identical:
-        return model_section(source), None
-    found = suggest.answered(Question(source, None, options, model, diff))
-    fix = applicable(found, command("diff", (source.source,), options))
-    done = plan_remap(source, fix.options, None if fix.options.model is None else model, None)
-    return model_section(done.result), str(fix)
+    diff, fix = run(source, None, options, model), None
+    if not diff.identical:
+        found = suggest.answered(Question(source, None, options, model, diff))
+        fix = applicable(found, command("diff", (source.source,), options))
+        source = plan_remap(source, fix.options, None if fix.options.model is None else model, None).result
+        diff = run(source, None, options, model, infers=False)
+    computed = [entry for entry in diff.entries if entry.has(Code.LOAD_HOOK_CHANGES)]
+    if computed:
+        raise Refused(
+            f"only the model's own code loads {plural(len(computed), 'tensor')} of this file",
+            hint="let it load the file: model.load_state_dict(torch.load(CKPT))",
+            problems=[Problem(entry.why(), key) for entry in computed for key in entry.left],
+        )
+    return model_section(source), None if fix is None else str(fix)
 
 
 def _fitting_state(source: Checkpoint, model: ModelOperand) -> tuple[str, Mapping[Any, Any]]:
@@ -279,7 +288,9 @@ def put(
             hint="if you trust the file: model.load_state_dict(torch.load(CKPT, weights_only=False))",
             problems=opaque,
         )
-    tensors = {entry.key: mapped(entry) for entry in section.tensors}
+    tensors: Any = OrderedDict((entry.key, mapped(entry)) for entry in section.tensors)
+    if section.modules is not None:
+        tensors._metadata = section.modules
     with _extra_state(innermost(model), section), _optimizer_state(model, optimizer, state):
         return len(swap_weights(model, tensors, definition, cast=cast, in_place=True).sources)
 

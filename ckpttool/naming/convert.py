@@ -300,7 +300,7 @@ def check_versions(names: Names, section: Section, reading: Reading) -> None:
     if problems:
         load = "model.load_state_dict(torch.load(CKPT))" if reading.form == SERIALIZED else "load it by these names"
         raise Refused(
-            f"{names.model} reads other versions of its modules otherwise: {plural(len(problems), 'module')}",
+            f"{names.model} reads other versions of its modules differently: {plural(len(problems), 'module')}",
             hint=f"let the model load it, and save that again: {load}; torch.save(model.state_dict(), OUT)",
             problems=problems,
         )

@@ -191,7 +191,7 @@ class Misfit(Refused):
     """The weights do not fit. `advice` is the kind of the hint, for callers with another hint."""
 
     def __init__(self, advice: Advice, problems: Sequence[Problem]) -> None:
-        message = f"the weights do not fit the program: {plural(len(problems), 'problem')}"
+        message = f"the weights do not fit: {plural(len(problems), 'problem')}"
         super().__init__(message, hint=_HINTS[advice], problems=problems)
         self.advice = advice
 

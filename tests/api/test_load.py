@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ckpttool
 from ckpttool.cli.app import main
 from ckpttool.live import load as live_load
+from drawn_models import MODELS, build
 from places import SUPPORT
 from torch_version import needs_torch
 
@@ -166,6 +169,38 @@ def test_an_optimizer_with_names_may_have_another_order(tmp_path: Path) -> None:
     for before, after in zip(old.parameters(), new.parameters()):
         for key, value in optimizer.state[before].items():
             assert torch.equal(value, resumed.state[after][key])
+
+
+def values_after(operand: str, load: Callable[[nn.Module], object]) -> dict[str, Any]:
+    """Return the parameters and buffers of a new instance after `load`."""
+    model = build(operand, 2)
+    load(model)
+    return {name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_values_are_those_of_load_state_dict_or_the_file_is_refused(prefix: str, tmp_path: Path) -> None:
+    """Models are everything that the properties of strict loading draw from (a tenth, or all if all are wanted)."""
+    names = sorted(MODELS)[:: 1 if os.environ.get("CKPTTOOL_SUITES") == "all" else 10]
+    names += [f"loading_zoo:{name}" for name in ("exchanges_on_loading", "doubles_on_loading", "resets_a_buffer")]
+    loaded = []
+    for operand in names:
+        state = build(operand, 1).state_dict()
+        with contextlib.suppress(RuntimeError):  # a file cannot have two views of one storage with other dtypes
+            torch.save(state, tmp_path / "run.pt")
+            file = torch.load(tmp_path / "run.pt", weights_only=False)
+            wrapped = OrderedDict((prefix + key, value) for key, value in state.items())
+            torch.save({"model": wrapped} if prefix else state, tmp_path / "run.pt")
+            try:
+                actual = values_after(operand, lambda model: ckpttool.load(tmp_path / "run.pt", model))
+            except ckpttool.CkptError:
+                continue
+            with contextlib.suppress(RuntimeError):  # of keys that the model's own loading rejects
+                expected = values_after(operand, partial(nn.Module.load_state_dict, state_dict=file))
+                loaded.append(operand)
+                torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=operand)
+    assert len(loaded) > len(names) / 3
 
 
 @pytest.mark.filterwarnings("ignore")
