@@ -536,8 +536,9 @@ def _with_old_model(
             "one tensor, rename it first, for model and optimizer: remap --rule 'FROM => TO' --optimizer-keys fqn"
         )
         return replace(fit, remedy=None, notes=(*fit.notes, Note(text, "optimizer-names")))
-    ids = state.form == ID and in_file(state)[0] is None
-    if ids and not foreign and saved_order(saved.models, target.names, target.shapes) == ():
+    same_count = len(state.params) == sum(map(len, target.groups))  # else one of them has frozen parameters
+    by_ids = state.form == ID and in_file(state)[0] is None
+    if same_count and by_ids and not foreign and saved_order(saved.models, target.names, target.shapes) == ():
         return replace(fit, remedy=Remedy("old_optimizer"))
     return replace(fit, remedy=Remedy("old_model", None, same_groups, foreign))
 
