@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import expand_options
+from ckpttool.core.text import shell
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.run import run
 from ckpttool.distributed.job import only_first
@@ -51,7 +52,11 @@ def _diff(left: Ckpt | None, right: Ckpt | None, options: DiffOptions, suggest_r
 
         other = ModelOperand(right) if options.model is None and is_names_file(right) else None
         if right is not None and other is None:
-            raise CkptError(f"{left} is a names file, and is compared with a model", hint="leave the checkpoint out")
+            ckpt = right if isinstance(right, str) else "CKPT"
+            raise CkptError(
+                f"{left} is a names file: it is compared with a model, or is the model of a checkpoint",
+                hint=shell("ckpttool", "diff", "--model", str(left), ckpt),
+            )
         return diff_names_file(str(left), other or operand_of(options), options)
     model = operand_of(options)
     opened = [None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right)]

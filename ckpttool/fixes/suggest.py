@@ -425,7 +425,8 @@ def _optimizer_fixes(question: Question, remedy: Remedy) -> Fixes:
         word, options = optimizer_remap(question, remedy)
         if has_placeholder(options):
             return Fixes((command("remap", (path,), replace(options, out=next(outputs(path, word)))),))
-        asked = replace(question, left=file, optimizer_path=optimizer_path)
+        opened = question.opened if optimizer_path is None else None
+        asked = replace(question, left=file, opened=opened, optimizer_path=optimizer_path)
         most = question.remaining(question.diff)
         fix = try_remap(asked, options, word, most) or try_remap(asked, options, word, most, loses_state=True)
         if fix is not None and not fix.after.identical and options.model is not None and not fix.stateless:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import optimizer_models as models
 from ckpttool.cli.app import main
@@ -328,6 +330,27 @@ def test_fix_between_saved_optimizers_reduces_the_differences(saved: str, tmp_pa
     out = paste(fixes_in(data)[0])
     _, after = answer(run, "diff", *words, f"{out}::optimizer", f"{right}::optimizer")
     assert _count_differences(after) < _count_differences(data)
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+@pytest.mark.parametrize("folder", [False, True])
+def test_fix_of_one_section_is_a_command_for_the_complete_file(
+    folder: bool, with_model: bool, tmp_path: Path, run: Run
+) -> None:
+    model, optimizer = train(models.Net, models.adamw, 1)
+    ids = save(tmp_path / "ids.pt", model, optimizer)
+    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+    named = str(tmp_path / ("named" if folder else "named.pt"))
+    if folder:
+        dcp.save(state, checkpoint_id=named, no_dist=True)
+    else:
+        torch.save(state, named)
+    words = ("--model", "optimizer_models:Net") if with_model else ()
+    status, data = answer(run, "diff", f"{named}::optim", f"{ids}::optimizer", *words)
+    assert (status, data["summary"]["renamed"]) == (1, 1)
+    (command,) = fixes_in(data)
+    out = paste(command)
+    assert answer(run, "diff", f"{out.rstrip('/')}::optim", f"{ids}::optimizer", "--values", *words)[0] == 0
 
 
 def _count_differences(data: dict[str, Any]) -> int:

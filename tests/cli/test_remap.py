@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import os
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,15 @@ ERRORS: dict[str, tuple[int, str, str]] = {
     "an invalid program": (2, "swap-weights model.pt model.pt -o o.pt2", "not an exported program"),
     "a swap without output": (2, "swap-weights model.pt model.pt", "no output"),
 }  # fmt: skip
+
+
+def test_names_file_next_to_a_checkpoint_is_suggested_as_its_model(tmp_path: Path, model: Path, run: Run) -> None:
+    names = tmp_path / "names.json"
+    assert run("trace", MODEL, "-o", names).status == 0
+    refused = run("diff", names, model)
+    assert refused.status == 2
+    command = shlex.split(refused.err.partition("hint: ")[2])
+    assert run(*command[1:]).status == run("diff", model, "--model", MODEL).status
 
 
 @pytest.mark.parametrize("name", ERRORS)
