@@ -23,7 +23,7 @@ from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.optimizer_state import ID, rebuilt
 from ckpttool.core.options import expand_options
-from ckpttool.core.text import a, plural
+from ckpttool.core.text import a, code_of, plural
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.options import DiffOptions
@@ -121,7 +121,12 @@ def _fitting_model(source: Checkpoint, model: ModelOperand, cast: bool) -> tuple
     diff, fix = run(source, None, options, model), None
     if not diff.identical:
         found = suggest.answered(Question(source, None, options, model, diff))
-        fix = applicable(found, command("diff", (source.source,), options))
+        try:
+            fix = applicable(found, command("diff", (source.source,), options))
+        except Refused as error:
+            if not cast and any(entry.status == "dtype" for entry in diff.entries):
+                error.hint = f"cast=True converts the dtypes; {error.hint}"
+            raise
         source = plan_remap(source, fix.options, None if fix.options.model is None else model, None).result
         diff = run(source, None, options, model, infers=False)
     computed = [entry for entry in diff.entries if entry.has(Code.LOAD_HOOK_CHANGES)]
@@ -146,7 +151,8 @@ def _fitting_state(source: Checkpoint, model: ModelOperand) -> tuple[str, Mappin
         fix = None if suggest.has_placeholder(remap) else try_remap(question, remap, word)
         if fix is None or fix.after.remedy is not None:
             answer = suggest.answered(question)
-            hint = "; ".join((*answer.fix, *answer.notes[-2:])) or "start the optimizer from scratch"
+            notes = [note for note in answer.notes if code_of(note) != "other-sections"]  # the model is fixed too
+            hint = "; ".join((*answer.fix, *notes[-2:])) or "start the optimizer from scratch"
             raise Refused(f"the optimizer state of {source.source} does not fit this optimizer", hint=hint)
         remap = replace(remap, optimizer_keys=ID)
     saved_by = model.with_optimizer(remap.optimizer)

@@ -298,8 +298,9 @@ def test_an_error_does_not_change_model_or_optimizer(
 def test_other_dtypes_are_loaded_only_with_cast(tmp_path: Path) -> None:
     old, new = nn.Linear(3, 2).to(torch.bfloat16), nn.Linear(3, 2)
     torch.save(old.state_dict(), tmp_path / "half.pt")
-    with pytest.raises(ckpttool.Refused):
+    with pytest.raises(ckpttool.Refused) as refused:
         ckpttool.load(tmp_path / "half.pt", new)
+    assert refused.value.hint.startswith("cast=True converts the dtypes")
     ckpttool.load(tmp_path / "half.pt", new, cast=True)
     assert torch.equal(new.weight, old.weight.float())
 
