@@ -81,14 +81,14 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     # What torch says in addition to the two lists of keys and the shapes that are listed
     shown = {f"size mismatch for {key}:" for entry in entries if entry.status == "shape" for key in entry.right}
     errors = () if verdict is None else verdict.errors
-    torch_says = [
-        Note(f"torch: {text}", "torch-error") for text in errors if text.partition(": ")[0] + ":" not in shown
-    ]
-    notes = [*unreadable, *torch_says]
-    if verdict is not None and verdict.assigns:
+    others = [text for text in errors if text.partition(": ")[0] + ":" not in shown]
+    torch_says = [Note(f"torch: {text}", "torch-error") for text in _grouped(others)]
+    rank = one_rank(checkpoint)
+    notes = [*unreadable, *rank, *torch_says]
+    if verdict is not None and verdict.assigns and not rank:
         text = "load_state_dict(..., assign=True) loads it: the file's tensors then replace the model's"
         notes.append(Note(text, "assign"))
-    notes += [*converted, *one_rank(checkpoint)]
+    notes += converted
     matched = ("same", "renamed", "transformed", "value", "dtype", "shape")
     if not any(entry.status in matched and entry.left for entry in entries):
         text = f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing"
@@ -127,6 +127,16 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
         | ({"optimizers": False} if checkpoint.optimizers else {}),
         outlines=(outlines(section), names_outlines(names)[0]),
     )
+
+
+def _grouped(errors: Iterable[str]) -> Iterator[str]:
+    """Yield each error of copying a parameter once, with the names of all parameters that have it."""
+    groups: dict[str, list[str]] = {}
+    for text in errors:
+        groups.setdefault(text.rpartition(", an exception occurred : ")[2], []).append(text)
+    for first, *others in groups.values():
+        names = [text.partition('"')[2].partition('"')[0] for text in others]
+        yield f"{first} (the same for {some(names)})" if others else first
 
 
 def _verdict(model: ModelOperand, checkpoint: Checkpoint, section: Section) -> Verdict:

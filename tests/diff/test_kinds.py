@@ -78,6 +78,26 @@ def test_names_alone_cannot_decide_if_another_kind_loads(files: Path, run: Run, 
     assert ("is the part of one rank: name the files of all ranks" in done.err) is (kind == "sharded")
 
 
+def test_file_of_one_rank_is_the_reason_and_the_error_of_torch_is_printed_once(
+    files: Path, tmp_path: Path, run: Run
+) -> None:
+    part = tensors()["sharded"]
+    torch.save({"weight": part, "bias": part}, tmp_path / "rank_0.pt")
+    source = "import torch\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    source += "".join(
+        f"        self.{name} = torch.nn.Parameter(torch.ones(3, 3, dtype=torch.complex64))\n"
+        for name in ("weight", "bias")
+    )
+    (tmp_path / "pair.py").write_text(source)
+    done = run("diff", tmp_path / "rank_0.pt", "--model", f"{tmp_path / 'pair.py'}:Net")
+    assert done.status == 1
+    assert "reason: " in done.out
+    assert "is the part of one rank" in done.out.partition("reason: ")[2].splitlines()[0]
+    assert done.err.count("an exception occurred") == 1
+    assert "(the same for bias)" in done.err
+    assert "assign=True" not in done.err
+
+
 def test_torch_warnings_about_dtensors_are_printed_once(files: Path) -> None:
     """This needs a new process: torch logs to the stderr of its import time."""
     args = [sys.executable, "-m", "ckpttool", "diff", "--model", f"{files / 'net.py'}:Net", str(files / "sharded.pt")]
