@@ -332,6 +332,12 @@ def test_fix_between_saved_optimizers_reduces_the_differences(saved: str, tmp_pa
     assert _count_differences(after) < _count_differences(data)
 
 
+def test_remap_of_a_file_without_a_model_says_that_it_has_optimizer_state_only(tmp_path: Path, run: Run) -> None:
+    torch.save(train(models.Net, models.in_order, 1)[1].state_dict(), tmp_path / "optimizer.pt")
+    done = run("remap", tmp_path / "optimizer.pt", "--optimizer-keys", "fqn", "-o", tmp_path / "out.pt")
+    assert (done.status, done.out.splitlines()[1]) == (0, "optimizer state only")
+
+
 @pytest.mark.parametrize("with_model", [False, True])
 @pytest.mark.parametrize("folder", [False, True])
 def test_fix_of_one_section_is_a_command_for_the_complete_file(

@@ -45,7 +45,9 @@ _VERDICTS = {
 
 def document(done: Remap, command: str = "remap") -> Document:
     """Return what a remap did, or would do; `command` is its title."""
-    verdict = ", ".join(f"{number(count)} {what}" for what, count in done.counts.items() if count) or "no tensors"
+    verdict = ", ".join(f"{number(count)} {what}" for what, count in done.counts.items() if count)
+    if not verdict:
+        verdict = "optimizer state only" if done.result.optimizers else "no tensors"
     computed = (
         ("computed", f"{plural(len(keys), 'tensor')} by running {run.model}.{BY_CODE[run.way]}()")
         for run, keys in done.plan.by_code
