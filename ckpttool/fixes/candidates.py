@@ -26,7 +26,7 @@ def to_load(question: Question) -> Iterator[Candidate]:
     assert left is not None
     assert model is not None
     by_model = RemapOptions(**question.model_options, to="serialized")
-    for options in (by_model, replace(by_model, from_="runtime"), RemapOptions(to="serialized")):
+    for options in (*own_keys(left, by_model), *own_keys(left, RemapOptions())):
         yield "serialized", options
     yield from _without_second_names(left, question.diff, by_model, RemapOptions())
     yield from [one for found in question.prefixes for one in _select(left, found, RemapOptions(to="serialized"))]
@@ -35,10 +35,19 @@ def to_load(question: Question) -> Iterator[Candidate]:
 
 def to_load_model(question: Question) -> Iterator[Candidate]:
     """Yield remaps for a file whose optimizer state fits and whose model does not."""
-    by_model = RemapOptions(**question.model_options, to="serialized")
-    for options in (by_model, replace(by_model, from_="runtime")):
+    assert question.left is not None
+    for options in own_keys(question.left, RemapOptions(**question.model_options)):
         yield "serialized", options
         yield "serialized", replace(options, optimizer=question.options.optimizer)
+
+
+def own_keys(left: Checkpoint, options: RemapOptions) -> Iterator[RemapOptions]:
+    """Yield `options` with the keys that the model saves, for all state dicts, or else for the one in question."""
+    path = model_section(left).path
+    for sections in (None, path) if path and len(left.state_dicts) > 1 else (None,):
+        yield replace(options, to="serialized", sections=sections)
+        if options.model is not None:
+            yield replace(options, to="serialized", sections=sections, from_="runtime")
 
 
 def to_compare(question: Question) -> Iterator[Candidate]:

@@ -19,7 +19,7 @@ from ckpttool.diffing.names import compare_with_code, renamable
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix, Remedy, Unfixed
 from ckpttool.diffing.sections import without_segment
-from ckpttool.fixes.candidates import Candidate, to_compare, to_load, to_load_model
+from ckpttool.fixes.candidates import Candidate, own_keys, to_compare, to_load, to_load_model
 from ckpttool.fixes.rules_file import by_file, renamed, suggested, with_file
 from ckpttool.fixes.trial import Question, Trial, try_remap, try_swap
 from ckpttool.formats.rank_files import one_rank
@@ -430,8 +430,8 @@ def _optimizer_fixes(question: Question, remedy: Remedy) -> Fixes:
         most = question.remaining(question.diff)
         fix = try_remap(asked, options, word, most) or try_remap(asked, options, word, most, loses_state=True)
         if fix is not None and not fix.after.identical and options.model is not None and not fix.stateless:
-            with_keys = replace(options, to="serialized")  # of the model in the file, which does not fit either
-            tried = (try_remap(asked, one, word, most) for one in (with_keys, replace(with_keys, from_="runtime")))
+            # The model in the file does not fit either.
+            tried = (try_remap(asked, one, word, most) for one in own_keys(file, options))
             fix = next((one for one in tried if one is not None and one.after.identical), fix)
         if fix is not None:
             left_out = (

@@ -245,11 +245,13 @@ def try_swap(question: Question, options: SwapOptions) -> Trial | CkptError:
 def _loses(source: Checkpoint, result: Remap, model: ModelOperand | None) -> bool:
     """Return True if the output does not have the values of a tensor of the source, under any name.
 
-    Not lost are counters of AveragedModel, non-persistent buffers, and keys that the model's saving computes from other
-    tensors: its code creates them again.
+    Not lost are the counter of AveragedModel in the state dict in question, non-persistent buffers, and keys that the
+    model's saving computes from other tensors: its code creates them again.
     """
     created_again = () if model is None else tuple(t.fqn for t in model.names().runtime if not t.persistent)
-    dropped = [one for one in result.plan.dropped if one.reason not in (NO_COUNTER, MADE_AGAIN)]
+    path = model_section(source).path if source.state_dicts else None
+    unneeded = {(NO_COUNTER, path), *((MADE_AGAIN, section.path) for section in source.sections)}
+    dropped = [one for one in result.plan.dropped if (one.reason, one.section) not in unneeded]
     if not dropped:
         return False
     kept = {(output.section, key) for output in result.plan.outputs for key in refs(output.source)}

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import ckpttool
 from command import Run
@@ -170,6 +171,32 @@ def test_an_optimizer_is_fixed_with_its_model(run: Run) -> None:
     other.load_state_dict(loaded["model"])
     __import__("fix_net").sgd(other).load_state_dict(loaded["optimizer"])
     assert loaded["step"] == 1
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_an_averaged_model_next_to_the_model_keeps_its_counter(optimizer: bool, run: Run) -> None:
+    """Without it, AveragedModel does not load its own state again."""
+    net = model()
+    averaged = AveragedModel(net)
+    averaged.update_parameters(net)
+    weights = {f"module.{key}": value for key, value in net.state_dict().items()}
+    file = {
+        "model": weights,
+        "ema": averaged.state_dict(),
+        "optimizer": torch.optim.AdamW(net.parameters()).state_dict(),
+    }
+    torch.save(file, "run.pt")
+    words = ("--optimizer", "fix_net.py:sgd") if optimizer else ()
+    done = run("fix", "run.pt", "--model", "fix_net.py:Hidden", *words, "-o", "fixed.pt")
+    assert done.status == 0
+    assert "names of model and stays as it is (--sections" in done.err
+    fixed = torch.load("fixed.pt")
+    model().load_state_dict(fixed["model"])
+    AveragedModel(model()).load_state_dict(fixed["ema"])
+    alone = run("fix", "run.pt::ema", "--model", "fix_net.py:Hidden", "-o", "ema.pt")
+    assert alone.status == 0
+    assert "n_averaged" in alone.out
+    model().load_state_dict(torch.load("ema.pt"))
 
 
 def test_from_python_with_objects() -> None:
