@@ -14,7 +14,7 @@ from ckpttool.core.names import RUNTIME, Names
 from ckpttool.core.options import ModelOptions, Option, OutputOptions
 from ckpttool.core.pickle_imports import dangerous
 from ckpttool.core.schema import COUNT, FLAG, TEXT, TEXTS, list_of, notes_as, nullable, one_of, record, unless_empty
-from ckpttool.core.text import plural, shell
+from ckpttool.core.text import Note, plural, shell
 from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate.apply import apply, run_code
 from ckpttool.evaluate.compare import difference, fingerprints, same_values
@@ -30,7 +30,7 @@ from ckpttool.naming.convert import Form, ModelForm
 from ckpttool.naming.match import match
 from ckpttool.naming.wrappers import Chain, strip
 from ckpttool.operands.checkpoint import model_section, split
-from ckpttool.operands.model import LOAD_HOOK, ModelOperand, as_read, operand_of, read_for_model
+from ckpttool.operands.model import LOAD_HOOK, ModelOperand, as_read, operand_of, read_for_model, same_model
 from ckpttool.operands.output import outputs
 from ckpttool.remapping.write import COST, UNDO, VERIFIED, Cost, Undo, Verified, Writer, check_code, cost_of, undo_of
 from ckpttool.swap.weight_map import (
@@ -442,7 +442,11 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
     )
     unchanged = all(same_values(old, new) for old, new in old_and_new)  # reads up to the first that differs
     output = options.target(path) or ""
-    notes = (*weights.notes, *not_looked_into(imports), *swapped.notes)
+    unused = [
+        Note(f"the weights are those of {new.title}; {weights.part(other.path)} holds the same model too", "same-model")
+        for other in same_model(weights, new, None if model is None else model.names())
+    ]
+    notes = (*weights.notes, *not_looked_into(imports), *unused, *swapped.notes)
     swapped = replace(swapped, source=program, weights=weights.source, output=output, unchanged=unchanged, notes=notes)
     if options.in_place and not options.no_undo:
         swapped = replace(swapped, undo=undo_of(path, size(path)))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from command import Run
 from hook_zoo import FusedQKV, StripLayer
@@ -493,3 +494,15 @@ def test_hint_excludes_keys_added_by_training(
     assert run(*shlex.split(hint)).status == 0
     assert run("swap-weights", program, "train.part.pt", "-o", "out.pt2", "--model", MODEL).status == 0
     assert torch.equal(outputs("out.pt2"), model(*TOKENS))
+
+
+def test_other_weights_of_the_model_in_the_file_are_named(program: Path, tmp_path: Path, run: Run) -> None:
+    model, averaged = trained(1), AveragedModel(trained(2))
+    torch.save({"model": model.state_dict(), "ema": averaged.state_dict()}, tmp_path / "run.pt")
+    words = ("swap-weights", program, tmp_path / "run.pt", "--model", MODEL)
+    done = run(*words, "-o", tmp_path / "new.pt2")
+    assert f"the weights are those of model; {tmp_path / 'run.pt'}::ema holds the same model too" in done.err
+    assert torch.equal(outputs(tmp_path / "new.pt2"), model(*TOKENS))
+    done = run(*words[:2], f"{words[2]}::ema", *words[3:], "-o", tmp_path / "ema.pt2")
+    assert "holds the same model" not in done.err
+    assert torch.equal(outputs(tmp_path / "ema.pt2"), averaged.module(*TOKENS))
