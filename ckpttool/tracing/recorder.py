@@ -211,9 +211,11 @@ class Recorder(TorchDispatchMode):
         arguments = dict(zip((arg.name for arg in func._schema.arguments), args)) | dict(kwargs)
         targets = _tensors([arguments.get(name) for name in written], {})
         for target in targets:
-            strided = not torch.nn.parameter.is_lazy(target) and target.layout == torch.strided
-            if strided and any(size > 1 and step == 0 for size, step in zip(target.shape, target.stride())):
-                # torch refuses this for tensors with values, and not on meta.
+            lazy = torch.nn.parameter.is_lazy(target)
+            if lazy or target.device.type != "meta" or target.layout != torch.strided or not target.numel():
+                continue
+            if any(size > 1 and step == 0 for size, step in zip(target.shape, target.stride())):
+                # Most operators refuse this for tensors with values, and not on meta.
                 raise RuntimeError(
                     "unsupported operation: more than one element of the written-to tensor refers to a single memory "
                     "location. Please clone() the tensor before performing the operation."

@@ -332,6 +332,23 @@ def test_fix_between_saved_optimizers_reduces_the_differences(saved: str, tmp_pa
     assert _count_differences(after) < _count_differences(data)
 
 
+def test_file_without_a_model_may_keep_a_difference_after_the_fix(tmp_path: Path, run: Run) -> None:
+    """Adagrad does not step without the state of the first parameter."""
+    net = models.Net()
+    optimizer = torch.optim.Adagrad([*net.named_parameters()][::-1], 0.01)
+    steps(net, optimizer, 0, 1)
+    state = optimizer.state_dict()
+    state["state"][8] = {}
+    torch.save(state, path := tmp_path / "optimizer.pt")
+    words = ("diff", "--model", "optimizer_models:Net", "--optimizer", "optimizer_models:adagrad")
+    status, data = answer(run, *words, path)
+    assert status == 1
+    assert not any(fix["complete"] for fix in data["fix"])
+    for command in fixes_in(data):
+        after = answer(run, *words, paste(command))[1]
+        assert _count_differences(after) < _count_differences(data)
+
+
 def test_remap_of_a_file_without_a_model_says_that_it_has_optimizer_state_only(tmp_path: Path, run: Run) -> None:
     torch.save(train(models.Net, models.in_order, 1)[1].state_dict(), tmp_path / "optimizer.pt")
     done = run("remap", tmp_path / "optimizer.pt", "--optimizer-keys", "fqn", "-o", tmp_path / "out.pt")

@@ -244,6 +244,10 @@ def test_writing_overlapping_elements_raises(device: str) -> None:
     row = torch.zeros(3, device=device)
     with Recorder(), pytest.raises(RuntimeError, match="single memory location"):
         row.expand(2, 3).add_(1)
+    with Recorder():
+        torch.zeros(1, 0, device=device).expand(2, 0).add_(1)  # has no elements
+        if device == "cpu":
+            row.expand(2, 3).zero_()  # torch allows it
 
 
 @pytest.mark.parametrize(
