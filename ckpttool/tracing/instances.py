@@ -209,7 +209,8 @@ def filled(model: LoadedModel, filling: Filling, real: bool = True) -> nn.Module
 def fill(model: nn.Module, filling: Filling, only: Collection[str] | None = None) -> None:
     """Give every tensor that has values (or `only` those with these first names) other values, integers as `others`.
 
-    The values of a negative seed are the negatives of the positive seed's.
+    The values of a negative seed are the negatives of the positive seed's, those of a seed over 100 are 64 times as
+    large.
     """
     if filling == "own":
         return
@@ -229,7 +230,7 @@ def fill(model: nn.Module, filling: Filling, only: Collection[str] | None = None
             elif tensor.is_floating_point() or tensor.is_complex():
                 kind = tensor.dtype if tensor.is_complex() else None
                 values = torch.randn(tensor.shape, generator=generator, dtype=kind)
-                tensor.copy_(-values if seed < 0 else values)
+                tensor.copy_((-values if seed < 0 else values) * (64 if abs(seed) > 100 else 1))
             else:
                 # Of two even or two odd seeds, one negative, each truth value is tried both ways.
                 opposite = tensor.dtype == torch.bool and (seed % 2 == 0) != (seed < 0)

@@ -47,6 +47,7 @@ _FEW, _ROUNDS = 1024, 16  # elements, and for fewer elements the number of rando
 
 # Fillings of the instance that saves and the instance that loads; a change of sign shows in one element too.
 _SEEDS: tuple[tuple[Filling, Filling], ...] = ((11, 12), (-11, 14))
+_LARGE: tuple[tuple[Filling, Filling], ...] = ((101, 12), (-101, 14))  # a bound on values shows
 # If the keys depend on values: one value everywhere, and the constructor's, into and out of random ones.
 _EVERY = (*_SEEDS, *((one, 12) for one in (*CONSTANT, "own")), *((11, one) for one in CONSTANT))
 
@@ -63,6 +64,8 @@ def roundtrip_problems(model: LoadedModel, saved: Saved, verdict: Verdict) -> tu
     try:
         check_memory(model, 0, "")
         failed, differing = _tried(model, _EVERY if saved.varying else _SEEDS)
+        if failed is None:
+            differing |= _tried(model, _LARGE)[1]  # the model's code may refuse these
     except CkptError:  # not enough memory, or the model builds on meta only
         return (*problems, Problem(_UNTRIED, _ROOT, "unknown")) if saved.varying else problems
     certain = tuple(problem for problem in problems if problem.kind != "unknown")

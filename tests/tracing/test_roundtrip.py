@@ -44,6 +44,26 @@ class LosesOneRow(SavesAsInt32):
         sd[prefix + "weight"] = torch.from_numpy(sd[prefix + "weight"].numpy() * [[1.0], [0.0]]).float()
 
 
+class SavesUpToABound(nn.Linear):
+    """Saves a value of at most 5, in numpy; other random values of one element are seldom larger."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self._register_state_dict_hook(SavesUpToABound._save)
+
+    def _save(self, sd: dict, prefix: str, *args: object) -> None:
+        sd[prefix + "weight"] = torch.from_numpy(sd[prefix + "weight"].numpy().clip(-5, 5))
+
+
+class ChecksABound(SavesAsInt32):
+    """Restores the bits, and refuses large values."""
+
+    def _load(self, sd: dict, prefix: str, *args: object) -> None:
+        super()._load(sd, prefix)
+        if sd[prefix + "weight"].abs().max() > 50:
+            raise ValueError("too large")
+
+
 class AddsSavedZeros(nn.Linear):
     """Loads the sum of two keys; one of them is a saved constant."""
 
@@ -146,7 +166,7 @@ ROUND_TRIPS: dict[type[nn.Module], bool] = {
     **dict.fromkeys(
         (SavesAsInt32, AddsSavedZeros, TransposesQuantized, OverlappingBuffers, Expands, InTwoDtypes), True
     ),
-    **dict.fromkeys((LosesOneRow, SavesAbs, SavesAbsByNumpy, Clamps, Forgets), False),
+    **dict.fromkeys((LosesOneRow, SavesUpToABound, SavesAbs, SavesAbsByNumpy, Clamps, Forgets), False),
 }
 
 
@@ -162,6 +182,10 @@ def test_round_trips_match_torch(cls: type[nn.Module]) -> None:
     assert same == ROUND_TRIPS[cls]
     names = trace(of_object(cls))
     assert (names.roundtrips, names.notes) == (same, ())
+
+
+def test_a_model_may_refuse_large_values() -> None:
+    assert trace(of_object(ChecksABound)).roundtrips
 
 
 def test_a_round_trip_that_cannot_be_tried_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
