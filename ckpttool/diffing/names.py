@@ -351,22 +351,23 @@ def _overwritten(names: Names, section: Section, verdict: Verdict | None) -> dic
 
 
 def _loading(names: Names, verdict: Verdict) -> Iterator[tuple[Expression | None, Expression, Expression | None]]:
-    """Yield, for each tensor of a known kind, what loading gives it: usually, in full, and here.
+    """Yield three expressions for each tensor of a known kind: its usual value, the expected one, and the file's.
 
-    Usually: of the model's own state dict. In full: the key that saves it, if there is one. Here: of the file.
+    It usually gets the first, by loading the model's own state dict. Expected is the key that saves it, if there is
+    one, else the usual value. The last is what loading this file gives it, None if the file does not reach it.
     """
     key_of = {s.source: s.key for s in reversed(names.serialized) if isinstance(s.source, Ref)}
     for tensor in names.load:
         if tensor.fqn in verdict.reads and tensor.fqn not in verdict.special:
             usual, here = (x and ex.without_cast(x) for x in (tensor.source, verdict.reads[tensor.fqn]))
             key = key_of.get(Ref(tensor.fqn))
-            full = usual if key is None else Ref(key)
-            if full is not None:
-                yield usual, full, here
+            expected = usual if key is None else Ref(key)
+            if expected is not None:
+                yield usual, expected, here
 
 
 def _other_keys(value: Expression, source: Expression | None) -> dict[str, str] | None:
-    """Return the keys in `source` by the keys in `value`; None if the computations differ otherwise."""
+    """Map each key in `value` to the key in its place in `source`; None if more than the keys differs."""
     if source is None:
         return None
     keys = dict(zip(ex.refs(value), ex.refs(source)))

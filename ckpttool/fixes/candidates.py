@@ -43,8 +43,8 @@ def to_load_model(question: Question) -> Iterator[Candidate]:
 
 def own_keys(left: Checkpoint, options: RemapOptions) -> Iterator[RemapOptions]:
     """Yield `options` with the keys that the model saves, for all state dicts, or else for the one in question."""
-    alone = (model_section(left).path,) if len(left.state_dicts) > 1 else ()
-    for sections in (None, *filter(None, alone)):
+    path = model_section(left).path if len(left.state_dicts) > 1 else ""
+    for sections in (None, path) if path else (None,):
         yield replace(options, to="serialized", sections=sections)
         if options.model is not None:
             yield replace(options, to="serialized", sections=sections, from_="runtime")

@@ -429,8 +429,8 @@ def _optimizer_fixes(question: Question, remedy: Remedy) -> Fixes:
         asked = replace(question, left=file, opened=opened, optimizer_path=optimizer_path)
         most = question.remaining(question.diff)
         fix = try_remap(asked, options, word, most) or try_remap(asked, options, word, most, loses_state=True)
-        does_not_fit = fix is not None and not fix.after.identical and not fix.stateless
-        if does_not_fit and file.state_dicts and options.model is not None:  # nor does the model in the file
+        is_partial = fix is not None and not fix.after.identical and not fix.stateless
+        if is_partial and file.state_dicts and options.model is not None:  # also fix the keys of the model in the file
             tried = (try_remap(asked, one, word, most) for one in own_keys(file, options))
             fix = next((one for one in tried if one is not None and one.after.identical), fix)
         if fix is not None:

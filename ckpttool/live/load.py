@@ -133,7 +133,7 @@ def _fitting_model(source: Checkpoint, model: ModelOperand, cast: bool) -> tuple
     if computed:
         raise Refused(
             f"only the model's own code loads {plural(len(computed), 'tensor')} of this file",
-            hint="let it load the file: model.load_state_dict(torch.load(CKPT))",
+            hint="let the model load the state dict itself, with load_state_dict",
             problems=[Problem(entry.why(), key) for entry in computed for key in entry.left],
         )
     return model_section(source), None if fix is None else str(fix)
@@ -151,7 +151,7 @@ def _fitting_state(source: Checkpoint, model: ModelOperand) -> tuple[str, Mappin
         fix = None if suggest.has_placeholder(remap) else try_remap(question, remap, word)
         if fix is None or fix.after.remedy is not None:
             answer = suggest.answered(question)
-            notes = [note for note in answer.notes if code_of(note) != "other-sections"]  # the model is fixed too
+            notes = [note for note in answer.notes if code_of(note) != "other-sections"]  # `_fitting_model` fixes that
             hint = "; ".join((*answer.fix, *notes[-2:])) or "start the optimizer from scratch"
             raise Refused(f"the optimizer state of {source.source} does not fit this optimizer", hint=hint)
         remap = replace(remap, optimizer_keys=ID)
