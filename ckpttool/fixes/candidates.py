@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.text import dotted
 from ckpttool.diffing.result import Diff
-from ckpttool.fixes.trial import Question
+from ckpttool.fixes.trial import Question, model_path
 from ckpttool.naming.convert import ModelForm, read
 from ckpttool.naming.match import NameTables
 from ckpttool.naming.wrappers import canonical_keys
@@ -43,7 +43,7 @@ def to_load_model(question: Question) -> Iterator[Candidate]:
 
 def own_keys(left: Checkpoint, options: RemapOptions) -> Iterator[RemapOptions]:
     """Yield `options` with the keys that the model saves, for all state dicts, or else for the one in question."""
-    path = model_section(left).path if len(left.state_dicts) > 1 else ""
+    path = model_path(left) if len(left.state_dicts) > 1 else None
     for sections in (None, path) if path else (None,):
         yield replace(options, to="serialized", sections=sections)
         if options.model is not None:

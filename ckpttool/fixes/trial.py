@@ -242,6 +242,14 @@ def try_swap(question: Question, options: SwapOptions) -> Trial | CkptError:
     return Trial("swap-weights", (program.source, weights.source), replace(options, out=out), after)
 
 
+def model_path(checkpoint: Checkpoint) -> str | None:
+    """Return the path of the model's state dict, None if the file has none or if it is unclear which it is."""
+    try:
+        return model_section(checkpoint).path
+    except CkptError:
+        return None
+
+
 def _loses(source: Checkpoint, result: Remap, model: ModelOperand | None) -> bool:
     """Return True if the output does not have the values of a tensor of the source, under any name.
 
@@ -249,8 +257,7 @@ def _loses(source: Checkpoint, result: Remap, model: ModelOperand | None) -> boo
     model's saving computes from other tensors: its code creates them again.
     """
     created_again = () if model is None else tuple(t.fqn for t in model.names().runtime if not t.persistent)
-    path = model_section(source).path if source.state_dicts else None
-    unneeded = {(NO_COUNTER, path), *((MADE_AGAIN, section.path) for section in source.sections)}
+    unneeded = {(NO_COUNTER, model_path(source)), *((MADE_AGAIN, section.path) for section in source.sections)}
     dropped = [one for one in result.plan.dropped if (one.reason, one.section) not in unneeded]
     if not dropped:
         return False

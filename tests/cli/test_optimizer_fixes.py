@@ -349,6 +349,21 @@ def test_file_without_a_model_may_keep_a_difference_after_the_fix(tmp_path: Path
         assert _count_differences(after) < _count_differences(data)
 
 
+def test_optimizer_next_to_two_models_gets_a_fix(tmp_path: Path, run: Run) -> None:
+    """It is unclear which of the two is the model, so their keys stay as they are."""
+    net, optimizer = train(models.Net, models.in_order, 1)
+    weights = {f"module.{key}": value for key, value in net.state_dict().items()}
+    file = {"generator": weights, "critic": nn.Linear(2, 2).state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(file, path := tmp_path / "two.pt")
+    words = ("diff", "--model", "optimizer_models:Net", "--optimizer", "optimizer_models:decayed_named")
+    status, data = answer(run, *words, f"{path}::optimizer")
+    assert status == 1
+    (command,) = fixes_in(data)
+    out = paste(command)
+    assert answer(run, *words, f"{out}::optimizer")[0] == 0
+    assert torch.load(out)["generator"].keys() == weights.keys()
+
+
 def test_remap_of_a_file_without_a_model_says_that_it_has_optimizer_state_only(tmp_path: Path, run: Run) -> None:
     torch.save(train(models.Net, models.in_order, 1)[1].state_dict(), tmp_path / "optimizer.pt")
     done = run("remap", tmp_path / "optimizer.pt", "--optimizer-keys", "fqn", "-o", tmp_path / "out.pt")
