@@ -20,8 +20,12 @@ _SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish")
 
 
 def process() -> int:
-    """Run `main` as the whole process, which does not search for cyclic garbage at its end."""
+    """Run `main` as the whole process, which does not search for cyclic garbage at its end.
+
+    What the exit handlers of a model's code print goes to stderr, so that it does not follow the result.
+    """
     status = main()
+    sys.stdout = sys.stderr
     gc.freeze()
     return status
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import difflib
 import importlib
 import importlib.util
@@ -115,10 +116,60 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def user_code(what: str, on_meta: bool = False, error: type[CkptError] = CkptError) -> Iterator[None]:
-    """Run the user's code: its prints go to stderr, and whatever it raises becomes an `error` that says where."""
+def _writes_to_stderr() -> Iterator[None]:
+    """Send to stderr what child processes and libraries in C write to stdout in the block."""
     try:
-        with prints_once():
+        stdout = os.dup(1)
+    except OSError:  # it is closed
+        yield
+        return
+    written = ctypes.CDLL(None).fflush
+    written(None)
+    try:
+        with contextlib.suppress(OSError):  # stderr is closed
+            os.dup2(2, 1)
+        yield
+    finally:
+        written(None)
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+_FOLDERS: dict[str, str] = {}  # the working directory in which an import of the user's code ended, by ours
+
+
+@contextlib.contextmanager
+def _in_its_folder(imports: bool) -> Iterator[None]:
+    """Run the user's code in the working directory that its import chose, and come back to ours."""
+    try:
+        ours = os.getcwd()
+    except OSError:  # it is deleted
+        yield
+        return
+    _go_to(_FOLDERS.get(ours, ours))
+    try:
+        yield
+    finally:
+        if imports:
+            _FOLDERS[ours] = os.getcwd()
+        _go_to(ours)
+
+
+def _go_to(folder: str) -> None:
+    if os.getcwd() != folder:
+        os.chdir(folder)
+
+
+@contextlib.contextmanager
+def user_code(
+    what: str, on_meta: bool = False, error: type[CkptError] = CkptError, imports: bool = False
+) -> Iterator[None]:
+    """Run the user's code: its output goes to stderr, and whatever it raises becomes an `error` that says where.
+
+    If it changes the working directory, this holds for its own code only, and only if it `imports` for the next block.
+    """
+    try:
+        with _writes_to_stderr(), prints_once(), _in_its_folder(imports):
             yield
     except CkptError:
         raise
@@ -131,7 +182,11 @@ def user_code(what: str, on_meta: bool = False, error: type[CkptError] = CkptErr
         elif isinstance(raised, ModuleNotFoundError):
             hint = f"the model's code needs {raised.name}: run ckpttool in the environment that the model runs in"
         elif isinstance(raised, SystemExit):
-            hint = "the module exits when it is imported: put the script's part under `if __name__ == '__main__':`"
+            hint = (
+                "the module exits when it is imported: put the script's part under `if __name__ == '__main__':`"
+                if imports
+                else "name a function that only builds, and does not parse a command line or exit"
+            )
         elif on_meta:
             hint = "fix it there; if it only fails on the meta device, add --materialize to build it for real"
         else:
@@ -353,7 +408,7 @@ def _module(place: str) -> ModuleType:
     if not all(part.isidentifier() for part in place.split(".")):
         raise CkptError(f"{place!r} is neither a module nor a .py file", hint=_FORM)
     _keep_importable(os.getcwd())
-    with user_code(f"{place} cannot be imported"):
+    with user_code(f"{place} cannot be imported", imports=True):
         try:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
@@ -381,7 +436,7 @@ def _from_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up by name
     _keep_importable(str(path.resolve().parent))
-    with user_code(f"{path} cannot be imported"):
+    with user_code(f"{path} cannot be imported", imports=True):
         try:
             spec.loader.exec_module(module)
         except BaseException:

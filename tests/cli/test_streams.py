@@ -84,6 +84,36 @@ def test_torch_leaves_no_temporary_files(tmp_path: Path) -> None:
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+_LOUD = """
+import atexit, ctypes, os, subprocess, sys
+import torch
+subprocess.run(["echo", "a child"])
+ctypes.CDLL(None).puts(b"a library in C")
+os.write(1, b"a descriptor\\n")
+print("an import")
+atexit.register(print, "an exit handler")
+def build():
+    sys.__stdout__.write("the first stdout\\n")
+    sys.__stdout__.flush()
+    os.system("echo a shell")
+    os.chdir("/")
+    return torch.nn.Linear(2, 2)
+"""
+
+
+def test_output_of_the_models_code_goes_to_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loud.py").write_text(_LOUD)
+    torch.save(nn.DataParallel(nn.Linear(2, 2)).state_dict(), tmp_path / "wrapped.pt")
+    monkeypatch.chdir(tmp_path)
+    done = run(
+        "remap", "wrapped.pt", "--model", "loud.py:build", "--to", "serialized", "-o", "o.pt", "--format", "json"
+    )
+    assert json.loads(done.stdout)["output"] == "o.pt"
+    assert torch.load("o.pt").keys() == {"weight", "bias"}  # not in the folder that the model's code went to
+    said = {"a child", "a library in C", "a descriptor", "an import", "an exit handler", "the first stdout", "a shell"}
+    assert said <= set(done.stderr.decode().splitlines())
+
+
 def test_metadata_keys_that_are_not_strings_are_kept(tmp_path: Path) -> None:
     state: Any = nn.Sequential(nn.BatchNorm1d(2)).state_dict()
     state._metadata = OrderedDict({1: {"version": 1}, **state._metadata, ("a", 2): {}})

@@ -333,6 +333,32 @@ def test_a_line_is_printed_once_even_without_a_newline(capsys: pytest.CaptureFix
     assert capsys.readouterr() == ("", "one of a test\ntwo of a test\n")
 
 
+def test_a_model_is_built_in_the_folder_that_its_import_chose(source, tmp_path: Path) -> None:
+    code = """
+        import os
+        from pathlib import Path
+        from torch import nn
+        os.chdir(os.path.dirname(__file__))
+        def build():
+            size = int(Path("size").read_text())
+            os.chdir("deeper")
+            return nn.Linear(size, size)
+    """
+    path = source(code, "project/moving.py")
+    (tmp_path / "project" / "deeper").mkdir()
+    (tmp_path / "project" / "size").write_text("3")
+    model = load(f"{path.relative_to(tmp_path)}:build")
+    assert [model.build(False).in_features for _ in range(2)] == [3, 3]
+    assert Path.cwd() == tmp_path
+
+
+def test_a_function_that_exits_is_not_taken_for_a_module_that_exits(source) -> None:
+    path = source("import sys\nbuild = sys.exit\n")
+    with pytest.raises(CkptError, match="cannot be built: SystemExit") as caught:
+        load(f"{path}:build").build(True)
+    assert "does not parse a command line or exit" in (caught.value.hint or "")
+
+
 def test_logged_warnings_become_warnings_and_info_does_not() -> None:
     log, stream = logging.getLogger("torch.of_a_test"), io.StringIO()
     handler = logging.StreamHandler(stream)
