@@ -352,8 +352,9 @@ def test_a_model_is_built_in_the_folder_that_its_import_chose(source, tmp_path: 
     assert Path.cwd() == tmp_path
 
 
-def test_a_function_that_exits_is_not_taken_for_a_module_that_exits(source) -> None:
-    path = source("import sys\nbuild = sys.exit\n")
+@pytest.mark.parametrize("call", ["sys.exit()", "os._exit(0)"])
+def test_a_function_that_exits_is_not_taken_for_a_module_that_exits(source, call: str) -> None:
+    path = source(f"import os, sys\nbuild = lambda: {call}\n")
     with pytest.raises(CkptError, match="cannot be built: SystemExit") as caught:
         load(f"{path}:build").build(True)
     assert "does not parse a command line or exit" in (caught.value.hint or "")
