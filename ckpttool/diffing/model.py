@@ -90,7 +90,7 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
         notes.append(Note(text, "assign"))
     notes += converted
     matched = ("same", "renamed", "transformed", "value", "dtype", "shape")
-    if not any(entry.status in matched and entry.left for entry in entries):
+    if not identical and not any(entry.status in matched and entry.left for entry in entries):
         text = f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing"
         notes.insert(0, Note(text, "nothing-matched"))
     if not identical:

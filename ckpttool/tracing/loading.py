@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpttool.core.checkpoint import Section
@@ -155,7 +156,7 @@ def _altered(instance: nn.Module, state: Mapping[str, Any], reads: Mapping[str, 
         if not isinstance(source, Ref) or not isinstance(value, torch.Tensor):
             continue
         if is_special(value) or is_special(item.tensor):
-            kept = attempt(partial(_is_kept, value.detach(), item.tensor.detach()))
+            kept = attempt(partial(_is_kept, value, item.tensor))
             if kept is not True:  # nor if the class cannot copy it back
                 yield source.key
 
@@ -166,7 +167,7 @@ def _replaced(instance: nn.Module, state: Mapping[str, Any], reads: Mapping[str,
         value = state.get(item.fqn)
         if item.fqn not in reads or reads[item.fqn] is not None or not isinstance(value, torch.Tensor):
             continue
-        if attempt(partial(_is_kept, value.detach(), item.tensor.detach())) is not True:
+        if attempt(partial(_is_kept, value, item.tensor)) is not True:
             yield item.fqn
 
 
@@ -175,6 +176,9 @@ def _is_kept(value: torch.Tensor, held: torch.Tensor) -> bool:
 
     Another dtype of a dense `value` is not an alteration: it is listed as a conversion.
     """
+    if is_lazy(value):  # nothing to copy
+        return is_lazy(held)
+    value, held = value.detach(), held.detach()
     if type(value) is type(held):
         return same(value, held) and _context(value) == _context(held)
     if not is_special(value):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import textwrap
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -110,3 +111,37 @@ def test_an_old_file_that_torch_loads_has_no_note(tmp_path: Path, run: Run) -> N
     assert "torch.load" not in run("inspect", tmp_path / "old.pt").err
     done = run("diff", tmp_path / "old.pt", "--model", f"{tmp_path / 'net.py'}:Net")
     assert (done.status, "torch.load" in done.err) == (0, False)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model", ["LazyLinear(3)", "Linear(2, 3)"])
+@pytest.mark.parametrize("saved", ["LazyLinear(3)", "Linear(2, 3)"])
+def test_tensors_that_have_no_shape_yet_load_if_torch_loads_them(
+    tmp_path: Path, run: Run, saved: str, model: str
+) -> None:
+    (tmp_path / "net.py").write_text(f"import torch\ndef build(): return torch.nn.{model}\n")
+    state, loads = eval(f"nn.{saved}").state_dict(), True
+    torch.save(state, tmp_path / "saved.pt")
+    try:
+        eval(f"nn.{model}").load_state_dict(state)
+    except RuntimeError:
+        loads = False
+    assert run("diff", tmp_path / "saved.pt", "--model", f"{tmp_path}/net.py:build").status == (0 if loads else 1)
+
+
+def test_a_state_dict_of_dicts_that_loads_has_no_note_that_it_would_load_nothing(tmp_path: Path, run: Run) -> None:
+    code = """
+        import torch
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a = torch.nn.Linear(2, 2)
+            def state_dict(self, *args, **kwargs):
+                return {"a": self.a.state_dict()}
+            def load_state_dict(self, state, strict=True):
+                self.a.load_state_dict(state["a"])
+    """
+    (tmp_path / "net.py").write_text(textwrap.dedent(code))
+    torch.save({"a": nn.Linear(2, 2).state_dict()}, tmp_path / "saved.pt")
+    done = run("diff", tmp_path / "saved.pt", "--model", f"{tmp_path}/net.py:Net")
+    assert (done.status, "would load nothing" in done.out) == (0, False)
