@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import textwrap
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -177,6 +178,25 @@ def _go_to(folder: str) -> None:
         os.chdir(folder)
 
 
+_CONTAINED = threading.Lock()
+
+
+@contextlib.contextmanager
+def _contained(imports: bool) -> Iterator[None]:
+    """Keep stdout, the process and its working directory from the user's code.
+
+    They belong to the whole process, so one thread at a time does this, and a model that builds a model does it once.
+    """
+    if not _CONTAINED.acquire(blocking=False):
+        yield
+        return
+    try:
+        with _writes_to_stderr(), _exit_raises(), _in_its_folder(imports):
+            yield
+    finally:
+        _CONTAINED.release()
+
+
 @contextlib.contextmanager
 def user_code(
     what: str, on_meta: bool = False, error: type[CkptError] = CkptError, imports: bool = False
@@ -186,7 +206,7 @@ def user_code(
     If it changes the working directory, this holds for its own code only, and only if it `imports` for the next block.
     """
     try:
-        with _writes_to_stderr(), prints_once(), _exit_raises(), _in_its_folder(imports):
+        with _contained(imports), prints_once():
             yield
     except CkptError:
         raise

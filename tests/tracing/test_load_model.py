@@ -7,6 +7,8 @@ import logging
 import os
 import sys
 import textwrap
+import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -350,6 +352,32 @@ def test_a_model_is_built_in_the_folder_that_its_import_chose(source, tmp_path: 
     model = load(f"{path.relative_to(tmp_path)}:build")
     assert [model.build(False).in_features for _ in range(2)] == [3, 3]
     assert Path.cwd() == tmp_path
+
+
+def test_two_threads_that_build_leave_the_process_as_it_was() -> None:
+    def state() -> tuple[object, ...]:
+        descriptor = os.fstat(1)
+        return os._exit, Path.cwd(), descriptor.st_dev, descriptor.st_ino
+
+    before, first, both = state(), threading.Event(), threading.Event()
+
+    def build() -> nn.Module:
+        if first.is_set():  # the second thread is inside, and stays longer
+            both.set()
+            time.sleep(0.2)
+        else:
+            first.set()
+            both.wait(10)
+        return nn.Linear(1, 1)
+
+    threads = [threading.Thread(target=of_object(build).build, args=(False,)) for _ in range(2)]
+    threads[0].start()
+    assert first.wait(10)
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert both.is_set()
+    assert state() == before
 
 
 @pytest.mark.parametrize("call", ["sys.exit()", "os._exit(0)"])
