@@ -203,7 +203,7 @@ def user_code(
 ) -> Iterator[None]:
     """Run the user's code: its output goes to stderr, and whatever it raises becomes an `error` that says where.
 
-    If it changes the working directory, this holds for its own code only, and only if it `imports` for the next block.
+    It may change its working directory, not ours. Later blocks start where the last one that `imports` ended.
     """
     try:
         with _contained(imports), prints_once():
