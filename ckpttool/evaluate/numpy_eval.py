@@ -36,6 +36,8 @@ def reader(dtype: str) -> Callable[[bytes], Array] | None:
         return partial(np.frombuffer, dtype=_DIRECT[dtype])
     if dtype == "bfloat16":  # the upper halves of float32
         return lambda data: (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+    if dtype == "bcomplex32":
+        return lambda data: (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<c8")
     if dtype == "complex32":
         return lambda data: np.frombuffer(data, "<f2").astype("<f4").view("<c8")
     if dtype in _EIGHT_BITS or dtype == "float8_e8m0fnu":

@@ -116,7 +116,7 @@ def raw(tensor: torch.Tensor) -> list[int]:
 
 DTYPES = """
     float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool
-    complex32 complex64 complex128
+    complex32 bcomplex32 complex64 complex128
     float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
     bits8 bits16 bits1x8 bits2x4 bits4x2
 """.split()  # noqa: SIM905
@@ -201,6 +201,7 @@ def test_a_changed_view_is_written(tmp_path: Path, offset: int, stride: int, siz
     assert same(load(rewritten(tmp_path, changed)), {"w": BASE.as_strided((size,), (stride,), offset)})
 
 
+@pytest.mark.filterwarnings("ignore:BComplex32 support is experimental")
 @pytest.mark.parametrize("name", TENSORS)
 def test_tensors_of_every_kind_are_read_and_renamed(tmp_path: Path, name: str) -> None:
     """Its entry matches torch, and renaming it, in the file or in a new file, keeps the tensor."""
