@@ -72,29 +72,29 @@ def program_target(program: ExportedProgram) -> Target:
 
 
 def package_target(package: Any, model: Model | None) -> Target:
-    """Return the constants of a loaded AOTInductor package that are weights of `model`, with the model's shapes and
-    dtypes.
+    """Return the constants of a loaded AOTInductor package that are weights of `model`, with the model's shapes, dtypes
+    and strides.
 
-    The package itself tells names only, and `load_constants` copies bytes whatever their shape and dtype. Raises
-    `CkptError` without a model, and `Refused` if it is another one.
+    The package itself tells names only, and `load_constants` copies bytes whatever their shape, dtype and strides.
+    Raises `CkptError` without a model, or if it is names without strides, and `Refused` if it is another one.
     """
+    pass_it = "pass model=: the program or the module that it was compiled from, or a file.py:build operand"
     if model is None:
         raise CkptError(
-            "a loaded AOTInductor package does not say what shapes and dtypes its weights have",
-            hint="pass model=: the program or the module that it was compiled from, or a file.py:build operand",
+            "a loaded AOTInductor package does not say what shapes and dtypes its weights have", hint=pass_it
         )
-    # Tensors with the shape, dtype and strides of the model's weights; contiguous if only names are known.
-    like: Mapping[str, torch.Tensor]
-    unsaved: Mapping[str, object]
-    if isinstance(model, (ExportedProgram, nn.Module)):
-        target = program_target(model) if isinstance(model, ExportedProgram) else module_target(model)
-        like, unsaved = target.tensors, target.constants
+    if isinstance(model, ExportedProgram):
+        target = program_target(model)
+    elif isinstance(model, nn.Module):
+        target = module_target(model)
     else:
-        known: dict[bool, dict[str, torch.Tensor]] = {True: {}, False: {}}
-        for r in ModelOperand(model).names().runtime:
-            if r.shape is not None:
-                known[r.persistent][r.fqn] = torch.empty(r.shape, dtype=getattr(torch, r.dtype), device="meta")
-        like, unsaved = known[True], known[False]
+        operand = model if isinstance(model, ModelOperand) else ModelOperand(model)
+        if not operand.is_definition:
+            raise CkptError(
+                "names do not say what strides the weights have, and a package relies on them", hint=pass_it
+            )
+        target = module_target(operand.definition().build())
+    like, unsaved = target.tensors, target.constants
     have = package.get_constant_fqns()
     if not any(fqn in like for fqn in have):
         raise Refused(

@@ -842,16 +842,21 @@ def test_concurrent_readers_see_either_old_or_new_tensors() -> None:
 
 
 class TwoLayers(nn.Module):
-    """Weights large enough to be constants of a package (tensors of 8 or fewer elements are compiled into its code)."""
+    """Weights large enough to be constants of a package (tensors of 8 or fewer elements are compiled into its code),
+    some with strides of their own, on which the code relies."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(4, 16)
         self.register_buffer("mask", torch.ones(16), persistent=False)
         self.outer = nn.Linear(16, 16, bias=False)
+        self.turned = nn.Parameter(torch.randn(16, 12).t())
+        self.register_buffer("table", torch.randn(24)[::2])
+        self.conv = nn.Conv2d(3, 4, 2, bias=False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.outer(self.inner(x) * self.mask)
+        x = self.turned @ self.outer(self.inner(x) * self.mask).sum(0) + self.table
+        return self.conv(x.reshape(1, 3, 2, 2))
 
 
 @pytest.fixture(scope="module")
@@ -885,11 +890,13 @@ def test_a_loaded_package_accepts_only_valid_weights(package: Any, tmp_path: Pat
     assert other.value.message == "no constant of the package is a weight of the model"
     assert "no such weight in the model @ inner.bias" in problems(other)
     with pytest.raises(Refused, match="no constant of the package"):
-        swap_weights(compiled, good.state_dict(), lambda: nn.LazyLinear(2))  # its tensors have no shapes yet
+        swap_weights(compiled, good.state_dict(), lambda: nn.Linear(2, 2))
+    with pytest.raises(CkptError, match="names do not say what strides"):
+        swap_weights(compiled, good.state_dict(), trace(LoadedModel("TwoLayers", lambda real: TwoLayers())))
     with pytest.raises(CkptError) as unknown:
         swap_weights(compiled, good.state_dict())
     assert "does not say what shapes and dtypes" in unknown.value.message
-    for at, kind in enumerate((model, program, trace(LoadedModel("TwoLayers", lambda real: TwoLayers())))):
+    for at, kind in enumerate((model, program, TwoLayers, f"{__file__}:TwoLayers")):
         new = seeded(TwoLayers, at + 2)
         state = new.state_dict()
         state["outer.weight"] = state["outer.weight"].t().contiguous().t()  # torch would ignore its strides
