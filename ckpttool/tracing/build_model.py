@@ -27,6 +27,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpttool.core.errors import CkptError
@@ -314,7 +315,7 @@ class LoadedModel:
         with user_code(what, on_meta=not real, error=CannotBuild), seeded(seed):
             if real:
                 return self.make(True)
-            with _WithoutValues():
+            with _WithoutValues(), _StaysOnMeta():
                 instance = self.make(False)
         if "nbytes" not in vars(self):
             vars(self)["nbytes"] = _nbytes(instance)
@@ -349,7 +350,74 @@ class _WithoutValues(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.normal_.default and args[0].is_meta and min(args[2:3], default=1.0) >= 0:
             return args[0]
+        out = func(*args, **(kwargs or {}))
+        if _ELSEWHERE and args and _is_on_meta(args[0]) and _is_on_meta(out):
+            _put(out, device_for_real(args[0]))
+        return out
+
+
+class _StaysOnMeta(TorchFunctionMode):
+    """Keep tensors without values on meta if the constructor moves them, whether or not there is such a device.
+
+    As for real, a move to the device that a tensor is on returns the same tensor, and a move to another one a copy.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _MOVES:
+            with torch._C.DisableTorchFunction():  # this is not a question of the constructor
+                moved = _kept_on_meta(func, *args, **(kwargs or {}))
+            if moved is not None:
+                return moved
         return func(*args, **(kwargs or {}))
+
+
+_MOVES = frozenset({torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.xpu})
+# By address: storages without data, and the device on which they would be if it is not the CPU.
+_ELSEWHERE: dict[int, tuple[torch.UntypedStorage, torch.device]] = {}
+
+
+def device_for_real(tensor: torch.Tensor) -> torch.device:
+    """Return the device of a tensor, and of a tensor on meta where the model's code would have put it."""
+    if not _is_on_meta(tensor):
+        return tensor.device
+    return _ELSEWHERE.get(tensor.untyped_storage()._cdata, (None, torch.device("cpu")))[1]
+
+
+def _kept_on_meta(func: Any, tensor: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Any:
+    """Return the result of a move off the meta device, or None if it is none."""
+    if not _is_on_meta(tensor):
+        return None
+    dtype, form = None, None
+    try:
+        if func is torch.Tensor.to:
+            device, dtype, _, form = torch._C._nn._parse_to(*args, **kwargs)
+        else:
+            place = args[0] if args else kwargs.get("device")
+            name = func.__name__
+            device = torch.device(name, place) if isinstance(place, int) else torch.device(place or name)
+    except (RuntimeError, TypeError):  # the call raises it too
+        return None
+    if device is None or device.type == "meta":
+        return None
+    if device.type != "cpu" and device.index is None:
+        device = torch.device(device.type, 0)
+    copy = copy or device != device_for_real(tensor)
+    moved = tensor.to(dtype=dtype or tensor.dtype, copy=copy, memory_format=form or torch.preserve_format)
+    _put(moved, device)
+    return moved
+
+
+def _is_on_meta(value: object) -> bool:
+    return type(value) in (torch.Tensor, nn.Parameter) and value.is_meta  # type: ignore[attr-defined]
+
+
+def _put(tensor: torch.Tensor, device: torch.device) -> None:
+    """Note where a tensor on meta would be."""
+    storage = tensor.untyped_storage()
+    if device.type == "cpu":
+        _ELSEWHERE.pop(storage._cdata, None)
+    else:
+        _ELSEWHERE[storage._cdata] = storage, device
 
 
 class CannotBuild(CkptError):

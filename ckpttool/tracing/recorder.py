@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpttool.core.expression import OPAQUE, Argument, Expression, Op, Special, refs
-from ckpttool.tracing.build_model import prints_once, says_meta
+from ckpttool.tracing.build_model import device_for_real, prints_once, says_meta
 from ckpttool.tracing.memory import Memory, Token, inside, meet, opaque, place_of, token
 
 # Operators that return their first argument's value, perhaps in other memory.
@@ -479,13 +479,22 @@ class _Questions(TorchFunctionMode):
         elif func == torch.Tensor.data_ptr and args[0].device.type == "meta":
             tensor = args[0]
             return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
-        elif func == _IS_META:
-            return False
+        elif func in _PLACE:
+            return _PLACE[func](device_for_real(args[0]))
+        elif func == torch.Tensor.type and len(args) == 1 and not kwargs:
+            place = device_for_real(args[0]).type
+            return func(*args).replace("torch.meta.", "torch." if place == "cpu" else f"torch.{place}.")
         return func(*args, **(kwargs or {}))
 
 
 _READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__})
-_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_PLACE: dict[Any, Callable[[torch.device], Any]] = {
+    torch.Tensor.device.__get__: lambda device: device,
+    torch.Tensor.is_meta.__get__: lambda device: False,  # type: ignore[attr-defined]
+    torch.Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]
+    torch.Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # type: ignore[attr-defined]
+    torch.Tensor.get_device: lambda device: -1 if device.index is None else device.index,
+}
 
 
 @contextlib.contextmanager

@@ -398,8 +398,14 @@ def _noted_questions() -> Iterator[_Questions]:
 
 _TELLING: frozenset[Any] = frozenset(
     [
-        *(getattr(torch.Tensor, name).__get__ for name in ("device", "is_cpu", "is_meta")),
-        *(torch.Tensor.data_ptr, torch.Tensor.storage, torch.Tensor.untyped_storage, torch.Tensor.type),
+        *(getattr(torch.Tensor, name).__get__ for name in ("device", "is_cpu", "is_cuda", "is_meta")),
+        *(
+            torch.Tensor.data_ptr,
+            torch.Tensor.storage,
+            torch.Tensor.untyped_storage,
+            torch.Tensor.type,
+            torch.Tensor.get_device,
+        ),
         *(torch.Tensor.__repr__, torch.Tensor.__format__),
     ]
 )

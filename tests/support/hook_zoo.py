@@ -334,6 +334,27 @@ def adds_a_number() -> nn.Module:
 
 
 @pattern
+def asks_for_the_device() -> nn.Module:
+    model = nn.Linear(2, 2)
+
+    def on_cpu() -> bool:
+        weight = model.weight
+        return weight.is_cpu and weight.device.type == "cpu" and weight.type() == "torch.FloatTensor"
+
+    def save(module: nn.Module, state: dict[str, Any], prefix: str, meta: object) -> None:
+        if on_cpu():
+            state[prefix + "kernel"] = state.pop(prefix + "weight")
+
+    def load(state: dict[str, Any], prefix: str, *rest: object) -> None:
+        if on_cpu():
+            state[prefix + "weight"] = state.pop(prefix + "kernel")
+
+    model._register_state_dict_hook(save)
+    model._register_load_state_dict_pre_hook(load)
+    return model
+
+
+@pattern
 def adds_an_alias() -> nn.Module:
     model = nn.Linear(2, 2)
     model._register_state_dict_hook(lambda m, sd, p, meta: sd.update({p + "kernel": sd[p + "weight"]}))

@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ from ckpttool.tracing.build_model import (
     raised_at,
     short_path,
 )
+from ckpttool.tracing.trace import trace
+from command import Run
 from loading_zoo import ZOO
 
 
@@ -247,7 +250,7 @@ def test_an_error_of_the_users_code_is_reported_with_its_line(source, name: str)
         "torch.rand(2).numpy()",
         "torch.rand(2).tolist()",
         "torch.linspace(0, 1, 3).sum().item()",
-        "torch.ones(2).to('cpu')",
+        "torch.ones(2).numpy()",
         "torch.rand(3)[torch.rand(3) > 0.5]",
         "bool(torch.ones(1))",
         "torch.ones(2) + torch.ones(2, device='cpu')",
@@ -260,6 +263,101 @@ def test_a_constructor_that_needs_values_gets_the_materialize_hint(source, line:
     assert "--materialize" in error.hint
     assert f"{path.name}:4" in error.message
     assert load(f"{path}:build", materialize=True).build().weight.shape == (1, 1)
+
+
+MOVED = """
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.b.weight = self.a.weight
+            whole = torch.ones(4, 2)
+            self.up, self.low = nn.Parameter(whole[:2]), nn.Parameter(whole[2:])
+            self.norm = nn.BatchNorm1d(3)
+
+    def build():
+        net = Net()
+        {line}
+        return net
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "net.to('cpu')",
+        "net.to(torch.device('cpu'), torch.bfloat16)",
+        "net.half().cpu()",
+        "net.b.weight = nn.Parameter(net.a.weight.to('cpu', copy=True))",
+        "net.b.bias = net.a.bias.cpu()",
+        "net.to(torch.empty(1, device='cpu', dtype=torch.float64))",
+        "net.up.data = net.up.data.to(device='cpu', memory_format=torch.contiguous_format)",
+    ],
+)
+def test_a_constructor_that_moves_the_model_stays_on_meta(source, line: str) -> None:
+    """On meta the same tensors are tied, overlap and have the same dtypes as for real."""
+    path = source(MOVED.format(line=line))
+    loaded = load(f"{path}:build")
+    on_meta, real = loaded.build(), loaded.build(True)
+    assert {tensor.device.type for tensor in on_meta.state_dict().values()} == {"meta"}
+    assert traits(on_meta) == traits(real)
+
+
+def traits(model: nn.Module) -> list[tuple[object, ...]]:
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    objects = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    memory = {tensor.untyped_storage()._cdata: name for name, tensor in reversed(tensors.items())}
+    return [
+        (name, tensor.dtype, tensor.stride(), objects[id(tensor)], memory[tensor.untyped_storage()._cdata])
+        for name, tensor in tensors.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "is_renamed"),
+    [
+        ("net.to('cuda:1')", True),
+        ("net.cuda()", False),
+        ("net.to('cuda:1').to('cpu')", False),
+        ("net.cuda().to('cuda:1')", True),
+        ("net.cpu()", False),
+        ("net.b.cuda(1)", False),
+        ("net.cuda(1)", True),
+        ("net.cuda(1).half()", True),
+        ("net.half().cuda(1).to(torch.float64)", True),
+        ("net.cuda(1).half().cpu()", False),
+        ("net.cuda(device='cuda:1')", True),
+    ],
+)
+def test_hooks_of_a_moved_model_see_its_device(source, line: str, is_renamed: bool) -> None:
+    path = source(
+        MOVED.format(
+            line=f"""{line}
+        def save(module, state, prefix, _):
+            weight = module.up
+            if weight.is_cuda and weight.device == torch.device('cuda:1') and weight.detach().get_device() == 1:
+                state[prefix + "upper"] = state.pop(prefix + "up")
+        net._register_state_dict_hook(save)"""
+        )
+    )
+    keys = [key.key for key in trace(load(f"{path}:build")).serialized]
+    assert ("upper" in keys, "up" in keys) == (is_renamed, not is_renamed)
+
+
+@pytest.mark.parametrize("line", ["net.cuda()", "net.to('cuda:1')", "net.half().to(device='cuda')", "net.xpu()"])
+def test_a_model_on_a_missing_device_is_compared(source, run: Run, tmp_path: Path, line: str) -> None:
+    path = source(MOVED.format(line=line))
+    space: dict[str, Any] = {}
+    exec(path.read_text().partition("def build")[0], space)
+    model = space["Net"]().half() if "half" in line else space["Net"]()
+    torch.save(model.state_dict(), tmp_path / "net.pt")
+    assert run("diff", tmp_path / "net.pt", "--model", f"{path}:build").status == 0
+    torch.save({**model.state_dict(), "more": torch.ones(1)}, tmp_path / "more.pt")
+    assert run("diff", tmp_path / "more.pt", "--model", f"{path}:build").status == 1
+    assert (
+        run("remap", tmp_path / "net.pt", "--model", f"{path}:build", "--to", "runtime", "-o", tmp_path / "o.pt").status
+        == 0
+    )
 
 
 def test_an_ordinary_failure_is_not_blamed_on_meta(source) -> None:
