@@ -209,7 +209,9 @@ def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
     layout = _attributes(mesh["_layout"])
     if "axes" in layout:
         return tuple(prod(_counts(_attributes(axis)["shape"])) for axis in _items(layout["axes"]))
-    return tuple(size if type(size) is int else prod(_counts(size)) for size in _items(layout["shape"]))
+    shape = layout["shape"]
+    sizes = sizes_of(shape) if type(shape) is Call else _items(shape)
+    return tuple(size if type(size) is int else prod(_counts(size)) for size in sizes)
 
 
 def _placement(node: Any) -> tuple[str, int, int]:
