@@ -425,7 +425,8 @@ OUTSIDE = (
     "'aot_inductor.package_constants_on_disk_format': 'pickle_weights'})"
 )
 INSIDE = (
-    "small weights (up to 8 elements in one dimension) are in the compiled code itself: compile it again for new ones"
+    "small weights (up to 8 elements in one dimension) are in the compiled code itself: compile it again for new ones. "
+    "Leave out what the code does not use, as BatchNorm's num_batches_tracked: ckpttool remap NEW --drop KEY -o OUT"
 )
 
 MOST_INLINED = 8  # elements

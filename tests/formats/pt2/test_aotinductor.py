@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import zipfile
 from dataclasses import replace
@@ -126,7 +127,7 @@ def test_swapped_weights_give_the_outputs_of_the_new_model(package: str, run: Ru
 
 
 @needs_compiler
-def test_an_inlined_weight_is_refused(package, tmp_path):
+def test_an_inlined_weight_is_refused(package, run: Run, tmp_path):
     torch.save(Model(1).state_dict(), tmp_path / "new.pt")
     with pytest.raises(Refused) as caught:
         swap(read(package), model_section(open_checkpoint(str(tmp_path / "new.pt"))))
@@ -134,6 +135,12 @@ def test_an_inlined_weight_is_refused(package, tmp_path):
     assert problems.pop("b.bias") == "4 elements: written into the compiled code, and cannot be swapped"
     assert problems == {"fixed": "no weight for it"}  # only the model knows that it is not saved
     assert "in the compiled code itself" in caught.value.hint
+    command = shlex.split(caught.value.hint.rpartition(": ")[2])
+    words = {"NEW": tmp_path / "new.pt", "KEY": "b.bias", "OUT": tmp_path / "used.pt"}
+    assert run(*(words.get(word, word) for word in command[1:])).status == 0
+    swap(
+        read(package), model_section(open_checkpoint(str(tmp_path / "used.pt"))), ModelOperand(trace(of_object(build)))
+    )
     state = {**Model(1).state_dict(), "spare": torch.ones(3, 3)}
     torch.save({key: value for key, value in state.items() if key != "b.bias"}, tmp_path / "spare.pt")
     names, weights = ModelOperand(trace(of_object(build))), model_section(open_checkpoint(str(tmp_path / "spare.pt")))
