@@ -101,7 +101,8 @@ def _converted(context: Any, param: Any, value: Any) -> Any:
         raise CkptError(f"{value!r:.60} is not one value", hint="")
     is_flag = getattr(param, "is_flag", False)
     texts = [each if isinstance(each, bool) and is_flag else str(each) for each in values]
-    return param.process_value(context, texts if param.multiple else texts[0])
+    converted = param.process_value(context, texts if param.multiple else texts[0])
+    return list(converted) if param.multiple else converted  # a tuple by older typer
 
 
 def complete_values(
