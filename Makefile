@@ -20,7 +20,7 @@ SIZE ?= 1
 RUNS ?= 3
 CASES ?=
 
-.PHONY: help demo test suites bench browser docs dist faults check wild models fuzz mutants conditions evidence fix coverage floor constraints clean
+.PHONY: help demo test suites bench gpu browser docs dist faults check wild models fuzz mutants conditions evidence fix coverage floor constraints clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ wild: $(VENV)/for-test ## compare weights from PyPI packages (about 500 MB, fetc
 fix: $(VENV)/for-dev ## format, and fix what the linter can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+gpu: $(VENV)/for-test ## test files, models and programs of a CUDA device
+	CKPTTOOL_GPU=1 $(BIN)/python -m pytest tests/test_cuda.py $(ARGS)
 
 browser: $(VENV)/for-test ## test the HTML report in a real Chromium, which must be installed (CKPTTOOL_BROWSER=EXECUTABLE)
 	CKPTTOOL_BROWSER=$${CKPTTOOL_BROWSER:-required} $(BIN)/python -m pytest tests/report/test_page.py $(ARGS)

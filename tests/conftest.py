@@ -13,6 +13,8 @@ import hypothesis
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: more threads only wait for each other
+if "CKPTTOOL_GPU" not in os.environ:  # tests of wrappers would move models to a GPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Hundreds of tests start a process: without bytecode each of them compiles the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

@@ -380,7 +380,7 @@ def test_fix_of_one_section_is_a_command_for_the_complete_file(
     state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
     named = str(tmp_path / ("named" if folder else "named.pt"))
     if folder:
-        dcp.save(state, checkpoint_id=named, no_dist=True)
+        dcp.save(state, checkpoint_id=named)
     else:
         torch.save(state, named)
     words = ("--model", "optimizer_models:Net") if with_model else ()

@@ -88,7 +88,7 @@ REFUSED = {
     "diff3 lin.pt": ("missing argument", "usage: ckpttool diff3 [OPTIONS]"),
     "diff3 lin.pt names.json lin.pt": ("names.json is JSON text", ""),
     "diff lin.pt two.pt::a --base lin.pt": (
-        "no such option: --base",
+        "no such option",
         "it is for `ckpttool diff3`; usage: ckpttool diff",
     ),
     "diff lin.pt lin.pt --model m.py:build --suggest x": ("--suggest needs two checkpoints, or a model", "LEFT RIGHT"),

@@ -175,7 +175,7 @@ def _diffusers() -> dict[str, Find]:
     with_weights = {
         name: cls
         for name in dir(diffusers)
-        if isinstance(cls := getattr(diffusers, name), type) and issubclass(cls, diffusers.ModelMixin)
+        if isinstance(cls := getattr(diffusers, name, None), type) and issubclass(cls, diffusers.ModelMixin)
     }
     return {
         name: partial(_first_by_defaults, cls) for name, cls in with_weights.items() if cls is not diffusers.ModelMixin

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -100,7 +100,10 @@ def check(name: str, damages: list[tuple[str, int]]) -> Verdict:
     state: Any = apply_damages(_states[name], damages)
     if damages and not hasattr(state, "_metadata"):
         state = dict(state)
-    verdict = load_verdict(zoo_model(name), section_of(state))
+    section = section_of(state)
+    if damages:
+        assume(section.kind != "other")  # `diff` refuses a file with few tensors among other values
+    verdict = load_verdict(zoo_model(name), section)
     model = randomized(zoo_model(name).build(True), 6)
     before = runtime_values(model)
     ok, missing, unexpected = load_with_torch(model, clone_state(state))
