@@ -531,7 +531,10 @@ def _answers(requests: Sequence[tuple[str, int, int]]) -> list[bytes | BaseExcep
     found = list(fs.cat_ranges(places, starts, ends, on_error="return", **_patience(fs, nbytes)))
     for at, data in enumerate(found):
         if isinstance(data, AttributeError):  # simplecache:: of fsspec before 2026.9, unless it has the file
-            found[at] = fs.cat_file(places[at], starts[at], ends[at])
+            try:
+                found[at] = fs.cat_file(places[at], starts[at], ends[at])
+            except Exception as error:  # of any driver: reported like those above
+                found[at] = error
     for (url, _, _), data in zip(requests, found):
         cache.requests[url] += 1
         cache.fetched[url] += len(data) if isinstance(data, bytes) else 0
