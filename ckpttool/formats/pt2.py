@@ -97,6 +97,7 @@ def read(path: str) -> Checkpoint:
 
 def _unreached(archive: Archive, programs: Sequence[Program]) -> tuple[Unreached, ...]:
     used = {home.record for program in programs for home in program.homes.values()}
+    used.update(record for program in programs for record in program.indexes)
     for entry in (entry for p in programs for section in p.sections for entry in section.by_key().values()):
         if isinstance(entry.payload, Role):
             used.add(entry.payload.record)

@@ -63,6 +63,20 @@ def loaded(data: bytes):
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
+@pytest.mark.parametrize("version", STATE)
+def test_a_program_without_constants_has_no_unknown_storages(version: str, tmp_path: Path) -> None:
+    empty = io.BytesIO()
+    torch.save({}, empty)
+    path = change_archive(
+        program(version).source,
+        lambda name, old: empty.getvalue() if name == CONSTANTS[version] else old,
+        tmp_path / "none.pt2",
+    )
+    found = read(path)
+    assert found.unreached == ()
+    assert [section.path for section in found.sections] == [""]
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_layout_gives_the_same_index(version):
     found, newest = program(version), program("2.9.1")
