@@ -83,7 +83,7 @@ def test_tensors_sharded_over_any_mesh_are_assembled(run: Run, tmp_path: Path, s
     assert all(torch.equal(found[key], whole) for key, whole in wholes.items()), cuts
 
 
-@pytest.mark.parametrize("version", ["2.6.0", "2.11.0", "2.15.0"])
+@pytest.mark.parametrize("version", ["2.6.0", "2.9.1", "2.10.0", "2.12.1", "2.15.0"])
 def test_dtensors_of_other_releases_of_torch_are_assembled(run: Run, tmp_path: Path, version: str) -> None:
     done = run("remap", DATA / f"dtensors-torch-{version}" / "rank_*.pt", "-o", tmp_path / "out.pt", "--verify")
     assert done.status == 0, done.err
