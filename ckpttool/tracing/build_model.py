@@ -23,6 +23,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -351,8 +352,8 @@ class _WithoutValues(TorchDispatchMode):
         if func is torch.ops.aten.normal_.default and args[0].is_meta and min(args[2:3], default=1.0) >= 0:
             return args[0]
         out = func(*args, **(kwargs or {}))
-        if _ELSEWHERE and args and _is_on_meta(args[0]) and _is_on_meta(out):
-            _put(out, device_for_real(args[0]))
+        if _DEVICES and args and _is_on_meta(args[0]) and _is_on_meta(out):
+            _DEVICES[out.untyped_storage()] = device_for_real(args[0])
         return out
 
 
@@ -372,19 +373,19 @@ class _StaysOnMeta(TorchFunctionMode):
 
 
 _MOVES = frozenset({torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.xpu})
-# By address: storages without data, and the device on which they would be if it is not the CPU.
-_ELSEWHERE: dict[int, tuple[torch.UntypedStorage, torch.device]] = {}
+# Storages on meta, and the device that they would be on: the CPU for all others.
+_DEVICES: WeakKeyDictionary[torch.UntypedStorage, torch.device] = WeakKeyDictionary()
 
 
 def device_for_real(tensor: torch.Tensor) -> torch.device:
-    """Return the device of a tensor, and of a tensor on meta where the model's code would have put it."""
+    """Return the device of a tensor; of one on meta the device that the model's code moves it to."""
     if not _is_on_meta(tensor):
         return tensor.device
-    return _ELSEWHERE.get(tensor.untyped_storage()._cdata, (None, torch.device("cpu")))[1]
+    return _DEVICES.get(tensor.untyped_storage(), torch.device("cpu"))
 
 
 def _kept_on_meta(func: Any, tensor: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Any:
-    """Return the result of a move off the meta device, or None if it is none."""
+    """Return the tensor that a move off the meta device gives; None if the call is no such move."""
     if not _is_on_meta(tensor):
         return None
     dtype, form = None, None
@@ -403,21 +404,12 @@ def _kept_on_meta(func: Any, tensor: torch.Tensor, *args: Any, copy: bool = Fals
         device = torch.device(device.type, 0)
     copy = copy or device != device_for_real(tensor)
     moved = tensor.to(dtype=dtype or tensor.dtype, copy=copy, memory_format=form or torch.preserve_format)
-    _put(moved, device)
+    _DEVICES[moved.untyped_storage()] = device
     return moved
 
 
 def _is_on_meta(value: object) -> bool:
     return type(value) in (torch.Tensor, nn.Parameter) and value.is_meta  # type: ignore[attr-defined]
-
-
-def _put(tensor: torch.Tensor, device: torch.device) -> None:
-    """Note where a tensor on meta would be."""
-    storage = tensor.untyped_storage()
-    if device.type == "cpu":
-        _ELSEWHERE.pop(storage._cdata, None)
-    else:
-        _ELSEWHERE[storage._cdata] = storage, device
 
 
 class CannotBuild(CkptError):
@@ -573,7 +565,8 @@ def _factory(
                     "function without required parameters",
                 ) from error
         with contextlib.nullcontext() if real else torch.device("meta"):
-            instance = target(**kwargs)
+            # A cached function would return the instance on meta again when a real one is needed.
+            instance = (getattr(target, "__wrapped__", target) if hasattr(target, "cache_info") else target)(**kwargs)
         if not isinstance(instance, nn.Module):
             raise CkptError(
                 f"{operand} gives {a(instance)}, not an nn.Module",
@@ -582,7 +575,7 @@ def _factory(
         module = sys.modules.get(getattr(target, "__module__", ""))
         in_module = any(value is instance for value in (vars(module) if module else {}).values())
         # The next call of a factory that keeps the object would return it with the changes of this one.
-        return copied(instance, real) if in_module or hasattr(target, "cache_info") else instance
+        return copied(instance, real) if in_module else instance
 
     return make
 
@@ -598,6 +591,7 @@ def copied(module: nn.Module, real: bool) -> nn.Module:
         storage = tensor.untyped_storage()
         if storage._cdata not in storages:
             storages[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
+            _DEVICES[storages[storage._cdata]] = device_for_real(tensor)
         twin = torch.empty(0, dtype=tensor.dtype, device="meta")
         twin.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
         is_parameter = isinstance(tensor, nn.Parameter)

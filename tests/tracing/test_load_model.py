@@ -121,6 +121,12 @@ def test_a_module_that_a_factory_keeps_is_copied(source, code: str) -> None:
     assert not hasattr(model.build(), "added")
 
 
+def test_a_cached_function_builds_on_meta_and_for_real(source) -> None:
+    path = source("import functools\n@functools.lru_cache\ndef build(): return nn.Linear(2, 3)")
+    model = load(f"{path}:build")
+    assert [model.build(real).weight.device.type for real in (False, True, False)] == ["meta", "cpu", "meta"]
+
+
 def test_objects_without_a_source_file_can_be_factories() -> None:
     assert of_object(eval("lambda: nn.Linear(1, 2)", {"nn": nn})).build().weight.shape == (2, 1)
     assert of_object(nn.Linear, {"in_features": 2, "out_features": 3}).build().weight.shape == (3, 2)
@@ -340,8 +346,11 @@ def test_hooks_of_a_moved_model_see_its_device(source, line: str, is_renamed: bo
         net._register_state_dict_hook(save)"""
         )
     )
-    keys = [key.key for key in trace(load(f"{path}:build")).serialized]
-    assert ("upper" in keys, "up" in keys) == (is_renamed, not is_renamed)
+    with path.open("a") as file:
+        file.write("\nimport functools\ncached = functools.lru_cache(build)\n")
+    for name in ("build", "cached"):  # what a cached function returns is copied
+        keys = [key.key for key in trace(load(f"{path}:{name}")).serialized]
+        assert ("upper" in keys, "up" in keys) == (is_renamed, not is_renamed), name
 
 
 @pytest.mark.parametrize("line", ["net.cuda()", "net.to('cuda:1')", "net.half().to(device='cuda')", "net.xpu()"])
