@@ -182,8 +182,8 @@ def test_a_definition_on_the_gpu_is_traced_and_compared(definition: str, tmp_pat
 
 
 def test_a_large_model_on_the_gpu_takes_no_memory_there(tmp_path: Path) -> None:
-    """`nn.Linear(..., device="cuda")` of 256 GB could not be built."""
-    (tmp_path / "large.py").write_text("from torch import nn\ndef build():\n    return nn.Linear(2**18, 2**18)\n")
+    """A model of 256 GiB that moves itself to the GPU."""
+    (tmp_path / "large.py").write_text("from torch import nn\ndef build(): return nn.Linear(2**18, 2**18).cuda()\n")
     torch.cuda.reset_peak_memory_stats()
     assert [key.key for key in ckpttool.trace(f"{tmp_path / 'large.py'}:build").serialized] == ["weight", "bias"]
     assert torch.cuda.max_memory_allocated() < 2**20

@@ -42,8 +42,8 @@ TABLE = (
     DType("float8_e8m0fnu", 1, "F8_E8M0", None, 33),
     DType("float4_e2m1fn_x2", 1, "F4"),
     DType("complex32", 4, None, None, 9),
-    DType("complex64", 8, "C64", "ComplexFloatStorage", 10),
     DType("bcomplex32", 4),  # pairs of bfloat16, since torch 2.15
+    DType("complex64", 8, "C64", "ComplexFloatStorage", 10),
     DType("complex128", 16, None, "ComplexDoubleStorage", 11),
     DType("qint8", 1, None, "QInt8Storage"),
     DType("quint8", 1, None, "QUInt8Storage"),

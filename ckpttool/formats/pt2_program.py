@@ -426,7 +426,7 @@ OUTSIDE = (
 )
 INSIDE = (
     "small weights (up to 8 elements in one dimension) are in the compiled code itself: compile it again for new ones. "
-    "Leave out what the code does not use, as BatchNorm's num_batches_tracked: ckpttool remap NEW --drop KEY -o OUT"
+    "Leave out what it does not use, such as BatchNorm's num_batches_tracked: ckpttool remap NEW --drop KEY -o OUT"
 )
 
 MOST_INLINED = 8  # elements

@@ -76,22 +76,19 @@ def package_target(package: Any, model: Model | None) -> Target:
     and strides.
 
     The package itself tells names only, and `load_constants` copies bytes whatever their shape, dtype and strides.
-    Raises `CkptError` without a model, or if it is names without strides, and `Refused` if it is another one.
+    Raises `CkptError` without a model or with names alone, and `Refused` if it is another model.
     """
-    pass_it = "pass model=: the program or the module that it was compiled from, or a file.py:build operand"
-    if model is None:
-        raise CkptError(
-            "a loaded AOTInductor package does not say what shapes and dtypes its weights have", hint=pass_it
-        )
     if isinstance(model, ExportedProgram):
         target = program_target(model)
     elif isinstance(model, nn.Module):
         target = module_target(model)
     else:
         operand = model if isinstance(model, ModelOperand) else ModelOperand(model)
-        if not operand.is_definition:
+        if model is None or not operand.is_definition:
             raise CkptError(
-                "names do not say what strides the weights have, and a package relies on them", hint=pass_it
+                "a loaded AOTInductor package does not say what shapes, dtypes and strides its weights have",
+                hint="pass model=: the program or the module that it was compiled from, or a file.py:build operand; "
+                "names have no strides",
             )
         target = module_target(operand.definition().build())
     like, unsaved = target.tensors, target.constants

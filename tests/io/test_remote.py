@@ -436,6 +436,20 @@ def test_local_path_is_not_a_url(path: str) -> None:
     assert not is_url(path)
 
 
+def test_a_driver_that_cannot_read_ranges_is_asked_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """simplecache:: of older fsspec answers so for each file that it has not fetched yet."""
+    memory = fsspec.filesystem("memory")
+    url = Store(memory, "memory://ranges").put("m.pt", torch_zip({"model": STATE}))
+    monkeypatch.setattr(
+        type(memory), "cat_ranges", lambda self, paths, *rest, **options: [AttributeError()] * len(paths)
+    )
+    assert same(tensors(open_operand(f"{url}::model")), STATE)
+    other = Store(memory, "memory://ranges").put("n.pt", torch_zip({"model": STATE}))
+    monkeypatch.setattr(type(memory), "cat_file", lambda self, *rest, **options: 1 / 0)
+    with pytest.raises(CkptError, match=r"n\.pt: ZeroDivisionError"):
+        open_operand(other)
+
+
 def test_chained_urls_are_read(tmp_path: Path) -> None:
     url = Store(fsspec.filesystem("memory"), "memory://chain").put("m.pt", torch_zip({"model": STATE}))
     assert same(tensors(open_operand(f"simplecache::{url}::model")), STATE)

@@ -891,11 +891,11 @@ def test_a_loaded_package_accepts_only_valid_weights(package: Any, tmp_path: Pat
     assert "no such weight in the model @ inner.bias" in problems(other)
     with pytest.raises(Refused, match="no constant of the package"):
         swap_weights(compiled, good.state_dict(), lambda: nn.Linear(2, 2))
-    with pytest.raises(CkptError, match="names do not say what strides"):
+    with pytest.raises(CkptError, match="does not say what shapes, dtypes and strides"):
         swap_weights(compiled, good.state_dict(), trace(LoadedModel("TwoLayers", lambda real: TwoLayers())))
     with pytest.raises(CkptError) as unknown:
         swap_weights(compiled, good.state_dict())
-    assert "does not say what shapes and dtypes" in unknown.value.message
+    assert "does not say what shapes, dtypes and strides" in unknown.value.message
     for at, kind in enumerate((model, program, TwoLayers, f"{__file__}:TwoLayers")):
         new = seeded(TwoLayers, at + 2)
         state = new.state_dict()

@@ -34,7 +34,9 @@ def test_program(name: str, tmp_path: Path) -> None:
     paths = [str(tmp_path / word) for word in ("old.pt2", "new.pt", "out.pt2")]
     try:
         program = exported(case, old)
-    except Exception as error:  # torch 2.6
+    except Exception as error:
+        if torch.__version__ >= "2.7":
+            raise
         pytest.skip(f"torch does not export its own example: {error}")
     torch.export.save(program, paths[0])
     sections = ckpttool.open_checkpoint(paths[0]).sections
