@@ -25,9 +25,9 @@ class Ignore:
     reason: str
     place: str
 
-    def covers(self, entry: Entry) -> bool:
-        """Return True if it accepts the entry: all keys of one of its sides match."""
-        if entry.status not in self.statuses:
+    def covers(self, entry: Entry, statuses: frozenset[str]) -> bool:
+        """Return True if it accepts one of these statuses of the entry: all keys of one of its sides match."""
+        if self.statuses.isdisjoint(statuses):
             return False
         return any(side and all(matches(self.pattern, key) for key in side) for side in (entry.left, entry.right))
 
@@ -41,18 +41,19 @@ def judged(diff: Diff, options: DiffOptions) -> Diff:
         return diff
     ignores = _ignores(options)
     used = set[Ignore]()
-    entries, remaining = [], []
+    entries, remaining = [], set[str]()
     for entry in diff.entries:
         if diff.is_difference(entry):
-            covering = [ignore for ignore in ignores if ignore.covers(entry)]
+            statuses = entry.statuses - diff.harmless
+            covering = [ignore for ignore in ignores if ignore.covers(entry, statuses)]
             used.update(covering)
-            if covering:
-                entry = replace(entry, ignored=covering[0].reason)
-            else:
-                remaining.append(entry)
+            left_over = statuses.difference(*(ignore.statuses for ignore in covering))
+            remaining |= left_over
+            if not left_over:
+                entry = replace(entry, ignored="; ".join(dict.fromkeys(ignore.reason for ignore in covering)))
         entries.append(entry)
-    failing = None if options.fail_on is None else statuses_in(options.fail_on)
-    fails = bool(diff.other_failure) or any(failing is None or entry.status in failing for entry in remaining)
+    failing = remaining if options.fail_on is None else statuses_in(options.fail_on)
+    fails = bool(diff.other_failure) or not remaining.isdisjoint(failing)
     ok = diff.identical or not fails
     unused = tuple(f"{ignore.text} ({ignore.place})" for ignore in ignores if ignore not in used)
     return replace(

@@ -130,6 +130,9 @@ OBJECTS = frozenset(
     {Code.OBJECT, Code.OBJECT_ONE_SIDE, Code.OBJECT_TENSORS, Code.OBJECT_TENSOR, Code.OBJECT_VALUE, Code.OBJECT_UNREAD}
 )
 
+# Why one tensor has two names.
+NAMES = frozenset({Code.WRAPPED_LEFT, Code.WRAPPED_RIGHT, Code.WRAPPERS_REORDERED, Code.HOOK, Code.RUNTIME_KEY})
+
 
 @dataclass(frozen=True, slots=True)
 class Cause:

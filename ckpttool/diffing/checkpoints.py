@@ -17,7 +17,15 @@ from ckpttool.diffing.moved import explain_moved
 from ckpttool.diffing.names import compare_through, suggestions
 from ckpttool.diffing.optimizer import UNKNOWN_CLASS, SavedOptimizer, compare_optimizers, is_named, optimizer_alone
 from ckpttool.diffing.result import EITHER_WAY, HARMLESS, Diff, Entry, Remedy, only_left, only_right, outlines
-from ckpttool.diffing.sections import Values, adapter_notes, compare, compare_pair, explain_computed, hidden_segments
+from ckpttool.diffing.sections import (
+    Values,
+    adapter_notes,
+    compare,
+    compare_pair,
+    explain_computed,
+    hidden_segments,
+    without_dtypes,
+)
 from ckpttool.distributed.job import Question, answers, current, only_first
 from ckpttool.evaluate.compare import Difference, content_of_storage, same_objects, sha256_of
 from ckpttool.formats.manifest import all_extras, other_files
@@ -47,6 +55,7 @@ def checkpoints(
     entries = compare(mine, theirs, values) if names is None else compare_through(names, mine, theirs, values)
     entries = explain_computed(explain_moved(entries, mine, theirs))
     entries = (*entries, *compare_outside(left, right, values))
+    entries = without_dtypes(entries) if ignore_dtype else entries
     harmless = EITHER_WAY | ({"dtype"} if ignore_dtype else set())
     hidden = () if names is not None else hidden_segments(entries, sides)
     adapters = adapter_notes(mine.keys, theirs.keys, sides)
@@ -54,7 +63,7 @@ def checkpoints(
     return Diff(
         left.source,
         right.source,
-        identical=all(entry.status in harmless for entry in entries),
+        identical=all(entry.is_one_of(harmless) for entry in entries),
         entries=entries,
         notes=(*one_rank(left), *one_rank(right), *hidden, *adapters, *other_notes),
         inferred=suggestions(left, right, entries, values is not None) if infers and names is None else None,
@@ -275,7 +284,7 @@ def compare_on_ranks(values: Values | None, *comparisons: Callable[[Values], obj
     """
     if values is None or current() is None:
         return values
-    compute = values.difference
+    compute = values
     pairs: dict[tuple[object, object], tuple[TensorEntry, TensorEntry]] = {}  # keeps alive what the keys are ids of
 
     def note(left: TensorEntry, right: TensorEntry) -> None:
@@ -287,7 +296,7 @@ def compare_on_ranks(values: Values | None, *comparisons: Callable[[Values], obj
         return None if difference is None else asdict(difference)
 
     for comparison in comparisons:
-        comparison(Values(note, values.converts))
+        comparison(note)
     questions = {at: Question(a.key, a.nbytes + b.nbytes, partial(as_json, a, b)) for at, (a, b) in pairs.items()}
     known = answers("comparing values", questions)
     only_first()
@@ -301,7 +310,7 @@ def compare_on_ranks(values: Values | None, *comparisons: Callable[[Values], obj
             return None
         return Difference(answer["text"], tuple((exponent, count) for exponent, count in answer["spread"]))
 
-    return Values(look_up, values.converts)
+    return look_up
 
 
 def read_all_values(left: Checkpoint, right: Checkpoint, model: ModelOperand | None, values: Values) -> None:

@@ -13,7 +13,7 @@ from ckpttool.core.text import Note, code_of, plural, shell, some
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.names import compare_load, compare_names, loads
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, names_outlines, outlines
-from ckpttool.diffing.sections import adapter_notes, explain_computed
+from ckpttool.diffing.sections import adapter_notes, explain_computed, without_dtypes
 from ckpttool.formats.rank_files import one_rank
 from ckpttool.formats.registry import MEMORY
 from ckpttool.formats.torch.legacy_file import UNREADABLE, refused_by_torch
@@ -69,6 +69,7 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     names = model.names()
     verdict = _verdict(model, checkpoint, section) if model.is_definition else None
     entries = explain_computed(compare_load(names, section, verdict))
+    entries = without_dtypes(entries) if ignore_dtype else entries
     if verdict is None and loads(entries):
         _check_names_suffice(model, names, checkpoint, section)
     unreadable = unreadable_note(checkpoint)

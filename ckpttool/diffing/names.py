@@ -15,7 +15,16 @@ from ckpttool.core.optimizer_state import GROUPS
 from ckpttool.core.text import Info, Note, is_flat, shell
 from ckpttool.diffing.causes import Cause, Code, segment_change, wrapper_cause
 from ckpttool.diffing.result import EITHER_WAY, NO_VALUES, Diff, Entry, only_left, only_right
-from ckpttool.diffing.sections import Values, compare, compare_pair, leftover, renamed, shape_or_dtype, unpairable
+from ckpttool.diffing.sections import (
+    Values,
+    compare,
+    compare_pair,
+    leftover,
+    renamed,
+    shape_or_dtype,
+    under_another_name,
+    unpairable,
+)
 from ckpttool.evaluate.apply import Digests
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.remarks import is_placeholder
@@ -293,7 +302,7 @@ def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tup
     entries = [_loaded(have[key], expected, key in rejected) for key, expected in want.items() if key in have]
     mine = {key: entry for key, entry in have.items() if key not in want}
     theirs = dict.fromkeys(key for key in want if key not in have)
-    entries += _in_other_form(NameTables(names), section, mine, theirs)
+    entries += _in_other_form(NameTables(names), section, mine, theirs, want)
     entries += _call_variants(names, section, mine, theirs)
     if verdict is not None:
         entries += _by_load_hook(names, verdict, mine, theirs)
@@ -412,7 +421,13 @@ def _loaded(entry: TensorEntry | ExtraEntry, expected: SerializedKey | None, rej
     return shape_or_dtype(entry, expected.dtype, expected.shape, key, key) or Entry("same", key, key)
 
 
-def _in_other_form(tables: NameTables, section: Section, mine: Objects, theirs: dict[str, None]) -> list[Entry]:
+def _in_other_form(
+    tables: NameTables,
+    section: Section,
+    mine: Objects,
+    theirs: dict[str, None],
+    want: Mapping[str, SerializedKey | None],
+) -> list[Entry]:
     """Pair keys that name a tensor of the model in another form (wrapped, runtime), and remove them from both sides."""
     entries = []
     for form in (SERIALIZED, RUNTIME):
@@ -426,8 +441,12 @@ def _in_other_form(tables: NameTables, section: Section, mine: Objects, theirs: 
             if form == RUNTIME and name != target:
                 cause = Cause(Code.RUNTIME_KEY, (segment_change(name, target),)).and_also(cause)
                 hook = tables.hooks.get(target)
-            del mine[key], theirs[target]
-            entries.append(Entry("renamed", (key,), (target,), cause, hook))
+            del theirs[target]
+            entry, expected = mine.pop(key), want[target]
+            unlike = None
+            if isinstance(entry, TensorEntry) and expected is not None:
+                unlike = shape_or_dtype(entry, expected.dtype, expected.shape, (key,), (target,))
+            entries.append(under_another_name(unlike or Entry("renamed", (key,), (target,)), cause, hook))
         if form == RUNTIME:
             entries += _computed_from(tables, {name: key for key, name in names.items()}, mine, theirs)
     return entries
@@ -518,7 +537,7 @@ def _only_in_file(keys: Iterable[str], unsaved: Collection[str], verdict: Verdic
 
 def loads(entries: Iterable[Entry]) -> bool:
     """Return True if every key is there with its shape, and no other: what is known without the model's code."""
-    return all(entry.status in ("same", "extra_state", "dtype") for entry in entries)
+    return all(entry.status in ("same", "extra_state", "dtype") and entry.left == entry.right for entry in entries)
 
 
 # Two checkpoints of one model

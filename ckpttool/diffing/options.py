@@ -52,7 +52,6 @@ class CompareOptions:
         """How the values of two tensors are compared, after the conversion that loading does; None if they are not."""
         if not (self.values or self.rtol or self.atol):
             return None
-        from ckpttool.diffing.sections import Values
         from ckpttool.evaluate.apply import entry_of
         from ckpttool.evaluate.compare import difference
 
@@ -63,7 +62,7 @@ class CompareOptions:
             with progress.part(left.nbytes + right.nbytes):
                 return difference(left, right, self.rtol, self.atol)
 
-        return Values(compare, converts=self.ignore_dtype)
+        return compare
 
     def comparing(self, *checkpoints: Checkpoint | None) -> AbstractContextManager[None]:
         """Return a context in which the values of these checkpoints are compared, as one task with progress."""

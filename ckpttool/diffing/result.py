@@ -27,7 +27,7 @@ from ckpttool.core.schema import (
     unless_empty,
 )
 from ckpttool.core.values import dataclass, public
-from ckpttool.diffing.causes import SIDES, Cause, Code, Sides
+from ckpttool.diffing.causes import NAMES, SIDES, Cause, Code, Sides
 from ckpttool.naming.evidence import Ambiguous, Inference, Pair
 
 if TYPE_CHECKING:
@@ -108,9 +108,20 @@ class Entry:
         reason, hook = "" if self.cause is None else self.cause.text(sides), self.hook
         return reason if hook is None else f"{reason}: {hook.function} ({hook.file}:{hook.line})"
 
+    @property
+    def statuses(self) -> frozenset[str]:
+        """Its status, and what else differs: the dtype, the name."""
+        if self.cause is None or self.status not in ("shape", "dtype", "value"):
+            return frozenset({self.status})
+        also = {"dtype": (Code.DTYPE,), "renamed": NAMES}
+        return frozenset({self.status, *(status for status, codes in also.items() if self.cause.has(*codes))})
+
     def is_one_of(self, kinds: frozenset[str]) -> bool:
-        """Return True if its status or code is one of these."""
-        return self.status in kinds or (self.cause is not None and self.cause.code.code in kinds)
+        """Return True if all its statuses, or its code, are among these. Statuses are not codes here."""
+        if self.cause is None:
+            return self.status in kinds
+        code = self.cause.code.code
+        return self.statuses <= kinds or (code in kinds and code not in STATUSES)
 
     def has(self, *codes: Code) -> bool:
         """Return True if one of the codes is among its causes."""

@@ -12,8 +12,7 @@ from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.core.dtypes import PLAIN
 from ckpttool.core.names import Hook
 from ckpttool.core.text import Note, plural, some
-from ckpttool.core.values import dataclass
-from ckpttool.diffing.causes import SIDES, Cause, Code, Sides, wrapper_cause
+from ckpttool.diffing.causes import NAMES, SIDES, Cause, Code, Sides, wrapper_cause
 from ckpttool.diffing.result import Entry, only_left, only_right
 from ckpttool.evaluate.compare import Difference, same_objects
 from ckpttool.formats.rank_shards import rank_pairs
@@ -22,13 +21,8 @@ from ckpttool.formats.torch.tensors import is_dense, kind
 from ckpttool.naming.match import aliases, unlike
 from ckpttool.naming.wrappers import adapter_of, missing_modules
 
-
-@dataclass(frozen=True, slots=True)
-class Values:
-    """`difference` says how the values of two tensors differ; if it `converts`, they may have different dtypes."""
-
-    difference: Callable[[TensorEntry, TensorEntry], Difference | None]
-    converts: bool = False
+# Say how the values of two tensors differ, after the conversion to the right's dtype.
+Values = Callable[[TensorEntry, TensorEntry], Difference | None]
 
 
 def compare(left: Section, right: Section, values: Values | None = None) -> tuple[Entry, ...]:
@@ -75,11 +69,11 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
             if (one.dtype, other.dtype) != dtypes:
                 return Entry("shape", *keys, Cause(Code.RANK_SHAPE))
             cause = Cause(Code.DTYPE, dtypes).and_also(Cause(Code.CONVERTED))
-        if values is None or (unlike is not None and not values.converts):
+        if values is None:
             continue
         if one.dtype != other.dtype and not (_is_plain(one) and _is_plain(other)):
             return Entry("value", *keys, Cause(Code.DTYPE, dtypes).and_also(Cause(Code.UNREAD)))
-        differs = values.difference(one, other)
+        differs = values(one, other)
         if differs is not None:
             return Entry("value", *keys, cause, None, differs.text, differs.spread or None)
         code = Code.RANK_VALUE
@@ -112,13 +106,14 @@ def _compare_objects(left: ExtraEntry, right: ExtraEntry, values: Values | None)
         if key not in mine or key not in theirs:
             side = "left" if key in mine else "right"
             return Entry("shape", *keys, Cause(Code.OBJECT_TENSORS), None, f"{path}: only in {side}")
-        entry = compare_pair(mine[key], theirs[key], values and Values(values.difference))
+        is_converted = mine[key].dtype != theirs[key].dtype  # not by loading
+        entry = compare_pair(mine[key], theirs[key], None if is_converted else values)
         if entry.cause is not None:
             status, cause = entry.status, Cause(Code.OBJECT_TENSOR).and_also(entry.cause)
             detail = f"{path}: {entry.detail}" if entry.detail else path
             if status != "dtype":
                 return Entry(status, *keys, cause, None, detail)
-            if values is not None and values.converts:
+            if values is not None:
                 status, cause = "value", cause.and_also(Cause(Code.UNREAD))
             other_dtype = other_dtype or Entry(status, *keys, cause, None, detail)
     if other_dtype is not None:
@@ -131,11 +126,28 @@ def _compare_objects(left: ExtraEntry, right: ExtraEntry, values: Values | None)
 def renamed(
     left: Any, right: Any, cause: Cause | None, values: Values | None = None, hook: Hook | None = None
 ) -> Entry:
-    """Compare one tensor under two names; a difference in shape, dtype or values comes before the rename."""
-    entry = compare_pair(left, right, values)
+    """Compare one tensor under two names."""
+    return under_another_name(compare_pair(left, right, values), cause, hook)
+
+
+def under_another_name(entry: Entry, cause: Cause | None, hook: Hook | None) -> Entry:
+    """Return the entry of a tensor under two names; a difference in shape, dtype or values comes before the rename."""
     if entry.status in ("same", "extra_state") or entry.cause is None:
         return Entry("renamed", entry.left, entry.right, cause, hook)
     return replace(entry, cause=entry.cause.and_also(cause), hook=hook)
+
+
+def without_dtypes(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """Return the entries if dtypes do not count: a tensor with another dtype and another name is only renamed."""
+    return tuple(_only_renamed(entry) if entry.status == "dtype" else entry for entry in entries)
+
+
+def _only_renamed(entry: Entry) -> Entry:
+    if entry.cause is None or entry.statuses != {"dtype", "renamed"}:
+        return entry
+    of_name = next(cause for cause in entry.cause.also if cause.code in NAMES)
+    others = [replace(entry.cause, also=()), *(cause for cause in entry.cause.also if cause is not of_name)]
+    return replace(entry, status="renamed", cause=of_name.and_also(*others))
 
 
 def leftover(

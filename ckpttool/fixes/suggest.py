@@ -175,9 +175,7 @@ def _best_remap(question: Question) -> Trial | None:
     assert left is not None
     if one_rank(left):
         return None  # no command has what the other ranks hold
-    differing = {entry.status for entry in question.diff.entries} - {"same"}
-    if any(entry.left != entry.right for entry in question.different_values(question.diff)):
-        differing.add("renamed")  # the names can be fixed even if the values cannot
+    differing = {status for entry in question.diff.entries for status in entry.statuses} - {"same"}
     not_by_names = {"shape", "dtype"} | ({"value"} if question.right is not None else set())
     if differing and differing <= not_by_names and left.format != "rank_files":
         return None

@@ -138,9 +138,10 @@ class Question:
         return self.options.comparison is not None and unpaired
 
     def remaining(self, diff: Diff) -> int:
-        """Count the differences that a remap could fix: all but different values under one name."""
-        values_only = sum(entry.left == entry.right for entry in self.different_values(diff))
-        return sum(not entry.is_one_of(HARMLESS | diff.harmless) for entry in diff.entries) - values_only
+        """Count the differences that a remap could fix: all but different values. Another name counts by itself."""
+        harmless = HARMLESS | diff.harmless
+        settled = harmless if self.right is None else harmless | {"value"}
+        return sum(len(entry.statuses - settled) for entry in diff.entries if not entry.is_one_of(harmless))
 
     def different_values(self, diff: Diff) -> list[Entry]:
         """Return the tensors of two checkpoints with different values, under one name or two."""

@@ -23,7 +23,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.diffing.model import names_alone
 from ckpttool.diffing.names import compare_load, compare_names, compare_through
 from ckpttool.diffing.result import STATUSES, Entry
-from ckpttool.diffing.sections import Values, compare
+from ckpttool.diffing.sections import compare
 from ckpttool.operands.checkpoint import model_section, open_operand
 from ckpttool.operands.model import ModelOperand
 from command import Run, notes_in
@@ -71,7 +71,7 @@ NO_BYTES = settings(max_examples=150)
 @NO_BYTES
 @given(sections(), sections())
 def test_each_key_of_two_checkpoints_is_in_one_entry(left: Section, right: Section) -> None:
-    entries = compare(left, right, Values(lambda a, b: None))
+    entries = compare(left, right, lambda a, b: None)
     assert_each_key_once(entries, left.by_key(), right.by_key())
     assert {entry.status for entry in compare(left, left)} <= {"same", "extra_state"}
 

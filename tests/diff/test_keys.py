@@ -8,13 +8,13 @@ import pytest
 
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Span, Storage, TensorEntry, Unreached
 from ckpttool.diffing.checkpoints import compare_outside
+from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import Entry
-from ckpttool.diffing.sections import Values, compare
-from ckpttool.evaluate.compare import difference
+from ckpttool.diffing.sections import compare
 
 Entries = TensorEntry | ExtraEntry
 
-VALUES = Values(lambda a, b: difference(a, b, 0.0, 0.0))
+VALUES = DiffOptions(values=True).comparison
 
 
 def storage(*values: int) -> Storage:

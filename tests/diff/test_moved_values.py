@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import real_models
 from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
 from ckpttool.diffing.moved import Rotary, explain_moved, rotary
-from ckpttool.diffing.sections import Values, compare
+from ckpttool.diffing.sections import compare
 from ckpttool.evaluate.compare import Difference
 from ckpttool.live.model import section_of
 from ckpttool.naming.evidence import Tensor, exchangeable
@@ -29,7 +29,7 @@ def reasons(left: State, right: State) -> dict[str, str]:
     def differ(one: TensorEntry, other: TensorEntry) -> Difference | None:
         return None if torch.equal(left[one.key], right[other.key]) else Difference("differ")
 
-    entries = compare(*sections, Values(differ))
+    entries = compare(*sections, differ)
     result = explain_moved(entries, *sections)
     assert [(entry.status, entry.left, entry.right) for entry in result] == [
         (entry.status, entry.left, entry.right) for entry in entries

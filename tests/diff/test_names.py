@@ -14,7 +14,6 @@ from ckpttool.core.names import Hook, LoadedTensor, Names, RuntimeTensor, Serial
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.names import compare_load, compare_names, compare_through, loads
 from ckpttool.diffing.result import Entry
-from ckpttool.diffing.sections import Values
 from ckpttool.evaluate.compare import difference
 from ckpttool.tracing.loading import Verdict
 
@@ -63,7 +62,8 @@ def tensor(key: str, *values: int, dtype: str = "uint8") -> TensorEntry:
 def section(*entries: TensorEntry | ExtraEntry | str) -> Section:
     """Return a section; a string becomes a tensor with the model's size and dtype."""
     filled = [
-        TensorEntry(e, "float32", (4 if e == "qk" else 2,), (1,), 0, None) if isinstance(e, str) else e for e in entries
+        TensorEntry(e, "float32", (4 if e.endswith("qk") else 2,), (1,), 0, None) if isinstance(e, str) else e
+        for e in entries
     ]
     tensors = tuple(one for one in filled if isinstance(one, TensorEntry))
     return Section("", "state_dict", tensors, tuple(one for one in filled if isinstance(one, ExtraEntry)))
@@ -235,7 +235,7 @@ def test_call_variants_of_an_unflattened_program_are_aliases() -> None:
 
 
 def compare_by_names(left: Section, right: Section) -> list[tuple[str, str, str, str]]:
-    return differences(compare_through(NAMES, left, right, Values(lambda a, b: difference(a, b, 0, 0))))
+    return differences(compare_through(NAMES, left, right, lambda a, b: difference(a, b, 0, 0)))
 
 
 def test_names_without_hooks_or_shapes_are_compared() -> None:

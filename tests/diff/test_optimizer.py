@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import optimizer_models as models
 from ckpttool.diffing.optimizer import SavedOptimizer, compare_optimizers, compare_with_optimizer
 from ckpttool.diffing.result import HARMLESS, Entry
-from ckpttool.diffing.sections import Values
 from ckpttool.evaluate.compare import difference
 from ckpttool.formats.detect_folder import open_checkpoint
 from command import Run
@@ -105,7 +104,7 @@ def test_values_are_compared_only_if_requested(tmp_path: Path) -> None:
     right = optimizer_alone(save(tmp_path / "b.pt", model, optimizer))
     without = differences(compare_optimizers(left, right)[0])
     assert without == [("value", "param_groups.0.lr param_groups.0.lr", "different `lr`", "0.01 instead of 0.5")]
-    entries, *_ = compare_optimizers(left, right, values=Values(lambda a, b: difference(a, b, 0.0, 0.0)))
+    entries, *_ = compare_optimizers(left, right, values=lambda a, b: difference(a, b, 0.0, 0.0))
     assert ("value", "state.head.weight.step state.head.weight.step") in [entry[:2] for entry in differences(entries)]
 
 

@@ -24,7 +24,6 @@ from ckpttool.diffing.optimizer import (
     tensors_of,
 )
 from ckpttool.diffing.result import Entry
-from ckpttool.diffing.sections import Values
 from ckpttool.optimizers.forms import write
 
 State = Mapping[Param, Mapping[str, Any]]
@@ -167,7 +166,7 @@ def test_objects_in_state_are_compared() -> None:
     one, other = (ExtraEntry("", value=value) for value in ("x", "y"))
     pairs = {"same": (one, one), "other": (one, other), "tensor": (one, moment(1)), "plain": (one, 1), "dict": ({}, 1)}
     left, right = (optimizer("a", state={"a": {name: pair[at] for name, pair in pairs.items()}}) for at in (0, 1))
-    assert differences(state_entries(left, right, Values(lambda left, right: None))) == [
+    assert differences(state_entries(left, right, lambda left, right: None)) == [
         ("value", "state.a.other state.a.other", "not a tensor, and a different object"),
         ("shape", "state.a.tensor state.a.tensor", "a tensor on one side only"),
         ("value", "state.a.plain state.a.plain", "different value"),

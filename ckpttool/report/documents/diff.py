@@ -120,7 +120,7 @@ def document(diff: Diff, *, all: bool = False) -> Document:
     blocks.append(_accepted(diff, all))
     blocks += [Note(f"unused ignore entry: {line}", "warning") for line in diff.unused_ignores]
     # A key without a counterpart, or under another name, could be any of those with its shape.
-    unsure = {key for e in counted if e.status in ("missing", "renamed") for key in e.right}
+    unsure = {key for e in counted if e.left != e.right for key in e.right}
     exchangeable = [group for group in diff.exchangeable if not unsure.isdisjoint(group)]
     if exchangeable and not diff.identical:
         example = ", ".join(group.pattern for group in collapse((key, None) for key in exchangeable[0]))
