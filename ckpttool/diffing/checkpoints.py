@@ -11,11 +11,12 @@ from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntr
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import GROUPS
-from ckpttool.core.text import Info, Note, dotted, plural, shell, some
+from ckpttool.core.text import Info, Note, dotted, plural, some
 from ckpttool.diffing.causes import SIDES, Cause, Code, Sides
 from ckpttool.diffing.moved import explain_moved
 from ckpttool.diffing.names import compare_through, suggestions
 from ckpttool.diffing.optimizer import UNKNOWN_CLASS, SavedOptimizer, compare_optimizers, is_named, optimizer_alone
+from ckpttool.diffing.options import CompareOptions
 from ckpttool.diffing.result import EITHER_WAY, HARMLESS, Diff, Entry, Remedy, only_left, only_right, outlines
 from ckpttool.diffing.sections import (
     Values,
@@ -34,6 +35,7 @@ from ckpttool.formats.registry import MANIFEST, MEMORY
 from ckpttool.naming.convert import otherwise
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.model import ModelOperand, as_read
+from ckpttool.operands.output import command
 from ckpttool.optimizers import forms
 
 
@@ -42,7 +44,7 @@ def checkpoints(
     right: Checkpoint,
     model: ModelOperand | None,
     values: Values | None,
-    ignore_dtype: bool,
+    options: CompareOptions,
     infers: bool,
     sides: Sides = SIDES,
 ) -> Diff:
@@ -50,16 +52,16 @@ def checkpoints(
     values = compare_on_ranks(values, partial(read_all_values, left, right, model))
     saved = _saved_optimizers(left, right)
     if saved is not None:
-        return _optimizers(left, right, saved, model, values, sides)
+        return _optimizers(left, right, saved, model, values, sides, options)
     mine, theirs, names = _models(left, right, model)
     entries = compare(mine, theirs, values) if names is None else compare_through(names, mine, theirs, values)
     entries = explain_computed(explain_moved(entries, mine, theirs))
     entries = (*entries, *compare_outside(left, right, values))
-    entries = without_dtypes(entries) if ignore_dtype else entries
-    harmless = EITHER_WAY | ({"dtype"} if ignore_dtype else set())
+    entries = without_dtypes(entries) if options.ignore_dtype else entries
+    harmless = EITHER_WAY | ({"dtype"} if options.ignore_dtype else set())
     hidden = () if names is not None else hidden_segments(entries, sides)
     adapters = adapter_notes(mine.keys, theirs.keys, sides)
-    other_notes, compared = _compare_others(left, right, (mine, theirs), names, values, sides)
+    other_notes, compared = _compare_others(left, right, (mine, theirs), names, values, sides, options)
     return Diff(
         left.source,
         right.source,
@@ -69,7 +71,7 @@ def checkpoints(
         inferred=suggestions(left, right, entries, values is not None) if infers and names is None else None,
         harmless=harmless,
         has_other_notes=bool(other_notes),
-        compared={"keys": True, "shapes": True, "dtypes": not ignore_dtype, **compared},
+        compared={"keys": True, "shapes": True, "dtypes": not options.ignore_dtype, **compared},
         outlines=(outlines(mine), outlines(theirs)),
     )
 
@@ -94,6 +96,7 @@ def _optimizers(
     model: ModelOperand | None,
     values: Values | None,
     sides: Sides,
+    options: CompareOptions,
 ) -> Diff:
     """Compare two saved optimizers."""
     names = None if model is None else model.names()
@@ -106,7 +109,9 @@ def _optimizers(
         classes = [title or UNKNOWN_CLASS for title in diff.classes]
         text = f"{sides[0]} is the state of {classes[0]}, {sides[1]} of {classes[1]}: neither loads the other's"
         notes.append(Note(text, "optimizer-class"))
-    other_notes, compared = _compare_others(left, right, (saved[0].section, saved[1].section), names, values, sides)
+    other_notes, compared = _compare_others(
+        left, right, (saved[0].section, saved[1].section), names, values, sides, options
+    )
 
     # What brings the first optimizer into the form, the order and the groups of the second
     form, wanted = (forms.read(one.section).form for one in saved)
@@ -179,10 +184,11 @@ def _compare_others(
     names: Names | None,
     values: Values | None,
     sides: Sides,
+    options: CompareOptions,
 ) -> tuple[list[str], dict[str, bool]]:
     """Return notes on what differs or was not compared, and which aspects were compared completely."""
     mine, theirs = _other_sections(left, right, models)
-    notes, skipped = _section_notes(left, right, models, names, values, sides)
+    notes, skipped = _section_notes(left, right, models, names, values, sides, options)
     loose = loose_entries(left), loose_entries(right)
     for side, source, own, others, tensors, known in (
         (sides[0], left.source, mine, theirs, loose[0], loose[1]),
@@ -245,6 +251,7 @@ def _section_notes(
     names: Names | None,
     values: Values | None,
     sides: Sides,
+    options: CompareOptions,
 ) -> tuple[list[str], bool]:
     """Compare the sections that both have under one path: a note on each difference, and if one was not compared."""
     notes, skipped = list[str](), False
@@ -256,8 +263,11 @@ def _section_notes(
             notes.append(Note(text, "other-sections"))
             continue
         try:
+            harmless = EITHER_WAY
             if one.kind == "state_dict":
                 entries = compare(one, other, values)
+                if options.ignore_dtype:
+                    entries, harmless = without_dtypes(entries), harmless | {"dtype"}
             else:
                 saved = SavedOptimizer.of(left, one), SavedOptimizer.of(right, other)
                 entries = compare_optimizers(*saved, names, values).entries
@@ -265,11 +275,10 @@ def _section_notes(
             notes.append(Note(f"not compared: {one.title}: {error.message}", "not-compared"))
             skipped = True
             continue
-        count = sum(entry.status not in EITHER_WAY for entry in entries)
+        count = sum(not entry.is_one_of(harmless) for entry in entries)
         if count:
-            operands = (f"{side.source}::{path}" for side in (left, right))
-            command = shell("ckpttool", "diff", *["--values"] * (values is not None), *operands)
-            notes.append(Note(f"{one.title}: {plural(count, 'difference')} ({command})", "other-sections"))
+            again = command("diff", (f"{left.source}::{path}", f"{right.source}::{path}"), options)
+            notes.append(Note(f"{one.title}: {plural(count, 'difference')} ({again})", "other-sections"))
     return notes, skipped
 
 
@@ -324,7 +333,7 @@ def read_all_values(left: Checkpoint, right: Checkpoint, model: ModelOperand | N
             compare(mine, theirs, values)
         else:
             compare_through(names, mine, theirs, values)
-        _section_notes(left, right, (mine, theirs), names, values, SIDES)
+        _section_notes(left, right, (mine, theirs), names, values, SIDES, CompareOptions())
     mine_loose, their_loose = loose_entries(left), loose_entries(right)
     for key in [key for key in mine_loose if key in their_loose]:
         compare_pair(mine_loose[key], their_loose[key], values)

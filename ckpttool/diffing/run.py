@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.diffing.causes import SIDES, Sides
-from ckpttool.diffing.options import DiffOptions
+from ckpttool.diffing.options import CompareOptions, DiffOptions
 from ckpttool.diffing.result import NO_VALUES, Diff
 from ckpttool.diffing.sections import Values
 from ckpttool.formats.registry import MANIFEST
@@ -47,7 +47,8 @@ def run(
             if model is not None:
                 raise CkptError("a manifest is compared without a model", hint="remove --model")
             return replace(compare_manifest(left, right, values), scope=options.scope)
-        diff = checkpoints(left, right, model, values, options.ignore_dtype, infers, sides)
+        compares = CompareOptions(**{field.name: getattr(options, field.name) for field in fields(CompareOptions)})
+        diff = checkpoints(left, right, model, values, compares, infers, sides)
         diff = replace(diff, scope=options.scope)
         if options.whole and diff.has_other_notes:
             failure = OTHERS_DIFFER if diff.identical else ALSO_OTHERS_DIFFER

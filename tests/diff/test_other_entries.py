@@ -168,6 +168,20 @@ def test_an_alias_outside_the_models_is_a_difference_with_whole(folder: Path, ru
         assert run(*shlex.split(command)).status == 1
 
 
+@pytest.mark.parametrize("change", [0, 1e-3, 1])
+def test_options_count_for_other_sections_too(tmp_path: Path, run: Run, change: float) -> None:
+    model = {"w": torch.ones(2)}
+    torch.save({"model": model, "ema": {"w": torch.ones(2)}}, tmp_path / "left.pt")
+    torch.save({"model": model, "ema": {"w": torch.ones(2).double() + change}}, tmp_path / "right.pt")
+    line = ("diff", tmp_path / "left.pt", tmp_path / "right.pt", "--whole", "--rtol", "0.01")
+    assert run(*line).status == 1
+    whole = run(*line, "--ignore-dtype")
+    assert whole.status == (change == 1)
+    if change == 1:
+        (command,) = re.findall(r"ema: 1 difference \(ckpttool (.*)\)", whole.out)
+        assert "1 value" in run(*shlex.split(command)).out
+
+
 def test_the_verdict_covers_only_the_models_and_commands_compare_the_rest(tmp_path: Path, run: Run) -> None:
     left, right = training_checkpoint(), training_checkpoint()
     right["epoch"], right["optimizer"]["state"][0]["exp_avg"] = 4, torch.ones(4, 3)
