@@ -39,7 +39,7 @@ def same_values(left: Entry, right: Entry, same_data: Same = pieces.same_data) -
         return isinstance(left, ExtraEntry) and isinstance(right, ExtraEntry) and same_objects(left, right)
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
-    if _is_digest(left) or _is_digest(right):  # the layout of an object is the name of its class
+    if is_digest(left) or is_digest(right):  # the layout of an object is the name of its class
         return (left.layout == "strided") == (right.layout == "strided") and _same_digest(left, right)
     if left.layout != right.layout:
         left, right = _resolve(left), _resolve(right)
@@ -58,7 +58,7 @@ def same_values(left: Entry, right: Entry, same_data: Same = pieces.same_data) -
 
 def same_objects(left: ExtraEntry, right: ExtraEntry) -> bool:
     """Return whether two objects are equal, including the tensors inside them; False also if that is unknown."""
-    if _is_digest(left) or _is_digest(right):
+    if is_digest(left) or is_digest(right):
         return _same_digest(left, right)
     if isinstance(left.payload, Payload) and isinstance(right.payload, Payload):
         return left.payload is right.payload or _same_content(left.payload, right.payload)
@@ -74,7 +74,7 @@ def _meaning(entry: TensorEntry) -> str:
     return entry.payload.meaning if isinstance(entry.payload, Payload) else ""
 
 
-def _is_digest(entry: Entry) -> bool:
+def is_digest(entry: Entry) -> bool:
     if isinstance(entry, ExtraEntry) or entry.storage is None:
         return isinstance(entry.payload, Digested)
     return isinstance(entry.storage.data, Lazy) and entry.storage.data.sha256 is not None
@@ -160,7 +160,7 @@ def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) 
     """
     if same_values(left, right):
         return None
-    if _is_digest(left) or _is_digest(right):
+    if is_digest(left) or is_digest(right):
         return Difference(f"SHA-256 {sha256(left)!s:.12} instead of {sha256(right)!s:.12}")
     left, right = _resolve(left), _resolve(right)
     if left.storage is None or right.storage is None:

@@ -221,6 +221,7 @@ _UNFIXED: dict[str, tuple[str, str]] = {
     "shape": ("tensor", "of a different shape, which no rename fixes"),
     "dtype": ("tensor", "of a different dtype"),
     "value": ("tensor", "with different values, which no rename fixes"),
+    "unread-value": ("tensor", "with values that were not compared"),
     "tied-value": ("tensor", "with two values under its names"),
     "lost-value": ("key", "whose values loading does not read"),
     "unexpected": ("key", "not in right"),

@@ -157,6 +157,13 @@ def test_each_kind_of_tensor_matches_a_manifest_only_if_it_is_the_same(run: Run,
     assert run("diff", "--values", tmp_path / "b.pt", tmp_path / "m.json").status == is_difference
     torch.save({"w": torch.ones(2, 3), "v": torch.ones(2)}, tmp_path / "plain.pt")
     assert run("diff", "--values", tmp_path / "plain.pt", tmp_path / "m.json").status == (name != "parameter")
+    if name not in ("quantized", "jagged"):  # only of float32
+        torch.save({"w": KINDS[name](torch.ones(2, 3).double()), "v": torch.ones(2)}, tmp_path / "double.pt")
+        for right in "a.pt", "m.json":
+            done = run("diff", "--values", tmp_path / "double.pt", tmp_path / right, "--fail-on", "dtype")
+            assert (done.status, "instead of" in done.out) == (1, True), done.err
+            done = run("diff", "--values", tmp_path / "double.pt", tmp_path / right, "--ignore-dtype")
+            assert done.status == int(right == "m.json" or name != "parameter"), done.err
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
