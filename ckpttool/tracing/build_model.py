@@ -17,6 +17,7 @@ import textwrap
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
 from functools import cached_property, lru_cache
@@ -552,6 +553,8 @@ def _keep_importable(folder: str) -> None:
 def _factory(
     target: Callable[..., Any], kwargs: dict[str, Any], operand: str, option: str
 ) -> Callable[[bool], nn.Module]:
+    on_meta: list[weakref.ref[nn.Module]] = []
+
     def make(real: bool) -> nn.Module:
         with contextlib.suppress(ValueError):  # some built-in functions have no signature
             signature = inspect.signature(target)
@@ -572,6 +575,14 @@ def _factory(
                 f"{operand} gives {a(instance)}, not an nn.Module",
                 hint="name an nn.Module, a class of one, or a function that returns one",
             )
+        tensors = (*instance.parameters(), *instance.buffers())
+        if real and any(made() is instance for made in on_meta) and any(tensor.is_meta for tensor in tensors):
+            raise CkptError(
+                f"{operand} gives the model that it built on the meta device before, and its values are needed",
+                hint="pass --materialize, or build a new model in each call",
+            )
+        if not real:
+            on_meta.append(weakref.ref(instance))
         module = sys.modules.get(getattr(target, "__module__", ""))
         in_module = any(value is instance for value in (vars(module) if module else {}).values())
         # The next call of a factory that keeps the object would return it with the changes of this one.

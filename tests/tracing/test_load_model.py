@@ -127,6 +127,24 @@ def test_a_cached_function_builds_on_meta_and_for_real(source) -> None:
     assert [model.build(real).weight.device.type for real in (False, True, False)] == ["meta", "cpu", "meta"]
 
 
+@pytest.mark.parametrize("kept", ["made['model']", "globals()['model']"])
+def test_a_model_that_was_kept_on_meta_is_no_real_model(source, kept: str) -> None:
+    lines = ["made = {}", "def build():", f"    try: return {kept}", f"    except KeyError: {kept} = nn.Linear(2, 3)"]
+    path = source("\n".join([*lines, f"    return {kept}"]))
+    model = load(f"{path}:build")
+    assert model.build().weight.is_meta
+    with pytest.raises(CkptError, match="on the meta device before") as caught:
+        model.build(True)
+    assert "--materialize" in caught.value.hint
+    again = load(f"{source(path.read_text(), 'again.py')}:build", materialize=True)
+    assert [again.build(real).weight.device.type for real in (True, True)] == ["cpu", "cpu"]
+
+
+def test_a_real_model_of_the_module_is_real_after_meta(source) -> None:
+    model = load(f"{source(FACTORY + chr(10) + '    def factory(): return instance')}:factory")
+    assert [model.build(real).layer.weight.is_meta for real in (False, True, False)] == [True, False, True]
+
+
 def test_objects_without_a_source_file_can_be_factories() -> None:
     assert of_object(eval("lambda: nn.Linear(1, 2)", {"nn": nn})).build().weight.shape == (2, 1)
     assert of_object(nn.Linear, {"in_features": 2, "out_features": 3}).build().weight.shape == (3, 2)
