@@ -31,10 +31,10 @@ def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Unpack[
     ``torch.isclose``; `whole` also compares optimizer state and other entries. Raises `CkptError` if something cannot
     be read, or if there is nothing to compare.
     """
-    return diff_with_fixes(left, right, DiffOptions(**options))
+    return diff_with_fixes(left, right, DiffOptions(**options), suggest_rules=False)
 
 
-def diff_with_fixes(left: Ckpt | None, right: Ckpt | None, options: DiffOptions, suggest_rules: bool = False) -> Diff:
+def diff_with_fixes(left: Ckpt | None, right: Ckpt | None, options: DiffOptions, *, suggest_rules: bool) -> Diff:
     """Return what `diff` returns; `suggest_rules`: also the rules that lead from a checkpoint to a model."""
     diff = _diff(left, right, options, suggest_rules)
     if not options.says_what_fails:

@@ -170,14 +170,19 @@ def _paths(node: Any, items: Mapping[str, Item]) -> dict[str, Path]:
     """Return the paths of the flattened state dict. One that was saved flat (``flatten_state_dict=False``) has none."""
     paths: dict[str, Path] = {key: (key,) for key in items}
     for key, path in node.items() if node is not None else ():
-        is_path = type(path) is tuple and all(type(step) in (str, int) for step in path)
-        # The length is compared first: joining a crafted path could take very long.
-        least = sum(len(step) if isinstance(step, str) else 1 for step in path) + len(path) - 1 if is_path else 0
-        if not is_path or least > len(key) or ".".join(map(str, path)) != key:
+        if not _is_flat_key(key, path):
             raise ValueError(f"{key!r:.80} is not the flat key of its path")
         if key in paths:
             paths[key] = path
     return paths
+
+
+def _is_flat_key(key: str, path: Any) -> bool:
+    if type(path) is not tuple or not all(type(step) in (str, int) for step in path):
+        return False
+    # The length is compared first: joining a crafted path could take very long.
+    least = sum(len(step) if isinstance(step, str) else 1 for step in path) + len(path) - 1
+    return least <= len(key) and ".".join(map(str, path)) == key
 
 
 def _is(node: Any, name: str) -> bool:

@@ -15,11 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -431,6 +434,42 @@ def test_save_names_writes_the_same_file_as_trace(tmp_path: Path) -> None:
     ckpttool.save_names(f"{tmp_path}/accents.py:build", str(tmp_path / "python.json"))
     assert main(["trace", f"{tmp_path}/accents.py:build", "-o", f"{tmp_path}/command.json"]) == 0
     assert (tmp_path / "python.json").read_bytes() == (tmp_path / "command.json").read_bytes()
+
+
+def test_a_copy_of_an_optimizer_for_a_model_on_meta_has_only_counters_for_real() -> None:
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    on_meta = nn.Linear(3, 2, device="meta")
+    twin = live_load.like(optimizer, net)(on_meta)
+    state = twin.state[on_meta.weight]
+    assert {name: value.is_meta for name, value in state.items()} == {
+        "step": False,
+        "exp_avg": True,
+        "exp_avg_sq": True,
+    }
+
+
+def test_state_of_a_sharded_parameter_is_sharded(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        net = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        saved = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(saved, tmp_path / "run.pt")
+        sharded = nn.Linear(2, 2)
+        mesh = init_device_mesh("cpu", (1,))
+        sharded.weight = nn.Parameter(distribute_tensor(sharded.weight.detach(), mesh, [Shard(0)]))
+        new = torch.optim.SGD(sharded.parameters(), lr=0.1, momentum=0.9)
+        ckpttool.load(str(tmp_path / "run.pt"), sharded, new, definition=partial(nn.Linear, 2, 2))
+        buffers = [new.state[parameter]["momentum_buffer"] for parameter in (sharded.weight, sharded.bias)]
+        assert [type(buffer) for buffer in buffers] == [DTensor, torch.Tensor]
+        assert torch.equal(buffers[0].full_tensor(), saved["optimizer"]["state"][0]["momentum_buffer"])
+    finally:
+        dist.destroy_process_group()
 
 
 def test_sharded_models_are_loaded_on_two_ranks(tmp_path: Path) -> None:

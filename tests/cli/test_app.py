@@ -21,6 +21,7 @@ from ckpttool import __version__
 from ckpttool.cli.failures import failure_of
 from ckpttool.cli.params import COMMANDS
 from ckpttool.core.errors import CkptError, Problem, Refused
+from command import Run
 
 AVAILABLE = [name for name, (module, _) in COMMANDS.items() if importlib.util.find_spec(module)]
 
@@ -319,7 +320,7 @@ def test_ckpttool_without_arguments_lists_the_first_commands() -> None:
         assert all(len(line) <= 100 for line in done.stdout.splitlines())
 
 
-def test_common_options_may_come_first(checkpoint: str) -> None:
+def test_common_options_may_come_first(checkpoint: str, run: Run) -> None:
     for options in (["-q"], ["--format", "json"], ["--format=json", "-v"], ["--limit", "json_bytes=1M"]):
-        first, last = ckpttool(*options, "inspect", checkpoint), ckpttool("inspect", checkpoint, *options)
-        assert (first.returncode, first.stdout) == (last.returncode, last.stdout) == (0, last.stdout)
+        first, last = run(*options, "inspect", checkpoint), run("inspect", checkpoint, *options)
+        assert (first.status, first.out) == (last.status, last.out) == (0, last.out)

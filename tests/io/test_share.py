@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpttool.core.checkpoint import Span
 from ckpttool.io.pieces import Piece
+from ckpttool.io.write import fill
 from ckpttool.io.write import write_file as write
 from command import Run
 
@@ -81,6 +83,27 @@ def test_reflink_copy_has_the_bytes_of_a_plain_copy(disk: Path, tmp_path: Path, 
     back = ("--rule", "a.longer.name.than.before.{x} => a.{x}")
     assert run("remap", disk / "out.safetensors", *back, "-o", disk / "back.safetensors")[0] == 0
     assert (disk / "back.safetensors").read_bytes() == (disk / "in.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_bytes_are_read_instead_of_shared_if_a_digest_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashed: bool
+) -> None:
+    """On any file system: a clone is a copy here."""
+    content, shared = os.urandom(2 << 20), list[int]()
+    (tmp_path / "source").write_bytes(content)
+
+    def clone(descriptor: int, span: Span, at: int) -> bool:
+        shared.append(os.pwrite(descriptor, content[span.offset : span.offset + span.length], at))
+        return True
+
+    monkeypatch.setattr("ckpttool.io.write._clone", clone)
+    digest = hashlib.sha256() if hashed else None
+    with open(tmp_path / "out", "wb") as out:
+        fill(out.fileno(), [Piece(Span(str(tmp_path / "source"), 0, len(content)))], digest)
+    assert (tmp_path / "out").read_bytes() == content
+    assert shared == ([] if hashed else [len(content)])
+    assert digest is None or digest.hexdigest() == hashlib.sha256(content).hexdigest()
 
 
 def test_copy_may_consist_of_shared_blocks(disk: Path) -> None:

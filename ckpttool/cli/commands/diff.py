@@ -77,7 +77,7 @@ def _diff_of_two(options: DiffOptions, left: str | None, right: str | None, sugg
     if suggest is not None and not of_names and not (left is not None and one_other):
         hint = "ckpttool diff LEFT RIGHT --suggest FILE, or ckpttool diff LEFT --model MODEL --suggest FILE"
         raise CkptError("--suggest needs two checkpoints, or a model and one checkpoint or names file", hint=hint)
-    result = diff_with_fixes(left, right, options, suggest is not None)
+    result = diff_with_fixes(left, right, options, suggest_rules=suggest is not None)
     if suggest is not None:
         result = _with_rules_written(result, suggest, of_names)
     if not update:
