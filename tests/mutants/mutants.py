@@ -86,7 +86,8 @@ class Reach:
                 chosen.append(test)
                 total += setup + self.seconds[test]
                 set_up.add(_file(test))
-        return chosen
+        files = list(dict.fromkeys(map(_file, chosen)))  # one after another, so that each is set up once
+        return sorted(chosen, key=lambda test: files.index(_file(test)))
 
 
 def _file(test: str) -> str:
