@@ -193,6 +193,8 @@ def test_other_records_of_a_program_that_are_called_pickles_are_checked(tmp_path
         ("torch.distributed.checkpoint.metadata", "Metadata", OWN),
         ("torch.utils.data.dataset", "Subset", UNKNOWN),
         ("mymodel", "Net", UNKNOWN),
+        ("mymodel", "Net.Part", UNKNOWN),
+        ("pathlib", "Path.unlink", DANGEROUS),
     ],
 )
 def test_verdict_of_an_import(module: str, name: str, expected: str) -> None:

@@ -98,10 +98,9 @@ def _is_transposed(left: TensorEntry, right: TensorEntry, mine: Digests, theirs:
 
 def _row_order(left: TensorEntry, right: TensorEntry) -> Cause | None:
     """Return the cause if the two have the same rows in another order."""
-    count = left.shape[0] if left.shape else 0
-    if not 1 < count <= _ROWS:
+    if not left.shape or not 1 < left.shape[0] <= _ROWS:
         return None
-    mine, theirs = _rows(left, count), _rows(right, count)
+    mine, theirs = _rows(left, left.shape[0]), _rows(right, left.shape[0])
     if sorted(mine) != sorted(theirs):
         return None
     order = _rotary(mine, theirs)

@@ -78,6 +78,8 @@ def test_rules_file_may_be_a_pipe(tmp_path: Path) -> None:
     reader = os.open(pipe, os.O_RDWR)  # so that the writer does not block
     writer.start()
     writer.join()
+    with pytest.raises(CkptError, match="it is a pipe, not a file"), opened(str(pipe)):
+        pass
     with opened(str(pipe), pipes=True) as file:
         os.close(reader)
         assert file.read() == b"[[rule]]\nrename = 'a => b'\n"

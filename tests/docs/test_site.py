@@ -68,6 +68,7 @@ def test_references_list_every_command_code_schema_and_name() -> None:
     assert {f"## ckpttool {name}" for name in COMMANDS} <= set(site.commands().splitlines())
     assert all(f"| `{code}` |" in site.codes() for code in CODES)
     assert sum(line.startswith("| `") for line in markdown().splitlines()) == len(CODES)  # no code has two rows
+    assert all(code.fix.endswith((".", "?", "-")) for code in CODES.values())
     assert all(f"## {name}\n" in site.schemas() for name in OBJECTS)
     assert all(f".{name}\n" in site.python() + "\n" for name in ckpttool.__all__)
     assert all(name == GETITEM or f"`{name.split('.')[1]}`" in site.operators() for name in OPS)

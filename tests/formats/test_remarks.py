@@ -40,6 +40,17 @@ def lightning(path: Path) -> dict[str, object]:
     return state
 
 
+@pytest.mark.parametrize("size", [16, 816, 817, 5056])
+def test_states_of_random_generators_are_no_section(tmp_path: Path, size: int) -> None:
+    torch.save(
+        {"model": {"w": torch.ones(1)}, "rng": {"cuda": torch.zeros(size, dtype=torch.uint8)}}, tmp_path / "a.pt"
+    )
+    paths = [
+        section.path for section in open_checkpoint(str(tmp_path / "a.pt")).sections if section.kind == "state_dict"
+    ]
+    assert paths == (["model", "rng"] if size == 817 else ["model"])
+
+
 def test_lightning_checkpoints_have_sections(tmp_path: Path, run: Run) -> None:
     state = lightning(tmp_path / "last.ckpt")
     checkpoint = open_checkpoint(str(tmp_path / "last.ckpt"))

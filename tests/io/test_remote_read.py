@@ -91,6 +91,14 @@ def test_close_ranges_are_fetched_in_one_request() -> None:
         assert remote.cache.requests[URL] - before == requests
 
 
+def test_a_range_inside_of_another_one_is_fetched_with_it() -> None:
+    remote.forget(URL)
+    file, before = open_file(URL), remote.cache.requests[URL]
+    file.prefetch([(100, 60), (110, 10)])
+    assert file.read_at(100, 60) == DATA[100:160]
+    assert remote.cache.requests[URL] - before == 1
+
+
 def test_file_shorter_than_its_size_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     file = open_file(URL)
     fsspec.filesystem("memory").pipe_file("/reads/data", DATA[:-1])

@@ -269,6 +269,22 @@ def test_a_save_that_works_without_values_is_opaque() -> None:
     assert set(ex.refs(source)) == {"weight"}
 
 
+def test_operators_in_place_keep_the_dtype() -> None:
+    def save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        key, half = f"{prefix}weight", state[f"{prefix}weight"].to(torch.bfloat16)
+        state[key] = half.mul_(state[key]).add_(state[f"{prefix}bias"])
+
+    def build() -> nn.Module:
+        model = nn.Linear(3, 3)
+        model._register_state_dict_hook(save)
+        return model
+
+    model, (weight,) = build(), (key for key in trace(of_object(build)).serialized if key.key == "weight")
+    assert weight.dtype == "bfloat16"
+    assert weight.source is not None
+    assert_same(evaluate(weight.source, runtime_values(model).__getitem__), model.state_dict()["weight"], "weight")
+
+
 def test_keys_that_depend_on_values_are_noted() -> None:
     """One of several runs with different keys is enough."""
 

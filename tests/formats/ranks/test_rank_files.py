@@ -207,6 +207,7 @@ def test_strided_shards_are_assembled_or_refused(
             torch.save({"w": cut(whole, mesh, placements, local.clone())}, tmp_path / f"rank_{rank}.pt")
     done = run("remap", tmp_path / "rank_*.pt", "-o", tmp_path / "out.pt")
     assert (done.status, (message or "") in done.err) == (2 if message else 0, True), done.err
+    assert ("hint: save it with torch.distributed.checkpoint, or its full_tensor()" in done.err) == bool(message)
     assert message or torch.equal(torch.load(tmp_path / "out.pt")["w"], whole)
 
 

@@ -107,6 +107,11 @@ def test_a_tensor_is_dropped_with_all_its_parts(run: Run, tmp_path: Path) -> Non
     assert "0.weight" not in metadata
 
 
+def test_the_parts_of_a_tensor_are_named(run: Run) -> None:
+    done = run("inspect", GOLDEN)
+    assert "torchao in parts (2 Float8Tensor): 0.weight is 0._weight_scale, 0._weight_qdata" in done.err
+
+
 def test_other_formats_are_refused(run: Run, tmp_path: Path) -> None:
     done = run("remap", GOLDEN, "-o", tmp_path / "out.pt")
     assert (done.status, list(tmp_path.iterdir())) == (1, [])
