@@ -138,10 +138,11 @@ class Question:
         return self.options.comparison is not None and unpaired
 
     def remaining(self, diff: Diff) -> int:
-        """Count the differences that a remap could fix: all but different values. Another name counts by itself."""
+        """Return how much a remap could fix: a name counts more than a shape or dtype, and values do not count."""
         harmless = HARMLESS | diff.harmless
-        settled = harmless if self.right is None else harmless | {"value"}
-        return sum(len(entry.statuses - settled) for entry in diff.entries if not entry.is_one_of(harmless))
+        of_one_name = {"shape": 1, "dtype": 1, "value": 1 if self.right is None else 0}
+        differing = [entry for entry in diff.entries if not entry.is_one_of(harmless)]
+        return sum(of_one_name.get(entry.status, 2) if entry.left == entry.right else 2 for entry in differing)
 
     def different_values(self, diff: Diff) -> list[Entry]:
         """Return the tensors of two checkpoints with different values, under one name or two."""

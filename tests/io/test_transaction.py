@@ -32,14 +32,10 @@ def write_files(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("name", "old", "sound"),
-    [("a", f".a.{me()}-00000000.ckpttool.tmp", True), ("a", "b", False), ("a", None, False), ("../a", None, False)],
-)
-def test_a_row_names_a_file_of_the_folder_and_one_that_we_hid(
-    tmp_path: Path, name: str, old: str | None, sound: bool
-) -> None:
-    assert transaction.Replaced(name, old, None).is_sound(tmp_path) is sound
+def test_a_row_names_a_file_of_the_folder_and_one_that_we_hid(tmp_path: Path) -> None:
+    for name, old in (("a", "b"), ("a", None), ("../a", None)):
+        assert not transaction.Replaced(name, old, None).is_sound(tmp_path)
+    assert transaction.Replaced("a", f".a.{me()}-00000000.ckpttool.tmp", None).is_sound(tmp_path)
 
 
 @pytest.fixture
