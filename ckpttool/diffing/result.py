@@ -117,7 +117,7 @@ class Entry:
         return frozenset({self.status, *(status for status, codes in also.items() if self.cause.has(*codes))})
 
     def is_one_of(self, kinds: frozenset[str]) -> bool:
-        """Return True if all its statuses, or its code, are among these. Statuses are not codes here."""
+        """Return True if all its statuses, or its code, are among these; a status is not taken for a code."""
         if self.cause is None:
             return self.status in kinds
         code = self.cause.code.code

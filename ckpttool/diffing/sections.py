@@ -106,8 +106,8 @@ def _compare_objects(left: ExtraEntry, right: ExtraEntry, values: Values | None)
         if key not in mine or key not in theirs:
             side = "left" if key in mine else "right"
             return Entry("shape", *keys, Cause(Code.OBJECT_TENSORS), None, f"{path}: only in {side}")
-        is_converted = mine[key].dtype != theirs[key].dtype  # not by loading
-        entry = compare_pair(mine[key], theirs[key], None if is_converted else values)
+        same_dtype = mine[key].dtype == theirs[key].dtype  # loading converts no tensors inside objects
+        entry = compare_pair(mine[key], theirs[key], values if same_dtype else None)
         if entry.cause is not None:
             status, cause = entry.status, Cause(Code.OBJECT_TENSOR).and_also(entry.cause)
             detail = f"{path}: {entry.detail}" if entry.detail else path

@@ -178,6 +178,7 @@ def _paths(node: Any, items: Mapping[str, Item]) -> dict[str, Path]:
 
 
 def _is_flat_key(key: str, path: Any) -> bool:
+    """Return True if the steps of the path, joined by dots, are the key."""
     if type(path) is not tuple or not all(type(step) in (str, int) for step in path):
         return False
     # The length is compared first: joining a crafted path could take very long.

@@ -436,7 +436,7 @@ def test_save_names_writes_the_same_file_as_trace(tmp_path: Path) -> None:
     assert (tmp_path / "python.json").read_bytes() == (tmp_path / "command.json").read_bytes()
 
 
-def test_a_copy_of_an_optimizer_for_a_model_on_meta_has_only_counters_for_real() -> None:
+def test_a_copy_of_an_optimizer_for_a_model_on_meta_has_real_counters() -> None:
     net = nn.Linear(3, 2)
     optimizer = torch.optim.Adam(net.parameters())
     net(torch.ones(1, 3)).sum().backward()

@@ -41,7 +41,7 @@ def lightning(path: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("size", [16, 816, 817, 5056])
-def test_states_of_random_generators_are_no_section(tmp_path: Path, size: int) -> None:
+def test_states_of_random_generators_are_not_sections(tmp_path: Path, size: int) -> None:
     torch.save(
         {"model": {"w": torch.ones(1)}, "rng": {"cuda": torch.zeros(size, dtype=torch.uint8)}}, tmp_path / "a.pt"
     )

@@ -128,7 +128,7 @@ def test_a_cached_function_builds_on_meta_and_for_real(source) -> None:
 
 
 @pytest.mark.parametrize("kept", ["made['model']", "globals()['model']"])
-def test_a_model_that_was_kept_on_meta_is_no_real_model(source, kept: str) -> None:
+def test_a_model_that_was_kept_on_meta_is_refused_if_values_are_needed(source, kept: str) -> None:
     lines = ["made = {}", "def build():", f"    try: return {kept}", f"    except KeyError: {kept} = nn.Linear(2, 3)"]
     path = source("\n".join([*lines, f"    return {kept}"]))
     model = load(f"{path}:build")
