@@ -402,6 +402,8 @@ def _otherwise(names: Names, have: Objects, verdict: Verdict) -> dict[tuple[str,
         keys, taken = list(ex.refs(value)), [] if source is None else list(ex.refs(source))
         detail = f"it takes {', '.join(dict.fromkeys(taken))}" if {*taken} - {*keys} else None
         for key in (key for key in dict.fromkeys(keys) if key in have):
+            if any(it != key and it in taken and same_values(have[key], have[it]) for it in tied.get(key, ())):
+                continue  # its module is at several paths, and the file has the same for two of them
             if source == usual or key in used or (source is None and key not in verdict.replaced):
                 entries[key,] = Entry("transformed", (key,), (key,), Cause(Code.LOAD_HOOK_CHANGES), None, detail)
             else:

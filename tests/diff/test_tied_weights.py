@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.testing._internal.two_tensor import TwoTensor
 
 import hook_zoo
 import real_models
@@ -135,3 +136,17 @@ def test_a_module_named_like_a_call_variant_is_not_an_alias(tmp_path: Path, run:
         result = {key: entry["status"] for entry in diff["entries"] for key in entry["right"]}
         assert status == 1
         assert {result["enc@1.weight"], result["enc@1.bias"]} == {"missing"}, operand
+
+
+def test_equal_values_at_the_other_path_of_a_module_are_not_lost(tmp_path: Path, run: Run) -> None:
+    """The parts that a hook joins have the same storage at both paths; only the kind of one differs."""
+    state = hook_zoo.fused_twice().state_dict()
+    state["0.q.weight"] = TwoTensor(state["0.q.weight"], state["0.q.weight"])
+    torch.save(state, tmp_path / "state.pt")
+    model = hook_zoo.fused_twice()
+    model.load_state_dict(state)
+    for key in ("2.k.weight", "2.v.weight"):
+        assert torch.equal(model.state_dict()[key], state[key])
+    status, diff = answer(run, "diff", "--model", f"{SUPPORT}/hook_zoo.py:fused_twice", tmp_path / "state.pt")
+    changed = [(entry["left"], entry["code"]) for entry in diff["entries"] if entry["status"] == "value"]
+    assert (status, changed) == (1, [(["2.q.weight"], "tied-value")])
