@@ -37,8 +37,8 @@ RUNS = {
     "wild": "make wild",
     "floor": "make floor",
     "torch": "make test TORCH=2.15.0",
-    "mutants-1": "make mutants N=60 SEED=33 ONLY=ckpttool ARGS='--jobs 2'",
-    "mutants-2": "make mutants N=60 SEED=34 ONLY=ckpttool ARGS='--jobs 2'",
+    "mutants-1": "make mutants N=60 SEED=35 ONLY=ckpttool ARGS='--jobs 2'",
+    "mutants-2": "make mutants N=60 SEED=36 ONLY=ckpttool ARGS='--jobs 2'",
     "fuzz": "make fuzz TIME=1800 ARGS='--inputs 1000000 --jobs 2'",
 }
 

@@ -166,6 +166,27 @@ def test_replaced_file_is_not_undone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert os.listdir() == ["in.safetensors"]
 
 
+@pytest.mark.parametrize("options", [(), ("--no-fsync",)])
+def test_undo_of_a_replaced_file_flushes_its_folder(
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_file(STATE, "in.safetensors")
+    assert run("remap", "in.safetensors", *RENAME, "--in-place").status == 0
+    renamed = Path("in.safetensors").read_bytes()
+    assert run("convert", "in.safetensors", "--in-place").status == 0
+    plain, done = os.fsync, list[str]()
+
+    def fsync(descriptor: int) -> None:
+        done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        plain(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert run("undo", "in.safetensors", *options).status == 0
+    assert Path("in.safetensors").read_bytes() == renamed
+    assert done == ([] if options else [str(tmp_path)])
+
+
 # Concurrent edits
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -26,7 +27,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.evaluate.torch_eval import load
 from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.io import syscalls, temporary, transaction
-from ckpttool.io.pieces import Piece
+from ckpttool.io.pieces import Piece, stream
 from ckpttool.io.write import WriteOptions, write_folder
 from ckpttool.io.write import write_file as write
 
@@ -173,6 +174,15 @@ def test_source_that_changes_while_it_is_read_is_refused(source: Path, keep_time
     with pytest.raises(CkptError, match="was changed while it was read"):
         write([Piece(span), Piece(Lazy(1, change))], "out")
     assert names(source.parent) == {"in.safetensors"}
+
+
+def test_source_that_became_shorter_is_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read may return only a part, so the file's end is known from an empty one."""
+    plain = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: plain(file, [buffers[0][:7]], at))
+    span = Span(str(source), 10, source.stat().st_size)
+    with pytest.raises(CkptError, match=re.escape(f"ends at byte {source.stat().st_size:,}, it was longer")):
+        list(stream([Piece(span)]))
 
 
 def test_source_that_was_removed_or_replaced_is_refused(source: Path) -> None:
