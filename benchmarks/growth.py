@@ -2,8 +2,8 @@
 
     python benchmarks/growth.py [FOLDER] [--keys 1000000] [--gib 4] [--ranks 4]
 
-prints CPU seconds by number of keys, with exponents, next to scripts that parse the header with `json`; draws
-docs/growth.svg if all counts of keys are measured; and prints time, CPU and memory by bytes and by ranks.
+prints time, CPU and memory by bytes and by ranks, and CPU seconds by number of keys, with exponents, next to scripts
+that parse the header with `json`; draws docs/growth.svg if all counts of keys are measured.
 """
 
 from __future__ import annotations
@@ -168,12 +168,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="greatest number of ranks")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
+    # First, since the peak memory of a process includes that of the one that starts it.
+    by_bytes_and_ranks(args.folder, args.gib, args.ranks)
     series = by_keys(args.folder, args.keys)
     for name, points in series.items():
         print(f"{name:16} n^{exponent(points):.3f} ", *(f"{count:,}: {seconds:.2f} s" for count, seconds in points))
     if args.keys >= COUNTS[-1]:
         (root / "docs" / "growth.svg").write_text(drawn(series))
-    by_bytes_and_ranks(args.folder, args.gib, args.ranks)
 
 
 if __name__ == "__main__":
