@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckpttool.core.checkpoint import Lazy, Span
@@ -46,6 +47,7 @@ def random_patch(
 
 @settings(max_examples=80)
 @given(size=SIZES, cuts=CUTS, shift=SHIFTS, tail=st.sampled_from([0, 0, 1, 300, 5000]))
+@example(size=BLOCK + 1, cuts=(1.0, 1.0), shift=-BLOCK, tail=0)
 def test_patch_writes_its_pieces_and_its_inverse_undoes_it(
     tmp_path_factory: pytest.TempPathFactory, size: int, cuts: tuple[float, float], shift: int, tail: int
 ) -> None:
@@ -74,7 +76,7 @@ def test_patch_writes_its_pieces_and_its_inverse_undoes_it(
             return
         assert path.read_bytes() == expected
         assert patch.content_of(descriptor, back) == patch.hash_of(result)
-        assert patch.inverse(descriptor, back) == result
+        assert replace(patch.inverse(descriptor, back), dense=False) == result  # here the file has no holes either
         patch.apply(descriptor, result, fsync=False)  # idempotent
         assert path.read_bytes() == expected
         patch.apply(descriptor, back, fsync=False)
