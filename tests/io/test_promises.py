@@ -177,7 +177,7 @@ def test_source_that_changes_while_it_is_read_is_refused(source: Path, keep_time
 
 
 def test_source_that_became_shorter_is_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read may return only a part, so the file's end is known from an empty one."""
+    """Reads may be short; only an empty one means that the file ends."""
     plain = os.preadv
     monkeypatch.setattr(os, "preadv", lambda file, buffers, at: plain(file, [buffers[0][:7]], at))
     span = Span(str(source), 10, source.stat().st_size)
