@@ -15,6 +15,7 @@ import subprocess
 import sys
 import zipfile
 import zlib
+from _compat_pickle import IMPORT_MAPPING
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -219,6 +220,11 @@ def test_torch_names_trusted_as_own_are_defined_in_torch(module: str) -> None:
         if verdict(module, name) in (OWN, KNOWN):
             assert type(value) is not type(os), name
             assert str(getattr(value, "__module__", "")).partition(".")[0] not in bad, name
+
+
+def test_modules_of_python_2_get_the_verdict_of_their_new_names() -> None:
+    assert {old for old, new in IMPORT_MAPPING.items() if verdict(old, "any") != verdict(new, "any")} == set()
+    assert {verdict(old, "any") for old in ("thread", "urllib2", "commands", "cPickle")} == {DANGEROUS}
 
 
 HARMLESS = tuple(

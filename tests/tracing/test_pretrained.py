@@ -17,7 +17,8 @@ from torch import nn
 from ckpttool.core.errors import CkptError
 from ckpttool.tracing import pretrained
 from ckpttool.tracing.build_model import of_object
-from ckpttool.tracing.pretrained import as_pretrained, of_folder
+from ckpttool.tracing.pretrained import as_pretrained, by_transformers, of_folder
+from ckpttool.tracing.trace import trace
 from pretrained_models import FEW, TEXT
 
 pytestmark = pytest.mark.skipif(
@@ -113,6 +114,15 @@ def test_pretrained_loading_follows_strict_and_the_keys_to_ignore() -> None:
     assert not any(value.any() for key, value in model.state_dict().items() if key != first)
     model._keys_to_ignore_on_save = {"lm_head.weight"}
     assert state.keys() - model.state_dict().keys() == {"lm_head.weight"}
+
+
+def test_the_hook_is_the_function_that_converts_when_saving() -> None:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    code = revert_weight_conversion.__code__
+    names = by_transformers(trace(as_pretrained(of_object(FEW["experts"], materialize=True))))
+    hooks = {(hook.function, hook.file, hook.line) for key in names.serialized if (hook := key.hook)}
+    assert hooks == {("revert_weight_conversion", code.co_filename, code.co_firstlineno)}
 
 
 @pytest.mark.parametrize("bars", [True, False])
