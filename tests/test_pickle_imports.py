@@ -113,6 +113,14 @@ def test_check_fails_on_dangerous_or_unknown_imports_and_prints_how_to_allow_the
     assert run("check", tmp_path / "good.pth").status == 0
 
 
+def test_long_calls_are_cut(tmp_path: Path, run: Run) -> None:
+    calls = [Runs(os.system, *("x" * 90,) * count) for count in (1, 3)]
+    torch.save({"w": torch.ones(1), "x": calls}, tmp_path / "evil.pth")
+    (bad,) = [one for one in run("inspect", tmp_path / "evil.pth", "--format", "json").data["imports"] if one["calls"]]
+    whole = [f"posix.system({', '.join([repr('x' * 90)] * count)})" for count in (1, 3)]
+    assert bad["calls"] == [whole[0], whole[1][:200] + "..."]
+
+
 def test_damaged_pickle_reports_calls_before_the_damage(tmp_path: Path, run: Run) -> None:
     done = run("check", archive(tmp_path / "evil.pth", SHAPES["GLOBAL"] + b"\xff"))
     assert (done.status, "posix.system" in done.out) == (1, True)
