@@ -51,9 +51,9 @@ gpu: $(VENV)/for-test ## test files, models and programs of a CUDA device
 browser: $(VENV)/for-test ## test the HTML report in a real Chromium, which must be installed (CKPTTOOL_BROWSER=EXECUTABLE)
 	CKPTTOOL_BROWSER=$${CKPTTOOL_BROWSER:-required} $(BIN)/python -m pytest tests/report/test_page.py $(ARGS)
 
-models: $(VENV)/for-test ## test the presets with the models of torchvision, timm and torchtune (large installations)
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS) torchvision timm torchtune torchao==0.14.1
-	$(BIN)/python -m pytest -rs tests/rules/test_presets.py $(ARGS)
+models: $(VENV)/for-test ## test small models of timm, torchvision, diffusers and torchtune, and the presets with theirs (large installations)
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS) timm torchvision diffusers torchtune torchao==0.14.1
+	CKPTTOOL_SUITES=all $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 -rs tests/rules/test_presets.py tests/suites/test_model_zoos.py -k 'presets or timm or torchvision or diffusers or torchtune' $(ARGS)
 
 docs: $(VENV)/for-docs ## build the site in build/site and check every link
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
@@ -75,7 +75,8 @@ bench: $(VENV)/for-test ## time complete commands against cp and other tools (SI
 faults: $(VENV)/for-test ## fail and kill every call that writes, once each; takes minutes
 	CKPTTOOL_FAULTS=all $(BIN)/python -m pytest tests/faults -s $(ARGS)
 
-suites: $(VENV)/for-test ## run the cases of torch's suites and the models of installed libraries through ckpttool, all of them
+suites: $(VENV)/for-test ## run the cases of other projects' suites and the models of transformers and PEFT through ckpttool, all of them
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS) torchao picklescan fickling
 	CKPTTOOL_SUITES=all $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 -rs tests/suites tests/cli/test_optimizer_fixes.py tests/test_pickle_imports.py tests/formats/containers/test_pickle_against_python.py $(ARGS)
 
 fuzz: $(VENV)/for-test ## fuzz every reader, TIME=600 seconds in all (ARGS='--guided --target plan': one, by atheris)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import zipfile
 import zlib
+from _compat_pickle import IMPORT_MAPPING
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -110,6 +111,14 @@ def test_check_fails_on_dangerous_or_unknown_imports_and_prints_how_to_allow_the
     assert run(*printed[1:]).status == 0
     torch.save({"w": torch.ones(1), "n": np.float64(2), "p": Path("a")}, tmp_path / "good.pth")
     assert run("check", tmp_path / "good.pth").status == 0
+
+
+def test_long_calls_are_cut(tmp_path: Path, run: Run) -> None:
+    calls = [Runs(os.system, *("x" * 90,) * count) for count in (1, 3)]
+    torch.save({"w": torch.ones(1), "x": calls}, tmp_path / "evil.pth")
+    (bad,) = [one for one in run("inspect", tmp_path / "evil.pth", "--format", "json").data["imports"] if one["calls"]]
+    whole = [f"posix.system({', '.join([repr('x' * 90)] * count)})" for count in (1, 3)]
+    assert bad["calls"] == [whole[0], whole[1][:200] + "..."]
 
 
 def test_damaged_pickle_reports_calls_before_the_damage(tmp_path: Path, run: Run) -> None:
@@ -219,6 +228,11 @@ def test_torch_names_trusted_as_own_are_defined_in_torch(module: str) -> None:
         if verdict(module, name) in (OWN, KNOWN):
             assert type(value) is not type(os), name
             assert str(getattr(value, "__module__", "")).partition(".")[0] not in bad, name
+
+
+def test_modules_of_python_2_get_the_verdict_of_their_new_names() -> None:
+    assert {old for old, new in IMPORT_MAPPING.items() if verdict(old, "any") != verdict(new, "any")} == set()
+    assert {verdict(old, "any") for old in ("thread", "urllib2", "commands", "cPickle")} == {DANGEROUS}
 
 
 HARMLESS = tuple(

@@ -58,6 +58,13 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(error.exit_status, error.message, error.hint, error.problems)
     if isinstance(error, BrokenPipeError):
         return Failure(128 + 13)  # the status of a program that SIGPIPE ended
+    package = _failed_import(error)
+    if package and not isinstance(error, (ModuleNotFoundError, MemoryError, KeyboardInterrupt, Terminated)):
+        return Failure(
+            2,
+            f"{package} cannot be imported: {type(error).__name__}: {error}",
+            f"install {package} again in this environment: python -c 'import {package}' has to succeed",
+        )
     if isinstance(error, OSError):
         return _os_error(error)
     if isinstance(error, Terminated):
@@ -82,6 +89,17 @@ def failure_of(error: BaseException) -> Failure:
         f"internal error: {type(error).__name__}: {error}",
         "run it again with CKPTTOOL_DEBUG=1 and report the traceback as a bug of ckpttool",
     )
+
+
+def _failed_import(error: BaseException) -> str:
+    """Return the name of the package that ckpttool was importing; empty if the error came from somewhere else."""
+    trace, importer = error.__traceback__, False
+    while trace is not None:
+        package = str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
+        if importer and package != "ckpttool" and trace.tb_frame.f_code.co_name == "<module>":
+            return package
+        importer, trace = package == "ckpttool", trace.tb_next
+    return ""
 
 
 def _os_error(error: OSError) -> Failure:

@@ -214,8 +214,7 @@ def verdict(module: str, name: str) -> str:
         return found
     from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # what Python 3 imports for a name of Python 2
 
-    now = NAME_MAPPING.get((module, name)) or (IMPORT_MAPPING.get(module, module), name)
-    return found if now == (module, name) else _verdict(*now)
+    return _verdict(*(NAME_MAPPING.get((module, name)) or (IMPORT_MAPPING.get(module, module), name)))
 
 
 def _verdict(module: str, name: str) -> str:

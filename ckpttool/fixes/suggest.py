@@ -105,7 +105,8 @@ def answered(question: Question, suggests: bool = False) -> Diff:
             is_partial = bool(rules.undone) or not trial.after.identical
             advice = () if rules.undone else tuple(filter(None, map(_advice, unfixed)))
             fixes = Fixes(commands, advice, is_partial, bool(diff.inferred.pairs), unfixed)
-        fixes = fixes._replace(notes=(*fixes.notes, *rules.undone))
+        if suggests or not fixes.commands or any("--rule" in line for line in fixes.commands):
+            fixes = fixes._replace(notes=(*fixes.notes, *rules.undone))
         return replace(fixes.added_to(diff), rules=rules.text())
     if left is None or model is None or not left.state_dicts or left.format == "pt2":
         return fixes.added_to(diff)

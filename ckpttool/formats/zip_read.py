@@ -235,7 +235,7 @@ def _find_end(window: _Window) -> tuple[int, int, int]:
     tail_length = min(window.length, END.size + U16)
     tail_offset = window.length - tail_length
     tail = window.read(tail_offset, tail_length)
-    at = tail.rfind(END_SIGNATURE, 0, tail_length - END.size + len(END_SIGNATURE))
+    at = tail.rfind(END_SIGNATURE, 0, max(0, tail_length - END.size + len(END_SIGNATURE)))
     if at < 0:
         raise _corrupt(window.path, "no end of a zip archive found: the file is truncated, or not a zip archive")
     _, disk, directory_disk, here, count, size, offset, comment = END.unpack_from(tail, at)

@@ -219,8 +219,8 @@ def user_code(
                 "this constructor needs real tensors, and it ran on the meta device: "
                 "add --materialize to build it for real"
             )
-        elif isinstance(raised, ModuleNotFoundError):
-            hint = f"the model's code needs {raised.name}: run ckpttool in the environment that the model runs in"
+        elif isinstance(root := root_cause(raised), ModuleNotFoundError) and root.name:
+            hint = f"the model's code needs {root.name}: run ckpttool in the environment that the model runs in"
         elif isinstance(raised, SystemExit):
             hint = (
                 "the module exits when it is imported: put the script's part under `if __name__ == '__main__':`"
@@ -250,13 +250,27 @@ def as_exception(error: Exception | SystemExit) -> Exception:
 
 
 def describe(error: BaseException) -> str:
-    """Return one line: the error's class, its text, and the file and line in the user's code."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {textwrap.shorten(lines[0], 240)}" if lines else type(error).__name__
+    """Return one line: the error's class and text, the file and line in the user's code, and the first cause."""
     place = raised_at(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename is not None:  # else the user's code raised it
         place = f"{short_path(error.filename)}:{error.lineno}"
-    return f"{text} ({place})" if place else text
+    text = f"{_summary(error)} ({place})" if place else _summary(error)
+    root = root_cause(error)
+    return text if root is error else f"{text}, caused by {_summary(root)}"
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Return the first error of those that were raised ``from`` each other."""
+    seen = {id(error)}
+    while error.__cause__ is not None and id(error.__cause__) not in seen:
+        error = error.__cause__
+        seen.add(id(error))
+    return error
+
+
+def _summary(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {textwrap.shorten(lines[0], 240)}" if lines else type(error).__name__
 
 
 def raised_at(trace: TracebackType | None) -> str | None:

@@ -6,6 +6,7 @@ model whose ``state_dict`` and ``load_state_dict`` are these functions is traced
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -30,9 +31,9 @@ def is_pretrained(model: LoadedModel) -> bool:
     if "transformers" not in sys.modules:
         return False
     instance = model.build()
-    from transformers import PreTrainedModel
-
-    return isinstance(instance, PreTrainedModel) and _conversions() is not None
+    # If its class were not imported, or could not be, this would be no instance of it.
+    cls = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return cls is not None and isinstance(instance, cls) and _conversions() is not None
 
 
 def as_pretrained(model: LoadedModel) -> LoadedModel:
@@ -81,16 +82,16 @@ def of_folder(operand: str, arguments: Mapping[str, Any], materialize: bool) -> 
         )
     if not os.path.isfile(os.path.join(folder, "config.json")):
         raise CkptError(f"{folder or operand} holds no config.json", hint="hf:FOLDER names what save_pretrained wrote")
-    try:
+    if importlib.util.find_spec("transformers") is None:
+        raise CkptError(f"{operand} needs transformers", hint="pip install 'transformers>=5'")
+    with user_code(f"transformers cannot build a model from {folder}/config.json"):
         import transformers
-    except ImportError:
-        raise CkptError(f"{operand} needs transformers", hint="pip install 'transformers>=5'") from None
-    with user_code(f"{folder}/config.json describes no model that transformers builds"):
+
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        names = config.architectures or []
+        cls = getattr(transformers, names[0], None) if names else transformers.AutoModel
     if getattr(config, "quantization_config", None) is not None:
         raise CkptError(f"{folder} holds quantized weights", hint="name the model's code: --model file.py:build")
-    names = config.architectures or []
-    cls = getattr(transformers, names[0], None) if names else transformers.AutoModel
     if cls is None:
         raise CkptError(
             f"transformers {transformers.__version__} has no {names[0]}", hint="pip install -U transformers"

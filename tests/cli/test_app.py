@@ -308,6 +308,20 @@ def test_missing_package_is_named() -> None:
     assert failure_of(ModuleNotFoundError("", name="ckpttool.nowhere")).message.startswith("internal error")
 
 
+def test_package_that_fails_when_it_is_imported_is_named(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so: cannot open shared object file')\n")
+    (tmp_path / "model.py").write_text("import torch\n")
+    (tmp_path / "x.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
+    command = ("diff", "--model", str(tmp_path / "model.py:build"), str(tmp_path / "x.safetensors"))
+    done = ckpttool(*command, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: torch cannot be imported: OSError: libcudart.so: cannot open shared object file\n"
+        "hint: install torch again in this environment: python -c 'import torch' has to succeed\n"
+    )
+
+
 def test_ckpttool_without_arguments_lists_the_first_commands() -> None:
     done = ckpttool()
     assert (done.returncode, done.stderr) == (0, "")

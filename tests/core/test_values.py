@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckpttool.core.values import dataclass
+from ckpttool.core.values import dataclass, public
 
 
 def _fields(make: Any) -> Any:
@@ -100,6 +100,20 @@ def test_options_of_the_decorator() -> None:
     assert len({node, node, Node("a")}) == 2
     assert Nothing() == Nothing()
     assert hash(Nothing()) == hash(Nothing())
+
+
+def test_short_repr_shows_small_values() -> None:
+    @public
+    @dataclass(frozen=True)
+    class Counts:
+        name: str
+        small: int
+        large: int
+        parts: tuple[int, ...]
+
+    assert (
+        repr(Counts("a" * 50, 3, 1 << 200, (1, 2))) == f"Counts(name='{'a' * 40}...', small=3, large=<int>, parts=<2>)"
+    )
 
 
 def test_custom_methods_are_kept() -> None:

@@ -30,7 +30,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("PYTEST_ADDOPTS", "EVIDENCE_RESULTS", "PYTEST_XDIST_WORKER", "BROKEN"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "Makefile").write_text(
-        f"test:\n\t{sys.executable} -m pytest -q -p no:cacheprovider -p no:xdist test_it.py\n"
+        f"test suites:\n\t{sys.executable} -m pytest -q -p no:cacheprovider -p no:xdist\n"
     )
     (tmp_path / "test_it.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
@@ -90,6 +90,14 @@ def test_failed_command_without_a_result_counts_as_a_failure(repository: Path) -
         assert "Traceback" not in done.stderr
     assert (repository / PAGE).read_text().count("| **1 together** |") == 1
     assert row(repository, "faults")[:2] == ["0", "1: `exit status 2`"]
+
+
+def test_module_that_is_skipped_is_named(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (repository / "test_more.py").write_text("import pytest\npytest.importorskip('nothing')\n")
+    commit(repository)
+    monkeypatch.setenv("CKPTTOOL_PAIRS", "100")
+    assert evidence(repository, "suites").returncode == 0
+    assert "| more | 0 | 0 | 1: 1 collection skipped |" in (repository / PAGE).read_text()
 
 
 def test_modified_tree_and_unknown_run_are_refused(repository: Path) -> None:

@@ -288,7 +288,9 @@ def cases(folder: Path) -> Iterator[Pair]:
         seed += 1
 
 
-def test_every_printed_command_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_printed_command_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None]
+) -> None:
     run, failures = Runs(capsys), []
     for case in cases(tmp_path):
         try:
@@ -297,6 +299,7 @@ def test_every_printed_command_works(tmp_path: Path, capsys: pytest.CaptureFixtu
             failures.append(str(error))
         if run.count >= COMMANDS:
             break
+    record_property("cases", run.count)
     assert not failures, "\n\n".join(failures)
 
 

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+import fsspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.core.errors import CkptError
 from ckpttool.io.compose import _COPIED, _SENT, LEAST, MOST_PARTS, copied, lengths
-from ckpttool.io.pieces import CHUNK, Held, Piece, digest_on_disk, read_all, read_spans, same_data
+from ckpttool.io.pieces import CHUNK, Held, Piece, digest_on_disk, read_all, read_spans, same_data, stream
 from ckpttool.io.pieces import fastest_crc32 as fastest
+from ckpttool.io.remote import cache, forget
 from ckpttool.io.write import BLOCK, WriteOptions
 from ckpttool.io.write import write_file as write
 
@@ -160,6 +162,15 @@ def test_proves_only_ranges_that_were_written(
     assert held.proves(Span(URL, offset, length), data) is proved
     assert not held.proves(Span("s3://bucket/another", offset, length), data)
     assert not held.proves(COMPUTED, data)
+
+
+def test_adjacent_pieces_of_a_remote_file_are_fetched_together() -> None:
+    url, size, data = "memory://pieces/data", 1 << 16, os.urandom(20 << 16)
+    fsspec.filesystem("memory").pipe_file("/pieces/data", data)
+    forget(url)
+    pieces = [Piece(Span(url, at, size)) for at in range(0, len(data), size)]
+    assert b"".join(bytes(chunk) for chunk in stream(pieces)) == data
+    assert cache.requests[url] == 1
 
 
 MIB, TIB = 1 << 20, 1 << 40

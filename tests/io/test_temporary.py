@@ -162,6 +162,16 @@ def test_process_of_another_user_is_alive(monkeypatch: pytest.MonkeyPatch) -> No
         assert temporary._started(1 << 23) is None
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the platform does not tell when a process started")
+def test_start_of_a_process_is_known() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        ticks, uptime = temporary._started(child.pid), float(Path("/proc/uptime").read_text().split()[0])
+        child.kill()
+    assert ticks is not None
+    assert abs(uptime - ticks / os.sysconf("SC_CLK_TCK")) < 30
+    assert temporary._started(child.pid) is None
+
+
 def test_failed_staging_leaves_no_entry(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), temporary.staged_file(tmp_path / "gone" / "out"):
         pass

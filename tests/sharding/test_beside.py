@@ -191,6 +191,8 @@ def test_values_that_depend_on_module_versions_are_not_sharded(run: Run, tmp_pat
     other = run(*command, "serialized", "-o", tmp_path / "out.safetensors")
     done = run(*command, "fsdp-sharded(world_size=2)", "-o", tmp_path / "rank_{rank}.pt")
     assert done.status == other.status
+    runtime = run(*command, "runtime", "-o", tmp_path / "runtime.safetensors")  # no model loads these names
+    assert runtime.status == 0, runtime.err
     assert bool(list(tmp_path.glob("rank_*"))) == (done.status == 0)
     assert ("(_metadata) are absent, and rank files have no place for them" in done.err) == (done.status == 1)
     assert ("the module versions in _metadata are left out" in done.err) == (done.status == 0)

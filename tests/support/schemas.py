@@ -19,8 +19,9 @@ def validator(name: str) -> Any:
 
 
 def check(data: Any) -> str:
-    """Validate the object and return its name."""
+    """Validate the object, by the schema and by the reader's own rules, and return its name."""
     name = NAMES[data.get("schema", data.get("_type"))]
     problems = [f"{error.json_path}: {error.message:.200}" for error in validator(name).iter_errors(data)]
+    problems += map(str, OBJECTS[name].problems(data, None))
     assert not problems, problems
     return name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from torch import nn
 from ckpttool.core.errors import CkptError
 from ckpttool.tracing import pretrained
 from ckpttool.tracing.build_model import of_object
-from ckpttool.tracing.pretrained import as_pretrained, of_folder
+from ckpttool.tracing.pretrained import as_pretrained, by_transformers, of_folder
+from ckpttool.tracing.trace import trace
 from pretrained_models import FEW, TEXT
 
 pytestmark = pytest.mark.skipif(
@@ -46,7 +48,7 @@ def test_a_model_is_built_from_its_config(tmp_path: Path) -> None:
     ({}, {"width": 2}, "is described by its config.json"),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, {}, "holds quantized weights"),
     ({"architectures": ["LlamaForNothing"]}, {}, "has no LlamaForNothing"),
-    ({"model_type": "no_such_kind"}, {}, "config.json describes no model that transformers builds"),
+    ({"model_type": "no_such_kind"}, {}, "transformers cannot build a model from"),
 ])  # fmt: skip
 def test_a_config_without_a_model_is_an_error(extra: Any, arguments: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(CkptError) as raised:
@@ -61,6 +63,32 @@ def test_a_missing_folder_or_missing_transformers_is_an_error(tmp_path: Path, mo
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(CkptError, match="needs transformers"):
         of_folder(write_config(tmp_path), {}, False)
+
+
+@pytest.mark.parametrize(("model", "status"), [
+    ("hf:here", 2),
+    ("build.py:imports_nothing_of_it", 1),
+    ("build.py:imports_a_model", 2),
+])  # fmt: skip
+def test_transformers_with_a_broken_dependency(model: str, status: int, tmp_path: Path) -> None:
+    """If torchvision was built for another torch, for example, most classes of transformers cannot be imported."""
+    (tmp_path / "here").mkdir()
+    write_config(tmp_path / "here", architectures=["LlamaForCausalLM"])
+    (tmp_path / "build.py").write_text(
+        "import torch, transformers\n"
+        "def imports_nothing_of_it(): return torch.nn.Linear(2, 3)\n"
+        "def imports_a_model(): return transformers.LlamaForCausalLM(transformers.LlamaConfig())\n"
+    )
+    torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "here" / "x.pt")
+    code = (
+        "import sys; sys.modules['transformers.modeling_utils'] = None\n"
+        "from ckpttool.cli.app import main; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", code, "diff", "--model", model, "here/x.pt"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert "internal error" not in done.stderr
+    assert status == 1 or "caused by ModuleNotFoundError: import of transformers.modeling_utils halted" in done.stderr
 
 
 def test_an_old_version_of_transformers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +114,15 @@ def test_pretrained_loading_follows_strict_and_the_keys_to_ignore() -> None:
     assert not any(value.any() for key, value in model.state_dict().items() if key != first)
     model._keys_to_ignore_on_save = {"lm_head.weight"}
     assert state.keys() - model.state_dict().keys() == {"lm_head.weight"}
+
+
+def test_the_hook_is_the_function_that_converts_when_saving() -> None:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    code = revert_weight_conversion.__code__
+    names = by_transformers(trace(as_pretrained(of_object(FEW["experts"], materialize=True))))
+    hooks = {(hook.function, hook.file, hook.line) for key in names.serialized if (hook := key.hook)}
+    assert hooks == {("revert_weight_conversion", code.co_filename, code.co_firstlineno)}
 
 
 @pytest.mark.parametrize("bars", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -310,6 +311,16 @@ def test_a_model_that_differs_on_meta_and_does_not_fit_in_memory_is_noted(monkey
     monkeypatch.setattr(instances, "memory_available", lambda: -1)
     (note,) = trace(of_object(CacheIfReal)).notes
     assert note.startswith("on the meta device the constructor creates other tensors")
+
+
+def test_a_platform_that_does_not_tell_its_memory_has_4_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*args: object) -> int:
+        raise OSError
+
+    assert instances.memory_available() > 1 << 20
+    monkeypatch.setattr("builtins.open", unknown)
+    monkeypatch.setattr(os, "sysconf", unknown)
+    assert instances.memory_available() == 4 << 30
 
 
 class ChangesState(nn.Module):

@@ -173,6 +173,11 @@ WRONG = {
     "truncated": (torch_archive()[:-1], NO_END),
     "cut in half": (torch_archive()[:400], NO_END),
     "empty": (b"", NO_END),
+    **{
+        f"end record in {size} bytes, at {at}": (bytes(at) + b"PK\5\6" + bytes(size - at - 4), NO_END)
+        for size in range(4, 22)
+        for at in range(size - 3)
+    },
     "not a zip": (b"nothing of the kind" * 10, NO_END),
     "directory outside": (archive_bytes(Entry(b"a"), size=10_000), OUTSIDE),
     "directory longer by a byte": (archive_bytes(Entry(b"a"), size=48), OUTSIDE),
