@@ -47,6 +47,7 @@ _ADAPTER = Note(
 )
 _THEN_OPTIMIZER = "no rule reorders the state of an optimizer: rename the keys first, then run"
 _FEW = 3
+_RULES = re.compile(r"\brules?\b")  # in a command or in Python
 _WORD = re.compile(r"[\w.]+")  # of a Python call
 
 
@@ -105,7 +106,7 @@ def answered(question: Question, suggests: bool = False) -> Diff:
             is_partial = bool(rules.undone) or not trial.after.identical
             advice = () if rules.undone else tuple(filter(None, map(_advice, unfixed)))
             fixes = Fixes(commands, advice, is_partial, bool(diff.inferred.pairs), unfixed)
-        if suggests or not fixes.commands or any("--rule" in line for line in fixes.commands):
+        if suggests or not fixes.commands or any(map(_RULES.search, fixes.commands)):
             fixes = fixes._replace(notes=(*fixes.notes, *rules.undone))
         return replace(fixes.added_to(diff), rules=rules.text())
     if left is None or model is None or not left.state_dicts or left.format == "pt2":
