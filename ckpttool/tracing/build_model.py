@@ -219,7 +219,7 @@ def user_code(
                 "this constructor needs real tensors, and it ran on the meta device: "
                 "add --materialize to build it for real"
             )
-        elif isinstance(root := root_cause(raised), ModuleNotFoundError) and root.name:
+        elif isinstance(root := _root_cause(raised), ModuleNotFoundError) and root.name:
             hint = f"the model's code needs {root.name}: run ckpttool in the environment that the model runs in"
         elif isinstance(raised, SystemExit):
             hint = (
@@ -255,12 +255,12 @@ def describe(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename is not None:  # else the user's code raised it
         place = f"{short_path(error.filename)}:{error.lineno}"
     text = f"{_summary(error)} ({place})" if place else _summary(error)
-    root = root_cause(error)
+    root = _root_cause(error)
     return text if root is error else f"{text}, caused by {_summary(root)}"
 
 
-def root_cause(error: BaseException) -> BaseException:
-    """Return the first error of those that were raised ``from`` each other."""
+def _root_cause(error: BaseException) -> BaseException:
+    """Follow ``raise ... from`` back to the first error."""
     seen = {id(error)}
     while error.__cause__ is not None and id(error.__cause__) not in seen:
         error = error.__cause__

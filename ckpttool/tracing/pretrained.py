@@ -31,7 +31,7 @@ def is_pretrained(model: LoadedModel) -> bool:
     if "transformers" not in sys.modules:
         return False
     instance = model.build()
-    # If its class were not imported, or could not be, this would be no instance of it.
+    # A model of transformers exists only if this module was imported; others must not need it.
     cls = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     return cls is not None and isinstance(instance, cls) and _conversions() is not None
 
