@@ -14,7 +14,8 @@ from ckpttool.core.optimizer_state import GROUPS
 from ckpttool.core.text import Info, Note, dotted, plural, some
 from ckpttool.diffing.causes import SIDES, Cause, Code, Sides
 from ckpttool.diffing.moved import explain_moved
-from ckpttool.diffing.names import compare_through, suggestions
+from ckpttool.diffing.names import suggestions
+from ckpttool.diffing.one_model import compare_through
 from ckpttool.diffing.optimizer import UNKNOWN_CLASS, SavedOptimizer, compare_optimizers, is_named, optimizer_alone
 from ckpttool.diffing.options import CompareOptions
 from ckpttool.diffing.result import EITHER_WAY, HARMLESS, Diff, Entry, Remedy, only_left, only_right, outlines
@@ -31,7 +32,7 @@ from ckpttool.distributed.job import Question, answers, current, only_first
 from ckpttool.evaluate.compare import Difference, content_of_storage, same_objects, sha256_of
 from ckpttool.formats.manifest import all_extras, other_files
 from ckpttool.formats.rank_files import one_rank
-from ckpttool.formats.registry import MANIFEST, MEMORY
+from ckpttool.formats.registry import FORMATS, MANIFEST, MEMORY
 from ckpttool.naming.convert import otherwise
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.model import ModelOperand, as_read
@@ -59,9 +60,12 @@ def checkpoints(
     entries = (*entries, *compare_outside(left, right, values))
     entries = without_dtypes(entries) if options.ignore_dtype else entries
     harmless = EITHER_WAY | ({"dtype"} if options.ignore_dtype else set())
+    if names is not None and values is not None and is_program(left, right):
+        harmless |= OTHER_NAMES
     hidden = () if names is not None else hidden_segments(entries, sides)
     adapters = adapter_notes(mine.keys, theirs.keys, sides)
     other_notes, compared = _compare_others(left, right, (mine, theirs), names, values, sides, options)
+    other_notes = [*_tie_notes(left, right, entries, sides), *other_notes]
     return Diff(
         left.source,
         right.source,
@@ -70,10 +74,19 @@ def checkpoints(
         notes=(*one_rank(left), *one_rank(right), *hidden, *adapters, *other_notes),
         inferred=suggestions(left, right, entries, values is not None) if infers and names is None else None,
         harmless=harmless,
-        has_other_notes=bool(other_notes),
-        compared={"keys": True, "shapes": True, "dtypes": not options.ignore_dtype, **compared},
+        has_other_notes=any(not isinstance(note, Info) for note in other_notes),
+        compared={"keys": True, "shapes": True, "dtypes": not options.ignore_dtype, **compared, "aliases": True},
         outlines=(outlines(mine), outlines(theirs)),
     )
+
+
+# Statuses of equal weights: what a program has under other names, or with another number of names.
+OTHER_NAMES = frozenset({"renamed", "transformed", "alias"})
+
+
+def is_program(*checkpoints: Checkpoint) -> bool:
+    """Return True if one of them is a program: it keeps its own names, whatever weights it has."""
+    return any(checkpoint.format in ("pt2", "torchscript") for checkpoint in checkpoints)
 
 
 def _saved_optimizers(left: Checkpoint, right: Checkpoint) -> tuple[SavedOptimizer, SavedOptimizer] | None:
@@ -131,6 +144,38 @@ def _optimizers(
         compared=dict.fromkeys(("keys", "shapes", "dtypes"), True) | compared,
         outlines=diff.outlines,
     )
+
+
+# Tied tensors
+
+
+def _tie_notes(left: Checkpoint, right: Checkpoint, entries: Sequence[Entry], sides: Sides) -> Iterator[str]:
+    """Yield a note on keys that are one tensor on one side, and separate tensors on the other.
+
+    It is information only if the other side's format cannot hold one tensor under two names, as safetensors.
+    """
+    left_first, right_first = model_section(left).aliases(), model_section(right).aliases()
+    if not left_first and not right_first:
+        return
+    right_of: dict[str, str] = {}
+    for entry in entries:
+        if len(entry.left) == len(entry.right) == 1:
+            right_of[entry.left[0]] = entry.right[0]
+    left_of = {right_key: left_key for left_key, right_key in right_of.items()}
+    for side, first, counterpart, other_first, other in (
+        (sides[0], left_first, right_of, right_first, right),
+        (sides[1], right_first, left_of, left_first, left),
+    ):
+        untied = []
+        for key, first_key in first.items():
+            name, first_name = counterpart.get(key), counterpart.get(first_key)
+            if name is None or first_name is None:
+                continue
+            if other_first.get(name, name) != other_first.get(first_name, first_name):
+                untied.append(f"{key} = {first_key}")
+        if untied:
+            text = f"tied in {side} only: {some(untied)}"
+            yield Note(text, "ties") if FORMATS[other.format].aliases else Info(text, "ties")
 
 
 # Everything besides the two models
@@ -228,7 +273,7 @@ def _compare_others(
         **dict.fromkeys(("optimizers", "other_sections"), not skipped),
         "objects": values is not None,
     }
-    if any(side.format in ("pt2", "torchscript") for side in (left, right)):
+    if is_program(left, right):
         compared["code"] = False
     return notes, compared
 

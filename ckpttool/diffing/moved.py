@@ -28,7 +28,7 @@ def explain_moved(entries: Iterable[Entry], left: Section, right: Section) -> tu
     have, want = left.by_key(), right.by_key()
     differing: dict[Entry, tuple[TensorEntry, TensorEntry]] = {}
     for entry in entries:
-        if entry.status == "value":
+        if entry.status == "value" and len(entry.left) == len(entry.right) == 1:  # else hooks compute it
             old, new = have[entry.left[0]], want[entry.right[0]]
             if _is_dense(old) and _is_dense(new) and old.dtype == new.dtype:
                 differing[entry] = old, new

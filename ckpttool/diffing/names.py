@@ -14,13 +14,10 @@ from ckpttool.core.names import RUNTIME, SERIALIZED, Hook, Names, RuntimeTensor,
 from ckpttool.core.optimizer_state import GROUPS
 from ckpttool.core.text import Info, Note, is_flat, shell
 from ckpttool.diffing.causes import Cause, Code, segment_change, wrapper_cause
+from ckpttool.diffing.one_model import components, other_keys
 from ckpttool.diffing.result import EITHER_WAY, NO_VALUES, Diff, Entry, only_left, only_right
 from ckpttool.diffing.sections import (
-    Values,
     compare,
-    compare_pair,
-    leftover,
-    renamed,
     shape_or_dtype,
     under_another_name,
     unpairable,
@@ -28,7 +25,7 @@ from ckpttool.diffing.sections import (
 from ckpttool.evaluate.apply import Digests
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.remarks import is_placeholder
-from ckpttool.naming.convert import other_versions, read, with_keys
+from ckpttool.naming.convert import read
 from ckpttool.naming.evidence import Ambiguous, Inference, Pair, Side, Tensor
 from ckpttool.naming.match import NameTables, aliases, base_name
 from ckpttool.naming.pairing import infer
@@ -230,7 +227,7 @@ def compare_names(names: Names) -> tuple[Entry, ...]:
     # Keys with computed values, with the tensors that they are computed from
     taken = set(tables.fqn_of.values())
     computed = {key: source for key, source in tables.saved.items() if isinstance(source, Op)}
-    for keys, fqns in _components({key: list(ex.refs(source)) for key, source in computed.items()}):
+    for keys, fqns in components({key: list(ex.refs(source)) for key, source in computed.items()}):
         right = tuple(fqn for fqn in fqns if fqn not in taken)
         entries.append(Entry("transformed", tuple(keys), right, _computed(computed[keys[0]]), hooks[keys[0]]))
     for key, source in tables.saved.items():
@@ -271,20 +268,6 @@ def _computed(source: Expression) -> Cause:
         return Cause(Code.OPAQUE)
     names = (op.removeprefix("aten.").partition(".")[0] for op in ex.operators(source))
     return Cause(Code.COMPUTED, (", ".join(dict.fromkeys(name for name in names if name != "getitem")),))
-
-
-def _components(links: Mapping[str, Sequence[str]]) -> list[tuple[list[str], list[str]]]:
-    """Group left names with the right names that they are linked to, so that no link leaves its group."""
-    groups: list[tuple[list[str], list[str]]] = []
-    group_of: dict[str, tuple[list[str], list[str]]] = {}  # by right name
-    for left, rights in links.items():
-        group: tuple[list[str], list[str]] = ([left], list(dict.fromkeys(r for r in rights if r not in group_of)))
-        for other in {id(group_of[r]): group_of[r] for r in rights if r in group_of}.values():
-            group = (other[0] + group[0], other[1] + group[1])
-            groups.remove(other)
-        groups.append(group)
-        group_of.update(dict.fromkeys(group[1], group))
-    return groups
 
 
 # A checkpoint and the model that loads it
@@ -375,14 +358,6 @@ def _loading(names: Names, verdict: Verdict) -> Iterator[tuple[Expression | None
                 yield usual, expected, here
 
 
-def _other_keys(value: Expression, source: Expression | None) -> dict[str, str] | None:
-    """Map each key in `value` to the key in its place in `source`; None if more than the keys differs."""
-    if source is None:
-        return None
-    keys = dict(zip(ex.refs(value), ex.refs(source)))
-    return keys if substitute(value, lambda key: Ref(keys.get(str(key), ""))) == source else None
-
-
 def _otherwise(names: Names, have: Objects, verdict: Verdict) -> dict[tuple[str, ...], Entry]:
     """Return entries of keys that the model saves, and whose values it does not get by loading them.
 
@@ -396,7 +371,7 @@ def _otherwise(names: Names, have: Objects, verdict: Verdict) -> dict[tuple[str,
             continue
         if isinstance(source, Ref) and isinstance(value, Ref) and source.key in tied.get(value.key, ()):
             continue
-        others = _other_keys(value, source)
+        others = other_keys(value, source)
         if others is not None and all(key in have and same_values(have[key], have[it]) for key, it in others.items()):
             continue
         keys, taken = list(ex.refs(value)), [] if source is None else list(ex.refs(source))
@@ -459,7 +434,7 @@ def _computed_from(tables: NameTables, keys: dict[str, str], mine: Objects, thei
     held = {tables.first[fqn]: key for fqn, key in reversed(keys.items()) if fqn in tables.first}
     links = {key: list(ex.refs(source)) for key in theirs if isinstance(source := tables.saved.get(key), Op)}
     entries = []
-    for rights, fqns in _components(links):
+    for rights, fqns in components(links):
         lefts = [held[fqn] for fqn in fqns if held.get(fqn) in mine]
         source = tables.saved[rights[0]]
         if lefts and source is not None:
@@ -495,7 +470,7 @@ def _by_load_hook(names: Names, verdict: Verdict, mine: Objects, theirs: dict[st
     links: dict[str, list[str]] = {}
     computed: set[str] = set()
     for _, value, source in _loading(names, verdict):
-        others = _other_keys(value, source)
+        others = other_keys(value, source)
         taken = [] if source is None else list(ex.refs(source))
         for key in ex.refs(value):
             lefts = [name for name in (taken if others is None else [others[key]]) if name in mine]
@@ -503,7 +478,7 @@ def _by_load_hook(names: Names, verdict: Verdict, mine: Objects, theirs: dict[st
                 links.setdefault(name, []).extend(lefts)
                 computed.update([name] if others is None else ())
     entries = []
-    for keys, lefts in _components(links):
+    for keys, lefts in components(links):
         is_whole = len(keys) == len(lefts) == 1 and computed.isdisjoint(keys)
         entries.append(
             Entry("renamed" if is_whole else "transformed", tuple(lefts), tuple(keys), Cause(Code.LOAD_HOOK))
@@ -540,88 +515,3 @@ def _only_in_file(keys: Iterable[str], unsaved: Collection[str], verdict: Verdic
 def loads(entries: Iterable[Entry]) -> bool:
     """Return True if every key is there with its shape, and no other: what is known without the model's code."""
     return all(entry.status in ("same", "extra_state", "dtype") and entry.left == entry.right for entry in entries)
-
-
-# Two checkpoints of one model
-
-
-def compare_through(names: Names, left: Section, right: Section, values: Values | None = None) -> tuple[Entry, ...]:
-    """Compare two checkpoints of one model, each with keys in any form: both are read as its runtime tensors."""
-    tables = NameTables(names)
-    _check_versions(tables, left, right)
-    mine, theirs = _runtime_values(tables, left), _runtime_values(tables, right)
-    have, want = left.by_key(), right.by_key()
-    entries: list[Entry] = []
-    links: dict[str, list[str]] = {}
-    paired: dict[str, None] = {}
-    for fqn, source in mine.items():
-        other = theirs.get(fqn)
-        if isinstance(source, Ref) and isinstance(other, Ref):
-            entries.append(_same_tensor(have[source.key], want[other.key], tables.hooks, values))
-        elif source == other:  # computed from the same keys on both sides
-            paired.update(dict.fromkeys(ex.refs(source)))
-        elif other is not None:
-            for key in ex.refs(source):
-                links.setdefault(key, []).extend(ex.refs(other))
-    entries += [compare_pair(have[key], want[key], values) for key in paired if key not in links]
-    for lefts, rights in _components(links):
-        entries.append(Entry("transformed", tuple(lefts), tuple(rights), Cause(Code.BY_HOOK)))
-    named_left = {key for entry in entries for key in entry.left}
-    named_right = {key for entry in entries for key in entry.right}
-    # Other keys that both sides have: unknown to the model, or second names of one tensor.
-    firsts = aliases(left), aliases(right)
-    tensors = {(firsts[0].get(a, a), firsts[1].get(b, b)) for one in entries for a in one.left for b in one.right}
-    of_model = {key for side in (mine, theirs) for source in side.values() for key in ex.refs(source)}
-    for key in [key for key in have if key in want and key not in named_left and key not in named_right]:
-        first = firsts[0].get(key), firsts[1].get(key)
-        if first in tensors or (first == (None, None) and key not in of_model):
-            entries.append(compare_pair(have[key], want[key], values))
-            named_left.add(key)
-            named_right.add(key)
-    entries += leftover(only_left, left, [key for key in have if key not in named_left], named_left)
-    entries += leftover(only_right, right, [key for key in want if key not in named_right], named_right)
-    return tuple(entries)
-
-
-def _check_versions(tables: NameTables, *sections: Section) -> None:
-    """Raise `CkptError` if the two have different module versions, which loading reads differently."""
-    if tables.names.versions is None:
-        return
-    saved = [(section, reading) for section in sections if (reading := read(tables, section)).form == SERIALIZED]
-    others = [other_versions(tables.names, section, reading) for section, reading in saved]
-    if any(others) and (len(saved) < len(sections) or others[0] != others[1]):
-        raise CkptError(
-            f"{tables.names.model} reads other versions of its modules differently, and the two files have different "
-            "versions",
-            hint="load both into the model and save them again: then they can be compared",
-            problems=[problem for problems in others for problem in problems],
-        )
-
-
-def _runtime_values(tables: NameTables, section: Section) -> dict[str, Expression]:
-    """Return each runtime FQN as an expression over the section's keys."""
-    reading = read(tables, section)
-    keys = {name: key for key, name in reading.match.names.items()}
-    if reading.form == RUNTIME:
-        return {name: Ref(key) for name, key in keys.items()}
-    values: dict[str, Expression] = {
-        fqn: with_keys(source, keys) for fqn, source in tables.runtime_values(keys).items()
-    }
-    extras = (*tables.names.extra_state, *(key for key, source in tables.saved.items() if source is None))
-    return values | {name: Ref(keys[name]) for name in extras if name in keys}
-
-
-def _same_tensor(
-    left: TensorEntry | ExtraEntry,
-    right: TensorEntry | ExtraEntry,
-    hooks: Mapping[str, Hook | None],
-    values: Values | None,
-) -> Entry:
-    if left.key == right.key:
-        return compare_pair(left, right, values)
-    hook, saved, runtime = hooks.get(left.key), left.key, right.key
-    if hook is None:
-        hook, saved, runtime = hooks.get(right.key), right.key, left.key
-    if hook is None:
-        return renamed(left, right, wrapper_cause(left.key, right.key), values)
-    return renamed(left, right, Cause(Code.HOOK, (segment_change(runtime, saved),)), values, hook)

@@ -240,7 +240,7 @@ def suggested(
     orders: dict[str, Rotary] = {}
     if values:
         have, want = mine.by_key(), theirs.by_key()
-        differing = {entry.left[0] for entry in entries if entry.status == "value"}
+        differing = {key for entry in entries if entry.status == "value" for key in entry.left}
         named = {old: new for old, new in same.items() if old in differing}
         named |= {pair.left[0]: pair.right[0] for pair in inferred.pairs}
         pairs = {old: rotary(have[old], want[new]) for old, new in named.items() if old in have and new in want}

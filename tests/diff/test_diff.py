@@ -21,7 +21,8 @@ from ckpttool.cli.app import main
 from ckpttool.core.checkpoint import ExtraEntry, Section, Span, Storage, TensorEntry, contiguous_stride
 from ckpttool.core.errors import CkptError
 from ckpttool.diffing.model import names_alone
-from ckpttool.diffing.names import compare_load, compare_names, compare_through
+from ckpttool.diffing.names import compare_load, compare_names
+from ckpttool.diffing.one_model import compare_through
 from ckpttool.diffing.result import STATUSES, Entry
 from ckpttool.diffing.sections import compare
 from ckpttool.operands.checkpoint import model_section, open_operand

@@ -128,6 +128,25 @@ def test_swapped_program_equals_the_trained_model(
     assert not torch.equal(trained(0)(*TOKENS), model(*TOKENS))
     assert program.read_bytes() == before
 
+    status, diff, err = answer("diff", new, out, "--model", MODEL, "--values")
+    assert (status, diff["identical"]) == (0, True), err
+    status, diff, _ = answer("diff", new, program, "--model", MODEL, "--values")
+    assert (status, diff["identical"]) == (1, False)
+
+
+@pytest.mark.parametrize("form", ["serialized", "runtime", "DDP", "tied once"])
+def test_diff_finds_each_weight_that_a_swapped_program_does_not_have(
+    tmp_path: Path, program: Path, answer: Any, form: str
+) -> None:
+    state, new, out = NEW[form](trained(1)), tmp_path / "new.pt", tmp_path / "out.pt2"
+    torch.save(state, new)
+    assert answer("swap-weights", program, new, "-o", out, "--model", MODEL)[0] == 0
+    for key, value in state.items():
+        torch.save({**state, key: value + 1}, tmp_path / "other.pt")
+        status, diff, _ = answer("diff", tmp_path / "other.pt", out, "--model", MODEL, "--values")
+        assert status == 1, key
+        assert any(key in entry["left"] for entry in diff["entries"] if entry["status"] == "value"), key
+
 
 def test_model_is_not_needed_for_keys_of_the_program(tmp_path: Path, program: Path, answer: Any) -> None:
     model = trained(1)

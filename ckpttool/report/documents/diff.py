@@ -185,6 +185,8 @@ def _verdict(diff: Diff) -> str:
         return f"{unused} (--fail-on-unused); {_verdict(replace(diff, accepted=True, failing_ignores=0))}"
     if diff.identical:
         harmless = sum(entry.status not in HARMLESS for entry in diff.entries)
+        if harmless and diff.compared.get("values"):
+            return f"the same weights; {plural(harmless, 'key')} under another name, or computed by a hook"
         if harmless:
             return f"loads; {plural(harmless, 'harmless difference')}"
         return "no differences between the models" if diff.has_other_notes else "no differences"

@@ -1,0 +1,229 @@
+"""Compare two checkpoints of one model, each with keys in any form: both are read as the model's runtime tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ckpttool.core import expression as ex
+from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
+from ckpttool.core.errors import CkptError, Refused
+from ckpttool.core.expression import Expression, Ref, substitute
+from ckpttool.core.names import RUNTIME, SERIALIZED, Hook, Names
+from ckpttool.core.values import dataclass
+from ckpttool.diffing.causes import Cause, Code, segment_change, wrapper_cause
+from ckpttool.diffing.result import Entry, only_left, only_right
+from ckpttool.diffing.sections import Values, compare_pair, leftover, renamed
+from ckpttool.evaluate.apply import entry_of
+from ckpttool.naming.convert import other_versions, read, with_keys
+from ckpttool.naming.match import NameTables, aliases
+
+Objects = Mapping[str, TensorEntry | ExtraEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A value that the two checkpoints hold in different keys. `name` is the runtime FQN or the serialized key."""
+
+    name: str
+    left: Expression
+    right: Expression
+
+
+def compare_through(names: Names, left: Section, right: Section, values: Values | None = None) -> tuple[Entry, ...]:
+    """Compare two checkpoints of one model: every tensor of the model, then the keys that only one side has.
+
+    A tensor that both have under one key each is compared as it is. If a hook computes it (fused, split, cast), both
+    sides are computed and compared; a value that cannot be computed is never the same. Raises `CkptError` if the two
+    have different module versions, which the model reads differently.
+    """
+    tables = NameTables(names)
+    _check_versions(tables, left, right)
+    left_entries, right_entries = left.by_key(), right.by_key()
+    left_values, right_values = runtime_values(tables, left), runtime_values(tables, right)
+    direct: dict[tuple[str, str], None] = {}  # pairs of keys with one tensor, in the order of the model
+    by_operators: dict[tuple[str, str], None] = {}  # pairs of keys that both sides compute the same tensor from
+    computed: list[Computed] = []
+    for fqn, source in left_values.items():
+        other = right_values.get(fqn)
+        if other is None:
+            continue
+        if isinstance(source, Ref) and isinstance(other, Ref):
+            direct[source.key, other.key] = None
+            continue
+        keys = other_keys(source, other)
+        if keys is None:
+            computed.append(Computed(fqn, source, other))
+        else:
+            by_operators.update(dict.fromkeys(keys.items()))
+
+    entries = [_same_tensor(left_entries[key], right_entries[name], tables.hooks, values) for key, name in direct]
+    split_keys = {key for value in computed for key in ex.refs(value.left)}
+    for key, name in by_operators:
+        if key not in split_keys and (key, name) not in direct:
+            entries.append(_same_tensor(left_entries[key], right_entries[name], tables.hooks, values))
+    entries += _compare_computed(computed, left_entries, right_entries, values)
+    for key, value in _saved_again(tables, left, right, left_values, right_values):
+        difference = _difference(Computed(key, Ref(key), value), left_entries, right_entries, values)
+        entries.append(_transformed((key,), (), [(key, difference)]))
+    for key, value in _saved_again(tables, right, left, right_values, left_values):
+        difference = _difference(Computed(key, value, Ref(key)), left_entries, right_entries, values)
+        entries.append(_transformed((), (key,), [(key, difference)]))
+
+    # Other keys that both sides have: unknown to the model, or second names of one tensor.
+    named_left = {key for entry in entries for key in entry.left}
+    named_right = {key for entry in entries for key in entry.right}
+    left_first, right_first = aliases(left), aliases(right)
+    tensors = set()
+    for entry in entries:
+        for key in entry.left:
+            tensors.update((left_first.get(key, key), right_first.get(name, name)) for name in entry.right)
+    of_model = {key for side in (left_values, right_values) for source in side.values() for key in ex.refs(source)}
+    for key in left_entries:
+        if key not in right_entries or key in named_left or key in named_right:
+            continue
+        first = left_first.get(key), right_first.get(key)
+        if first in tensors or (first == (None, None) and key not in of_model):
+            entries.append(compare_pair(left_entries[key], right_entries[key], values))
+            named_left.add(key)
+            named_right.add(key)
+    entries += leftover(only_left, left, [key for key in left_entries if key not in named_left], named_left)
+    entries += leftover(only_right, right, [key for key in right_entries if key not in named_right], named_right)
+    return tuple(entries)
+
+
+def other_keys(value: Expression, source: Expression | None) -> dict[str, str] | None:
+    """Map each key in `value` to the key in its place in `source`; None if more than the keys differs."""
+    if source is None:
+        return None
+    keys = dict(zip(ex.refs(value), ex.refs(source)))
+    return keys if substitute(value, lambda key: Ref(keys.get(str(key), ""))) == source else None
+
+
+def runtime_values(tables: NameTables, section: Section) -> dict[str, Expression]:
+    """Return each runtime FQN, and each entry that is no runtime tensor, as an expression over the section's keys."""
+    reading = read(tables, section)
+    keys = {name: key for key, name in reading.match.names.items()}
+    if reading.form == RUNTIME:
+        return {name: Ref(key) for name, key in keys.items()}
+    values: dict[str, Expression] = {
+        fqn: with_keys(source, keys) for fqn, source in tables.runtime_values(keys).items()
+    }
+    extras = (*tables.names.extra_state, *(key for key, source in tables.saved.items() if source is None))
+    return values | {name: Ref(keys[name]) for name in extras if name in keys}
+
+
+def _check_versions(tables: NameTables, *sections: Section) -> None:
+    if tables.names.versions is None:
+        return
+    saved = [(section, reading) for section in sections if (reading := read(tables, section)).form == SERIALIZED]
+    others = [other_versions(tables.names, section, reading) for section, reading in saved]
+    if any(others) and (len(saved) < len(sections) or others[0] != others[1]):
+        raise CkptError(
+            f"{tables.names.model} reads other versions of its modules differently, and the two files have different "
+            "versions",
+            hint="load both into the model and save them again: then they can be compared",
+            problems=[problem for problems in others for problem in problems],
+        )
+
+
+def _same_tensor(
+    left: TensorEntry | ExtraEntry,
+    right: TensorEntry | ExtraEntry,
+    hooks: Mapping[str, Hook | None],
+    values: Values | None,
+) -> Entry:
+    if left.key == right.key:
+        return compare_pair(left, right, values)
+    hook, saved, runtime = hooks.get(left.key), left.key, right.key
+    if hook is None:
+        hook, saved, runtime = hooks.get(right.key), right.key, left.key
+    if hook is None:
+        return renamed(left, right, wrapper_cause(left.key, right.key), values)
+    return renamed(left, right, Cause(Code.HOOK, (segment_change(runtime, saved),)), values, hook)
+
+
+# Values that hooks compute
+
+
+def _saved_again(
+    tables: NameTables,
+    section: Section,
+    other: Section,
+    section_values: Mapping[str, Expression],
+    other_values: Mapping[str, Expression],
+) -> Iterator[tuple[str, Expression]]:
+    """Yield keys of `section` that a hook adds when the model is saved and that loading does not read.
+
+    Each comes with its value, computed from the keys of `other`, which has the runtime tensors only.
+    """
+    reading = read(tables, section)
+    if reading.form != SERIALIZED or read(tables, other).form == SERIALIZED:
+        return
+    loaded = {key for source in section_values.values() for key in ex.refs(source)}
+    for key, name in reading.match.names.items():
+        source = tables.saved.get(name)
+        if key not in loaded and source is not None and other_values.keys() >= set(ex.refs(source)):
+            yield key, substitute(source, lambda fqn: other_values[str(fqn)])
+
+
+def _compare_computed(
+    computed: Sequence[Computed], left: Objects, right: Objects, values: Values | None
+) -> Iterator[Entry]:
+    """Yield an entry for each group of keys that compute the same tensors."""
+    links: dict[str, list[str]] = {}
+    for value in computed:
+        for key in ex.refs(value.left):
+            links.setdefault(key, []).extend(ex.refs(value.right))
+    groups = components(links)
+    group_of = {key: number for number, (left_keys, _) in enumerate(groups) for key in left_keys}
+    differences: list[list[tuple[str, Entry]]] = [[] for _ in groups]
+    for value in computed:
+        first = next(ex.refs(value.left), None)
+        if first is not None:
+            differences[group_of[first]].append((value.name, _difference(value, left, right, values)))
+    for (left_keys, right_keys), of_group in zip(groups, differences):
+        yield _transformed(tuple(left_keys), tuple(right_keys), of_group)
+
+
+def _transformed(left: tuple[str, ...], right: tuple[str, ...], differences: Sequence[tuple[str, Entry]]) -> Entry:
+    """Return the entry of keys that compute the same tensors, with the worst difference of these tensors."""
+    cause = Cause(Code.BY_HOOK)
+    for status in ("shape", "value", "dtype"):
+        for name, entry in differences:
+            if entry.status == status and entry.cause is not None:
+                detail = f"{name}: {entry.detail}" if entry.detail else name
+                return Entry(status, left, right, entry.cause.and_also(cause), None, detail, entry.spread)
+    return Entry("transformed", left, right, cause)
+
+
+def _difference(value: Computed, left: Objects, right: Objects, values: Values | None) -> Entry:
+    """Compute both sides and compare them. A value that cannot be computed is reported as not compared."""
+    key = (value.name,)
+    if ex.is_opaque(value.left) or ex.is_opaque(value.right):
+        if values is None:
+            return Entry("same", key, key)
+        return Entry("value", key, key, Cause(Code.UNREAD), None, "it is computed by code outside of torch operators")
+    try:
+        return compare_pair(_entry(value.name, value.left, left), _entry(value.name, value.right, right), values)
+    except Refused as error:
+        return Entry("value", key, key, Cause(Code.UNREAD), None, error.message)
+
+
+def _entry(name: str, source: Expression, entries: Objects) -> TensorEntry | ExtraEntry:
+    if isinstance(source, Ref):
+        return entries[source.key].under(name)
+    return entry_of(name, source, entries)
+
+
+def components(links: Mapping[str, Sequence[str]]) -> list[tuple[list[str], list[str]]]:
+    """Group left names with the right names that they are linked to, so that no link leaves its group."""
+    groups: list[tuple[list[str], list[str]]] = []
+    group_of: dict[str, tuple[list[str], list[str]]] = {}  # by right name
+    for left, rights in links.items():
+        group: tuple[list[str], list[str]] = ([left], list(dict.fromkeys(r for r in rights if r not in group_of)))
+        for other in {id(group_of[r]): group_of[r] for r in rights if r in group_of}.values():
+            group = (other[0] + group[0], other[1] + group[1])
+            groups.remove(other)
+        groups.append(group)
+        group_of.update(dict.fromkeys(group[1], group))
+    return groups
