@@ -73,7 +73,7 @@ def compare_through(names: Names, left: Section, right: Section, values: Values 
     named_left = {key for entry in entries for key in entry.left}
     named_right = {key for entry in entries for key in entry.right}
     left_first, right_first = aliases(left), aliases(right)
-    tensors = set()
+    tensors = set[tuple[str, str]]()
     for entry in entries:
         for key in entry.left:
             tensors.update((left_first.get(key, key), right_first.get(name, name)) for name in entry.right)

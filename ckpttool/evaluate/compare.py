@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Union
 
@@ -178,6 +179,7 @@ def difference_of_elements(dtype: str, left: Chunks, right: Chunks, rtol: float,
 
     read, size = reader(dtype), itemsize(dtype)
     count, total, farthest, exponents = 0, 0, 0.0, np.zeros(2048, np.int64)  # of float64
+    not_finite = Counter[str]()
     if read is None:
         for a, b in _in_step(left, right, size):
             other = np.frombuffer(a, f"u{size}") != np.frombuffer(b, f"u{size}")
@@ -189,6 +191,9 @@ def difference_of_elements(dtype: str, left: Chunks, right: Chunks, rtol: float,
             if x.dtype.kind in "fc":
                 x, y = (values.astype(np.complex128 if x.dtype.kind == "c" else np.float64) for values in (x, y))
                 equal, distance = (x == y) | (np.isnan(x) & np.isnan(y)), np.abs(x - y)
+                for side, elements_of_side in (("left", x), ("right", y)):
+                    not_finite[f"NaN in {side}"] += int(np.count_nonzero(np.isnan(elements_of_side)))
+                    not_finite[f"infinite in {side}"] += int(np.count_nonzero(np.isinf(elements_of_side)))
             else:  # float64 cannot hold all integers, only their distance (modulo 2^64)
                 larger, smaller = np.maximum(x, y).astype(np.uint64), np.minimum(x, y).astype(np.uint64)
                 equal, distance, y = x == y, (larger - smaller).astype(np.float64), y.astype(np.float64)
@@ -196,11 +201,14 @@ def difference_of_elements(dtype: str, left: Chunks, right: Chunks, rtol: float,
             within = np.isfinite(distance) & (distance <= atol + rtol * np.abs(y))
             close = equal | within if rtol or atol else equal
             count, total = count + int(np.count_nonzero(~close)), total + x.size
-            farthest = max(farthest, float(far.max()))
+            farthest = max(farthest, float(far[np.isfinite(far)].max(initial=0.0)))
             exponents += np.bincount(far.view(np.uint64).astype(np.int64).reshape(-1) >> 52, minlength=2048)
     if count:
         spread = tuple((int(at) - 1023, int(exponents[at])) for at in np.flatnonzero(exponents) if at)
-        return Difference(f"{count:,} of {total:,} elements differ, by {farthest:.3g} at most", spread)
+        text = f"{count:,} of {total:,} elements differ"
+        text += f", by {farthest:.3g} at most" if farthest else ""
+        counts = [f"{number:,} {what}" for what, number in not_finite.items() if number]
+        return Difference("; ".join([text, ", ".join(counts)] if counts else [text]), spread)
     return None if rtol or atol else Difference(EQUAL)
 
 

@@ -71,9 +71,16 @@ def difference(left: torch.Tensor, right: torch.Tensor, rtol: float, atol: float
     count = int((~close).sum())
     if not count:
         return None if rtol or atol else EQUAL
-    infinite = float("inf")
-    far = torch.where(equal, 0.0, apart).nan_to_num(nan=infinite, posinf=infinite).max().item()
-    return f"{count:,} of {left.numel():,} elements differ, by {far:.3g} at most"
+    far = torch.where(equal | ~apart.isfinite(), 0.0, apart).max().item()
+    text = f"{count:,} of {left.numel():,} elements differ" + (f", by {far:.3g} at most" if far else "")
+    counts = {
+        "NaN in left": a.isnan().sum(),
+        "infinite in left": a.isinf().sum(),
+        "NaN in right": b.isnan().sum(),
+        "infinite in right": b.isinf().sum(),
+    }
+    not_finite = ", ".join(f"{int(number)} {what}" for what, number in counts.items() if number)
+    return f"{text}; {not_finite}" if not_finite else text
 
 
 def patterns(dtype: str) -> st.SearchStrategy[bytes]:

@@ -1,0 +1,31 @@
+"""How values that differ are described."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from command import Run
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "detail"),
+    [
+        ([1.0, math.nan], [1.0, 2.0], "1 of 2 elements differ; 1 NaN in left"),
+        ([1.0, 2.0], [math.inf, math.nan], "2 of 2 elements differ; 1 NaN in right, 1 infinite in right"),
+        ([1.5, math.nan], [1.0, 2.0], "2 of 2 elements differ, by 0.5 at most; 1 NaN in left"),
+        ([math.inf, 1.0], [-math.inf, 1.0], "1 of 2 elements differ; 1 infinite in left, 1 infinite in right"),
+        ([math.nan, 1.0], [math.nan, 3.0], "1 of 2 elements differ, by 2 at most; 1 NaN in left, 1 NaN in right"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+def test_elements_that_are_not_finite_are_counted_on_each_side(
+    tmp_path: Path, run: Run, dtype: torch.dtype, left: list[float], right: list[float], detail: str
+) -> None:
+    torch.save({"w": torch.tensor(left, dtype=dtype)}, tmp_path / "left.pt")
+    torch.save({"w": torch.tensor(right, dtype=dtype)}, tmp_path / "right.pt")
+    done = run("diff", tmp_path / "left.pt", tmp_path / "right.pt", "--values", "--format", "json")
+    assert [entry["detail"] for entry in done.data["entries"]] == [detail]
