@@ -24,6 +24,7 @@ from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand, operand_of, saved_by
 from ckpttool.operands.output import command, outputs, target_for
 from ckpttool.remapping import run as remap
+from ckpttool.remapping.loads import loaded_by, loading
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.plan import Remap
 from ckpttool.remapping.steps import NO_COUNTER
@@ -223,9 +224,13 @@ def try_remap(
                 after = question.ask_again(fitted, question.right, reads_values=True)
         except CkptError:
             continue
-        return Trial(
-            "remap", (source.source,), replace(options, out=out, partial=bool(result.missing)), after, stateless
-        )
+        missing = result.missing
+        if not after.identical or question.right is not None:  # else the model of the question loads it
+            loads = loading(result, read, loaded_by(read, model, to_model))
+            if loads is not None and loads.problems:
+                return None  # the command would be refused
+            missing = missing if loads is None else loads.missing
+        return Trial("remap", (source.source,), replace(options, out=out, partial=bool(missing)), after, stateless)
     return None
 
 

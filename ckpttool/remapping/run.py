@@ -43,6 +43,7 @@ from ckpttool.operands.model import ModelOperand, as_read, of_one_model, operand
 from ckpttool.operands.output import Target, command, outputs, target_for
 from ckpttool.remapping.companions import Companions, companions_of
 from ckpttool.remapping.gather import gather_ranks, merge_replicas, with_gathered_optimizers
+from ckpttool.remapping.loads import Loading, loaded_by, loading
 from ckpttool.remapping.optimizer import OptimizerRequest
 from ckpttool.remapping.options import ConvertOptions, RankForm, RemapOptions
 from ckpttool.remapping.plan import Remap, by_plan, with_optimizers
@@ -136,14 +137,7 @@ def run(
     to_model = loading_model(options, model)
     done = plan_remap(source, options, model, to_model)
     done = replace(done, source=source.source, output=out or "", dry_run=options.dry_run)
-    if done.missing and not options.partial and options.ranks is None:  # rank files are checked with their parts
-        loads = to_model or model
-        raise Refused(
-            f"the output would lack {plural(len(done.missing), 'key')} of "
-            f"{'the model' if loads is None else loads.title}: a strict load fails without them",
-            hint="add --partial to write it without them (an encoder, an average of the parameters alone)",
-            problems=[Problem("missing", key, "missing") for key in done.missing],
-        )
+    done = _checked_by_model(done, options, model, to_model)
     if options.ranks is not None and model is not None:
         return _write_ranks(options, options.ranks, writer, model, done)
     if not (may_copy or done.changes_content or (conversion is not None and options.in_place)):
@@ -160,6 +154,23 @@ def run(
                 refuse_unchanged(source, options)
             done = replace(done, notes=(*done.notes, Info(f"{already}: nothing renamed", "remap")))
     return done if target is None else _write(source, options, writer, target, done, model, to_model)
+
+
+def _checked_by_model(
+    done: Remap, options: RemapOptions, model: ModelOperand | None, to_model: ModelOperand | None
+) -> Remap:
+    """Return the result with notes on how a model loads it. Raise `Refused`, all problems at once, if it does not."""
+    loads = loaded_by(options, model, to_model)
+    answer = loading(done, options, loads)
+    if answer is None:
+        named = to_model or model
+        answer = Loading("the model" if named is None else named.title, done.missing)
+    answer.check(options.partial or options.ranks is not None)  # rank files are checked with their parts
+    notes = done.notes
+    if answer.missing:
+        count = plural(len(answer.missing), "key")
+        notes = (*notes, f"missing {count} of the model: {some(answer.missing, 20)}")
+    return replace(done, missing=answer.missing, notes=(*notes, *answer.notes))
 
 
 def loading_model(options: RemapOptions, model: ModelOperand | None) -> ModelOperand | None:
@@ -220,9 +231,6 @@ def plan_remap(
         done = replace(done, missing=_not_reached(done, request, other_model))
     elif done.missing and saved is not None and gathered is None:
         done = replace(done, missing=_needed(done, request, other_model or saved))
-    if done.missing:
-        note = f"missing {plural(len(done.missing), 'key')} of the model: {some(done.missing, 20)}"
-        done = replace(done, notes=(*done.notes, note))
     if done.result.other_files != source.other_files:  # some of these files are dropped
         notes = (note for note in source.notes if note not in note_on(source.other_files))
         source = replace(source, notes=(*notes, *note_on(done.result.other_files)))

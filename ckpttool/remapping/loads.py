@@ -1,0 +1,188 @@
+"""Check that the model which will load the output of a remap does load it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckpttool.core.checkpoint import Section, TensorEntry
+from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.names import RUNTIME, SERIALIZED
+from ckpttool.core.text import Info, dotted, plural, some
+from ckpttool.core.values import dataclass
+from ckpttool.distributed.job import current
+from ckpttool.naming import wrappers
+from ckpttool.naming.convert import ModelForm, Reading, read
+from ckpttool.naming.match import match
+from ckpttool.naming.wrappers import adapter_of
+from ckpttool.operands.model import ModelOperand, as_read
+from ckpttool.remapping.options import RemapOptions
+from ckpttool.remapping.plan import Remap
+
+if TYPE_CHECKING:
+    from ckpttool.tracing.loading import Verdict
+
+
+_SIZE_MISMATCH = "size mismatch for "
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How a model loads the output. `missing` keys and other `problems` make a strict load fail; `notes` do not."""
+
+    model: str
+    missing: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def check(self, partial: bool) -> None:
+        """Raise `Refused` with all problems; with `partial`, keys may be missing."""
+        missing = () if partial else self.missing
+        if self.problems:
+            count = len(self.problems) + len(missing)
+            raise Refused(
+                f"{self.model} would not load the output: {plural(count, 'problem')}",
+                hint="rename keys with --rule 'FROM => TO', leave them out with --drop PATTERN, or name the model that "
+                "the output is for (--to-model)",
+                problems=[*self.problems, *(Problem("missing", key, "missing") for key in missing)],
+            )
+        if missing:
+            raise Refused(
+                f"the output would lack {plural(len(missing), 'key')} of {self.model}: "
+                "a strict load fails without them",
+                hint="add --partial to write it without them (an encoder, an average of the parameters alone)",
+                problems=[Problem("missing", key, "missing") for key in missing],
+            )
+
+
+def loaded_by(options: RemapOptions, model: ModelOperand | None, to_model: ModelOperand | None) -> ModelOperand | None:
+    """Return the model that will load the output: `--to-model`, or `--model` unless an option leads to other names."""
+    if options.plan is not None:
+        return None
+    if options.to_model is not None:
+        return to_model
+    form = options.form
+    other_names = options.has_rules or options.select is not None or options.like is not None
+    if model is None or other_names or (isinstance(form, ModelForm) and form.names == RUNTIME):
+        return None
+    return model
+
+
+def loading(done: Remap, options: RemapOptions, model: ModelOperand | None) -> Loading | None:
+    """Return how `model` loads the state dicts that the remap changed; None if it is not asked.
+
+    The answer for the model's code is torch's, for a list of names that of keys and shapes. Wrappers in the keys are
+    left aside. A key that `--drop` or `--trainable-only` leaves out on purpose is not missing.
+    """
+    if model is None or options.ranks is not None:
+        return None
+    missing = dict.fromkeys(done.missing)
+    problems: list[Problem] = []
+    notes: list[str] = []
+    for path in dict.fromkeys(output.section for output in done.plan.outputs):
+        section = done.result.section(path)
+        if section.kind != "state_dict" or adapter_of(section.keys) is not None:
+            continue
+        by_code = model if options.form is not ModelForm.PRETRAINED else model.by_pretrained
+        if model.is_folder:
+            by_code = as_read(model, section, done.result.source)
+        left_out = _left_out(done, path, by_code)
+        is_incomplete = options.partial or options.trainable_only or bool(left_out)
+        answer = _loading(section, by_code, options, is_incomplete)
+        missing.update(dict.fromkeys(dotted(path, key) for key in answer.missing if key not in left_out))
+        problems += [replace(problem, key=dotted(path, problem.key)) for problem in answer.problems]
+        notes += answer.notes
+    if options.trainable_only:
+        missing = dict.fromkeys(done.missing)
+    return Loading(model.title, tuple(missing), tuple(problems), tuple(dict.fromkeys(notes)))
+
+
+def _left_out(done: Remap, path: str, model: ModelOperand) -> set[str]:
+    """Return the names of the model that the user left out of a section."""
+    dropped = [gone.key for gone in done.plan.dropped if gone.section == path]
+    by_name = match(dropped, model.tables.serialized_names).names
+    return {*dropped, *by_name.values()}
+
+
+def _loading(section: Section, model: ModelOperand, options: RemapOptions, is_incomplete: bool) -> Loading:
+    """Return how the model loads a section, by its code if that can tell, else by its names.
+
+    `is_incomplete`: the user leaves keys out, so hooks of the model may fail.
+    """
+    form = options.form
+    runtime = isinstance(form, ModelForm) and form.names == RUNTIME
+    reading = read(model.tables, section, RUNTIME if runtime else SERIALIZED)
+    if runtime or not model.is_definition or not model.names().roundtrips:
+        return _by_names(section, model, reading)
+    job = current()
+    if job is not None and not job.is_first:
+        return Loading(model.title)  # the first rank runs the model's code, and fails for all
+    bare = _without_wrappers(section, reading)
+    try:
+        verdict = model.verdict(bare)
+    except CkptError as error:
+        by_names = _by_names(section, model, reading)
+        note = Info(f"torch was not asked whether {model.title} loads the output: {error.message}", "not-compared")
+        return replace(by_names, notes=(*by_names.notes, note))
+    return _by_verdict(bare, model, verdict, is_incomplete)
+
+
+def _without_wrappers(section: Section, reading: Reading) -> Section:
+    """Return the section under the model's own names, without AveragedModel's counters."""
+    counters = wrappers.counters([entry.key for entry in section.tensors])
+    names = reading.match.names
+
+    def bare(entry: TensorEntry) -> TensorEntry:
+        return entry.under(names.get(entry.key, entry.key))
+
+    if not reading.match.wrapped and not counters:
+        return section
+    unmatched = [key for key in counters if key in reading.match.unmatched]
+    tensors = tuple(bare(entry) for entry in section.tensors if entry.key not in unmatched)
+    extras = tuple(entry.under(names.get(entry.key, entry.key)) for entry in section.extras)
+    return replace(section, tensors=tensors, extras=extras)
+
+
+def _by_verdict(section: Section, model: ModelOperand, verdict: Verdict, is_incomplete: bool) -> Loading:
+    problems = [Problem("not a key that the model loads", key, "unexpected") for key in verdict.unexpected]
+    problems += _wrong_shapes(section, model)
+    shown = {problem.key for problem in problems}
+    notes = []
+    for text in verdict.errors:
+        key = text.removeprefix(_SIZE_MISMATCH).partition(":")[0] if text.startswith(_SIZE_MISMATCH) else ""
+        if not key and is_incomplete:
+            notes.append(Info(f"torch does not load the output as it is: {text}", "torch-error"))
+        elif key not in shown:
+            problems.append(Problem(f"torch: {text}", key))
+    if verdict.ok and verdict.dtype_changes:
+        changed = [f"{change.fqn} ({change.source} to {change.target})" for change in verdict.dtype_changes]
+        text = f"loading the output converts {plural(len(changed), 'tensor')}: {some(changed)}"
+        notes.append(Info(text, "converts"))
+    return Loading(model.title, verdict.missing, tuple(problems), tuple(notes))
+
+
+def _by_names(section: Section, model: ModelOperand, reading: Reading) -> Loading:
+    """Return what the names say: unknown keys, and tensors of another shape."""
+    counters = set(wrappers.counters([entry.key for entry in section.tensors]))
+    unknown = [key for key in reading.match.unmatched if key not in counters]
+    problems = [Problem("not a key that the model loads", key, "unexpected") for key in unknown]
+    tables = model.tables
+    likeness = tables.serialized_likeness if reading.form == SERIALIZED else tables.runtime_likeness
+    for entry in section.tensors:
+        shape = likeness.get(reading.match.names.get(entry.key, ""), ("", None))[1]
+        if shape is not None and shape != entry.shape:
+            problems.append(_wrong_shape(entry, shape))
+    return Loading(model.title, reading.match.missing, tuple(problems))
+
+
+def _wrong_shapes(section: Section, model: ModelOperand) -> Iterator[Problem]:
+    expected = model.tables.serialized_likeness
+    for entry in section.tensors:
+        shape = expected.get(entry.key, ("", None))[1]
+        if shape is not None and shape != entry.shape:
+            yield _wrong_shape(entry, shape)
+
+
+def _wrong_shape(entry: TensorEntry, shape: Sequence[int]) -> Problem:
+    return Problem(f"shape {list(entry.shape)} instead of {list(shape)}", entry.key, "shape")
