@@ -63,6 +63,10 @@ def loaded_by(options: RemapOptions, model: ModelOperand | None, to_model: Model
     if options.to_model is not None:
         return to_model
     form = options.form
+    about_keys = options.to, options.from_, options.drop, options.sections, options.trainable_only or None
+    about_optimizers = options.optimizer_keys is not None or to_model is not None
+    if about_optimizers and all(option is None for option in about_keys):
+        return None  # the model is named for its optimizer, and the keys stay as they are
     other_names = options.has_rules or options.select is not None or options.like is not None
     if model is None or other_names or (isinstance(form, ModelForm) and form.names == RUNTIME):
         return None
@@ -80,9 +84,10 @@ def loading(done: Remap, options: RemapOptions, model: ModelOperand | None) -> L
     missing = dict.fromkeys(done.missing)
     problems: list[Problem] = []
     notes: list[str] = []
-    for path in dict.fromkeys(output.section for output in done.plan.outputs):
+    changed = [effect.section.path for effect in (done.model, done.narrowed) if effect is not None]
+    for path in done.sections or changed[:1]:
         section = done.result.section(path)
-        if section.kind != "state_dict" or adapter_of(section.keys) is not None:
+        if adapter_of(section.keys) is not None:
             continue
         by_code = model if options.form is not ModelForm.PRETRAINED else model.by_pretrained
         if model.is_folder:

@@ -55,10 +55,17 @@ DAMAGES: dict[str, Callable[[State, str], object]] = {
     "half": lambda state, key: state.update({key: state[key].half()}),
     "complex": lambda state, key: state.update({key: state[key].to(torch.complex64)}),
 }
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    wrapped: Any = torch.compile(model)
+    return wrapped  # type: ignore[no-any-return]
+
+
 OPTIONS: dict[str, tuple[tuple[str, ...], Callable[[nn.Module], nn.Module]]] = {
     "serialized": (("--to", "serialized"), lambda model: model),
     "ddp": (("--to", "ddp"), nn.DataParallel),
-    "compile": (("--to", "compile"), torch.compile),
+    "compile": (("--to", "compile"), compiled),
     "averaged": (("--to", "averaged"), torch.optim.swa_utils.AveragedModel),
 }
 
