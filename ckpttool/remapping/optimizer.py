@@ -192,6 +192,10 @@ def _remapped(section: Section, wanted: OptimizerRequest) -> tuple[Section, Opti
     to = wanted.keys or state.form
     listed = in_file(state)[0]
     narrowed = wanted.narrowed
+    if narrowed is not None and state.form == to == ID and wanted.to_names is None and narrowed.keeps_rest:
+        rest = _without_left_out(section, state, wanted, narrowed)
+        if rest is not None:
+            return rest
     if narrowed is not None:
         by_key = wanted.model is None or narrowed.loses(list(listed.values())) if listed is not None else to != ID
         wanted = replace(wanted, ruled=narrowed, model=narrowed) if by_key else replace(wanted, narrowed=None)
@@ -241,6 +245,104 @@ def _remapped(section: Section, wanted: OptimizerRequest) -> tuple[Section, Opti
     params, loads = len(moved.params), wanted.to_names
     report = OptimizerRemap(section.path, state.form, to, params, evidence, new, dropped, notes, move, loads)
     return forms.write(made, section), report
+
+
+def _without_left_out(
+    section: Section, state: OptimizerState, wanted: OptimizerRequest, narrowed: RuleEffect
+) -> tuple[Section, OptimizerRemap] | None:
+    """Return an optimizer with ids without the parameters whose tensors are left out; None if it keeps all of them.
+
+    The other parameters are numbered again, as an optimizer of the smaller model does. Raise `Refused` if nothing says
+    whose state the ids are, and one of them may belong to a tensor that is left out.
+    """
+    where = section.title
+    known = _identified(state, wanted, where)
+    if known is None:
+        if wanted.model is not None:  # else --select: a note says that the state is that of all parameters
+            _check_none_left_out(state, narrowed, where)
+        return None
+    keys_of = _serialized_keys(wanted.names)
+    left_out = [param for param, name in known.names.items() if narrowed.loses([name, *keys_of.get(name, ())])]
+    if not left_out:
+        return None
+    if len(left_out) == len(state.params):
+        raise Refused(
+            f"{where}: all of its parameters are left out of the model",
+            hint=f"drop the optimizer too: --drop {where}",
+            problems=[Problem("left out of the model", known.names[param]) for param in left_out],
+        )
+    named = known.state
+    kept = {known.names[param]: Ref(str(param)) for param in state.params if param not in left_out}
+    groups = placed(named, identity(list(kept)))
+    rest = in_groups(named, groups, {name: named.state[name] for name in kept if name in named.state})
+    dropped = tuple(known.names[param] for param in left_out)
+    notes = _notes(where, state, rest, ID, (), dropped)
+    if known.assumed:
+        notes = (*notes, known.rests_on(where))
+    move = move_of(section, state, ID, rest.groups, kept, {})
+    result = forms.write(in_form(rest, ID), section)
+    report = OptimizerRemap(section.path, ID, ID, len(kept), known.evidence, (), dropped, notes, move)
+    if in_file(state)[0] is None:
+        return result, report
+
+    # The names of the parameters follow their keys.
+    follows = _remapped(result, replace(wanted, names=None, ruled=narrowed, model=narrowed, narrowed=None))
+    if follows is None or follows[1].move is None:
+        return result, report
+    ids = {str(number): source for number, source in enumerate(kept.values())}
+    moved = follows[1].move
+    sources = {name: ex.substitute(source, lambda number: ids[str(number)]) for name, source in moved.sources.items()}
+    moved_groups = []
+    for group in moved.groups:
+        before = None if group.like is None else move.groups[group.like]
+        moved_groups.append(group if before is None else replace(before, params=group.params))
+    moved = replace(moved, sources=sources, groups=tuple(moved_groups))
+    return follows[0], replace(report, move=moved, notes=tuple(dict.fromkeys((*notes, *follows[1].notes))))
+
+
+def _identified(state: OptimizerState, wanted: OptimizerRequest, where: str) -> ParamMap | None:
+    """Return whose state the ids are, if the file or the model says it without a contradiction."""
+    state_dicts = wanted.state_dicts or ()
+    if wanted.names is None:
+        return own_names(state, state_dicts)
+    try:
+        known = owners(state, wanted.names, where, state_dicts)
+    except Refused:
+        return None
+    return known if known.doubt is None else None
+
+
+def _serialized_keys(names: Names | None) -> dict[str, list[str]]:
+    """Map the canonical name of each parameter to the serialized keys that are computed from it."""
+    keys: dict[str, list[str]] = {}
+    if names is None:
+        return keys
+    canonical = Parameters(names).canonical
+    for saved in names.serialized:
+        for fqn in () if saved.source is None else ex.refs(saved.source):
+            if fqn in canonical:
+                keys.setdefault(canonical[fqn], []).append(saved.key)
+    return keys
+
+
+def _check_none_left_out(state: OptimizerState, narrowed: RuleEffect, where: str) -> None:
+    """Raise `Refused` if a tensor that is left out may be one of the parameters that the optimizer numbers."""
+    entries = narrowed.section.by_key()
+    shapes = {shape for param in state.params for shape in state.shapes(param).values() if shape}
+    has_unknown = any(not any(state.shapes(param).values()) for param in state.params)
+    problems = []
+    for gone in narrowed.plan.dropped:
+        entry = entries.get(gone.key)
+        is_float = isinstance(entry, TensorEntry) and entry.dtype.startswith(("float", "bfloat", "complex"))
+        if isinstance(entry, TensorEntry) and is_float and (has_unknown or entry.shape in shapes):
+            problems.append(Problem("left out of the model", gone.key))
+    if problems:
+        raise Refused(
+            f"{where}: parameters may be left out of the model, and nothing says which of its ids are theirs",
+            hint="pass --model MODEL (and --optimizer O), which says whose state it is; or drop the optimizer too: "
+            f"--drop {where}",
+            problems=problems,
+        )
 
 
 def _is_renamed(state: OptimizerState, wanted: OptimizerRequest, to: str) -> bool:
@@ -469,6 +571,11 @@ class RuleEffect:
         """Whether every tensor stays one, of the same elements in the same order: ids stay what they are."""
         gone = [one for one in self.plan.dropped if not _is_counter(one.key)]
         return not gone and all(is_whole(one.source) for one in self.plan.outputs if not _is_counter(one.key))
+
+    @property
+    def keeps_rest(self) -> bool:
+        """Whether every tensor that is not left out stays one, of the same elements in the same order."""
+        return all(is_whole(output.source) for output in self.plan.outputs if not _is_counter(output.key))
 
     def renames(self, names: Sequence[str]) -> bool:
         """Return True if one of the names is a tensor whose key changes."""

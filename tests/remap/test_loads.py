@@ -59,7 +59,7 @@ DAMAGES: dict[str, Callable[[State, str], object]] = {
 
 def compiled(model: nn.Module) -> nn.Module:
     wrapped: Any = torch.compile(model)
-    return wrapped  # type: ignore[no-any-return]
+    return wrapped
 
 
 OPTIONS: dict[str, tuple[tuple[str, ...], Callable[[nn.Module], nn.Module]]] = {
