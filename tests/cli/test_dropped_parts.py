@@ -300,7 +300,7 @@ def test_state_of_parameters_that_are_left_out_goes_too(
     rest = [[name for name in group if name in left["model"]] for group in groups]
     fresh_parameters = {name: nn.Parameter(left["model"][name]) for group in rest for name in group}
     present = [group for group in rest if group]
-    arguments = [{"params": [fresh_parameters[name] for name in group]} for group in present]
+    arguments: list[dict[str, Any]] = [{"params": [fresh_parameters[name] for name in group]} for group in present]
     fresh = torch.optim.AdamW(arguments)
     fresh.load_state_dict(left["optimizer"])
     for name, value in model.named_parameters():
