@@ -117,6 +117,7 @@ def _loading(section: Section, model: ModelOperand, options: RemapOptions, is_in
     """
     form = options.form
     runtime = isinstance(form, ModelForm) and form.names == RUNTIME
+    section = _without_counters(section, model)
     reading = read(model.tables, section, RUNTIME if runtime else SERIALIZED)
     if runtime or not model.is_definition or not model.names().roundtrips:
         return _by_names(section, model, reading)
@@ -133,18 +134,21 @@ def _loading(section: Section, model: ModelOperand, options: RemapOptions, is_in
     return _by_verdict(bare, model, verdict, is_incomplete)
 
 
-def _without_wrappers(section: Section, reading: Reading) -> Section:
-    """Return the section under the model's own names, without AveragedModel's counters."""
-    counters = wrappers.counters([entry.key for entry in section.tensors])
-    names = reading.match.names
-
-    def bare(entry: TensorEntry) -> TensorEntry:
-        return entry.under(names.get(entry.key, entry.key))
-
-    if not reading.match.wrapped and not counters:
+def _without_counters(section: Section, model: ModelOperand) -> Section:
+    """Return the section without the counters of AveragedModels, unless they are the model's own."""
+    known = model.tables.serialized_names
+    counters = [key for key in wrappers.counters([entry.key for entry in section.tensors]) if key not in known]
+    if not counters:
         return section
-    unmatched = [key for key in counters if key in reading.match.unmatched]
-    tensors = tuple(bare(entry) for entry in section.tensors if entry.key not in unmatched)
+    return replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters))
+
+
+def _without_wrappers(section: Section, reading: Reading) -> Section:
+    """Return the section under the model's own names."""
+    names = reading.match.names
+    if not reading.match.wrapped:
+        return section
+    tensors = tuple(entry.under(names.get(entry.key, entry.key)) for entry in section.tensors)
     extras = tuple(entry.under(names.get(entry.key, entry.key)) for entry in section.extras)
     return replace(section, tensors=tensors, extras=extras)
 
@@ -169,9 +173,7 @@ def _by_verdict(section: Section, model: ModelOperand, verdict: Verdict, is_inco
 
 def _by_names(section: Section, model: ModelOperand, reading: Reading) -> Loading:
     """Return what the names say: unknown keys, and tensors of another shape."""
-    counters = set(wrappers.counters([entry.key for entry in section.tensors]))
-    unknown = [key for key in reading.match.unmatched if key not in counters]
-    problems = [Problem("not a key that the model loads", key, "unexpected") for key in unknown]
+    problems = [Problem("not a key that the model loads", key, "unexpected") for key in reading.match.unmatched]
     tables = model.tables
     likeness = tables.serialized_likeness if reading.form == SERIALIZED else tables.runtime_likeness
     for entry in section.tensors:

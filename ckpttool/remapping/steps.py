@@ -323,7 +323,7 @@ def select(draft: Draft, prefix: str, by_model: bool) -> Draft:
     """Keep one submodule, under its own names. Raise `Refused` if nothing is below the prefix.
 
     `prefix` has all segments of wrappers, or none of them. The wrappers inside the submodule, and around itself, are in
-    its own names. `by_model`: the keys are a model's by now.
+    its own names: its keys alone show them, as in a file of the submodule. `by_model`: the keys are a model's by now.
     """
     paths = wrappers.recognise(draft.keys) if by_model else draft.wrappers.paths
 
@@ -344,8 +344,8 @@ def select(draft: Draft, prefix: str, by_model: bool) -> Draft:
         )
     outputs = [output for output in draft.plan.outputs if output.key in rests]
     draft = replace(draft, plan=_only(draft.plan, outputs, f"not below {prefix}"))
-    canonical = {rests[key]: strip(key, paths).removeprefix(f"{prefix}.") for key in rests}
-    return replace(draft.renamed(rests), canonical=canonical)
+    own = wrappers.infer(rests.values())
+    return replace(draft.renamed(rests), canonical={rest: strip(rest, own.paths) for rest in rests.values()})
 
 
 def take_names(draft: Draft, other: Section) -> Draft:
@@ -385,10 +385,13 @@ def rewrap(draft: Draft, target: Chain) -> Draft:
     A counter that the chain has no place for is dropped; one that it needs is added.
     """
     canonical = {key: draft.canonical.get(key, key) for key in draft.keys}
-    counted = [key for key in wrappers.counters([entry.key for entry in draft.section.tensors]) if key in canonical]
+    as_read = wrappers.counters([entry.key for entry in draft.section.tensors])
+    counters = {*as_read, *wrappers.counters(draft.keys)}
+    counted = [key for key in draft.keys if key in counters]
     names, removed = wrappers.rewrap(canonical, target, counted)
     outputs = tuple(output for output in draft.plan.outputs if output.key in names)
-    draft = replace(draft, plan=replace(draft.plan, outputs=outputs)).without(removed, NO_COUNTER).renamed(names)
+    dropped = [key for output in draft.plan.outputs if output.key in removed for key in ex.refs(output.source)]
+    draft = replace(draft, plan=replace(draft.plan, outputs=outputs)).without(dropped, NO_COUNTER).renamed(names)
     new = (Output(draft.section.path, key, value) for key, value in wrappers.new_counter(target, counted).items())
     return replace(draft, plan=replace(draft.plan, outputs=(*new, *draft.plan.outputs)))
 

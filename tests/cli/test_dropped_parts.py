@@ -262,7 +262,8 @@ def in_two_groups(model: nn.Module) -> torch.optim.Optimizer:
     """Weights in the first group, biases in the second, as for weight decay."""
     weights = [value for name, value in model.named_parameters() if name.endswith("weight")]
     biases = [value for name, value in model.named_parameters() if name.endswith("bias")]
-    return torch.optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0}])
+    groups: Any = [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups)
 
 
 def one_group(model: nn.Module) -> torch.optim.Optimizer:
@@ -300,7 +301,7 @@ def test_state_of_parameters_that_are_left_out_goes_too(
     rest = [[name for name in group if name in left["model"]] for group in groups]
     fresh_parameters = {name: nn.Parameter(left["model"][name]) for group in rest for name in group}
     present = [group for group in rest if group]
-    arguments: list[dict[str, Any]] = [{"params": [fresh_parameters[name] for name in group]} for group in present]
+    arguments: Any = [{"params": [fresh_parameters[name] for name in group]} for group in present]
     fresh = torch.optim.AdamW(arguments)
     fresh.load_state_dict(left["optimizer"])
     for name, value in model.named_parameters():

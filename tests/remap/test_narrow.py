@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.optim.swa_utils import AveragedModel
 
 import optimizer_models as models
 from ckpttool.cli.app import main
@@ -140,3 +141,19 @@ def test_trainable_only_keeps_buffers(tmp_path: Path) -> None:
 def test_incomplete_or_conflicting_options_are_errors(options: tuple[str, ...], hint: str, run: Run) -> None:
     done = run("remap", "model.pt", *options, "-o", "out.pt")
     assert (done.status, hint in done.err) == (2, True)
+
+
+class WithAverage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+        self.ema = AveragedModel(nn.Sequential(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("form", ["serialized", "ddp", "averaged"])
+def test_wrappers_around_the_selected_submodule_are_replaced(tmp_path: Path, form: str) -> None:
+    """The oracle: the submodule in that wrapper loads the keys."""
+    part = nn.Sequential(nn.Linear(2, 2))
+    wrapped = {"serialized": part, "ddp": nn.DataParallel(part), "averaged": AveragedModel(part)}[form]
+    state = narrowed(WithAverage().state_dict(), tmp_path, "--select", "ema", "--to", form)
+    wrapped.load_state_dict(state)
