@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckpttool.fixes.fix import fix
     from ckpttool.inspection.explain import Explanation, explain
     from ckpttool.inspection.inspect import Inspection, inspect, manifest
-    from ckpttool.live.load import Loaded, check_names, load, save_names
+    from ckpttool.live.load import HyperparameterChange, Loaded, check_names, load, save_names
     from ckpttool.live.swap import Swapped
     from ckpttool.operands.checkpoint import open_checkpoint
     from ckpttool.operands.model import trace
@@ -41,6 +41,7 @@ __all__ = [
     "Diff3",
     "Explanation",
     "History",
+    "HyperparameterChange",
     "Inspection",
     "Loaded",
     "Names",
@@ -86,7 +87,7 @@ _MODULES = {
     "fix": "fixes.fix",
     **dict.fromkeys(("Explanation", "explain"), "inspection.explain"),
     **dict.fromkeys(("Inspection", "inspect", "manifest"), "inspection.inspect"),
-    **dict.fromkeys(("Loaded", "check_names", "load", "save_names"), "live.load"),
+    **dict.fromkeys(("HyperparameterChange", "Loaded", "check_names", "load", "save_names"), "live.load"),
     "Swapped": "live.swap",
     "open_checkpoint": "operands.checkpoint",
     "trace": "operands.model",

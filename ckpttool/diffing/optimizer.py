@@ -472,7 +472,9 @@ def compare_with_optimizer(
     mine = known.state
     if state.form == FLAT and _has_same_parameters(mine, target):
         try:  # it has no groups: torch reads it into the groups of the optimizer
-            groups = arranged(mine, identity(mine.params), target.groups, target.names.optimizer_groups)
+            groups = arranged(
+                mine, identity(mine.params), target.groups, target.names.optimizer_groups, by_parameter=True
+            )
             mine = replace(mine, groups=groups)
         except Refused:
             pass  # torch rejects it too
@@ -603,12 +605,15 @@ def _remedy(known: ParamMap, mine: OptimizerState, target: Parameters, notes: li
     if known.doubt is not None:
         return Remedy("old_model")
     try:
-        groups = arranged(mine, identity(mine.params), target.groups, target.names.optimizer_groups)
+        is_flat = known.saved.form == FLAT
+        defaults = target.names.optimizer_groups
+        groups = arranged(mine, identity(mine.params), target.groups, defaults, by_parameter=is_flat)
         have = set(mine.params)
         carry(mine, identity([p for group in groups for p in group.params if p in have]), target.shapes, "left")
     except Refused as error:
         text = f"no remap arranges it in the new order and param groups: {error.message}: {error.problems[0]}"
         notes.append(Note(text, "no-fix"))
         return Remedy("drop_state")
-    by_name = known.evidence in ("param_names", "names") and _has_same_parameters(mine, target)
+    has_same_groups = {frozenset(group.params) for group in mine.groups} == set(map(frozenset, target.groups))
+    by_name = known.evidence in ("param_names", "names") and has_same_groups
     return Remedy("by_name", known.saved.form) if by_name else Remedy("regroup")

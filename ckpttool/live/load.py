@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, Span, TensorEntry
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import CkptError, Problem, Refused
-from ckpttool.core.optimizer_state import ID, rebuilt
+from ckpttool.core.optimizer_state import ID, PARAM_NAMES, PARAMS, rebuilt
 from ckpttool.core.options import expand_options
 from ckpttool.core.text import a, code_of, plural
 from ckpttool.core.values import dataclass, public
@@ -55,12 +55,25 @@ if TYPE_CHECKING:
 
 @public
 @dataclass(frozen=True, slots=True)
+class HyperparameterChange:
+    """A hyperparameter of a param group that loading changed: `before` is the optimizer's, None if it had none."""
+
+    group: int
+    name: str
+    before: Any
+    after: Any
+
+
+@public
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """What `load` did.
 
     `section` is the path of the state dict in the file, None if only the optimizer was loaded; `tensors` counts the
     tensors of the model that got values; `fix` is the call or command of the remap that was applied on the way,
     None if the keys fit as they were; `optimizer` is the path of the optimizer's state, None if it was not loaded.
+    `hyperparameters` are the changed ones: a saved param group brings its own, as in ``load_state_dict``; a group that
+    no saved group equals keeps what the code sets.
     """
 
     ckpt: str
@@ -68,6 +81,7 @@ class Loaded:
     tensors: int
     fix: str | None
     optimizer: str | None
+    hyperparameters: tuple[HyperparameterChange, ...] = ()
 
 
 @expand_options()
@@ -111,8 +125,32 @@ def load(
     path, state = None, None
     if optimizer is not None:
         path, state = _fitting_state(source, operand.with_optimizer(like(optimizer, core)))
+    before = _hyperparameters(optimizer)
     count = put(model, section, operand, optimizer, state, cast)
-    return Loaded(source.source, None if section is None else model_section(source).path, count, fix, path)
+    loaded_path = None if section is None else model_section(source).path
+    return Loaded(source.source, loaded_path, count, fix, path, _changes(before, _hyperparameters(optimizer)))
+
+
+def _hyperparameters(optimizer: Optimizer | None) -> list[dict[str, Any]]:
+    """Return the hyperparameters of each param group."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [{name: value for name, value in group.items() if name not in (PARAMS, PARAM_NAMES)} for group in groups]
+
+
+def _changes(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> tuple[HyperparameterChange, ...]:
+    changes = []
+    for index, (old, new) in enumerate(zip(before, after)):
+        for name, value in new.items():
+            if name not in old or not _is_same_option(old[name], value):
+                changes.append(HyperparameterChange(index, name, old.get(name), value))
+    return tuple(changes)
+
+
+def _is_same_option(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        same_kind = isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)
+        return same_kind and torch.equal(left.cpu(), right.cpu())
+    return bool(left == right)
 
 
 def _fitting_model(source: Checkpoint, model: ModelOperand, cast: bool) -> tuple[Section, str | None]:

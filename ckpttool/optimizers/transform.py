@@ -15,6 +15,7 @@ from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, numbered, renamed
 from ckpttool.core.plan import GroupMove, OptimizerMove
 from ckpttool.evaluate.apply import entry_of
+from ckpttool.evaluate.compare import elements
 from ckpttool.evaluate.ops import OPS
 from ckpttool.naming.convert import with_keys
 from ckpttool.naming.match import NameTables
@@ -186,23 +187,35 @@ def placed(state: OptimizerState, sources: Sources) -> tuple[ParamGroup, ...]:
 
 
 def arranged(
-    state: OptimizerState, sources: Sources, layout: Sequence[Sequence[str]], defaults: Sequence[Mapping[str, Any]]
+    state: OptimizerState,
+    sources: Sources,
+    layout: Sequence[Sequence[str]],
+    defaults: Sequence[Mapping[str, Any]],
+    *,
+    by_parameter: bool = False,
 ) -> tuple[ParamGroup, ...]:
-    """Return the groups of `layout`, each with the hyperparameters of the group that its parameters come from.
+    """Return the groups of `layout`, which the new optimizer's code makes with the hyperparameters `defaults`.
 
-    `defaults` are the new optimizer's own hyperparameters, for groups of new parameters only. Raises `Refused` if
-    a group gets parameters from groups with different hyperparameters.
+    A group with the parameters of a saved group keeps that one's hyperparameters, as in ``load_state_dict``. Any other
+    group is new: it takes the fields that the code sets. `by_parameter`: the file has hyperparameters of parameters
+    and not of groups (a flattened optimizer), so no group is new that has one of these. Raises `Refused` if a group
+    gets parameters from groups with different hyperparameters, and nothing says which of them it has.
     """
     home = {str(param): index for index, group in enumerate(state.groups) for param in group.params}
     problems: list[Problem] = []
     groups = []
     for index, params in enumerate(layout):
-        homes = sorted({home[ref] for name in params if name in sources for ref in ex.refs(sources[name])})
+        refs = {ref for name in params if name in sources for ref in ex.refs(sources[name])}
+        homes = sorted({home[ref] for ref in refs})
         default = defaults[index] if index < len(defaults) else {}
-        if homes:
-            options = state.groups[homes[0]].options
-        else:
-            options = default if default or not state.groups else state.groups[0].options
+        is_saved = (
+            len(homes) == 1 and refs == set(map(str, state.groups[homes[0]].params)) and sources.keys() >= {*params}
+        )
+        if default and not is_saved and not (by_parameter and homes):
+            saved_groups = [state.groups[number] for number in homes] or list(state.groups)
+            groups.append(grouped(params, _new_options(default, saved_groups, index, problems)))
+            continue
+        options = state.groups[homes[0] if homes else 0].options if state.groups else default
         for other in homes[1:]:
             differing = different(state.groups[homes[0]].hyperparameters, state.groups[other].hyperparameters)
             problems += [
@@ -217,6 +230,67 @@ def arranged(
             problems=problems,
         )
     return tuple(groups)
+
+
+LR, INITIAL_LR = "lr", "initial_lr"
+
+
+def _new_options(
+    default: Mapping[str, Any], saved: Sequence[ParamGroup], index: int, problems: list[Problem]
+) -> dict[str, Any]:
+    """Return the options of a new group: what the code sets, then what else the saved groups have.
+
+    If a scheduler changed the saved learning rate, the new one changes by the same factor.
+    """
+    options = dict(saved[0].options) if saved else {}
+    for group in saved[1:]:
+        for name, (first, other) in different(options, group.options).items():
+            if name not in (*default, LR, INITIAL_LR, PARAM_NAMES):
+                problems.append(Problem(f"{name} is {first} and {other} in its groups", f"param_groups.{index}"))
+    options.update(default)
+    factors = set[float]()
+    for group in saved:
+        lr, initial_lr = (_number(group.options.get(name)) for name in (LR, INITIAL_LR))
+        if lr is not None and initial_lr:
+            factors.add(lr / initial_lr)
+    base = _number(default.get(LR))
+    if base is None or not factors:
+        return options
+    if len(factors) > 1:
+        texts = ", ".join(f"{factor:g}" for factor in sorted(factors))
+        problems.append(Problem(f"its learning rates are {texts} of their initial ones", f"param_groups.{index}"))
+        return options
+    (factor,) = factors
+    options[INITIAL_LR] = base
+    options[LR] = base * factor
+    return options
+
+
+def _number(value: Any) -> float | None:
+    """Return an option that is a number, or a tensor of one; None for anything else."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, TensorEntry) and value.numel == 1 and value.storage is not None:
+        from ckpttool.evaluate.numpy_eval import reader
+
+        read = reader(value.dtype)
+        return None if read is None else float(read(b"".join(elements(value)))[0])
+    return None
+
+
+def changed_options(state: OptimizerState, sources: Sources, groups: Sequence[ParamGroup]) -> list[str]:
+    """Return each hyperparameter that a group has and the saved group of its parameters has not, as text."""
+    home = {str(param): index for index, group in enumerate(state.groups) for param in group.params}
+    texts = []
+    for index, group in enumerate(groups):
+        names = [str(param) for param in group.params if str(param) in sources]
+        homes = sorted({home[ref] for name in names for ref in ex.refs(sources[name])})
+        if homes:
+            differing = different(state.groups[homes[0]].hyperparameters, group.hyperparameters)
+            texts += [
+                f"param group {index}: {name} {new} ({old} in the file)" for name, (old, new) in differing.items()
+            ]
+    return texts
 
 
 def different(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, tuple[str, str]]:

@@ -26,6 +26,7 @@ from ckpttool.optimizers.transform import (
     arranged,
     between,
     carry,
+    changed_options,
     from_serialized,
     grouped,
     identity,
@@ -39,13 +40,19 @@ from ckpttool.ruleset.patterns import Renaming
 
 
 def new_groups(
-    named: OptimizerState, sources: Mapping[str, Expression], old: Names | None, new: Names | None, to: str, where: str
+    named: OptimizerState,
+    sources: Mapping[str, Expression],
+    old: Names | None,
+    new: Names | None,
+    was: str,
+    to: str,
+    where: str,
 ) -> tuple[ParamGroup, ...]:
     """Return the new param groups: the new optimizer's, or else the old ones in the new model's order.
 
-    `named` is the state under canonical names, `sources` each new parameter as an expression over these, `to` the form
-    of the keys; `old` are the names of the model that saved it, `new` of the model that loads it, None for the same
-    one. Raise `Refused` if it is unknown to which group a parameter belongs.
+    `named` is the state under canonical names, `sources` each new parameter as an expression over these, `was` and
+    `to` are the old and the new form of the keys; `old` are the names of the model that saved it, `new` of the model
+    that loads it, None for the same one. Raise `Refused` if it is unknown to which group a parameter belongs.
     """
     target = new or old
     if target is None:
@@ -56,7 +63,7 @@ def new_groups(
     if parameters.groups and (target.optimizer or target.optimizer_groups):
         if new is None:
             _same_parameters(named, parameters, where)
-        return arranged(named, sources, parameters.groups, target.optimizer_groups)
+        return arranged(named, sources, parameters.groups, target.optimizer_groups, by_parameter=was == FLAT)
     layout = _in_model_order(named, sources, old, parameters)
     if layout is not None:
         return arranged(named, sources, [layout], ())
@@ -212,10 +219,10 @@ def _remapped(section: Section, wanted: OptimizerRequest) -> tuple[Section, Opti
     saved_by = None if follow_keys else wanted.names  # the parameters may have other names than this model's
     if to == ID and wanted.to_names is None:  # one new parameter for each old one
         called = {ref: name for name, source in sources.items() for ref in ex.refs(source)}
-        old_groups = new_groups(named, identity(named.params), wanted.names, None, to, where)
+        old_groups = new_groups(named, identity(named.params), wanted.names, None, state.form, to, where)
         groups = tuple(grouped([called.get(str(p), p) for p in group.params], group.options) for group in old_groups)
     else:
-        groups = new_groups(named, sources, saved_by, wanted.to_names, to, where)
+        groups = new_groups(named, sources, saved_by, wanted.to_names, state.form, to, where)
     held = {str(param): sources[str(param)] for group in groups for param in group.params if param in sources}
     shapes: dict[str, tuple[int, ...] | None] = {}
     if wanted.ruled is not None:
@@ -239,6 +246,9 @@ def _remapped(section: Section, wanted: OptimizerRequest) -> tuple[Section, Opti
     read = {ref for made_of in held.values() for ref in ex.refs(made_of)}
     dropped = tuple(str(param) for param in named.state if param not in read)
     notes = _notes(where, state, moved, to, new, dropped)
+    changed = changed_options(named, sources, groups)
+    if changed:
+        notes = (*notes, f"{where}: new param groups have the values that the code sets: {some(changed, 20)}")
     if known is not None and known.assumed:
         notes = (*notes, known.rests_on(where))
     evidence = None if known is None else known.evidence

@@ -120,12 +120,16 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_plain(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):  # a learning rate, for a step in a CUDA graph
+        return value.numel() == 1 and not value.is_meta
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
 
 
 def _as_json(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
     return [_as_json(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 

@@ -185,7 +185,6 @@ def test_pytorch_3852_other_param_groups(
 
 NO_FIX = [  # model and optimizer of the file, new model and optimizer, what the note says
     *(("Net", make, "Shrunk", make, FOREIGN) for make in ("adamw", "in_order", "decayed")),
-    ("Net", "decayed", "Net", "adamw", "weight_decay is 0.1 in param group 0 and 0.0 in 1"),
     ("Net", "lbfgs_named", "Reordered", "lbfgs_named", "belongs to all parameters together"),
 ]
 

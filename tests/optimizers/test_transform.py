@@ -131,7 +131,7 @@ def test_a_group_of_new_parameters_has_the_new_optimizers_options() -> None:
     defaults = [{"lr": 7.0}, {"lr": 8.0}, {}]
     layout = ["cx", "yz", "", "ab"]
     assert params_and_rates(arranged(state, sources, layout, defaults)) == [
-        ("cx", 2.0),
+        ("cx", 7.0),  # no saved group has these parameters
         ("yz", 8.0),
         ("", 1.0),
         ("ab", 1.0),
