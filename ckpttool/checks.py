@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.options import OptimizerOptions, expand_options, several
 from ckpttool.core.pickle_imports import DANGEROUS, UNKNOWN, UNREADABLE, Import
 from ckpttool.core.plan import SCHEMA as PLAN_SCHEMA
 from ckpttool.core.plan import Plan
 from ckpttool.core.schema import FLAG, PROBLEM, TEXT, list_of, notes_as, nullable, record, unless_empty
-from ckpttool.core.text import Note, shell, visible
+from ckpttool.core.text import Info, Note, shell, visible
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.fixes.suggest import diff_names_file
 from ckpttool.formats import strict_json
 from ckpttool.formats.detect_folder import unsafe_in_folder
+from ckpttool.formats.torch.nodes import entries_with_code
 from ckpttool.io.files import look_anew
-from ckpttool.operands.checkpoint import open_operand
+from ckpttool.operands.checkpoint import model_section, open_operand
 from ckpttool.operands.model import ModelOperand, holds, is_names_file, operand_of, read_names
+from ckpttool.operands.output import command, free
+from ckpttool.remapping.options import ConvertOptions, RemapOptions
+from ckpttool.remapping.run import run
 from ckpttool.ruleset import parse as rules
 
 if TYPE_CHECKING:
@@ -34,6 +40,7 @@ _SAYS = {
     UNKNOWN: "an unknown import: it runs code of its module when the pickle is loaded",
     UNREADABLE: "not looked into: what the pickle runs when it is loaded is unknown",
 }
+_NOT_READ = Info("only the index was read, not the values of the tensors", "not-read")
 _NOT_COMPARED = Note(
     "the names were not compared with a model's code: none is named (--model, or [tool.ckpttool] in pyproject.toml)",
     "no-model",
@@ -118,14 +125,15 @@ def _checked(path: str, kind: str, model: ModelOperand | None, options: DiffOpti
         elif kind == "names":
             read_names(path)
         else:
-            return _pickles(path, (*open_operand(path).imports, *unsafe_in_folder(path)), allow)
+            return _pickles(path, open_operand(path), allow)
     except CkptError as error:
         own = Problem(error.message.removeprefix(path).lstrip(": "), path, "invalid-file")
         return Checked(path, kind, error.problems or (own,), error.hint)
     return _names(path, model, options) if kind == "names" else Checked(path, kind)
 
 
-def _pickles(path: str, imports: Sequence[Import], allow: Sequence[str]) -> Checked:
+def _pickles(path: str, checkpoint: Checkpoint, allow: Sequence[str]) -> Checked:
+    imports = (*checkpoint.imports, *unsafe_in_folder(path))
     found = [
         one for one in imports if one.verdict in _SAYS and not any(fnmatchcase(one.name, pattern) for pattern in allow)
     ]
@@ -142,7 +150,38 @@ def _pickles(path: str, imports: Sequence[Import], allow: Sequence[str]) -> Chec
     names = dict.fromkeys(one.name for one in found)
     given = [word for name in (*allow, *names) for word in ("--allow", name)]
     hint = f"if you trust all of them: {shell('ckpttool', 'check', path, *given)}" if found else ""
-    return Checked(path, "checkpoint", problems, hint)
+    if any(one.verdict == DANGEROUS for one in found):
+        line = _weights_alone(checkpoint)
+        hint = f"do not load it; to take the weights only, run {line}" if line else "do not load it"
+    return Checked(path, "checkpoint", problems, hint, (_NOT_READ,))
+
+
+def _weights_alone(checkpoint: Checkpoint) -> str | None:
+    """Return the command that writes the model of a file without its code, to a format that holds none."""
+    try:
+        section = model_section(checkpoint)
+    except CkptError:  # none, or several
+        if not checkpoint.state_dicts:
+            return None
+        section = checkpoint.state_dicts[0]
+    source = checkpoint.part(section.path) if section.path else checkpoint.source
+    code = dict.fromkeys(path for path, _ in entries_with_code(checkpoint))
+    inside = [path for path in code if not section.path or path.startswith(f"{section.path}.")]
+    objects = [extra.key for extra in section.extras if extra.value is None]
+    out = "weights.safetensors"
+    if os.path.lexists(out):
+        out = free("weights", "clean", ".safetensors")
+    for drop in ((), tuple(inside), tuple(objects)):
+        for keep_aliases in (False, True):
+            options = RemapOptions(out=out, drop=drop or None, keep_aliases=keep_aliases, dry_run=True)
+            try:
+                run(open_operand(source), options, may_copy=True)
+            except CkptError:
+                continue
+            if drop:
+                return command("remap", (source,), replace(options, dry_run=False))
+            return command("convert", (source,), ConvertOptions(out=out, keep_aliases=keep_aliases))
+    return None
 
 
 def _detail(one: Import) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import schemas
 from command import Run
@@ -112,6 +112,53 @@ def test_pickle_imports_must_be_allowed(run: Run) -> None:
     assert (done.status, done.data["files"][0]["problems"][0]["key"]) == (1, "argparse.Namespace")
     assert run("check", "args.pt", "--allow", "argparse.*").status == 0
     assert run("check", "none.pt").status == 2
+
+
+class _Runs:
+    def __reduce__(self) -> Any:
+        return (os.system, ("touch executed",))
+
+
+WEIGHT = torch.arange(4.0)
+DANGEROUS: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {
+    "next to a state dict": ({"state_dict": {"w": WEIGHT}, "x": _Runs()}, {"w": WEIGHT}),
+    "next to weights": ({"w": WEIGHT, "x": _Runs()}, {"w": WEIGHT}),
+    "in a state dict": ({"model": {"w": WEIGHT, "x.y": [_Runs()]}, "epoch": 3}, {"w": WEIGHT}),
+    "tied": ({"model": {"a": WEIGHT, "b": WEIGHT}, "x": _Runs()}, {"a": WEIGHT}),
+    "two state dicts": ({"model": {"w": WEIGHT}, "ema": {"w": -WEIGHT}, "x": {"y": _Runs()}}, {"w": WEIGHT}),
+    "an object": ({"model": {"w": WEIGHT, "n": {"k"}}, "x": _Runs()}, {"w": WEIGHT}),
+}
+
+
+@pytest.mark.parametrize(("content", "weights"), DANGEROUS.values(), ids=DANGEROUS)
+def test_weights_of_a_dangerous_file_are_written_by_the_printed_command(
+    content: Any, weights: dict[str, torch.Tensor], run: Run
+) -> None:
+    torch.save(content, "my file.pth")
+    done = run("check", "my file.pth", "--format", "json")
+    assert done.status == 1
+    (file,) = done.data["files"]
+    assert "--allow" not in file["hint"]
+    line = shlex.split(file["hint"].partition("do not load it; to take the weights only, run ")[2])
+    assert line[0] == "ckpttool"
+    assert run(*line[1:]).status == 0
+    written = load_file(line[line.index("-o") + 1])
+    assert written.keys() == weights.keys()
+    assert all(torch.equal(written[key], value) for key, value in weights.items())
+    assert not Path("executed").exists()
+
+
+def test_dangerous_file_without_weights_is_not_to_be_loaded(run: Run) -> None:
+    torch.save(_Runs(), "x.pth")
+    (file,) = run("check", "x.pth", "--format", "json").data["files"]
+    assert file["hint"] == "do not load it"
+
+
+def test_check_says_that_it_read_no_values(run: Run) -> None:
+    for name in ("good.pt", "good.safetensors"):
+        done = run("check", name, "--format", "json")
+        assert done.status == 0
+        assert [note["code"] for note in done.data["files"][0]["notes"]] == ["not-read"]
 
 
 def test_names_are_compared_if_a_model_is_configured(run: Run) -> None:

@@ -317,7 +317,10 @@ def test_f_an_unknown_file_is_inspected_and_cleaned_without_running_it(run: Run,
     assert "executed" in done.out  # the call's arguments are shown
     done = run("check", "unknown.pth")
     assert done.status == 1
-    assert "--allow" in done.out + done.err
+    assert "--allow" not in done.out + done.err
+    (printed,) = re.findall("do not load it; to take the weights only, run (ckpttool .*)", done.out)
+    assert run_printed(run, printed).status == 0
+    assert torch.equal(load_file(output_of(printed))["weight"], torch.arange(4.0))
     done = run("remap", "unknown.pth", "-o", "renamed.pth", "--rule", "weight => w")
     assert done.status == 1
     assert not Path("renamed.pth").exists()

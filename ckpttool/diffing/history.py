@@ -28,7 +28,7 @@ from ckpttool.io.files import exists, is_dir, is_file, is_glob, names_in
 from ckpttool.io.paths import join
 from ckpttool.io.paths import name as name_of
 from ckpttool.naming.evidence import Pair
-from ckpttool.operands.checkpoint import Ckpt, open_checkpoint, open_operand, split
+from ckpttool.operands.checkpoint import Ckpt, is_folder, open_checkpoint, open_operand, split
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -88,7 +88,7 @@ def opened(step: str | Checkpoint) -> Iterator[tuple[str, Checkpoint]]:
     if isinstance(step, Checkpoint):
         yield "", step
         return
-    if not is_dir(step) or is_fsdp(step):
+    if not is_folder(step) or is_fsdp(step):
         yield "", open_operand(step)
         return
     names = names_in(step)

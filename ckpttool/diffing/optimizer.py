@@ -20,11 +20,11 @@ from ckpttool.diffing.result import HARMLESS, Diff, Entry, Outlines, Remedy, onl
 from ckpttool.diffing.sections import Values, compare_pair
 from ckpttool.formats.detect_folder import optimizers_in
 from ckpttool.formats.registry import MEMORY
-from ckpttool.io.files import is_dir, names_in
+from ckpttool.io.files import names_in
 from ckpttool.io.paths import join
 from ckpttool.naming.convert import read as read_keys
 from ckpttool.naming.match import NameTables
-from ckpttool.operands.checkpoint import saved_state_dicts
+from ckpttool.operands.checkpoint import is_folder, saved_state_dicts
 from ckpttool.operands.model import ModelOperand
 from ckpttool.optimizers.forms import class_of, lacking, read, same_option
 from ckpttool.optimizers.identify import Parameters, ParamMap, in_file, own_names, owners, same_key_order, saved_order
@@ -419,7 +419,7 @@ def _no_single_optimizer(model: ModelOperand, checkpoint: Checkpoint) -> CkptErr
         hint = f"pick one: {checkpoint.part(paths[0])}"
         return CkptError(f"{checkpoint.source} has several optimizers: {several}", hint=hint)
     words, source = model.words, checkpoint.source
-    files = optimizers_in(names_in(source)) if is_dir(source) else []
+    files = optimizers_in(names_in(source)) if is_folder(source) else []
     if files:
         path = join(source, files[0])
         is_named = isinstance(model.optimizer, str)

@@ -18,6 +18,7 @@ from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import Job
 from ckpttool.io import progress, sources
+from ckpttool.io.checksums import boundary
 from ckpttool.io.files import size
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import BLOCK, Crc, Files, Link, Piece, Pieces, Ready, digest_on_disk, nbytes_of
@@ -55,14 +56,17 @@ class Item:
 
 
 def cut(pieces: Pieces, most: int) -> Iterator[Piece]:
-    """Yield the pieces, long copies cut at blocks of the new file."""
+    """Yield the pieces, long copies cut at blocks of the new file, or after a record whose CRC is compared."""
     at = 0
     for piece in pieces:
         span = piece.data
         if isinstance(span, Span) and piece.crc is None and span.length > most:
-            ends = [*range(most - at % BLOCK, span.length, most), span.length]
-            for start, end in zip([0, *ends], ends):
+            start = 0
+            while start < span.length:
+                end = start + most - (at + start) % BLOCK
+                end = min(boundary(span.path, span.offset + end) - span.offset, span.length)
                 yield replace(piece, data=Span(span.path, span.offset + start, end - start))
+                start = end
         else:
             yield piece
         at += piece.nbytes

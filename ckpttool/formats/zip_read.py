@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ckpttool.core.checkpoint import Span
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.values import dataclass, many_objects
+from ckpttool.io.checksums import note_archive
 from ckpttool.io.files import Source, assume, check_assumed, opened
 from ckpttool.io.paths import is_url
 
@@ -119,7 +120,15 @@ def read_archive(path: str, base: int = 0, length: int | None = None) -> Archive
     except (OSError, ValueError):  # opening it says what is wrong
         state = None
     version = None if state is None else (state.st_ino, state.st_size, state.st_mtime_ns)
-    return (_read.__wrapped__ if version is None else _read)(path, base, length, version)
+    archive = (_read.__wrapped__ if version is None else _read)(path, base, length, version)
+    checked = ((base + r.data, r.nbytes, r.crc) for r in archive.records if r.has_crc and r.method == STORED)
+    note_archive(path, base, version, checked, partial(_name_at, path, base, length))
+    return archive
+
+
+def _name_at(path: str, base: int, length: int | None, start: int) -> str:
+    """Return the name of the archive's record whose data begin at byte `start` of the file."""
+    return next(r.name for r in read_archive(path, base, length).records if base + r.data == start and r.nbytes)
 
 
 @lru_cache(maxsize=1)  # `detect` reads the directory just before the reader does

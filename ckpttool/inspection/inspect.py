@@ -253,7 +253,7 @@ def inspect(ckpt: Ckpt, *, stats: bool = False, filter: str | None = None) -> In
     in all. `stats` reads every dense tensor, in chunks. Raises `CkptError` if something cannot be read.
     """
     checkpoint = open_checkpoint(ckpt)
-    if isinstance(ckpt, str):
+    if isinstance(ckpt, str) and split(ckpt)[1] is None:
         others = unsafe_in_folder(ckpt)
         checkpoint = replace(checkpoint, imports=in_order((*checkpoint.imports, *others)))
     if filter is not None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Union
 from ckpttool.core.errors import CkptError
 from ckpttool.io import progress, sources, transaction
 from ckpttool.io.paths import is_url, parent
+from ckpttool.io.pieces import comparing_checksums
 
 _HINT = "check the path and its permissions"
 _GLOB = re.compile(r"[*?[]")
@@ -94,9 +95,13 @@ def _plain(path: str, pipes: bool) -> io.FileIO:
 
 @contextmanager
 def sources_stay() -> Iterator[None]:
-    """Raise `CkptError` at the end if a file whose tensors were read inside no longer is what its index says."""
+    """Raise `CkptError` at the end if a file whose tensors were read inside is not, or no longer, what its index says.
+
+    Records of archives are compared with their CRCs.
+    """
     sources.note_anew()
-    yield
+    with comparing_checksums():
+        yield
     sources.check_unchanged(source for source in sources.streamed() if not is_url(source))
     urls = [source for source in sources.streamed() if is_url(source)]
     if urls:

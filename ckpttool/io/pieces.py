@@ -5,18 +5,18 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import field
-from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol, Union, cast
+from typing import TYPE_CHECKING, Protocol, Union
 
 from ckpttool.core.checkpoint import Lazy, Part, Span, length_of
 from ckpttool.core.errors import CkptError
 from ckpttool.core.values import dataclass
-from ckpttool.io import progress, sources, syscalls
+from ckpttool.io import checksums, progress, sources, syscalls
+from ckpttool.io.checksums import fastest_crc32
 from ckpttool.io.paths import is_url
 
 BLOCK = 4096  # bytes; file systems move and share the bytes of files in such blocks
@@ -123,16 +123,6 @@ _POPULATE_READ = 22  # of madvise, Linux 5.14: reads all pages now: an error is 
 _GAP = 1 << 16  # bytes between two spans of a remote file that are fetched with one request
 
 
-@cache
-def fastest_crc32() -> Callable[..., int]:
-    """Return ISA-L's `zlib.crc32`, several times as fast as zlib's; zlib's on processors that it has no wheels for."""
-    try:
-        from isal import isal_zlib
-    except ImportError:
-        return zlib.crc32
-    return cast("Callable[..., int]", isal_zlib.crc32)
-
-
 class Digest(Protocol):
     """A running hash, such as hashlib's."""
 
@@ -188,6 +178,7 @@ class SpanReader:
                     hint="it was changed while it was read: copy it again",
                 )
             filled += count
+        checksums.note_bytes(span.path, offset, chunk)
 
     def _open(self, path: str) -> None:
         if path == self._path:
@@ -213,6 +204,20 @@ class SpanReader:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._path, self._descriptor, self._remote = "", -1, None
+
+
+@contextmanager
+def comparing_checksums() -> Iterator[None]:
+    """Compare the CRC-32 of each record of an archive that is read inside, completely or in part.
+
+    Raise `CkptError` at the end, with every record that is damaged.
+    """
+    reader = SpanReader()
+    try:
+        with checksums.comparing(reader.chunks):
+            yield
+    finally:
+        reader.close()
 
 
 def read_span(span: Span) -> bytearray:
@@ -251,7 +256,9 @@ def map_span(span: Span) -> memoryview:
         raise CkptError(f"{span.path}: {error}", hint="check the disk it is on") from error
     finally:
         reader.close()
-    return memoryview(pages)[span.offset - page :]
+    memory = memoryview(pages)[span.offset - page :]
+    checksums.note_bytes(span.path, span.offset, memory)
+    return memory
 
 
 def read_all(data: Span | Lazy) -> bytearray:

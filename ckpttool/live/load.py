@@ -35,7 +35,7 @@ from ckpttool.fixes.fix import applicable
 from ckpttool.fixes.trial import Question, try_remap
 from ckpttool.io import sources
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import Piece, map_span
+from ckpttool.io.pieces import Piece, comparing_checksums, map_span
 from ckpttool.io.write import WriteOptions, preflight, write_file
 from ckpttool.live.model import FSDP1, FSDP2, instances, placed
 from ckpttool.live.swap import swap_weights
@@ -332,7 +332,8 @@ def put(
             hint="if you trust the file: model.load_state_dict(torch.load(CKPT, weights_only=False))",
             problems=opaque,
         )
-    tensors: Any = OrderedDict((entry.key, mapped(entry)) for entry in section.tensors)
+    with comparing_checksums():
+        tensors: Any = OrderedDict((entry.key, mapped(entry)) for entry in section.tensors)
     if section.modules is not None:
         tensors._metadata = section.modules
     with _extra_state(innermost(model), section), _optimizer_state(model, optimizer, state):
@@ -399,7 +400,9 @@ def _optimizer_state(model: Module, optimizer: Optimizer | None, state: Mapping[
 
     before = {name: vars(optimizer).get(name) for name in ("state", "param_groups")}
     try:
-        optimizer.load_state_dict(rebuilt(state, value))
+        with comparing_checksums():
+            values = rebuilt(state, value)
+        optimizer.load_state_dict(values)
         yield
     except BaseException:
         vars(optimizer).update(before)

@@ -16,7 +16,7 @@ from ckpttool.formats import detect_folder
 from ckpttool.formats.registry import FORMATS, MANIFEST
 from ckpttool.formats.remarks import read_form
 from ckpttool.io import progress
-from ckpttool.io.files import read_on
+from ckpttool.io.files import is_dir, read_on
 from ckpttool.naming.wrappers import is_lightning
 
 _MODEL = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")  # as MODEL operands are written
@@ -95,6 +95,11 @@ def split(operand: str) -> tuple[str, str | None]:
     """
     path, mark, section = operand.rpartition("::")
     return (path, section) if mark and path and "://" not in section else (operand, None)
+
+
+def is_folder(operand: str) -> bool:
+    """Return True if the operand is a folder, local or behind a URL, and names no section of it."""
+    return split(operand)[1] is None and is_dir(operand)
 
 
 def model_section(checkpoint: Checkpoint) -> Section:

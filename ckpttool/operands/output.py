@@ -22,7 +22,7 @@ from ckpttool.io.files import is_dir, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as paths_name
 from ckpttool.io.pieces import Files, Link, Piece, Pieces
-from ckpttool.operands.checkpoint import split
+from ckpttool.operands.checkpoint import is_folder, split
 
 # For what only the user knows.
 PLACEHOLDERS = ("MODEL", "OLD", "OPTIMIZER", "OLD_OPTIMIZER", "PROGRAM.pt2", "CKPT")
@@ -161,7 +161,7 @@ def target_for(out: str, source: Checkpoint, max_shard_size: int | None = None) 
 
 
 def _is_folder(checkpoint: Checkpoint) -> bool:
-    return split(checkpoint.source)[1] is None and is_dir(checkpoint.source)
+    return is_folder(checkpoint.source)
 
 
 def same_folder(left: str, right: str) -> bool:

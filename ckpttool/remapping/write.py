@@ -36,6 +36,7 @@ from ckpttool.io.pieces import (
     Link,
     Pieces,
     Ready,
+    comparing_checksums,
     digest_on_disk,
     nbytes_of,
     read_span,
@@ -279,7 +280,7 @@ class Writer:
             return True
 
         nbytes = sum(section.nbytes for section in found.sections)
-        with progress.doing(f"verifying {out}", sides * nbytes):
+        with progress.doing(f"verifying {out}", sides * nbytes), comparing_checksums():
             problems = verify(found, expected, same)
         if problems:
             raise CkptError(f"{out} is not what was planned", hint="do not use it, and report this", problems=problems)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.core.errors import CkptError
+from ckpttool.io.checksums import fastest_crc32 as fastest
 from ckpttool.io.compose import _COPIED, _SENT, LEAST, MOST_PARTS, copied, lengths
 from ckpttool.io.pieces import CHUNK, Held, Piece, digest_on_disk, read_all, read_spans, same_data, stream
-from ckpttool.io.pieces import fastest_crc32 as fastest
 from ckpttool.io.remote import cache, forget
 from ckpttool.io.write import BLOCK, WriteOptions
 from ckpttool.io.write import write_file as write

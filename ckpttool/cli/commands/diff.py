@@ -14,7 +14,7 @@ from ckpttool.core.options import Argument, Option
 from ckpttool.core.text import Info, Note, shell
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import Diff, Fix
-from ckpttool.io.files import is_dir
+from ckpttool.operands.checkpoint import is_folder
 from ckpttool.operands.model import is_names_file, operand_of
 
 
@@ -57,7 +57,7 @@ def command(
             "diff compares two checkpoints",
             hint="more of them: ckpttool history RUN..., ckpttool diff3 BASE LEFT RIGHT",
         )
-    if len(named) == 1 and options.model is None and is_dir(named[0]):
+    if len(named) == 1 and options.model is None and is_folder(named[0]):
         raise CkptError("diff compares two checkpoints", hint=f"of a run: {shell('ckpttool', 'history', named[0])}")
     left, right = (*named, None, None)[:2]
     result = _diff_of_two(options, left, right, suggest, update)

@@ -1,0 +1,171 @@
+"""Compare the CRC-32 of each record of an archive that a copy reads."""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import field
+from functools import cache
+from typing import cast
+
+from ckpttool.core.checkpoint import Span
+from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.values import dataclass
+
+_MOST = 10_000_000  # records that are noted, with 20 bytes each
+
+_comparing: ContextVar[bool] = ContextVar("comparing", default=False)
+
+
+@cache
+def fastest_crc32() -> Callable[..., int]:
+    """Return ISA-L's `zlib.crc32`, several times as fast as zlib's; zlib's on processors that it has no wheels for."""
+    try:
+        from isal import isal_zlib
+    except ImportError:
+        return zlib.crc32
+    return cast("Callable[..., int]", isal_zlib.crc32)
+
+
+@dataclass(slots=True, eq=False)
+class _Archive:
+    """Where the records of an archive begin and end in the file `path`, in order, and their CRCs.
+
+    `name_at` returns the name of the record that begins at a byte. `running`: by record, how far it was read from its
+    start on, and the CRC of that. `parts` are records of which other parts were read, `intact` and `damaged` those that
+    were read completely.
+    """
+
+    path: str
+    version: object
+    name_at: Callable[[int], str]
+    starts: array[int]
+    ends: array[int]
+    crcs: array[int]
+    running: dict[int, tuple[int, int]] = field(default_factory=dict)
+    parts: set[int] = field(default_factory=set)
+    intact: set[int] = field(default_factory=set)
+    damaged: set[int] = field(default_factory=set)
+
+    def within(self, start: int, end: int) -> Iterator[int]:
+        """Yield the records that have some of these bytes of the file."""
+        for number in range(max(0, bisect_right(self.starts, start) - 1), len(self.starts)):
+            if self.starts[number] >= end:
+                return
+            if self.ends[number] > start:
+                yield number
+
+    def compare(self, number: int, at: int, data: memoryview) -> None:
+        """Compare the bytes of the record that begin at byte `at` of the file."""
+        reached, crc = self.running.get(number, (self.starts[number], 0))
+        if at == self.starts[number]:
+            reached, crc = at, 0
+        if at != reached:
+            self.parts.add(number)
+            return
+        self.judge(number, at + len(data), fastest_crc32()(data, crc))
+
+    def judge(self, number: int, reached: int, crc: int) -> None:
+        """Note the CRC of the record up to the byte `reached`."""
+        self.running[number] = reached, crc
+        if reached == self.ends[number]:
+            del self.running[number]
+            (self.intact if crc == self.crcs[number] else self.damaged).add(number)
+
+    def unread(self) -> list[int]:
+        """Return the records of which only parts were read."""
+        return sorted((self.parts | self.running.keys()) - self.intact - self.damaged)
+
+
+_archives: dict[tuple[str, int], _Archive] = {}  # by path and the archive's first byte
+
+
+def note_archive(
+    path: str, base: int, version: object, records: Iterable[tuple[int, int, int]], name_at: Callable[[int], str]
+) -> None:
+    """Note first byte, length and CRC of the records of the archive at byte `base` of the file.
+
+    A `version` of the file that is not None is noted once.
+    """
+    known = _archives.get((path, base))
+    if known is not None and version is not None and known.version == version:
+        return
+    starts, ends, crcs = array("Q"), array("Q"), array("I")
+    for start, length, crc in sorted(records):
+        if length:
+            starts.append(start)
+            ends.append(start + length)
+            crcs.append(crc)
+    _archives.pop((path, base), None)
+    _archives[path, base] = _Archive(path, version, name_at, starts, ends, crcs)
+    while sum(len(archive.starts) for archive in _archives.values()) > _MOST and len(_archives) > 1:
+        del _archives[next(iter(_archives))]
+
+
+def note_bytes(path: str, at: int, data: memoryview) -> None:
+    """Compare what was read from byte `at` of the file on, if a copy reads it."""
+    if not _comparing.get():
+        return
+    for archive in _of(path):
+        for number in archive.within(at, at + len(data)):
+            if number not in archive.intact:
+                start, end = max(at, archive.starts[number]), min(at + len(data), archive.ends[number])
+                archive.compare(number, start, data[start - at : end - at])
+
+
+def boundary(path: str, at: int) -> int:
+    """Return the end of the record that has bytes on both sides of byte `at`, else `at`."""
+    ends = [archive.ends[number] for archive in _of(path) for number in archive.within(at - 1, at)]
+    return max([at, *ends])
+
+
+def _of(path: str) -> list[_Archive]:
+    return [archive for archive in _archives.values() if archive.path == path]
+
+
+@contextmanager
+def comparing(read: Callable[[Span], Iterable[memoryview]]) -> Iterator[None]:
+    """Compare each record that is read inside; at the end, `read` those of which only parts were.
+
+    Raise `CkptError` at the end, with every record that is damaged.
+    """
+    if _comparing.get():
+        yield
+        return
+    token = _comparing.set(True)
+    try:
+        yield
+    finally:
+        _comparing.reset(token)
+        archives = list(_archives.values())
+        unread = [(archive, number) for archive in archives for number in archive.unread()]
+        damaged = [(archive, number) for archive in archives for number in sorted(archive.damaged)]
+        for archive in archives:
+            archive.running.clear()
+            archive.parts.clear()
+            archive.damaged.clear()
+    for archive, number in unread:
+        start, end, crc = archive.starts[number], archive.ends[number], 0
+        for data in read(Span(archive.path, start, end - start)):
+            crc = fastest_crc32()(data, crc)
+        archive.judge(number, end, crc)
+        damaged += [(archive, number)] * (number in archive.damaged)
+        archive.damaged.clear()
+    if damaged:
+        paths = ", ".join(dict.fromkeys(archive.path for archive, _ in damaged))
+        raise CkptError(
+            f"{paths}: damaged, because the CRC-32 of what was read is not the one that the file records",
+            hint="download or save it again (`unzip -t` checks it); torch.load does not compare CRCs",
+            problems=[
+                Problem(
+                    f"damaged: its CRC-32 does not match{f' ({archive.path})' if ', ' in paths else ''}",
+                    archive.name_at(archive.starts[number]),
+                    "damaged",
+                )
+                for archive, number in damaged
+            ],
+        )
