@@ -45,6 +45,7 @@ from ckpttool.operands.output import command
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.run import loading_model, plan_remap
 from ckpttool.report.renderers import json
+from ckpttool.tracing.build_model import CannotBuild
 from ckpttool.tracing.instances import wrapper_paths
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def load(
             "a sharded module cannot be copied, and its state_dict hooks are not known",
             hint="pass definition=build, the function or class that builds the model before it is sharded",
         )
-    operand = ModelOperand(core if definition is None else definition)
+    operand = _operand_of(core if definition is None else definition)
     source = read_for_model(open_with_values(ckpt), operand)
     if not source.state_dicts and optimizer is not None:
         section, fix = None, None
@@ -113,6 +114,18 @@ def load(
         path, state = _fitting_state(source, operand.with_optimizer(like(optimizer, core)))
     count = put(model, section, operand, optimizer, state, cast)
     return Loaded(source.source, None if section is None else model_section(source).path, count, fix, path)
+
+
+def _operand_of(model: Any) -> ModelOperand:
+    """Return the model as an operand, to be built with real tensors if it cannot be built without values."""
+    operand = ModelOperand(model)
+    try:
+        operand.names()
+    except CannotBuild:
+        real = ModelOperand(model, materialize=True)
+        real.names()
+        return real
+    return operand
 
 
 def _fitting_model(source: Checkpoint, model: ModelOperand, cast: bool) -> tuple[Section, str | None]:
