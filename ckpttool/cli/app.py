@@ -13,6 +13,7 @@ from ckpttool.cli import parser, ranks, topics
 from ckpttool.cli.defaults import Default
 from ckpttool.cli.failures import failure_of, say
 from ckpttool.cli.streams import collected, logged, nothing_left, set_up
+from ckpttool.core.options import on_command_line
 from ckpttool.io import sources
 from ckpttool.io.syscalls import ended_by_signals
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     defaults: dict[str, Default] = {}  # of the command, as soon as they are read
     try:
         sources.forget_all()
-        with ended_by_signals(), nothing_left(), logged(), collected():
+        with on_command_line(), ended_by_signals(), nothing_left(), logged(), collected():
             run_it = partial(run, defaults=defaults)
             status = ranks.run(args, run_it) if _is_rank() else run_it(args)
         sys.stdout.flush()

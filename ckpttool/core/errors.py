@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ckpttool.core.values import dataclass, public
 
@@ -46,10 +46,21 @@ class CkptError(Exception):
         self.message = message
         self.hint = hint
         self.problems = tuple(problems)
+        self._add_notes()
+
+    def _add_notes(self) -> None:
+        """Set what a traceback shows after the message, from Python 3.11 on."""
         shown = [f"  {problem}" for problem in self.problems[:_SHOWN]]
         more = len(self.problems) - len(shown)
-        # What a traceback shows after the message, from Python 3.11 on
-        self.__notes__ = [*shown, *([f"  and {more} more"] if more > 0 else []), f"hint: {hint}"]
+        self.__notes__ = [*shown, *([f"  and {more} more"] if more > 0 else []), f"hint: {self.hint}"]
+
+    def rewrite(self, change: Callable[[str], str]) -> None:
+        """Change the texts of the error."""
+        self.message = change(self.message)
+        self.hint = change(self.hint)
+        self.problems = tuple(Problem(change(one.problem), one.key, one.kind) for one in self.problems)
+        self.args = (self.message,)
+        self._add_notes()
 
 
 class Refused(CkptError):

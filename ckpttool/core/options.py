@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields
 from functools import wraps
 from inspect import Parameter, Signature
@@ -80,12 +83,64 @@ def expand_options(
                     raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
             spent.clear()
             texts = {name: _as_text(value) for name, value in keywords.items()}
-            return function(*map(_as_text, args), **texts)
+            if _ON_COMMAND_LINE.get():
+                return function(*map(_as_text, args), **texts)
+            token = _ON_COMMAND_LINE.set(True)  # calls inside of this one leave the text to it
+            try:
+                return function(*map(_as_text, args), **texts)
+            except CkptError as error:
+                error.rewrite(in_python)
+                raise
+            finally:
+                _ON_COMMAND_LINE.reset(token)
 
         checked.__signature__ = Signature([*named, *more])  # type: ignore[attr-defined]
         return checked  # type: ignore[return-value]
 
     return decorate
+
+
+# Whether a command line gets the errors, or a function that speaks for the functions that it calls.
+_ON_COMMAND_LINE: ContextVar[bool] = ContextVar("on_command_line", default=False)
+
+
+@contextmanager
+def on_command_line() -> Iterator[None]:
+    """Leave the flags in the texts of errors: in Python they are keywords."""
+    token = _ON_COMMAND_LINE.set(True)
+    try:
+        yield
+    finally:
+        _ON_COMMAND_LINE.reset(token)
+
+
+_SHELL = re.compile(r"`[^`]*`|\bckpttool [a-z].*?(?=;|$)")  # a command to paste into a shell
+_FLAG = re.compile(r"(?<![\w-])(?:--([a-z][a-z-]*[a-z])|-o\b)(?:[ =]('[^']*'|\"[^\"]*\"|[A-Z][A-Z_.]*\b))?")
+_FLAGS_WITHOUT_VALUE = frozenset(
+    {
+        *("materialize", "force", "partial", "cast", "constants", "keep_constants", "in_place", "ignore_dtype"),
+        *("values", "whole", "dry_run", "verify", "no_undo", "reverse", "trainable_only", "keep_aliases"),
+        *("keep_pickled_code", "no_fsync", "fail_on_unused"),
+    }
+)
+_OTHER_NAMES = {"output": "out", "from": "from_"}
+
+
+def in_python(text: str) -> str:
+    """Return the text with keywords instead of flags, except in commands for a shell."""
+    parts, begin = list[str](), 0
+    for command in _SHELL.finditer(text):
+        if command[0].startswith("`") and not command[0].startswith("`ckpttool "):
+            continue
+        parts += [_FLAG.sub(_as_keyword, text[begin : command.start()]), command[0]]
+        begin = command.end()
+    return "".join((*parts, _FLAG.sub(_as_keyword, text[begin:])))
+
+
+def _as_keyword(flag: re.Match[str]) -> str:
+    name = (flag[1] or "output").replace("-", "_")
+    value = flag[2] or ("True" if name in _FLAGS_WITHOUT_VALUE else "")
+    return f"{_OTHER_NAMES.get(name, name)}={value}"
 
 
 def _as_text(value: Any) -> Any:

@@ -101,6 +101,7 @@ class Code(Enum):
     OPTION_MISSING = "option", "`{0}` is not in the param groups of {left}"
     OPTION_UNEXPECTED = "option", "`{0}` is not in the param groups of {right}"
     OPTION = "option", "different `{0}`"
+    OPTION_REQUIRED = "option-required", "`{0}` is not in the param groups of {left}, and loading by name needs it"
     PARAM_MISSING = "param", "parameter missing from {left}; in param group {0} of {right}"
     PARAM_UNEXPECTED = "param", "parameter not in {right}; in param group {0} of {left}"
     OTHER_GROUP = "other-group", "in param group {0} of {left}, {1} of {right}"

@@ -32,8 +32,8 @@ from ckpttool.distributed.job import Question, answers, current, only_first
 from ckpttool.evaluate.compare import Difference, content_of_storage, same_objects, sha256_of
 from ckpttool.formats.manifest import all_extras, other_files
 from ckpttool.formats.rank_files import one_rank
-from ckpttool.formats.registry import FORMATS, MANIFEST, MEMORY
-from ckpttool.naming.convert import otherwise
+from ckpttool.formats.registry import FORMATS, MANIFEST, MEMORY, holds_versions
+from ckpttool.naming.versions import Effect, other_versions_of
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.model import ModelOperand, as_read
 from ckpttool.operands.output import command
@@ -66,12 +66,14 @@ def checkpoints(
     adapters = adapter_notes(mine.keys, theirs.keys, sides)
     other_notes, compared = _compare_others(left, right, (mine, theirs), names, values, sides, options)
     other_notes = [*_tie_notes(left, right, entries, sides), *other_notes]
+    versions, failure = _compare_versions(left, right, (mine, theirs), names, sides)
     return Diff(
         left.source,
         right.source,
-        identical=all(entry.is_one_of(harmless) for entry in entries),
+        identical=not failure and all(entry.is_one_of(harmless) for entry in entries),
         entries=entries,
-        notes=(*one_rank(left), *one_rank(right), *hidden, *adapters, *other_notes),
+        notes=(*one_rank(left), *one_rank(right), *versions, *hidden, *adapters, *other_notes),
+        other_failure=failure,
         inferred=suggestions(left, right, entries, values is not None) if infers and names is None else None,
         harmless=harmless,
         has_other_notes=any(not isinstance(note, Info) for note in other_notes),
@@ -249,11 +251,6 @@ def _compare_others(
             text = f"not compared: {count} outside of state dicts in {side} only: {some(keys)}"
             notes.append(Note(text, "not-compared"))
         skipped = skipped or bool(alone or keys)
-    versions = otherwise(*models)
-    if versions:
-        count = plural(len(versions), "module")
-        text = f"not compared: {count} with other versions (_metadata): {some(versions)}"
-        notes.append(Note(text, "not-compared"))
     if values is not None:
         mine_objects, their_objects = ({entry.key: entry for entry in side.objects} for side in (left, right))
         for side, objects, other_objects in (
@@ -276,6 +273,33 @@ def _compare_others(
     if is_program(left, right):
         compared["code"] = False
     return notes, compared
+
+
+def _compare_versions(
+    left: Checkpoint, right: Checkpoint, models: tuple[Section, Section], names: Names | None, sides: Sides
+) -> tuple[list[str], str]:
+    """Return a note on module versions that differ, and why the two are not identical if loading depends on them.
+
+    With the `names` of a model, loading is compared. A format without a place for versions is no difference by itself.
+    """
+    others = other_versions_of(*models)
+    if not others or names is not None:
+        return [], ""
+    has_place = all(model.modules or holds_versions(side) for model, side in zip(models, (left, right)))
+    decisive = [one for one in others if one.effect is Effect.LOADING or (one.effect is Effect.UNKNOWN and has_place)]
+    lost = sides[0] if not models[0].modules else sides[1]
+    cause = f"{lost} lost its module versions" if others[0].is_lost else "the module versions differ"
+    if not decisive:
+        doubt = "only the model's code tells if loading depends on them"
+        known = all(one.effect is Effect.NOTHING for one in others)
+        text = (
+            f"{cause} (_metadata); {'loading these keys is the same' if known else doubt}: {some([*map(str, others)])}"
+        )
+        return [Info(text, "module-versions")], ""
+    certain = all(one.effect is Effect.LOADING for one in decisive)
+    how = "torch loads these keys differently" if certain else "torch may load these keys differently"
+    text = f"{cause} (_metadata), and {how}: {some([*map(str, decisive)])}"
+    return [Note(text, "module-versions")], cause
 
 
 def _other_sections(

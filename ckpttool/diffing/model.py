@@ -83,9 +83,10 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     shown = {f"size mismatch for {key}:" for entry in entries if entry.status == "shape" for key in entry.right}
     errors = () if verdict is None else verdict.errors
     others = [text for text in errors if text.partition(": ")[0] + ":" not in shown]
+    lost_versions = _lost_versions(model, section) if verdict is not None and not verdict.ok else []
     torch_says = [Note(f"torch: {text}", "torch-error") for text in _grouped(others)]
     rank = one_rank(checkpoint)
-    notes = [*unreadable, *rank, *torch_says]
+    notes = [*unreadable, *rank, *lost_versions, *torch_says]
     if verdict is not None and verdict.assigns and not rank:
         text = "load_state_dict(..., assign=True) loads it: the file's tensors then replace the model's"
         notes.append(Note(text, "assign"))
@@ -128,6 +129,19 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
         | ({"optimizers": False} if checkpoint.optimizers else {}),
         outlines=(outlines(section), names_outlines(names)[0]),
     )
+
+
+def _lost_versions(model: ModelOperand, section: Section) -> list[str]:
+    """Return a note if the model loads the section only with module versions, which the file lost."""
+    restored = model.with_needed_versions(section)
+    if restored is section or not restored.modules:
+        return []
+    paths = some([path or "(root)" for path in restored.modules])
+    text = (
+        "the file lost its module versions (_metadata): torch takes it for an older version of the modules, and does "
+        f"not load it ({paths})"
+    )
+    return [Note(text, "module-versions")]
 
 
 def _grouped(errors: Iterable[str]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +18,7 @@ from ckpttool.diffing.causes import SIDES, Cause, Code, Sides
 from ckpttool.diffing.model import compared_by_loading, load, unreadable_note
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, Outlines, Remedy, only_left, only_right
 from ckpttool.diffing.sections import Values, compare_pair
+from ckpttool.formats.dcp import holds_each_option
 from ckpttool.formats.detect_folder import optimizers_in
 from ckpttool.formats.registry import MEMORY
 from ckpttool.io.files import names_in
@@ -26,7 +27,7 @@ from ckpttool.naming.convert import read as read_keys
 from ckpttool.naming.match import NameTables
 from ckpttool.operands.checkpoint import is_folder, saved_state_dicts
 from ckpttool.operands.model import ModelOperand
-from ckpttool.optimizers.forms import class_of, lacking, read, same_option
+from ckpttool.optimizers.forms import class_of, lacking, read, same_option, with_new_options
 from ckpttool.optimizers.identify import Parameters, ParamMap, in_file, own_names, owners, same_key_order, saved_order
 from ckpttool.optimizers.transform import arranged, carry, different, identity
 
@@ -367,12 +368,12 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
         raise _no_single_optimizer(model, checkpoint)
     if not names.optimizer:
         names = in_model_order(names, section)
-    verdict = None
+    verdict, by_dcp = None, holds_each_option(checkpoint, section.path)
     if model.optimizer is not None:
         from ckpttool.tracing.build_optimizer import load_optimizer, optimizer_verdict
 
-        verdict = optimizer_verdict(model.definition(), load_optimizer(model.optimizer), section)
-    fit = compare_with_optimizer(SavedOptimizer.of(checkpoint, section), names, verdict)
+        verdict = optimizer_verdict(model.definition(), load_optimizer(model.optimizer), section, by_dcp)
+    fit = compare_with_optimizer(SavedOptimizer.of(checkpoint, section), names, verdict, by_dcp)
     notes = [*fit.notes]
     if verdict is not None and verdict.converted and not ignore_dtype:
         what = plural(len(verdict.converted), "tensor")
@@ -453,13 +454,14 @@ def in_model_order(names: Names, section: Section) -> Names:
 
 
 def compare_with_optimizer(
-    saved: SavedOptimizer, names: Names, verdict: OptimizerVerdict | None = None
+    saved: SavedOptimizer, names: Names, verdict: OptimizerVerdict | None = None, by_dcp: bool = False
 ) -> OptimizerFit:
     """Compare a saved optimizer (left) with the optimizer in `names` that loads it (right).
 
     `verdict` is what torch does with the state, if that could be tried; without it position decides, as in
-    ``Optimizer.load_state_dict`` (``set_optimizer_state_dict`` uses the names in the keys). Values are not compared: a
-    new optimizer has none, and takes its hyperparameters from the file.
+    ``Optimizer.load_state_dict`` (``set_optimizer_state_dict`` uses the names in the keys). `by_dcp` says that
+    ``dcp.load`` reads each hyperparameter by its own key. Values are not compared: a new optimizer has none, and takes
+    its hyperparameters from the file.
     """
     state, target = read(saved.section), Parameters(names)
     known, notes = _owners(state, names, saved)
@@ -482,8 +484,13 @@ def compare_with_optimizer(
     needs: list[str] = []
     if not stepped:
         needs = lacking(mine, target.names.optimizer_groups, target.first_step)
+    entries = group_entries(mine, target.fresh_optimizer, _misassigned(known, target, verdict))
+    failed = verdict is not None and verdict.error is not None
+    required = _required_options(mine, target, needs, failed and (by_dcp or state.form == FLAT))
+    if required and all(key.rpartition(".")[2] in required for key in needs):
+        needs = []
     entries = [
-        *group_entries(mine, target.fresh_optimizer, _misassigned(known, target, verdict)),
+        *(_as_required(entry, required) for entry in entries),
         *(only_right(key, Cause(Code.NOT_STEPPABLE)) for key in needs if not _is_hyperparameter(key)),
     ]
     if state.form != ID and not stepped and mine.state:
@@ -495,8 +502,7 @@ def compare_with_optimizer(
         ]
     # Loading takes all hyperparameters of the file.
     keys = (next(iter((*e.left, *e.right))) for e in entries if e.status not in HARMLESS)
-    differing = bool(needs) or not all(map(_is_hyperparameter, keys))
-    failed = verdict is not None and verdict.error is not None
+    differing = bool(needs or required) or not all(map(_is_hyperparameter, keys))
     if verdict is not None and failed:
         notes.append(Note(f"torch: {verdict.error}", "torch-error"))
     if needs:
@@ -518,6 +524,8 @@ def compare_with_optimizer(
         return OptimizerFit(tuple(entries), tuple(notes), True)
     is_foreign = bool(needs) or (failed and not differing and state.form == ID)
     remedy = Remedy("drop_state") if is_foreign else _remedy(known, mine, target, notes)
+    if required and remedy.way == "by_name":
+        remedy = Remedy("regroup")  # --to-optimizer adds the options
     fit = OptimizerFit(tuple(entries), tuple(notes), False, remedy)
     return _with_old_model(fit, state, target, saved) if remedy.way == "old_model" else fit
 
@@ -595,6 +603,30 @@ def _misassigned(known: ParamMap, target: Parameters, verdict: OptimizerVerdict 
         if other != name and (moved or not with_state.isdisjoint((name, other))):
             details[name] = f"gets the state of {other}"
     return Misassigned(Cause(Code.MISASSIGNED), details)
+
+
+def _required_options(
+    state: OptimizerState, target: Parameters, needs: Sequence[str], loads_each: bool
+) -> frozenset[str]:
+    """Return the options that the state lacks, that loading or a step needs, and that ``--to-optimizer`` adds.
+
+    `needs` are what a step needs; `loads_each`: loading needs every option of the optimizer.
+    """
+    fresh = target.fresh_optimizer
+    added = set[str]()
+    for old, new in zip(state.groups, with_new_options(state.groups, fresh, target.first_step, state)):
+        added.update(new.options.keys() - old.options.keys())
+    if not loads_each:
+        added &= {key.rpartition(".")[2] for key in needs if _is_hyperparameter(key)}
+    return frozenset(added)
+
+
+def _as_required(entry: Entry, required: frozenset[str]) -> Entry:
+    """Return the entry with another code if it is about a missing option that is `required`."""
+    cause = entry.cause
+    if cause is None or cause.code is not Code.OPTION_MISSING or cause.args[0] not in required:
+        return entry
+    return replace(entry, cause=replace(cause, code=Code.OPTION_REQUIRED))
 
 
 def _is_hyperparameter(key: str) -> bool:

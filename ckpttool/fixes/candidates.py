@@ -62,9 +62,10 @@ def to_compare(question: Question) -> Iterator[Candidate]:
         for to in dict.fromkeys((form, "serialized", "runtime", "exported")):
             base.append(RemapOptions(**question.model_options, to=to))
     # --like is refused if no name is common. If all common names are equal, it changes nothing, and these formats
-    # would be written the same again.
+    # would be written the same again, except for module versions that left lost.
     same_names = [entry.left == entry.right for entry in diff.entries if entry.left and entry.right]
-    no_change = left.format in ("safetensors", "torch_zip") and all(same_names)
+    lost_versions = not model_section(left).modules and bool(model_section(right).modules)
+    no_change = left.format in ("safetensors", "torch_zip") and all(same_names) and not lost_versions
     is_idle = not base and (no_change or not same_names)
     base.append(RemapOptions(like=right if right.format == "memory" else right.source))
     for options in () if is_idle else base:

@@ -236,6 +236,18 @@ def read(path: str) -> Checkpoint:
     )
 
 
+def holds_each_option(checkpoint: Checkpoint, path: str) -> bool:
+    """Return True if the folder holds each entry of the param groups of the optimizer at `path` under its own key.
+
+    Then `dcp.load` needs a key for each of them. Until torch 2.3 all groups were one value.
+    """
+    folder = checkpoint.container
+    if checkpoint.format != FORMAT:
+        return False
+    key = f"{path}.param_groups".lstrip(".")
+    return not isinstance(folder, Folder) or all(other != key for _, other in folder.values)
+
+
 def _refuse(folder: str, problems: list[Problem]) -> None:
     if problems:
         raise CkptError(

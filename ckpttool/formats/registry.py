@@ -216,10 +216,20 @@ def _hint(checkpoint: Checkpoint) -> str:
     return "choose an output that ends in .pt"
 
 
+def holds_versions(checkpoint: Checkpoint) -> bool:
+    """Return whether the format of the checkpoint has a place for module versions (``_metadata``)."""
+    return FORMATS[checkpoint.format].pickled and checkpoint.format != "dcp"
+
+
 def loses_versions(checkpoint: Checkpoint, target: Format) -> bool:
     """Return whether there are module versions (``_metadata``), and the format has no place for them."""
     versions = any(section.modules is not None for section in checkpoint.sections)
-    return versions and (target.tensors_only or target.name == "dcp")
+    return versions and not has_place_for_versions(target)
+
+
+def has_place_for_versions(target: Format) -> bool:
+    """Return whether the format, to be written, has a place for module versions."""
+    return not target.tensors_only and target.name != "dcp"
 
 
 def losses(checkpoint: Checkpoint, target: Format) -> list[str]:

@@ -45,6 +45,7 @@ from ckpttool.operands.output import command
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.run import loading_model, plan_remap
 from ckpttool.report.renderers import json
+from ckpttool.tracing.build_model import CannotBuild
 from ckpttool.tracing.instances import wrapper_paths
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def load(
             "a sharded module cannot be copied, and its state_dict hooks are not known",
             hint="pass definition=build, the function or class that builds the model before it is sharded",
         )
-    operand = ModelOperand(core if definition is None else definition)
+    operand = _operand_of(core if definition is None else definition)
     source = read_for_model(open_with_values(ckpt), operand)
     if not source.state_dicts and optimizer is not None:
         section, fix = None, None
@@ -151,6 +152,18 @@ def _is_same_option(left: Any, right: Any) -> bool:
         same_kind = isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)
         return same_kind and torch.equal(left.cpu(), right.cpu())
     return bool(left == right)
+
+
+def _operand_of(model: Any) -> ModelOperand:
+    """Return the model as an operand, to be built with real tensors if it cannot be built without values."""
+    operand = ModelOperand(model)
+    try:
+        operand.names()
+    except CannotBuild:
+        real = ModelOperand(model, materialize=True)
+        real.names()
+        return real
+    return operand
 
 
 def _fitting_model(source: Checkpoint, model: ModelOperand, cast: bool) -> tuple[Section, str | None]:

@@ -287,13 +287,6 @@ def other_versions(names: Names, section: Section, reading: Reading) -> list[Pro
     ]
 
 
-def otherwise(left: Section, right: Section) -> list[str]:
-    """Return the modules that both sections have, in other versions."""
-    lefts, rights = left.modules or {}, right.modules or {}
-    both = [path for path in lefts if path in rights]
-    return [str(path) or "(root)" for path in both if _version(lefts[path]) != _version(rights[path])]
-
-
 def check_versions(names: Names, section: Section, reading: Reading) -> None:
     """Raise `Refused` for other versions of modules: how the model converts their values is unknown."""
     problems = other_versions(names, section, reading)

@@ -32,6 +32,7 @@ from ckpttool.naming import wrappers
 from ckpttool.naming.convert import holds as holds_keys
 from ckpttool.naming.convert import read
 from ckpttool.naming.match import NameTables, match
+from ckpttool.naming.versions import with_versions
 from ckpttool.operands.checkpoint import model_section, split
 
 if TYPE_CHECKING:
@@ -243,6 +244,21 @@ class ModelOperand:
         if key not in self._verdicts:
             self._verdicts[key] = section, load_verdict(self.definition(), section)
         return self._verdicts[key][1]
+
+    def with_needed_versions(self, section: Section) -> Section:
+        """Return the section with the module versions of the model, if it lost its own and loads only with them.
+
+        If it loads without them too, they may change what is loaded, so it stays as it is.
+        """
+        if section.modules or not self.is_definition or self.pretrained:
+            return section
+        names = self.names()
+        modules = {path: {"version": version} for path, version in (names.versions or {}).items()}
+        keys = dict.fromkeys([*(key.key for key in names.serialized), *names.extra_state])
+        changed = with_versions(section, modules, keys)
+        if changed is section or self.verdict(section).ok or not self.verdict(changed).ok:
+            return section
+        return changed
 
     @cached_property
     def _verdicts(self) -> dict[tuple[int, ...], tuple[Section, Verdict]]:

@@ -309,6 +309,27 @@ def lacking(
     ]
 
 
+def with_new_options(
+    groups: Sequence[ParamGroup], loaded_by: OptimizerState, steps: Mapping[Param, Sequence[str]], saved: OptimizerState
+) -> tuple[ParamGroup, ...]:
+    """Return the groups with the options that a newer version of their optimizer has: `loaded_by`, group by group.
+
+    Options that torch adds itself are added to the groups of any class, others only if `saved` is a state of the same
+    class: one that has all that a step needs. `steps` are as in `lacking`.
+    """
+    new = [group.options for group in loaded_by.groups]
+    state_keys = [key for key in lacking(saved, new, steps) if not key.startswith(f"{GROUPS}.")]
+    same_class = class_of(saved) == class_of(loaded_by) and not state_keys
+    filled = []
+    for group, options in zip(groups, new):
+        added = {}
+        for name, value in options.items():
+            if name not in group.options and (same_class or name in _FILLED_IN):
+                added[name] = [*map(str, group.params)] if name == PARAM_NAMES else value
+        filled.append(replace(group, options={**group.options, **added}))
+    return tuple(filled)
+
+
 # State of all parameters together, saved under the first: it cannot move with a parameter.
 WHOLE = frozenset({"old_dirs", "old_stps", "H_diag", "prev_flat_grad", "ro", "d", "al"})
 

@@ -20,7 +20,7 @@ from ckpttool.naming import wrappers
 from ckpttool.naming.wrappers import strip
 from ckpttool.operands.checkpoint import saved_state_dicts
 from ckpttool.optimizers import forms
-from ckpttool.optimizers.forms import class_of, lacking
+from ckpttool.optimizers.forms import class_of, lacking, with_new_options
 from ckpttool.optimizers.identify import Parameters, ParamMap, check, in_file, in_model, own_names, owners, saved_order
 from ckpttool.optimizers.transform import (
     arranged,
@@ -63,7 +63,10 @@ def new_groups(
     if parameters.groups and (target.optimizer or target.optimizer_groups):
         if new is None:
             _same_parameters(named, parameters, where)
-        return arranged(named, sources, parameters.groups, target.optimizer_groups, by_parameter=was == FLAT)
+        groups = arranged(named, sources, parameters.groups, target.optimizer_groups, by_parameter=was == FLAT)
+        if new is None:
+            return groups
+        return with_new_options(groups, parameters.fresh_optimizer, parameters.first_step, named)
     layout = _in_model_order(named, sources, old, parameters)
     if layout is not None:
         return arranged(named, sources, [layout], ())
@@ -557,6 +560,11 @@ def _notes(
             f"{where}: {plural(len(moved.groups), 'param group')}, not {len(state.groups)}: a learning-rate scheduler "
             "that was saved has one value for each of the old ones"
         )
+    old_options = {name for group in state.groups for name in group.options}
+    options = dict.fromkeys(name for group in moved.groups for name in group.options)
+    added = [name for name in options if name not in old_options]
+    if added and old_options:
+        notes.append(f"{where}: added to the param groups, as the new optimizer has them: {some(added)}")
     if new:
         notes.append(f"{where}: new, and without state: {some(new)}")
     if dropped:

@@ -18,7 +18,7 @@ from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats import strict_json
 from ckpttool.formats.detect_folder import checkpoint_files, note_on
 from ckpttool.formats.pickle_write import dangerous_written
-from ckpttool.formats.registry import MEMORY, check_in_place, fit, loses_versions, losses
+from ckpttool.formats.registry import MEMORY, check_in_place, fit, has_place_for_versions, loses_versions, losses
 from ckpttool.formats.torch.nodes import entries_with_code
 from ckpttool.io import progress as io_progress
 from ckpttool.io import sources
@@ -48,6 +48,7 @@ from ckpttool.remapping.optimizer import OptimizerRequest
 from ckpttool.remapping.options import ConvertOptions, RankForm, RemapOptions
 from ckpttool.remapping.plan import Remap, by_plan, with_optimizers
 from ckpttool.remapping.plan import remap as remap_index
+from ckpttool.remapping.restore import with_lost_versions, with_steps_of_norms
 from ckpttool.remapping.steps import Request, loadable
 from ckpttool.remapping.write import Decided, Writer, check_code, copied_imports, cost_of, recover_source, undo_of
 from ckpttool.ruleset.patterns import parse
@@ -231,6 +232,11 @@ def plan_remap(
         done = replace(done, missing=_not_reached(done, request, other_model))
     elif done.missing and saved is not None and gathered is None:
         done = replace(done, missing=_needed(done, request, other_model or saved))
+    if request.changes and gathered is None:
+        done = with_steps_of_norms(done)
+        out = options.target(source.source)
+        if out is None or options.ranks is not None or has_place_for_versions(target_for(out, source).format):
+            done = with_lost_versions(done, request, other_model or saved)
     if done.result.other_files != source.other_files:  # some of these files are dropped
         notes = (note for note in source.notes if note not in note_on(source.other_files))
         source = replace(source, notes=(*notes, *note_on(done.result.other_files)))

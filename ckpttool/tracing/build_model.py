@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import ctypes
 import difflib
 import importlib
@@ -36,6 +35,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.text import a
 from ckpttool.core.values import dataclass
 from ckpttool.io import sources
+from ckpttool.tracing.copy_module import copy_of
 from ckpttool.tracing.memory import place_of, token
 
 T = TypeVar("T")
@@ -621,4 +621,4 @@ def copied(module: nn.Module, real: bool) -> nn.Module:
         twin.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
-    return copy.deepcopy(module, memo)
+    return copy_of(module, memo, real)

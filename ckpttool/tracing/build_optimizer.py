@@ -148,17 +148,20 @@ class OptimizerVerdict:
     converted: tuple[str, ...] = ()
 
 
-def optimizer_verdict(model: LoadedModel, optimizer: LoadedOptimizer, section: Section) -> OptimizerVerdict | None:
+def optimizer_verdict(
+    model: LoadedModel, optimizer: LoadedOptimizer, section: Section, by_dcp: bool = False
+) -> OptimizerVerdict | None:
     """Load the state of the section into a fresh optimizer, and take two steps.
 
     A state of ids goes through ``Optimizer.load_state_dict``, one of names through ``set_optimizer_state_dict`` of
-    torch.distributed.checkpoint. Return None if that cannot be tried: for a large model that cannot be built on meta.
+    torch.distributed.checkpoint; before that, `by_dcp` asks for the keys that `dcp.load` needs. Return None if that
+    cannot be tried: for a large model that cannot be built on meta.
     """
     cheap = is_cheap(model, 4 * sum(entry.nbytes for entry in section.tensors))
     if model.materialize and not cheap:
         return None
     with contextlib.suppress(CkptError, ImportError):  # a torch that was built without torch.distributed
-        return _verdict(_Trial(model, optimizer, section, forms.read(section).form, real=cheap))
+        return _verdict(_Trial(model, optimizer, section, forms.read(section).form, cheap, by_dcp))
     return None
 
 
@@ -170,7 +173,8 @@ def _verdict(trial: _Trial) -> OptimizerVerdict | None:
     loads = _raised(lambda: second.load(first.save())) is None
     steps = loads and steps and _raised(second.two_steps) is None
 
-    error = _raised(lambda: run.load(state))
+    error = _raised(lambda: _plan_dcp_load(first.save(), state, trial.section.path)) if trial.by_dcp and loads else None
+    error = error or _raised(lambda: run.load(state))
     if error is not None:
         if not trial.real and (not loads or says_meta(error)):
             return None
@@ -195,6 +199,17 @@ def _verdict(trial: _Trial) -> OptimizerVerdict | None:
     return OptimizerVerdict(landed, error, True, converted)
 
 
+def _plan_dcp_load(expected: Any, saved: Any, path: str) -> None:
+    """Plan ``dcp.load({path: expected})`` of a folder that holds `saved`. Raise the errors of torch (a missing key)."""
+    from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+
+    save, load = DefaultSavePlanner(), DefaultLoadPlanner()
+    save.set_up_planner({path: saved} if path else saved, is_coordinator=True)
+    _, metadata = save.create_global_plan([save.create_local_plan()])
+    load.set_up_planner({path: expected} if path else expected, metadata, is_coordinator=True)
+    load.create_local_plan()
+
+
 def _converted(run: _Run, saved: Mapping[Param, Any], landed: Mapping[str, Param]) -> Iterator[str]:
     """Yield the tensors of the state that have another dtype once they are loaded: torch takes the parameter's."""
     for fqn, parameter in run.model.named_parameters():
@@ -214,6 +229,7 @@ class _Trial:
     section: Section
     form: str
     real: bool
+    by_dcp: bool
 
     def fresh(self) -> _Run:
         instance = self.model.build(self.real)

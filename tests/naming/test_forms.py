@@ -13,7 +13,7 @@ import ckpttool
 from ckpttool.core.checkpoint import Section, Span, Storage, TensorEntry
 from ckpttool.core.expression import Ref
 from ckpttool.core.names import RUNTIME, SERIALIZED, Names, RuntimeTensor, SerializedKey
-from ckpttool.naming.convert import move, otherwise, read
+from ckpttool.naming.convert import move, read
 from ckpttool.naming.match import NameTables
 from ckpttool.operands.model import ModelOperand
 from ckpttool.tracing.build_model import of_object
@@ -140,13 +140,3 @@ def test_a_round_trip_through_runtime_names_keeps_all_entries(build: type[nn.Mod
     restored = torch.load(tmp_path / "c.pt")
     build().load_state_dict(restored, strict=True)
     assert {key: value.tolist() for key, value in restored.items()} == {key: v.tolist() for key, v in state.items()}
-
-
-def test_versions_of_shared_modules_are_compared() -> None:
-    left = Section(
-        "", "state_dict", (), modules={"": {"version": 2}, "a": {"version": 1}, "b": {}, "c": {"version": 1}}
-    )
-    right = Section("", "state_dict", (), modules={"": {"version": 1}, "a": {"version": 1}, "b": {"version": 1}})
-    assert otherwise(left, right) == ["(root)", "b"]
-    assert otherwise(right, left) == ["(root)", "b"]
-    assert otherwise(left, Section("", "state_dict", ())) == otherwise(Section("", "state_dict", ()), left) == []

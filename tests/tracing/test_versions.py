@@ -107,6 +107,9 @@ def test_written_files_have_the_values_that_torch_loads(name: str, file: str, tr
         assert status == 0 or (file, out[-3:]) != ("as saved", ".pt")
         if status == 0 and to == "serialized":
             after = loaded(name, out)
+            if expected is None and file == "no versions" and after is not None:  # it got its versions back
+                assert equal(after, runtime_values(randomized(ZOO[name](), 1)))
+                continue
             assert (after is None) == (expected is None)
             assert after is None or expected is None or equal(after, expected)
         elif status == 0:

@@ -1,0 +1,91 @@
+"""Add what a file lost and what torch's loading needs: module versions, and the step counters of batch norms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckpttool.core.checkpoint import Section, TensorEntry
+from ckpttool.core.expression import Op, Special
+from ckpttool.core.names import SERIALIZED
+from ckpttool.core.plan import Output
+from ckpttool.core.text import Info, dotted, plural, some
+from ckpttool.evaluate.apply import entry_of
+from ckpttool.naming.versions import with_versions
+from ckpttool.operands.model import ModelOperand
+from ckpttool.remapping.plan import Remap
+from ckpttool.remapping.steps import Request
+
+_STEPS = "num_batches_tracked"
+_LAST_STATISTIC = "running_var"
+_ZERO = Op("aten.full.default", ((), 0), (("dtype", Special("dtype", "int64")),))
+
+
+def with_steps_of_norms(done: Remap) -> Remap:
+    """Return the remap with the missing ``num_batches_tracked`` of batch norms that have their statistics.
+
+    They are 0, as torch sets them for state dicts of the first version of BatchNorm, which had none.
+    """
+    added = []
+    for path in dict.fromkeys(done.plan.sections):
+        statistics = {output.key for output in done.plan.outputs if output.section == path}
+        for key in done.missing:
+            module, _, name = key.removeprefix(f"{path}." if path else "").rpartition(".")
+            if name == _STEPS and dotted(module, _LAST_STATISTIC) in statistics:
+                added.append(Output(path, dotted(module, _STEPS), _ZERO))
+    if not added:
+        return done
+    after = {(output.section, output.key.removesuffix(_STEPS) + _LAST_STATISTIC): output for output in added}
+    outputs = []
+    for output in done.plan.outputs:
+        outputs.append(output)
+        if (output.section, output.key) in after:
+            outputs.append(after[output.section, output.key])
+    sections = tuple(_with_steps(section, after) for section in done.result.sections)
+    written = {dotted(output.section, output.key) for output in added}
+    keys = some([dotted(output.section, output.key) for output in added])
+    note = f"{plural(len(added), 'missing key')} set to 0, as torch does for older files: {keys}"
+    return replace(
+        done,
+        result=replace(done.result, sections=sections),
+        plan=replace(done.plan, outputs=tuple(outputs)),
+        missing=tuple(key for key in done.missing if key not in written),
+        notes=(*done.notes, note),
+    )
+
+
+def _with_steps(section: Section, after: dict[tuple[str, str], Output]) -> Section:
+    tensors: list[TensorEntry] = []
+    for entry in section.tensors:
+        tensors.append(entry)
+        output = after.get((section.path, entry.key))
+        if output is not None:
+            tensors.append(entry_of(output.key, output.source, {}))
+    return replace(section, tensors=tuple(tensors))
+
+
+def with_lost_versions(done: Remap, request: Request, loads: ModelOperand | None) -> Remap:
+    """Return the remap with the module versions that the file lost: those of --like, or those that the model needs.
+
+    The model gets them only if it does not load the file without them: otherwise they may change what it loads.
+    """
+    restored = {}
+    for section in done.result.sections:
+        if section.kind != "state_dict" or section.path not in done.plan.sections or section.modules:
+            continue
+        changed = section
+        if request.like is not None:
+            changed = with_versions(section, request.like.modules, dict.fromkeys(request.like.keys))
+        elif loads is not None and request.model_form.names == SERIALIZED:
+            changed = loads.with_needed_versions(section)
+        if changed is not section:
+            restored[section.path] = changed
+    if not restored:
+        return done
+    sections = tuple(restored.get(section.path, section) for section in done.result.sections)
+    count = plural(sum(len(section.modules or ()) for section in restored.values()), "module")
+    origin = "the checkpoint of --like" if request.like is not None else "the model"
+    apart = "; a saved plan does not add them" if request.options.save_plan is not None else ""
+    note = Info(
+        f"the file lost its module versions (_metadata): those of {count} are from {origin}{apart}", "module-versions"
+    )
+    return replace(done, result=replace(done.result, sections=sections), notes=(*done.notes, note))
