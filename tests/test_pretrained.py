@@ -31,6 +31,7 @@ pytestmark = pytest.mark.skipif(
 )
 ALL = os.environ.get("CKPTTOOL_PRETRAINED") == "all"
 MODELS = [*FEW, *MANY] if ALL else list(FEW)
+TIED = ["tied", "t5", "gpt2", "bert"]
 State = dict[str, torch.Tensor]
 
 
@@ -178,3 +179,51 @@ def test_like_copies_only_the_wrappers(tmp_path: Path, run: Run) -> None:
     done = run("remap", tmp_path / "a.pt", "--like", tmp_path / "b.pt", "-o", tmp_path / "c.pt")
     assert (done.status, (tmp_path / "c.pt").exists()) == (1, False)
     assert "--to pretrained" in done.err
+
+
+def _tied_keys(model: Any) -> list[tuple[str, str]]:
+    """Return pairs of keys of one tensor."""
+    first: dict[int, str] = {}
+    pairs = []
+    for key, value in model.state_dict().items():
+        twin = first.setdefault(value.data_ptr(), key)
+        if twin != key:
+            pairs.append((twin, key))
+    return pairs
+
+
+@pytest.mark.parametrize("name", TIED)
+@pytest.mark.parametrize("values", ["other", "same"])
+def test_tied_weights_with_two_values_are_judged_by_from_pretrained(
+    name: str, values: str, tmp_path: Path, run: Run
+) -> None:
+    """transformers does not tie weights that the file has two values for; nothing may be left out then."""
+    model: Any = pretrained_models.build(name)
+    model.save_pretrained(tmp_path)
+    state = {key: value.clone().contiguous() for key, value in model.state_dict().items()}
+    pairs = _tied_keys(model)
+    assert pairs
+    for twin, key in pairs:
+        state[key] = torch.randn_like(state[key]) if values == "other" else state[twin].clone()
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    loads = not info["missing_keys"] and not info["unexpected_keys"]
+    keeps = all(torch.equal(loaded.state_dict()[key], state[key]) for pair in pairs for key in pair)
+
+    operand = f"hf:{tmp_path}"
+    done = run("diff", tmp_path, "--model", operand, "--format", "json")
+    assert (done.status == 0) is (loads and keeps), done.out
+    untied = [note for note in notes_in(done.data) if "has different values for them" in note]
+    assert bool(untied) is (values == "other" and loads and keeps)
+
+    out = tmp_path / "out"
+    written = run("remap", tmp_path, "--model", operand, "--to", "pretrained", "-o", f"{out}/")
+    if values == "same":
+        assert written.status == 0, written.err
+        return
+    assert written.status == 1
+    assert "they would be lost" in written.err
+    assert not out.exists()
+    keys = [key for _, key in pairs]
+    drops = [word for key in keys for word in ("--drop", key)]
+    assert run("remap", tmp_path, "--model", operand, "--to", "pretrained", *drops, "-o", f"{out}/").status == 0

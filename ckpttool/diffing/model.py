@@ -23,7 +23,7 @@ from ckpttool.naming.convert import read as read_keys
 from ckpttool.naming.evidence import Tensor, exchangeable
 from ckpttool.naming.match import NameTables
 from ckpttool.operands.checkpoint import model_section, saved_state_dicts, split
-from ckpttool.operands.model import ModelOperand, as_read, same_model
+from ckpttool.operands.model import ModelOperand, as_read, same_model, untied_keys
 from ckpttool.operands.output import outputs
 from ckpttool.optimizers.identify import Parameters, saved_order
 
@@ -65,7 +65,10 @@ def names_alone(model: ModelOperand) -> Diff:
 def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Diff:
     """Compare a checkpoint with what the model loads; for a model's code the answer is torch's own."""
     section = model_section(checkpoint)
-    model = as_read(model, section, checkpoint.source) if model.is_folder else model
+    untied = []
+    if model.is_folder:
+        untied = untied_keys(model.tables, section)
+        model = as_read(model, section, checkpoint.source)
     names = model.names()
     verdict = _verdict(model, checkpoint, section) if model.is_definition else None
     entries = explain_computed(compare_load(names, section, verdict))
@@ -87,6 +90,10 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     torch_says = [Note(f"torch: {text}", "torch-error") for text in _grouped(others)]
     rank = one_rank(checkpoint)
     notes = [*unreadable, *rank, *lost_versions, *torch_says]
+    if fits and untied and model.pretrained:
+        pairs = some([f"{key} and {twin}" for twin, key in untied])
+        text = f"the model ties {pairs}, and the file has different values for them: from_pretrained loads both, untied"
+        notes.append(Note(text, "untied"))
     if verdict is not None and verdict.assigns and not rank:
         text = "load_state_dict(..., assign=True) loads it: the file's tensors then replace the model's"
         notes.append(Note(text, "assign"))

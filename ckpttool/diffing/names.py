@@ -328,6 +328,7 @@ def _overwritten(names: Names, section: Section, verdict: Verdict | None) -> dic
     """Return entries of tied keys for which the file has different values: loading keeps one of them."""
     have = section.by_key()
     saved = {s.key: s.source for s in names.serialized}
+    kept = keys_read(verdict)
     entries: dict[tuple[str, ...], Entry] = {}
     for first, group in _tied(names).items():
         keys, source = [key for key in group if key in have], saved[first]
@@ -337,9 +338,15 @@ def _overwritten(names: Names, section: Section, verdict: Verdict | None) -> dic
         read = () if loaded is None else ex.refs(loaded)
         last = next((key for key in read if key in keys), keys[-1])
         for key in keys:
-            if not same_values(have[key], have[last]):
+            if key not in kept and not same_values(have[key], have[last]):
                 entries[key,] = Entry("value", (key,), (key,), Cause(Code.TIED_VALUE), None, f"loading keeps {last}")
     return entries
+
+
+def keys_read(verdict: Verdict | None) -> set[str]:
+    """Return the keys that a runtime tensor has after loading."""
+    reads = () if verdict is None else verdict.reads.values()
+    return {key for value in reads if value is not None for key in ex.refs(value)}
 
 
 def _loading(names: Names, verdict: Verdict) -> Iterator[tuple[Expression | None, Expression, Expression | None]]:
@@ -364,7 +371,8 @@ def _otherwise(names: Names, have: Objects, verdict: Verdict) -> dict[tuple[str,
     They are lost if loading takes other keys here, and not whenever the model loads its own state dict.
     """
     tied = _tied(names)
-    used = {key for source in verdict.reads.values() if source is not None for key in ex.refs(source)}
+    used = keys_read(verdict)
+    saved_fqn = {s.key: s.source.key for s in names.serialized if isinstance(s.source, Ref)}
     entries: dict[tuple[str, ...], Entry] = {}
     for usual, value, source in _loading(names, verdict):
         if source == value or (source is None and not verdict.ok):
@@ -377,6 +385,8 @@ def _otherwise(names: Names, have: Objects, verdict: Verdict) -> dict[tuple[str,
         keys, taken = list(ex.refs(value)), [] if source is None else list(ex.refs(source))
         detail = f"it takes {', '.join(dict.fromkeys(taken))}" if {*taken} - {*keys} else None
         for key in (key for key in dict.fromkeys(keys) if key in have):
+            if verdict.reads.get(saved_fqn.get(key, "")) == Ref(key):
+                continue  # its own tensor has it, and another one of the tied tensors has another key
             if any(it != key and it in taken and same_values(have[key], have[it]) for it in tied.get(key, ())):
                 continue  # its module is at several paths, and the file has the same for two of them
             if source == usual or key in used or (source is None and key not in verdict.replaced):

@@ -208,10 +208,15 @@ def _to_serialized(tables: NameTables, draft: _Draft) -> None:
                 reason = f"{key} is made of it, and the checkpoint has it not"
                 draft.problems.extend(Problem(reason, fqn) for fqn in missing)
     draft.keep(tables.names.extra_state)
+    used_name = {tables.first[name]: name for name in used}
     for name in draft.keys:
-        if name in tables.first and name not in used:
-            twin = held[tables.first[name]]
-            draft.drop(name, "the model's state_dict() leaves it out", twin if twin in used else None)
+        if name not in tables.first or name in used:
+            continue
+        twin = used_name.get(tables.first[name])
+        reason = (
+            "the model's state_dict() leaves it out" if twin is None else f"the model ties it to {draft.keys[twin]}"
+        )
+        draft.drop(name, reason, twin)
 
 
 def _second_keys(tables: NameTables, values: Mapping[str, T]) -> dict[str, T]:

@@ -417,7 +417,22 @@ def as_read(model: ModelOperand, section: Section, source: str) -> ModelOperand:
     preferred = (
         theirs.form == SERIALIZED and theirs.match.score == ours and (model.is_folder or (has_config and differ))
     )
+    if model.is_folder and untied_keys(own, section):  # from_pretrained does not tie these
+        preferred = True
     return model.by_pretrained if theirs.match.score > ours or preferred else model
+
+
+def untied_keys(tables: NameTables, section: Section) -> list[tuple[str, str]]:
+    """Return pairs of keys that the model ties, and for which the section has different values."""
+    entries = section.by_key()
+    first: dict[str, str] = {}
+    pairs = []
+    for key, source in tables.saved.items():
+        if isinstance(source, Ref) and key in entries:
+            twin = first.setdefault(source.key, key)
+            if twin != key and not same_values(entries[twin], entries[key]):
+                pairs.append((twin, key))
+    return pairs
 
 
 Fit = tuple[int, int]

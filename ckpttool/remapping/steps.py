@@ -183,11 +183,13 @@ def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
     elif to is ModelForm.UNFLATTENED:
         outputs = with_variants(outputs, tables.first)
     plan = replace(plan, outputs=tuple(outputs), dropped=(*plan.dropped, *dropped))
-    problems = [*moved.problems, *variant_problems, *_lost(section, moved.copies)]
+    lost = _lost(section, moved.copies)
+    problems = [*moved.problems, *variant_problems, *lost]
     if problems:
+        hint = f"compare them: {request.compare}; --rule 'FROM => TO' renames keys"
         raise Refused(
             f"the checkpoint does not fit {names.model}: {plural(len(problems), 'problem')}",
-            hint=f"compare them: {request.compare}; --rule 'FROM => TO' renames keys",
+            hint=_KEEP_ONE if len(lost) == len(problems) else hint,
             problems=problems,
         )
     missing = lacking(tables, to, plan)
@@ -227,11 +229,13 @@ def to_other_model(draft: Draft, request: Request, model: ModelOperand) -> Draft
         shape = tables.runtime_likeness.get(reading.match.names.get(entry.key, ""), ("", None))[1]
         if shape is not None and shape != entry.shape:
             problems.append(Problem(f"shape {list(entry.shape)}, {names.model} has {list(shape)}", entry.key, "shape"))
-    problems += _lost(section, moved.copies)
+    lost = _lost(section, moved.copies)
+    problems += lost
     if problems:
+        hint = "rename keys with --rule 'FROM => TO', or name the model that has a place for them"
         raise Refused(
             f"the tensors do not fit {names.model}: {plural(len(problems), 'problem')}",
-            hint="rename keys with --rule 'FROM => TO', or name the model that has a place for them",
+            hint=_KEEP_ONE if len(lost) == len(problems) else hint,
             problems=problems,
         )
     return replace(
@@ -304,6 +308,12 @@ def _only(plan: Plan, outputs: list[Output], reason: str) -> Plan:
 
 def _with_runner(runners: Mapping[str, Runner], plan: Plan, code: ModelOperand | None) -> Mapping[str, Runner]:
     return runners if code is None else {**runners, **{run.way: code.run for run in plan.runs}}
+
+
+_KEEP_ONE = (
+    "to keep both, name a model that does not tie them (for hf:FOLDER, set tie_word_embeddings to false in its "
+    "config.json); --drop KEY leaves one of them out"
+)
 
 
 def _lost(section: Section, copies: Sequence[tuple[str, str]]) -> list[Problem]:

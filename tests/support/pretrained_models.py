@@ -48,6 +48,9 @@ FEW: dict[str, Make] = {
     "tied": _of("Llama ForCausalLM", **TEXT, tie_word_embeddings=True),
 }  # fmt: skip
 MANY: dict[str, Make] = {
+    "gpt2": _of("GPT2 LMHeadModel", vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=16),
+    "bert": _of("Bert ForMaskedLM", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                num_attention_heads=4),
     "qwen3_moe": _of("Qwen3Moe ForCausalLM", **TEXT, **EXPERTS, head_dim=8),
     "qwen2_moe": _of("Qwen2Moe ForCausalLM", **TEXT, **EXPERTS, shared_expert_intermediate_size=16),
     "olmoe": _of("Olmoe ForCausalLM", **TEXT, num_experts=4, num_experts_per_tok=2),
