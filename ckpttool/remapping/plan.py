@@ -22,6 +22,7 @@ from ckpttool.io.undo import Written
 from ckpttool.naming import wrappers as naming_wrappers
 from ckpttool.naming.convert import check_versions, read
 from ckpttool.naming.match import match
+from ckpttool.naming.quantized import problems_of_parts, quantized_weights
 from ckpttool.naming.wrappers import Chain, adapter_of
 from ckpttool.operands.model import LOAD_HOOK, left_as_they_are, of_one_model
 from ckpttool.optimizers import forms
@@ -161,13 +162,6 @@ REMAP = record(
 
 
 _STATE = (f"{STATE}.", f"{GROUPS}.")
-# Names next to a weight in files of transformers, whose config.json alone says how they are used.
-_FLOAT8_SCALES = ("_scale", "_scale_inv", "_scale_2")  # ``weight_scale_inv`` next to a ``weight`` in float8
-_PACKED = {
-    "qweight": ("qzeros", "scales", "g_idx"),
-    "weight_packed": ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale"),
-}
-_BITSANDBYTES = ".quant_state.bitsandbytes__"  # ``0.weight.quant_state.bitsandbytes__nf4``, next to ``0.weight.absmax``
 
 
 def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, list[Dropped]]:
@@ -245,14 +239,14 @@ def check_whole(checkpoint: Checkpoint, dropped: Collection[Dropped]) -> None:
             hint=hint,
             problems=[Problem("would go", dotted(one.path, key)) for one, keys in torn.items() for key in keys],
         )
-    apart = [
-        Problem(f"would go, and {', '.join(kept)} would stay", dotted(section.path, key))
-        for section in checkpoint.state_dicts
-        for parts in _quantized(section)
-        if 0 < len(kept := [key for key in parts if key not in gone.get(section.path, set())]) < len(parts)
-        for key in parts
-        if key not in kept
-    ]
+    apart: list[Problem] = []
+    for section in checkpoint.state_dicts:
+        here = gone.get(section.path, set())
+        for weight in quantized_weights(section) if here else ():
+            kept = [key for key in weight.keys if key not in here]
+            if 0 < len(kept) < len(weight.keys):
+                text = f"would go, and {', '.join(kept)} would stay"
+                apart += [Problem(text, dotted(section.path, key), "quantized") for key in weight.keys if key in here]
     if apart:
         raise Refused(
             "--drop would remove a part of a quantized weight",
@@ -261,19 +255,16 @@ def check_whole(checkpoint: Checkpoint, dropped: Collection[Dropped]) -> None:
         )
 
 
-def _quantized(section: Section) -> list[list[str]]:
-    """Return the keys of each quantized weight: the weight itself, and what its values are computed with."""
-    weights = [key.partition(_BITSANDBYTES)[0] for key in section.keys if _BITSANDBYTES in key]
-    found = [[key for key in section.keys if key == own or key.startswith(f"{own}.")] for own in weights]
-    keys = set(section.keys)
-    for entry in section.tensors:
-        module, _, name = entry.key.rpartition(".")
-        more: Sequence[str] = _PACKED.get(name, ())
-        if entry.dtype.startswith("float8"):
-            more = [f"{name}{end}" for end in _FLOAT8_SCALES] + ["input_scale"] * (name == "weight")
-        parts = [part for part in (f"{module}.{other}".lstrip(".") for other in more) if part in keys]
-        found += [[entry.key, *parts]] if parts else []
-    return found
+def check_quantized(drafts: Sequence[Draft]) -> None:
+    """Raise `Refused` if the plan of a section separates the parts of quantized weights, or casts them."""
+    problems = [problem for draft in drafts for problem in problems_of_parts(draft.section, draft.plan.outputs)]
+    if problems:
+        raise Refused(
+            f"the numbers of quantized weights mean nothing without their scales: {plural(len(problems), 'problem')}",
+            hint="rename all parts of a weight together ('FROM.{x*} => TO.{x*}'); to change the dtype, load the model "
+            "with the library that quantized it, and save it dequantized",
+            problems=problems,
+        )
 
 
 def remap(source: Checkpoint, request: Request) -> Remap:
@@ -290,6 +281,7 @@ def remap(source: Checkpoint, request: Request) -> Remap:
         return Remap(source, plan, model=model, narrowed=_narrowing(before, model, dropped))
     sections = of_one_model(source, options.sections, None if request.saved is None else request.saved.names())
     drafts = _drafts(source, sections, request, lightning)
+    check_quantized(drafts)
     made = Plan(
         tuple(output for draft in drafts for output in draft.plan.outputs),
         tuple(gone for draft in drafts for gone in draft.plan.dropped),

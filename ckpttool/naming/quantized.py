@@ -1,0 +1,166 @@
+"""Quantized weights: a tensor in low precision, and the entries next to it that its values are computed with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ckpttool.core import expression as ex
+from ckpttool.core.checkpoint import Section, TensorEntry
+from ckpttool.core.errors import Problem
+from ckpttool.core.expression import Ref
+from ckpttool.core.plan import Output
+from ckpttool.core.values import dataclass
+
+FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+_BITSANDBYTES_4BIT = ".quant_state.bitsandbytes__"  # ``0.weight.quant_state.bitsandbytes__nf4``, next to ``0.weight``
+
+
+class Scheme(NamedTuple):
+    """How a library writes a quantized weight.
+
+    `leaf` is the last segment of the weight's key (any if empty), `dtypes` are the dtypes of the weight (any if empty).
+    The other parts are next to it: `suffixes` are added to the leaf, `siblings` are complete last segments.
+    """
+
+    title: str
+    leaf: str
+    dtypes: tuple[str, ...]
+    suffixes: tuple[str, ...] = ()
+    siblings: tuple[str, ...] = ()
+
+
+# One of the other parts is enough: activation scales and zero points are optional everywhere.
+SCHEMES = (
+    Scheme("FP8", "", FLOAT8, ("_scale", "_scale_inv", "_scale_2")),
+    Scheme("FP8", "weight", FLOAT8, (), ("input_scale", "scale_weight", "scale_input")),
+    Scheme("scaled integers", "weight", ("int8", "uint8"), ("_scale", "_scale_2", "_zero_point"), ("input_scale",)),
+    Scheme("bitsandbytes, 8 bit", "weight", ("int8",), (), ("SCB", "weight_format")),
+    Scheme("GPTQ or AWQ", "qweight", (), (), ("qzeros", "scales", "g_idx")),
+    Scheme(
+        "compressed-tensors",
+        "weight_packed",
+        (),
+        (),
+        ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale"),
+    ),
+    Scheme("MLX", "weight", ("uint32",), (), ("scales", "biases")),
+)
+_BLOCKS, _SCALES = "_blocks", "_scales"  # of MXFP4: ``down_proj_blocks`` and ``down_proj_scales``
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """The keys of one quantized weight: `weight` holds the numbers, `others` what its values are computed with."""
+
+    scheme: str
+    weight: str
+    others: tuple[str, ...]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All of its keys, the weight first."""
+        return (self.weight, *self.others)
+
+    def other_after_rename(self, other: str, new_weight: str) -> str | None:
+        """Return the name of one of the `others` if the weight is called `new_weight`; None if nobody knows it."""
+        if other.startswith(f"{self.weight}."):
+            return new_weight + other[len(self.weight) :]
+        module, _, leaf = self.weight.rpartition(".")
+        new_module, dot, new_leaf = new_weight.rpartition(".")
+        other_leaf = other[len(module) + 1 :] if module else other
+        if leaf == new_leaf:
+            return f"{new_module}{dot}{other_leaf}"
+        if leaf.endswith(_BLOCKS) and new_leaf.endswith(_BLOCKS):
+            return f"{new_module}{dot}{new_leaf.removesuffix(_BLOCKS)}{_SCALES}"
+        if other_leaf.startswith(leaf):
+            return f"{new_module}{dot}{new_leaf}{other_leaf[len(leaf) :]}"
+        return None
+
+
+def quantized_weights(section: Section) -> list[QuantizedWeight]:
+    """Return the quantized weights of a state dict, by the names and dtypes of their parts."""
+    keys = set(section.keys)
+    weights: dict[str, QuantizedWeight] = {}
+
+    def add(scheme: str, weight: str, others: Sequence[str]) -> None:
+        before = weights.get(weight)
+        if before is not None:
+            scheme, others = before.scheme, tuple(dict.fromkeys((*before.others, *others)))
+        weights[weight] = QuantizedWeight(scheme, weight, tuple(others))
+
+    for key in section.keys:
+        weight, mark, _ = key.partition(_BITSANDBYTES_4BIT)
+        if mark:
+            add("bitsandbytes, 4 bit", weight, [other for other in section.keys if other.startswith(f"{weight}.")])
+    for entry in section.tensors:
+        module, dot, leaf = entry.key.rpartition(".")
+        prefix = module + dot
+        for scheme in SCHEMES:
+            if scheme.leaf not in ("", leaf) or (scheme.dtypes and entry.dtype not in scheme.dtypes):
+                continue
+            names = [leaf + suffix for suffix in scheme.suffixes] + list(scheme.siblings)
+            others = [prefix + name for name in names if prefix + name in keys]
+            if others:
+                add(scheme.title, entry.key, others)
+        scales = prefix + leaf.removesuffix(_BLOCKS) + _SCALES
+        if leaf.endswith(_BLOCKS) and entry.dtype == "uint8" and scales in keys:
+            add("MXFP4", entry.key, [scales])
+    return list(weights.values())
+
+
+def problems_of_parts(section: Section, outputs: Sequence[Output]) -> list[Problem]:
+    """Return what would separate the parts of quantized weights, or change their numbers without their scales.
+
+    `outputs` are those of a plan for the section.
+    """
+    weights = quantized_weights(section)
+    if not weights:
+        return []
+    entries = section.by_key()
+    names: dict[str, set[str]] = {}
+    computed: dict[str, list[Output]] = {}
+    for output in outputs:
+        if isinstance(output.source, Ref):
+            names.setdefault(output.source.key, set()).add(output.key)
+            continue
+        for key in ex.refs(output.source):
+            computed.setdefault(key, []).append(output)
+    problems: list[Problem] = []
+    for weight in weights:
+        problems += _cast(weight, computed)
+        problems += _computed_alone(weight, computed, entries)
+        problems += _renamed_apart(weight, names)
+    return problems
+
+
+def _cast(weight: QuantizedWeight, computed: Mapping[str, Sequence[Output]]) -> Iterator[Problem]:
+    for key in weight.keys:
+        if any(ex.CAST in ex.operators(output.source) for output in computed.get(key, ())):
+            parts = " and ".join(weight.others if key == weight.weight else (weight.weight,))
+            yield Problem(f"a cast is wrong: it belongs to {parts} ({weight.scheme})", key, "quantized")
+
+
+def _computed_alone(
+    weight: QuantizedWeight, computed: Mapping[str, Sequence[Output]], entries: Mapping[str, object]
+) -> Iterator[Problem]:
+    if weight.weight not in computed:
+        return
+    for other in weight.others:
+        entry = entries[other]
+        if other not in computed and isinstance(entry, TensorEntry) and entry.numel > 1:
+            text = f"a rule changes {weight.weight}, and not the scales that belong to it ({weight.scheme})"
+            yield Problem(text, other, "quantized")
+
+
+def _renamed_apart(weight: QuantizedWeight, names: Mapping[str, set[str]]) -> Iterator[Problem]:
+    new_names = names.get(weight.weight, set())
+    if len(new_names) != 1:
+        return
+    (new_weight,) = new_names
+    for other in weight.others:
+        expected = weight.other_after_rename(other, new_weight)
+        for name in sorted(names.get(other, ())):
+            if name != expected:
+                text = f"would be {name}, and its weight {new_weight} ({weight.scheme})"
+                yield Problem(text, other, "quantized")
