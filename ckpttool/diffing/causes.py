@@ -57,6 +57,7 @@ class Code(Enum):
     PLACEHOLDER = "placeholder", PLACEHOLDER
     KIND = "kind", "different kind of tensor"
     DTYPE = "dtype", "{0} instead of {1}"
+    QUANTIZED = "quantized", "part of a quantized weight ({0}): its numbers are the values divided by a scale"
     VALUE = "value", "different values"
     RANK_VALUE = "value", "different values on another rank"
     CONVERTED = "value", "different values even after conversion"

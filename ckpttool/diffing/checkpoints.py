@@ -25,6 +25,7 @@ from ckpttool.diffing.sections import (
     compare,
     compare_pair,
     explain_computed,
+    explain_quantized,
     hidden_segments,
     without_dtypes,
 )
@@ -56,7 +57,7 @@ def checkpoints(
         return _optimizers(left, right, saved, model, values, sides, options)
     mine, theirs, names = _models(left, right, model)
     entries = compare(mine, theirs, values) if names is None else compare_through(names, mine, theirs, values)
-    entries = explain_computed(explain_moved(entries, mine, theirs))
+    entries = explain_quantized(explain_computed(explain_moved(entries, mine, theirs)), mine, theirs)
     entries = (*entries, *compare_outside(left, right, values))
     entries = without_dtypes(entries) if options.ignore_dtype else entries
     harmless = EITHER_WAY | ({"dtype"} if options.ignore_dtype else set())

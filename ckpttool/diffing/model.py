@@ -13,7 +13,7 @@ from ckpttool.core.text import Note, code_of, plural, shell, some
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.names import compare_load, compare_names, loads
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, names_outlines, outlines
-from ckpttool.diffing.sections import adapter_notes, explain_computed, without_dtypes
+from ckpttool.diffing.sections import adapter_notes, explain_computed, explain_quantized, without_dtypes
 from ckpttool.formats.rank_files import one_rank
 from ckpttool.formats.registry import MEMORY
 from ckpttool.formats.torch.legacy_file import UNREADABLE, refused_by_torch
@@ -71,7 +71,7 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
         model = as_read(model, section, checkpoint.source)
     names = model.names()
     verdict = _verdict(model, checkpoint, section) if model.is_definition else None
-    entries = explain_computed(compare_load(names, section, verdict))
+    entries = explain_quantized(explain_computed(compare_load(names, section, verdict)), section)
     entries = without_dtypes(entries) if ignore_dtype else entries
     if verdict is None and loads(entries):
         _check_names_suffice(model, names, checkpoint, section)
@@ -220,7 +220,8 @@ def _has_pretrained_keys(model: ModelOperand, checkpoint: Checkpoint, section: S
 
 def _conversions(verdict: Verdict, entries: Iterable[Entry]) -> list[str]:
     """Return a note on tensors that loading converts although the file has the dtype that the model saves."""
-    shown = {key for entry in entries if entry.status == "dtype" for key in (*entry.left, *entry.right)}
+    listed = [entry for entry in entries if entry.status == "dtype" or entry.has(Code.QUANTIZED)]
+    shown = {key for entry in listed for key in (*entry.left, *entry.right)}
     sources = {fqn: set(refs(value)) for fqn, value in verdict.reads.items() if value is not None}
     changes = [one for one in verdict.dtype_changes if shown.isdisjoint((one.fqn, one.key, *sources.get(one.fqn, ())))]
     if not changes:

@@ -19,6 +19,7 @@ from ckpttool.formats.rank_shards import rank_pairs
 from ckpttool.formats.remarks import is_placeholder
 from ckpttool.formats.torch.tensors import is_dense, kind
 from ckpttool.naming.match import aliases, unlike
+from ckpttool.naming.quantized import quantized_weights
 from ckpttool.naming.wrappers import adapter_of, missing_modules
 
 # Say how the values of two tensors differ, after the conversion to the right's dtype.
@@ -212,6 +213,31 @@ def explain_computed(entries: Sequence[Entry]) -> tuple[Entry, ...]:
     if not causes:
         return tuple(entries)
     return tuple(replace(entry, cause=causes.get(id(entry), entry.cause)) for entry in entries)
+
+
+def explain_quantized(entries: Sequence[Entry], left: Section, right: Section | None = None) -> tuple[Entry, ...]:
+    """Return the entries; parts of quantized weights that differ say so, since no cast and no rename converts these.
+
+    A weight that only one side has quantized has other values there, whatever its dtype is.
+    """
+    left_schemes, right_schemes = _schemes(left), {} if right is None else _schemes(right)
+    if not left_schemes and not right_schemes:
+        return tuple(entries)
+    explained = []
+    for entry in entries:
+        schemes = [left_schemes.get(key) for key in entry.left] + [right_schemes.get(key) for key in entry.right]
+        scheme = next((title for title in schemes if title is not None), None)
+        if scheme is None or entry.cause is None or entry.status not in ("dtype", "shape", "missing", "unexpected"):
+            explained.append(entry)
+            continue
+        status = "value" if entry.status == "dtype" and None in schemes else entry.status
+        explained.append(replace(entry, status=status, cause=Cause(Code.QUANTIZED, (scheme,)).and_also(entry.cause)))
+    return tuple(explained)
+
+
+def _schemes(section: Section) -> dict[str, str]:
+    """Map each key of a quantized weight to the title of its scheme."""
+    return {key: weight.scheme for weight in quantized_weights(section) for key in weight.keys}
 
 
 def unpairable(entries: Sequence[Entry]) -> tuple[set[str], set[str]]:

@@ -14,7 +14,7 @@ from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.core.codes import CODES
 from ckpttool.core.errors import CkptError
 from ckpttool.core.text import Info, Note, plural, shell, some
-from ckpttool.diffing.causes import OBJECTS
+from ckpttool.diffing.causes import OBJECTS, Code
 from ckpttool.diffing.names import compare_with_code, renamable
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix, Remedy, Unfixed
@@ -219,6 +219,7 @@ def _swap_fix(question: Question) -> tuple[Trial | None, list[str]]:
 
 # Code -> what the keys are; its row says what to do.
 _UNFIXED: dict[str, tuple[str, str]] = {
+    "quantized": ("key", "of quantized weights"),
     "missing": ("key", "missing from left"),
     "shape": ("tensor", "of a different shape, which no rename fixes"),
     "dtype": ("tensor", "of a different dtype"),
@@ -270,6 +271,8 @@ def _code(entry: Entry) -> str:
     """Return the code that says best what could fix the entry."""
     if entry.status in ("shape", "dtype", "value") and entry.cause is not None and entry.cause.code in OBJECTS:
         return "object"
+    if entry.has(Code.QUANTIZED):
+        return "quantized"
     codes = () if entry.cause is None else entry.cause.codes
     return next((code for code in reversed(codes) if code in _UNFIXED), entry.status)
 
