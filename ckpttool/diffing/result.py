@@ -201,7 +201,8 @@ class Diff:
     options; `unused_ignores` are ignore entries that matched nothing, and `failing_ignores` counts them if they are
     the only failure. `has_other_notes`: some notes are about differences outside of the two models. `compared` says
     whether a difference in each of the `ASPECTS` would be found, and `scope` how exactly values were compared, or
-    what compares them. `outlines` are the known tensors of each side by key, in its order.
+    what compares them. `refused` are statuses that
+    torch refuses even with ``strict=False``, which `--fail-on` cannot leave out. `outlines` are the known tensors of each side by key, in its order.
     """
 
     left: str
@@ -224,6 +225,7 @@ class Diff:
     scope: str = ""
     outlines: tuple[Outlines, Outlines] = field(default=({}, {}), compare=False, repr=False)
     unfixed: tuple[Unfixed, ...] = ()
+    refused: frozenset[str] = frozenset()
 
     @property
     def passes(self) -> bool:
