@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,31 @@ def test_fail_on_restricts_which_statuses_fail(run: Run) -> None:
     assert run("diff", "body.pt", "half.pt", "--fail-on", "dtype").status == 1
     done = run("diff", "body.pt", "half.pt", "--fail-on", "dtpye")
     assert (done.status, "unknown status 'dtpye'" in done.err) == (2, True)
+
+
+@pytest.mark.parametrize("fail_on", [None, "missing", "unexpected", "dtype,value", "missing,shape"])
+def test_what_torch_refuses_without_strict_always_fails(run: Run, fail_on: str | None) -> None:
+    body = torch.load("body.pt")
+    files = {
+        "shape": {**body, "head.weight": torch.ones(3, 2), "head.bias": torch.ones(2)},
+        "missing": body,
+        "unexpected": {**body, "head.weight": torch.ones(2, 2), "head.bias": torch.ones(2), "more": torch.ones(1)},
+        "shape, missing": {**body, "head.weight": torch.ones(3, 2)},
+    }
+    scope: dict[str, Any] = {}
+    exec(MODEL, scope)
+    words = () if fail_on is None else ("--fail-on", fail_on)
+    for name, state in files.items():
+        torch.save(state, "state.pt")
+        status = run("diff", "state.pt", "--model", "model.py:build", *words).status
+        try:
+            scope["build"]().load_state_dict(state, strict=False)
+        except RuntimeError:
+            assert status == 1, name
+        else:
+            assert status == int(fail_on is None or name in fail_on.split(",")), name
+    accepted = ("--ignore", "shape head.weight # another number of classes", "--ignore", HEAD)
+    assert run("diff", "state.pt", "--model", "model.py:build", *words, *accepted).status == 0
 
 
 def test_error_raised_by_the_model_is_not_accepted(run: Run) -> None:

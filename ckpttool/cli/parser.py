@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +30,9 @@ Exit status: {EXIT_STATUS} `ckpttool help COMMAND` has examples,
 """
 _HELP = {"help_option_names": ["-h", "--help"]}
 
+_COMPLETION = ("--show-completion", "--install-completion")
+_NAMED_SHELL = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"  # typer then takes the name of a shell
+
 # click's UsageError; typer brings its own copy of click since 0.26, so it cannot be imported by name.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
@@ -38,14 +42,26 @@ def run(args: Sequence[str], defaults: dict[str, Default]) -> int:
 
     Raise whatever the command raises, and `CkptError` if the command line is wrong.
     """
-    group, args = _group(), _command_first(args)
+    group, args = _group(names_shell=args[0] in _COMPLETION and len(args) > 1), _command_first(args)
     try:
-        with group.make_context("ckpttool", list(args), obj=defaults) as context:
+        with _root_context(group, args, defaults) as context:
             return int(group.invoke(context) or 0)
-    except typer.Exit as stop:  # --help and --version have said what they say
+    except typer.Exit as stop:  # --help, --version and --show-completion have said what they say
         return stop.exit_code
     except UsageError as error:
         raise _error_of(error, args) from None
+
+
+def _root_context(group: Any, args: Sequence[str], defaults: dict[str, Default]) -> Any:
+    """Return the context of the options before the command; typer's two about completion end the process."""
+    try:
+        return group.make_context("ckpttool", list(args), obj=defaults)
+    except SystemExit as stop:
+        if stop.code:
+            shells = "bash, zsh, fish, powershell or pwsh"
+            hint = f"name the shell, {shells}: ckpttool --show-completion bash"
+            raise CkptError("there are no completions for this shell", hint=hint) from None
+        raise typer.Exit from None
 
 
 def complete() -> int:
@@ -67,10 +83,17 @@ def _command_first(args: Sequence[str]) -> Sequence[str]:
     return [rest[0], *before, *rest[1:]] if rest and not rest[0].startswith("-") else args
 
 
-def _group() -> Any:
+def _group(*, names_shell: bool = False) -> Any:
+    """Return all commands; `names_shell`: the options about completion take the name of a shell."""
     app = typer.Typer(rich_markup_mode=None, cls=_Group, context_settings=_HELP)
     app.callback(help=ABOUT)(_root)
-    return get_command(app)
+    if not names_shell:
+        return get_command(app)
+    os.environ[_NAMED_SHELL] = "1"
+    try:
+        return get_command(app)
+    finally:
+        del os.environ[_NAMED_SHELL]
 
 
 def _print_versions(asked: bool) -> None:

@@ -52,7 +52,7 @@ def judged(diff: Diff, options: DiffOptions) -> Diff:
             if not left_over:
                 entry = replace(entry, ignored="; ".join(dict.fromkeys(ignore.reason for ignore in covering)))
         entries.append(entry)
-    failing = remaining if options.fail_on is None else statuses_in(options.fail_on)
+    failing = remaining if options.fail_on is None else statuses_in(options.fail_on) | diff.refused
     fails = bool(diff.other_failure) or not remaining.isdisjoint(failing)
     ok = diff.identical or not fails
     unused = tuple(f"{ignore.text} ({ignore.place})" for ignore in ignores if ignore not in used)

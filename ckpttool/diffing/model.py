@@ -135,6 +135,7 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
         compared=compared_by_loading(checkpoint, ignore_dtype)
         | ({"optimizers": False} if checkpoint.optimizers else {}),
         outlines=(outlines(section), names_outlines(names)[0]),
+        refused=frozenset({"shape"}),
     )
 
 

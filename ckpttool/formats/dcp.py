@@ -105,14 +105,15 @@ def _optimizer(mapping: dict[Any, Any]) -> dict[Any, Any]:
     return mapping
 
 
-def flattened(root: Any) -> dict[str, tuple[Path, Any]]:
+def flattened(root: Any, nbytes: int = 0) -> dict[str, tuple[Path, Any]]:
     """Return flat key -> the path and the node of each leaf of the state dict at the node `root`.
 
-    Raises `Refused`, all problems at once, if torch cannot flatten it: other keys than text, or a key of two leaves.
+    `nbytes` are those of the file: a pickle can share, and each place takes memory of its own. Raises `Refused`, all
+    problems at once, if torch cannot flatten it: other keys than text, or a key of two leaves.
     """
     leaves: dict[str, tuple[Path, Any]] = {}
     problems: list[Problem] = []
-    for path, node in _leaves(root, (), {}, problems):
+    for path, node in _leaves(root, (), {}, problems, Memory(nbytes)):
         key = _key(path)
         if key in leaves:
             problems.append(Problem("two entries have this flat key", key))
@@ -128,7 +129,10 @@ def flattened(root: Any) -> dict[str, tuple[Path, Any]]:
     return leaves
 
 
-def _leaves(node: Any, path: Path, terminal: dict[int, bool], problems: list[Problem]) -> Iterator[tuple[Path, Any]]:
+def _leaves(
+    node: Any, path: Path, terminal: dict[int, bool], problems: list[Problem], memory: Memory
+) -> Iterator[tuple[Path, Any]]:
+    memory.take(_PLACE + 2 * sum(len(name) for name in path if type(name) is str))
     pairs = pairs_of(node)
     if len(path) > _MAX_DEPTH:
         problems.append(Problem("nested too deep", _key(path[:10])))
@@ -136,12 +140,12 @@ def _leaves(node: Any, path: Path, terminal: dict[int, bool], problems: list[Pro
         for name, value in pairs.items():
             if type(name) not in (str, int, float, bool, type(None)):
                 problems.append(Problem("a dict key that is neither text nor a number", _key(path)))
-            yield from _leaves(value, (*path, str(name)), terminal, problems)
+            yield from _leaves(value, (*path, str(name)), terminal, problems, memory)
     elif _is_terminal(node, terminal, 0):
         yield path, node
     else:
         for index, value in enumerate(node):
-            yield from _leaves(value, (*path, index), terminal, problems)
+            yield from _leaves(value, (*path, index), terminal, problems, memory)
 
 
 def _is_terminal(node: Any, known: dict[int, bool], depth: int) -> bool:
@@ -163,6 +167,7 @@ FORMAT = "dcp"
 
 _MAX_VALUE = 1 << 24  # bytes of an item that is not a tensor
 _PICKLED = 100  # bytes of the pickle of a tensor, about
+_PLACE = 200  # bytes of memory for a place in the state dict, from above
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -394,7 +399,7 @@ def layout_files(
         root = changed_root(checkpoint, container.pickle.root, container.tree, rebuilder)
     else:
         root = fresh_root(checkpoint, rebuilder)
-    leaves = flattened(root)
+    leaves = flattened(root, max(checkpoint.nbytes, sum(section.nbytes for section in checkpoint.sections)))
 
     def storage(key: str, nbytes: int) -> Storage:
         if key not in rebuilder.storages and isinstance(container, Container):

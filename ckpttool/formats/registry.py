@@ -210,7 +210,8 @@ def _hint(checkpoint: Checkpoint) -> str:
         if checkpoint.optimizers:
             return "it is an optimizer's state, which torch files can hold: choose an output that ends in .pt"
     named = [section for section in checkpoint.state_dicts if section.path]
-    others = [section.path for section in checkpoint.sections if section not in named] + list(checkpoint.others)
+    others = [section.path for section in checkpoint.sections if section.kind != "state_dict" or not section.path]
+    others += checkpoint.others
     if named and others and "::" not in checkpoint.source:
         return f"take the section alone: {checkpoint.part(named[0].path)}, or choose an output that ends in .pt"
     return "choose an output that ends in .pt"

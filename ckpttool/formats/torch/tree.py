@@ -169,7 +169,7 @@ _MAX_DEPTH = 200  # containers inside each other; below that nothing is looked f
 _PICKLED, _LEAST_AGAIN = 16, 10_000
 
 # Bytes of memory, from above: for a container that was looked into, for each step of a path, an entry, a section.
-_WALKED, _STEP, _ENTRY, _SECTION = 150, 16, 500, 1000
+_WALKED, _STEP, _ENTRY, _SECTION = 150, 16, 500, 4000
 
 Adder = Callable[["Tree", Any, "tuple[str, ...]", Steps], None]  # adds the section that a node is
 
@@ -238,7 +238,7 @@ def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: b
     if id(node) in tree.seen:
         return _add_again(tree, node, path, steps, foreign)
     tree.seen.add(id(node))
-    tree.storages.memory.take(_WALKED + sum(map(len, path)))
+    _take_path(tree, path)
     before = len(tree.places)
     add = _recognised(tree, node, ".".join(path), foreign)
     found = _add(tree, add, node, path, steps, foreign)
@@ -281,7 +281,15 @@ def _add_again(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, forei
     add, count = tree.added.get(id(node), (None, 0))
     if not count or (add is not None and foreign and metadata_of(node) is None):
         return False
-    return _looks_again(tree, path, count) and _add(tree, add, node, path, steps, foreign)
+    if not _looks_again(tree, path, count):
+        return False
+    _take_path(tree, path)
+    return _add(tree, add, node, path, steps, foreign)
+
+
+def _take_path(tree: Tree, path: tuple[str, ...]) -> None:
+    """Count the memory of a place: a tuple of its parts, and its text, as a path and in the keys of a report."""
+    tree.storages.memory.take(_WALKED + 2 * sum(map(len, path)) + _STEP * len(path))
 
 
 def _looks_again(tree: Tree, path: tuple[str, ...], count: int) -> bool:

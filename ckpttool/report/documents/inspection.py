@@ -74,7 +74,7 @@ def document(
     metadata = tuple((key, _cut(value, all)) for key, value in checkpoint.metadata.items())
     tables = (
         *([_imports(checkpoint)] if dangerous else []),
-        _sections(inspection),
+        shortened(_sections(inspection), limit),
         _dtypes(checkpoint),
         shortened(_tensors(checkpoint, all, by_bytes), limit) if depth is None else tree(checkpoint, depth, by_bytes),
         shortened(_statistics(inspection), limit),
