@@ -508,3 +508,31 @@ def test_other_files_with_dangerous_imports_are_not_copied(name: str, run: Run, 
     assert (out / name).read_bytes() == (folder / name).read_bytes()
     torch.save({"args": argparse.Namespace(lr=0.1)}, folder / name)
     assert run(*command, "--force").status == 0
+
+
+def test_what_the_safe_loader_of_torch_allows_is_torchs_own() -> None:
+    """Each new version of torch may allow more: these names belong in the table of `pickle_imports`."""
+    from torch._weights_only_unpickler import _get_allowed_globals, _get_user_allowed_globals
+
+    for module in ("distributed.tensor", "distributed.fsdp", "distributed.checkpoint", "nested", "_dynamo", "export"):
+        import_module(f"torch.{module}")
+    allowed = {*_get_allowed_globals()}
+    allowed |= {path for path in _get_user_allowed_globals() if path.startswith("torch.")}  # not those of other tests
+    refused = {path: verdict(*path.rpartition(".")[::2]) for path in allowed}
+    assert {path: found for path, found in refused.items() if found not in (OWN, KNOWN)} == {}
+
+
+def test_check_of_a_jagged_tensor(tmp_path: Path, run: Run) -> None:
+    parts = [torch.ones(2, 3), torch.ones(4, 3)]
+    torch.save({"w": torch.nested.nested_tensor(parts, layout=torch.jagged)}, tmp_path / "jagged.pt")
+    torch.load(tmp_path / "jagged.pt", weights_only=True)
+    assert run("check", tmp_path / "jagged.pt").status == 0
+    (section,) = ckpttool.open_checkpoint(tmp_path / "jagged.pt").sections
+    assert section.tensors[0].dtype == "float32"
+
+
+@pytest.mark.parametrize("folder", sorted((Path(__file__).parent / "data").glob("dtensors-torch-*")), ids=str)
+def test_check_of_files_of_fully_shard(folder: Path, run: Run) -> None:
+    """Every supported version of torch allows what its files import."""
+    done = run("check", *sorted(folder.glob("*.pt")))
+    assert (done.status, done.err) == (0, "")

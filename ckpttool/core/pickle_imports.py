@@ -197,13 +197,20 @@ _TORCH = {
     "torch._C": frozenset(("Generator", "ScriptObject", "Size", "device", "dtype", "layout", "memory_format")),
     "torch.distributed.checkpoint.filesystem": frozenset(("_StorageInfo", "_StoragePrefix")),
     "torch._tensor": frozenset(("_rebuild_from_type", "_rebuild_from_type_v2")),
+    # What `torch.load(weights_only=True)` allows besides (`torch.serialization.add_safe_globals` in torch itself), and
+    # what no pattern below covers: device meshes since torch 2.10, jagged tensors, and dimensions that may vary.
+    "torch.distributed._mesh_layout": frozenset(("_FlatLayout", "_MeshLayout")),
+    "torch.nested._internal.nested_tensor": frozenset(("_rebuild_njt",)),
+    "torch._dynamo.decorators": frozenset(("_DimRange",)),
     "torch.jit._pickle": _words(
         """
     build_intlist build_tensorlist build_doublelist build_boollist build_tensor_from_id restore_type_tag
     """
     ),
 }
-_TENSOR_TYPE = re.compile(r"(BFloat16|Bool|Byte|Char|Double|Float|Half|Int|Long|Short)(Tensor|Storage)")
+_TENSOR_TYPE = re.compile(
+    r"(BFloat16|Bool|Byte|Char|Complex(?:Double|Float)|Double|Float|Half|Int|Long|Short)(Tensor|Storage)"
+)
 
 
 @lru_cache(maxsize=4096)
@@ -220,7 +227,7 @@ def verdict(module: str, name: str) -> str:
 def _verdict(module: str, name: str) -> str:
     if name in _PYTHON.get(module, ()) or name in _TORCH.get(module, ()):
         return OWN
-    if module == "torch" and _TENSOR_TYPE.fullmatch(name):
+    if module in ("torch", "torch.cuda") and _TENSOR_TYPE.fullmatch(name):
         return OWN
     if name in _DATA.get(module, ()) or (module == "builtins" and name.endswith(("Error", "Exception", "Warning"))):
         return KNOWN

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -45,8 +45,11 @@ from ckpttool.operands.output import command
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.run import loading_model, plan_remap
 from ckpttool.report.renderers import json
-from ckpttool.tracing.build_model import CannotBuild
-from ckpttool.tracing.instances import wrapper_paths
+from ckpttool.tracing.build_model import CannotBuild, attempt, describe
+from ckpttool.tracing.instances import copied_state, is_dtensor, load_strictly, wrapper_paths
+from ckpttool.tracing.safe_state_dict import Maker, NotMade, stored
+
+_EXTRA_STATE = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -312,7 +315,10 @@ def _copied(value: Any, device: torch.device) -> Any:
         device = torch.device("cpu")
     if type(value) is torch.Tensor:
         return value.detach().to(device, copy=True)
-    return torch.zeros(value.shape, dtype=value.dtype, device=device)  # sharded
+    clone = None if is_dtensor(value) else attempt(value.detach().clone)
+    if isinstance(clone, torch.Tensor):
+        return clone
+    return torch.zeros(value.shape, dtype=value.dtype, device=device)  # sharded, or of a class that has no copies
 
 
 def put(
@@ -330,29 +336,53 @@ def put(
     if section is None:
         with _optimizer_state(model, optimizer, state):
             return 0
-    entries = section.entries
-    opaque = [
-        Problem("a pickled object, which only running its code can load", entry.key, "object")
-        for entry in entries
-        if isinstance(entry, ExtraEntry) and entry.value is None
-    ]
-    opaque += [
-        Problem(f"a tensor of layout {entry.layout}", entry.key, "kind")
-        for entry in entries
-        if isinstance(entry, TensorEntry) and entry.storage is None
-    ]
-    if opaque:
-        raise Refused(
-            f"only running code loads {plural(len(opaque), 'object')} of this file",
-            hint="if you trust the file: model.load_state_dict(torch.load(CKPT, weights_only=False))",
-            problems=opaque,
-        )
+    maker, problems = Maker(True), list[Problem]()
+    tensors: Any = OrderedDict()
     with comparing_checksums():
-        tensors: Any = OrderedDict((entry.key, mapped(entry)) for entry in section.tensors)
+        for entry in section.tensors:
+            tensors[entry.key] = mapped(entry) if entry.storage is not None else _created(entry, maker, problems)
+        objects = {extra.key: _created(extra, maker, problems) for extra in section.extras}
+    _check_created(problems)
     if section.modules is not None:
         tensors._metadata = section.modules
-    with _extra_state(innermost(model), section), _optimizer_state(model, optimizer, state):
+    extra_state = {key: value for key, value in objects.items() if key.rpartition(".")[2] == _EXTRA_STATE}
+    if len(extra_state) < len(objects):  # quantized layers keep their weights in objects, which only their code loads
+        with _own_loading(innermost(model), stored(section, True).state), _optimizer_state(model, optimizer, state):
+            return len(section.tensors)
+    with _extra_state(innermost(model), extra_state), _optimizer_state(model, optimizer, state):
         return len(swap_weights(model, tensors, definition, cast=cast, in_place=True).sources)
+
+
+def _created(entry: TensorEntry | ExtraEntry, maker: Maker, problems: list[Problem]) -> Any:
+    """Return the tensor or object that the safe loader of torch creates; add a problem if there is none."""
+    try:
+        return maker.value(entry)
+    except NotMade as reason:
+        kind = "kind" if isinstance(entry, TensorEntry) else "object"
+        problems.append(Problem(f"{reason}, which no safe loader creates", entry.key, kind))
+        return None
+
+
+def _check_created(problems: Sequence[Problem]) -> None:
+    if problems:
+        raise Refused(
+            f"only running code loads {plural(len(problems), 'object')} of this file",
+            hint="if you trust the file: model.load_state_dict(torch.load(CKPT, weights_only=False)); or declare the "
+            "classes as safe: torch.serialization.add_safe_globals([CLASS])",
+            problems=problems,
+        )
+
+
+@contextmanager
+def _own_loading(module: Module, state: Mapping[str, Any]) -> Iterator[None]:
+    """Let the module load the state dict itself; give it its old state if that or the block raises."""
+    before = copied_state(module.state_dict())
+    try:
+        load_strictly(module, state)
+        yield
+    except BaseException:
+        load_strictly(module, before)
+        raise
 
 
 def mapped(entry: TensorEntry) -> torch.Tensor:
@@ -372,16 +402,14 @@ def mapped(entry: TensorEntry) -> torch.Tensor:
 
 
 @contextmanager
-def _extra_state(module: Module, section: Section) -> Iterator[None]:
+def _extra_state(module: Module, states: Mapping[str, Any]) -> Iterator[None]:
     """Give the modules their extra state; take it back if the block raises."""
     before: list[tuple[Module, Any]] = []
     try:
-        for extra in section.extras:
-            path, _, name = extra.key.rpartition(".")
-            if name == nn.modules.module._EXTRA_STATE_KEY_SUFFIX:
-                part = module.get_submodule(path)
-                before.append((part, part.get_extra_state()))
-                part.set_extra_state(extra.value)
+        for key, value in states.items():
+            part = module.get_submodule(key.rpartition(".")[0])
+            before.append((part, part.get_extra_state()))
+            part.set_extra_state(value)
         yield
     except BaseException:
         for part, value in reversed(before):
@@ -401,23 +429,29 @@ def _optimizer_state(model: Module, optimizer: Optimizer | None, state: Mapping[
             hint="load the model with ckpttool, and the optimizer with FSDP.optim_state_dict_to_load",
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    maker, problems = Maker(True), list[Problem]()
 
     def value(path: tuple[str, ...], part: Any) -> Any:
-        if isinstance(part, ExtraEntry):
-            part = part.value
-        if not isinstance(part, TensorEntry):
+        if not isinstance(part, (TensorEntry, ExtraEntry)):
             return part
+        if isinstance(part, ExtraEntry) or part.storage is None:
+            return _created(part, maker, problems)
         tensor = torch_eval.load(part)
         if path[0] == "state" and path[1].isdecimal():
             parameter = parameters[int(path[1])]
             return placed(tensor, parameter) if tensor.shape == parameter.shape else tensor
         return tensor
 
+    with comparing_checksums():
+        loaded = rebuilt(state, value)
+    _check_created(problems)
     before = {name: vars(optimizer).get(name) for name in ("state", "param_groups")}
     try:
-        with comparing_checksums():
-            values = rebuilt(state, value)
-        optimizer.load_state_dict(values)
+        try:
+            optimizer.load_state_dict(loaded)
+        except Exception as error:
+            hint = "start the optimizer from scratch, and load the model alone"
+            raise Refused(f"torch does not load the optimizer state: {describe(error)}", hint=hint) from error
         yield
     except BaseException:
         vars(optimizer).update(before)

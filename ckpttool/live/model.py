@@ -26,7 +26,7 @@ from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.in_memory import bytes_of, check_memory, checkpoint_of, is_container, levels
 from ckpttool.operands.model import ModelOperand
 from ckpttool.tracing.build_model import LoadedModel
-from ckpttool.tracing.instances import dtype_name, is_dtensor, is_special, layout_of, listed, wrapper_paths
+from ckpttool.tracing.instances import dtype_name, is_dtensor, is_special, layout_of, listed, shape_of, wrapper_paths
 from ckpttool.tracing.memory import inside, token
 
 Model = Union[str, Names, LoadedModel, ModelOperand, nn.Module, ExportedProgram, Callable[[], nn.Module]]
@@ -171,11 +171,12 @@ def _is_plain(value: object) -> bool:
 def _description(tensor: torch.Tensor) -> str:
     """Describe a tensor without the values of its dense parts, but with the context of a wrapper subclass (a scale)."""
     context = tensor.__tensor_flatten__()[1] if hasattr(tensor, "__tensor_flatten__") else None
-    return repr((type(tensor).__name__, tensor.dtype, tuple(tensor.shape), context))
+    shape = "nested" if tensor.is_nested else tuple(tensor.shape)
+    return repr((type(tensor).__name__, tensor.dtype, shape, context))
 
 
 def _entry(key: str, tensor: torch.Tensor, storages: dict[int, Storage], first: Packed) -> TensorEntry:
-    shape, dtype, layout = tuple(tensor.shape), dtype_name(tensor.dtype), layout_of(tensor)
+    shape, dtype, layout = shape_of(tensor) or (), dtype_name(tensor.dtype), layout_of(tensor)
     if layout != "strided":
         nbytes = tensor.numel() * tensor.element_size()
         return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, None, layout, nbytes, payload=first)

@@ -41,6 +41,7 @@ from ckpttool.operands.checkpoint import (
 )
 from ckpttool.operands.model import ModelOperand, as_read, of_one_model, operand_of, read_for_model
 from ckpttool.operands.output import Target, command, outputs, target_for
+from ckpttool.remapping.by_position import notes_on_lists
 from ckpttool.remapping.companions import Companions, companions_of
 from ckpttool.remapping.gather import gather_ranks, merge_replicas, with_gathered_optimizers
 from ckpttool.remapping.loads import Loading, loaded_by, loading
@@ -254,6 +255,8 @@ def plan_remap(
             output=options.target(source.source),
         )
         done = with_optimizers(done, for_optimizers)
+    lists = notes_on_lists(done, names, None if other_model is None else to_names, request.renamings)
+    done = replace(done, notes=(*done.notes, *lists))
     return replace(done, changes_content=gathered is not None or changes_content(source, done))
 
 

@@ -609,15 +609,17 @@ def copied(module: nn.Module, real: bool) -> nn.Module:
     """Return a deep copy; on meta unless `real`, with tied and overlapping tensors tied in the same way."""
     memo: dict[int, Any] = {}
     storages: dict[int, torch.UntypedStorage] = {}
-    for tensor in () if real else (*module.parameters(), *module.buffers()):
+    for tensor in (*module.parameters(), *module.buffers()):
         plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
-        if not plain or tensor.is_quantized:
+        if not plain or tensor.is_quantized or tensor.is_nested or (real and 0 not in tensor.stride()):
             continue  # copied as it is
         storage = tensor.untyped_storage()
-        if storage._cdata not in storages:
+        if storage._cdata not in storages and real:
+            storages[storage._cdata] = storage.clone()  # `deepcopy` would not keep that it is expanded
+        elif storage._cdata not in storages:
             storages[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
             _DEVICES[storages[storage._cdata]] = device_for_real(tensor)
-        twin = torch.empty(0, dtype=tensor.dtype, device="meta")
+        twin = torch.empty(0, dtype=tensor.dtype, device=storages[storage._cdata].device)
         twin.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin

@@ -24,6 +24,7 @@ from ckpttool.core.values import dataclass
 from ckpttool.optimizers import forms
 from ckpttool.tracing.build_model import LoadedModel, find, prints_once, says_meta, user_code
 from ckpttool.tracing.instances import dtype_name, is_cheap, memory_available
+from ckpttool.tracing.safe_state_dict import Maker, NotMade
 
 _FORM = "an optimizer is a function of the model that returns a torch.optim.Optimizer: file.py:make_optimizer"
 _OWNER = "ckpttool.owner"  # added to the state of each parameter, to see which parameter gets it
@@ -240,7 +241,15 @@ class _Trial:
         saved = self.section.mapping or {}
         if self.form != FLAT:
             saved = {name: saved.get(name) for name in (STATE, GROUPS)}
-        return copy.deepcopy(dict(rebuilt(saved, lambda _, value: self._value(value))))
+        tensors: dict[int, Any] = {}  # they are new, and some kinds cannot be copied
+
+        def value(_: tuple[str, ...], part: Any) -> Any:
+            new = self._value(part)
+            if isinstance(new, torch.Tensor):
+                tensors[id(new)] = new
+            return new
+
+        return copy.deepcopy(dict(rebuilt(saved, value)), tensors)
 
     def _value(self, value: Any) -> Any:
         """Return a tensor of zeros, or without data; a single element is real: steps read their counter."""
@@ -248,12 +257,20 @@ class _Trial:
             return value.value
         if not isinstance(value, TensorEntry):
             return value
+        if value.storage is None and self.real:
+            try:
+                return Maker(True).value(value)
+            except NotMade as reason:
+                raise CkptError(f"it has {reason}, which no safe loader creates", hint="") from reason
         dtype = getattr(torch, value.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise CkptError(f"no tensor of dtype {value.dtype} can be made", hint="")
-        if value.numel == 1:
-            return torch.ones(value.shape, dtype=dtype)
-        return torch.zeros(value.shape, dtype=dtype, device=None if self.real else "meta")
+        try:
+            if value.numel == 1:
+                return torch.ones(value.shape, dtype=dtype)
+            return torch.zeros(value.shape, dtype=dtype, device=None if self.real else "meta")
+        except (NotImplementedError, RuntimeError) as error:  # quantized dtypes
+            raise CkptError(f"no tensor of dtype {value.dtype} can be made", hint="") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,8 +107,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the shape; None for a lazy parameter, which has none yet."""
-    return None if torch.nn.parameter.is_lazy(tensor) else tuple(tensor.shape)
+    """Return the shape; None for a lazy parameter, which has none yet, and for a nested tensor, which has several."""
+    return None if torch.nn.parameter.is_lazy(tensor) or tensor.is_nested else tuple(tensor.shape)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor is a dense one of torch's own classes."""
+    is_own = type(tensor) in (torch.Tensor, nn.Parameter)
+    return is_own and tensor.layout == torch.strided and not tensor.is_nested
 
 
 def layout_of(tensor: torch.Tensor) -> str:
@@ -117,6 +123,8 @@ def layout_of(tensor: torch.Tensor) -> str:
         return "subclass"
     if tensor.is_quantized:
         return "quantized"
+    if tensor.is_nested:
+        return "nested"
     if tensor.layout != torch.strided:
         return str(tensor.layout).removeprefix("torch.")
     return "meta" if tensor.device.type == "meta" else "strided"
@@ -221,8 +229,7 @@ def fill(model: nn.Module, filling: Filling, only: Collection[str] | None = None
             tensor = item.tensor
             if only is not None and item.first not in only:
                 continue
-            plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
-            if not plain or tensor.is_quantized or tensor.device.type != "cpu" or 0 in tensor.stride():
+            if not is_plain(tensor) or tensor.is_quantized or tensor.device.type != "cpu" or 0 in tensor.stride():
                 continue
             if isinstance(filling, str):
                 if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
@@ -307,8 +314,7 @@ def copied_state(state: Mapping[str, object]) -> OrderedDict[str, Any]:
     for key, value in state.items():
         copied[key] = value
         if isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value):
-            plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided
-            if value.device.type == "meta" and plain:
+            if value.device.type == "meta" and is_plain(value):
                 copied[key] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
             else:
                 copied[key] = _clone(key, value)

@@ -38,6 +38,7 @@ from ckpttool.tracing.instances import (
     filled,
     is_cheap,
     is_dtensor,
+    is_plain,
     is_special,
     listed,
     load_strictly,
@@ -330,7 +331,7 @@ def _other_state(model: LoadedModel, seed: int, state: Mapping[str, Any]) -> Map
     """Return the state dict of an instance with other values; integers that are still the same are changed too."""
     copied = copied_state(filled(model, seed).state_dict())
     for key, value in copied.items():
-        plain = type(value) is torch.Tensor and value.layout == torch.strided
+        plain = type(value) is torch.Tensor and is_plain(value)
         if plain and value.dtype in _INTEGERS and same(value, state.get(key, value)):
             copied[key] = others(value)
     return copied

@@ -350,7 +350,8 @@ def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[torch.Tenso
 
 
 def _on_meta(arg: Any) -> Any:
-    if isinstance(arg, torch.Tensor) and arg.device.type != "meta" and arg.layout == torch.strided:
+    is_dense = isinstance(arg, torch.Tensor) and arg.layout == torch.strided and not arg.is_nested
+    if is_dense and arg.device.type != "meta":
         return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="meta")
     if isinstance(arg, (list, tuple)):
         return [_on_meta(item) for item in arg]

@@ -66,7 +66,7 @@ def stored(section: Section, real: bool) -> Stored:
     Raises `CkptError` if the file does not hold what its entries say.
     """
     state: OrderedDict[str, Any] = OrderedDict()
-    weights, others = _Maker(real), _Maker(True)
+    weights, others = Maker(real), Maker(True)
     unknown: list[Problem] = []
     entries: tuple[TensorEntry | ExtraEntry, ...] = (*section.tensors, *section.extras)
     with logs_as_warnings():
@@ -87,7 +87,7 @@ def stored(section: Section, real: bool) -> Stored:
 
 
 @dataclass(slots=True, eq=False)
-class _Maker:
+class Maker:
     """Create the objects of one file's nodes; one object in the file is one object here.
 
     The payload of an entry is a node of a torch file, the name of a record, or an object of a state dict in memory.

@@ -27,6 +27,7 @@ from ckpttool.tracing.instances import (
     failure_of_loading,
     filled,
     is_cheap,
+    is_plain,
     listed,
     metadata_of,
     on_meta_or_real,
@@ -94,7 +95,7 @@ def _tried(model: LoadedModel, fillings: Iterable[tuple[Filling, Filling]]) -> t
         source, target = filled(model, filling), filled(model, other)
         for item in listed(target):  # change integers, to see which are not loaded
             tensor = item.tensor
-            plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_quantized
+            plain = type(tensor) is torch.Tensor and is_plain(tensor) and not tensor.is_quantized
             if plain and tensor.dtype in (torch.int64, torch.int32) and 0 not in tensor.stride():
                 tensor += 1
         expected = values_of(source)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,15 @@ from ckpttool.tracing.copy_module import copy_of
 
 X = torch.ones(3, 4)
 CASES: dict[str, Callable[[], nn.Module]] = {}
+
+
+_LOG = open(os.devnull)  # noqa: SIM115
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    _LOG.close()
 
 
 def case(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -80,7 +90,7 @@ def lock() -> nn.Module:
 @case
 def log_file() -> nn.Module:
     model = base()
-    model.log = Path(__file__).open()  # noqa: SIM115
+    model.log = _LOG
     return model
 
 

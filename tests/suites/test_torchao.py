@@ -170,3 +170,32 @@ def test_rename_roundtrip(name: str, tmp_path: Path) -> None:
     assert loads(build(name, 1), back) == (name not in NOT_LOADED)
     assert ckpttool.diff(str(first), str(back), values=True).identical
     assert not ckpttool.diff(str(first), str(other), values=True).identical
+
+
+def _linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_state_of_low_bit_optimizers_is_loaded(name: str, tmp_path: Path) -> None:
+    make = getattr(pytest.importorskip("torchao.optim"), name)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+
+    saved = _linear()
+    optimizer = make(saved.parameters(), lr=0.1)
+    step(saved, optimizer)
+    torch.save({"model": saved.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "in.pt")
+    model = _linear()
+    fresh = make(model.parameters(), lr=0.1)
+    ckpttool.load(tmp_path / "in.pt", model, fresh)
+    for own, other in zip(optimizer.state_dict()["state"].values(), fresh.state_dict()["state"].values()):
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert type(other[key]) is type(own[key])
+            assert torch.equal(own[key].dequantize(), other[key].dequantize())
+    step(model, fresh)
+    diff = ckpttool.diff(tmp_path / "in.pt", model=_linear, optimizer=lambda model: make(model.parameters(), lr=0.1))
+    assert diff.identical

@@ -236,6 +236,10 @@ def _from_type(args: Any, storages: Storages, depth: int) -> TensorEntry:
     parts = _inner(args[2:], storages, depth)
     nbytes = sum(part.nbytes for part in parts)
     if not is_tensor(call):  # a class with its own function: of its geometry only the dtype is known
+        options = inner[0] if type(inner) is tuple and inner and type(inner[0]) is dict else {}
+        values = options.get("values")  # of a jagged tensor, next to its offsets
+        if is_tensor(values):
+            parts = [_read(values, storages, depth + 1)]
         return unnamed(parts[0].dtype if parts else "float32", (), (), 0, None, "subclass", nbytes)
     found = _read(call, storages, depth + 1)
     if is_torch(kind) and kind.name in _PLAIN_TYPES:

@@ -1,0 +1,77 @@
+"""Lists of tensors in a file that belong to the model's parameters by position, as a moving average keeps them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.core.expression import Ref
+from ckpttool.core.names import Names
+from ckpttool.core.text import Note, plural
+from ckpttool.optimizers.identify import Parameters
+from ckpttool.optimizers.transform import between
+from ckpttool.remapping.optimizer import by_rules
+from ckpttool.remapping.plan import Remap
+from ckpttool.ruleset.patterns import Renaming
+
+Shape = tuple[int, ...]
+
+
+def notes_on_lists(done: Remap, old: Names | None, new: Names | None, rules: Sequence[Renaming]) -> tuple[str, ...]:
+    """Return a note on each list of the file that no longer fits the parameters after the remap, because they change.
+
+    A list belongs to the parameters if it has their number and shapes. `old` are the names of the model that saved the
+    file, `new` of the model that will load it.
+    """
+    effect = done.narrowed or done.model
+    if old is not None and new is not None:
+        changes = not _keeps_order(old, new, rules)
+    else:
+        changes = effect is not None and not effect.keeps_places
+    if not changes:
+        return ()
+    orders = [] if old is None else _orders_of(old)
+    if effect is not None:
+        orders.append(_shapes_of(effect.section))
+    notes = []
+    for path, shapes in _lists(done.result).items():
+        if shapes in orders:
+            text = (
+                f"{path} is a list of {plural(len(shapes), 'tensor')} with the shapes of the parameters, in their old "
+                "order: it does not follow them, and does not fit the new model"
+            )
+            notes.append(Note(text, "by-position"))
+    return tuple(notes)
+
+
+def _keeps_order(old: Names, new: Names, rules: Sequence[Renaming]) -> bool:
+    """Return whether the new model has the parameters of the old one, in the same order."""
+    before, after = Parameters(old).shapes, Parameters(new).shapes
+    sources = between(old, new, {name: by_rules(name, rules) for name in before})
+    return [sources.get(name) for name in after] == [Ref(name) for name in before]
+
+
+def _orders_of(names: Names) -> list[list[Shape | None]]:
+    """Return the shapes of all parameters, and of the trainable ones, in the order of ``model.parameters()``."""
+    parameters = Parameters(names)
+    return [list(parameters.shapes.values()), [parameters.shapes[name] for name in parameters.trainable]]
+
+
+def _shapes_of(section: Section) -> list[Shape | None]:
+    """Return the shapes of the model's tensors in the file, each once."""
+    second = section.aliases()
+    return [entry.shape for entry in section.tensors if entry.key not in second]
+
+
+def _lists(checkpoint: Checkpoint) -> dict[str, list[Shape | None]]:
+    """Return the shapes of the tensors in each list outside of state dicts, by the list's path."""
+    items: dict[str, dict[tuple[int, ...], TensorEntry]] = defaultdict(dict)
+    for section in checkpoint.sections:
+        for entry in section.tensors if section.kind == "other" else ():
+            path, index = entry.key.split("."), list[int]()
+            while len(path) > 1 and path[-1].isdecimal():
+                index.insert(0, int(path.pop()))
+            if index:
+                items[".".join(path)][tuple(index)] = entry
+    return {path: [found[index].shape for index in sorted(found)] for path, found in items.items()}
