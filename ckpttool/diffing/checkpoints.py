@@ -66,7 +66,7 @@ def checkpoints(
     hidden = () if names is not None else hidden_segments(entries, sides)
     adapters = adapter_notes(mine.keys, theirs.keys, sides)
     other_notes, compared = _compare_others(left, right, (mine, theirs), names, values, sides, options)
-    other_notes = [*_tie_notes(left, right, entries, sides), *other_notes]
+    other_notes = [*_tie_notes(left, right, entries, sides), *_metadata_notes(left, right, sides), *other_notes]
     versions, failure = _compare_versions(left, right, (mine, theirs), names, sides)
     return Diff(
         left.source,
@@ -78,7 +78,7 @@ def checkpoints(
         inferred=suggestions(left, right, entries, values is not None) if infers and names is None else None,
         harmless=harmless,
         has_other_notes=any(not isinstance(note, Info) for note in other_notes),
-        compared={"keys": True, "shapes": True, "dtypes": not options.ignore_dtype, **compared, "aliases": True},
+        compared={"keys": True, "shapes": True, "dtypes": not options.ignore_dtype, **compared},
         outlines=(outlines(mine), outlines(theirs)),
     )
 
@@ -181,6 +181,22 @@ def _tie_notes(left: Checkpoint, right: Checkpoint, entries: Sequence[Entry], si
             yield Note(text, "ties") if FORMATS[other.format].aliases else Info(text, "ties")
 
 
+def _metadata_notes(left: Checkpoint, right: Checkpoint, sides: Sides) -> Iterator[str]:
+    """Yield a note on the entries of ``__metadata__`` that differ; information if only one of the formats has it."""
+    if left.metadata == right.metadata:
+        return
+    differing = []
+    for name in dict.fromkeys((*left.metadata, *right.metadata)):
+        if name not in right.metadata:
+            differing.append(f"{name} (in {sides[0]} only)")
+        elif name not in left.metadata:
+            differing.append(f"{name} (in {sides[1]} only)")
+        elif left.metadata[name] != right.metadata[name]:
+            differing.append(name)
+    text = f"the metadata of the files (__metadata__) differs: {some(differing)}"
+    yield Note(text, "metadata") if left.format == right.format else Info(text, "metadata")
+
+
 # Everything besides the two models
 
 
@@ -267,7 +283,7 @@ def _compare_others(
             notes.append(Note(f"non-tensor entries with different values: {some(unlike)}", "other-sections"))
     compared = {
         "values": values is not None,
-        **dict.fromkeys(("aliases", "metadata"), False),
+        **dict.fromkeys(("aliases", "metadata"), True),
         **dict.fromkeys(("optimizers", "other_sections"), not skipped),
         "objects": values is not None,
     }
@@ -284,12 +300,14 @@ def _compare_versions(
     With the `names` of a model, loading is compared. A format without a place for versions is no difference by itself.
     """
     others = other_versions_of(*models)
-    if not others or names is not None:
+    if not others:
         return [], ""
     has_place = all(model.modules or holds_versions(side) for model, side in zip(models, (left, right)))
     decisive = [one for one in others if one.effect is Effect.LOADING or (one.effect is Effect.UNKNOWN and has_place)]
     lost = sides[0] if not models[0].modules else sides[1]
     cause = f"{lost} lost its module versions" if others[0].is_lost else "the module versions differ"
+    if names is not None:  # the model's own loading was compared
+        return [Info(f"{cause} (_metadata): {some([*map(str, others)])}", "module-versions")], ""
     if not decisive:
         doubt = "only the model's code tells if loading depends on them"
         known = all(one.effect is Effect.NOTHING for one in others)

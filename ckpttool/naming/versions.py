@@ -38,6 +38,8 @@ class OtherVersion:
     is_lost: bool
 
     def __str__(self) -> str:
+        if self.left == self.right:
+            return f"{self.path or '(root)'} (other fields than the version)"
         left, right = ("no version" if one is None else f"version {one}" for one in (self.left, self.right))
         return f"{self.path or '(root)'} ({left} and {right})"
 

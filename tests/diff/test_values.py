@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from command import Run
+from command import Run, notes_in
 
 
 @pytest.mark.parametrize(
@@ -29,3 +30,18 @@ def test_elements_that_are_not_finite_are_counted_on_each_side(
     torch.save({"w": torch.tensor(right, dtype=dtype)}, tmp_path / "right.pt")
     done = run("diff", tmp_path / "left.pt", tmp_path / "right.pt", "--values", "--format", "json")
     assert [entry["detail"] for entry in done.data["entries"]] == [detail]
+
+
+def test_metadata_of_safetensors_is_compared(tmp_path: Path, run: Run) -> None:
+    tensors = {"w": torch.ones(1)}
+    save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt", "step": "1"})
+    save_file(tensors, tmp_path / "b.safetensors", metadata={"format": "pt", "step": "2", "more": "x"})
+    torch.save(tensors, tmp_path / "c.pt")
+    same = run("diff", tmp_path / "a.safetensors", tmp_path / "a.safetensors", "--format", "json").data
+    assert (same["compared"]["metadata"], notes_in(same)) == (True, [])
+    arguments = ("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    done = run(*arguments, "--format", "json")
+    assert done.status == 0
+    assert notes_in(done.data) == ["the metadata of the files (__metadata__) differs: step, more (in right only)"]
+    assert run(*arguments, "--values", "--whole").status == 1
+    assert run("diff", tmp_path / "a.safetensors", tmp_path / "c.pt", "--values", "--whole").status == 0
