@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from array import array
 from bisect import bisect_right
@@ -15,6 +16,7 @@ from typing import cast
 from ckpttool.core.checkpoint import Span
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.values import dataclass
+from ckpttool.io.paths import is_url
 
 _MOST = 10_000_000  # records that are noted, with 20 bytes each
 
@@ -123,6 +125,23 @@ def boundary(path: str, at: int) -> int:
     return max([at, *ends])
 
 
+def file_version(path: str) -> object:
+    """Return what tells a local file from another one at the same path; None for a URL, or if there is no file."""
+    try:
+        state = None if is_url(path) else os.stat(path)
+    except (OSError, ValueError):  # opening it says what is wrong
+        return None
+    return None if state is None else (state.st_ino, state.st_size, state.st_mtime_ns)
+
+
+def _forget_other_files() -> None:
+    """Forget the archives of files that have another file at their place now."""
+    versions = {path: file_version(path) for path in dict.fromkeys(path for path, _ in _archives)}
+    for key, archive in list(_archives.items()):
+        if archive.version != versions[key[0]]:
+            del _archives[key]
+
+
 def _of(path: str) -> list[_Archive]:
     return [archive for archive in _archives.values() if archive.path == path]
 
@@ -136,6 +155,7 @@ def comparing(read: Callable[[Span], Iterable[memoryview]]) -> Iterator[None]:
     if _comparing.get():
         yield
         return
+    _forget_other_files()
     token = _comparing.set(True)
     try:
         yield
