@@ -46,7 +46,7 @@ class DiffKeywords(CheckKeywords, CompareKeywords, total=False):
     """Options of `diff`."""
 
     whole: bool
-    fail_on: str | None
+    fail_on: str | Sequence[str] | None
     ignore: str | Sequence[str] | None
     ignore_file: str | None
     fail_on_unused: bool

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from ckpttool.evaluate.compare import Difference
 
 
-def statuses_in(text: str) -> frozenset[str]:
-    """Return the statuses in ``missing,shape``. Raises `CkptError` for an unknown one."""
+def statuses_in(text: str | Sequence[str]) -> frozenset[str]:
+    """Return the statuses in ``missing,shape``, or in several such texts. Raises `CkptError` for an unknown one."""
     known = STATUSES[1:]
-    statuses = [word.strip() for word in text.split(",")]
+    texts = several(text) or ()
+    statuses = [word.strip() for part in texts for word in part.split(",")]
     for status in statuses:
         if status not in known:
             raise CkptError(f"unknown status {status!r}", hint=f"use one of {', '.join(known)}")
@@ -84,8 +85,10 @@ class DiffOptions(OptimizerOptions, CompareOptions):
     whole: Annotated[bool, Option("--whole", "Also compare optimizer state and other entries.")] = False
 
     fail_on: Annotated[
-        str | None,
-        Option("--fail-on STATUS,...", "Status 1 for these differences only.", "What fails", check=statuses_in),
+        Sequence[str] | None,
+        Option(
+            "--fail-on STATUS,...", "Status 1 for these differences only. Repeatable.", "What fails", check=statuses_in
+        ),
     ] = None
     ignore: Annotated[
         Sequence[str] | None,
@@ -99,7 +102,8 @@ class DiffOptions(OptimizerOptions, CompareOptions):
     ] = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ignore", several(self.ignore))
+        for name in ("fail_on", "ignore"):
+            object.__setattr__(self, name, several(getattr(self, name)))
 
     @property
     def says_what_fails(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ckpttool.core.checkpoint import Section
+from ckpttool.core.errors import Problem
 from ckpttool.core.names import HOOK, Hook, Names
 from ckpttool.core.schema import (
     COUNT,
@@ -108,6 +109,11 @@ class Entry:
         reason, hook = "" if self.cause is None else self.cause.text(sides), self.hook
         return reason if hook is None else f"{reason}: {hook.function} ({hook.file}:{hook.line})"
 
+    def problem(self, key: str, sides: Sides = SIDES) -> Problem:
+        """Return it as a problem of an error; its kind is the status."""
+        text = ": ".join(filter(None, (self.why(sides), self.detail))) or self.status
+        return Problem(text, key, self.status)
+
     @property
     def statuses(self) -> frozenset[str]:
         """Its status, and what else differs: the dtype, the name."""
@@ -201,8 +207,8 @@ class Diff:
     options; `unused_ignores` are ignore entries that matched nothing, and `failing_ignores` counts them if they are
     the only failure. `has_other_notes`: some notes are about differences outside of the two models. `compared` says
     whether a difference in each of the `ASPECTS` would be found, and `scope` how exactly values were compared, or
-    what compares them. `refused` are statuses that
-    torch refuses even with ``strict=False``, which `--fail-on` cannot leave out. `outlines` are the known tensors of each side by key, in its order.
+    what compares them. `refused` are statuses that torch refuses even with ``strict=False``, which `--fail-on` cannot
+    leave out. `outlines` are the known tensors of each side by key, in its order.
     """
 
     left: str
@@ -240,6 +246,12 @@ class Diff:
     def summary(self) -> dict[str, int]:
         """Status -> number of entries, in the order of `STATUSES`, without zeros."""
         return count_of(STATUSES, Counter(entry.status for entry in self.entries))
+
+    def problems(self, sides: Sides = SIDES) -> list[Problem]:
+        """Return everything that differs as problems of an error, what no entry shows under the name of the left."""
+        differing = filter(self.is_difference, self.entries)
+        problems = [entry.problem(" -> ".join((*entry.left, *entry.right)), sides) for entry in differing]
+        return problems or [Problem(self.other_failure or "different", self.left, "torch-error")]
 
     @property
     def ignored(self) -> dict[str, int] | None:

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from ckpttool.core.codes import CODES
-from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.options import FixOptions, OutputOptions, expand_options, keywords_of
 from ckpttool.core.text import code_of
 from ckpttool.diffing.options import DiffOptions
@@ -69,9 +69,7 @@ def applicable(found: Diff, shows: str) -> Fix:
     unfixed = {key for one in found.unfixed for key in one.keys}
     differences = list(filter(found.is_difference, found.entries))
     left_over = [entry for entry in differences if unfixed.intersection((*entry.left, *entry.right))]
-    problems = [
-        Problem(": ".join(filter(None, (entry.why(), entry.detail))) or entry.status, (*entry.right, *entry.left)[0])
-        for entry in left_over or differences
-    ]
+    problems = [entry.problem((*entry.right, *entry.left)[0]) for entry in left_over or differences]
+    problems = problems or found.problems()
     hint = f"{shows} shows what differs, why, and what fixes a part of it"
     raise Refused(f"no command fixes {found.left} completely", hint=hint, problems=problems)

@@ -134,7 +134,7 @@ def _fitting_model(source: Checkpoint, model: ModelOperand, cast: bool) -> tuple
         raise Refused(
             f"only the model's own code loads {plural(len(computed), 'tensor')} of this file",
             hint="let the model load the state dict itself, with load_state_dict",
-            problems=[Problem(entry.why(), key) for entry in computed for key in entry.left],
+            problems=[Problem(entry.why(), key, "opaque") for entry in computed for key in entry.left],
         )
     return model_section(source), None if fix is None else str(fix)
 
@@ -153,7 +153,8 @@ def _fitting_state(source: Checkpoint, model: ModelOperand) -> tuple[str, Mappin
             answer = suggest.answered(question)
             notes = [note for note in answer.notes if code_of(note) != "other-sections"]  # `_fitting_model` fixes that
             hint = "; ".join((*answer.fix, *notes[-2:])) or "start the optimizer from scratch"
-            raise Refused(f"the optimizer state of {source.source} does not fit this optimizer", hint=hint)
+            message = f"the optimizer state of {source.source} does not fit this optimizer"
+            raise Refused(message, hint=hint, problems=diff.problems((source.source, "the optimizer")))
         remap = replace(remap, optimizer_keys=ID)
     saved_by = model.with_optimizer(remap.optimizer)
     done = plan_remap(source, remap, saved_by, loading_model(remap, saved_by))
@@ -187,10 +188,11 @@ def check_names(model: Any, path: str, **options: Unpack[OptimizerKeywords]) -> 
         raise CkptError(f"{path} does not exist", hint=f"{again} writes it")
     diff = diff_with_fix(path, model=model, **options)
     if not diff.identical:
-        changed = [entry for entry in diff.entries if diff.is_difference(entry)]
-        sides = path, "the model"
-        problems = [Problem(entry.why(sides), " -> ".join((*entry.left, *entry.right))) for entry in changed]
-        message = f"{plural(len(changed), 'name')} of the model changed since {path} was written"
+        problems = diff.problems((path, "the model"))
+        count = sum(map(diff.is_difference, diff.entries))
+        message = f"{plural(count, 'name')} of the model changed since {path} was written"
+        if not count:
+            message = f"the model is not as it was when {path} was written: {diff.other_failure}"
         raise Refused(message, hint=f"if checkpoints may change, {again} accepts it", problems=problems)
 
 
@@ -279,12 +281,12 @@ def put(
             return 0
     entries = section.entries
     opaque = [
-        Problem("a pickled object, which only running its code can load", entry.key)
+        Problem("a pickled object, which only running its code can load", entry.key, "object")
         for entry in entries
         if isinstance(entry, ExtraEntry) and entry.value is None
     ]
     opaque += [
-        Problem(f"a tensor of layout {entry.layout}", entry.key)
+        Problem(f"a tensor of layout {entry.layout}", entry.key, "kind")
         for entry in entries
         if isinstance(entry, TensorEntry) and entry.storage is None
     ]
