@@ -178,11 +178,14 @@ class Fix(str):
     complete: bool
     tried: bool
     options: Any  # of the remap that it is, if that was tried, is complete and guesses nothing
+    source: str  # the operand of that remap, if it is a section of left
 
-    def __new__(cls, command: str, *, complete: bool = False, tried: bool = False, options: Any = None) -> Self:
+    def __new__(
+        cls, command: str, *, complete: bool = False, tried: bool = False, options: Any = None, source: str = ""
+    ) -> Self:
         """Return the command."""
         fix = super().__new__(cls, command)
-        fix.complete, fix.tried, fix.options = complete, tried, options
+        fix.complete, fix.tried, fix.options, fix.source = complete, tried, options, source
         return fix
 
 

@@ -21,7 +21,7 @@ from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix, Remedy, Unfixed
 from ckpttool.diffing.sections import without_segment
 from ckpttool.fixes.candidates import Candidate, own_keys, to_compare, to_load, to_load_model
 from ckpttool.fixes.rules_file import by_file, renamed, suggested, with_file
-from ckpttool.fixes.trial import Question, Trial, try_remap, try_swap
+from ckpttool.fixes.trial import Question, Trial, model_path, try_remap, try_swap
 from ckpttool.formats.rank_files import one_rank
 from ckpttool.formats.registry import MEMORY
 from ckpttool.naming.wrappers import ADAPTERS, canonical_keys
@@ -72,7 +72,8 @@ class Fixes(NamedTuple):
             is_all = not (self.is_partial or self.unfixed)
             complete = tried and is_all and (line.complete if isinstance(line, Fix) else True)
             options = line.options if is_all and not self.is_inferred and isinstance(line, Fix) else None
-            fix.append(Fix(line, complete=complete, tried=tried, options=options))
+            source = line.source if options is not None and isinstance(line, Fix) else ""
+            fix.append(Fix(line, complete=complete, tried=tried, options=options, source=source))
         notes = [*diff.notes, *[PART] * self.is_partial, *[INFERRED] * self.is_inferred, *self.notes]
         if unknown:
             notes.append(Info(f"not tried, because the result depends on {' and '.join(unknown)}", "untried"))
@@ -149,6 +150,8 @@ def _fixes(question: Question) -> Fixes:
     if swap is not None and swap.after.identical:
         return Fixes((swap.fix,))
     best = _best_remap(question)
+    if best is None or not best.after.identical or best.infers:
+        best = _selected(question) or best
     drops, infers = best is not None and best.drops, best is not None and best.infers
     if swap is not None and drops:
         best, drops, infers = None, False, False  # the program takes what only a remap would drop
@@ -160,6 +163,10 @@ def _fixes(question: Question) -> Fixes:
         if with_model and swap is None and not infers:
             commands = []
     notes = [*swap_notes, *[OWN_NAMES] * (swap is not None), *[DROPPED] * drops]
+    if best is not None and best.options.select is not None and best.left_out:
+        count = plural(len(best.left_out), "entry")
+        text = f"the command leaves out {count} of left that the model does not have: {some(best.left_out)}"
+        notes.append(Info(text, "leaves-keys"))
     is_partial, unfixed = False, tuple[Unfixed, ...]()
     if not with_model and swap is None:
         is_partial = best is not None and not best.after.identical
@@ -191,6 +198,28 @@ def _best_remap(question: Question) -> Trial | None:
         if fix is not None:
             best, fewest = fix, question.remaining(fix.after)
     return best
+
+
+def _selected(question: Question) -> Trial | None:
+    """Return the remap that takes the model's keys from below the only prefix under which left has all of them.
+
+    What is not below the prefix is left out: the model has no place for it. If other sections stand against that, such
+    as an optimizer of all parameters, the section of the model is taken alone.
+    """
+    left = question.left
+    if left is None or question.right is not None or question.model is None or question.parts or one_rank(left):
+        return None
+    sources = [question]
+    path = model_path(left)
+    if path and split(left.source)[1] is None and left.format != MEMORY.name:
+        sources.append(replace(question, left=open_operand(left.part(path)), opened=None))
+    for prefix in dict.fromkeys(found[0] for found in question.prefixes if len(found) == 1 and found[0]):
+        for number, asked in enumerate(sources):
+            for options in (RemapOptions(select=prefix), RemapOptions(select=prefix, to="serialized")):
+                trial = try_remap(asked, options, prefix.rpartition(".")[2], loses_keys=True)
+                if trial is not None and trial.after.identical and not trial.stateless:
+                    return replace(trial, part=number > 0)
+    return None
 
 
 def _swap_fix(question: Question) -> tuple[Trial | None, list[str]]:

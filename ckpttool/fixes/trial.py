@@ -10,6 +10,7 @@ from typing import Any
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import refs
+from ckpttool.core.text import dotted
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.names import suggestions
 from ckpttool.diffing.options import DiffOptions
@@ -153,7 +154,8 @@ class Question:
 class Trial:
     """A command that works, as its options, and the answer after it has run.
 
-    `stateless` are parameters that it leaves out of an optimizer, with their state.
+    `stateless` are parameters that it leaves out of an optimizer, with their state, `left_out` are the paths of
+    tensors and other entries of the state dict that it leaves out. `part`: the operand is a section of left.
     """
 
     verb: str
@@ -161,13 +163,16 @@ class Trial:
     options: RemapOptions | SwapOptions
     after: Diff
     stateless: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    part: bool = False
 
     @property
     def fix(self) -> Fix:
         """The command line."""
         line = command(self.verb, self.operands, self.options)
         remap = self.options if self.after.identical and self.verb == "remap" and not self.stateless else None
-        return Fix(line, complete=self.after.identical, tried=True, options=remap)
+        source = self.operands[0] if self.part else ""
+        return Fix(line, complete=self.after.identical, tried=True, options=remap, source=source)
 
     @property
     def drops(self) -> bool:
@@ -181,11 +186,17 @@ class Trial:
 
 
 def try_remap(
-    question: Question, options: RemapOptions, word: str, most: int | None = None, *, loses_state: bool = False
+    question: Question,
+    options: RemapOptions,
+    word: str,
+    most: int | None = None,
+    *,
+    loses_state: bool = False,
+    loses_keys: bool = False,
 ) -> Trial | None:
     """Return the remap of the left checkpoint with these options; None if it is refused, if no format can hold the
     result, if it loses something, or if `most` differences or more are left. With `loses_state` it may leave parameters
-    of an optimizer out.
+    of an optimizer out, with `loses_keys` keys of the state dict.
 
     `options` are as printed; what is read already is reused. `word` is part of the output's name, whose ending may
     change to the ending of a format that holds more.
@@ -205,8 +216,9 @@ def try_remap(
     except CkptError:
         return None
     stateless = tuple(name for optimizer in result.optimizers for name in optimizer.dropped)
-    if (stateless and not loses_state) or _loses(source, result, question.model):
+    if (stateless and not loses_state) or (not loses_keys and _loses(source, result, question.model)):
         return None
+    left_out = tuple(dotted(one.section, one.key) for one in result.plan.dropped if one.reason != NO_COUNTER)
     for out in outputs(source.source, word):
         try:
             target = target_for(out, source)
@@ -223,9 +235,8 @@ def try_remap(
                 after = question.ask_again(fitted, question.right, reads_values=True)
         except CkptError:
             continue
-        return Trial(
-            "remap", (source.source,), replace(options, out=out, partial=bool(result.missing)), after, stateless
-        )
+        printed = replace(options, out=out, partial=bool(result.missing))
+        return Trial("remap", (source.source,), printed, after, stateless, left_out)
     return None
 
 
