@@ -18,6 +18,7 @@ from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix, Outlines, names_
 from ckpttool.diffing.run import run
 from ckpttool.diffing.sections import compare, explain_computed
 from ckpttool.fixes.rules_file import Rules, suggested
+from ckpttool.formats.torch.nodes import entries_with_code
 from ckpttool.naming.convert import MADE_AGAIN
 from ckpttool.naming.match import aliases, prefixes
 from ckpttool.naming.wrappers import canonical_keys
@@ -156,6 +157,7 @@ class Trial:
 
     `stateless` are parameters that it leaves out of an optimizer, with their state, `left_out` are the paths of
     tensors and other entries of the state dict that it leaves out. `part`: the operand is a section of left.
+    `code` are the paths of entries that it leaves out because loading them would run code.
     """
 
     verb: str
@@ -165,6 +167,7 @@ class Trial:
     stateless: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     part: bool = False
+    code: tuple[str, ...] = ()
 
     @property
     def fix(self) -> Fix:
@@ -177,7 +180,7 @@ class Trial:
     @property
     def drops(self) -> bool:
         """Whether it leaves tensors out."""
-        return isinstance(self.options, RemapOptions) and bool(self.options.drop)
+        return isinstance(self.options, RemapOptions) and not set(self.options.drop or ()) <= set(self.code)
 
     @property
     def infers(self) -> bool:
@@ -193,10 +196,12 @@ def try_remap(
     *,
     loses_state: bool = False,
     loses_keys: bool = False,
+    code: tuple[str, ...] = (),
 ) -> Trial | None:
     """Return the remap of the left checkpoint with these options; None if it is refused, if no format can hold the
     result, if it loses something, or if `most` differences or more are left. With `loses_state` it may leave parameters
-    of an optimizer out, with `loses_keys` keys of the state dict.
+    of an optimizer out, with `loses_keys` keys of the state dict. What the output
+    would run when it is loaded is dropped: `code` are the paths of what is dropped already.
 
     `options` are as printed; what is read already is reused. `word` is part of the output's name, whose ending may
     change to the ending of a format that holds more.
@@ -216,7 +221,7 @@ def try_remap(
     except CkptError:
         return None
     stateless = tuple(name for optimizer in result.optimizers for name in optimizer.dropped)
-    if (stateless and not loses_state) or (not loses_keys and _loses(source, result, question.model)):
+    if (stateless and not loses_state) or (not loses_keys and _loses(source, result, question.model, code)):
         return None
     left_out = tuple(dotted(one.section, one.key) for one in result.plan.dropped if one.reason != NO_COUNTER)
     for out in outputs(source.source, word):
@@ -236,7 +241,17 @@ def try_remap(
         except CkptError:
             continue
         printed = replace(options, out=out, partial=bool(result.missing))
-        return Trial("remap", (source.source,), printed, after, stateless, left_out)
+        try:
+            remap.run(source, replace(read, out=out, partial=printed.partial))
+        except CkptError:
+            found = tuple(dict.fromkeys(path for path, _ in entries_with_code(fitted) if path not in code))
+            if found:
+                more = replace(options, drop=(*(options.drop or ()), *found))
+                return try_remap(
+                    question, more, word, most, loses_state=loses_state, loses_keys=loses_keys, code=(*code, *found)
+                )
+            continue
+        return Trial("remap", (source.source,), printed, after, stateless, left_out, code=code)
     return None
 
 
@@ -263,15 +278,21 @@ def model_path(checkpoint: Checkpoint) -> str | None:
         return None
 
 
-def _loses(source: Checkpoint, result: Remap, model: ModelOperand | None) -> bool:
+def _loses(source: Checkpoint, result: Remap, model: ModelOperand | None, code: tuple[str, ...]) -> bool:
     """Return True if the output does not have the values of a tensor of the source, under any name.
+
+    Entries that run `code` when they are loaded are not counted.
 
     Not lost are the counter of AveragedModel in the state dict in question, non-persistent buffers, and keys that the
     model's saving computes from other tensors: its code creates them again.
     """
     created_again = () if model is None else tuple(t.fqn for t in model.names().runtime if not t.persistent)
     unneeded = {(NO_COUNTER, model_path(source)), *((MADE_AGAIN, section.path) for section in source.sections)}
-    dropped = [one for one in result.plan.dropped if (one.reason, one.section) not in unneeded]
+    dropped = [
+        one
+        for one in result.plan.dropped
+        if (one.reason, one.section) not in unneeded and dotted(one.section, one.key) not in code
+    ]
     if not dropped:
         return False
     kept = {(output.section, key) for output in result.plan.outputs for key in refs(output.source)}

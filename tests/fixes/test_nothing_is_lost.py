@@ -151,8 +151,8 @@ def test_printed_command_runs_and_keeps_every_value(
                 (note,) = (note for note in notes_in(found) if "leaves out" in note)
                 prefix = parts[parts.index("--select") + 1]
                 state = read(left)
-                outside = [value for key, value in state.items() if f"{prefix}." not in f".{key}"]
-                assert all(value in values(dict(enumerate(outside))) for value in lost), (words, line)
+                outside = {key: value for key, value in state.items() if f"{prefix}." not in f".{key}"}
+                assert all(value in values(outside) for value in lost), (words, line)
                 assert note.partition("model does not have: ")[2].split(", ")[0] in state
                 continue
             assert not lost, (words, line)
