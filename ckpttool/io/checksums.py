@@ -16,7 +16,6 @@ from typing import cast
 from ckpttool.core.checkpoint import Span
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.values import dataclass
-from ckpttool.io.paths import is_url
 
 _MOST = 10_000_000  # records that are noted, with 20 bytes each
 
@@ -91,10 +90,11 @@ def note_archive(
 ) -> None:
     """Note first byte, length and CRC of the records of the archive at byte `base` of the file.
 
-    A `version` of the file that is not None is noted once.
+    A local file has a `version` (`version_of`), and what is known of other versions is forgotten.
     """
-    known = _archives.get((path, base))
-    if known is not None and version is not None and known.version == version:
+    if version is not None or not base:
+        forget_others(path, version)
+    if version is not None and (path, base) in _archives:
         return
     starts, ends, crcs = array("Q"), array("Q"), array("I")
     for start, length, crc in sorted(records):
@@ -106,6 +106,18 @@ def note_archive(
     _archives[path, base] = _Archive(path, version, name_at, starts, ends, crcs)
     while sum(len(archive.starts) for archive in _archives.values()) > _MOST and len(_archives) > 1:
         del _archives[next(iter(_archives))]
+
+
+def version_of(stat: os.stat_result) -> object:
+    """Return what tells one content of a local file from another."""
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def forget_others(path: str, version: object) -> None:
+    """Forget the archives of the path in other versions of it: another file may have taken its place."""
+    for place, archive in list(_archives.items()):
+        if archive.path == path and (version is None or archive.version != version):
+            del _archives[place]
 
 
 def note_bytes(path: str, at: int, data: memoryview) -> None:
@@ -125,23 +137,6 @@ def boundary(path: str, at: int) -> int:
     return max([at, *ends])
 
 
-def file_version(path: str) -> object:
-    """Return what tells a local file from another one at the same path; None for a URL, or if there is no file."""
-    try:
-        state = None if is_url(path) else os.stat(path)
-    except (OSError, ValueError):  # opening it says what is wrong
-        return None
-    return None if state is None else (state.st_ino, state.st_size, state.st_mtime_ns)
-
-
-def _forget_other_files() -> None:
-    """Forget the archives of files that have another file at their place now."""
-    versions = {path: file_version(path) for path in dict.fromkeys(path for path, _ in _archives)}
-    for key, archive in list(_archives.items()):
-        if archive.version != versions[key[0]]:
-            del _archives[key]
-
-
 def _of(path: str) -> list[_Archive]:
     return [archive for archive in _archives.values() if archive.path == path]
 
@@ -155,7 +150,6 @@ def comparing(read: Callable[[Span], Iterable[memoryview]]) -> Iterator[None]:
     if _comparing.get():
         yield
         return
-    _forget_other_files()
     token = _comparing.set(True)
     try:
         yield

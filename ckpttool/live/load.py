@@ -39,7 +39,7 @@ from ckpttool.io.pieces import Piece, comparing_checksums, map_span
 from ckpttool.io.write import WriteOptions, preflight, write_file
 from ckpttool.live.model import FSDP1, FSDP2, instances, placed
 from ckpttool.live.swap import swap_weights
-from ckpttool.operands.checkpoint import Ckpt, model_section, open_with_values
+from ckpttool.operands.checkpoint import Ckpt, model_section, open_operand, open_with_values
 from ckpttool.operands.model import ModelOperand, read_for_model, trace
 from ckpttool.operands.output import command
 from ckpttool.remapping.options import RemapOptions
@@ -181,6 +181,7 @@ def _fitting_model(source: Checkpoint, model: ModelOperand, cast: bool) -> tuple
             if not cast and any(entry.status == "dtype" for entry in diff.entries):
                 error.hint = f"cast=True converts the dtypes; {error.hint}"
             raise
+        source = open_operand(fix.source) if fix.source else source
         source = plan_remap(source, fix.options, None if fix.options.model is None else model, None).result
         diff = run(source, None, options, model, infers=False)
     computed = [entry for entry in diff.entries if entry.has(Code.LOAD_HOOK_CHANGES)]
