@@ -139,6 +139,8 @@ def in_python(text: str) -> str:
 
 def _as_keyword(flag: re.Match[str]) -> str:
     name = (flag[1] or "output").replace("-", "_")
+    if name == "limit":  # no function has it
+        return " ".join(("the limit", *filter(None, (flag[2],))))
     value = flag[2] or ("True" if name in _FLAGS_WITHOUT_VALUE else "")
     return f"{_OTHER_NAMES.get(name, name)}={value}"
 
