@@ -18,7 +18,6 @@ from ckpttool.diffing.causes import SIDES, Cause, Code, Sides
 from ckpttool.diffing.model import compared_by_loading, load, unreadable_note
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, Outlines, Remedy, only_left, only_right
 from ckpttool.diffing.sections import Values, compare_pair
-from ckpttool.formats.dcp import holds_each_option
 from ckpttool.formats.detect_folder import optimizers_in
 from ckpttool.formats.registry import MEMORY
 from ckpttool.io.files import is_dir, names_in
@@ -368,7 +367,11 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
         raise _no_single_optimizer(model, checkpoint)
     if not names.optimizer:
         names = in_model_order(names, section)
-    verdict, by_dcp = None, holds_each_option(checkpoint, section.path)
+    verdict, by_dcp = None, False
+    if checkpoint.format == "dcp":
+        from ckpttool.formats.dcp import holds_each_option  # most commands do not need it
+
+        by_dcp = holds_each_option(checkpoint, section.path)
     if model.optimizer is not None:
         from ckpttool.tracing.build_optimizer import load_optimizer, optimizer_verdict
 

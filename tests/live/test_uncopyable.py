@@ -241,6 +241,9 @@ def test_flags_become_keywords_outside_of_commands() -> None:
         ("pass --model MODEL too", "pass model=MODEL too"),
         ("--like and --to both say it", "like= and to= both say it"),
         ("choose: -o OUT or --from FORM", "choose: out=OUT or from_=FORM"),
+        ("leave it out: --drop common.pt", "leave it out: drop='common.pt'"),
+        ("--drop optimizer; or --drop 'a.*'", "drop='optimizer'; or drop='a.*'"),
+        ("--from runtime says otherwise", "from_= runtime says otherwise"),
         ("`ckpttool remap x --drop y`, or --rule 'A => B'", "`ckpttool remap x --drop y`, or rule='A => B'"),
         (
             "as here: ckpttool diff x --model M; --partial writes it",
