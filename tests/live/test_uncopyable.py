@@ -200,6 +200,26 @@ def test_copy_shares_no_tensor_and_no_module(real: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
 
 
+class NoCopies(torch.Tensor):
+    """A tensor that nothing can copy."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.__deepcopy__, torch.Tensor.clone, torch.clone):
+            raise NotImplementedError("no copies")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_parameter_that_nothing_copies_is_an_error_and_not_shared(tmp_path: Path) -> None:
+    model = base()
+    model.extra = nn.Parameter(torch.ones(2).as_subclass(NoCopies))
+    with pytest.raises(NotImplementedError):
+        copy_of(model, {}, True)
+    torch.save(base().state_dict(), tmp_path / "in.pt")
+    with pytest.raises(ckpttool.CkptError):
+        ckpttool.load(tmp_path / "in.pt", model)
+
+
 def needs_values(device: Any = None) -> nn.Module:
     """Build only with real tensors: on meta the constructor fails."""
     model = base()
