@@ -112,7 +112,7 @@ def answered(question: Question, suggests: bool = False) -> Diff:
         return replace(fixes.added_to(diff), rules=rules.text())
     if left is None or model is None or not left.state_dicts or left.format == "pt2":
         return fixes.added_to(diff)
-    rules = question.rules if suggests or not fixes.commands else None
+    rules = question.rules if suggests or not fixes.commands or fixes.is_partial else None
     if rules is None:
         return fixes.added_to(diff)
     about_optimizer = diff.remedy is not None or question.options.optimizer is not None
@@ -230,7 +230,30 @@ def _best_remap(question: Question) -> Trial | None:
             return fix
         if fix is not None:
             best, fewest = fix, question.remaining(fix.after)
-    return best
+    return best and (_with_rules_after(question, best, fewest) or best)
+
+
+def _with_rules_after(question: Question, best: Trial, most: int) -> Trial | None:
+    """Return the same remap with a few inferred renames of the names that it leads to, if that fixes everything.
+
+    The names of wrapped keys are compared best without the wrappers, which `best` removes.
+    """
+    options, left = best.options, question.left
+    if not isinstance(options, RemapOptions) or options.has_rules or left is None or question.model is None:
+        return None
+    options = replace(options, out=None, partial=False)
+    try:
+        model = None if options.model is None else question.model.with_optimizer(options.optimizer)
+        read = replace(options, model=model)
+        unwrapped = remap.plan_remap(left, read, model, remap.loading_model(read, model)).result
+        rules = replace(question, left=unwrapped, diff=best.after).rules
+    except CkptError:
+        return None
+    few = None if rules is None else rules.few
+    if few is None or not few.rule or few.drop:
+        return None
+    trial = try_remap(question, replace(options, rule=few.rule), "renamed", most)
+    return trial if trial is not None and trial.after.identical else None
 
 
 def _selected(question: Question) -> Trial | None:
