@@ -14,7 +14,7 @@ from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.core.codes import CODES
 from ckpttool.core.errors import CkptError
 from ckpttool.core.text import Info, Note, plural, shell, some
-from ckpttool.diffing.causes import OBJECTS
+from ckpttool.diffing.causes import OBJECTS, Code
 from ckpttool.diffing.names import compare_with_code, renamable
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix, Remedy, Unfixed
@@ -523,6 +523,10 @@ def optimizer_remap(question: Question, remedy: Remedy) -> Candidate:
         return "mapped", RemapOptions(**model, to_optimizer=optimizer)
     if remedy.way == "old_optimizer":
         return "mapped", RemapOptions(**model, optimizer="OLD_OPTIMIZER", to_optimizer=optimizer or "OPTIMIZER")
+    if remedy.way == "like_right" and any(e.has(Code.KEY_ORDER, Code.DOUBT) for e in question.diff.entries):
+        # the files' models have their parameters in different orders, so two models are needed
+        models = {"model": "OLD", "to_model": asked.model or "MODEL", "materialize": asked.materialize}
+        return form or "ordered", RemapOptions(**models, to_optimizer=optimizer or "OPTIMIZER", optimizer_keys=form)
     if remedy.way == "like_right":
         options = RemapOptions(**model, to_optimizer=optimizer or "OPTIMIZER", optimizer_keys=form)
         return form or "ordered", options
