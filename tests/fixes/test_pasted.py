@@ -133,6 +133,17 @@ def test_rules_are_applied_with_what_the_optimizer_needs(
     assert torch.equal(loaded.layers[1].k.weight, state["layers.1.qkv.weight"][6:12])
 
 
+@pytest.mark.parametrize("suggests", [False, True])
+def test_rules_between_two_files_with_an_optimizer(suggests: bool, run: Run) -> None:
+    model = Lm(fused=True)
+    torch.save({"model": model.state_dict(), "optimizer": stepped(model).state_dict()}, "fused.pt")
+    torch.save(Lm().state_dict(), "plain.pt")
+    words = ("--suggest", "rules.toml") if suggests else ()
+    out = paste(run, run("diff", "fused.pt", "plain.pt", *words, "--format", "json"))
+    Lm().load_state_dict(torch.load(out)["model"], strict=True)
+    assert run("diff", out, "plain.pt").status == 0
+
+
 @pytest.mark.parametrize("with_model", [False, True])
 def test_reordered_optimizers_of_two_files_name_both_models(with_model: bool, run: Run) -> None:
     source = """
