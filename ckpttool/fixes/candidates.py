@@ -12,7 +12,7 @@ from ckpttool.fixes.trial import Question, model_path
 from ckpttool.naming.convert import ModelForm, read
 from ckpttool.naming.match import NameTables
 from ckpttool.naming.wrappers import canonical_keys
-from ckpttool.operands.checkpoint import model_section
+from ckpttool.operands.checkpoint import is_folder, model_section
 from ckpttool.operands.model import as_read
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.ruleset.infer_rules import drops
@@ -26,6 +26,8 @@ def to_load(question: Question) -> Iterator[Candidate]:
     assert left is not None
     assert model is not None
     by_model = RemapOptions(**question.model_options, to="serialized")
+    if model.is_folder and is_folder(left.source):  # from_pretrained reads a folder, with one name of tied tensors
+        yield "pretrained", replace(by_model, to="pretrained")
     for options in (*own_keys(left, by_model), *own_keys(left, RemapOptions())):
         yield "serialized", options
     yield from _without_second_names(left, question.diff, by_model, RemapOptions())

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.core.codes import CODES
 from ckpttool.core.errors import CkptError
+from ckpttool.core.optimizer_state import FQN as FQN_KEYS
 from ckpttool.core.text import Info, Note, plural, shell, some
 from ckpttool.diffing.causes import OBJECTS, Code
 from ckpttool.diffing.names import compare_with_code, renamable
@@ -109,7 +110,8 @@ def answered(question: Question, suggests: bool = False) -> Diff:
             fixes = Fixes(commands, advice, is_partial, bool(diff.inferred.pairs), unfixed)
         if suggests or not fixes.commands or any(map(_RULES.search, fixes.commands)):
             fixes = fixes._replace(notes=(*fixes.notes, *rules.undone))
-        return replace(fixes.added_to(diff), rules=rules.text())
+        rules_options = None if trial is None else _printed(trial)
+        return replace(fixes.added_to(diff), rules=rules.text(), rules_options=rules_options)
     if left is None or model is None or not left.state_dicts or left.format == "pt2":
         return fixes.added_to(diff)
     rules = question.rules if suggests or not fixes.commands or fixes.is_partial else None
@@ -136,22 +138,19 @@ def answered(question: Question, suggests: bool = False) -> Diff:
 
 
 def _by_rules(question: Question, rules: str) -> Trial | None:
-    """Return the remap by inferred rules, if it fixes half of the differences or more.
+    """Return the remap by inferred rules; for a model only if it fixes half of the differences or more.
 
-    If the rules make other parameters, the order of the optimizer's is that of the model that loads the output.
+    If the rules make other parameters, the optimizer in the file needs their order from the model that loads the
+    output, or their names.
     """
-    least = question.remaining(question.diff) // 2 + 1
-    for options in (RemapOptions(rules=rules), RemapOptions(rules=rules, **_to_model(question))):
-        trial = try_remap(question, options, "renamed", least)
-        if trial is not None:
-            return trial
-    return None
-
-
-def _to_model(question: Question) -> dict[str, Any]:
-    """Return the options that name the model as the one that loads the output."""
-    asked = question.options
-    return {"to_model": asked.model, "materialize": asked.materialize} if question.right is None else {}
+    asked, plain = question.options, RemapOptions(rules=rules)
+    if question.right is not None:
+        return try_remap(question, plain, "renamed") or try_remap(
+            question, replace(plain, optimizer_keys=FQN_KEYS), "renamed"
+        )
+    most = question.remaining(question.diff) // 2 + 1
+    with_model = replace(plain, to_model=asked.model, materialize=asked.materialize)
+    return try_remap(question, plain, "renamed", most) or try_remap(question, with_model, "renamed", most)
 
 
 def _printed(trial: Trial) -> RemapOptions:
@@ -549,6 +548,16 @@ def optimizer_remap(question: Question, remedy: Remedy) -> Candidate:
         return "mapped", RemapOptions(**model, to_optimizer=optimizer)
     if remedy.way == "old_optimizer":
         return "mapped", RemapOptions(**model, optimizer="OLD_OPTIMIZER", to_optimizer=optimizer or "OPTIMIZER")
+    if remedy.way == "like_right" and any(e.has(Code.KEY_ORDER, Code.DOUBT) for e in question.diff.entries):
+        # the files' models have their parameters in different orders, so two models are needed
+        options = RemapOptions(
+            model="OLD",
+            to_model=asked.model or "MODEL",
+            materialize=asked.materialize,
+            to_optimizer=optimizer or "OPTIMIZER",
+            optimizer_keys=form,
+        )
+        return form or "ordered", options
     if remedy.way == "like_right":
         options = RemapOptions(**model, to_optimizer=optimizer or "OPTIMIZER", optimizer_keys=form)
         return form or "ordered", options

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from shlex import quote
@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, Payload
 from ckpttool.core.errors import CkptError, Problem, Refused
-from ckpttool.core.text import Info, dotted
+from ckpttool.core.text import Info, dotted, shell
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.chunks import row_major
 from ckpttool.formats import torchao
@@ -212,9 +212,26 @@ def _hint(checkpoint: Checkpoint) -> str:
     named = [section for section in checkpoint.state_dicts if section.path]
     others = [section.path for section in checkpoint.sections if section.kind != "state_dict" or not section.path]
     others += checkpoint.others
-    if named and others and "::" not in checkpoint.source:
-        return f"take the section alone: {checkpoint.part(named[0].path)}, or choose an output that ends in .pt"
-    return "choose an output that ends in .pt"
+    takes_part = bool(named and others) and "::" not in checkpoint.source
+    hint = "choose an output that ends in .pt"
+    if takes_part:
+        hint = f"take the section alone: {checkpoint.part(named[0].path)}, or {hint}"
+    extras = [extra.key for section in checkpoint.state_dicts[:1] for extra in section.extras]
+    if extras and checkpoint.source != MEMORY.title:
+        source = checkpoint.part(named[0].path) if takes_part else checkpoint.source
+        line = shell("ckpttool", "remap", source, *_dropped(extras), "-o", "OUT.safetensors")
+        hint = f"{hint}; to leave out what is not a tensor: {line}"
+    return hint
+
+
+_EXTRA_STATE = "_extra_state"  # torch's name for what `get_extra_state` returns
+
+
+def _dropped(keys: Sequence[str]) -> list[str]:
+    """Return the options that drop these keys of a state dict, also if the command renames them."""
+    if all(key.endswith(_EXTRA_STATE) for key in keys):
+        return ["--drop", f"*{_EXTRA_STATE}"]
+    return [word for key in keys for word in ("--drop", key)]
 
 
 def holds_versions(checkpoint: Checkpoint) -> bool:

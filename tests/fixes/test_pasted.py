@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from command import Done, Run, fixes_in, notes_in
@@ -130,3 +131,93 @@ def test_rules_are_applied_with_what_the_optimizer_needs(
     missing = loaded.load_state_dict(content["model"] if with_optimizer else content, strict=not more).missing_keys
     assert missing == (["extra.weight", "extra.bias"] if more else [])
     assert torch.equal(loaded.layers[1].k.weight, state["layers.1.qkv.weight"][6:12])
+
+
+@pytest.mark.parametrize("suggests", [False, True])
+def test_rules_between_two_files_with_an_optimizer(suggests: bool, run: Run) -> None:
+    model = Lm(fused=True)
+    torch.save({"model": model.state_dict(), "optimizer": stepped(model).state_dict()}, "fused.pt")
+    torch.save(Lm().state_dict(), "plain.pt")
+    words = ("--suggest", "rules.toml") if suggests else ()
+    out = paste(run, run("diff", "fused.pt", "plain.pt", *words, "--format", "json"))
+    Lm().load_state_dict(torch.load(out)["model"], strict=True)
+    assert run("diff", out, "plain.pt").status == 0
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+def test_reordered_optimizers_of_two_files_name_both_models(with_model: bool, run: Run) -> None:
+    source = """
+class New(Net):
+    def __init__(self):
+        super().__init__()
+        self._modules["a"] = self._modules.pop("a")
+"""
+    Path("net.py").write_text(CODE + source)
+    exec(source, scope)
+    models = {"old": Net(), "new": scope["New"]()}
+    for name, model in models.items():
+        torch.save({"model": model.state_dict(), "optimizer": stepped(model).state_dict()}, f"{name}.pt")
+    words = ("--model", "net.py:New") if with_model else ()
+    done = run("diff", "old.pt::optimizer", "new.pt::optimizer", *words, "--format", "json")
+    (command,) = fixes_in(done.data)
+    filled = {"OLD": "net.py:Net", "MODEL": "net.py:New", "OPTIMIZER": "net.py:adam"}
+    line = [filled.get(word, word) for word in shlex.split(command)]
+    assert run(*line[1:]).status == 0
+    content = torch.load(line[line.index("-o") + 1])
+    model = scope["New"]()
+    model.load_state_dict(content["model"], strict=True)
+    optimizer = adam(model)
+    optimizer.load_state_dict(content["optimizer"])
+    saved = stepped(models["old"])
+    for name, parameter in model.named_parameters():
+        old = models["old"].get_parameter(name)
+        assert torch.equal(optimizer.state[parameter]["exp_avg"] != 0, saved.state[old]["exp_avg"] != 0)
+    assert run("diff", line[line.index("-o") + 1], "--model", "net.py:New", "--optimizer", "net.py:adam").status == 0
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_folder_of_a_wrapped_tied_model_becomes_a_folder(prefix: str, name: str, run: Run) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    config = transformers.LlamaConfig(
+        vocab_size=17, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained("run")
+    state = {prefix + key: value for key, value in model.state_dict().items()}
+    if name.endswith(".bin"):
+        torch.save(state, f"run/{name}")
+    else:
+        state.pop(f"{prefix}lm_head.weight")
+        save_file(state, f"run/{name}", metadata={"format": "pt"})
+    done = run("diff", "run", "--model", "hf:run", "--format", "json")
+    assert "--to pretrained" in fixes_in(done.data)[0]
+    out = paste(run, done)
+    assert out.endswith("/")
+    loaded = transformers.LlamaForCausalLM.from_pretrained(out)
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("layers", [1, 6])
+@pytest.mark.parametrize("section", ["", "model"])
+def test_extra_state_is_dropped_by_the_hint(section: str, layers: int, run: Run) -> None:
+    class Scaled(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"scale": 1}
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    state = nn.Sequential(*(Scaled(2, 2) for _ in range(layers))).state_dict()
+    torch.save({section: state, "epoch": 3} if section else state, "x.pt")
+    operands = ["x.pt", *([f"x.pt::{section}"] if section else [])]
+    for command in (*(("convert", operand) for operand in operands), ("remap", "x.pt", "--rule", "0.{x} => a.{x}")):
+        done = run(*command, "-o", "x.safetensors")
+        assert done.status == 1
+        line = shlex.split(done.err.partition("to leave out what is not a tensor: ")[2])
+        assert line[0] == "ckpttool"
+        assert run(*line[1:], "--force").status == 0
+        written = load_file(line[line.index("-o") + 1])
+        assert written.keys() == {key for key in state if not key.endswith("_extra_state")}

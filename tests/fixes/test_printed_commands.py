@@ -9,6 +9,8 @@ import json
 import os
 import random
 import shlex
+import shutil
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +60,24 @@ def adapted(state: State) -> State:
     return made
 
 
+def beside_a_head(state: State) -> State:
+    """As a part of a larger model."""
+    return {**prefixed("backbone.")(state), "head.weight": torch.ones(5, 2), "head.bias": torch.ones(5)}
+
+
+def twice(state: State) -> State:
+    return {**prefixed("student.")(state), **prefixed("teacher.")(state)}
+
+
+def reversed_modules(state: State) -> State:
+    """Rename every module: only shapes and the last segments tell what is what."""
+    result = {}
+    for key, value in state.items():
+        *modules, leaf = key.split(".")
+        result[".".join([*(part if part.isdigit() else part[::-1] + "x" for part in modules), leaf])] = value
+    return result
+
+
 def renamed_tree(state: State) -> State:
     return {key.replace("layers.", "transformer.h.").replace("0.", "first."): value for key, value in state.items()}
 
@@ -71,6 +91,10 @@ WRAPPERS: dict[str, Callable[[State], State]] = {
     "lightning": beside_a_loss,
     "peft": adapted,
     "tree": renamed_tree,
+    "head": beside_a_head,
+    "ddp(head)": lambda state: prefixed("module.")(beside_a_head(state)),
+    "twice": twice,
+    "reversed": reversed_modules,
 }
 
 
@@ -117,6 +141,54 @@ DAMAGE: dict[str, Callable[[State, random.Random], State]] = {
 }
 
 
+class Called:
+    """An object whose pickle calls a function, as in mmengine's message hub."""
+
+    def __reduce__(self) -> Any:
+        return getattr, (OrderedDict, "fromkeys")
+
+
+def numbered_state(model: nn.Module, count: int) -> State:
+    """Return the state of an optimizer of as many parameters, in their order."""
+    parameters = [nn.Parameter(torch.ones_like(parameter)) for parameter in model.parameters()]
+    optimizer = torch.optim.Adam(parameters[:count] or [nn.Parameter(torch.ones(1))])
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return dict(optimizer.state_dict())
+
+
+CONTAINERS: dict[str, Callable[[State, nn.Module], Any]] = {
+    "root": lambda state, model: state,
+    "mmengine": lambda state, model: {"meta": {"epoch": 1}, "state_dict": state, "message_hub": {"lr": Called()}},
+    "lightning": lambda state, model: {
+        "state_dict": state,
+        "pytorch-lightning_version": "2.4.0",
+        "epoch": 1,
+        "optimizer_states": [numbered_state(model, 99)],
+        "lr_schedulers": [],
+        "hyper_parameters": {"lr": 0.1},
+    },
+    "nested": lambda state, model: {"run": {"net": {"model": state}, "step": 3}, "args": {"lr": 0.1, "w": [1, 2]}},
+    "code": lambda state, model: {"model": state, "args": {"hooks": [Called()]}, "epoch": 3},
+    "optimizer": lambda state, model: {"model": state, "optimizer": numbered_state(model, 99)},
+    "average": lambda state, model: {"model": state, "ema": {f"module.{k}": v for k, v in state.items()}, "step": 1},
+}
+
+
+def accelerate_folder(state: State, model: nn.Module, path: Path) -> str | None:
+    """Write a folder as `Accelerator.save_state` does."""
+    folder = path.with_name(f"{path.name}_run")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    if saved(state, folder / "model", "safetensors") is None:
+        return None
+    torch.save(numbered_state(model, 99), folder / "optimizer.bin")
+    torch.save({"last_epoch": 1}, folder / "scheduler.bin")
+    return str(folder)
+
+
 @dataclass(frozen=True)
 class Pair:
     """Arguments of a diff; a remap reads `left`. `model` is the model if the arguments name none."""
@@ -146,6 +218,14 @@ def saved(state: State, path: Path, form: str) -> str | None:
     except RuntimeError:  # the same data as different types
         return None
     return f"{where}::model" if form == "section" else where
+
+
+def contained(content: Any, path: Path) -> str | None:
+    try:
+        torch.save(content, path)
+    except RuntimeError:  # the same data as different types
+        return None
+    return str(path)
 
 
 def program(model: nn.Module, path: Path) -> str:
@@ -182,8 +262,16 @@ def pair(seed: int, folder: Path) -> Pair | None:
     words = rng.choice(list(WRAPPERS)), rng.choice(list(DAMAGE)), rng.choice(["pt", "safetensors", "section"])
     own = rng.choice([state, runtime])
     made = WRAPPERS[words[0]](DAMAGE[words[1]](own, rng))
+    container = rng.choice([*CONTAINERS, "accelerate"]) if rng.random() < 0.5 else ""
     operand = f"{SUPPORT / name.split(':')[0]}:{name.split(':')[1]}"
-    left = saved(made, folder / "left", words[2])
+    if container:
+        words = (*words[:2], container)
+    if container == "accelerate":
+        left = accelerate_folder(made, model, folder / "left")
+    elif container:
+        left = contained(CONTAINERS[container](made, model), folder / "left.pt")
+    else:
+        left = saved(made, folder / "left", words[2])
     if left is None:
         return None
     how = rng.choice(["load", "load", "alone", "two", "two with model", "program", "program with model"])
@@ -260,7 +348,10 @@ def check(case: Pair, run: Runs) -> None:
             assert after["identical"] or to_fix(after) < to_fix(found), f"{case.words}\n{command}"
         elif words[1] == "swap-weights":
             assert OWN_NAMES in notes_in(found) or unsure, case.words
-        Path(out).unlink()
+        if Path(out).is_dir():
+            shutil.rmtree(out)
+        else:
+            Path(out).unlink()
 
 
 def fitting(case: Pair, alone: bool) -> bool:
