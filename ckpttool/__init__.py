@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from ckpttool.core.errors import CkptError, Problem, Refused
     from ckpttool.core.names import Names
     from ckpttool.core.plan import Plan
-    from ckpttool.diffing.history import history
-    from ckpttool.diffing.result import Diff, Diff3, History
-    from ckpttool.diffing.three_way import diff3
+    from ckpttool.diffing.result import Diff
     from ckpttool.fixes.diff import diff
     from ckpttool.fixes.fix import fix
     from ckpttool.inspection.explain import Explanation, explain
@@ -38,9 +36,7 @@ __all__ = [
     "Checks",
     "CkptError",
     "Diff",
-    "Diff3",
     "Explanation",
-    "History",
     "HyperparameterChange",
     "Inspection",
     "Loaded",
@@ -56,10 +52,8 @@ __all__ = [
     "check_names",
     "convert",
     "diff",
-    "diff3",
     "explain",
     "fix",
-    "history",
     "inspect",
     "load",
     "manifest",
@@ -80,9 +74,7 @@ _MODULES = {
     **dict.fromkeys(("CkptError", "Problem", "Refused"), "core.errors"),
     "Names": "core.names",
     "Plan": "core.plan",
-    "history": "diffing.history",
-    **dict.fromkeys(("Diff", "Diff3", "History"), "diffing.result"),
-    "diff3": "diffing.three_way",
+    "Diff": "diffing.result",
     "diff": "fixes.diff",
     "fix": "fixes.fix",
     **dict.fromkeys(("Explanation", "explain"), "inspection.explain"),

@@ -14,7 +14,7 @@ from ckpttool.core.expression import DEFINITIONS
 from ckpttool.core.names import NAMES
 from ckpttool.core.plan import PLAN
 from ckpttool.core.schema import ERROR, Kind
-from ckpttool.diffing.result import DIFF, DIFF3, HISTORY
+from ckpttool.diffing.result import DIFF
 from ckpttool.formats.manifest import STATEMENT
 from ckpttool.inspection.explain import EXPLAIN
 from ckpttool.inspection.inspect import INSPECT
@@ -28,8 +28,6 @@ OBJECTS: dict[str, Kind] = {
     "inspect": INSPECT,
     "names": NAMES,
     "diff": DIFF,
-    "diff3": DIFF3,
-    "history": HISTORY,
     "explain": EXPLAIN,
     "remap": REMAP,
     "swap": SWAP,

@@ -378,7 +378,6 @@ MISTYPED = {
     "no --optimizer": ("check", "names.json", "--model", "model.py:build", "--no-defaults"),
     "missing file to check": ("check", "good.pt", "nope.pt"),
     "missing step": ("diff", "good.pt", "args.pt", "nope.pt"),
-    "missing base": ("diff3", "nope.pt", "good.pt", "args.pt"),
     "missing section": ("diff", "good.pt::nope", "args.pt"),
     "missing right side": ("diff", "good.pt", "nope.pt"),
     "missing model to load it": ("diff", "good.pt", "--model", "nope.py:build"),

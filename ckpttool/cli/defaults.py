@@ -32,7 +32,6 @@ _NEEDS_MODEL: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "trace": lambda given: True,
     "explain": lambda given: True,
     "convert": lambda given: False,
-    "diff3": lambda given: False,
     "fix": lambda given: True,
     "check": lambda given: any(path.endswith(".json") for path in given["files"]),
     "diff": lambda given: len(given["operands"] or ()) < 2,

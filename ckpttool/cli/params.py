@@ -28,8 +28,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("ckpttool.cli.commands.check", "Files of a repository: names, rules, plans, pickles."),
     "undo": ("ckpttool.cli.commands.undo", "Roll back an interrupted or the last edit in place."),
     "rules": ("ckpttool.cli.commands.rules", "List the preset rules; with NAME print one as TOML."),
-    "history": ("ckpttool.cli.commands.history", "Which step of a run changed keys, dtypes, optimizers."),
-    "diff3": ("ckpttool.cli.commands.diff3", "What two checkpoints each changed since a common base."),
     "schema": ("ckpttool.cli.commands.schema", "The JSON Schema of an object that the commands write."),
 }
 

@@ -56,9 +56,7 @@ def render(name: str, document: Document, data: Mapping[str, Any], terminal: Ter
 _DOCUMENTS = {
     "Checks": ("names", "check_document"),
     "Diff": ("diff", "document"),
-    "Diff3": ("diff", "three_way_document"),
     "Explanation": ("names", "explained"),
-    "History": ("diff", "history_document"),
     "Inspection": ("inspection", "document"),
     "Names": ("names", "document"),
     "Plan": ("remap", "planned"),

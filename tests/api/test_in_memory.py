@@ -77,8 +77,6 @@ VERBS: dict[str, Callable[[Any], Any]] = {
     "remap": lambda ckpt: ckpttool.remap(ckpt, rule=["0.* => first.*"]).to_json(),
     "remap to": lambda ckpt: ckpttool.remap(ckpt, model=model, to="serialized").to_json(),
     "remap like": lambda ckpt: ckpttool.remap({"module.0.weight": T, "module.w": T}, like=ckpt).to_json(),
-    "diff3": lambda ckpt: ckpttool.diff3(ckpt, {"w": T, "a": T}, {"0.bias": T}, values=True).to_json(),
-    "history": lambda ckpt: ckpttool.history([ckpt, ckpt], values=True).identical,
 }
 # Fields with the name of the operand or the size of its file.
 FIELDS_OF_THE_SOURCE = {"source", "left", "base", "format", "nbytes", "bytes", "file_bytes", "fix", "cost", "rest"}

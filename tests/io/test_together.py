@@ -122,7 +122,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("diff base.pt new.pt --rtol 1e-3 --atol 1e-9 --format json", True),
         ("diff new.pt other.safetensors --values --format json", True),
         ("diff base.pt::optimizer other.pt::optimizer --values", True),
-        ("diff3 base.pt new.pt other.pt --values --format json", True),
         ("diff base.pt base.json --values", None),  # a single file, hashed by any rank
         ("diff new.pt base.json --values --format json", True),
         ("diff new.pt other.pt --format json", False),

@@ -85,15 +85,9 @@ REFUSED = {
     "remap --rule a=>b": ("missing argument 'CKPT'", "usage: ckpttool remap [OPTIONS]"),
     "diff lin.pt lin.pt --update": ("--update rewrites a names file", "ckpttool trace MODEL -o names.json"),
     "diff names.json --update": ("--update rewrites a names file", "ckpttool diff names.json --model MODEL --update"),
-    "diff3 lin.pt": ("missing argument", "usage: ckpttool diff3 [OPTIONS]"),
-    "diff3 lin.pt names.json lin.pt": ("names.json is JSON text", ""),
-    "diff lin.pt two.pt::a --base lin.pt": (
-        "no such option",
-        "it is for `ckpttool diff3`; usage: ckpttool diff",
-    ),
+    "diff lin.pt two.pt::a --materialise": ("no such option", "did you mean --materialize?"),
     "diff lin.pt lin.pt --model m.py:build --suggest x": ("--suggest needs two checkpoints, or a model", "LEFT RIGHT"),
-    "diff3 lin.pt lin.pt two.pt::a --fail-on shape": ("no such option", "usage: ckpttool diff3"),
-    "diff lin.pt lin.pt two.pt --suggest x.toml": ("diff compares two checkpoints", "ckpttool history RUN..."),
+    "diff lin.pt lin.pt two.pt --suggest x.toml": ("diff compares two checkpoints", "ckpttool diff lin.pt lin.pt"),
 }
 
 
