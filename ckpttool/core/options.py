@@ -115,7 +115,8 @@ def on_command_line() -> Iterator[None]:
 
 
 _SHELL = re.compile(r"`[^`]*`|\bckpttool [a-z].*?(?=;|$)")  # a command to paste into a shell
-_FLAG = re.compile(r"(?<![\w-])(?:--([a-z][a-z-]*[a-z])|-o\b)(?:[ =]('[^']*'|\"[^\"]*\"|[A-Z][A-Z_.]*\b))?")
+_VALUE = r"""'[^']*'|"[^"]*"|[A-Z][A-Z_.]*\b|[^\s;,()]*[.:*/_][^\s;,()]*|\w+(?=$|;)"""
+_FLAG = re.compile(rf"(?<![\w-])(?:--([a-z][a-z-]*[a-z])|-o\b)(?:[ =]({_VALUE}))?")
 _FLAGS_WITHOUT_VALUE = frozenset(
     {
         *("materialize", "force", "partial", "cast", "constants", "keep_constants", "in_place", "ignore_dtype"),
@@ -139,7 +140,13 @@ def in_python(text: str) -> str:
 
 def _as_keyword(flag: re.Match[str]) -> str:
     name = (flag[1] or "output").replace("-", "_")
-    value = flag[2] or ("True" if name in _FLAGS_WITHOUT_VALUE else "")
+    if name == "limit":  # no function has it
+        return " ".join(("the limit", *filter(None, (flag[2],))))
+    value = flag[2] or ""
+    if name in _FLAGS_WITHOUT_VALUE:
+        value = "True" + (f" {value}" if value else "")
+    elif value and not value.isupper() and value[0] not in "'\"":
+        value = repr(value)
     return f"{_OTHER_NAMES.get(name, name)}={value}"
 
 

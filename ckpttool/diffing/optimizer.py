@@ -18,7 +18,6 @@ from ckpttool.diffing.causes import SIDES, Cause, Code, Sides
 from ckpttool.diffing.model import compared_by_loading, load, unreadable_note
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, Outlines, Remedy, only_left, only_right
 from ckpttool.diffing.sections import Values, compare_pair
-from ckpttool.formats.dcp import holds_each_option
 from ckpttool.formats.detect_folder import optimizers_in
 from ckpttool.formats.registry import MEMORY
 from ckpttool.io.files import names_in
@@ -368,24 +367,29 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
         raise _no_single_optimizer(model, checkpoint)
     if not names.optimizer:
         names = in_model_order(names, section)
-    verdict, by_dcp = None, holds_each_option(checkpoint, section.path)
+    verdict, by_dcp = None, False
+    if checkpoint.format == "dcp":
+        from ckpttool.formats.dcp import holds_each_option  # most commands do not need it
+
+        by_dcp = holds_each_option(checkpoint, section.path)
     if model.optimizer is not None:
         from ckpttool.tracing.build_optimizer import load_optimizer, optimizer_verdict
 
         verdict = optimizer_verdict(model.definition(), load_optimizer(model.optimizer), section, by_dcp)
     fit = compare_with_optimizer(SavedOptimizer.of(checkpoint, section), names, verdict, by_dcp)
     notes = [*fit.notes]
-    if verdict is not None and verdict.converted and not ignore_dtype:
-        what = plural(len(verdict.converted), "tensor")
-        text = f"loading converts {what} of the state to the parameter's dtype: {some(verdict.converted)}"
-        notes.append(Note(text, "converts"))
     if checkpoint.state_dicts:
         model_loads = False
         command = shell("ckpttool", "diff", *model.words, checkpoint.source)
         try:
-            model_loads = load(replace(model, optimizer=None), checkpoint, ignore_dtype).identical
+            loaded = load(replace(model, optimizer=None), checkpoint, ignore_dtype)
+            model_loads = loaded.identical
             if not model_loads:
-                notes.append(Note(f"the model in this file does not load as it is ({command})", "other-sections"))
+                failing = [entry for entry in loaded.entries if loaded.is_difference(entry)]
+                dtypes = {entry.why() for entry in failing if entry.status == "dtype"}
+                why = f": {min(dtypes)}" if dtypes and all(entry.status == "dtype" for entry in failing) else ""
+                text = f"the model in this file does not load as it is ({command}){why}"
+                notes.append(Note(text, "other-sections"))
         except CkptError as error:
             text = f"the model in this file was not compared: {error.message} ({error.hint})"
             notes.append(Note(text, "not-compared"))
@@ -393,13 +397,19 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
         unreadable = unreadable_note(checkpoint)
         notes += unreadable
         model_loads = not unreadable
+    if verdict is not None and verdict.converted and not ignore_dtype:
+        what = plural(len(verdict.converted), "tensor")
+        text = f"loading converts {what} of the state to the parameter's dtype: {some(verdict.converted)}"
+        notes.append(Note(text, "converts"))
     state = read(section)
     without = [str(param) for param in state.params if not state.state.get(param)]
     if 0 < len(without) < len(state.params):
         text = f"{plural(len(without), 'parameter')} without state in the checkpoint: {some(without)}"
         notes.append(Note(text, "no-optimizer-state"))
     title = model.optimizer if isinstance(model.optimizer, str) else names.optimizer_class or "model.parameters()"
-    identical = fit.fits and model_loads
+    misplaced = _misplaced(checkpoint, section)
+    notes = [*misplaced, *notes]
+    identical = fit.fits and model_loads and not misplaced
     return Diff(
         checkpoint.source,
         f"{title} (of {names.model})",
@@ -411,6 +421,19 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
         remedy=fit.remedy,
         compared=compared_by_loading(checkpoint, ignore_dtype) | {"optimizers": True},
     )
+
+
+def _misplaced(checkpoint: Checkpoint, section: Section) -> list[str]:
+    """Return a note if the optimizer's state is the entry of the scheduler, and the optimizer's entry is another."""
+    is_scheduler = "sched" in section.path.rpartition(".")[2].lower()
+    others = [path for path in checkpoint.others if path.rpartition(".")[2].lower().startswith("optim")]
+    if not is_scheduler or not others:
+        return []
+    text = (
+        f"the state of the optimizer is in `{section.path}`, and `{others[0]}` has no param groups: the two "
+        "entries may be swapped"
+    )
+    return [Note(text, "misplaced")]
 
 
 def _no_single_optimizer(model: ModelOperand, checkpoint: Checkpoint) -> CkptError:

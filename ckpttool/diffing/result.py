@@ -178,11 +178,14 @@ class Fix(str):
     complete: bool
     tried: bool
     options: Any  # of the remap that it is, if that was tried, is complete and guesses nothing
+    source: str  # the operand of that remap, if it is a section of left
 
-    def __new__(cls, command: str, *, complete: bool = False, tried: bool = False, options: Any = None) -> Self:
+    def __new__(
+        cls, command: str, *, complete: bool = False, tried: bool = False, options: Any = None, source: str = ""
+    ) -> Self:
         """Return the command."""
         fix = super().__new__(cls, command)
-        fix.complete, fix.tried, fix.options = complete, tried, options
+        fix.complete, fix.tried, fix.options, fix.source = complete, tried, options, source
         return fix
 
 
@@ -202,13 +205,14 @@ class Diff:
 
     `harmless` are the statuses and codes that do not stop `identical`; `other_failure` says what does if no entry
     shows it. `inferred` are likely renames if no model was given (None if that was not asked), and `rules` is the
-    text of a rules file for them; `identical` does not depend on them. `exchangeable` are keys of one shape in the
-    same layers, a tuple for each shape. `accepted` is whether every difference is accepted, None without such
-    options; `unused_ignores` are ignore entries that matched nothing, and `failing_ignores` counts them if they are
-    the only failure. `has_other_notes`: some notes are about differences outside of the two models. `compared` says
-    whether a difference in each of the `ASPECTS` would be found, and `scope` how exactly values were compared, or
-    what compares them. `refused` are statuses that torch refuses even with ``strict=False``, which `--fail-on` cannot
-    leave out. `outlines` are the known tensors of each side by key, in its order.
+    text of a rules file for them, and `rules_options` the options of a remap by that file; `identical` does not
+    depend on them. `exchangeable` are keys of one shape in the same layers, a tuple for each shape. `accepted` is
+    whether every difference is accepted, None without such options; `unused_ignores` are ignore entries that
+    matched nothing, and `failing_ignores` counts them if they are the only failure. `has_other_notes`: some notes
+    are about differences outside of the two models. `compared` says whether a difference in each of the `ASPECTS`
+    would be found, and `scope` how exactly values were compared, or what compares them. `refused` are statuses that
+    torch refuses even with ``strict=False``, which `--fail-on` cannot leave out. `outlines` are the known tensors
+    of each side by key, in its order.
     """
 
     left: str
@@ -232,6 +236,7 @@ class Diff:
     outlines: tuple[Outlines, Outlines] = field(default=({}, {}), compare=False, repr=False)
     unfixed: tuple[Unfixed, ...] = ()
     refused: frozenset[str] = frozenset()
+    rules_options: Any = field(default=None, compare=False, repr=False)
 
     @property
     def passes(self) -> bool:

@@ -43,11 +43,12 @@ def fix(
     written = {field.name: getattr(chosen, field.name) for field in fields(OutputOptions)}
     request = replace(done.options, **written)
     try:
-        result = remap(ckpt, progress=progress, **keywords_of(request))
+        result = remap(done.source or ckpt, progress=progress, **keywords_of(request))
     except CkptError as error:
         if {*re.findall(r"--[a-z-]+", error.hint)} <= {f"--{field.name.replace('_', '-')}" for field in fields(chosen)}:
             raise
-        hint = f"{error.hint}; `fix` has no such option, add it to: {command('remap', (found.left,), request)}"
+        line = command("remap", (done.source or found.left,), request)
+        hint = f"{error.hint}; `fix` has no such option, add it to: {line}"
         raise type(error)(error.message, hint=hint, problems=error.problems) from None
     about_fix = (note for note in found.notes if code_of(note) and CODES[code_of(note)].kind == "fix")
     return replace(result, notes=(*result.notes, *about_fix))
@@ -66,6 +67,9 @@ def applicable(found: Diff, shows: str) -> Fix:
     if any(code_of(note) == "inferred-fix" for note in found.notes) and found.fix and found.fix[-1].complete:
         message = f"{found.left} fits only by renames that are guessed from names and shapes"
         raise Refused(message, hint=f"if they are right, run {'; '.join(found.fix)}")
+    several = next((note for note in found.notes if code_of(note) == "several-parts"), None)
+    if several is not None:
+        raise Refused(f"{found.left} has the names of the model several times", hint=several)
     unfixed = {key for one in found.unfixed for key in one.keys}
     differences = list(filter(found.is_difference, found.entries))
     left_over = [entry for entry in differences if unfixed.intersection((*entry.left, *entry.right))]

@@ -265,19 +265,24 @@ def renamed(left: str, options: RemapOptions) -> str:
     return command("remap", (left,), replace(options, out=next(outputs(left, "renamed"))))
 
 
-def with_file(left: str, *right: str) -> tuple[str, ...]:
-    """Return the commands that write the rules to a file and apply them; `right` are the words of the other side."""
+def with_file(left: str, *right: str, options: RemapOptions) -> tuple[str, str]:
+    """Return the commands that write the rules to a file and apply them; `right` are the words of the other side.
+
+    `options` are those of the remap.
+    """
     whole = "checkpoint" if left == MEMORY.title else split(left)[0].rstrip("/")
     path = name(whole) if is_url(whole) else whole
     rules = free(path.removesuffix(Path(path).suffix), "rules", ".toml")
     if MEMORY.title not in (left, *right):
-        return shell("ckpttool", "diff", left, *right, "--suggest", rules), by_file(left, rules)
+        return shell("ckpttool", "diff", left, *right, "--suggest", rules), by_file(left, rules, options)
     one = "ckpt" if left == MEMORY.title else repr(left)
     other = "right" if right[0] == MEMORY.title else repr(right[0])
     values = ", values=True" if "--values" in right else ""
-    return f"pathlib.Path({rules!r}).write_text(ckpttool.diff({one}, {other}{values}).rules)", by_file(left, rules)
+    return f"pathlib.Path({rules!r}).write_text(ckpttool.diff({one}, {other}{values}).rules)", by_file(
+        left, rules, options
+    )
 
 
-def by_file(left: str, rules: str) -> str:
-    """Return the command that applies the rules in the file `rules` to a checkpoint."""
-    return renamed(left, RemapOptions(rules=rules))
+def by_file(left: str, rules: str, options: RemapOptions) -> str:
+    """Return the command that applies the rules in the file `rules` to a checkpoint, with the other options."""
+    return renamed(left, replace(options, rules=rules))

@@ -21,7 +21,7 @@ from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix, Remedy, Unfixed
 from ckpttool.diffing.sections import without_segment
 from ckpttool.fixes.candidates import Candidate, own_keys, to_compare, to_load, to_load_model
 from ckpttool.fixes.rules_file import by_file, renamed, suggested, with_file
-from ckpttool.fixes.trial import Question, Trial, try_remap, try_swap
+from ckpttool.fixes.trial import Question, Trial, model_path, try_remap, try_swap
 from ckpttool.formats.rank_files import one_rank
 from ckpttool.formats.registry import MEMORY
 from ckpttool.naming.wrappers import ADAPTERS, canonical_keys
@@ -72,7 +72,8 @@ class Fixes(NamedTuple):
             is_all = not (self.is_partial or self.unfixed)
             complete = tried and is_all and (line.complete if isinstance(line, Fix) else True)
             options = line.options if is_all and not self.is_inferred and isinstance(line, Fix) else None
-            fix.append(Fix(line, complete=complete, tried=tried, options=options))
+            source = line.source if options is not None and isinstance(line, Fix) else ""
+            fix.append(Fix(line, complete=complete, tried=tried, options=options, source=source))
         notes = [*diff.notes, *[PART] * self.is_partial, *[INFERRED] * self.is_inferred, *self.notes]
         if unknown:
             notes.append(Info(f"not tried, because the result depends on {' and '.join(unknown)}", "untried"))
@@ -99,9 +100,9 @@ def answered(question: Question, suggests: bool = False) -> Diff:
             return fixes.added_to(diff)
         trial = None
         if rules.few is None and "pt2" not in (left.format, right.format) and (not fixes.commands or fixes.is_partial):
-            trial = try_remap(question, RemapOptions(rules=rules.text()), "renamed")
+            trial = _by_rules(question, rules.text())
         if trial is not None:
-            commands = with_file(left.source, right.source, *["--values"] * values)
+            commands = with_file(left.source, right.source, *["--values"] * values, options=_printed(trial))
             unfixed = _unfixed(question, trial)
             is_partial = bool(rules.undone) or not trial.after.identical
             advice = () if rules.undone else tuple(filter(None, map(_advice, unfixed)))
@@ -111,22 +112,52 @@ def answered(question: Question, suggests: bool = False) -> Diff:
         return replace(fixes.added_to(diff), rules=rules.text())
     if left is None or model is None or not left.state_dicts or left.format == "pt2":
         return fixes.added_to(diff)
-    rules = question.rules if suggests or not fixes.commands else None
+    rules = question.rules if suggests or not fixes.commands or fixes.is_partial else None
     if rules is None:
         return fixes.added_to(diff)
-    if not suggests:  # the rules of a file fix everything, or they are not suggested
-        about_optimizer = diff.remedy is not None or question.options.optimizer is not None
-        if rules.undone or about_optimizer or left.format == MEMORY.name:
-            return fixes.added_to(diff)
-        options = RemapOptions(rules=rules.text())
-        trial = try_remap(question, options, "renamed")
-        if trial is None or not trial.after.identical:
-            return fixes.added_to(diff)
-        to_file, by_file = with_file(left.source, *model.words)
-        fix = Fix(by_file, complete=True, options=options)
-        return Fixes((to_file, fix), is_inferred=True).added_to(diff)
-    notes = (*fixes.notes, *rules.undone) if rules.undone else ()
-    return replace(Fixes(fixes.commands, notes, False, True).added_to(diff), rules=rules.text())
+    about_optimizer = diff.remedy is not None or question.options.optimizer is not None
+    if not suggests and (about_optimizer or left.format == MEMORY.name):
+        return fixes.added_to(diff)
+    trial = None if about_optimizer else _by_rules(question, rules.text())
+    if trial is None and suggests:
+        notes = (*fixes.notes, *rules.undone) if rules.undone else ()
+        return replace(Fixes(fixes.commands, notes, False, True).added_to(diff), rules=rules.text())
+    if trial is None:
+        return fixes.added_to(diff)
+    to_file, line = with_file(left.source, *model.words, options=_printed(trial))
+    fix = Fix(line, complete=trial.after.identical, options=trial.options)
+    by_rules = Fixes((to_file, fix), is_inferred=True)
+    if not trial.after.identical or rules.undone:
+        unfixed = _unfixed(question, trial)
+        notes = (*filter(None, map(_advice, unfixed)), *rules.undone)
+        by_rules = Fixes((to_file, fix), notes, True, True, unfixed)
+    answer = by_rules.added_to(diff)
+    return replace(answer, rules=rules.text(), rules_options=_printed(trial)) if suggests else answer
+
+
+def _by_rules(question: Question, rules: str) -> Trial | None:
+    """Return the remap by inferred rules, if it fixes half of the differences or more.
+
+    If the rules make other parameters, the order of the optimizer's is that of the model that loads the output.
+    """
+    least = question.remaining(question.diff) // 2 + 1
+    for options in (RemapOptions(rules=rules), RemapOptions(rules=rules, **_to_model(question))):
+        trial = try_remap(question, options, "renamed", least)
+        if trial is not None:
+            return trial
+    return None
+
+
+def _to_model(question: Question) -> dict[str, Any]:
+    """Return the options that name the model as the one that loads the output."""
+    asked = question.options
+    return {"to_model": asked.model, "materialize": asked.materialize} if question.right is None else {}
+
+
+def _printed(trial: Trial) -> RemapOptions:
+    """Return the options of a remap by a rules file, but for the rules and the output."""
+    assert isinstance(trial.options, RemapOptions)
+    return replace(trial.options, rules=None, out=None)
 
 
 def _fixes(question: Question) -> Fixes:
@@ -149,6 +180,8 @@ def _fixes(question: Question) -> Fixes:
     if swap is not None and swap.after.identical:
         return Fixes((swap.fix,))
     best = _best_remap(question)
+    if best is None or not best.after.identical or best.infers:
+        best = _selected(question) or best
     drops, infers = best is not None and best.drops, best is not None and best.infers
     if swap is not None and drops:
         best, drops, infers = None, False, False  # the program takes what only a remap would drop
@@ -160,6 +193,13 @@ def _fixes(question: Question) -> Fixes:
         if with_model and swap is None and not infers:
             commands = []
     notes = [*swap_notes, *[OWN_NAMES] * (swap is not None), *[DROPPED] * drops]
+    if best is not None and best.code:
+        text = f"the command leaves out {some(best.code)}, which would run code when it is loaded"
+        notes.append(Info(text, "drops-code"))
+    if best is not None and isinstance(best.options, RemapOptions) and best.options.select and best.left_out:
+        count = plural(len(best.left_out), "entry")
+        text = f"the command leaves out {count} of left that the model does not have: {some(best.left_out)}"
+        notes.append(Info(text, "leaves-keys"))
     is_partial, unfixed = False, tuple[Unfixed, ...]()
     if not with_model and swap is None:
         is_partial = best is not None and not best.after.identical
@@ -190,7 +230,52 @@ def _best_remap(question: Question) -> Trial | None:
             return fix
         if fix is not None:
             best, fewest = fix, question.remaining(fix.after)
-    return best
+    return best and (_with_rules_after(question, best, fewest) or best)
+
+
+def _with_rules_after(question: Question, best: Trial, most: int) -> Trial | None:
+    """Return the same remap with a few inferred renames of the names that it leads to, if that fixes everything.
+
+    The names of wrapped keys are compared best without the wrappers, which `best` removes.
+    """
+    options, left = best.options, question.left
+    if not isinstance(options, RemapOptions) or options.has_rules or left is None or question.model is None:
+        return None
+    options = replace(options, out=None, partial=False)
+    try:
+        model = None if options.model is None else question.model.with_optimizer(options.optimizer)
+        read = replace(options, model=model)
+        unwrapped = remap.plan_remap(left, read, model, remap.loading_model(read, model)).result
+        rules = replace(question, left=unwrapped, diff=best.after).rules
+    except CkptError:
+        return None
+    few = None if rules is None else rules.few
+    if few is None or not few.rule or few.drop:
+        return None
+    trial = try_remap(question, replace(options, rule=few.rule), "renamed", most)
+    return trial if trial is not None and trial.after.identical else None
+
+
+def _selected(question: Question) -> Trial | None:
+    """Return the remap that takes the model's keys from below the only prefix under which left has all of them.
+
+    What is not below the prefix is left out: the model has no place for it. If other sections stand against that, such
+    as an optimizer of all parameters, the section of the model is taken alone.
+    """
+    left = question.left
+    if left is None or question.right is not None or question.model is None or question.parts or one_rank(left):
+        return None
+    sources = [question]
+    path = model_path(left)
+    if path and split(left.source)[1] is None and left.format != MEMORY.name:
+        sources.append(replace(question, left=open_operand(left.part(path)), opened=None))
+    for prefix in dict.fromkeys(found[0] for found in question.prefixes if len(found) == 1 and found[0]):
+        for number, asked in enumerate(sources):
+            for options in (RemapOptions(select=prefix), RemapOptions(select=prefix, to="serialized")):
+                trial = try_remap(asked, options, prefix.rpartition(".")[2], loses_keys=True)
+                if trial is not None and trial.after.identical and not trial.stateless:
+                    return replace(trial, part=number > 0)
+    return None
 
 
 def _swap_fix(question: Question) -> tuple[Trial | None, list[str]]:
@@ -399,7 +484,10 @@ def diff_names_file(path: str, model: ModelOperand | None, options: DiffOptions)
         commands = (renamed(CKPT, rules.few),)
     elif rules is not None:
         file = free(path.removesuffix(".json"), "rules", ".toml")
-        commands = (shell("ckpttool", "diff", path, *model.words, "--suggest", file), by_file(CKPT, file))
+        commands = (
+            shell("ckpttool", "diff", path, *model.words, "--suggest", file),
+            by_file(CKPT, file, RemapOptions()),
+        )
     notes = () if rules is None else rules.undone
     optimizer = model.optimizer if isinstance(model.optimizer, str) else None
     if any(entry.status == "order" for entry in diff.entries):

@@ -10,6 +10,7 @@ from typing import Any
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import refs
+from ckpttool.core.text import dotted
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.names import suggestions
 from ckpttool.diffing.options import DiffOptions
@@ -17,6 +18,7 @@ from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix, Outlines, names_
 from ckpttool.diffing.run import run
 from ckpttool.diffing.sections import compare, explain_computed
 from ckpttool.fixes.rules_file import Rules, suggested
+from ckpttool.formats.torch.nodes import entries_with_code
 from ckpttool.naming.convert import MADE_AGAIN
 from ckpttool.naming.match import aliases, prefixes
 from ckpttool.naming.wrappers import canonical_keys
@@ -154,7 +156,9 @@ class Question:
 class Trial:
     """A command that works, as its options, and the answer after it has run.
 
-    `stateless` are parameters that it leaves out of an optimizer, with their state.
+    `stateless` are parameters that it leaves out of an optimizer, with their state, `left_out` are the paths of
+    tensors and other entries of the state dict that it leaves out. `part`: the operand is a section of left.
+    `code` are the paths of entries that it leaves out because loading them would run code.
     """
 
     verb: str
@@ -162,18 +166,22 @@ class Trial:
     options: RemapOptions | SwapOptions
     after: Diff
     stateless: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    part: bool = False
+    code: tuple[str, ...] = ()
 
     @property
     def fix(self) -> Fix:
         """The command line."""
         line = command(self.verb, self.operands, self.options)
         remap = self.options if self.after.identical and self.verb == "remap" and not self.stateless else None
-        return Fix(line, complete=self.after.identical, tried=True, options=remap)
+        source = self.operands[0] if self.part else ""
+        return Fix(line, complete=self.after.identical, tried=True, options=remap, source=source)
 
     @property
     def drops(self) -> bool:
         """Whether it leaves tensors out."""
-        return isinstance(self.options, RemapOptions) and bool(self.options.drop)
+        return isinstance(self.options, RemapOptions) and not set(self.options.drop or ()) <= set(self.code)
 
     @property
     def infers(self) -> bool:
@@ -182,11 +190,19 @@ class Trial:
 
 
 def try_remap(
-    question: Question, options: RemapOptions, word: str, most: int | None = None, *, loses_state: bool = False
+    question: Question,
+    options: RemapOptions,
+    word: str,
+    most: int | None = None,
+    *,
+    loses_state: bool = False,
+    loses_keys: bool = False,
+    code: tuple[str, ...] = (),
 ) -> Trial | None:
     """Return the remap of the left checkpoint with these options; None if it is refused, if no format can hold the
     result, if it loses something, or if `most` differences or more are left. With `loses_state` it may leave parameters
-    of an optimizer out.
+    of an optimizer out, with `loses_keys` keys of the state dict. What the output
+    would run when it is loaded is dropped: `code` are the paths of what is dropped already.
 
     `options` are as printed; what is read already is reused. `word` is part of the output's name, whose ending may
     change to the ending of a format that holds more.
@@ -206,8 +222,9 @@ def try_remap(
     except CkptError:
         return None
     stateless = tuple(name for optimizer in result.optimizers for name in optimizer.dropped)
-    if (stateless and not loses_state) or _loses(source, result, question.model):
+    if (stateless and not loses_state) or (not loses_keys and _loses(source, result, question.model, code)):
         return None
+    left_out = tuple(dotted(one.section, one.key) for one in result.plan.dropped if one.reason != NO_COUNTER)
     for out in outputs(source.source, word):
         try:
             target = target_for(out, source)
@@ -227,10 +244,19 @@ def try_remap(
         missing = result.missing
         if not after.identical or question.right is not None:  # else the model of the question loads it
             loads = loading(result, read, loaded_by(read, model, to_model))
-            if loads is not None and loads.problems:
-                return None  # the command would be refused
             missing = missing if loads is None else loads.missing
-        return Trial("remap", (source.source,), replace(options, out=out, partial=bool(missing)), after, stateless)
+        printed = replace(options, out=out, partial=bool(missing))
+        try:
+            remap.run(source, replace(read, out=out, partial=printed.partial))
+        except CkptError:
+            found = tuple(dict.fromkeys(path for path, _ in entries_with_code(fitted) if path not in code))
+            if found:
+                more = replace(options, drop=(*(options.drop or ()), *found))
+                return try_remap(
+                    question, more, word, most, loses_state=loses_state, loses_keys=loses_keys, code=(*code, *found)
+                )
+            continue
+        return Trial("remap", (source.source,), printed, after, stateless, left_out, code=code)
     return None
 
 
@@ -257,15 +283,21 @@ def model_path(checkpoint: Checkpoint) -> str | None:
         return None
 
 
-def _loses(source: Checkpoint, result: Remap, model: ModelOperand | None) -> bool:
+def _loses(source: Checkpoint, result: Remap, model: ModelOperand | None, code: tuple[str, ...]) -> bool:
     """Return True if the output does not have the values of a tensor of the source, under any name.
+
+    Entries that run `code` when they are loaded are not counted.
 
     Not lost are the counter of AveragedModel in the state dict in question, non-persistent buffers, and keys that the
     model's saving computes from other tensors: its code creates them again.
     """
     created_again = () if model is None else tuple(t.fqn for t in model.names().runtime if not t.persistent)
     unneeded = {(NO_COUNTER, model_path(source)), *((MADE_AGAIN, section.path) for section in source.sections)}
-    dropped = [one for one in result.plan.dropped if (one.reason, one.section) not in unneeded]
+    dropped = [
+        one
+        for one in result.plan.dropped
+        if (one.reason, one.section) not in unneeded and dotted(one.section, one.key) not in code
+    ]
     if not dropped:
         return False
     kept = {(output.section, key) for output in result.plan.outputs for key in refs(output.source)}

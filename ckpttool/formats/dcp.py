@@ -246,8 +246,6 @@ def holds_each_option(checkpoint: Checkpoint, path: str) -> bool:
     Then `dcp.load` needs a key for each of them. Until torch 2.3 all groups were one value.
     """
     folder = checkpoint.container
-    if checkpoint.format != FORMAT:
-        return False
     key = f"{path}.param_groups".lstrip(".")
     return not isinstance(folder, Folder) or all(other != key for _, other in folder.values)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 from shlex import quote
@@ -118,6 +119,18 @@ _PICKLED = (
     "load it with the program that wrote it, if you trust it, and keep its tensors: torch.save(state_dict, 'OUT.pt')"
 )
 _TO_SAFETENSORS = "convert it to a safetensors file with the library that wrote it"
+
+
+def _is_gzipped_tar(head: bytes) -> bool:
+    if not head.startswith(b"\x1f\x8b"):
+        return False
+    try:
+        unpacked = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(head, 512)
+    except zlib.error:
+        return False
+    return unpacked[257:262] == b"ustar"
+
+
 # What the first bytes show, what the file is, and what to do about it; `{path}` in the hint is the file.
 _KNOWN: tuple[tuple[Callable[[bytes], object], str, str], ...] = (
     (
@@ -128,6 +141,7 @@ _KNOWN: tuple[tuple[Callable[[bytes], object], str, str], ...] = (
     (_pattern(rb"(\xef\xbb\xbf)?\s*(<!doctype html|<html|<head|<body)"), "an HTML page", _AGAIN),
     (_pattern(rb"(\xef\xbb\xbf)?\s*<(\?xml|error>)"), "an XML page", _AGAIN),
     (_pattern(rb"\x80[\1-\5]"), "a pickle that torch.save did not write", _PICKLED),
+    (_is_gzipped_tar, "a tar archive compressed with gzip", "unpack it first: tar -xzf {path}"),
     (_starts(b"\x1f\x8b"), "compressed with gzip", "decompress it first: gzip -dk {path}"),
     (_starts(b"\xfd7zXZ\0"), "compressed with xz", "decompress it first: xz -dk {path}"),
     (_starts(b"\x28\xb5\x2f\xfd"), "compressed with zstd", "decompress it first: zstd -dk {path}"),

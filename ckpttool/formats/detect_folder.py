@@ -221,6 +221,12 @@ def _nothing(folder: str, names: list[str]) -> CkptError:
             f"{folder} is a torch.distributed.checkpoint folder without its {DCP_METADATA}",
             hint="saving it was interrupted, or it was copied without hidden files: copy it again",
         )
+    if ".snapshot_metadata" in names:
+        return CkptError(
+            f"{folder} is a snapshot of torchsnapshot, a format that ckpttool does not read",
+            hint=f"restore it, and save that: torchsnapshot.Snapshot({folder!r}).restore({{'model': model}}); "
+            "torch.save(model.state_dict(), 'model.pt')",
+        )
     inside = [name for name in names if is_dir(join(folder, name)) and not name.startswith(".")]
     hint = f"name one of its folders: {quote(join(folder, inside[-1]))}" if inside else "check the path"
     what = "a model's configuration but no weights" if "config.json" in names else "no checkpoint"

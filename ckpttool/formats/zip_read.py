@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ckpttool.core.checkpoint import Span
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.values import dataclass, many_objects
-from ckpttool.io.checksums import note_archive
+from ckpttool.io.checksums import note_archive, version_of
 from ckpttool.io.files import Source, assume, check_assumed, opened
 from ckpttool.io.paths import is_url
 
@@ -119,7 +119,7 @@ def read_archive(path: str, base: int = 0, length: int | None = None) -> Archive
         state = None if is_url(path) else os.stat(path)
     except (OSError, ValueError):  # opening it says what is wrong
         state = None
-    version = None if state is None else (state.st_ino, state.st_size, state.st_mtime_ns)
+    version = None if state is None else version_of(state)
     archive = (_read.__wrapped__ if version is None else _read)(path, base, length, version)
     checked = ((base + r.data, r.nbytes, r.crc) for r in archive.records if r.has_crc and r.method == STORED)
     note_archive(path, base, version, checked, partial(_name_at, path, base, length))
@@ -133,7 +133,7 @@ def _name_at(path: str, base: int, length: int | None, start: int) -> str:
 
 @lru_cache(maxsize=1)  # `detect` reads the directory just before the reader does
 @many_objects()
-def _read(path: str, base: int, length: int | None, version: tuple[int, int, int] | None) -> Archive:
+def _read(path: str, base: int, length: int | None, version: object) -> Archive:
     if base:  # an archive inside of one: its place must be true
         check_assumed(path)
     with opened(path) as file:

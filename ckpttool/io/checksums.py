@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from array import array
 from bisect import bisect_right
@@ -89,10 +90,11 @@ def note_archive(
 ) -> None:
     """Note first byte, length and CRC of the records of the archive at byte `base` of the file.
 
-    A `version` of the file that is not None is noted once.
+    A local file has a `version` (`version_of`), and what is known of other versions is forgotten.
     """
-    known = _archives.get((path, base))
-    if known is not None and version is not None and known.version == version:
+    if version is not None or not base:
+        forget_others(path, version)
+    if version is not None and (path, base) in _archives:
         return
     starts, ends, crcs = array("Q"), array("Q"), array("I")
     for start, length, crc in sorted(records):
@@ -104,6 +106,18 @@ def note_archive(
     _archives[path, base] = _Archive(path, version, name_at, starts, ends, crcs)
     while sum(len(archive.starts) for archive in _archives.values()) > _MOST and len(_archives) > 1:
         del _archives[next(iter(_archives))]
+
+
+def version_of(stat: os.stat_result) -> object:
+    """Return what tells one content of a local file from another."""
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def forget_others(path: str, version: object) -> None:
+    """Forget the archives of the path in other versions of it: another file may have taken its place."""
+    for place, archive in list(_archives.items()):
+        if archive.path == path and (version is None or archive.version != version):
+            del _archives[place]
 
 
 def note_bytes(path: str, at: int, data: memoryview) -> None:

@@ -198,6 +198,7 @@ class SpanReader:
         self._path = path
         sources.note_streamed(path)
         sources.check_open(path, self._descriptor)
+        checksums.forget_others(path, checksums.version_of(os.fstat(self._descriptor)))
         progress.has_opened(path)
 
     def close(self) -> None:

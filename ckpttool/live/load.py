@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_map
@@ -39,7 +40,7 @@ from ckpttool.io.pieces import Piece, comparing_checksums, map_span
 from ckpttool.io.write import WriteOptions, preflight, write_file
 from ckpttool.live.model import FSDP1, FSDP2, instances, placed
 from ckpttool.live.swap import swap_weights
-from ckpttool.operands.checkpoint import Ckpt, model_section, open_with_values
+from ckpttool.operands.checkpoint import Ckpt, model_section, open_operand, open_with_values
 from ckpttool.operands.model import ModelOperand, read_for_model, trace
 from ckpttool.operands.output import command
 from ckpttool.remapping.options import RemapOptions
@@ -128,7 +129,7 @@ def load(
         section, fix = _fitting_model(source, operand, cast)
     path, state = None, None
     if optimizer is not None:
-        path, state = _fitting_state(source, operand.with_optimizer(like(optimizer, core)))
+        path, state = _fitting_state(source, operand.with_optimizer(like(optimizer, core)), cast)
     before = _hyperparameters(optimizer)
     count = put(model, section, operand, optimizer, state, cast)
     loaded_path = None if section is None else model_section(source).path
@@ -181,6 +182,7 @@ def _fitting_model(source: Checkpoint, model: ModelOperand, cast: bool) -> tuple
             if not cast and any(entry.status == "dtype" for entry in diff.entries):
                 error.hint = f"cast=True converts the dtypes; {error.hint}"
             raise
+        source = open_operand(fix.source) if fix.source else source
         source = plan_remap(source, fix.options, None if fix.options.model is None else model, None).result
         diff = run(source, None, options, model, infers=False)
     computed = [entry for entry in diff.entries if entry.has(Code.LOAD_HOOK_CHANGES)]
@@ -193,10 +195,10 @@ def _fitting_model(source: Checkpoint, model: ModelOperand, cast: bool) -> tuple
     return model_section(source), None if fix is None else str(fix)
 
 
-def _fitting_state(source: Checkpoint, model: ModelOperand) -> tuple[str, Mapping[Any, Any]]:
+def _fitting_state(source: Checkpoint, model: ModelOperand, cast: bool) -> tuple[str, Mapping[Any, Any]]:
     """Return the path of the optimizer's state, and the state by the ids of the optimizer of `model`."""
     options = DiffOptions(model=model, optimizer=model.optimizer)
-    diff = run(source, None, options, model)
+    diff = after = run(source, None, options, model)
     question = Question(source, None, options, model, diff)
     if diff.remedy is None:
         remap = RemapOptions(model=model, optimizer=model.optimizer, optimizer_keys=ID)
@@ -209,7 +211,11 @@ def _fitting_state(source: Checkpoint, model: ModelOperand) -> tuple[str, Mappin
             hint = "; ".join((*answer.fix, *notes[-2:])) or "start the optimizer from scratch"
             message = f"the optimizer state of {source.source} does not fit this optimizer"
             raise Refused(message, hint=hint, problems=diff.problems((source.source, "the optimizer")))
-        remap = replace(remap, optimizer_keys=ID)
+        remap, after = replace(remap, optimizer_keys=ID), fix.after
+    converts = [note for note in after.notes if code_of(note) == "converts"]
+    if converts and not cast:
+        hint = "cast=True converts them"
+        raise Refused(f"the optimizer state of {source.source} has other dtypes: {converts[0]}", hint=hint)
     saved_by = model.with_optimizer(remap.optimizer)
     done = plan_remap(source, remap, saved_by, loading_model(remap, saved_by))
     (section,) = (section for section in done.result.sections if section.kind == "optimizer")
@@ -346,7 +352,8 @@ def put(
     if section.modules is not None:
         tensors._metadata = section.modules
     extra_state = {key: value for key, value in objects.items() if key.rpartition(".")[2] == _EXTRA_STATE}
-    if len(extra_state) < len(objects):  # quantized layers keep their weights in objects, which only their code loads
+    # Quantized layers keep their weights in objects, which only their code loads; so is the shape of lazy parameters.
+    if len(extra_state) < len(objects) or any(map(is_lazy, innermost(model).parameters())):
         with _own_loading(innermost(model), stored(section, True).state), _optimizer_state(model, optimizer, state):
             return len(section.tensors)
     with _extra_state(innermost(model), extra_state), _optimizer_state(model, optimizer, state):
@@ -377,10 +384,14 @@ def _check_created(problems: Sequence[Problem]) -> None:
 def _own_loading(module: Module, state: Mapping[str, Any]) -> Iterator[None]:
     """Let the module load the state dict itself; give it its old state if that or the block raises."""
     before = copied_state(module.state_dict())
+    lazy = {tensor: type(tensor) for tensor in (*module.parameters(), *module.buffers()) if is_lazy(tensor)}
     try:
         load_strictly(module, state)
         yield
     except BaseException:
+        for tensor, cls in lazy.items():
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            tensor.__class__ = cls
         load_strictly(module, before)
         raise
 

@@ -50,6 +50,8 @@ def other_versions_of(left: Section, right: Section) -> list[OtherVersion]:
     A module that only one side has is left out, unless the other side has no versions at all. To torch's own modules,
     no version is the same as version 1.
     """
+    if left.modules == right.modules:
+        return []
     lefts, rights = _versions(left), _versions(right)
     is_lost = not lefts or not rights
     shapes: Shapes = _shapes(left)

@@ -233,16 +233,16 @@ class ModelOperand:
 
         return values_of_constants(self.definition(), names)
 
-    def verdict(self, section: Section) -> Verdict:
+    def verdict(self, section: Section, *, reads_values: bool = True) -> Verdict:
         """Return what torch says of a strict load of the section, found once for the same entries and versions.
 
         Raise the errors of `load_verdict`.
         """
         from ckpttool.tracing.loading import load_verdict
 
-        key = id(section.modules), *map(id, section.entries)
+        key = int(reads_values), id(section.modules), *map(id, section.entries)
         if key not in self._verdicts:
-            self._verdicts[key] = section, load_verdict(self.definition(), section)
+            self._verdicts[key] = section, load_verdict(self.definition(), section, reads_values=reads_values)
         return self._verdicts[key][1]
 
     def with_needed_versions(self, section: Section) -> Section:
@@ -256,7 +256,11 @@ class ModelOperand:
         modules = {path: {"version": version} for path, version in (names.versions or {}).items()}
         keys = dict.fromkeys([*(key.key for key in names.serialized), *names.extra_state])
         changed = with_versions(section, modules, keys)
-        if changed is section or self.verdict(section).ok or not self.verdict(changed).ok:
+        if (
+            changed is section
+            or self.verdict(section, reads_values=False).ok
+            or not self.verdict(changed, reads_values=False).ok
+        ):
             return section
         return changed
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from ckpttool.core.optimizer_state import (
 )
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import same_objects, same_values
+from ckpttool.io.pieces import read_all
 
 # Reading
 
@@ -153,6 +155,9 @@ def same_option(left: Any, right: Any) -> bool:
         return same_values(left, right)
     if isinstance(left, ExtraEntry) and isinstance(right, ExtraEntry):
         return same_objects(left, right)
+    for one, other in ((left, right), (right, left)):
+        if isinstance(one, TensorEntry) and type(other) in (int, float):
+            return _is_number(one, other)
     if isinstance(left, (TensorEntry, ExtraEntry)) or isinstance(right, (TensorEntry, ExtraEntry)):
         return False
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
@@ -160,6 +165,22 @@ def same_option(left: Any, right: Any) -> bool:
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         return same_options(left, right)
     return bool(left == right) and isinstance(left, bool) == isinstance(right, bool)
+
+
+_CODES = {"float32": "f", "float64": "d", "int64": "q", "int32": "i"}  # of `struct`
+
+
+def _is_number(entry: TensorEntry, number: float) -> bool:
+    """Return True if the tensor has one element, and that is the number in the tensor's dtype."""
+    code = _CODES.get(entry.dtype)
+    if code is None or entry.numel != 1 or entry.storage is None or (code in "qi" and type(number) is float):
+        return False
+    data = read_all(entry.storage.data)
+    size = struct.calcsize(code)
+    try:
+        return bytes(data[entry.offset * size :][:size]) == struct.pack(code, number)
+    except (struct.error, OverflowError):
+        return False
 
 
 # Writing

@@ -126,7 +126,7 @@ def _loading(section: Section, model: ModelOperand, options: RemapOptions, is_in
         return Loading(model.title)  # the first rank runs the model's code, and fails for all
     bare = _without_wrappers(section, reading)
     try:
-        verdict = model.verdict(bare)
+        verdict = model.verdict(bare, reads_values=False)
     except CkptError as error:
         by_names = _by_names(section, model, reading)
         note = Info(f"torch was not asked whether {model.title} loads the output: {error.message}", "not-compared")

@@ -24,7 +24,7 @@ from ckpttool.naming.convert import check_versions, read
 from ckpttool.naming.match import match
 from ckpttool.naming.quantized import problems_of_parts, quantized_weights
 from ckpttool.naming.wrappers import Chain, adapter_of
-from ckpttool.operands.model import LOAD_HOOK, left_as_they_are, of_one_model
+from ckpttool.operands.model import LOAD_HOOK, ModelOperand, left_as_they_are, of_one_model
 from ckpttool.optimizers import forms
 from ckpttool.optimizers.identify import in_order_of
 from ckpttool.optimizers.transform import carried_out
@@ -47,6 +47,7 @@ from ckpttool.remapping.steps import (
     to_other_model,
     unwrap,
     with_counters,
+    without_pruning,
 )
 from ckpttool.remapping.write import COST, UNDO, VERIFIED, Cost, Undo, Verified
 from ckpttool.ruleset.patterns import Renaming, names_entry
@@ -280,6 +281,8 @@ def remap(source: Checkpoint, request: Request) -> Remap:
         plan = replace(carried(source.sections), dropped=tuple(dropped))
         return Remap(source, plan, model=model, narrowed=_narrowing(before, model, dropped))
     sections = of_one_model(source, options.sections, None if request.saved is None else request.saved.names())
+    if request.saved is not None and source.optimizers:
+        _check_pruned_state(source, sections, request.saved)
     drafts = _drafts(source, sections, request, lightning)
     check_quantized(drafts)
     made = Plan(
@@ -313,6 +316,22 @@ def remap(source: Checkpoint, request: Request) -> Remap:
     model, narrowed = (whole, narrowed) if options.select is None else (None, narrowed or whole)
     done = Remap(result, plan, drafts[0].form, form, notes, ruled=drafts[0].ruled, model=model, narrowed=narrowed)
     return replace(done, sections=together, missing=tuple(missing))
+
+
+def _check_pruned_state(source: Checkpoint, sections: Sequence[Section], model: ModelOperand) -> None:
+    """Raise `Refused` if pruned weights would be computed next to optimizers, which have the state of their parts.
+
+    The parts are also registered in another order than the weights.
+    """
+    pruned = [plan for section in sections if (plan := without_pruning(section, model.tables)) is not None]
+    if not pruned:
+        return
+    drops = shell(*(word for section in source.optimizers for word in ("--drop", section.path)))
+    raise Refused(
+        "the model in this file is pruned, and its optimizer state belongs to the weights before the masks",
+        hint=f"leave it out: {drops}",
+        problems=[Problem("computed from its mask", output.key) for plan in pruned for output in plan.computed],
+    )
 
 
 def _not_left_out(draft: Draft, request: Request, dropped: Sequence[str]) -> list[str]:
@@ -377,8 +396,14 @@ def _draft(section: Section, request: Request, lightning: bool, first: Draft | N
         else:
             counters = naming_wrappers.counters(section.keys)
             rest = replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters))
-            by_loading = saved.by_loading(rest) if options.source_form is None else None
-            if by_loading is None:
+            pruned = without_pruning(rest, saved.tables)
+            by_loading = saved.by_loading(rest) if options.source_form is None and pruned is None else None
+            if pruned is not None:
+                whole = apply(pruned, Checkpoint("", "", 0, (rest,))).section(section.path)
+                draft = to_model_form(replace(draft, section=whole), request, saved)
+                plan = compose(pruned, draft.plan)
+                draft = replace(draft, section=section, plan=plan, counters=tuple(counters))
+            elif by_loading is None:
                 draft = to_model_form(draft, request, saved)
             else:
                 loaded = apply(by_loading, Checkpoint("", "", 0, (rest,))).section(section.path)

@@ -7,9 +7,9 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from ckpttool.core import expression as ex
-from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.errors import Problem, Refused
-from ckpttool.core.expression import Ref
+from ckpttool.core.expression import Op, Ref
 from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.plan import Dropped, Output, Plan, compose, in_turn, module_renames
 from ckpttool.core.text import plural
@@ -245,6 +245,35 @@ def to_other_model(draft: Draft, request: Request, model: ModelOperand) -> Draft
         runners=_with_runner(draft.runners, plan, code),
         missing=lacking(tables, request.model_form, plan),
     )
+
+
+def without_pruning(section: Section, tables: NameTables) -> Plan | None:
+    """Return the plan that computes pruned weights as `torch.nn.utils.prune.remove` does, if the model has no masks.
+
+    None if there are none.
+    """
+    entries = section.by_key()
+    canonical = wrappers.canonical_keys(section.keys)
+    known = {*tables.serialized_names.values(), *tables.runtime_names.values()}
+    masks: dict[str, str] = {}
+    for key in entries:
+        name = key.removesuffix("_orig")
+        original, mask = entries[key], entries.get(f"{name}_mask")
+        if name == key or not isinstance(original, TensorEntry) or not isinstance(mask, TensorEntry):
+            continue
+        same = (original.dtype, original.shape) == (mask.dtype, mask.shape)
+        if same and name not in entries and canonical[key] not in known:
+            masks[key] = f"{name}_mask"
+    if not masks:
+        return None
+    outputs = []
+    for key in entries:
+        if key in masks:
+            pruned = Op("aten.mul.Tensor", (Ref(masks[key]), Ref(key)))
+            outputs.append(Output(section.path, key.removesuffix("_orig"), pruned))
+        elif key not in masks.values():
+            outputs.append(Output(section.path, key, Ref(key)))
+    return Plan(tuple(outputs))
 
 
 def with_counters(draft: Draft, keep: bool) -> Draft:

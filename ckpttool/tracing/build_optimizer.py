@@ -105,7 +105,7 @@ def _with_ids(names: Names, model: nn.Module, definition: LoadedOptimizer, on_me
             problems=unknown,
         )
     groups = tuple(
-        {name: _as_json(value) for name, value in group.items() if name != "params" and _is_plain(value)}
+        {name: _as_json(value) for name, value in group.items() if name != "params" and _is_plain(_number(value))}
         for group in optimizer.param_groups
     )
     return replace(names, optimizer=tuple(params), optimizer_class=type(optimizer).__name__, optimizer_groups=groups)
@@ -121,16 +121,23 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):  # a learning rate, for a step in a CUDA graph
-        return value.numel() == 1 and not value.is_meta
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
 
 
+def _number(value: Any) -> Any:
+    """Return the number in a tensor with one element, as for a learning rate; any other value as it is."""
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.is_meta:
+        return value
+    number = value.item()
+    if isinstance(number, float) and value.dtype == torch.float32:  # 0.1, and not its 17 digits
+        number = float(f"{number:.7g}") if torch.tensor(float(f"{number:.7g}")) == number else number
+    return number
+
+
 def _as_json(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.item()
+    value = _number(value)
     return [_as_json(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 Memo = dict[int, Any]  # id of an object -> its copy, as in `copy.deepcopy`
 _PICKLE_PROTOCOL = 4
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 def copy_of(module: nn.Module, memo: Memo, real: bool) -> nn.Module:
@@ -45,7 +46,9 @@ class _Copier:
             if id(part) not in self.memo and not self._copies(part):
                 shells.append((part, self._shell(part)))
         for part, shell in shells:
-            state = {name: self.value(value) for name, value in _state_of(part).items()}
+            state = {}
+            for name, value in _state_of(part).items():
+                state[name] = self._registry(value) if name in _REGISTRIES else self.value(value)
             try:
                 shell.__setstate__(state)
             except Exception:  # the class expects what could not be copied
@@ -56,6 +59,13 @@ class _Copier:
         shell: nn.Module = type(module).__new__(type(module))
         self.memo[id(module)] = shell
         return shell
+
+    def _registry(self, entries: Any) -> Any:
+        """Return the parameters, buffers or submodules of a module, each copied: the live ones are never shared."""
+        copies = type(entries)()
+        for name, entry in entries.items():
+            copies[name] = self.value(entry)
+        return copies
 
     def value(self, value: Any) -> Any:
         """Return a copy of the value; the value itself if it needs no copy, or if nothing can copy it."""

@@ -96,11 +96,12 @@ class Verdict:
     replaced: tuple[str, ...] = ()
 
 
-def load_verdict(model: LoadedModel, section: Section) -> Verdict:
+def load_verdict(model: LoadedModel, section: Section, *, reads_values: bool = True) -> Verdict:
     """Load the section's tensors into a fresh instance, without data if that can replace the file's.
 
-    Raises `CkptError` if real tensors are needed and do not fit in memory, if the file does not hold what its entries
-    say, and if the answer depends on an object that is not created here (`stored`).
+    With `reads_values`, a small model also loads the values: this finds which of them it does not keep. Raises
+    `CkptError` if real tensors are needed and do not fit in memory, if the file does not hold what its entries say,
+    and if the answer depends on an object that is not created here (`stored`).
     """
 
     def recorded(real: bool) -> Verdict:
@@ -135,8 +136,9 @@ def load_verdict(model: LoadedModel, section: Section) -> Verdict:
     if verdict.doubtful or verdict.special:
         check_memory(model, need, f"whether {model.operand} loads it cannot be told without values")
         return truth(verdict)
-    with contextlib.suppress(CannotBuild):
-        return truth(verdict) if is_cheap(model, need) else verdict
+    if reads_values:
+        with contextlib.suppress(CannotBuild):
+            return truth(verdict) if is_cheap(model, need) else verdict
     return verdict
 
 

@@ -40,11 +40,10 @@ FILES["all"] = (
 def test_each_problem_has_the_status_of_its_difference(
     call: str, state: State, kinds: Mapping[str, str], tmp_path: Path
 ) -> None:
-    path = str(tmp_path / "a.pt")
-    torch.save(state, path)
-    calls = {
-        "load": lambda: ckpttool.load(path, build()),
-        "fix": lambda: ckpttool.fix(path, str(tmp_path / "b.pt"), model=build),
+    torch.save(state, tmp_path / "a.pt")
+    calls: dict[str, Callable[[], Any]] = {
+        "load": lambda: ckpttool.load(str(tmp_path / "a.pt"), build()),
+        "fix": lambda: ckpttool.fix(str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), model=build),
     }
     with pytest.raises(Refused) as refused:
         calls[call]()
@@ -84,20 +83,18 @@ def test_check_names_says_what_changed(model: Callable[[], nn.Module], optimizer
     assert "0 names" not in refused.value.message
 
 
-@pytest.mark.parametrize("new", [sgd, reversed_adam])
-def test_load_says_what_does_not_fit_the_optimizer(new: Any, tmp_path: Path) -> None:
+def test_load_says_what_does_not_fit_the_optimizer(tmp_path: Path) -> None:
     model = build()
     optimizer = adam(model)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
-    if new is reversed_adam:
-        ckpttool.load(tmp_path / "a.pt", model, new(model))  # the order is known, and changed
-        return
-    with pytest.raises(Refused) as refused:
-        ckpttool.load(tmp_path / "a.pt", model, new(model))
-    assert refused.value.problems
-    assert all(problem.problem and problem.key for problem in refused.value.problems)
+    groups = torch.optim.Adam([{"params": [model[0].weight]}, {"params": [model[1].weight]}])
+    for other in (sgd(model), groups):
+        with pytest.raises(Refused) as refused:
+            ckpttool.load(tmp_path / "a.pt", model, other)
+        assert refused.value.problems
+        assert all(problem.problem and problem.key for problem in refused.value.problems)
 
 
 @pytest.mark.parametrize("fail_on", [["value"], ("missing", "value"), "missing,value", ["missing,shape", "value"]])

@@ -85,12 +85,17 @@ def test_printed_output_name_is_not_an_existing_file(diff_json: Diff) -> None:
     assert [run_printed(fixes_in(diff_json(*words))[0]) for _ in range(2)] == ["a.serialized.pt", "a.serialized2.pt"]
 
 
-def test_runtime_names_next_to_a_loss(diff_json: Diff) -> None:
-    """The printed command renames the model's keys, keeps the loss, and reports that it is a partial fix."""
-    held = {key: value.detach() for key, value in hooked().named_parameters()}
-    found = diff_json("--model", "model.py:hooked", saved({**with_prefix("net.", held), "loss.weight": torch.ones(2)}))
-    assert PART in notes_in(found)
-    assert set(torch.load(run_printed(fixes_in(found)[0]))) == {*held, "loss.weight"}
+@pytest.mark.parametrize("form", ["serialized", "runtime"])
+def test_a_model_next_to_a_loss(diff_json: Diff, form: str) -> None:
+    """The printed command takes the model's keys, and a note names what it leaves out."""
+    state = state_of(hooked())
+    if form == "runtime":
+        state = {key: value.detach() for key, value in hooked().named_parameters()}
+    words = ("--model", "model.py:hooked")
+    found = diff_json(*words, saved({**with_prefix("net.", state), "loss.weight": torch.ones(2)}))
+    assert [fix["complete"] for fix in found["fix"]] == [True]
+    assert "leaves out 1 entry of left that the model does not have: loss.weight" in " ".join(notes_in(found))
+    hooked().load_state_dict(torch.load(run_printed(fixes_in(found)[0])), strict=True)
 
 
 @pytest.mark.parametrize("right", ["model", "file"])

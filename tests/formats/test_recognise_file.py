@@ -98,6 +98,7 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 4265
         (lambda: b"<html lang=en>", "an HTML page", "resolve"),
         (lambda: b"<?xml version='1.0'?><Error><Code>AccessDenied", "an XML page", "login"),
         (lambda: gzip.compress(b"x"), "gzip", "gzip -dk"),
+        (lambda: gzip.compress(tarred()), "a tar archive compressed with gzip", "tar -xzf"),
         (lambda: lzma.compress(b"x"), "xz", "xz -dk"),
         (lambda: bz2.compress(b"x"), "bzip2", "bzip2 -dk"),
         (lambda: b"\x28\xb5\x2f\xfd\x04\x00", "zstd", "zstd -dk"),

@@ -199,3 +199,13 @@ def test_companions_are_the_small_files_next_to_the_weights(tmp_path: Path) -> N
     (tmp_path.parent / "outside.json").write_text("{}")
     (tmp_path / "link.json").symlink_to(tmp_path.parent / "outside.json")
     assert set(companions(str(tmp_path))) == {"config.json", "tokenizer.model"}
+
+
+def test_snapshot_of_torchsnapshot_is_named(tmp_path: Path) -> None:
+    """Its folders hold raw bytes, and no checkpoint."""
+    (tmp_path / "0" / "app").mkdir(parents=True)
+    (tmp_path / "0" / "app" / "weight").write_bytes(bytes(16))
+    (tmp_path / ".snapshot_metadata").write_text('{"version": "0.1.0", "world_size": 1, "manifest": {}}')
+    with pytest.raises(CkptError, match="is a snapshot of torchsnapshot") as error:
+        open_checkpoint(str(tmp_path))
+    assert "torchsnapshot.Snapshot(" in error.value.hint

@@ -348,7 +348,8 @@ def test_resharding_moves_each_byte_once(
     values = sum(value.nbytes for value in model_state.values())
     read, written = (sum(counts) for counts in zip(*((one.read or 0, one.written or 0) for one in ranks)))
     nbytes = sum(size for _, size in sizes(tmp_path))
-    assert read <= nbytes * 1.02  # the pickles of rank files may be read twice
+    # The pickles of rank files may be read twice. A record that ranks read in parts is read completely for its CRC.
+    assert read <= nbytes * (1.02 if source.startswith("dtensors") or "--rule" in options else 3.02)
     assert written <= nbytes
     assert read >= values / 2
     back, model = tmp_path / "back.pt", f"{saved_by_ranks}/model.py:build"

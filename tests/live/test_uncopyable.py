@@ -200,6 +200,26 @@ def test_copy_shares_no_tensor_and_no_module(real: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
 
 
+class NoCopies(torch.Tensor):
+    """A tensor that nothing can copy."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.__deepcopy__, torch.Tensor.clone, torch.clone):
+            raise NotImplementedError("no copies")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_parameter_that_nothing_copies_is_an_error_and_not_shared(tmp_path: Path) -> None:
+    model = base()
+    model.extra = nn.Parameter(torch.ones(2).as_subclass(NoCopies))
+    with pytest.raises(NotImplementedError):
+        copy_of(model, {}, True)
+    torch.save(base().state_dict(), tmp_path / "in.pt")
+    with pytest.raises(ckpttool.CkptError):
+        ckpttool.load(tmp_path / "in.pt", model)
+
+
 def needs_values(device: Any = None) -> nn.Module:
     """Build only with real tensors: on meta the constructor fails."""
     model = base()
@@ -241,6 +261,9 @@ def test_flags_become_keywords_outside_of_commands() -> None:
         ("pass --model MODEL too", "pass model=MODEL too"),
         ("--like and --to both say it", "like= and to= both say it"),
         ("choose: -o OUT or --from FORM", "choose: out=OUT or from_=FORM"),
+        ("leave it out: --drop common.pt", "leave it out: drop='common.pt'"),
+        ("--drop optimizer; or --drop 'a.*'", "drop='optimizer'; or drop='a.*'"),
+        ("--from runtime says otherwise", "from_= runtime says otherwise"),
         ("`ckpttool remap x --drop y`, or --rule 'A => B'", "`ckpttool remap x --drop y`, or rule='A => B'"),
         (
             "as here: ckpttool diff x --model M; --partial writes it",

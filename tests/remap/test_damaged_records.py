@@ -187,6 +187,17 @@ def test_diff_compares_damaged_values(run: Run) -> None:
     assert [entry["left"] for entry in done.data["entries"] if entry["status"] == "value"] == [["b.weight"]]
 
 
+def test_another_file_with_the_same_relative_path(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(state(), "in.pt")
+    assert run("convert", "in.pt", "-o", "out.safetensors").status == 0
+    for number, zipped in enumerate((False, True)):
+        Path(f"folder{number}").mkdir()
+        monkeypatch.chdir(f"folder{number}")
+        other = {f"{number}.{key}": torch.ones(3, 3) for key in "abcdef"}
+        torch.save(other, "in.pt", _use_new_zipfile_serialization=zipped)
+        assert run("convert", "in.pt", "-o", "out.safetensors", "--verify").status == 0
+
+
 def test_a_file_that_is_written_again_is_compared_with_its_new_records(run: Run) -> None:
     for seed in range(3):
         torch.manual_seed(seed)

@@ -53,7 +53,6 @@ DAMAGES: dict[str, Callable[[State, str], object]] = {
     "extra": lambda state, key: state.update({f"{key}.more": torch.zeros(1)}),
     "reshaped": lambda state, key: state.update({key: torch.zeros(7, 1)}),
     "half": lambda state, key: state.update({key: state[key].half()}),
-    "complex": lambda state, key: state.update({key: state[key].to(torch.complex64)}),
 }
 
 

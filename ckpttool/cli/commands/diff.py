@@ -98,6 +98,7 @@ def _diff_of_two(options: DiffOptions, left: str | None, right: str | None, sugg
 def _with_rules_written(result: Diff, path: str, of_names: bool) -> Diff:
     """Write the rules that the diff suggests, and show how to use them. Raise `CkptError` for another's file."""
     from ckpttool.fixes.rules_file import by_file
+    from ckpttool.remapping.options import RemapOptions
 
     if result.rules is None:
         text = f"no rules are suggested, and {path} was not written: no rules lead from left to right"
@@ -106,5 +107,6 @@ def _with_rules_written(result: Diff, path: str, of_names: bool) -> Diff:
         raise CkptError(f"{path} is there, and has other content", hint="give another FILE, or remove it first")
     write_text(path, result.rules, force=True)  # what is there is the same
     complete = not of_names and bool(result.fix) and all(fix.complete for fix in result.fix)
-    fix = Fix(by_file("CKPT" if of_names else result.left, path), complete=complete, tried=not of_names)
+    line = by_file("CKPT" if of_names else result.left, path, result.rules_options or RemapOptions())
+    fix = Fix(line, complete=complete, tried=not of_names)
     return replace(result, fix=(fix,))

@@ -157,6 +157,8 @@ def _lead(diff: Diff, notes: Sequence[str]) -> tuple[tuple[Block, ...], str | No
         complete = diff.fix[-1].complete or any(fix.complete for fix in diff.fix)
         label = "fix" if complete else "partial fix" if diff.fix[-1].tried else "fix (not tried)"
         lead.append(Commands(label, diff.fix))
+    elif several := next((note for note in diff.notes if code_of(note) == "several-parts"), None):
+        lead.append(Facts((("fix", several),), is_short=True))
     elif diff.unfixed:
         keys = sum(len(one.keys) for one in diff.unfixed)
         codes = ", ".join(one.code for one in diff.unfixed)
