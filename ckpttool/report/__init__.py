@@ -21,7 +21,6 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "github": (),
     "html": (".html", ".htm"),
     "junit": (".xml",),
-    "sarif": (".sarif",),
 }
 BY_ENDING = {ending: name for name, endings in FORMATS.items() for ending in endings}
 
