@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckpttool.fixes.diff import diff
     from ckpttool.fixes.fix import fix
     from ckpttool.inspection.explain import Explanation, explain
-    from ckpttool.inspection.inspect import Inspection, inspect, manifest
+    from ckpttool.inspection.inspect import Inspection, inspect
     from ckpttool.live.load import HyperparameterChange, Loaded, check_names, load, save_names
     from ckpttool.live.swap import Swapped
     from ckpttool.operands.checkpoint import open_checkpoint
@@ -56,7 +56,6 @@ __all__ = [
     "fix",
     "inspect",
     "load",
-    "manifest",
     "open_checkpoint",
     "remap",
     "rules",
@@ -78,7 +77,7 @@ _MODULES = {
     "diff": "fixes.diff",
     "fix": "fixes.fix",
     **dict.fromkeys(("Explanation", "explain"), "inspection.explain"),
-    **dict.fromkeys(("Inspection", "inspect", "manifest"), "inspection.inspect"),
+    **dict.fromkeys(("Inspection", "inspect"), "inspection.inspect"),
     **dict.fromkeys(("HyperparameterChange", "Loaded", "check_names", "load", "save_names"), "live.load"),
     "Swapped": "live.swap",
     "open_checkpoint": "operands.checkpoint",

@@ -15,7 +15,6 @@ from ckpttool.core.names import NAMES
 from ckpttool.core.plan import PLAN
 from ckpttool.core.schema import ERROR, Kind
 from ckpttool.diffing.result import DIFF
-from ckpttool.formats.manifest import STATEMENT
 from ckpttool.inspection.explain import EXPLAIN
 from ckpttool.inspection.inspect import INSPECT
 from ckpttool.remapping.plan import REMAP
@@ -37,7 +36,6 @@ OBJECTS: dict[str, Kind] = {
     "check": CHECKS,
     "error": ERROR,
     "code": CODE,
-    "manifest": STATEMENT,
 }
 
 

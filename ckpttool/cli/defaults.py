@@ -23,7 +23,7 @@ from ckpttool.core.values import dataclass
 _PREFIX = "CKPTTOOL_"
 _OTHERS = {"CKPTTOOL_DEBUG", "CKPTTOOL_LOG", PYPROJECT}
 # What one run reads, writes or overwrites has no default.
-_EACH_RUN = {*("force", "in_place", "manifest", "no_defaults", "out", "save_plan", "suggest", "update")}
+_EACH_RUN = {*("force", "in_place", "no_defaults", "out", "save_plan", "suggest", "update")}
 # They belong together: if MODEL comes from another place, the others do not apply to it.
 _MODEL = ("model", "materialize", "optimizer")
 _NEAR = 0.9  # how similar a variable must be to an option to count as misspelled: other programs have variables too

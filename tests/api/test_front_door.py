@@ -58,7 +58,6 @@ def test_a_path_may_be_a_pathlib_path(tmp_path: Path) -> None:
         lambda: ckpttool.remap(left, in_place=True, rules=cast(Any, rules)).output == str(left),
         lambda: ckpttool.undo(cast(Any, left)).path == str(left),
         lambda: ckpttool.check(cast(Any, [left, rules])).ok,
-        lambda: ckpttool.manifest(left)["subject"][0]["name"] == "left.pt",
     )
     for number, call in enumerate(calls):
         assert call(), number

@@ -102,12 +102,11 @@ NET, OPTIMIZER = ("--model", "net.py:Net"), ("--optimizer", "net.py:optimizer")
 QUESTIONS = {
     "two checkpoints": ("diff", "same.pt", "old.pt"),
     "through a model": ("diff", "same.pt", "old.pt", "--model", "names.json"),
-    "a manifest": ("diff", "same.pt", "old.json"),
     "a model": ("diff", "same.pt", "--model", "names.json"),
     "an optimizer": ("diff", "same.pt", *NET, *OPTIMIZER),
     "two optimizers": ("diff", "same.pt::optimizer", "old.pt::optimizer"),
 }
-QUESTIONS_WITH_VALUES = ("two checkpoints", "a manifest")
+QUESTIONS_WITH_VALUES = ("two checkpoints",)
 PAIRS: list[tuple[str, tuple[str, ...]]] = [
     *((question, ()) for question in QUESTIONS),
     *((question, ("--values",)) for question in QUESTIONS_WITH_VALUES),
@@ -127,7 +126,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         change(other)
         torch.save(other, folder_path / f"{name}.pt")
     (folder_path / "names.json").write_text(NAMES)
-    (folder_path / "old.json").write_text(json.dumps(ckpttool.manifest(str(folder_path / "old.pt"))))
     return folder_path
 
 

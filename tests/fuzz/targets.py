@@ -34,7 +34,6 @@ from ckpttool.formats import pickle_read, strict_json
 from ckpttool.formats.dcp_metadata import parse as parse_metadata
 from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.huggingface import parse_size, read_index
-from ckpttool.formats.manifest import read as read_manifest
 from ckpttool.formats.zip_read import read_archive
 from ckpttool.io import sources
 from ckpttool.naming import wrappers
@@ -232,14 +231,6 @@ def _names() -> list[bytes]:
     return [json.dumps(ModelOperand(lambda: nn.Sequential(nn.Linear(1, 1))).names().to_json()).encode()]
 
 
-def _manifests() -> list[bytes]:
-    path, manifest = _FOLDER / "manifest.pt", _FOLDER / "manifest.json"
-    path.write_bytes(_torch_files()[0])
-    with redirect_stdout(io.StringIO()):
-        assert main(["inspect", str(path), "--manifest", str(manifest), "--force"]) == 0
-    return [manifest.read_bytes()]
-
-
 def _commands() -> list[bytes]:
     (_FOLDER / "c.pt").write_bytes(_saved({"w": torch.ones(2)}))
     path = str(_FOLDER / "c.pt")
@@ -299,7 +290,6 @@ TARGETS: dict[str, Target] = {
         )
         for stage, name in ((1, "mp_rank_00_model_states.pt"), (2, _STATES), (3, _STATES))
     },
-    "manifest": Target(_of_file(read_manifest, "m.json"), _manifests, _JSON_WORDS),
     "edit journal": Target(_undo_journal, _undo_seeds, _JSON_WORDS),
     "folder journal": Target(_folder_journal, _folder_seeds, _JSON_WORDS),
     "ignore file": Target(in_folders.ignore_file(_FOLDER / "i.txt"), lambda: [in_folders.IGNORED], _LINE_WORDS),

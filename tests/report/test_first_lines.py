@@ -156,8 +156,8 @@ details: --all lists every key; `ckpttool explain unexpected` says more about th
 diff
 no differences; values are equal
 
-left          net.pt
-right         net.pt
+left      net.pt
+right     net.pt
 """,
 }
 
