@@ -46,9 +46,6 @@ class Common:
             "--limit NAME=VALUE", "Raise a limit that an error names; VALUE may end in K, M, G. Repeatable.", COMMON
         ),
     ] = None
-    no_defaults: Annotated[
-        bool, Option("--no-defaults", "Take no option from CKPTTOOL_* variables and pyproject.toml.", COMMON)
-    ] = False
 
 
 @dataclass(frozen=True, slots=True)

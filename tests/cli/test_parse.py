@@ -79,7 +79,7 @@ def command_line() -> Iterator[None]:
     ],
 )
 def test_values_have_the_types_of_the_options(line: str, expected: Mapping[str, Any]) -> None:
-    assert parser.run(["try", *line.split()], {}) == 0
+    assert parser.run(["try", *line.split()]) == 0
     assert received == {**PLAIN, **expected}
     assert {name: type(value) for name, value in received.items() if name in expected} == {
         name: type(value) for name, value in expected.items()
@@ -100,7 +100,7 @@ def test_values_are_those_of_typer(options: list[tuple[str, str]]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(parser, "_Conversion", conversion)
             try:
-                parser.run(line, {})
+                parser.run(line)
                 outcomes.append(repr(sorted(received.items())))
             except CkptError as error:
                 outcomes.append(str(error))

@@ -293,6 +293,5 @@ TARGETS: dict[str, Target] = {
     "edit journal": Target(_undo_journal, _undo_seeds, _JSON_WORDS),
     "folder journal": Target(_folder_journal, _folder_seeds, _JSON_WORDS),
     "ignore file": Target(in_folders.ignore_file(_FOLDER / "i.txt"), lambda: [in_folders.IGNORED], _LINE_WORDS),
-    "defaults": Target(in_folders.defaults(_FOLDER), lambda: [in_folders.DEFAULTS], _TOML_WORDS),
     "command line": Target(_command_line, _commands, _OPTION_WORDS),
 }
