@@ -75,7 +75,7 @@ def command_line() -> Iterator[None]:
         ("-oout.pt a.pt --like -x", {"out": "out.pt", "like": "-x"}),
         ("-ao out.pt -- -b.pt", {"ckpt": "-b.pt", "all": True, "out": "out.pt"}),
         ("a.pt --rtol 1 --rtol 2", {"rtol": 2.0}),
-        ("-q a.pt --limit json_bytes=1M", {}),
+        ("-q a.pt --max-memory 1M", {}),
     ],
 )
 def test_values_have_the_types_of_the_options(line: str, expected: Mapping[str, Any]) -> None:

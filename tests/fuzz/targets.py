@@ -26,7 +26,7 @@ import in_folders
 from ckpttool.cli.app import main
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import ARGUMENT
-from ckpttool.core.limits import Limits, limited, raised
+from ckpttool.core.limits import Limits, limited, with_memory
 from ckpttool.core.names import Names
 from ckpttool.core.plan import Plan
 from ckpttool.core.schema import check
@@ -115,7 +115,7 @@ def _command_line(data: bytes) -> object:
 
 def _options(data: bytes) -> object:
     text = data.decode("utf-8", "replace")
-    for read in (lambda: raised([text]), lambda: parse_size(text), lambda: wrappers.parse(text)):
+    for read in (lambda: with_memory(text), lambda: parse_size(text), lambda: wrappers.parse(text)):
         try:
             read()
         except CkptError:
@@ -237,7 +237,7 @@ def _commands() -> list[bytes]:
     lines = [
         ["inspect", path, "--format", "json"],
         ["diff", path, path, "--all", "--values"],
-        ["remap", path, "--dry-run", "--rule", "w => v", "--drop", "x", "--limit", "json_bytes=3"],
+        ["remap", path, "--dry-run", "--rule", "w => v", "--drop", "x", "--max-memory", "3"],
         ["explain", "w", "--model", "x.json"],
         ["trace", "m.py:f(n=1)"],
         ["swap-weights", path, path, "--dry-run"],
