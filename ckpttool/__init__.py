@@ -13,13 +13,11 @@ if TYPE_CHECKING:
     from ckpttool.core.errors import CkptError, Problem, Refused
     from ckpttool.core.names import Names
     from ckpttool.core.plan import Plan
-    from ckpttool.diffing.history import history
-    from ckpttool.diffing.result import Diff, Diff3, History
-    from ckpttool.diffing.three_way import diff3
+    from ckpttool.diffing.result import Diff
     from ckpttool.fixes.diff import diff
     from ckpttool.fixes.fix import fix
     from ckpttool.inspection.explain import Explanation, explain
-    from ckpttool.inspection.inspect import Inspection, inspect, manifest
+    from ckpttool.inspection.inspect import Inspection, inspect
     from ckpttool.live.load import HyperparameterChange, Loaded, check_names, load, save_names
     from ckpttool.live.swap import Swapped
     from ckpttool.operands.checkpoint import open_checkpoint
@@ -38,9 +36,7 @@ __all__ = [
     "Checks",
     "CkptError",
     "Diff",
-    "Diff3",
     "Explanation",
-    "History",
     "HyperparameterChange",
     "Inspection",
     "Loaded",
@@ -56,13 +52,10 @@ __all__ = [
     "check_names",
     "convert",
     "diff",
-    "diff3",
     "explain",
     "fix",
-    "history",
     "inspect",
     "load",
-    "manifest",
     "open_checkpoint",
     "remap",
     "rules",
@@ -80,13 +73,11 @@ _MODULES = {
     **dict.fromkeys(("CkptError", "Problem", "Refused"), "core.errors"),
     "Names": "core.names",
     "Plan": "core.plan",
-    "history": "diffing.history",
-    **dict.fromkeys(("Diff", "Diff3", "History"), "diffing.result"),
-    "diff3": "diffing.three_way",
+    "Diff": "diffing.result",
     "diff": "fixes.diff",
     "fix": "fixes.fix",
     **dict.fromkeys(("Explanation", "explain"), "inspection.explain"),
-    **dict.fromkeys(("Inspection", "inspect", "manifest"), "inspection.inspect"),
+    **dict.fromkeys(("Inspection", "inspect"), "inspection.inspect"),
     **dict.fromkeys(("HyperparameterChange", "Loaded", "check_names", "load", "save_names"), "live.load"),
     "Swapped": "live.swap",
     "open_checkpoint": "operands.checkpoint",

@@ -42,7 +42,7 @@ _SAYS = {
 }
 _NOT_READ = Info("only the index was read, not the values of the tensors", "not-read")
 _NOT_COMPARED = Note(
-    "the names were not compared with a model's code: none is named (--model, or [tool.ckpttool] in pyproject.toml)",
+    "the names were not compared with a model's code: none is named (--model)",
     "no-model",
 )
 

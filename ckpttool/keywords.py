@@ -28,18 +28,12 @@ class CheckKeywords(OptimizerKeywords, total=False):
 
 
 class CompareKeywords(TypedDict, total=False):
-    """Options of `history`."""
+    """How tensors are compared."""
 
     values: bool
     rtol: float
     atol: float
     ignore_dtype: bool
-
-
-class Diff3Keywords(ModelKeywords, CompareKeywords, total=False):
-    """Options of `diff3`."""
-
-    model: Any
 
 
 class DiffKeywords(CheckKeywords, CompareKeywords, total=False):

@@ -14,8 +14,7 @@ from ckpttool.core.expression import DEFINITIONS
 from ckpttool.core.names import NAMES
 from ckpttool.core.plan import PLAN
 from ckpttool.core.schema import ERROR, Kind
-from ckpttool.diffing.result import DIFF, DIFF3, HISTORY
-from ckpttool.formats.manifest import STATEMENT
+from ckpttool.diffing.result import DIFF
 from ckpttool.inspection.explain import EXPLAIN
 from ckpttool.inspection.inspect import INSPECT
 from ckpttool.remapping.plan import REMAP
@@ -28,8 +27,6 @@ OBJECTS: dict[str, Kind] = {
     "inspect": INSPECT,
     "names": NAMES,
     "diff": DIFF,
-    "diff3": DIFF3,
-    "history": HISTORY,
     "explain": EXPLAIN,
     "remap": REMAP,
     "swap": SWAP,
@@ -39,7 +36,6 @@ OBJECTS: dict[str, Kind] = {
     "check": CHECKS,
     "error": ERROR,
     "code": CODE,
-    "manifest": STATEMENT,
 }
 
 

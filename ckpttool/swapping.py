@@ -10,7 +10,7 @@ from ckpttool.core.options import expand_options
 from ckpttool.core.text import a
 from ckpttool.io import progress as io_progress
 from ckpttool.io import sources
-from ckpttool.operands.checkpoint import Ckpt, open_with_values, split
+from ckpttool.operands.checkpoint import Ckpt, open_checkpoint, split
 from ckpttool.remapping.write import recover_source
 from ckpttool.swap.swap import SwapOptions, run
 
@@ -64,7 +64,7 @@ def swap_weights(
         if chosen.in_place and not chosen.dry_run:
             recover_source(split(program)[0])
         with io_progress.shown(progress):
-            return run(program, open_with_values(new), chosen)
+            return run(program, open_checkpoint(new), chosen)
     if out is not None:
         raise CkptError(f"{a(program)} is in memory: the swap writes no {out}", hint="leave OUT away, or name a file")
     from ckpttool.live import swap_weights as swap_in_memory

@@ -84,7 +84,7 @@ def test_oversized_ignore_file_names_the_limit() -> None:
     line = "missing * # removed\n"
     Path("ignored.txt").write_text(line)
     for limit, status in ((len(line), 0), (len(line) - 1, 2)):
-        refused = pytest.raises(CkptError, match=r"--limit rules_bytes=") if status else nullcontext()
+        refused = pytest.raises(CkptError, match=r"the limit rules_bytes is") if status else nullcontext()
         with limited(Limits(rules_bytes=limit)), refused:
             assert len(_lines("ignored.txt")) == 1
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import pairwise
 
 from ckpttool.cli import parser, ranks, topics
-from ckpttool.cli.defaults import Default
 from ckpttool.cli.failures import failure_of, say
 from ckpttool.cli.streams import collected, logged, nothing_left, set_up
 from ckpttool.core.options import on_command_line
@@ -36,12 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up()
     gc.set_threshold(100_000, 50, 100)  # an index is many small values without cycles: searching them is half the time
     args = sys.argv[1:] if argv is None else list(argv)
-    defaults: dict[str, Default] = {}  # of the command, as soon as they are read
     try:
         sources.forget_all()
         with on_command_line(), ended_by_signals(), nothing_left(), logged(), collected():
-            run_it = partial(run, defaults=defaults)
-            status = ranks.run(args, run_it) if _is_rank() else run_it(args)
+            status = ranks.run(args, run) if _is_rank() else run(args)
         sys.stdout.flush()
         return status
     except BaseException as error:
@@ -49,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             import traceback
 
             traceback.print_exc()
-        return say(failure_of(error), _format_of(args, defaults))
+        return say(failure_of(error), _format_of(args))
 
 
 def _is_rank() -> bool:
@@ -88,14 +84,14 @@ def _is_worker(pid: int, parent: int) -> bool:
     return b"multiprocessing.spawn" in lines[0] or lines[0] == lines[1]
 
 
-def _format_of(args: Sequence[str], defaults: Mapping[str, Default]) -> str:
+def _format_of(args: Sequence[str]) -> str:
     """Return the format of the output, also if the command line is wrong."""
     words = [part for word in args for part in (word.split("=", 1) if word.startswith("--format=") else [word])]
     formats = [value for flag, value in pairwise(words) if flag == "--format"]
-    return formats[-1] if formats else defaults["format"].value if "format" in defaults else "text"
+    return formats[-1] if formats else "text"
 
 
-def run(args: Sequence[str], defaults: dict[str, Default]) -> int:
+def run(args: Sequence[str]) -> int:
     """Run one command line and return 0 or 1. Raise whatever the command raises, and `CkptError` for bad usage."""
     if "_CKPTTOOL_COMPLETE" in os.environ:  # a shell asks for completions
         return parser.complete()
@@ -105,4 +101,4 @@ def run(args: Sequence[str], defaults: dict[str, Default]) -> int:
             sys.stdout.write(text)
             return 0
         args = [*args[1:2], "--help"]
-    return parser.run(args, defaults)
+    return parser.run(args)

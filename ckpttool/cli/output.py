@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-import ckpttool
 from ckpttool.cli.streams import for_log, is_quiet
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import COMMON, Option
@@ -22,10 +21,6 @@ if TYPE_CHECKING:
 
 All = Annotated[bool, Option("--all", "List every key instead of one line for each cause.", "Reports")]
 ExitZero = Annotated[bool, Option("--exit-zero", "Exit with 0 if they differ too; errors stay 2.", "What fails")]
-Manifest = Annotated[
-    str | None,
-    Option("--manifest FILE", "Write digests of its files and tensors to FILE, an in-toto statement.", "Output"),
-]
 
 
 def _check_reports(paths: list[str]) -> None:
@@ -131,14 +126,6 @@ def write_text(path: str, text: str, *, force: bool, in_place: bool = False) -> 
         _check_no_source(path, sources.files_read())
     preflight(path, (), force=force, in_place=in_place)
     write_file([Piece(text.encode("utf-8", "backslashreplace"))], path, WriteOptions(replace=force, in_place=in_place))
-
-
-def write_manifest(path: str | None, ckpt: str, *, force: bool) -> None:
-    """Write the manifest of an existing checkpoint, if `path` is given. Raise as `write_text`."""
-    if path is not None:
-        from ckpttool.report.renderers import json
-
-        write_text(path, json.render(ckpttool.manifest(ckpt, leave_out=[path])), force=force)
 
 
 def _terminal(stream: TextIO) -> Terminal | None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from ckpttool.cli.output import Report
 from ckpttool.cli.progress import watched
 from ckpttool.cli.streams import quiet
-from ckpttool.core.limits import limited, raised
+from ckpttool.core.limits import limited, with_memory
 from ckpttool.core.options import COMMON, Argument, Option, OutputOptions
 from ckpttool.core.values import dataclass
 
@@ -28,8 +28,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("ckpttool.cli.commands.check", "Files of a repository: names, rules, plans, pickles."),
     "undo": ("ckpttool.cli.commands.undo", "Roll back an interrupted or the last edit in place."),
     "rules": ("ckpttool.cli.commands.rules", "List the preset rules; with NAME print one as TOML."),
-    "history": ("ckpttool.cli.commands.history", "Which step of a run changed keys, dtypes, optimizers."),
-    "diff3": ("ckpttool.cli.commands.diff3", "What two checkpoints each changed since a common base."),
     "schema": ("ckpttool.cli.commands.schema", "The JSON Schema of an object that the commands write."),
 }
 
@@ -42,15 +40,10 @@ class Common:
     verbose: Annotated[
         bool, Option("-v, --verbose", "Say on stderr what was read, moved, computed and fetched, and the time.", COMMON)
     ] = False
-    limit: Annotated[
-        Sequence[str] | None,
-        Option(
-            "--limit NAME=VALUE", "Raise a limit that an error names; VALUE may end in K, M, G. Repeatable.", COMMON
-        ),
+    max_memory: Annotated[
+        str | None,
+        Option("--max-memory SIZE", "Memory for what a file describes (default 1G), as in 4G.", COMMON),
     ] = None
-    no_defaults: Annotated[
-        bool, Option("--no-defaults", "Take no option from CKPTTOOL_* variables and pyproject.toml.", COMMON)
-    ] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +75,7 @@ class Command:
 
         names = Signature.from_callable(self.function).parameters
         common = filled(Common)
-        with limited(raised(common.limit or ())), quiet(common.quiet), watched(common.verbose):
+        with limited(with_memory(common.max_memory)), quiet(common.quiet), watched(common.verbose):
             return self.function(
                 **{name: filled(self.groups[name]) if name in self.groups else values[name] for name in names}
             )

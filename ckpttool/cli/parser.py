@@ -14,7 +14,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from ckpttool.cli.defaults import Default, complete_values, find_defaults
 from ckpttool.cli.params import COMMANDS, Command, Param, common_options, load
 from ckpttool.cli.topics import EXIT_STATUS, versions
 from ckpttool.core.errors import CkptError
@@ -37,14 +36,14 @@ _NAMED_SHELL = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"  # typer then take
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
-def run(args: Sequence[str], defaults: dict[str, Default]) -> int:
-    """Run a command line and return its exit status; `defaults` gets the defaults of its command.
+def run(args: Sequence[str]) -> int:
+    """Run a command line and return its exit status.
 
     Raise whatever the command raises, and `CkptError` if the command line is wrong.
     """
     group, args = _group(names_shell=args[0] in _COMPLETION and len(args) > 1), _command_first(args)
     try:
-        with _root_context(group, args, defaults) as context:
+        with _root_context(group, args) as context:
             return int(group.invoke(context) or 0)
     except typer.Exit as stop:  # --help, --version and --show-completion have said what they say
         return stop.exit_code
@@ -52,10 +51,10 @@ def run(args: Sequence[str], defaults: dict[str, Default]) -> int:
         raise _error_of(error, args) from None
 
 
-def _root_context(group: Any, args: Sequence[str], defaults: dict[str, Default]) -> Any:
+def _root_context(group: Any, args: Sequence[str]) -> Any:
     """Return the context of the options before the command; typer's two about completion end the process."""
     try:
-        return group.make_context("ckpttool", list(args), obj=defaults)
+        return group.make_context("ckpttool", list(args))
     except SystemExit as stop:
         if stop.code:
             shells = "bash, zsh, fish, powershell or pwsh"
@@ -165,13 +164,7 @@ class _Group(_WithoutPydantic, TyperGroup):
 
 
 class _Command(_WithoutPydantic, TyperCommand):
-    """A command that takes defaults from other places, and whose help has the options under headings."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not ctx.resilient_parsing and {"--help", "-h", "--no-defaults"}.isdisjoint(args):
-            ctx.obj.update(find_defaults(ctx, UsageError))
-            ctx.default_map = {name: default.value for name, default in ctx.obj.items()}
-        return super().parse_args(ctx, args)
+    """A command whose help has the options under headings."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS]", *(str(param.mark.metavar) for param in self.described.values() if not param.flags)]
@@ -196,14 +189,15 @@ class _Command(_WithoutPydantic, TyperCommand):
 def _typed(name: str, command: Command) -> _Command:
     """Return the command with a signature that typer reads."""
 
-    def run_it(context: Any, **values: Any) -> int | None:
-        sources = {name: context.get_parameter_source(name).name for name in values}
-        given = {name: value for name, value in values.items() if sources[name] == "COMMANDLINE"}
-        used = {name: default for name, default in context.obj.items() if sources[name] == "DEFAULT_MAP"}
-        return command.run(complete_values(name, command, given, used))
+    defaults = {
+        key: None if param.default is Parameter.empty else param.default for key, param in command.params.items()
+    }
+
+    def run_it(**values: Any) -> int | None:
+        given = {key: value for key, value in values.items() if value not in (None, [], ())}
+        return command.run({**defaults, **given})
 
     parameters = [
-        Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context),
         *(
             Parameter(name, Parameter.KEYWORD_ONLY, default=param.default, annotation=_annotation(param))
             for name, param in command.params.items()

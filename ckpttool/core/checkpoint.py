@@ -30,14 +30,12 @@ class _Weak:
 class Lazy(_Weak):
     """`length` bytes that do not exist yet: `produce()` yields them, part by part, when they are written.
 
-    A buffer among the parts is valid until the next part. With a `sha256`, only the digest of the bytes is known, and
-    `produce` raises `CkptError`. `reads`: bytes that are read for them; `memory`: bytes that are held meanwhile, by
-    default `length`.
+    A buffer among the parts is valid until the next part. `produce` may raise `CkptError`. `reads`: bytes that are
+    read for them; `memory`: bytes that are held meanwhile, by default `length`.
     """
 
     length: int
     produce: Callable[[], Iterable[Part]]
-    sha256: str | None = None
     reads: int | None = None
     memory: int | None = None
 
@@ -165,13 +163,6 @@ class Payload:
     def lost(self, entry: TensorEntry) -> str:
         """Return a text about what a format of plain tensors would lose."""
         return ""
-
-
-@dataclass(frozen=True, slots=True)
-class Digested(Payload):
-    """The payload of an entry of which only the SHA-256 of its content, or None, is known."""
-
-    sha256: str | None
 
 
 @dataclass(frozen=True, slots=True)

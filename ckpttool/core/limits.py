@@ -3,40 +3,67 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import fields, replace
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.values import dataclass
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_VALUE = re.compile(r"(\d{1,15})([KMGT]?)")
+_SIZE = re.compile(r"(\d{1,15})([KMGT]?)")
+DEFAULT_MEMORY = 1 << 30
+# Limits that follow --max-memory, and what part of it each of them is.
+_OF_MEMORY = {"json_bytes": 1, "pickle_bytes": 1, "made_bytes": 1, "pickle_memory": 8, "pickle_opcodes": 32}
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits, each with its unit."""
+    """The limits, each with its unit. Those of `_OF_MEMORY` follow `--max-memory`, the others are constants."""
 
-    json_bytes: int = 1 << 30  # of a plan, a names file, an index, a config
+    json_bytes: int = DEFAULT_MEMORY  # of a plan, a names file, an index, a config
     rules_bytes: int = 1 << 20  # of a file of rules
     rules_dots: int = 100  # in a line of it, outside of strings: each level costs as much again as those above
     rules_seconds: int = 2  # of CPU time, for all matches of one regular expression (``re:``)
-    pickle_bytes: int = 1 << 30  # of one pickle; a tensor takes about 110, and 1 kB of memory
-    pickle_opcodes: int = 32_000_000  # of one pickle; a tensor takes about 35
-    pickle_memory: int = 1 << 27  # bytes for what pickles expand to, on top of 16 for each byte of their files
+    pickle_bytes: int = DEFAULT_MEMORY  # of one pickle; a tensor takes about 110, and 1 kB of memory
+    pickle_opcodes: int = DEFAULT_MEMORY // 32  # of one pickle; a tensor takes about 35
+    pickle_memory: int = DEFAULT_MEMORY // 8  # for what pickles expand to, on top of 16 bytes for each of their files'
     pickle_marks: int = 10_000  # open at a time: as many as containers lie inside each other
-    made_bytes: int = 1 << 30  # held while one tensor is computed, where what it is made of is not large itself
+    made_bytes: int = DEFAULT_MEMORY  # held while one tensor is computed, where what it is made of is not large itself
     made_times: int = 16  # how often what a tensor is made of may be held while it is computed
     made_parts: int = 1 << 16  # tensors that one operator may give, as `split` does
     remote_seconds: int = 300  # that a store may be silent
     remote_requests: int = 4  # at a time for large tensors; each holds 8 MiB
 
-    def named(self, name: str) -> str:
-        """Return the text about the limit for an error, with the option that raises it."""
+    def named(self, name: str, needed: int = 0) -> str:
+        """Return the text about the limit for an error, with the option that raises it to `needed`, if there is one."""
         value = getattr(self, name)
-        return f"the limit {name} is {value:,} (--limit {name}={2 * value} raises it)"
+        text = f"the limit {name} is {value:,}"
+        if name not in _OF_MEMORY:
+            return text
+        return f"{text} (--max-memory {_size_text(max(2 * value, needed) * _OF_MEMORY[name])} raises it)"
+
+
+def _size_text(nbytes: int) -> str:
+    """Return the size as `--max-memory` takes it, rounded up: ``2G``."""
+    for unit in "TGMK":
+        if nbytes >= _UNITS[unit]:
+            return f"{-(-nbytes // _UNITS[unit])}{unit}"
+    return str(nbytes)
+
+
+def with_memory(text: str | None) -> Limits:
+    """Return the limits for ``--max-memory SIZE``: a number, perhaps with K, M, G or T; None for the default.
+
+    Raises `CkptError` for another text.
+    """
+    if text is None:
+        return Limits()
+    size = _SIZE.fullmatch(text.strip().upper().removesuffix("B").removesuffix("I"))
+    if size is None or not int(size[1]):
+        raise CkptError(f"--max-memory {text}: not a size", hint="as in --max-memory 4G; the default is 1G")
+    nbytes = int(size[1]) * _UNITS[size[2]]
+    return Limits(**{name: max(1, nbytes // part) for name, part in _OF_MEMORY.items()})
 
 
 _limits = Limits()
@@ -55,23 +82,6 @@ def limited(to: Limits) -> Iterator[None]:
         yield
     finally:
         _limits = before
-
-
-def raised(texts: Sequence[str]) -> Limits:
-    """Return the limits with each ``NAME=VALUE`` applied; VALUE is a number, perhaps with K, M, G or T.
-
-    Raises `CkptError` for an invalid limit.
-    """
-    result, known = Limits(), [field.name for field in fields(Limits)]
-    for text in texts:
-        name, _, value = text.partition("=")
-        found = _VALUE.fullmatch(value)
-        if name not in known or found is None:
-            raise CkptError(
-                f"not a limit: {text!r}", hint=f"as in --limit json_bytes=4G; the limits are {', '.join(known)}"
-            )
-        result = replace(result, **{name: int(found[1]) * _UNITS[found[2]]})
-    return result
 
 
 _TIMES = 16  # bytes of memory for each byte of a file

@@ -140,8 +140,8 @@ def in_python(text: str) -> str:
 
 def _as_keyword(flag: re.Match[str]) -> str:
     name = (flag[1] or "output").replace("-", "_")
-    if name == "limit":  # no function has it
-        return " ".join(("the limit", *filter(None, (flag[2],))))
+    if name == "max_memory":  # no function has it
+        return flag[0].removeprefix("--")
     value = flag[2] or ""
     if name in _FLAGS_WITHOUT_VALUE:
         value = "True" + (f" {value}" if value else "")

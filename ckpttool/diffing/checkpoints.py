@@ -1,9 +1,9 @@
-"""Compare two checkpoints, or a checkpoint with a manifest, with everything in them besides the model."""
+"""Compare two checkpoints, with everything in them besides the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -11,14 +11,14 @@ from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntr
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import GROUPS
-from ckpttool.core.text import Info, Note, dotted, plural, some
+from ckpttool.core.text import Info, Note, plural, some
 from ckpttool.diffing.causes import SIDES, Cause, Code, Sides
 from ckpttool.diffing.moved import explain_moved
 from ckpttool.diffing.names import suggestions
 from ckpttool.diffing.one_model import compare_through
 from ckpttool.diffing.optimizer import UNKNOWN_CLASS, SavedOptimizer, compare_optimizers, is_named, optimizer_alone
 from ckpttool.diffing.options import CompareOptions
-from ckpttool.diffing.result import EITHER_WAY, HARMLESS, Diff, Entry, Remedy, only_left, only_right, outlines
+from ckpttool.diffing.result import EITHER_WAY, Diff, Entry, Remedy, only_left, only_right, outlines
 from ckpttool.diffing.sections import (
     Values,
     adapter_notes,
@@ -30,12 +30,11 @@ from ckpttool.diffing.sections import (
     without_dtypes,
 )
 from ckpttool.distributed.job import Question, answers, current, only_first
-from ckpttool.evaluate.compare import Difference, content_of_storage, same_objects, sha256_of
-from ckpttool.formats.manifest import all_extras, other_files
+from ckpttool.evaluate.compare import Difference, content_of_storage, same_objects
 from ckpttool.formats.rank_files import one_rank
-from ckpttool.formats.registry import FORMATS, MANIFEST, MEMORY, holds_versions
+from ckpttool.formats.registry import FORMATS, holds_versions
 from ckpttool.naming.versions import Effect, other_versions_of
-from ckpttool.operands.checkpoint import model_section, split
+from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand, as_read
 from ckpttool.operands.output import command
 from ckpttool.optimizers import forms
@@ -425,93 +424,3 @@ def read_all_values(left: Checkpoint, right: Checkpoint, model: ModelOperand | N
     mine_loose, their_loose = loose_entries(left), loose_entries(right)
     for key in [key for key in mine_loose if key in their_loose]:
         compare_pair(mine_loose[key], their_loose[key], values)
-
-
-# A checkpoint and a manifest
-
-
-def compare_manifest(left: Checkpoint, right: Checkpoint, values: Values | None) -> Diff:
-    """Compare a checkpoint with a manifest: identical if both have the same sections and names, and with `values` the
-    same bytes under each name.
-
-    If the files are the same as the manifest's, their tensors are not read.
-    """
-    file_notes = None if values is None else _file_notes(left, right)
-    have, want = _by_place(left), _by_place(right)
-    both = [place for place in have if place in want]
-    if file_notes == []:
-        entries = [Entry("same", (have[place].key,), (want[place].key,)) for place in both]
-    else:
-        values = compare_on_ranks(values, lambda read: [compare_pair(have[place], want[place], read) for place in both])
-        entries = [compare_pair(have[place], want[place], values) for place in both]
-    entries += [only_left(entry.key) for place, entry in have.items() if place not in want]
-    entries += [only_right(entry.key) for place, entry in want.items() if place not in have]
-
-    # Only their bytes identify storages that belong to no known tensor, so these are always compared.
-    mine, theirs = ({one.path: one.storage.data for one in side.unreached} for side in (left, right))
-    for path in {**mine, **theirs}:
-        if path not in theirs:
-            entries.append(only_left(path, _STORAGE_LEFT))
-        elif path not in mine:
-            entries.append(only_right(path, _STORAGE_RIGHT))
-        elif sha256_of(mine[path]) == sha256_of(theirs[path]):
-            entries.append(Entry("same", (path,), (path,)))
-        else:
-            entries.append(Entry("value", (path,), (path,), Cause(Code.STORAGE)))
-    failure = "" if set(left.others) == set(right.others) else "only one side has some of the non-tensor entries"
-    compared = dict.fromkeys(("keys", "shapes", "dtypes"), True) | {"values": values is not None}
-    compared |= dict.fromkeys(("aliases", "metadata", "optimizers", "other_sections", "objects"), file_notes == [])
-    return Diff(
-        left.source,
-        right.source,
-        identical=not failure and all(entry.status in HARMLESS for entry in entries),
-        entries=tuple(entries),
-        notes=tuple(_manifest_notes(left, right, file_notes)),
-        other_failure=failure,
-        compared=compared,
-    )
-
-
-def _by_place(checkpoint: Checkpoint) -> dict[tuple[str, str], TensorEntry | ExtraEntry]:
-    """Return every entry by section path and key (joined by a dot, two places can be one name).
-
-    An entry that is not a tensor is one object, with the tensors inside it.
-    """
-    places: dict[tuple[str, str], TensorEntry | ExtraEntry] = {}
-    for section in checkpoint.sections:
-        for tensor in section.tensors:
-            places[section.path, tensor.key] = tensor.under(dotted(section.path, tensor.key))
-        for extra in all_extras(section):
-            places[section.path, extra.key] = replace(extra, key=dotted(section.path, extra.key), tensors=())
-    return places
-
-
-def _file_notes(left: Checkpoint, right: Checkpoint) -> list[str]:
-    """Return notes on how the files differ from the manifest's; for two manifests the digests of tensors decide.
-
-    An additional file counts: it may be read instead of another one.
-    """
-    manifest, other = (right, left) if right.format == MANIFEST.name else (left, right)
-    is_whole = other.format not in (MANIFEST.name, MEMORY.name, "rank_files") and split(other.source)[1] is None
-    if manifest.container is None or not is_whole:
-        return [Note("the files were not compared", "not-compared")]
-    changed, more = other_files(manifest, other.source)
-    notes: list[str] = [Note(f"{name} differs from the manifest's file", "manifest") for name in changed]
-    return [*notes, Note(f"not among the manifest's files: {some(more)}", "manifest")] if more else notes
-
-
-def _manifest_notes(left: Checkpoint, right: Checkpoint, file_notes: Sequence[str] | None) -> Iterator[str]:
-    """Yield the notes; `file_notes` is None if no digest was compared."""
-    if file_notes is None:
-        yield Note("digests were not compared: pass --values to compare them", "not-compared")
-    elif not file_notes:
-        yield Info("the files and the manifest are the same, byte for byte", "manifest")
-        return
-    yield from file_notes or ()
-    for side, mine, theirs in (("left", left, right), ("right", right, left)):
-        alone = [name for name in mine.others if name not in theirs.others]
-        if alone:
-            yield Note(f"non-tensor entries in {side} only: {', '.join(alone)}", "other-sections")
-    both = [name for name in left.others if name in right.others]
-    if both:
-        yield Note(f"not compared (not tensors): {', '.join(both)}", "not-compared")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import Op, Ref, Special
-from ckpttool.core.options import ModelOptions, OptimizerOptions, Option, several
+from ckpttool.core.options import OptimizerOptions, Option, several
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.result import STATUSES
 from ckpttool.io import progress
@@ -71,11 +71,6 @@ class CompareOptions:
             return nullcontext()
         sections = [section for checkpoint in checkpoints if checkpoint for section in checkpoint.sections]
         return progress.doing("comparing values", sum(section.nbytes for section in sections))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Diff3Options(ModelOptions, CompareOptions):
-    """The options of a comparison with a common base."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ from ckpttool.diffing.causes import SIDES, Sides
 from ckpttool.diffing.options import CompareOptions, DiffOptions
 from ckpttool.diffing.result import NO_VALUES, Diff
 from ckpttool.diffing.sections import Values
-from ckpttool.formats.registry import MANIFEST
 from ckpttool.operands.model import ModelOperand, operand_of
 
 OTHERS_DIFFER = "the models are the same, but other sections or entries differ"
@@ -37,16 +36,11 @@ def run(
     """
     model = operand_of(options) if model is None else model
     values = values or options.comparison
-    about_manifest = left is not None and right is not None and is_about_manifest(left, right)
-    if options.whole and (left is None or right is None or about_manifest):
+    if options.whole and (left is None or right is None):
         raise CkptError("--whole compares two checkpoints", hint="ckpttool diff LEFT RIGHT --values --whole")
     if left is not None and right is not None:
-        from ckpttool.diffing.checkpoints import checkpoints, compare_manifest
+        from ckpttool.diffing.checkpoints import checkpoints
 
-        if about_manifest:
-            if model is not None:
-                raise CkptError("a manifest is compared without a model", hint="remove --model")
-            return replace(compare_manifest(left, right, values), scope=options.scope)
         compares = CompareOptions(**{field.name: getattr(options, field.name) for field in fields(CompareOptions)})
         diff = checkpoints(left, right, model, values, compares, infers, sides)
         diff = replace(diff, scope=options.scope)
@@ -67,8 +61,3 @@ def run(
 
         diff = optimizer(model, left, options.ignore_dtype)
     return replace(diff, scope=NO_VALUES)
-
-
-def is_about_manifest(left: Checkpoint, right: Checkpoint) -> bool:
-    """Return True if one of the two is a manifest."""
-    return MANIFEST.name in (left.format, right.format)

@@ -14,7 +14,7 @@ from ckpttool.core.names import Hook
 from ckpttool.core.text import Note, plural, some
 from ckpttool.diffing.causes import NAMES, SIDES, Cause, Code, Sides, wrapper_cause
 from ckpttool.diffing.result import Entry, only_left, only_right
-from ckpttool.evaluate.compare import Difference, is_digest, same_objects
+from ckpttool.evaluate.compare import Difference, same_objects
 from ckpttool.formats.rank_shards import rank_pairs
 from ckpttool.formats.remarks import is_placeholder
 from ckpttool.formats.torch.tensors import is_dense, kind
@@ -82,7 +82,7 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
 
 
 def _is_plain(entry: TensorEntry) -> bool:
-    return bool(entry.storage) and entry.dtype in PLAIN and not is_digest(entry)
+    return bool(entry.storage) and entry.dtype in PLAIN
 
 
 def shape_or_dtype(

@@ -8,7 +8,6 @@ from typing import Any, Union
 
 from ckpttool.core.checkpoint import (
     Checkpoint,
-    Digested,
     ExtraEntry,
     Lazy,
     Payload,
@@ -40,8 +39,6 @@ def same_values(left: Entry, right: Entry, same_data: Same = pieces.same_data) -
         return isinstance(left, ExtraEntry) and isinstance(right, ExtraEntry) and same_objects(left, right)
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
-    if is_digest(left) or is_digest(right):  # the layout of an object is the name of its class
-        return (left.layout == "strided") == (right.layout == "strided") and _same_digest(left, right)
     if left.layout != right.layout:
         left, right = _resolve(left), _resolve(right)
     if left.layout != right.layout or _meaning(left) != _meaning(right):
@@ -59,8 +56,6 @@ def same_values(left: Entry, right: Entry, same_data: Same = pieces.same_data) -
 
 def same_objects(left: ExtraEntry, right: ExtraEntry) -> bool:
     """Return whether two objects are equal, including the tensors inside them; False also if that is unknown."""
-    if is_digest(left) or is_digest(right):
-        return _same_digest(left, right)
     if isinstance(left.payload, Payload) and isinstance(right.payload, Payload):
         return left.payload is right.payload or _same_content(left.payload, right.payload)
     return left.value is not None and repr(left.value) == repr(right.value)
@@ -73,17 +68,6 @@ def _resolve(entry: TensorEntry) -> TensorEntry:
 
 def _meaning(entry: TensorEntry) -> str:
     return entry.payload.meaning if isinstance(entry.payload, Payload) else ""
-
-
-def is_digest(entry: Entry) -> bool:
-    if isinstance(entry, ExtraEntry) or entry.storage is None:
-        return isinstance(entry.payload, Digested)
-    return isinstance(entry.storage.data, Lazy) and entry.storage.data.sha256 is not None
-
-
-def _same_digest(left: Entry, right: Entry) -> bool:
-    digest = sha256(left)
-    return digest is not None and digest == sha256(right)
 
 
 def _same_content(left: object, right: object) -> bool:
@@ -161,8 +145,6 @@ def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) 
     """
     if same_values(left, right):
         return None
-    if is_digest(left) or is_digest(right):
-        return Difference(f"SHA-256 {sha256(left)!s:.12} instead of {sha256(right)!s:.12}")
     left, right = _resolve(left), _resolve(right)
     if left.storage is None or right.storage is None:
         return Difference(f"{left.layout} tensors of other content, or not to be compared")
@@ -213,31 +195,6 @@ def difference_of_elements(dtype: str, left: Chunks, right: Chunks, rtol: float,
 
 
 # Hashes
-
-
-def sha256(entry: Entry) -> str | None:
-    """Return SHA-256 of the entry's values: of a dense tensor's elements in row-major order, of all else its content.
-
-    None if that is unknown. Reads the bytes, unless their digest is recorded.
-    """
-    if isinstance(entry.payload, Digested):
-        return entry.payload.sha256
-    if isinstance(entry, TensorEntry) and entry.storage is not None:
-        data = entry.storage.data
-        is_known = isinstance(data, Lazy) and data.sha256 is not None
-        return sha256_of(data) if is_known else _hash(elements(entry), "sha256").hex()
-    content = fingerprint(entry)[-1]
-    if content is None:
-        return None
-    known = content if isinstance(content, bytes) else str(content).encode(errors="surrogatepass")
-    return _hash([known], "sha256").hex()
-
-
-def sha256_of(data: Span | Lazy) -> str:
-    """Return SHA-256 of the bytes, streamed, unless it is recorded. Raises `CkptError` if they cannot be read."""
-    if isinstance(data, Lazy) and data.sha256 is not None:
-        return data.sha256
-    return _hash(stream([Piece(data)]), "sha256").hex()
 
 
 def digest(entry: TensorEntry) -> bytes:

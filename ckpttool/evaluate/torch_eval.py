@@ -37,8 +37,8 @@ class Held:
         if self.bytes + more > self.most:
             raise Refused(
                 f"{name} makes {human_bytes(more)} where {human_bytes(self.most)} may be held: "
-                + limits().named("made_bytes" if self.most == limits().made_bytes else "made_times"),
-                hint=f"--limit made_bytes={2 * (self.bytes + more)} allows it",
+                + limits().named("made_bytes" if self.most == limits().made_bytes else "made_times", self.bytes + more),
+                hint="a larger --max-memory allows it",
             )
 
 

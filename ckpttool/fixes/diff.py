@@ -10,7 +10,6 @@ from ckpttool.core.text import shell
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.run import run
 from ckpttool.distributed.job import only_first
-from ckpttool.formats.registry import MANIFEST
 from ckpttool.operands.checkpoint import Ckpt, open_checkpoint
 from ckpttool.operands.model import ModelOperand, is_names_file, operand_of, read_for_model
 
@@ -63,9 +62,8 @@ def _diff(left: Ckpt | None, right: Ckpt | None, options: DiffOptions, suggest_r
     first, second = (None if ckpt is None else read_for_model(ckpt, model) for ckpt in opened)
     with options.comparing(first, second):
         diff = run(first, second, options, model)
-    by_manifest = any(side is not None and side.format == MANIFEST.name for side in (first, second))
     only_other_entries = options.whole and not any(map(diff.is_difference, diff.entries))
-    if diff.identical or only_other_entries or by_manifest:  # nothing to fix, or no values to fix it with
+    if diff.identical or only_other_entries:  # nothing to fix
         return diff
     from ckpttool.fixes.suggest import answered  # a third of the program, which the cases above need not load
     from ckpttool.fixes.trial import Question

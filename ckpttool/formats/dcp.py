@@ -6,7 +6,6 @@ writes ``.metadata`` only: items that do not change stay in their files.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
 from functools import partial
@@ -348,6 +347,8 @@ class _Reader:
         if place.length > _MAX_VALUE:
             raise CkptError(f"{self.folder}: {key} is {place.length:,} bytes and not a tensor", hint="it is damaged")
         raw = bytes(read_span(Span(join(self.folder, place.name), place.offset, place.length)))
+        import hashlib  # loads OpenSSL
+
         digest = hashlib.sha256(raw).digest()
         if digest not in self.known:
             try:

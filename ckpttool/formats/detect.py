@@ -17,7 +17,6 @@ from ckpttool.io.files import opened
 LEGACY_START = re.compile(rb"\x80[\2-\5](\x95\x0d\0{7})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.")  # the first pickle
 
 _HEAD = 4096  # bytes that tell every format
-_MANIFEST = re.compile(rb'\s*\{\s*"_type"\s*:\s*"https://in-toto\.io/Statement/')
 _WEIGHT_MAP = re.compile(rb'\s*\{.*"weight_map"', re.DOTALL)
 _ZIP_MAGIC, _ZIP_END, _ZIP_TAIL = b"PK\3\4", b"PK\5\6", 65_557
 
@@ -47,8 +46,6 @@ def sniff(path: str) -> str:
         return "safetensors"
     if _WEIGHT_MAP.match(head):
         return "sharded"
-    if _MANIFEST.match(head):
-        return "manifest"
     if LEGACY_START.match(head):
         if _is_tar(head):
             raise CkptError(

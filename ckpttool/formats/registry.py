@@ -97,9 +97,8 @@ TABLE = (
     Format("accelerate", "accelerate", "accelerate's folder of an FSDP run", ()),
     Format("dcp", "dcp", "torch.distributed.checkpoint folder", (".metadata", ".dcp"), folder=True, pickled=True),
 )
-MANIFEST = Format("manifest", "manifest", "manifest of a checkpoint (in-toto statement)", ())  # digests, and no values
 MEMORY = Format("memory", "", "a checkpoint in memory", (), pickled=True)  # not a file: nothing reads or writes it
-FORMATS = {row.name: row for row in (*TABLE, MANIFEST, MEMORY)}
+FORMATS = {row.name: row for row in (*TABLE, MEMORY)}
 
 
 def format_for(out: str) -> Format:

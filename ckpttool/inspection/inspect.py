@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ckpttool.core.checkpoint import KINDS, Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.core.errors import CkptError
 from ckpttool.core.optimizer_state import FORMS, OptimizerState, Param
-from ckpttool.core.options import expand_options, several
+from ckpttool.core.options import expand_options
 from ckpttool.core.pickle_imports import VERDICTS, Import, dangerous, in_order
 from ckpttool.core.schema import (
     COUNT,
@@ -36,7 +36,6 @@ from ckpttool.core.values import dataclass, public
 from ckpttool.distributed.job import Question, answers
 from ckpttool.evaluate.compare import Statistics, statistics
 from ckpttool.formats.detect_folder import unsafe_in_folder
-from ckpttool.formats.registry import MEMORY
 from ckpttool.naming.flat import flat_params
 from ckpttool.naming.match import aliases
 from ckpttool.naming.wrappers import Adapter, adapter_of, infer, is_lightning, segments
@@ -301,19 +300,3 @@ def _filtered(checkpoint: Checkpoint, pattern: str) -> Checkpoint:
         raise CkptError(f"{pattern!r} names none of {plural(total, 'tensor')}", hint=hint)
     note = Info(f"only what {pattern!r} names: {number(count)} of {plural(total, 'tensor')}", "filter")
     return replace(checkpoint, sections=sections, notes=(*checkpoint.notes, note))
-
-
-@expand_options()
-def manifest(ckpt: Ckpt, *, leave_out: str | Collection[str] = ()) -> dict[str, Any]:
-    """Return a digest of every file and every tensor of a checkpoint, as the JSON of an in-toto statement.
-
-    `diff` with `values` compares a checkpoint with it. Files of a folder in `leave_out` are not listed. An object in
-    memory has no files, so its statement has no subject. Raises `CkptError` if something cannot be read.
-    """
-    from ckpttool.formats.manifest import statement
-
-    checkpoint = open_checkpoint(ckpt)
-    path, section = split(checkpoint.source)
-    if section is not None:
-        raise CkptError("a manifest is of whole files", hint=f"leave ::{section} out")
-    return statement(checkpoint, None if checkpoint.format == MEMORY.name else path, several(leave_out) or ())

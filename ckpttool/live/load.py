@@ -40,7 +40,7 @@ from ckpttool.io.pieces import Piece, comparing_checksums, map_span
 from ckpttool.io.write import WriteOptions, preflight, write_file
 from ckpttool.live.model import FSDP1, FSDP2, instances, placed
 from ckpttool.live.swap import swap_weights
-from ckpttool.operands.checkpoint import Ckpt, model_section, open_operand, open_with_values
+from ckpttool.operands.checkpoint import Ckpt, model_section, open_checkpoint, open_operand
 from ckpttool.operands.model import ModelOperand, read_for_model, trace
 from ckpttool.operands.output import command
 from ckpttool.remapping.options import RemapOptions
@@ -122,7 +122,7 @@ def load(
             hint="pass definition=build, the function or class that builds the model before it is sharded",
         )
     operand = _operand_of(core if definition is None else definition)
-    source = read_for_model(open_with_values(ckpt), operand)
+    source = read_for_model(open_checkpoint(ckpt), operand)
     if not source.state_dicts and optimizer is not None:
         section, fix = None, None
     else:

@@ -13,7 +13,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.options import expand_options
 from ckpttool.core.text import a
 from ckpttool.formats import detect_folder
-from ckpttool.formats.registry import FORMATS, MANIFEST
+from ckpttool.formats.registry import FORMATS
 from ckpttool.formats.remarks import read_form
 from ckpttool.io import progress
 from ckpttool.io.files import is_dir, read_on
@@ -45,14 +45,6 @@ def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
     from ckpttool.operands.in_memory import checkpoint_of
 
     return checkpoint_of(ckpt)
-
-
-def open_with_values(ckpt: Ckpt) -> Checkpoint:
-    """Open a checkpoint that has values. Raise `CkptError` for a manifest, which has digests only."""
-    checkpoint = open_checkpoint(ckpt)
-    if checkpoint.format == MANIFEST.name:
-        raise CkptError(f"{checkpoint.source} is a manifest: digests, and no values", hint="name the checkpoint itself")
-    return checkpoint
 
 
 def open_operand(operand: str) -> Checkpoint:

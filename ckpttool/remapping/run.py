@@ -35,7 +35,6 @@ from ckpttool.operands.checkpoint import (
     model_section,
     open_checkpoint,
     open_operand,
-    open_with_values,
     saved_state_dicts,
     split,
 )
@@ -100,7 +99,7 @@ def _checked_run(
     if options.in_place and not options.dry_run and isinstance(ckpt, str):
         recover_source(ckpt)
     with io_progress.shown(progress):
-        return run(open_with_values(ckpt), options, conversion=conversion)
+        return run(open_checkpoint(ckpt), options, conversion=conversion)
 
 
 WRITTEN = ("force", "dry_run", "verify", "no_fsync", "keep_aliases", "max_shard_size")  # the options of `write`
@@ -114,7 +113,7 @@ def write(checkpoint: Checkpoint, out: str, **options: Unpack[WriteKeywords]) ->
     """
     sources.begin_call()
     chosen = ConvertOptions(out=out, **options)
-    run(open_with_values(checkpoint), chosen.as_remap, may_copy=True, conversion=chosen)
+    run(open_checkpoint(checkpoint), chosen.as_remap, may_copy=True, conversion=chosen)
 
 
 def run(

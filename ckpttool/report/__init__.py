@@ -21,7 +21,6 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "github": (),
     "html": (".html", ".htm"),
     "junit": (".xml",),
-    "sarif": (".sarif",),
 }
 BY_ENDING = {ending: name for name, endings in FORMATS.items() for ending in endings}
 
@@ -56,9 +55,7 @@ def render(name: str, document: Document, data: Mapping[str, Any], terminal: Ter
 _DOCUMENTS = {
     "Checks": ("names", "check_document"),
     "Diff": ("diff", "document"),
-    "Diff3": ("diff", "three_way_document"),
     "Explanation": ("names", "explained"),
-    "History": ("diff", "history_document"),
     "Inspection": ("inspection", "document"),
     "Names": ("names", "document"),
     "Plan": ("remap", "planned"),

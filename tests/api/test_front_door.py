@@ -51,8 +51,6 @@ def test_a_path_may_be_a_pathlib_path(tmp_path: Path) -> None:
         lambda: ckpttool.inspect(left).checkpoint.source == str(left),
         lambda: not ckpttool.diff(left, right).identical,
         lambda: ckpttool.diff(right, model=names).identical,
-        lambda: ckpttool.history([left, right]).steps[0].name == str(left),
-        lambda: ckpttool.diff3(left, left, right).base == str(left),
         lambda: ckpttool.explain("weight", names).name == "weight",
         lambda: ckpttool.remap(left, cast(Any, out), rules=cast(Any, rules), save_plan=cast(Any, plan)).dropped == [],
         lambda: ckpttool.diff(out, right, values=True).identical,
@@ -60,7 +58,6 @@ def test_a_path_may_be_a_pathlib_path(tmp_path: Path) -> None:
         lambda: ckpttool.remap(left, in_place=True, rules=cast(Any, rules)).output == str(left),
         lambda: ckpttool.undo(cast(Any, left)).path == str(left),
         lambda: ckpttool.check(cast(Any, [left, rules])).ok,
-        lambda: ckpttool.manifest(left)["subject"][0]["name"] == "left.pt",
     )
     for number, call in enumerate(calls):
         assert call(), number

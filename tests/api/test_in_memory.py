@@ -69,7 +69,6 @@ CONTAINERS: dict[str, Any] = {
 
 VERBS: dict[str, Callable[[Any], Any]] = {
     "inspect": lambda ckpt: ckpttool.inspect(ckpt, stats=True).to_json(),
-    "manifest": lambda ckpt: ckpttool.manifest(ckpt)["predicate"],
     "diff": lambda ckpt: ckpttool.diff(ckpt, {"model": {"0.weight": T.view(2, 2)}, "epoch": 3}, whole=True).to_json(),
     "diff values": lambda ckpt: ckpttool.diff({"0.bias": torch.ones(3), "w": T}, ckpt, values=True).to_json(),
     "diff model": lambda ckpt: ckpttool.diff(ckpt, model=model).to_json(),
@@ -77,8 +76,6 @@ VERBS: dict[str, Callable[[Any], Any]] = {
     "remap": lambda ckpt: ckpttool.remap(ckpt, rule=["0.* => first.*"]).to_json(),
     "remap to": lambda ckpt: ckpttool.remap(ckpt, model=model, to="serialized").to_json(),
     "remap like": lambda ckpt: ckpttool.remap({"module.0.weight": T, "module.w": T}, like=ckpt).to_json(),
-    "diff3": lambda ckpt: ckpttool.diff3(ckpt, {"w": T, "a": T}, {"0.bias": T}, values=True).to_json(),
-    "history": lambda ckpt: ckpttool.history([ckpt, ckpt], values=True).identical,
 }
 # Fields with the name of the operand or the size of its file.
 FIELDS_OF_THE_SOURCE = {"source", "left", "base", "format", "nbytes", "bytes", "file_bytes", "fix", "cost", "rest"}
@@ -130,16 +127,6 @@ def test_a_swap_in_memory_finds_the_model_in_a_nested_dict() -> None:
     assert all(torch.equal(value, STATE[key]) for key, value in module.state_dict().items())
     with pytest.raises(CkptError, match="holds several state dicts"):
         ckpttool.swap_weights(module, {"a": STATE, "b": dict(STATE)})
-
-
-def test_a_manifest_of_an_object_matches_its_file(tmp_path: Path) -> None:
-    obj, path = CONTAINERS["with an optimizer"], tmp_path / "x.pt"
-    torch.save(obj, path)
-    for source, target in ((obj, str(path)), (str(path), obj)):
-        manifest = tmp_path / "manifest.json"
-        manifest.write_text(json.dumps(ckpttool.manifest(source)))
-        assert ckpttool.diff(target, str(manifest), values=True).identical
-        assert not ckpttool.diff({**obj, "model": {**STATE, "0.bias": T[:3]}}, str(manifest), values=True).identical
 
 
 def test_an_object_that_torch_cannot_save_is_an_error() -> None:

@@ -39,8 +39,7 @@ DOCSTRINGS = {
     "ModelKeywords": "How the model is built.",
     "OptimizerKeywords": "How the model and its optimizer are built: options of `trace` and `explain`.",
     "CheckKeywords": "Options of `check`.",
-    "CompareKeywords": "Options of `history`.",
-    "Diff3Keywords": "Options of `diff3`.",
+    "CompareKeywords": "How tensors are compared.",
     "DiffKeywords": "Options of `diff`.",
     "ConvertKeywords": "Options of `convert`.",
     "OutputKeywords": "How an output is written, and the model that is to load it.",
@@ -71,7 +70,6 @@ def generate() -> str:
         ("OptimizerKeywords", "ModelKeywords", rows(OptimizerOptions)),
         ("CheckKeywords", "OptimizerKeywords", model),
         ("CompareKeywords", "TypedDict", rows(CompareOptions)),
-        ("Diff3Keywords", "ModelKeywords, CompareKeywords", model),
         ("DiffKeywords", "CheckKeywords, CompareKeywords", rows(DiffOptions)),
         ("OutputKeywords", "TypedDict", {**model, **rows(OutputOptions, "out")}),
         ("FixKeywords", "OptimizerKeywords, OutputKeywords", {}),
@@ -111,8 +109,6 @@ names: ckpttool.Names = ckpttool.trace(module, optimizer=torch.optim.SGD)
 one: ckpttool.Explanation = ckpttool.explain("weight", module)
 inside: ckpttool.Inspection = ckpttool.inspect("a.pt", stats=True)
 files: ckpttool.Checks = ckpttool.check(["a.toml"], model=module)
-three: ckpttool.Diff3 = ckpttool.diff3("a.pt", "b.pt", "c.pt", values=True)
-run: ckpttool.History = ckpttool.history(["a.pt", {"w": torch.ones(1)}])
 """
 WRONG = """
 import ckpttool
@@ -128,7 +124,6 @@ ckpttool.write(ckpttool.open_checkpoint("a.pt"), "b.pt", rule="a => b")
 ckpttool.swap_weights("a.pt2", "b.pt", casts=True)
 ckpttool.swap_weights(Package(), {}, constants=True)
 ckpttool.trace(nn.Linear(1, 1), values=True)
-ckpttool.diff3("a.pt", "b.pt")
 ckpttool.check(["a.toml"], rtol=1.0)
 ckpttool.open_checkpoint("a.pt").source = "b.pt"
 ckpttool.no_such_function()
@@ -199,7 +194,7 @@ def results() -> list[object]:
     return [
         *(ckpttool.open_checkpoint(optimizer), ckpttool.inspect(optimizer), done, done.plan),
         *(ckpttool.diff(state, {**state, "0": torch.ones(2)}), ckpttool.trace(net), ckpttool.explain("bias", net)),
-        *(ckpttool.diff3(state, state, state), ckpttool.history([state, state]), ckpttool.check([str(FILE)])),
+        ckpttool.check([str(FILE)]),
         ckpttool.swap_weights(net, net.state_dict()),
     ]
 

@@ -335,6 +335,6 @@ def test_ckpttool_without_arguments_lists_the_first_commands() -> None:
 
 
 def test_common_options_may_come_first(checkpoint: str, run: Run) -> None:
-    for options in (["-q"], ["--format", "json"], ["--format=json", "-v"], ["--limit", "json_bytes=1M"]):
+    for options in (["-q"], ["--format", "json"], ["--format=json", "-v"], ["--max-memory", "1M"]):
         first, last = run(*options, "inspect", checkpoint), run("inspect", checkpoint, *options)
         assert (first.status, first.out) == (last.status, last.out) == (0, last.out)

@@ -200,22 +200,6 @@ def ranks_of_deepspeed(path: Path, shown: bool) -> Args:
     return ["inspect", folder]
 
 
-@prints("not compared (not steps): best.pt")
-def files_next_to_steps(path: Path, shown: bool) -> Args:
-    for step in (1, 2):
-        (path / f"step-{step}").mkdir()
-        save_file(dict(state()), path / f"step-{step}/model.safetensors")
-    save(path / ("best.pt" if shown else "best.txt"))
-    return ["history", path]
-
-
-@prints("left: not compared: optimizer in ")
-def notes_of_a_side(path: Path, shown: bool) -> Args:
-    run = trained(flat=False)
-    left = save(path / "left.pt", run if shown else {"model": run["model"]})
-    return ["diff3", save(path / "base.pt"), left, save(path / "right.pt")]
-
-
 def hf(path: Path, *names: str) -> Path:
     folder = path / "hf"
     folder.mkdir()

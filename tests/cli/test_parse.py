@@ -75,11 +75,11 @@ def command_line() -> Iterator[None]:
         ("-oout.pt a.pt --like -x", {"out": "out.pt", "like": "-x"}),
         ("-ao out.pt -- -b.pt", {"ckpt": "-b.pt", "all": True, "out": "out.pt"}),
         ("a.pt --rtol 1 --rtol 2", {"rtol": 2.0}),
-        ("-q a.pt --limit json_bytes=1M", {}),
+        ("-q a.pt --max-memory 1M", {}),
     ],
 )
 def test_values_have_the_types_of_the_options(line: str, expected: Mapping[str, Any]) -> None:
-    assert parser.run(["try", *line.split()], {}) == 0
+    assert parser.run(["try", *line.split()]) == 0
     assert received == {**PLAIN, **expected}
     assert {name: type(value) for name, value in received.items() if name in expected} == {
         name: type(value) for name, value in expected.items()
@@ -100,7 +100,7 @@ def test_values_are_those_of_typer(options: list[tuple[str, str]]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(parser, "_Conversion", conversion)
             try:
-                parser.run(line, {})
+                parser.run(line)
                 outcomes.append(repr(sorted(received.items())))
             except CkptError as error:
                 outcomes.append(str(error))

@@ -72,7 +72,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 LINES = {
     "inspect a.safetensors --stats": ("reading the values of a.safetensors", 10),
-    "inspect a.safetensors --manifest m.json": ("hashing a.safetensors", 20),
     "diff a.safetensors b.safetensors --values": ("comparing values", 20),
     "remap a.safetensors -o c.safetensors --rule layers.{i}.w=>w.{i}": ("c.safetensors", 10),
     "remap a.pt -o d.safetensors --verify": ("verifying d.safetensors", 20),

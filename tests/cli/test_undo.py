@@ -294,14 +294,6 @@ def test_child_process_of_an_elastic_launch_worker_is_not_a_rank(start: str, tmp
     assert done.stdout.strip() == str((0, True, "")), done.stderr
 
 
-def test_warning_about_defaults_is_printed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("pyproject.toml").write_text("[tool.ckpttool]\nmodel = 'x.py:y'\n")
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # the file belongs to another user
-    status, _, err = run("inspect", "none.pt")
-    assert (status, err.count("no defaults are taken")) == (2, 1)
-
-
 def test_umask_is_never_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     """Otherwise a file created by another thread at that moment would be readable by everybody."""
     monkeypatch.chdir(tmp_path)

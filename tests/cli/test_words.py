@@ -13,7 +13,6 @@ from ckpttool.cli import streams
 from ckpttool.cli.failures import problem_lines
 from ckpttool.core.errors import Problem
 from command import Run
-from places import DATA
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -118,11 +117,3 @@ def test_swapped_operands_get_a_corrected_command(run: Run) -> None:
     hint = done.err.splitlines()[-1]
     assert hint == "hint: the program comes first: ckpttool swap-weights p.pt2 w.pt -o o.pt2"
     assert run(*hint.partition("ckpttool ")[2].split()).status == 0
-
-
-def test_dry_run_writes_no_manifest(run: Run) -> None:
-    line = ("swap-weights", DATA / "tagger-torch-2.9.1.pt2", DATA / "weights-torch-2.9.1.pt", "-o", "out.pt2")
-    assert run(*line, "--manifest", "m.json", "--dry-run").status == 0
-    assert not Path("m.json").exists()
-    assert run(*line, "--manifest", "m.json").status == 0
-    assert Path("m.json").exists()

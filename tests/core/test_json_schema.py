@@ -114,7 +114,7 @@ def test_repeated_member_is_refused(tmp_path: Path) -> None:
 
 def test_file_over_the_size_limit_names_the_limit(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text(json.dumps(PLAN))
-    with limited(Limits(json_bytes=100)), pytest.raises(CkptError, match=r"--limit json_bytes=200 raises it"):
+    with limited(Limits(json_bytes=100)), pytest.raises(CkptError, match=r"--max-memory 200 raises it"):
         read_file(str(tmp_path / "p.json"), "")
 
 

@@ -18,7 +18,7 @@ import torch
 
 from ckpttool.cli.app import main
 from ckpttool.core.errors import CkptError
-from ckpttool.core.limits import Limits, limited, limits, raised
+from ckpttool.core.limits import Limits, limited, limits, with_memory
 from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.io.files import opened
 from ckpttool.ruleset.parse import read as read_rules
@@ -27,27 +27,32 @@ MAX_SECONDS = 2.0
 NEEDS_HTTP = pytest.mark.skipif(not find_spec("aiohttp"), reason="aiohttp is not installed")
 
 
-def test_limit_is_raised_by_name() -> None:
-    assert raised(["json_bytes=4G", "pickle_marks=7"]) == Limits(json_bytes=4 << 30, pickle_marks=7)
+def test_max_memory_raises_the_limits_on_memory() -> None:
+    assert with_memory(None) == with_memory("1G") == with_memory("1GiB") == Limits()
+    four = with_memory("4G")
+    assert (four.json_bytes, four.pickle_memory, four.pickle_opcodes) == (4 << 30, 1 << 29, 1 << 27)
+    assert (four.rules_seconds, four.pickle_marks) == (Limits().rules_seconds, Limits().pickle_marks)
     with limited(Limits(rules_dots=3)):
         assert limits().rules_dots == 3
     assert limits() == Limits()
 
 
-@pytest.mark.parametrize("text", ["", "json_bytes", "json_bytes=", "json_bytes=-1", "json_bytes=x", "no_limit=3", "=3"])
-def test_invalid_limit_is_a_usage_error(text: str) -> None:
-    with pytest.raises(CkptError, match="not a limit") as refused:
-        raised([text])
-    assert "json_bytes" in refused.value.hint
+@pytest.mark.parametrize("text", ["", "0", "x", "-1", "1.5G", "json_bytes=3", "1P"])
+def test_invalid_size_is_a_usage_error(text: str) -> None:
+    with pytest.raises(CkptError, match="not a size") as refused:
+        with_memory(text)
+    assert "--max-memory 4G" in refused.value.hint
 
 
 def test_limit_named_by_the_error_can_be_raised(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
     line = ["inspect", str(tmp_path / "w.pt")]
-    assert main([*line, "--limit", "pickle_opcodes=3"]) == 2
+    assert main([*line, "--max-memory", "96"]) == 2
     error = capfd.readouterr().err
-    assert "--limit pickle_opcodes=6 raises it" in error
-    assert main([*line, "--limit", "pickle_opcodes=6", "--limit", "pickle_opcodes=1M"]) == 0
+    assert "the limit pickle_bytes is 96 (--max-memory 192 raises it)" in error
+    size = "96"
+    while main([*line, "--max-memory", size]) == 2:
+        size = capfd.readouterr().err.partition("(--max-memory ")[2].partition(" raises it)")[0]
     assert main(line) == 0
     assert limits() == Limits()
 
@@ -98,7 +103,7 @@ DOTTED = {
 def test_deeply_dotted_toml_is_refused_quickly(tmp_path: Path, name: str) -> None:
     (tmp_path / "r.toml").write_text(DOTTED[name])
     start = time.monotonic()
-    with pytest.raises(CkptError, match="--limit rules_dots=200"):
+    with pytest.raises(CkptError, match="the limit rules_dots is 100"):
         read_rules(str(tmp_path / "r.toml"))
     assert time.monotonic() - start < MAX_SECONDS
 
@@ -110,7 +115,7 @@ def test_dots_in_strings_are_not_counted(tmp_path: Path) -> None:
 
 def test_rules_file_over_the_size_limit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_bytes(b"#" * ((1 << 20) + 1))
-    with pytest.raises(CkptError, match="--limit rules_bytes=2097152"):
+    with pytest.raises(CkptError, match="the limit rules_bytes is 1,048,576"):
         read_rules(str(tmp_path / "r.toml"))
 
 
@@ -174,6 +179,6 @@ def test_silent_server_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpttool.io.remote._SLOWEST", 1e6)  # bytes per second, so the size adds little time
     start = time.monotonic()
     quick = Limits(remote_seconds=1)
-    with limited(quick), server(PARTIAL, b"") as url, pytest.raises(CkptError, match="--limit remote_seconds=2"):
+    with limited(quick), server(PARTIAL, b"") as url, pytest.raises(CkptError, match="the limit remote_seconds is 1"):
         open_checkpoint(url)
     assert time.monotonic() - start < 3 + MAX_SECONDS

@@ -102,14 +102,11 @@ NET, OPTIMIZER = ("--model", "net.py:Net"), ("--optimizer", "net.py:optimizer")
 QUESTIONS = {
     "two checkpoints": ("diff", "same.pt", "old.pt"),
     "through a model": ("diff", "same.pt", "old.pt", "--model", "names.json"),
-    "a base": ("diff3", "old.pt", "same.pt", "old.pt"),
-    "steps": ("history", "run/step-1.pt", "run/step-2.pt", "run/step-3.pt"),
-    "a manifest": ("diff", "same.pt", "old.json"),
     "a model": ("diff", "same.pt", "--model", "names.json"),
     "an optimizer": ("diff", "same.pt", *NET, *OPTIMIZER),
     "two optimizers": ("diff", "same.pt::optimizer", "old.pt::optimizer"),
 }
-QUESTIONS_WITH_VALUES = ("two checkpoints", "a base", "steps", "a manifest")
+QUESTIONS_WITH_VALUES = ("two checkpoints",)
 PAIRS: list[tuple[str, tuple[str, ...]]] = [
     *((question, ()) for question in QUESTIONS),
     *((question, ("--values",)) for question in QUESTIONS_WITH_VALUES),
@@ -121,16 +118,14 @@ PAIRS: list[tuple[str, tuple[str, ...]]] = [
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder_path = tmp_path_factory.mktemp("compared")
     (folder_path / "net.py").write_text(MODEL)
-    (folder_path / "run").mkdir()
     state = saved()
-    for name in ("old.pt", "run/step-1.pt", "run/step-2.pt", "nothing.pt"):
+    for name in ("old.pt", "nothing.pt"):
         torch.save(state, folder_path / name)
     for name, (_, change) in CHANGES.items():
         other = copy.deepcopy(state)
         change(other)
         torch.save(other, folder_path / f"{name}.pt")
     (folder_path / "names.json").write_text(NAMES)
-    (folder_path / "old.json").write_text(json.dumps(ckpttool.manifest(str(folder_path / "old.pt"))))
     return folder_path
 
 
@@ -142,8 +137,7 @@ def folder(files: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def use_change(change: str) -> None:
-    for name in ("same.pt", "run/step-3.pt"):
-        shutil.copyfile(f"{change}.pt", name)
+    shutil.copyfile(f"{change}.pt", "same.pt")
 
 
 @pytest.mark.parametrize(
@@ -192,11 +186,6 @@ def test_python_results_say_if_values_were_compared(folder: Path) -> None:
     assert ckpttool.diff("same.pt", "old.pt").compared["values"] is False
     assert ckpttool.diff("same.pt", "old.pt", values=True).compared["values"] is True
     assert ckpttool.diff("same.pt", "old.pt", ignore_dtype=True).compared["dtypes"] is False
-    for result in (
-        ckpttool.diff3("old.pt", "same.pt", "old.pt"),
-        ckpttool.history(["old.pt", "same.pt", "run/step-1.pt"]),
-    ):
-        assert result.compared["values"] is False
 
 
 class Exported(nn.Module):

@@ -19,6 +19,8 @@ from places import ROOT
 
 LINEAR = "\n        self.head = nn.Linear(width, 4)"
 
+DIFF = ("diff", "names.json", "--model", "model.py:build", "--optimizer", "model.py:optimizer")
+
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -69,13 +71,13 @@ def run_command(run: Run, command: str) -> None:
 
 def test_a_rename_is_reported_migrated_and_accepted(repository: Path, run: Run) -> None:
     moments = load_moments("CKPT")
-    assert run("diff", "names.json").status == 0
+    assert run(*DIFF).status == 0
     change(("self.head", "self.classifier"), ("self.embed", "self.embedding"))
-    done = run("diff", "names.json", "--format", "json")
+    done = run(*DIFF, "--format", "json")
     assert done.status == 1
     assert done.data["summary"] == {"same": 12, "missing": 4, "unexpected": 4}
     assert any("rejects checkpoints with the old keys" in note for note in notes_in(done.data))
-    assert run("diff", "names.json", "--suggest", "migrate.toml").status == 1
+    assert run(*DIFF, "--suggest", "migrate.toml").status == 1
     assert run("remap", "CKPT", "--rules", "migrate.toml", "-o", "new.pt").status == 0
     renamed = {name.replace("head", "classifier").replace("embed", "embedding"): m for name, m in moments.items()}
     result = load_moments("new.pt")
@@ -84,12 +86,12 @@ def test_a_rename_is_reported_migrated_and_accepted(repository: Path, run: Run) 
     for command in fixes_in(done.data):
         run_command(run, command)
     assert load_moments("CKPT.renamed.pt").keys() == renamed.keys()
-    updated = run("diff", "names.json", "--update")
+    updated = run(*DIFF, "--update")
     assert (updated.status, "\nunexpected: 4 keys, not in right\n" in updated.out) == (0, True)
     assert "names.json has the names of model.py:build now" in updated.said[1]
-    assert run("diff", "names.json").status == 0
+    assert run(*DIFF).status == 0
     before = Path("names.json").stat().st_mtime_ns
-    assert "is as it was" in run("diff", "names.json", "--update").out
+    assert "is as it was" in run(*DIFF, "--update").out
     assert Path("names.json").stat().st_mtime_ns == before
 
 
@@ -97,7 +99,7 @@ def test_a_changed_definition_order_changes_the_ids(repository: Path, run: Run) 
     """A strict load succeeds, but torch would assign every moment to the wrong parameter."""
     moments = load_moments("CKPT")
     change((LINEAR, ""), ("self.embed = ", "self.head = nn.Linear(width, 4)\n        self.embed = "))
-    done = run("diff", "names.json", "--format", "json")
+    done = run(*DIFF, "--format", "json")
     assert done.status == 1
     assert done.data["summary"] == {"same": 16, "order": 16}
     assert {entry["detail"] for entry in done.data["entries"] if entry["status"] == "order"} == set(moments)
@@ -129,13 +131,13 @@ def test_a_code_change_has_the_expected_statuses(
         hook = "\n        self.register_state_dict_post_hook(lambda module, state, *_: state.__delitem__('lost'))"
         lost = "\n        self.register_parameter('lost', nn.Parameter(torch.ones(1)))"
         change((LINEAR, LINEAR + lost + hook), ("__delitem__('lost')", "__delitem__(*module._parameters)"))
-        assert run("diff", "names.json", "--update", "-q").status == 0
+        assert run(*DIFF, "--update", "-q").status == 0
     change((old, new))
-    done = run("diff", "names.json", "--format", "json")
+    done = run(*DIFF, "--format", "json")
     assert done.status == 1
     assert set(done.data["summary"]) - {"same"} == statuses
-    assert run("diff", "names.json", "--update", "-q").status == 0
-    assert run("diff", "names.json").status == 0
+    assert run(*DIFF, "--update", "-q").status == 0
+    assert run(*DIFF).status == 0
 
 
 def test_changed_hooks_are_differences(repository: Path, run: Run) -> None:
@@ -144,29 +146,29 @@ def test_changed_hooks_are_differences(repository: Path, run: Run) -> None:
         "def rename(module, state, prefix, meta):\n    state[prefix + 'out.weight'] = state.pop(prefix + '{}.weight')"
     )
     change((LINEAR, LINEAR + hook), ("def build", rename.format("head") + "\n\n\ndef build"))
-    assert run("diff", "names.json", "--update", "-q").status == 0
+    assert run(*DIFF, "--update", "-q").status == 0
     change(("self.head", "self.inner"), ("head.weight", "inner.weight"))
-    done = run("diff", "names.json", "--format", "json")
+    done = run(*DIFF, "--format", "json")
     renamed = [entry for entry in done.data["entries"] if entry["status"] == "renamed"]
     assert [(entry["left"], entry["right"]) for entry in renamed] == [(["head.weight"], ["inner.weight"])]
     change(("state.pop(prefix + 'inner.weight')", "2 * state.pop(prefix + 'inner.weight')"))
-    done = run("diff", "names.json", "--format", "json")
+    done = run(*DIFF, "--format", "json")
     assert ["out.weight"] in [entry["left"] for entry in done.data["entries"] if entry["status"] == "transformed"]
 
 
 def test_parameters_added_to_the_optimizer_are_listed(repository: Path, run: Run) -> None:
     change(("model.parameters()", "model.head.parameters()"))
-    assert run("diff", "names.json", "--update", "-q").status == 0
+    assert run(*DIFF, "--update", "-q").status == 0
     change(("model.head.parameters()", "model.parameters()"))
-    entries = run("diff", "names.json", "--format", "json").data["entries"]
+    entries = run(*DIFF, "--format", "json").data["entries"]
     result = {(entry["status"], entry["detail"]) for entry in entries if entry["status"] != "same"}
     others = [name for name, _ in build_net()[0].named_parameters() if not name.startswith("head.")]
     assert result == {*(("missing", name) for name in others), ("order", "head.weight"), ("order", "head.bias")}
 
 
 def test_an_optimizer_missing_from_the_names_file_is_reported(repository: Path, run: Run) -> None:
-    names = ("names.json", "--model", "model.py:build", "--no-defaults")
-    assert run("trace", "model.py:build", "-o", "names.json", "--no-defaults", "--force").status == 0
+    names = ("names.json", "--model", "model.py:build")
+    assert run("trace", "model.py:build", "-o", "names.json", "--force").status == 0
     assert run("diff", *names).status == 0
     done = run("diff", *names, "--optimizer", "model.py:optimizer")
     assert (done.status, "the optimizer is AdamW; it was not named" in done.out + done.err) == (1, True)
@@ -176,10 +178,10 @@ def test_changed_values_added_by_hooks_are_differences(repository: Path, run: Ru
     hook = "\n        self.register_state_dict_post_hook(add)"
     add = "def add(module, state, *_):\n    state['added'] = torch.ones(2)\n    state['twice'] = 2 * state['head.bias']"
     change((LINEAR, LINEAR + hook), ("class Cl", f"{add}\n\n\nclass Cl"))
-    assert run("diff", "names.json", "--update", "-q").status == 0
-    assert run("diff", "names.json").status == 0
+    assert run(*DIFF, "--update", "-q").status == 0
+    assert run(*DIFF).status == 0
     change(("torch.ones(2)", "torch.ones(3)"))
-    done = run("diff", "names.json", "--format", "json")
+    done = run(*DIFF, "--format", "json")
     assert [entry["left"] for entry in done.data["entries"] if entry["status"] == "shape"] == [["added"]]
 
 
@@ -190,13 +192,13 @@ def test_without_memory_to_load_the_old_keys_a_note_says_so(
     hook = "\n        self.register_load_state_dict_pre_hook(read)"
     read = "def read(module, state, *_):\n    assert float(state['embed.weight'].sum()) < 1e9"
     change((LINEAR, LINEAR + hook), ("class Cl", f"{read}\n\n\nclass Cl"))
-    assert run("diff", "names.json", "--update", "-q").status == 0
+    assert run(*DIFF, "--update", "-q").status == 0
     change(("self.head", "self.classifier"))
     free = 4 * sum(
         parameter.nbytes for parameter in build_net()[0].parameters()
     )  # tracing needs 3 times the size of the model, loading 5 times
     monkeypatch.setattr(instances, "memory_available", lambda: free)
-    notes = notes_in(run("diff", "names.json", "--format", "json").data)
+    notes = notes_in(run(*DIFF, "--format", "json").data)
     assert any(note.startswith("could not check if the new code loads the old keys") for note in notes)
 
 
@@ -204,9 +206,9 @@ def test_wrong_usage_is_an_error(repository: Path, run: Run) -> None:
     line = ("diff", "names.json", "--model", "model.py:build")
     done = run(*line)  # the file has optimizer ids, but no --optimizer was passed
     assert (done.status, "has the ids of an optimizer (AdamW)" in done.err) == (2, True)
-    assert run("diff", "names.json", "--no-defaults").status == 2
-    assert run("diff", "names.json", "--values").status == 2
-    assert run("diff", "names.json", "CKPT").status == 2
+    assert run("diff", "names.json").status == 2  # no model
+    assert run(*DIFF, "--values").status == 2
+    assert run(*DIFF, "CKPT").status == 2
     assert run("diff", "none.json", "--update").status == 2
     assert run("diff", "CKPT", "--update").status == 2
 

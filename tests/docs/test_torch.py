@@ -33,7 +33,6 @@ def write_files(folder: Path) -> None:
         torch.export.save(program, folder / f"{name}.pt2")
     (folder / "rules.toml").write_text('[[rule]]\nrename = "encoder.{x*} => backbone.{x*}"\n')
     (folder / "names.json").write_text(json.dumps(ckpttool.trace(net).to_json()))
-    (folder / "train.json").write_text(json.dumps(ckpttool.manifest(str(folder / "train.pt"))))
     for name in ("shards", "llama"):
         ckpttool.remap(state, f"{folder / name}/")
     for rank in (0, 1):
@@ -45,7 +44,7 @@ def test_only_commands_that_run_model_code_import_torch(tmp_path: Path) -> None:
     kept.mkdir()
     write_files(kept)
     lines = [
-        line.removeprefix("ckpttool").strip() + " --force" * (" -o " in line or "--manifest" in line)
+        line.removeprefix("ckpttool").strip() + " --force" * (" -o " in line)
         for line in command_lines("troubleshooting.md")  # run by test_troubleshooting
     ]
     statuses: Counter[int] = Counter()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -22,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckpttool.cli import pyproject
 from ckpttool.cli.app import main
 from ckpttool.diffing.baseline import _ignores
 from ckpttool.diffing.options import DiffOptions
@@ -150,30 +148,3 @@ def ignore_file(path: Path) -> Reader:
 
 
 IGNORED = b"# list\nmissing model.norm.* # initialized\nshape,dtype re:(a+)+b # intended\nunexpected *.bias # no bias\n"
-
-
-def defaults(folder: Path) -> Reader:
-    """Fuzz a pyproject.toml with defaults of `diff`, without options that name code or an output."""
-
-    def read(data: bytes) -> object:
-        path = folder / "pyproject.toml"
-        path.write_bytes(data)
-        os.environ[pyproject.PYPROJECT] = str(path)
-        try:
-            return pyproject.table()
-        finally:
-            del os.environ[pyproject.PYPROJECT]
-
-    return read
-
-
-DEFAULTS = b"""[tool.ckpttool]
-quiet = true
-ignore-file = "lists/known.txt"
-[tool.ckpttool.diff]
-rtol = 1e-3
-values = true
-ignore = ["missing a.* # why"]
-[tool.other]
-"quoted key".b = [{x = 1, y = 2024-01-01}]
-"""

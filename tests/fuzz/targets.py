@@ -26,7 +26,7 @@ import in_folders
 from ckpttool.cli.app import main
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import ARGUMENT
-from ckpttool.core.limits import Limits, limited, raised
+from ckpttool.core.limits import Limits, limited, with_memory
 from ckpttool.core.names import Names
 from ckpttool.core.plan import Plan
 from ckpttool.core.schema import check
@@ -34,7 +34,6 @@ from ckpttool.formats import pickle_read, strict_json
 from ckpttool.formats.dcp_metadata import parse as parse_metadata
 from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.huggingface import parse_size, read_index
-from ckpttool.formats.manifest import read as read_manifest
 from ckpttool.formats.zip_read import read_archive
 from ckpttool.io import sources
 from ckpttool.naming import wrappers
@@ -116,7 +115,7 @@ def _command_line(data: bytes) -> object:
 
 def _options(data: bytes) -> object:
     text = data.decode("utf-8", "replace")
-    for read in (lambda: raised([text]), lambda: parse_size(text), lambda: wrappers.parse(text)):
+    for read in (lambda: with_memory(text), lambda: parse_size(text), lambda: wrappers.parse(text)):
         try:
             read()
         except CkptError:
@@ -232,21 +231,13 @@ def _names() -> list[bytes]:
     return [json.dumps(ModelOperand(lambda: nn.Sequential(nn.Linear(1, 1))).names().to_json()).encode()]
 
 
-def _manifests() -> list[bytes]:
-    path, manifest = _FOLDER / "manifest.pt", _FOLDER / "manifest.json"
-    path.write_bytes(_torch_files()[0])
-    with redirect_stdout(io.StringIO()):
-        assert main(["inspect", str(path), "--manifest", str(manifest), "--force"]) == 0
-    return [manifest.read_bytes()]
-
-
 def _commands() -> list[bytes]:
     (_FOLDER / "c.pt").write_bytes(_saved({"w": torch.ones(2)}))
     path = str(_FOLDER / "c.pt")
     lines = [
         ["inspect", path, "--format", "json"],
         ["diff", path, path, "--all", "--values"],
-        ["remap", path, "--dry-run", "--rule", "w => v", "--drop", "x", "--limit", "json_bytes=3"],
+        ["remap", path, "--dry-run", "--rule", "w => v", "--drop", "x", "--max-memory", "3"],
         ["explain", "w", "--model", "x.json"],
         ["trace", "m.py:f(n=1)"],
         ["swap-weights", path, path, "--dry-run"],
@@ -299,10 +290,8 @@ TARGETS: dict[str, Target] = {
         )
         for stage, name in ((1, "mp_rank_00_model_states.pt"), (2, _STATES), (3, _STATES))
     },
-    "manifest": Target(_of_file(read_manifest, "m.json"), _manifests, _JSON_WORDS),
     "edit journal": Target(_undo_journal, _undo_seeds, _JSON_WORDS),
     "folder journal": Target(_folder_journal, _folder_seeds, _JSON_WORDS),
     "ignore file": Target(in_folders.ignore_file(_FOLDER / "i.txt"), lambda: [in_folders.IGNORED], _LINE_WORDS),
-    "defaults": Target(in_folders.defaults(_FOLDER), lambda: [in_folders.DEFAULTS], _TOML_WORDS),
     "command line": Target(_command_line, _commands, _OPTION_WORDS),
 }

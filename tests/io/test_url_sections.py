@@ -88,8 +88,6 @@ diff {x}::ema --model net.py:build
 diff {x}::optimizer --model net.py:build --optimizer net.py:adam
 diff {x}::model --model net.py:build --optimizer net.py:adam
 diff p.pt2 {x}::model
-diff3 {x}::model {x}::ema {x}::model
-history {x}::model {x}::ema
 remap {x}::model -o OUT --rule '0.{{x}} => first.{{x}}'
 remap {x}::model -o OUT --like {x}::ema
 remap {x}::ema -o OUT --model net.py:build --to serialized --verify

@@ -1,4 +1,4 @@
-"""Names of operands: sections, steps of a run, and unused names for outputs."""
+"""Names of operands: sections, and unused names for outputs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.core.errors import CkptError
-from ckpttool.diffing.history import in_order, steps_in
 from ckpttool.io.paths import is_url
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.output import free, outputs
@@ -41,64 +39,6 @@ def test_operand_is_split_into_path_and_section(named: str, parts: tuple[str, st
 
 
 @pytest.mark.parametrize(
-    ("named", "order"),
-    [
-        (["s-10", "s-9", "s-100"], ["s-9", "s-10", "s-100"]),
-        (["s-10-b", "s-9-a"], ["s-10-b", "s-9-a"]),
-        (["2/e-1", "1/e-20", "1/e-3"], ["1/e-3", "1/e-20", "2/e-1"]),
-        (["last", "best"], ["last", "best"]),
-    ],
-)
-def test_steps_are_sorted_if_only_numbers_differ(named: list[str], order: list[str]) -> None:
-    assert in_order(named) == order
-
-
-def folder(*files: str) -> None:
-    for file in files:
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).touch()
-
-
-RUNS = {
-    "files": (
-        ["run/s-10.pt", "run/s-9.pt", "run/.s-8.pt", "run/optimizer.pt", "run/notes.txt"],
-        ["s-9.pt", "s-10.pt"],
-        [],
-    ),
-    "folders": (["run/s-10/a.pt", "run/s-9/a.pt", "run/logs/x.txt", "run/.s-8/a.pt"], ["s-9", "s-10"], []),
-    "folders and other files": (
-        ["run/s-1/a.pt", "run/s-2/.metadata", "run/x.pt", "run/y.pt", "run/optimizer.pt"],
-        ["s-1", "s-2"],
-        ["x.pt", "y.pt"],
-    ),
-    "files and another folder": (["run/s-1/a.pt", "run/x.pt", "run/y.pt"], ["x.pt", "y.pt"], ["s-1"]),
-    "a folder of folders is a step": (["run/s-1/model/.metadata", "run/s-2/model/.metadata"], ["s-1", "s-2"], []),
-}
-
-
-@pytest.mark.parametrize("case", RUNS)
-def test_steps_are_found_in_the_folder_of_a_run(case: str) -> None:
-    files, steps, others = RUNS[case]
-    folder(*files)
-    assert steps_in("run") == ([f"run/{name}" for name in steps], others)
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        ["run/a.pt"],
-        ["run/s-1/a.pt", "run/a.pt"],
-        ["run/model-00001-of-00002.safetensors", "run/model-00002-of-00002.safetensors"],
-        ["run/notes.txt", "run/logs/x.txt"],
-    ],
-)
-def test_folder_without_steps_is_refused(files: list[str]) -> None:
-    folder(*files)
-    with pytest.raises(CkptError, match="nothing to compare"):
-        steps_in("run")
-
-
-@pytest.mark.parametrize(
     ("source", "names"),
     [
         ("train.pt", ["train.new.pt"]),
@@ -123,7 +63,8 @@ def test_output_names_are_in_the_folder_of_the_source(source: str, names: list[s
 
 
 def test_existing_name_gets_a_number() -> None:
-    folder("train.new.pt", "train.new2.pt")
+    for name in ("train.new.pt", "train.new2.pt"):
+        Path(name).touch()
     os.symlink("nowhere", "train.new3.pt")
     assert free("train", "new", ".pt") == "train.new4.pt"
     Path("folder.new").mkdir()

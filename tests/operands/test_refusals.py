@@ -75,25 +75,16 @@ REFUSED = {
     "remap two.pt --sections a,c -o o.pt --drop b.*": ("two.pt has no state dict 'c'", "its state dicts are: a, b"),
     "remap empty.pt --sections c -o o.pt": ("empty.pt has no state dict 'c'", "its state dicts are: none"),
     "inspect lin.pt --report r.md --report ./r.md": ("r.md is named for two outputs", "its own name"),
-    "inspect lin.pt --manifest r.json --report r.json": ("r.json is named for two outputs", "its own name"),
     "remap lin.pt -o o.pt --save-plan o.pt": ("o.pt is named for two outputs", "its own name"),
-    "inspect two.pt::a --manifest m.json": ("a manifest is of whole files", "leave ::a out"),
-    "inspect lin.pt --manifest lin.pt --force": ("lin.pt is read by this command", "name another file"),
     "diff names.json --model m.py:build --report names.json --force": ("names.json is read by this", "another file"),
     "trace m.py:build -o m.py --force": ("m.py is read by this command", "name another file"),
     "inspect lin.pt --report names.json": ("names.json exists", "--force"),
     "remap --rule a=>b": ("missing argument 'CKPT'", "usage: ckpttool remap [OPTIONS]"),
     "diff lin.pt lin.pt --update": ("--update rewrites a names file", "ckpttool trace MODEL -o names.json"),
     "diff names.json --update": ("--update rewrites a names file", "ckpttool diff names.json --model MODEL --update"),
-    "diff3 lin.pt": ("missing argument", "usage: ckpttool diff3 [OPTIONS]"),
-    "diff3 lin.pt names.json lin.pt": ("names.json is JSON text", ""),
-    "diff lin.pt two.pt::a --base lin.pt": (
-        "no such option",
-        "it is for `ckpttool diff3`; usage: ckpttool diff",
-    ),
+    "diff lin.pt two.pt::a --materialise": ("no such option", "did you mean --materialize?"),
     "diff lin.pt lin.pt --model m.py:build --suggest x": ("--suggest needs two checkpoints, or a model", "LEFT RIGHT"),
-    "diff3 lin.pt lin.pt two.pt::a --fail-on shape": ("no such option", "usage: ckpttool diff3"),
-    "diff lin.pt lin.pt two.pt --suggest x.toml": ("diff compares two checkpoints", "ckpttool history RUN..."),
+    "diff lin.pt lin.pt two.pt --suggest x.toml": ("diff compares two checkpoints", "ckpttool diff lin.pt lin.pt"),
 }
 
 

@@ -24,9 +24,9 @@ def test_verdict_is_found_once_for_the_same_content(monkeypatch: pytest.MonkeyPa
     loads: list[Section] = []
     load = loading.load_verdict
 
-    def counted(model: Any, section: Section) -> loading.Verdict:
+    def counted(model: Any, section: Section, **options: bool) -> loading.Verdict:
         loads.append(section)
-        return load(model, section)
+        return load(model, section, **options)
 
     monkeypatch.setattr(loading, "load_verdict", counted)
     state = nn.Linear(2, 2).state_dict()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from ckpttool.checks import Checked, Checks
@@ -17,14 +15,8 @@ from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.result import (
     HARMLESS,
     Diff,
-    Diff3,
     Entry,
     Fix,
-    History,
-    Point,
-    SideChange,
-    Step,
-    StepChange,
 )
 from ckpttool.naming.evidence import Ambiguous, Inference, Pair
 from ckpttool.remapping.optimizer import OptimizerRemap
@@ -239,149 +231,6 @@ def test_ignored_differences_are_listed_with_reasons() -> None:
     found = Diff("a.pt", "b.pt", False, entries, accepted=False, unused_ignores=("shape x # y (f:1)",))
     assert text(of_diff.document(found)) == IGNORED
     assert "missing           2  head.0 + head.1  new\n" in text(of_diff.document(found, all=True))
-
-
-def change(status: str, *keys: str, reason: str = "") -> SideChange:
-    return SideChange(status, keys, reason)
-
-
-POINTS = (
-    Point("left", ("a.0",), change("value", "a.0", reason="different values"), None),
-    Point("left", ("a.1",), change("value", "a.1", reason="different values"), None),
-    Point("right", ("b",), None, change("dropped")),
-    Point("both", (), change("added", "n"), change("added", "n")),
-    Point("conflict", ("c",), change("renamed", "d"), change("dtype", "c", reason="float16 instead of float32")),
-)
-
-
-SINCE = """\
-diff3
-1 conflict
-
-base   base.pt
-left   left.pt
-right  right.pt
-
-Summary
-  by        changes  meaning
-  left            2  changed in left only
-  right           1  changed in right only
-  both            1  changed in both, without conflict
-  conflict        1  changed in both, with a conflict
-
-Changes since the base
-  by        changes  base     left                             right
-  conflict        1  c        renamed d                        dtype c: float16 instead of float32
-  both            1  -        added n                          added n
-  right           1  b        -                                dropped
-  left            2  a.{0-1}  value a.{0-1}: different values  -
-
-warning: a note
-"""
-
-
-def lines(shown: str) -> list[str]:
-    """Return the lines without alignment."""
-    return [re.sub("  +", "  ", line) for line in shown.splitlines()]
-
-
-def test_changes_since_a_base() -> None:
-    found = Diff3("base.pt", "left.pt", "right.pt", POINTS, ("a note",))
-    assert text(of_diff.three_way_document(found)) == SINCE
-    (row,) = (line for line in lines(SINCE) if "a.{0-1}" in line)
-    every_key = lines(SINCE)
-    at = every_key.index(row)
-    every_key[at : at + 1] = [row.replace("left  2", "left  1").replace("{0-1}", number) for number in "01"]
-    assert lines(text(of_diff.three_way_document(found, all=True))) == every_key
-    for points, verdict in ((POINTS[:4], "no conflicts"), ((), "no changes"), (POINTS[4:] * 2, "2 conflicts")):
-        shown = of_diff.three_way_document(Diff3("base.pt", "left.pt", "right.pt", points, ()))
-        assert (shown.verdict, shown.ok) == (verdict, verdict != "2 conflicts")
-
-
-def over_time(status: str, before: str, after: str, reason: str = "", detail: str | None = None) -> StepChange:
-    return StepChange("model", status, tuple(before.split()), tuple(after.split()), reason, detail)
-
-
-CLASS = StepChange("o", "class", ("AdamW",), ("SGD",), "different optimizer class")
-RUN = History(
-    "run",
-    (
-        Step("s1", tensors=1234),
-        Step("s2", "s1"),
-        Step("s3", "s2"),
-        Step("s4", error="no such file (check the path)"),
-        Step(
-            *("s5", "s3", None, 9),
-            (
-                *(over_time("shape", f"l.{at}", f"l.{at}", "different shape", f"[{at}]") for at in range(3)),
-                *(over_time("dtype", f"d.{at}", f"d.{at}", "different dtype", f"d{at}") for at in range(2)),
-                over_time("added", "", "new"),
-                CLASS,
-                StepChange("o", "dropped", ("state.0.v",), (), "no `v`"),
-                StepChange("o", "dropped", ("state.0.m",), (), "no `m`"),
-            ),
-            (Pair(("n.0",), ("o.0",), "of one shape"), Pair(("n.1",), ("o.1",), "of one shape")),
-        ),
-        Step("s6", "s5"),
-    ),
-    ("a note",),
-)
-
-
-STEPS = """\
-history
-1 of 6 steps changed something, 1 could not be read
-
-run  run
-
-Steps
-  step                 change      keys  before               now      why
-  s1                   first      1,234
-  s2 ... s3 (2 steps)  no change
-  s4                   not read                                        no such file (check the path)
-  s5                   shape          3  l.{0-2}              l.{0-2}  model: different shape: [0], [1], and 1 more
-  s5                   dtype          2  d.{0-1}              d.{0-1}  model: different dtype: d0, d1
-  s5                   added          1  -                    new      model
-  s5                   class          1  AdamW                SGD      o: different optimizer class
-  s5                   dropped        2  state.0.v (+1 more)  -        o: only one of the classes has it
-  s5                   renamed?       2  o.{0-1}              n.{0-1}  of one shape
-  s6                   no change
-
-a note
-"""
-
-STEPS_ALL = """\
-history
-1 of 6 steps changed something, 1 could not be read
-
-run  run
-
-Steps
-  step  change      keys  before     now  why
-  s1    first      1,234
-  s2    no change
-  s3    no change
-  s4    not read                          no such file (check the path)
-  s5    shape          1  l.0        l.0  model: different shape: [0]
-  s5    shape          1  l.1        l.1  model: different shape: [1]
-  s5    shape          1  l.2        l.2  model: different shape: [2]
-  s5    dtype          1  d.0        d.0  model: different dtype: d0
-  s5    dtype          1  d.1        d.1  model: different dtype: d1
-  s5    added          1  -          new  model
-  s5    class          1  AdamW      SGD  o: different optimizer class
-  s5    dropped        1  state.0.v  -    o: no `v`
-  s5    dropped        1  state.0.m  -    o: no `m`
-  s5    renamed?       1  o.0        n.0  of one shape
-  s5    renamed?       1  o.1        n.1  of one shape
-  s6    no change
-
-a note
-"""
-
-
-@pytest.mark.parametrize("all", [False, True])
-def test_steps_of_a_run(all: bool) -> None:
-    assert text(of_diff.history_document(RUN, all=all)) == (STEPS_ALL if all else STEPS)
 
 
 CHECK = """\

@@ -13,8 +13,6 @@ KEYS = [f"layers.{at}.{name}" for at in range(60) for name in ("wq", "wk")]
 LINES = {
     "inspect": ["inspect", "b.pt"],
     "two": ["diff", "a.pt", "b.pt"],
-    "history": ["history", "a.pt", "b.pt", "c.pt"],
-    "diff3": ["diff3", "c.pt", "a.pt", "b.pt"],
 }
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import shutil
@@ -157,8 +156,8 @@ details: --all lists every key; `ckpttool explain unexpected` says more about th
 diff
 no differences; values are equal
 
-left          net.pt
-right         net.pt
+left      net.pt
+right     net.pt
 """,
 }
 
@@ -229,22 +228,14 @@ def test_reports_fit_the_terminal(run: Run, monkeypatch: pytest.MonkeyPatch, wor
         assert len(line) <= width or re.match(r"\s*((partial )?fix( \(not tried\))?: )?ckpttool ", line), line
 
 
-def test_reports_for_ci_name_the_keys_and_the_line_of_the_hook(run: Run) -> None:
+def test_the_report_for_ci_names_the_keys(run: Run) -> None:
     words = ("diff", "runtime.pt", "--model", "model.py:hooked", "--format")
     suite = ElementTree.fromstring(run(*words, "junit").out.encode())
     assert suite.attrib == {"name": "ckpttool", "tests": "5", "failures": "5"}
     names = [case.attrib["name"] for case in suite.iter("testcase")]
     assert names[1:] == ["1.layer.weight", "1.layer.bias", "2.layer.weight", "2.layer.bias"]
-    (run_of_tool,) = json.loads(run(*words, "sarif").out)["runs"]
-    assert run_of_tool["tool"]["driver"]["name"] == "ckpttool"
-    for result in run_of_tool["results"]:
-        (where,) = (one["physicalLocation"] for one in result["locations"])
-        assert where["artifactLocation"]["uri"].endswith("model.py")
-        line = where["region"]["startLine"]  # line of the decorator
-        assert "_hide" in Path("model.py").read_text().splitlines()[line]
     passing = run("diff", "net.pt", "net.pt", "--format", "junit")
     assert ElementTree.fromstring(passing.out.encode()).attrib["failures"] == "0"
-    assert json.loads(run("diff", "net.pt", "net.pt", "--format", "sarif").out)["runs"][0]["results"] == []
 
 
 def test_every_code_of_a_report_is_explained(run: Run) -> None:

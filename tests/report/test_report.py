@@ -415,7 +415,7 @@ def test_file_extension_selects_the_format() -> None:
 def test_unknown_format_is_an_error_that_lists_the_formats() -> None:
     with pytest.raises(CkptError) as caught:
         render("yaml", DIFF, {})
-    assert caught.value.hint == "use one of text, json, markdown, github, html, junit, sarif"
+    assert caught.value.hint == "use one of text, json, markdown, github, html, junit"
 
 
 def test_shortened_reports_how_many_are_left_out() -> None:

@@ -65,7 +65,7 @@ def test_endless_regular_expression_is_answered_or_stopped(text: str, in_a_threa
             assert not (threads.submit(match).result() if in_a_thread else match())
     except CkptError as error:
         refused = error
-    assert refused is None or "--limit rules_seconds=2" in refused.message
+    assert refused is None or "the limit rules_seconds is 1" in refused.message
 
 
 def test_time_limit_is_per_call() -> None:

@@ -438,14 +438,14 @@ def test_a_pickle_in_another_record_larger_than_the_limit_is_not_safe(
     name: str, is_compressed: bool, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    path, limit = Path("x.pt"), ("--limit", "pickle_bytes=4K")
+    path, limit = Path("x.pt"), ("--max-memory", "4K")
     with zipfile.ZipFile(path, "w") as file:
         for own, data in {**GOOD, name: b"\x80\x04B\0\x20\0\0" + bytes(8192) + b"0" + EVIL + b"."}.items():
             method = zipfile.ZIP_DEFLATED if own == name and is_compressed else zipfile.ZIP_STORED
             file.writestr(zipfile.ZipInfo(own), data, method)
     check_is_not_looked_into(run, path, name, *limit)
     done = run("check", path, *limit)
-    assert "--limit pickle_bytes=8192 raises it" in done.out
+    assert "--max-memory 8K raises it" in done.out
     done = run("check", path)
     assert (done.status, "a dangerous import" in done.out) == (1, True)
     assert run("remap", path, "-o", tmp_path / "other.pt", "--rule", "w => v").status == 1

@@ -52,7 +52,6 @@ LIBRARY: dict[str, Callable[[str], object]] = {
     "open_checkpoint": ckpttool.open_checkpoint,
     "inspect()": ckpttool.inspect,
     "diff()": lambda path: ckpttool.diff(path, path),
-    "manifest()": ckpttool.manifest,
     "remap()": lambda path: ckpttool.remap(path),
 }
 

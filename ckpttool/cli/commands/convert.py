@@ -6,7 +6,7 @@ from functools import partial
 from typing import Annotated
 
 import ckpttool
-from ckpttool.cli.output import Manifest, Report, write_manifest
+from ckpttool.cli.output import Report
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import Argument, keywords_of
 from ckpttool.remapping.options import ConvertOptions
@@ -16,7 +16,6 @@ def command(
     ckpt: Annotated[str, Argument("CKPT", "The checkpoint to read; CKPT::SECTION takes one section.")],
     options: ConvertOptions,
     report: Report,
-    manifest: Manifest = None,
 ) -> None:
     """Write a checkpoint in another format or with other shards.
 
@@ -35,8 +34,6 @@ def command(
     out = options.target(ckpt)
     if out is None:
         raise CkptError("no output named", hint="-o OUT, or --in-place to write the file again")
-    report.check([ckpt], manifest, out=out)
+    report.check([ckpt], out=out)
     done = ckpttool.convert(ckpt, **keywords_of(options))
-    if not options.dry_run:
-        write_manifest(manifest, out, force=options.force)
     report.emit(partial(document, done, "convert"), done.to_json)

@@ -55,10 +55,12 @@ def command(
     if len(named) > 2:
         raise CkptError(
             "diff compares two checkpoints",
-            hint="more of them: ckpttool history RUN..., ckpttool diff3 BASE LEFT RIGHT",
+            hint=f"compare two of them at a time: {shell('ckpttool', 'diff', *named[:2])}",
         )
     if len(named) == 1 and options.model is None and is_folder(named[0]):
-        raise CkptError("diff compares two checkpoints", hint=f"of a run: {shell('ckpttool', 'history', named[0])}")
+        raise CkptError(
+            "diff compares two checkpoints", hint=f"name two: {shell('ckpttool', 'diff', named[0], 'RIGHT')}"
+        )
     left, right = (*named, None, None)[:2]
     result = _diff_of_two(options, left, right, suggest, update)
     report.emit(partial(document, result, all=all), result.to_json)

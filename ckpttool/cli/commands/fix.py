@@ -6,7 +6,7 @@ from functools import partial
 from typing import Annotated
 
 import ckpttool
-from ckpttool.cli.output import Manifest, Report, write_manifest
+from ckpttool.cli.output import Report
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import Argument, FixOptions, Option, keywords_of
 
@@ -17,7 +17,6 @@ def command(
     model: Annotated[str, Option("--model MODEL", "The model that is to load OUT.", "Names")],
     options: FixOptions,
     report: Report,
-    manifest: Manifest = None,
 ) -> None:
     """Write a checkpoint with the fix that `diff` suggests.
 
@@ -34,8 +33,6 @@ def command(
     out = options.target(ckpt)
     if out is None and not options.dry_run:
         raise CkptError("no output named", hint="-o OUT, --in-place, or --dry-run to see the plan")
-    report.check([ckpt], manifest, out=out)
+    report.check([ckpt], out=out)
     done = ckpttool.fix(ckpt, **keywords_of(options))
-    if out is not None and not options.dry_run:
-        write_manifest(manifest, out, force=options.force)
     report.emit(partial(document, done, "fix"), done.to_json)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Annotated
 
 import ckpttool
-from ckpttool.cli.output import Manifest, Report, write_manifest
+from ckpttool.cli.output import Report
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import Argument, Option
 from ckpttool.distributed.job import only_first
@@ -33,7 +33,6 @@ def command(
         str | None, Option("--filter PATTERN", "Only tensors whose keys it names: 'layers.*'.", "Reports")
     ] = None,
     all: Annotated[bool, Option("--all", "A line for every tensor, and no list cut short.", "Reports")] = False,
-    manifest: Manifest = None,
 ) -> None:
     """Show what is in a checkpoint: keys, dtypes, shapes, aliases.
 
@@ -49,10 +48,9 @@ def command(
     """
     from ckpttool.report.documents.inspection import document
 
-    if not stats and manifest is None:
+    if not stats:
         only_first()
-    report.check([ckpt], manifest)
+    report.check([ckpt])
     inspection = ckpttool.inspect(ckpt, stats=stats, filter=filter)
-    write_manifest(manifest, ckpt, force=report.force)
     shown = partial(document, inspection, all=all, depth=depth, by_bytes=sort == "bytes")
     report.emit(shown, inspection.to_json)

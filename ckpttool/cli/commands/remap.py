@@ -6,7 +6,7 @@ from functools import partial
 from typing import Annotated
 
 import ckpttool
-from ckpttool.cli.output import Manifest, Report, write_manifest, write_text
+from ckpttool.cli.output import Report, write_text
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import Argument, keywords_of
 from ckpttool.remapping.options import RemapOptions
@@ -16,7 +16,6 @@ def command(
     ckpt: Annotated[str, Argument("CKPT", "The checkpoint to read; CKPT::SECTION takes one section.")],
     options: RemapOptions,
     report: Report,
-    manifest: Manifest = None,
 ) -> None:
     """Rewrite the keys, optimizer ids and format of a checkpoint.
 
@@ -36,10 +35,8 @@ def command(
     out = options.target(ckpt)
     if out is None and not (options.dry_run or options.save_plan):
         raise CkptError("no output named", hint="-o OUT, --in-place, or --dry-run to see the plan")
-    report.check([ckpt], options.save_plan, manifest, out=out)
+    report.check([ckpt], options.save_plan, out=out)
     done = ckpttool.remap(ckpt, **keywords_of(options))
-    if out is not None and not options.dry_run:
-        write_manifest(manifest, out, force=options.force)
     if options.save_plan is not None:
         write_text(options.save_plan, json.render(done.plan.to_json()), force=options.force)
     report.emit(partial(document, done), done.to_json)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Annotated
 
 import ckpttool
-from ckpttool.cli.output import Manifest, Report, write_manifest
+from ckpttool.cli.output import Report
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import Argument, keywords_of
 from ckpttool.operands.checkpoint import split
@@ -18,7 +18,6 @@ def command(
     new: Annotated[str, Argument("NEW", "The checkpoint with the new weights.")],
     options: SwapOptions,
     report: Report,
-    manifest: Manifest = None,
 ) -> None:
     """Put new weights into an exported program.
 
@@ -36,8 +35,6 @@ def command(
     out = options.target(split(program)[0])
     if out is None and not options.dry_run:
         raise CkptError("no output named", hint="-o OUT")
-    report.check((program, new), manifest, out=out)
+    report.check((program, new), out=out)
     swapped = ckpttool.swap_weights(program, new, **keywords_of(options))
-    if out is not None and not options.dry_run:
-        write_manifest(manifest, out, force=options.force)
     report.emit(partial(document, swapped), swapped.to_json)

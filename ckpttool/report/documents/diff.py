@@ -12,20 +12,12 @@ from math import inf
 from ckpttool.core.text import Info, code_of, number, plural
 from ckpttool.diffing.result import (
     ASPECTS,
-    BY,
     HARMLESS,
     NO_VALUES,
     STATUSES,
-    STEP_STATUSES,
     Compared,
     Diff,
-    Diff3,
     Entry,
-    History,
-    Point,
-    SideChange,
-    Step,
-    StepChange,
     count_of,
 )
 from ckpttool.naming.evidence import Pair
@@ -277,125 +269,3 @@ def _accepted(diff: Diff, all: bool) -> Table:
         keys = first_pattern((key for e in group for key in e.left or e.right), all)
         rows.append((Cell(status, "dim"), number(len(group)), keys, reason))
     return Table("Accepted differences", (_STATUS, _ENTRIES, Column("key", "key"), Column("reason")), tuple(rows))
-
-
-# Three-way
-
-
-_BY_ROLES: dict[str, Role] = {"left": "ok", "right": "ok", "both": "dim", "conflict": "bad"}
-_BY_MEANING = {
-    "left": "changed in left only",
-    "right": "changed in right only",
-    "both": "changed in both, without conflict",
-    "conflict": "changed in both, with a conflict",
-}
-
-
-def three_way_document(since: Diff3, *, all: bool = False) -> Document:
-    """Return the document; with `all` every key has its own line."""
-    sides = (("base", since.base), ("left", since.left), ("right", since.right))
-    conflicts = since.summary.get("conflict", 0)
-    verdict = plural(conflicts, "conflict") if conflicts else "no conflicts" if since.points else "no changes"
-    summary = tuple((Cell(by, _BY_ROLES[by]), number(n), _BY_MEANING[by]) for by, n in since.summary.items())
-    columns = (Column("by"), Column("changes", "number"))
-
-    groups: dict[object, list[Point]] = {}
-    for point in sorted(since.points, key=lambda point: -BY.index(point.by)):
-        kind = point if all else (point.by, *(one and (one.status, one.reason) for one in (point.left, point.right)))
-        groups.setdefault(kind, []).append(point)
-    changes: list[Row] = []
-    for group in groups.values():
-        by = group[0].by
-        base = first_pattern((key for point in group for key in point.base), all)
-        left, right = _change([point.left for point in group], all), _change([point.right for point in group], all)
-        changes.append((Cell(by, _BY_ROLES[by]), number(len(group)), base, left, right))
-    blocks: list[Block] = [
-        Facts((*((side, Cell(source, "key")) for side, source in sides), *coverage(since.compared, since.scope))),
-        Table("Summary", (*columns, Column("meaning")), summary),
-        Table(
-            "Changes since the base", (*columns, Column("base", "key"), Column("left"), Column("right")), tuple(changes)
-        ),
-        *noted(since.notes, quiet=since.passes),
-    ]
-    verdict = _with_values(verdict, since.compared, since.scope, not since.points)
-    return Document("diff3", verdict, since.passes, filled(blocks))
-
-
-def _change(changes: list[SideChange | None], all: bool) -> str:
-    """Return what one side did: the status, the keys that it has now, and why."""
-    first = changes[0]
-    if first is None:
-        return "-"
-    keys = [key for change in changes if change is not None for key in change.keys]
-    text = f"{first.status} {first_pattern(keys, all)}" if keys else first.status
-    return f"{text}: {first.reason}" if first.reason else text
-
-
-# The steps of a run
-
-
-def history_document(steps: History, *, all: bool = False) -> Document:
-    """Return the document; with `all` every key and every step has its own line."""
-    columns = (
-        Column("step", "key"),
-        Column("change"),
-        Column("keys", "number"),
-        Column("before", "key"),
-        Column("now", "key"),
-        _WHY,
-    )
-    rows: list[Row] = []
-    for unchanged, group in groupby(steps.steps, key=lambda step: step.is_unchanged):
-        part = list(group)
-        if not unchanged:
-            for step in part:
-                rows += _step_rows(step, all)
-            continue
-        for one in [[step] for step in part] if all else [part]:
-            name = one[0].name
-            title = name if len(one) == 1 else f"{name} ... {one[-1].name} ({number(len(one))} steps)"
-            rows.append((title, Cell("no change", "ok"), "", "", "", ""))
-    run: list[tuple[str, Inline]] = [("run", Cell(steps.run, "key"))] if steps.run else []
-    changed, unread = (sum(map(bool, of)) for of in zip(*((s.changes, s.error) for s in steps.steps)))
-    count = plural(len(steps.steps), "step")
-    verdict = f"{number(changed)} of {count} changed something" if changed else f"no changes in {count}"
-    verdict += f", {number(unread)} could not be read" if unread else ""
-    blocks: tuple[Block, ...] = (
-        Facts((*run, *coverage(steps.compared, steps.scope))),
-        Table("Steps", columns, tuple(rows)),
-        *map(Note, steps.notes),
-    )
-    verdict = _with_values(verdict, steps.compared, steps.scope, steps.identical)
-    return Document("history", verdict, steps.passes, blocks)
-
-
-def _step_rows(step: Step, all: bool) -> Iterator[Row]:
-    if step.error:
-        yield (step.name, Cell("not read", "bad"), "", "", "", step.error)
-    elif step.since is None:
-        yield (step.name, Cell("first", "dim"), number(step.tensors), "", "", "")
-    groups: dict[object, list[StepChange]] = {}
-    other_class = {change.section for change in step.changes if change.status == "class"}
-    for change in step.changes:
-        if not all and change.section in other_class and change.status in STEP_STATUSES.values():
-            change = replace(change, reason="only one of the classes has it")
-        groups.setdefault(change if all else (change.section, change.status, change.reason), []).append(change)
-    for group in groups.values():
-        first = group[0]
-        details = list(dict.fromkeys(change.detail for change in group if change.detail is not None))
-        more = f", and {number(len(details) - _FEW)} more" if len(details) > _FEW else ""
-        why = ": ".join(filter(None, (first.section, first.reason, ", ".join(details[:_FEW]) + more)))
-        role: Role = "warn" if first.status == "renamed" else "bad"
-        yield (step.name, Cell(first.status, role), number(len(group)), *_before_and_now(group, all), why)
-    likely: dict[object, list[Pair]] = {}
-    for pair in step.likely:
-        likely.setdefault(pair if all else pair.evidence, []).append(pair)
-    for pairs in likely.values():
-        changes = [StepChange("", "", pair.right, pair.left) for pair in pairs]
-        keys = _before_and_now(changes, all)
-        yield (step.name, Cell("renamed?", "warn"), number(len(pairs)), *keys, pairs[0].evidence)
-
-
-def _before_and_now(changes: Sequence[StepChange], all: bool) -> tuple[str, str]:
-    before = first_pattern((key for change in changes for key in change.before), all)
-    return before, first_pattern((key for change in changes for key in change.after), all)

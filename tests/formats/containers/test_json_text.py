@@ -35,7 +35,7 @@ def test_whitespace_around_a_value_is_ignored(tmp_path):
     (tmp_path / "a.json").write_text(" \t\r\n[1]\n\r\t ")
     with limited(Limits(json_bytes=11)):
         assert read_file(str(tmp_path / "a.json"), "") == [1]
-    with limited(Limits(json_bytes=10)), pytest.raises(CkptError, match="--limit json_bytes"):
+    with limited(Limits(json_bytes=10)), pytest.raises(CkptError, match="--max-memory 20 raises it"):
         read_file(str(tmp_path / "a.json"), "")
 
 
