@@ -94,9 +94,17 @@ class _Copier:
         return True
 
     def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
-        values = tensor.detach()
-        values = values.clone() if self.real else torch.empty_like(values, device="meta")
+        values = self._values(tensor.detach())
         return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+
+    def _values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy, without data unless it is `real`, or of a kind that the meta device does not have."""
+        if not self.real:
+            try:
+                return torch.empty_like(tensor, device="meta")
+            except (RuntimeError, NotImplementedError):
+                pass
+        return tensor.clone()
 
     def _copy_parts(self, value: Any) -> None:
         """Copy an object as pickle would create it, if it can, with a copy of each part."""
