@@ -124,7 +124,7 @@ def answered(question: Question, suggests: bool = False) -> Diff:
     if trial is None and suggests:
         notes = (*fixes.notes, *rules.undone) if rules.undone else ()
         return replace(Fixes(fixes.commands, notes, False, True).added_to(diff), rules=rules.text())
-    if trial is None:
+    if trial is None or (fixes.commands and not suggests and not _fixes_more(_unfixed(question, trial), fixes.unfixed)):
         return fixes.added_to(diff)
     to_file, line = with_file(left.source, *model.words, options=_printed(trial))
     fix = Fix(line, complete=trial.after.identical, options=trial.options)
@@ -135,6 +135,11 @@ def answered(question: Question, suggests: bool = False) -> Diff:
         by_rules = Fixes((to_file, fix), notes, True, True, unfixed)
     answer = by_rules.added_to(diff)
     return replace(answer, rules=rules.text(), rules_options=_printed(trial)) if suggests else answer
+
+
+def _fixes_more(unfixed: Sequence[Unfixed], other: Sequence[Unfixed]) -> bool:
+    """Return True if fewer keys are left than by the other command."""
+    return sum(len(left.keys) for left in unfixed) < sum(len(left.keys) for left in other)
 
 
 def _by_rules(question: Question, rules: str) -> Trial | None:
