@@ -398,7 +398,7 @@ def test_copied_data_is_verified_by_crc_without_reading(
     received = Received(monkeypatch)
     done = ckpttool.remap(f"s3://{name}/{filename}", f"s3://{name}/b-{filename}", rule=["a.{x} => b.{x}"], verify=True)
     assert done.verified == Verified(768 * KIB, 0)
-    assert received.sent <= 150 * KIB
+    assert received.sent <= 250 * KIB  # local headers, and records without data descriptors for their CRCs
     result = ckpttool.open_checkpoint(f"s3://{name}/b-{filename}")
     assert all(torch.equal(load_entry(e), BIG["a" + e.key[1:]]) for e in result.sections[0].tensors)
 
