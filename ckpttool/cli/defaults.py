@@ -43,7 +43,7 @@ _NEEDS_MODEL: dict[str, Callable[[Mapping[str, Any]], object]] = {
 
 def _requests_names(given: Mapping[str, Any]) -> bool:
     """Whether a remap requests something that only a model's names can say."""
-    from ckpttool.core.names import RANK_FORMS
+    from ckpttool.core.names import FSDP_FLAT
     from ckpttool.naming.convert import WORDS
     from ckpttool.remapping.options import is_plan
 
@@ -52,7 +52,7 @@ def _requests_names(given: Mapping[str, Any]) -> bool:
 
     by_name = ("trainable_only", "optimizer", "to_optimizer")
     forms = [(given[name] or "").partition("(")[0] for name in ("to", "from_")]
-    return any(form in (*WORDS, *RANK_FORMS) for form in forms) or any(given[name] for name in by_name)
+    return any(form in (*WORDS, FSDP_FLAT) for form in forms) or any(given[name] for name in by_name)
 
 
 @dataclass(frozen=True, slots=True)
