@@ -47,7 +47,6 @@ Arguments of a model, an optimizer, rules or a form are written behind it, as li
   ckpttool diff train.pt --model 'model.py:build(layers=4, tie=True)'
   ckpttool trace model.py:build --optimizer 'model.py:optimizer(lr=0.1)'
   ckpttool remap llama.pt -o hf.pt --rules 'llama-torchtune-to-hf(heads=32, kv_heads=8)'
-  ckpttool remap model.pt -o 'rank_{rank}.pt' --model model.py:build --to 'fsdp-flat(world_size=8)'
 
 Exit status: {status}
 """

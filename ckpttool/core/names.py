@@ -37,8 +37,7 @@ ON_PLACE = "key-depends-on-place"  # the code of notes on keys that depend on th
 NAMED_EXTRA_STATE = (
     "a tensor called _extra_state: state_dict() writes the key, and a strict load_state_dict() refuses it"
 )
-FSDP_FLAT, FSDP_SHARDED = "fsdp-flat", "fsdp-sharded"  # the forms of FSDP1's rank files
-RANK_FORMS = (FSDP_FLAT, FSDP_SHARDED)
+FSDP_FLAT = "fsdp-flat"  # the form of files in which FSDP1 saved flat parameters
 
 
 @dataclass(frozen=True, slots=True)

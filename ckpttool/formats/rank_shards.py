@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
 from ckpttool.core import dtypes
-from ckpttool.core.checkpoint import ExtraEntry, Storage, TensorEntry, contiguous_stride, in_row_major
+from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
 from ckpttool.core.errors import CkptError
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.chunks import Chunk
 from ckpttool.formats.pickle_read import Call, Global
-from ckpttool.formats.torch.nodes import made_of
 from ckpttool.formats.torch.tensors import (
     MOST,
     Carried,
-    Rebuilder,
     Storages,
     bare,
     entry_of,
     is_tensor,
     malformed,
     sizes_of,
-    unnamed,
 )
 
 # Hints
@@ -306,69 +302,3 @@ def _counts(node: Any) -> tuple[int, ...]:
 
 def _items(node: Any) -> tuple[Any, ...]:
     return tuple(node.args if type(node) is Call else node)
-
-
-# Writing
-
-
-def sharded_tensor(
-    key: str, storage: Storage, dtype: str, shape: tuple[int, ...], rows: Sequence[int], rank: int
-) -> TensorEntry:
-    """Return the entry of a ``ShardedTensor`` as `rank` saves it. Only a torch file can hold it.
-
-    `rows` are the sizes of the ranks' shards along the first dimension, `storage` is this rank's shard. A rank without
-    rows holds no shard.
-    """
-
-    def find(key: str, nbytes: int) -> Storage:
-        raise malformed(f"storage {key} does not exist")
-
-    strided = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    cpu = Call(Global("torch", "device"), ("cpu",))
-    stride = contiguous_stride(shape)
-    placements = [
-        made_of(
-            Global("torch.distributed.remote_device", "_remote_device"),
-            {"_worker_name": None, "_rank": number, "_device": cpu},
-        )
-        for number in range(len(rows))
-    ]
-    shards: dict[int, Call] = {}
-    for number, count in enumerate(rows):
-        if count:
-            offsets, sizes = [sum(rows[:number]), *[0] * (len(shape) - 1)], [count, *shape[1:]]
-            attributes = {"shard_offsets": offsets, "shard_sizes": sizes, "placement": placements[number]}
-            shards[number] = made_of(Global(f"{_SHARD}.metadata", "ShardMetadata"), (None, attributes))
-    local = []
-    if rows[rank]:
-        tensor = {
-            "tensor": Rebuilder().node(in_row_major(key, dtype, (rows[rank], *shape[1:]), storage)),
-            "metadata": shards[rank],
-        }
-        local.append(made_of(Global(f"{_SHARD}.sharded_tensor.shard", "Shard"), (None, tensor)))
-    module = f"{_SHARD}.sharded_tensor.metadata"
-    encoding = Call(Global(module, "MEM_FORMAT_ENCODING"), (0,))
-    properties = made_of(Global(module, "TensorProperties"), (Global("torch", dtype), strided, True, encoding, False))
-    size = Call(Global("torch", "Size"), (shape,))
-    metadata = {"shards_metadata": list(shards.values()), "size": size, "tensor_properties": properties}
-    group = {"local_rank": rank, "global_rank": rank, "local_world_size": len(rows), "global_world_size": len(rows)}
-    group_class = Call(Global("__builtin__", "getattr"), (_SHARDED_TENSOR_CLASS, "ProcessGroupState"))
-    spec = Global(f"{_SHARD}.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec")
-    state = (
-        local,
-        made_of(Global(module, "ShardedTensorMetadata"), metadata),
-        made_of(group_class, group),
-        made_of(spec, {"dim": 0, "placements": placements}),
-        False,
-    )
-    node = Call(
-        Global("torch._tensor", "_rebuild_from_type_v2"),
-        (
-            Global("torch._utils", "_rebuild_wrapper_subclass"),
-            _SHARDED_TENSOR_CLASS,
-            (_SHARDED_TENSOR_CLASS, Global("torch", dtype), shape, stride, 0, strided, cpu, True),
-            state,
-        ),
-    )
-    rebuilt = unnamed(dtype, shape, stride, 0, None, "subclass", storage.nbytes)
-    return replace(rebuilt, key=key, payload=Carried(node, Storages(find, {"0": storage}), rebuilt))

@@ -373,10 +373,10 @@ def preflight_folder(out: str, present: Collection[str], source: str, *, force: 
         )
 
 
-def home_of(folder: str | Path, *, whole: bool) -> Path:
-    """Return where new files are staged: next to a folder that can be replaced as a `whole`, else in it."""
+def home_of(folder: str | Path) -> Path:
+    """Return where new files are staged: next to a folder that can be replaced, else in it."""
     place = Path(os.path.realpath(folder))
-    return place.parent if not place.is_dir() or (whole and _can_move(place)) else place
+    return place.parent if not place.is_dir() or _can_move(place) else place
 
 
 def _can_move(folder: Path) -> bool:
@@ -393,15 +393,13 @@ def write_folder(
     options: WriteOptions = DEFAULT,
     *,
     stale: Collection[str] = (),
-    whole: bool = True,
 ) -> None:
     """Write `files` into the folder `out`, all of them or none.
 
     In a folder that exists, `files` replace the files of their names and those named `stale`; everything else stays. If
-    the platform can, the whole folder is exchanged with a new one in one call. Else, and without `whole` (the folder
-    holds more than the checkpoint), the files are moved in a transaction; meanwhile the last of `files`, which makes
-    the set complete, is missing. Raises `CkptError` on a source that changed while it was read, a folder that another
-    process changed, a full disk; `out` is then as it was.
+    the platform can, the whole folder is exchanged with a new one in one call. Else the files are moved in a
+    transaction; meanwhile the last of `files`, which makes the set complete, is missing. Raises `CkptError` on a source
+    that changed while it was read, a folder that another process changed, a full disk; `out` is then as it was.
     """
     if is_url(out):
         from ckpttool.io import write_remote as remote
@@ -433,7 +431,7 @@ def write_folder(
                 problems=[Problem("exists", name) for name in there],
             )
         read: set[str] = set()
-        with staged_folder(home_of(folder, whole=whole), folder.name) as staging:
+        with staged_folder(home_of(folder), folder.name) as staging:
             (staging / NEW).mkdir()
             for name, content in new.items():
                 _make(name, content, staging / NEW, out, options, read)

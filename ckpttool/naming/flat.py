@@ -117,12 +117,6 @@ def slots(names: Names, units: Collection[str], outside: Collection[str] = ()) -
     return result
 
 
-def shard_sizes(numel: int, world_size: int) -> tuple[int, ...]:
-    """Return the elements of a flat parameter that each rank holds, without padding."""
-    chunk = -(-numel // world_size)
-    return tuple(max(0, min(chunk, numel - rank * chunk)) for rank in range(world_size))
-
-
 def misfit(own: tuple[Slot, ...], numel: int, world_size: int, padded: bool) -> str | None:
     """Return where a flat parameter of `numel` elements differs from the model's `own` slots; None if it fits.
 

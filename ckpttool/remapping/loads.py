@@ -79,7 +79,7 @@ def loading(done: Remap, options: RemapOptions, model: ModelOperand | None) -> L
     The answer for the model's code is torch's, for a list of names that of keys and shapes. Wrappers in the keys are
     left aside. A key that `--drop` or `--trainable-only` leaves out on purpose is not missing.
     """
-    if model is None or options.ranks is not None:
+    if model is None:
         return None
     missing = dict.fromkeys(done.missing)
     problems: list[Problem] = []

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from ckpttool.core.errors import CkptError
-from ckpttool.core.names import FSDP_FLAT, FSDP_SHARDED, RANK_FORMS
+from ckpttool.core.names import FSDP_FLAT
 from ckpttool.core.optimizer_state import FORMS as KEYS
 from ckpttool.core.options import ModelOptions, OptimizerOptions, Option, OutputOptions, call_of, keywords_of, several
 from ckpttool.core.values import dataclass
 from ckpttool.formats.huggingface import parse_size
-from ckpttool.io.paths import name as name_of
 from ckpttool.naming import convert
 from ckpttool.naming.convert import Form, ModelForm
 from ckpttool.operands.checkpoint import split
@@ -21,15 +20,6 @@ KeepAliases = Annotated[
     bool, Option("--keep-aliases", "To safetensors: keep one name of a tensor, record the others.", "Output")
 ]
 _HEAD = 4096  # bytes that tell a plan from rules
-RANK = "{rank}"  # in OUT, for the number of the rank
-
-
-class RankForm(NamedTuple):
-    """A form of rank files. `units` name the modules that have their own flat parameters."""
-
-    name: str
-    world_size: int | None
-    units: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,27 +67,19 @@ class RemapOptions(OptimizerOptions, OutputOptions):
         return self.rules if self.rules is not None and is_plan(self.rules) else None
 
     @property
-    def ranks(self) -> RankForm | None:
-        """The form of the rank files that `--to` requests, None for other forms."""
-        return _rank_form(self.to)
-
-    @property
     def source_units(self) -> tuple[str, ...]:
         """The modules that have their own flat parameters in the source, if the user names them."""
-        found = _rank_form(self.from_)
-        return () if found is None or self.ranks is not None else found.units
+        return _units(self.from_) or ()
 
     @property
     def form(self) -> Form | None:
-        """The form that the keys get. Rank files are cut from the serialized names."""
-        if self.to is None:
-            return None
-        return convert.parse(self.to) if self.ranks is None else ModelForm.SERIALIZED
+        """The form that the keys get."""
+        return None if self.to is None else convert.parse(self.to)
 
     @property
     def source_form(self) -> Form | None:
         """The form of the keys, if the user names it."""
-        return None if self.from_ is None or _rank_form(self.from_) else convert.parse(self.from_)
+        return None if self.from_ is None or _units(self.from_) is not None else convert.parse(self.from_)
 
     @property
     def has_rules(self) -> bool:
@@ -109,9 +91,13 @@ class RemapOptions(OptimizerOptions, OutputOptions):
 
         `ckpt` is the operand, or None if the source is in memory.
         """
-        for word in (self.to, self.from_):
-            if word is not None and _rank_form(word) is None:
-                convert.parse(word)
+        if self.to is not None:
+            if self.to.startswith("fsdp-"):
+                hint = "write a folder that loads on any number of ranks: -o OUT.dcp"
+                raise CkptError(f"--to {self.to}: files of ranks are read, not written", hint=hint)
+            convert.parse(self.to)
+        if self.from_ is not None and _units(self.from_) is None:
+            convert.parse(self.from_)
         for excluded, message, hint in self._conflicts():
             if excluded:
                 raise CkptError(message, hint=hint)
@@ -148,26 +134,6 @@ class RemapOptions(OptimizerOptions, OutputOptions):
         of_optimizer = keys or self.to_optimizer is not None
         yield self.plan and of_optimizer, complete, "leave --optimizer-keys and --to-optimizer out"
         yield self.source_units and no_model, f"--from {self.from_} needs the model's modules", name_it
-        ranks = self.ranks
-        yield (
-            ranks is not None and (no_model or ranks.world_size is None),
-            f"--to {self.to} needs the model's parameters and the number of ranks",
-            f"{name_it} --to '{FSDP_SHARDED}(world_size=8)', and for flat parameters the wrapped modules: "
-            f"--to '{FSDP_FLAT}(world_size=8, units=[\"layers.*\"])'",
-        )
-        flat = f"units have flat parameters, and {FSDP_SHARDED} shards each parameter separately"
-        yield ranks is not None and ranks.name == FSDP_SHARDED and ranks.units, flat, "leave units out"
-        of_rank = self.out is not None and RANK in name_of(self.out)
-        is_rank_file = of_rank and str(self.out).endswith(".pt")
-        one_file = ranks is not None and self.out is not None and not is_rank_file
-        yield one_file, f"{self.out}: every rank needs its own file", "name them as in -o 'rank_{rank}.pt'"
-        yield (
-            of_rank and ranks is None,
-            f"{self.out}: a file for each rank, and nothing says how the ranks cut the tensors",
-            f"for FSDP1 pass --model MODEL --to '{FSDP_SHARDED}(world_size=N)' (or {FSDP_FLAT}); DTensors "
-            "(FSDP2, tensor parallelism) load from a folder for torch.distributed.checkpoint, on any number of ranks: "
-            "-o OUT.dcp",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,23 +159,21 @@ class ConvertOptions(ModelOptions, OutputOptions):
         return None if self.max_shard_size is None else parse_size(self.max_shard_size)
 
 
-def _rank_form(form: str | None) -> RankForm | None:
-    """Read ``fsdp-flat(world_size=8, units=["layers.*"])``; None for other forms.
+def _units(form: str | None) -> tuple[str, ...] | None:
+    """Read ``fsdp-flat(units=["layers.*"])``: the modules with their own flat parameters; None for other forms.
 
     Raise `CkptError` for arguments that it does not have.
     """
-    if form is None or form.partition("(")[0] not in RANK_FORMS:
+    if form is None or form.partition("(")[0] != FSDP_FLAT:
         return None
-    name, arguments = call_of(form)
-    units, world_size = arguments.pop("units", ()), arguments.pop("world_size", None)
+    _, arguments = call_of(form)
+    units = arguments.pop("units", ())
     units = [units] if isinstance(units, str) else units
     are_texts = isinstance(units, (list, tuple)) and all(isinstance(unit, str) for unit in units)
-    if arguments or not are_texts or not (world_size is None or isinstance(world_size, int)):
-        raise CkptError(
-            f"{form}: these are not its arguments",
-            hint=f"as in '{name}(world_size=8)', '{FSDP_FLAT}(world_size=8, units=[\"layers.*\"])'",
-        )
-    return RankForm(name, world_size, tuple(units))
+    if arguments or not are_texts:
+        hint = f"as in '{FSDP_FLAT}(units=[\"layers.*\"])'"
+        raise CkptError(f"{form}: these are not its arguments", hint=hint)
+    return tuple(units)
 
 
 def is_plan(path: str) -> bool:

@@ -19,7 +19,6 @@ from ckpttool.formats import strict_json
 from ckpttool.formats.detect_folder import checkpoint_files, note_on
 from ckpttool.formats.pickle_write import dangerous_written
 from ckpttool.formats.registry import MEMORY, check_in_place, fit, has_place_for_versions, loses_versions, losses
-from ckpttool.formats.torch.nodes import entries_with_code
 from ckpttool.io import progress as io_progress
 from ckpttool.io import sources
 from ckpttool.io.files import is_dir, size
@@ -45,7 +44,7 @@ from ckpttool.remapping.companions import Companions, companions_of
 from ckpttool.remapping.gather import gather_ranks, merge_replicas, with_gathered_optimizers
 from ckpttool.remapping.loads import Loading, loaded_by, loading
 from ckpttool.remapping.optimizer import OptimizerRequest
-from ckpttool.remapping.options import ConvertOptions, RankForm, RemapOptions
+from ckpttool.remapping.options import ConvertOptions, RemapOptions
 from ckpttool.remapping.plan import Remap, by_plan, with_optimizers
 from ckpttool.remapping.plan import remap as remap_index
 from ckpttool.remapping.restore import with_lost_versions, with_steps_of_norms
@@ -127,7 +126,7 @@ def run(
     """
     writer = Writer(split(source.source)[0], options, rewrites=conversion is not None)
     out, target = options.target(source.source), None
-    if out is not None and options.ranks is None:
+    if out is not None:
         target = target_for(out, source, None if conversion is None else conversion.shard_size)
         if options.in_place:
             check_in_place(source, target.format)
@@ -139,8 +138,6 @@ def run(
     done = plan_remap(source, options, model, to_model)
     done = replace(done, source=source.source, output=out or "", dry_run=options.dry_run)
     done = _checked_by_model(done, options, model, to_model)
-    if options.ranks is not None and model is not None:
-        return _write_ranks(options, options.ranks, writer, model, done)
     if not (may_copy or done.changes_content or (conversion is not None and options.in_place)):
         is_new = target is not None and changes_form(source, target, done)
         if not is_new and is_as_saved(source):
@@ -166,7 +163,7 @@ def _checked_by_model(
     if answer is None:
         named = to_model or model
         answer = Loading("the model" if named is None else named.title, done.missing)
-    answer.check(options.partial or options.ranks is not None)  # rank files are checked with their parts
+    answer.check(options.partial)
     notes = done.notes
     if answer.missing:
         count = plural(len(answer.missing), "key")
@@ -235,14 +232,14 @@ def plan_remap(
     if request.changes and gathered is None:
         done = with_steps_of_norms(done)
         out = options.target(source.source)
-        if out is None or options.ranks is not None or has_place_for_versions(target_for(out, source).format):
+        if out is None or has_place_for_versions(target_for(out, source).format):
             done = with_lost_versions(done, request, other_model or saved)
     if done.result.other_files != source.other_files:  # some of these files are dropped
         notes = (note for note in source.notes if note not in note_on(source.other_files))
         source = replace(source, notes=(*notes, *note_on(done.result.other_files)))
     done = replace(done, notes=(*source.notes, *done.notes))
     if done.result.optimizers or options.optimizer_keys is not None:
-        form = None if options.ranks or options.form is ModelForm.PRETRAINED else options.form
+        form = None if options.form is ModelForm.PRETRAINED else options.form
         for_optimizers = OptimizerRequest(
             options.optimizer_keys,
             names,
@@ -455,26 +452,6 @@ def _edit_in_place(
 
 def _decided(done: Remap) -> Decided | None:
     return None if done.plan.runs else done.plan.to_json
-
-
-def _write_ranks(options: RemapOptions, form: RankForm, writer: Writer, model: ModelOperand, done: Remap) -> Remap:
-    """Split the result into the files of ranks, and write them unless it is a dry run."""
-    from ckpttool.remapping.shard import scatter
-
-    sections = of_one_model(done.result, options.sections, model.names())
-    versions = any(section.modules is not None for section in sections)
-    if versions:
-        _check_versions(model, "rank files have", "write one torch file: --to serialized -o OUT.pt")
-    models = [section.path for section in sections]
-    if not options.keep_pickled_code:
-        check_code(done.result, {name for _, name in entries_with_code(done.result)})
-    ranks = scatter(done.result, models, form, model.names())
-    if options.out is not None and not options.dry_run:
-        done = replace(done, verified=writer.ranks(ranks, options.out, _decided(done)))
-    alike = [section.title for section in done.result.state_dicts if section.path not in models]
-    notes: list[str] = [Info(f"not cut: every rank's file holds all of {', '.join(alike)}", "remap")] if alike else []
-    notes += ["the module versions in _metadata are left out: in FSDP1 they depend on the wrapping"] if versions else []
-    return replace(done, form=options.to, notes=(*done.notes, *notes))
 
 
 # Nothing to change

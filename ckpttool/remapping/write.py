@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import field, replace
 from pathlib import Path
@@ -21,11 +20,10 @@ from ckpttool.distributed.job import Job, current, only_first
 from ckpttool.evaluate.compare import Fingerprints, verify
 from ckpttool.formats.dcp_metadata import BytesItem, parse
 from ckpttool.formats.detect_folder import DCP_METADATA, locate, open_checkpoint, unsafe_in
-from ckpttool.formats.registry import FORMATS
 from ckpttool.formats.torch.nodes import entries_with_code
 from ckpttool.io import progress, sources, write
 from ckpttool.io import undo as io_undo
-from ckpttool.io.files import exists, files_of, is_dir, names_in, settle, size
+from ckpttool.io.files import exists, files_of, is_dir, settle, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import (
@@ -46,7 +44,6 @@ from ckpttool.io.undo import Way, Written
 from ckpttool.io.write import Contents, WriteOptions
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.output import Target
-from ckpttool.remapping.options import RANK
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +143,7 @@ class Writer:
         if not self.options.in_place:
             write.check_no_source(out, sources.files_read())  # now that all is open which the command reads
         name = name_of(out if is_url(out) else os.path.realpath(out))
-        self._write({name: pieces}, out, None, False, decided)
+        self._write({name: pieces}, out, None, decided)
 
     def target(self, target: Target, files: Files, decided: Decided | None = None) -> None:
         """Write the file or folder; `decided`, if known, is everything that decides its values."""
@@ -154,7 +151,7 @@ class Writer:
             (pieces,) = (content for content in files.values() if not isinstance(content, Link))
             self.file(pieces, target.path, decided)
         else:
-            self.files(files, target.folder, target.present(files), decided=decided)
+            self._write(files, target.folder, target.present(files), decided)
 
     def edit(self, target: Target, files: Mapping[str, Edited] | None, *, dry_run: bool = False) -> Written:
         """Edit the source in place, if possible; return how it was written, or would be."""
@@ -169,15 +166,7 @@ class Writer:
         paths += [join(target.home, name) for name in stale]
         return sum(size(path) for path in paths if exists(path))
 
-    def files(
-        self, files: Files, folder: str, stale: Collection[str], *, whole: bool = True, decided: Decided | None = None
-    ) -> None:
-        """Write the files into the folder, all or none; not `whole`: it holds more than the checkpoint."""
-        self._write(files, folder, stale, whole, decided)
-
-    def _write(
-        self, files: Files, out: str, stale: Collection[str] | None, whole: bool, decided: Decided | None
-    ) -> None:
+    def _write(self, files: Files, out: str, stale: Collection[str] | None, decided: Decided | None) -> None:
         """Write the files of the folder `out`, which replace the `stale` ones; the file `out` if `stale` is None."""
         job = self._job(out)
         if job is not None and is_url(out):
@@ -190,7 +179,7 @@ class Writer:
             if job is not None:
                 from ckpttool.distributed.files import written
 
-                home = Path(os.path.realpath(out)).parent if stale is None else write.home_of(out, whole=whole)
+                home = Path(os.path.realpath(out)).parent if stale is None else write.home_of(out)
                 plan = None if decided is None else decided()
                 made = written(job, files, out, home, plan, options, verify=self.options.verify)
                 contents = stack.enter_context(made)
@@ -199,7 +188,7 @@ class Writer:
                 assert not isinstance(content, Link)
                 write.write_file(content, out, options)
             else:
-                write.write_folder(contents, out, options, stale=stale, whole=whole)
+                write.write_folder(contents, out, options, stale=stale)
         _prove_bytes(options.digests)
 
     def _options(self, is_remote: bool = False, files: Collection[str] = ()) -> WriteOptions:
@@ -244,24 +233,6 @@ class Writer:
                 if held is not None:
                     objects.note(held, files, contents)
 
-    def ranks(self, ranks: Sequence[Checkpoint], out: str, decided: Decided | None = None) -> Verified | None:
-        """Write the files of all ranks or none; remove files of more ranks with the same names.
-
-        `decided`, if known, is everything that decides their values. Return what was proved, if `verify` is set. Raise
-        `CkptError` if one of the files is a source, or exists without `force`.
-        """
-        folder, pattern = parent(out), name_of(out)
-        recover_source(folder or ".")  # a killed run may have moved files of more ranks away
-        layouts = {pattern.replace(RANK, str(rank)): FORMATS["torch_zip"].layout(own) for rank, own in enumerate(ranks)}
-        stale = _of_ranks(folder, pattern).difference(layouts)
-        for name in (*layouts, *sorted(stale)):
-            self.check_file(join(folder, name))
-        self.files(layouts, folder, stale, whole=False, decided=decided)
-        if not self.options.verify:
-            return None
-        proved = [self.prove(join(folder, name), own) for name, own in zip(layouts, ranks)]
-        return Verified(sum(one.by_checksum for one in proved), sum(one.read for one in proved))
-
     def prove(self, out: str, expected: Checkpoint | Fingerprints, written: Checkpoint | None = None) -> Verified:
         """Prove that `out` holds `expected`: read back what no checksum of its store proves.
 
@@ -302,11 +273,6 @@ def _nbytes(files: Contents) -> int:
     """Return the bytes of files that must still be written; linked files are not."""
     todo = (content for content in files.values() if not isinstance(content, (Link, Ready)))
     return sum(piece.nbytes for content in todo for piece in content)
-
-
-def _of_ranks(folder: str, pattern: str) -> set[str]:
-    number = r"\d+".join(map(re.escape, pattern.split(RANK)))
-    return {name for name in names_in(folder) if re.fullmatch(number, name)} if is_dir(folder) else set()
 
 
 def _prove_bytes(digests: Mapping[str, Digest] | None) -> None:

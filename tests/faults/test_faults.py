@@ -51,7 +51,6 @@ class Case:
     cwd: str = "."
     look: str = ""
     journal: bool = False
-    torch: bool = False
 
 
 def tensors(folder: Path) -> None:
@@ -123,21 +122,6 @@ def distributed_and_out(folder: Path) -> None:
     (folder / "out" / "note.txt").write_text("kept")
 
 
-def model(folder: Path) -> None:
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    torch.save(net.state_dict(), folder / "in.pt")
-    (folder / "net.py").write_text(
-        "import torch\ndef build():\n    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))\n"
-    )
-
-
-def model_and_ranks(folder: Path) -> None:
-    model(folder)
-    for rank in range(3):
-        torch.save(OTHER, folder / f"rank_{rank}.pt")
-
-
 def program(folder: Path) -> None:
     for name in (PROGRAM, "weights-torch-2.9.1.pt"):
         (folder / name).write_bytes((DATA / name).read_bytes())
@@ -149,7 +133,6 @@ def program_edited(folder: Path) -> None:
 
 
 LONGER = f"remap in.safetensors --in-place --rule b.{{x}}=>{'a.much.longer.name.' * 9}{{x}}"
-RANKS = "remap in.pt --model net.py:build --to fsdp-flat(world_size=2) -o rank_{rank}.pt"
 CASES = {
     "safetensors, copied": Case(tensors, "remap in.safetensors -o out.safetensors"),
     "safetensors, over another": Case(tensors_and_out, "remap in.safetensors -o out.safetensors --force"),
@@ -185,21 +168,19 @@ CASES = {
     "dcp, here": Case(distributed, "remap . --in-place", "in", ".", journal=True),
     "dcp, over another": Case(distributed_and_out, "remap in -o out --force"),
     "dcp to safetensors": Case(distributed, "remap in::model -o out.safetensors"),
-    "ranks": Case(model, RANKS, look="rank_0.pt", journal=True, torch=True),
-    "ranks, over others": Case(model_and_ranks, f"{RANKS} --force", look="rank_0.pt", journal=True, torch=True),
 }
 
 
 def scenario(case: Case, template: Path) -> Scenario:
     """Return the case as the scenario that the driver needs."""
     case.make(template)
-    own = case.torch or not case.line.startswith("remap") or ".pt2" in case.line
+    own = not case.line.startswith("remap") or ".pt2" in case.line
     rules = () if own else RENAME
     once = "--in-place" in case.line or case.line.startswith("undo")
     again = () if once or "--force" in case.line else ("--force",)
     argv = [*case.line.split(), *rules]
     apart = "--report" in case.line
-    return Scenario(str(template), argv, case.cwd, case.look, case.journal, case.torch, once, apart, again)
+    return Scenario(str(template), argv, case.cwd, case.look, case.journal, once, apart, again)
 
 
 def selected(request: pytest.FixtureRequest, function: str) -> list[str]:

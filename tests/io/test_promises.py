@@ -414,26 +414,6 @@ def test_symlink_of_another_user_in_a_shared_folder_is_refused(
         os.chown(shared, 12_345, 12_345)
 
 
-# Ranks
-
-
-def test_rank_files_are_replaced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("net.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(3, 2)\n")
-    torch.save(torch.nn.Linear(3, 2).state_dict(), "in.pt")
-    line = ["remap", "in.pt", "--model", "net.py:build", "--to"]
-    assert main([*line, "fsdp-flat(world_size=3)", "-o", "rank_{rank}.pt", "--verify"]) == 0
-    before = {path: path.read_bytes() for path in Path().glob("rank_*.pt")}
-    assert main([*line, "fsdp-flat(world_size=2)", "-o", "rank_{rank}.pt"]) == 2
-    assert {path: path.read_bytes() for path in Path().glob("rank_*.pt")} == before
-    assert main([*line, "fsdp-flat(world_size=2)", "-o", "rank_{rank}.pt", "--force"]) == 0
-    assert {path.name for path in Path().glob("rank_*")} == {"rank_0.pt", "rank_1.pt"}
-    again = ["remap", "rank_*.pt", *line[2:], "fsdp-flat(world_size=2)", "-o", "rank_{rank}.pt", "--force"]
-    before = {path: path.read_bytes() for path in Path().glob("rank_*.pt")}
-    assert main(again) == 2
-    assert {path: path.read_bytes() for path in Path().glob("rank_*.pt")} == before
-
-
 def test_command_runs_outside_of_the_main_thread(source: Path) -> None:
     statuses: list[int] = []
     thread = threading.Thread(

@@ -20,6 +20,7 @@ import torchrun_ranks
 from command import Run
 from places import ROOT
 from remote_servers import Received
+from sharded_tensors import flat_parameters, save_sharded
 from torch_version import needs_torch
 from torchrun_ranks import Fault, run_ranks
 
@@ -282,10 +283,11 @@ def saved_by_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(2)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
     torch.save({"model": model.state_dict()}, folder / "full.pt")
-    named: dict[str, Any] = {"model": f"{folder}/model.py:build"}
-    flat = "fsdp-flat(world_size=3, units=['[0-2]'])"
-    ckpttool.remap(str(folder / "full.pt"), f"{folder}/flat_{{rank}}.pt", to=flat, **named)
-    ckpttool.remap(str(folder / "full.pt"), f"{folder}/parts_{{rank}}.pt", to="fsdp-sharded(world_size=3)", **named)
+    state = model.state_dict()
+    units = flat_parameters(state, "0", "1", "2")
+    units["_flat_param"] = torch.cat([value.flatten() for key, value in state.items() if key[0] in "345"])
+    save_sharded(folder, "flat", units, 3, "model")
+    save_sharded(folder, "parts", state, 3, "model")
     for rank in range(3):
         torch.save({"model": as_dtensors(model.state_dict(), rank, 3)}, folder / f"dtensors_{rank}.pt")
     (done, *_) = run_ranks(folder, 3, "remap", "full.pt", "-o", "three.dcp")
@@ -317,18 +319,12 @@ def as_dtensors(state: dict[str, torch.Tensor], rank: int, size: int) -> dict[st
         distributed.destroy_process_group()
 
 
-FLAT = ("--to", "fsdp-flat(world_size=4, units=['[0-2]'])")
-FOUR = ("--model", "model.py:build", "-o", "four_{rank}.pt")
-
-
 @pytest.mark.parametrize(
     ("source", "options"),
     [
-        ("flat_*.pt", (*FLAT, *FOUR)),
-        ("parts_*.pt", ("--to", "fsdp-sharded(world_size=4)", *FOUR)),
+        ("parts_*.pt", ("--model", "model.py:build", "-o", "out.dcp")),
         ("dtensors_*.pt", ("-o", "out.dcp")),
         ("flat_*.pt", ("--model", "model.py:build", "-o", "out.dcp")),
-        ("three.dcp", (*FLAT, *FOUR)),
         ("three.dcp", ("-o", "out.dcp", "--rule", "{x*} => net.{x*}")),
     ],
 )
@@ -348,32 +344,10 @@ def test_resharding_moves_each_byte_once(
     assert read <= nbytes * (1.02 if source.startswith("dtensors") or "--rule" in options else 3.02)
     assert written <= nbytes
     assert read >= values / 2
-    back, model = tmp_path / "back.pt", f"{saved_by_ranks}/model.py:build"
-    if "out.dcp" in options:
-        ckpttool.remap(str(tmp_path / "out.dcp"), str(back))
-    else:
-        ckpttool.remap(str(tmp_path / "four_*.pt"), str(back), model=model)
+    back = tmp_path / "back.pt"
+    ckpttool.remap(str(tmp_path / "out.dcp"), str(back))
     actual = model_in(back)
     assert all(torch.equal(actual[key], value) for key, value in model_state.items())
-
-
-def test_killed_job_that_writes_rank_files_is_resumed(saved_by_ranks: Path, tmp_path: Path) -> None:
-    """Recorded ranges are not written again, and the files are the same as without an interruption."""
-    flat = (*FLAT, "--model", f"{saved_by_ranks}/model.py:build")
-    command = ("remap", saved_by_ranks / "full.pt", *flat, "-o")
-    killed = run_ranks(tmp_path, 2, *command, "four_{rank}.pt", fault=Fault(1, 1))
-    assert killed[1].status == -9, killed
-    assert not [*tmp_path.glob("four_*")]
-    (staging,) = tmp_path.glob(".*.ckpttool.job")
-    notes = [json.loads(line) for path in staging.glob("written.*") for line in path.read_text().split("\n") if line]
-    assert notes
-    done = run_ranks(tmp_path, 2, *command, "four_{rank}.pt")
-    assert [one.status for one in done] == [0, 0], done
-    actual = [(tmp_path / f"four_{rank}.pt").read_bytes() for rank in range(4)]
-    assert sum(one.written or 0 for one in done) == sum(map(len, actual)) - sum(note["size"] for note in notes)
-    alone = f"{tmp_path}/alone_{{rank}}.pt"
-    ckpttool.remap(str(saved_by_ranks / "full.pt"), alone, to=FLAT[1], model=f"{saved_by_ranks}/model.py:build")
-    assert actual == [Path(alone.format(rank=rank)).read_bytes() for rank in range(4)]
 
 
 def sizes(folder: Path) -> list[tuple[str, int]]:

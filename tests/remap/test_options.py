@@ -14,9 +14,7 @@ from command import Run, notes_in
 
 Options = dict[str, Any]
 MODEL: Options = {"model": "m.py:f"}
-SHARDED: Options = {**MODEL, "to": "fsdp-sharded(world_size=2)"}
-FLAT: Options = {**MODEL, "to": "fsdp-flat(world_size=2)"}
-UNITS: Options = {**MODEL, "to": "fsdp-flat(world_size=2, units=['a'])"}
+UNITS: Options = {**MODEL, "from_": "fsdp-flat(units=['a'])"}
 PLAN: Options = {"rules": "p.json"}
 ALONE = "a saved plan cannot be combined"
 
@@ -49,17 +47,10 @@ CONFLICTS: list[tuple[Options, str, list[Options]]] = [
         "--to-optimizer is called with a model",
         [{"to_optimizer": "m.py:o", **MODEL}, {"to_optimizer": "m.py:o", "to_model": "n.py:f"}],
     ),
-    ({"to": "fsdp-flat(size=2)", **MODEL}, "these are not its arguments", [SHARDED, FLAT]),
-    ({"to": "fsdp-flat(world_size='2')", **MODEL}, "these are not its arguments", []),
-    ({"from_": "fsdp-flat(units=['a'])"}, "needs the model's modules", [{"from_": "fsdp-flat(units=['a'])", **MODEL}]),
-    ({**SHARDED, "model": None}, "--to fsdp-sharded(world_size=2) needs the model's parameters", []),
-    ({**FLAT, "to": "fsdp-flat"}, "--to fsdp-flat needs the model's parameters", []),
-    ({**MODEL, "to": "fsdp-sharded(world_size=2, units=['a'])"}, "units have flat parameters", [UNITS]),
-    *(
-        ({**SHARDED, "out": out}, f"{out}: every rank needs its own file", [{**SHARDED, "out": "r_{rank}.pt"}])
-        for out in ("o.pt", "r_{rank}.bin", "{rank}/o.pt")
-    ),
-    ({"out": "r_{rank}.pt"}, "r_{rank}.pt: a file for each rank, and", [{"out": "{rank}/o.pt"}, {"out": "o.pt"}]),
+    ({"from_": "fsdp-flat(size=2)", **MODEL}, "these are not its arguments", [UNITS]),
+    ({"from_": "fsdp-flat(units=2)", **MODEL}, "these are not its arguments", []),
+    ({**UNITS, "model": None}, "needs the model's modules", []),
+    *(({"to": f"{form}(world_size=2)", **MODEL}, "read, not written", []) for form in ("fsdp-flat", "fsdp-sharded")),
     ({"to": "ddpp"}, "ddpp", []),
     ({"from_": "ddpp"}, "ddpp", []),
 ]

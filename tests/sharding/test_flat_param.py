@@ -1,4 +1,4 @@
-"""Flat parameters: rank files of real FSDP1 are unsharded as FSDP does it, and FSDP loads those we write."""
+"""Flat parameters: rank files of real FSDP1 are unsharded as FSDP does it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ from ckpttool.core.options import call_text
 from ckpttool.core.plan import Output, Plan
 from ckpttool.core.text import is_flat
 from ckpttool.diffing.causes import Code
-from ckpttool.evaluate import torch_eval
 from ckpttool.evaluate.torch_eval import evaluate
 from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.rank_shards import RankParts
-from ckpttool.naming.flat import misfit, shard_sizes, slots, unit_paths
+from ckpttool.naming.flat import misfit, slots, unit_paths
 from ckpttool.remapping.gather import gather
 from ckpttool.remapping.plan import Remap
 from ckpttool.tracing.build_model import load
@@ -38,14 +37,11 @@ from command import Run, fixes_in, notes_in
 from flatten_params_wrapper import flattened
 from fsdp_run import Block, Mlp, Net
 from places import ROOT, SUPPORT
+from sharded_tensors import save_sharded
 
 SCRIPT = SUPPORT / "fsdp_run.py"
 MODEL = ["--model", f"{SCRIPT}:Net"]
 UNITS = ["layers.*", "layers.*.mlp"]
-
-
-def to_option(form: str, world_size: int, units: list[str]) -> tuple[str, str]:
-    return "--to", call_text(form, {"world_size": world_size, **({"units": units} if units else {})})
 
 
 def from_option(*units: str) -> tuple[str, ...]:
@@ -179,57 +175,10 @@ def test_model_section_is_written_as_safetensors(runs: dict[int, Path], run: Run
     check_same(load_file(out), expected)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(
-    ("written", "source"),
-    [("again_flat", "flat"), ("again_sharded_flat", "original"), ("again_sharded_original", "original")],
-)
-def test_fsdp_loads_written_rank_files(runs: dict[int, Path], world_size: int, written: str, source: str) -> None:
-    """Flat parameters, and parameters sharded along dim 0, with and without `use_orig_params`."""
-    again, expected = (torch.load(runs[world_size] / f"{kind}_full.pt") for kind in (written, source))
-    check_same(again["model"], expected["model"])
-    check_same(again["ema"], expected["ema"])
-    check_same_optimizer(again["optimizer"], expected["optimizer"])
-
-
-@pytest.mark.parametrize(("form", "units"), [("fsdp-flat", UNITS), ("fsdp-sharded", [])])
-def test_rank_files_for_another_world_size(
-    runs: dict[int, Path], run: Run, tmp_path: Path, form: str, units: list[str]
-) -> None:
-    options = [*to_option(form, 5, units), "-o", tmp_path / "rank_{rank}.pt", "--verify"]
-    assert run("remap", runs[2] / "original_rank_*.pt", *MODEL, *options)[0] == 0
-    back = tmp_path / "back.pt"
-    options = [*from_option(*units), "--optimizer-keys", "fqn", "-o", back]
-    assert run("remap", tmp_path / "rank_*.pt", *MODEL, *options)[0] == 0
-    result, expected = torch.load(back), torch.load(runs[2] / "flat_full.pt")
-    check_same(result["model"], expected["model"])
-    check_same_optimizer(result["optimizer"], expected["optimizer"])
-
-
-@pytest.mark.parametrize(("form", "units"), [("fsdp-flat", UNITS), ("fsdp-sharded", [])])
-def test_plain_state_values_are_on_every_rank(run: Run, tmp_path: Path, form: str, units: list[str]) -> None:
-    """Old releases stored the step as a number; other optimizers may store any value."""
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    sum(parameter.sum() for parameter in model.parameters()).backward()
-    optimizer.step()
-    state = optimizer.state_dict()
-    for parameter_state in state["state"].values():
-        parameter_state.update({"step": 3, "kind": "plain"})
-    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "old.pt")
-    out = [*to_option(form, 2, units), "-o", tmp_path / "rank_{rank}.pt"]
-    assert run("remap", tmp_path / "old.pt", *MODEL, *out)[0] == 0
-    assert run("remap", tmp_path / "rank_*.pt", *MODEL, *from_option(*units), "-o", tmp_path / "back.pt")[0] == 0
-    found = torch.load(tmp_path / "back.pt")["optimizer"]["state"]
-    assert {(parameter_state["step"], parameter_state["kind"]) for parameter_state in found.values()} == {(3, "plain")}
-
-
 def test_empty_parameter_keeps_its_dtype(run: Run, tmp_path: Path) -> None:
     """No rank has an element of it."""
-    torch.save(Rowless().state_dict(), tmp_path / "model.pt")
+    save_sharded(tmp_path, "rank", Rowless().state_dict(), 2)
     model = ["--model", f"{__file__}:Rowless"]
-    out = ["--to", "fsdp-sharded(world_size=2)", "-o", tmp_path / "rank_{rank}.pt"]
-    assert run("remap", tmp_path / "model.pt", *model, *out)[0] == 0
     assert run("remap", tmp_path / "rank_*.pt", *model, "-o", tmp_path / "back.pt")[0] == 0
     check_same(torch.load(tmp_path / "back.pt"), Rowless().state_dict())
 
@@ -238,22 +187,6 @@ class Rowless(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.none, self.weight = nn.Parameter(torch.empty(0, 3).bfloat16()), nn.Parameter(torch.ones(2))
-
-
-@pytest.mark.parametrize("form", ["fsdp-flat", "fsdp-sharded"])
-def test_state_with_another_shape_is_on_every_rank(run: Run, tmp_path: Path, form: str) -> None:
-    """For a strided view, each rank has the values in row-major order in its own storage."""
-    kept = {"view": torch.arange(6.0).reshape(2, 3).t(), "sparse": torch.eye(3).to_sparse()}
-    model = Net()
-    params = [name for name, _ in model.named_parameters()]
-    state = {"state": {name: dict(kept) for name in params}, "param_groups": [{"params": params}]}
-    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "old.pt")
-    out = ["--to", f"{form}(world_size=2)", "-o", tmp_path / "rank_{rank}.pt"]
-    assert run("remap", tmp_path / "old.pt", *MODEL, *out)[0] == 0
-    (optimizer,) = open_checkpoint(str(tmp_path / "rank_1.pt")).optimizers
-    views = [entry for entry in optimizer.tensors if entry.key.endswith(".view")]
-    assert all(torch.equal(torch_eval.load(entry), kept["view"]) for entry in views)
-    assert len(views) == sum(entry.layout == "sparse_coo" for entry in optimizer.tensors) > 0
 
 
 def test_parameter_within_one_file_stays_a_span(runs: dict[int, Path], names: Names) -> None:
@@ -500,49 +433,10 @@ def test_globs_of_no_other_or_one_plain_file(run: Run, tmp_path: Path) -> None:
     assert run("diff", tmp_path / "mod*.pt", tmp_path / "model.pt").status == 0
 
 
-def test_parameters_that_cannot_be_flattened_are_reported(run: Run, tmp_path: Path) -> None:
-    state = Net().state_dict()
-    state["layers.0.norm.bias"] = state["layers.0.norm.bias"].half()
-    del state["layers.1.scale"]
-    torch.save(state, tmp_path / "model.pt")
-    out = ["-o", tmp_path / "rank_{rank}.pt"]
-    status, _, error = run("remap", tmp_path / "model.pt", *MODEL, *to_option("fsdp-flat", 2, UNITS), *out)
-    assert status == 1
-    assert "its parameters are float16, float32, and one flat parameter has one dtype @ layers.0" in error
-    assert "not in the checkpoint @ layers.1.scale" in error
-    assert not list(tmp_path.glob("rank_*"))
-    done = run("remap", tmp_path / "model.pt", *MODEL, *out, "--to", "fsdp-sharded(world_size=2)")
-    assert (done.status, list(tmp_path.glob("rank_*"))) == (1, [])
-    assert "not in the checkpoint @ layers.1.scale" in done.err
-    assert "not in the checkpoint @ layers.0" not in done.err  # parameters are sharded separately, so dtypes may differ
-
-
-def test_tied_names_with_different_values_are_refused(run: Run, tmp_path: Path) -> None:
-    state = Net().state_dict()
-    torch.save({**state, "head.weight": state["head.weight"] + 1}, tmp_path / "model.pt")
-    out = [*to_option("fsdp-flat", 2, UNITS), "-o", tmp_path / "rank_{rank}.pt"]
-    done = run("remap", tmp_path / "model.pt", *MODEL, *out)
-    assert (done.status, list(tmp_path.glob("rank_*"))) == (1, [])
-    assert "other values than emb.weight, and one flat parameter holds both @ head.weight" in done.err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--to", "fsdp-flat", *MODEL], "needs the model's parameters and the number of ranks"),
-        (["--to", "fsdp-flat(world_size=1)", *MODEL], "FSDP1 shards over 2 to 65,536 ranks"),
-        (["--to", "fsdp-flat(world_size=2)", *MODEL, "-o", "one.pt"], "every rank needs its own file"),
-        ([*to_option("fsdp-sharded", 2, UNITS), *MODEL], "shards each parameter separately"),
-        (["--to", "fsdp-flat(world_size=2)", *MODEL, "-o", "one.pt"], "-o 'rank_{rank}.pt'"),
-        (["--to", "serialized", *MODEL], "DTensors (FSDP2, tensor parallelism) load from a folder"),
-        ([*MODEL, *from_option("layers.*"), "-o", "out.pt"], "holds no flat parameters"),
-    ],
-)
-def test_conflicting_options_are_errors(run: Run, tmp_path: Path, options: list[str], message: str) -> None:
+def test_units_for_a_file_without_flat_parameters_are_refused(run: Run, tmp_path: Path) -> None:
     torch.save(Net().state_dict(), tmp_path / "model.pt")
-    out = [] if "-o" in options else ["-o", str(tmp_path / "out_{rank}.pt")]
-    status, _, error = run("remap", tmp_path / "model.pt", *options, *out)
-    assert (status, message in error) == (2, True), error
+    done = run("remap", tmp_path / "model.pt", *MODEL, *from_option("layers.*"), "-o", tmp_path / "out.pt")
+    assert (done.status, "holds no flat parameters" in done.err) == (2, True), done.err
 
 
 # Plain flattened tensors, and FlattenParamsWrapper
@@ -616,7 +510,7 @@ def save_with_optimizer(path: Path, by_name: bool, numel: int | None = None) -> 
     saved = flattened(Net(), Block, True).state_dict()
     flat = {key: value for key, value in saved.items() if is_flat(key)}
     moments = {key: torch.arange(float(value.numel() if numel is None else numel)) for key, value in flat.items()}
-    rows = [{"exp_avg": value, "step": torch.tensor(2.0)} for value in moments.values()]
+    rows = [{"exp_avg": value, "step": torch.tensor(2.0), "kind": "plain"} for value in moments.values()]
     params = list(flat) if by_name else [*range(len(flat))]
     group = {"lr": 0.1, "params": params} | ({} if by_name else {"param_names": list(flat)})
     torch.save({"model": saved, "optimizer": {"state": dict(zip(params, rows)), "param_groups": [group]}}, path)
@@ -638,6 +532,7 @@ def test_state_of_flat_parameters_is_split_like_them(run: Run, tmp_path: Path, b
     sizes = [state["exp_avg"].numel() for state in result["state"].values()]
     assert sum(sizes) == sum(value.numel() for value in moments.values())
     assert len({state["step"].data_ptr() for state in result["state"].values()}) == len(expected_names)
+    assert {state["kind"] for state in result["state"].values()} == {"plain"}
 
 
 def test_state_that_does_not_fit_its_flat_parameter_is_refused(run: Run, tmp_path: Path) -> None:
@@ -679,13 +574,6 @@ def test_unit_paths_exclude_only_real_wrappers() -> None:
     keys = ["_fsdp_wrapped_module.flat_param", "_fsdp_wrapped_module._fpw_module.a._fsdp_wrapped_module.flat_param"]
     assert list(unit_paths(keys).values()) == ["", "a"]
     assert unit_paths(["module._flat_param"], ["module.x", "other.x"]) == {"module._flat_param": "module"}
-
-
-@pytest.mark.parametrize("numel", [1, 5, 6, 7, 29, 35])
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-def test_shard_sizes_equal_torch_chunk(numel: int, world_size: int) -> None:
-    chunks = [chunk.numel() for chunk in torch.zeros(numel).chunk(world_size)]
-    assert shard_sizes(numel, world_size) == tuple(chunks + [0] * (world_size - len(chunks)))
 
 
 def test_padding_fills_up_to_a_multiple_of_the_ranks(names: Names) -> None:

@@ -1,6 +1,6 @@
 """Fault injection: run a command in forked processes with one fault each, and check the files that it leaves.
 
-Run it as a program (``python fault_driver.py``); it imports torch only if a scenario needs it.
+Run it as a program (``python fault_driver.py``); it does not import torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class Scenario:
     cwd: str = "."
     look: str = ""
     journal: bool = False
-    torch: bool = False
     once: bool = False
     apart: bool = False
     again: tuple[str, ...] = ("--force",)
@@ -206,12 +205,8 @@ def _main() -> None:
     """Read scenarios by name, and print a line for each result."""
     request: dict[str, Any] = json.loads(sys.stdin.read())
     preload()
-    for name, words in sorted(request["scenarios"].items(), key=lambda row: row[1]["torch"]):
+    for name, words in sorted(request["scenarios"].items()):
         scenario = Scenario(**words)
-        if scenario.torch:
-            import torch
-
-            torch.set_num_threads(1)
         judge = drive(scenario, Path(request["scratch"]), request["points"], lambda at, row: at + row)
         seen = {
             "name": name,

@@ -1,8 +1,7 @@
 """Real FSDP1 runs on gloo and the CPU: the files of every rank, and the full state dict that FSDP gathers.
 
 ``python tests/support/fsdp_run.py FOLDER WORLD_SIZE...`` trains the same model with and without original parameters,
-for each world size in FOLDER/WORLD_SIZE. Then rank 0 rewrites the rank files with ckpttool, all ranks load them, and
-FSDP gathers their full state dict too.
+for each world size in FOLDER/WORLD_SIZE.
 """
 
 from __future__ import annotations
@@ -136,39 +135,6 @@ def _train(rank: int, world_size: int, folder: str, original: bool, inside: str 
         torch.save(full, f"{folder}/{kind}_full.pt")
 
 
-def _load_again(rank: int, world_size: int, folder: str) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-    from torch.distributed.fsdp import StateDictType
-
-    units = ("layers.*", "layers.*.mlp")
-    if rank == 0:
-        _written(f"{folder}/flat_rank_*.pt", "flat", world_size, f"{folder}/again_{{rank}}.pt", *units)
-        _written(f"{folder}/original_rank_*.pt", "sharded", world_size, f"{folder}/again_sharded_{{rank}}.pt")
-    dist.barrier()
-    for name, original in (("again", False), ("again_sharded", True), ("again_sharded", False)):
-        model, average = _wrapped(1, original), _wrapped(3, original)
-        optimizer = _optimizer(model, world_size)
-        saved = torch.load(f"{folder}/{name}_{rank}.pt", weights_only=False)
-        kind = StateDictType.LOCAL_STATE_DICT if name == "again" else StateDictType.SHARDED_STATE_DICT
-        with FSDP.state_dict_type(model, kind), FSDP.state_dict_type(average, kind):
-            model.load_state_dict(saved["model"])
-            average.load_state_dict(saved["ema"])
-            if name != "again":
-                saved["optimizer"] = FSDP.optim_state_dict_to_load(model, optimizer, saved["optimizer"])
-        optimizer.load_state_dict(saved["optimizer"])
-        full = _full(model, optimizer, average)
-        if rank == 0:
-            torch.save(full, f"{folder}/{name}_{'original' if original else 'flat'}_full.pt")
-
-
-def _written(source: str, form: str, world_size: int, out: str, *units: str) -> None:
-    from ckpttool.cli.app import main
-
-    arguments = [f"world_size={world_size}", *([f"units={units}"] if units else [])]
-    words = ["--model", f"{__file__}:Net", "--to", f"fsdp-{form}({', '.join(arguments)})"]
-    assert main(["remap", source, *words, "-o", out]) == 0
-
-
 def _run(rank: int, world_size: int, folder: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -177,7 +143,6 @@ def _run(rank: int, world_size: int, folder: str) -> None:
         _train(rank, world_size, folder, original)
         for inside in ("layers", "layers.0") if world_size >= GROUPS else ():
             _train(rank, world_size, folder, original, inside)
-    _load_again(rank, world_size, folder)
     dist.destroy_process_group()
 
 
