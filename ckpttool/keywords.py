@@ -50,8 +50,6 @@ class OutputKeywords(TypedDict, total=False):
     """How an output is written, and the model that is to load it."""
 
     model: Any
-    in_place: bool
-    no_undo: bool
     force: bool
     dry_run: bool
     verify: bool
@@ -62,10 +60,13 @@ class OutputKeywords(TypedDict, total=False):
 class FixKeywords(OptimizerKeywords, OutputKeywords, total=False):
     """Options of `fix`."""
 
+    in_place: bool
+
 
 class RemapKeywords(OptimizerKeywords, OutputKeywords, total=False):
     """Options of `remap`."""
 
+    in_place: bool
     to: str | None
     from_: str | None
     select: str | None

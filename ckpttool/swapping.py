@@ -10,8 +10,7 @@ from ckpttool.core.options import expand_options
 from ckpttool.core.text import a
 from ckpttool.io import progress as io_progress
 from ckpttool.io import sources
-from ckpttool.operands.checkpoint import Ckpt, open_checkpoint, split
-from ckpttool.remapping.write import recover_source
+from ckpttool.operands.checkpoint import Ckpt, open_checkpoint
 from ckpttool.swap.swap import SwapOptions, run
 
 if TYPE_CHECKING:
@@ -49,7 +48,13 @@ def swap_weights(
 
 @expand_options(SwapOptions)
 def swap_weights(
-    program: Any, new: Any, out: str | None = None, *, progress: Progress | None = None, **options: Any
+    program: Any,
+    new: Any,
+    out: str | None = None,
+    *,
+    progress: Progress | None = None,
+    in_place: bool | None = None,
+    **options: Any,
 ) -> Swap | Swapped:
     """Put new weights into an exported program: a file, or a program, module or compiled package in memory.
 
@@ -59,14 +64,16 @@ def swap_weights(
     """
     if isinstance(program, str):
         sources.begin_call()
+        if in_place is not None:
+            raise CkptError(
+                f"{program} is a file: in_place is for objects in memory", hint="write another file: -o OUT"
+            )
         chosen = SwapOptions(out=out, **options)
         chosen.check()
-        if chosen.in_place and not chosen.dry_run:
-            recover_source(split(program)[0])
         with io_progress.shown(progress):
             return run(program, open_checkpoint(new), chosen)
     if out is not None:
         raise CkptError(f"{a(program)} is in memory: the swap writes no {out}", hint="leave OUT away, or name a file")
     from ckpttool.live import swap_weights as swap_in_memory
 
-    return swap_in_memory(program, new, **options)
+    return swap_in_memory(program, new, in_place=in_place, **options)

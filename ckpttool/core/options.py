@@ -120,7 +120,7 @@ _FLAG = re.compile(rf"(?<![\w-])(?:--([a-z][a-z-]*[a-z])|-o\b)(?:[ =]({_VALUE}))
 _FLAGS_WITHOUT_VALUE = frozenset(
     {
         *("materialize", "force", "partial", "cast", "constants", "keep_constants", "in_place", "ignore_dtype"),
-        *("values", "whole", "dry_run", "verify", "no_undo", "reverse", "trainable_only", "keep_aliases"),
+        *("values", "whole", "dry_run", "verify", "reverse", "trainable_only", "keep_aliases"),
         *("keep_pickled_code", "no_fsync", "fail_on_unused"),
     }
 )
@@ -227,10 +227,6 @@ class OutputOptions:
     """The output: its path, and how to write it."""
 
     out: Annotated[str | None, Option("-o, --output OUT", "The file to write.", "Output")] = None
-    in_place: Annotated[bool, Option("--in-place", "Change the source itself, atomically.", "Output")] = False
-    no_undo: Annotated[bool, Option("--no-undo", "With --in-place: keep nothing for `ckpttool undo`.", "Advanced")] = (
-        False
-    )
     force: Annotated[bool, Option("--force", "Overwrite files that exist.", COMMON)] = False
     dry_run: Annotated[bool, Option("--dry-run", "Say what would be written, and write nothing.", "Output")] = False
     verify: Annotated[
@@ -245,9 +241,22 @@ class OutputOptions:
 
     def target(self, source: str) -> str | None:
         """Return the path to write, or None if nothing is written."""
+        return self.out
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditOptions(OutputOptions):
+    """The output, which may be the source itself."""
+
+    in_place: Annotated[
+        bool, Option("--in-place", "Change the names in the source itself; `ckpttool undo` reverts it.", "Output")
+    ] = False
+
+    def target(self, source: str) -> str | None:
+        """Return the path to write, or None if nothing is written."""
         return source if self.in_place else self.out
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixOptions(OptimizerOptions, OutputOptions):
+class FixOptions(OptimizerOptions, EditOptions):
     """All options of a fix."""

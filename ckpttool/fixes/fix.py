@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.core.codes import CODES
 from ckpttool.core.errors import CkptError, Refused
-from ckpttool.core.options import FixOptions, OutputOptions, expand_options, keywords_of
+from ckpttool.core.options import EditOptions, FixOptions, expand_options, keywords_of
 from ckpttool.core.text import code_of
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.fixes.diff import diff
@@ -40,7 +40,7 @@ def fix(
     asked = DiffOptions(**{name: getattr(chosen, name) for name in ("model", "materialize", "optimizer")})
     found = diff(ckpt, **keywords_of(asked))
     done = applicable(found, command("diff", (found.left,), asked))
-    written = {field.name: getattr(chosen, field.name) for field in fields(OutputOptions)}
+    written = {field.name: getattr(chosen, field.name) for field in fields(EditOptions)}
     request = replace(done.options, **written)
     try:
         result = remap(done.source or ckpt, progress=progress, **keywords_of(request))

@@ -44,7 +44,7 @@ from ckpttool.formats.torch.write_tree import changed_root, fresh_root
 from ckpttool.formats.zip_read import read_archive
 from ckpttool.io.files import exists, is_file, names_in, opened, size
 from ckpttool.io.paths import join, safe_path
-from ckpttool.io.pieces import Files, Link, Piece, Pieces, nbytes_of, read_span
+from ckpttool.io.pieces import Edited, Files, Link, Piece, Pieces, nbytes_of, read_span
 
 _MAX_DEPTH = 200
 _MAX_HOLES = 10_000  # missing items of a list
@@ -421,6 +421,21 @@ def layout_files(
         files[data] = writer.files.get(data) or Link(join(source.home, data) if source else "")
     files[DCP_METADATA] = [Piece(spelled(Metadata(items, {key: path for key, (path, _) in leaves.items()})))]
     return files
+
+
+def layout_in_place(checkpoint: Checkpoint) -> dict[str, Edited] | None:
+    """Return the edit of ``.metadata``; None if the data files would change too. Raises as `layout_files`."""
+    folder = checkpoint.container
+    if not isinstance(folder, Folder):
+        return None
+    files = dict(layout_files(checkpoint))
+    content = files.pop(DCP_METADATA)
+    if isinstance(content, Link) or not all(isinstance(data, Link) for data in files.values()):
+        return None
+    path = join(folder.home, DCP_METADATA)
+    before = bytes(read_span(Span(path, 0, size(path))))
+    new = b"".join(piece.data for piece in content if isinstance(piece.data, bytes))
+    return {DCP_METADATA: Edited([Piece(new)], before, new)}
 
 
 def _free_name(source: Folder | None, rank: int) -> str:

@@ -30,8 +30,8 @@ from ckpttool.formats.torch import torchscript
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.tensors import Carried
 from ckpttool.formats.zip_read import STORED, Archive, Record, read_archive, read_record
-from ckpttool.formats.zip_write import NewRecord, edit_behind, layout_archive
-from ckpttool.io.pieces import Edited, Pieces, nbytes_of, read_span, stream
+from ckpttool.formats.zip_write import NewRecord, layout_archive
+from ckpttool.io.pieces import Pieces, nbytes_of, read_span, stream
 
 
 def under_old_names(old: Section, new: Section) -> tuple[Section, dict[str, str]]:
@@ -219,14 +219,6 @@ def layout(checkpoint: Checkpoint) -> Pieces:
     names that no module can have.
     """
     return layout_archive(*_changed_archive(checkpoint))
-
-
-def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
-    """Return the program as it is, followed by records with its new names and a new directory.
-
-    None if values are new, or names and values are in one record (torch before 2.9). Raises as `layout`.
-    """
-    return edit_behind(*_changed_archive(checkpoint))
 
 
 def _changed_archive(checkpoint: Checkpoint) -> tuple[Archive, Sequence[Record | NewRecord]]:

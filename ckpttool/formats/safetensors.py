@@ -371,9 +371,9 @@ def layout(checkpoint: Checkpoint) -> list[Piece]:
 
 
 def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
-    """Return the file with its data at the same place, or moved by whole blocks if the header needs room.
+    """Return the file with its data at the same place; None if more than names and metadata changed.
 
-    None if more than names and metadata changed.
+    Raises `Refused` if the new header does not fit into the place of the old one.
     """
     header = checkpoint.container
     if not isinstance(header, Header) or problems(checkpoint):
@@ -386,9 +386,13 @@ def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
         metadata = {METADATA: dict(checkpoint.metadata)} if checkpoint.metadata else {}
         infos = {name: info for name, info in strict_json.loads(raw.decode()).items() if name != METADATA}
         raw = _encoded(strict_json.dumps(metadata | infos))
-    more = max(0, len(raw) - header.length)
-    pieces = _with_data(header, raw, header.length + -(-more // BLOCK) * BLOCK)
-    return Edited(pieces, bytes(read_span(header.place)), raw)
+    if len(raw) > header.length:
+        raise Refused(
+            f"{checkpoint.source} cannot be edited in place: its header has room for {header.length:,} bytes, and the "
+            f"new names need {len(raw):,}",
+            hint="write another file: -o OUT",
+        )
+    return Edited(_with_data(header, raw, header.length), bytes(read_span(header.place)), raw)
 
 
 def problems(checkpoint: Checkpoint) -> list[Problem]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,8 +27,8 @@ from ckpttool.io.syscalls import confirm, lock, sync_folder, uninterrupted, writ
 from ckpttool.io.temporary import EDIT, owner_of, staged_file
 
 _SCHEMA = "ckpttool.record/1"
-_OLD = re.compile(r"\.[^/]*\.[0-9a-f]{8}\.ckpttool\.old", re.DOTALL)
-_NUMBERS = ("before", "start", "length", "shift", "dense")
+UNDO = ".ckpttool.undo"  # ends the name of a record that `undo` reads
+_NUMBERS = ("before", "start", "length")
 _Stat = Union[tuple[int, int], None]
 
 
@@ -57,9 +56,8 @@ class Patched:
     def is_sound(self) -> bool:
         """Return True if the row can be one that we wrote."""
         patch = self.back.patch
-        numbers = (patch.before, patch.start, patch.length, patch.start + patch.shift)
-        fits = len(patch.head) == patch.start + patch.shift and not (patch.shift and patch.tail)
-        fits = fits and patch.start + patch.length <= patch.before
+        numbers = (patch.before, patch.start, patch.length)
+        fits = len(patch.head) == patch.start and patch.start + patch.length <= patch.before
         return fits and min(numbers) >= 0 and "/" not in self.name and is_nameable(self.name)
 
     def restore(self, folder: Path) -> bool:
@@ -69,7 +67,7 @@ class Patched:
             if not patches.fits(descriptor, back, self.sample):
                 return False
             patches.apply(descriptor, back, fsync=True)
-            return patches.sample_of(descriptor, back.start + back.shift, back.length) == self.sample
+            return patches.sample_of(descriptor, back.start, back.length) == self.sample
         return True
 
 
@@ -89,19 +87,11 @@ class Replaced:
         named = isinstance(self.name, str) and is_nameable(self.name) and safe_path(folder, self.name) is not None
         if self.old is None:
             return named and self.state is not None
-        hidden = isinstance(self.old, str) and (_OLD.fullmatch(self.old) or owner_of(self.old) is not None)
-        return named and bool(hidden) and is_nameable(self.old)
+        hidden = isinstance(self.old, str) and owner_of(self.old) is not None
+        return named and hidden and is_nameable(self.old)
 
     def is_as_written(self, folder: Path) -> bool:
         return state_of(folder / self.name) == self.state
-
-    def is_untouched(self, folder: Path) -> bool:
-        """Return True if the file is still the old one: the process died before it replaced the file."""
-        place = folder / self.name
-        if self.old is None:
-            return not os.path.lexists(place)
-        old = folder / self.old
-        return place.exists() and (not old.exists() or old.samefile(place))
 
     def restore(self, folder: Path) -> bool:
         """Restore the file, also one that is restored already. Raises OSError."""
@@ -128,7 +118,7 @@ def state_of(path: Path) -> _Stat:
 
 
 def record_of(path: Path) -> Path:
-    return path.with_name(f".{path.name}.ckpttool.undo")
+    return path.with_name(f".{path.name}{UNDO}")
 
 
 def text(rows: Sequence[Row], *, is_undo: bool = False) -> bytes:
@@ -178,21 +168,9 @@ def parse(data: bytes, place: Path) -> list[Row]:
     return rows
 
 
-def _hidden_name(name: str) -> str:
-    return f".{temporary.shortened(name)}.{os.urandom(4).hex()}.ckpttool.old"
-
-
-def old_names(path: Path) -> list[str]:
-    """Return the hidden names of the old files that the record of the file `path` refers to."""
-    with suppress(OSError, CkptError):
-        rows = parse(record_of(path).read_bytes(), record_of(path))
-        return [row.old for row in rows if isinstance(row, Replaced) and row.old is not None]
-    return []
-
-
 def forget_undo(path: Path) -> None:
-    """Remove the record of the file, and the old files: it is another file now."""
-    unlink([*(path.with_name(name) for name in old_names(path)), record_of(path)])
+    """Remove the record of the file: it is another file now."""
+    unlink([record_of(path)])
 
 
 def unlink(paths: Iterable[Path]) -> None:
@@ -214,7 +192,6 @@ def _journaled(
     the journal then stays.
     """
     folder, record = last.parent, record_of(last)
-    earlier = [folder / name for name in old_names(last)]
     with staged_file(last) as (descriptor, staged):
         write_all(descriptor, text(rows, is_undo=is_undo))
         if fsync:
@@ -234,23 +211,22 @@ def _journaled(
                 except OSError:
                     raise _partly_written(journal, error) from error
                 raise
-            unlink(earlier)
             if not keep:
                 unlink([record])
 
 
-def edit(folder: Path, changes: Mapping[str, Change], *, keep: bool, fsync: bool) -> None:
-    """Patch files of the folder, all or none. A patch that reverts the last edit restores every byte.
+def edit(folder: Path, changes: Mapping[str, Change], *, fsync: bool) -> None:
+    """Patch files of the folder, all or none, and keep the record for `undo`.
 
-    `keep`: the record is kept for `undo`. Raises OSError if all is as it was, with one of `NOT_HERE` if the file system
-    cannot; `CkptError` if another process was faster, and if restoring failed too: the journal then stays.
+    A patch that reverts the last edit restores every byte. Raises OSError if all is as it was; `CkptError` if another
+    process was faster, and if restoring failed too: the journal then stays.
     """
     last = folder / list(changes)[-1]
     back: dict[str, Change] = {}
     with suppress(CkptError):
         back = _ways_back(last)
     reverts = {name: own.index for name, own in back.items()} == {name: own.index for name, own in changes.items()}
-    _edit(last, back if reverts else changes, keep, fsync)
+    _edit(last, back if reverts else changes, True, fsync)
 
 
 def undo_edit(path: Path, *, fsync: bool) -> None:
@@ -292,6 +268,8 @@ def _ways_back(path: Path) -> dict[str, Change]:
         rows = [row for row in parse(record.read_bytes(), record) if isinstance(row, Patched)]
     except OSError:
         raise nothing(path) from None
+    if not rows:
+        raise nothing(path)
     for row in rows:
         place, back = path.parent / row.name, row.back.patch
         with suppress(FileNotFoundError), locked(place) as descriptor:
@@ -302,43 +280,32 @@ def _ways_back(path: Path) -> dict[str, Change]:
     return {row.name: row.back for row in rows}
 
 
-def replaced_rows(new: Path, folder: Path, names: Iterable[str], *, keep: bool) -> list[Replaced]:
-    """Return the rows for files of the folder that those in `new` replace; the others are removed.
-
-    Only if they must be kept, the hidden names are such that nobody removes them.
-    """
+def replaced_rows(new: Path, folder: Path, names: Iterable[str]) -> list[Replaced]:
+    """Return the rows for files of the folder that those in `new` replace; the others are removed."""
     rows = []
     for name in names:
         old = None
         if os.path.lexists(folder / name):
-            old = _hidden_name(name) if keep else temporary.temporary_name(name)
+            old = temporary.temporary_name(name)
         if old is not None or os.path.lexists(new / name):
             rows.append(Replaced(name, old, state_of(new / name)))
     return rows
 
 
-def _last_in(folder: Path, rows: Sequence[Replaced]) -> Path:
-    put = [row for row in rows if row.state is not None] or rows
-    return folder / Path(put[-1].name).name
-
-
-def record_in(folder: Path, rows: Sequence[Replaced]) -> Path:
-    return record_of(_last_in(folder, rows))
-
-
-def replace_files(new: Path, folder: Path, rows: Sequence[Replaced], *, keep: bool, fsync: bool) -> None:
+def replace_files(new: Path, folder: Path, rows: Sequence[Replaced], *, fsync: bool) -> None:
     """Move files from `new` into the folder, all or none; the last one of them makes the set complete.
 
-    It is the first to go and the last to come. With `keep`, the old files and a record stay. Raises OSError if all is
-    as it was, `CkptError` if restoring failed too: the journal then stays.
+    It is the first to go and the last to come. Raises OSError if all is as it was, `CkptError` if restoring failed
+    too: the journal then stays.
     """
     put = [row for row in rows if row.state is not None]
+    last = folder / Path((put or rows)[-1].name).name
 
     def restore() -> None:
         for row in rows:
             row.restore(folder)
 
-    with _journaled(_last_in(folder, rows), rows, restore, keep, fsync):
+    with _journaled(last, rows, restore, False, fsync):
         for row in [*reversed(put), *(row for row in rows if row.state is None)]:
             if row.old is not None:
                 os.rename(folder / row.name, folder / row.old)
@@ -349,45 +316,7 @@ def replace_files(new: Path, folder: Path, rows: Sequence[Replaced], *, keep: bo
         if fsync:
             for home in {(folder / row.name).parent for row in rows}:
                 sync_folder(home)
-    if not keep:
-        unlink(folder / row.old for row in rows if row.old is not None)
-
-
-@contextmanager
-def kept(place: Path, staged: Path, *, fsync: bool) -> Iterator[None]:
-    """Keep the file at `place`, which `staged` replaces inside the block. If the block raises, nothing is kept.
-
-    Raises `CkptError` if the file system cannot keep it, OSError if it cannot be written.
-    """
-    earlier = [place.with_name(name) for name in old_names(place)]
-    waiting, old = place.with_name(temporary.temporary_name(place.name)), place.with_name(_hidden_name(place.name))
-    link_old(place, waiting)
-    try:
-        with staged_file(place) as (descriptor, record):
-            write_all(descriptor, text([Replaced(place.name, old.name, state_of(staged))]))
-            if fsync:
-                os.fsync(descriptor)
-            os.rename(record, record_of(place))
-        os.rename(waiting, old)
-        if fsync:
-            sync_folder(place.parent)
-        yield
-    except BaseException:
-        unlink([waiting, old, record_of(place)])
-        raise
-    finally:
-        unlink(earlier)
-
-
-def link_old(place: Path, name: Path) -> None:
-    """Give the old file a second name. Raises `CkptError` if that is not possible."""
-    try:
-        os.link(place, name, follow_symlinks=False)
-    except OSError as error:
-        raise CkptError(
-            f"{place}: the old file cannot be kept for undo: {error.strerror}",
-            hint="nothing was changed; pass --no-undo to replace it for good, or -o OUT to write another file",
-        ) from error
+    unlink(folder / row.old for row in rows if row.old is not None)
 
 
 @contextmanager
@@ -528,7 +457,7 @@ def interrupted(target: str) -> CkptError:
 
 
 def nothing(path: object) -> CkptError:
-    hint = "only the last edit in place can be undone: remap or swap-weights with --in-place, without --no-undo"
+    hint = "only the last edit in place can be undone: remap with --in-place"
     return CkptError(f"{path}: nothing to undo", hint=hint)
 
 

@@ -4,109 +4,82 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from ckpttool.core.errors import CkptError
+from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.values import dataclass
 from ckpttool.io import progress, sources, transaction
 from ckpttool.io.files import exists, places
 from ckpttool.io.patch import hashed, of_pieces
 from ckpttool.io.paths import is_url, parent
-from ckpttool.io.pieces import Edited, Link
-from ckpttool.io.syscalls import NOT_HERE, confirm, uninterrupted
-from ckpttool.io.transaction import Change, Replaced, changed_since, locked, nothing, record_of, unlink
-from ckpttool.io.write import WriteOptions, failing, write_folder
+from ckpttool.io.pieces import Edited
+from ckpttool.io.transaction import UNDO, Change
+from ckpttool.io.write import failing
 
-_LINKED = "it has a second name (a hard link), which keeps the old content"
+_LINKED = "it has a second name (a hard link), which would change too"
 _SHARED = "its shards are links to files that other folders may share"
 _READ_ONLY = "it is read-only"
-_MOVED = "more changes than names, or it is in a format that has no place for new ones"
-_MAPPED = "its header has no room, and a process has the file mapped, whose data would move"
-_NO_ROOM = "its header has no room, and the file system cannot move the data by changing its extents"
+_APART = "its files are in several folders"
+_LARGE = "more changes than names"
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How a file is written in place: `nbytes` change where they lie, or it is written completely.
+    """How a file is written in place: `nbytes` change where they lie. `kept` are the old bytes kept for undo."""
 
-    `reason` says why it is a copy. `kept` are the old bytes that are kept for undo.
-    """
-
-    way: Literal["edited", "copied"]
-    nbytes: int = 0
-    reason: str = ""
+    nbytes: int
     kept: int = 0
 
     def __str__(self) -> str:
-        if self.way == "copied":
-            return f"completely: {self.reason}"
         return f"in place, {self.nbytes:,} bytes of it" if self.nbytes else "not at all: nothing of it changes"
 
 
-def edit(files: Mapping[str, Edited] | None, folder: str, *, keep: bool, fsync: bool, dry_run: bool = False) -> Written:
-    """Edit the files of the folder, all or none, without moving a byte that stays.
+def edit(files: Mapping[str, Edited], folder: str, *, fsync: bool, dry_run: bool = False) -> Written:
+    """Edit the files of the folder, all or none, without moving a byte that stays. The old bytes are kept for undo.
 
-    `keep`: the old bytes are kept for undo. A `dry_run` changes nothing, and cannot tell whether the file system can
-    make room for a longer header of safetensors.
-
-    If that is not possible, nothing is done, and the result says why. Raises `CkptError` if the disk fails, or if
-    another process was faster: all is as it was.
+    Raises `Refused` if that is not possible, and `CkptError` if the disk fails, or if another process was faster: all
+    is as it was.
     """
-    if files is None:
-        return Written("copied", reason=_MOVED)
     changes: dict[str, Change] = {}
     with failing(os.path.join(folder, [*files][-1])):
         homes = set()
         for name, file in files.items():
-            path = Path(os.path.realpath(os.path.join(folder, name)))
+            link = str(Path(folder, name))
+            path = Path(os.path.realpath(link))
             state = path.stat()
             homes.add(path.parent)
             patch = of_pieces(file.pieces, str(path), state.st_size)
             reason = ""
-            if len(files) > 1 and os.path.islink(os.path.join(folder, name)):
+            if len(files) > 1 and os.path.islink(link):
                 reason = _SHARED
             elif state.st_nlink > 1:
                 reason = _LINKED
             elif not (state.st_mode & stat.S_IWUSR and os.access(path, os.W_OK)):
                 reason = _READ_ONLY
             elif len(homes) > 1:
-                reason = _MOVED
+                reason = _APART
             if reason or patch is None:
-                return Written("copied", reason=reason or _MOVED)
+                raise not_in_place(link, reason or _LARGE)
             changes[path.name] = Change(patch, hashed(file.before), hashed(file.index))
         if all(change.before == change.index for change in changes.values()):
-            return Written("edited", 0)  # the record of the last edit stays
+            return Written(0)  # the record of the last edit stays
         (place,) = homes
         patches = [change.patch for change in changes.values()]
         nbytes = sum(len(patch.head) + len(patch.tail) for patch in patches)
-        done = Written("edited", nbytes, kept=sum(patch.before - patch.length for patch in patches))
+        done = Written(nbytes, kept=sum(patch.before - patch.length for patch in patches))
         if dry_run:
             return done
-        if any(change.patch.shift and _is_mapped(place / name) for name, change in changes.items()):
-            return Written("copied", reason=_MAPPED)
         transaction.recover(place, changes)
-        try:
-            transaction.edit(place, changes, keep=keep, fsync=fsync)
-        except OSError as error:
-            if error.errno in NOT_HERE and any(patch.shift for patch in patches):
-                return Written("copied", reason=_NO_ROOM)
-            raise
+        transaction.edit(place, changes, fsync=fsync)
     progress.has_written(nbytes)
     return done
 
 
-def _is_mapped(path: Path) -> bool:
-    """Return True if a process that this user can see has the file mapped: the data would move under its reader."""
-    state = path.stat()
-    device = f"{os.major(state.st_dev):02x}:{os.minor(state.st_dev):02x} {state.st_ino} ".encode()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):  # it has ended, or is another user's
-            if device in maps.read_bytes():
-                return True
-    return False
+def not_in_place(path: str, reason: str) -> Refused:
+    """Return the refusal to edit the file or folder, for a reason."""
+    return Refused(f"{path} cannot be edited in place: {reason}", hint="write another file: -o OUT")
 
 
 Way = Literal["undone", "rolled back", "finished"]
@@ -138,42 +111,8 @@ def undo(path: str, last: Callable[[], str], *, fsync: bool, force: bool) -> Way
         if not all(one.is_undo for one in begun):  # an interrupted undo is repeated
             return "rolled back"
         place = Path(os.path.realpath(last()))
-        record = record_of(place)
         if place.is_dir():
-            records = sorted(place.glob(".*.ckpttool.undo"))
-            record = records[0] if len(records) == 1 else record
-        if not record.exists():
-            raise nothing(path)
-        rows = [row for row in transaction.parse(record.read_bytes(), record) if isinstance(row, Replaced)]
-        if rows:
-            _undo_replaced(path, record, rows, fsync)
-        else:
-            transaction.undo_edit(place, fsync=fsync)
+            records = sorted(place.glob(f".*{UNDO}"))
+            place = place / records[0].name[1:].removesuffix(UNDO) if len(records) == 1 else place
+        transaction.undo_edit(place, fsync=fsync)
     return "undone"
-
-
-def _undo_replaced(path: str, record: Path, rows: Sequence[Replaced], fsync: bool) -> None:
-    """Put the old files back into their places. Raises `CkptError` if one has changed since, or is missing."""
-    folder = record.parent
-    old = [folder / row.old for row in rows if row.old is not None]
-    if all(row.is_untouched(folder) for row in rows):  # the process died before it replaced anything
-        unlink([*old, record])
-        raise nothing(path)
-    for row in rows:
-        if not row.is_as_written(folder):
-            raise changed_since(folder / row.name, [record, *old])
-    missing = [place for place in old if not os.path.lexists(place)]
-    if missing:
-        raise CkptError(f"{path} cannot be undone: {missing[0]} is missing", hint="restore it from a backup")
-    if len(rows) > 1 or rows[0].old is None or rows[0].state is None:
-        files = {row.name: Link(str(folder / row.old)) for row in rows if row.old is not None}
-        stale = [record.name, *(place.name for place in old), *(row.name for row in rows if row.old is None)]
-        write_folder(files, str(folder), WriteOptions(same=True, fsync=fsync), stale=stale)
-        return
-    with ExitStack() as stack:
-        stack.enter_context(locked(folder / rows[0].name))
-        stack.enter_context(uninterrupted())
-        os.replace(old[0], folder / rows[0].name)
-        unlink([record])
-    if fsync:
-        confirm(path, folder)

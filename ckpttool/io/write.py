@@ -37,7 +37,7 @@ from ckpttool.io.pieces import (
     new_digest,
     stream,
 )
-from ckpttool.io.syscalls import NOT_HERE, confirm, exchange, put, sync_folder, uninterrupted, write_all
+from ckpttool.io.syscalls import NOT_HERE, confirm, exchange, put, sync_folder, uninterrupted
 from ckpttool.io.temporary import staged_file, staged_folder
 from ckpttool.io.transaction import Replaced, forget_undo, locked, record_of, recover
 
@@ -195,18 +195,14 @@ class WriteOptions:
     """How an output is written.
 
     `replace`: existing files may be replaced, also files that appear meanwhile. `in_place`: the output is a source, and
-    must still be what was read. `keep`: replaced files are kept for undo. Nobody who cannot read `readers_of` and the
-    sources can read the output. `same`: a `Link` is a file of the folder itself, symbolic links as they are, and gets a
-    second name instead of a copy.
+    must still be what was read. Nobody who cannot read `readers_of` and the sources can read the output.
     `digests` gets a hash of each local file that is copied; `held` what the checksums of a store prove.
     """
 
     replace: bool = True
     in_place: bool = False
-    keep: bool = False
     readers_of: Collection[str] = ()
     fsync: bool = True
-    same: bool = False
     digests: MutableMapping[str, Digest] | None = None
     held: Held | None = None
 
@@ -320,20 +316,15 @@ def write_file(content: Pieces | Ready, out: str, options: WriteOptions = DEFAUL
 
 def _put(staged: Path, path: Path, out: str, options: WriteOptions) -> None:
     """Move the file into its place. The lock keeps out a process that edits the old file where it lies."""
-    there = path.exists()
-    keep = options.keep and there
     try:
         with ExitStack() as stack:
-            if options.in_place and there:
+            if options.in_place and path.exists():
                 stack.enter_context(locked(path))
                 sources.check_unchanged({str(path), os.path.abspath(out)})
             stack.enter_context(uninterrupted())
-            if keep:
-                stack.enter_context(transaction.kept(path, staged, fsync=options.fsync))
             put(staged, path, replace=options.replace)
             sources.forget(str(path))
-            if not keep:
-                forget_undo(path)
+            forget_undo(path)
     except FileExistsError as error:
         raise CkptError(
             f"{out} exists: another process has written it meanwhile",
@@ -417,7 +408,7 @@ def write_folder(
             for name, content in files.items()
             if not isinstance(content, Link) or not is_one_of(str(folder / name), [content.path])
         }
-        copied = [content for content in new.values() if isinstance(content, Link) and not options.same]
+        copied = [content for content in new.values() if isinstance(content, Link)]
         needed = sum(nbytes_of(content) for content in new.values() if not isinstance(content, (Link, Ready)))
         place = folder if folder.is_dir() else folder.parent
         check_space(out, place, needed + sum(size(content.path) for content in copied))
@@ -438,18 +429,10 @@ def write_folder(
             syscalls.set_folder_mode(staging / NEW, (*options.readers_of, *read))
             if options.fsync:
                 _sync_all(staging / NEW)
-            with ExitStack() as stack:
-                if options.in_place:
-                    old = [name for name in names if os.path.isfile(folder / name)]
-                    for name in old:
-                        if not os.path.islink(folder / name):
-                            stack.enter_context(locked(folder / name))
-                    sources.check_unchanged(os.path.join(home, name) for name in old for home in {out, str(folder)})
-                record = _switch(staging, out, folder, names, before, options)
+            _switch(staging, out, folder, names, before, options)
     sources.forget(str(folder))
     for name in names:
-        if record_of(folder / name) != record:
-            forget_undo(folder / name)
+        forget_undo(folder / name)
     if options.fsync:
         confirm(out, folder.parent)
 
@@ -467,9 +450,6 @@ def _make(
             syscalls.set_mode(file.fileno(), replaced, (*options.readers_of, *content.read))
         return
     if isinstance(content, Link):
-        if options.same:
-            os.link(content.path, place, follow_symlinks=False)
-            return
         path = content.path if is_url(content.path) else os.path.realpath(content.path)
         content = [Piece(Span(path, 0, size(path)))]
     descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
@@ -504,10 +484,8 @@ def _sync_all(folder: Path) -> None:
         sync_folder(Path(home))
 
 
-def _switch(
-    staging: Path, out: str, folder: Path, names: Sequence[str], before: object, options: WriteOptions
-) -> Path | None:
-    """Make the new files the folder's own; return the record for undo. Raises OSError, and `CkptError` if outrun."""
+def _switch(staging: Path, out: str, folder: Path, names: Sequence[str], before: object, options: WriteOptions) -> None:
+    """Make the new files the folder's own. Raises OSError, and `CkptError` if outrun."""
     outrun = CkptError(
         f"{out} was changed by another process meanwhile",
         hint="nothing was written: look at it, then run it again, with --force to replace what is there",
@@ -520,38 +498,23 @@ def _switch(
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise outrun from error
             raise
-        return None
+        return
     with locked(folder, wait=True):
         if _state(folder, names) != before:
             raise outrun
-        rows = transaction.replaced_rows(staging / NEW, folder, names, keep=options.keep)
+        rows = transaction.replaced_rows(staging / NEW, folder, names)
         if not rows:
-            return None
-        record = transaction.record_in(folder, rows) if options.keep else None
-        if staging.parent == folder or not _exchange(staging / NEW, out, folder, rows, record, options.fsync):
-            transaction.replace_files(staging / NEW, folder, rows, keep=options.keep, fsync=options.fsync)
+            return
+        if staging.parent == folder or not _exchange(staging / NEW, out, folder, rows, options.fsync):
+            transaction.replace_files(staging / NEW, folder, rows, fsync=options.fsync)
             if options.fsync:
                 confirm(out, folder)
-    return record
 
 
-def _exchange(new: Path, out: str, folder: Path, rows: Sequence[Replaced], record: Path | None, fsync: bool) -> bool:
+def _exchange(new: Path, out: str, folder: Path, rows: Sequence[Replaced], fsync: bool) -> bool:
     """Complete the new folder with everything that stays, and exchange it with the old one; False if impossible."""
-    changed = {row.name for row in rows}
-    undo = [(record_of(folder / row.name).name, *transaction.old_names(folder / row.name)) for row in rows]
-    skip = changed.union(*undo)
+    skip = {row.name for row in rows} | {record_of(folder / row.name).name for row in rows}
     try:
-        if record is not None:
-            for row in rows:
-                if row.old is not None:
-                    transaction.link_old(folder / row.name, new / row.old)
-            descriptor = os.open(new / record.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                write_all(descriptor, transaction.text(rows))
-                if fsync:
-                    os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
         _link_all(folder, new, skip)
         if fsync:
             _sync_all(new)

@@ -9,7 +9,16 @@ from typing import Annotated, Any
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import FSDP_FLAT
 from ckpttool.core.optimizer_state import FORMS as KEYS
-from ckpttool.core.options import ModelOptions, OptimizerOptions, Option, OutputOptions, call_of, keywords_of, several
+from ckpttool.core.options import (
+    EditOptions,
+    ModelOptions,
+    OptimizerOptions,
+    Option,
+    OutputOptions,
+    call_of,
+    keywords_of,
+    several,
+)
 from ckpttool.core.values import dataclass
 from ckpttool.formats.huggingface import parse_size
 from ckpttool.naming import convert
@@ -23,7 +32,7 @@ _HEAD = 4096  # bytes that tell a plan from rules
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemapOptions(OptimizerOptions, OutputOptions):
+class RemapOptions(OptimizerOptions, EditOptions):
     """All options of a remap. Options that name code (`model`, `optimizer`, …) may be objects."""
 
     # Which names
@@ -108,7 +117,6 @@ class RemapOptions(OptimizerOptions, OutputOptions):
 
     def _conflicts(self) -> Iterator[tuple[object, str, str]]:
         """Yield a test for each conflict, with the error and its hint; the first one is reported."""
-        yield self.no_undo and not self.in_place, "--no-undo is for --in-place", "pass --in-place, or leave it out"
         yield self.in_place and self.out, "--in-place and -o OUT exclude each other", "choose one"
         no_model, name_it = self.model is None, "pass --model MODEL"
         yield no_model and _needs_model(self.to), f"--to {self.to} needs the model's names", name_it
@@ -140,9 +148,6 @@ class RemapOptions(OptimizerOptions, OutputOptions):
 class ConvertOptions(ModelOptions, OutputOptions):
     """All options of a conversion."""
 
-    in_place: Annotated[
-        bool, Option("--in-place", "Write CKPT itself again, without the unused bytes of earlier edits.", "Output")
-    ] = False
     keep_aliases: KeepAliases = False
     max_shard_size: Annotated[
         str | None, Option("--max-shard-size SIZE", "Maximum size of a shard, for example 5GB.", "Output")

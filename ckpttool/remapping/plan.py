@@ -14,7 +14,7 @@ from ckpttool.core.expression import BY_CODE, Ref
 from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.optimizer_state import FORMS, GROUPS, ID, STATE
 from ckpttool.core.plan import PLAN, Dropped, OptimizerMove, Output, Plan, compose
-from ckpttool.core.schema import COUNT, TEXT, TEXTS, list_of, notes_as, nullable, one_of, record, row, unless_empty
+from ckpttool.core.schema import COUNT, TEXT, TEXTS, list_of, notes_as, nullable, one_of, record, row
 from ckpttool.core.text import dotted, plural, shell
 from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate.apply import NO_CODE, Runner, apply
@@ -131,11 +131,7 @@ _OPTIMIZERS = list_of(
         called={"from": "was"},
     )
 )
-_WRITTEN = record(
-    Written,
-    {"way": one_of("edited", "copied"), "bytes": COUNT, "reason": nullable(unless_empty(TEXT))},
-    called={"bytes": "nbytes"},
-)
+_WRITTEN = record(Written, {"bytes": COUNT}, called={"bytes": "nbytes"})
 REMAP = record(
     Remap,
     {

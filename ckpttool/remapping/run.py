@@ -14,18 +14,20 @@ from ckpttool.core.options import ModelOptions, expand_options
 from ckpttool.core.pickle_imports import dangerous
 from ckpttool.core.plan import Plan
 from ckpttool.core.text import Info, dotted, plural, shell, some
+from ckpttool.distributed.job import only_first
 from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats import strict_json
 from ckpttool.formats.detect_folder import checkpoint_files, note_on
 from ckpttool.formats.pickle_write import dangerous_written
 from ckpttool.formats.registry import MEMORY, check_in_place, fit, has_place_for_versions, loses_versions, losses
+from ckpttool.formats.torch.zip_file import holds_unused_bytes
 from ckpttool.io import progress as io_progress
 from ckpttool.io import sources
 from ckpttool.io.files import is_dir, size
 from ckpttool.io.paths import join, parent
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import Edited, Files, Link, Piece, nbytes_of
-from ckpttool.io.undo import Written
+from ckpttool.io.undo import edit, not_in_place
 from ckpttool.naming.convert import ModelForm
 from ckpttool.naming.match import match
 from ckpttool.naming.wrappers import adapter_of, infer, is_lightning
@@ -49,7 +51,7 @@ from ckpttool.remapping.plan import Remap, by_plan, with_optimizers
 from ckpttool.remapping.plan import remap as remap_index
 from ckpttool.remapping.restore import with_lost_versions, with_steps_of_norms
 from ckpttool.remapping.steps import Request, loadable
-from ckpttool.remapping.write import Decided, Writer, check_code, copied_imports, cost_of, recover_source, undo_of
+from ckpttool.remapping.write import Cost, Decided, Writer, check_code, copied_imports, cost_of, recover_source, undo_of
 from ckpttool.ruleset.patterns import parse
 
 if TYPE_CHECKING:
@@ -83,8 +85,7 @@ def convert(
 ) -> Remap:
     """Write a checkpoint in another format or with other shards; its keys and values stay.
 
-    `in_place` rewrites the file itself, without the bytes that earlier edits no longer use. `model` is needed for files
-    of FSDP1 ranks. Raise as `remap` does, and `Refused` if nothing would change.
+    `model` is needed for files of FSDP1 ranks. Raise as `remap` does, and `Refused` if nothing would change.
     """
     sources.begin_call()
     chosen = ConvertOptions(out=out, **options)
@@ -120,11 +121,11 @@ def run(
 ) -> Remap:
     """Return the result of `options` for `source`, written if they name an output and request no dry run.
 
-    A `conversion` changes the format or the shards only; in place it writes the complete file. Raise `Refused`, all
-    problems at once, if the remap would lose, collide, guess, or change nothing (unless it `may_copy`), and `CkptError`
-    if an operand cannot be read or OUT cannot be written. Then nothing is written.
+    A `conversion` changes the format or the shards only. Raise `Refused`, all problems at once, if the remap would
+    lose, collide, guess, or change nothing (unless it `may_copy`), and `CkptError` if an operand cannot be read or OUT
+    cannot be written. Then nothing is written.
     """
-    writer = Writer(split(source.source)[0], options, rewrites=conversion is not None)
+    writer = Writer(split(source.source)[0], options, options.in_place)
     out, target = options.target(source.source), None
     if out is not None:
         target = target_for(out, source, None if conversion is None else conversion.shard_size)
@@ -138,8 +139,10 @@ def run(
     done = plan_remap(source, options, model, to_model)
     done = replace(done, source=source.source, output=out or "", dry_run=options.dry_run)
     done = _checked_by_model(done, options, model, to_model)
-    if not (may_copy or done.changes_content or (conversion is not None and options.in_place)):
+    if not (may_copy or done.changes_content):
         is_new = target is not None and changes_form(source, target, done)
+        is_new = is_new or (conversion is not None and holds_unused_bytes(source))
+        is_new = is_new or (conversion is not None and holds_unused_bytes(source))
         if not is_new and is_as_saved(source):
             if conversion is not None:
                 raise Refused(
@@ -392,26 +395,13 @@ def _write(
     notes = (*notes, *companions.notes)
     done = replace(done, result=output, notes=notes, companions=companions if str(companions) else None)
 
-    expected = fingerprints(output) if options.verify and options.in_place and not options.dry_run else output
-    written = _edit_in_place(options, writer, target, output, companions) if options.in_place else None
-    files: Files = {}
-    if options.dry_run or written is None or written.way == "copied":
-        files = _laid_out(options, target, output, companions)
-    if written is not None:
-        kept = written.kept if written.way == "edited" else writer.replaced(target, files)
-        can_undo = not options.no_undo and (written.way == "copied" or written.nbytes)
-        done = replace(done, written=written, undo=undo_of(target.path, kept) if can_undo else None)
+    if options.in_place:
+        return _edit_in_place(source, options, writer, target, done, companions)
+    files = _laid_out(options, target, output, companions)
     if options.dry_run:
-        return replace(done, cost=cost_of(files, not options.in_place))
-    if files:
-        writer.target(target, files, _decided(done))
-    if options.verify:
-        done = replace(done, verified=writer.prove(target.path, expected))
-    if written is not None and written.way == "edited" and done.plan.dropped:
-        command = shell("ckpttool", "convert", target.path, "--in-place", "--no-undo")
-        kept_bytes = f"the file still holds the bytes of what was left out, until {command}"
-        done = replace(done, notes=(*done.notes, Info(kept_bytes, "remap")))
-    return done
+        return replace(done, cost=cost_of(files))
+    writer.target(target, files, _decided(done))
+    return replace(done, verified=writer.prove(target.path, output)) if options.verify else done
 
 
 _PICKLES = (".bin", ".pt", ".pth", ".pkl")  # of the other files of a folder
@@ -434,20 +424,38 @@ def _laid_out(options: RemapOptions, target: Target, output: Checkpoint, compani
 
 
 def _edit_in_place(
-    options: RemapOptions, writer: Writer, target: Target, output: Checkpoint, companions: Companions
-) -> Written:
-    """Change the source where it is, if that is possible; in a dry run return how it would be written."""
-    if writer.rewrites:
-        return Written("copied", reason="asked for")
+    source: Checkpoint, options: RemapOptions, writer: Writer, target: Target, done: Remap, companions: Companions
+) -> Remap:
+    """Change the source where it is, unless it is a dry run. Raise `Refused` if more than names would change."""
+    only_first()
+    output = done.result
     with dangerous_written() as names:
         files = target.format.layout_in_place(output, target.name or name_of(target.path))
-    if files is not None:
-        if not options.keep_pickled_code:
-            unchanged = dangerous(output.imports) if target.format.name == "pt2" else ()  # others are rewritten
-            check_code(output, names | {one.name for one in unchanged})
-        new = {name: content for name, content in companions.files.items() if isinstance(content, bytes)}
-        files = {**{name: Edited([Piece(text)], companions.before[name], text) for name, text in new.items()}, **files}
-    return writer.edit(target, files, dry_run=options.dry_run)
+    if files is None:
+        raise not_in_place(target.path, "more than names would change, or the format has no place for new ones")
+    gone = [name for name in source.other_files if name not in output.other_files]
+    if gone:
+        raise not_in_place(target.path, f"other files of the folder would be removed: {some(gone)}")
+    if not options.keep_pickled_code:
+        if target.format.name == "dcp":  # pickles in data files stay where they are
+            names |= copied_imports(output, target.format.layout_files(output, target.name))
+        check_code(output, names)
+    new = {name: content for name, content in companions.files.items() if isinstance(content, bytes)}
+    files = {**{name: Edited([Piece(text)], companions.before[name], text) for name, text in new.items()}, **files}
+    expected = fingerprints(output) if options.verify and not options.dry_run else None
+    written = edit(files, target.home, fsync=not options.no_fsync, dry_run=options.dry_run)
+    done = replace(done, written=written, undo=undo_of(target.path, written.kept) if written.nbytes else None)
+    if options.dry_run:
+        return replace(done, cost=Cost(0, written.nbytes, 0))
+    if expected is not None:
+        done = replace(done, verified=writer.prove(target.path, expected))
+    if done.plan.dropped:
+        kept_bytes = f"{target.path} still holds the bytes of what was left out"
+        if target.format.name == "torch_zip":
+            copy = shell("ckpttool", "convert", target.path, "-o", next(outputs(target.path, "copy")))
+            kept_bytes += f"; a copy does not: {copy}"
+        done = replace(done, notes=(*done.notes, Info(kept_bytes, "remap")))
+    return done
 
 
 def _decided(done: Remap) -> Decided | None:

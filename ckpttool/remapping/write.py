@@ -23,12 +23,11 @@ from ckpttool.formats.detect_folder import DCP_METADATA, locate, open_checkpoint
 from ckpttool.formats.torch.nodes import entries_with_code
 from ckpttool.io import progress, sources, write
 from ckpttool.io import undo as io_undo
-from ckpttool.io.files import exists, files_of, is_dir, settle, size
+from ckpttool.io.files import files_of, is_dir, settle, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import (
     Digest,
-    Edited,
     Files,
     Held,
     Link,
@@ -40,7 +39,7 @@ from ckpttool.io.pieces import (
     read_span,
     same_data,
 )
-from ckpttool.io.undo import Way, Written
+from ckpttool.io.undo import Way
 from ckpttool.io.write import Contents, WriteOptions
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.output import Target
@@ -86,10 +85,10 @@ class Verified:
 VERIFIED = record(Verified, {"by_checksum": COUNT, "read": COUNT}, {"library": TEXT, "by_library": COUNT})
 
 
-def cost_of(files: Files, copies: bool = True) -> Cost:
-    """Return the cost of writing the files. A data file that stays costs nothing, unless it is copied (`copies`)."""
+def cost_of(files: Files) -> Cost:
+    """Return the cost of writing the files."""
     links = [content for content in files.values() if isinstance(content, Link)]
-    copied = sum(size(link.path) for link in links) if copies else 0
+    copied = sum(size(link.path) for link in links)
     pieces = [piece for content in files.values() if not isinstance(content, Link) for piece in content]
     data = [piece.data for piece in pieces]
     lazy = [one for one in data if isinstance(one, Lazy)]
@@ -115,13 +114,12 @@ Decided = Callable[[], object]
 class Writer:
     """How a command writes its output, by its options. `source` is the path of the CKPT.
 
-    `rewrites`: in place, the file is written completely. `held` is what the checksums of a store prove of what was
-    written.
+    `in_place`: the source itself is changed. `held` is what the checksums of a store prove of what was written.
     """
 
     source: str
     options: OutputOptions
-    rewrites: bool = False
+    in_place: bool = False
     held: Held = field(default_factory=Held)
 
     def check(self, target: Target, *others: str) -> None:
@@ -129,19 +127,18 @@ class Writer:
         if target.folder is None:
             self.check_file(target.path, *others)
             return
-        force, in_place = self.options.force, self.options.in_place
+        force, in_place = self.options.force, self.in_place
         for source in (self.source, *others):
             write.preflight_folder(target.folder, target.present(), source, force=force, in_place=in_place)
 
     def check_file(self, out: str, *others: str) -> None:
         """Raise `CkptError` if the file cannot or must not be written. `others` are also read."""
         read = [path for source in (self.source, *others) for path in (source, *files_of(source))]
-        write.preflight(out, (*read, *sources.files_read()), force=self.options.force, in_place=self.options.in_place)
+        write.preflight(out, (*read, *sources.files_read()), force=self.options.force, in_place=self.in_place)
 
     def file(self, pieces: Pieces, out: str, decided: Decided | None = None) -> None:
         """Write the file; `decided`, if known, is everything that decides its values."""
-        if not self.options.in_place:
-            write.check_no_source(out, sources.files_read())  # now that all is open which the command reads
+        write.check_no_source(out, sources.files_read())  # now that all is open which the command reads
         name = name_of(out if is_url(out) else os.path.realpath(out))
         self._write({name: pieces}, out, None, decided)
 
@@ -152,19 +149,6 @@ class Writer:
             self.file(pieces, target.path, decided)
         else:
             self._write(files, target.folder, target.present(files), decided)
-
-    def edit(self, target: Target, files: Mapping[str, Edited] | None, *, dry_run: bool = False) -> Written:
-        """Edit the source in place, if possible; return how it was written, or would be."""
-        only_first()
-        keep, fsync = not self.options.no_undo, not self.options.no_fsync
-        return io_undo.edit(files, target.home, keep=keep, fsync=fsync, dry_run=dry_run)
-
-    def replaced(self, target: Target, files: Files) -> int:
-        """Return the bytes of the files that `files` replace, which are kept for undo."""
-        stale = () if target.folder is None else target.present(files)
-        paths = [join(target.home, name) for name, content in files.items() if not isinstance(content, Link)]
-        paths += [join(target.home, name) for name in stale]
-        return sum(size(path) for path in paths if exists(path))
 
     def _write(self, files: Files, out: str, stale: Collection[str] | None, decided: Decided | None) -> None:
         """Write the files of the folder `out`, which replace the `stale` ones; the file `out` if `stale` is None."""
@@ -195,9 +179,7 @@ class Writer:
         """Return the options of the writers, and with `verify` the record that proves the bytes of these files."""
         options = self.options
         return WriteOptions(
-            replace=options.force or options.in_place,
-            in_place=options.in_place,
-            keep=options.in_place and not options.no_undo,
+            replace=options.force,
             readers_of=[self.source] if is_dir(self.source) else files_of(self.source),
             fsync=not options.no_fsync,
             digests={} if options.verify and not is_remote else None,
@@ -302,11 +284,10 @@ class Undo:
     def __str__(self) -> str:
         if not self.nbytes:
             return self.command
-        return f"{self.command} (until then {human_bytes(self.nbytes)} of old content are kept; --no-undo keeps none)"
+        return f"{self.command} (until then {human_bytes(self.nbytes)} of old content are kept)"
 
 
 UNDO = record(Undo, {"command": TEXT, "bytes": COUNT}, called={"bytes": "nbytes"})
-NO_UNDO = "not possible (--no-undo)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,14 @@ from ckpttool.core.schema import COUNT, FLAG, TEXT, TEXTS, list_of, notes_as, nu
 from ckpttool.core.text import Note, plural, shell
 from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate.apply import apply, run_code
-from ckpttool.evaluate.compare import difference, fingerprints, same_values
+from ckpttool.evaluate.compare import difference, same_values
 from ckpttool.formats.detect import sniff
 from ckpttool.formats.detect_folder import not_looked_into
 from ckpttool.formats.pickle_read import collected
 from ckpttool.formats.pt2 import read_program, read_scripted
 from ckpttool.formats.pt2_program import INSIDE, OUTSIDE, is_inlined, program_of
 from ckpttool.formats.registry import FORMATS
-from ckpttool.io.files import look_anew, size
+from ckpttool.io.files import look_anew
 from ckpttool.naming import convert, wrappers
 from ckpttool.naming.convert import Form, ModelForm
 from ckpttool.naming.match import match
@@ -32,7 +32,7 @@ from ckpttool.naming.wrappers import Chain, strip
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.model import LOAD_HOOK, ModelOperand, as_read, operand_of, read_for_model, same_model
 from ckpttool.operands.output import outputs
-from ckpttool.remapping.write import COST, UNDO, VERIFIED, Cost, Undo, Verified, Writer, check_code, cost_of, undo_of
+from ckpttool.remapping.write import COST, VERIFIED, Cost, Verified, Writer, check_code, cost_of
 from ckpttool.swap.weight_map import (
     canonical_names,
     chosen_constants,
@@ -65,10 +65,6 @@ class SwapOptions(ModelOptions, OutputOptions):
         return None if self.from_ is None else convert.parse(self.from_)
 
     def check(self) -> None:
-        if self.in_place and self.out is not None and not self.dry_run:
-            raise CkptError("--in-place and -o OUT exclude each other", hint="-o OUT")
-        if self.no_undo and not self.in_place:
-            raise CkptError("--no-undo is for --in-place", hint="pass --in-place, or leave it out")
         if self.constants and self.keep_constants:
             raise CkptError("--constants and --keep-constants exclude each other", hint="choose one")
         if self.from_ is not None:
@@ -97,8 +93,8 @@ class Swap:
     `unchanged`: the program had all of these values before. `compared` compares each constant that is not in NEW with
     the model's. `form` is the form of the checkpoint's keys; `ignored` are its entries that no program holds. `kept`
     are tensors of the program that no checkpoint of the model has: counters of AveragedModels, buffers that are not
-    saved. `cost` is the result of a dry run, `verified` how the output was checked, `undo` how to undo a swap in
-    place. `source`, `weights` and `output` are the operands: PROGRAM, NEW, and OUT. `notes` are on what was read.
+    saved. `cost` is the result of a dry run, `verified` how the output was checked. `source`, `weights` and `output`
+    are the operands: PROGRAM, NEW, and OUT. `notes` are on what was read.
     """
 
     program: Checkpoint
@@ -109,7 +105,6 @@ class Swap:
     compared: tuple[Constant, ...] = ()
     cost: Cost | None = None
     verified: Verified | None = None
-    undo: Undo | None = None
     source: str = ""
     weights: str = ""
     output: str = ""
@@ -161,7 +156,7 @@ SWAP = record(
         **dict.fromkeys(("ignored", "by_code"), TEXTS),
         "notes": notes_as("reader"),
     },
-    {"undo": UNDO, "verified": VERIFIED, "cost": COST},
+    {"verified": VERIFIED, "cost": COST},
     called={
         "program": "source",
         "constant_values": "compared",
@@ -448,14 +443,13 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
     ]
     notes = (*weights.notes, *not_looked_into(imports), *unused, *swapped.notes)
     swapped = replace(swapped, source=program, weights=weights.source, output=output, unchanged=unchanged, notes=notes)
-    if options.in_place and not options.no_undo:
-        swapped = replace(swapped, undo=undo_of(path, size(path)))
     if target is None:
         return replace(swapped, cost=cost_of({path: FORMATS["pt2"].layout(swapped.program)}))
-    expected = fingerprints(swapped.program) if options.verify and options.in_place else swapped.program
     writer.file(FORMATS["pt2"].layout(swapped.program), target, None if swapped.by_code else swapped.values_json)
     if options.verify:
-        swapped = replace(swapped, verified=writer.prove(target, expected, _read(target, name, weights, options.out)))
+        swapped = replace(
+            swapped, verified=writer.prove(target, swapped.program, _read(target, name, weights, options.out))
+        )
     return swapped
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.core.options import ModelOptions, OptimizerOptions, OutputOptions
+from ckpttool.core.options import EditOptions, ModelOptions, OptimizerOptions, OutputOptions
 from ckpttool.diffing.options import CompareOptions, DiffOptions
 from ckpttool.remapping.options import ConvertOptions, RemapOptions
 from ckpttool.remapping.run import WRITTEN
@@ -72,9 +72,9 @@ def generate() -> str:
         ("CompareKeywords", "TypedDict", rows(CompareOptions)),
         ("DiffKeywords", "CheckKeywords, CompareKeywords", rows(DiffOptions)),
         ("OutputKeywords", "TypedDict", {**model, **rows(OutputOptions, "out")}),
-        ("FixKeywords", "OptimizerKeywords, OutputKeywords", {}),
-        ("RemapKeywords", "OptimizerKeywords, OutputKeywords", rows(RemapOptions)),
-        ("ConvertKeywords", "ModelKeywords, OutputKeywords", rows(ConvertOptions, "in_place")),
+        ("FixKeywords", "OptimizerKeywords, OutputKeywords", rows(EditOptions)),
+        ("RemapKeywords", "OptimizerKeywords, OutputKeywords", {**rows(EditOptions), **rows(RemapOptions)}),
+        ("ConvertKeywords", "ModelKeywords, OutputKeywords", rows(ConvertOptions)),
         ("SwapKeywords", "ModelKeywords, OutputKeywords", rows(SwapOptions)),
         ("WriteKeywords", "TypedDict", {name: output[name] for name in WRITTEN}),
     )

@@ -123,7 +123,7 @@ def lossy(path: Path, shown: bool) -> Args:
     return ["remap", saved, "--model", model, "--to", "runtime", "-o", path / "out.pt", "--partial"]
 
 
-@prints("the file still holds the bytes of what was left out")
+@prints("still holds the bytes of what was left out; a copy does not: ckpttool convert")
 def bytes_left(path: Path, shown: bool) -> Args:
     change = ["--drop", "2.weight"] if shown else ["--rule", "2.weight => 2.w"]
     return ["remap", save(path / "in.pt"), *change, "--in-place"]
@@ -219,7 +219,7 @@ def config_of_other_keys(path: Path, shown: bool) -> Args:
 @prints("config.json did not: check that it describes the new keys")
 def config_in_place(path: Path, shown: bool) -> Args:
     folder = hf(path, *(["config.json"] if shown else ["tokenizer.json"]))
-    return ["remap", folder, "--in-place", "--rule", "2.{x*} => head.{x*}"]
+    return ["remap", folder, "--in-place", "--rule", "2.{x*} => h.{x*}"]
 
 
 @prints("optimizer.bin is copied unchanged: its ids keep the parameter order")

@@ -166,7 +166,6 @@ CONVERSIONS = [
     ("wrapped.pt -o out/", 0),
     ("train.pt::model -o out.pt", 0),
     ("hf -o out/ --max-shard-size 10B", 0),
-    ("wrapped.pt --in-place", 0),
     ("saved.dcp -o out.pt", 0),
     ("wrapped.pt -o out.pt", 1),
     ("hf -o out/", 1),

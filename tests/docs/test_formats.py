@@ -159,8 +159,8 @@ def cells(row: Format, run: Run, folder: Path) -> list[str]:
     read = (listed, run("diff", sample, sample, "--values"), by_url(sample, run))
     assert [done.status for done in read] == [0, 0, 0]
     converted, (out, together) = conversion(sample, run, folder), written(row, sample, run, folder)
-    edited = run("remap", sample, *RENAMED, "--in-place", "--format", "json")
-    way = edited.data["written"]["way"] if edited.status == 0 else "no"
+    edited = run("remap", sample, "--rule", r"re:(.*)\.(.*) => \1.w", "--in-place")
+    way = "yes" if edited.status == 0 else "no"
     return [row.title, f"`{row.name}`", on_disk, converted, out, way, together]
 
 

@@ -63,11 +63,6 @@ def edited(folder: Path) -> None:
     assert main(["remap", str(folder / "in.safetensors"), *RENAME, "--in-place"]) == 0
 
 
-def zipped_edited(folder: Path) -> None:
-    zipped(folder)
-    assert main(["remap", str(folder / "in.pt"), *RENAME, "--in-place"]) == 0
-
-
 def sharded_edited(folder: Path) -> None:
     sharded(folder)
     assert main(["remap", str(folder / "in"), *RENAME, "--in-place"]) == 0
@@ -127,45 +122,27 @@ def program(folder: Path) -> None:
         (folder / name).write_bytes((DATA / name).read_bytes())
 
 
-def program_edited(folder: Path) -> None:
-    program(folder)
-    assert main(["remap", str(folder / PROGRAM), "--rule", "scale => s", "--in-place"]) == 0
-
-
-LONGER = f"remap in.safetensors --in-place --rule b.{{x}}=>{'a.much.longer.name.' * 9}{{x}}"
 CASES = {
     "safetensors, copied": Case(tensors, "remap in.safetensors -o out.safetensors"),
     "safetensors, over another": Case(tensors_and_out, "remap in.safetensors -o out.safetensors --force"),
-    "safetensors, in place, rewritten": Case(tensors, "remap in.safetensors --in-place --drop a.bias"),
     "safetensors, in place": Case(tensors, "remap in.safetensors --in-place", look="in.safetensors", journal=True),
-    "safetensors, longer": Case(tensors, LONGER, look="in.safetensors", journal=True),
     "safetensors, undone": Case(edited, "undo in.safetensors", look="in.safetensors", journal=True),
     "safetensors, verified": Case(tensors, "remap in.safetensors -o out.safetensors --verify --no-fsync"),
     "with a report and a plan": Case(tensors, "remap in.safetensors -o o.safetensors --report r.md --save-plan p.json"),
-    "torch zip, in place, rewritten": Case(zipped_edited, "convert in.pt --in-place"),
     "torch zip, in place": Case(zipped, "remap in.pt --in-place", look="in.pt", journal=True),
     "torch zip to safetensors": Case(zipped, "remap in.pt::model -o out.safetensors"),
     "torch legacy to torch zip": Case(legacy, "remap in.pt -o out.pt"),
     "torchscript": Case(scripted, "swap-weights in.pt new.pt -o out.pt"),
     "program": Case(program, "swap-weights tagger-torch-2.9.1.pt2 weights-torch-2.9.1.pt -o out.pt2"),
-    "program, in place": Case(
-        program,
-        "remap tagger-torch-2.9.1.pt2 --in-place --rule mix.{i}.{x}=>z.{i}.{x}",
-        look="tagger-torch-2.9.1.pt2",
-        journal=True,
-    ),
-    "program, undone": Case(program_edited, "undo tagger-torch-2.9.1.pt2", look="tagger-torch-2.9.1.pt2", journal=True),
     "sharded, copied": Case(sharded, "remap in -o out/"),
-    "sharded, in place, rewritten": Case(sharded, "remap in --in-place --drop a.bias"),
     "sharded, in place": Case(sharded, "remap in --in-place", look="in", journal=True),
     "sharded, undone": Case(sharded_edited, "undo in", look="in", journal=True),
     "sharded, over another": Case(sharded_and_out, "remap in -o out --force"),
-    "sharded, here": Case(sharded, "remap . --in-place --drop a.bias", "in", ".", journal=True),
-    "sharded again, here": Case(sharded, "convert . --in-place --max-shard-size 100KB", "in", ".", journal=True),
+    "sharded, here": Case(sharded_and_out, "remap ../in -o . --force", "out", ".", journal=True),
     "to shards": Case(zipped, "convert in.pt::model -o out/ --max-shard-size 100KB"),
     "dcp, copied": Case(distributed, "remap in -o out.dcp"),
-    "dcp, in place": Case(distributed, "remap in --in-place"),
-    "dcp, here": Case(distributed, "remap . --in-place", "in", ".", journal=True),
+    "dcp, in place": Case(distributed, "remap in --in-place", look="in", journal=True),
+    "dcp, here": Case(distributed_and_out, "remap ../in -o . --force", "out", ".", journal=True),
     "dcp, over another": Case(distributed_and_out, "remap in -o out --force"),
     "dcp to safetensors": Case(distributed, "remap in::model -o out.safetensors"),
 }
@@ -236,7 +213,6 @@ def test_output_is_the_old_or_the_new_one(
 # Readers
 
 SMALL = {"a.weight": torch.arange(2_000.0), "a.bias": torch.ones(3), "b.weight": torch.zeros(2, 2)}
-LONGER_NAMES = ("--rule", f"b.{{x}} => {'a.much.longer.name.' * 9}{{x}}")
 
 
 def small_tensors(work: Path) -> None:
@@ -260,16 +236,9 @@ def small_bins(work: Path) -> None:
 # Format -> function that writes the files, options of the killed command, checkpoint to read afterwards.
 READ: dict[str, tuple[Callable[[Path], object], Sequence[str], str]] = {
     "safetensors": (small_tensors, RENAME, "in.safetensors"),
-    "safetensors, longer": (small_tensors, LONGER_NAMES, "in.safetensors"),
-    "safetensors, copied": (small_tensors, (), "in.safetensors"),
     "torch zip": (lambda work: torch.save({"model": SMALL, "epoch": 3}, work / "in.pt"), RENAME, "in.pt"),
-    "torch legacy": (lambda work: legacy(work, SMALL), RENAME, "in.pt"),
-    "program": (lambda work: shutil.copy(DATA / PROGRAM, work / "in.pt2"), ("--rule", "scale => s"), "in.pt2"),
     "sharded": (small_shards, RENAME, "in"),
-    "sharded, copied": (small_shards, (), "in"),
-    "sharded, copied here": (small_shards, (), "in"),
     "sharded bin": (small_bins, RENAME, "in"),
-    "dcp, here": (lambda work: distributed(work, state=SMALL), RENAME, "in"),
     "dcp": (lambda work: distributed(work, state=SMALL), RENAME, "in"),
 }
 
@@ -290,11 +259,8 @@ def readings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         make(template / "work")
         for other_name in ("other.pt", "names.json"):
             shutil.copy(others / other_name, template)
-        line = ["remap" if words else "convert", ckpt, *words, "--in-place"]
-        cwd = "."
-        if name.endswith("here"):  # the current folder cannot be exchanged, so a journal is used
-            line[1], cwd = ".", ckpt
-        scenarios[name] = {"template": str(template), "line": line, "cwd": cwd, "ckpt": ckpt}
+        line = ["remap", ckpt, *words, "--in-place"]
+        scenarios[name] = {"template": str(template), "line": line, "cwd": ".", "ckpt": ckpt}
     return run_driver("reader_driver.py", scenarios=scenarios, most=MAX_KINDS)
 
 
@@ -304,5 +270,4 @@ def test_reading_commands_do_not_write(readings: dict[str, Any], name: str) -> N
     assert row["problems"][:5] == []
     assert row["kinds"] >= 2
     assert row["runs"] >= 32
-    is_atomic = name.endswith("copied") or name in ("torch legacy", "dcp")  # replaced by one call
-    assert is_atomic == (row["interrupted"] == 0)
+    assert row["interrupted"] > 0

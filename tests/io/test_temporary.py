@@ -89,7 +89,7 @@ def test_leftovers_are_removed_after_recovery(tmp_path: Path) -> None:
     save_file({"a.w": torch.ones(2)}, tmp_path / "in.safetensors")
     old = (tmp_path / "in.safetensors").read_bytes()
     descriptor = os.open(tmp_path / "in.safetensors", os.O_RDWR)
-    change = transaction.Change(patch.Patch(len(old), 8, len(old) - 8, 0, bytes(8), b""), b"", b"")
+    change = transaction.Change(patch.Patch(len(old), 8, len(old) - 8, bytes(8), b""), b"", b"")
     (tmp_path / name(DEAD, "edit")).write_bytes(_journal("in.safetensors", descriptor, change))
     patch.apply(descriptor, change.patch, fsync=False)
     os.close(descriptor)
@@ -233,14 +233,11 @@ def test_commands_work_without_linux_system_calls(tmp_path: Path, monkeypatch: p
         monkeypatch.delattr(os, call, raising=False)
     assert syscalls.memory() == sys.maxsize
     save_file({"a.w": torch.arange(400_000.0), "b": torch.ones(3)}, "in.safetensors")
-    long = "z." + "a.much.longer.name." * 300
     for rule, out in (("a.{x} => z.{x}", ["-o", "out.safetensors", "--verify"]), ("a.{x} => y.{x}", ["--in-place"])):
         assert main(["remap", "in.safetensors", "--rule", rule, *out]) == 0
-    assert main(["undo", "in.safetensors"]) == 0
-    assert main(["remap", "in.safetensors", "--rule", f"a.{{x}} => {long}{{x}}", "--in-place"]) == 0
     for force in ([], ["--force"]):
         assert main(["convert", "out.safetensors", "-o", "m/", "--max-shard-size", "1MB", *force]) == 0
-    assert {*load_file("in.safetensors")} == {f"{long}w", "b"}
+    assert {*load_file("in.safetensors")} == {"y.w", "b"}
     assert {*load_file("out.safetensors")} == {"z.w", "b"}
     assert main(["undo", "in.safetensors"]) == 0
     assert {*load_file("in.safetensors")} == {"a.w", "b"}

@@ -44,10 +44,10 @@ def folder(tmp_path: Path) -> Path:
     return write_files(tmp_path / "folder", BEFORE)
 
 
-def switch(folder: Path, *, keep: bool = False) -> None:
+def switch(folder: Path) -> None:
     new = folder.parent / "new"
-    rows = transaction.replaced_rows(new, folder, [*PUT, "removed", "never there"], keep=keep)
-    transaction.replace_files(new, folder, rows, keep=keep, fsync=False)
+    rows = transaction.replaced_rows(new, folder, [*PUT, "removed", "never there"])
+    transaction.replace_files(new, folder, rows, fsync=False)
 
 
 class Died(BaseException):
@@ -86,17 +86,16 @@ def mark_as_dead(folder: Path) -> None:
         path.rename(folder / path.name.replace(str(me()), str(dead)))
 
 
-@pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("count", range(RENAMES + 1))
 def test_crash_at_any_step_restores_the_old_files(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, fail_after: Callable[..., None], count: int, keep: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fail_after: Callable[..., None], count: int
 ) -> None:
     fail_after(count, Died())
     if count < RENAMES:
         with pytest.raises(Died):
-            switch(folder, keep=keep)
+            switch(folder)
     else:
-        switch(folder, keep=keep)
+        switch(folder)
     found = content(folder)
     assert "index" not in found or found in (BEFORE, AFTER)  # the index exists only with all other files
     monkeypatch.undo()

@@ -239,8 +239,8 @@ def test_field_that_cannot_be_renamed_is_refused_with_its_value(field: str, tmp_
 def test_undo_restores_the_config(tmp_path: Path) -> None:
     trained(peft.LoraConfig(target_modules=["head"]), tmp_path / "a")
     before = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
-    ckpttool.remap(str(tmp_path / "a"), in_place=True, rule=["head.{x*} => final.{x*}"])
-    assert json.loads((tmp_path / "a/adapter_config.json").read_text())["target_modules"] == ["final"]
+    ckpttool.remap(str(tmp_path / "a"), in_place=True, rule=["head.{x*} => last.{x*}"])
+    assert json.loads((tmp_path / "a/adapter_config.json").read_text())["target_modules"] == ["last"]
     ckpttool.undo(str(tmp_path / "a"))
     after = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir() if file.name in before}
     assert after == before

@@ -20,20 +20,18 @@ def command(
     """Write a checkpoint in another format or with other shards.
 
     Keys and values stay. The ending of OUT decides the format: .safetensors, .pt, .dcp (torch.distributed.checkpoint),
-    or OUT/ for a folder of shards. With --in-place the file is written again in its own format, without the bytes that
-    earlier edits no longer use. Status 0 if it is written, 1 if nothing would change or something would be lost.
+    or OUT/ for a folder of shards. Status 0 if it is written, 1 if nothing would change or something would be lost.
 
     \b
     Examples:
       ckpttool convert train.pt::model -o train.safetensors
       ckpttool convert model.safetensors -o sharded/ --max-shard-size 5GB
-      ckpttool convert train.pt --in-place
     """
     from ckpttool.report.documents.remap import document
 
     out = options.target(ckpt)
     if out is None:
-        raise CkptError("no output named", hint="-o OUT, or --in-place to write the file again")
+        raise CkptError("no output named", hint="-o OUT, or --dry-run to see what would be written")
     report.check([ckpt], out=out)
     done = ckpttool.convert(ckpt, **keywords_of(options))
     report.emit(partial(document, done, "convert"), done.to_json)

@@ -27,7 +27,7 @@ def command(
       ckpttool remap old.pt -o new.pt --rule 'encoder.{x*} => backbone.{x*}'
       ckpttool remap train.pt -o runtime.pt --model model.py:build --to runtime
       ckpttool remap train.pt::model -o ema.safetensors --like other.safetensors --dry-run
-      ckpttool remap old.pt --in-place --drop 'head.*'
+      ckpttool remap old.pt --in-place --rule 'encoder.{x*} => backbone.{x*}'
     """
     from ckpttool.report.documents.remap import document
     from ckpttool.report.renderers import json

@@ -31,7 +31,7 @@ def command(
     """Roll back an interrupted or the last edit in place.
 
     If a command was killed while it edited PATH, everything is as it was before that command. Otherwise the last
-    finished `--in-place` of `remap` or `swap-weights` is undone, to the byte. With --force an edit that another machine
+    finished `--in-place` is undone, to the byte. With --force an edit that another machine
     or container began is rolled back too: pass it only if that process has ended.
 
     \b

@@ -204,6 +204,12 @@ def layout(checkpoint: Checkpoint) -> Pieces:
 
 
 @many_objects()
+def holds_unused_bytes(checkpoint: Checkpoint) -> bool:
+    """Return whether the file that was read holds records that it no longer lists, as after an edit in place."""
+    container = checkpoint.container
+    return isinstance(container, Container) and container.archive is not None and not container.archive.is_tight
+
+
 def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
     """Return the file that was read, followed by a new pickle and a new directory; the old ones stay, unused.
 

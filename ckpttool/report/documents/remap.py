@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 from ckpttool.core.expression import BY_CODE, Ref, refs
 from ckpttool.core.plan import Plan
 from ckpttool.core.text import dotted, number, plural
-from ckpttool.operands.checkpoint import split
-from ckpttool.remapping.write import NO_UNDO
 from ckpttool.report.collapse import collapse
 from ckpttool.report.document import (
     Block,
@@ -70,7 +68,7 @@ def document(done: Remap, command: str = "remap") -> Document:
             ("other files", str(done.companions or "")),
             ("cost", str(done.cost or "")),
             ("to be written" if done.dry_run else "written", str(done.written or "")),
-            ("undo", _undo(done)),
+            ("undo", str(done.undo or "")),
             ("verified", str(done.verified or "")),
         )
     ]
@@ -88,12 +86,6 @@ def planned(plan: Plan) -> Document:
     return Document(
         "plan", f"{plural(len(plan.outputs), 'output')}, {len(plan.dropped)} left out", True, filled(blocks)
     )
-
-
-def _undo(done: Remap) -> str:
-    written = done.written
-    changes = written is not None and (written.way == "copied" or written.nbytes > 0)
-    return str(done.undo or NO_UNDO) if changes else ""
 
 
 def undone(done: Undone) -> Document:
@@ -121,7 +113,6 @@ def swapped(done: Swap) -> Document:
             ("constants kept", number(len(done.constants))),
             ("not replaced", ", ".join(done.kept)),
             ("cost", str(done.cost or "")),
-            ("undo", str(done.undo or (NO_UNDO if split(done.source)[0] == done.output else ""))),
             ("verified", str(done.verified or "")),
         )
     ]

@@ -91,5 +91,4 @@ def test_in_place_warns_that_config_json_describes_other_keys(
     done = ckpttool.remap(str(tmp_path / "own"), in_place=True, rule=[RULE])
     assert [note for note in done.notes if "config.json" in note]
     done = ckpttool.remap(str(tmp_path / "own"), in_place=True, rule=[RULE], reverse=True)
-    ckpttool.convert(str(tmp_path / "own"), in_place=True)
     assert loads(tmp_path / "own", llama[1])

@@ -108,8 +108,10 @@ def test_a_rename_keeps_the_shards_and_its_inverse_restores_the_bytes(llama: Pat
 
 def test_a_rename_in_place_and_its_inverse_restore_the_bytes(llama: Path, tmp_path: Path) -> None:
     shutil.copytree(llama, tmp_path / "m")
-    remap(tmp_path / "m", "--in-place", "--rule", RULE, "--verify", "--no-undo")
-    remap(tmp_path / "m" / INDEX, "--in-place", "--rule", RULE, "--reverse", "--verify", "--no-undo")
+    remap(tmp_path / "m", "--in-place", "--rule", "model.{x*} => trunk.{x*}", "--verify")
+    remap(tmp_path / "m" / INDEX, "--in-place", "--rule", "model.{x*} => trunk.{x*}", "--reverse", "--verify")
+    (record,) = (tmp_path / "m").glob(".*.ckpttool.undo")
+    record.unlink()
     assert same(llama, tmp_path / "m")
 
 
@@ -155,7 +157,6 @@ def test_a_single_file_has_no_index(llama: Path, expected: dict[str, torch.Tenso
     assert loads(tmp_path / "out", expected)
     remap(f"{tmp_path}/out", "-o", f"{tmp_path}/again", "--rule", RULE, "--verify")
     assert (tmp_path / "again" / "model.safetensors").is_file()
-    remap(f"{tmp_path}/out", "--in-place", "--max-shard-size", "30KB", status=1)
     remap(f"{tmp_path}/out", "-o", f"{tmp_path}/again", "--max-shard-size", "30KB", "--force", "--verify")
     assert not (tmp_path / "again" / "model.safetensors").exists()
     assert loads(tmp_path / "again", expected)
@@ -357,7 +358,7 @@ class Doubled(nn.Linear):
         state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
 
 
-@pytest.mark.parametrize("way", ["kept", "resharded", "in place"])
+@pytest.mark.parametrize("way", ["kept", "resharded"])
 @pytest.mark.parametrize("ending", ["safetensors", "bin"])
 def test_shards_are_marked_with_their_form(tmp_path: Path, ending: str, way: str) -> None:
     """Keys, shapes and dtypes are the same for both forms, so only the mark in the shards distinguishes them."""
@@ -370,15 +371,11 @@ def test_shards_are_marked_with_their_form(tmp_path: Path, ending: str, way: str
     at = tmp_path / "m"
     for number, form in enumerate(("runtime", "serialized", "runtime", "runtime", "serialized")):
         words = ("--model", f"{__file__}:Doubled", "--to", form)
-        status = 1 if number == 3 and way == "in place" else 0  # it is already in this form
-        if way == "in place":
-            remap(at, *words, "--in-place", status=status)
-        else:
-            remap(at, *words, "-o", tmp_path / str(number) / name, status=status)
-            at = at if status else tmp_path / str(number)
-            if way == "resharded":
-                remap(at, "-o", tmp_path / f"{number} again" / name, "--max-shard-size", "36" if number % 2 else "72")
-                at = tmp_path / f"{number} again"
+        remap(at, *words, "-o", tmp_path / str(number) / name)
+        at = tmp_path / str(number)
+        if way == "resharded":
+            remap(at, "-o", tmp_path / f"{number} again" / name, "--max-shard-size", "36" if number % 2 else "72")
+            at = tmp_path / f"{number} again"
         remap(at, "-o", tmp_path / f"{number}.safetensors")
         found = load_file(tmp_path / f"{number}.safetensors")
         expected = runtime if form == "runtime" else state
@@ -467,11 +464,11 @@ def test_an_index_beyond_the_limit_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("drop", "left"), [("y", ["x", "z"]), ("x", ["y", "z"])])
-def test_in_place_removes_a_dropped_tensor_from_its_shard(tmp_path: Path, drop: str, left: list[str]) -> None:
+def test_a_dropped_tensor_is_removed_from_its_shard(tmp_path: Path, drop: str, left: list[str]) -> None:
     shards = {"a.safetensors": {"x": torch.ones(2), "z": torch.ones(1)}, "b.safetensors": {"y": torch.ones(3)}}
     path = write(tmp_path / "m", shards)
-    remap(path, "--in-place", "--drop", drop)
-    checkpoint = open_checkpoint(str(path))
+    remap(path, "-o", f"{tmp_path}/out/", "--drop", drop)
+    checkpoint = open_checkpoint(f"{tmp_path}/out")
     assert {entry.key for entry in checkpoint.sections[0].tensors} == set(left)
 
 
