@@ -12,19 +12,16 @@ from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.options import OptimizerOptions, expand_options, several
 from ckpttool.core.pickle_imports import DANGEROUS, UNKNOWN, UNREADABLE, Import
-from ckpttool.core.plan import SCHEMA as PLAN_SCHEMA
-from ckpttool.core.plan import Plan
 from ckpttool.core.schema import FLAG, PROBLEM, TEXT, list_of, notes_as, nullable, record, unless_empty
 from ckpttool.core.text import Info, Note, shell, visible
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.fixes.suggest import diff_names_file
-from ckpttool.formats import strict_json
 from ckpttool.formats.detect_folder import unsafe_in_folder
 from ckpttool.formats.torch.nodes import entries_with_code
 from ckpttool.io.files import look_anew
 from ckpttool.operands.checkpoint import model_section, open_operand
-from ckpttool.operands.model import ModelOperand, holds, is_names_file, operand_of, read_names
+from ckpttool.operands.model import ModelOperand, is_names_file, operand_of, read_names
 from ckpttool.operands.output import command, free
 from ckpttool.remapping.options import ConvertOptions, RemapOptions
 from ckpttool.remapping.run import run
@@ -90,7 +87,7 @@ CHECKS = record(Checks, {"ok": FLAG, "files": list_of(_CHECKED)}, title="ckpttoo
 
 @expand_options(OptimizerOptions)
 def check(files: str | Sequence[str], *, allow: str | Sequence[str] = (), **options: Unpack[CheckKeywords]) -> Checks:
-    """Check files of a repository, each for what it is: names files (against `model`), rules, plans, checkpoints.
+    """Check files of a repository, each for what it is: names files (against `model`), rules, checkpoints.
 
     A checkpoint fails for each import of its pickles that is dangerous or unknown and that no shell pattern in `allow`
     names. Raises OSError for a file that cannot be read, and `CkptError` for a model or optimizer that cannot be built:
@@ -109,8 +106,6 @@ def _kind(path: str) -> str:
     if not os.path.isdir(path):
         with open(path, "rb"):
             pass  # raises if it cannot be read
-    if holds(path, PLAN_SCHEMA):
-        return "plan"
     if path.endswith(".toml"):
         return "rules"
     return "names" if is_names_file(path) else "checkpoint"
@@ -120,8 +115,6 @@ def _checked(path: str, kind: str, model: ModelOperand | None, options: DiffOpti
     try:
         if kind == "rules":
             rules.read(path)
-        elif kind == "plan":
-            Plan.from_json(strict_json.read_file(path, "write one with --save-plan"), path)
         elif kind == "names":
             read_names(path)
         else:

@@ -81,7 +81,6 @@ class RemapKeywords(OptimizerKeywords, OutputKeywords, total=False):
     to_model: Any
     to_optimizer: Any
     optimizer_keys: str | None
-    save_plan: str | None
     keep_aliases: bool
 
 

@@ -62,11 +62,10 @@ def rename_head(run: Run) -> Callable[[], None]:
 
 
 def test_each_file_is_checked_by_its_type(run: Run) -> None:
-    assert run("remap", "good.pt", "--save-plan", "plan.json", "--rule", "w=>v").status == 0
-    files = ("good.pt", "good.safetensors", "rules.toml", "plan.json", "names.json")
+    files = ("good.pt", "good.safetensors", "rules.toml", "names.json")
     done = run("check", *files, "--format", "json")
     assert (done.status, done.data["ok"]) == (0, True)
-    assert [file["kind"] for file in done.data["files"]] == ["checkpoint", "checkpoint", "rules", "plan", "names"]
+    assert [file["kind"] for file in done.data["files"]] == ["checkpoint", "checkpoint", "rules", "names"]
     assert schemas.check(done.data) == "check"
 
 
@@ -75,7 +74,6 @@ def test_each_file_is_checked_by_its_type(run: Run) -> None:
     [
         ("rules.toml", '[[rule]]\nrenam = "a => b"\n', "rule"),
         ("rules.toml", "[[rule", "not TOML"),
-        ("plan.json", '{"schema": "ckpttool.plan/1", "outputs": 3, "dropped": []}', "$.outputs"),
         ("names.json", '{"schema": "ckpttool.names/1"}', "$.model"),
         ("bad.pt", "not a checkpoint", "bad.pt"),
     ],

@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "remap": ("ckpttool.cli.commands.remap", "Rewrite the keys, optimizer ids and format of a checkpoint."),
     "convert": ("ckpttool.cli.commands.convert", "Write a checkpoint in another format or with other shards."),
     "swap-weights": ("ckpttool.cli.commands.swap_weights", "Put new weights into an exported program."),
-    "check": ("ckpttool.cli.commands.check", "Files of a repository: names, rules, plans, pickles."),
+    "check": ("ckpttool.cli.commands.check", "Files of a repository: names, rules, pickles."),
     "undo": ("ckpttool.cli.commands.undo", "Roll back an interrupted or the last edit in place."),
     "rules": ("ckpttool.cli.commands.rules", "List the preset rules; with NAME print one as TOML."),
     "schema": ("ckpttool.cli.commands.schema", "The JSON Schema of an object that the commands write."),

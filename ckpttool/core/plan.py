@@ -31,7 +31,7 @@ from ckpttool.core.text import dotted
 from ckpttool.core.values import dataclass, public
 
 SCHEMA = "ckpttool.plan/1"
-_HINT = "write one with `ckpttool remap … --save-plan PLAN.json`"
+_HINT = "`ckpttool remap … --dry-run --format json` shows one"
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class _Sources:
     """The sources of a command.
 
     `streamed`: paths and URLs whose tensors were read since `note_anew`. `opened`: local files by path, with the number
-    of the look. `read`: local files that are not checkpoints (rules, plans, names, code). `looks` counts `forget`: an
+    of the look. `read`: local files that are not checkpoints (rules, names, code). `looks` counts `forget`: an
     index that is read again may be of another file. Files that were opened before the look `begun` belong to earlier
     calls of the library.
     """

@@ -49,15 +49,10 @@ LOAD_HOOK = "load-hook"  # the form of keys that a model loads, and does not sav
 
 def is_names_file(operand: object) -> bool:
     """Return True for the path of a file that `trace` wrote."""
-    return isinstance(operand, str) and holds(operand, SCHEMA)
-
-
-def holds(path: str, schema: str) -> bool:
-    """Return True for a JSON file of the schema in any version; a formatter may have sorted its members."""
-    if not path.endswith(".json") or not os.path.isfile(path):
+    if not isinstance(operand, str) or not operand.endswith(".json") or not os.path.isfile(operand):
         return False
-    with open(path, "rb") as file:
-        return schema.rpartition("/")[0].encode() in file.read(limits().json_bytes)
+    with open(operand, "rb") as file:
+        return SCHEMA.rpartition("/")[0].encode() in file.read(limits().json_bytes)
 
 
 def read_names(path: str) -> Names:

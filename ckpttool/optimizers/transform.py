@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,14 +11,13 @@ from ckpttool.core.checkpoint import ExtraEntry, Section, Storage, TensorEntry
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.names import Names
-from ckpttool.core.optimizer_state import ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, numbered, renamed
+from ckpttool.core.optimizer_state import ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, numbered
 from ckpttool.core.plan import GroupMove, OptimizerMove
 from ckpttool.evaluate.apply import entry_of
 from ckpttool.evaluate.compare import elements
 from ckpttool.evaluate.ops import OPS
 from ckpttool.naming.convert import with_keys
 from ckpttool.naming.match import NameTables
-from ckpttool.optimizers import forms
 from ckpttool.optimizers.forms import ELEMENTWISE, WHOLE, same_option, same_options
 from ckpttool.optimizers.identify import Parameters
 
@@ -340,35 +338,6 @@ def move_of(
     return OptimizerMove(section.path, to, tuple(moves), held, known)
 
 
-def moved_by(move: OptimizerMove, state: OptimizerState, where: str) -> OptimizerState:
-    """Return the state as the plan has it, with named parameters. Raises `Refused` if the plan does not fit."""
-    named = renamed(state, {param: str(param) for param in state.params})
-    available = set(map(str, named.params))
-    read = dict.fromkeys(ref for source in move.sources.values() for ref in ex.refs(source))
-    counts = Counter(param for group in move.groups for param in group.params)
-    problems = [Problem("the optimizer has no such parameter", ref) for ref in read if ref not in available]
-    problems += [Problem("is listed more than once in the plan's groups", one) for one, n in counts.items() if n > 1]
-    problems += [Problem("is in no group of the plan", name) for name in move.sources if name not in counts]
-    problems += [
-        Problem(f"the plan uses the options of param group {group.like}, and there are {len(named.groups)}", where)
-        for group in move.groups
-        if group.like is not None and group.like >= len(named.groups)
-    ]
-    if problems:
-        raise Refused(f"{where}: the plan is not for this optimizer", hint="create the plan again", problems=problems)
-    groups = tuple(
-        grouped(group.params, group.options if group.like is None else named.groups[group.like].options)
-        for group in move.groups
-    )
-    return in_groups(named, groups, carry(named, move.sources, move.shapes, where))
-
-
 def in_form(state: OptimizerState, form: str) -> OptimizerState:
     """Return the state, whose parameters have names, in one of the three forms."""
     return numbered(state) if form == ID else replace(state, form=form)
-
-
-def carried_out(move: OptimizerMove, section: Section) -> Section:
-    """Return the optimizer's section as the plan has it. Raises `Refused` if its state cannot follow the parameters."""
-    moved = moved_by(move, forms.read(section), section.title)
-    return forms.write(in_form(moved, move.form), section)

@@ -58,8 +58,6 @@ class Loading:
 
 def loaded_by(options: RemapOptions, model: ModelOperand | None, to_model: ModelOperand | None) -> ModelOperand | None:
     """Return the model that will load the output: `--to-model`, or `--model` unless an option leads to other names."""
-    if options.plan is not None:
-        return None
     if options.to_model is not None:
         return to_model
     form = options.form

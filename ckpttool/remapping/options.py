@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
@@ -28,7 +27,6 @@ from ckpttool.operands.checkpoint import split
 KeepAliases = Annotated[
     bool, Option("--keep-aliases", "To safetensors: keep one name of a tensor, record the others.", "Output")
 ]
-_HEAD = 4096  # bytes that tell a plan from rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +41,7 @@ class RemapOptions(OptimizerOptions, EditOptions):
     rule: Annotated[Sequence[str] | None, Option("--rule RULE", "'FROM => TO'. Repeatable.", "Names")] = None
     rules: Annotated[
         str | None,
-        Option("--rules FILE", "A rules file, a saved plan, or a preset, see `ckpttool rules`.", "Names"),
+        Option("--rules FILE", "A rules file or a preset, see `ckpttool rules`.", "Names"),
     ] = None
     reverse: Annotated[bool, Option("--reverse", "Apply the rules from TO to FROM.", "Names")] = False
     partial: Annotated[
@@ -63,17 +61,11 @@ class RemapOptions(OptimizerOptions, EditOptions):
         str | None, Option(f"--optimizer-keys {'|'.join(KEYS)}", "How optimizers call their parameters.", "Optimizer")
     ] = None
     # The output
-    save_plan: Annotated[str | None, Option("--save-plan FILE", "Write the plan as JSON.", "Output")] = None
     keep_aliases: KeepAliases = False
 
     def __post_init__(self) -> None:
         for name in ("rule", "drop"):
             object.__setattr__(self, name, several(getattr(self, name)))
-
-    @property
-    def plan(self) -> str | None:
-        """The saved plan, if `--rules` names one: a JSON object, which no rules file is."""
-        return self.rules if self.rules is not None and is_plan(self.rules) else None
 
     @property
     def source_units(self) -> tuple[str, ...]:
@@ -93,7 +85,7 @@ class RemapOptions(OptimizerOptions, EditOptions):
     @property
     def has_rules(self) -> bool:
         """Whether there are rules, on the command line or in a file."""
-        return bool(self.rule or (self.rules and not self.plan))
+        return bool(self.rule or self.rules)
 
     def check(self, ckpt: str | None) -> None:
         """Raise `CkptError` for options that exclude each other, and for unknown values.
@@ -121,9 +113,6 @@ class RemapOptions(OptimizerOptions, EditOptions):
         no_model, name_it = self.model is None, "pass --model MODEL"
         yield no_model and _needs_model(self.to), f"--to {self.to} needs the model's names", name_it
         yield no_model and _needs_model(self.from_), f"--from {self.from_} needs the model's names", name_it
-        names = self.has_rules or self.to or self.from_ or self.like is not None or self.select or self.trainable_only
-        complete = "a saved plan cannot be combined with other options: it is complete"
-        yield self.plan and (names or self.sections), complete, "leave --rule, --to, --select and the like out"
         reverse = self.reverse and not self.has_rules
         yield (
             reverse,
@@ -139,8 +128,6 @@ class RemapOptions(OptimizerOptions, EditOptions):
         yield self.optimizer is not None and no_model, "--optimizer is called with a model", f"{name_it} too"
         alone = self.to_optimizer is not None and no_model and self.to_model is None
         yield alone, "--to-optimizer is called with a model", f"{name_it} too"
-        of_optimizer = keys or self.to_optimizer is not None
-        yield self.plan and of_optimizer, complete, "leave --optimizer-keys and --to-optimizer out"
         yield self.source_units and no_model, f"--from {self.from_} needs the model's modules", name_it
 
 
@@ -179,16 +166,6 @@ def _units(form: str | None) -> tuple[str, ...] | None:
         hint = f"as in '{FSDP_FLAT}(units=[\"layers.*\"])'"
         raise CkptError(f"{form}: these are not its arguments", hint=hint)
     return tuple(units)
-
-
-def is_plan(path: str) -> bool:
-    """Return whether the file is a saved plan, a JSON object; no rules file is."""
-    if path.endswith(".json"):
-        return True
-    if "\n" in path or not os.path.isfile(path):
-        return False
-    with open(path, "rb") as file:
-        return file.read(_HEAD).lstrip().startswith(b"{")
 
 
 def _needs_model(word: str | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain as in_turn
@@ -17,7 +17,7 @@ from ckpttool.core.plan import PLAN, Dropped, OptimizerMove, Output, Plan, compo
 from ckpttool.core.schema import COUNT, TEXT, TEXTS, list_of, notes_as, nullable, one_of, record, row
 from ckpttool.core.text import dotted, plural, shell
 from ckpttool.core.values import dataclass, public
-from ckpttool.evaluate.apply import NO_CODE, Runner, apply
+from ckpttool.evaluate.apply import apply
 from ckpttool.io.undo import Written
 from ckpttool.naming import wrappers as naming_wrappers
 from ckpttool.naming.convert import check_versions, read
@@ -27,7 +27,6 @@ from ckpttool.naming.wrappers import Chain, adapter_of
 from ckpttool.operands.model import LOAD_HOOK, ModelOperand, left_as_they_are, of_one_model
 from ckpttool.optimizers import forms
 from ckpttool.optimizers.identify import in_order_of
-from ckpttool.optimizers.transform import carried_out
 from ckpttool.remapping.adapter import apply_rules_of_base, to_other_base
 from ckpttool.remapping.companions import COMPANIONS, Companions
 from ckpttool.remapping.optimizer import OptimizerRemap, OptimizerRequest, RuleEffect, by_rules, remap_optimizers
@@ -497,29 +496,3 @@ def _with_moves(plan: Plan, result: Checkpoint, moves: Sequence[OptimizerMove]) 
             rank = {key: place for place, key in enumerate(section.keys)}
             outputs[section.path] = sorted(outputs[section.path], key=lambda output: rank.get(output.key, 0))
     return replace(plan, outputs=tuple(in_turn.from_iterable(outputs.values())), optimizers=tuple(moves))
-
-
-def by_plan(source: Checkpoint, plan: Plan, runners: Mapping[str, Runner] = NO_CODE) -> Remap:
-    """Apply a saved plan; outside of state dicts it drops complete sections and other contents.
-
-    `runners`, by way, are the models' code for its runs. Raise `Refused` if one of them is missing.
-    """
-    keys = {key for section in source.sections if not section.path for key in section.by_key()}
-    paths = {*source.others, *source.other_files, *(section.path for section in source.sections)}
-    paths |= {found.path for found in source.unreached}
-    gone = {d.key for d in plan.dropped if not d.section} & (paths - keys)
-    rest = replace(plan, dropped=tuple(d for d in plan.dropped if d.section or d.key not in gone))
-    sections = tuple(section for section in source.sections if section.path not in gone)
-    left = _kept(replace(source, sections=sections), lambda path: path not in gone)
-    moves = {move.section: move for move in plan.optimizers}
-    check_whole(left, [one for one in rest.dropped if one.section not in moves])
-    made = apply(rest, left, runners)
-    there = {section.path for section in made.optimizers}
-    if not moves.keys() <= there:
-        raise Refused(
-            f"the plan changes optimizers that {source.source} has not",
-            hint=f"`{source.inspect_call}` lists its sections",
-            problems=[Problem("no optimizer", path or "(root)") for path in moves if path not in there],
-        )
-    sections = tuple(carried_out(moves[s.path], s) if s.path in moves else s for s in made.sections)
-    return Remap(replace(made, sections=sections), plan)

@@ -84,8 +84,5 @@ def with_lost_versions(done: Remap, request: Request, loads: ModelOperand | None
     sections = tuple(restored.get(section.path, section) for section in done.result.sections)
     count = plural(sum(len(section.modules or ()) for section in restored.values()), "module")
     origin = "the checkpoint of --like" if request.like is not None else "the model"
-    apart = "; a saved plan does not add them" if request.options.save_plan is not None else ""
-    note = Info(
-        f"the file lost its module versions (_metadata): those of {count} are from {origin}{apart}", "module-versions"
-    )
+    note = Info(f"the file lost its module versions (_metadata): those of {count} are from {origin}", "module-versions")
     return replace(done, result=replace(done.result, sections=sections), notes=(*done.notes, note))

@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING
 
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Problem, Refused
-from ckpttool.core.expression import LOADED, SAVED
 from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.optimizer_state import ID
 from ckpttool.core.options import ModelOptions, expand_options
 from ckpttool.core.pickle_imports import dangerous
-from ckpttool.core.plan import Plan
 from ckpttool.core.text import Info, dotted, plural, shell, some
 from ckpttool.distributed.job import only_first
 from ckpttool.evaluate.compare import fingerprints
-from ckpttool.formats import strict_json
 from ckpttool.formats.detect_folder import checkpoint_files, note_on
 from ckpttool.formats.pickle_write import dangerous_written
 from ckpttool.formats.registry import MEMORY, check_in_place, fit, has_place_for_versions, loses_versions, losses
@@ -47,7 +44,7 @@ from ckpttool.remapping.gather import gather_ranks, merge_replicas, with_gathere
 from ckpttool.remapping.loads import Loading, loaded_by, loading
 from ckpttool.remapping.optimizer import OptimizerRequest
 from ckpttool.remapping.options import ConvertOptions, RemapOptions
-from ckpttool.remapping.plan import Remap, by_plan, with_optimizers
+from ckpttool.remapping.plan import Remap, with_optimizers
 from ckpttool.remapping.plan import remap as remap_index
 from ckpttool.remapping.restore import with_lost_versions, with_steps_of_norms
 from ckpttool.remapping.steps import Request, loadable
@@ -190,13 +187,9 @@ def plan_remap(
 
     `model` is the model that saved the source, `to_model` the result of `loading_model`.
     """
-    if options.plan is not None:
-        return _run_saved_plan(source, options.plan, model, to_model)
     source = merge_replicas(read_for_model(source, model))
     names, to_names = (None if one is None else one.names() for one in (model, to_model))
     gathered = gather_ranks(source, names, options.source_units)
-    if gathered is not None and options.save_plan is not None:
-        raise CkptError("a plan cannot put rank files together", hint="write the checkpoint: -o OUT, without a plan")
     whole = source if gathered is None else gathered.checkpoint
     compare = ""
     if model is not None:
@@ -257,17 +250,6 @@ def plan_remap(
     lists = notes_on_lists(done, names, None if other_model is None else to_names, request.renamings)
     done = replace(done, notes=(*done.notes, *lists))
     return replace(done, changes_content=gathered is not None or changes_content(source, done))
-
-
-def _run_saved_plan(source: Checkpoint, path: str, model: ModelOperand | None, to_model: ModelOperand | None) -> Remap:
-    plan = Plan.from_json(strict_json.read_file(path, "write one with --save-plan"), path)
-    source = source.read_for(plan.reads)
-    ways = {run.way for run in plan.runs}
-    if model is not None and not ways:
-        raise CkptError("the plan does not need a model", hint="leave --model out")
-    models = {LOADED: model, SAVED: to_model if LOADED in ways else model}  # of two models the second one saves
-    done = by_plan(source, plan, {way: own.run for way, own in models.items() if way in ways and own is not None})
-    return replace(done, notes=(*source.notes, *done.notes), changes_content=changes_content(source, done))
 
 
 def _not_reached(done: Remap, request: Request, loads: ModelOperand) -> tuple[str, ...]:
@@ -520,8 +502,6 @@ def is_as_saved(source: Checkpoint) -> bool:
 
 def already_there(options: RemapOptions) -> str | None:
     """Return what the source already is, if the options name the names that OUT must have; then a copy is an answer."""
-    if options.plan is not None:
-        return "the plan changes nothing"
     if options.like is not None:
         return "the keys are already the keys of --like"
     if options.form is not None:

@@ -140,17 +140,6 @@ def test_names_file_contains_the_optimizer_ids(ckpt: str, tmp_path: Path, run: R
     assert (done.status, "--optimizer needs the model's code" in done.err) == (2, True)
 
 
-def test_saved_plan_renames_the_optimizer_like_its_rule(tmp_path: Path) -> None:
-    path = save(tmp_path / "train.pt", *train(models.Net, models.named))
-    named, plan, ruled, planned = (str(tmp_path / name) for name in ("n.pt", "plan.json", "ruled.pt", "planned.pt"))
-    assert main(["remap", path, "--optimizer-keys", "fqn", "-o", named]) == 0
-    assert main(["remap", named, "--rule", "head.{x} => out.{x}", "--save-plan", plan, "-o", ruled]) == 0
-    assert main(["remap", named, "--rules", plan, "-o", planned]) == 0
-    expected, actual = (torch.load(one)["optimizer"] for one in (ruled, planned))
-    assert same(expected, actual)
-    assert any(str(name).startswith("out.") for name in actual["state"])
-
-
 def test_hyperparameters_that_loading_replaces_are_no_reason(tmp_path: Path, run: Run) -> None:
     """If only the model does not load, that is the reason, and not the learning rate of the file."""
     model, optimizer = train(models.Net, models.adamw)

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,20 +24,6 @@ def model(tmp_path: Path) -> Path:
     torch.save(ZOO["strip_layer"]().state_dict(), path)
     (tmp_path / "other.pt").write_bytes(b"")
     (tmp_path / "list.json").write_text("[]")
-    (tmp_path / "text.json").write_text("{")
-    (tmp_path / "deep.json").write_text("[" * 100_000)
-    nested: Any = {"ref": "weight"}
-    for _ in range(250):
-        nested = {"op": "aten.t.default", "args": [nested]}
-    for name, source in (
-        ("system", {"op": "os.system", "args": ["true"]}), ("mutating", {"op": "aten.add_.Tensor", "args": []}),
-        ("opaque", {"op": "opaque", "args": [{"ref": "weight"}]}), ("nested", nested), ("number", 1),
-        ("save", {"op": "aten.save.default", "args": [{"ref": "weight"}, str(tmp_path / "written")]}),
-    ):  # fmt: skip
-        outputs = [{"section": "", "key": "w", "from": source}]
-        dropped = [{"section": "", "key": key, "reason": ""} for key in ("norm.weight", "norm.bias", "bias", "weight")]
-        plan = {"schema": "ckpttool.plan/1", "outputs": outputs, "dropped": dropped}
-        (tmp_path / f"{name}.json").write_text(json.dumps(plan))
     return path
 
 
@@ -49,9 +34,7 @@ ERRORS: dict[str, tuple[int, str, str]] = {
     "a form without a model": (2, "remap model.pt -o o.pt --to runtime", "needs the model's names"),
     "two outputs": (2, "remap model.pt -o o.pt --in-place", "exclude"),
     "in place of a section": (2, "remap model.pt::model --in-place", "one section"),
-    "a plan and a model": (2, "remap model.pt -o o.pt --rules list.json --model M", "is not a plan"),
-    "a plan and a form": (2, "remap model.pt -o o.pt --rules list.json --to ddp", "a saved plan"),
-    "reverse without a plan": (2, "remap model.pt -o o.pt --reverse", "--reverse"),
+    "reverse without rules": (2, "remap model.pt -o o.pt --reverse", "--reverse"),
     "an unknown ending": (2, "remap model.pt -o o.xyz", "ending"),
     "an output that exists": (2, "remap model.pt -o other.pt", "exists"),
     "the source as output": (2, "remap model.pt -o model.pt --force", "source itself"),
@@ -63,16 +46,7 @@ ERRORS: dict[str, tuple[int, str, str]] = {
     "an unused rule": (1, "remap model.pt -o o.pt --rule a=>b", "do not fit"),
     "a rule that collides": (1, "remap model.pt -o o.pt --rule {x}.weight=>w --rule weight=>w", "do not fit"),
     "an unused drop": (1, "remap model.pt -o o.pt --drop a", "match nothing"),
-    "a missing plan": (2, "remap model.pt -o o.pt --rules gone.json", "cannot read gone.json: No such file"),
-    "a plan that is a list": (2, "remap model.pt -o o.pt --rules list.json", "not a plan"),
-    "a plan that is not JSON": (2, "remap model.pt -o o.pt --rules text.json", "not JSON"),
-    "an unterminated plan": (2, "remap model.pt -o o.pt --rules deep.json", "not JSON"),
-    "a plan that runs a program": (2, "remap model.pt -o o.pt --rules system.json", "not an operator"),
-    "a plan that writes a file": (2, "remap model.pt -o o.pt --rules save.json", "not an operator"),
-    "a plan that mutates": (2, "remap model.pt -o o.pt --rules mutating.json", "not an operator"),
-    "an opaque plan": (1, "remap model.pt -o o.pt --rules opaque.json", "does not fit"),
-    "a deep plan": (2, "remap model.pt -o o.pt --rules nested.json", "nested"),
-    "a plan of literals": (2, "remap model.pt -o o.pt --rules number.json", "not a plan"),
+    "a missing rules file": (2, "remap model.pt -o o.pt --rules gone.json", "cannot read gone.json: No such file"),
     "a missing model file": (2, "remap model.pt -o o.pt --model gone.py:build", "gone.py"),
     "a missing attribute": (2, "remap model.pt -o o.pt --model zoo.py:nothing", "nothing"),
     "arguments that are not literals": (2, "remap model.pt -o o.pt --model zoo.py:net(n=f())", "no arguments that can"),
@@ -124,7 +98,6 @@ def test_error_has_a_message_and_a_hint(
         "remap new.pt --like like.pt::model -o like.pt",
         "remap new.pt --like sharded/model.safetensors.index.json -o sharded/model-00001-of-00002.safetensors",
         "remap new.pt --like sharded -o sharded/",
-        "remap new.pt --rules plan.pt -o plan.pt",
         "remap new.pt --rules rules.pt -o rules.pt",
         "swap-weights other.pt2 new.pt --model program.pt2 -o program.pt2",
         "swap-weights other.pt2 new.pt -o new.pt2",
@@ -138,7 +111,7 @@ def test_input_of_the_command_is_not_overwritten(
     torch.save(linear.state_dict(), "new.pt")
     torch.save({"model": linear.state_dict(), "step": 1}, "like.pt")
     assert run("convert", "new.pt", "-o", "sharded/", "--max-shard-size", "20B").status == 0
-    assert run("remap", "new.pt", "-o", "x.safetensors", "--save-plan", "plan.pt").status == 0
+    assert run("remap", "new.pt", "-o", "x.safetensors").status == 0
     Path("rules.pt").write_text('[[rule]]\nrename = "bias => b"\n')
     for name in ("program.pt2", "other.pt2"):
         torch.export.save(torch.export.export(linear, (torch.ones(1, 2),)), name)
@@ -157,16 +130,6 @@ def test_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path, model: Path, 
     assert (status, done["renamed"], done["unchanged"], done["output"]) == (0, 2, 2, "")
     assert {o["from"]["ref"]: o["key"] for o in done["plan"]["outputs"]}["weight"] == "layer.weight"
     assert sorted(os.listdir(tmp_path)) == before
-
-
-def test_saved_plan_runs_without_the_model(tmp_path: Path, model: Path, run: Run) -> None:
-    plan = tmp_path / "plan.json"
-    assert (
-        run("remap", model, "--model", MODEL, "--to", "runtime", "-o", tmp_path / "a.pt", "--save-plan", plan)[0] == 0
-    )
-    assert run("remap", model, "--rules", plan, "-o", tmp_path / "b.pt")[0] == 0
-    assert set(torch.load(tmp_path / "a.pt")) == {"layer.weight", "layer.bias", "norm.weight", "norm.bias"}
-    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
 
 
 def test_both_models_take_arguments(tmp_path: Path, run: Run) -> None:

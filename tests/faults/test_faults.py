@@ -128,7 +128,7 @@ CASES = {
     "safetensors, in place": Case(tensors, "remap in.safetensors --in-place", look="in.safetensors", journal=True),
     "safetensors, undone": Case(edited, "undo in.safetensors", look="in.safetensors", journal=True),
     "safetensors, verified": Case(tensors, "remap in.safetensors -o out.safetensors --verify --no-fsync"),
-    "with a report and a plan": Case(tensors, "remap in.safetensors -o o.safetensors --report r.md --save-plan p.json"),
+    "with a report": Case(tensors, "remap in.safetensors -o o.safetensors --report r.md"),
     "torch zip, in place": Case(zipped, "remap in.pt --in-place", look="in.pt", journal=True),
     "torch zip to safetensors": Case(zipped, "remap in.pt::model -o out.safetensors"),
     "torch legacy to torch zip": Case(legacy, "remap in.pt -o out.pt"),

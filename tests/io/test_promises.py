@@ -49,9 +49,8 @@ def names(folder: Path) -> set[str]:
 # Nothing is overwritten without --force
 
 
-@pytest.mark.parametrize("option", ["--report=r.json", "--save-plan=r.json"])
-def test_report_and_plan_replace_files_only_with_force(source: Path, option: str) -> None:
-    line = ["remap", source.name, *RENAME, "--dry-run", option]
+def test_report_replaces_a_file_only_with_force(source: Path) -> None:
+    line = ["remap", source.name, *RENAME, "--dry-run", "--report=r.json"]
     Path("r.json").write_text("mine")
     assert main(line) == 2
     assert Path("r.json").read_text() == "mine"
@@ -79,12 +78,11 @@ def test_every_command_needs_force_to_replace_a_report(
 @pytest.mark.parametrize(
     "words",
     [
-        "remap in.json -o out.safetensors --rules rules.json --save-plan rules.json",
-        "remap in.json -o out.safetensors --rule b=>c --save-plan in.json",
+        "remap in.json -o out.safetensors --rules rules.json --report rules.json",
         "remap in.json -o out.safetensors --rule b=>c --report in.json",
         "remap in.json -o out.safetensors --rule b=>c --report link.json",
         "inspect in.json --report in.json",
-        "remap in.json -o out.safetensors --rule b=>c --report r.json --save-plan r.json",
+        "remap in.json -o out.safetensors --rule b=>c --report r.json --report r.json",
     ],
 )
 def test_source_is_never_overwritten(source: Path, words: str) -> None:

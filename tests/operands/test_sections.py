@@ -58,9 +58,9 @@ def test_nested_state_dict_round_trips_with_a_model(name: str, place: str, file:
     SAVED[file](PLACES[place](model.state_dict()), path)
     operand = f"loading_zoo:{name}"
     assert main(["diff", "--model", operand, str(path)]) == 0
-    out, plan = tmp_path / "runtime.pt", tmp_path / "plan.json"
+    out = tmp_path / "runtime.pt"
     options = ["--model", operand, "--verify"]
-    assert main(["remap", str(path), *options, "--to", "runtime", "--save-plan", str(plan), "-o", str(out)]) == 0
+    assert main(["remap", str(path), *options, "--to", "runtime", "-o", str(out)]) == 0
     torch.testing.assert_close(
         {key: value for key, value in load_section(out, place).items() if isinstance(value, torch.Tensor)},
         {key: value.detach() for key, value in model.named_parameters()},
@@ -72,16 +72,15 @@ def test_nested_state_dict_round_trips_with_a_model(name: str, place: str, file:
     torch.testing.assert_close(other.state_dict(), model.state_dict())
 
 
-def test_nested_state_dict_is_kept_by_a_plan_or_a_section(tmp_path: Path) -> None:
-    path, out, plan = (tmp_path / name for name in ("a.pt", "b.pt", "plan.json"))
+def test_nested_state_dict_is_kept_in_a_section_and_in_place(tmp_path: Path) -> None:
+    path, out = tmp_path / "a.pt", tmp_path / "b.pt"
     torch.save({"net": dict(build("dict_next_to_tensors").state_dict())}, path)
     (section,) = open_checkpoint(f"{path}::net").sections
     assert (section.kind, list(section.by_key())) == ("state_dict", ["weight", "folded"])
     assert main(["remap", f"{path}::net", "--rule", "weight => w", "-o", str(out), "--verify"]) == 0
     assert list(torch.load(out)) == ["w", "folded"]
     options = ["--model", "loading_zoo:dict_next_to_tensors", "--rule", "weight => w"]
-    assert main(["remap", str(path), *options, "--save-plan", str(plan), "--dry-run"]) == 0
-    assert main(["remap", str(path), "--rules", str(plan), "-o", str(out), "--force", "--verify"]) == 0
+    assert main(["remap", str(path), *options, "-o", str(out), "--force", "--verify"]) == 0
     assert list(torch.load(out)["net"]) == ["w", "folded"]
     assert main(["remap", str(path), *options, "--in-place", "--verify"]) == 0
     assert list(torch.load(path)["net"]) == ["w", "folded"]

@@ -134,7 +134,6 @@ def test_trainable_only_keeps_buffers(tmp_path: Path) -> None:
     ("options", "hint"),
     [
         (("--trainable-only",), "--model MODEL"),
-        (("--select", "a", "--rules", "plan.json"), "--select and the like out"),
         (("--like", "other.pt", "--to", "ddp"), "leave one of them out"),
     ],
 )

@@ -13,15 +13,14 @@ from torch import nn
 
 import ckpttool
 from ckpttool.core import expression as ex
-from ckpttool.core.errors import CkptError, Refused
+from ckpttool.core.errors import Refused
 from ckpttool.core.options import call_text
-from ckpttool.core.plan import Plan
 from ckpttool.evaluate import torch_eval
 from ckpttool.formats.registry import fit, format_for
 from ckpttool.formats.remarks import MARK
 from ckpttool.io.write import WriteOptions, write_file
 from ckpttool.operands.checkpoint import open_operand
-from ckpttool.remapping.plan import Remap, by_plan
+from ckpttool.remapping.plan import Remap
 from command import Run
 from hook_zoo import ZOO
 from zoo import FLAT, State, randomized, runtime_values, state_of, traced, zoo_model
@@ -187,47 +186,6 @@ def test_metadata_is_renamed_by_wrappers_then_rules(tmp_path: Path) -> None:
     assert list(section.modules or ()) == ["", "0", "norm"]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--rule|0.{x} => a.{x}",
-        "--rule|0.{x} => a.{x}|--sections|ema",
-        "--rule|0.{x} => a.{x}|--drop|optimizer",
-        "--rule|0.{x} => a.{x}|--drop|epoch|--drop|own",
-        "--rule|0.{x} => a.{x}|--drop|other.w|--drop|loose",
-        "--drop|optimizer|--drop|rng|--drop|epoch",
-        "--drop|model.1.bias|--optimizer-keys|fqn",
-        "--drop|model.1.*|--drop|other|--drop|optimizer|--drop|plain",
-        "--drop|ema|--to|ddp",
-        "--select|0|--sections|model|--optimizer-keys|fqn",
-        "--optimizer-keys|fqn",
-        "--optimizer-keys|flat|--drop|ema|--rule|0.{x} => a.{x}",
-        "--rule|{x*} => net.{x*}|--drop|plain",
-    ],
-)
-def test_plan_for_a_training_checkpoint_reproduces_its_options(tmp_path: Path, run: Run, line: str) -> None:
-    """Output and report are identical. Only dropped entries are missing from the output."""
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    optimizer = torch.optim.AdamW(model.named_parameters())
-    model(torch.ones(4, 2)).sum().backward()
-    optimizer.step()
-    parts = {"model": model.state_dict(), "ema": deepcopy(model.state_dict()), "optimizer": optimizer.state_dict()}
-    parts |= {"plain": torch.optim.SGD(model.named_parameters()).state_dict()}  # without state
-    rest = {"other": {"w": torch.ones(5)}, "epoch": 3, "own": {"lr": 0.1}, "loose": torch.ones(7), "rng": [1]}
-    source, plan = tmp_path / "in.pt", tmp_path / "plan.json"
-    torch.save(parts | rest, source)
-    outs = [tmp_path / "one.pt", tmp_path / "two.pt"]
-    made = run("remap", source, *line.split("|"), "-o", outs[0], "--save-plan", plan, "--format", "json")
-    again = run("remap", source, "--rules", plan, "-o", outs[1], "--format", "json")
-    assert (made.status, again.status) == (0, 0), made.err + again.err
-    assert outs[0].read_bytes() == outs[1].read_bytes()
-    said = ("renamed", "transformed", "unchanged", "dropped")
-    assert [made.data[name] for name in said] == [again.data[name] for name in said]
-    words = line.split("|")
-    dropped = {words[at + 1] for at, word in enumerate(words) if word == "--drop" and "." not in words[at + 1]}
-    assert torch.load(outs[0]).keys() == {*parts, *rest} - dropped
-
-
 @pytest.mark.parametrize("line", ["--drop|twin", "--drop|optimizer", "--rule|0.{x} => a.{x}"])
 def test_optimizers_that_no_pattern_matches_are_kept(tmp_path: Path, run: Run, line: str) -> None:
     """This includes an optimizer without state, and one that shares its state with another."""
@@ -237,13 +195,11 @@ def test_optimizers_that_no_pattern_matches_are_kept(tmp_path: Path, run: Run, l
     adam.step()
     saved = {"model": model.state_dict(), "optimizer": adam.state_dict(), "twin": adam.state_dict()}
     torch.save(saved | {"plain": sgd.state_dict()}, tmp_path / "in.pt")
-    plan, outs = tmp_path / "plan.json", [tmp_path / "one.pt", tmp_path / "two.pt"]
-    assert run("remap", tmp_path / "in.pt", *line.split("|"), "-o", outs[0], "--save-plan", plan).status == 0
-    assert run("remap", tmp_path / "in.pt", "--rules", plan, "-o", outs[1]).status == 0
-    for found in map(torch.load, outs):
-        assert found.keys() == {*saved, "plain"} - {line.removeprefix("--drop|")}
-        for name in found.keys() - {"model"}:
-            assert same_objects(found[name], torch.load(tmp_path / "in.pt")[name])
+    assert run("remap", tmp_path / "in.pt", *line.split("|"), "-o", tmp_path / "out.pt").status == 0
+    kept = torch.load(tmp_path / "out.pt")
+    assert kept.keys() == {*saved, "plain"} - {line.removeprefix("--drop|")}
+    for name in kept.keys() - {"model"}:
+        assert same_objects(kept[name], torch.load(tmp_path / "in.pt")[name])
 
 
 def same_objects(one: Any, other: Any) -> bool:
@@ -262,18 +218,16 @@ class Held:
 
 
 @pytest.mark.parametrize("dropped", ["one", "two", "x"])
-def test_non_tensor_entries_are_dropped_by_name_and_by_a_plan(tmp_path: Path, run: Run, dropped: str) -> None:
+def test_non_tensor_entries_are_dropped_by_name(tmp_path: Path, run: Run, dropped: str) -> None:
     """The other entries are kept, with their storages."""
     held = {name: Held(torch.full((size,), 1.0).untyped_storage()) for name, size in (("one", 2), ("two", 3))}
     torch.save({"model": {"w": torch.ones(2)}, **held, "x": 1}, tmp_path / "in.pt")
-    plan, outs = tmp_path / "plan.json", [tmp_path / "one.pt", tmp_path / "two.pt"]
-    assert run("remap", tmp_path / "in.pt", "--drop", dropped, "-o", outs[0], "--save-plan", plan).status == 0
-    assert run("remap", tmp_path / "in.pt", "--rules", plan, "-o", outs[1]).status == 0
-    for out in outs:
-        found = torch.load(out, weights_only=False)
-        assert found.keys() == {"model", "one", "two", "x"} - {dropped}
-        assert all(found[n].storage.tolist() == h.storage.tolist() for n, h in held.items() if n != dropped)
-        assert [one.path for one in open_operand(str(out)).unreached] == [f"{n}.storage" for n in held if n != dropped]
+    out = tmp_path / "out.pt"
+    assert run("remap", tmp_path / "in.pt", "--drop", dropped, "-o", out).status == 0
+    kept = torch.load(out, weights_only=False)
+    assert kept.keys() == {"model", "one", "two", "x"} - {dropped}
+    assert all(kept[n].storage.tolist() == h.storage.tolist() for n, h in held.items() if n != dropped)
+    assert [one.path for one in open_operand(str(out)).unreached] == [f"{n}.storage" for n in held if n != dropped]
 
 
 class Versioned(nn.Linear):
@@ -357,14 +311,6 @@ def test_tensors_that_do_not_fit_another_model_are_refused_by_name(
     assert {problem["key"].removeprefix("module.") for problem in done.data.get("problems", ())} == problems
     if not problems:
         model.load_state_dict(torch.load(tmp_path / "out.pt"))
-
-
-def test_plan_that_drops_a_missing_key_is_an_error(tmp_path: Path) -> None:
-    plan = Plan.from_json({
-        "schema": "ckpttool.plan/1", "outputs": [], "dropped": [{"section": "", "key": "*", "reason": ""}]
-    })  # fmt: skip
-    with pytest.raises(CkptError):
-        by_plan(open_operand(str(saved_by("plain", tmp_path))), plan)
 
 
 def test_adapter_without_its_model_is_recognized(tmp_path: Path, run: Run) -> None:

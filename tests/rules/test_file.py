@@ -23,12 +23,10 @@ from ckpttool.core.checkpoint import Lazy
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.expression import Op
 from ckpttool.core.limits import Limits, limited
-from ckpttool.core.plan import Plan
 from ckpttool.formats.registry import fit, format_for
 from ckpttool.io.write import WriteOptions
 from ckpttool.io.write import write_file as write
-from ckpttool.operands.checkpoint import model_section, open_operand
-from ckpttool.remapping.plan import by_plan
+from ckpttool.operands.checkpoint import model_section
 from ckpttool.ruleset.parse import faults, read, step_of
 from command import Run
 from places import DOCS
@@ -352,16 +350,6 @@ def test_reversed_rules_restore_a_model_file(tmp_path: Path) -> None:
     assert list(there._metadata) == ["", "0", "ln"]
     rewrite(tmp_path / "there.pt", tmp_path / "back.pt", rules_in(tmp_path, text), reverse=True)
     assert (tmp_path / "back.pt").read_bytes() == source.read_bytes()
-
-
-def test_saved_plan_gives_the_same_result(tmp_path: Path) -> None:
-    text, state, _ = ORACLE["several rules"]
-    source, rules, plan = save(state, tmp_path / "in.pt"), rules_in(tmp_path, text), tmp_path / "plan.json"
-    line = ["remap", str(source), "--rules", rules, "-o", str(tmp_path / "one.pt"), "--save-plan", str(plan)]
-    assert main(line) == 0
-    assert main(["remap", str(source), "--rules", str(plan), "-o", str(tmp_path / "two.pt")]) == 0
-    assert (tmp_path / "one.pt").read_bytes() == (tmp_path / "two.pt").read_bytes()
-    assert by_plan(open_operand(str(source)), Plan.from_json(json.loads(plan.read_text()))).counts["transformed"] == 3
 
 
 def test_rule_options_apply_after_the_file_and_before_it_in_reverse(tmp_path: Path) -> None:
@@ -797,7 +785,6 @@ def test_rules_without_a_reverse_are_reported(tmp_path: Path) -> None:
     [
         ("--reverse", "--rules"),
         ("--rules missing.toml", "missing.toml"),
-        ("--rules p.json --rule a=>b", "a saved plan cannot be combined"),
     ],
 )
 def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, words: str) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
-import hook_zoo
 from command import Done, Run
 from optimizer_support import same
 
@@ -232,62 +228,6 @@ def test_factored_moments_are_left_out_on_request(run: Run) -> None:
     assert "start the optimizer afresh" in done.err
     assert "--drop" not in done.err
     assert remap(run, RULES, *options, "--drop", "optimizer").status == 0
-
-
-def apply_plan_without_torch() -> bool:
-    """Apply plan.json in another process; return whether the result is equal to out.pt."""
-    again = ["remap", "in.pt", "-o", "two.pt", "--rules", "plan.json"]
-    code = (
-        f"import sys; from ckpttool.cli.app import main; assert main({again}) == 0; assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    return same(torch.load("out.pt"), torch.load("two.pt"))
-
-
-@pytest.mark.parametrize("form", ["id", "fqn", "flat"])
-def test_a_saved_plan_holds_the_optimizer(run: Run, form: str) -> None:
-    """The plan is applied without the rules, and without torch if it only splits rows."""
-    rules = RULES.replace('[[rule]]\ntranspose = "c_attn"\n', "").replace('"c_attn => qkv.weight", ', "")
-    saved(form, *trained(Fused, MAKERS["named" if form == "id" else "amsgrad"]))
-    keys = ["--optimizer-keys", "fqn"] if form == "id" else []
-    assert remap(run, rules, "--save-plan", "plan.json", *keys).status == 0
-    assert apply_plan_without_torch()
-
-
-def test_plan_with_splits_from_hooks_needs_no_torch(run: Run) -> None:
-    torch.save(hook_zoo.ZOO["fused_qkv"]().state_dict(), "in.pt")
-    options = ("--model", f"{hook_zoo.__file__}:fused_qkv", "--to", "runtime", "--save-plan", "plan.json")
-    assert run("remap", "in.pt", *options, "-o", "out.pt").status == 0
-    assert apply_plan_without_torch()
-
-
-PLAN_FAULTS: dict[str, tuple[Callable[[Any], None], int, str]] = {
-    # name -> change to the plan, exit status, part of the error
-    "missing parameter": (lambda o: o["params"][0].update({"from": {"ref": "x"}}), 1, "@ x"),
-    "missing param group": (lambda o: o["groups"][0].update(like=7), 1, "param group 7, and there are 1"),
-    "in no group": (lambda o: o["groups"][0].update(params=[]), 1, "is in no group"),
-    "in two places": (lambda o: o["groups"][0]["params"].append("k.bias"), 1, "more than once"),
-    "no section": (lambda o: o.update(section="x"), 1, "no optimizer @ x"),
-    "no form": (lambda o: o.update(form="x"), 2, "@ $.optimizers[0].form"),
-    "no expression": (lambda o: o["params"][1].update({"from": 3}), 2, "@ $.optimizers[0].params[1].from"),
-    "operator with computation": (
-        lambda o: o["params"][0].update({"from": {"op": "aten.neg.default", "args": [o["params"][0]["from"]]}}),
-        1,
-        "changes values",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PLAN_FAULTS)
-def test_plan_for_another_optimizer_is_refused(run: Run, name: str) -> None:
-    saved("fqn", *trained(Fused, MAKERS["amsgrad"]))
-    assert remap(run, RULES, "--save-plan", "plan.json", "--dry-run").status == 0
-    change, status, words = PLAN_FAULTS[name]
-    content = json.loads(Path("plan.json").read_text())
-    change(content["optimizers"][0])
-    Path("plan.json").write_text(json.dumps(content))
-    done = run("remap", "in.pt", "--rules", "plan.json", "-o", "out.pt")
-    assert (done.status, words in done.err, Path("out.pt").exists()) == (status, True, False)
 
 
 def test_optimizer_with_names_of_another_model_is_not_ignored(run: Run) -> None:

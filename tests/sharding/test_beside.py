@@ -138,10 +138,3 @@ def test_wrapper_paths_are_removed_from_module_versions(run: Run, tmp_path: Path
     done = run("remap", save_ranks(tmp_path, state, state), *MODEL, "--to", "serialized", "-o", tmp_path / "out.pt")
     assert done.status == 0, done.err
     assert torch.load(tmp_path / "out.pt")._metadata == Net().state_dict()._metadata  # type: ignore[attr-defined]
-
-
-def test_plan_of_unsharding_cannot_be_saved(tmp_path: Path, run: Run) -> None:
-    files = save_ranks(tmp_path, *(slices(state_of(0), rank) for rank in (0, 1)))
-    refused = run("remap", files, *MODEL, "-o", tmp_path / "out.pt", "--save-plan", tmp_path / "plan.json")
-    assert (refused.status, "without a plan" in refused.err) == (2, True)
-    assert not (tmp_path / "plan.json").exists()

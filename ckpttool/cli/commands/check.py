@@ -10,7 +10,7 @@ from ckpttool.core.options import Argument, OptimizerOptions, Option, keywords_o
 
 
 def command(
-    files: Annotated[list[str], Argument("FILE...", "Names files, rules, plans and checkpoints.")],
+    files: Annotated[list[str], Argument("FILE...", "Names files, rules and checkpoints.")],
     options: OptimizerOptions,
     report: Report,
     allow: Annotated[
@@ -18,10 +18,10 @@ def command(
         Option("--allow NAME", "An import that pickles may have: 'argparse.*'. Repeatable."),
     ] = None,
 ) -> int:
-    """Files of a repository: names, rules, plans, pickles.
+    """Files of a repository: names, rules, pickles.
 
     A names file is compared with --model; a checkpoint fails for dangerous and unknown imports of its pickles that
-    --allow does not name; rules and plans are read completely. Status 1 where something is wrong with one of them.
+    --allow does not name; rules are read completely. Status 1 where something is wrong with one of them.
 
     \b
     Examples:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Annotated
 
 import ckpttool
-from ckpttool.cli.output import Report, write_text
+from ckpttool.cli.output import Report
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import Argument, keywords_of
 from ckpttool.remapping.options import RemapOptions
@@ -30,13 +30,10 @@ def command(
       ckpttool remap old.pt --in-place --rule 'encoder.{x*} => backbone.{x*}'
     """
     from ckpttool.report.documents.remap import document
-    from ckpttool.report.renderers import json
 
     out = options.target(ckpt)
-    if out is None and not (options.dry_run or options.save_plan):
+    if out is None and not options.dry_run:
         raise CkptError("no output named", hint="-o OUT, --in-place, or --dry-run to see the plan")
-    report.check([ckpt], options.save_plan, out=out)
+    report.check([ckpt], out=out)
     done = ckpttool.remap(ckpt, **keywords_of(options))
-    if options.save_plan is not None:
-        write_text(options.save_plan, json.render(done.plan.to_json()), force=options.force)
     report.emit(partial(document, done), done.to_json)
