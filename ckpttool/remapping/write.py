@@ -163,19 +163,19 @@ class Writer:
         options = self._options(is_url(out), files)
         with ExitStack() as stack:
             stack.enter_context(progress.doing(out, _nbytes(files), "written"))
-            contents: Contents = files
-            if job is not None:
-                from ckpttool.distributed.files import written
-
-                home = write.home_of(out)
-                plan = None if decided is None else decided()
-                made = written(job, files, out, home, plan, options, verify=self.options.verify)
-                contents = stack.enter_context(made)
             if stale is None:
-                (content,) = contents.values()
+                (content,) = files.values()
                 assert not isinstance(content, Link)
                 write.write_file(content, out, options)
             else:
+                contents: Contents = files
+                if job is not None:
+                    from ckpttool.distributed.files import written
+
+                    plan = None if decided is None else decided()
+                    home = write.home_of(out)
+                    made = written(job, files, out, home, plan, options, verify=self.options.verify)
+                    contents = stack.enter_context(made)
                 write.write_folder(contents, out, options, stale=stale)
         _prove_bytes(options.digests)
 
