@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import struct
 import sys
 import time
@@ -77,7 +78,7 @@ def _least(command: list[str], folder: Path) -> float:
 def _run(command: list[str], folder: Path) -> tuple[float, float, int]:
     """Return seconds, CPU seconds (with child processes) and the peak memory (MiB) of one run."""
     for left in folder.glob("out*"):
-        left.unlink()
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
     quiet = [(os.POSIX_SPAWN_OPEN, to, os.devnull, os.O_WRONLY, 0) for to in (1, 2)]
     start = time.perf_counter()
     pid = os.posix_spawn(command[0], command, ENVIRONMENT, file_actions=quiet)
@@ -99,7 +100,7 @@ def by_bytes_and_ranks(folder: Path, gib: float, most: int) -> None:
         )
     for ranks in (count for count in (1, 2, 4, 8) if count <= most):
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "-m", "ckpttool"]
-        cast = ["remap", str(path), "-o", out, "--rules", str(rules)]
+        cast = ["remap", str(path), "-o", str(folder / "out.dcp"), "--rules", str(rules)]
         print(f"cast, {gib:g} GiB, {ranks} ranks: %.2f s, CPU %.2f s, %d MiB" % _run([*torchrun, *cast], folder))
     path.unlink()
 

@@ -15,7 +15,7 @@ from ckpttool.core.errors import Problem
 from ckpttool.distributed import job as together
 from ckpttool.distributed.job import FailedElsewhere, Job, RankDone
 
-SHARED = frozenset(("convert", "diff", "inspect", "remap", "swap-weights"))
+SHARED = frozenset(("convert", "diff", "inspect", "remap"))
 _HEARD = Failure(2)  # of a rank that stopped because another one failed
 
 

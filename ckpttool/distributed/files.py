@@ -1,4 +1,4 @@
-"""The ranks share work items, and write the files of one output on a file system that all of them see."""
+"""The ranks write the files of one output: each rank its share, by an assignment that all of them compute alike."""
 
 from __future__ import annotations
 
@@ -7,69 +7,20 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
 
 from ckpttool.core.checkpoint import Span
 from ckpttool.core.errors import CkptError, Problem
-from ckpttool.core.values import dataclass
-from ckpttool.distributed.job import Job
+from ckpttool.distributed.job import Job, RankDone, assigned
 from ckpttool.io import progress, sources
-from ckpttool.io.checksums import boundary
 from ckpttool.io.files import size
-from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import BLOCK, Crc, Files, Link, Piece, Pieces, Ready, digest_on_disk, nbytes_of
-from ckpttool.io.syscalls import lock, sync_folder
+from ckpttool.io.paths import is_url, join
+from ckpttool.io.pieces import Files, Held, Link, Piece, Pieces, Ready, digest_on_disk, nbytes_of, new_digest
+from ckpttool.io.syscalls import lock
 from ckpttool.io.temporary import is_mine, remove
 from ckpttool.io.write import NEW, Contents, WriteOptions, check_space, failing, fill
-
-MOST = 1 << 28  # bytes of an item: what a rank that dies leaves half done is written again
-COUNT = 64  # items of an output that is not large
-Record = dict[str, Any]  # what a rank says about an item: its number ("item"), its checksums ("crcs"), and more
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """Pieces of the file `name` that one rank writes, or a span that a store copies.
-
-    `first` is the number of its first byte, or of its first part of an upload, whose parts have `sizes`. A `late` item
-    contains checksums of other items, and is written last.
-    """
-
-    name: str
-    first: int
-    data: Pieces | Span
-    late: bool = False
-    sizes: tuple[int, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.length if isinstance(self.data, Span) else nbytes_of(self.data)
-
-    @property
-    def crcs(self) -> list[Crc]:
-        """The checksums that are known once the item is written."""
-        return [] if isinstance(self.data, Span) else [piece.crc for piece in self.data if piece.crc is not None]
-
-
-def cut(pieces: Pieces, most: int) -> Iterator[Piece]:
-    """Yield the pieces, long copies cut at blocks of the new file, or after a record whose CRC is compared."""
-    at = 0
-    for piece in pieces:
-        span = piece.data
-        if isinstance(span, Span) and piece.crc is None and span.length > most:
-            start = 0
-            while start < span.length:
-                end = start + most - (at + start) % BLOCK
-                end = min(boundary(span.path, span.offset + end) - span.offset, span.length)
-                yield replace(piece, data=Span(span.path, span.offset + start, end - start))
-                start = end
-        else:
-            yield piece
-        at += piece.nbytes
 
 
 def is_text(content: Pieces) -> bool:
@@ -106,52 +57,16 @@ def digest(files: Mapping[str, Pieces], *more: object) -> str:
     return found.hexdigest()
 
 
-_ENDING = ".ckpttool.job"
+def _share(job: Job, files: Mapping[str, Pieces], plan: object) -> list[str]:
+    """Return the names of the files that this rank writes. Raises `CkptError` if the ranks mean different outputs."""
+    job.agree(digest(files, job.command, plan, sources.states()))
+    sizes = {name: nbytes_of(pieces) for name, pieces in files.items() if not is_text(pieces)}
+    share = assigned(sizes, job.size)[job.rank]
+    progress.advance(sum(nbytes for name, nbytes in sizes.items() if name not in share))  # other ranks write these
+    return share
 
 
-def staging_name(name: str, plan: str, more: str = "") -> str:
-    """Return the name of what the ranks share while they make the output `name`: a folder, or an object."""
-    return f".{_short(name)}.{plan[:16]}{more}{_ENDING}"
-
-
-def is_staging(found: str, name: str) -> bool:
-    """Return True if it is the staging name of the output `name`, for any plan."""
-    pattern = rf"\.{re.escape(_short(name))}\.[0-9a-f]{{16}}(-[0-9a-f]+)?{re.escape(_ENDING)}"
-    return re.fullmatch(pattern, found) is not None
-
-
-def _short(name: str) -> str:
-    return name.encode(errors="surrogateescape")[:100].decode(errors="ignore")
-
-
-def write_all(
-    job: Job, items: Sequence[Item], write: Callable[[int], Record], known: Mapping[int, Record], *, verify: bool
-) -> dict[int, Record]:
-    """Let the ranks write the items; return the records of all, on the first rank only: the others end here.
-
-    `known` items are there already; to `verify` them they are given to `write` too. Raises what `write` raises,
-    `FailedElsewhere`, and `CkptError` if an item is missing.
-    """
-    early = {number: item.nbytes for number, item in enumerate(items) if not item.late}
-    done = job.share("item", {n: size for n, size in early.items() if verify or n not in known}, write)
-    job.tell(f"done/{job.rank}", done)
-    told = [record for records in job.heard_of_all("done") for record in records] if job.is_first else []
-    job.only_first()
-    records = {**known, **{record["item"]: record for record in told}}
-    missing = early.keys() - records.keys()
-    if missing:
-        raise CkptError(f"{len(missing)} parts were written by no rank", hint="this is a bug: report it")
-    for number, record in records.items():
-        for crc, value in zip(items[number].crcs, record["crcs"]):
-            crc.value = value
-    for number, item in enumerate(items):
-        if item.late:
-            records[number] = write(number)
-    return records
-
-
-_LEAST = 1 << 20  # bytes of an item
-_RECORDS = "written."  # and the rank's number
+# On a file system
 
 
 @contextmanager
@@ -160,90 +75,85 @@ def written(
 ) -> Iterator[Contents]:
     """Yield the files, those with tensors written by all ranks; `home` is the folder, on OUT's disk, to make them in.
 
-    `plan` is what else decides the bytes, as JSON: without one, or without fsync, a later run cannot continue. To
-    `verify` the items they are read back. The block, in which the files are moved into their places, runs on the first
-    rank only. Raises `CkptError` if the ranks mean different outputs, if a source changes and if the disk fails; the
-    items then stay for the next run.
+    `plan` is what else decides the bytes, as JSON. To `verify` the files they are read back. The block, in which the
+    files are moved into their places, runs on the first rank only. Raises `CkptError` if the ranks mean different
+    outputs, if a source changes and if the disk fails.
     """
     contents = {name: as_pieces(content) for name, content in files.items()}
-    items = items_of(contents)
-    agreed = digest(contents, job.command, plan, sources.states())
-    job.agree(agreed)
-    again = options.fsync and plan is not None
-    with failing(out), _begun(job, items, agreed, out, home, again) as (staging, known):
-        with open(staging / f"{_RECORDS}{job.rank}", "a", encoding="utf-8") as notes:
-            notes.write("\n")  # after a line that a rank that died may have half written
-            writer = _Writer(items, staging, agreed, options.fsync, verify, known, notes)
-            records = write_all(job, items, writer.write, known, verify=verify)
-        read: dict[str, set[str]] = {item.name: set() for item in items}
-        for number, record in records.items():
-            read[items[number].name].update(record["read"])
-        ready = {name: Ready(str(staging / NEW / name), tuple(sorted(paths))) for name, paths in read.items()}
+    share = _share(job, contents, plan)
+    total = sum(nbytes_of(pieces) for pieces in contents.values())
+    with failing(out), _staging(job, out, home, total) as staging:
+        read: dict[str, list[str]] = {}
+        for name in share:
+            job.check()
+            read[name] = _write(contents[name], staging / NEW / name, options, verify=verify)
+        job.tell(f"done/{job.rank}", read)
+        done = job.heard_of_all("done") if job.is_first else []
+        job.only_first()
+        ready: dict[str, Ready] = {}
+        for names in done:
+            for name, paths in names.items():
+                ready[name] = Ready(str(staging / NEW / name), tuple(sorted(paths)))
         yield {**contents, **ready}
-        remove(staging)
 
 
-def items_of(files: Mapping[str, Pieces]) -> list[Item]:
-    contents = {name: pieces for name, pieces in files.items() if not is_text(pieces)}
-    total = sum(map(nbytes_of, contents.values()))
-    most = min(MOST, max(_LEAST, total // COUNT // BLOCK * BLOCK))
-    return [item for name, pieces in contents.items() for item in _items(name, pieces, most)]
+def _write(pieces: Pieces, path: Path, options: WriteOptions, *, verify: bool) -> list[str]:
+    """Write the file; return the files whose bytes it has. Raises OSError, and `CkptError` if a source changes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    expected = new_digest() if verify else None
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
+    try:
+        fill(descriptor, pieces, expected, flush=options.fsync)
+        read = sorted(sources.streamed())
+        if options.fsync:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if expected is not None and digest_on_disk(str(path)) != expected.digest():
+        raise CkptError(
+            "what was written is not what the disk holds",
+            hint="check the disk",
+            problems=[Problem("other bytes on the disk than were written", path.name)],
+        )
+    return read
 
 
-def _items(name: str, pieces: Pieces, most: int) -> Iterator[Item]:
-    """Cut a file into items of about `most` bytes; computed bytes stay together, and with their checksum."""
-    own: list[Piece] = []
-    crcs: set[int] = set()  # of these pieces
-    begin = at = 0
-    for piece in cut(pieces, most):
-        late = any(id(crc) not in crcs for crc in piece.needs)
-        if own and (late or (at - begin + piece.nbytes > most and not piece.needs)):
-            yield Item(name, begin, own)
-            own, crcs, begin = [], set(), at
-        own.append(piece)
-        crcs.add(id(piece.crc))
-        at += piece.nbytes
-        if late:
-            yield Item(name, begin, own, late=True)
-            own, crcs, begin = [], set(), at
-    if own:
-        yield Item(name, begin, own)
+_ENDING = ".ckpttool.job"
+
+
+def _short(name: str) -> str:
+    return name.encode(errors="surrogateescape")[:100].decode(errors="ignore")
+
+
+def is_staging(found: str, name: str) -> bool:
+    """Return True if it is the name of a folder in which ranks make the output `name`."""
+    return re.fullmatch(rf"\.{re.escape(_short(name))}\.[0-9a-f]{{16}}{re.escape(_ENDING)}", found) is not None
 
 
 @contextmanager
-def _begun(
-    job: Job, items: Sequence[Item], plan: str, out: str, home: Path, again: bool
-) -> Iterator[tuple[Path, dict[int, Record]]]:
-    """Yield the staging folder, which the first rank makes and locks, and the records of the items in it."""
+def _staging(job: Job, out: str, home: Path, nbytes: int) -> Iterator[Path]:
+    """Yield the folder that the first rank makes and locks, in place of what a killed job left; removed at the end."""
     if not job.is_first:
-        staging, records = job.hear("begun")
-        yield Path(staging), {int(number): record for number, record in records.items()}
+        yield Path(job.hear("begun"))
         return
     name = os.path.basename(os.path.realpath(out))
-    staging = home / staging_name(name, plan, "" if again else f"-{secrets.token_hex(4)}")
-    for path in home.iterdir():  # of jobs that wrote something else to the same place
-        if is_staging(path.name, name) and path != staging and is_mine(path.lstat()):
-            with suppress(OSError), _locked(path) as is_left:
-                if is_left:
-                    remove(path)
-    (staging / NEW).mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _locked(staging) as is_ours:
-        if is_ours is False:
-            raise CkptError(f"{out} is being written by another job", hint="wait until it has ended")
-        sizes = {item.name: item.first + item.nbytes for item in items}
-        known = _known(staging, items, plan, sizes)
-        check_space(out, home, sum(item.nbytes for number, item in enumerate(items) if number not in known))
-        for name, size in sizes.items():  # every file gets its length, so that each rank writes into its own ranges
-            path = staging / NEW / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if _size(path) != size:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-                try:
-                    os.ftruncate(descriptor, size)
-                finally:
-                    os.close(descriptor)
-        job.tell("begun", (str(staging), known))
-        yield staging, known
+    for path in home.iterdir():
+        if not is_staging(path.name, name) or not is_mine(path.lstat()):
+            continue
+        with _locked(path) as is_left:
+            if is_left is False:
+                raise CkptError(f"{out} is being written by another job", hint="wait until it has ended")
+            if is_left:
+                remove(path)
+    check_space(out, home, nbytes)
+    staging = home / f".{_short(name)}.{secrets.token_hex(8)}{_ENDING}"
+    (staging / NEW).mkdir(mode=0o700, parents=True)
+    try:
+        with _locked(staging):
+            job.tell("begun", str(staging))
+            yield staging
+    finally:
+        remove(staging)
 
 
 @contextmanager
@@ -256,79 +166,42 @@ def _locked(folder: Path) -> Iterator[bool | None]:
         os.close(descriptor)
 
 
-def _known(staging: Path, items: Sequence[Item], plan: str, sizes: Mapping[str, int]) -> dict[int, Record]:
-    """Return the records of the items that an earlier run of the same plan has written; remove all others.
+# In a store
 
-    Another record may be about a deleted file, and would be taken for its replacement.
+
+@contextmanager
+def put(job: Job, files: Files, folder: str, plan: object, held: Held | None) -> Iterator[Files]:
+    """Put the files with tensors into the folder of a store, each by one rank; yield the others, on the first rank.
+
+    They have their final names, but without the index, which is among the others, nothing refers to them. If this or
+    the block raises, they are removed. `held` gets what the store's checksums prove of this rank's files.
     """
-    complete = {name for name, size in sizes.items() if _size(staging / NEW / name) == size}
-    known: dict[int, Record] = {}
-    for path in sorted(staging.glob(f"{_RECORDS}*")):
-        for line in path.read_text().splitlines():
-            with suppress(ValueError, KeyError, IndexError, TypeError):  # the last line of a rank that died
-                record = json.loads(line)
-                item = items[record["item"]]
-                if record["plan"] == plan and record["file"] == item.name and item.name in complete:
-                    known[record["item"]] = record
-        path.unlink()
-    sync_folder(staging)
-    (staging / f"{_RECORDS}before").write_text("".join(json.dumps(record) + "\n" for record in known.values()))
-    return known
+    from ckpttool.io import write_remote
 
-
-def _size(path: Path) -> int:
+    contents = {name: as_pieces(content) for name, content in files.items()}
+    others = {name: pieces for name, pieces in contents.items() if is_text(pieces)}
+    names = _share(job, contents, plan)
     try:
-        return path.lstat().st_size
-    except OSError:
-        return -1
+        for name in names:
+            job.check()
+            write_remote.write(contents[name], join(folder, name), replace=False, held=held)
+        job.tell(f"done/{job.rank}", None)
+        if job.is_first:
+            job.heard_of_all("done")
+            names = [name for name in contents if name not in others]
+        job.only_first()
+        yield others
+    except RankDone:
+        raise
+    except BaseException:
+        job.fail()
+        _remove_all(folder, names)
+        raise
 
 
-@dataclass(slots=True)
-class _Writer:
-    """Write items of this rank, and note which are on the disk."""
+def _remove_all(folder: str, names: list[str]) -> None:
+    from ckpttool.io import remote
 
-    items: Sequence[Item]
-    staging: Path
-    plan: str
-    fsync: bool
-    verify: bool
-    known: Mapping[int, Record]
-    notes: TextIO
-
-    def write(self, number: int) -> Record:
-        """Return the record of the item, which is written unless it is there. Raises OSError and `CkptError`."""
-        known, item = self.known.get(number), self.items[number]
-        if known is not None and self._holds(item, known["blake2b"]):
-            progress.advance(item.nbytes)
-            return known
-        record = self._write(number)
-        self.notes.write(json.dumps(record) + "\n")
-        self.notes.flush()
-        return record
-
-    def _write(self, number: int) -> Record:
-        item = self.items[number]
-        assert not isinstance(item.data, Span)
-        found = hashlib.blake2b() if self.verify else None
-        descriptor = os.open(self.staging / NEW / item.name, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
-        try:
-            fill(descriptor, item.data, found, item.first, flush=self.fsync)
-            read = sources.streamed()
-            if self.fsync:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        record: Record = {"item": number, "plan": self.plan, "file": item.name, "read": read}
-        record |= {"offset": item.first, "size": item.nbytes}
-        record |= {"blake2b": None if found is None else found.hexdigest(), "crcs": [crc.value for crc in item.crcs]}
-        if found is not None and not self._holds(item, record["blake2b"]):
-            raise CkptError(
-                "what was written is not what the disk holds",
-                hint="check the disk",
-                problems=[Problem("other bytes on the disk than were written", f"{item.name}, byte {item.first:,}")],
-            )
-        return record
-
-    def _holds(self, item: Item, digest: str | None) -> bool:
-        path = str(self.staging / NEW / item.name)
-        return digest is not None and digest_on_disk(path, item.first, item.nbytes).hex() == digest
+    for name in names:
+        with suppress(CkptError):
+            remote.remove(join(folder, name))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import field
 from datetime import timedelta
+from heapq import heappop, heappush
 from typing import Any, Protocol, TypeVar
 
 from ckpttool.core.errors import CkptError, Problem
@@ -100,17 +101,6 @@ class Job:
             self.tell(key, ask())
         return self.hear(key)
 
-    def share(self, counter: str, sizes: Mapping[int, int], do: Callable[[int], Result]) -> list[Result]:
-        """Do the items (number -> bytes) that no other rank has taken, the largest first; return their results."""
-        order = sorted(sizes, key=lambda number: -sizes[number])
-        results, counted = [], 0
-        while (at := self.store.add(counter, 1) - 1) < len(order):
-            self.check()
-            progress.advance(sum(sizes[number] for number in order[counted:at]))  # other ranks took these
-            counted = at + 1
-            results.append(do(order[at]))
-        return results
-
     def fail(self) -> None:
         self.tell(_FAILED, self.rank)
 
@@ -125,6 +115,17 @@ class Job:
         for rank in range(1, self.size):
             self.hear(f"left/{rank}")
         self._alone = True
+
+
+def assigned(sizes: Mapping[Key, int], ranks: int) -> list[list[Key]]:
+    """Return the keys of each rank, the same on all of them: the largest first, each to the rank with the least."""
+    loads = [(0, rank) for rank in range(ranks)]
+    shares: list[list[Key]] = [[] for _ in range(ranks)]
+    for key in sorted(sizes, key=lambda key: -sizes[key]):
+        load, rank = heappop(loads)
+        shares[rank].append(key)
+        heappush(loads, (load + sizes[key], rank))
+    return shares
 
 
 _current: Job | None = None
@@ -178,7 +179,12 @@ def answers(title: str, questions: Mapping[Key, Question]) -> dict[Key, Any]:
         job.agree(digest)
         name = f"answers/{digest}"
         sizes = {number: question.nbytes for number, question in enumerate(asked)}
-        own = job.share(f"next/{digest}", sizes, lambda number: [number, asked[number].answer()])
+        share = assigned(sizes, job.size)[job.rank]
+        progress.advance(sum(sizes.values()) - sum(sizes[number] for number in share))  # other ranks answer these
+        own = []
+        for number in share:
+            job.check()
+            own.append([number, asked[number].answer()])
         job.tell(f"{name}/{job.rank}", own)
         if job.is_first:
             told = {number: answer for some in job.heard_of_all(name) for number, answer in some}

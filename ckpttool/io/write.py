@@ -284,7 +284,7 @@ def is_one_of(out: str, files: Iterable[str]) -> bool:
     return os.path.exists(out) and any(os.path.samefile(out, name) for name in files if os.path.exists(name))
 
 
-def write_file(content: Pieces | Ready, out: str, options: WriteOptions = DEFAULT) -> None:
+def write_file(content: Pieces, out: str, options: WriteOptions = DEFAULT) -> None:
     """Write `content` to `out`, which appears complete or not at all.
 
     An existing `out` is replaced atomically: a process that has it mapped keeps the old bytes. Raises `CkptError` on a
@@ -293,19 +293,15 @@ def write_file(content: Pieces | Ready, out: str, options: WriteOptions = DEFAUL
     if is_url(out):
         from ckpttool.io import write_remote as remote
 
-        remote.write(cast(Pieces, content), out, replace=options.replace, held=options.held)
+        remote.write(content, out, replace=options.replace, held=options.held)
         return
     path = Path(os.path.realpath(out))
     with failing(out), ExitStack() as stack:
         recover(path.parent, [path.name])
-        if isinstance(content, Ready):
-            staged, read = Path(content.path), list(content.read)
-            descriptor = stack.enter_context(open(staged, "rb")).fileno()
-        else:
-            check_space(out, path.parent, nbytes_of(content))
-            descriptor, staged = stack.enter_context(staged_file(path))
-            fill(descriptor, content, options.new_digest(out), flush=options.fsync)
-            read = sources.streamed()
+        check_space(out, path.parent, nbytes_of(content))
+        descriptor, staged = stack.enter_context(staged_file(path))
+        fill(descriptor, content, options.new_digest(out), flush=options.fsync)
+        read = sources.streamed()
         if not options.in_place and is_one_of(out, read):
             raise CkptError(f"{out} is a source itself", hint="name another file")
         syscalls.set_mode(descriptor, path, (*options.readers_of, *read))

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import field, replace
-from pathlib import Path
 from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, Lazy, Span
@@ -24,7 +23,7 @@ from ckpttool.formats.torch.nodes import entries_with_code
 from ckpttool.io import progress, sources, write
 from ckpttool.io import undo as io_undo
 from ckpttool.io.files import files_of, is_dir, settle, size
-from ckpttool.io.paths import is_url, join, parent
+from ckpttool.io.paths import is_url
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import (
     Digest,
@@ -125,6 +124,11 @@ class Writer:
     def check(self, target: Target, *others: str) -> None:
         """Raise `CkptError` if OUT cannot or must not be written. `others` are also read."""
         if target.folder is None:
+            if current() is not None and not self.in_place:
+                raise Refused(
+                    f"{target.path} is one file, and each rank writes files of its own",
+                    hint="write a folder (-o OUT/, or -o OUT.dcp), or run the command without torchrun",
+                )
             self.check_file(target.path, *others)
             return
         force, in_place = self.options.force, self.in_place
@@ -152,26 +156,26 @@ class Writer:
 
     def _write(self, files: Files, out: str, stale: Collection[str] | None, decided: Decided | None) -> None:
         """Write the files of the folder `out`, which replace the `stale` ones; the file `out` if `stale` is None."""
-        job = self._job(out)
-        if job is not None and is_url(out):
-            self._send(job, files, parent(out) if stale is None else out, decided, stale)
+        job = current()
+        if job is not None and stale is not None and is_url(out):
+            self._put(job, files, out, stale, decided)
             return
         options = self._options(is_url(out), files)
         with ExitStack() as stack:
             stack.enter_context(progress.doing(out, _nbytes(files), "written"))
-            contents: Contents = files
-            if job is not None:
-                from ckpttool.distributed.files import written
-
-                home = Path(os.path.realpath(out)).parent if stale is None else write.home_of(out)
-                plan = None if decided is None else decided()
-                made = written(job, files, out, home, plan, options, verify=self.options.verify)
-                contents = stack.enter_context(made)
             if stale is None:
-                (content,) = contents.values()
+                (content,) = files.values()
                 assert not isinstance(content, Link)
                 write.write_file(content, out, options)
             else:
+                contents: Contents = files
+                if job is not None:
+                    from ckpttool.distributed.files import written
+
+                    plan = None if decided is None else decided()
+                    home = write.home_of(out)
+                    made = written(job, files, out, home, plan, options, verify=self.options.verify)
+                    contents = stack.enter_context(made)
                 write.write_folder(contents, out, options, stale=stale)
         _prove_bytes(options.digests)
 
@@ -186,34 +190,22 @@ class Writer:
             held=self._proved(files),
         )
 
-    def _job(self, out: str) -> Job | None:
-        """Return the job whose ranks write `out` together; None if this process writes alone."""
-        job = current()
-        if job is not None and is_url(out):
-            from ckpttool.distributed import objects
-
-            if not objects.can(out):
-                job.only_first()
-        return current()
-
-    def _send(
-        self, job: Job, files: Files, folder: str, decided: Decided | None, stale: Collection[str] | None = None
-    ) -> None:
-        """Let all ranks send the files to the folder: one file, or all files of it, which replace the `stale` ones."""
-        from ckpttool.distributed import objects
+    def _put(self, job: Job, files: Files, folder: str, stale: Collection[str], decided: Decided | None) -> None:
+        """Let all ranks put the files into the folder of a store; the first one alone if files there are replaced."""
+        from ckpttool.distributed.files import put
         from ckpttool.io import write_remote
 
-        home = folder
-        if stale is not None:
-            home = job.of_first("home", lambda: write_remote.home_of(files, folder, stale, replace=self.options.force))
-        with progress.doing(folder, _nbytes(files), "written"):
-            plan = None if decided is None else decided()
-            urls = {name: join(home, name) for name in files}
-            held = self._proved(files) if home == folder else None
-            with objects.sent(job, files, urls, folder, plan, verify=held is not None) as contents:
-                write_remote.write_folder(contents, folder, stale or (), replace=self.options.force, home=home)
-                if held is not None:
-                    objects.note(held, files, contents)
+        replace = self.options.force
+        home = job.of_first("home", lambda: write_remote.home_of(files, folder, stale, replace=replace))
+        held = self._proved(files)
+        with ExitStack() as stack:
+            stack.enter_context(progress.doing(folder, _nbytes(files), "written"))
+            if home == folder:
+                plan = None if decided is None else decided()
+                files = stack.enter_context(put(job, files, folder, plan, held))
+            else:
+                job.only_first()
+            write_remote.write_folder(files, folder, stale, held, replace=replace)
 
     def prove(self, out: str, expected: Checkpoint | Fingerprints, written: Checkpoint | None = None) -> Verified:
         """Prove that `out` holds `expected`: read back what no checksum of its store proves.

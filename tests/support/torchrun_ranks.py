@@ -1,6 +1,6 @@
 """Start the ranks of a job like torchrun, but forked from a process with torch imported, which is ten times faster.
 
-Run as a program under torchrun, it is the command line, except that the second rank is killed once, at its second unit.
+Run as a program under torchrun, it is the command line, except that the second rank is killed once, at its first file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Fault:
-    """Kill rank `rank` before it writes its unit number `at` (from 0); the others wait for it.
+    """Kill rank `rank` before it writes its file number `at` (from 0); the others wait for it.
 
     Without `at` it is not killed, but cannot read from disk.
     """
@@ -152,17 +152,18 @@ def _outlive(mark: Path) -> None:
 
 
 def before_each_unit(call: Callable[[], object]) -> None:
-    """Call it before this process writes a unit or sends a share."""
-    from ckpttool.distributed import files, objects
+    """Call it before this process writes a file of its share."""
+    from ckpttool.distributed import files
+    from ckpttool.io import write_remote
 
-    for place, name in ((vars(files)["_Writer"], "_write"), (vars(objects)["_Sender"], "_send")):
-        setattr(place, name, _after(call, getattr(place, name)))
+    for module, name in ((files, "_write"), (write_remote, "write")):
+        setattr(module, name, _after(call, getattr(module, name)))
 
 
 def _after(call: Callable[[], object], work: Callable[..., Any]) -> Callable[..., Any]:
-    def called(*args: Any) -> Any:
+    def called(*args: Any, **how: Any) -> Any:
         call()
-        return work(*args)
+        return work(*args, **how)
 
     return called
 
@@ -171,5 +172,5 @@ if __name__ == "__main__":
     from ckpttool.cli.app import process
 
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        before_each_unit(partial(time.sleep, 0.1) if os.environ["RANK"] == "0" else _Death(1))
+        before_each_unit(partial(time.sleep, 0.1) if os.environ["RANK"] == "0" else _Death(0))
     sys.exit(process())

@@ -1,10 +1,9 @@
-"""The staging folder of a job: each part is written once, and records that contradict the disk are ignored."""
+"""The files that ranks write together, and the staging folder of their job."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import threading
 import zlib
@@ -19,7 +18,7 @@ from torch.distributed import HashStore
 from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.core.errors import CkptError
 from ckpttool.distributed import files as by_ranks
-from ckpttool.distributed.files import is_staging, staging_name, write_all
+from ckpttool.distributed.files import is_staging
 from ckpttool.distributed.job import FailedElsewhere, Job, RankDone
 from ckpttool.io import progress, sources
 from ckpttool.io.pieces import Crc, Files, Link, Piece, Pieces, Ready
@@ -30,9 +29,8 @@ SOURCE = os.urandom(5 * LEAST + 123)
 
 
 @pytest.fixture(autouse=True)
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def source(tmp_path: Path) -> Iterator[Path]:
     """Write a source of slightly more than five units."""
-    monkeypatch.setattr(by_ranks, "_LEAST", LEAST)
     path = tmp_path / "source.bin"
     path.write_bytes(SOURCE)
     yield path
@@ -113,14 +111,6 @@ class Broken(dict[str, Any]):
         raise Torn
 
 
-def interrupted_run(source: Path, home: Path, **options: Any) -> Path:
-    """Return the staging folder of a run that failed at ``more``, with ``values`` written and recorded."""
-    with pytest.raises(Torn):
-        run(home, files(source, broken="more"), **options)
-    (folder,) = home.glob(".out.*")
-    return folder
-
-
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("verify", [False, True])
 def test_ranks_write_the_files_and_remove_the_staging_folder(
@@ -139,68 +129,13 @@ def test_failed_rank_ends_the_others(source: Path, tmp_path: Path) -> None:
         run(tmp_path, files(source), Broken())
 
 
-@pytest.mark.parametrize("is_resumed", [False, True])
-def test_progress_counts_every_byte_once(source: Path, tmp_path: Path, is_resumed: bool) -> None:
-    """Bytes of an earlier run count as done."""
-    if is_resumed:
-        interrupted_run(source, tmp_path, verify=True)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_progress_counts_every_byte_once(source: Path, tmp_path: Path, ranks: int) -> None:
+    """The work of other ranks counts on each rank."""
     done = list[int]()
     with progress.shown(lambda title, total: nullcontext(done.append)), progress.doing("out", None, "written"):
-        run(tmp_path, files(source), verify=True)
-    assert sum(done) == sum(map(len, WHOLE.values()))
-
-
-@pytest.mark.parametrize("verify", [False, True])
-def test_next_run_resumes(source: Path, tmp_path: Path, verify: bool) -> None:
-    interrupted_run(source, tmp_path, verify=verify)
-    calls = list[str]()
-    assert run(tmp_path, files(source, calls), verify=verify) == WHOLE
-    assert sorted(calls) == ["more", "sum"]
-    assert [*tmp_path.glob(".*")] == []
-
-
-def test_unverified_parts_are_written_again_with_verify(source: Path, tmp_path: Path) -> None:
-    interrupted_run(source, tmp_path)
-    calls = list[str]()
-    assert run(tmp_path, files(source, calls), verify=True) == WHOLE
-    assert "values" in calls
-
-
-def change_records(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    for path in folder.glob("written.*"):
-        records = [json.loads(line) for line in path.read_text().splitlines() if line]
-        for one in records:
-            change(one)
-        path.write_text("".join(f"{json.dumps(one)}\n" for one in records))
-
-
-def damage(folder: Path) -> None:
-    with open(folder / "new" / "first.bin", "r+b") as file:
-        file.seek(LEAST + 100)
-        file.write(b"!")
-
-
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "another plan": lambda folder: change_records(folder, lambda one: one.update(plan="another")),
-    "another file": lambda folder: change_records(folder, lambda one: one.update(file="deep/second.bin")),
-    "unknown unit": lambda folder: change_records(folder, lambda one: one.update(item=99)),
-    "missing unit": lambda folder: change_records(folder, lambda one: one.pop("item")),
-    "half a line": lambda folder: [p.write_text(p.read_text()[:-9].rpartition("{")[2]) for p in folder.glob("w*.*")],
-    "missing file": lambda folder: (folder / "new" / "first.bin").unlink(),
-    "shorter file": lambda folder: os.truncate(folder / "new" / "first.bin", LEAST),
-    "other bytes": damage,
-}
-
-
-@pytest.mark.parametrize("damage_folder", DAMAGES.values(), ids=DAMAGES)
-def test_record_that_contradicts_the_disk_is_ignored(
-    source: Path, tmp_path: Path, damage_folder: Callable[[Path], object]
-) -> None:
-    folder = interrupted_run(source, tmp_path, verify=True)
-    damage_folder(folder)
-    calls = list[str]()
-    assert run(tmp_path, files(source, calls), verify=True) == WHOLE
-    assert "values" in calls
+        run(tmp_path, *(files(source) for _ in range(ranks)))
+    assert sum(done) == ranks * sum(map(len, WHOLE.values()))
 
 
 def test_verify_fails_if_the_disk_holds_other_bytes(
@@ -220,20 +155,36 @@ def test_verify_fails_if_the_disk_holds_other_bytes(
     assert [problem.key.partition(",")[0] for problem in raised.value.problems] == ["first.bin"]
 
 
+def left(home: Path) -> Path:
+    """Return the staging folder that a killed job left."""
+    folder = home / ".out.0123456789abcdef.ckpttool.job"
+    (folder / "new").mkdir(parents=True)
+    (folder / "new" / "first.bin").write_bytes(b"half")
+    return folder
+
+
+def test_next_job_replaces_the_staging_folder_of_a_killed_one(source: Path, tmp_path: Path) -> None:
+    left(tmp_path)
+    assert run(tmp_path, files(source)) == WHOLE
+    assert [*tmp_path.glob(".out.*")] == []
+
+
+def test_failed_job_leaves_no_staging_folder(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(Torn):
+        run(tmp_path, files(source, broken="more"))
+    assert [*tmp_path.glob(".out.*")] == []
+
+
 def test_two_jobs_do_not_write_the_same_files_at_once(source: Path, tmp_path: Path) -> None:
-    folder = interrupted_run(source, tmp_path)
+    folder = left(tmp_path)
     descriptor = os.open(folder, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
         with pytest.raises(CkptError, match="is being written by another job"):
             run(tmp_path, files(source))
-        assert run(tmp_path, files(source), plan="another") == WHOLE
-        assert [*tmp_path.glob(".out.*")] == [folder]  # still in use
-        assert run(tmp_path, files(source), plan=None) == WHOLE
+        assert [*tmp_path.glob(".out.*")] == [folder]
     finally:
         os.close(descriptor)
-    run(tmp_path, files(source), plan="another")
-    assert [*tmp_path.glob(".out.*")] == []  # abandoned, so it is removed
 
 
 def test_linked_file_is_copied(source: Path, tmp_path: Path) -> None:
@@ -241,47 +192,30 @@ def test_linked_file_is_copied(source: Path, tmp_path: Path) -> None:
 
 
 def test_staging_name_identifies_its_output() -> None:
-    names = ["out", "out.pt", "out.pt2", "out.safetensors.index.json", "a[1]", "x" * 200, "重" * 80]
-    plan = "0123456789abcdef" * 4
-    for name in names:
-        for found in (staging_name(name, plan), staging_name(name, plan, "-0a1b2c3d")):
-            assert [other for other in names if is_staging(found, other)] == [name]
-            assert len(found.encode()) < 255
-    assert not is_staging(".out.notes.ckpttool.job", "out")
-
-
-def test_only_computed_units_are_larger_than_the_minimum(source: Path) -> None:
-    found = by_ranks.items_of(files(source))
-    assert [(unit.name, unit.late) for unit in found if unit.late] == [("first.bin", True)]
-    for name, whole in WHOLE.items():
-        units = [unit for unit in found if unit.name == name]
-        assert [unit.first for unit in units] == [sum(unit.nbytes for unit in units[:at]) for at in range(len(units))]
-        assert sum(unit.nbytes for unit in units) == len(whole)
-    assert [unit.nbytes // LEAST for unit in found if unit.nbytes > LEAST] == [3]  # computed in one piece
+    assert is_staging(".out.0123456789abcdef.ckpttool.job", "out")
+    for found in (".out.notes.ckpttool.job", ".out.pt.0123456789abcdef.ckpttool.job"):
+        assert not is_staging(found, "out")
 
 
 def test_without_locks_other_staging_folders_are_kept(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another job may still be writing them."""
-    folder = interrupted_run(source, tmp_path)
+    folder = left(tmp_path)
 
     def refused(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refused)
-    assert run(tmp_path, files(source), plan="another") == WHOLE
+    assert run(tmp_path, files(source)) == WHOLE
     assert [*tmp_path.glob(".out.*")] == [folder]
-    calls = list[str]()
-    assert run(tmp_path, files(source, calls)) == WHOLE
-    assert "values" not in calls
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can change the owner of a file")
 def test_staging_folder_of_another_user_is_kept(source: Path, tmp_path: Path) -> None:
-    folder = interrupted_run(source, tmp_path)
+    folder = left(tmp_path)
     os.chown(folder, 12_345, -1)
-    run(tmp_path, files(source), plan="another")
+    run(tmp_path, files(source))
     assert [*tmp_path.glob(".out.*")] == [folder]
 
 
@@ -298,9 +232,3 @@ def test_files_are_flushed_only_with_fsync(
     monkeypatch.setattr(os, "fsync", recorded)
     assert run(tmp_path, files(source), fsync=fsync) == WHOLE
     assert ({"first.bin", "second.bin"} <= {*flushed}) is fsync
-
-
-def test_parts_that_no_rank_wrote_are_reported(source: Path) -> None:
-    items = by_ranks.items_of(files(source))
-    with pytest.raises(CkptError, match=f"{len(items) - 2} parts were written by no rank"):
-        write_all(Job(0, 1, HashStore()), items, lambda number: {"item": 0, "crcs": []}, {}, verify=False)

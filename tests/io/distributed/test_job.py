@@ -82,6 +82,13 @@ def test_questions_are_answered_once_largest_first() -> None:
     assert sum(done) == 75
 
 
+def test_assignment_is_the_same_on_all_ranks_and_even() -> None:
+    sizes = {"a": 5, "b": 50, "c": 20, "d": 20, "e": 0}
+    assert job.assigned(sizes, 2) == [["b"], ["c", "d", "a", "e"]]
+    assert job.assigned(sizes, 1) == [["b", "c", "d", "a", "e"]]
+    assert job.assigned({}, 3) == [[], [], []]
+
+
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     """Return the store of the torchrun agent, and set the environment of a rank."""
