@@ -162,7 +162,7 @@ def test_error_on_any_rank_fails_all_ranks_and_is_printed_once(source: Path, tmp
     assert refused[0].err.count("error: ") == 1
     assert refused[1].said == (1, "")
     assert [*tmp_path.iterdir()] == []
-    wrong = {"CKPTTOOL_MAX_SHARD_SIZE": "many"}
+    wrong = ("--max-shard-size", "many")
     failed = run_ranks(tmp_path, 2, "convert", source / "model.safetensors", "-o", "out/", last=wrong)
     assert [done.status for done in failed] == [2, 2]
     assert "error: 'many' is not a size\n" in failed[0].err
@@ -177,7 +177,7 @@ def test_error_on_any_rank_fails_all_ranks_and_is_printed_once(source: Path, tmp
 
 def test_ranks_with_different_plans_write_nothing(source: Path, tmp_path: Path) -> None:
     command = ("convert", source / "model.safetensors", "-o", "out/")
-    first, second = run_ranks(tmp_path, 2, *command, last={"CKPTTOOL_MAX_SHARD_SIZE": "3MB"})
+    first, second = run_ranks(tmp_path, 2, *command, last=("--max-shard-size", "3MB"))
     assert first.status == second.status == 2
     assert "error: the ranks do not mean the same\n  another plan than rank 0 @ rank 1\n" in first.err
     assert [*tmp_path.iterdir()] == []

@@ -296,17 +296,6 @@ def test_source_without_a_recorded_state_is_not_overwritten(tmp_path: Path, sour
     assert names(tmp_path) == ["linked", "source"]
 
 
-def test_source_without_a_recorded_state_is_not_overwritten(tmp_path: Path, source: Path) -> None:
-    """Its index was never read; it is recognized by its path and by a hard link."""
-    os.link(source, tmp_path / "linked")
-    before = source.read_bytes()
-    for out in (source, tmp_path / "linked"):
-        with pytest.raises(CkptError, match="is a source itself"):
-            write([Piece(b"x"), Piece(Span(str(source), 0, 5))], str(out))
-    assert source.read_bytes() == before
-    assert names(tmp_path) == ["linked", "source"]
-
-
 def test_os_errors_without_errno_are_reported(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match=r"^out: odd\n"), failing("out"):
         raise OSError("odd")

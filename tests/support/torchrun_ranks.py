@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -57,11 +57,11 @@ def run_ranks(
     *args: object,
     fault: Fault | None = None,
     all_die: bool = False,
-    last: Mapping[str, str] | None = None,
+    last: Sequence[str] = (),
 ) -> list[Rank]:
     """Run the command line on `size` ranks in `folder` and return their results. If one dies the others are terminated.
 
-    With `all_die` they are killed instead. `last` is added to the environment of the last rank.
+    With `all_die` they are killed instead. `last` is added to the command line of the last rank.
     """
     from torch.distributed import TCPStore
 
@@ -75,8 +75,8 @@ def run_ranks(
         named |= {"MASTER_PORT": store.port, "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": True}
         environment = {name: str(value) for name, value in named.items()}
         environment |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-        environment |= (last or {}) if rank == size - 1 else {}
-        ranks.append(context.Process(target=_rank, args=(folder, environment, argv, fault)))
+        words = [*argv, *last] if rank == size - 1 else argv
+        ranks.append(context.Process(target=_rank, args=(folder, environment, words, fault)))
         ranks[-1].start()
     for rank in reversed(ranks):
         rank.join(60)
