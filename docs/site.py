@@ -101,7 +101,7 @@ def limits() -> str:
     source = (ROOT / "ckpttool/core/limits.py").read_text(encoding="utf-8")
     rows = re.findall(r"^    (\w+): int = .*?# (.*)$", source, re.MULTILINE)
     table = [f"| `{name}` | {getattr(Limits(), name):,} | {said} |" for name, said in rows]
-    about = "`--limit NAME=VALUE` changes a limit ([safety](../safety.md#limits))."
+    about = "`--max-memory SIZE` changes those on memory ([safety](../safety.md#limits))."
     return "\n".join(["# Limits", "", about, "", "| limit | default | of what |", "| --- | --- | --- |", *table])
 
 

@@ -21,7 +21,7 @@ _OF_MEMORY = {"json_bytes": 1, "pickle_bytes": 1, "made_bytes": 1, "pickle_memor
 class Limits:
     """The limits, each with its unit. Those of `_OF_MEMORY` follow `--max-memory`, the others are constants."""
 
-    json_bytes: int = DEFAULT_MEMORY  # of a plan, a names file, an index, a config
+    json_bytes: int = DEFAULT_MEMORY  # of a names file, an index, a config
     rules_bytes: int = 1 << 20  # of a file of rules
     rules_dots: int = 100  # in a line of it, outside of strings: each level costs as much again as those above
     rules_seconds: int = 2  # of CPU time, for all matches of one regular expression (``re:``)
