@@ -15,28 +15,12 @@ from command import Run, notes_in
 Options = dict[str, Any]
 MODEL: Options = {"model": "m.py:f"}
 UNITS: Options = {**MODEL, "from_": "fsdp-flat(units=['a'])"}
-PLAN: Options = {"rules": "p.json"}
-ALONE = "a saved plan cannot be combined"
 
 # Invalid options, the message, and valid alternatives
 CONFLICTS: list[tuple[Options, str, list[Options]]] = [
     ({"in_place": True, "out": "o.pt"}, "--in-place and -o OUT exclude", [{"in_place": True}, {"out": "o.pt"}]),
     ({"to": "runtime"}, "--to runtime needs the model's names", [{"to": "runtime", **MODEL}, {"to": "ddp"}]),
     ({"from_": "exported"}, "--from exported needs the", [{"from_": "exported", **MODEL}, {"from_": "compile"}]),
-    *(
-        ({**PLAN, **more}, ALONE, [PLAN, more])
-        for more in (
-            {"rule": ["a => b"]},
-            {"to": "ddp"},
-            {"from_": "ddp"},
-            {"like": "o.pt"},
-            {"select": "a"},
-            {**MODEL, "trainable_only": True},
-            {"sections": "model"},
-            {"optimizer_keys": "fqn"},
-            {**MODEL, "to_optimizer": "m.py:o"},
-        )
-    ),
     ({"reverse": True}, "--reverse without", [{"reverse": True, "rule": ["a => b"]}, {"reverse": True, "rules": "r"}]),
     ({"trainable_only": True}, "--trainable-only asks the model", [{"trainable_only": True, **MODEL}]),
     ({"like": "o.pt", "to": "ddp"}, "--like and --to both say", [{"like": "o.pt"}]),
