@@ -296,7 +296,8 @@ def _compare_versions(
 ) -> tuple[list[str], str]:
     """Return a note on module versions that differ, and why the two are not identical if loading depends on them.
 
-    With the `names` of a model, loading is compared. A format without a place for versions is no difference by itself.
+    With the `names` of a model, loading is compared. A format that has no place for versions does not
+    count as a difference.
     """
     others = other_versions_of(*models)
     if not others:

@@ -201,8 +201,8 @@ def try_remap(
 ) -> Trial | None:
     """Return the remap of the left checkpoint with these options; None if it is refused, if no format can hold the
     result, if it loses something, or if `most` differences or more are left. With `loses_state` it may leave parameters
-    of an optimizer out, with `loses_keys` keys of the state dict. What the output
-    would run when it is loaded is dropped: `code` are the paths of what is dropped already.
+    of an optimizer out, with `loses_keys` keys of the state dict. Entries that would run code when the output is
+    loaded are dropped too; `code` are the paths that are dropped already.
 
     `options` are as printed; what is read already is reused. `word` is part of the output's name, whose ending may
     change to the ending of a format that holds more.

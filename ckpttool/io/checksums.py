@@ -34,7 +34,7 @@ def fastest_crc32() -> Callable[..., int]:
 
 @dataclass(slots=True, eq=False)
 class _Archive:
-    """Where the records of an archive begin and end in the file `path`, in order, and their CRCs.
+    """The records of an archive in the file `path`, in order: the bytes at which they start and end, and their CRCs.
 
     `name_at` returns the name of the record that begins at a byte. `running`: by record, how far it was read from its
     start on, and the CRC of that. `parts` are records of which other parts were read, `intact` and `damaged` those that
@@ -172,7 +172,7 @@ def comparing(read: Callable[[Span], Iterable[memoryview]]) -> Iterator[None]:
     if damaged:
         paths = ", ".join(dict.fromkeys(archive.path for archive, _ in damaged))
         raise CkptError(
-            f"{paths}: damaged, because the CRC-32 of what was read is not the one that the file records",
+            f"{paths}: damaged, because the CRC-32 of what was read differs from the CRC-32 in the file",
             hint="download or save it again (`unzip -t` checks it); torch.load does not compare CRCs",
             problems=[
                 Problem(

@@ -89,10 +89,17 @@ def quantized_weights(section: Section) -> list[QuantizedWeight]:
             scheme, others = before.scheme, tuple(dict.fromkeys((*before.others, *others)))
         weights[weight] = QuantizedWeight(scheme, weight, tuple(others))
 
+    below: dict[str, list[str]] = {}  # by the key of a weight, the keys that continue it
+    in_4bit: dict[str, None] = {}
     for key in section.keys:
         weight, mark, _ = key.partition(_BITSANDBYTES_4BIT)
         if mark:
-            add("bitsandbytes, 4 bit", weight, [other for other in section.keys if other.startswith(f"{weight}.")])
+            in_4bit[weight] = None
+        else:
+            weight = key.rpartition(".")[0]
+        below.setdefault(weight, []).append(key)
+    for weight in in_4bit:
+        add("bitsandbytes, 4 bit", weight, below[weight])
     for entry in section.tensors:
         module, dot, leaf = entry.key.rpartition(".")
         prefix = module + dot

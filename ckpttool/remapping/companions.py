@@ -349,8 +349,8 @@ def companions_of(
     """Return what goes along with the weights of `source`, whose keys `plan` changes, to `target`.
 
     `bases` are the tensors of the models before and after, if they are known. `described`: the keys of the output are
-    described by ``config.json``. `other_files` are those of the checkpoint that remain. Raise `Refused` if
-    an adapter's configuration cannot follow into the folder of the output.
+    described by ``config.json``. `other_files` are the other files of the checkpoint that remain. Raise `Refused`
+    if an adapter's configuration cannot follow into the folder of the output.
     """
     path, section = split(source.source)
     if section is not None or source.format == "memory":

@@ -64,9 +64,9 @@ def _with_steps(section: Section, after: dict[tuple[str, str], Output]) -> Secti
 
 
 def with_lost_versions(done: Remap, request: Request, loads: ModelOperand | None) -> Remap:
-    """Return the remap with the module versions that the file lost: those of --like, or those that the model needs.
+    """Return the remap with the module versions that the file lost, taken from --like or from the model.
 
-    The model gets them only if it does not load the file without them: otherwise they may change what it loads.
+    Those of the model are added only if it does not load the file without them: they may change what it loads.
     """
     restored = {}
     for section in done.result.sections:

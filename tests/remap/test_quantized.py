@@ -5,15 +5,20 @@ The layouts are those that the libraries write, and document.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ckpttool.naming.quantized import quantized_weights
+from ckpttool.operands.checkpoint import open_operand
 from command import Run, notes_in
 
 State = dict[str, torch.Tensor]
+NF4 = "bitsandbytes nf4"
 FP8, INT8, UINT8, INT32 = torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32
 
 
@@ -38,7 +43,7 @@ SCHEMES: dict[str, State] = {
         "weight": zeros(4, 2, dtype=UINT8), "weight_scale": zeros(4, 1, dtype=FP8), "weight_scale_2": zeros(1)
     },
     "bitsandbytes int8": {"weight": zeros(4, 4, dtype=INT8), "SCB": zeros(4)},
-    "bitsandbytes nf4": {
+    NF4: {
         "weight": zeros(8, 1, dtype=UINT8), "weight.absmax": zeros(1), "weight.quant_map": zeros(16),
         "weight.quant_state.bitsandbytes__nf4": zeros(8, dtype=UINT8),
     },
@@ -130,3 +135,25 @@ def test_diff_with_plain_weights_does_not_suggest_a_cast(
             if entry["left"] != entry["right"] or entry["status"] != "same"
         }
         assert "quantized" in codes
+
+
+def test_cost_grows_with_the_number_of_weights(tmp_path: Path) -> None:
+    """Each weight is searched for among its own keys, not among all keys."""
+    calls = []
+    for count in (50, 200):
+        state = {f"{number}.{key}": value.clone() for number in range(count) for key, value in SCHEMES[NF4].items()}
+        save_file(state, tmp_path / "in.safetensors")
+        (section,) = open_operand(str(tmp_path / "in.safetensors")).sections
+        events: list[str] = []
+
+        def note(_: FrameType, event: str, __: object, events: list[str] = events) -> None:
+            events.append(event)
+
+        sys.setprofile(note)
+        try:
+            weights = quantized_weights(section)
+        finally:
+            sys.setprofile(None)
+        assert len(weights) == count
+        calls.append(len(events))
+    assert calls[1] < 5 * calls[0]
