@@ -89,17 +89,20 @@ def quantized_weights(section: Section) -> list[QuantizedWeight]:
             scheme, others = before.scheme, tuple(dict.fromkeys((*before.others, *others)))
         weights[weight] = QuantizedWeight(scheme, weight, tuple(others))
 
-    below: dict[str, list[str]] = {}  # by the key of a weight, the keys that continue it
-    in_4bit: dict[str, None] = {}
+    in_4bit: dict[str, list[str]] = {}  # by the key of a weight, the keys that continue it
     for key in section.keys:
         weight, mark, _ = key.partition(_BITSANDBYTES_4BIT)
         if mark:
-            in_4bit[weight] = None
-        else:
-            weight = key.rpartition(".")[0]
-        below.setdefault(weight, []).append(key)
-    for weight in in_4bit:
-        add("bitsandbytes, 4 bit", weight, below[weight])
+            in_4bit[weight] = []
+    if in_4bit:
+        for key in section.keys:
+            weight, mark, _ = key.partition(_BITSANDBYTES_4BIT)
+            if not mark:
+                weight = key.rpartition(".")[0]
+            if weight in in_4bit:
+                in_4bit[weight].append(key)
+    for weight, parts in in_4bit.items():
+        add("bitsandbytes, 4 bit", weight, parts)
     for entry in section.tensors:
         module, dot, leaf = entry.key.rpartition(".")
         prefix = module + dot
