@@ -33,7 +33,6 @@ class Limits:
     made_times: int = 16  # how often what a tensor is made of may be held while it is computed
     made_parts: int = 1 << 16  # tensors that one operator may give, as `split` does
     remote_seconds: int = 300  # that a store may be silent
-    remote_requests: int = 4  # at a time for large tensors; each holds 8 MiB
 
     def named(self, name: str, needed: int = 0) -> str:
         """Return the text about the limit for an error, with the option that raises it to `needed`, if there is one."""

@@ -17,7 +17,7 @@ from ckpttool.distributed.job import Job, RankDone, assigned
 from ckpttool.io import progress, sources
 from ckpttool.io.files import size
 from ckpttool.io.paths import is_url, join
-from ckpttool.io.pieces import Files, Held, Link, Piece, Pieces, Ready, digest_on_disk, nbytes_of, new_digest
+from ckpttool.io.pieces import Files, Link, Piece, Pieces, Ready, digest_on_disk, nbytes_of, new_digest
 from ckpttool.io.syscalls import lock
 from ckpttool.io.temporary import is_mine, remove
 from ckpttool.io.write import NEW, Contents, WriteOptions, check_space, failing, fill
@@ -170,11 +170,11 @@ def _locked(folder: Path) -> Iterator[bool | None]:
 
 
 @contextmanager
-def put(job: Job, files: Files, folder: str, plan: object, held: Held | None) -> Iterator[Files]:
+def put(job: Job, files: Files, folder: str, plan: object) -> Iterator[Files]:
     """Put the files with tensors into the folder of a store, each by one rank; yield the others, on the first rank.
 
     They have their final names, but without the index, which is among the others, nothing refers to them. If this or
-    the block raises, they are removed. `held` gets what the store's checksums prove of this rank's files.
+    the block raises, they are removed.
     """
     from ckpttool.io import write_remote
 
@@ -184,7 +184,7 @@ def put(job: Job, files: Files, folder: str, plan: object, held: Held | None) ->
     try:
         for name in names:
             job.check()
-            write_remote.write(contents[name], join(folder, name), replace=False, held=held)
+            write_remote.write(contents[name], join(folder, name), replace=False)
         job.tell(f"done/{job.rank}", None)
         if job.is_first:
             job.heard_of_all("done")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Union
 
 from ckpttool.core.checkpoint import (
@@ -23,14 +23,13 @@ from ckpttool.io import pieces
 from ckpttool.io.pieces import Piece, stream
 
 Entry = Union[TensorEntry, ExtraEntry]
-Same = Callable[["Span | Lazy", "Span | Lazy"], bool]  # compares bytes
 Chunks = Iterable["bytes | memoryview"]
 Fingerprints = Mapping["tuple[str, str]", "tuple[object, ...]"]
 
 EQUAL = "the values are equal, their bytes are not (-0.0, or another kind of NaN)"
 
 
-def same_values(left: Entry, right: Entry, same_data: Same = pieces.same_data) -> bool:
+def same_values(left: Entry, right: Entry) -> bool:
     """Return whether two entries are the same: tensors of one dtype and shape with the same bytes, or equal objects.
 
     False also if that is unknown.
@@ -50,7 +49,7 @@ def same_values(left: Entry, right: Entry, same_data: Same = pieces.same_data) -
         return True
     left_data, right_data = _in_order(left), _in_order(right)
     if left_data is not None and right_data is not None:
-        return same_data(left_data, right_data)
+        return pieces.same_data(left_data, right_data)
     return all(a == b for a, b in _in_step(elements(left), elements(right), itemsize(left.dtype)))
 
 
@@ -230,16 +229,14 @@ def fingerprints(checkpoint: Checkpoint) -> Fingerprints:
     return {place: fingerprint(entry) for place, entry in checkpoint.entries().items()}
 
 
-def verify(
-    written: Checkpoint, expected: Checkpoint | Fingerprints, same_data: Same = pieces.same_data
-) -> list[Problem]:
+def verify(written: Checkpoint, expected: Checkpoint | Fingerprints) -> list[Problem]:
     """Return how the `written` file differs from `expected`: every key, dtype, shape and byte is compared."""
     wanted: Mapping[tuple[str, str], object] = expected.entries() if isinstance(expected, Checkpoint) else expected
     entries = written.read_for(wanted).entries()
     both = [place for place in wanted if place in entries]
     if isinstance(expected, Checkpoint):
         sources = expected.entries()
-        different = [place for place in both if not same_values(sources[place], entries[place], same_data)]
+        different = [place for place in both if not same_values(sources[place], entries[place])]
     else:
         different = [
             place for place in both if None in expected[place] or fingerprint(entries[place]) != expected[place]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from ckpttool.core.errors import CkptError
 from ckpttool.io import progress, sources, transaction
-from ckpttool.io.paths import is_url, parent
+from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import comparing_checksums
 
 _HINT = "check the path and its permissions"
@@ -112,9 +112,9 @@ def sources_stay() -> Iterator[None]:
 
 def opened_at(urls: Iterable[str]) -> dict[str, object]:
     """Return what the stores have said about the files at these URLs, as far as they have."""
-    from ckpttool.io.remote import cache
+    from ckpttool.io.remote import known
 
-    return {url: said for url in urls if (said := cache.stats.get(url)) is not None}
+    return {url: known.stats[url] for url in urls if known.stats.get(url) is not None}
 
 
 def read_on(opened: Mapping[str, Any]) -> None:
@@ -249,11 +249,9 @@ def look_anew(path: str) -> None:
     Raises `CkptError` if an edit of them was interrupted, or has not ended.
     """
     if is_url(path):
-        from ckpttool.io import remote_journal as remote
         from ckpttool.io.remote import forget
 
         forget(path)
-        remote.check(path if exists(path) else parent(path))
         return
     for folder, names in places(path).items():
         transaction.check(folder, names, path)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import field
-from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol, Union
 
 from ckpttool.core.checkpoint import Lazy, Part, Span, length_of
@@ -88,31 +85,6 @@ def amounts(pieces: Pieces) -> tuple[int, int]:
     """Return the number of bytes that are copied from a source, and of computed bytes."""
     moved = sum(piece.nbytes for piece in pieces if isinstance(piece.data, Span))
     return moved, sum(piece.nbytes for piece in pieces if isinstance(piece.data, Lazy) and not piece.needs)
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What objects hold, as their store's checksums prove: by URL, where each piece begins, and the pieces."""
-
-    objects: dict[str, tuple[Sequence[int], Pieces]] = field(default_factory=dict)
-
-    def note(self, url: str, pieces: Pieces) -> None:
-        self.objects[url] = [0, *accumulate(piece.nbytes for piece in pieces)], pieces
-
-    def proves(self, place: Span | Lazy, data: Span | Lazy) -> bool:
-        """Return True if these bytes of an object are known to be `data`: a copy of the span, or computed by it."""
-        if not isinstance(place, Span) or place.path not in self.objects:
-            return False
-        starts, pieces = self.objects[place.path]
-        number = bisect_right(starts, place.offset) - 1
-        if number >= len(pieces):
-            return False
-        piece, at = pieces[number], place.offset - starts[number]
-        if at + place.length > piece.nbytes:
-            return False
-        if isinstance(piece.data, Span):
-            return Span(piece.data.path, piece.data.offset + at, place.length) == data
-        return piece.data is data and piece.nbytes == place.length
 
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import Literal
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.values import dataclass
 from ckpttool.io import progress, sources, transaction
-from ckpttool.io.files import exists, places
+from ckpttool.io.files import places
 from ckpttool.io.patch import hashed, of_pieces
-from ckpttool.io.paths import is_url, parent
+from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Edited
 from ckpttool.io.transaction import UNDO, Change
 from ckpttool.io.write import failing
@@ -82,25 +82,17 @@ def not_in_place(path: str, reason: str) -> Refused:
     return Refused(f"{path} cannot be edited in place: {reason}", hint="write another file: -o OUT")
 
 
-Way = Literal["undone", "rolled back", "finished"]
+Way = Literal["undone", "rolled back"]
 
 
 def undo(path: str, last: Callable[[], str], *, fsync: bool, force: bool) -> Way:
-    """Roll back an interrupted edit of the path or URL, or else revert its last edit in place.
+    """Roll back an interrupted edit of the path, or else revert its last edit in place.
 
     `last` finds the file, or the folder, that has the record of that edit. `force`: a process of another machine or
     container that began something has ended. Raises `CkptError` if there is nothing to undo any more.
     """
     if is_url(path):
-        from ckpttool.io import remote_journal as remote
-        from ckpttool.io.remote import forget
-
-        forget(path)
-        found = remote.roll_back(path if exists(path) else parent(path), force=force)
-        forget(path)
-        if not found:
-            raise CkptError(f"{path}: nothing to undo", hint="files of a URL are never edited in place")
-        return "rolled back" if all(found.values()) else "finished"
+        raise CkptError(f"{path}: nothing to undo", hint="files of a URL are never edited in place")
     with failing(path):
         begun = [
             one

@@ -27,7 +27,6 @@ from ckpttool.io.pieces import (
     LEAST,
     Digest,
     Files,
-    Held,
     Link,
     Piece,
     Pieces,
@@ -196,7 +195,7 @@ class WriteOptions:
 
     `replace`: existing files may be replaced, also files that appear meanwhile. `in_place`: the output is a source, and
     must still be what was read. Nobody who cannot read `readers_of` and the sources can read the output.
-    `digests` gets a hash of each local file that is copied; `held` what the checksums of a store prove.
+    `digests` gets a hash of each local file that is copied.
     """
 
     replace: bool = True
@@ -204,7 +203,6 @@ class WriteOptions:
     readers_of: Collection[str] = ()
     fsync: bool = True
     digests: MutableMapping[str, Digest] | None = None
-    held: Held | None = None
 
     def new_digest(self, path: str) -> Digest | None:
         """Return the digest that all bytes of the file are to update, if there is one."""
@@ -293,7 +291,7 @@ def write_file(content: Pieces, out: str, options: WriteOptions = DEFAULT) -> No
     if is_url(out):
         from ckpttool.io import write_remote as remote
 
-        remote.write(content, out, replace=options.replace, held=options.held)
+        remote.write(content, out, replace=options.replace)
         return
     path = Path(os.path.realpath(out))
     with failing(out), ExitStack() as stack:
@@ -354,6 +352,11 @@ def preflight_folder(out: str, present: Collection[str], source: str, *, force: 
             raise CkptError(f"{place}: not writable", hint="choose another folder for the output")
     if is_source and not in_place:
         raise CkptError(f"{out} is the folder of the source", hint=_another("folder", out))
+    if present and is_url(out):
+        raise CkptError(
+            f"{out} holds a checkpoint: {min(present)}",
+            hint="name another folder, or remove it first: a store cannot replace several files at once",
+        )
     if present and not (force or in_place):
         raise CkptError(
             f"{out} holds a checkpoint: {min(present)}", hint="pass --force to replace it, or name another folder"
@@ -383,7 +386,8 @@ def write_folder(
 ) -> None:
     """Write `files` into the folder `out`, all of them or none.
 
-    In a folder that exists, `files` replace the files of their names and those named `stale`; everything else stays. If
+    In a folder that exists, `files` replace the files of their names and those named `stale`; everything else stays. In
+    a folder of a store nothing is replaced. If
     the platform can, the whole folder is exchanged with a new one in one call. Else the files are moved in a
     transaction; meanwhile the last of `files`, which makes the set complete, is missing. Raises `CkptError` on a source
     that changed while it was read, a folder that another process changed, a full disk; `out` is then as it was.
@@ -391,9 +395,7 @@ def write_folder(
     if is_url(out):
         from ckpttool.io import write_remote as remote
 
-        remote.write_folder(
-            cast(Files, files), out, stale, options.held, replace=options.replace
-        )  # ranks send to a store, so nothing is `Ready`
+        remote.write_folder(cast(Files, files), out)  # ranks send to a store, so nothing is `Ready`
         return
     folder = Path(os.path.realpath(out))
     with failing(out):

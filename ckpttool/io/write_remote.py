@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from inspect import signature
 from typing import Any
 
 from ckpttool.core.checkpoint import Span
 from ckpttool.core.errors import CkptError
-from ckpttool.io import compose, progress
-from ckpttool.io.compose import Upload, came_meanwhile, check_absent, is_exclusive
+from ckpttool.io import progress
 from ckpttool.io.files import size, sources_stay
-from ckpttool.io.paths import is_url, join, name, parent
-from ckpttool.io.pieces import Held, Link, Piece, Pieces, amounts, nbytes_of, stream
-from ckpttool.io.remote import answered, filesystem, forget, names_in, remove, stat
-from ckpttool.io.remote_journal import recover
-from ckpttool.io.remote_journal import replace as journaled
+from ckpttool.io.paths import is_url, join, name
+from ckpttool.io.pieces import Link, Piece, Pieces, amounts, nbytes_of, stream
+from ckpttool.io.remote import filesystem, forget, remove, stat
+from ckpttool.io.remote_errors import answered
 from ckpttool.io.syscalls import uninterrupted
 from ckpttool.io.temporary import temporary_name
 
 PART = 1 << 24  # bytes of one part of a multipart upload; about three of them are in memory
-
+_MOST_PARTS = 9_000  # a store takes 10,000
 _MIB = 1 << 20
 # Schemes of object stores, whose drivers show a file when it is closed, or never.
 _AT_CLOSE = frozenset("s3 s3a gs gcs abfs abfss az hf oss oci".split())  # noqa: SIM905 - read like a table
@@ -43,30 +42,18 @@ def check_url(out: str, *, in_place: bool) -> None:
     filesystem(out)  # raises where the driver is missing
 
 
-def write(pieces: Pieces, out: str, *, replace: bool = True, held: Held | None = None) -> None:
+def write(pieces: Pieces, out: str, *, replace: bool = True) -> None:
     """Write `pieces` to the URL, which appears complete or not at all.
 
-    Without `replace`, an object that appears meanwhile stays. `held` gets what the store's checksums prove. Raises
-    `CkptError` on a source that changed while it was read, and if the store refuses; `out` is then as it was.
+    Without `replace`, an object that appears meanwhile stays. Raises `CkptError` on a source that changed while it was
+    read, and if the store refuses; `out` is then as it was.
     """
-    plan = compose.plan(pieces, out)
-    if plan is not None:
-        with compose.begun(out, replace=replace, verify=held is not None) as upload, sources_stay():
-            upload.fill(plan)
-    else:
-        with _appearing(out, nbytes_of(pieces), replace) as file:
-            with sources_stay():
-                for data in stream(pieces):
-                    with answered(out), uninterrupted(insisting=True):
-                        file.write(data)
-                    progress.has_written(len(data))
-            if not replace:
-                check_absent(out)
+    with _appearing(out, nbytes_of(pieces), replace) as file, sources_stay():
+        for data in stream(pieces):
+            with answered(out), uninterrupted(insisting=True):
+                file.write(data)
+            progress.has_written(len(data))
     forget(out)
-    if plan is not None and held is not None:
-        with sources_stay():
-            if compose.is_copied(plan.runs, out) or upload.is_proved(nbytes_of(pieces)):
-                held.note(out, pieces)
     progress.has_made(*amounts(pieces))
 
 
@@ -74,19 +61,21 @@ def write(pieces: Pieces, out: str, *, replace: bool = True, held: Held | None =
 def _appearing(url: str, nbytes: int, replace: bool) -> Iterator[Any]:
     """Yield a file of about `nbytes` that is at the URL once the block ends, and never if the block raises.
 
-    Without `replace`, S3 itself refuses to replace an object, if it is new enough.
+    Without `replace`, S3 itself refuses to replace an object, if the driver can ask for it; for other stores it is
+    checked at the end that there is none.
     """
     fs, path = filesystem(url)
     at_close = not _AT_CLOSE.isdisjoint([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
     place = path if at_close else join(fs._parent(path), temporary_name(name(path)))
     with answered(url):
         if not at_close:
-            recover(parent(url))
             fs.makedirs(fs._parent(path), exist_ok=True)
-        mode = "xb" if not replace and is_exclusive(fs) else "wb"
-        file = fs.open(place, mode, block_size=max(PART, -(-nbytes // compose.MOST_PARTS // _MIB) * _MIB))
+        mode = "xb" if not replace and _is_exclusive(fs) else "wb"
+        file = fs.open(place, mode, block_size=max(PART, -(-nbytes // _MOST_PARTS // _MIB) * _MIB))
     try:
         yield file
+        if not replace:
+            _check_absent(url)
         with answered(url), uninterrupted(insisting=True):
             file.close()
             if place != path:
@@ -103,74 +92,62 @@ def _appearing(url: str, nbytes: int, replace: bool) -> Iterator[Any]:
         raise
 
 
+def _is_exclusive(fs: Any) -> bool:
+    """Return True if the store can refuse to replace an object.
+
+    That is S3, if both the driver (s3fs 2024.12) and botocore (1.35) are new enough.
+    """
+    if not hasattr(fs, "call_s3") or "mode" not in signature(fs._pipe_file).parameters:
+        return False
+    request = fs.s3.meta.service_model.operation_model("CompleteMultipartUpload").input_shape
+    return "IfNoneMatch" in request.members
+
+
+def _check_absent(url: str) -> None:
+    forget(url)
+    if stat(url) is not None:
+        raise CkptError(
+            f"{url} exists: another process has written it meanwhile",
+            hint="look at it, then name another place",
+        )
+
+
 # Folders
 
 
-def home_of(files: Iterable[str], out: str, stale: Collection[str], *, replace: bool) -> str:
-    """Return the folder in which the files of the folder `out`, a URL, are made: `out`, unless some are replaced there.
+def write_folder(files: Mapping[str, Pieces | Link], out: str) -> None:
+    """Write `files` into the folder `out`, a URL, the last one last. No file is replaced.
 
-    Raises `CkptError` if another process is just replacing them, and without `replace` if there are some.
+    Raises `CkptError` on a source that changed while it was read, if the store refuses, and if a file is there already.
+    Then it removes what it wrote.
     """
-    recover(out)
-    places = [join(out, own) for own in (*files, *stale)]
-    for url in places:
-        forget(url)  # what was said of it is as old as the preflight
-    if stat(out) is None:
-        return out
-    names_in(out)  # says it of all of them
-    there = [url for url in places if stat(url) is not None]
-    if there and not replace:
-        raise came_meanwhile(there[0])
-    return join(out, temporary_name("new")) if there else out
-
-
-def write_folder(
-    files: Mapping[str, Pieces | Link | Upload],
-    out: str,
-    stale: Collection[str],
-    held: Held | None = None,
-    *,
-    replace: bool,
-    home: str | None = None,
-) -> None:
-    """Write `files` into the folder `out`, a URL, the last one last; uploads are completed.
-
-    To replace a checkpoint, the new files are first written into the folder `home` (default: `home_of`). Then the old
-    files named `stale` and the file that makes the old set complete are removed, and the new ones moved in, under a
-    journal. `held` gets what the store's checksums prove about files that were not moved. Without `replace` no file is
-    replaced. Raises `CkptError`, and removes what it wrote, on a source that changed while it was read and if the store
-    refuses.
-    """
-    home = home or home_of(files, out, stale, replace=replace)
+    for filename in files:
+        _check_absent(join(out, filename))
     written: list[str] = []
     try:
-        for own, content in files.items():
-            if isinstance(content, Upload):
-                content.complete(replace=replace)
+        for filename, content in files.items():
+            url = join(out, filename)
+            if isinstance(content, Link):
+                _copy(content.path, url)
             else:
-                _put(content, join(home, own), held if home == out else None, replace=replace)
-            written.append(join(home, own))
+                write(content, url, replace=False)
+            written.append(url)
     except BaseException:
         with uninterrupted(insisting=True):
             for url in written:
                 remove(url)
         raise
-    if home != out:
-        journaled(home, out, list(files), {*stale}.difference(files))
     forget(out)
 
 
-def _put(content: Pieces | Link, url: str, held: Held | None = None, *, replace: bool) -> None:
-    if not isinstance(content, Link):
-        write(content, url, replace=replace, held=held)
+def _copy(path: str, url: str) -> None:
+    """Copy the file to the URL; the store does it if the file is in the same one."""
+    nbytes = size(path)
+    fs, place = filesystem(url)
+    if not is_url(path) or filesystem(path)[0] is not fs:
+        write([Piece(Span(path, 0, nbytes))], url, replace=False)
         return
-    nbytes = size(content.path)
-    if is_url(content.path) and held is None:
-        (fs, path), (target, place) = filesystem(content.path), filesystem(url)
-        if fs is target:  # the store copies it
-            with answered(url):
-                fs.cp_file(path, place)
-            progress.has_written(nbytes)
-            progress.has_made(nbytes, 0)
-            return
-    write([Piece(Span(content.path, 0, nbytes))], url, replace=replace, held=held)
+    with answered(url):
+        fs.cp_file(filesystem(path)[1], place)
+    progress.has_written(nbytes)
+    progress.has_made(nbytes, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import field, replace
+from dataclasses import replace
 from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, Lazy, Span
@@ -28,7 +28,6 @@ from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import (
     Digest,
     Files,
-    Held,
     Link,
     Pieces,
     Ready,
@@ -36,7 +35,6 @@ from ckpttool.io.pieces import (
     digest_on_disk,
     nbytes_of,
     read_span,
-    same_data,
 )
 from ckpttool.io.undo import Way
 from ckpttool.io.write import Contents, WriteOptions
@@ -62,26 +60,24 @@ COST = record(Cost, {"read": COUNT, "written": COUNT, "memory": COUNT})
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Bytes of an output's tensors that were proved: by checksums of the store that holds them, or `read` back.
+    """Bytes of an output's tensors that were `read` back and are what was planned.
 
     `by_library` of these were also read by the `library` that loads such files, and are the same there.
     """
 
-    by_checksum: int
     read: int
     library: str | None = None
     by_library: int | None = None
 
     def __str__(self) -> str:
-        by_store = f"{human_bytes(self.by_checksum)} by checksums of its store, " if self.by_checksum else ""
         by_library = ""
         if self.by_library:
             part = "also" if self.by_library == self.read else f"{human_bytes(self.by_library)} of it also"
             by_library = f", {part} by {self.library}"
-        return f"every tensor of the output: {by_store}{human_bytes(self.read)} read back and compared{by_library}"
+        return f"every tensor of the output: {human_bytes(self.read)} read back and compared{by_library}"
 
 
-VERIFIED = record(Verified, {"by_checksum": COUNT, "read": COUNT}, {"library": TEXT, "by_library": COUNT})
+VERIFIED = record(Verified, {"read": COUNT}, {"library": TEXT, "by_library": COUNT})
 
 
 def cost_of(files: Files) -> Cost:
@@ -113,13 +109,12 @@ Decided = Callable[[], object]
 class Writer:
     """How a command writes its output, by its options. `source` is the path of the CKPT.
 
-    `in_place`: the source itself is changed. `held` is what the checksums of a store prove of what was written.
+    `in_place`: the source itself is changed.
     """
 
     source: str
     options: OutputOptions
     in_place: bool = False
-    held: Held = field(default_factory=Held)
 
     def check(self, target: Target, *others: str) -> None:
         """Raise `CkptError` if OUT cannot or must not be written. `others` are also read."""
@@ -158,9 +153,9 @@ class Writer:
         """Write the files of the folder `out`, which replace the `stale` ones; the file `out` if `stale` is None."""
         job = current()
         if job is not None and stale is not None and is_url(out):
-            self._put(job, files, out, stale, decided)
+            self._put(job, files, out, decided)
             return
-        options = self._options(is_url(out), files)
+        options = self._options(is_url(out))
         with ExitStack() as stack:
             stack.enter_context(progress.doing(out, _nbytes(files), "written"))
             if stale is None:
@@ -179,7 +174,7 @@ class Writer:
                 write.write_folder(contents, out, options, stale=stale)
         _prove_bytes(options.digests)
 
-    def _options(self, is_remote: bool = False, files: Collection[str] = ()) -> WriteOptions:
+    def _options(self, is_remote: bool = False) -> WriteOptions:
         """Return the options of the writers, and with `verify` the record that proves the bytes of these files."""
         options = self.options
         return WriteOptions(
@@ -187,60 +182,38 @@ class Writer:
             readers_of=[self.source] if is_dir(self.source) else files_of(self.source),
             fsync=not options.no_fsync,
             digests={} if options.verify and not is_remote else None,
-            held=self._proved(files),
         )
 
-    def _put(self, job: Job, files: Files, folder: str, stale: Collection[str], decided: Decided | None) -> None:
-        """Let all ranks put the files into the folder of a store; the first one alone if files there are replaced."""
+    def _put(self, job: Job, files: Files, folder: str, decided: Decided | None) -> None:
+        """Let all ranks put the files into the folder of a store."""
         from ckpttool.distributed.files import put
         from ckpttool.io import write_remote
 
-        replace = self.options.force
-        home = job.of_first("home", lambda: write_remote.home_of(files, folder, stale, replace=replace))
-        held = self._proved(files)
-        with ExitStack() as stack:
-            stack.enter_context(progress.doing(folder, _nbytes(files), "written"))
-            if home == folder:
-                plan = None if decided is None else decided()
-                files = stack.enter_context(put(job, files, folder, plan, held))
-            else:
-                job.only_first()
-            write_remote.write_folder(files, folder, stale, held, replace=replace)
+        plan = None if decided is None else decided()
+        with progress.doing(folder, _nbytes(files), "written"), put(job, files, folder, plan) as others:
+            write_remote.write_folder(others, folder)
 
     def prove(self, out: str, expected: Checkpoint | Fingerprints, written: Checkpoint | None = None) -> Verified:
-        """Prove that `out` holds `expected`: read back what no checksum of its store proves.
+        """Prove that `out` holds `expected`: read it back.
 
         Raise `CkptError`, with every tensor that is not as planned. `written` is the index of `out`, if it is not the
         usual one.
         """
-        found, by_checksum = written or open_checkpoint(out), 0
+        found = written or open_checkpoint(out)
         sides = 1 if isinstance(expected, Mapping) else 2
-
-        def same(planned: Span | Lazy, there: Span | Lazy) -> bool:
-            nonlocal by_checksum
-            if not self.held.proves(there, planned):
-                return same_data(planned, there)
-            by_checksum += there.length
-            progress.advance(sides * there.length)
-            return True
-
         nbytes = sum(section.nbytes for section in found.sections)
         with progress.doing(f"verifying {out}", sides * nbytes), comparing_checksums():
-            problems = verify(found, expected, same)
+            problems = verify(found, expected)
         if problems:
             raise CkptError(f"{out} is not what was planned", hint="do not use it, and report this", problems=problems)
         if is_url(out):
-            return Verified(by_checksum, nbytes - by_checksum)
+            return Verified(nbytes)
         library = None
         with suppress(ImportError):  # torch may be left out
             from ckpttool.operands.reference import compare
 
             library = compare(found, out)
-        return Verified(by_checksum, nbytes - by_checksum, *(library or ()))
-
-    def _proved(self, files: Collection[str] = ()) -> Held | None:
-        """Return the record of what a store proves; None for DCP, whose records must be read to find a tensor."""
-        return self.held if self.options.verify and DCP_METADATA not in files else None
+        return Verified(nbytes, *(library or ()))
 
 
 def _nbytes(files: Contents) -> int:
@@ -284,7 +257,7 @@ UNDO = record(Undo, {"command": TEXT, "bytes": COUNT}, called={"bytes": "nbytes"
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """What `undo` did with `path`. `way`: the last edit is undone, an interrupted one rolled back, or finished."""
+    """What `undo` did with `path`. `way`: the last edit is undone, or an interrupted one rolled back."""
 
     path: str
     way: Way
@@ -294,7 +267,7 @@ class Undone:
         return dict(UNDONE.write(self))
 
 
-UNDONE = record(Undone, {"path": TEXT, "way": one_of("undone", "rolled back", "finished")}, title="ckpttool.undo/1")
+UNDONE = record(Undone, {"path": TEXT, "way": one_of("undone", "rolled back")}, title="ckpttool.undo/1")
 
 
 def undo_of(path: str, nbytes: int) -> Undo:

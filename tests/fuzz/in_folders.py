@@ -6,12 +6,10 @@ Each function returns a reader of bytes that writes them into an otherwise valid
 from __future__ import annotations
 
 import io
-import json
 import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -26,7 +24,7 @@ from ckpttool.diffing.baseline import _ignores
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.formats import deepspeed as deepspeed_reader
 from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.io import remote_journal, transaction
+from ckpttool.io import transaction
 
 DEEPSPEED = Path(__file__).parents[1] / "data" / "deepspeed-0.19.8"
 Reader = Callable[[bytes], object]
@@ -126,12 +124,6 @@ def undo_journal(folder: Path) -> tuple[Reader, Callable[[], list[bytes]]]:
         return None
 
     return read, seeds
-
-
-def folder_journal(folder: Path) -> tuple[Reader, Callable[[], list[bytes]]]:
-    """Fuzz the journal of replaced files in a remote folder."""
-    value: dict[str, Any] = {"put": ["a.safetensors", "x/b"], "remove": ["c"]}
-    return lambda data: remote_journal.parse(data, "f", folder), lambda: [json.dumps(value).encode()]
 
 
 # Configuration of a project

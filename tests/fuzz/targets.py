@@ -261,7 +261,6 @@ _TOML_WORDS = (
 _OPTION_WORDS = (b"--rules", b"--to", b"--from", b"--like", b"--rtol", b"::model", b"s3://", b"\0", b"=")
 
 _undo_journal, _undo_seeds = in_folders.undo_journal(_FOLDER / "edits")
-_folder_journal, _folder_seeds = in_folders.folder_journal(_FOLDER / "replaced")
 _STATES = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 TARGETS: dict[str, Target] = {
@@ -291,7 +290,6 @@ TARGETS: dict[str, Target] = {
         for stage, name in ((1, "mp_rank_00_model_states.pt"), (2, _STATES), (3, _STATES))
     },
     "edit journal": Target(_undo_journal, _undo_seeds, _JSON_WORDS),
-    "folder journal": Target(_folder_journal, _folder_seeds, _JSON_WORDS),
     "ignore file": Target(in_folders.ignore_file(_FOLDER / "i.txt"), lambda: [in_folders.IGNORED], _LINE_WORDS),
     "command line": Target(_command_line, _commands, _OPTION_WORDS),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from ckpttool.io import compose, remote
+from ckpttool.io import write_remote
 from remote_servers import s3_server
 
 
@@ -34,10 +34,5 @@ def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Divide all part sizes by 1024, here and in moto."""
-    from moto.s3 import models
-
-    monkeypatch.setattr(models, "S3_UPLOAD_PART_MIN_SIZE", compose.LEAST >> 10)
-    for constant in ("LEAST", "_SENT", "_WORTH", "_COPIED"):
-        monkeypatch.setattr(compose, constant, getattr(compose, constant) >> 10)
-    monkeypatch.setattr(remote, "BLOCK", remote.BLOCK >> 5)
+    """Upload in parts of 5 MiB, the least that S3 allows."""
+    monkeypatch.setattr(write_remote, "PART", 5 << 20)

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.core.errors import CkptError
 from ckpttool.io.checksums import fastest_crc32 as fastest
-from ckpttool.io.compose import _COPIED, _SENT, LEAST, MOST_PARTS, copied, lengths
-from ckpttool.io.pieces import CHUNK, Held, Piece, digest_on_disk, read_all, read_spans, same_data, stream
-from ckpttool.io.remote import cache, forget
+from ckpttool.io.pieces import CHUNK, Piece, digest_on_disk, read_all, read_spans, same_data, stream
+from ckpttool.io.remote import forget, known
 from ckpttool.io.write import BLOCK, WriteOptions
 from ckpttool.io.write import write_file as write
 
@@ -126,78 +125,10 @@ def test_checksum_of_chunks_equals_zlib_crc32():
     check()
 
 
-URL = "s3://bucket/out"
-COMPUTED, OTHER = Lazy(10, list), Lazy(10, list)
-
-
-@pytest.fixture(scope="module")
-def held() -> Held:
-    """Record an object of 4 literal bytes, 20 bytes of a file, 10 computed bytes and an empty piece."""
-    held = Held()
-    held.note(URL, [Piece(b"head"), Piece(Span("a", 100, 20)), Piece(COMPUTED), Piece(b"")])
-    return held
-
-
-@pytest.mark.parametrize(
-    ("offset", "length", "data", "proved"),
-    [
-        (4, 20, Span("a", 100, 20), True),
-        (9, 5, Span("a", 105, 5), True),
-        (23, 1, Span("a", 119, 1), True),
-        (9, 5, Span("a", 104, 5), False),
-        (9, 5, Span("b", 105, 5), False),
-        (9, 16, Span("a", 105, 16), False),  # extends into the next piece
-        (24, 10, COMPUTED, True),
-        (24, 10, OTHER, False),  # same length, other bytes
-        (24, 9, COMPUTED, False),
-        (25, 9, COMPUTED, False),
-        (0, 4, Span("a", 100, 4), False),
-        (34, 1, Span("a", 100, 1), False),  # beyond the end of the written bytes
-        (99, 1, Span("a", 100, 1), False),
-    ],
-)
-def test_proves_only_ranges_that_were_written(
-    held: Held, offset: int, length: int, data: Span | Lazy, proved: bool
-) -> None:
-    assert held.proves(Span(URL, offset, length), data) is proved
-    assert not held.proves(Span("s3://bucket/another", offset, length), data)
-    assert not held.proves(COMPUTED, data)
-
-
 def test_adjacent_pieces_of_a_remote_file_are_fetched_together() -> None:
     url, size, data = "memory://pieces/data", 1 << 16, os.urandom(20 << 16)
     fsspec.filesystem("memory").pipe_file("/pieces/data", data)
     forget(url)
     pieces = [Piece(Span(url, at, size)) for at in range(0, len(data), size)]
     assert b"".join(bytes(chunk) for chunk in stream(pieces)) == data
-    assert cache.requests[url] == 1
-
-
-MIB, TIB = 1 << 20, 1 << 40
-SIZES = st.integers(LEAST, 40 * MIB) | st.integers(LEAST, 5 * TIB) | st.sampled_from([LEAST, _SENT, _SENT + LEAST])
-
-
-@given(nbytes=SIZES, others=st.just(0) | SIZES, ends=st.booleans())
-def test_sent_parts_are_within_the_limits_of_the_store(nbytes: int, others: int, ends: bool) -> None:
-    """All but the last have the same length; the last one is long enough unless it ends the object."""
-    sizes = lengths(nbytes, nbytes + others, ends=ends)
-    *full, last = sizes
-    assert sum(sizes) == nbytes
-    assert len({*full}) <= 1
-    assert len(sizes) <= MOST_PARTS
-    size = max(_SENT, -(-(nbytes + others) // MOST_PARTS))
-    assert {*full} <= {size}
-    assert 0 < last <= size if ends else LEAST <= last < size + LEAST
-
-
-@given(offset=st.integers(0, TIB), length=st.integers(1, 5 * TIB) | st.sampled_from([_COPIED, _COPIED + 1]))
-def test_copied_parts_have_about_the_same_size(offset: int, length: int) -> None:
-    parts = list(copied(Span("s3://b/a", offset, length)))
-    sizes = {part.length for part in parts}
-    assert [part.offset for part in parts] == [
-        offset + sum(part.length for part in parts[:number]) for number in range(min(len(parts), 50))
-    ] + [part.offset for part in parts[50:]]
-    assert sum(part.length for part in parts) == length
-    assert max(sizes) - min(sizes) <= 1
-    assert max(sizes) <= _COPIED
-    assert len(parts) == -(-length // _COPIED)
+    assert known.requests[url] == 1

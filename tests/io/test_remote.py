@@ -30,8 +30,7 @@ from ckpttool.core.checkpoint import Checkpoint, Lazy, Span
 from ckpttool.core.errors import CkptError
 from ckpttool.evaluate.torch_eval import load as tensor_of
 from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.io import remote
-from ckpttool.io import remote as remote_errors
+from ckpttool.io import remote, remote_errors
 from ckpttool.io.files import opened
 from ckpttool.io.paths import is_url, join, name, parent, safe_path
 from ckpttool.io.pieces import Piece, SpanReader, read_span
@@ -182,7 +181,7 @@ def test_spans_larger_than_all_buffers_are_read(monkeypatch: pytest.MonkeyPatch)
     url = Store(fsspec.filesystem("memory"), "memory://spans").put("data", data)
     for constant, value in (("BLOCK", 1 << 10), ("_LARGE", 1 << 12), ("PART", 10_007)):
         monkeypatch.setattr(remote, constant, value)
-    monkeypatch.setattr(remote, "_MAX_CACHED", 40 << 10)
+    monkeypatch.setattr(remote, "BATCH", 40 << 10)
     for start, length in ((0, 300_001), (1, 299_999), (4095, 4097), (300_000, 1), (7, 0), (123_456, 4096)):
         assert read_span(Span(url, start, length)) == data[start : start + length]
         remote.forget(url)
@@ -220,11 +219,11 @@ def test_logged_bytes_equal_the_count_of_the_server(
 def test_remap_fetches_every_byte_once(store: Store, tmp_path: Path) -> None:
     state = {f"layers.{number}.weight": torch.full((100, 100), float(number)) for number in range(60)}
     url = store.put("a.safetensors", save(state))
-    before = remote.cache.fetched[url]
+    before = remote.known.fetched[url]
     out = tmp_path / "out.safetensors"
     assert main(["remap", url, "--rule", "layers.{n}.weight => h.{n}.w", "-o", str(out)]) == 0
     assert same(load_file(out), {f"h.{number}.w": state[f"layers.{number}.weight"] for number in range(60)})
-    assert remote.cache.fetched[url] - before < 2_400_000 + 2 * remote.BLOCK
+    assert remote.known.fetched[url] - before < 2_400_000 + 2 * remote.BLOCK
 
 
 # Writing
@@ -271,11 +270,11 @@ def test_remote_file_is_not_edited_in_place(
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("nbytes", [1000, 40_000])  # one request; several parts
+@pytest.mark.parametrize("nbytes", [1000, 12 << 20])  # one request; several parts
 def test_failed_write_leaves_no_files(store: Store, nbytes: int) -> None:
     def produce() -> Iterator[bytes]:
-        for _ in range(0, nbytes, 1000):
-            yield bytes(1000)
+        for _ in range(0, nbytes, min(nbytes, 1 << 20)):
+            yield bytes(min(nbytes, 1 << 20))
         raise CkptError("the source ends", hint="")
 
     store.put("other", b"there")
@@ -289,7 +288,7 @@ def test_failed_write_leaves_no_files(store: Store, nbytes: int) -> None:
 
 @pytest.mark.usefixtures("small_parts")
 def test_multipart_upload_makes_one_file(store: Store) -> None:
-    data = os.urandom(36 << 10)
+    data = os.urandom(12 << 20)
     write([Piece(data), Piece(b"end")], f"{store.url}/out")
     assert store.get("out") == data + b"end"
 
@@ -370,23 +369,27 @@ def test_dcp_rename_copies_data_within_the_store(store: Store) -> None:
     assert main(["remap", url, "-o", f"{store.url}/d.dcp"]) == 0
     open_checkpoint(f"{store.url}/d.dcp")
     data = f"{store.url}/d.dcp/__0_0.distcp"
-    before = remote.cache.fetched[data]
+    before = remote.known.fetched[data]
     assert main(["remap", f"{store.url}/d.dcp", *RENAME, "-o", f"{store.url}/e.dcp"]) == 0
-    assert remote.cache.fetched[data] - before <= remote.BLOCK  # only its small objects
+    assert remote.known.fetched[data] - before <= remote.BLOCK  # only its small objects
     assert store.get("d.dcp/__0_0.distcp") == store.get("e.dcp/__0_0.distcp")
     assert same(tensors(open_checkpoint(f"{store.url}/e.dcp")), RENAMED)
 
 
-def test_checkpoint_in_a_folder_is_replaced_only_with_force(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_in_a_folder_of_a_store_is_never_replaced(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     old = store.put("old.safetensors", save({"w": torch.ones(40), "v": torch.ones(40)}))
     new = store.put("new.safetensors", save({"x": torch.zeros(40)}))
     out = f"{store.url}/m/"
     assert main(["convert", old, "-o", out, "--max-shard-size", "200B"]) == 0
-    assert main(["remap", new, "-o", out]) == 2
-    assert "pass --force" in capsys.readouterr().err
-    assert main(["remap", new, "-o", out, "--force"]) == 0
-    assert store.names() == {"old.safetensors", "new.safetensors", "m/model.safetensors"}
-    assert same(load(store.get("m/model.safetensors")), {"x": torch.zeros(40)})
+    before = store.names()
+    for options in ([], ["--force"]):
+        assert main(["remap", new, "-o", out, *options]) == 2
+        error = capsys.readouterr().err
+        assert f"{out} holds a checkpoint: model-00001-of-00002.safetensors" in error
+        assert "hint: name another folder, or remove it first" in error
+    assert store.names() == before
+    assert main(["undo", out]) == 2
+    assert "files of a URL are never edited in place" in capsys.readouterr().err
 
 
 def test_swap_weights_reads_and_writes_urls(store: Store) -> None:
@@ -440,9 +443,11 @@ def test_a_driver_that_cannot_read_ranges_is_asked_for_each(monkeypatch: pytest.
     """simplecache:: of older fsspec answers so for each file that it has not fetched yet."""
     memory = fsspec.filesystem("memory")
     url = Store(memory, "memory://ranges").put("m.pt", torch_zip({"model": STATE}))
-    monkeypatch.setattr(
-        type(memory), "cat_ranges", lambda self, paths, *rest, **options: [AttributeError()] * len(paths)
-    )
+
+    def refuse(*args: Any, **how: Any) -> None:
+        raise AttributeError("no such file in the cache")
+
+    monkeypatch.setattr(type(memory), "cat_ranges", refuse)
     assert same(tensors(open_operand(f"{url}::model")), STATE)
     other = Store(memory, "memory://ranges").put("n.pt", torch_zip({"model": STATE}))
     monkeypatch.setattr(type(memory), "cat_file", lambda self, *rest, **options: 1 / 0)

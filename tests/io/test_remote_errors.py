@@ -10,7 +10,7 @@ import pytest
 from fsspec.exceptions import FSTimeoutError
 
 from ckpttool.core.errors import CkptError
-from ckpttool.io.remote import CameShort, SendsTooMuch, answered, is_failure, is_passing, patiently
+from ckpttool.io.remote_errors import CameShort, SendsTooMuch, answered, is_failure, is_passing, patiently
 
 
 class DriverError(Exception):
@@ -135,7 +135,7 @@ def missing_module(name: str, by: ImportError | None = None) -> ImportError:
         (ValueError("Protocol not known: q"), "no driver is known for q://", "every part with a path is a URL"),
         (ValueError("something else"), "x::gs://b/a: ValueError: something else", "check the URL, the network"),
         (FileNotFoundError(), "no such file, folder or bucket: x::gs://b/a", "check the URL"),
-        (FileExistsError(), "exists: another process has written it meanwhile", "--force"),
+        (FileExistsError(), "exists: another process has written it meanwhile", "another place"),
         (SendsTooMuch("sends more"), "x::gs://b/a: sends more", "hostile"),
         (CameShort(3, 9, 2), "asked for 6 bytes from byte 3, got 2", "changed while it was read"),
         (FSTimeoutError(), "no answer: ", "check the network"),

@@ -409,18 +409,6 @@ def test_ranks_upload_the_bytes_of_one_process(
     assert {key: actual[key] for key in actual.keys() - before} == written
 
 
-def test_ranks_replace_a_folder_in_the_bucket(large_source: Path, bucket: Any, tmp_path: Path, run: Run) -> None:
-    (tmp_path / "alone").mkdir()
-    run("convert", large_source / "model.safetensors", "-o", f"{tmp_path}/alone/", "--max-shard-size", "9MB")
-    out = f"s3://{bucket[1]}/out/"
-    run("convert", large_source / "model.safetensors", "-o", out, "--max-shard-size", "6MB")
-    command = ("convert", large_source / "model.safetensors", "-o", out, "--max-shard-size", "9MB")
-    done = run_ranks(tmp_path, 2, *command, "--force", "--verify")
-    assert [one.status for one in done] == [0, 0], done
-    written = {f"out/{name}": data for name, (_, data) in files_in(tmp_path / "alone").items()}
-    assert (objects(bucket), uploads(bucket)) == (written, [])
-
-
 def test_failed_upload_leaves_no_objects(large_source: Path, bucket: Any, tmp_path: Path) -> None:
     """A read error on one rank ends all of them."""
     command = ("convert", large_source / "model.safetensors", "-o", f"s3://{bucket[1]}/out/", "--max-shard-size", "6MB")

@@ -92,7 +92,6 @@ def undone(done: Undone) -> Document:
     verdicts = {
         "undone": "undid the last edit in place",
         "rolled back": "rolled back an interrupted edit",
-        "finished": "finished an interrupted replacement: the old files were already removed",
     }
     return Document("undo", verdicts[done.way], True, (facts(("path", Cell(done.path, "key"))),))
 
