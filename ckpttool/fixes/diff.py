@@ -30,12 +30,22 @@ def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Unpack[
     ``torch.isclose``; `whole` also compares optimizer state and other entries. Raises `CkptError` if something cannot
     be read, or if there is nothing to compare.
     """
-    return diff_with_fixes(left, right, DiffOptions(**options), suggest_rules=False)
+    return diff_with_fixes(left, right, DiffOptions(**options))
 
 
-def diff_with_fixes(left: Ckpt | None, right: Ckpt | None, options: DiffOptions, *, suggest_rules: bool) -> Diff:
-    """Return what `diff` returns; `suggest_rules`: also the rules that lead from a checkpoint to a model."""
-    diff = _diff(left, right, options, suggest_rules)
+def diff_with_fixes(
+    left: Ckpt | None,
+    right: Ckpt | None,
+    options: DiffOptions,
+    *,
+    suggest_rules: bool = False,
+    model: ModelOperand | None = None,
+) -> Diff:
+    """Return what `diff` returns; `suggest_rules`: also the rules that lead from a checkpoint to a model.
+
+    `model` is the model of the options, if its names may be read already.
+    """
+    diff = _diff(left, right, options, suggest_rules, model or operand_of(options))
     if not options.says_what_fails:
         return diff
     from ckpttool.diffing.baseline import judged
@@ -43,7 +53,9 @@ def diff_with_fixes(left: Ckpt | None, right: Ckpt | None, options: DiffOptions,
     return judged(diff, options)
 
 
-def _diff(left: Ckpt | None, right: Ckpt | None, options: DiffOptions, suggest_rules: bool) -> Diff:
+def _diff(
+    left: Ckpt | None, right: Ckpt | None, options: DiffOptions, suggest_rules: bool, model: ModelOperand | None
+) -> Diff:
     if options.comparison is None:
         only_first()
     if is_names_file(left):
@@ -56,8 +68,7 @@ def _diff(left: Ckpt | None, right: Ckpt | None, options: DiffOptions, suggest_r
                 f"{left} is a names file: it is compared with a model, or is the model of a checkpoint",
                 hint=shell("ckpttool", "diff", "--model", str(left), ckpt),
             )
-        return diff_names_file(str(left), other or operand_of(options), options)
-    model = operand_of(options)
+        return diff_names_file(str(left), other or model, options)
     opened = [None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right)]
     first, second = (None if ckpt is None else read_for_model(ckpt, model) for ckpt in opened)
     with options.comparing(first, second):

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from ckpttool.core.codes import CODES
 from ckpttool.core.errors import CkptError, Refused
-from ckpttool.core.options import EditOptions, FixOptions, expand_options, keywords_of
+from ckpttool.core.options import EditOptions, FixOptions, expand_options
 from ckpttool.core.text import code_of
 from ckpttool.diffing.options import DiffOptions
-from ckpttool.fixes.diff import diff
+from ckpttool.fixes.diff import diff_with_fixes
 from ckpttool.operands.checkpoint import Ckpt
+from ckpttool.operands.model import operand_of
 from ckpttool.operands.output import command
-from ckpttool.remapping.run import remap
+from ckpttool.remapping.run import remap_by
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,12 +39,15 @@ def fix(
     if chosen.model is None:
         raise CkptError("a fix is for a model", hint="pass --model MODEL")
     asked = DiffOptions(**{name: getattr(chosen, name) for name in ("model", "materialize", "optimizer")})
-    found = diff(ckpt, **keywords_of(asked))
+    model = operand_of(asked)
+    assert model is not None
+    found = diff_with_fixes(ckpt, None, asked, model=model)
     done = applicable(found, command("diff", (found.left,), asked))
     written = {field.name: getattr(chosen, field.name) for field in fields(EditOptions)}
     request = replace(done.options, **written)
     try:
-        result = remap(done.source or ckpt, progress=progress, **keywords_of(request))
+        read_already = None if request.model is None else model.with_optimizer(request.optimizer)
+        result = remap_by(done.source or ckpt, request, progress, read_already)
     except CkptError as error:
         if {*re.findall(r"--[a-z-]+", error.hint)} <= {f"--{field.name.replace('_', '-')}" for field in fields(chosen)}:
             raise

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from ckpttool.keywords import OptimizerKeywords
     from ckpttool.tracing.build_model import LoadedModel
-    from ckpttool.tracing.loading import Verdict
+    from ckpttool.tracing.loading import Load, Verdict
     from ckpttool.tracing.model_code import ModelCode
 
 
@@ -122,7 +122,9 @@ class ModelOperand:
         if optimizer == self.optimizer:
             return self
         other = replace(self, optimizer=optimizer)
-        other.__dict__["_bare"] = self._bare
+        other.__dict__.update(_bare=self._bare, _loads=self._loads, _verdicts=self._verdicts)
+        if "_definition" in vars(self):
+            other.__dict__["_definition"] = self._definition
         return other
 
     @cached_property
@@ -156,9 +158,10 @@ class ModelOperand:
 
     def _traced(self) -> Names:
         begun = time.monotonic()
-        from ckpttool.tracing.trace import trace
+        from ckpttool.tracing.trace import trace_with_load
 
-        names = trace(self.definition())
+        names, load = trace_with_load(self.definition())
+        self._loads.append(load)
         command = shell("ckpttool", "trace", *self.words[1:], "-o", "names.json")
         progress.counts.traced[command] = time.monotonic() - begun
         if not self.pretrained:
@@ -202,6 +205,10 @@ class ModelOperand:
 
     def definition(self) -> LoadedModel:
         """Return the model's definition. Raise `CkptError` if it is not found, or is not a model."""
+        return self._definition
+
+    @cached_property
+    def _definition(self) -> LoadedModel:
         from ckpttool.tracing.build_model import load, of_object
         from ckpttool.tracing.pretrained import as_pretrained, of_folder
 
@@ -237,7 +244,8 @@ class ModelOperand:
 
         key = int(reads_values), id(section.modules), *map(id, section.entries)
         if key not in self._verdicts:
-            self._verdicts[key] = section, load_verdict(self.definition(), section, reads_values=reads_values)
+            verdict = load_verdict(self.definition(), section, reads_values=reads_values, loads=self._loads)
+            self._verdicts[key] = section, verdict
         return self._verdicts[key][1]
 
     def with_needed_versions(self, section: Section) -> Section:
@@ -258,6 +266,11 @@ class ModelOperand:
         ):
             return section
         return changed
+
+    @cached_property
+    def _loads(self) -> list[Load]:
+        """The loads that were recorded: of what the model saves, if its names were traced here, and of files."""
+        return []
 
     @cached_property
     def _verdicts(self) -> dict[tuple[int, ...], tuple[Section, Verdict]]:

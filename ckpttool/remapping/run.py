@@ -69,11 +69,17 @@ def remap(
     many bytes are done. Raise `Refused`, all problems at once, if something would be lost, collide or have to be
     guessed, and `CkptError` if something cannot be read or written.
     """
+    return remap_by(ckpt, RemapOptions(out=out, **options), progress)
+
+
+def remap_by(
+    ckpt: Ckpt, options: RemapOptions, progress: Progress | None = None, model: ModelOperand | None = None
+) -> Remap:
+    """Return what `remap` returns. `model` is the model of the options, if its names may be read already."""
     sources.begin_call()
-    chosen = RemapOptions(out=out, **options)
-    if chosen.like is not None and not isinstance(chosen.like, str):
-        chosen = replace(chosen, like=open_checkpoint(chosen.like))
-    return _checked_run(ckpt, chosen, progress)
+    if options.like is not None and not isinstance(options.like, str):
+        options = replace(options, like=open_checkpoint(options.like))
+    return _checked_run(ckpt, options, progress, model=model)
 
 
 @expand_options(ConvertOptions)
@@ -90,13 +96,17 @@ def convert(
 
 
 def _checked_run(
-    ckpt: Ckpt, options: RemapOptions, progress: Progress | None, conversion: ConvertOptions | None = None
+    ckpt: Ckpt,
+    options: RemapOptions,
+    progress: Progress | None,
+    conversion: ConvertOptions | None = None,
+    model: ModelOperand | None = None,
 ) -> Remap:
     options.check(ckpt if isinstance(ckpt, str) else None)
     if options.in_place and not options.dry_run and isinstance(ckpt, str):
         recover_source(ckpt)
     with io_progress.shown(progress):
-        return run(open_checkpoint(ckpt), options, conversion=conversion)
+        return run(open_checkpoint(ckpt), options, conversion=conversion, model=model)
 
 
 WRITTEN = ("force", "dry_run", "verify", "no_fsync", "keep_aliases", "max_shard_size")  # the options of `write`
@@ -114,11 +124,17 @@ def write(checkpoint: Checkpoint, out: str, **options: Unpack[WriteKeywords]) ->
 
 
 def run(
-    source: Checkpoint, options: RemapOptions, *, may_copy: bool = False, conversion: ConvertOptions | None = None
+    source: Checkpoint,
+    options: RemapOptions,
+    *,
+    may_copy: bool = False,
+    conversion: ConvertOptions | None = None,
+    model: ModelOperand | None = None,
 ) -> Remap:
     """Return the result of `options` for `source`, written if they name an output and request no dry run.
 
-    A `conversion` changes the format or the shards only. Raise `Refused`, all problems at once, if the remap would
+    A `conversion` changes the format or the shards only. `model` is the model of the options, if its names may be read
+    already. Raise `Refused`, all problems at once, if the remap would
     lose, collide, guess, or change nothing (unless it `may_copy`), and `CkptError` if an operand cannot be read or OUT
     cannot be written. Then nothing is written.
     """
@@ -131,7 +147,7 @@ def run(
         if not options.dry_run:
             like = options.like.source if isinstance(options.like, Checkpoint) else options.like
             writer.check(target, *([split(like)[0]] if isinstance(like, str) else []))
-    model = operand_of(options)
+    model = model or operand_of(options)
     to_model = loading_model(options, model)
     done = plan_remap(source, options, model, to_model)
     done = replace(done, source=source.source, output=out or "", dry_run=options.dry_run)

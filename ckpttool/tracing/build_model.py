@@ -330,12 +330,19 @@ class LoadedModel:
         what = f"{self.operand} cannot be built"
         with user_code(what, on_meta=not real, error=CannotBuild), seeded(seed):
             if real:
-                return self.make(True)
-            with _WithoutValues(), _StaysOnMeta():
-                instance = self.make(False)
-        if "nbytes" not in vars(self):
+                instance = self.make(True)
+            else:
+                with _WithoutValues(), _StaysOnMeta():
+                    instance = self.make(False)
+        vars(self).setdefault("kind", type(instance))
+        if not real and "nbytes" not in vars(self):
             vars(self)["nbytes"] = _nbytes(instance)
         return instance
+
+    @cached_property
+    def kind(self) -> type[nn.Module]:
+        """The class of an instance. Raises as `build`."""
+        return type(self.build())
 
     @cached_property
     def nbytes(self) -> int:

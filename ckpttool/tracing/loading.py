@@ -8,6 +8,7 @@ without a recorder: that verdict is the answer.
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -51,7 +52,7 @@ from ckpttool.tracing.instances import (
 )
 from ckpttool.tracing.memory import opaque
 from ckpttool.tracing.recorder import NeedsValues, Recorder, recording
-from ckpttool.tracing.safe_state_dict import needs_values, stored
+from ckpttool.tracing.safe_state_dict import needs_values, stored, versions_of
 
 _TORCH_SAYS = "Error(s) in loading state_dict for"
 _MISSING, _UNEXPECTED = "Missing key(s) in state_dict: ", "Unexpected key(s) in state_dict: "
@@ -96,20 +97,73 @@ class Verdict:
     replaced: tuple[str, ...] = ()
 
 
-def load_verdict(model: LoadedModel, section: Section, *, reads_values: bool = True) -> Verdict:
-    """Load the section's tensors into a fresh instance, without data if that can replace the file's.
+Outline = Mapping[str, tuple[str, tuple[int, ...]]]  # key -> dtype and shape, in the order of the keys
 
-    With `reads_values`, a small model also loads the values: this finds which of them it does not keep. Raises
-    `CkptError` if real tensors are needed and do not fit in memory, if the file does not hold what its entries say,
-    and if the answer depends on an object that is not created here (`stored`).
+
+class Load(NamedTuple):
+    """A recorded load of a state dict, all of whose values are dense tensors if its `outline` is known.
+
+    `custom` are the modules whose code is not torch's; `versioned`: such code read the `versions` of modules.
     """
 
+    verdict: Verdict
+    outline: Outline | None
+    versions: Mapping[str, object] | None
+    custom: Collection[str]
+    versioned: bool
+
+    def answers(self, outline: Outline, section: Section) -> bool:
+        """Return whether loading the section of that outline must have the same verdict.
+
+        For code that is not torch's the keys must also have the same order, and the modules the versions that it read.
+        """
+        if self.outline != outline or self.verdict.by_values or self.verdict.special:
+            return False
+        if self.versioned and versions_of(section) != self.versions:
+            return False
+        return not self.custom or [*self.outline] == [*outline]
+
+
+def load_recorded(instance: nn.Module, state: OrderedDict[str, Any], real: bool) -> Load:
+    """Load `state` strictly into `instance`; both are changed. Raises as `loaded`."""
+    custom = with_own_loading(instance)
+    outline, versions = _outline_of(state), copy.copy(metadata_of(state))
+    noting, read = noting_versions(state)
+    return Load(loaded(instance, noting, real), outline, versions, custom, bool(read))
+
+
+def _outline_of(state: Mapping[str, object]) -> Outline | None:
+    outline = {}
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor) or not is_plain(value):
+            return None
+        outline[key] = (dtype_name(value.dtype), tuple(value.shape))
+    return outline
+
+
+def load_verdict(
+    model: LoadedModel, section: Section, *, reads_values: bool = True, loads: list[Load] | None = None
+) -> Verdict:
+    """Load the section's tensors into a fresh instance, without data if that can replace the file's.
+
+    With `reads_values`, a small model also loads the values if they may decide. `loads` are recorded loads of the
+    model, which are not repeated; new ones are appended. Raises `CkptError` if real tensors are needed and do not fit
+    in memory, if the file does not hold what its entries say, and if the answer depends on an object that is not
+    created here (`stored`).
+    """
+    loads = [] if loads is None else loads
+    was_real = False
+
     def recorded(real: bool) -> Verdict:
+        nonlocal was_real
+        was_real = real
         source = stored(section, real)
-        verdict = loaded(model.build(real), source.state, real)
-        if source.unknown and not verdict.missing and not verdict.unexpected:
+        load = load_recorded(model.build(real), source.state, real)
+        if source.unknown and not load.verdict.missing and not load.verdict.unexpected:
             raise undecided(model, source.unknown)
-        return verdict
+        if not real:
+            loads.append(load)
+        return load.verdict
 
     def truth(verdict: Verdict) -> Verdict:
         """`verdict` with what torch decides without a recorder."""
@@ -132,14 +186,23 @@ def load_verdict(model: LoadedModel, section: Section, *, reads_values: bool = T
     if model.materialize or needs_values(section):
         check_memory(model, need, f"{model.operand} has to load tensors with their values")
         return truth(recorded(True))
-    verdict = on_meta_or_real(model, recorded, need)
+    outline = {entry.key: (entry.dtype, entry.shape) for entry in section.tensors}
+    same = None if section.extras else next((load for load in loads if load.answers(outline, section)), None)
+    verdict = on_meta_or_real(model, recorded, need) if same is None else same.verdict
     if verdict.doubtful or verdict.special:
         check_memory(model, need, f"whether {model.operand} loads it cannot be told without values")
         return truth(verdict)
-    if reads_values:
+    if reads_values and (was_real or _depends_on_values(verdict, section)):
         with contextlib.suppress(CannotBuild):
             return truth(verdict) if is_cheap(model, need) else verdict
     return verdict
+
+
+def _depends_on_values(verdict: Verdict, section: Section) -> bool:
+    """Return whether a load of the values may say more: why torch refuses it, or which values loading replaces."""
+    if verdict.by_values or (not verdict.ok and not verdict.missing and not verdict.unexpected) or verdict.errors:
+        return True
+    return any(entry.key in verdict.reads and verdict.reads[entry.key] is None for entry in section.tensors)
 
 
 def undecided(model: LoadedModel, unknown: Sequence[Problem]) -> CkptError:
@@ -363,8 +426,72 @@ def _feeders(
 # Whether the versions matter
 
 
-def asking_for_versions(instance: nn.Module) -> set[str]:
-    """Return the modules whose loading runs other code than `nn.Module`'s, which asks for no version."""
+class _NotedVersions(dict[str, Any]):
+    """What a state dict says of one module. `read` gets its path once code looks at more than torch's own does."""
+
+    read: list[str] | None = None
+    path = ""
+
+    def _note(self, key: object = None) -> None:
+        if self.read is not None and key != "assign_to_params_buffers":
+            self.read.append(self.path)
+
+    def __getitem__(self, key: str) -> Any:
+        self._note(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._note(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self._note(key)
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        self._note()
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self._note()
+        return super().keys()
+
+    def values(self) -> Any:
+        self._note()
+        return super().values()
+
+    def items(self) -> Any:
+        self._note()
+        return super().items()
+
+    def copy(self) -> dict[str, Any]:
+        self._note()
+        return super().copy()
+
+    def pop(self, key: str, *default: Any) -> Any:
+        self._note(key)
+        return super().pop(key, *default)
+
+
+def noting_versions(state: OrderedDict[str, Any]) -> tuple[OrderedDict[str, Any], list[str]]:
+    """Return the state dict, which notes the modules whose versions are read, and where it notes them."""
+    read: list[str] = []
+    metadata = metadata_of(state)
+    if metadata is not None:
+        noted: OrderedDict[str, Any] = OrderedDict()
+        for path, payload in metadata.items():
+            if type(payload) is not dict:
+                read.append(path)  # nothing tells whether it is read
+            noted[path] = _NotedVersions(payload) if type(payload) is dict else payload
+        for path, payload in noted.items():
+            if isinstance(payload, _NotedVersions):
+                payload.path, payload.read = path, read
+        state._metadata = noted  # type: ignore[attr-defined]
+    return state, read
+
+
+def with_own_loading(instance: nn.Module) -> set[str]:
+    """Return the modules whose loading runs other code than `nn.Module`'s, which reads no version."""
     return {
         path
         for path, module in instance.named_modules(remove_duplicate=False)
@@ -374,18 +501,16 @@ def asking_for_versions(instance: nn.Module) -> set[str]:
     }
 
 
-def versions_asked_for(
-    model: LoadedModel, state: Mapping[str, Any], verdict: Verdict, real: bool, asking: Collection[str]
-) -> dict[str, Any] | None:
-    """Return module path -> version in `state`, which loads as `verdict` says, for the modules that may be `asking`.
+def versions_asked_for(model: LoadedModel, state: Mapping[str, Any], load: Load, real: bool) -> dict[str, Any] | None:
+    """Return module path -> version in `state` for the modules whose own code may have read it in this `load`.
 
     None if it loads the same whatever the versions are, or does not load at all.
     """
-    metadata = metadata_of(state)
-    if metadata is None or not verdict.ok or not asking:
+    metadata, verdict = metadata_of(state), load.verdict
+    if metadata is None or not verdict.ok or not load.custom:
         return None
     versions = {path: payload.get("version") for path, payload in metadata.items() if isinstance(payload, Mapping)}
-    asked = {path: version for path, version in versions.items() if path in asking} or versions
+    asked = {path: version for path, version in versions.items() if path in load.custom} or versions
     for other in _under_other_versions(state, versions):
         try:
             again = loaded(model.build(real), other, real)

@@ -30,10 +30,10 @@ def is_pretrained(model: LoadedModel) -> bool:
     """Return whether it is a model of transformers, in a version that has the conversion of names."""
     if "transformers" not in sys.modules:
         return False
-    instance = model.build()
+    kind = model.kind
     # A model of transformers exists only if this module was imported; others must not need it.
     cls = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    return cls is not None and isinstance(instance, cls) and _conversions() is not None
+    return cls is not None and issubclass(kind, cls) and _conversions() is not None
 
 
 def as_pretrained(model: LoadedModel) -> LoadedModel:

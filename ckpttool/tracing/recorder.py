@@ -325,8 +325,21 @@ def _is_doubtful(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
     dtypes = {tensor.dtype for tensor in tensors if not torch.nn.parameter.is_lazy(tensor)}
     if dtypes <= _COMMON or not any(tensor.device.type == "meta" for tensor in tensors):
         return False
-    moves = func is torch.ops.aten.copy_.default or func.is_view or func.__name__.partition(".")[0] in _SAME
-    return not moves or len(dtypes) > 1
+    if func.is_view:
+        return len(dtypes) > 1
+    copies = func is torch.ops.aten.copy_.default or func.__name__.partition(".")[0] in _SAME
+    return not copies or len(dtypes) > 1 or not all(map(_can_copy, dtypes))
+
+
+@cache
+def _can_copy(dtype: torch.dtype) -> bool:
+    """Return whether real tensors of the dtype can be copied: those of four bits cannot."""
+    try:
+        source, target = (torch.empty(1, dtype=dtype, device="cpu") for _ in range(2))
+        target.copy_(source)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 @cache

@@ -51,7 +51,7 @@ class Stored:
     `unknown` are the entries that could not be created, with the reason; `state` holds an `Unknown` for each of them.
     """
 
-    state: Mapping[str, Any]
+    state: OrderedDict[str, Any]
     unknown: tuple[Problem, ...] = ()
 
 
@@ -77,13 +77,21 @@ def stored(section: Section, real: bool) -> Stored:
             except NotMade as reason:
                 state[entry.key] = Unknown(str(reason))
                 unknown.append(Problem(str(reason), entry.key))
-    if section.modules is not None:
-        versions: OrderedDict[str, Any] = OrderedDict()
-        for path, payload in section.modules.items():
-            pairs = pairs_of(payload)
-            versions[path] = payload if pairs is None else dict(pairs)
+    versions = versions_of(section)
+    if versions is not None:
         state._metadata = versions  # type: ignore[attr-defined]
     return Stored(state, tuple(unknown))
+
+
+def versions_of(section: Section) -> OrderedDict[str, Any] | None:
+    """Return the section's ``_metadata``; None if it has none."""
+    if section.modules is None:
+        return None
+    versions: OrderedDict[str, Any] = OrderedDict()
+    for path, payload in section.modules.items():
+        pairs = pairs_of(payload)
+        versions[path] = payload if pairs is None else dict(pairs)
+    return versions
 
 
 @dataclass(slots=True, eq=False)

@@ -67,12 +67,12 @@ class Saved:
         return any(is_opaque(s.source) for s in self.serialized)
 
 
-def save(model: LoadedModel, real: bool) -> Saved:
-    """Run ``state_dict()`` on a fresh instance; again with other values if its code looked at values.
+def save(model: LoadedModel, real: bool, instance: nn.Module | None = None) -> Saved:
+    """Run ``state_dict()`` on a fresh `instance`; again with other values if its code looked at values.
 
     Raises `CodeFailed` if the model's own code raises.
     """
-    saved = save_once(model.build(real), real)
+    saved = save_once(model.build(real) if instance is None else instance, real)
     if not saved.reads and not real:
         return saved
     keys = dict.fromkeys((*(s.key for s in saved.serialized), *saved.extra_state))

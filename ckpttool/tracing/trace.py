@@ -6,7 +6,7 @@ import io
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -35,7 +35,13 @@ from ckpttool.tracing.instances import (
     shape_of,
     values_of,
 )
-from ckpttool.tracing.loading import Verdict, asking_for_versions, loaded, reads_of_any, versions_asked_for
+from ckpttool.tracing.loading import (
+    Load,
+    Verdict,
+    load_recorded,
+    reads_of_any,
+    versions_asked_for,
+)
 from ckpttool.tracing.saving import Saved, save, save_once
 from ckpttool.tracing.simplify import Simplifier
 
@@ -270,23 +276,35 @@ _SPECIAL = "quantized or of another class, so loading may change values, which n
 _WORTH_BUILDING = 1 << 30  # bytes; a smaller model is built for real if meta leaves a value unexplained
 
 
+class Traced(NamedTuple):
+    """The names of a model, and the load of what it saves."""
+
+    names: Names
+    load: Load
+
+
 def trace(model: LoadedModel) -> Names:
     """Return all names of the model's tensors, both ways. Raises `CkptError` if its own code fails."""
-    model, notes = _like_real(model)
-    saved = _saved(model)
+    return trace_with_load(model).names
 
-    def load(real: bool) -> tuple[Verdict, dict[str, object] | None]:
+
+def trace_with_load(model: LoadedModel) -> Traced:
+    """Return the names as `trace` does, and the load that they were found with. Raises as `trace`."""
+    model, instance, notes = _like_real(model)
+    saved = _saved(model, instance)
+
+    def load(real: bool) -> tuple[Load, dict[str, object] | None]:
         """Load fresh tensors of the serialized keys into a fresh instance."""
         state = (saved if saved.real == real else save(model, real)).state
-        instance = model.build(real)
-        asking = asking_for_versions(instance)
-        verdict = loaded(instance, copied_state(state), real)
-        versions = versions_asked_for(model, state, verdict, real, asking)
-        if verdict.by_values:
-            verdict = replace(verdict, reads=reads_of_any(model, state, verdict))
-        return verdict, versions
+        found = load_recorded(model.build(real), copied_state(state), real)
+        versions = versions_asked_for(model, state, found, real) if found.versioned else None
+        if found.verdict.by_values:
+            reads = reads_of_any(model, state, found.verdict)
+            found = found._replace(verdict=replace(found.verdict, reads=reads))
+        return found, versions
 
-    verdict, versions = on_meta_or_real(model, load)
+    own, versions = on_meta_or_real(model, load)
+    verdict = own.verdict
     problems = (*_lost(model, saved), *roundtrip_problems(model, saved, verdict))
     certain = tuple(problem for problem in problems if problem.kind != "unknown")
     sources = {s.key: s.source for s in saved.serialized}
@@ -297,7 +315,7 @@ def trace(model: LoadedModel) -> Names:
         if isinstance(value, Ref) and source is not None and source == sources.get(value.key):
             reads[fqn] = Ref(fqn)
     metadata, fed = metadata_of(saved.state), saved.fed
-    return Names(
+    names = Names(
         model=model.operand,
         torch=torch.__version__,
         runtime=saved.runtime,
@@ -314,43 +332,46 @@ def trace(model: LoadedModel) -> Names:
             *([_DEPENDS.format(keys=some(saved.varying))] if saved.varying else []),
             *([Note(_SPECIAL.format(names=some(verdict.special)), SPECIAL)] if verdict.special else []),
             *(str(problem) for problem in problems if problem.kind == "unknown"),
-            *(Note(f"as a part of another model: {problem}", ON_PLACE) for problem in _nested(model, saved)),
+            *(Note(f"as a part of another model: {problem}", ON_PLACE) for problem in _nested(model, instance, saved)),
         ),
     )
+    return Traced(names, own)
 
 
 # The tensors that the constructor makes
 
 
-def _like_real(model: LoadedModel) -> tuple[LoadedModel, tuple[str, ...]]:
-    """Return `model`, to be built for real from now on if on meta it has other tensors; and notes.
+def _like_real(model: LoadedModel) -> tuple[LoadedModel, nn.Module | None, tuple[str, ...]]:
+    """Return `model`, to be built for real from now on if on meta it has other tensors; an instance on meta, and notes.
 
-    A cheap model is built for real and compared. Any other constructor that may tell the difference runs with tensors
-    that say that they are on the CPU, and have no memory.
+    If the constructor can tell the difference, a cheap model is built for real and compared. For any other the
+    constructor runs with tensors that say that they are on the CPU, and have no memory.
     """
     if model.materialize:
-        return model, ()
+        return model, None, ()
+    instance = None
     try:
         with _noted_questions() as questions:
-            on_meta = _listing(model.build(False))
+            instance = model.build(False)
+        if not questions.asked:
+            return model, instance, ()
+        on_meta = _listing(instance)
         if is_cheap(model):
             real = _listing(model.build(True))
-        elif not questions.asked:
-            return model, ()
         else:
             from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second
 
             with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), _PlainCopies():
                 real = _listing(model.build(True))
     except CkptError:
-        return model, (_NOT_LOOKED,)
+        return model, instance, (_NOT_LOOKED,)
     if on_meta == real:
-        return model, ()
+        return model, instance, ()
     try:
         check_memory(model, 0, _UNLIKE)
     except CkptError as error:
-        return model, (error.message,)
-    return replace(model, materialize=True), ()
+        return model, instance, (error.message,)
+    return replace(model, materialize=True), None, ()
 
 
 class _Questions(TorchFunctionMode):
@@ -430,8 +451,9 @@ def _listing(model: nn.Module) -> list[tuple[object, ...]]:
 # What saving writes
 
 
-def _saved(model: LoadedModel) -> Saved:
-    saved = on_meta_or_real(model, lambda real: save(model, real))
+def _saved(model: LoadedModel, instance: nn.Module | None) -> Saved:
+    """Save `instance`, which is on meta, or else a fresh one."""
+    saved = on_meta_or_real(model, lambda real: save(model, real, None if real else instance))
     if saved.is_opaque and not saved.real and model.nbytes <= _WORTH_BUILDING:
         with suppress(CkptError):  # it builds on meta only: keep the result of meta
             saved = save(model, True)
@@ -485,15 +507,22 @@ def _saved_without(model: LoadedModel, saved: Saved, removed: Collection[str]) -
         return ()  # the hooks need what was removed
 
 
-def _nested(model: LoadedModel, saved: Saved) -> tuple[Problem, ...]:
+def _nested(model: LoadedModel, instance: nn.Module | None, saved: Saved) -> tuple[Problem, ...]:
     """Return what is wrong with the keys if the model is a child of another module, as under DDP.
 
     Checked only if hooks touch the keys: without them a module's path is put before each key, and that is all.
+    `instance` was saved already, and a fresh one may act differently.
     """
     if not any(key.hook is not None for key in saved.serialized):
         return ()
+    if instance is not None and not saved.real and not _as_part(instance, saved):
+        return ()
+    return _as_part(model.build(saved.real), saved)  # hooks that read values cannot run on meta
+
+
+def _as_part(instance: nn.Module, saved: Saved) -> tuple[Problem, ...]:
     outer = nn.Module()
-    outer.add_module(_PART, model.build(saved.real))  # hooks that read values cannot run on meta
+    outer.add_module(_PART, instance)
     try:
         keys = set(map(str, outer.state_dict()))
     except Exception as error:  # a hook may raise anything

@@ -396,13 +396,13 @@ def test_tied_weights_in_safetensors(diff_json: Diff) -> None:
 
 def test_the_model_is_read_once(diff_json: Diff, monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[Any] = []
-    trace = tracing.trace
+    trace = tracing.trace_with_load
 
     def counted(model: Any) -> Any:
         traced.append(model)
         return trace(model)
 
-    monkeypatch.setattr(tracing, "trace", counted)
+    monkeypatch.setattr(tracing, "trace_with_load", counted)
     found = diff_json("--model", "model.py:net", saved(with_prefix("module.", state_of(net()))))
     assert fixes_in(found)
     assert len(traced) == 1

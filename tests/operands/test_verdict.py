@@ -24,7 +24,7 @@ def test_verdict_is_found_once_for_the_same_content(monkeypatch: pytest.MonkeyPa
     loads: list[Section] = []
     load = loading.load_verdict
 
-    def counted(model: Any, section: Section, **options: bool) -> loading.Verdict:
+    def counted(model: Any, section: Section, **options: Any) -> loading.Verdict:
         loads.append(section)
         return load(model, section, **options)
 
