@@ -384,12 +384,10 @@ def _write(
     notes = (*done.notes, *losses(done.result, target.format))
     if target.max_shard_size is not None and not target.format.name.startswith("sharded"):
         notes = (*notes, f"--max-shard-size changes nothing: {target.path} has no shards (OUT/ is a folder of them)")
-    old, new = (
-        None if one is None else [tensor.canonical for tensor in one.names().runtime]
-        for one in (model, None if options.to_model is None else to_model)
-    )
+    loaded_by_other = None if options.to_model is None else to_model
+    new_base = [] if loaded_by_other is None else [tensor.canonical for tensor in loaded_by_other.names().runtime]
     described = options.form is ModelForm.PRETRAINED
-    companions = companions_of(source, done.plan, target, (old, new), described, done.result.other_files)
+    companions = companions_of(source, done.plan, target, new_base, described, done.result.other_files)
     notes = (*notes, *companions.notes)
     done = replace(done, result=output, notes=notes, companions=companions if str(companions) else None)
 
