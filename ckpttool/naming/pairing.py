@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Iterator, M
 from functools import partial
 from itertools import permutations, product
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ckpttool.core.expression import Op, Ref
 from ckpttool.core.text import Info
@@ -83,10 +83,6 @@ def _has_part(group: Group, side: int) -> list[bool]:
     return [True] * bool(certain_part(group.path))
 
 
-def _has_module(group: Group, side: int) -> list[bool]:
-    return [True] * (len(group.path) > 1)
-
-
 def _shape(left: Group, right: Group) -> str:
     return f"the only ones of shape {list(left.first.shape)}"
 
@@ -103,12 +99,6 @@ BY_PART = Way(
     lambda a, b: f"both are the {certain_part(a.path)} by name",
     label=lambda group: (kind_of(group.path), certain_part(group.path)),
     names=_has_part,
-)
-BY_SEGMENT = Way(
-    _has_module,
-    lambda a, b: "the same last segments and shape",
-    label=lambda group: (kind_of(group.path), group.template[-2:]),
-    names=_has_module,
 )
 BY_SHAPE = Way(
     lambda group, side: [True] * (group.first.shape not in ((), (1,))),
@@ -142,16 +132,22 @@ def infer(left: Side, right: Side, known: Mapping[str, str] | None = None) -> In
         lambda a, b: "other tensors of its module are paired",
         names=lambda group, side: search.paths.homes(group.path, side) if kind_of(group.path) else (),
     )
-    ways = [search.by_content, search.by_tree]
-    ways += [partial(search.unique, way) for way in (BY_NAME, BY_PART, by_module)]
-    ways += [search.by_fused_parts, search.by_relative_parts]
-    ways += [partial(search.unique, way) for way in (BY_SEGMENT, BY_SHAPE)]
-    ways += [search.by_order, partial(search.unique, BY_SHAPE_ALONE), search.by_elimination]
+    ways: list[Callable[[], bool]] = [  # the strongest evidence first
+        search.by_content,
+        search.by_tree,
+        partial(search.unique, BY_NAME),
+        partial(search.unique, BY_PART),
+        partial(search.unique, by_module),
+        search.by_fused_parts,
+        search.by_relative_parts,
+        partial(search.unique, BY_SHAPE),
+        search.by_order,
+        partial(search.unique, BY_SHAPE_ALONE),
+        search.by_elimination,
+    ]
     with many_objects():
         try:
-            while any(
-                search.try_way(way) for way in ways
-            ):  # after each success begin again with the strongest evidence
+            while any(map(search.try_way, ways)):  # after each success begin again with the strongest evidence
                 pass
             return search.result()
         except BudgetExceeded:
@@ -288,49 +284,56 @@ class _Search:
         return True
 
     def unique(self, way: Way) -> bool:
-        """Pair groups that share a key with each other, and with no other group."""
-        allowed = self._agree if way.weak else self._may
+        """Pair groups that share a key with each other, and with no other group.
+
+        left  keys    right  keys
+        a     1, 2    x      1       a and x are paired
+        b     3       y      3       b could be y or z, so none of them is
+                      z      3
+        """
         taken = False
-        for both in self.classes(way.label, self._names_linked(way.names, way.label) if way.names else (None, None)):
-            tables: tuple[dict[Hashable, list[Group]], ...] = {}, {}
-            for side, table in enumerate(tables):
-                for group in both[side]:
-                    for key in way.keys(group, side):
-                        table.setdefault(key, []).append(group)
-
-            def links(group: Group, side: int, tables: Any = tables) -> list[Group]:
-                """Return the groups of the other side that it may be, at most two: then it is not the only one."""
-                found: dict[Group, None] = {}
-                for key in way.keys(group, side):
-                    for other in tables[1 - side].get(key, ()):
-                        self.spend(_COST)
-                        if way.sure or allowed(*((group, other) if side == 0 else (other, group))):
-                            found[other] = None
-                            if len(found) == 2:
-                                return [*found]
-                return [*found]
-
-            hits = []
-            for left in both[0]:
-                found = links(left, 0)
-                if len(found) == 1 and len(links(found[0], 1)) == 1:
-                    hits.append((left, found[0]))
-            for left, right in hits:
+        for lefts, rights in self.classes(way.label, self._names_with_shared_keys(way)):
+            left_by_key, right_by_key = _by_key(way, lefts, 0), _by_key(way, rights, 1)
+            pairs = []
+            for left in lefts:
+                right = self._only_partner(way, left, 0, right_by_key)
+                if right is not None and self._only_partner(way, right, 1, left_by_key) is not None:
+                    pairs.append((left, right))
+            for left, right in pairs:
                 taken |= self._take_groups(left, right, way.evidence(left, right), way.weak)
         return taken
 
-    def _names_linked(
-        self, keys: Callable[[Group, int], Iterable[Hashable]], label: Callable[[Group], Hashable]
-    ) -> list[set[Template]]:
-        """Return the names, without any layer number, of groups that have a key of the other side."""
-        names: list[dict[Hashable, set[Template]]] = [{}, {}]
-        for side, by_key in enumerate(names):
+    def _only_partner(
+        self, way: Way, group: Group, side: int, others: Mapping[Hashable, Sequence[Group]]
+    ) -> Group | None:
+        """Return the group of the other side with a key of this group; None if there is none, or more than one."""
+        is_allowed = self._agree if way.weak else self._may
+        partner = None
+        for key in way.keys(group, side):
+            for other in others.get(key, ()):
+                self.spend(_COST)
+                left, right = (group, other) if side == 0 else (other, group)
+                if other is partner or not (way.sure or is_allowed(left, right)):
+                    continue
+                if partner is not None:
+                    return None
+                partner = other
+        return partner
+
+    def _names_with_shared_keys(self, way: Way) -> tuple[set[Template] | None, set[Template] | None]:
+        """Return each side's names, without any layer number, that share one of `way.names`; None if there are none."""
+        if way.names is None:
+            return None, None
+        by_key: tuple[dict[Hashable, set[Template]], ...] = {}, {}
+        for side, names in enumerate(by_key):
             for group in self.groups(side):
-                for key in keys(group, side):
-                    by_key.setdefault((label(group), key), set()).add(group.path)
-        return [
-            set[Template]().union(*(own[key] for key in own if key in other)) for own, other in (names, names[::-1])
-        ]
+                for key in way.names(group, side):
+                    names.setdefault((way.label(group), key), set()).add(group.path)
+        lefts, rights = set[Template](), set[Template]()
+        for key in by_key[0].keys() & by_key[1].keys():
+            lefts |= by_key[0][key]
+            rights |= by_key[1][key]
+        return lefts, rights
 
     def by_relative_parts(self) -> bool:
         """Pair tensors of one shape that all have different parts by name, the same parts on both sides."""
@@ -347,12 +350,12 @@ class _Search:
         """Pair tensors of one shape in the order of the models, if there are as many on both sides."""
         taken = False
         for lefts, rights in self.classes(lambda group: kind_of(group.path)):
-            before = taken
-            for name in dict.fromkeys(certain_part(group.path) for group in lefts):
-                taken |= self._take_in_order(
-                    *([one for one in side if certain_part(one.path) == name] for side in (lefts, rights))
-                )
-            taken |= taken == before and self._take_in_order(lefts, rights)
+            by_part = False
+            for part in dict.fromkeys(certain_part(group.path) for group in lefts):
+                part_lefts = [group for group in lefts if certain_part(group.path) == part]
+                part_rights = [group for group in rights if certain_part(group.path) == part]
+                by_part |= self._take_in_order(part_lefts, part_rights)
+            taken |= by_part or self._take_in_order(lefts, rights)
         return taken
 
     def _take_in_order(self, lefts: Sequence[Group], rights: Sequence[Group]) -> bool:
@@ -538,6 +541,14 @@ class _Search:
                 seen.update(left, right)
                 ambiguous.append(Ambiguous(left, right, "one shape, and no name or order tells them apart"))
         return Inference(pairs, tuple(ambiguous))
+
+
+def _by_key(way: Way, candidates: Iterable[Group], side: int) -> Mapping[Hashable, list[Group]]:
+    by_key: defaultdict[Hashable, list[Group]] = defaultdict(list)
+    for group in candidates:
+        for key in way.keys(group, side):
+            by_key[key].append(group)
+    return by_key
 
 
 def _homes(parts: Sequence[Group]) -> Mapping[tuple[Template, str], Mapping[str, list[Group]]]:
