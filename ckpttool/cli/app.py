@@ -12,7 +12,7 @@ from ckpttool.cli import parser, ranks, topics
 from ckpttool.cli.failures import failure_of, say
 from ckpttool.cli.streams import collected, logged, nothing_left, set_up
 from ckpttool.core.options import on_command_line
-from ckpttool.io import sources
+from ckpttool.io import handles, sources
 from ckpttool.io.syscalls import ended_by_signals
 
 _SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish")
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if argv is None else list(argv)
     try:
         sources.forget_all()
-        with on_command_line(), ended_by_signals(), nothing_left(), logged(), collected():
+        with on_command_line(), ended_by_signals(), nothing_left(), logged(), collected(), handles.kept():
             status = ranks.run(args, run) if _is_rank() else run(args)
         sys.stdout.flush()
         return status

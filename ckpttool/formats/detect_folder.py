@@ -19,7 +19,7 @@ from ckpttool.formats.huggingface import read_index
 from ckpttool.formats.pickle_read import Origin, collected, loads, unreadable
 from ckpttool.formats.registry import FORMATS
 from ckpttool.formats.remarks import remarks
-from ckpttool.io import files, paths, sources
+from ckpttool.io import files, handles, paths, sources
 from ckpttool.io.files import is_dir, is_file, names_in, opened
 from ckpttool.io.paths import join, safe_path
 
@@ -269,7 +269,7 @@ def open_checkpoint(path: str) -> Checkpoint:
     """Return the index of the file or folder at `path`. Raises `CkptError` if it cannot be read as a checkpoint."""
     files.look_anew(path)
     look = sources.begin_look()
-    with one_reading(), collected() as imports:
+    with handles.kept(), one_reading(), collected() as imports:
         checkpoint = _open(path)
     opened: Mapping[str, object] = {}
     if paths.is_url(path):

@@ -7,7 +7,6 @@ which is imported for the first one.
 from __future__ import annotations
 
 import glob as local_glob
-import io
 import os
 import re
 import stat
@@ -16,18 +15,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Union
 
 from ckpttool.core.errors import CkptError
-from ckpttool.io import progress, sources, transaction
+from ckpttool.io import handles, progress, sources, transaction
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import comparing_checksums
 
 _HINT = "check the path and its permissions"
 _GLOB = re.compile(r"[*?[]")
-_NO_FILES = (
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISCHR, "a terminal or another device"),
-    (stat.S_ISBLK, "a disk"),
-    (stat.S_ISSOCK, "a socket"),
-)
+_PIPE = 1 << 20  # bytes that are read from a pipe at a time
 
 
 if TYPE_CHECKING:
@@ -36,26 +30,51 @@ if TYPE_CHECKING:
 Source = Union["LocalFile", "RemoteFile"]  # a file that is open for reading
 
 
-class LocalFile(io.BufferedReader):
-    """A file of this machine, with the methods of a `remote.RemoteFile`."""
+class LocalFile:
+    """A file of this machine that is open, with the methods of a `remote.RemoteFile`."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._at = 0
 
     @property
     def size(self) -> int:
-        return os.fstat(self.fileno()).st_size
+        return os.fstat(self._descriptor).st_size
 
-    def read(self, count: int | None = -1, /) -> bytes:
+    def read(self, count: int = -1, /) -> bytes:
         """Return the next `count` bytes (default: all), fewer at the end of the file."""
-        data = super().read(count)
-        progress.has_read(len(data))
-        return data
+        parts = []
+        left = max(0, self.size - self._at) if count < 0 else count
+        while left:
+            data = self.read_at(self._at, left)
+            if not data:
+                break
+            parts.append(data)
+            self._at += len(data)
+            left -= len(data)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def seek(self, offset: int, /) -> int:
+        self._at = offset
+        return offset
 
     def read_at(self, offset: int, count: int) -> bytes:
         """Return at most `count` bytes from byte `offset` on: fewer at the end of the file only."""
-        data = os.pread(self.fileno(), count, offset)
+        data = os.pread(self._descriptor, count, offset)
         progress.has_read(len(data))
         return data
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None: ...  # the kernel reads ahead
+
+
+class Pipe(LocalFile):
+    """A pipe: it is read once, from the start on."""
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """Return at most `count` bytes, which must be the next ones."""
+        data = os.read(self._descriptor, min(count, _PIPE))
+        progress.has_read(len(data))
+        return data
 
 
 @contextmanager
@@ -72,25 +91,15 @@ def opened(path: str, *, pipes: bool = False) -> Iterator[Source]:
         yield remote.open_file(path)
         return
     try:
-        with LocalFile(_plain(path, pipes)) as file:
-            sources.note_opened(path, file.fileno())
-            progress.has_opened(path)
-            yield file
+        handle = handles.acquire(path, pipes=pipes)
+        try:
+            sources.note_opened(path, handle.descriptor)
+            is_pipe = stat.S_ISFIFO(os.fstat(handle.descriptor).st_mode)
+            yield Pipe(handle.descriptor) if is_pipe else LocalFile(handle.descriptor)
+        finally:
+            handles.release(handle)
     except OSError as error:
         raise CkptError(f"cannot read {path}: {error.strerror or error}", hint=_HINT) from error
-
-
-def _plain(path: str, pipes: bool) -> io.FileIO:
-    """Open the file without waiting for a process that writes to a pipe."""
-    no_waiting = getattr(os, "O_NONBLOCK", 0)
-    file = io.FileIO(path, "rb", opener=lambda name, flags: os.open(name, flags | no_waiting))
-    mode = os.fstat(file.fileno()).st_mode
-    what = next((text for is_one, text in _NO_FILES if is_one(mode)), None)
-    if what is None or (pipes and stat.S_ISFIFO(mode)):
-        os.set_blocking(file.fileno(), True)
-        return file
-    file.close()
-    raise CkptError(f"cannot read {path}: it is {what}, not a file", hint="write it to a file first")
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Protocol, Union
 from ckpttool.core.checkpoint import Lazy, Part, Span, length_of
 from ckpttool.core.errors import CkptError
 from ckpttool.core.values import dataclass
-from ckpttool.io import checksums, progress, sources, syscalls
+from ckpttool.io import checksums, handles, progress, sources, syscalls
 from ckpttool.io.checksums import fastest_crc32
+from ckpttool.io.handles import Handle
 from ckpttool.io.paths import is_url
 
 BLOCK = 4096  # bytes; file systems move and share the bytes of files in such blocks
@@ -108,7 +109,7 @@ class SpanReader:
 
     def __init__(self, size: int = CHUNK) -> None:
         self._path = ""
-        self._descriptor = -1
+        self._handle: Handle | None = None
         self._remote: Stream | None = None
         self.buffer = bytearray(max(1, min(size, CHUNK)))
 
@@ -134,10 +135,11 @@ class SpanReader:
         filled = 0
         while filled < len(chunk):
             try:
-                if self._remote is None:
-                    count = os.preadv(self._descriptor, [chunk[filled:]], offset + filled)
+                if self._handle is not None:
+                    count = os.preadv(self._handle.descriptor, [chunk[filled:]], offset + filled)
                     progress.has_read(count)
                 else:
+                    assert self._remote is not None
                     end = max(until, span.offset + span.length)
                     data = self._remote.read_at(offset + filled, len(chunk) - filled, end)
                     count = len(data)
@@ -162,21 +164,20 @@ class SpanReader:
             self._path, self._remote = path, Stream(path)
             return
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self._handle = handles.acquire(path)
         except OSError as error:
             raise CkptError(
                 f"{path}: {error.strerror}", hint="the source must stay where it is until all of it is read"
             ) from error
         self._path = path
         sources.note_streamed(path)
-        sources.check_open(path, self._descriptor)
-        checksums.forget_others(path, checksums.version_of(os.fstat(self._descriptor)))
-        progress.has_opened(path)
+        sources.check_open(path, self._handle.descriptor)
+        checksums.forget_others(path, checksums.version_of(os.fstat(self._handle.descriptor)))
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._path, self._descriptor, self._remote = "", -1, None
+        if self._handle is not None:
+            handles.release(self._handle)
+        self._path, self._handle, self._remote = "", None, None
 
 
 @contextmanager
@@ -219,7 +220,10 @@ def map_span(span: Span) -> memoryview:
     reader = SpanReader(0)
     try:
         reader._open(span.path)
-        pages = mmap.mmap(reader._descriptor, span.offset + span.length - page, access=mmap.ACCESS_COPY, offset=page)
+        assert reader._handle is not None
+        pages = mmap.mmap(
+            reader._handle.descriptor, span.offset + span.length - page, access=mmap.ACCESS_COPY, offset=page
+        )
         try:
             pages.madvise(_POPULATE_READ)
         except (AttributeError, OSError) as error:

@@ -19,7 +19,7 @@ from typing import Union, cast
 from ckpttool.core.checkpoint import Span
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.values import dataclass
-from ckpttool.io import progress, sources, syscalls, transaction
+from ckpttool.io import handles, progress, sources, syscalls, transaction
 from ckpttool.io.files import exists, is_dir, size, sources_stay
 from ckpttool.io.paths import is_url, parent
 from ckpttool.io.pieces import BLOCK as FILE_BLOCK
@@ -124,13 +124,14 @@ def _clone(descriptor: int, span: Span, at: int) -> bool:
     try:
         import fcntl
 
-        source = os.open(span.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        source = handles.acquire(span.path)
         try:
             sources.note_streamed(span.path)
-            sources.check_open(span.path, source)
-            fcntl.ioctl(descriptor, _CLONE_RANGE, struct.pack("=qQQQ", source, span.offset, span.length, at))
+            sources.check_open(span.path, source.descriptor)
+            place = struct.pack("=qQQQ", source.descriptor, span.offset, span.length, at)
+            fcntl.ioctl(descriptor, _CLONE_RANGE, place)
         finally:
-            os.close(source)
+            handles.release(source)
     except (ImportError, OSError):  # not on this platform or file system, or on two of them
         return False
     return True

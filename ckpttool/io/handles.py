@@ -1,0 +1,124 @@
+"""Local files that are open for reading. Inside of `kept`, a file is opened once, however often it is asked for."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import RLock
+
+from ckpttool.core.errors import CkptError
+from ckpttool.core.values import dataclass
+from ckpttool.io import progress
+
+_MOST = 256  # files that nobody reads, and that are kept open
+_NO_FILES = (
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISCHR, "a terminal or another device"),
+    (stat.S_ISBLK, "a disk"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    """An open file. `users` read it just now; `stays` until `kept` ends, or until another file has its path."""
+
+    path: str
+    descriptor: int
+    users: int = 0
+    stays: bool = False
+
+
+_kept: OrderedDict[str, Handle] = OrderedDict()  # by path, the last used at the end
+_blocks = 0  # of `kept`, inside each other
+_lock = RLock()
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Keep the files that are read inside open until the outermost block ends."""
+    global _blocks
+    _blocks += 1
+    try:
+        yield
+    finally:
+        _blocks -= 1
+        if not _blocks:
+            with _lock:
+                for handle in list(_kept.values()):
+                    _drop(handle)
+
+
+def acquire(path: str, *, pipes: bool = False) -> Handle:
+    """Return the open file at the path; `release` it. Raises OSError if it cannot be opened.
+
+    Raises `CkptError` for a terminal, a device and, without `pipes`, a pipe, and does not wait for them.
+    """
+    with _lock:
+        place = os.path.abspath(path)
+        handle = _kept.get(place)
+        if handle is not None and not _is_at(place, handle):
+            _drop(handle)
+            handle = None
+        if handle is None:
+            handle = Handle(place, _opened(path, pipes))
+            if _blocks and _is_file(handle.descriptor):
+                handle.stays = True
+                _kept[place] = handle
+        handle.users += 1
+        if handle.stays:
+            _kept.move_to_end(place)
+        if len(_kept) > _MOST:
+            unused = next((other for other in _kept.values() if not other.users), None)
+            if unused is not None:
+                _drop(unused)
+        return handle
+
+
+def release(handle: Handle) -> None:
+    with _lock:
+        handle.users -= 1
+        if not handle.users and not handle.stays:
+            os.close(handle.descriptor)
+
+
+def _drop(handle: Handle) -> None:
+    del _kept[handle.path]
+    handle.stays = False
+    if not handle.users:
+        os.close(handle.descriptor)
+
+
+def _is_at(path: str, handle: Handle) -> bool:
+    """Return whether the path is still the file that is open."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(handle.descriptor))
+    except OSError:
+        return False
+
+
+def _is_file(descriptor: int) -> bool:
+    return stat.S_ISREG(os.fstat(descriptor).st_mode)
+
+
+def _opened(path: str, pipes: bool) -> int:
+    """Open the file without waiting for a process that writes to a pipe."""
+    flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+    descriptor = os.open(path, flags)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        kind = next((text for is_kind, text in _NO_FILES if is_kind(mode)), None)
+        if kind is not None and not (pipes and stat.S_ISFIFO(mode)):
+            raise CkptError(f"cannot read {path}: it is {kind}, not a file", hint="write it to a file first")
+        os.set_blocking(descriptor, True)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    progress.has_opened(path)
+    return descriptor
