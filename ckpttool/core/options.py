@@ -231,7 +231,7 @@ class OutputOptions:
     dry_run: Annotated[bool, Option("--dry-run", "Say what would be written, and write nothing.", "Output")] = False
     verify: Annotated[
         bool,
-        Option("--verify", "Prove that OUT holds every tensor: read it back, or by its store's checksums.", "Output"),
+        Option("--verify", "Prove that OUT holds every tensor: read it back.", "Output"),
     ] = False
     keep_pickled_code: Annotated[
         bool,

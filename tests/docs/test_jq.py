@@ -31,7 +31,6 @@ def build():
     return nn.Sequential(Hidden())
 """
 EXPECTED = {
-    "bytes of each top module, the largest first": ["head 16", "body 12"],
     "the commands that fix it": [],
     "hooks that rename keys": ["0.weight is 0.layer.weight: model.py:10"],
 }

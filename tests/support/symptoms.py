@@ -169,7 +169,8 @@ def absolute() -> None:
 
 
 def flat() -> None:
-    torch.save({"_flat_param": torch.ones(15)}, "rank_0.pt")
+    for rank in (0, 1):
+        torch.save({"_flat_param": torch.ones(15)}, f"rank_{rank}.pt")
     _loads("rank_0.pt")
 
 
