@@ -386,12 +386,20 @@ class _StaysOnMeta(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.init.kaiming_uniform_ and _is_usual(**(kwargs or {})):
+            return kwargs["tensor"]
         if func in _MOVES:
             with torch._C.DisableTorchFunction():  # this is not a question of the constructor
                 moved = _kept_on_meta(func, *args, **(kwargs or {}))
             if moved is not None:
                 return moved
         return func(*args, **(kwargs or {}))
+
+
+def _is_usual(tensor: Any = None, mode: str = "", nonlinearity: str = "", **others: Any) -> bool:
+    """Return whether a call of `kaiming_uniform_`, with which most layers begin, only fills a tensor without values."""
+    with torch._C.DisableTorchFunction():  # this is not a question of the constructor
+        return _is_on_meta(tensor) and tensor.dim() >= 2 and mode == "fan_in" and nonlinearity == "leaky_relu"
 
 
 _MOVES = frozenset({torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.xpu})

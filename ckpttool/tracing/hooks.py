@@ -160,6 +160,17 @@ class Watcher:
                     self.changes[key] = _Change(mark, hook, self.recorder.clock)
 
 
+def has_saving_code(root: nn.Module) -> bool:
+    """Return whether saving the model runs other code than `nn.Module`'s, which may change the model."""
+    for module in root.modules():
+        if module._state_dict_hooks or module._state_dict_pre_hooks:
+            return True
+        for name in ("state_dict", "_save_to_state_dict", "get_extra_state"):
+            if name in vars(module) or getattr(type(module), name) is not getattr(nn.Module, name):
+                return True
+    return False
+
+
 def _mark(value: Any) -> Any:
     return token(value) if isinstance(value, torch.Tensor) else ("object", id(value))
 

@@ -52,26 +52,34 @@ class CodeFailed(CkptError):
 
 def listed(model: nn.Module) -> tuple[Listed, ...]:
     """Return every runtime tensor under every name, in ``named_parameters`` then ``named_buffers`` order."""
+    modules = list(model.named_modules(remove_duplicate=False))
     hidden = {
-        dotted(path, name)
-        for path, module in model.named_modules(remove_duplicate=False)
-        for name in getattr(module, "_non_persistent_buffers_set", ())
+        dotted(path, name) for path, module in modules for name in getattr(module, "_non_persistent_buffers_set", ())
     }
     first: dict[Token, str] = {}
     items = []
     for kind in ("parameter", "buffer"):
-        method = f"named_{kind}s"
-        plain = list(getattr(nn.Module, method)(model, remove_duplicate=False))
-        try:
-            listing = list(getattr(model, method)(remove_duplicate=False))
-        except TypeError:  # overridden with the signature from before torch 2.0
-            listing = plain
+        plain = _members(modules, kind)
+        listing = plain
+        if getattr(type(model), f"named_{kind}s") is not getattr(nn.Module, f"named_{kind}s"):
+            with contextlib.suppress(TypeError):  # overridden with the signature from before torch 2.0
+                listing = list(getattr(model, f"named_{kind}s")(remove_duplicate=False))
         same = len(listing) == len(plain) and all(a is b for (_, a), (_, b) in zip(listing, plain))
         for (fqn, tensor), (path, _) in zip(listing, plain if same else listing):
             mark = token(tensor)
             persistent = kind == "parameter" or path not in hidden
             items.append(Listed(fqn, path, first.setdefault(mark, fqn), kind, tensor, mark, persistent))
     return tuple(items)
+
+
+def _members(modules: Iterable[tuple[str, nn.Module]], kind: str) -> list[tuple[str, torch.Tensor]]:
+    """Return what `nn.Module` lists as ``named_parameters`` or ``named_buffers``."""
+    members = []
+    for path, module in modules:
+        for name, tensor in getattr(module, f"_{kind}s").items():
+            if tensor is not None:
+                members.append((dotted(path, name), tensor))
+    return members
 
 
 def runtime_tensors(model: nn.Module, items: tuple[Listed, ...]) -> tuple[RuntimeTensor, ...]:

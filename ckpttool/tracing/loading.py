@@ -284,7 +284,8 @@ def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict
         missing, unexpected, errors = lists.read(failed)
         reads: dict[str, Expression | None] = {}
         names: dict[object, list[str]] = {}
-        for item in listed(instance):
+        items = listed(instance)
+        for item in items:
             value = recorder.value(item.tensor)
             if is_constant(value):
                 reads[item.fqn] = None
@@ -310,7 +311,7 @@ def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict
             reads=reads,
             doubtful=recorder.doubtful,
             by_values=bool(recorder.reads) or (real and recorder.outside),
-            special=tuple(i.fqn for i in listed(instance) if is_special(i.tensor) and not is_dtensor(i.tensor)),
+            special=tuple(i.fqn for i in items if is_special(i.tensor) and not is_dtensor(i.tensor)),
         )
 
 

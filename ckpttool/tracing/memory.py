@@ -66,8 +66,9 @@ class Geometry(NamedTuple):
 
 
 def geometry(tensor: torch.Tensor) -> Geometry:
-    shape = tuple(tensor.shape)
-    stride = tuple(step if size != 1 else 0 for size, step in zip(shape, tensor.stride()))
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    if 1 in shape:
+        stride = tuple(step if size != 1 else 0 for size, step in zip(shape, stride))
     return Geometry(int(tensor.storage_offset()), shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
@@ -223,10 +224,11 @@ Token = tuple[Any, ...]  # (address of the storage, geometry), or what else iden
 
 def token(tensor: torch.Tensor) -> Token:
     """Return a value that is equal for two tensors exactly if they are the same elements of the same memory."""
-    if torch.nn.parameter.is_lazy(tensor):
-        return ("object", id(tensor))
-    if is_traceable_wrapper_subclass(tensor):
-        return (type(tensor), tuple(tensor.shape), *map(token, inside(tensor)))
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if torch.nn.parameter.is_lazy(tensor):
+            return ("object", id(tensor))
+        if is_traceable_wrapper_subclass(tensor):
+            return (type(tensor), tuple(tensor.shape), *map(token, inside(tensor)))
     try:
         if tensor.layout == torch.strided:
             return (address(tensor), geometry(tensor))

@@ -49,6 +49,9 @@ _DEEPEST = 100  # operators inside each other; everything that walks expressions
 _LARGEST = 20_000  # nodes; a node that occurs twice counts twice
 
 
+_CLASSES = (torch.Tensor, torch.nn.Parameter)
+
+
 class NeedsValues(Exception):
     """Code asked for the values of a tensor that has none (meta)."""
 
@@ -134,6 +137,11 @@ class Recorder(TorchDispatchMode):
                     args[0], mark, _call_expression(_functional(func), args, kwargs, args[0], lambda tensor: before)
                 )
             return out
+        if func is torch.ops.aten.copy_.default and _is_plain_copy(*args):
+            value = self.value(args[1])
+            func(*args)
+            self.write(args[0], value)
+            return args[0]
         if written:
             return self._inplace(func, args, kwargs, written)
         out = self._run(func, args, kwargs)
@@ -329,6 +337,15 @@ def _is_doubtful(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
         return len(dtypes) > 1
     copies = func is torch.ops.aten.copy_.default or func.__name__.partition(".")[0] in _SAME
     return not copies or len(dtypes) > 1 or not all(map(_can_copy, dtypes))
+
+
+def _is_plain_copy(target: Any, source: Any, non_blocking: bool = False) -> bool:
+    """Return whether it is what loading does for nearly every tensor: on meta, a copy to the same dtype and shape."""
+    if type(source) not in _CLASSES or type(target) not in _CLASSES or not source.is_meta or not target.is_meta:
+        return False
+    if target.layout != torch.strided or source.layout != torch.strided or not target.is_contiguous():
+        return False
+    return bool(source.dtype == target.dtype and source.dtype in _COMMON and source.shape == target.shape)
 
 
 @cache

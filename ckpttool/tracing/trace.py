@@ -18,6 +18,7 @@ from ckpttool.core.names import NAMED_EXTRA_STATE, ON_PLACE, SPECIAL, LoadedTens
 from ckpttool.core.text import Note, dotted, some
 from ckpttool.evaluate.torch_eval import evaluate, same_bits
 from ckpttool.tracing.build_model import CannotBuild, LoadedModel, attempt, describe
+from ckpttool.tracing.hooks import has_saving_code
 from ckpttool.tracing.instances import (
     CONSTANT,
     Filling,
@@ -296,7 +297,11 @@ def trace_with_load(model: LoadedModel) -> Traced:
     def load(real: bool) -> tuple[Load, dict[str, object] | None]:
         """Load fresh tensors of the serialized keys into a fresh instance."""
         state = (saved if saved.real == real else save(model, real)).state
-        found = load_recorded(model.build(real), copied_state(state), real)
+        if instance is None or real or has_saving_code(instance):
+            target = model.build(real)
+        else:  # saving has not changed it
+            target = instance
+        found = load_recorded(target, copied_state(state), real)
         versions = versions_asked_for(model, state, found, real) if found.versioned else None
         if found.verdict.by_values:
             reads = reads_of_any(model, state, found.verdict)

@@ -38,6 +38,10 @@ class Hidden(nn.Module):
 def build():
     builtins.ckpttool_builds += 1
     return nn.Sequential(nn.Linear(4, 4), Hidden(nn.Linear(4, 4)), nn.Linear(4, 2))
+
+def plain():
+    builtins.ckpttool_builds += 1
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
 """
 
 
@@ -52,6 +56,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Te
     model = namespace["build"]()
     state: dict[str, torch.Tensor] = model.state_dict()
     torch.save(state, "good.pt")
+    torch.save(namespace["plain"]().state_dict(), "plain.pt")
     torch.save({("net." + key if key.startswith("0") else key): value for key, value in state.items()}, "bad.pt")
     torch.save({"module._orig_mod." + key: value for key, value in state.items()}, "wrapped.pt")
     torch.export.save(torch.export.export(model, (torch.ones(1, 4),)), "program.pt2")
@@ -66,6 +71,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Te
         ("fix wrapped.pt -o fixed.pt --model model.py:build", 0, 3),
         ("swap-weights program.pt2 good.pt -o swapped.pt2 --model model.py:build", 0, 2),
         ("trace model.py:build", 0, 2),
+        ("trace model.py:plain", 0, 1),
+        ("diff --model model.py:plain plain.pt", 0, 1),
     ],
 )
 @pytest.mark.usefixtures("files")
