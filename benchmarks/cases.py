@@ -104,7 +104,56 @@ def cases(folder: Path, gib: float) -> Iterator[Case]:
     ours = [CKPTTOOL, "inspect", str(folder / "many.pt")]
     yield Case("inspect, pt, 10,000 tensors", ours, "`torch.load`", python(f"torch.load('{ours[-1]}', mmap=True)"))
     yield Case("diff, safetensors, 100,000 keys", [CKPTTOOL, "diff", many, many], "`import torch`", torch)
+    yield from _large(folder)
     yield Case("`--help`", [CKPTTOOL, "--help"], "`import torch`", torch)
+
+
+HERE = Path(__file__).resolve().parent
+TORCH = """
+import sys; sys.path.insert(0, {here!r})
+import large
+from safetensors import safe_open
+with torch.device("meta"):
+    model = large.build()
+with safe_open({path!r}, "pt") as file:
+    state = {{key: torch.empty(file.get_slice(key).get_shape(), device="meta") for key in file.keys()}}
+sys.exit(bool(model.load_state_dict(state, strict=False)[0]))
+"""
+SCRIPT = """
+import glob, json, struct, sys
+def outlines(folder):
+    found = {}
+    for path in sorted(glob.glob(folder + "/*.safetensors")):
+        with open(path, "rb") as file:
+            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        found.update((key, (row["dtype"], row["shape"])) for key, row in header.items() if key != "__metadata__")
+    return found
+left, right = map(outlines, sys.argv[1:])
+print(sorted(left.keys() - right.keys()), sorted(right.keys() - left.keys()))
+sys.exit(left != right)
+"""
+
+
+def _large(folder: Path) -> Iterator[Case]:
+    """Yield a large definition against the steps of torch, and many keys against a script."""
+    model = f"{HERE / 'large.py'}:build"
+    good, wrong = str(folder / "large.safetensors"), str(folder / "large.wrong.safetensors")
+    steps = {path: python(TORCH.format(here=str(HERE), path=path)) for path in (good, wrong)}
+    name = "build, read the header, load"
+    yield Case("diff, 45,000 tensors, loads", [CKPTTOOL, "diff", "--model", model, good], name, steps[good])
+    ours = [CKPTTOOL, "diff", "--model", model, wrong]
+    yield Case("diff, 45,000 tensors, two wrong keys", ours, name, steps[wrong], status=1)
+    yield Case("trace, 45,000 tensors", [CKPTTOOL, "trace", model], name, steps[good])
+
+    keys, renamed = str(folder / "large.keys"), str(folder / "large.renamed")
+    script = [sys.executable, "-c", SCRIPT]
+    name, same = "a script of ten lines", [*script, keys, keys]
+    yield Case("diff, 89,000 keys, the same", [CKPTTOOL, "diff", keys, keys], name, same)
+    ours = [CKPTTOOL, "diff", keys, renamed]
+    yield Case("diff, 89,000 keys, all renamed", ours, name, [*script, keys, renamed], status=1)
+    yield Case("inspect, 89,000 keys", [CKPTTOOL, "inspect", keys], name, same)
+    ours = [CKPTTOOL, "remap", keys, "-o", f"{folder / 'out.keys'}/", "--rule", "model.layers.{x*} => net.blocks.{x*}"]
+    yield Case("rename, 89,000 keys in 163 shards", ours, name, same)
 
 
 def _holds(out: Path, prefix: str, folder: Path) -> Callable[[], bool]:

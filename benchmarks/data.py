@@ -59,8 +59,38 @@ def _make(folder: Path, gib: float, words: str) -> None:
             for weight in model.parameters():
                 weight.neg_()
         torch.export.save(torch.export.export(model, (torch.zeros(1, side),)), folder / "model.pt2")
+    if "large." in words:
+        _make_large(folder)
     if "many." not in words:
         return
     many = {f"layers.{i // 10}.block.{i % 10}.weight": torch.zeros(1) for i in range(MANY)}
     torch.save({key: many[key] for key in list(many)[:10_000]}, folder / "many.pt")
     save_file(many, folder / "many.safetensors")
+
+
+def _make_large(folder: Path) -> None:
+    """Make files for a definition with tens of thousands of tensors, and two folders with many keys."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    import large
+
+    state = large.build().state_dict()
+    save_file(state, folder / "large.safetensors")
+    wrong = {"head.weight": "heads.weight", "layers.0.gate.weight": "layers.0.router.weight"}
+    save_file({wrong.get(key, key): value for key, value in state.items()}, folder / "large.wrong.safetensors")
+    for name, prefix in (("keys", "model.layers"), ("renamed", "net.blocks")):
+        place = folder / f"large.{name}"
+        place.mkdir(exist_ok=True)
+        names = list(large.keys(prefix))
+        count = -(-len(names) // large.SHARDS)
+        weight_map = {}
+        for number in range(large.SHARDS):
+            shard = f"model-{number + 1:05}-of-{large.SHARDS:05}.safetensors"
+            part = names[number * count : (number + 1) * count]
+            save_file({key: torch.zeros(2, 2) for key in part}, place / shard)
+            weight_map.update(dict.fromkeys(part, shard))
+        index = {"metadata": {"total_size": 16 * len(names)}, "weight_map": weight_map}
+        (place / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -10,6 +10,7 @@ import glob as local_glob
 import os
 import re
 import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Union
@@ -44,14 +45,13 @@ class LocalFile:
     def read(self, count: int = -1, /) -> bytes:
         """Return the next `count` bytes (default: all), fewer at the end of the file."""
         parts = []
-        left = max(0, self.size - self._at) if count < 0 else count
-        while left:
-            data = self.read_at(self._at, left)
+        end = self.size if count < 0 else self._at + count
+        while self._at < end:
+            data = self.read_at(self._at, end - self._at)
             if not data:
                 break
             parts.append(data)
             self._at += len(data)
-            left -= len(data)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def seek(self, offset: int, /) -> int:
@@ -69,6 +69,10 @@ class LocalFile:
 
 class Pipe(LocalFile):
     """A pipe: it is read once, from the start on."""
+
+    @property
+    def size(self) -> int:
+        return sys.maxsize  # nothing says how long it is
 
     def read_at(self, offset: int, count: int) -> bytes:
         """Return at most `count` bytes, which must be the next ones."""

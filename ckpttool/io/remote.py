@@ -87,11 +87,12 @@ class Ranges:
 class Known:
     """What stores have said and sent, by URL.
 
-    `stats`; `assumed`: checks of the index that were not made yet; `ranges` of files that are held, of `nbytes` in all;
-    counts of `requests` and `fetched` bytes.
+    `stats`, and the `names` in folders; `assumed`: checks of the index that were not made yet; `ranges` of files that
+    are held, of `nbytes` in all; counts of `requests` and `fetched` bytes.
     """
 
     stats: dict[str, Stat | None] = field(default_factory=dict)
+    names: dict[str, list[str]] = field(default_factory=dict)
     assumed: dict[str, list[Callable[[], None]]] = field(default_factory=dict)
     ranges: dict[str, Ranges] = field(default_factory=dict)
     nbytes: int = 0
@@ -101,7 +102,7 @@ class Known:
     def forget(self, url: str) -> None:
         """Forget everything at, under and above the URL."""
         below = url.rstrip("/") + "/"
-        tables: tuple[dict[str, Any], ...] = (self.stats, self.assumed, self.ranges)
+        tables: tuple[dict[str, Any], ...] = (self.stats, self.names, self.assumed, self.ranges)
         for table in tables:
             for other in list(table):
                 if (other + "/").startswith(below) or below.startswith(other.rstrip("/") + "/"):
@@ -114,12 +115,11 @@ class Known:
         return ranges.get(start, end) if ranges is not None else b""
 
     def hold(self, url: str, start: int, data: bytes) -> None:
-        """Hold a range of the file for the next reads. If there is no room, all others are dropped first."""
+        """Hold a range of the file for the next reads. If there is no room, the oldest files' ranges are dropped."""
         if len(data) > BATCH:
             return
-        if self.nbytes + len(data) > BATCH:
-            self.ranges.clear()
-            self.nbytes = 0
+        while self.nbytes + len(data) > BATCH:
+            self.nbytes -= self.ranges.pop(next(iter(self.ranges))).nbytes
         ranges = self.ranges.setdefault(url, Ranges())
         self.nbytes -= ranges.nbytes
         ranges.add(start, data)
@@ -205,6 +205,9 @@ def _stat(info: Mapping[str, Any]) -> Stat:
 
 def names_in(url: str) -> list[str]:
     """Return the names in the folder, sorted; keep what the listing says about each."""
+    url = url.rstrip("/")
+    if url in known.names:
+        return known.names[url]
     fs, path = filesystem(url)
     with answered(url):
         found = fs.ls(path, detail=True, **_patience(fs))
@@ -216,7 +219,8 @@ def names_in(url: str) -> list[str]:
             place = paths.join(url, name)
             if known.stats.get(place) is None:  # an index may rest on what was said before
                 known.stats[place] = _stat(info)
-    return sorted(names)
+    known.names[url] = sorted(names)
+    return known.names[url]
 
 
 def glob(pattern: str) -> list[str]:

@@ -357,6 +357,7 @@ class Paths:
         self._homes: tuple[defaultdict[Template, set[Template]], ...] = defaultdict(set), defaultdict(set)
         self._paired: set[tuple[Template, Template]] = set()
         self._modules: defaultdict[Template, set[Template]] = defaultdict(set)  # of pairs
+        self._contradictions: dict[tuple[Template, Template], bool] = {}  # answers since the last new tree
         for left, right in known.items():
             path = template(left)[0]
             if left != right:
@@ -379,8 +380,10 @@ class Paths:
 
     def tree(self, left: Template, right: Template) -> None:
         """Add a pair of modules: the same names are below both."""
-        self._homes[0][left].add(right)
-        self._homes[1][right].add(left)
+        if right not in self._homes[0][left]:
+            self._homes[0][left].add(right)
+            self._homes[1][right].add(left)
+            self._contradictions.clear()
 
     def homes(self, path: Template, side: int) -> Collection[Template]:
         """Return what `Modules.homes` returns, of a name and modules without any layer number."""
@@ -388,16 +391,24 @@ class Paths:
 
     def contradict(self, left: Template, right: Template) -> bool:
         """Return whether the modules above these two are known to be others."""
-
-        def strays(path: Template, other: Template, homes: Mapping[Template, set[Template]]) -> bool:
-            above = (homes.get(path[:depth]) for depth in range(len(path)))
-            return any(known and not any(other[: len(home)] == home for home in known) for known in above)
-
-        return strays(left, right, self._homes[0]) or strays(right, left, self._homes[1])
+        answer = self._contradictions.get((left, right))
+        if answer is None:
+            answer = _strays(left, right, self._homes[0]) or _strays(right, left, self._homes[1])
+            self._contradictions[left, right] = answer
+        return answer
 
     def is_same(self, path: Template) -> bool:
         """Return whether both sides have the module under this name."""
         return path in self._homes[0].get(path, ())
+
+
+def _strays(path: Template, other: Template, homes: Mapping[Template, set[Template]]) -> bool:
+    """Return whether a module above `path` has known places on the other side, none of which is above `other`."""
+    for depth in range(len(path)):
+        known = homes.get(path[:depth])
+        if known and not any(other[: len(home)] == home for home in known):
+            return True
+    return False
 
 
 class Modules:

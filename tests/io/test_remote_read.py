@@ -225,9 +225,9 @@ def test_file_with_the_same_name_prefix_is_not_forgotten(other: str) -> None:
     assert other in known.stats
 
 
-def test_ranges_are_dropped_if_there_is_no_room() -> None:
+def test_ranges_of_the_oldest_files_are_dropped_if_there_is_no_room() -> None:
     known = Known()
     for number in range(9):
         known.hold(f"m://{number}", 0, bytes(100))
-    assert [*known.ranges] == ["m://7", "m://8"]
-    assert known.nbytes == 200
+    assert [*known.ranges] == [f"m://{number}" for number in range(2, 9)]
+    assert known.nbytes == 700

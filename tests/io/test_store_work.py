@@ -210,9 +210,17 @@ def test_headers_of_many_shards_are_fetched_concurrently(bucket: Any, monkeypatc
         calls.append(len(paths))
         return plain(paths, *rest, **more)
 
+    def listed(path: str, **more: Any) -> Any:
+        listings.append(path)
+        return list_folder(path, **more)
+
     monkeypatch.setattr(fs, "cat_ranges", counted)
+    listings, list_folder = list[str](), fs.ls
+    monkeypatch.setattr(fs, "ls", listed)
     for filename in ("", "model.safetensors.index.json"):
         calls.clear()
+        listings.clear()
         assert len(ckpttool.open_checkpoint(f"s3://{name}/m/{filename}").sections[0].tensors) == 100
         assert sorted(calls) == [1, 36, 64]
+        assert len(listings) == 1
         remote.forget(f"s3://{name}/m")
